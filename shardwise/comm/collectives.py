@@ -1,0 +1,23 @@
+"""Collectives under one name for all PyTorch versions that we run on (2.13 renamed some of them)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
+
+
+def _either(module: Any, new: str, old: str) -> Any:
+    return getattr(module, new, None) or getattr(module, old)
+
+
+all_reduce = dist.all_reduce
+all_gather = _either(dist, "all_gather_single", "all_gather_into_tensor")
+reduce_scatter = _either(dist, "reduce_scatter_single", "reduce_scatter_tensor")
+
+# With a gradient: each is the other's backward.
+all_gather_with_grad = _either(functional, "all_gather_single_autograd", "all_gather_tensor_autograd")
+reduce_scatter_with_grad = _either(functional, "reduce_scatter_single_autograd", "reduce_scatter_tensor_autograd")
+
+__all__ = ["all_gather", "all_gather_with_grad", "all_reduce", "reduce_scatter", "reduce_scatter_with_grad"]

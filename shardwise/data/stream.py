@@ -1,0 +1,66 @@
+"""The endless stream of samples of a run. Its state is one integer: how many samples were consumed.
+
+Place `p` of the stream is sample `order(p mod n)` of epoch `p div n`, whatever the number of ranks. Which places a
+data rank reads in which step is arithmetic (`share`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwise.data.source import Source
+from shardwise.random import Permutation
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Some samples as tensors: tokens (B, S), targets (B, S), and their places in the stream (B,)."""
+
+    tokens: Tensor
+    targets: Tensor
+    ids: Tensor
+
+    def split(self, size: int) -> Iterator[Samples]:
+        parts = zip(self.tokens.split(size), self.targets.split(size), self.ids.split(size), strict=True)
+        return (Samples(*part) for part in parts)
+
+    def to(self, device: torch.device) -> Samples:
+        move = {"device": device, "non_blocking": True}
+        return Samples(self.tokens.to(**move), self.targets.to(**move), self.ids.to(**move))
+
+
+class Stream:
+    def __init__(self, source: Source, seed: int, shuffle: bool = True):
+        self.source, self.seed, self.shuffle = source, seed, shuffle
+        self._orders: dict[int, Permutation] = {}
+
+    def indices(self, places: np.ndarray) -> np.ndarray:
+        """The samples at some places of the stream."""
+        count = len(self.source)
+        if not self.shuffle:
+            return places % count
+        found = np.empty_like(places)
+        for epoch in np.unique(places // count):
+            order = self._orders.setdefault(int(epoch), Permutation(count, "order", self.seed, int(epoch)))
+            here = places // count == epoch
+            found[here] = order(places[here] % count)
+        return found
+
+    def read(self, places: np.ndarray) -> Samples:
+        rows = np.stack([self.source[int(index)] for index in self.indices(places)])
+        both = torch.from_numpy(rows)
+        tokens = both[:, :-1].clamp(min=0).contiguous()  # an ignored target is still some input
+        return Samples(tokens, both[:, 1:].contiguous(), torch.from_numpy(places.astype(np.int64)))
+
+
+def share(step: int, samples: int, ranks: int, rank: int) -> np.ndarray:
+    """The places that data rank `rank` of `ranks` reads in `step`, of a global batch of `samples`."""
+    own = samples // ranks
+    return np.arange(own, dtype=np.int64) + (step * samples + rank * own)
+
+

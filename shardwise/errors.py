@@ -1,0 +1,52 @@
+"""The errors that Shardwise raises on purpose.
+
+    ShardwiseError
+    ├── UserError            the user can mend it: exit code 2, one or two sentences, never a traceback
+    │   ├── JobError         a key or value of the job file
+    │   ├── LayoutError      a cut that cannot work
+    │   ├── DataError        a source of samples that cannot be read
+    │   └── CheckpointError  no checkpoint that can be loaded
+    └── RunError             something broke while running: exit code 1
+
+A message has four parts: what is wrong, the values, the rule, the remedy.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ShardwiseError(Exception):
+    exit_code = 1
+
+
+class UserError(ShardwiseError):
+    exit_code = 2
+
+
+class JobError(UserError):
+    pass
+
+
+class LayoutError(UserError):
+    pass
+
+
+class DataError(UserError):
+    pass
+
+
+class CheckpointError(UserError):
+    pass
+
+
+class RunError(ShardwiseError):
+    pass
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A clause that names the known word closest to a mistyped one, or lists them all."""
+    known = list(known)
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}."

@@ -1,0 +1,258 @@
+"""How one training job is cut: the degrees of each axis, the pipeline schedule, the ZeRO stage, recomputation.
+
+A `Layout` is a frozen value, checked when it is made. Its text form, `pipeline=2 shard=2 tensor=2`, is what command
+lines, logs and checkpoints show; `Layout.parse` reads it back. What a layout means for a certain model and batch
+(does the sequence divide, how many micro-batches are there) is answered by `solve_batch` here and by
+`shardwise.parallel.check`, before any process is started.
+
+Mesh order, outermost first: pipeline, replicate, shard, context, tensor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+from shardwise.errors import LayoutError, nearest
+
+AXES = ("pipeline", "replicate", "shard", "context", "tensor")
+FULL_BACKWARD = ("gpipe", "1f1b", "interleaved")
+SPLIT_BACKWARD = ("zero-bubble", "zbv", "dualpipev")
+SCHEDULES = FULL_BACKWARD + SPLIT_BACKWARD
+V_SHAPED = ("zbv", "dualpipev")
+RECOMPUTE = ("none", "selective", "full")
+# Degrees that the text form knows but that no engine serves yet; each is refused with a sentence.
+NOT_YET = ("context", "expert")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One cut of one job. Every field has a default that means "do not cut"."""
+
+    pipeline: int = 1
+    """Ranks that each hold some of the layers."""
+    replicate: int = 1
+    """Copies of the model that each see other samples."""
+    shard: int = 1
+    """Ranks that share optimizer states, gradients or weights (see `zero`) and each see other samples."""
+    context: int = 1
+    """Ranks that each hold a part of every sequence."""
+    tensor: int = 1
+    """Ranks that each hold a part of every matrix; activations between matrices are cut along the sequence."""
+    expert: int = 1
+    """Ranks that share the experts, folded over shard and context."""
+    schedule: str = "1f1b"
+    """The order of forwards and backwards in a pipeline."""
+    virtual: int = 0
+    """Pipeline stages per rank; 0 lets the schedule decide (2 for interleaved, zbv and dualpipev, otherwise 1)."""
+    micro_batch: int = 0
+    """Samples in one forward; 0 lets `solve_batch` decide."""
+    zero: int = 1
+    """What `shard` cuts: 1 optimizer states, 2 gradients too, 3 weights too."""
+    recompute: str = "none"
+    """What is computed again in the backward: none, selective, full, or the share of block activations to keep."""
+    stages: tuple[int, ...] = ()
+    """Layers per pipeline stage, fixed by the user (`stages=3,5`); empty: balanced by cost."""
+
+    def __post_init__(self) -> None:
+        for axis in (*AXES, "expert"):
+            degree = getattr(self, axis)
+            if degree < 1:
+                raise LayoutError(f"{axis}={degree}: a degree counts processes, so it is at least 1.")
+        for axis in NOT_YET:
+            if getattr(self, axis) > 1:
+                raise LayoutError(f"{axis}={getattr(self, axis)}: this axis is not built yet; leave it at 1.")
+        if self.schedule not in SCHEDULES:
+            raise LayoutError(f"schedule={self.schedule}: no such schedule; {nearest(self.schedule, SCHEDULES)}")
+        if self.zero not in (1, 2, 3):
+            raise LayoutError(f"zero={self.zero}: the ZeRO stage is 1, 2 or 3.")
+        if self.micro_batch < 0:
+            raise LayoutError(f"micro_batch={self.micro_batch}: a micro-batch has at least 1 sample.")
+        keep_share(self.recompute)
+        self._check_virtual()
+
+    def _check_virtual(self) -> None:
+        if self.virtual < 0:
+            raise LayoutError(f"virtual={self.virtual}: a rank holds at least 1 stage.")
+        if self.pipeline == 1:
+            if self.virtual > 1:
+                raise LayoutError(f"virtual={self.virtual} cuts pipeline stages, but pipeline=1; set pipeline above 1.")
+        elif self.schedule in ("gpipe", "1f1b") and self.virtual > 1:
+            raise LayoutError(
+                f"virtual={self.virtual}: schedule {self.schedule} runs one stage per rank; "
+                "use schedule=interleaved or leave virtual out."
+            )
+        elif self.schedule in V_SHAPED and self.virtual not in (0, 2):
+            raise LayoutError(f"virtual={self.virtual}: schedule {self.schedule} runs exactly 2 stages per rank.")
+        if self.stages and len(self.stages) != self.stage_count:
+            raise LayoutError(
+                f"stages={','.join(map(str, self.stages))} fixes {len(self.stages)} stages, but the pipeline has "
+                f"{self.stage_count} (pipeline={self.pipeline} x {self.stages_per_rank} per rank)."
+            )
+        if any(layers < 0 for layers in self.stages):
+            raise LayoutError(f"stages={','.join(map(str, self.stages))}: a stage cannot hold fewer than 0 layers.")
+
+    # Derived facts.
+
+    @property
+    def world(self) -> int:
+        """Processes that run this layout."""
+        return prod(getattr(self, axis) for axis in AXES)
+
+    @property
+    def data(self) -> int:
+        """Groups of processes that see different samples."""
+        return self.replicate * self.shard
+
+    @property
+    def stages_per_rank(self) -> int:
+        if self.pipeline == 1:
+            return 1
+        default = 2 if self.schedule in ("interleaved", *V_SHAPED) else 1
+        return self.virtual or default
+
+    @property
+    def stage_count(self) -> int:
+        return self.pipeline * self.stages_per_rank
+
+    @property
+    def split_backward(self) -> bool:
+        """Whether the schedule runs input and weight gradients apart."""
+        return self.pipeline > 1 and self.schedule in SPLIT_BACKWARD
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that pipeline rank `rank` holds, in model order: in loops, or down and up again in a V."""
+        if self.pipeline > 1 and self.schedule in V_SHAPED:
+            return rank, self.stage_count - 1 - rank
+        return tuple(range(rank, self.stage_count, self.pipeline))
+
+    # Text form.
+
+    def __str__(self) -> str:
+        words = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            shown = value != field.default
+            if field.name == "schedule":
+                shown = self.pipeline > 1
+            elif field.name == "zero":
+                shown = self.shard > 1 or shown
+            if shown:
+                words.append(f"{field.name}={','.join(map(str, value)) if field.name == 'stages' else value}")
+        return " ".join(words) or "pipeline=1"
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """Reads the text form; spaces or commas between the words."""
+        known = {field.name: field for field in dataclasses.fields(cls)}
+        values: dict[str, object] = {}
+        for word in text.split():
+            key, equals, value = word.strip(",").partition("=")
+            if not equals:
+                raise LayoutError(f"layout {text!r}: {word!r} is not of the form key=value.")
+            if key not in known:
+                raise LayoutError(f"layout {text!r}: unknown key {key!r}; {nearest(key, known)}")
+            if key in values:
+                raise LayoutError(f"layout {text!r}: {key} is given twice; give it once.")
+            values[key] = value if key in ("schedule", "recompute") else _integers(text, key, value)
+        return cls(**values)  # type: ignore[arg-type]
+
+
+def _integers(text: str, key: str, value: str) -> object:
+    try:
+        numbers = tuple(int(part) for part in value.split(","))
+    except ValueError:
+        raise LayoutError(f"layout {text!r}: {key}={value!r} is not a whole number.") from None
+    if key == "stages":
+        return numbers
+    if len(numbers) != 1:
+        raise LayoutError(f"layout {text!r}: {key} takes one number, not {value!r}.")
+    return numbers[0]
+
+
+def keep_share(recompute: str) -> float | None:
+    """The share of block activations that `recompute` keeps, where it is given as a number; None for a policy."""
+    if recompute in RECOMPUTE:
+        return None
+    try:
+        share = float(recompute)
+    except ValueError:
+        share = -1.0
+    if not 0.0 <= share <= 1.0:
+        raise LayoutError(
+            f"recompute={recompute}: give one of {', '.join(RECOMPUTE)}, or the share of block activations to keep "
+            "as a number from 0 to 1."
+        )
+    return share
+
+
+# Batch arithmetic: solved, never asked for.
+
+
+@dataclass(frozen=True)
+class Batch:
+    """How one global batch is served: `samples` = data ranks x micro-batches x micro-batch size."""
+
+    samples: int
+    micro_batch: int
+    micro_batches: int
+
+
+def micro_batch_rule(layout: Layout, count: int) -> str | None:
+    """Why a pipeline cannot run this number of micro-batches; None if it can."""
+    if layout.pipeline == 1:
+        return None
+    if layout.schedule == "1f1b" and count < layout.stage_count:
+        return f"schedule 1f1b needs at least as many micro-batches as stages ({layout.stage_count})"
+    if layout.schedule == "dualpipev" and count < layout.stage_count:
+        return f"schedule dualpipev needs at least as many micro-batches as stages ({layout.stage_count})"
+    if layout.schedule in ("interleaved", "zero-bubble"):
+        rounds = max(1, count // layout.pipeline)
+        if count % rounds:
+            return (
+                f"schedule {layout.schedule} runs its micro-batches in max(1, n // pipeline) equal rounds, "
+                f"and {count} micro-batches do not make {rounds}"
+            )
+    return None
+
+
+def solve_batch(layout: Layout, samples: int) -> Batch:
+    """Micro-batch and accumulation for a global batch of `samples`, or an error with the nearest that can be served."""
+    if samples < 1:
+        raise LayoutError(f"a global batch of {samples} samples: it needs at least 1.")
+    found = _fit(layout, samples)
+    if isinstance(found, Batch):
+        return found
+    near = [n for n in _around(samples, limit=64 * layout.data * max(1, layout.micro_batch) * layout.stage_count)
+            if isinstance(_fit(layout, n), Batch)][:2]
+    remedy = f"The nearest that can: {' and '.join(map(str, sorted(near)))}." if near else "No nearby batch can."
+    raise LayoutError(f"layout '{layout}' cannot serve a global batch of {samples} samples: {found}. {remedy}")
+
+
+def _fit(layout: Layout, samples: int) -> Batch | str:
+    if samples % layout.data:
+        return f"it does not divide over replicate x shard = {layout.data}"
+    local = samples // layout.data
+    if layout.micro_batch:
+        if local % layout.micro_batch:
+            return f"a rank's share of {local} is no multiple of micro_batch={layout.micro_batch}"
+        count = local // layout.micro_batch
+        return micro_batch_rule(layout, count) or Batch(samples, layout.micro_batch, count)
+    counts = [count for count in range(1, local + 1) if local % count == 0 and not micro_batch_rule(layout, count)]
+    if not counts:
+        return micro_batch_rule(layout, local) or "no number of micro-batches fits"
+    if layout.pipeline == 1:
+        count = counts[0]
+    else:
+        # Four micro-batches per stage keep the bubble of 1f1b near a fifth; beyond that small products cost more.
+        count = min(counts, key=lambda n: (n < 4 * layout.pipeline, abs(n - 4 * layout.pipeline)))
+    return Batch(samples, local // count, count)
+
+
+def _around(value: int, limit: int) -> Iterable[int]:
+    for step in range(1, limit + 1):
+        if value - step >= 1:
+            yield value - step
+        yield value + step

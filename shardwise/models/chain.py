@@ -1,0 +1,136 @@
+"""A model as a chain of pieces, and the words in which it says how it may be cut.
+
+A `Chain` runs its children in order, each on what the one before gave. On one device the chain is the model; a
+pipeline stage is the same chain with fewer pieces (`Chain.part`), under the same parameter names. The chain knows
+nothing of devices: `rules` tells how its parameters may be cut, as data that `shardwise.parallel` applies, the
+planner costs and `verify` checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+
+IGNORED = -100  # targets with this value do not count
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The parameters that match `parameter` are cut along `dim`, in runs of `unit` rows that stay together."""
+
+    parameter: str
+    dim: int
+    unit: int = 1
+
+
+@dataclass(frozen=True)
+class Region:
+    """A module that works on whole sequences with cut weights.
+
+    What enters is gathered along the sequence; what leaves is a partial sum, added up over the ranks and cut along the
+    sequence again. `row` names the submodule whose product is the partial sum: its bias is added once, after the sum.
+    """
+
+    module: str
+    row: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """An embedding whose rows are cut: a token that lives elsewhere gives zero, and the sum is cut along the sequence."""
+
+    module: str
+
+
+@dataclass(frozen=True)
+class Head:
+    """A projection to a cut vocabulary with the loss on it: gathers what enters, shares maxima and sums of the loss."""
+
+    module: str
+
+
+@dataclass(frozen=True)
+class Init:
+    """How a parameter starts: `normal` with a standard deviation, `ones` or `zeros`."""
+
+    kind: str
+    std: float = 0.0
+
+
+@dataclass(frozen=True)
+class Rules:
+    """All that is known about cutting a chain."""
+
+    cuts: tuple[Cut, ...]
+    modules: tuple[Region | Table | Head, ...]
+    ties: tuple[tuple[str, str], ...] = ()
+    """Pairs (other name, name) of parameters that are one and the same."""
+    init: tuple[tuple[str, Init], ...] = ()
+    """Pattern and start, first match wins."""
+    watched: tuple[str, ...] = ()
+    """Patterns of modules whose output is (sample, position, feature), compared by `verify` in forward order."""
+
+    def cut_of(self, parameter: str) -> Cut | None:
+        return next((cut for cut in self.cuts if fnmatchcase(parameter, cut.parameter)), None)
+
+    def init_of(self, parameter: str) -> Init:
+        return next(init for pattern, init in self.init if fnmatchcase(parameter, pattern))
+
+    def canonical(self, parameter: str) -> str:
+        """The one name of a parameter that has two."""
+        return dict(self.ties).get(parameter, parameter)
+
+
+class Chain(nn.Module):
+    """Pieces run in order. Each takes what the one before gave and, by keyword, what belongs to the whole batch."""
+
+    def __init__(self, pieces: Iterable[tuple[str, nn.Module]], rules: Rules):
+        super().__init__()
+        self.rules = rules
+        for name, piece in pieces:
+            self.add_module(name, piece)
+        self.tie()
+
+    def tie(self) -> None:
+        """Makes tied parameters one object where the chain holds both."""
+        for other, name in self.rules.ties:
+            try:
+                shared = self.get_parameter(name)
+                owner = self.get_submodule(other.rpartition(".")[0])
+            except AttributeError:
+                continue
+            setattr(owner, other.rpartition(".")[2], shared)
+
+    def part(self, first: int, last: int) -> Chain:
+        """The pieces from `first` up to `last` as a chain of their own, sharing the modules."""
+        return Chain(list(self.named_children())[first:last], self.rules)
+
+    def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Each parameter once, under its one name."""
+        for name, parameter in self.named_parameters():
+            yield self.rules.canonical(name), parameter
+
+    def forward(self, x: Tensor, ids: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
+        """Tokens in; out comes the summed loss where targets are given, the logits where not."""
+        for piece in self.children():
+            x = piece(x, ids=ids, targets=targets)
+        return x
+
+
+def reset(chain: Chain, seed: int) -> None:
+    """Starts a whole chain on one device: what every layout must start from."""
+    from shardwise.random import key_of, normal_
+
+    for name, parameter in chain.named_weights():
+        init = chain.rules.init_of(name)
+        with torch.no_grad():
+            if init.kind == "normal":
+                key = key_of("init", seed, name)
+                normal_(parameter, key, parameter.shape, (0,) * parameter.dim(), init.std)
+            else:
+                parameter.fill_(1.0 if init.kind == "ones" else 0.0)

@@ -1,0 +1,206 @@
+"""The decoder: GPT-2, GPT-3 and Llama shapes from one configuration, written for one device.
+
+Letters in shapes: B samples, S positions, D width, K heads of keys and values, G queries per such head, H features of
+a head, F hidden features, V vocabulary.
+
+Queries, keys and values come from one product whose rows lie by head of keys and values: for each of the K, G queries,
+then the key, then the value. A rank that holds some of these groups has all it needs to attend.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.job import Model
+from shardwise.models.chain import IGNORED, Chain, Cut, Init, Region, Rules, Table
+from shardwise.models.chain import Head as HeadRule
+from shardwise.random import Dropout
+
+
+def gpt(model: Model, seed: int) -> Chain:
+    """The chain embed, block0, block1, ..., head."""
+    blocks = [(f"block{i}", Block(model, f"block{i}", seed)) for i in range(model.layers)]
+    return Chain([("embed", Embed(model, seed)), *blocks, ("head", Head(model))], rules(model))
+
+
+def rules(model: Model) -> Rules:
+    group_rows = (model.heads // model.kv_heads + 2) * model.head_size
+    value_rows = model.heads // model.kv_heads * model.head_size
+    shrink = 1.0 / math.sqrt(2 * model.layers)
+    return Rules(
+        cuts=(
+            Cut("embed.tokens.weight", 0),
+            Cut("block*.attention.qkv.*", 0, unit=group_rows),
+            Cut("block*.attention.out.weight", 1, unit=value_rows),
+            Cut("block*.mlp.up.*", 0),
+            Cut("block*.mlp.gate.*", 0),
+            Cut("block*.mlp.down.weight", 1),
+            Cut("head.project.weight", 0),
+        ),
+        modules=(
+            Table("embed.tokens"),
+            Region("block*.attention", row="out"),
+            Region("block*.mlp", row="down"),
+            HeadRule("head.project"),
+        ),
+        ties=(("head.project.weight", "embed.tokens.weight"),) if model.tied else (),
+        init=(
+            ("*norm*.weight", Init("ones")),
+            ("*.bias", Init("zeros")),
+            ("*.attention.out.weight", Init("normal", model.init_std * shrink)),
+            ("*.mlp.down.weight", Init("normal", model.init_std * shrink)),
+            ("*", Init("normal", model.init_std)),
+        ),
+        watched=("embed", "block*.norm1", "block*.attention", "block*.norm2", "block*.mlp", "block*", "head.norm"),
+    )
+
+
+class Embed(nn.Module):
+    def __init__(self, model: Model, seed: int):
+        super().__init__()
+        self.tokens = nn.Embedding(model.vocab, model.width)
+        self.positions = Positions(model.sequence, model.width) if model.positions == "learned" else None
+        self.dropout = Dropout(model.dropout, "embed", seed)
+
+    def forward(self, tokens: Tensor, ids: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
+        x = self.tokens(tokens)
+        if self.positions is not None:
+            x = x + self.positions(x.shape[1])
+        return self.dropout(x, ids)
+
+
+class Positions(nn.Module):
+    """Learned positions: the rows of `weight` from `first_position` on."""
+
+    def __init__(self, sequence: int, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(sequence, width))
+        self.first_position = 0
+
+    def forward(self, length: int) -> Tensor:
+        return self.weight[self.first_position : self.first_position + length]
+
+
+class Block(nn.Module):
+    def __init__(self, model: Model, name: str, seed: int):
+        super().__init__()
+        self.norm1 = make_norm(model)
+        self.attention = Attention(model)
+        self.dropout1 = Dropout(model.dropout, f"{name}.1", seed)
+        self.norm2 = make_norm(model)
+        self.mlp = SwiGLU(model) if model.activation == "swiglu" else GELU(model)
+        self.dropout2 = Dropout(model.dropout, f"{name}.2", seed)
+
+    def forward(self, x: Tensor, ids: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
+        x = x + self.dropout1(self.attention(self.norm1(x)), ids)
+        return x + self.dropout2(self.mlp(self.norm2(x)), ids)
+
+
+def make_norm(model: Model) -> nn.Module:
+    if model.norm == "rms":
+        return nn.RMSNorm(model.width, eps=model.norm_eps)
+    return nn.LayerNorm(model.width, eps=model.norm_eps, bias=model.bias)
+
+
+class Attention(nn.Module):
+    """Causal attention with grouped queries; the number of heads is read off the weights it is given."""
+
+    def __init__(self, model: Model):
+        super().__init__()
+        self.group = model.heads // model.kv_heads
+        self.head_size = model.head_size
+        self.theta = model.rope_theta if model.positions == "rotary" else None
+        self.qkv = nn.Linear(model.width, (model.heads + 2 * model.kv_heads) * model.head_size, bias=model.bias)
+        self.out = nn.Linear(model.heads * model.head_size, model.width, bias=model.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(x).unflatten(-1, (-1, self.group + 2, self.head_size))  # B S K G+2 H
+        q = qkv[..., : self.group, :].flatten(2, 3).transpose(1, 2)  # B KG S H
+        k, v = qkv[..., self.group, :].transpose(1, 2), qkv[..., self.group + 1, :].transpose(1, 2)  # B K S H
+        if self.theta is not None:
+            turn = rotation(x.shape[1], self.head_size, self.theta, x.device)
+            q, k = rotate(q, turn), rotate(k, turn)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.group > 1)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def rotation(length: int, size: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (S, H/2) in float64: angles of long sequences lose their digits in less."""
+    frequency = theta ** (-torch.arange(0, size, 2, dtype=torch.float64, device=device) / size)
+    angle = torch.arange(length, dtype=torch.float64, device=device)[:, None] * frequency
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+    """Turns the pairs (i, i + H/2) of features by their position's angles."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = (t.to(wide) for t in turn)
+    a, b = x.to(wide).chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, model: Model):
+        super().__init__()
+        self.gate = nn.Linear(model.width, model.ffn, bias=model.bias)
+        self.up = nn.Linear(model.width, model.ffn, bias=model.bias)
+        self.down = nn.Linear(model.ffn, model.width, bias=model.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class GELU(nn.Module):
+    def __init__(self, model: Model):
+        super().__init__()
+        self.up = nn.Linear(model.width, model.ffn, bias=model.bias)
+        self.down = nn.Linear(model.ffn, model.width, bias=model.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+class Head(nn.Module):
+    """The last norm and the projection to the vocabulary."""
+
+    def __init__(self, model: Model):
+        super().__init__()
+        self.norm = make_norm(model)
+        self.project = Project(model)
+
+    def forward(self, x: Tensor, ids: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
+        return self.project(self.norm(x), targets)
+
+
+class Project(nn.Module):
+    """Logits, or the loss summed over the targets where they are given."""
+
+    def __init__(self, model: Model):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(model.vocab, model.width))
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        logits = F.linear(x, self.weight)
+        if targets is None:
+            return logits
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return self.loss(logits.flatten(0, 1), targets.flatten())
+
+    @staticmethod
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+
+
+def cost(model: Model) -> list[float]:
+    """Forward floating-point operations per sample of each piece of the chain, for balancing stages."""
+    length, width = model.sequence, model.width
+    attend = model.heads * model.head_size
+    products = width * (attend + 2 * model.kv_heads * model.head_size) + attend * width
+    products += width * model.ffn * (3 if model.activation == "swiglu" else 2)
+    block = 2.0 * length * products + 2.0 * length * length * attend  # half of the square: causal
+    # A lookup moves memory and multiplies nothing; it is counted as some operations per number moved.
+    return [8.0 * length * width, *([block] * model.layers), 2.0 * length * width * model.vocab]

@@ -1,0 +1,1 @@
+"""One file per axis, and `parallelize`, the one place that knows their order."""

@@ -1,0 +1,88 @@
+"""The processes of a run as a grid of axes, and this process's place in it.
+
+A world of one has no process group at all: every group is None and every collective is skipped, so that one device
+walks the same road. All processes build the same groups in the same order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.layout import AXES, Layout
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis as this process sees it: how many there are along it, which one we are, and the group that talks."""
+
+    size: int
+    index: int
+    group: dist.ProcessGroup | None
+
+    def __post_init__(self) -> None:
+        assert (self.group is None) == (self.size == 1), "an axis of one talks to nobody"
+
+
+ALONE = Axis(1, 0, None)
+
+
+class Mesh:
+    """The axes of a layout over the processes of the default group."""
+
+    def __init__(self, layout: Layout, device: torch.device):
+        self.layout, self.device = layout, device
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        assert world == layout.world, f"layout '{layout}' needs {layout.world} processes, this world has {world}"
+        sizes = tuple(getattr(layout, axis) for axis in AXES)
+        grid = torch.arange(world).reshape(sizes)
+        place = [int(index) for index in (grid == self.rank).nonzero()[0]]
+        self._axes = dict.fromkeys((*AXES, "data", "world"), ALONE)
+        self.devices: DeviceMesh | None = None
+        self.home: DeviceMesh | None = None
+        self.ends: Axis = ALONE
+        if world == 1:
+            return
+        self.devices = DeviceMesh(device.type, grid, mesh_dim_names=AXES)
+        for axis, size, index in zip(AXES, sizes, place, strict=True):
+            if size > 1:
+                self._axes[axis] = Axis(size, index, self.devices.get_group(axis))
+        self._axes["world"] = Axis(world, self.rank, dist.group.WORLD)
+        if layout.data > 1:
+            flat = self.devices["replicate", "shard"]._flatten("data")
+            self._axes["data"] = Axis(layout.data, place[1] * layout.shard + place[2], flat.get_group())
+        # The same processes with the tensor axis outside the shard axis: parameters are cut for the tensor axis first
+        # and the pieces then shared, so a piece is a plain nested cut over (tensor, shard).
+        turned = DeviceMesh(device.type, grid.permute(0, 1, 3, 4, 2).contiguous(), mesh_dim_names=_TURNED)
+        self.home = turned["tensor", "shard"]
+        self.ends = self._end_groups(grid, place)
+
+    def _end_groups(self, grid: torch.Tensor, place: list[int]) -> Axis:
+        """The first and the last pipeline rank with the same other coordinates: they share tied weights."""
+        if self.layout.pipeline == 1:
+            return ALONE
+        ends = ALONE
+        columns = grid.flatten(1)
+        for column in range(columns.shape[1]):
+            ranks = [int(columns[0, column]), int(columns[-1, column])]
+            group = dist.new_group(ranks)
+            if self.rank in ranks:
+                ends = Axis(2, ranks.index(self.rank), group)
+        return ends
+
+    def __getitem__(self, axis: str) -> Axis:
+        return self._axes[axis]
+
+    @cached_property
+    def fsdp(self) -> DeviceMesh:
+        """The mesh that FSDP shards over: (replicate, shard), or shard alone."""
+        assert self.devices is not None
+        return self.devices["replicate", "shard"] if self.layout.replicate > 1 else self.devices["shard"]
+
+
+_TURNED = ("pipeline", "replicate", "context", "tensor", "shard")

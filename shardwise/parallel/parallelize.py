@@ -1,0 +1,141 @@
+"""From a model, a layout and a world to something that can take a step: the one place that knows the order.
+
+    chain on the meta device -> this rank's pipeline stages -> tensor cuts -> precision and recomputation
+    -> data parallelism -> memory and initial weights -> holdings -> pipeline schedule
+
+Training, verification and the dry run all come through here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwise.data.stream import Samples
+from shardwise.errors import LayoutError
+from shardwise.job import Job
+from shardwise.layout import Batch, Layout, solve_batch
+from shardwise.models.chain import Chain
+from shardwise.models.gpt import cost, gpt
+from shardwise.parallel import recompute, tensor
+from shardwise.parallel.balance import cut_stages
+from shardwise.parallel.data import Bucketed, Cuts, Sharded, Whole
+from shardwise.parallel.holding import Holding, start
+from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.pipeline import Pipeline
+from shardwise.parallel.precision import LossScale, Precision
+
+
+@dataclass
+class Engine:
+    """What one rank needs for a step."""
+
+    mesh: Mesh
+    batch: Batch
+    chains: list[Chain]
+    data: Whole | Sharded
+    pipeline: Pipeline | None
+    holdings: list[Holding]
+    scale: LossScale
+
+    @property
+    def tied(self) -> list[Holding]:
+        """Holdings of weights that a stage elsewhere, or another stage of this rank, holds too."""
+        names = {name for _, name in self.chains[0].rules.ties}
+        if self.pipeline is None:
+            return []
+        return [holding for holding in self.holdings if holding.name in names]
+
+    def run(self, samples: Samples, scale: Tensor) -> Tensor:
+        """Forward and backward of all micro-batches; the gradients are left in the parameters.
+
+        Returns this rank's share of the loss: summed over all ranks of one tensor index it is the loss of the batch.
+        """
+        factor = scale * self.data.loss_factor
+        if self.pipeline is not None:
+            return self.pipeline.run(samples, factor) / self.data.loss_factor
+        total = torch.zeros_like(scale)
+        for number, part in enumerate(samples.split(self.batch.micro_batch), start=1):
+            with self.data.micro_batch(last=number == self.batch.micro_batches):
+                loss = self.data.modules[0](part.tokens, ids=part.ids, targets=part.targets) * factor
+                loss.backward()
+            total += loss.detach()
+        return total / self.data.loss_factor
+
+
+def shapes_of(chain: Chain) -> dict[str, torch.Size]:
+    return {name: weight.shape for name, weight in chain.named_weights()}
+
+
+def build(job: Job, dtype: torch.dtype) -> Chain:
+    """The whole model on the meta device."""
+    with torch.device("meta"):
+        return gpt(job.model, job.seed).to(dtype)
+
+
+def check(job: Job, layout: Layout) -> Batch:
+    """Raises, before any process starts, for a layout that this job's model and batch cannot have."""
+    chain = build(job, torch.float32)
+    tensor.check(chain.rules, shapes_of(chain), job.model.sequence, layout.tensor)
+    cut_stages(layout, cost(job.model))
+    if layout.split_backward and layout.shard > 1 and layout.zero > 1:
+        raise LayoutError(
+            f"zero={layout.zero} with schedule {layout.schedule}: FSDP frees weights between the two halves of a split "
+            "backward and gradients come out wrong; use zero=1, or schedule=1f1b or interleaved."
+        )
+    return solve_batch(layout, job.samples)
+
+
+def parallelize(job: Job, layout: Layout, device: torch.device) -> Engine:
+    batch = check(job, layout)
+    mesh = Mesh(layout, device)
+    precision = Precision(job.precision)
+    whole = build(job, precision.master)
+    shapes = shapes_of(whole)
+
+    spans = cut_stages(layout, cost(job.model))
+    chains = [whole.part(*spans[index]) for index in layout.stages_of(mesh["pipeline"].index)]
+
+    cuts: Cuts = {}
+    for chain in chains:
+        for name, dim in tensor.apply(chain, mesh["tensor"]).items():
+            cuts[name] = (shapes[name], dim)
+
+    sharded = layout.shard > 1 and layout.zero > 1
+    for chain in chains:
+        if not sharded:
+            precision.apply(chain)
+        recompute.apply(chain, layout)
+
+    data: Whole | Sharded
+    if sharded:
+        data = Sharded(chains, cuts, mesh, precision.fsdp_policy())
+    elif layout.replicate == layout.world > 1:
+        data = Bucketed(chains, cuts, mesh)
+    else:
+        data = Whole(chains, cuts, mesh)
+
+    for chain in chains:
+        chain.to_empty(device=device)
+        if not sharded:
+            chain.tie()  # PyTorch gives each name memory of its own; FSDP does not
+    holdings = data.hold()
+    for holding in holdings:
+        start(holding, whole.rules.init_of(holding.name), job.seed, mesh)
+    data.publish()
+
+    pipeline = None
+    if layout.pipeline > 1:
+        length = job.model.sequence
+        pipeline = Pipeline(
+            data.modules, layout, mesh, batch.micro_batches, (batch.micro_batch, length),
+            (batch.micro_batch, length // layout.tensor, job.model.width), precision.compute,
+        )  # fmt: skip
+    engine = Engine(mesh, batch, chains, data, pipeline, holdings, LossScale(precision, device))
+    for holding in engine.tied:
+        holding.copies *= 2
+    return engine
+
+

@@ -1,0 +1,91 @@
+"""Pipeline parallelism on PyTorch's stages and schedules. The one file that touches their inside.
+
+Each stage is a part of the chain. The last one computes the loss itself, from targets that reach it by keyword, so the
+schedule's loss function only scales. Shapes between stages are known, so nothing is run to learn them.
+
+PyTorch's stage looks for FSDP in the module that it is given and then keeps weights and gradients whole whatever ZeRO
+stage was asked for. `Stage` hides it: FSDP then frees and reduces by its own rules on every backward, which is ZeRO 2
+and 3 as the words mean.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, ScheduleDualPipeV
+
+from shardwise.data.stream import Samples
+from shardwise.layout import Layout
+from shardwise.parallel.mesh import Mesh
+
+SCHEDULE = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
+
+
+class Stage(nn.Module):
+    """A module as the pipeline sees it: plain, with contiguous outputs."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor, **batch: Tensor) -> Tensor:
+        return self.module(x, **batch).contiguous()
+
+
+class Pipeline:
+    """Runs all micro-batches of a step through this rank's stages."""
+
+    def __init__(
+        self, modules: list[nn.Module], layout: Layout, mesh: Mesh, micro_batches: int,
+        token_shape: tuple[int, int], stream_shape: tuple[int, int, int], dtype: torch.dtype,
+    ):  # fmt: skip
+        indices = layout.stages_of(mesh["pipeline"].index)
+        last = layout.stage_count - 1
+        self.first, self.last = 0 in indices, last in indices
+        self._scale: Tensor | None = None
+        stages = []
+        for index, module in zip(indices, modules, strict=True):
+            tokens = torch.empty(token_shape, dtype=torch.int64, device="meta")
+            stream = torch.empty(stream_shape, dtype=dtype, device="meta")
+            loss = torch.empty((), dtype=torch.promote_types(dtype, torch.float32), device="meta")
+            stages.append(
+                PipelineStage(
+                    Stage(module), index, layout.stage_count, mesh.device, group=mesh["pipeline"].group,
+                    input_args=tokens if index == 0 else stream, output_args=loss if index == last else stream,
+                )  # fmt: skip
+            )
+        kind: Any = SCHEDULE[layout.schedule]
+        single = issubclass(kind, PipelineScheduleSingle)
+        self.schedule = kind(
+            stages[0] if single else stages, micro_batches, loss_fn=self._scaled, scale_grads=False,
+        )  # fmt: skip
+
+    def _scaled(self, loss: Tensor, target: Tensor) -> Tensor:
+        return loss * self._scale
+
+    def run(self, samples: Samples, scale: Tensor) -> Tensor:
+        """Forward and backward of all micro-batches. Returns this rank's sum of scaled losses, 0 off the last stage."""
+        self._scale = scale
+        losses: list[Tensor] = []
+        inputs = (samples.tokens,) if self.first else ()
+        batch = {"ids": samples.ids, "targets": samples.targets} if self.last else {"ids": samples.ids}
+        target = samples.targets if self.last else None
+        self.schedule.step(*inputs, target=target, losses=losses, return_outputs=False, **batch)
+        return torch.stack([loss.detach() for loss in losses]).sum() if self.last else torch.zeros_like(scale)

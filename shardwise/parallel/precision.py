@@ -1,0 +1,73 @@
+"""In which precision numbers are kept and computed with.
+
+Weights, gradients' sums and optimizer states are kept in the master type. Modules see their weights rounded to the
+compute type, in every layout alike: through FSDP's own policy where it holds the weights, through a view elsewhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from shardwise.parallel.views import present
+
+COMPUTE = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Precision:
+    name: str
+
+    @property
+    def compute(self) -> torch.dtype:
+        return COMPUTE[self.name]
+
+    @property
+    def master(self) -> torch.dtype:
+        return torch.float64 if self.name == "float64" else torch.float32
+
+    @property
+    def mixed(self) -> bool:
+        return self.compute != self.master
+
+    def fsdp_policy(self) -> MixedPrecisionPolicy:
+        if not self.mixed:
+            return MixedPrecisionPolicy()
+        return MixedPrecisionPolicy(param_dtype=self.compute, reduce_dtype=self.master)
+
+    def apply(self, module: nn.Module) -> None:
+        """Lets every module see its own parameters in the compute type."""
+        if self.mixed:
+            for part in module.modules():
+                for name in part._parameters:
+                    present(part, name, lambda weight: weight.to(self.compute))
+
+
+class LossScale:
+    """Dynamic loss scaling for fp16: one scale and one decision for the whole world, kept on the device.
+
+    The decision comes from the global gradient norm, which is the same number on every rank, so no two ranks of any
+    mesh can decide differently (PyTorch's GradScaler lets them). Halves after an overflow, doubles after `patience`
+    steps without one.
+    """
+
+    def __init__(self, precision: Precision, device: torch.device, patience: int = 1000):
+        self.dynamic = precision.name == "fp16"
+        self.patience = patience
+        self.value = torch.tensor(2.0**16 if self.dynamic else 1.0, dtype=precision.master, device=device)
+        self.quiet = torch.zeros((), dtype=torch.int64, device=device)
+
+    def update(self, overflow: Tensor) -> None:
+        if not self.dynamic:
+            return
+        self.quiet = torch.where(overflow, 0, self.quiet + 1)
+        grow = self.quiet >= self.patience
+        factor = torch.where(overflow, 0.5, torch.where(grow, 2.0, 1.0)).to(self.value.dtype)
+        self.value = (self.value * factor).clamp(min=1.0)
+        self.quiet = torch.where(grow, 0, self.quiet)
+
+    def state(self) -> dict[str, Tensor]:
+        return {"value": self.value, "quiet": self.quiet}

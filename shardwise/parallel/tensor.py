@@ -1,0 +1,189 @@
+"""Tensor parallelism with sequence parallelism, from the rules beside a model.
+
+Weights are cut into plain local tensors and the modules compute on them as they are; what travels is added at the
+edges that the rules name. Between those edges activations are cut along the sequence.
+
+    Region   gather along the sequence -> module on cut weights -> sum over ranks, cut along the sequence
+    Table    look up own rows, zero elsewhere -> sum over ranks, cut along the sequence
+    Head     gather along the sequence -> logits of own vocabulary -> loss over the whole vocabulary
+
+A parameter that is not cut sees only a part of the tokens or heads on each rank, so its gradient is a partial sum;
+`Tensor.partial` names those, and the step adds them up once.
+
+PyTorch's DTensor styles compute the same. They are not used because heads that do not divide crash or need weights of
+another shape, because plain and distributed tensors do not mix in norms and fused optimizers, and because each operator
+pays for its dispatch; here an operator costs what it costs on one device.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.comm.collectives import all_gather_with_grad, reduce_scatter_with_grad
+from shardwise.errors import LayoutError
+from shardwise.models.chain import IGNORED, Chain, Cut, Head, Region, Rules, Table
+from shardwise.parallel.mesh import Axis
+from shardwise.parallel.views import present
+
+SEQUENCE = 1  # the dimension of positions in (sample, position, feature)
+
+
+def span(total: int, count: int, index: int) -> tuple[int, int]:
+    """First row and length of part `index` when PyTorch cuts `total` rows into `count` chunks."""
+    size = -(-total // count)
+    first = min(index * size, total)
+    return first, min(size, total - first)
+
+
+def units_of(cut: Cut, shape: torch.Size) -> int:
+    return shape[cut.dim] // cut.unit
+
+
+def divides(cut: Cut, shape: torch.Size, degree: int) -> bool:
+    """Whether chunks of the tensor keep its units whole; if not, every rank holds it whole and uses its own units."""
+    return cut.unit == 1 or units_of(cut, shape) % degree == 0
+
+
+def check(rules: Rules, shapes: dict[str, torch.Size], sequence: int, degree: int) -> None:
+    """Raises for a degree that the maths does not allow."""
+    if degree == 1:
+        return
+    if sequence % degree:
+        raise LayoutError(
+            f"tensor={degree} cuts activations along the sequence, but a sequence of {sequence} does not divide by it; "
+            f"the nearest that does: {max(degree, round(sequence / degree) * degree)}."
+        )
+    for name, shape in shapes.items():
+        cut = rules.cut_of(name)
+        if cut is None:
+            continue
+        if units_of(cut, shape) < degree or (divides(cut, shape, degree) and span(shape[cut.dim], degree, degree - 1)[1] < 1):
+            what = f"{units_of(cut, shape)} heads of keys and values" if cut.unit > 1 else f"{shape[cut.dim]} rows"
+            raise LayoutError(f"tensor={degree} leaves a rank without any of the {what} of {name}; use a smaller tensor.")
+
+
+def apply(chain: Chain, axis: Axis) -> dict[str, int | None]:
+    """Cuts a chain on the meta device for this rank. Returns, by parameter name, the dimension it was cut along."""
+    placed: dict[str, int | None] = {name: None for name, _ in chain.named_weights()}
+    if axis.size == 1:
+        return placed
+    shapes = {name: parameter.shape for name, parameter in chain.named_parameters(remove_duplicate=False)}
+    for name, shape in shapes.items():
+        cut = chain.rules.cut_of(name)
+        if cut is not None:
+            _cut(chain, name, shape, cut, axis)
+            placed[chain.rules.canonical(name)] = cut.dim if divides(cut, shape, axis.size) else None
+    chain.tie()
+    for name, module in chain.named_modules():
+        rule = next((rule for rule in chain.rules.modules if fnmatchcase(name, rule.module)), None)
+        if isinstance(rule, Region):
+            _region(module, module.get_submodule(rule.row), axis)
+        elif isinstance(rule, Table):
+            _table(module, axis)
+        elif isinstance(rule, Head):
+            _head(module, axis)
+        if hasattr(module, "first_position"):
+            module.register_forward_pre_hook(_places(axis))
+    return placed
+
+
+def _cut(chain: Chain, name: str, shape: torch.Size, cut: Cut, axis: Axis) -> None:
+    owner_name, _, leaf = name.rpartition(".")
+    owner = chain.get_submodule(owner_name)
+    whole = owner._parameters[leaf]
+    assert whole is not None
+    if divides(cut, shape, axis.size):
+        first, length = span(shape[cut.dim], axis.size, axis.index)
+        size = list(shape)
+        size[cut.dim] = length
+        setattr(owner, leaf, nn.Parameter(torch.empty(size, dtype=whole.dtype, device=whole.device)))
+        if cut.dim == 0:
+            owner.__dict__["first_row"] = first  # of the whole tensor, for those who look rows up
+    else:
+        units = torch.arange(units_of(cut, shape)).tensor_split(axis.size)[axis.index]
+        first, length = int(units[0]) * cut.unit, len(units) * cut.unit
+        present(owner, leaf, lambda weight: weight.narrow(cut.dim, first, length))
+
+
+def gather(x: Tensor, axis: Axis) -> Tensor:
+    """Whole sequences from their parts; the gradient is summed and cut again."""
+    return all_gather_with_grad(x.contiguous(), SEQUENCE, axis.group)
+
+
+def scatter_sum(x: Tensor, axis: Axis) -> Tensor:
+    """The sum over ranks, cut along the sequence; the gradient is gathered."""
+    return reduce_scatter_with_grad(x.contiguous(), "sum", SEQUENCE, axis.group)
+
+
+def _region(module: nn.Module, row: nn.Module, axis: Axis) -> None:
+    row.__dict__["bias"] = None  # the product gives a partial sum: its bias is added below, once
+
+    def enter(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return gather(args[0], axis), *args[1:]
+
+    def leave(module: nn.Module, args: Any, y: Tensor) -> Tensor:
+        y = scatter_sum(y, axis)
+        bias = row._parameters.get("bias")
+        return y if bias is None else y + bias.to(y.dtype)
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave)
+
+
+def _table(module: nn.Module, axis: Axis) -> None:
+    def forward(tokens: Tensor) -> Tensor:
+        row = tokens - module.first_row
+        elsewhere = (row < 0) | (row >= module.weight.shape[0])
+        found = F.embedding(row.masked_fill(elsewhere, 0), module.weight)
+        return scatter_sum(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), axis)
+
+    module.forward = forward
+
+
+def _head(module: nn.Module, axis: Axis) -> None:
+    def enter(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return gather(args[0], axis), *args[1:]
+
+    module.register_forward_pre_hook(enter)
+    module.loss = lambda logits, targets: CutLoss.apply(logits, targets, module.first_row, axis.group)
+
+
+def _places(axis: Axis) -> Any:
+    def tell(module: nn.Module, args: tuple[Any, ...]) -> None:
+        length = args[0] if isinstance(args[0], int) else args[0].shape[SEQUENCE]
+        module.first_position = axis.index * length
+
+    return tell
+
+
+class CutLoss(torch.autograd.Function):
+    """Cross-entropy summed over targets, of logits whose vocabulary is cut over the ranks of a group."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
+        highest = logits.max(-1).values
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+        shifted = logits - highest.unsqueeze(-1)
+        own = targets - first
+        elsewhere = (own < 0) | (own >= logits.shape[-1])
+        own = own.masked_fill(elsewhere, 0)
+        hit = shifted.gather(-1, own.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0.0)
+        share = shifted.exp_()
+        sums = torch.stack((share.sum(-1), hit))
+        dist.all_reduce(sums, group=group)
+        counted = targets != IGNORED
+        ctx.save_for_backward(share.div_(sums[0].unsqueeze(-1)), own, elsewhere, counted)
+        return ((sums[0].log() - sums[1]) * counted).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        share, own, elsewhere, counted = ctx.saved_tensors
+        grad = share.clone()
+        grad.scatter_add_(-1, own.unsqueeze(-1), (elsewhere.to(grad.dtype) - 1.0).unsqueeze(-1))
+        return grad.mul_((counted * grads[0]).unsqueeze(-1)), None, None, None

@@ -1,0 +1,140 @@
+"""Randomness that depends on the seed alone, never on the number of devices or the layout.
+
+Every random number is a hash of what it is for, so a rank can make just the ones it holds:
+
+    initial weights   (seed, parameter name, index in the whole tensor)   `normal`
+    sample order      (seed, epoch, place in the epoch)                   `Permutation`
+    dropout           (seed, site, sample, position, feature)             `Dropout`
+
+PyTorch's generators are streams: what they give depends on how much was drawn before and on the shape drawn at once,
+which is why this is written by hand. The mixers are the finalisers of splitmix64 (Steele, Lea, Flood 2014) and
+"lowbias32" (Wellons 2018).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+_GOLDEN = 0x9E3779B97F4A7C15
+CHUNK = 1 << 20  # elements made at once, so that memory stays bounded whatever the size of the tensor
+
+
+def key_of(*parts: object) -> int:
+    """A signed 64-bit key for any tuple of plain values."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _signed(value: int, bits: int) -> int:
+    value &= (1 << bits) - 1
+    return value - (1 << bits) if value >> (bits - 1) else value
+
+
+def mix64(x: Tensor) -> Tensor:
+    """Splitmix64's finaliser on int64 tensors (products wrap, shifts are made logical)."""
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(0xBF58476D1CE4E5B9, 64)
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(0x94D049BB133111EB, 64)
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+def mix32(x: Tensor) -> Tensor:
+    """Lowbias32 on int32 tensors."""
+    x = (x ^ ((x >> 16) & 0xFFFF)) * _signed(0x7FEB352D, 32)
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * _signed(0x846CA68B, 32)
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+# Initial weights
+
+
+def _normals(key: int, index: Tensor) -> Tensor:
+    """One standard normal per index, by Box and Muller, rounded to float32 whatever the precision of the run."""
+    bits = mix64(index * _signed(_GOLDEN, 64) + key)
+    u = ((bits >> 32) & 0xFFFFFFFF).double().add_(0.5).mul_(2.0**-32)
+    v = (bits & 0xFFFFFFFF).double().mul_(2.0 * math.pi * 2.0**-32)
+    return u.log_().mul_(-2.0).sqrt_().mul_(v.cos_()).float()
+
+
+@torch.no_grad()
+def normal_(out: Tensor, key: int, shape: torch.Size, start: tuple[int, ...], std: float) -> None:
+    """Fills `out`, the piece at `start` of a tensor of `shape`, with the numbers that the whole tensor has there."""
+    if out.numel() == 0:
+        return
+    size = tuple(out.shape) or (1,)
+    shape = shape if len(shape) else torch.Size((1,))
+    start = start or (0,)
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    # Rows of the innermost dimension are runs of consecutive indices; a chunk holds as many whole runs as fit.
+    offset = torch.zeros((), dtype=torch.int64, device=out.device)
+    for d in range(len(size) - 1):
+        along = (torch.arange(size[d], device=out.device) + start[d]) * strides[d]
+        offset = offset.unsqueeze(-1) + along
+    inner = torch.arange(size[-1], device=out.device) + start[-1]
+    offset = offset.reshape(-1)
+    rows = out.view(-1, size[-1])
+    step = max(1, CHUNK // size[-1])
+    for first in range(0, rows.shape[0], step):
+        index = offset[first : first + step, None] + inner
+        rows[first : first + step].copy_(_normals(key, index) * std)
+
+
+# Sample order
+
+
+class Permutation:
+    """A permutation of range(n) that needs no table: a Feistel network, walked until it lands inside the range."""
+
+    def __init__(self, n: int, *key: object):
+        self.n = n
+        self._half = max(1, ((n - 1).bit_length() + 1) // 2)
+        self._keys = [np.uint64(key_of("permutation", *key, turn) & 0xFFFFFFFFFFFFFFFF) for turn in range(4)]
+
+    def __call__(self, places: np.ndarray) -> np.ndarray:
+        values = self._round_trip(np.asarray(places, dtype=np.uint64))
+        while (outside := values >= self.n).any():
+            values[outside] = self._round_trip(values[outside])
+        return values.astype(np.int64)
+
+    def _round_trip(self, x: np.ndarray) -> np.ndarray:
+        half, mask = np.uint64(self._half), np.uint64((1 << self._half) - 1)
+        left, right = x >> half, x & mask
+        for key in self._keys:
+            mixed = (right + key) * np.uint64(0xBF58476D1CE4E5B9)
+            mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0x94D049BB133111EB)
+            left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(32))) & mask)
+        return (left << half) | right
+
+
+# Dropout
+
+
+class Dropout(nn.Module):
+    """Dropout whose mask is a hash of (seed, site, sample, position, feature).
+
+    `ids` are the samples' places in the stream of the whole run, so a step and a sample share one number. A module
+    that is given only some positions of a sequence is told the first of them in `first_position`: the mask of a slice
+    is the slice of the mask.
+    """
+
+    def __init__(self, rate: float, site: str, seed: int):
+        super().__init__()
+        self.rate, self.site = rate, site
+        self.first_position = 0
+        self._key = key_of("dropout", seed, site)
+        self._limit = _signed(int(rate * 2**32) - 2**31, 33)
+
+    def forward(self, x: Tensor, ids: Tensor | None) -> Tensor:
+        if not self.training or self.rate == 0.0:
+            return x
+        if ids is None:
+            raise ValueError(f"dropout at {self.site} needs the sample ids")
+        positions = torch.arange(x.shape[1], device=x.device) + self.first_position
+        row = mix64(mix64(ids.to(torch.int64) * _signed(_GOLDEN, 64) + self._key)[:, None] + positions)
+        feature = mix64(torch.arange(x.shape[2], device=x.device) * _signed(_GOLDEN, 64) + ~self._key)
+        bits = mix32(row.to(torch.int32)[:, :, None] ^ feature.to(torch.int32))
+        return torch.where(bits >= self._limit, x / (1.0 - self.rate), torch.zeros((), dtype=x.dtype, device=x.device))

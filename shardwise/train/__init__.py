@@ -1,0 +1,1 @@
+"""The loop, checkpoints, recovery and how worlds of processes are started."""

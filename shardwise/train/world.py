@@ -1,0 +1,96 @@
+"""Worlds of processes on this machine, forked from one that has torch imported already.
+
+For verify and the tests, where a world lives for seconds. Training starts its workers through PyTorch's elastic agent
+(`shardwise.train.launch`). A worker that fails ends the world at once; the error that is raised is that of the worker
+that failed first, by its own clock, not of those that lost a neighbour because of it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.errors import RunError, ShardwiseError
+
+
+def run_world(function: Callable[..., Any], size: int, *args: Any, timeout: float = 300.0) -> list[Any]:
+    """Runs `function(*args)` in `size` processes that form one gloo world; returns what each gave, by rank."""
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
+        workers, ends = [], []
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for rank in range(size):
+            here, there = context.Pipe(duplex=False)
+            worker = context.Process(target=_work, args=(function, args, rank, size, folder, there), daemon=True)
+            worker.start()
+            there.close()
+            workers.append(worker)
+            ends.append(here)
+        try:
+            return _collect(ends, workers, timeout)
+        finally:
+            for worker in workers:
+                if worker.is_alive():
+                    worker.kill()
+            for worker in workers:
+                worker.join()
+
+
+def _work(function: Callable[..., Any], args: tuple[Any, ...], rank: int, size: int, folder: str, end: Connection) -> None:
+    torch.set_num_threads(1)
+    try:
+        if size > 1:
+            store = dist.FileStore(os.path.join(folder, "store"), size)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        answer = (True, time.time_ns(), function(*args))
+    except BaseException as error:  # noqa: BLE001 - every way to die is reported to the parent
+        known = isinstance(error, ShardwiseError)
+        answer = (False, time.time_ns(), error if known else f"rank {rank}: {traceback.format_exc()}")
+    end.send_bytes(pickle.dumps(answer))
+    end.close()
+    # Leave without tearing down process groups: a neighbour may have died, and waiting for it would hang.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _collect(ends: list[Connection], workers: list[Any], timeout: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    failures: list[tuple[int, int, Any]] = []
+    deadline = time.monotonic() + timeout
+    waiting = {end: rank for rank, end in enumerate(ends)}
+    while waiting:
+        # After a failure the others get a moment to say that they failed earlier.
+        limit = 0.5 if failures else max(0.0, deadline - time.monotonic())
+        ready = wait(list(waiting), timeout=limit)
+        if not ready:
+            break
+        for end in ready:
+            assert isinstance(end, Connection)
+            rank = waiting.pop(end)
+            try:
+                fine, moment, answer = pickle.loads(end.recv_bytes())
+            except EOFError:
+                workers[rank].join(1.0)
+                fine, moment, answer = False, time.time_ns(), f"rank {rank} ended with code {workers[rank].exitcode}"
+            if fine:
+                results[rank] = answer
+            else:
+                failures.append((moment, rank, answer))
+    if failures:
+        _, rank, answer = min(failures, key=lambda failure: failure[0])
+        raise answer if isinstance(answer, ShardwiseError) else RunError(str(answer))
+    if waiting:
+        raise RunError(f"ranks {sorted(waiting.values())} did not finish within {timeout:.0f} s.")
+    return [results[rank] for rank in range(len(ends))]

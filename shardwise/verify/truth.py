@@ -1,0 +1,52 @@
+"""The truth: one process, a plain loop. Imports the model, the samples and torch.optim, nothing else of ours.
+
+It knows nothing of layouts, micro-batches, holdings or our step; what `verify` finds different from it is wrong.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.data.stream import Stream
+from shardwise.job import Job
+from shardwise.models.chain import IGNORED, reset
+from shardwise.models.gpt import gpt
+
+
+def truth(job: Job, stream: Stream, rates: list[float], watch: Any, dtype: torch.dtype) -> list[dict[str, Any]]:
+    """One record per step: loss, norm, gradients before clipping, and weights after the update."""
+    model = gpt(job.model, job.seed).to(dtype)
+    reset(model, job.seed)
+    weights = dict(model.named_parameters())
+    matrices = [weight for weight in weights.values() if weight.dim() > 1]
+    vectors = [weight for weight in weights.values() if weight.dim() == 1]
+    settings = job.optimizer
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
+        weight_decay=settings.weight_decay, betas=settings.betas, eps=settings.eps, foreach=False,
+    )  # fmt: skip
+    records = []
+    for number, rate in enumerate(rates):
+        places = torch.arange(job.samples) + number * job.samples
+        samples = stream.read(places.numpy())
+        seen: dict[str, Tensor] = {}
+        handles = watch(model, seen)
+        loss = model(samples.tokens, ids=samples.ids, targets=samples.targets) / (samples.targets != IGNORED).sum()
+        loss.backward()
+        for handle in handles:
+            handle.remove()
+        norm = torch.stack([w.grad.square().sum() for w in weights.values()]).sum().sqrt()
+        gradients = {name: weight.grad.clone() for name, weight in weights.items()}
+        if settings.clip and norm > settings.clip:
+            for weight in weights.values():
+                weight.grad.mul_(settings.clip / norm)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad()
+        after = {name: weight.detach().clone() for name, weight in weights.items()}
+        records.append({"loss": loss.detach(), "norm": norm, "seen": seen, "gradients": gradients, "weights": after})
+    return records
