@@ -63,8 +63,8 @@ class Pipeline:
         stages = []
         for index, module in zip(indices, modules, strict=True):
             tokens = torch.empty(token_shape, dtype=torch.int64, device="meta")
-            stream = torch.empty(stream_shape, dtype=dtype, device="meta")
-            loss = torch.empty((), dtype=torch.promote_types(dtype, torch.float32), device="meta")
+            stream = torch.empty(stream_shape, dtype=dtype, device="meta", requires_grad=True)
+            loss = torch.empty((), dtype=torch.promote_types(dtype, torch.float32), device="meta", requires_grad=True)
             stages.append(
                 PipelineStage(
                     Stage(module), index, layout.stage_count, mesh.device, group=mesh["pipeline"].group,
