@@ -21,11 +21,23 @@ IGNORED = -100  # targets with this value do not count
 
 @dataclass(frozen=True)
 class Cut:
-    """The parameters that match `parameter` are cut along `dim`, in runs of `unit` rows that stay together."""
+    """The parameters that match `parameter` are cut along `dim`, in runs of `unit` rows that stay together.
+
+    Where the units do not divide over the ranks, every rank holds the parameter whole and uses the rows `uneven` gives.
+    """
 
     parameter: str
     dim: int
     unit: int = 1
+    uneven: Uneven | None = None
+
+
+@dataclass(frozen=True)
+class Uneven:
+    """A finer cut for units that do not divide: `parts` single parts, each of them the given rows (one list a part)."""
+
+    what: str
+    parts: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -34,10 +46,12 @@ class Region:
 
     What enters is gathered along the sequence; what leaves is a partial sum, added up over the ranks and cut along the
     sequence again. `row` names the submodule whose product is the partial sum: its bias is added once, after the sum.
+    `uneven` are attributes that the module gets where its cuts do not divide.
     """
 
     module: str
     row: str
+    uneven: tuple[tuple[str, object], ...] = ()
 
 
 @dataclass(frozen=True)

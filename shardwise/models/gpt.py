@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.job import Model
-from shardwise.models.chain import IGNORED, Chain, Cut, Init, Region, Rules, Table
+from shardwise.models.chain import IGNORED, Chain, Cut, Init, Region, Rules, Table, Uneven
 from shardwise.models.chain import Head as HeadRule
 from shardwise.random import Dropout
 
@@ -31,11 +31,14 @@ def rules(model: Model) -> Rules:
     group_rows = (model.heads // model.kv_heads + 2) * model.head_size
     value_rows = model.heads // model.kv_heads * model.head_size
     shrink = 1.0 / math.sqrt(2 * model.layers)
+    by_query = [_query_rows(model, query) for query in range(model.heads)]
+    queries = Uneven("heads", tuple(rows for rows, _ in by_query))
+    values = Uneven("heads", tuple(columns for _, columns in by_query))
     return Rules(
         cuts=(
             Cut("embed.tokens.weight", 0),
-            Cut("block*.attention.qkv.*", 0, unit=group_rows),
-            Cut("block*.attention.out.weight", 1, unit=value_rows),
+            Cut("block*.attention.qkv.*", 0, unit=group_rows, uneven=queries),
+            Cut("block*.attention.out.weight", 1, unit=value_rows, uneven=values),
             Cut("block*.mlp.up.*", 0),
             Cut("block*.mlp.gate.*", 0),
             Cut("block*.mlp.down.weight", 1),
@@ -43,7 +46,7 @@ def rules(model: Model) -> Rules:
         ),
         modules=(
             Table("embed.tokens"),
-            Region("block*.attention", row="out"),
+            Region("block*.attention", row="out", uneven=(("group", 1),)),  # each query with a key and value of its own
             Region("block*.mlp", row="down"),
             HeadRule("head.project"),
         ),
@@ -57,6 +60,15 @@ def rules(model: Model) -> Rules:
         ),
         watched=("embed", "block*.norm1", "block*.attention", "block*.norm2", "block*.mlp", "block*", "head.norm"),
     )
+
+
+def _query_rows(model: Model, query: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The rows of `qkv` that one query head needs (query, its key, its value), and its columns of `out`."""
+    group, size = model.heads // model.kv_heads, model.head_size
+    first = query // group * (group + 2)
+    heads = (first + query % group, first + group, first + group + 1)
+    rows = tuple(head * size + i for head in heads for i in range(size))
+    return rows, tuple(range(query * size, (query + 1) * size))
 
 
 class Embed(nn.Module):

@@ -49,6 +49,13 @@ class Stage(nn.Module):
         return self.module(x, **batch).contiguous()
 
 
+class Peer(PipelineStage):
+    """A stage that does not warm up links to its own rank: in a V two neighbours share one, and gloo has no such link."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+
 class Pipeline:
     """Runs all micro-batches of a step through this rank's stages."""
 
@@ -66,7 +73,7 @@ class Pipeline:
             stream = torch.empty(stream_shape, dtype=dtype, device="meta", requires_grad=True)
             loss = torch.empty((), dtype=torch.promote_types(dtype, torch.float32), device="meta", requires_grad=True)
             stages.append(
-                PipelineStage(
+                Peer(
                     Stage(module), index, layout.stage_count, mesh.device, group=mesh["pipeline"].group,
                     input_args=tokens if index == 0 else stream, output_args=loss if index == last else stream,
                 )  # fmt: skip

@@ -41,13 +41,9 @@ def span(total: int, count: int, index: int) -> tuple[int, int]:
     return first, min(size, total - first)
 
 
-def units_of(cut: Cut, shape: torch.Size) -> int:
-    return shape[cut.dim] // cut.unit
-
-
 def divides(cut: Cut, shape: torch.Size, degree: int) -> bool:
-    """Whether chunks of the tensor keep its units whole; if not, every rank holds it whole and uses its own units."""
-    return cut.unit == 1 or units_of(cut, shape) % degree == 0
+    """Whether chunks of the tensor keep its units whole; if not, every rank holds it whole and uses its own rows."""
+    return cut.uneven is None or shape[cut.dim] // cut.unit % degree == 0
 
 
 def check(rules: Rules, shapes: dict[str, torch.Size], sequence: int, degree: int) -> None:
@@ -63,9 +59,16 @@ def check(rules: Rules, shapes: dict[str, torch.Size], sequence: int, degree: in
         cut = rules.cut_of(name)
         if cut is None:
             continue
-        if units_of(cut, shape) < degree or (divides(cut, shape, degree) and span(shape[cut.dim], degree, degree - 1)[1] < 1):
-            what = f"{units_of(cut, shape)} heads of keys and values" if cut.unit > 1 else f"{shape[cut.dim]} rows"
-            raise LayoutError(f"tensor={degree} leaves a rank without any of the {what} of {name}; use a smaller tensor.")
+        if divides(cut, shape, degree):
+            parts, what, empty = shape[cut.dim], "rows", span(shape[cut.dim], degree, degree - 1)[1] == 0
+        else:
+            assert cut.uneven is not None
+            parts, what = len(cut.uneven.parts), cut.uneven.what
+            empty = parts < degree
+        if empty:
+            raise LayoutError(
+                f"tensor={degree} leaves a rank without any of the {parts} {what} of {name}; use a smaller tensor."
+            )
 
 
 def apply(chain: Chain, axis: Axis) -> dict[str, int | None]:
@@ -84,6 +87,10 @@ def apply(chain: Chain, axis: Axis) -> dict[str, int | None]:
         rule = next((rule for rule in chain.rules.modules if fnmatchcase(name, rule.module)), None)
         if isinstance(rule, Region):
             _region(module, module.get_submodule(rule.row), axis)
+            cut = chain.rules.cut_of(f"{name}.{rule.row}.weight")
+            if cut is not None and not divides(cut, shapes[f"{name}.{rule.row}.weight"], axis.size):
+                for attribute, value in rule.uneven:
+                    setattr(module, attribute, value)
         elif isinstance(rule, Table):
             _table(module, axis)
         elif isinstance(rule, Head):
@@ -106,9 +113,10 @@ def _cut(chain: Chain, name: str, shape: torch.Size, cut: Cut, axis: Axis) -> No
         if cut.dim == 0:
             owner.__dict__["first_row"] = first  # of the whole tensor, for those who look rows up
     else:
-        units = torch.arange(units_of(cut, shape)).tensor_split(axis.size)[axis.index]
-        first, length = int(units[0]) * cut.unit, len(units) * cut.unit
-        present(owner, leaf, lambda weight: weight.narrow(cut.dim, first, length))
+        assert cut.uneven is not None
+        parts = torch.tensor(cut.uneven.parts).tensor_split(axis.size)[axis.index]
+        rows = parts.flatten()
+        present(owner, leaf, lambda weight: weight.index_select(cut.dim, rows.to(weight.device)))
 
 
 def gather(x: Tensor, axis: Axis) -> Tensor:

@@ -89,31 +89,38 @@ def _rates(job: Job, steps: int) -> list[float]:
 
 
 def _truth(job: Job, steps: int) -> list[dict[str, Any]]:
-    torch.set_default_dtype(torch.float32)
-    return truth(job, make_stream(job), _rates(job, steps), watch, COMPUTE[job.precision])
+    records = truth(job, make_stream(job), _rates(job, steps), watch, COMPUTE[job.precision])
+    for record in records:
+        record["seen"] = {name: fingerprint(outputs) for name, outputs in record["seen"].items()}
+    return records
 
 
 # Outputs as fingerprints
 
 
-def watch(chain: Chain, seen: dict[str, Tensor]) -> list[Any]:
-    """Records each watched output as one number per sample and position: its product with a fixed random vector."""
-    handles = []
-    for name, module in chain.named_modules():
-        if any(fnmatchcase(name, pattern) for pattern in chain.rules.watched) and name.count(".") <= 1:
-            handles.append(module.register_forward_hook(_fingerprint(name, seen)))
-    return handles
+def watch(chain: Chain, seen: dict[str, list[Tensor]]) -> list[Any]:
+    """Keeps each watched output, micro-batch by micro-batch."""
+    return [
+        module.register_forward_hook(_keep(name, seen))
+        for name, module in chain.named_modules()
+        if any(fnmatchcase(name, pattern) and name.count(".") == pattern.count(".") for pattern in chain.rules.watched)
+    ]
 
 
-def _fingerprint(name: str, seen: dict[str, Tensor]) -> Any:
+def _keep(name: str, seen: dict[str, list[Tensor]]) -> Any:
     def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-        with torch.no_grad():
-            direction = torch.empty(output.shape[-1], dtype=torch.float64)
-            normal_(direction, key_of("fingerprint"), direction.shape, (0,), 1.0)
-            mark = output.detach().to(torch.float64) @ direction
-            seen[name] = torch.cat((seen[name], mark)) if name in seen else mark
+        if torch._C._current_graph_task_id() == -1:  # not when a block is computed again in the backward
+            seen.setdefault(name, []).append(output.detach())
 
     return hook
+
+
+def fingerprint(outputs: list[Tensor]) -> Tensor:
+    """One number per sample and position: the product of an output with a fixed random vector."""
+    whole = torch.cat(outputs).to(torch.float64)
+    direction = torch.empty(whole.shape[-1], dtype=torch.float64)
+    normal_(direction, key_of("fingerprint"), direction.shape, (0,), 1.0)
+    return whole @ direction
 
 
 # Comparison, in the layout's own world
@@ -162,11 +169,11 @@ def _compare(job: Job, layout: Layout, reference: list[dict[str, Any]], steps: i
         expected = reference[number]
         samples = stream.read(share(number, job.samples, layout.data, engine.mesh["data"].index))
         set_learning_rate(optimizer, rate)
-        seen: dict[str, Tensor] = {}
+        seen: dict[str, list[Tensor]] = {}
         handles = [handle for chain in engine.chains for handle in watch(chain, seen)]
 
         def observe(outcome: Outcome) -> None:
-            _compare_outputs(comparison, number, engine, seen, expected["seen"], job)
+            _compare_outputs(comparison, number, engine, seen, expected["seen"])
             comparison.add(number, "loss", 0, "loss", error_of(outcome.loss, expected["loss"], 0.0))
             comparison.add(number, "grad_norm", 0, "grad_norm", error_of(outcome.grad_norm, expected["norm"], 0.0))
             gradients = {holding.name: holding.tensor.grad for holding in engine.holdings}
@@ -182,7 +189,7 @@ def _compare(job: Job, layout: Layout, reference: list[dict[str, Any]], steps: i
 
 
 def _compare_outputs(
-    comparison: Comparison, number: int, engine: Engine, seen: dict[str, Tensor], expected: dict[str, Tensor], job: Job
+    comparison: Comparison, number: int, engine: Engine, seen: dict[str, list[Tensor]], expected: dict[str, Tensor]
 ) -> None:
     data, tensor = engine.mesh["data"], engine.mesh["tensor"]
     for place, (name, truth) in enumerate(expected.items()):
@@ -190,9 +197,8 @@ def _compare_outputs(
             continue
         rows = truth.chunk(data.size, 0)[data.index]
         part = rows.chunk(tensor.size, 1)[tensor.index]
-        value = seen[name][: part.shape[0]]  # a recomputed block is seen again in the backward
         floor = float(truth.norm()) * FLOOR
-        comparison.add(number, "output", place, name, error_of(value, part, floor))
+        comparison.add(number, "output", place, name, error_of(fingerprint(seen[name]), part, floor))
 
 
 def _compare_all(

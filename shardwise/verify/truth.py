@@ -32,7 +32,7 @@ def truth(job: Job, stream: Stream, rates: list[float], watch: Any, dtype: torch
     for number, rate in enumerate(rates):
         places = torch.arange(job.samples) + number * job.samples
         samples = stream.read(places.numpy())
-        seen: dict[str, Tensor] = {}
+        seen: dict[str, list[Tensor]] = {}
         handles = watch(model, seen)
         loss = model(samples.tokens, ids=samples.ids, targets=samples.targets) / (samples.targets != IGNORED).sum()
         loss.backward()
