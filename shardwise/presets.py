@@ -23,6 +23,7 @@ PRESETS: dict[str, dict[str, object]] = {
     "llama3-70b":  {**_LLAMA3, "layers": 80, "width": 8192, "heads": 64, "ffn": 28672},
     "llama3-405b": {**_LLAMA3, "layers": 126, "width": 16384, "heads": 128, "ffn": 53248},
     # Narayanan et al. 2021, table 1, last row
-    "gpt-1t":      {**_GPT, "layers": 128, "width": 25600, "heads": 160, "vocab": 51200, "sequence": 2048, "tied": True},
+    "gpt-1t":      {**_GPT, "layers": 128, "width": 25600, "heads": 160, "vocab": 51200, "sequence": 2048,
+                    "tied": True},
 }
 # fmt: on

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.comm.collectives import all_reduce
 from shardwise.data.stream import Samples
 from shardwise.models.chain import IGNORED
 from shardwise.parallel.parallelize import Engine
@@ -45,7 +46,7 @@ def step(
 
 
 def backward(engine: Engine, samples: Samples) -> Tensor:
-    """Leaves in each holding the gradient of the mean loss, times the loss scale. Returns this rank's share of the loss."""
+    """Leaves the gradient of the mean loss, times the loss scale, in each holding. Returns this rank's share of it."""
     count = count_targets(engine, samples.targets)
     loss = engine.run(samples, engine.scale.value / count)
     engine.data.reduce()
@@ -58,7 +59,7 @@ def count_targets(engine: Engine, targets: Tensor) -> Tensor:
     """Targets that count, in the whole batch."""
     count = (targets != IGNORED).sum().to(engine.scale.value.dtype)
     if engine.mesh["data"].size > 1:
-        dist.all_reduce(count, group=engine.mesh["data"].group)
+        all_reduce(count, group=engine.mesh["data"].group)
     return count.clamp(min=1.0)
 
 
@@ -66,39 +67,37 @@ def sum_over_tensor(engine: Engine) -> None:
     """Adds up the gradients of weights that every tensor rank holds but uses on its own positions or heads."""
     axis = engine.mesh["tensor"]
     if axis.size > 1:
-        _sum([h.tensor.grad for h in engine.holdings if h.tensor_dim is None], axis.group)
+        _sum([h.grad for h in engine.holdings if h.tensor_dim is None], axis.group)
 
 
 def sum_over_ties(engine: Engine) -> None:
     """Adds up the gradients of a weight that the first and the last stage use."""
-    tied = [holding.tensor.grad for holding in engine.tied]
+    tied = [holding.grad for holding in engine.tied]
     if len(tied) > len({holding.name for holding in engine.tied}):  # a V: both stages are on this rank
         first, last = tied
-        assert first is not None and last is not None
         first.add_(last)
         last.copy_(first)
     elif engine.mesh.ends.size > 1:
         _sum(tied, engine.mesh.ends.group)
 
 
-def _sum(gradients: list[Tensor | None], group: dist.ProcessGroup | None) -> None:
-    present = [gradient for gradient in gradients if gradient is not None]
-    if not present:
+def _sum(gradients: list[Tensor], group: dist.ProcessGroup | None) -> None:
+    if not gradients:
         return
-    flat = torch.cat([gradient.reshape(-1) for gradient in present])
-    dist.all_reduce(flat, group=group)
-    for gradient, piece in zip(present, flat.split([gradient.numel() for gradient in present]), strict=True):
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    all_reduce(flat, group=group)
+    for gradient, piece in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
         gradient.copy_(piece.view(gradient.shape))
 
 
 def measure(engine: Engine, loss: Tensor) -> Outcome:
     """Loss and gradient norm of the whole world, from one sum."""
     dtype = engine.scale.value.dtype
-    squares = [torch.linalg.vector_norm(h.tensor.grad, dtype=dtype).square() / h.copies for h in engine.holdings]
+    squares = [torch.linalg.vector_norm(h.grad, dtype=dtype).square() / h.copies for h in engine.holdings]
     own_loss = loss / engine.mesh["tensor"].size
     both = torch.stack((own_loss.to(dtype), torch.stack(squares).sum()))
     if engine.mesh["world"].size > 1:
-        dist.all_reduce(both, group=engine.mesh["world"].group)
+        all_reduce(both, group=engine.mesh["world"].group)
     norm = both[1].sqrt() / engine.scale.value
     return Outcome(both[0] / engine.scale.value, norm, ~norm.isfinite())
 
@@ -108,7 +107,7 @@ def update(engine: Engine, optimizer: torch.optim.Optimizer, outcome: Outcome, c
     divisor = engine.scale.value
     if clip > 0.0:
         divisor = divisor * (outcome.grad_norm / clip).clamp(min=1.0)
-    torch._foreach_div_([holding.tensor.grad for holding in engine.holdings], divisor)
+    torch._foreach_div_([holding.grad for holding in engine.holdings], divisor)
     # The word by which PyTorch's fused optimizers are told to do nothing, decided on the device.
     optimizer.found_inf = outcome.skipped.float()  # type: ignore[attr-defined]
     optimizer.step()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.data.source import Source
+from shardwise.errors import DataError
 from shardwise.random import Permutation
 
 
@@ -30,8 +31,7 @@ class Samples:
         return (Samples(*part) for part in parts)
 
     def to(self, device: torch.device) -> Samples:
-        move = {"device": device, "non_blocking": True}
-        return Samples(self.tokens.to(**move), self.targets.to(**move), self.ids.to(**move))
+        return Samples(*(t.to(device, non_blocking=True) for t in (self.tokens, self.targets, self.ids)))
 
 
 class Stream:
@@ -52,15 +52,22 @@ class Stream:
         return found
 
     def read(self, places: np.ndarray) -> Samples:
-        rows = np.stack([self.source[int(index)] for index in self.indices(places)])
+        rows = np.stack([self._sample(int(index)) for index in self.indices(places)])
         both = torch.from_numpy(rows)
         tokens = both[:, :-1].clamp(min=0).contiguous()  # an ignored target is still some input
         return Samples(tokens, both[:, 1:].contiguous(), torch.from_numpy(places.astype(np.int64)))
+
+    def _sample(self, index: int) -> np.ndarray:
+        try:
+            return self.source[index]
+        except DataError:
+            raise
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            raise DataError(f"sample {index} of {type(self.source).__name__} cannot be read: {what}.") from error
 
 
 def share(step: int, samples: int, ranks: int, rank: int) -> np.ndarray:
     """The places that data rank `rank` of `ranks` reads in `step`, of a global batch of `samples`."""
     own = samples // ranks
     return np.arange(own, dtype=np.int64) + (step * samples + rank * own)
-
-

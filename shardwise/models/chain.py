@@ -15,7 +15,6 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-
 IGNORED = -100  # targets with this value do not count
 
 
@@ -56,7 +55,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Table:
-    """An embedding whose rows are cut: a token that lives elsewhere gives zero, and the sum is cut along the sequence."""
+    """An embedding whose rows are cut: a token that lives elsewhere gives zero; the sum is cut along the sequence."""
 
     module: str
 

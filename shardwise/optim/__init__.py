@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from shardwise.job import Optimizer
-from shardwise.parallel.holding import Holding
 
 
-def make_optimizer(settings: Optimizer, holdings: list[Holding]) -> torch.optim.Optimizer:
+class Piece(Protocol):
+    """What an optimizer needs to know of a part of a weight (see `shardwise.parallel.holding`)."""
+
+    @property
+    def tensor(self) -> Tensor: ...
+
+    @property
+    def decays(self) -> bool: ...
+
+
+def make_optimizer(settings: Optimizer, pieces: Sequence[Piece]) -> torch.optim.Optimizer:
     """AdamW on the local pieces: it works element by element, so pieces are all it needs."""
-    groups = [
-        {"params": [h.tensor for h in holdings if h.decays], "weight_decay": settings.weight_decay},
-        {"params": [h.tensor for h in holdings if not h.decays], "weight_decay": 0.0},
+    groups: list[dict[str, Any]] = [
+        {"params": [piece.tensor for piece in pieces if piece.decays], "weight_decay": settings.weight_decay},
+        {"params": [piece.tensor for piece in pieces if not piece.decays], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True
-    )
+    used = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(used, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
 
 
 def learning_rate(settings: Optimizer, step: int, total: int) -> float:

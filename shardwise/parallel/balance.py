@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
@@ -42,7 +42,7 @@ def _fixed(layout: Layout, layers: int) -> list[tuple[int, int]]:
 def balance(costs: tuple[float, ...], count: int) -> list[tuple[int, int]]:
     """The cut of `costs` into `count` runs, none empty, whose largest sum is least; ties go to earlier cuts."""
 
-    @lru_cache(maxsize=None)
+    @cache
     def best(start: int, stages: int) -> tuple[float, int]:
         """The least largest sum of costs[start:] in `stages` runs, and where the first of them ends."""
         if stages == 1:

@@ -71,7 +71,8 @@ class Whole:
         parts = self.shard.size
         for bucket in self._buckets():
             sizes = [self._piece_size(weight) for weight, _ in bucket]
-            packed = torch.cat([_padded(w.grad, size * parts).view(parts, size) for (w, _), size in zip(bucket, sizes)], 1)
+            rows = [_padded(w.grad, size * parts).view(parts, size) for (w, _), size in zip(bucket, sizes)]
+            packed = torch.cat(rows, dim=1)
             for weight, _ in bucket:
                 weight.grad = None
             own = packed[0]
@@ -121,6 +122,11 @@ def _padded(tensor: Tensor | None, size: int) -> Tensor:
     assert tensor is not None
     flat = tensor.reshape(-1)
     return flat if flat.numel() == size else torch.nn.functional.pad(flat, (0, size - flat.numel()))
+
+
+def _local(tensor: Tensor | None) -> Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local()
 
 
 def _demand_gradients(pairs: list[tuple[nn.Parameter, Holding]]) -> None:
@@ -178,10 +184,9 @@ class Sharded:
     def hold(self) -> list[Holding]:
         for chain in self.chains:
             for name, weight in chain.named_weights():
-                assert isinstance(weight, DTensor)
                 shape, cut = self.cuts[name]
                 copies = self.mesh["replicate"].size * (self.mesh["tensor"].size if cut is None else 1)
-                self.pairs.append((weight, Holding(name, weight.detach().to_local(), shape, cut, True, copies)))
+                self.pairs.append((weight, Holding(name, _local(weight.detach()), shape, cut, True, copies)))
         return [holding for _, holding in self.pairs]
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
@@ -191,8 +196,7 @@ class Sharded:
     def reduce(self) -> None:
         _demand_gradients(self.pairs)
         for weight, holding in self.pairs:
-            assert isinstance(weight.grad, DTensor)
-            holding.tensor.grad = weight.grad.to_local()
+            holding.tensor.grad = _local(weight.grad)
 
     @torch.no_grad()
     def publish(self) -> None:

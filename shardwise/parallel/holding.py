@@ -37,6 +37,11 @@ class Holding:
     """Ranks that hold this very piece; each counts for 1/copies in a norm."""
 
     @property
+    def grad(self) -> Tensor:
+        assert self.tensor.grad is not None, f"{self.name} has no gradient at this point of the step"
+        return self.tensor.grad
+
+    @property
     def decays(self) -> bool:
         """Weight decay is for matrices and tables, not for norms and biases."""
         return len(self.shape) > 1

@@ -64,6 +64,18 @@ class Engine:
             total += loss.detach()
         return total / self.data.loss_factor
 
+    def evaluate(self, samples: Samples) -> Tensor:
+        """This rank's share of the summed loss, forward only."""
+        if self.pipeline is not None:
+            return self.pipeline.evaluate(samples)
+        parts = samples.split(self.batch.micro_batch)
+        return torch.stack([self.chains[0](p.tokens, ids=p.ids, targets=p.targets) for p in parts]).sum()
+
+    @property
+    def counts_samples(self) -> bool:
+        """Whether this rank is the one of its data index that speaks for its samples."""
+        return self.mesh["tensor"].index == 0 and self.mesh["pipeline"].index == 0
+
 
 def shapes_of(chain: Chain) -> dict[str, torch.Size]:
     return {name: weight.shape for name, weight in chain.named_weights()}

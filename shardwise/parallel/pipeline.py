@@ -50,7 +50,7 @@ class Stage(nn.Module):
 
 
 class Peer(PipelineStage):
-    """A stage that does not warm up links to its own rank: in a V two neighbours share one, and gloo has no such link."""
+    """Warms up no link to its own rank: in a V two neighbours share one, and gloo knows no such link."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
@@ -66,7 +66,7 @@ class Pipeline:
         indices = layout.stages_of(mesh["pipeline"].index)
         last = layout.stage_count - 1
         self.first, self.last = 0 in indices, last in indices
-        self._scale: Tensor | None = None
+        self._scale = torch.ones(())
         stages = []
         for index, module in zip(indices, modules, strict=True):
             tokens = torch.empty(token_shape, dtype=torch.int64, device="meta")
@@ -89,10 +89,18 @@ class Pipeline:
 
     def run(self, samples: Samples, scale: Tensor) -> Tensor:
         """Forward and backward of all micro-batches. Returns this rank's sum of scaled losses, 0 off the last stage."""
+        return self._drive(self.schedule.step, samples, scale)
+
+    def evaluate(self, samples: Samples) -> Tensor:
+        """Forward only. Returns this rank's sum of losses, 0 off the last stage."""
+        one = torch.ones((), dtype=torch.float32, device=samples.tokens.device)
+        return self._drive(self.schedule.eval, samples, one)
+
+    def _drive(self, way: Any, samples: Samples, scale: Tensor) -> Tensor:
         self._scale = scale
         losses: list[Tensor] = []
         inputs = (samples.tokens,) if self.first else ()
         batch = {"ids": samples.ids, "targets": samples.targets} if self.last else {"ids": samples.ids}
         target = samples.targets if self.last else None
-        self.schedule.step(*inputs, target=target, losses=losses, return_outputs=False, **batch)
+        way(*inputs, target=target, losses=losses, return_outputs=False, **batch)
         return torch.stack([loss.detach() for loss in losses]).sum() if self.last else torch.zeros_like(scale)

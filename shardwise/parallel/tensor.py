@@ -144,7 +144,7 @@ def _region(module: nn.Module, row: nn.Module, axis: Axis) -> None:
     module.register_forward_hook(leave)
 
 
-def _table(module: nn.Module, axis: Axis) -> None:
+def _table(module: Any, axis: Axis) -> None:
     def forward(tokens: Tensor) -> Tensor:
         row = tokens - module.first_row
         elsewhere = (row < 0) | (row >= module.weight.shape[0])
@@ -154,7 +154,7 @@ def _table(module: nn.Module, axis: Axis) -> None:
     module.forward = forward
 
 
-def _head(module: nn.Module, axis: Axis) -> None:
+def _head(module: Any, axis: Axis) -> None:
     def enter(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return gather(args[0], axis), *args[1:]
 
@@ -163,7 +163,7 @@ def _head(module: nn.Module, axis: Axis) -> None:
 
 
 def _places(axis: Axis) -> Any:
-    def tell(module: nn.Module, args: tuple[Any, ...]) -> None:
+    def tell(module: Any, args: tuple[Any, ...]) -> None:
         length = args[0] if isinstance(args[0], int) else args[0].shape[SEQUENCE]
         module.first_position = axis.index * length
 

@@ -48,7 +48,9 @@ def run_world(function: Callable[..., Any], size: int, *args: Any, timeout: floa
                 worker.join()
 
 
-def _work(function: Callable[..., Any], args: tuple[Any, ...], rank: int, size: int, folder: str, end: Connection) -> None:
+def _work(
+    function: Callable[..., Any], args: tuple[Any, ...], rank: int, size: int, folder: str, end: Connection
+) -> None:
     torch.set_num_threads(1)
     try:
         if size > 1:

@@ -5,27 +5,33 @@ which is mathematically zero does not cry wolf. Compared, in the order in which 
 watched module (as a fingerprint per sample and position), the loss, every gradient, the norm, every weight after the
 update. The first that differs is named; gradients are looked through in the order in which the backward makes them,
 from the head down.
+
+Every rank compares the piece that it holds with the same piece of the truth, so copies that drift apart are seen.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from shardwise.data.source import Synthetic
+from shardwise.data.source import Source, Synthetic
 from shardwise.data.stream import Stream, share
+from shardwise.errors import RunError
 from shardwise.job import Job
 from shardwise.layout import Layout
-from shardwise.models.chain import Chain
+from shardwise.models.chain import IGNORED, Chain
 from shardwise.optim import learning_rate, make_optimizer, set_learning_rate
-from shardwise.parallel.holding import distributed
+from shardwise.parallel.mesh import Axis
 from shardwise.parallel.parallelize import Engine, check, parallelize
 from shardwise.parallel.precision import COMPUTE
 from shardwise.random import key_of, normal_
@@ -33,11 +39,12 @@ from shardwise.step import Outcome, step
 from shardwise.train.world import run_world
 from shardwise.verify.truth import truth
 
-# It is told once per process that gathering over two axes takes two collectives; here that is just what is wanted.
-logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+# A stage that fails prints the whole schedule from every rank; here the record says what failed.
+logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
 
 LIMIT = {"float64": 1e-10, "float32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
 FLOOR = 1e-6
+KINDS = ("output", "loss", "gradient", "grad_norm", "weight")  # in the order in which a step makes them
 
 
 @dataclass(frozen=True)
@@ -53,19 +60,24 @@ class Difference:
 
 @dataclass(frozen=True)
 class Record:
-    """The verdict on one layout: the largest relative error of each kind."""
+    """The verdict on one layout: the largest relative error of each kind; None where it came to none."""
 
     layout: str
     ok: bool
-    loss: float
-    grad_norm: float
-    grad: float
-    weight: float
+    loss: float | None = None
+    grad_norm: float | None = None
+    grad: float | None = None
+    weight: float | None = None
     first_difference: Difference | None = None
     problem: str | None = None
+    """Why the layout could not be run to the end."""
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Plain values; an error that is no number is None, as JSON has no word for it."""
+        values = asdict(self)
+        for place in (values, values["first_difference"] or {}):
+            place.update({k: None for k, v in place.items() if isinstance(v, float) and not math.isfinite(v)})
+        return values
 
 
 def verify(job: Job, layouts: list[Layout], steps: int = 3, report: Callable[[Record], None] = lambda _: None) -> list[Record]:
@@ -75,13 +87,43 @@ def verify(job: Job, layouts: list[Layout], steps: int = 3, report: Callable[[Re
     reference = run_world(_truth, 1, job, steps)[0]
     records = []
     for layout in layouts:
-        records.append(run_world(_compare, layout.world, job, layout, reference, steps)[0])
-        report(records[-1])
+        try:
+            record = run_world(_compare, layout.world, job, layout, reference, steps)[0]
+        except RunError as error:
+            record = Record(str(layout), ok=False, problem=_sentence(error))
+        records.append(record)
+        report(record)
     return records
 
 
+def _sentence(error: RunError) -> str:
+    """A traceback ends with what matters; the rank stands before it."""
+    first, *_, last = [line.strip() for line in f"{error}\n{error}".splitlines() if line.strip()]
+    return last if first == last else f"{first.partition(':')[0]}: {last}"
+
+
+# What is read
+
+
+class Gaps:
+    """A source in which some targets do not count, in each sample another number of them: ranks must not average."""
+
+    def __init__(self, source: Source):
+        self.source, self.length, self.vocab = source, source.length, source.vocab
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        sample = self.source[index].copy()
+        sample[1 : 1 + 3 * index % self.length] = IGNORED
+        return sample
+
+
 def make_stream(job: Job) -> Stream:
-    return Stream(Synthetic(max(1, 2 * job.samples - 1), job.model.sequence, job.model.vocab, job.seed), job.seed)
+    """Short enough that three steps see more than one epoch."""
+    source = Synthetic(max(1, 2 * job.samples - 1), job.model.sequence, job.model.vocab, job.seed)
+    return Stream(Gaps(source), job.seed)
 
 
 def _rates(job: Job, steps: int) -> list[float]:
@@ -131,15 +173,14 @@ class Comparison:
 
     def __init__(self, limit: float):
         self.limit = limit
-        self.worst = {"output": 0.0, "loss": 0.0, "grad_norm": 0.0, "gradient": 0.0, "weight": 0.0}
+        self.worst = dict.fromkeys(KINDS, 0.0)
         self.found: list[tuple[tuple[int, int, int], Difference]] = []
 
     def add(self, number: int, kind: str, place: int, name: str, error: float) -> None:
-        error = error if error == error else float("inf")
+        error = math.inf if math.isnan(error) else error
         self.worst[kind] = max(self.worst[kind], error)
         if error > self.limit:
-            order = (number, ("output", "loss", "gradient", "grad_norm", "weight").index(kind), place)
-            self.found.append((order, Difference(number, kind, name, error)))
+            self.found.append(((number, KINDS.index(kind), place), Difference(number, kind, name, error)))
 
     def record(self, layout: Layout) -> Record:
         everyone: list[Any] = [None] * layout.world
@@ -148,7 +189,7 @@ class Comparison:
             dist.all_gather_object(everyone, mine)
         else:
             everyone = [mine]
-        worst = {kind: max(other[kind] for other, _ in everyone) for kind in self.worst}
+        worst = {kind: max(other[kind] for other, _ in everyone) for kind in KINDS}
         first = min((found for _, found in everyone if found is not None), key=lambda item: item[0], default=None)
         return Record(
             layout=str(layout), ok=first is None, loss=worst["loss"], grad_norm=worst["grad_norm"],
@@ -156,7 +197,7 @@ class Comparison:
         )  # fmt: skip
 
 
-def error_of(value: Tensor, truth: Tensor, floor: float) -> float:
+def error_of(value: Tensor, truth: Tensor, floor: float = 0.0) -> float:
     return float((value - truth).norm() / truth.norm().clamp(min=floor))
 
 
@@ -174,16 +215,16 @@ def _compare(job: Job, layout: Layout, reference: list[dict[str, Any]], steps: i
 
         def observe(outcome: Outcome) -> None:
             _compare_outputs(comparison, number, engine, seen, expected["seen"])
-            comparison.add(number, "loss", 0, "loss", error_of(outcome.loss, expected["loss"], 0.0))
-            comparison.add(number, "grad_norm", 0, "grad_norm", error_of(outcome.grad_norm, expected["norm"], 0.0))
-            gradients = {holding.name: holding.tensor.grad for holding in engine.holdings}
-            _compare_all(comparison, number, "gradient", engine, gradients, expected["gradients"])
+            comparison.add(number, "loss", 0, "loss", error_of(outcome.loss, expected["loss"]))
+            comparison.add(number, "grad_norm", 0, "grad_norm", error_of(outcome.grad_norm, expected["norm"]))
+            gradients = [holding.tensor.grad / engine.scale.value for holding in engine.holdings]  # type: ignore[operator]
+            _compare_pieces(comparison, number, "gradient", engine, gradients, expected["gradients"])
 
         step(engine, optimizer, samples, job.optimizer.clip, observe)
         for handle in handles:
             handle.remove()
-        weights = {holding.name: holding.tensor.detach() for holding in engine.holdings}
-        _compare_all(comparison, number, "weight", engine, weights, expected["weights"])
+        weights = [holding.tensor.detach() for holding in engine.holdings]
+        _compare_pieces(comparison, number, "weight", engine, weights, expected["weights"])
         _compare_whole(comparison, number, engine, expected["weights"])
     return comparison.record(layout)
 
@@ -191,34 +232,58 @@ def _compare(job: Job, layout: Layout, reference: list[dict[str, Any]], steps: i
 def _compare_outputs(
     comparison: Comparison, number: int, engine: Engine, seen: dict[str, list[Tensor]], expected: dict[str, Tensor]
 ) -> None:
-    data, tensor = engine.mesh["data"], engine.mesh["tensor"]
     for place, (name, truth) in enumerate(expected.items()):
-        if name not in seen:
-            continue
-        rows = truth.chunk(data.size, 0)[data.index]
-        part = rows.chunk(tensor.size, 1)[tensor.index]
-        floor = float(truth.norm()) * FLOOR
-        comparison.add(number, "output", place, name, error_of(fingerprint(seen[name]), part, floor))
+        if name in seen:
+            part = _part(_part(truth, engine.mesh["data"], 0), engine.mesh["tensor"], 1)
+            floor = FLOOR * float(truth.norm())
+            comparison.add(number, "output", place, name, error_of(fingerprint(seen[name]), part, floor))
 
 
-def _compare_all(
-    comparison: Comparison, number: int, kind: str, engine: Engine,
-    values: dict[str, Tensor | None], expected: dict[str, Tensor],
-) -> None:  # fmt: skip
-    floor = FLOOR * float(torch.stack([truth.norm() for truth in expected.values()]).square().mean().sqrt())
-    order = {name: place for place, name in enumerate(reversed(expected))}
-    for holding in engine.holdings:
-        value = values[holding.name]
-        assert value is not None
-        whole = distributed(holding, value, engine.mesh)
-        if engine.mesh.home is not None:
-            whole = whole.full_tensor()  # type: ignore[attr-defined]
-        comparison.add(number, kind, order[holding.name], holding.name, error_of(whole, expected[holding.name], floor))
+def _compare_pieces(
+    comparison: Comparison, number: int, kind: str, engine: Engine, values: list[Tensor], expected: dict[str, Tensor]
+) -> None:
+    """Compares what lies as the holdings do. Pieces of one tensor add up to one error."""
+    tensor, shard = engine.mesh["tensor"], engine.mesh["shard"]
+    squares = torch.zeros(len(values), dtype=torch.float64)
+    for i, (holding, value) in enumerate(zip(engine.holdings, values, strict=True)):
+        piece = _part(expected[holding.name], tensor, holding.tensor_dim)
+        piece = _part(piece, shard, 0 if holding.sharded else None)
+        squares[i] = (value - piece).square().sum() if value.shape == piece.shape else math.inf
+    for axis, cut in (
+        (tensor, [holding.tensor_dim is not None for holding in engine.holdings]),
+        (shard, [holding.sharded for holding in engine.holdings]),
+    ):
+        if axis.size > 1:
+            sums = squares.clone()
+            dist.all_reduce(sums, group=axis.group)
+            squares = torch.where(torch.tensor(cut), sums, squares)
+    places = {name: place for place, name in enumerate(reversed(expected))}
+    floor = _floor(expected)
+    for holding, square in zip(engine.holdings, squares.tolist(), strict=True):
+        error = math.sqrt(square) / max(float(expected[holding.name].norm()), floor)
+        comparison.add(number, kind, places[holding.name], holding.name, error)
 
 
 def _compare_whole(comparison: Comparison, number: int, engine: Engine, expected: dict[str, Tensor]) -> None:
     """Where ranks keep whole weights beside their pieces, those must be the updated ones too."""
+    if engine.mesh["shard"].size == 1:
+        return  # the pieces are the weights
+    floor = _floor(expected)
+    places = {name: place for place, name in enumerate(reversed(expected))}
     for chain in engine.chains:
         for name, weight in chain.named_weights():
-            if weight.shape == expected[name].shape and not hasattr(weight, "to_local"):
-                comparison.add(number, "weight", 0, name, error_of(weight.detach(), expected[name], 1e-30))
+            if not isinstance(weight, DTensor):
+                part = _part(expected[name], engine.mesh["tensor"], engine.data.cuts[name][1])
+                comparison.add(number, "weight", places[name], name, error_of(weight.detach(), part, floor))
+
+
+def _part(whole: Tensor, axis: Axis, dim: int | None) -> Tensor:
+    """This rank's chunk; the last ones may be empty."""
+    if dim is None or axis.size == 1:
+        return whole
+    chunks = whole.chunk(axis.size, dim)
+    return chunks[axis.index] if axis.index < len(chunks) else whole.narrow(dim, 0, 0)
+
+
+def _floor(tensors: dict[str, Tensor]) -> float:
+    return FLOOR * float(torch.stack([tensor.norm() for tensor in tensors.values()]).square().mean().sqrt())

@@ -20,12 +20,13 @@ def truth(job: Job, stream: Stream, rates: list[float], watch: Any, dtype: torch
     """One record per step: loss, norm, gradients before clipping, and weights after the update."""
     model = gpt(job.model, job.seed).to(dtype)
     reset(model, job.seed)
-    weights = dict(model.named_parameters())
+    weights: dict[str, Any] = dict(model.named_parameters())
     matrices = [weight for weight in weights.values() if weight.dim() > 1]
     vectors = [weight for weight in weights.values() if weight.dim() == 1]
     settings = job.optimizer
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(
-        [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
+        groups,
         weight_decay=settings.weight_decay, betas=settings.betas, eps=settings.eps, foreach=False,
     )  # fmt: skip
     records = []

@@ -1,0 +1,93 @@
+"""What our road costs against hand-written loops, side by side in one run on CPU.
+
+    one process     our step against a bare PyTorch loop on the same model and batch
+    two processes   our `replicate=2` step against a plain DistributedDataParallel loop
+
+Each pair runs in the same processes, in turns, so that noise of the machine hits both alike; the ratio is that of the
+medians. Run: python benchmarks/overhead.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwise.data.source import Synthetic
+from shardwise.data.stream import Samples, Stream, share
+from shardwise.job import Job, make_job
+from shardwise.layout import Layout
+from shardwise.models.chain import reset
+from shardwise.models.gpt import gpt
+from shardwise.optim import make_optimizer
+from shardwise.parallel.parallelize import parallelize
+from shardwise.step import step
+from shardwise.train.world import run_world
+
+
+def bare_step(job: Job, world: int) -> Callable[[Samples], Tensor]:
+    """What one would write by hand: model, DDP where there are two, AdamW, clipping."""
+    model = gpt(job.model, job.seed)
+    reset(model, job.seed)
+    module: torch.nn.Module = model
+    if world > 1:
+        module = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=job.optimizer.lr, fused=True)
+
+    def run(samples: Samples) -> Tensor:
+        loss = module(samples.tokens, ids=samples.ids, targets=samples.targets) / samples.targets.numel()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), job.optimizer.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return run
+
+
+def our_step(job: Job, layout: Layout) -> Callable[[Samples], Tensor]:
+    engine = parallelize(job, layout, torch.device("cpu"))
+    optimizer = make_optimizer(job.optimizer, engine.holdings)
+    return lambda samples: step(engine, optimizer, samples, job.optimizer.clip).loss
+
+
+def compare(job: Job, layout: Layout, turns: int) -> tuple[float, float]:
+    """Median seconds of our step and of the bare one."""
+    stream = Stream(Synthetic(4096, job.model.sequence, job.model.vocab, 0), 0)
+    rank = dist.get_rank() if layout.world > 1 else 0
+    batches = [stream.read(share(number, job.samples, layout.data, rank)) for number in range(4)]
+    ours, bare = our_step(job, layout), bare_step(job, layout.world)
+    times: dict[str, list[float]] = {"ours": [], "bare": []}
+    for turn in range(turns + 2):
+        pairs = [("ours", ours), ("bare", bare)]
+        for name, run in pairs if turn % 2 else reversed(pairs):
+            if layout.world > 1:
+                dist.barrier()
+            begin = time.perf_counter()
+            run(batches[turn % 4])
+            if turn >= 2:
+                times[name].append(time.perf_counter() - begin)
+    return statistics.median(times["ours"]), statistics.median(times["bare"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=30)
+    turns = parser.parse_args().turns
+    job = make_job(
+        {"model": {"layers": 6, "width": 256, "heads": 8, "vocab": 1024, "sequence": 128}, "batch": {"samples": 16}}
+    )
+    for name, layout, target in (("one process", "pipeline=1", 0.02), ("replicate=2", "replicate=2", 0.03)):
+        parsed = Layout.parse(layout)
+        ours, bare = run_world(compare, parsed.world, job, parsed, turns)[0]
+        print(f"{name}: ours {ours * 1e3:.1f} ms, bare {bare * 1e3:.1f} ms, ratio {ours / bare:.3f} (target {1 + target:.2f})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""The commands: parse, call, print. No logic."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from shardwise.errors import JobError, ShardwiseError
+
+app = typer.Typer(
+    name="shardwise", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    help="Train PyTorch models in any layout, proven equal to one device.",
+)  # fmt: skip
+
+JobFile = Annotated[Path | None, typer.Argument(help="The job file (TOML).", show_default=False)]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides a key of the job; may be repeated.")
+]
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+@app.command()
+def train(
+    job_file: JobFile = None,
+    settings: Settings = None,
+    resume: Annotated[Path | None, typer.Option(help="Goes on with this run folder, in any layout.")] = None,
+) -> None:
+    """Trains a job; with no job file, the built-in demo on this machine."""
+    from shardwise.train.start import start_training
+
+    if resume is not None and job_file is not None:
+        raise JobError("--resume takes its job from the run folder; leave the job file out.")
+    start_training(job_file, settings or [], resume, say)
+
+
+@app.command()
+def verify(
+    job_file: JobFile = None,
+    settings: Settings = None,
+    layout: Annotated[list[str] | None, typer.Option(help="A layout to prove; may be repeated.")] = None,
+    shrink: Annotated[bool, typer.Option(help="Makes the model small first, keeping its kind and odd sizes.")] = False,
+    steps: Annotated[int, typer.Option(min=3, help="Optimizer steps to compare.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON record per layout.")] = False,
+) -> None:
+    """Proves that layouts compute what one device computes."""
+    from shardwise.verify.command import verify_job
+
+    console = Console()
+    columns = ("layout", "loss", "grad norm", "gradients", "weights", "verdict")
+    table = Table(*columns, title="relative errors against one process")
+
+    def show(record: Any) -> None:
+        if as_json:
+            say(json.dumps(record.as_dict()))
+            return
+        errors = [f"{value:.1e}" for value in (record.loss, record.grad_norm, record.grad, record.weight)]
+        table.add_row(record.layout, *errors, "exact" if record.ok else "DIFFERS")
+        if sys.stdout.isatty():
+            console.print(f"{record.layout}: {'exact' if record.ok else 'DIFFERS'}", highlight=False)
+
+    records = verify_job(job_file, settings or [], layout or [], shrink, steps, show)
+    if not as_json:
+        console.print(table)
+    bad = [record for record in records if not record.ok]
+    for record in bad:
+        if not as_json:
+            say(record.sentence())
+    if bad:
+        raise typer.Exit(1)
+
+
+@app.command()
+def sample(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    prompt: Annotated[str, typer.Option(help="What the text starts with.")] = "",
+    tokens: Annotated[int, typer.Option(min=1, help="How many tokens to write.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest.")] = 0.8,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+) -> None:
+    """Writes text with a trained run, on one device."""
+    from shardwise.train.start import sample_run
+
+    say(sample_run(run, prompt, tokens, temperature, seed))
+
+
+@app.command()
+def data(
+    out: Annotated[Path, typer.Argument(help="The token file to write (.bin).")],
+    job_file: Annotated[Path | None, typer.Option("--job", help="Takes [data] from this job file.")] = None,
+    settings: Settings = None,
+) -> None:
+    """Writes a source as a memory-mapped token file, for `data.source = "tokens"`."""
+    from shardwise.train.start import write_data
+
+    say(write_data(job_file, settings or [], out))
+
+
+def main() -> None:
+    """The entry point: errors that we raise on purpose are told in a sentence, never as a traceback."""
+    try:
+        app(standalone_mode=False)
+    except ShardwiseError as error:
+        # In a world made by others every rank finds the same mistake; one tells it.
+        if os.environ.get("RANK", "0") == "0":
+            print(f"shardwise: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except typer.Exit as leave:
+        sys.exit(leave.exit_code)
+    except typer.Abort:
+        sys.exit(130)
+    except Exception as error:
+        if hasattr(error, "show") and hasattr(error, "exit_code"):  # a wrong option or argument, told by the parser
+            error.show()
+            sys.exit(error.exit_code)
+        raise
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""Batches of one data rank, made ready while the devices compute.
+
+A thread keeps `prefetch` batches ahead. It reads them itself, which is enough for tokens (a memory map and a copy), or
+takes them from worker processes, which costly samples need. Worker w of n makes steps w, w + n, ...; the thread asks
+them in turn, so batches come in the order of the steps whatever the workers' speed, and a worker that is ahead waits at
+its pipe. The state is the number of the next step: to resume is to start there.
+
+PyTorch's DataLoader is not used: its order lives in a sampler's state, and of a worker's death it tells a process id.
+Workers come from multiprocessing's fork server (safe with threads and CUDA, torch imported once); the server itself
+belongs to Python, is shared by all loaders and ends with the program. Workers end when the loader is closed, when it is
+collected, and when its process is killed: the closed pipe tells them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import queue
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Generator
+from contextlib import closing
+from dataclasses import dataclass, fields
+from itertools import count
+from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from typing import NoReturn
+
+import numpy as np
+import torch
+
+from shardwise.data.stream import Samples, Stream, share
+from shardwise.errors import DataError
+
+Batches = Generator[tuple[int, Samples], None, None]
+Ready = queue.SimpleQueue[tuple[int, Samples] | BaseException | None]
+_CPU = torch.device("cpu")
+_GLANCE = 0.1
+"""Seconds between looks at the stop flag while a worker is slow; a batch that arrives is taken at once."""
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What one data rank reads, step by step."""
+
+    stream: Stream
+    samples: int
+    ranks: int
+    rank: int
+
+    def places(self, step: int) -> np.ndarray:
+        return share(step, self.samples, self.ranks, self.rank)
+
+    def read(self, step: int) -> Samples:
+        return self.stream.read(self.places(step))
+
+
+class Loader:
+    """An endless iterator of (step, batch) from `first_step` on; a context manager that closes itself."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        samples_per_batch: int,
+        ranks: int = 1,
+        rank: int = 0,
+        first_step: int = 0,
+        workers: int = 0,
+        prefetch: int = 2,
+        device: torch.device = _CPU,
+    ):
+        """`samples_per_batch` counts the whole batch of all `ranks` together. For CUDA devices memory is pinned."""
+        if samples_per_batch % ranks:
+            raise DataError(
+                f"a batch of {samples_per_batch} samples does not divide among {ranks} data ranks; "
+                f"use {max(1, samples_per_batch // ranks) * ranks}."
+            )
+        self.wait_seconds = 0.0
+        """How long the consumer has waited for batches so far."""
+        self._ready: Ready = queue.SimpleQueue()
+        self._slots = threading.Semaphore(prefetch)
+        self._failure: BaseException | None = None
+        own = _Share(stream, samples_per_batch, ranks, rank)
+        stop = threading.Event()
+        batches = _from_workers(own, first_step, workers, stop) if workers else _from_here(own, first_step)
+        # The thread must not hold the loader itself, or one that is dropped without a close would never be collected.
+        arguments = (batches, self._ready, self._slots, stop, device)
+        thread = threading.Thread(target=_prepare, args=arguments, name="shardwise-data", daemon=True)
+        thread.start()
+        self._end = weakref.finalize(self, _finish, thread, stop, self._slots)
+
+    def __iter__(self) -> Loader:
+        return self
+
+    def __next__(self) -> tuple[int, Samples]:
+        if self._failure is not None:
+            raise self._failure
+        if not self._end.alive:
+            raise StopIteration
+        start = time.perf_counter()
+        item = self._ready.get()
+        self.wait_seconds += time.perf_counter() - start
+        if item is None:
+            raise StopIteration
+        if isinstance(item, BaseException):
+            self._failure = item
+            self.close()
+            raise item
+        self._slots.release()
+        return item
+
+    def close(self) -> None:
+        """Ends the thread and the workers; may be called again."""
+        self._end()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _prepare(
+    batches: Batches,
+    ready: Ready,
+    slots: threading.Semaphore,
+    stop: threading.Event,
+    device: torch.device,
+) -> None:
+    """The thread: one batch for each free slot, until it is told to stop; its error is the last thing it hands over."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # per thread; pinning would otherwise open a context on the first device
+        with closing(batches):
+            while slots.acquire() and not stop.is_set():
+                item = next(batches, None)
+                if item is None:
+                    return
+                ready.put((item[0], _pinned(item[1])) if device.type == "cuda" else item)
+    except BaseException as error:
+        ready.put(error)
+    finally:
+        ready.put(None)  # whoever still waits is told that nothing comes any more
+
+
+def _finish(thread: threading.Thread, stop: threading.Event, slots: threading.Semaphore) -> None:
+    stop.set()
+    slots.release()
+    if thread is not threading.current_thread():  # a loader may be collected in any thread, its own too
+        thread.join()
+
+
+def _pinned(batch: Samples) -> Samples:
+    return Samples(*(getattr(batch, field.name).pin_memory() for field in fields(batch)))
+
+
+def _from_here(own: _Share, first_step: int) -> Batches:
+    for step in count(first_step):
+        yield step, own.read(step)
+
+
+# Workers
+
+
+def _from_workers(own: _Share, first_step: int, workers: int, stop: threading.Event) -> Batches:
+    pool: list[tuple[BaseProcess, Connection]] = []
+    try:
+        context = _context()
+        for number in range(workers):
+            pool.append(_start(context, own, first_step + number, workers))
+        for step in count(first_step):
+            process, pipe = pool[(step - first_step) % workers]
+            while not pipe.poll(_GLANCE):
+                if stop.is_set():
+                    return
+            yield step, _receive(own, step, process, pipe)
+    finally:
+        for process, pipe in pool:
+            pipe.close()
+            process.kill()  # it only reads: there is nothing that it could leave half done
+        for process, _ in pool:
+            process.join()
+            process.close()
+
+
+def _context() -> BaseContext:
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
+
+
+def _start(context: BaseContext, own: _Share, first_step: int, stride: int) -> tuple[BaseProcess, Connection]:
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(theirs, own, first_step, stride), daemon=True)  # type: ignore[attr-defined]
+    process.start()
+    theirs.close()  # so that the worker holds the only other end, and its death ends the pipe
+    return process, ours
+
+
+def _work(pipe: Connection, own: _Share, first_step: int, stride: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the loader's owner decides
+    torch.set_num_threads(1)
+    try:
+        for step in count(first_step, stride):
+            try:
+                batch = own.read(step)
+            except Exception as error:
+                return pipe.send(f"{error}" if isinstance(error, DataError) else f"{type(error).__name__}: {error}")
+            # As arrays: tensors would travel through shared memory, whose files outlive a killed process.
+            pipe.send([getattr(batch, field.name).numpy() for field in fields(batch)])
+    except (BrokenPipeError, ConnectionResetError):
+        return None  # the loader is gone
+
+
+def _receive(own: _Share, step: int, process: BaseProcess, pipe: Connection) -> Samples:
+    try:
+        parts = pipe.recv()
+    except (EOFError, OSError):
+        _tell_death(own, step, process)
+    if isinstance(parts, str):
+        raise DataError(f"a data worker failed at step {step}: {parts}")
+    return Samples(*(torch.from_numpy(part) for part in parts))
+
+
+def _tell_death(own: _Share, step: int, process: BaseProcess) -> NoReturn:
+    process.join()
+    code = process.exitcode or 0
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    indices = own.stream.indices(own.places(step)).tolist()
+    which = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
+    raise DataError(
+        f"the data worker that read step {step} (samples {which}) {how}. Lack of memory does that, and a file that is "
+        f"cut short while it is read; use fewer data.workers, or data.workers = 0 to see the error itself."
+    ) from None

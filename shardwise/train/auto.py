@@ -1,0 +1,45 @@
+"""A layout for `layout = "auto"`: until there is a planner, copies of the model on every local device."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from shardwise.errors import LayoutError
+from shardwise.job import Job
+from shardwise.layout import Layout
+from shardwise.parallel.parallelize import check
+
+
+def pick_device(job: Job) -> str:
+    """`cuda` or `cpu`."""
+    if job.run.device != "auto":
+        if job.run.device == "cuda" and not torch.cuda.is_available():
+            raise LayoutError('run.device = "cuda", but PyTorch sees no GPU here; use "cpu" or "auto".')
+        return job.run.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def local_processes(job: Job) -> int:
+    if job.run.processes:
+        return job.run.processes
+    if pick_device(job) == "cuda":
+        return torch.cuda.device_count()
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def choose_layout(job: Job, processes: int | None = None) -> Layout:
+    """The job's layout, or for "auto" the most copies that the global batch divides over, up to `processes`."""
+    if job.layout != "auto":
+        return Layout.parse(job.layout)
+    available = processes or local_processes(job)
+    for replicate in range(available, 0, -1):
+        if job.samples % replicate == 0 and (processes is None or replicate == processes):
+            layout = Layout(replicate=replicate)
+            check(job, layout)
+            return layout
+    raise LayoutError(
+        f"a global batch of {job.samples} samples does not divide over {available} processes; "
+        "change batch.samples or give a layout."
+    )

@@ -1,0 +1,115 @@
+"""A run folder: plain files that anything can read, valid after a crash.
+
+    job.toml         the resolved job          plan.toml      layout, stages and batch arithmetic
+    metrics.jsonl    one object per step       events.jsonl   what happened, in words
+    checkpoints/     see `checkpoint`          errors/        what a worker said when it failed
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from shardwise.errors import JobError, RunError
+from shardwise.job import Job, load_job
+
+
+class RunFolder:
+    def __init__(self, path: Path):
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.errors = path / "errors"
+
+    @classmethod
+    def create(cls, job: Job) -> RunFolder:
+        """A new folder for a job: the one it names, or the next number below `runs`."""
+        try:
+            folder = cls(Path(job.run.folder) if job.run.folder else _next_folder(Path("runs")))
+            if (folder.path / "job.toml").exists():
+                raise JobError(
+                    f"run.folder = {str(folder.path)!r} holds a run already; go on with `shardwise train --resume "
+                    f"{folder.path}` or name another folder."
+                )
+            folder.path.mkdir(parents=True, exist_ok=True)
+            write_atomic(folder.path / "job.toml", job.text())
+        except OSError as error:
+            raise JobError(f"the run folder cannot be made: {error}.") from None
+        return folder
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        if not (path / "job.toml").is_file():
+            raise JobError(f"{path} is no run folder: it has no job.toml.")
+        return cls(path)
+
+    def job(self) -> Job:
+        return load_job(self.path / "job.toml")
+
+    def write_plan(self, plan: dict[str, Any]) -> None:
+        write_atomic(self.path / "plan.toml", tomli_w.dumps(plan))
+
+    def event(self, kind: str, message: str, **facts: Any) -> None:
+        _append(self.path / "events.jsonl", {"time": round(time.time(), 3), "event": kind, "message": message, **facts})
+
+    def metric(self, record: dict[str, Any]) -> None:
+        _append(self.path / "metrics.jsonl", record)
+
+    def metrics(self) -> Iterator[dict[str, Any]]:
+        """All whole records; a line that a crash cut short is left out."""
+        path = self.path / "metrics.jsonl"
+        if not path.exists():
+            return
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if isinstance(record, dict):
+                yield record
+
+    def forget_after(self, step: int) -> None:
+        """Drops metrics of steps that will be taken again, so that each step stands once."""
+        kept = [json.dumps(record) + "\n" for record in self.metrics() if record.get("step", 0) <= step]
+        if (self.path / "metrics.jsonl").exists():
+            write_atomic(self.path / "metrics.jsonl", "".join(kept))
+
+    def write_error(self, rank: int, record: dict[str, Any]) -> None:
+        self.errors.mkdir(parents=True, exist_ok=True)
+        write_atomic(self.errors / f"rank-{rank}.json", json.dumps(record))
+
+    def error_records(self) -> list[dict[str, Any]]:
+        records = [json.loads(path.read_text()) for path in sorted(self.errors.glob("rank-*.json"))]
+        return sorted(records, key=lambda record: record["time_ns"])
+
+    def clear_errors(self) -> None:
+        for path in self.errors.glob("rank-*.json"):
+            path.unlink()
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Either the old file or the new one is there, whatever happens."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _append(path: Path, record: dict[str, Any]) -> None:
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+    except OSError as error:
+        raise RunError(f"{path} cannot be written: {error}.") from None
+
+
+def _next_folder(parent: Path) -> Path:
+    numbers = [int(path.name) for path in parent.glob("[0-9]*") if path.name.isdigit()]
+    return parent / f"{max(numbers, default=0) + 1:04d}"

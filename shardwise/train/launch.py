@@ -1,0 +1,109 @@
+"""Starting a training world: alone, through PyTorch's elastic agent, or as part of a world that exists already.
+
+What went wrong is told once, in the words of the worker that failed first.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+import uuid
+from types import FrameType
+
+import psutil
+import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from shardwise.errors import LayoutError, RunError, UserError
+from shardwise.job import Job
+from shardwise.layout import Layout
+from shardwise.train.auto import pick_device
+from shardwise.train.folder import RunFolder
+from shardwise.train.worker import work
+
+# Slurm's names for what torchrun calls RANK and so on.
+_SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
+
+
+def joined_world() -> int | None:
+    """The size of the world that torchrun or Slurm made for us; None if we are to make one."""
+    if "RANK" not in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in os.environ:
+        for ours, theirs in _SLURM.items():
+            os.environ[ours] = os.environ[theirs]
+        os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", "1"))
+        if "MASTER_ADDR" not in os.environ:
+            raise LayoutError(
+                "started by Slurm without MASTER_ADDR; export it (the first host of the job) and MASTER_PORT, "
+                "or start with `srun torchrun ...`."
+            )
+        os.environ.setdefault("MASTER_PORT", "29500")
+    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
+
+
+def check_world(layout: Layout, job: Job) -> None:
+    """Raises where this world, or this machine, does not have the processes that a layout needs."""
+    world = joined_world()
+    if world is not None and world != layout.world:
+        raise LayoutError(f"layout '{layout}' needs {layout.world} processes, but this world has {world}.")
+    if world is None and pick_device(job) == "cuda" and layout.world > torch.cuda.device_count():
+        raise LayoutError(
+            f"layout '{layout}' needs {layout.world} processes, but this machine has {torch.cuda.device_count()} GPUs; "
+            'use a smaller layout, start under torchrun on more machines, or set run.device = "cpu".'
+        )
+
+
+def launch(folder: RunFolder, layout: Layout, resume: bool) -> None:
+    """Runs the world to its end. Raises the first failure."""
+    if joined_world() is None:
+        folder.clear_errors()
+    if layout.world == 1 or joined_world() is not None:
+        code = work(folder, layout, resume)
+        if code:
+            raise RunError(f"the run ended with code {code}.")
+        return
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    os.environ["SHARDWISE_LAUNCHED"] = "1"
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    previous = {number: signal.signal(number, _pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    command = ["-u", "-m", "shardwise.train.worker", str(folder.path), str(layout), *(["--resume"] if resume else [])]
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as logs:
+        config = LaunchConfig(
+            min_nodes=1, max_nodes=1, nproc_per_node=layout.world, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1, local_addr="localhost",
+            signals_to_handle="SIGQUIT", logs_specs=DefaultLogsSpecs(log_dir=logs),
+        )  # fmt: skip
+        try:
+            elastic_launch(config, sys.executable)(*command)
+        except ChildFailedError as failure:
+            raise first_failure(folder, failure) from None
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+def _pass_on(number: int, frame: FrameType | None) -> None:
+    """A signal to the launcher is one to every worker; the agent then sees them end by themselves."""
+    for child in psutil.Process().children():
+        child.send_signal(signal.SIGTERM)
+
+
+def first_failure(folder: RunFolder, failure: ChildFailedError) -> Exception:
+    """The error of the worker that failed first. One that was killed could write nothing, so it comes before all."""
+    records = folder.error_records()
+    told = {record["rank"] for record in records}
+    for rank, process in sorted(failure.failures.items()):
+        if rank not in told and process.exitcode < 0 and process.exitcode != -signal.SIGTERM:
+            name = signal.Signals(-process.exitcode).name
+            return RunError(f"rank {rank} was killed by {name}; the others ended because of it.")
+    if not records:
+        return RunError(f"the workers ended without a word: {failure.get_first_failure()}")
+    first = records[0]
+    if first["exit_code"] == 2:
+        return UserError(first["message"])
+    said = first["trace"] or f"{first['kind']}: {first['message']}"
+    return RunError(f"rank {first['rank']} failed:\n{said.rstrip()}")

@@ -1,0 +1,189 @@
+"""The training loop of one rank: samples in, steps, metrics, checkpoints out."""
+
+from __future__ import annotations
+
+import math
+import resource
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.cluster import peak_rate
+from shardwise.comm.collectives import all_reduce
+from shardwise.data.loader import Loader
+from shardwise.data.make import make_sources
+from shardwise.data.stream import Stream
+from shardwise.errors import RunError
+from shardwise.job import Job
+from shardwise.layout import Layout
+from shardwise.models.gpt import cost
+from shardwise.optim import learning_rate, make_optimizer, set_learning_rate
+from shardwise.parallel.parallelize import Engine, parallelize
+from shardwise.step import Outcome, step
+from shardwise.train.checkpoint import Checkpoints
+from shardwise.train.folder import RunFolder
+from shardwise.train.progress import Progress
+from shardwise.train.validate import validate
+
+PATIENCE = 10  # steps in a row without a finite gradient, after which a run is given up
+
+
+@dataclass
+class StopFlag:
+    """Set by a signal; the world agrees on it at the end of each step."""
+
+    reason: str = ""
+
+    def agreed(self, engine: Engine) -> bool:
+        flag = torch.tensor(float(bool(self.reason)), device=engine.mesh.device)
+        if engine.mesh["world"].size > 1:
+            all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag)
+
+
+@dataclass
+class Trainer:
+    """One rank of one run."""
+
+    job: Job
+    layout: Layout
+    folder: RunFolder
+    device: torch.device
+    resume: bool = False
+    stop: StopFlag = field(default_factory=StopFlag)
+
+    def __post_init__(self) -> None:
+        self.engine = parallelize(self.job, self.layout, self.device)
+        self.optimizer = make_optimizer(self.job.optimizer, self.engine.holdings)
+        self.main = self.engine.mesh.rank == 0
+        keep, asynchronous = self.job.checkpoint.keep, self.job.checkpoint.asynchronous
+        self.checkpoints = Checkpoints(self.folder.checkpoints, keep, asynchronous)
+        self.progress = Progress(self.job.total_steps, enabled=self.main)
+        self.training, self.held_out, self.tokenizer = make_sources(self.job, cache_folder())
+        self.step_flops = 3 * sum(cost(self.job.model)) * self.job.samples
+        self.peak = peak_rate(self.device, self.job.precision)
+        self.skipped_in_a_row = 0
+
+    def run(self) -> None:
+        first = self._restore()
+        last = self.job.total_steps
+        stream = Stream(self.training, self.job.seed)
+        data = self.engine.mesh["data"]
+        loader = Loader(
+            stream, self.job.samples, data.size, data.index, first,
+            workers=self.job.data.workers, prefetch=self.job.data.prefetch, device=self.device,
+        )  # fmt: skip
+        try:
+            for number in range(first, last):
+                begin, waited = time.perf_counter(), loader.wait_seconds
+                _, samples = next(loader)
+                rate = learning_rate(self.job.optimizer, number, last)
+                set_learning_rate(self.optimizer, rate)
+                outcome = step(self.engine, self.optimizer, samples, self.job.optimizer.clip)
+                self._measure(number + 1, outcome, rate, begin, loader.wait_seconds - waited)
+                done = number + 1
+                if _due(done, self.job.validation.every) and done < last:
+                    self._validate(done)
+                stopping = self.stop.agreed(self.engine)
+                if _due(done, self.job.checkpoint.every) or done == last or stopping:
+                    self._save(done)
+                if stopping and done < last:
+                    reason = self.stop.reason or "another rank was told to stop"
+                    self._event("stopped", f"{reason}: saved step {done} and ended.", step=done)
+                    break
+            else:
+                self._validate(last)
+                self._event("finished", f"all {last} steps are done.", step=last)
+        finally:
+            loader.close()
+            self.progress.close()
+        self.checkpoints.finish()
+
+    def _restore(self) -> int:
+        """The step to go on from."""
+        if not self.resume:
+            self._event("started", f"training in layout '{self.layout}'.", layout=str(self.layout), step=0)
+            return 0
+        state = self.checkpoints.load(self.engine, self.optimizer)
+        for sentence in self.checkpoints.damaged:
+            self._event("damaged checkpoint", sentence)
+        first = 0 if state is None else int(state["step"])
+        if self.main:
+            self.folder.forget_after(first)
+        message = f"going on from step {first} in layout '{self.layout}'."
+        self._event("resumed", message, layout=str(self.layout), step=first)
+        return first
+
+    def _save(self, done: int) -> None:
+        state = {"step": done, "samples": done * self.job.samples, "layout": str(self.layout), "seed": self.job.seed}
+        begin = time.perf_counter()
+        self.checkpoints.save(done, self.engine, self.optimizer, state)
+        stall = round(time.perf_counter() - begin, 4)
+        self._event("checkpoint", f"saving step {done}.", step=done, stall_seconds=stall)
+
+    def _validate(self, done: int) -> None:
+        result = validate(self.engine, self.job, self.held_out, self.tokenizer)
+        if result is not None:
+            self._event("validation", f"loss {result['loss']:.4f} after step {done}.", step=done, **result)
+
+    def _measure(self, done: int, outcome: Outcome, rate: float, begin: float, waited: float) -> None:
+        loss, norm, skipped = torch.stack((outcome.loss, outcome.grad_norm, outcome.skipped)).tolist()
+        seconds = time.perf_counter() - begin
+        self._watch_over(done, bool(skipped), norm)
+        if not self.main:
+            return
+        record: dict[str, Any] = {
+            "step": done, "samples": done * self.job.samples,
+            "loss": _plain(loss), "grad_norm": _plain(norm), "lr": rate,
+            "tokens_per_s": self.job.samples * self.job.model.sequence / seconds, "seconds": seconds,
+            "flops_per_s": self.step_flops / seconds, "data_wait": waited,
+            "memory_gib": peak_memory(self.device) / 2**30,
+        }  # fmt: skip
+        if self.peak:
+            record["utilisation"] = self.step_flops / seconds / self.layout.world / self.peak
+        if skipped:
+            record["skipped"] = True
+        if self.engine.scale.dynamic:
+            record["loss_scale"] = float(self.engine.scale.value)
+        self.folder.metric(record)
+        self.progress.show(record)
+
+    def _watch_over(self, done: int, skipped: bool, norm: float) -> None:
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        if skipped:
+            self._event("skipped", f"step {done} had a gradient norm of {norm}: nothing was updated.", step=done)
+        if self.skipped_in_a_row >= PATIENCE:
+            raise RunError(
+                f"the gradients of {PATIENCE} steps in a row, up to step {done}, were not finite; "
+                "lower the learning rate, or use precision bf16 or float32."
+            )
+
+    def _event(self, kind: str, message: str, **facts: Any) -> None:
+        if self.main:
+            self.folder.event(kind, message, **facts)
+            self.progress.say(kind, message)
+
+
+def _due(done: int, every: int) -> bool:
+    return bool(every) and done % every == 0
+
+
+def _plain(value: float) -> float | str:
+    """JSON has no NaN and no infinity."""
+    return value if math.isfinite(value) else str(value)
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that this process has held: on the device, or in all where there is none."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def cache_folder() -> Any:
+    from pathlib import Path
+
+    return Path.home() / ".cache" / "shardwise"

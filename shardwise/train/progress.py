@@ -1,0 +1,61 @@
+"""What rank 0 shows while it trains: one live line on a terminal, a few plain lines when piped."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+QUIET = {"checkpoint"}  # events that need no line of their own on a terminal
+
+
+class Progress:
+    def __init__(self, total: int, enabled: bool):
+        self.total, self.enabled = total, enabled
+        self.terminal = enabled and sys.stdout.isatty()
+        self.console = Console(highlight=False)
+        self._live: Live | None = None
+        self._begin: tuple[int, float] | None = None
+
+    def show(self, record: dict[str, Any]) -> None:
+        if not self.enabled:
+            return
+        done = record["step"]
+        if self._begin is None:
+            self._begin = (done, time.monotonic())
+        line = self._line(record)
+        if self.terminal:
+            if self._live is None:
+                self._live = Live(console=self.console, refresh_per_second=8, transient=False)
+                self._live.start()
+            self._live.update(Text(line))
+        elif done == 1 or done == self.total or done % max(1, self.total // 10) == 0:
+            print(line, flush=True)
+
+    def _line(self, record: dict[str, Any]) -> str:
+        done = record["step"]
+        assert self._begin is not None
+        steps, seconds = done - self._begin[0], time.monotonic() - self._begin[1]
+        left = f"{_clock((self.total - done) * seconds / steps)} left" if steps else ""
+        loss = record["loss"] if isinstance(record["loss"], str) else f"{record['loss']:.4f}"
+        place = f"step {done:>{len(str(self.total))}}/{self.total}"
+        return f"{place}  loss {loss}  {record['tokens_per_s']:,.0f} tokens/s  {left}".rstrip()
+
+    def say(self, kind: str, message: str) -> None:
+        if self.enabled and kind not in QUIET:
+            self.console.print(f"{kind}: {message}", markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

@@ -1,0 +1,124 @@
+"""From a command to a run: which job, which folder, which layout; then the launch and the last words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shardwise.data.make import encode, make_sources
+from shardwise.errors import JobError
+from shardwise.job import Job, load_job
+from shardwise.layout import Layout
+from shardwise.models.gpt import cost
+from shardwise.parallel.balance import cut_stages
+from shardwise.parallel.parallelize import build, check, shapes_of
+from shardwise.train.auto import choose_layout
+from shardwise.train.folder import RunFolder, write_atomic
+from shardwise.train.generate import generate, load_model
+from shardwise.train.launch import check_world, joined_world, launch
+from shardwise.train.loop import cache_folder
+from shardwise.train.summary import last_event, summarize
+from shardwise.train.worker import join
+
+DEMO = Path(__file__).parent.parent / "demo.toml"
+# What a run is: these keep their meaning from its first step to its last.
+FIXED = ("seed", "precision", "model", "data", "batch", "optimizer")
+
+
+def start_training(job_file: Path | None, settings: list[str], resume: Path | None, say: Callable[[str], None]) -> None:
+    old = RunFolder.open(resume) if resume is not None else None
+    job = load_job(job_file or (old.path / "job.toml" if old else DEMO), settings)
+    if old is not None:
+        _same_run(old.job(), job)
+    layout = choose_layout(job, joined_world())
+    check(job, layout)
+    check_world(layout, job)
+    make_sources(job, cache_folder())  # so that a missing file or a wrong vocabulary is told before processes start
+    folder = _folder(job, old, layout)
+    if _main():
+        write_atomic(folder.path / "job.toml", job.text())
+        folder.write_plan(_plan(job, layout))
+        if job_file is None and old is None:
+            say("no job file given: training the built-in demo")
+        _introduce(job, layout, say)
+    launch(folder, layout, resume=old is not None)
+    if not _main():
+        return
+    if last_event(folder, "finished") is not None:
+        summarize(folder, job, say)
+    else:
+        say(f"go on with: shardwise train --resume {folder.path}")
+
+
+def _introduce(job: Job, layout: Layout, say: Callable[[str], None]) -> None:
+    parameters = sum(shape.numel() for shape in shapes_of(build(job, torch.float32)).values())
+    batch, tokens = check(job, layout), f"{job.samples} x {job.model.sequence} tokens"
+    say(f"job:    {job.model.name}, {_short(parameters)} parameters, {job.precision}, on {job.data.source}")
+    say(f"        {job.total_steps} steps of {tokens}, {job.optimizer.name} at {job.optimizer.lr:g}")
+    processes = "process" if layout.world == 1 else "processes"
+    parts = f"{batch.micro_batches} micro-batch{'es' if batch.micro_batches > 1 else ''} of {batch.micro_batch}"
+    say(f"layout: {layout} ({layout.world} {processes}, {parts})")
+
+
+def _main() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _folder(job: Job, old: RunFolder | None, layout: Layout) -> RunFolder:
+    """The run's folder; in a world made by others rank 0 picks it and tells the rest."""
+    if old is not None:
+        return old
+    if joined_world() is None:
+        return RunFolder.create(job)
+    join(layout.world, job)
+    told: list[str] = [""]
+    if _main():
+        told = [str(RunFolder.create(job).path)]
+    if layout.world > 1:
+        dist.broadcast_object_list(told)
+    return RunFolder(Path(told[0]))
+
+
+def _same_run(old: Job, new: Job) -> None:
+    changed = [key for key in FIXED if getattr(old, key) != getattr(new, key)]
+    if changed:
+        raise JobError(
+            f"--resume goes on with the same run, but {', '.join(changed)} would change; "
+            "only layout, steps, compile, checkpoint, validation and run may. Start a new run for the rest."
+        )
+
+
+def _plan(job: Job, layout: Layout) -> dict[str, object]:
+    batch = check(job, layout)
+    return {
+        "layout": str(layout),
+        "world": layout.world,
+        "stages": [list(span) for span in cut_stages(layout, cost(job.model))],
+        "micro_batch": batch.micro_batch,
+        "micro_batches": batch.micro_batches,
+    }
+
+
+def _short(number: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if number >= size:
+            return f"{number / size:.1f}{unit}"
+    return str(number)
+
+
+def sample_run(run: Path, prompt: str, tokens: int, temperature: float, seed: int) -> str:
+    folder = RunFolder.open(run)
+    job = folder.job()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    _, _, tokenizer = make_sources(job, cache_folder())
+    model = load_model(folder, job, device)
+    return generate(model, tokenizer, prompt, tokens, job.model.sequence, temperature, seed)
+
+
+def write_data(job_file: Path | None, settings: list[str], out: Path) -> str:
+    summary = encode(load_job(job_file, settings), out)
+    size = f"{summary.documents:,} documents, {summary.bytes:,} bytes of text"
+    return f"{out}: {summary.tokens:,} tokens of a vocabulary of {summary.vocab:,} from {size}"

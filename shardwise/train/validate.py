@@ -1,0 +1,59 @@
+"""The loss on held-out samples, in any layout, and what a frequency table would reach on them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.comm.collectives import all_reduce
+from shardwise.data.source import Source
+from shardwise.data.stream import Samples, Stream, share
+from shardwise.job import Job
+from shardwise.models.chain import IGNORED
+from shardwise.parallel.parallelize import Engine
+
+
+@torch.no_grad()
+def validate(engine: Engine, job: Job, source: Source, tokenizer: Any) -> dict[str, float] | None:
+    """Mean loss per target over the first `validation.samples` held-out samples; bits per byte where text has bytes."""
+    count = min(job.validation.samples, len(source))
+    if count == 0:
+        return None
+    stream, data = Stream(source, job.seed, shuffle=False), engine.mesh["data"]
+    sums = torch.zeros(3, dtype=torch.float64)  # loss, targets, bytes
+    for chain in engine.chains:
+        chain.eval()
+    for number in range(-(-count // job.samples)):
+        places = share(number, job.samples, data.size, data.index)
+        samples = _blank_after(stream.read(np.minimum(places, len(source) - 1)), places, count)
+        loss = engine.evaluate(samples.to(engine.mesh.device))
+        sums[0] += loss.double().cpu() / engine.mesh["tensor"].size
+        if engine.counts_samples:
+            counted = samples.targets[samples.targets != IGNORED]
+            sums[1] += counted.numel()
+            sums[2] += tokenizer.bytes_of(counted.numpy()) if tokenizer is not None else 0
+    for chain in engine.chains:
+        chain.train()
+    if engine.mesh["world"].size > 1:
+        sums = sums.to(engine.mesh.device)
+        all_reduce(sums)
+    total, targets, size = sums.tolist()
+    result = {"loss": total / targets}
+    if size:
+        result["bits_per_byte"] = total / math.log(2) / size
+    return result
+
+
+def _blank_after(samples: Samples, places: np.ndarray, count: int) -> Samples:
+    """The last round may ask for more samples than there are: those do not count."""
+    beyond = torch.from_numpy(places >= count)
+    return Samples(samples.tokens, samples.targets.masked_fill(beyond[:, None], IGNORED), samples.ids)
+
+
+def byte_frequency_bits(training: bytes, held_out: bytes) -> float:
+    """Bits per byte of a model that knows only how often each byte comes in the training text."""
+    seen = np.bincount(np.frombuffer(training, np.uint8), minlength=256) + 1.0
+    return float(-np.log2(seen / seen.sum())[np.frombuffer(held_out, np.uint8)].mean())

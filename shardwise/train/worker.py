@@ -1,0 +1,92 @@
+"""One process of a training world: `python -m shardwise.train.worker RUN LAYOUT [--resume]`.
+
+Started by our own launcher, by torchrun, by Slurm or alone. Whatever kills it is written down, with the time, before
+it dies: PyTorch's agent does not know who failed first, these records do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from shardwise.errors import ShardwiseError
+from shardwise.job import Job
+from shardwise.layout import Layout
+from shardwise.train.auto import pick_device
+from shardwise.train.folder import RunFolder
+from shardwise.train.loop import StopFlag, Trainer
+
+TIMEOUT = timedelta(minutes=10)
+
+
+def main(arguments: list[str]) -> int:
+    folder, layout = RunFolder.open(Path(arguments[0])), Layout.parse(arguments[1])
+    return work(folder, layout, resume="--resume" in arguments[2:])
+
+
+def work(folder: RunFolder, layout: Layout, resume: bool) -> int:
+    """Trains as the rank that the environment names. Returns the exit code."""
+    rank = int(os.environ.get("RANK", "0"))
+    stop = StopFlag()
+    _listen(stop)
+    try:
+        job = folder.job()
+        device = join(layout.world, job)
+        Trainer(job, layout, folder, device, resume, stop).run()
+    except BaseException as error:  # noqa: BLE001 - a KeyboardInterrupt or a DCP exception is to be told too
+        known = isinstance(error, ShardwiseError)
+        folder.write_error(
+            rank,
+            {
+                "rank": rank, "time_ns": time.time_ns(), "kind": type(error).__name__, "message": str(error),
+                "exit_code": getattr(error, "exit_code", 1), "trace": None if known else traceback.format_exc(),
+            },
+        )  # fmt: skip
+        # Peers wait in collectives: leave at once, without the tear-down that would wait for them.
+        sys.stdout.flush()
+        os._exit(getattr(error, "exit_code", 1))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return 0
+
+
+def join(world: int, job: Job) -> torch.device:
+    """Joins the world that the environment describes (torchrun's names, or Slurm's), and picks this rank's device."""
+    kind, local = pick_device(job), int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local) if kind == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    if world > 1:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=TIMEOUT)
+    return device
+
+
+def _listen(stop: StopFlag) -> None:
+    """SIGTERM and Ctrl-C set a flag; the step under way is finished and saved."""
+
+    def told(number: int, frame: FrameType | None) -> None:
+        stop.reason = f"told to stop by {signal.Signals(number).name}"
+
+    signal.signal(signal.SIGTERM, told)
+    signal.signal(signal.SIGINT, told)
+    if sys.platform == "linux" and "SHARDWISE_LAUNCHED" in os.environ:
+        # If the launcher is killed outright, no worker may live on as an orphan.
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

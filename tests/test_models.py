@@ -1,0 +1,108 @@
+"""The decoder on one device: sizes of the published shapes, causality, grouped queries, ties, options."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shardwise.job import Model
+from shardwise.models.chain import Chain, reset
+from shardwise.models.gpt import cost, gpt
+
+SMALL = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "vocab": 61, "sequence": 16}
+
+
+def make(**changes: object) -> Chain:
+    model = gpt(Model(**(SMALL | changes)), 0).double()
+    reset(model, 0)
+    return model
+
+
+# Parameter counts as published: GPT-2 124M and 1.56B (with its learned positions), Llama 3 8.03B, 70.6B, 405.9B.
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("gpt2", 124_439_808), ("gpt2-xl", 1_557_611_200), ("llama3-8b", 8_030_261_248),
+        ("llama3-70b", 70_553_706_496), ("llama3-405b", 405_853_388_800),
+    ],
+)  # fmt: skip
+def test_presets_have_the_published_number_of_parameters(name: str, count: int) -> None:
+    with torch.device("meta"):
+        model = gpt(Model(name=name), 0)
+    assert sum(parameter.numel() for parameter in model.parameters()) == count
+
+
+def test_trillion_and_175b() -> None:
+    for name, low, high in (("gpt-1t", 1.0e12, 1.02e12), ("gpt3-175b", 174e9, 176e9)):
+        with torch.device("meta"):
+            model = gpt(Model(name=name), 0)
+        assert low < sum(parameter.numel() for parameter in model.parameters()) < high
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+@pytest.mark.parametrize(("norm", "activation", "bias"), [("layer", "gelu", True), ("rms", "swiglu", False)])
+def test_the_future_does_not_reach_the_past(positions: str, norm: str, activation: str, bias: bool) -> None:
+    model = make(positions=positions, norm=norm, activation=activation, bias=bias).eval()
+    tokens = torch.randint(0, 61, (2, 16))
+    changed = tokens.clone()
+    changed[:, 9:] = (changed[:, 9:] + 1) % 61
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :9], after[:, :9])
+    assert not torch.equal(before[:, 9:], after[:, 9:])
+
+
+def test_grouped_queries_equal_repeated_keys_and_values() -> None:
+    grouped = make(kv_heads=2).eval()
+    full = make(kv_heads=4).eval()
+    state = grouped.state_dict()
+    for i in range(2):
+        rows = state[f"block{i}.attention.qkv.weight"].view(2, 4, 8, 32)  # kv head, (q, q, k, v), features, width
+        each = [torch.stack((rows[h // 2, h % 2], rows[h // 2, 2], rows[h // 2, 3])) for h in range(4)]
+        state[f"block{i}.attention.qkv.weight"] = torch.stack(each).reshape(-1, 32)
+    full.load_state_dict(state)
+    tokens = torch.randint(0, 61, (2, 16))
+    assert torch.allclose(grouped(tokens), full(tokens), atol=1e-12)
+
+
+def test_rotary_attention_depends_on_distance_alone() -> None:
+    from shardwise.models.gpt import rotate, rotation
+
+    q, k = torch.randn(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
+    turn = rotation(32, 8, 10_000.0, torch.device("cpu"))
+    turned_q, turned_k = rotate(q.expand(32, 8), turn), rotate(k.expand(32, 8), turn)
+    scores = turned_q @ turned_k.T
+    assert torch.allclose(scores[5, 2], scores[25, 22])
+    assert not torch.allclose(scores[5, 2], scores[5, 3])
+
+
+def test_tied_head_shares_its_weight_and_untied_does_not() -> None:
+    tied, untied = make(tied=True), make(tied=False)
+    assert tied.head.project.weight is tied.embed.tokens.weight
+    assert "head.project.weight" not in dict(tied.named_weights())
+    assert untied.head.project.weight is not untied.embed.tokens.weight
+
+
+def test_loss_is_the_sum_over_targets_that_count() -> None:
+    model = make()
+    tokens, targets = torch.randint(0, 61, (2, 16)), torch.randint(0, 61, (2, 16))
+    targets[0, :5] = -100
+    logits = model(tokens)
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    assert torch.allclose(model(tokens, targets=targets), expected)
+
+
+def test_parts_of_a_chain_make_the_chain() -> None:
+    model = make()
+    tokens = torch.randint(0, 61, (2, 16))
+    x = tokens
+    for first, last in ((0, 2), (2, 3), (3, 4)):
+        x = model.part(first, last)(x)
+    assert torch.equal(x, model(tokens))
+
+
+def test_cost_counts_products() -> None:
+    model = Model(**SMALL)
+    pieces = cost(model)
+    assert len(pieces) == model.layers + 2
+    assert pieces[-1] == 2 * 16 * 32 * 61
