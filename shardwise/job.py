@@ -287,9 +287,14 @@ def _sentence(problem: Any) -> str:
         known = _keys_of(sections)
         return f"unknown key {place!r}; {nearest(str(key), known)}"
     message = problem["msg"].removeprefix("Value error, ").rstrip(".")
-    if problem["type"] in ("value_error", "missing"):
-        return f"{place}: {message}." if place else f"{message}."
-    return f"{place} = {problem['input']!r}: {message[0].lower()}{message[1:]}."
+    message += "" if message.endswith("?") else "."
+    if problem["type"] == "value_error":
+        return f"{place}: {message}" if place else message
+    if problem["type"] == "missing":
+        return f"{place}: a value is missing here."
+    if problem["type"] in ("model_type", "model_attributes_type"):
+        return f"{place} = {problem['input']!r}: {place} is a section; write its keys below [{place}]."
+    return f"{place} = {problem['input']!r}: {message.replace('Input should', 'should')}"
 
 
 def _keys_of(sections: Sequence[str | int]) -> list[str]:

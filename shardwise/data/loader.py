@@ -229,10 +229,12 @@ def _receive(own: _Share, step: int, process: BaseProcess, pipe: Connection) -> 
 def _tell_death(own: _Share, step: int, process: BaseProcess) -> NoReturn:
     process.join()
     code = process.exitcode or 0
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     indices = own.stream.indices(own.places(step)).tolist()
     which = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
-    raise DataError(
-        f"the data worker that read step {step} (samples {which}) {how}. Lack of memory does that, and a file that is "
-        f"cut short while it is read; use fewer data.workers, or data.workers = 0 to see the error itself."
-    ) from None
+    if code < 0:
+        how = f"was killed by {signal.Signals(-code).name}"
+        remedy = "Lack of memory does that, and a file that is cut short while it is read; use fewer data.workers."
+    else:
+        how = f"ended with exit code {code}"
+        remedy = "Its own words are above; a script that starts workers must do so below `if __name__ == '__main__':`."
+    raise DataError(f"the data worker that read step {step} (samples {which}) {how}. {remedy}") from None

@@ -26,6 +26,7 @@ from shardwise.parallel.holding import Holding, start
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline import Pipeline
 from shardwise.parallel.precision import LossScale, Precision
+from shardwise.support import REFUSED, support
 
 
 @dataclass
@@ -92,11 +93,9 @@ def check(job: Job, layout: Layout) -> Batch:
     chain = build(job, torch.float32)
     tensor.check(chain.rules, shapes_of(chain), job.model.sequence, layout.tensor)
     cut_stages(layout, cost(job.model))
-    if layout.split_backward and layout.shard > 1 and layout.zero > 1:
-        raise LayoutError(
-            f"zero={layout.zero} with schedule {layout.schedule}: FSDP frees weights between the two halves of a split "
-            "backward and gradients come out wrong; use zero=1, or schedule=1f1b or interleaved."
-        )
+    found = support(layout, job.precision)
+    if found.verdict == REFUSED:
+        raise LayoutError(f"layout '{layout}': {found.sentence}")
     return solve_batch(layout, job.samples)
 
 

@@ -119,6 +119,6 @@ def sample_run(run: Path, prompt: str, tokens: int, temperature: float, seed: in
 
 
 def write_data(job_file: Path | None, settings: list[str], out: Path) -> str:
-    summary = encode(load_job(job_file, settings), out)
+    summary = encode(load_job(job_file, settings).data, out)
     size = f"{summary.documents:,} documents, {summary.bytes:,} bytes of text"
     return f"{out}: {summary.tokens:,} tokens of a vocabulary of {summary.vocab:,} from {size}"
