@@ -12,32 +12,38 @@ Case = dict[str, Any]
 
 def pairs(case: Case) -> set[Any]:
     """All pairs of (factor, value) in a case."""
-    return set(combinations(sorted(case.items(), key=lambda item: item[0]), 2))
+    return set(combinations(sorted(case.items()), 2))
 
 
 def cover(
-    groups: Sequence[Sequence[Case]], fits: Callable[[Case], bool], cost: Callable[[Case], float], tries: int = 60
+    groups: Sequence[Sequence[Case]], fits: Callable[[Case], bool], cost: Callable[[Case], float], tries: int = 300
 ) -> list[Case]:
     """Cases, each of one part from every group, that hold every pair that a case which fits can hold.
 
-    Takes, as long as a pair is missing, the best of a few random cases that hold it. The same in every run.
+    As long as a pair is missing, a random case that holds it is improved part by part to hold many missing ones at
+    little cost. The same in every run.
     """
     draw = random.Random(0)
     values = {item for group in groups for part in group for item in part.items()}
-    wanted = [(a, b) for a, b in product(values, values) if a[0] < b[0]]
+    wanted = sorted(((a, b) for a, b in product(values, values) if a[0] < b[0]), key=repr)
+    draw.shuffle(wanted)
     missing, chosen = set(wanted), []
-    for pair in sorted(wanted, key=repr):
+    for pair in wanted:
         if pair not in missing:
             continue
         narrowed = [[p for p in group if all(p.get(key, value) == value for key, value in pair)] for group in groups]
         if not all(narrowed):
             continue  # no part holds both
-        found = []
-        for _ in range(tries):
-            case = {key: value for group in narrowed for key, value in draw.choice(group).items()}
-            if fits(case):
-                found.append(case)
-        if found:
-            chosen.append(max(found, key=lambda case: len(pairs(case) & missing) / cost(case)))
+        best, most = None, 0.0
+        for turn in range(tries):
+            parts = [draw.choice(group) for group in narrowed]
+            if best is not None and turn % 2:
+                keep = draw.randrange(len(parts))
+                parts = [part if i == keep else old for i, (part, old) in enumerate(zip(parts, best))]
+            case = {key: value for part in parts for key, value in part.items()}
+            if fits(case) and (score := len(pairs(case) & missing) / cost(case)) > most:
+                best, most = parts, score
+        if best is not None:
+            chosen.append({key: value for part in best for key, value in part.items()})
             missing -= pairs(chosen[-1])
     return chosen

@@ -5,8 +5,9 @@ The whole matrix is `benchmarks/verify_matrix.py`.
 
 from __future__ import annotations
 
-import random
+import json
 from itertools import product
+from typing import Any
 
 import pytest
 from pairwise import Case, cover, pairs
@@ -14,13 +15,15 @@ from pairwise import Case, cover, pairs
 from shardwise.errors import LayoutError
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout, micro_batch_rule
+from shardwise.parallel.parallelize import check
 from shardwise.support import REFUSED, support
-from shardwise.verify.parity import verify
+from shardwise.verify.parity import Record, verify
 
+LIMIT = 1e-10
 LAYOUT = {
     "pipeline": (1, 2, 4),
     "tensor": (1, 2, 4),
-    "shard": (1, 2, 3, 4),
+    "shard": (1, 2, 3),
     "replicate": (1, 2),
     # Schedule and stages per rank.
     "schedule": (
@@ -30,19 +33,14 @@ LAYOUT = {
     "recompute": ("none", "selective", "full", "0.5"),
     "micro_batch": (1, 2),
     # Micro-batches: the fewest that the schedule can run, or the next number that it can.
-    "micro_batches": ("few", "more"),
+    "count": ("few", "more"),
 }  # fmt: skip
 MODEL = {
     "tied": (True, False),
-    # Positions, norm, activation and bias; each pair of them is there.
-    "kind": (
-        ("learned", "layer", "gelu", True),
-        ("rotary", "rms", "swiglu", False),
-        ("learned", "rms", "swiglu", True),
-        ("rotary", "layer", "gelu", False),
-        ("learned", "layer", "swiglu", False),
-        ("rotary", "rms", "gelu", True),
-    ),
+    "positions": ("learned", "rotary"),
+    "norm": ("layer", "rms"),
+    "activation": ("gelu", "swiglu"),
+    "bias": (True, False),
     # Heads and heads of keys and values: plain, grouped, uneven over tensor=2 and 4, fewer than tensor ranks.
     "heads": ((4, 4), (4, 2), (6, 3), (4, 1)),
     # Vocabulary and hidden features: even, odd.
@@ -54,24 +52,29 @@ MODEL = {
 def layout_of(case: Case) -> Layout | None:
     """The layout of a case; None where its words do not go together or one of them would mean nothing."""
     schedule, _, virtual = case["schedule"].partition(" ")
-    world = case["pipeline"] * case["tensor"] * case["shard"] * case["replicate"]
-    if not 1 < world <= 8 or (schedule == "none") != (case["pipeline"] == 1) or (case["zero"] > 1 and case["shard"] == 1):
-        return None
-    degrees = {axis: case[axis] for axis in ("pipeline", "tensor", "shard", "replicate", "zero", "recompute", "micro_batch")}
+    words = {key: case[key] for key in LAYOUT if key not in ("schedule", "count")}
     if schedule != "none":
-        degrees |= {"schedule": schedule, "virtual": int(virtual or 0)}
-    layout = Layout(**degrees)
-    return None if support(layout, "float64").verdict == REFUSED else layout
+        words |= {"schedule": schedule, "virtual": int(virtual or 0)}
+    if (schedule == "none") != (case["pipeline"] == 1) or (case["zero"] > 1 and case["shard"] == 1):
+        return None
+    layout = Layout(**words)
+    if not 1 < layout.world <= 8 or support(layout, "float64").verdict == REFUSED:
+        return None
+    return layout
 
 
 def job_of(case: Case, layout: Layout) -> Job:
     counts = [n for n in range(1 if layout.pipeline == 1 else 2, 40) if not micro_batch_rule(layout, n)]
-    count = counts[("few", "more").index(case["micro_batches"])]
-    heads, kv_heads = case["heads"]
-    model = {key: case[key] for key in MODEL if key != "heads"}
-    model |= {"heads": heads, "kv_heads": kv_heads, "head_size": 4, "width": 24, "sequence": 8, "dropout": 0.1}
-    batch = {"samples": layout.data * layout.micro_batch * count}
-    return make_job({"precision": "float64", "seed": 1, "model": model, "batch": batch})
+    count = counts[("few", "more").index(case["count"])]
+    model = {key: case[key] for key in MODEL if key not in ("heads", "sizes")}
+    model["heads"], model["kv_heads"] = case["heads"]
+    model["vocab"], model["ffn"] = case["sizes"]
+    return tiny(layout.data * layout.micro_batch * count, **model)
+
+
+def tiny(samples: int, **model: Any) -> Job:
+    shape = {"width": 24, "head_size": 4, "sequence": 8, "dropout": 0.1}
+    return make_job({"precision": "float64", "seed": 1, "model": shape | model, "batch": {"samples": samples}})
 
 
 def every(factors: dict[str, tuple]) -> list[Case]:
@@ -84,8 +87,105 @@ def fits(case: Case) -> bool:
 
 
 def cost(case: Case) -> float:
-    """About the seconds it takes."""
-    return (case["pipeline"] * case["tensor"] * case["shard"] * case["replicate"])**0.5 * case["layers"] ** 0.5
+    return (case["pipeline"] * case["tensor"] * case["shard"] * case["replicate"] * case["layers"]) ** 0.5
 
 
 CASES = cover([[case for case in every(LAYOUT) if layout_of(case)], every(MODEL)], fits, cost)
+
+
+def name_of(case: Case) -> str:
+    heads, sizes = ("/".join(map(str, case[key])) for key in ("heads", "sizes"))
+    words = [case["positions"], case["norm"], case["activation"], "bias" * case["bias"], "tied" * case["tied"]]
+    return f"{layout_of(case)} count={case['count']} {' '.join(filter(None, words))} {heads} {sizes} x{case['layers']}"
+
+
+def assert_exact(record: Record) -> None:
+    assert record.ok, record.sentence()
+    assert max(record.loss, record.grad_norm, record.grad, record.weight) <= LIMIT
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_pairwise(case: Case) -> None:
+    layout = layout_of(case)
+    assert layout is not None
+    assert_exact(*verify(job_of(case, layout), [layout]))
+
+
+def test_every_pair_is_there() -> None:
+    """What two words can go together is worked out here apart from the generator."""
+    there = set().union(*(pairs(case) for case in CASES))
+    for schedule, zero in product(("gpipe", "1f1b", "interleaved"), (1, 2, 3)):
+        assert (("schedule", schedule), ("zero", zero)) in there
+    for schedule, recompute in product(LAYOUT["schedule"], LAYOUT["recompute"]):
+        split = schedule.partition(" ")[0] in ("zero-bubble", "zbv", "dualpipev")
+        assert ((("recompute", recompute), ("schedule", schedule)) in there) == (not (split and recompute == "selective"))
+    for one, other in product(MODEL, MODEL):
+        if one < other:
+            assert all(((one, a), (other, b)) in there for a, b in product(MODEL[one], MODEL[other]))
+    for pipeline, tensor in product((1, 2, 4), (1, 2, 4)):
+        assert ((("pipeline", pipeline), ("tensor", tensor)) in there) == (pipeline * tensor <= 8)
+
+
+# What the cover has no word for.
+SHAPES = {
+    "GPT-2": {"positions": "learned", "norm": "layer", "activation": "gelu", "bias": True, "heads": 4},
+    "Llama": {"heads": 4, "kv_heads": 2, "tied": False, "vocab": 61, "ffn": 50},
+}
+NAMED = {
+    "one process, one micro-batch": ("pipeline=1", 3, "GPT-2"),
+    "one process, accumulation": ("micro_batch=1 recompute=selective", 3, "Llama"),
+    "DDP with accumulation": ("replicate=2 micro_batch=1", 4, "GPT-2"),
+    "DDP over 4": ("replicate=4", 4, "Llama"),
+    "shards of unequal size": ("shard=3 zero=3", 3, "Llama"),
+    "shard=4, ZeRO 1": ("shard=4 zero=1 micro_batch=1", 8, "GPT-2"),
+    "shard=4, ZeRO 2": ("shard=4 zero=2 micro_batch=1", 8, "Llama"),
+    "hybrid, ZeRO 3": ("replicate=2 shard=2 zero=3 micro_batch=1", 8, "GPT-2"),
+    "3 stages, fixed by hand": ("pipeline=3 stages=0,3,1 micro_batch=1", 4, "GPT-2"),
+    "3 ranks of 2 stages in a V": ("pipeline=3 schedule=zbv micro_batch=1", 4, "Llama"),
+    "one more stage than layers": ("pipeline=3 schedule=interleaved micro_batch=1", 3, "GPT-2"),
+    "tensor=3": ("tensor=3", 2, "Llama"),
+    "everything kept, by share": ("shard=2 zero=3 recompute=1.0", 2, "Llama"),
+    "nothing kept, by share": ("pipeline=2 recompute=0.0 micro_batch=1", 2, "Llama"),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named(name: str) -> None:
+    text, samples, shape = NAMED[name]
+    sequence = 9 if "tensor=3" in text else 8
+    assert_exact(*verify(tiny(samples, layers=4, sequence=sequence, **SHAPES[shape]), [Layout.parse(text)]))
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16", "fp16"])
+def test_other_precisions_within_their_rounding(precision: str) -> None:
+    job = tiny(4, layers=4, **SHAPES["Llama"]).model_copy(update={"precision": precision})
+    layouts = [Layout.parse("shard=2 zero=2 micro_batch=1"), Layout.parse("pipeline=2 tensor=2 micro_batch=1")]
+    for record in verify(job, layouts):
+        assert record.ok, record.sentence()
+
+
+def test_without_clipping_and_without_dropout() -> None:
+    job = tiny(4, layers=4, **SHAPES["Llama"] | {"dropout": 0.0})
+    job = job.model_copy(update={"optimizer": job.optimizer.model_copy(update={"clip": 0.0})})
+    for record in verify(job, [Layout.parse("pipeline=2 micro_batch=1"), Layout.parse("tensor=2 replicate=2")]):
+        assert_exact(record)
+
+
+def test_record_as_json() -> None:
+    job = tiny(2, layers=1, **SHAPES["Llama"])
+    seen: list[Record] = []
+    records = verify(job, [Layout.parse("replicate=2")], report=seen.append)
+    assert seen == records
+    values = json.loads(json.dumps(records[0].as_dict()))
+    assert list(values) == ["layout", "ok", "loss", "grad_norm", "grad", "weight", "first_difference", "problem"]
+    assert values["layout"] == "replicate=2" and values["ok"] is True and values["first_difference"] is None
+    failed = Record("pipeline=2", ok=False, problem="a rank died").as_dict()
+    assert json.loads(json.dumps(failed, allow_nan=False))["loss"] is None
+
+
+def test_an_impossible_layout_raises_before_any_process_starts() -> None:
+    job = tiny(4, layers=4, **SHAPES["Llama"])
+    with pytest.raises(LayoutError, match="split backward"):
+        verify(job, [Layout.parse("replicate=2"), Layout.parse("pipeline=2 shard=2 schedule=zbv zero=3")])
+    with pytest.raises(LayoutError, match="the nearest that does"):
+        check(job, Layout.parse("tensor=3"))

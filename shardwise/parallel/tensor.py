@@ -130,7 +130,7 @@ def scatter_sum(x: Tensor, axis: Axis) -> Tensor:
 
 
 def _region(module: nn.Module, row: nn.Module, axis: Axis) -> None:
-    row.__dict__["bias"] = None  # the product gives a partial sum: its bias is added below, once
+    present(row, "bias", lambda bias: None)  # the product gives a partial sum: its bias is added below, once
 
     def enter(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return gather(args[0], axis), *args[1:]

@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-View = Callable[[Tensor], Tensor]
+View = Callable[[Tensor], Tensor | None]
 
 
 def present(module: nn.Module, name: str, view: View) -> None:
-    """While `module` runs, `module.name` is `view(parameter)`; views of one parameter apply in the order given."""
+    """While `module` runs, `module.name` is `view(parameter)`; views of one apply in order, until one gives None."""
     views: dict[str, list[View]] = module.__dict__.setdefault("_views", {})
     if not views:
         # First of the pre-hooks, so that hooks which use the parameter find its view; last of the post-hooks.
@@ -27,11 +27,9 @@ def present(module: nn.Module, name: str, view: View) -> None:
 
 def _show(module: nn.Module, args: Any) -> None:
     for name, views in module.__dict__["_views"].items():
-        value = module._parameters[name]
-        if value is None:
-            continue
+        value: Tensor | None = module._parameters.get(name)
         for view in views:
-            value = view(value)
+            value = None if value is None else view(value)
         module.__dict__[name] = value
 
 
