@@ -136,7 +136,7 @@ class Layout:
             value = getattr(self, field.name)
             shown = value != field.default
             if field.name == "schedule":
-                shown = self.pipeline > 1
+                shown = self.pipeline > 1 or shown
             elif field.name == "zero":
                 shown = self.shard > 1 or shown
             if shown:

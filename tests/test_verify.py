@@ -117,8 +117,8 @@ def test_every_pair_is_there() -> None:
     for schedule, zero in product(("gpipe", "1f1b", "interleaved"), (1, 2, 3)):
         assert (("schedule", schedule), ("zero", zero)) in there
     for schedule, recompute in product(LAYOUT["schedule"], LAYOUT["recompute"]):
-        split = schedule.partition(" ")[0] in ("zero-bubble", "zbv", "dualpipev")
-        assert ((("recompute", recompute), ("schedule", schedule)) in there) == (not (split and recompute == "selective"))
+        refused = recompute == "selective" and schedule.partition(" ")[0] in ("zero-bubble", "zbv", "dualpipev")
+        assert ((("recompute", recompute), ("schedule", schedule)) in there) == (not refused)
     for one, other in product(MODEL, MODEL):
         if one < other:
             assert all(((one, a), (other, b)) in there for a, b in product(MODEL[one], MODEL[other]))
@@ -158,7 +158,7 @@ def test_named(name: str) -> None:
 
 @pytest.mark.parametrize("precision", ["float32", "bf16", "fp16"])
 def test_other_precisions_within_their_rounding(precision: str) -> None:
-    job = tiny(4, layers=4, **SHAPES["Llama"]).model_copy(update={"precision": precision})
+    job = tiny(4, layers=4, **SHAPES["GPT-2"]).model_copy(update={"precision": precision})
     layouts = [Layout.parse("shard=2 zero=2 micro_batch=1"), Layout.parse("pipeline=2 tensor=2 micro_batch=1")]
     for record in verify(job, layouts):
         assert record.ok, record.sentence()

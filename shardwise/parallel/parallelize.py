@@ -1,6 +1,6 @@
 """From a model, a layout and a world to something that can take a step: the one place that knows the order.
 
-    chain on the meta device -> this rank's pipeline stages -> tensor cuts -> precision and recomputation
+    chain on the meta device -> this rank's pipeline stages -> tensor cuts -> precision, recomputation, compilation
     -> data parallelism -> memory and initial weights -> holdings -> pipeline schedule
 
 Training, verification and the dry run all come through here.
@@ -119,6 +119,9 @@ def parallelize(job: Job, layout: Layout, device: torch.device) -> Engine:
         if not sharded:
             precision.apply(chain)
         recompute.apply(chain, layout)
+        if job.compile:
+            for block in recompute.blocks(chain):
+                block.compile()
 
     data: Whole | Sharded
     if sharded:

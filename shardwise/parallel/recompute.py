@@ -3,7 +3,7 @@
     none       everything is kept
     selective  products and attention are kept, the rest of each block is computed again
     full       only what enters a block is kept
-    0.4        at least this share of the blocks keeps everything, the others are `full`
+    0.4        at most this share of the blocks keeps everything, the others are `full`
 
 Dropout is a hash and not a stream, so nothing of the random state is to be saved or restored.
 """
@@ -41,14 +41,17 @@ def apply(chain: Chain, layout: Layout) -> None:
     """Wraps the blocks of a chain (every piece between embedding and head)."""
     if layout.recompute == "none":
         return
-    blocks = [piece for name, piece in chain.named_children() if name.startswith("block")]
-    share = keep_share(layout.recompute)
-    kept = 0.0 if share is None else share * len(blocks)
-    for number, block in enumerate(blocks):
+    share = keep_share(layout.recompute) or 0.0
+    for number, block in enumerate(blocks(chain)):
         # Spread the kept blocks evenly: block n is kept when the running count of kept ones rises there.
-        if share is not None and int((number + 1) * share) > int(number * share) and kept:
+        if int((number + 1) * share) > int(number * share):
             continue
         _wrap(block, selective=layout.recompute == "selective")
+
+
+def blocks(chain: Chain) -> list[nn.Module]:
+    """The pieces between embedding and head."""
+    return [piece for name, piece in chain.named_children() if name.startswith("block")]
 
 
 def _wrap(block: nn.Module, selective: bool) -> None:

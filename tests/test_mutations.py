@@ -1,0 +1,355 @@
+"""Does `verify` see layout bugs, and does it name the right place? Each test plants one and asks.
+
+A patch is made here and reaches the workers because they are forked. The truth is computed in such a process too, but
+without a process group: patches of what the truth shares with the road (the model) ask for one first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_verify import tiny
+from torch import Tensor
+
+import shardwise.parallel.data as data
+import shardwise.parallel.holding as holding
+import shardwise.parallel.parallelize as parallelize
+import shardwise.parallel.pipeline as pipeline
+import shardwise.parallel.tensor as tensor
+import shardwise.step as step
+import shardwise.verify.parity as parity
+from shardwise.layout import Layout
+from shardwise.models import gpt
+from shardwise.random import Dropout
+from shardwise.support import EXACT, Support
+
+Patch = pytest.MonkeyPatch
+SMALL = {"layers": 3, "vocab": 61, "ffn": 50}
+GPT2 = {**SMALL, "positions": "learned", "norm": "layer", "activation": "gelu", "bias": True, "heads": 4}
+LLAMA = {**SMALL, "heads": 6, "kv_heads": 3, "tied": False}
+
+
+@dataclass(frozen=True)
+class Mutation:
+    plant: Callable[[Patch], None]
+    layout: str
+    kind: str
+    """Of the first difference; `problem` where the world breaks."""
+    name: str
+    """The module or parameter that must be named."""
+    model: dict[str, Any]
+    at: int
+    """The step in which it must be seen."""
+    precision: str
+
+
+MUTATIONS: list[Mutation] = []
+
+
+def caught(
+    layout: str, kind: str, name: str = "", model: dict[str, Any] = GPT2, at: int = 0, precision: str = "float64"
+) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
+    """Says in which layout a bug shows, and where it must be found."""
+
+    def add(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
+        MUTATIONS.append(Mutation(plant, layout, kind, name or kind, model, at, precision))
+        return plant
+
+    return add
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+# Gradients
+
+
+@caught("tensor=2", "gradient", "head.norm.bias")
+def no_sum_of_partial_gradients_over_the_tensor_axis(patch: Patch) -> None:
+    patch.setattr(step, "sum_over_tensor", lambda engine: None)
+
+
+@caught("tensor=2", "gradient", "block1.norm2.weight", model=LLAMA)
+def one_norm_weight_not_summed_under_sequence_parallelism(patch: Patch) -> None:
+    whole = step.sum_over_tensor
+
+    def without_one(engine: Any) -> None:
+        spared = next(h for h in engine.holdings if h.name == "block1.norm2.weight")
+        kept = spared.grad.clone()
+        whole(engine)
+        spared.grad.copy_(kept)
+
+    patch.setattr(step, "sum_over_tensor", without_one)
+
+
+@caught("pipeline=2 micro_batch=1", "gradient", "embed.tokens.weight")
+@caught("pipeline=2 schedule=zbv micro_batch=1", "gradient", "embed.tokens.weight")
+def a_tied_weight_not_summed_over_stages(patch: Patch) -> None:
+    patch.setattr(step, "sum_over_ties", lambda engine: None)
+
+
+@caught("replicate=2 shard=2", "gradient", "head.norm.bias")
+def gradients_summed_over_shards_but_not_over_replicas(patch: Patch) -> None:
+    patch.setattr(data, "all_reduce", lambda *args, **kwargs: None)
+
+
+@caught("pipeline=2 micro_batch=1", "gradient", "head.project.weight", model=LLAMA)
+def gradients_scaled_by_micro_batches_as_pytorch_does(patch: Patch) -> None:
+    class Scaling(pipeline.Schedule1F1B):
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(*args, **kwargs | {"scale_grads": True})
+
+    patch.setitem(pipeline.SCHEDULE, "1f1b", Scaling)
+
+
+@caught("tensor=2", "gradient", "block2.mlp.down.bias")
+def the_bias_of_a_row_cut_added_on_every_rank(patch: Patch) -> None:
+    def in_every_product(module: Any, row: Any, axis: Any) -> None:
+        module.register_forward_pre_hook(lambda module, args: (tensor.gather(args[0], axis), *args[1:]))
+        module.register_forward_hook(lambda module, args, y: tensor.scatter_sum(y, axis))
+
+    patch.setattr(tensor, "_region", in_every_product)
+
+
+@caught("tensor=2", "gradient", "head.norm.weight", model=LLAMA)
+def the_gradient_of_a_gather_not_summed(patch: Patch) -> None:
+    class Gather(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, axis: Any) -> Tensor:
+            ctx.axis = axis
+            return tensor.all_gather_with_grad(x.contiguous(), tensor.SEQUENCE, axis.group).clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+            return grad.chunk(ctx.axis.size, tensor.SEQUENCE)[ctx.axis.index].contiguous(), None
+
+    patch.setattr(tensor, "gather", Gather.apply)
+
+
+@caught("shard=2 zero=1", "problem", "block1.mlp.up.weight")
+@caught("shard=2 zero=3", "problem", "block1.mlp.up.weight")
+@caught("replicate=2", "problem", "block1.mlp.up.weight")
+@caught("pipeline=2 tensor=2 micro_batch=1", "problem", "block1.mlp.up.weight")
+def a_missing_gradient(patch: Patch) -> None:
+    """One product uses a copy of its weight that autograd knows nothing of."""
+    make, right = gpt.Block.__init__, gpt.GELU.forward
+
+    def mark(self: Any, model: Any, name: str, seed: int) -> None:
+        make(self, model, name, seed)
+        self.mlp.cut_off = name == "block1"
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if not (dist.is_initialized() and self.cut_off):
+            return right(self, x)
+        up = torch.nn.functional.linear(x, self.up.weight.detach(), self.up.bias)
+        return self.down(torch.nn.functional.gelu(up, approximate="tanh"))
+
+    patch.setattr(gpt.Block, "__init__", mark)
+    patch.setattr(gpt.GELU, "forward", forward)
+
+
+@caught("pipeline=2 shard=2 schedule=zero-bubble zero=2 micro_batch=1", "gradient", "head.norm.bias")
+@caught("pipeline=2 shard=2 schedule=zero-bubble zero=3 micro_batch=1", "problem", "block2.norm1.weight")
+@caught("pipeline=2 shard=2 schedule=dualpipev zero=3 micro_batch=1", "gradient", "head.norm.bias")
+def a_split_backward_with_fsdp_forced_past_its_refusal(patch: Patch) -> None:
+    patch.setattr(parallelize, "support", lambda layout, precision: Support(EXACT))
+
+
+# Loss and norm
+
+
+@caught("replicate=2", "loss")
+@caught("pipeline=2 shard=2 micro_batch=1", "loss")
+def the_loss_averaged_per_rank_instead_of_per_token(patch: Patch) -> None:
+    def own_count(engine: Any, targets: Tensor) -> Tensor:
+        own = (targets != step.IGNORED).sum().to(engine.scale.value.dtype)
+        return own.clamp(min=1.0) * engine.mesh["data"].size
+
+    patch.setattr(step, "count_targets", own_count)
+
+
+@caught("shard=2 micro_batch=1", "loss")
+def each_micro_batch_scaled_by_their_number(patch: Patch) -> None:
+    right = parallelize.Engine.run
+    patch.setattr(
+        parallelize.Engine, "run", lambda self, samples, scale: right(self, samples, scale / self.batch.micro_batches)
+    )
+
+
+@caught("tensor=2", "loss")
+def the_sums_of_a_cut_vocabulary_not_shared(patch: Patch) -> None:
+    patch.setattr(tensor, "dist", SimpleNamespace(all_reduce=lambda *args, **kwargs: None, ReduceOp=dist.ReduceOp))
+
+
+@caught("tensor=2", "grad_norm")
+@caught("replicate=2 shard=2 zero=3", "grad_norm")
+def a_replicated_gradient_counted_twice_in_the_norm(patch: Patch) -> None:
+    for kind in (data.Whole, data.Sharded):
+        patch.setattr(kind, "hold", _with_copies(kind.hold, lambda self: 1))
+
+
+@caught("pipeline=2 micro_batch=1", "grad_norm")
+def a_stage_left_out_of_the_norm(patch: Patch) -> None:
+    left_out = _with_copies(data.Whole.hold, lambda self: float("inf") if self.mesh["pipeline"].index == 0 else 1)
+    patch.setattr(data.Whole, "hold", left_out)
+
+
+@caught("pipeline=2 micro_batch=1", "grad_norm")
+def a_tied_weight_counted_on_both_stages(patch: Patch) -> None:
+    right = parallelize.parallelize
+
+    def uncorrected(*args: Any) -> Any:
+        engine = right(*args)
+        for tied in engine.tied:
+            tied.copies = 1
+        return engine
+
+    patch.setattr(parity, "parallelize", uncorrected)
+
+
+def _with_copies(hold: Callable[[Any], Any], copies: Callable[[Any], float]) -> Callable[[Any], Any]:
+    def wrong(self: Any) -> Any:
+        held = hold(self)
+        for one in held:
+            one.copies = copies(self)
+        return held
+
+    return wrong
+
+
+# Outputs
+
+
+@caught("shard=2", "output", "embed")
+@caught("tensor=2", "output", "embed")
+def dropout_by_rank(patch: Patch) -> None:
+    right = Dropout.forward
+    patch.setattr(Dropout, "forward", lambda self, x, ids: right(self, x, ids + 1000 * rank()))
+
+
+@caught("pipeline=2 micro_batch=1", "output", "block1.norm2")
+def dropout_of_another_micro_batch_in_a_later_stage(patch: Patch) -> None:
+    right = Dropout.forward
+
+    def forward(self: Dropout, x: Tensor, ids: Tensor) -> Tensor:
+        return right(self, x, ids ^ 1 if dist.is_initialized() and self.site.startswith("block1") else ids)
+
+    patch.setattr(Dropout, "forward", forward)
+
+
+@caught("tensor=2", "output", "embed")
+def positions_counted_from_the_rank_s_own_first(patch: Patch) -> None:
+    patch.setattr(tensor, "_places", lambda axis: lambda module, args: None)
+
+
+@caught("shard=2", "output", "embed")
+def a_sample_read_twice(patch: Patch) -> None:
+    right = parity.share
+
+    def overlapping(*args: Any) -> Any:
+        places = right(*args)
+        places[0] -= rank()
+        return places
+
+    patch.setattr(parity, "share", overlapping)
+
+
+@caught("tensor=2", "output", "embed")
+@caught("shard=2 zero=1", "output", "embed")
+@caught("shard=2 zero=3", "output", "embed")
+def initial_weights_by_local_index(patch: Patch) -> None:
+    right = holding.place
+
+    def local(*args: Any) -> Any:
+        start, size = right(*args)
+        return (0,) * len(start), size
+
+    patch.setattr(holding, "place", local)
+
+
+@caught("tensor=2", "output", "block0.attention", model=LLAMA)
+def a_query_head_with_its_neighbour_s_key(patch: Patch) -> None:
+    right = gpt._query_rows
+
+    def wrong(model: Any, query: int) -> Any:
+        rows, columns = right(model, query)
+        other, _ = right(model, (query + 2) % model.heads)
+        size = model.head_size
+        return rows[:size] + other[size : 2 * size] + rows[2 * size :], columns
+
+    patch.setattr(gpt, "_query_rows", wrong)
+
+
+# Weights
+
+
+@caught("shard=2 zero=1", "weight", "head.norm.bias")
+@caught("shard=2 tensor=2 zero=1", "weight", "head.norm.bias")
+@caught("shard=2 zero=2", "weight", "head.norm.bias")
+@caught("pipeline=2 shard=2 zero=2 micro_batch=1", "weight", "head.norm.bias")
+def stale_weights_after_the_step(patch: Patch) -> None:
+    """The first time, before any step, weights are made whole as they should be."""
+    for kind in (data.Whole, data.Sharded):
+        patch.setattr(kind, "publish", _once(kind.publish))
+
+
+def _once(publish: Callable[[Any], None]) -> Callable[[Any], None]:
+    def stale(self: Any) -> None:
+        if not hasattr(self, "published"):
+            self.published = True
+            return publish(self)
+        for weight, held in self.pairs:
+            weight.grad = held.tensor.grad = None
+        return None
+
+    return stale
+
+
+@caught("shard=2", "weight", "head.norm.bias")
+@caught("tensor=2", "weight", "head.norm.bias")
+@caught("tensor=2", "weight", "block2.mlp.down.weight", precision="fp16")  # norms and biases are below its limit
+def ranks_that_disagree_on_an_overflow(patch: Patch) -> None:
+    right = step.measure
+
+    def measure(engine: Any, loss: Tensor) -> Any:
+        outcome = right(engine, loss)
+        return step.Outcome(outcome.loss, outcome.grad_norm, outcome.skipped | torch.tensor(rank() == 1))
+
+    patch.setattr(step, "measure", measure)
+
+
+@caught("shard=2", "weight", "head.norm.bias")
+def gradients_clipped_by_each_rank_s_own_norm(patch: Patch) -> None:
+    right = step.update
+
+    def update(engine: Any, optimizer: Any, outcome: Any, clip: float) -> None:
+        own = torch.stack([held.grad.norm() for held in engine.holdings]).norm()
+        right(engine, optimizer, step.Outcome(outcome.loss, own, outcome.skipped), clip)
+
+    patch.setattr(step, "update", update)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: f"{m.plant.__name__} [{m.layout}]")
+def test_caught(mutation: Mutation, monkeypatch: Patch) -> None:
+    layout = Layout.parse(mutation.layout)
+    job = tiny(4 * layout.data, **mutation.model).model_copy(update={"precision": mutation.precision})
+    mutation.plant(monkeypatch)
+    (record,) = parity.verify(job, [layout], steps=2)
+    assert not record.ok
+    if mutation.kind == "problem":
+        assert record.problem is not None and f"parameter {mutation.name} got no gradient" in record.problem
+    else:
+        first = record.first_difference
+        assert first is not None, record.problem
+        assert (first.kind, first.name, first.step) == (mutation.kind, mutation.name, mutation.at)
+
+
+def test_enough() -> None:
+    assert len({mutation.plant.__name__ for mutation in MUTATIONS}) >= 14

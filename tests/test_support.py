@@ -1,0 +1,101 @@
+"""The support table is whole, says something useful in every row, and nothing that it refuses can start."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from test_verify import tiny
+
+import shardwise.models.gpt as gpt
+from shardwise.data.stream import share
+from shardwise.errors import LayoutError
+from shardwise.job import Job
+from shardwise.layout import FULL_BACKWARD, SPLIT_BACKWARD, Layout
+from shardwise.optim import make_optimizer
+from shardwise.parallel.parallelize import check, parallelize
+from shardwise.step import step
+from shardwise.support import COST, EXACT, REFUSED, ROWS, Words, look_up, support, table, words_of
+from shardwise.train.world import run_world
+from shardwise.verify.parity import make_stream
+
+MODEL = {"heads": 4, "kv_heads": 2, "layers": 4}
+
+
+def layout_of(words: Words) -> Layout:
+    pipeline = {} if words.schedule == "none" else {"pipeline": 2, "schedule": words.schedule}
+    recompute = "0.5" if words.recompute == "share" else words.recompute
+    return Layout(shard=2, zero=words.zero, recompute=recompute, micro_batch=1, **pipeline)
+
+
+def test_every_combination_has_one_verdict_and_starts_or_not_as_it_says() -> None:
+    job = tiny(8, **MODEL)
+    rows = dict(table())
+    assert len(rows) == 7 * 3 * 4 * 4
+    for words, found in rows.items():
+        layout = layout_of(words)
+        assert words_of(layout, words.precision) == words
+        assert support(layout, words.precision) == found
+        if words.precision != "float64":  # building the model takes its time; no row speaks of precision
+            assert found == look_up(words._replace(precision="float64"))
+        elif found.verdict == REFUSED:
+            with pytest.raises(LayoutError, match="use "):
+                check(job, layout)
+        else:
+            check(job, layout)
+
+
+def test_what_was_promised() -> None:
+    def verdicts(schedules: tuple[str, ...], zeros: tuple[int, ...], recompute: tuple[str, ...]) -> set[str]:
+        words = product(schedules, zeros, recompute, ("float64", "float32", "bf16", "fp16"))
+        return {look_up(Words(*each)).verdict for each in words}
+
+    any_recompute = ("none", "selective", "full", "share")
+    assert verdicts(("none", *FULL_BACKWARD), (1,), any_recompute) == {EXACT}
+    assert verdicts(("none", *FULL_BACKWARD), (2, 3), any_recompute) == {COST}
+    assert verdicts(SPLIT_BACKWARD, (1,), ("none",)) == {EXACT}
+    assert verdicts(SPLIT_BACKWARD, (1,), ("full", "share")) == {COST}
+    assert verdicts(SPLIT_BACKWARD, (1,), ("selective",)) == {REFUSED}
+    assert verdicts(SPLIT_BACKWARD, (2, 3), any_recompute) == {REFUSED}
+
+
+def test_rows_say_what_they_must() -> None:
+    for row in ROWS:
+        assert (row.verdict == EXACT) == (row.sentence == "")
+        assert row.verdict == EXACT or row.sentence.endswith(".")
+    assert all(row.fits(words) for row in ROWS[-1:] for words, _ in table())
+
+
+def test_zero_means_nothing_without_a_shard_axis() -> None:
+    layout = Layout(pipeline=2, schedule="zbv", zero=3, replicate=2)
+    assert support(layout, "float64").verdict == EXACT
+
+
+def count_forwards(job: Job, layout: Layout) -> dict[str, float]:
+    """Forwards of each block of this rank, per micro-batch of one step."""
+    calls: dict[str, int] = {}
+    right = gpt.Block.forward
+
+    def forward(self: gpt.Block, *args: object, **kwargs: object) -> torch.Tensor:
+        name = self.dropout1.site.partition(".")[0]
+        calls[name] = calls.get(name, 0) + 1
+        return right(self, *args, **kwargs)
+
+    gpt.Block.forward = forward  # in this process alone
+    engine = parallelize(job, layout, torch.device("cpu"))
+    samples = make_stream(job).read(share(0, job.samples, layout.data, engine.mesh["data"].index))
+    step(engine, make_optimizer(job.optimizer, engine.holdings), samples, 1.0)
+    return {name: count / engine.batch.micro_batches for name, count in calls.items()}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "activation", "first", "second"),
+    [("1f1b", "swiglu", 2, 2), ("zero-bubble", "swiglu", 2, 9), ("zero-bubble", "gelu", 2, 8)],
+)
+def test_the_cost_of_recomputing_under_a_split_backward(schedule: str, activation: str, first: int, second: int) -> None:
+    """PyTorch does not split the backward of the first stage: nobody waits for its input gradient."""
+    job = tiny(4, **MODEL, activation=activation)
+    layout = Layout(pipeline=2, schedule=schedule, recompute="full", micro_batch=1)
+    ranks = run_world(count_forwards, 2, job, layout)
+    assert [set(rank.values()) for rank in ranks] == [{first}, {second}]
