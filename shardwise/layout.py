@@ -3,7 +3,7 @@
 A `Layout` is a frozen value, checked when it is made. Its text form, `pipeline=2 shard=2 tensor=2`, is what command
 lines, logs and checkpoints show; `Layout.parse` reads it back. What a layout means for a certain model and batch
 (does the sequence divide, how many micro-batches are there) is answered by `solve_batch` here and by
-`shardwise.parallel.check`, before any process is started.
+`shardwise.parallel.parallelize.check`, before any process is started.
 
 Mesh order, outermost first: pipeline, replicate, shard, context, tensor.
 """
@@ -13,7 +13,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import prod
+from itertools import islice
+from math import isqrt, prod
 
 from shardwise.errors import LayoutError, nearest
 
@@ -145,11 +146,11 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """Reads the text form; spaces or commas between the words."""
+        """Reads the text form: words of the form key=value with spaces between them."""
         known = {field.name: field for field in dataclasses.fields(cls)}
         values: dict[str, object] = {}
         for word in text.split():
-            key, equals, value = word.strip(",").partition("=")
+            key, equals, value = word.partition("=")
             if not equals:
                 raise LayoutError(f"layout {text!r}: {word!r} is not of the form key=value.")
             if key not in known:
@@ -225,8 +226,8 @@ def solve_batch(layout: Layout, samples: int) -> Batch:
     found = _fit(layout, samples)
     if isinstance(found, Batch):
         return found
-    near = [n for n in _around(samples, limit=64 * layout.data * max(1, layout.micro_batch) * layout.stage_count)
-            if isinstance(_fit(layout, n), Batch)][:2]
+    limit = 64 * layout.data * max(1, layout.micro_batch) * layout.stage_count
+    near = list(islice((n for n in _around(samples, limit) if isinstance(_fit(layout, n), Batch)), 2))
     remedy = f"The nearest that can: {' and '.join(map(str, sorted(near)))}." if near else "No nearby batch can."
     raise LayoutError(f"layout '{layout}' cannot serve a global batch of {samples} samples: {found}. {remedy}")
 
@@ -240,7 +241,7 @@ def _fit(layout: Layout, samples: int) -> Batch | str:
             return f"a rank's share of {local} is no multiple of micro_batch={layout.micro_batch}"
         count = local // layout.micro_batch
         return micro_batch_rule(layout, count) or Batch(samples, layout.micro_batch, count)
-    counts = [count for count in range(1, local + 1) if local % count == 0 and not micro_batch_rule(layout, count)]
+    counts = [count for count in _divisors(local) if not micro_batch_rule(layout, count)]
     if not counts:
         return micro_batch_rule(layout, local) or "no number of micro-batches fits"
     if layout.pipeline == 1:
@@ -249,6 +250,11 @@ def _fit(layout: Layout, samples: int) -> Batch | str:
         # Four micro-batches per stage keep the bubble of 1f1b near a fifth; beyond that small products cost more.
         count = min(counts, key=lambda n: (n < 4 * layout.pipeline, abs(n - 4 * layout.pipeline)))
     return Batch(samples, local // count, count)
+
+
+def _divisors(number: int) -> list[int]:
+    low = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return low + [number // n for n in reversed(low) if n * n != number]
 
 
 def _around(value: int, limit: int) -> Iterable[int]:

@@ -2,7 +2,7 @@
 
 Every random number is a hash of what it is for, so a rank can make just the ones it holds:
 
-    initial weights   (seed, parameter name, index in the whole tensor)   `normal`
+    initial weights   (seed, parameter name, index in the whole tensor)   `normal_`
     sample order      (seed, epoch, place in the epoch)                   `Permutation`
     dropout           (seed, site, sample, position, feature)             `Dropout`
 
@@ -134,7 +134,8 @@ class Dropout(nn.Module):
         if ids is None:
             raise ValueError(f"dropout at {self.site} needs the sample ids")
         positions = torch.arange(x.shape[1], device=x.device) + self.first_position
-        row = mix64(mix64(ids.to(torch.int64) * _signed(_GOLDEN, 64) + self._key)[:, None] + positions)
-        feature = mix64(torch.arange(x.shape[2], device=x.device) * _signed(_GOLDEN, 64) + ~self._key)
+        # Keys join by exclusive or: compilers take products of `arange` for index arithmetic and do not let it wrap.
+        row = mix64(mix64(ids.to(torch.int64) ^ self._key)[:, None] + positions)
+        feature = mix64(torch.arange(x.shape[2], device=x.device) ^ ~self._key)
         bits = mix32(row.to(torch.int32)[:, :, None] ^ feature.to(torch.int32))
         return torch.where(bits >= self._limit, x / (1.0 - self.rate), torch.zeros((), dtype=x.dtype, device=x.device))

@@ -114,8 +114,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, l
 
 
 def neighbours(text: str) -> list[str]:
-    """Itself, and the three that come before it in the ring of layouts."""
-    return [LAYOUTS[LAYOUTS.index(text) - back] for back in range(4)]
+    """Itself, and the two that come before it in the ring of layouts."""
+    return [LAYOUTS[LAYOUTS.index(text) - back] for back in range(3)]
 
 
 @pytest.mark.parametrize("text", LAYOUTS)

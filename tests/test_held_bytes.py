@@ -82,7 +82,7 @@ def watched_step(job: Job, layout: Layout) -> tuple[dict[str, int], Moments]:
     engine = parallelize(job, layout, torch.device("cpu"))
     optimizer = make_optimizer(job.optimizer, engine.holdings)
     census.states = optimizer.state
-    whole = {name: shape.numel() * 8 for name, (shape, _) in engine.data.cuts.items()}
+    whole = {holding.name: holding.shape.numel() * 8 for holding in engine.holdings}
     sizes = {"all": sum(whole.values())}
     block = next(name for name in whole if name.startswith("block")).partition(".")[0]
     sizes["block"] = sum(size for name, size in whole.items() if name.startswith(f"{block}."))

@@ -38,11 +38,7 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 @given(layouts())
 def test_text_reads_back(layout: Layout) -> None:
-    again = Layout.parse(str(layout))
-    assert str(again) == str(layout)
-    # What the text leaves out means nothing without the axis that it would belong to.
-    if layout.pipeline > 1:
-        assert again == layout
+    assert Layout.parse(str(layout)) == layout
 
 
 @pytest.mark.parametrize(
@@ -53,7 +49,7 @@ def test_text_reads_back(layout: Layout) -> None:
         ("shard=2", "shard=2 zero=1"),
         ("shard=2, zero=3, recompute=0.5", "shard=2 zero=3 recompute=0.5"),
         ("pipeline=2 stages=3,5", "pipeline=2 schedule=1f1b stages=3,5"),
-        ("schedule=zbv", "pipeline=1"),
+        ("schedule=zbv", "schedule=zbv"),
     ],
 )
 def test_text_form(text: str, shown: str) -> None:
@@ -138,7 +134,7 @@ def test_a_batch_is_served_whole_or_refused_with_one_that_can(layout: Layout, sa
     [
         ("shard=3", 8, "does not divide over replicate x shard = 3. The nearest that can: 6 and 9."),
         ("shard=2 micro_batch=4", 12, "share of 6 is no multiple of micro_batch=4. The nearest that can: 8 and 16."),
-        ("pipeline=4 micro_batch=2", 6, "at least as many micro-batches as stages (4). The nearest that can: 8 and 10."),
+        ("pipeline=4 micro_batch=2", 6, "as many micro-batches as stages (4). The nearest that can: 8 and 10."),
         ("pipeline=2 schedule=dualpipev", 3, "as stages (4). The nearest that can: 4 and 5."),
         ("pipeline=2 schedule=interleaved micro_batch=1", 5, "in max(1, n // pipeline) equal rounds"),
         ("pipeline=1", 0, "at least 1"),
@@ -187,10 +183,8 @@ def test_balance_is_as_good_as_trying_everything(costs: list[int], count: int) -
     ends = [last for _, last in spans]
     assert spans == list(zip([0, *ends[:-1]], ends)) and ends[-1] == len(costs)
     assert all(first < last for first, last in spans)
-    best = min(
-        slowest(costs, list(zip((0, *cut), (*cut, len(costs))))) for cut in combinations(range(1, len(costs)), count - 1)
-    )
-    assert slowest(costs, spans) == best
+    cuts = combinations(range(1, len(costs)), count - 1)
+    assert slowest(costs, spans) == min(slowest(costs, list(zip((0, *cut), (*cut, len(costs))))) for cut in cuts)
 
 
 def test_embedding_and_head_count() -> None:

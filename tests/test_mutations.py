@@ -191,14 +191,13 @@ def the_sums_of_a_cut_vocabulary_not_shared(patch: Patch) -> None:
 @caught("tensor=2", "grad_norm")
 @caught("replicate=2 shard=2 zero=3", "grad_norm")
 def a_replicated_gradient_counted_twice_in_the_norm(patch: Patch) -> None:
-    for kind in (data.Whole, data.Sharded):
-        patch.setattr(kind, "hold", _with_copies(kind.hold, lambda self: 1))
+    patch.setattr(data.DataParallel, "hold", _with_copies(lambda self: 1))
 
 
 @caught("pipeline=2 micro_batch=1", "grad_norm")
 def a_stage_left_out_of_the_norm(patch: Patch) -> None:
-    left_out = _with_copies(data.Whole.hold, lambda self: float("inf") if self.mesh["pipeline"].index == 0 else 1)
-    patch.setattr(data.Whole, "hold", left_out)
+    left_out = _with_copies(lambda self: float("inf") if self.mesh["pipeline"].index == 0 else 1)
+    patch.setattr(data.DataParallel, "hold", left_out)
 
 
 @caught("pipeline=2 micro_batch=1", "grad_norm")
@@ -214,9 +213,11 @@ def a_tied_weight_counted_on_both_stages(patch: Patch) -> None:
     patch.setattr(parity, "parallelize", uncorrected)
 
 
-def _with_copies(hold: Callable[[Any], Any], copies: Callable[[Any], float]) -> Callable[[Any], Any]:
-    def wrong(self: Any) -> Any:
-        held = hold(self)
+def _with_copies(copies: Callable[[Any], float]) -> Callable[..., Any]:
+    right = data.DataParallel.hold
+
+    def wrong(self: Any, *args: Any) -> Any:
+        held = right(self, *args)
         for one in held:
             one.copies = copies(self)
         return held
@@ -295,21 +296,18 @@ def a_query_head_with_its_neighbour_s_key(patch: Patch) -> None:
 @caught("shard=2 zero=2", "weight", "head.norm.bias")
 @caught("pipeline=2 shard=2 zero=2 micro_batch=1", "weight", "head.norm.bias")
 def stale_weights_after_the_step(patch: Patch) -> None:
-    """The first time, before any step, weights are made whole as they should be."""
+    """The first time, before any step, they are made whole as they should be."""
+
+    def once(right: Callable[[Any], None]) -> Callable[[Any], None]:
+        def spread(self: Any) -> None:
+            if not hasattr(self, "done"):
+                self.done = True
+                right(self)
+
+        return spread
+
     for kind in (data.Whole, data.Sharded):
-        patch.setattr(kind, "publish", _once(kind.publish))
-
-
-def _once(publish: Callable[[Any], None]) -> Callable[[Any], None]:
-    def stale(self: Any) -> None:
-        if not hasattr(self, "published"):
-            self.published = True
-            return publish(self)
-        for weight, held in self.pairs:
-            weight.grad = held.tensor.grad = None
-        return None
-
-    return stale
+        patch.setattr(kind, "spread_weights", once(kind.spread_weights))
 
 
 @caught("shard=2", "weight", "head.norm.bias")

@@ -202,7 +202,8 @@ def _start(context: BaseContext, own: _Share, first_step: int, stride: int) -> t
 
 
 def _work(pipe: Connection, own: _Share, first_step: int, stride: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the loader's owner decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # they go to the whole group; the loader's owner decides
+        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
     try:
         for step in count(first_step, stride):

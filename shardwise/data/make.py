@@ -11,6 +11,7 @@ the file system has no locks all build the same and the last one wins, since fil
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,11 +57,16 @@ class Summary:
     """Where the tokenizer was saved, if one was trained: what `data.tokenizer` must be to use the tokens."""
 
 
-def make_sources(job: Job, cache: Path) -> tuple[Source, Source, Tokenizer | None]:
+def cache_folder() -> Path:
+    """Where encoded corpora are kept between runs."""
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "shardwise"
+
+
+def make_sources(job: Job, cache: Path | None = None) -> tuple[Source, Source, Tokenizer | None]:
     """The training samples, the validation samples (maybe none) and the tokenizer, where one is known."""
     if job.data.source == "synthetic":
         return *_synthetic(job), None
-    files, tokenizer = _token_files(job) if job.data.source == "tokens" else _encoded(job, cache)
+    files, tokenizer = _token_files(job) if job.data.source == "tokens" else _encoded(job, cache or cache_folder())
     source = Windows(files, job.model.sequence)
     if not len(source):
         longest = max(file.count for file in files)

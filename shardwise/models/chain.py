@@ -11,9 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+
+from shardwise.random import key_of, normal_
 
 IGNORED = -100  # targets with this value do not count
 
@@ -67,6 +70,13 @@ class Head:
     module: str
 
 
+@runtime_checkable
+class Placed(Protocol):
+    """A module whose work depends on where in the sequence the positions lie that it is given."""
+
+    first_position: int
+
+
 @dataclass(frozen=True)
 class Init:
     """How a parameter starts: `normal` with a standard deviation, `ones` or `zeros`."""
@@ -85,6 +95,8 @@ class Rules:
     """Pairs (other name, name) of parameters that are one and the same."""
     init: tuple[tuple[str, Init], ...] = ()
     """Pattern and start, first match wins."""
+    block: str = "block*"
+    """Pattern of the pieces that repeat."""
     watched: tuple[str, ...] = ()
     """Patterns of modules whose output is (sample, position, feature), compared by `verify` in forward order."""
 
@@ -128,6 +140,10 @@ class Chain(nn.Module):
         for name, parameter in self.named_parameters():
             yield self.rules.canonical(name), parameter
 
+    def blocks(self) -> list[nn.Module]:
+        """The repeated pieces, which are recomputed and compiled one by one."""
+        return [piece for name, piece in self.named_children() if fnmatchcase(name, self.rules.block)]
+
     def forward(self, x: Tensor, ids: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
         """Tokens in; out comes the summed loss where targets are given, the logits where not."""
         for piece in self.children():
@@ -137,8 +153,6 @@ class Chain(nn.Module):
 
 def reset(chain: Chain, seed: int) -> None:
     """Starts a whole chain on one device: what every layout must start from."""
-    from shardwise.random import key_of, normal_
-
     for name, parameter in chain.named_weights():
         init = chain.rules.init_of(name)
         with torch.no_grad():

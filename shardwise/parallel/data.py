@@ -2,16 +2,20 @@
 
     Whole    weights and gradients whole; one sum per step over all samples. With `shard` the sum is a reduce-scatter,
              each rank updates its rows and the rows are gathered again: ZeRO 1. Knows nothing of autograd, so it is
-             right under every pipeline schedule.
+             right under every pipeline schedule. `replicate` beside tensor or pipeline comes here too.
     Bucketed PyTorch's DDP: `replicate` alone, the sum overlaps the last backward.
     Sharded  PyTorch's FSDP2: ZeRO 2 (gradients reduce-scattered after each backward) and 3 (weights too are freed
              after each forward and backward), on the (replicate, shard) mesh.
 
 Every engine gives sums, not means: the loss is already divided by the number of targets in the whole batch.
+
+PyTorch's ZeroRedundancyOptimizer hands out whole parameters, not rows, and knows neither cut weights nor stages, so
+ZeRO 1 is written here.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
@@ -25,97 +29,121 @@ from shardwise.comm.collectives import all_gather, all_reduce, reduce_scatter
 from shardwise.errors import RunError
 from shardwise.models.chain import Chain
 from shardwise.parallel.holding import Holding
-from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.tensor import span
+from shardwise.parallel.mesh import Axis, Mesh
 
 Cuts = dict[str, tuple[torch.Size, int | None]]  # by parameter: the whole shape, the dimension cut over the tensor axis
-
+Pairs = list[tuple[nn.Parameter, Holding]]
 BUCKET = 64 << 20  # bytes of gradients that travel at once
 
 
-class Whole:
-    """Whole weights and gradients on every rank."""
+class DataParallel(ABC):
+    """What a step needs of each engine. `modules` are what is called to compute, one per chain."""
 
-    loss_factor = 1.0
-    """What the loss is multiplied by so that the gradients come out as the sum over ranks."""
-
-    def __init__(self, chains: list[Chain], cuts: Cuts, mesh: Mesh):
-        self.mesh, self.shard, self.replicate = mesh, mesh["shard"], mesh["replicate"]
+    def __init__(self, chains: list[Chain], mesh: Mesh):
+        self.chains, self.mesh = chains, mesh
         self.modules: list[nn.Module] = list(chains)
-        self.chains, self.cuts = chains, cuts
-        self.pairs: list[tuple[nn.Parameter, Holding]] = []
+        self.pairs: Pairs = []
 
-    def hold(self) -> list[Holding]:
-        """The holdings, once the parameters have memory. A shared one is a run of rows of the whole weight itself."""
+    def hold(self, cuts: Cuts) -> list[Holding]:
+        """The holdings, once the parameters have memory."""
+        sharded = self.mesh["shard"].size > 1
         for chain in self.chains:
             for name, weight in chain.named_weights():
-                shape, cut = self.cuts[name]
-                piece: Tensor = weight
-                if self.shard.size > 1:
-                    first, length = span(weight.shape[0], self.shard.size, self.shard.index)
-                    piece = weight.detach()[first : first + length]
-                copies = self.replicate.size * (self.mesh["tensor"].size if cut is None else 1)
-                self.pairs.append((weight, Holding(name, piece, shape, cut, self.shard.size > 1, copies)))
+                shape, cut = cuts[name]
+                copies = self.mesh["replicate"].size * (self.mesh["tensor"].size if cut is None else 1)
+                self.pairs.append((weight, Holding(name, self.piece(weight), shape, cut, sharded, copies)))
         return [holding for _, holding in self.pairs]
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         """To be entered around the forward and backward of one micro-batch."""
         return nullcontext()
 
-    @torch.no_grad()
     def reduce(self) -> None:
         """Sums gradients over all samples and hands each holding its piece."""
-        _demand_gradients(self.pairs)
-        if self.shard.size == self.replicate.size == 1:
+        for weight, holding in self.pairs:
+            if weight.grad is None:
+                raise RunError(f"the parameter {holding.name} got no gradient in this step.")
+        self.sum_gradients()
+
+    def publish(self) -> None:
+        """Drops the gradients and lets every rank compute with the updated weights."""
+        for weight, holding in self.pairs:
+            weight.grad = holding.tensor.grad = None
+        self.spread_weights()
+
+    @abstractmethod
+    def piece(self, weight: nn.Parameter) -> Tensor:
+        """The part of a weight that this rank updates, in the weight's own memory."""
+
+    @abstractmethod
+    def sum_gradients(self) -> None: ...
+
+    @abstractmethod
+    def spread_weights(self) -> None: ...
+
+
+class Whole(DataParallel):
+    """Whole weights and gradients on every rank."""
+
+    def piece(self, weight: nn.Parameter) -> Tensor:
+        shard = self.mesh["shard"]
+        if shard.size == 1:
+            return weight
+        first, length = shard.span(weight.shape[0])
+        return weight.detach()[first : first + length]
+
+    @torch.no_grad()
+    def sum_gradients(self) -> None:
+        shard, replicate = self.mesh["shard"], self.mesh["replicate"]
+        if shard.size == replicate.size == 1:
             return  # a holding is its weight
-        parts = self.shard.size
-        for bucket in self._buckets():
-            sizes = [self._piece_size(weight) for weight, _ in bucket]
-            rows = [_padded(w.grad, size * parts).view(parts, size) for (w, _), size in zip(bucket, sizes)]
+        for bucket in _buckets(self.pairs):
+            sizes = [_piece_size(weight, shard) for weight, _ in bucket]
+            rows = [_padded(w.grad, size * shard.size).view(shard.size, size) for (w, _), size in zip(bucket, sizes)]
             packed = torch.cat(rows, dim=1)
             for weight, _ in bucket:
                 weight.grad = None
             own = packed[0]
-            if parts > 1:
+            if shard.size > 1:
                 own = torch.empty_like(packed[0])
-                reduce_scatter(own, packed.view(-1), group=self.shard.group)
-            if self.replicate.size > 1:
-                all_reduce(own, group=self.replicate.group)
+                reduce_scatter(own, packed.view(-1), group=shard.group)
+            if replicate.size > 1:
+                all_reduce(own, group=replicate.group)
             for (_, holding), piece in zip(bucket, own.split(sizes), strict=True):
                 holding.tensor.grad = piece[: holding.tensor.numel()].view(holding.tensor.shape)
 
     @torch.no_grad()
-    def publish(self) -> None:
-        """Drops the gradients and makes the updated pieces whole again on every rank."""
-        for weight, holding in self.pairs:
-            weight.grad = holding.tensor.grad = None
-        if self.shard.size == 1:
+    def spread_weights(self) -> None:
+        shard = self.mesh["shard"]
+        if shard.size == 1:
             return
-        for bucket in self._buckets():
-            sizes = [self._piece_size(weight) for weight, _ in bucket]
+        for bucket in _buckets(self.pairs):
+            sizes = [_piece_size(weight, shard) for weight, _ in bucket]
             own = torch.cat([_padded(holding.tensor, size) for (_, holding), size in zip(bucket, sizes, strict=True)])
-            whole = own.new_empty(self.shard.size * own.numel())
-            all_gather(whole, own, group=self.shard.group)
-            columns = whole.view(self.shard.size, -1).split(sizes, dim=1)
+            whole = own.new_empty(shard.size * own.numel())
+            all_gather(whole, own, group=shard.group)
+            columns = whole.view(shard.size, -1).split(sizes, dim=1)
             for (weight, _), column in zip(bucket, columns, strict=True):
                 weight.detach().copy_(column.reshape(-1)[: weight.numel()].view(weight.shape))
 
-    def _piece_size(self, weight: Tensor) -> int:
-        """Numbers in the largest piece of a weight on the shard axis; the smaller ones are padded to it."""
-        return -(-weight.shape[0] // self.shard.size) * (weight.numel() // weight.shape[0])
 
-    def _buckets(self) -> Iterator[list[tuple[nn.Parameter, Holding]]]:
-        bucket: list[tuple[nn.Parameter, Holding]] = []
-        held = 0
-        for weight, holding in self.pairs:
-            size = weight.numel() * weight.element_size()
-            if bucket and held + size > BUCKET:
-                yield bucket
-                bucket, held = [], 0
-            bucket.append((weight, holding))
-            held += size
-        if bucket:
+def _buckets(pairs: Pairs) -> Iterator[Pairs]:
+    bucket: Pairs = []
+    held = 0
+    for weight, holding in pairs:
+        size = weight.numel() * weight.element_size()
+        if bucket and held + size > BUCKET:
             yield bucket
+            bucket, held = [], 0
+        bucket.append((weight, holding))
+        held += size
+    if bucket:
+        yield bucket
+
+
+def _piece_size(weight: Tensor, shard: Axis) -> int:
+    """Numbers in the largest piece of a weight on the shard axis; the smaller ones are padded to it."""
+    return -(-weight.shape[0] // shard.size) * (weight.numel() // weight.shape[0])
 
 
 def _padded(tensor: Tensor | None, size: int) -> Tensor:
@@ -124,48 +152,42 @@ def _padded(tensor: Tensor | None, size: int) -> Tensor:
     return flat if flat.numel() == size else torch.nn.functional.pad(flat, (0, size - flat.numel()))
 
 
-def _local(tensor: Tensor | None) -> Tensor:
-    assert isinstance(tensor, DTensor)
-    return tensor.to_local()
-
-
-def _demand_gradients(pairs: list[tuple[nn.Parameter, Holding]]) -> None:
-    for weight, holding in pairs:
-        if weight.grad is None:
-            raise RunError(f"the parameter {holding.name} got no gradient in this step.")
-
-
-class Bucketed(Whole):
+class Bucketed(DataParallel):
     """PyTorch's DDP: `replicate` alone."""
 
-    def __init__(self, chains: list[Chain], cuts: Cuts, mesh: Mesh):
-        super().__init__(chains, cuts, mesh)
-        self.loss_factor = float(mesh["replicate"].size)  # DDP gives the mean of what we want the sum of
-
-    def hold(self) -> list[Holding]:
+    def hold(self, cuts: Cuts) -> list[Holding]:
+        group = self.mesh["replicate"].group
         self.ddp = DistributedDataParallel(
-            self.chains[0], process_group=self.replicate.group, init_sync=False, gradient_as_bucket_view=True
+            self.chains[0], process_group=group, init_sync=False, gradient_as_bucket_view=True
         )
+        self.ddp.register_comm_hook(group, _sum)  # the sum; DDP by itself gives the mean
         self.modules = [self.ddp]
-        return super().hold()
+        return super().hold(cuts)
+
+    def piece(self, weight: nn.Parameter) -> Tensor:
+        return weight
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         return nullcontext() if last else self.ddp.no_sync()
 
-    def reduce(self) -> None:
-        _demand_gradients(self.pairs)
+    def sum_gradients(self) -> None:
+        """Was done in the backward."""
+
+    def spread_weights(self) -> None:
+        """Every rank took the same step."""
 
 
-class Sharded:
+# Without annotations: DDP compares them with classes, and here they would be text.
+def _sum(group, bucket):  # type: ignore[no-untyped-def]
+    work = all_reduce(bucket.buffer(), group=group, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+class Sharded(DataParallel):
     """PyTorch's FSDP2."""
 
-    loss_factor = 1.0
-
-    def __init__(self, chains: list[Chain], cuts: Cuts, mesh: Mesh, policy: MixedPrecisionPolicy):
-        self.mesh, self.zero = mesh, mesh.layout.zero
-        self.chains, self.cuts = chains, cuts
-        self.modules: list[nn.Module] = list(chains)
-        self.pairs: list[tuple[nn.Parameter, Holding]] = []
+    def __init__(self, chains: list[Chain], mesh: Mesh, policy: MixedPrecisionPolicy):
+        super().__init__(chains, mesh)
         for chain in chains:
             tied = {name.partition(".")[0] for pair in chain.rules.ties for name in pair}
             pieces = dict(chain.named_children())
@@ -175,34 +197,28 @@ class Sharded:
             self._shard(chain, policy)
 
     def _shard(self, module: nn.Module, policy: MixedPrecisionPolicy) -> None:
-        fully_shard(module, mesh=self.mesh.fsdp, reshard_after_forward=self.zero == 3, mp_policy=policy)
+        free = self.mesh.layout.zero == 3
+        fully_shard(module, mesh=self.mesh.fsdp, reshard_after_forward=free, mp_policy=policy)
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo knows no premultiplied sum
-        module.set_reshard_after_backward(self.zero == 3, recurse=False)
+        module.set_reshard_after_backward(free, recurse=False)
 
-    def hold(self) -> list[Holding]:
-        for chain in self.chains:
-            for name, weight in chain.named_weights():
-                shape, cut = self.cuts[name]
-                copies = self.mesh["replicate"].size * (self.mesh["tensor"].size if cut is None else 1)
-                self.pairs.append((weight, Holding(name, _local(weight.detach()), shape, cut, True, copies)))
-        return [holding for _, holding in self.pairs]
+    def piece(self, weight: nn.Parameter) -> Tensor:
+        return _local(weight.detach())
 
-    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    @torch.no_grad()
-    def reduce(self) -> None:
-        _demand_gradients(self.pairs)
+    def sum_gradients(self) -> None:
+        """Was done after each backward; what is left is to take the local pieces."""
         for weight, holding in self.pairs:
             holding.tensor.grad = _local(weight.grad)
 
-    @torch.no_grad()
-    def publish(self) -> None:
-        for weight, holding in self.pairs:
-            weight.grad = holding.tensor.grad = None
+    def spread_weights(self) -> None:
         for chain in self.chains:
             for module in chain.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()  # whole weights of before the update must not be used again
+
+
+def _local(tensor: Tensor | None) -> Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local()

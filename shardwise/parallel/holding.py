@@ -2,8 +2,8 @@
 
 After the backward passes everything speaks of holdings: gradient sums, norm, clipping, optimizer, checkpoint, verify.
 A whole parameter is cut over the tensor axis along `tensor_dim` (or kept whole there), and the part may be shared over
-the shard axis along its first dimension. Both cuts are PyTorch's chunks, so `distributed` shows a holding as a DTensor
-over (tensor, shard), which is how it is saved, loaded and compared.
+the shard axis along its first dimension. Both cuts are PyTorch's chunks; `place` says where a piece lies in the whole,
+which is how it is started, saved, loaded and compared.
 """
 
 from __future__ import annotations
@@ -12,12 +12,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwise.models.chain import Init
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.tensor import span
 from shardwise.random import key_of, normal_
 
 
@@ -51,24 +48,11 @@ def place(shape: torch.Size, tensor_dim: int | None, sharded: bool, mesh: Mesh) 
     """Start and size of this rank's piece inside a parameter of `shape`."""
     start, size = [0] * len(shape), list(shape)
     if tensor_dim is not None:
-        start[tensor_dim], size[tensor_dim] = span(shape[tensor_dim], mesh["tensor"].size, mesh["tensor"].index)
+        start[tensor_dim], size[tensor_dim] = mesh["tensor"].span(shape[tensor_dim])
     if sharded:
-        first, size[0] = span(size[0], mesh["shard"].size, mesh["shard"].index)
+        first, size[0] = mesh["shard"].span(size[0])
         start[0] += first
     return tuple(start), size
-
-
-def distributed(holding: Holding, value: Tensor, mesh: Mesh) -> Tensor:
-    """`value`, which lies as the holding does, as a DTensor over the whole parameter; plain in a world of one."""
-    if mesh.home is None:
-        return value
-    home: DeviceMesh = mesh.home
-    placements = [
-        Replicate() if holding.tensor_dim is None else Shard(holding.tensor_dim),
-        Shard(0) if holding.sharded else Replicate(),
-    ]
-    stride = torch.empty(holding.shape, device="meta").stride()
-    return DTensor.from_local(value, home, placements, run_check=False, shape=holding.shape, stride=stride)
 
 
 def start(holding: Holding, init: Init, seed: int, mesh: Mesh) -> None:

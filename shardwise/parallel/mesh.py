@@ -27,6 +27,12 @@ class Axis:
     def __post_init__(self) -> None:
         assert (self.group is None) == (self.size == 1), "an axis of one talks to nobody"
 
+    def span(self, total: int) -> tuple[int, int]:
+        """First row and length of this rank's part when PyTorch cuts `total` rows into chunks along the axis."""
+        size = -(-total // self.size)
+        first = min(self.index * size, total)
+        return first, min(size, total - first)
+
 
 ALONE = Axis(1, 0, None)
 
@@ -44,7 +50,6 @@ class Mesh:
         place = [int(index) for index in (grid == self.rank).nonzero()[0]]
         self._axes = dict.fromkeys((*AXES, "data", "world"), ALONE)
         self.devices: DeviceMesh | None = None
-        self.home: DeviceMesh | None = None
         self.ends: Axis = ALONE
         if world == 1:
             return
@@ -56,10 +61,6 @@ class Mesh:
         if layout.data > 1:
             flat = self.devices["replicate", "shard"]._flatten("data")
             self._axes["data"] = Axis(layout.data, place[1] * layout.shard + place[2], flat.get_group())
-        # The same processes with the tensor axis outside the shard axis: parameters are cut for the tensor axis first
-        # and the pieces then shared, so a piece is a plain nested cut over (tensor, shard).
-        turned = DeviceMesh(device.type, grid.permute(0, 1, 3, 4, 2).contiguous(), mesh_dim_names=_TURNED)
-        self.home = turned["tensor", "shard"]
         self.ends = self._end_groups(grid, place)
 
     def _end_groups(self, grid: torch.Tensor, place: list[int]) -> Axis:
@@ -83,6 +84,3 @@ class Mesh:
         """The mesh that FSDP shards over: (replicate, shard), or shard alone."""
         assert self.devices is not None
         return self.devices["replicate", "shard"] if self.layout.replicate > 1 else self.devices["shard"]
-
-
-_TURNED = ("pipeline", "replicate", "context", "tensor", "shard")

@@ -3,7 +3,7 @@
     chain on the meta device -> this rank's pipeline stages -> tensor cuts -> precision, recomputation, compilation
     -> data parallelism -> memory and initial weights -> holdings -> pipeline schedule
 
-Training, verification and the dry run all come through here.
+Training and verification both come through here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardwise.models.chain import Chain
 from shardwise.models.gpt import cost, gpt
 from shardwise.parallel import recompute, tensor
 from shardwise.parallel.balance import cut_stages
-from shardwise.parallel.data import Bucketed, Cuts, Sharded, Whole
+from shardwise.parallel.data import Bucketed, Cuts, DataParallel, Sharded, Whole
 from shardwise.parallel.holding import Holding, start
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline import Pipeline
@@ -36,7 +36,7 @@ class Engine:
     mesh: Mesh
     batch: Batch
     chains: list[Chain]
-    data: Whole | Sharded
+    data: DataParallel
     pipeline: Pipeline | None
     holdings: list[Holding]
     scale: LossScale
@@ -54,16 +54,15 @@ class Engine:
 
         Returns this rank's share of the loss: summed over all ranks of one tensor index it is the loss of the batch.
         """
-        factor = scale * self.data.loss_factor
         if self.pipeline is not None:
-            return self.pipeline.run(samples, factor) / self.data.loss_factor
+            return self.pipeline.run(samples, scale)
         total = torch.zeros_like(scale)
         for number, part in enumerate(samples.split(self.batch.micro_batch), start=1):
             with self.data.micro_batch(last=number == self.batch.micro_batches):
-                loss = self.data.modules[0](part.tokens, ids=part.ids, targets=part.targets) * factor
+                loss = self.data.modules[0](part.tokens, ids=part.ids, targets=part.targets) * scale
                 loss.backward()
             total += loss.detach()
-        return total / self.data.loss_factor
+        return total
 
     def evaluate(self, samples: Samples) -> Tensor:
         """This rank's share of the summed loss, forward only."""
@@ -96,6 +95,11 @@ def check(job: Job, layout: Layout) -> Batch:
     found = support(layout, job.precision)
     if found.verdict == REFUSED:
         raise LayoutError(f"layout '{layout}': {found.sentence}")
+    if job.compile and layout.split_backward:
+        raise LayoutError(
+            f"compile = true with schedule {layout.schedule}: PyTorch cannot split the backward of compiled blocks; "
+            "use schedule=1f1b or interleaved, or compile = false."
+        )
     return solve_batch(layout, job.samples)
 
 
@@ -120,22 +124,22 @@ def parallelize(job: Job, layout: Layout, device: torch.device) -> Engine:
             precision.apply(chain)
         recompute.apply(chain, layout)
         if job.compile:
-            for block in recompute.blocks(chain):
+            for block in chain.blocks():
                 block.compile()
 
-    data: Whole | Sharded
+    data: DataParallel
     if sharded:
-        data = Sharded(chains, cuts, mesh, precision.fsdp_policy())
+        data = Sharded(chains, mesh, precision.fsdp_policy())
     elif layout.replicate == layout.world > 1:
-        data = Bucketed(chains, cuts, mesh)
+        data = Bucketed(chains, mesh)
     else:
-        data = Whole(chains, cuts, mesh)
+        data = Whole(chains, mesh)
 
     for chain in chains:
         chain.to_empty(device=device)
         if not sharded:
             chain.tie()  # PyTorch gives each name memory of its own; FSDP does not
-    holdings = data.hold()
+    holdings = data.hold(cuts)
     for holding in holdings:
         start(holding, whole.rules.init_of(holding.name), job.seed, mesh)
     data.publish()

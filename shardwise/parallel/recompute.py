@@ -38,20 +38,15 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
 
 def apply(chain: Chain, layout: Layout) -> None:
-    """Wraps the blocks of a chain (every piece between embedding and head)."""
+    """Wraps the blocks of a chain."""
     if layout.recompute == "none":
         return
     share = keep_share(layout.recompute) or 0.0
-    for number, block in enumerate(blocks(chain)):
+    for number, block in enumerate(chain.blocks()):
         # Spread the kept blocks evenly: block n is kept when the running count of kept ones rises there.
         if int((number + 1) * share) > int(number * share):
             continue
         _wrap(block, selective=layout.recompute == "selective")
-
-
-def blocks(chain: Chain) -> list[nn.Module]:
-    """The pieces between embedding and head."""
-    return [piece for name, piece in chain.named_children() if name.startswith("block")]
 
 
 def _wrap(block: nn.Module, selective: bool) -> None:

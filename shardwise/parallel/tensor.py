@@ -8,7 +8,7 @@ edges that the rules name. Between those edges activations are cut along the seq
     Head     gather along the sequence -> logits of own vocabulary -> loss over the whole vocabulary
 
 A parameter that is not cut sees only a part of the tokens or heads on each rank, so its gradient is a partial sum;
-`Tensor.partial` names those, and the step adds them up once.
+the step adds those up, once.
 
 PyTorch's DTensor styles compute the same. They are not used because heads that do not divide crash or need weights of
 another shape, because plain and distributed tensors do not mix in norms and fused optimizers, and because each operator
@@ -27,18 +27,11 @@ from torch import Tensor, nn
 
 from shardwise.comm.collectives import all_gather_with_grad, reduce_scatter_with_grad
 from shardwise.errors import LayoutError
-from shardwise.models.chain import IGNORED, Chain, Cut, Head, Region, Rules, Table
+from shardwise.models.chain import IGNORED, Chain, Cut, Head, Placed, Region, Rules, Table
 from shardwise.parallel.mesh import Axis
 from shardwise.parallel.views import present
 
 SEQUENCE = 1  # the dimension of positions in (sample, position, feature)
-
-
-def span(total: int, count: int, index: int) -> tuple[int, int]:
-    """First row and length of part `index` when PyTorch cuts `total` rows into `count` chunks."""
-    size = -(-total // count)
-    first = min(index * size, total)
-    return first, min(size, total - first)
 
 
 def divides(cut: Cut, shape: torch.Size, degree: int) -> bool:
@@ -60,7 +53,7 @@ def check(rules: Rules, shapes: dict[str, torch.Size], sequence: int, degree: in
         if cut is None:
             continue
         if divides(cut, shape, degree):
-            parts, what, empty = shape[cut.dim], "rows", span(shape[cut.dim], degree, degree - 1)[1] == 0
+            parts, what, empty = shape[cut.dim], "rows", -(-shape[cut.dim] // degree) * (degree - 1) >= shape[cut.dim]
         else:
             assert cut.uneven is not None
             parts, what = len(cut.uneven.parts), cut.uneven.what
@@ -95,7 +88,8 @@ def apply(chain: Chain, axis: Axis) -> dict[str, int | None]:
             _table(module, axis)
         elif isinstance(rule, Head):
             _head(module, axis)
-        if hasattr(module, "first_position"):
+        if isinstance(module, Placed):
+            assert isinstance(module, nn.Module)
             module.register_forward_pre_hook(_places(axis))
     return placed
 
@@ -106,7 +100,7 @@ def _cut(chain: Chain, name: str, shape: torch.Size, cut: Cut, axis: Axis) -> No
     whole = owner._parameters[leaf]
     assert whole is not None
     if divides(cut, shape, axis.size):
-        first, length = span(shape[cut.dim], axis.size, axis.index)
+        first, length = axis.span(shape[cut.dim])
         size = list(shape)
         size[cut.dim] = length
         setattr(owner, leaf, nn.Parameter(torch.empty(size, dtype=whole.dtype, device=whole.device)))

@@ -61,17 +61,10 @@ class RunFolder:
         _append(self.path / "metrics.jsonl", record)
 
     def metrics(self) -> Iterator[dict[str, Any]]:
-        """All whole records; a line that a crash cut short is left out."""
-        path = self.path / "metrics.jsonl"
-        if not path.exists():
-            return
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if isinstance(record, dict):
-                yield record
+        return _records(self.path / "metrics.jsonl")
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        return _records(self.path / "events.jsonl")
 
     def forget_after(self, step: int) -> None:
         """Drops metrics of steps that will be taken again, so that each step stands once."""
@@ -84,7 +77,7 @@ class RunFolder:
         write_atomic(self.errors / f"rank-{rank}.json", json.dumps(record))
 
     def error_records(self) -> list[dict[str, Any]]:
-        records = [json.loads(path.read_text()) for path in sorted(self.errors.glob("rank-*.json"))]
+        records = (record for path in self.errors.glob("rank-*.json") for record in _records(path))
         return sorted(records, key=lambda record: record["time_ns"])
 
     def clear_errors(self) -> None:
@@ -102,10 +95,24 @@ def write_atomic(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    """All whole records; a line that a crash cut short is left out."""
+    if not path.exists():
+        return
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(record, dict):
+            yield record
+
+
 def _append(path: Path, record: dict[str, Any]) -> None:
     try:
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        with open(path, "ab+") as file:
+            torn = file.tell() > 0 and file.seek(-1, os.SEEK_END) is not None and file.read(1) != b"\n"
+            file.write((b"\n" if torn else b"") + json.dumps(record).encode() + b"\n")
     except OSError as error:
         raise RunError(f"{path} cannot be written: {error}.") from None
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 
-from shardwise.errors import CheckpointError, DataError
+from shardwise.data.tokenizer import Tokenizer
+from shardwise.errors import CheckpointError
 from shardwise.job import Job
 from shardwise.models.chain import Chain
 from shardwise.parallel.parallelize import build
@@ -26,11 +25,9 @@ def load_model(folder: RunFolder, job: Job, device: torch.device) -> Chain:
 
 @torch.no_grad()
 def generate(
-    model: Chain, tokenizer: Any, prompt: str, count: int, sequence: int, temperature: float, seed: int
+    model: Chain, tokenizer: Tokenizer, prompt: str, count: int, sequence: int, temperature: float, seed: int
 ) -> str:
     """`count` more tokens after `prompt`; with temperature 0 always the likeliest."""
-    if tokenizer is None:
-        raise DataError("this run was trained on synthetic tokens, which stand for no text.")
     device = next(model.parameters()).device
     chance = torch.Generator(device="cpu").manual_seed(seed)
     start = tokenizer.encode(prompt)

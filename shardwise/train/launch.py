@@ -10,11 +10,14 @@ import os
 import signal
 import sys
 import tempfile
+import time
 import uuid
 from types import FrameType
+from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -59,15 +62,14 @@ def check_world(layout: Layout, job: Job) -> None:
 
 def launch(folder: RunFolder, layout: Layout, resume: bool) -> None:
     """Runs the world to its end. Raises the first failure."""
-    if joined_world() is None:
-        folder.clear_errors()
-    if layout.world == 1 or joined_world() is not None:
-        code = work(folder, layout, resume)
-        if code:
-            raise RunError(f"the run ended with code {code}.")
+    if joined_world() is not None:
+        _join_in(folder, layout, resume)
+        return
+    folder.clear_errors()
+    if layout.world == 1:
+        work(folder, layout, resume)
         return
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    os.environ["SHARDWISE_LAUNCHED"] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     previous = {number: signal.signal(number, _pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
     command = ["-u", "-m", "shardwise.train.worker", str(folder.path), str(layout), *(["--resume"] if resume else [])]
@@ -86,6 +88,26 @@ def launch(folder: RunFolder, layout: Layout, resume: bool) -> None:
                 signal.signal(number, handler)
 
 
+def _join_in(folder: RunFolder, layout: Layout, resume: bool) -> None:
+    """One rank of a world that others made. If it fails, it speaks only if no other rank failed before it."""
+    try:
+        work(folder, layout, resume)
+    except BaseException as error:  # noqa: BLE001 - it is written down already
+        time.sleep(1.0)  # for the records of the others
+        records = folder.error_records()
+        if records and records[0]["rank"] == int(os.environ["RANK"]):
+            print(f"shardwise: {told(records[0])}", file=sys.stderr, flush=True)
+        os._exit(getattr(error, "exit_code", 1))  # peers wait in collectives: no tear-down that would wait for them
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def told(record: dict[str, Any]) -> str:
+    """A worker's last words: the sentence of an error that we raise on purpose, the trace of any other."""
+    said = record["trace"] or record["message"]
+    return str(said) if record["exit_code"] == 2 else f"rank {record['rank']} failed: {said.rstrip()}"
+
+
 def _pass_on(number: int, frame: FrameType | None) -> None:
     """A signal to the launcher is one to every worker; the agent then sees them end by themselves."""
     for child in psutil.Process().children():
@@ -95,15 +117,12 @@ def _pass_on(number: int, frame: FrameType | None) -> None:
 def first_failure(folder: RunFolder, failure: ChildFailedError) -> Exception:
     """The error of the worker that failed first. One that was killed could write nothing, so it comes before all."""
     records = folder.error_records()
-    told = {record["rank"] for record in records}
+    heard = {record["rank"] for record in records}
     for rank, process in sorted(failure.failures.items()):
-        if rank not in told and process.exitcode < 0 and process.exitcode != -signal.SIGTERM:
+        if rank not in heard and process.exitcode < 0 and process.exitcode != -signal.SIGTERM:
             name = signal.Signals(-process.exitcode).name
             return RunError(f"rank {rank} was killed by {name}; the others ended because of it.")
     if not records:
         return RunError(f"the workers ended without a word: {failure.get_first_failure()}")
     first = records[0]
-    if first["exit_code"] == 2:
-        return UserError(first["message"])
-    said = first["trace"] or f"{first['kind']}: {first['message']}"
-    return RunError(f"rank {first['rank']} failed:\n{said.rstrip()}")
+    return (UserError if first["exit_code"] == 2 else RunError)(told(first))

@@ -62,7 +62,7 @@ class Trainer:
         keep, asynchronous = self.job.checkpoint.keep, self.job.checkpoint.asynchronous
         self.checkpoints = Checkpoints(self.folder.checkpoints, keep, asynchronous)
         self.progress = Progress(self.job.total_steps, enabled=self.main)
-        self.training, self.held_out, self.tokenizer = make_sources(self.job, cache_folder())
+        self.training, self.held_out, self.tokenizer = make_sources(self.job)
         self.step_flops = 3 * sum(cost(self.job.model)) * self.job.samples
         self.peak = peak_rate(self.device, self.job.precision)
         self.skipped_in_a_row = 0
@@ -79,7 +79,7 @@ class Trainer:
         try:
             for number in range(first, last):
                 begin, waited = time.perf_counter(), loader.wait_seconds
-                _, samples = next(loader)
+                samples = next(loader)[1].to(self.device)
                 rate = learning_rate(self.job.optimizer, number, last)
                 set_learning_rate(self.optimizer, rate)
                 outcome = step(self.engine, self.optimizer, samples, self.job.optimizer.clip)
@@ -96,11 +96,12 @@ class Trainer:
                     break
             else:
                 self._validate(last)
+                self.checkpoints.finish()
                 self._event("finished", f"all {last} steps are done.", step=last)
+            self.checkpoints.finish()
         finally:
             loader.close()
             self.progress.close()
-        self.checkpoints.finish()
 
     def _restore(self) -> int:
         """The step to go on from."""
@@ -181,9 +182,3 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def cache_folder() -> Any:
-    from pathlib import Path
-
-    return Path.home() / ".cache" / "shardwise"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,20 +10,21 @@ import torch
 import torch.distributed as dist
 
 from shardwise.data.make import encode, make_sources
-from shardwise.errors import JobError
+from shardwise.data.tokenizer import Subwords, load_tokenizer
+from shardwise.errors import DataError, JobError
 from shardwise.job import Job, load_job
 from shardwise.layout import Layout
 from shardwise.models.gpt import cost
 from shardwise.parallel.balance import cut_stages
 from shardwise.parallel.parallelize import build, check, shapes_of
-from shardwise.train.auto import choose_layout
+from shardwise.train.auto import choose_layout, pick_device
 from shardwise.train.folder import RunFolder, write_atomic
 from shardwise.train.generate import generate, load_model
 from shardwise.train.launch import check_world, joined_world, launch
-from shardwise.train.loop import cache_folder
-from shardwise.train.summary import last_event, summarize
+from shardwise.train.summary import finished, summarize
 from shardwise.train.worker import join
 
+TOKENIZER = "tokenizer.json"  # of the run folder, where the vocabulary was trained
 DEMO = Path(__file__).parent.parent / "demo.toml"
 # What a run is: these keep their meaning from its first step to its last.
 FIXED = ("seed", "precision", "model", "data", "batch", "optimizer")
@@ -36,18 +38,21 @@ def start_training(job_file: Path | None, settings: list[str], resume: Path | No
     layout = choose_layout(job, joined_world())
     check(job, layout)
     check_world(layout, job)
-    make_sources(job, cache_folder())  # so that a missing file or a wrong vocabulary is told before processes start
+    # Here, so that a missing file or a wrong vocabulary is told before processes start, and text is encoded once.
+    _, _, tokenizer = make_sources(job)
     folder = _folder(job, old, layout)
     if _main():
         write_atomic(folder.path / "job.toml", job.text())
         folder.write_plan(_plan(job, layout))
+        if isinstance(tokenizer, Subwords):
+            tokenizer.save(folder.path / TOKENIZER)
         if job_file is None and old is None:
             say("no job file given: training the built-in demo")
         _introduce(job, layout, say)
     launch(folder, layout, resume=old is not None)
     if not _main():
         return
-    if last_event(folder, "finished") is not None:
+    if finished(folder):
         summarize(folder, job, say)
     else:
         say(f"go on with: shardwise train --resume {folder.path}")
@@ -64,7 +69,8 @@ def _introduce(job: Job, layout: Layout, say: Callable[[str], None]) -> None:
 
 
 def _main() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
+    """Whether this process speaks for the run: alone, or rank 0 of a world made by others."""
+    return joined_world() is None or os.environ["RANK"] == "0"
 
 
 def _folder(job: Job, old: RunFolder | None, layout: Layout) -> RunFolder:
@@ -74,16 +80,24 @@ def _folder(job: Job, old: RunFolder | None, layout: Layout) -> RunFolder:
     if joined_world() is None:
         return RunFolder.create(job)
     join(layout.world, job)
-    told: list[str] = [""]
+    told: list[RunFolder | JobError] = []
     if _main():
-        told = [str(RunFolder.create(job).path)]
+        try:
+            told = [RunFolder.create(job)]
+        except JobError as error:
+            told = [error]
+    told = told or [JobError("")]
     if layout.world > 1:
         dist.broadcast_object_list(told)
-    return RunFolder(Path(told[0]))
+    if isinstance(told[0], JobError):
+        raise told[0]
+    return told[0]
 
 
 def _same_run(old: Job, new: Job) -> None:
-    changed = [key for key in FIXED if getattr(old, key) != getattr(new, key)]
+    free = {"workers": 0, "prefetch": 1}  # how samples are prepared, not which
+    before, after = (job.model_copy(update={"data": job.data.model_copy(update=free)}) for job in (old, new))
+    changed = [key for key in FIXED if getattr(before, key) != getattr(after, key)]
     if changed:
         raise JobError(
             f"--resume goes on with the same run, but {', '.join(changed)} would change; "
@@ -112,9 +126,11 @@ def _short(number: int) -> str:
 def sample_run(run: Path, prompt: str, tokens: int, temperature: float, seed: int) -> str:
     folder = RunFolder.open(run)
     job = folder.job()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    _, _, tokenizer = make_sources(job, cache_folder())
-    model = load_model(folder, job, device)
+    model = load_model(folder, job, torch.device(pick_device(job)))
+    if job.data.source == "synthetic":
+        raise DataError("this run was trained on synthetic tokens, which stand for no text.")
+    saved = folder.path / TOKENIZER
+    tokenizer = load_tokenizer(str(saved) if saved.exists() else job.data.tokenizer)
     return generate(model, tokenizer, prompt, tokens, job.model.sequence, temperature, seed)
 
 

@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from shardwise.data.make import make_sources
+from shardwise.data.source import Source
+from shardwise.data.tokenizer import Tokenizer
 from shardwise.job import Job
 from shardwise.train.folder import RunFolder
 from shardwise.train.generate import generate, load_model
-from shardwise.train.loop import cache_folder
 from shardwise.train.validate import byte_frequency_bits
 
 SAMPLES = 512  # training samples whose bytes are counted for the frequency table
 
 
-def last_event(folder: RunFolder, kind: str) -> dict[str, Any] | None:
-    path = folder.path / "events.jsonl"
-    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return next((record for record in reversed(records) if record["event"] == kind), None)
+def finished(folder: RunFolder) -> bool:
+    """Whether the last thing that happened to a run was its end."""
+    return next((event["event"] for event in reversed(list(folder.events()))), "") == "finished"
 
 
-def summarize(folder: RunFolder, job: Job, say: Any) -> None:
+def summarize(folder: RunFolder, job: Job, say: Callable[[str], None]) -> None:
     """For a run that took all its steps."""
-    training, held_out, tokenizer = make_sources(job, cache_folder())
-    verdict = last_event(folder, "validation")
+    training, held_out, tokenizer = make_sources(job)
+    verdict = next((event for event in reversed(list(folder.events())) if event["event"] == "validation"), None)
     if verdict is not None and tokenizer is not None:
-        seen, unseen = _text(training, tokenizer, SAMPLES), _text(held_out, tokenizer, job.validation.samples)
-        table = byte_frequency_bits(seen, unseen)
+        spread = np.linspace(0, len(training) - 1, min(SAMPLES, len(training))).astype(int)
+        same = np.arange(min(job.validation.samples, len(held_out)))  # the samples that the model was tried on
+        table = byte_frequency_bits(_text(training, tokenizer, spread), _text(held_out, tokenizer, same))
         bits = verdict["bits_per_byte"]
         say(f"validation: {bits:.3f} bits per byte (a table of byte frequencies reaches {table:.3f})")
     elif verdict is not None:
@@ -45,6 +45,5 @@ def summarize(folder: RunFolder, job: Job, say: Any) -> None:
     say(f"more text:  shardwise sample {folder.path} --prompt 'import '")
 
 
-def _text(source: Any, tokenizer: Any, count: int) -> bytes:
-    places = np.linspace(0, len(source) - 1, min(count, len(source))).astype(int)
+def _text(source: Source, tokenizer: Tokenizer, places: np.ndarray) -> bytes:
     return b"".join(tokenizer.decode(source[int(place)]).encode("utf-8", "replace") for place in places)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,13 +10,14 @@ import torch
 from shardwise.comm.collectives import all_reduce
 from shardwise.data.source import Source
 from shardwise.data.stream import Samples, Stream, share
+from shardwise.data.tokenizer import Tokenizer
 from shardwise.job import Job
 from shardwise.models.chain import IGNORED
 from shardwise.parallel.parallelize import Engine
 
 
 @torch.no_grad()
-def validate(engine: Engine, job: Job, source: Source, tokenizer: Any) -> dict[str, float] | None:
+def validate(engine: Engine, job: Job, source: Source, tokenizer: Tokenizer | None) -> dict[str, float] | None:
     """Mean loss per target over the first `validation.samples` held-out samples; bits per byte where text has bytes."""
     count = min(job.validation.samples, len(source))
     if count == 0:

@@ -29,16 +29,24 @@ from shardwise.train.loop import StopFlag, Trainer
 TIMEOUT = timedelta(minutes=10)
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str]) -> None:
+    """The command of a worker that our launcher started."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # no worker outlives a launcher that is killed outright
     folder, layout = RunFolder.open(Path(arguments[0])), Layout.parse(arguments[1])
-    return work(folder, layout, resume="--resume" in arguments[2:])
+    try:
+        work(folder, layout, resume="--resume" in arguments[2:])
+    except BaseException as error:  # noqa: BLE001 - it is written down already, and told by the launcher
+        # Peers wait in collectives: leave at once, without the tear-down that would wait for them.
+        sys.stdout.flush()
+        os._exit(getattr(error, "exit_code", 1))
 
 
-def work(folder: RunFolder, layout: Layout, resume: bool) -> int:
-    """Trains as the rank that the environment names. Returns the exit code."""
+def work(folder: RunFolder, layout: Layout, resume: bool) -> None:
+    """Trains as the rank that the environment names. What goes wrong is written to the run folder, then raised."""
     rank = int(os.environ.get("RANK", "0"))
     stop = StopFlag()
-    _listen(stop)
+    listen(stop)
     try:
         job = folder.job()
         device = join(layout.world, job)
@@ -52,12 +60,7 @@ def work(folder: RunFolder, layout: Layout, resume: bool) -> int:
                 "exit_code": getattr(error, "exit_code", 1), "trace": None if known else traceback.format_exc(),
             },
         )  # fmt: skip
-        # Peers wait in collectives: leave at once, without the tear-down that would wait for them.
-        sys.stdout.flush()
-        os._exit(getattr(error, "exit_code", 1))
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    return 0
+        raise
 
 
 def join(world: int, job: Job) -> torch.device:
@@ -69,13 +72,13 @@ def join(world: int, job: Job) -> torch.device:
     else:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    if world > 1:
+    if world > 1 and not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=TIMEOUT)
     return device
 
 
-def _listen(stop: StopFlag) -> None:
+def listen(stop: StopFlag) -> None:
     """SIGTERM and Ctrl-C set a flag; the step under way is finished and saved."""
 
     def told(number: int, frame: FrameType | None) -> None:
@@ -83,10 +86,7 @@ def _listen(stop: StopFlag) -> None:
 
     signal.signal(signal.SIGTERM, told)
     signal.signal(signal.SIGINT, told)
-    if sys.platform == "linux" and "SHARDWISE_LAUNCHED" in os.environ:
-        # If the launcher is killed outright, no worker may live on as an orphan.
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -52,6 +52,7 @@ def _work(
     function: Callable[..., Any], args: tuple[Any, ...], rank: int, size: int, folder: str, end: Connection
 ) -> None:
     torch.set_num_threads(1)
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # its pool of compilers does not outlive a fork
     try:
         if size > 1:
             store = dist.FileStore(os.path.join(folder, "store"), size)

@@ -267,8 +267,7 @@ def _compare_pieces(
             sums = squares.clone()
             dist.all_reduce(sums, group=axis.group)
             squares = torch.where(torch.tensor(cut), sums, squares)
-    places = {name: place for place, name in enumerate(reversed(expected))}
-    floor = comparison.floor * _typical(expected)
+    floor, places = comparison.floor * _typical(expected), _places(expected)
     for holding, square in zip(engine.holdings, squares.tolist(), strict=True):
         error = math.sqrt(square) / max(float(expected[holding.name].norm()), floor)
         comparison.add(number, kind, places[holding.name], holding.name, error)
@@ -278,12 +277,12 @@ def _compare_whole(comparison: Comparison, number: int, engine: Engine, expected
     """Where ranks keep whole weights beside their pieces, those must be the updated ones too."""
     if engine.mesh["shard"].size == 1:
         return  # the pieces are the weights
-    floor = comparison.floor * _typical(expected)
-    places = {name: place for place, name in enumerate(reversed(expected))}
+    floor, places = comparison.floor * _typical(expected), _places(expected)
+    cuts = {holding.name: holding.tensor_dim for holding in engine.holdings}
     for chain in engine.chains:
         for name, weight in chain.named_weights():
             if not isinstance(weight, DTensor):
-                part = _part(expected[name], engine.mesh["tensor"], engine.data.cuts[name][1])
+                part = _part(expected[name], engine.mesh["tensor"], cuts[name])
                 comparison.add(number, "weight", places[name], name, error_of(weight.detach(), part, floor))
 
 
@@ -293,6 +292,11 @@ def _part(whole: Tensor, axis: Axis, dim: int | None) -> Tensor:
         return whole
     chunks = whole.chunk(axis.size, dim)
     return chunks[axis.index] if axis.index < len(chunks) else whole.narrow(dim, 0, 0)
+
+
+def _places(expected: dict[str, Tensor]) -> dict[str, int]:
+    """Parameters from the head down."""
+    return {name: place for place, name in enumerate(reversed(expected))}
 
 
 def _typical(tensors: dict[str, Tensor]) -> float:
