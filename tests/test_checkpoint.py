@@ -149,6 +149,7 @@ def test_whole_weights_load_in_one_process(sources: dict[str, Any], tmp_path: Pa
     assert load_weights(tmp_path / "nothing", {}) is None
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_pytorch_reads_it_too(sources: dict[str, Any]) -> None:
     _, path = good_checkpoints(sources["shard=3"][0])[0]
     into = {"weights.embed.tokens.weight": torch.zeros(61, 16, dtype=torch.float64)}

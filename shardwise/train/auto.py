@@ -13,7 +13,8 @@ from shardwise.parallel.parallelize import check
 
 
 def pick_device(job: Job) -> str:
-    """`cuda` or `cpu`."""
+    """`cuda` or `cpu`. Asks the driver's monitor: asking CUDA itself would break every process forked afterwards."""
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     if job.run.device != "auto":
         if job.run.device == "cuda" and not torch.cuda.is_available():
             raise LayoutError('run.device = "cuda", but PyTorch sees no GPU here; use "cpu" or "auto".')

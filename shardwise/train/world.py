@@ -52,7 +52,8 @@ def _work(
     function: Callable[..., Any], args: tuple[Any, ...], rank: int, size: int, folder: str, end: Connection
 ) -> None:
     torch.set_num_threads(1)
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # its pool of compilers does not outlive a fork
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these worlds compute on the CPU, and CUDA does not survive a fork
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # nor does the compiler's pool of processes
     try:
         if size > 1:
             store = dist.FileStore(os.path.join(folder, "store"), size)

@@ -195,12 +195,10 @@ class Comparison:
             self.found.append(((number, KINDS.index(kind), place), Difference(number, kind, name, error)))
 
     def record(self, layout: Layout) -> Record:
-        everyone: list[Any] = [None] * layout.world
         mine = (self.worst, min(self.found, key=lambda item: item[0], default=None))
+        everyone: list[Any] = [mine] * layout.world
         if layout.world > 1:
             dist.all_gather_object(everyone, mine)
-        else:
-            everyone = [mine]
         worst = {kind: max(other[kind] for other, _ in everyone) for kind in KINDS}
         first = min((found for _, found in everyone if found is not None), key=lambda item: item[0], default=None)
         return Record(
@@ -267,9 +265,9 @@ def _compare_pieces(
             sums = squares.clone()
             dist.all_reduce(sums, group=axis.group)
             squares = torch.where(torch.tensor(cut), sums, squares)
-    floor, places = comparison.floor * _typical(expected), _places(expected)
+    typical, places = _yardstick(expected)
     for holding, square in zip(engine.holdings, squares.tolist(), strict=True):
-        error = math.sqrt(square) / max(float(expected[holding.name].norm()), floor)
+        error = math.sqrt(square) / max(float(expected[holding.name].norm()), comparison.floor * typical)
         comparison.add(number, kind, places[holding.name], holding.name, error)
 
 
@@ -277,13 +275,14 @@ def _compare_whole(comparison: Comparison, number: int, engine: Engine, expected
     """Where ranks keep whole weights beside their pieces, those must be the updated ones too."""
     if engine.mesh["shard"].size == 1:
         return  # the pieces are the weights
-    floor, places = comparison.floor * _typical(expected), _places(expected)
+    typical, places = _yardstick(expected)
     cuts = {holding.name: holding.tensor_dim for holding in engine.holdings}
     for chain in engine.chains:
         for name, weight in chain.named_weights():
             if not isinstance(weight, DTensor):
                 part = _part(expected[name], engine.mesh["tensor"], cuts[name])
-                comparison.add(number, "weight", places[name], name, error_of(weight.detach(), part, floor))
+                error = error_of(weight.detach(), part, comparison.floor * typical)
+                comparison.add(number, "weight", places[name], name, error)
 
 
 def _part(whole: Tensor, axis: Axis, dim: int | None) -> Tensor:
@@ -294,10 +293,7 @@ def _part(whole: Tensor, axis: Axis, dim: int | None) -> Tensor:
     return chunks[axis.index] if axis.index < len(chunks) else whole.narrow(dim, 0, 0)
 
 
-def _places(expected: dict[str, Tensor]) -> dict[str, int]:
-    """Parameters from the head down."""
-    return {name: place for place, name in enumerate(reversed(expected))}
-
-
-def _typical(tensors: dict[str, Tensor]) -> float:
-    return float(torch.stack([tensor.norm() for tensor in tensors.values()]).square().mean().sqrt())
+def _yardstick(expected: dict[str, Tensor]) -> tuple[float, dict[str, int]]:
+    """The typical norm of the tensors, and the place of each, from the head down."""
+    norms = torch.stack([tensor.norm() for tensor in expected.values()])
+    return float(norms.square().mean().sqrt()), {name: place for place, name in enumerate(reversed(expected))}
