@@ -11,7 +11,6 @@ Every rank compares the piece that it holds with the same piece of the truth, so
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -38,9 +37,6 @@ from shardwise.random import key_of, normal_
 from shardwise.step import Outcome, step
 from shardwise.train.world import run_world
 from shardwise.verify.truth import truth
-
-# A stage that fails prints the whole schedule from every rank; here the record says what failed.
-logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
 
 LIMIT = {"float64": 1e-10, "float32": 1e-3, "bf16": 5e-2, "fp16": 1e-2}
 # Of tensors' typical norm. In half precisions rounding decides which way Adam moves a weight with hardly a gradient.
