@@ -118,9 +118,7 @@ def main() -> int:
     parser.add_argument("--table", action="store_true", help="print the table of the results there are")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    cases = [
-        (words, layout, tied) for words, layout in layouts(4 if options.quick else 8) for tied in (True, False)
-    ]
+    cases = [(words, layout, tied) for words, layout in layouts(4 if options.quick else 8) for tied in (True, False)]
     if not options.table:
         run(cases, options.results, options.limit)
     records = read(options.results)

@@ -16,7 +16,9 @@ from shardwise.layout import RECOMPUTE, SCHEDULES, Layout
 from shardwise.parallel.parallelize import check
 from shardwise.train.auto import choose_layout
 
-junk = st.one_of(st.none(), st.booleans(), st.integers(-3, 10**6), st.floats(), st.text(max_size=8), st.just([]), st.just({}))
+junk = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 10**6), st.floats(), st.text(max_size=8), st.just([]), st.just({})
+)
 small = st.integers(-1, 12)
 model_values = {
     "name": st.sampled_from(["gpt", "gpt2", "llama3-8b", "nope", 3]), "layers": small, "width": st.integers(-8, 64),
@@ -43,8 +45,12 @@ def jobs(draw: st.DrawFn) -> dict[str, object]:
     if draw(st.booleans()):
         values["layout"] = draw(st.one_of(layout_words, junk))
     values["model"] = draw(st.one_of(st.fixed_dictionaries({}, optional=model_values), junk))
-    values["batch"] = draw(st.fixed_dictionaries({}, optional={"samples": st.integers(-1, 48), "tokens": st.one_of(junk, st.just("1K"))}))
-    values["optimizer"] = draw(st.fixed_dictionaries({}, optional={"lr": junk, "betas": junk, "warmup": junk, "schedule": junk}))
+    values["batch"] = draw(
+        st.fixed_dictionaries({}, optional={"samples": st.integers(-1, 48), "tokens": st.one_of(junk, st.just("1K"))})
+    )
+    values["optimizer"] = draw(
+        st.fixed_dictionaries({}, optional={"lr": junk, "betas": junk, "warmup": junk, "schedule": junk})
+    )
     for key in ("seed", "steps", "tokens", "precision", "data", "checkpoint", "run", "validation", "nonsense"):
         if draw(st.integers(0, 6)) == 0:
             values[key] = draw(junk)

@@ -90,7 +90,9 @@ def test_golden_losses(undisturbed: RunFolder) -> None:
     assert losses(undisturbed) == pytest.approx(golden, rel=1e-9)  # processors round differently
 
 
-@pytest.mark.parametrize("layout", ["pipeline=2 shard=2 zero=2", "tensor=2 replicate=2", "pipeline=2 schedule=zbv tensor=2"])
+@pytest.mark.parametrize(
+    "layout", ["pipeline=2 shard=2 zero=2", "tensor=2 replicate=2", "pipeline=2 schedule=zbv tensor=2"]
+)
 def test_any_layout_gives_the_same_run(layout: str, undisturbed: RunFolder, tmp_path: Path) -> None:
     run = train(small_job(tmp_path / "run", checkpoint={"every": 0}), layout)
     assert losses(run) == pytest.approx(losses(undisturbed), rel=1e-10)

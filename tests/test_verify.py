@@ -45,7 +45,7 @@ MODEL = {
     "heads": ((4, 4), (4, 2), (6, 3), (4, 1)),
     # Vocabulary and hidden features: even, odd.
     "sizes": ((64, 48), (61, 50)),
-    "layers": (4, 7),
+    "layers": (4, 6),
 }
 
 
@@ -63,13 +63,16 @@ def layout_of(case: Case) -> Layout | None:
     return layout
 
 
-def job_of(case: Case, layout: Layout) -> Job:
+def micro_batches(case: Case, layout: Layout) -> int:
     counts = [n for n in range(1 if layout.pipeline == 1 else 2, 40) if not micro_batch_rule(layout, n)]
-    count = counts[("few", "more").index(case["count"])]
+    return counts[("few", "more").index(case["count"])]
+
+
+def job_of(case: Case, layout: Layout) -> Job:
     model = {key: case[key] for key in MODEL if key not in ("heads", "sizes")}
     model["heads"], model["kv_heads"] = case["heads"]
     model["vocab"], model["ffn"] = case["sizes"]
-    return tiny(layout.data * layout.micro_batch * count, **model)
+    return tiny(layout.data * layout.micro_batch * micro_batches(case, layout), **model)
 
 
 def tiny(samples: int, **model: Any) -> Job:
@@ -87,7 +90,9 @@ def fits(case: Case) -> bool:
 
 
 def cost(case: Case) -> float:
-    return (case["pipeline"] * case["tensor"] * case["shard"] * case["replicate"] * case["layers"]) ** 0.5
+    layout = layout_of(case)
+    assert layout is not None
+    return (layout.world * case["layers"] * (4 + micro_batches(case, layout))) ** 0.5
 
 
 CASES = cover([[case for case in every(LAYOUT) if layout_of(case)], every(MODEL)], fits, cost)

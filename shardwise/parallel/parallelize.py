@@ -155,5 +155,3 @@ def parallelize(job: Job, layout: Layout, device: torch.device) -> Engine:
     for holding in engine.tied:
         holding.copies *= 2
     return engine
-
-

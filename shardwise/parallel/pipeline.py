@@ -79,7 +79,11 @@ class Pipeline:
             loss = torch.empty((), dtype=torch.promote_types(dtype, torch.float32), device="meta", requires_grad=True)
             self.stages.append(
                 Peer(
-                    Stage(module), index, layout.stage_count, mesh.device, group=mesh["pipeline"].group,
+                    Stage(module),
+                    index,
+                    layout.stage_count,
+                    mesh.device,
+                    group=mesh["pipeline"].group,
                     input_args=tokens if index == 0 else self.stream,
                     output_args=loss if index == last else self.stream,
                 )  # fmt: skip

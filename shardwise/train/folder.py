@@ -1,5 +1,7 @@
 """A run folder: plain files that anything can read, valid after a crash.
 
+What lies in it:
+
     job.toml         the resolved job          plan.toml      layout, stages and batch arithmetic
     metrics.jsonl    one object per step       events.jsonl   what happened, in words
     checkpoints/     see `checkpoint`          errors/        what a worker said when it failed

@@ -21,7 +21,11 @@ DEFAULT = (
 
 
 def verify_job(
-    job_file: Path | None, settings: list[str], layouts: list[str], shrink: bool, steps: int,
+    job_file: Path | None,
+    settings: list[str],
+    layouts: list[str],
+    shrink: bool,
+    steps: int,
     show: Callable[[Record], None],
 ) -> list[Record]:
     """Proves the given layouts, or those of the default set that this job can have."""
