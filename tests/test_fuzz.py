@@ -20,16 +20,18 @@ junk = st.one_of(
     st.none(), st.booleans(), st.integers(-3, 10**6), st.floats(), st.text(max_size=8), st.just([]), st.just({})
 )
 small = st.integers(-1, 12)
+DEGREES = ["pipeline", "replicate", "shard", "tensor", "virtual", "micro_batch", "zero"]
 model_values = {
     "name": st.sampled_from(["gpt", "gpt2", "llama3-8b", "nope", 3]), "layers": small, "width": st.integers(-8, 64),
     "heads": small, "kv_heads": small, "head_size": small, "ffn": st.integers(-1, 70), "vocab": st.integers(0, 130),
     "sequence": st.integers(0, 40), "positions": st.sampled_from(["learned", "rotary", "none"]),
     "norm": st.sampled_from(["layer", "rms", ""]), "activation": st.sampled_from(["gelu", "swiglu", 1]),
-    "bias": junk, "tied": st.booleans(), "dropout": st.floats(-0.2, 1.2), "attention_dropout": st.sampled_from([0.0, 0.1]),
+    "bias": junk, "tied": st.booleans(), "dropout": st.floats(-0.2, 1.2),
+    "attention_dropout": st.sampled_from([0.0, 0.1]),
 }  # fmt: skip
 layout_words = st.lists(
     st.one_of(
-        st.builds("{}={}".format, st.sampled_from(["pipeline", "replicate", "shard", "tensor", "virtual", "micro_batch", "zero"]), small),
+        st.builds("{}={}".format, st.sampled_from(DEGREES), small),
         st.builds("schedule={}".format, st.sampled_from([*SCHEDULES, "1f2b"])),
         st.builds("recompute={}".format, st.sampled_from([*RECOMPUTE, "0.5", "2", "x"])),
         st.builds("stages={}".format, st.sampled_from(["1,1", "2,2", "0,4", "-1,5", "a"])),

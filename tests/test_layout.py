@@ -47,7 +47,7 @@ def test_text_reads_back(layout: Layout) -> None:
         ("", "pipeline=1"),
         ("tensor=2 pipeline=2", "pipeline=2 tensor=2 schedule=1f1b"),
         ("shard=2", "shard=2 zero=1"),
-        ("shard=2, zero=3, recompute=0.5", "shard=2 zero=3 recompute=0.5"),
+        ("zero=3  recompute=0.5 shard=2", "shard=2 zero=3 recompute=0.5"),
         ("pipeline=2 stages=3,5", "pipeline=2 schedule=1f1b stages=3,5"),
         ("schedule=zbv", "schedule=zbv"),
     ],
