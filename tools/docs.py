@@ -1,4 +1,4 @@
-"""Fills the generated parts of the reference pages from the code. With `--check`: exits 1 if one is stale.
+"""Fills the generated parts of the pages from the code. With `--check`: exits 1 if one is stale.
 
 A generated part stands between two marks, in a page whose other words are written by hand:
 
@@ -27,12 +27,13 @@ from typer.models import ArgumentInfo, OptionInfo
 from typer.utils import get_params_from_function
 
 from shardwise import cli, errors, support
-from shardwise.job import Count, Job
+from shardwise.job import PRECISIONS, Count, Job
 from shardwise.layout import SCHEDULES, Layout, micro_batch_rule
 from shardwise.presets import PRESETS
+from shardwise.verify import parity
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted((ROOT / "docs" / "reference").glob("*.md"))
+PAGES = sorted((ROOT / "docs").glob("**/*.md"))
 MARK = re.compile(r"(<!-- generated: (\S+) \(tools/docs\.py\) -->\n).*?(<!-- end generated -->)", re.DOTALL)
 SHOWN = 16  # micro-batch counts that the table of limits tries
 
@@ -43,7 +44,7 @@ MEANING = {
     "tokens": "Tokens to train on instead of `steps`; rounded up to whole steps.",
     "layout": 'How the work is cut, in the [text form](layout.md); `"auto"`: a copy of the model per local device.',
     "precision": "What is computed in. Weights, sums and optimizer states are float64 for float64, else float32.",
-    "compile": "Compiles each block with `torch.compile`.",
+    "compile": "Compiles each block with `torch.compile`; not with schedules that split the backward.",
     "model.name": "`gpt`, or a [preset](#presets) whose shape becomes the default of this section.",
     "model.layers": "Blocks.",
     "model.width": "Features of the stream between blocks.",
@@ -314,7 +315,12 @@ def support_sentences() -> str:
     return "\n".join(lines)
 
 
-# The errors
+# Verify and the errors
+
+
+def limits() -> str:
+    rows = [[name, f"{parity.LIMIT[name]:g}", f"{parity.FLOOR[name]:g}"] for name in PRECISIONS]
+    return table(("precision", "limit", "floor"), rows)
 
 
 def error_tree() -> str:
@@ -330,6 +336,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "commands": commands,
     "support-grid": support_grid,
     "support-sentences": support_sentences,
+    "limits": limits,
     "errors": error_tree,
 }
 
