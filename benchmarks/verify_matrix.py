@@ -1,7 +1,7 @@
 """Proves every layout: all products of pipeline, tensor, shard and replicate up to 8 processes x every combination of
 schedule, ZeRO stage and recomputation that the support table does not refuse x tied and untied head, in float64.
 
-    python benchmarks/verify_matrix.py                   all of it, about an hour on two cores
+    python benchmarks/verify_matrix.py                   all of it, about one and a half hours on two cores
     python benchmarks/verify_matrix.py --quick           worlds of up to 4 processes
     python benchmarks/verify_matrix.py --limit 200       at most so many cases now; run again to go on
     python benchmarks/verify_matrix.py --table           no runs, only the table of what is there

@@ -39,6 +39,9 @@ sequence = 8
 source = "synthetic"
 [batch]
 samples = 4
+[run]
+folder = "run"
+device = "cpu"
 """
 
 
@@ -162,7 +165,7 @@ def wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_ends_cleanly(number: signal.Signals, tmp_path: Path) -> None:
-    (tmp_path / "job.toml").write_text(JOB_TOML + '[run]\nfolder = "run"\n')
+    (tmp_path / "job.toml").write_text(JOB_TOML)
     process = command("train", "job.toml", "--set", "steps=1000000", folder=tmp_path)
     wait_for_step(tmp_path / "run", 3, process)
     process.send_signal(number)
@@ -173,7 +176,7 @@ def test_a_signal_saves_and_ends_cleanly(number: signal.Signals, tmp_path: Path)
 
 
 def test_a_killed_worker_is_named(tmp_path: Path) -> None:
-    (tmp_path / "job.toml").write_text(JOB_TOML + '[run]\nfolder = "run"\n')
+    (tmp_path / "job.toml").write_text(JOB_TOML)
     process = command("train", "job.toml", "--set", "steps=1000000", folder=tmp_path)
     wait_for_step(tmp_path / "run", 3, process)
     workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
@@ -185,7 +188,7 @@ def test_a_killed_worker_is_named(tmp_path: Path) -> None:
 
 def test_under_torchrun_it_joins_that_world_and_sample_writes_text(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 200)
-    settings = ["data.source=text", "data.path=text.txt", "model.vocab=256", "steps=3", "run.folder=run"]
+    settings = ["data.source=text", "data.path=text.txt", "model.vocab=256", "steps=3"]
     (tmp_path / "job.toml").write_text(JOB_TOML)
     arguments = [part for setting in settings for part in ("--set", setting)]
     done = subprocess.run(
