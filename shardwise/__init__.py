@@ -1,3 +1,38 @@
-"""Shardwise: train PyTorch models in any layout, proven equal to one device."""
+"""Shardwise: train PyTorch models in any layout, proven equal to one device.
+
+The public names, for use from Python, beside the functions `shardwise.step.step` and `shardwise.verify.parity.verify`
+(which are rooms of the house too, so they keep their full names):
+
+    job = load_job(Path("job.toml"))
+    engine = parallelize(job, Layout.parse("shard=2"), torch.device("cpu"))   # in each process of the world
+    outcome = step(engine, make_optimizer(job.optimizer, engine.holdings), samples, clip=1.0)
+    records = verify(job, [Layout.parse("pipeline=2 tensor=2")])
+
+They are imported on first use, so that the command line can tell a typo without waiting for PyTorch.
+"""
+
+from importlib import import_module
+from typing import Any
 
 __version__ = "0.1.0"
+
+_HOME = {
+    "Engine": "shardwise.parallel.parallelize",
+    "Job": "shardwise.job",
+    "Layout": "shardwise.layout",
+    "Outcome": "shardwise.step",
+    "Record": "shardwise.verify.parity",
+    "Samples": "shardwise.data.stream",
+    "ShardwiseError": "shardwise.errors",
+    "UserError": "shardwise.errors",
+    "load_job": "shardwise.job",
+    "make_optimizer": "shardwise.optim",
+    "parallelize": "shardwise.parallel.parallelize",
+}
+__all__ = [*_HOME, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwise.errors import JobError, ShardwiseError
+from shardwise.job import load_job
 
 app = typer.Typer(
     name="shardwise", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -36,10 +37,13 @@ def train(
     resume: Annotated[Path | None, typer.Option(help="Goes on with this run folder, in any layout.")] = None,
 ) -> None:
     """Trains a job; with no job file, the built-in demo on this machine."""
-    from shardwise.train.start import start_training
-
     if resume is not None and job_file is not None:
         raise JobError("--resume takes its job from the run folder; leave the job file out.")
+    if resume is None:
+        load_job(job_file, settings or [])  # a typo is told at once, before PyTorch is imported
+
+    from shardwise.train.start import start_training
+
     start_training(job_file, settings or [], resume, say)
 
 
@@ -53,6 +57,8 @@ def verify(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON record per layout.")] = False,
 ) -> None:
     """Proves that layouts compute what one device computes."""
+    load_job(job_file, settings or [])
+
     from shardwise.verify.command import verify_job
 
     console = Console()
