@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -60,9 +60,37 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def generator() -> Any:
+    """`tools/docs.py` as a module."""
+    spec = importlib.util.spec_from_file_location("docs_generator", ROOT / "tools" / "docs.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def test_generated_parts_are_fresh() -> None:
-    done = subprocess.run([sys.executable, "tools/docs.py", "--check"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert not generator().stale_pages(), "run `make docs`"
+
+
+def test_stale_pages_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    docs = generator()
+    page = tmp_path / "layout.md"
+    page.write_text((ROOT / "docs/reference/layout.md").read_text().replace("Ranks that each hold", "Ranks that eat"))
+    monkeypatch.setattr(docs, "PAGES", [page])
+    monkeypatch.setattr(docs, "ROOT", tmp_path)
+    monkeypatch.setattr("sys.argv", ["docs.py", "--check"])
+    with pytest.raises(SystemExit) as told:
+        docs.main()
+    assert told.value.code == 1
+    monkeypatch.setattr("sys.argv", ["docs.py"])
+    docs.main()
+    assert page.read_text() == (ROOT / "docs/reference/layout.md").read_text()
+
+
+def test_every_key_has_a_meaning() -> None:
+    for section, name, _, meaning in generator().job_keys():
+        assert meaning, f"{section}.{name} has neither a docstring nor a meaning in tools/docs.py"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -163,6 +191,17 @@ def test_examples_speak_of_commands_that_parse() -> None:
                 known[name].make_context(name, words)
                 found += 1
     assert found >= len(EXAMPLES)
+
+
+def test_python_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tutorial,) = blocks(ROOT / "docs" / "tutorial.md", "toml")
+    (tmp_path / "first.toml").write_text(tutorial)
+    monkeypatch.chdir(tmp_path)
+    for text in blocks(ROOT / "docs" / "reference" / "python.md", "python"):
+        exec(compile(text, "python.md", "exec"), {"__name__": "__main__"})
+    *records, first, _, _ = capsys.readouterr().out.splitlines()
+    assert len(records) == 2 and all(" True " in record for record in records)
+    assert float(first) > 5.0
 
 
 def test_errors_shown_are_the_errors_raised() -> None:

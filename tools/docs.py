@@ -26,6 +26,7 @@ from pydantic.fields import FieldInfo
 from typer.models import ArgumentInfo, OptionInfo
 from typer.utils import get_params_from_function
 
+import shardwise
 from shardwise import cli, errors, support
 from shardwise.job import PRECISIONS, Count, Job
 from shardwise.layout import SCHEDULES, Layout, micro_batch_rule
@@ -37,7 +38,7 @@ PAGES = sorted((ROOT / "docs").glob("**/*.md"))
 MARK = re.compile(r"(<!-- generated: (\S+) \(tools/docs\.py\) -->\n).*?(<!-- end generated -->)", re.DOTALL)
 SHOWN = 16  # micro-batch counts that the table of limits tries
 
-# Where the docstring beside a key is missing or too short for a reader who does not see the code.
+# Where the docstring of a key or name is missing or too short for a reader who does not see the code.
 MEANING = {
     "seed": "Decides initial weights, sample order and dropout; nothing else does.",
     "steps": "Optimizer steps; without `steps` and `tokens`: 200.",
@@ -67,8 +68,13 @@ MEANING = {
     "optimizer.betas": "Decay of the two moments.",
     "optimizer.eps": "Added to the root of the second moment.",
     "checkpoint.asynchronous": "Whether files are written while training goes on.",
+    "run.log_every": "Has no effect yet: every step is written.",
     "run.device": "Devices to run on; `auto`: GPUs where PyTorch sees any.",
     "validation.samples": "Held-out samples that are read each time, at most.",
+    "shardwise.Job": "One training job, checked, with every default filled in.",
+    "shardwise.ShardwiseError": "Whatever is raised on purpose.",
+    "shardwise.UserError": "What the caller can mend.",
+    "shardwise.parallelize": "The job's model as this process holds and runs it in a layout: an `Engine`.",
 }
 
 
@@ -315,6 +321,19 @@ def support_sentences() -> str:
     return "\n".join(lines)
 
 
+# Python
+
+
+def names() -> str:
+    rows = []
+    for name in sorted(shardwise.__all__):
+        found = getattr(shardwise, name)
+        if not isinstance(found, str):
+            meaning = MEANING.get(f"shardwise.{name}") or (found.__doc__ or "").partition("\n\n")[0]
+            rows.append([code(f"shardwise.{name}"), code(found.__module__), sentence(meaning)])
+    return table(("name", "lives in", "what it is"), rows)
+
+
 # Verify and the errors
 
 
@@ -336,6 +355,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "commands": commands,
     "support-grid": support_grid,
     "support-sentences": support_sentences,
+    "names": names,
     "limits": limits,
     "errors": error_tree,
 }
