@@ -1,9 +1,10 @@
 """Proves every layout: all products of pipeline, tensor, shard and replicate up to 8 processes x every combination of
 schedule, ZeRO stage and recomputation that the support table does not refuse x tied and untied head, in float64.
 
-    python benchmarks/verify_matrix.py                   all of it, about one and a half hours on two cores
+    python benchmarks/verify_matrix.py                   all of it, about two hours on two cores
     python benchmarks/verify_matrix.py --quick           worlds of up to 4 processes
     python benchmarks/verify_matrix.py --limit 200       at most so many cases now; run again to go on
+    python benchmarks/verify_matrix.py --part 2/4        every fourth case from the second on, for four runs at once
     python benchmarks/verify_matrix.py --table           no runs, only the table of what is there
 
 Each case is appended to `--results` as one JSON line as soon as it is done; cases that are there are not run again.
@@ -116,11 +117,13 @@ def main() -> int:
     parser.add_argument("--limit", type=int, default=0, help="at most so many cases in this run")
     parser.add_argument("--results", type=Path, default=Path("verify_matrix.jsonl"))
     parser.add_argument("--table", action="store_true", help="print the table of the results there are")
+    parser.add_argument("--part", default="1/1", help="K/N: every N-th case from the K-th on")
     options = parser.parse_args()
     torch.set_num_threads(1)
     cases = [(words, layout, tied) for words, layout in layouts(4 if options.quick else 8) for tied in (True, False)]
+    part, parts = map(int, options.part.split("/"))
     if not options.table:
-        run(cases, options.results, options.limit)
+        run(cases[part - 1 :: parts], options.results, options.limit)
     records = read(options.results)
     print("\n".join(markdown(records)))
     return 0 if all(record["ok"] for record in records) else 1

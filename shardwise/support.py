@@ -54,15 +54,15 @@ class Row:
 
 
 ROWS = (
-    Row(schedule=SPLIT_BACKWARD, zero=(2, 3), verdict=REFUSED, sentence=(
-        "FSDP frees weights and reduces gradients between the two halves of a split backward, so gradients come out "
-        "wrong or missing; use zero=1, or schedule=1f1b or interleaved.")),
-    Row(schedule=SPLIT_BACKWARD, recompute=("selective",), verdict=REFUSED, sentence=(
-        "selective recomputation gives out what it kept once, but the two halves of a split backward both ask for it; "
-        "use recompute=full or none, or schedule=1f1b or interleaved.")),
-    Row(schedule=SPLIT_BACKWARD, recompute=("full", SHARE), verdict=COST, sentence=(
-        "where the backward is split, a block is computed again for the input gradient and then for each of its "
-        "products and norms: 9 forwards a micro-batch (8 without a gate) instead of 2.")),
+    Row(schedule=SPLIT_BACKWARD, zero=(2,), verdict=COST, sentence=(
+        "gradients are reduce-scattered after each micro-batch instead of once a step; those of a stage are whole "
+        "while its weight gradients are computed; what is computed again is kept until then.")),
+    Row(schedule=SPLIT_BACKWARD, zero=(3,), verdict=COST, sentence=(
+        "weights are gathered three times per micro-batch, block by block for the forward and a whole stage for each "
+        "half of the backward; gradients are reduce-scattered after each micro-batch instead of once a step; what is "
+        "computed again is kept until then.")),
+    Row(schedule=SPLIT_BACKWARD, recompute=("selective", "full", SHARE), verdict=COST, sentence=(
+        "what is computed again for the input gradients is kept until the weight gradients are done.")),
     Row(zero=(2,), verdict=COST, sentence=(
         "gradients are reduce-scattered after each micro-batch instead of once a step.")),
     Row(zero=(3,), verdict=COST, sentence=(

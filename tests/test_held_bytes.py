@@ -116,6 +116,8 @@ def watched_step(job: Job, layout: Layout) -> tuple[dict[str, int], Moments]:
     if layout.pipeline > 1:
         PipelineStage.forward_one_chunk = after("after forward", PipelineStage.forward_one_chunk)
         PipelineStage.backward_one_chunk = after("after backward", PipelineStage.backward_one_chunk)
+        second_half = after("after the weight half", PipelineStage.backward_weight_one_chunk)
+        PipelineStage.backward_weight_one_chunk = second_half
     else:
         engine.data.modules[0].register_forward_hook(lambda *args: note("after forward"))
         Tensor.backward = after("after backward", Tensor.backward)
@@ -156,6 +158,7 @@ CUTS = {
     "pipeline=2 shard=2 schedule=interleaved": 2,
 }
 AFTER = ("after forward", "after backward")
+SPLIT = ["pipeline=2 shard=2 schedule=zero-bubble", "pipeline=2 shard=2 schedule=zbv"]
 
 
 @pytest.mark.parametrize("cut", [*CUTS, "pipeline=2 shard=2 schedule=zbv"])
@@ -196,6 +199,20 @@ def test_zero_3_holds_pieces_of_weights_and_gradients(cut: str) -> None:
         assert held(moments, "gradients", "before the optimizer") == {piece}
         assert held(moments, "states", *moments) == {2 * piece}
         assert_little_else(sizes, moments)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("cut", SPLIT)
+def test_between_the_halves_of_a_split_backward(cut: str, zero: int) -> None:
+    """The same as for a whole one; only inside of a half a stage is whole."""
+    for sizes, moments in run(f"{cut} zero={zero}"):
+        whole, piece = sizes["all"], sizes["all"] // 2
+        after = (*AFTER, "after the weight half")
+        assert max(held(moments, "weights", *after)) == (whole + piece if zero == 2 else piece)
+        assert held(moments, "weights", "after the step") == {piece}
+        assert max(held(moments, "gradients", *after)) == piece
+        assert held(moments, "gradients", "before the optimizer") == {piece}
+        assert max(held(moments, "else", *after, "after the step")) < LITTLE * whole
 
 
 def assert_little_else(sizes: dict[str, int], moments: Moments) -> None:

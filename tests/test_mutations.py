@@ -27,7 +27,6 @@ import shardwise.verify.parity as parity
 from shardwise.layout import Layout
 from shardwise.models import gpt
 from shardwise.random import Dropout
-from shardwise.support import EXACT, Support
 
 Patch = pytest.MonkeyPatch
 SMALL = {"layers": 3, "vocab": 61, "ffn": 50}
@@ -158,8 +157,8 @@ def a_missing_gradient(patch: Patch) -> None:
 @caught("pipeline=2 shard=2 schedule=zero-bubble zero=2 micro_batch=1", "gradient", "head.norm.bias")
 @caught("pipeline=2 shard=2 schedule=zero-bubble zero=3 micro_batch=1", "problem", "block2.norm1.weight")
 @caught("pipeline=2 shard=2 schedule=dualpipev zero=3 micro_batch=1", "gradient", "head.norm.bias")
-def a_split_backward_with_fsdp_forced_past_its_refusal(patch: Patch) -> None:
-    patch.setattr(parallelize, "support", lambda layout, precision: Support(EXACT))
+def a_split_backward_whose_first_half_fsdp_takes_for_a_whole_one(patch: Patch) -> None:
+    patch.setattr(pipeline.Peer, "backward_maybe_with_nosync", pipeline.PipelineStage.backward_maybe_with_nosync)
 
 
 # Loss and norm

@@ -5,7 +5,8 @@ schedule's loss function only scales. Shapes between stages are known, so nothin
 
 PyTorch's stage looks for FSDP in the module that it is given and then keeps weights and gradients whole whatever ZeRO
 stage was asked for. `Stage` hides it: FSDP then frees and reduces by its own rules on every backward, which is ZeRO 2
-and 3 as the words mean.
+and 3 as the words mean. Those rules know nothing of a backward in two halves: `Peer` holds FSDP back in the first,
+where there are no weight gradients yet, and lets it act at the end of the second.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -44,21 +46,48 @@ SCHEDULE = {
 
 
 class Stage(nn.Module):
-    """A module as the pipeline sees it: plain, with contiguous outputs."""
+    """A module as the pipeline sees it: plain, with contiguous outputs. `frees`: its weights are freed after use."""
 
-    def __init__(self, module: nn.Module):
+    def __init__(self, module: nn.Module, frees: bool):
         super().__init__()
-        self.module = module
+        self.module, self.frees = module, frees
 
     def forward(self, x: Tensor, **batch: Tensor) -> Tensor:
         return self.module(x, **batch).contiguous()
 
 
 class Peer(PipelineStage):
-    """Warms up no link to its own rank: in a V two neighbours share one, and gloo knows no such link."""
+    """PyTorch's stage, mended in two places."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        """Warms up no link to its own rank: in a V two neighbours share one, and gloo knows no such link."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+    def backward_maybe_with_nosync(self, backward_type: str, *args: Any, **kwargs: Any) -> Any:
+        """With FSDP, half a backward finds weights whole; gradients are summed after the half that makes them."""
+        stage: Any = self.submod
+        root = stage.module
+        if backward_type == "full" or not isinstance(root, FSDPModule):
+            return super().backward_maybe_with_nosync(backward_type, *args, **kwargs)
+        shards = [module for module in stage.modules() if isinstance(module, FSDPModule)]
+        for module in shards:
+            module.unshard()  # the graph ends in the whole weights, so the stage must show these and not the pieces
+        _let(root, act=False, free=False)
+        result = super().backward_maybe_with_nosync(backward_type, *args, **kwargs)
+        _let(root, act=True, free=stage.frees)
+        if backward_type == "weight":
+            fully_shard.state(root)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+        elif stage.frees:
+            for module in shards:
+                module.reshard()
+        return result
+
+
+def _let(root: FSDPModule, act: bool, free: bool) -> None:
+    """Whether FSDP sums gradients, and frees weights, when it sees a backward end."""
+    root.set_is_last_backward(act)
+    root.set_requires_gradient_sync(act)
+    root.set_reshard_after_backward(free)
 
 
 class Pipeline:
@@ -79,7 +108,7 @@ class Pipeline:
             loss = torch.empty((), dtype=torch.promote_types(dtype, torch.float32), device="meta", requires_grad=True)
             self.stages.append(
                 Peer(
-                    Stage(module),
+                    Stage(module, frees=layout.zero == 3),
                     index,
                     layout.stage_count,
                     mesh.device,
