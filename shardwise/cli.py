@@ -12,11 +12,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from shardwise import __version__
 from shardwise.errors import JobError, ShardwiseError
 from shardwise.job import load_job
 
 app = typer.Typer(
     name="shardwise", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # the other kind takes "[data]" for a style
     help="Train PyTorch models in any layout, proven equal to one device.",
 )  # fmt: skip
 
@@ -30,21 +32,37 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        say(f"shardwise {__version__}")
+        raise typer.Exit
+
+
+Version = Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Shows the version.")]
+
+
+@app.callback()
+def shardwise(version: Version = False) -> None:
+    """Holds what is said before a command's name."""
+
+
 @app.command()
 def train(
     job_file: JobFile = None,
     settings: Settings = None,
+    layout: Annotated[str | None, typer.Option(help="Short for --set layout=...")] = None,
     resume: Annotated[Path | None, typer.Option(help="Goes on with this run folder, in any layout.")] = None,
 ) -> None:
     """Trains a job; with no job file, the built-in demo on this machine."""
     if resume is not None and job_file is not None:
         raise JobError("--resume takes its job from the run folder; leave the job file out.")
+    settings = [*(settings or []), *([f"layout={layout}"] if layout else [])]
     if resume is None:
-        load_job(job_file, settings or [])  # a typo is told at once, before PyTorch is imported
+        load_job(job_file, settings)  # a typo is told at once, before PyTorch is imported
 
     from shardwise.train.start import start_training
 
-    start_training(job_file, settings or [], resume, say)
+    start_training(job_file, settings, resume, say)
 
 
 @app.command()
@@ -114,14 +132,12 @@ def data(
 def main() -> None:
     """The entry point: errors that we raise on purpose are told in a sentence, never as a traceback."""
     try:
-        app(standalone_mode=False)
+        sys.exit(app(standalone_mode=False))  # the code of a typer.Exit, or None
     except ShardwiseError as error:
         # In a world made by others every rank finds the same mistake; one tells it.
         if os.environ.get("RANK", "0") == "0":
             print(f"shardwise: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except typer.Exit as leave:
-        sys.exit(leave.exit_code)
     except typer.Abort:
         sys.exit(130)
     except Exception as error:

@@ -118,7 +118,8 @@ def test_commands_parse(page: Path) -> None:
         values = known[name].make_context(name, words).params
         for setting in values.get("settings") or []:
             load_job(None, [setting])
-        for layout in values.get("layout") or []:
+        layouts = values.get("layout") or []
+        for layout in [layouts] if isinstance(layouts, str) else layouts:
             Layout.parse(layout)
 
 
