@@ -171,7 +171,6 @@ class Checkpoint(Section):
 class Run(Section):
     folder: str = ""
     """Where the run is kept; empty: a new folder below `runs`."""
-    log_every: int = Field(1, ge=1)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     processes: int = Field(0, ge=0)
     """Processes for `layout = "auto"`; 0: one per device, or per core without a GPU."""

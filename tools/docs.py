@@ -68,7 +68,6 @@ MEANING = {
     "optimizer.betas": "Decay of the two moments.",
     "optimizer.eps": "Added to the root of the second moment.",
     "checkpoint.asynchronous": "Whether files are written while training goes on.",
-    "run.log_every": "Has no effect yet: every step is written.",
     "run.device": "Devices to run on; `auto`: GPUs where PyTorch sees any.",
     "validation.samples": "Held-out samples that are read each time, at most.",
     "shardwise.Job": "One training job, checked, with every default filled in.",
