@@ -15,6 +15,7 @@ from rich.table import Table
 from shardwise import __version__
 from shardwise.errors import JobError, ShardwiseError
 from shardwise.job import load_job
+from shardwise.words import say
 
 app = typer.Typer(
     name="shardwise", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -26,10 +27,6 @@ JobFile = Annotated[Path | None, typer.Argument(help="The job file (TOML).", sho
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides a key of the job; may be repeated.")
 ]
-
-
-def say(text: str) -> None:
-    print(text, flush=True)
 
 
 def _show_version(wanted: bool) -> None:

@@ -175,6 +175,21 @@ def test_a_signal_saves_and_ends_cleanly(number: signal.Signals, tmp_path: Path)
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
+def test_a_closed_output_ends_no_training(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(JOB_TOML)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shardwise", "train", "job.toml", "--set", "steps=30"], cwd=tmp_path, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stdout.readline().startswith("job:")
+    process.stdout.close()  # what `| head -1` does
+    process.stdout = None
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert said == ""
+    assert [event["event"] for event in RunFolder.open(tmp_path / "run").events()][-1] == "finished"
+
+
 def test_a_killed_worker_is_named(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(JOB_TOML)
     process = command("train", "job.toml", "--set", "steps=1000000", folder=tmp_path)

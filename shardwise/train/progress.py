@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import Any
 
@@ -10,14 +9,16 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from shardwise.words import say
+
 QUIET = {"checkpoint"}  # events that need no line of their own on a terminal
 
 
 class Progress:
     def __init__(self, total: int, enabled: bool):
         self.total, self.enabled = total, enabled
-        self.terminal = enabled and sys.stdout.isatty()
         self.console = Console(highlight=False)
+        self.terminal = enabled and self.console.file.isatty()
         self._live: Live | None = None
         self._begin: tuple[int, float] | None = None
 
@@ -34,7 +35,7 @@ class Progress:
                 self._live.start()
             self._live.update(Text(line))
         elif done == 1 or done == self.total or done % max(1, self.total // 10) == 0:
-            print(line, flush=True)
+            say(line)
 
     def _line(self, record: dict[str, Any]) -> str:
         done = record["step"]
@@ -46,8 +47,12 @@ class Progress:
         return f"{place}  loss {loss}  {record['tokens_per_s']:,.0f} tokens/s  {left}".rstrip()
 
     def say(self, kind: str, message: str) -> None:
-        if self.enabled and kind not in QUIET:
-            self.console.print(f"{kind}: {message}", markup=False, soft_wrap=True)
+        if not self.enabled or kind in QUIET:
+            return
+        if self.terminal:
+            self.console.print(f"{kind}: {message}", markup=False, soft_wrap=True)  # above the live line
+        else:
+            say(f"{kind}: {message}")
 
     def close(self) -> None:
         if self._live is not None:

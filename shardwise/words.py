@@ -1,0 +1,21 @@
+"""What is told to people: lines that need no reader, and counted things."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def say(text: str) -> None:
+    """Prints a line at once. Where nobody reads any more (`| head`) this and all later ones go nowhere."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        # The file itself is replaced: what is still in its buffer would fail again when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def counted(number: int, thing: str) -> str:
+    """`1 process`, `2 processes`."""
+    ending = "" if number == 1 else "es" if thing.endswith(("s", "ch")) else "s"
+    return f"{number:,} {thing}{ending}"
