@@ -17,6 +17,7 @@ from itertools import islice
 from math import isqrt, prod
 
 from shardwise.errors import LayoutError, nearest
+from shardwise.words import counted
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 FULL_BACKWARD = ("gpipe", "1f1b", "interleaved")
@@ -89,8 +90,8 @@ class Layout:
             raise LayoutError(f"virtual={self.virtual}: schedule {self.schedule} runs exactly 2 stages per rank.")
         if self.stages and len(self.stages) != self.stage_count:
             raise LayoutError(
-                f"stages={','.join(map(str, self.stages))} fixes {len(self.stages)} stages, but the pipeline has "
-                f"{self.stage_count} (pipeline={self.pipeline} x {self.stages_per_rank} per rank)."
+                f"stages={','.join(map(str, self.stages))} fixes {counted(len(self.stages), 'stage')}, "
+                f"but the pipeline has {self.stage_count} (pipeline={self.pipeline} x {self.stages_per_rank} per rank)."
             )
         if any(layers < 0 for layers in self.stages):
             raise LayoutError(f"stages={','.join(map(str, self.stages))}: a stage cannot hold fewer than 0 layers.")
@@ -229,7 +230,8 @@ def solve_batch(layout: Layout, samples: int) -> Batch:
     limit = 64 * layout.data * max(1, layout.micro_batch) * layout.stage_count
     near = list(islice((n for n in _around(samples, limit) if isinstance(_fit(layout, n), Batch)), 2))
     remedy = f"The nearest that can: {' and '.join(map(str, sorted(near)))}." if near else "No nearby batch can."
-    raise LayoutError(f"layout '{layout}' cannot serve a global batch of {samples} samples: {found}. {remedy}")
+    asked = counted(samples, "sample")
+    raise LayoutError(f"layout '{layout}' cannot serve a global batch of {asked}: {found}. {remedy}")
 
 
 def _fit(layout: Layout, samples: int) -> Batch | str:

@@ -77,6 +77,7 @@ def test_text_form(text: str, shown: str) -> None:
         ("virtual=2", "set pipeline above 1"),
         ("pipeline=2 virtual=2", "schedule=interleaved"),
         ("pipeline=2 schedule=zbv virtual=3", "exactly 2"),
+        ("pipeline=2 stages=4", "fixes 1 stage, but the pipeline has 2"),
         ("pipeline=2 virtual=-1", "at least 1 stage"),
         ("pipeline=2 stages=1,2,3", "fixes 3 stages, but the pipeline has 2"),
         ("pipeline=2 stages=-1,3", "fewer than 0"),

@@ -33,6 +33,7 @@ import torch
 
 from shardwise.data.stream import Samples, Stream, share
 from shardwise.errors import DataError
+from shardwise.words import counted
 
 Batches = Generator[tuple[int, Samples], None, None]
 Ready = queue.SimpleQueue[tuple[int, Samples] | BaseException | None]
@@ -74,7 +75,7 @@ class Loader:
         """`samples_per_batch` counts the whole batch of all `ranks` together. For CUDA devices memory is pinned."""
         if samples_per_batch % ranks:
             raise DataError(
-                f"a batch of {samples_per_batch} samples does not divide among {ranks} data ranks; "
+                f"a batch of {counted(samples_per_batch, 'sample')} does not divide among {ranks} data ranks; "
                 f"use {max(1, samples_per_batch // ranks) * ranks}."
             )
         self.wait_seconds = 0.0

@@ -28,6 +28,7 @@ from shardwise.data.tokens import RAW, TokenFile, open_raw, open_tokens, write_t
 from shardwise.data.windows import Windows
 from shardwise.errors import DataError
 from shardwise.job import Data, Job
+from shardwise.words import counted
 
 try:
     import fcntl
@@ -72,7 +73,7 @@ def make_sources(job: Job, cache: Path | None = None) -> tuple[Source, Source, T
         longest = max(file.count for file in files)
         among = "the longest of its files has" if len(files) > 1 else "it has"
         raise DataError(
-            f"{_name(job.data)} is too short for one sample: {among} {longest} tokens, and a sample needs "
+            f"{_name(job.data)} is too short for one sample: {among} {counted(longest, 'token')}, and a sample needs "
             f"model.sequence + 1 = {job.model.sequence + 1}. Give more text or a shorter model.sequence."
         )
     first_held = len(source) - _held(len(source), job.data.validation)
@@ -181,7 +182,7 @@ def _encode(
                 progress(size, total)
         if not documents:
             raise DataError(
-                f"{_name(data)} holds no text: {len(files)} files, all of them empty or binary. Give another path."
+                f"{_name(data)} holds no text: {counted(len(files), 'file')}, empty or binary. Give another path."
             )
 
     written = write_tokens(out, arrays(), tokenizer.vocab)

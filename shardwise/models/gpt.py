@@ -32,8 +32,8 @@ def rules(model: Model) -> Rules:
     value_rows = model.heads // model.kv_heads * model.head_size
     shrink = 1.0 / math.sqrt(2 * model.layers)
     by_query = [_query_rows(model, query) for query in range(model.heads)]
-    queries = Uneven("heads", tuple(rows for rows, _ in by_query))
-    values = Uneven("heads", tuple(columns for _, columns in by_query))
+    queries = Uneven("head", tuple(rows for rows, _ in by_query))
+    values = Uneven("head", tuple(columns for _, columns in by_query))
     return Rules(
         cuts=(
             Cut("embed.tokens.weight", 0),

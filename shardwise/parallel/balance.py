@@ -7,16 +7,17 @@ from functools import cache
 
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
+from shardwise.words import counted
 
 
 def cut_stages(layout: Layout, costs: Sequence[float]) -> list[tuple[int, int]]:
     """Spans of pieces, one per stage. `costs` are those of embedding, layers and head, in this order."""
     count = layout.stage_count
     if count > len(costs):
-        layers = len(costs) - 2
+        layers = counted(len(costs) - 2, "layer")
         raise LayoutError(
             f"layout '{layout}' has {count} stages, but the model has {len(costs)} pieces "
-            f"({layers} layers, embedding and head); use at most {len(costs)} stages."
+            f"({layers}, embedding and head); use at most {len(costs)} stages."
         )
     if layout.stages:
         return _fixed(layout, len(costs) - 2)
@@ -26,7 +27,8 @@ def cut_stages(layout: Layout, costs: Sequence[float]) -> list[tuple[int, int]]:
 def _fixed(layout: Layout, layers: int) -> list[tuple[int, int]]:
     if sum(layout.stages) != layers:
         raise LayoutError(
-            f"stages={','.join(map(str, layout.stages))} holds {sum(layout.stages)} layers, but the model has {layers}."
+            f"stages={','.join(map(str, layout.stages))} holds {counted(sum(layout.stages), 'layer')}, "
+            f"but the model has {layers}."
         )
     ends = [1 + sum(layout.stages[: i + 1]) for i in range(len(layout.stages))]
     ends[-1] += 1

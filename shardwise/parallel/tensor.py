@@ -30,6 +30,7 @@ from shardwise.errors import LayoutError
 from shardwise.models.chain import IGNORED, Chain, Cut, Head, Placed, Region, Rules, Table
 from shardwise.parallel.mesh import Axis
 from shardwise.parallel.views import present
+from shardwise.words import counted
 
 SEQUENCE = 1  # the dimension of positions in (sample, position, feature)
 
@@ -53,14 +54,14 @@ def check(rules: Rules, shapes: dict[str, torch.Size], sequence: int, degree: in
         if cut is None:
             continue
         if divides(cut, shape, degree):
-            parts, what, empty = shape[cut.dim], "rows", -(-shape[cut.dim] // degree) * (degree - 1) >= shape[cut.dim]
+            parts, what, empty = shape[cut.dim], "row", -(-shape[cut.dim] // degree) * (degree - 1) >= shape[cut.dim]
         else:
             assert cut.uneven is not None
             parts, what = len(cut.uneven.parts), cut.uneven.what
             empty = parts < degree
         if empty:
             raise LayoutError(
-                f"tensor={degree} leaves a rank without any of the {parts} {what} of {name}; use a smaller tensor."
+                f"tensor={degree} leaves a rank without any of the {counted(parts, what)} of {name}; use a smaller tensor."
             )
 
 

@@ -10,6 +10,7 @@ from shardwise.errors import LayoutError
 from shardwise.job import Job
 from shardwise.layout import Layout
 from shardwise.parallel.parallelize import check
+from shardwise.words import counted
 
 
 def pick_device(job: Job) -> str:
@@ -41,6 +42,6 @@ def choose_layout(job: Job, processes: int | None = None) -> Layout:
             check(job, layout)
             return layout
     raise LayoutError(
-        f"a global batch of {job.samples} samples does not divide over {available} processes; "
+        f"a global batch of {counted(job.samples, 'sample')} does not divide over {available} processes; "
         "change batch.samples or give a layout."
     )

@@ -28,6 +28,7 @@ from shardwise.layout import Layout
 from shardwise.train.auto import pick_device
 from shardwise.train.folder import RunFolder
 from shardwise.train.worker import work
+from shardwise.words import counted
 
 # Slurm's names for what torchrun calls RANK and so on.
 _SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
@@ -52,10 +53,11 @@ def check_world(layout: Layout, job: Job) -> None:
     """Raises where this world, or this machine, does not have the processes that a layout needs."""
     world = joined_world()
     if world is not None and world != layout.world:
-        raise LayoutError(f"layout '{layout}' needs {layout.world} processes, but this world has {world}.")
+        raise LayoutError(f"layout '{layout}' needs {counted(layout.world, 'process')}, but this world has {world}.")
     if world is None and pick_device(job) == "cuda" and layout.world > torch.cuda.device_count():
         raise LayoutError(
-            f"layout '{layout}' needs {layout.world} processes, but this machine has {torch.cuda.device_count()} GPUs; "
+            f"layout '{layout}' needs {counted(layout.world, 'process')}, but this machine has "
+            f"{counted(torch.cuda.device_count(), 'GPU')}; "
             'use a smaller layout, start under torchrun on more machines, or set run.device = "cpu".'
         )
 

@@ -97,7 +97,7 @@ class Trainer:
             else:
                 self._validate(last)
                 self.checkpoints.finish()
-                self._event("finished", f"all {last} steps are done.", step=last)
+                self._event("finished", "all steps are done.", step=last)
             self.checkpoints.finish()
         finally:
             loader.close()

@@ -23,6 +23,7 @@ from shardwise.train.generate import generate, load_model
 from shardwise.train.launch import check_world, joined_world, launch
 from shardwise.train.summary import finished, summarize
 from shardwise.train.worker import join
+from shardwise.words import counted
 
 TOKENIZER = "tokenizer.json"  # of the run folder, where the vocabulary was trained
 DEMO = Path(__file__).parent.parent / "demo.toml"
@@ -62,10 +63,9 @@ def _introduce(job: Job, layout: Layout, say: Callable[[str], None]) -> None:
     parameters = sum(shape.numel() for shape in shapes_of(build(job, torch.float32)).values())
     batch, tokens = check(job, layout), f"{job.samples} x {job.model.sequence} tokens"
     say(f"job:    {job.model.name}, {_short(parameters)} parameters, {job.precision}, on {job.data.source}")
-    say(f"        {job.total_steps} steps of {tokens}, {job.optimizer.name} at {job.optimizer.lr:g}")
-    processes = "process" if layout.world == 1 else "processes"
-    parts = f"{batch.micro_batches} micro-batch{'es' if batch.micro_batches > 1 else ''} of {batch.micro_batch}"
-    say(f"layout: {layout} ({layout.world} {processes}, {parts})")
+    say(f"        {counted(job.total_steps, 'step')} of {tokens}, {job.optimizer.name} at {job.optimizer.lr:g}")
+    parts = f"{counted(batch.micro_batches, 'micro-batch')} of {batch.micro_batch}"
+    say(f"layout: {layout} ({counted(layout.world, 'process')}, {parts})")
 
 
 def _main() -> bool:
@@ -136,5 +136,5 @@ def sample_run(run: Path, prompt: str, tokens: int, temperature: float, seed: in
 
 def write_data(job_file: Path | None, settings: list[str], out: Path) -> str:
     summary = encode(load_job(job_file, settings).data, out)
-    size = f"{summary.documents:,} documents, {summary.bytes:,} bytes of text"
+    size = f"{counted(summary.documents, 'document')}, {summary.bytes:,} bytes of text"
     return f"{out}: {summary.tokens:,} tokens of a vocabulary of {summary.vocab:,} from {size}"
