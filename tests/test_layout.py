@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import combinations
 
 import pytest
@@ -77,9 +78,9 @@ def test_text_form(text: str, shown: str) -> None:
         ("virtual=2", "set pipeline above 1"),
         ("pipeline=2 virtual=2", "schedule=interleaved"),
         ("pipeline=2 schedule=zbv virtual=3", "exactly 2"),
-        ("pipeline=2 stages=4", "fixes 1 stage, but the pipeline has 2"),
         ("pipeline=2 virtual=-1", "at least 1 stage"),
         ("pipeline=2 stages=1,2,3", "fixes 3 stages, but the pipeline has 2"),
+        ("pipeline=2 stages=4", "fixes 1 stage, but the pipeline has 2"),
         ("pipeline=2 stages=-1,3", "fewer than 0"),
     ],
 )
@@ -173,8 +174,10 @@ def test_micro_batches_are_chosen() -> None:
 # Stage balance
 
 
-def slowest(costs: list[float], spans: list[tuple[int, int]]) -> float:
-    return max(sum(costs[first:last]) for first, last in spans)
+def uneven(costs: list[float], spans: Iterable[tuple[int, int]]) -> tuple[float, float]:
+    """The slowest stage; then how unequal all of them are."""
+    stages = [sum(costs[first:last]) for first, last in spans]
+    return max(stages), sum(stage**2 for stage in stages)
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=9), st.integers(1, 5))
@@ -185,7 +188,11 @@ def test_balance_is_as_good_as_trying_everything(costs: list[int], count: int) -
     assert spans == list(zip([0, *ends[:-1]], ends)) and ends[-1] == len(costs)
     assert all(first < last for first, last in spans)
     cuts = combinations(range(1, len(costs)), count - 1)
-    assert slowest(costs, spans) == min(slowest(costs, list(zip((0, *cut), (*cut, len(costs))))) for cut in cuts)
+    assert uneven(costs, spans) == min(uneven(costs, zip((0, *cut), (*cut, len(costs)))) for cut in cuts)
+
+
+def test_a_heavy_head_leaves_the_blocks_evenly_cut() -> None:
+    assert balance((0.5, *[1.0] * 12, 40.0), 4) == [(0, 5), (5, 9), (9, 13), (13, 14)]
 
 
 def test_embedding_and_head_count() -> None:

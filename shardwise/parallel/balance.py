@@ -1,9 +1,10 @@
-"""Where a chain is cut into pipeline stages: the slowest stage is as fast as can be."""
+"""Where a chain is cut into pipeline stages: the slowest stage is as fast as can be, the others as even as can be."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+
+import numpy as np
 
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
@@ -42,27 +43,28 @@ def _fixed(layout: Layout, layers: int) -> list[tuple[int, int]]:
 
 
 def balance(costs: tuple[float, ...], count: int) -> list[tuple[int, int]]:
-    """The cut of `costs` into `count` runs, none empty, whose largest sum is least; ties go to earlier cuts."""
+    """The cut of `costs` into `count` runs, none empty, whose largest sum is least.
 
-    @cache
-    def best(start: int, stages: int) -> tuple[float, int]:
-        """The least largest sum of costs[start:] in `stages` runs, and where the first of them ends."""
-        if stages == 1:
-            return sum(costs[start:]), len(costs)
-        found = (float("inf"), -1)
-        first = 0.0
-        for end in range(start + 1, len(costs) - stages + 2):
-            first += costs[end - 1]
-            worst = max(first, best(end, stages - 1)[0])
-            if worst < found[0]:
-                found = (worst, end)
-            if first > found[0]:
-                break
-        return found
+    Of those, the one with the least sum of squares: where one piece outweighs all, the rest is shared evenly too. Ties
+    go to earlier cuts.
+    """
+    ends = np.concatenate(([0.0], np.cumsum(costs)))
+    runs = ends - ends[:, None]  # [i, j]: the sum of costs[i:j]
+    runs[np.tri(len(ends), dtype=bool)] = np.inf  # none is empty
+    least = _best(runs, count, np.maximum)[0][0]
+    _, choices = _best(np.where(runs <= least, runs**2, np.inf), count, np.add)
+    places = [0]
+    for choice in reversed(choices):
+        places.append(int(choice[places[-1]]))
+    return list(zip(places[:-1], places[1:]))
 
-    spans, start = [], 0
-    for stages in range(count, 0, -1):
-        end = best(start, stages)[1]
-        spans.append((start, end))
-        start = end
-    return spans
+
+def _best(runs: np.ndarray, count: int, join: np.ufunc) -> tuple[np.ndarray, list[np.ndarray]]:
+    """By place, the least value of `count` runs from there to the end; by number of runs, where the first one ends."""
+    value = np.where(np.arange(len(runs)) == len(runs) - 1, 0.0, np.inf)  # no runs: only at the end
+    choices = []
+    for _ in range(count):
+        values = join(runs, value)
+        choices.append(values.argmin(1))
+        value = values.min(1)
+    return value, choices
