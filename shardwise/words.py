@@ -1,8 +1,9 @@
-"""What is told to people: lines that need no reader, and counted things."""
+"""What is told to people: lines that need no reader, counted things, signals."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 
@@ -19,3 +20,8 @@ def counted(number: int, thing: str) -> str:
     """`1 process`, `2 processes`."""
     ending = "" if number == 1 else "es" if thing.endswith(("s", "ch")) else "s"
     return f"{number:,} {thing}{ending}"
+
+
+def signal_name(number: int) -> str:
+    name = signal.Signals(number).name
+    return f"Ctrl-C ({name})" if number == signal.SIGINT else name

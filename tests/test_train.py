@@ -55,11 +55,12 @@ def _train(folder: str, layout: str, resume: bool, die_after: int | None) -> Non
     if die_after is not None:
         measure = trainer._measure
 
-        def fatal(done: int, *rest: object) -> None:
-            measure(done, *rest)  # type: ignore[arg-type]
+        def fatal(done: int, *rest: object) -> int:
+            told = measure(done, *rest)  # type: ignore[arg-type]
             if done == die_after:
                 trainer.checkpoints.finish()
                 os.kill(os.getpid(), signal.SIGKILL)
+            return told
 
         trainer._measure = fatal  # type: ignore[method-assign]
     trainer.run()
@@ -171,7 +172,8 @@ def test_a_signal_saves_and_ends_cleanly(number: signal.Signals, tmp_path: Path)
     process.send_signal(number)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 0, said
-    assert "stopped" in said and "--resume run" in said and "Traceback" not in said
+    name = "Ctrl-C (SIGINT)" if number == signal.SIGINT else "SIGTERM"
+    assert f"stopped: told to stop by {name}: saved step" in said and "--resume run" in said and "Traceback" not in said
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 

@@ -28,7 +28,7 @@ from shardwise.layout import Layout
 from shardwise.train.auto import pick_device
 from shardwise.train.folder import RunFolder
 from shardwise.train.worker import work
-from shardwise.words import counted
+from shardwise.words import counted, signal_name
 
 # Slurm's names for what torchrun calls RANK and so on.
 _SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
@@ -73,7 +73,15 @@ def launch(folder: RunFolder, layout: Layout, resume: bool) -> None:
         return
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    previous = {number: signal.signal(number, _pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    told: list[int] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        """A signal to the launcher is one to every worker; the agent then sees them end by themselves."""
+        told.append(number)
+        for child in psutil.Process().children():
+            child.send_signal(number)
+
+    previous = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
     command = ["-u", "-m", "shardwise.train.worker", str(folder.path), str(layout), *(["--resume"] if resume else [])]
     with tempfile.TemporaryDirectory(prefix="shardwise-") as logs:
         config = LaunchConfig(
@@ -84,6 +92,8 @@ def launch(folder: RunFolder, layout: Layout, resume: bool) -> None:
         try:
             elastic_launch(config, sys.executable)(*command)
         except ChildFailedError as failure:
+            if told and not folder.error_records():
+                raise RunError(f"told to stop by {signal_name(told[0])} before training began.") from None
             raise first_failure(folder, failure) from None
         finally:
             for number, handler in previous.items():
@@ -98,22 +108,16 @@ def _join_in(folder: RunFolder, layout: Layout, resume: bool) -> None:
         time.sleep(1.0)  # for the records of the others
         records = folder.error_records()
         if records and records[0]["rank"] == int(os.environ["RANK"]):
-            print(f"shardwise: {told(records[0])}", file=sys.stderr, flush=True)
+            print(f"shardwise: {last_words(records[0])}", file=sys.stderr, flush=True)
         os._exit(getattr(error, "exit_code", 1))  # peers wait in collectives: no tear-down that would wait for them
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def told(record: dict[str, Any]) -> str:
+def last_words(record: dict[str, Any]) -> str:
     """A worker's last words: the sentence of an error that we raise on purpose, the trace of any other."""
     said = record["trace"] or record["message"]
     return str(said) if record["exit_code"] == 2 else f"rank {record['rank']} failed: {said.rstrip()}"
-
-
-def _pass_on(number: int, frame: FrameType | None) -> None:
-    """A signal to the launcher is one to every worker; the agent then sees them end by themselves."""
-    for child in psutil.Process().children():
-        child.send_signal(signal.SIGTERM)
 
 
 def first_failure(folder: RunFolder, failure: ChildFailedError) -> Exception:
@@ -127,4 +131,4 @@ def first_failure(folder: RunFolder, failure: ChildFailedError) -> Exception:
     if not records:
         return RunError(f"the workers ended without a word: {failure.get_first_failure()}")
     first = records[0]
-    return (UserError if first["exit_code"] == 2 else RunError)(told(first))
+    return (UserError if first["exit_code"] == 2 else RunError)(last_words(first))

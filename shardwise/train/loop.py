@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from shardwise.cluster import peak_rate
 from shardwise.comm.collectives import all_reduce
@@ -27,21 +28,23 @@ from shardwise.train.checkpoint import Checkpoints
 from shardwise.train.folder import RunFolder
 from shardwise.train.progress import Progress
 from shardwise.train.validate import validate
+from shardwise.words import signal_name
 
 PATIENCE = 10  # steps in a row without a finite gradient, after which a run is given up
 
 
 @dataclass
 class StopFlag:
-    """Set by a signal; the world agrees on it at the end of each step."""
+    """The signal that told this rank to stop, 0 for none; the world agrees on it at the end of each step."""
 
-    reason: str = ""
+    number: int = 0
 
-    def agreed(self, engine: Engine) -> bool:
-        flag = torch.tensor(float(bool(self.reason)), device=engine.mesh.device)
+    def agreed(self, engine: Engine) -> Tensor:
+        """The highest signal of all ranks, still on the device."""
+        flag = torch.full((), float(self.number), device=engine.mesh.device)
         if engine.mesh["world"].size > 1:
             all_reduce(flag, dist.ReduceOp.MAX)
-        return bool(flag)
+        return flag
 
 
 @dataclass
@@ -83,15 +86,14 @@ class Trainer:
                 rate = learning_rate(self.job.optimizer, number, last)
                 set_learning_rate(self.optimizer, rate)
                 outcome = step(self.engine, self.optimizer, samples, self.job.optimizer.clip)
-                self._measure(number + 1, outcome, rate, begin, loader.wait_seconds - waited)
                 done = number + 1
+                told = self._measure(done, outcome, rate, begin, loader.wait_seconds - waited)
                 if _due(done, self.job.validation.every) and done < last:
                     self._validate(done)
-                stopping = self.stop.agreed(self.engine)
-                if _due(done, self.job.checkpoint.every) or done == last or stopping:
+                if _due(done, self.job.checkpoint.every) or done == last or told:
                     self._save(done)
-                if stopping and done < last:
-                    reason = self.stop.reason or "another rank was told to stop"
+                if told and done < last:
+                    reason = f"told to stop by {signal_name(told)}"
                     self._event("stopped", f"{reason}: saved step {done} and ended.", step=done)
                     break
             else:
@@ -130,12 +132,15 @@ class Trainer:
         if result is not None:
             self._event("validation", f"loss {result['loss']:.4f} after step {done}.", step=done, **result)
 
-    def _measure(self, done: int, outcome: Outcome, rate: float, begin: float, waited: float) -> None:
-        loss, norm, skipped = torch.stack((outcome.loss, outcome.grad_norm, outcome.skipped)).tolist()
+    def _measure(self, done: int, outcome: Outcome, rate: float, begin: float, waited: float) -> int:
+        """Writes down what a step gave. Returns the signal that told any rank to stop, 0 for none."""
+        engine = self.engine
+        values = (outcome.loss, outcome.grad_norm, outcome.skipped, engine.scale.value, self.stop.agreed(engine))
+        loss, norm, skipped, scale, told = torch.stack(values).tolist()  # the one wait for the device in a step
         seconds = time.perf_counter() - begin
         self._watch_over(done, bool(skipped), norm)
         if not self.main:
-            return
+            return int(told)
         record: dict[str, Any] = {
             "step": done, "samples": done * self.job.samples,
             "loss": _plain(loss), "grad_norm": _plain(norm), "lr": rate,
@@ -147,10 +152,11 @@ class Trainer:
             record["utilisation"] = self.step_flops / seconds / self.layout.world / self.peak
         if skipped:
             record["skipped"] = True
-        if self.engine.scale.dynamic:
-            record["loss_scale"] = float(self.engine.scale.value)
+        if engine.scale.dynamic:
+            record["loss_scale"] = scale
         self.folder.metric(record)
         self.progress.show(record)
+        return int(told)
 
     def _watch_over(self, done: int, skipped: bool, norm: float) -> None:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0

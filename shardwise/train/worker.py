@@ -16,6 +16,9 @@ from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until we listen, Ctrl-C ends a worker without a traceback
+
 import torch
 import torch.distributed as dist
 
@@ -82,7 +85,7 @@ def listen(stop: StopFlag) -> None:
     """SIGTERM and Ctrl-C set a flag; the step under way is finished and saved."""
 
     def told(number: int, frame: FrameType | None) -> None:
-        stop.reason = f"told to stop by {signal.Signals(number).name}"
+        stop.number = number
 
     signal.signal(signal.SIGTERM, told)
     signal.signal(signal.SIGINT, told)
