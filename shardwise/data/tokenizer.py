@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike
 
-from shardwise.data.tokens import replacing
+from shardwise.data.tokens import writing
 from shardwise.errors import DataError
 
 END = "<|end|>"
@@ -102,7 +102,7 @@ class Subwords:
         return int(self._widths[self._known(ids)].sum())
 
     def save(self, path: Path) -> None:
-        with replacing(path) as file:
+        with writing(path) as file:
             file.write(self._inner.to_str(pretty=True).encode())
 
     def _known(self, ids: ArrayLike) -> np.ndarray:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 import struct
-import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from typing import IO, Any
 import numpy as np
 
 from shardwise.errors import DataError
+from shardwise.files import replacing
 
 MAGIC = b"SHARDTOK"
 VERSION = 1
@@ -109,7 +109,7 @@ def write_tokens(path: Path, arrays: Iterable[np.ndarray], vocab: int) -> TokenF
     """Writes the arrays one behind the other; `path` appears only when all of it is there."""
     width = 1 if vocab <= 1 << 8 else 2 if vocab <= 1 << 16 else 4
     count = 0
-    with replacing(path) as file:
+    with writing(path) as file:
         file.write(bytes(_HEADER.size))  # its place; a file that stops here is no token file
         for array in arrays:
             if array.size and not 0 <= int(array.min()) <= int(array.max()) < vocab:
@@ -125,20 +125,11 @@ def write_tokens(path: Path, arrays: Iterable[np.ndarray], vocab: int) -> TokenF
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file that takes `path`'s place when the block ends well, and leaves nothing behind when it does not.
-
-    The name in between is unique, so that several processes may write the same path: the last one wins, each is whole.
-    """
-    between = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+def writing(path: Path) -> Iterator[IO[bytes]]:
+    """A file that appears under its name only when all of it is there; what goes wrong is told in a sentence."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with between.open("wb", buffering=1 << 20) as file:
+        with replacing(path) as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(between, path)
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error.strerror or error}.") from error
-    finally:
-        between.unlink(missing_ok=True)

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import CheckpointError, RunError
+from shardwise.files import put_in_place
 from shardwise.parallel.holding import Holding, place
 from shardwise.parallel.parallelize import Engine
 from shardwise.train.pieces import Index, Piece, dtype_of, read_index, read_pieces, write_pieces
@@ -41,7 +42,6 @@ from shardwise.train.stored import (
     good_checkpoints,
     make_partial,
     newest_good,
-    put_in_place,
     remove,
     remove_leftovers,
     saved,

@@ -19,6 +19,7 @@ from typing import Any
 import tomli_w
 
 from shardwise.errors import JobError, RunError
+from shardwise.files import write_text
 from shardwise.job import Job, load_job
 
 
@@ -39,7 +40,7 @@ class RunFolder:
                     f"{folder.path}` or name another folder."
                 )
             folder.path.mkdir(parents=True, exist_ok=True)
-            write_atomic(folder.path / "job.toml", job.text())
+            write_text(folder.path / "job.toml", job.text())
         except OSError as error:
             raise JobError(f"the run folder cannot be made: {error}.") from None
         return folder
@@ -54,7 +55,7 @@ class RunFolder:
         return load_job(self.path / "job.toml")
 
     def write_plan(self, plan: dict[str, Any]) -> None:
-        write_atomic(self.path / "plan.toml", tomli_w.dumps(plan))
+        write_text(self.path / "plan.toml", tomli_w.dumps(plan))
 
     def event(self, kind: str, message: str, **facts: Any) -> None:
         _append(self.path / "events.jsonl", {"time": round(time.time(), 3), "event": kind, "message": message, **facts})
@@ -72,11 +73,11 @@ class RunFolder:
         """Drops metrics of steps that will be taken again, so that each step stands once."""
         kept = [json.dumps(record) + "\n" for record in self.metrics() if record.get("step", 0) <= step]
         if (self.path / "metrics.jsonl").exists():
-            write_atomic(self.path / "metrics.jsonl", "".join(kept))
+            write_text(self.path / "metrics.jsonl", "".join(kept))
 
     def write_error(self, rank: int, record: dict[str, Any]) -> None:
         self.errors.mkdir(parents=True, exist_ok=True)
-        write_atomic(self.errors / f"rank-{rank}.json", json.dumps(record))
+        write_text(self.errors / f"rank-{rank}.json", json.dumps(record))
 
     def error_records(self) -> list[dict[str, Any]]:
         records = (record for path in self.errors.glob("rank-*.json") for record in _records(path))
@@ -85,16 +86,6 @@ class RunFolder:
     def clear_errors(self) -> None:
         for path in self.errors.glob("rank-*.json"):
             path.unlink()
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Either the old file or the new one is there, whatever happens."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:

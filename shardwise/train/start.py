@@ -12,13 +12,14 @@ import torch.distributed as dist
 from shardwise.data.make import encode, make_sources
 from shardwise.data.tokenizer import Subwords, load_tokenizer
 from shardwise.errors import DataError, JobError
+from shardwise.files import write_text
 from shardwise.job import Job, load_job
 from shardwise.layout import Layout
 from shardwise.models.gpt import cost
 from shardwise.parallel.balance import cut_stages
 from shardwise.parallel.parallelize import build, check, shapes_of
 from shardwise.train.auto import choose_layout, pick_device
-from shardwise.train.folder import RunFolder, write_atomic
+from shardwise.train.folder import RunFolder
 from shardwise.train.generate import generate, load_model
 from shardwise.train.launch import check_world, joined_world, launch
 from shardwise.train.summary import finished, summarize
@@ -43,7 +44,7 @@ def start_training(job_file: Path | None, settings: list[str], resume: Path | No
     _, _, tokenizer = make_sources(job)
     folder = _folder(job, old, layout)
     if _main():
-        write_atomic(folder.path / "job.toml", job.text())
+        write_text(folder.path / "job.toml", job.text())
         folder.write_plan(_plan(job, layout))
         if isinstance(tokenizer, Subwords):
             tokenizer.save(folder.path / TOKENIZER)

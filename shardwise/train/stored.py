@@ -240,12 +240,6 @@ def make_partial(folder: Path, step: int) -> Path:
     return path
 
 
-def put_in_place(partial: Path, final: Path) -> None:
-    _sync(partial)
-    partial.rename(final)
-    _sync(final.parent)
-
-
 def remove(path: Path) -> None:
     """Away under another name first, so that a crash leaves no half of a checkpoint under a good name."""
     doomed = path.with_name(f"{path.name}.partial-{uuid.uuid4().hex[:8]}")
@@ -257,11 +251,3 @@ def remove(path: Path) -> None:
 def remove_leftovers(folder: Path) -> None:
     for path in folder.glob("step-*.partial-*"):
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

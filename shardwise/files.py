@@ -1,0 +1,45 @@
+"""Files and folders that are there whole or not at all, whatever happens while they are written."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A file that takes `path`'s place when the block ends well, and leaves nothing behind when it does not.
+
+    The name in between is unique, so that several processes may write the same path: the last one wins, each is whole.
+    """
+    between = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with between.open("wb", buffering=1 << 20) as file:
+            yield file
+        put_in_place(between, path)
+    finally:
+        between.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
+def put_in_place(between: Path, final: Path) -> None:
+    """Gives a file or folder that was written under another name its own, once all of it is on the disk."""
+    _sync(between)
+    os.replace(between, final)
+    _sync(final.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
