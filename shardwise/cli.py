@@ -109,7 +109,7 @@ def sample(
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
     """Writes text with a trained run, on one device."""
-    from shardwise.train.start import sample_run
+    from shardwise.train.generate import sample_run
 
     say(sample_run(run, prompt, tokens, temperature, seed))
 
@@ -121,7 +121,7 @@ def data(
     settings: Settings = None,
 ) -> None:
     """Writes a source as a memory-mapped token file, for `data.source = "tokens"`."""
-    from shardwise.train.start import write_data
+    from shardwise.data.encode import write_data
 
     say(write_data(job_file, settings or [], out))
 

@@ -19,8 +19,9 @@ from data_marks import Marks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.data.encode import encode, write_data
 from shardwise.data.loader import Loader, _context, _Share, _start
-from shardwise.data.make import encode, make_sources
+from shardwise.data.make import make_sources
 from shardwise.data.source import Source, Synthetic
 from shardwise.data.stream import Samples, Stream, share
 from shardwise.data.text import find_files, read_pieces
@@ -342,6 +343,15 @@ def test_encode_saves_what_reading_needs(tmp_path: Path) -> None:
     for source, words in [("tokens", "no text to encode"), ("synthetic", "no text to encode")]:
         with pytest.raises(DataError, match=words):
             encode(Data(source=source, path=str(folder)), tmp_path / "out.bin")  # type: ignore[arg-type]
+
+
+def test_what_was_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("one two three")
+    settings = ["data.source=text", f"data.path={tmp_path / 'one.txt'}"]
+    told = write_data(None, settings, tmp_path / "out.bin")
+    assert told == f"{tmp_path}/out.bin: 14 tokens of a vocabulary of 256 from 1 document, 13 bytes of text"
+    told = write_data(None, [*settings, "data.tokenizer=bpe:280"], tmp_path / "out.bin")
+    assert f"{tmp_path}/out.tokenizer.json: the tokenizer" in told
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,18 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from shardwise.errors import RunError
+from shardwise.data.tokens import write_tokens
+from shardwise.errors import DataError, RunError
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.train.folder import RunFolder
+from shardwise.train.generate import sample_run
 from shardwise.train.loop import Trainer
+from shardwise.train.summary import summarize
 from shardwise.train.world import run_world
 
 SMALL = {
@@ -145,6 +149,17 @@ def test_lower_precision_follows_float64(precision: str, tmp_path: Path) -> None
     assert sharded == pytest.approx(whole, rel=limit)
 
 
+def test_tokens_without_a_tokenizer_are_not_taken_for_text(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "some.bin", [np.arange(1000) % 61], 61)
+    for data in ({"source": "tokens", "path": str(tmp_path / "some.bin")}, {"source": "synthetic"}):
+        run = RunFolder.create(small_job(tmp_path / data["source"], data=data))
+        said: list[str] = []
+        summarize(run, run.job(), said.append)
+        assert said == [f"run folder: {run.path}"]
+        with pytest.raises(DataError, match="no known tokenizer made"):
+            sample_run(run.path, "", 8, 0.0, 0)
+
+
 # Through the command line, as users do
 
 
@@ -215,6 +230,9 @@ def test_under_torchrun_it_joins_that_world_and_sample_writes_text(tmp_path: Pat
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
+    assert done.stdout.count("validation: loss") == 1 and done.stdout.count("bits per byte") == 2
+    after = done.stdout.partition("a sample of what it writes after '")[2].partition("':")[0]
+    assert after and after in "to be or not to be, that is the question. " * 2
     text = subprocess.run(
         [sys.executable, "-m", "shardwise", "sample", "run", "--prompt", "to be", "--tokens", "8"],
         cwd=tmp_path, text=True, capture_output=True, timeout=120,

@@ -1,7 +1,9 @@
-"""From the `[data]` section of a job to its sources, and from text to a token file.
+"""From the `[data]` section of a job to its sources.
 
     files -> documents -> tokenizer -> token file -> windows -> training | validation
     text.py               tokenizer.py tokens.py     windows.py
+
+`encode.py` takes text as far as its token file, here or for the command `shardwise data`.
 
 Text is encoded once. The token file lies in a cache, in a folder named by a hash of all that determines it (format,
 source, files with their sizes and times, tokenizer), so a changed corpus is a new folder and an unchanged one is opened
@@ -12,19 +14,16 @@ the file system has no locks all build the same and the last one wins, since fil
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import islice
 from pathlib import Path
 
-import numpy as np
-
+from shardwise.data.encode import encode_files, name_of, size_and_time, tokenizer_for
 from shardwise.data.source import Part, Source, Synthetic
-from shardwise.data.text import Piece, find_files, read_pieces
-from shardwise.data.tokenizer import Bytes, Tokenizer, bpe_size, fingerprint, load_tokenizer, train_bpe
-from shardwise.data.tokens import RAW, TokenFile, open_raw, open_tokens, write_tokens
+from shardwise.data.text import find_files
+from shardwise.data.tokenizer import Bytes, Tokenizer, bpe_size, fingerprint, load_tokenizer
+from shardwise.data.tokens import RAW, TokenFile, open_raw, open_tokens
 from shardwise.data.windows import Windows
 from shardwise.errors import DataError
 from shardwise.job import Data, Job
@@ -37,25 +36,6 @@ except ImportError:  # Windows
 
 FORMAT = 1
 """Raised when the same files come to be encoded to other tokens, so that old caches are not taken for new ones."""
-TRAINING = 128 << 20
-"""Bytes of text that pairs are trained on at most, spread evenly: more hardly changes them and takes hours."""
-GROUP = 8 << 20
-"""Characters that are encoded at once."""
-
-Progress = Callable[[int, int], None]
-"""Called with the bytes of text that are done and those of all files."""
-
-
-@dataclass(frozen=True)
-class Summary:
-    """What was written: tokens (with separators), documents, bytes of their text, ids of the tokenizer."""
-
-    tokens: int
-    documents: int
-    bytes: int
-    vocab: int
-    tokenizer: Path | None = None
-    """Where the tokenizer was saved, if one was trained: what `data.tokenizer` must be to use the tokens."""
 
 
 def cache_folder() -> Path:
@@ -73,22 +53,11 @@ def make_sources(job: Job, cache: Path | None = None) -> tuple[Source, Source, T
         longest = max(file.count for file in files)
         among = "the longest of its files has" if len(files) > 1 else "it has"
         raise DataError(
-            f"{_name(job.data)} is too short for one sample: {among} {counted(longest, 'token')}, and a sample needs "
+            f"{name_of(job.data)} is too short for one sample: {among} {counted(longest, 'token')}, and a sample needs "
             f"model.sequence + 1 = {job.model.sequence + 1}. Give more text or a shorter model.sequence."
         )
     first_held = len(source) - _held(len(source), job.data.validation)
     return Part(source, 0, first_held), Part(source, first_held, len(source)), tokenizer
-
-
-def encode(data: Data, out: Path, progress: Progress | None = None) -> Summary:
-    """Writes the source's text as a token file; a `bpe:SIZE` tokenizer is trained and saved beside it."""
-    if data.source in ("tokens", "synthetic"):
-        raise DataError(f"data.source = {data.source!r} has no text to encode; use stdlib, text or jsonl.")
-    files = find_files(data.source, data.path)
-    saved = out.with_suffix(".tokenizer.json") if bpe_size(data.tokenizer) else None
-    if saved:
-        saved.unlink(missing_ok=True)  # it may have been trained on other text
-    return _encode(data, files, _tokenizer(data, files, saved), out, progress, saved)
 
 
 def _synthetic(job: Job) -> tuple[Source, Source]:
@@ -146,75 +115,14 @@ def _encoded(job: Job, cache: Path) -> tuple[list[TokenFile], Tokenizer]:
     files = find_files(job.data.source, job.data.path)
     folder = cache / _key(job.data, files)
     with _alone(folder):
-        tokenizer = _tokenizer(job.data, files, folder / "tokenizer.json")
+        tokenizer = tokenizer_for(job.data, files, folder / "tokenizer.json")
         _check_vocab("the tokenizer", tokenizer.vocab, job)
         try:
             tokens = open_tokens(folder / "tokens.bin")
         except DataError:  # not there, or torn by something else than us
-            _encode(job.data, files, tokenizer, folder / "tokens.bin")
+            encode_files(job.data, files, tokenizer, folder / "tokens.bin")
             tokens = open_tokens(folder / "tokens.bin")
     return [tokens], tokenizer
-
-
-def _encode(
-    data: Data,
-    files: Sequence[Path],
-    tokenizer: Tokenizer,
-    out: Path,
-    progress: Progress | None = None,
-    saved: Path | None = None,
-) -> Summary:
-    total = sum(_stat(file)[0] for file in files)
-    documents = size = 0
-
-    def arrays() -> Iterator[np.ndarray]:
-        nonlocal documents, size
-        separator = np.array([tokenizer.separator], np.uint32)
-        for group in _groups(_text(data, files)):
-            texts = [piece.text for piece in group]
-            for piece, ids in zip(group, tokenizer.encode_all(texts), strict=True):
-                yield ids
-                if piece.ends:
-                    yield separator
-            documents += sum(piece.ends for piece in group)
-            size += sum(len(text.encode()) for text in texts)
-            if progress:
-                progress(size, total)
-        if not documents:
-            raise DataError(
-                f"{_name(data)} holds no text: {counted(len(files), 'file')}, empty or binary. Give another path."
-            )
-
-    written = write_tokens(out, arrays(), tokenizer.vocab)
-    return Summary(written.count, documents, size, tokenizer.vocab, saved)
-
-
-def _text(data: Data, files: Sequence[Path]) -> Iterator[Piece]:
-    return read_pieces(data.source, data.path, data.field, files)
-
-
-def _groups(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    group: list[Piece] = []
-    size = 0
-    for piece in pieces:
-        group.append(piece)
-        size += len(piece.text)
-        if size >= GROUP:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
-
-
-def _tokenizer(data: Data, files: Sequence[Path], saved: Path | None) -> Tokenizer:
-    """The tokenizer that the job names; pairs are trained once and kept at `saved`."""
-    size = bpe_size(data.tokenizer)
-    if size is None or saved is None:
-        return load_tokenizer(data.tokenizer)
-    if not saved.exists():
-        every = -(-sum(_stat(file)[0] for file in files) // TRAINING)
-        train_bpe((piece.text for piece in islice(_text(data, files), 0, None, max(1, every))), size).save(saved)
-    return load_tokenizer(str(saved))
 
 
 # The cache
@@ -222,16 +130,8 @@ def _tokenizer(data: Data, files: Sequence[Path], saved: Path | None) -> Tokeniz
 
 def _key(data: Data, files: Sequence[Path]) -> str:
     what = (FORMAT, data.source, data.field if data.source == "jsonl" else "", fingerprint(data.tokenizer))
-    listing = [(str(file.absolute()), *_stat(file)) for file in files]
+    listing = [(str(file.absolute()), *size_and_time(file)) for file in files]
     return f"{data.source}-{blake2b(repr((what, listing)).encode(), digest_size=8).hexdigest()}"
-
-
-def _stat(path: Path) -> tuple[int, int]:
-    try:
-        stat = path.stat()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
-    return stat.st_size, stat.st_mtime_ns
 
 
 @contextmanager
@@ -255,7 +155,3 @@ def _alone(folder: Path) -> Iterator[None]:
 def _check_vocab(who: str, ids: int, job: Job) -> None:
     if ids > job.model.vocab:
         raise DataError(f"{who} has {ids} ids but model.vocab is {job.model.vocab}; set model.vocab = {ids}.")
-
-
-def _name(data: Data) -> str:
-    return f"data.source = {data.source!r}" if data.source == "stdlib" else f"data.path = {data.path!r}"

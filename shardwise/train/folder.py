@@ -5,6 +5,7 @@ What lies in it:
     job.toml         the resolved job          plan.toml      layout, stages and batch arithmetic
     metrics.jsonl    one object per step       events.jsonl   what happened, in words
     checkpoints/     see `checkpoint`          errors/        what a worker said when it failed
+    tokenizer.json   where it is not `bytes`
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class RunFolder:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.errors = path / "errors"
+        self.tokenizer = path / "tokenizer.json"
 
     @classmethod
     def create(cls, job: Job) -> RunFolder:

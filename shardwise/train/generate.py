@@ -2,16 +2,44 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import torch
 
-from shardwise.data.tokenizer import Tokenizer
-from shardwise.errors import CheckpointError
+from shardwise.data.make import make_sources
+from shardwise.data.tokenizer import Tokenizer, load_tokenizer
+from shardwise.errors import CheckpointError, DataError
 from shardwise.job import Job
 from shardwise.models.chain import Chain
 from shardwise.parallel.parallelize import build
+from shardwise.train.auto import pick_device
 from shardwise.train.checkpoint import load_weights
 from shardwise.train.folder import RunFolder
+
+
+def sample_run(run: Path, prompt: str, tokens: int, temperature: float, seed: int) -> str:
+    """What `shardwise sample` writes."""
+    folder = RunFolder.open(run)
+    job = folder.job()
+    tokenizer = tokenizer_of(folder, job)
+    model = load_model(folder, job, torch.device(pick_device(job)))
+    return generate(model, tokenizer, prompt, tokens, job.model.sequence, temperature, seed)
+
+
+def tokenizer_of(folder: RunFolder, job: Job) -> Tokenizer:
+    """What turns a run's tokens into text."""
+    if folder.tokenizer.exists():
+        return load_tokenizer(str(folder.tokenizer))
+    if job.data.source not in ("tokens", "synthetic"):
+        return load_tokenizer(job.data.tokenizer)
+    _, _, tokenizer = make_sources(job)
+    if tokenizer is None:
+        raise DataError(
+            f"{folder.path} was trained on tokens that no known tokenizer made (data.source = {job.data.source!r}), so "
+            f"it writes no text; if there is a tokenizer, put it there as {folder.tokenizer.name}."
+        )
+    return tokenizer
 
 
 def load_model(folder: RunFolder, job: Job, device: torch.device) -> Chain:

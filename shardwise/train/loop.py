@@ -130,7 +130,8 @@ class Trainer:
     def _validate(self, done: int) -> None:
         result = validate(self.engine, self.job, self.held_out, self.tokenizer)
         if result is not None:
-            self._event("validation", f"loss {result['loss']:.4f} after step {done}.", step=done, **result)
+            bits = f", {result['bits_per_byte']:.3f} bits per byte" if "bits_per_byte" in result else ""
+            self._event("validation", f"loss {result['loss']:.4f}{bits} after step {done}.", step=done, **result)
 
     def _measure(self, done: int, outcome: Outcome, rate: float, begin: float, waited: float) -> int:
         """Writes down what a step gave. Returns the signal that told any rank to stop, 0 for none."""

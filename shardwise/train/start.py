@@ -9,24 +9,22 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shardwise.data.make import encode, make_sources
-from shardwise.data.tokenizer import Subwords, load_tokenizer
-from shardwise.errors import DataError, JobError
+from shardwise.data.make import make_sources
+from shardwise.data.tokenizer import Subwords
+from shardwise.errors import JobError
 from shardwise.files import write_text
 from shardwise.job import Job, load_job
 from shardwise.layout import Layout
 from shardwise.models.gpt import cost
 from shardwise.parallel.balance import cut_stages
 from shardwise.parallel.parallelize import build, check, shapes_of
-from shardwise.train.auto import choose_layout, pick_device
+from shardwise.train.auto import choose_layout
 from shardwise.train.folder import RunFolder
-from shardwise.train.generate import generate, load_model
 from shardwise.train.launch import check_world, joined_world, launch
 from shardwise.train.summary import finished, summarize
 from shardwise.train.worker import join
 from shardwise.words import counted
 
-TOKENIZER = "tokenizer.json"  # of the run folder, where the vocabulary was trained
 DEMO = Path(__file__).parent.parent / "demo.toml"
 # What a run is: these keep their meaning from its first step to its last.
 FIXED = ("seed", "precision", "model", "data", "batch", "optimizer")
@@ -47,7 +45,7 @@ def start_training(job_file: Path | None, settings: list[str], resume: Path | No
         write_text(folder.path / "job.toml", job.text())
         folder.write_plan(_plan(job, layout))
         if isinstance(tokenizer, Subwords):
-            tokenizer.save(folder.path / TOKENIZER)
+            tokenizer.save(folder.tokenizer)
         if job_file is None and old is None:
             say("no job file given: training the built-in demo")
         _introduce(job, layout, say)
@@ -122,20 +120,3 @@ def _short(number: int) -> str:
         if number >= size:
             return f"{number / size:.1f}{unit}"
     return str(number)
-
-
-def sample_run(run: Path, prompt: str, tokens: int, temperature: float, seed: int) -> str:
-    folder = RunFolder.open(run)
-    job = folder.job()
-    model = load_model(folder, job, torch.device(pick_device(job)))
-    if job.data.source == "synthetic":
-        raise DataError("this run was trained on synthetic tokens, which stand for no text.")
-    saved = folder.path / TOKENIZER
-    tokenizer = load_tokenizer(str(saved) if saved.exists() else job.data.tokenizer)
-    return generate(model, tokenizer, prompt, tokens, job.model.sequence, temperature, seed)
-
-
-def write_data(job_file: Path | None, settings: list[str], out: Path) -> str:
-    summary = encode(load_job(job_file, settings).data, out)
-    size = f"{counted(summary.documents, 'document')}, {summary.bytes:,} bytes of text"
-    return f"{out}: {summary.tokens:,} tokens of a vocabulary of {summary.vocab:,} from {size}"

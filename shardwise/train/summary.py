@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 
 import numpy as np
@@ -26,23 +27,29 @@ def finished(folder: RunFolder) -> bool:
 def summarize(folder: RunFolder, job: Job, say: Callable[[str], None]) -> None:
     """For a run that took all its steps."""
     training, held_out, tokenizer = make_sources(job)
-    verdict = next((event for event in reversed(list(folder.events())) if event["event"] == "validation"), None)
-    if verdict is not None and tokenizer is not None:
-        spread = np.linspace(0, len(training) - 1, min(SAMPLES, len(training))).astype(int)
-        same = np.arange(min(job.validation.samples, len(held_out)))  # the samples that the model was tried on
-        table = byte_frequency_bits(_text(training, tokenizer, spread), _text(held_out, tokenizer, same))
-        bits = verdict["bits_per_byte"]
-        say(f"validation: {bits:.3f} bits per byte (a table of byte frequencies reaches {table:.3f})")
-    elif verdict is not None:
-        say(f"validation: loss {verdict['loss']:.4f}")
     if tokenizer is not None:
+        if len(held_out):
+            bits = _table_bits(job, training, held_out, tokenizer)
+            say(f"for comparison: a table of byte frequencies reaches {bits:.3f} bits per byte")
+        known = held_out if len(held_out) else training
+        prompt = "def " if job.data.source == "stdlib" else _some_words(known, tokenizer)
         model = load_model(folder, job, torch.device("cpu"))
-        prompt = "def "
         text = generate(model, tokenizer, prompt, 160, job.model.sequence, temperature=0.7, seed=job.seed)
         say(f"a sample of what it writes after {prompt!r}:")
         say("\n".join(f"  | {line}" for line in text.splitlines()))
+        say(f"more text:  shardwise sample {folder.path} --prompt {shlex.quote(prompt)}")
     say(f"run folder: {folder.path}")
-    say(f"more text:  shardwise sample {folder.path} --prompt 'import '")
+
+
+def _table_bits(job: Job, training: Source, held_out: Source, tokenizer: Tokenizer) -> float:
+    spread = np.linspace(0, len(training) - 1, min(SAMPLES, len(training))).astype(int)
+    same = np.arange(min(job.validation.samples, len(held_out)))  # the samples that the model was tried on
+    return byte_frequency_bits(_text(training, tokenizer, spread), _text(held_out, tokenizer, same))
+
+
+def _some_words(source: Source, tokenizer: Tokenizer) -> str:
+    """The first words of a text; not the very first, which may be the rest of one."""
+    return " ".join(tokenizer.decode(source[0]).split()[1:4])[:40]
 
 
 def _text(source: Source, tokenizer: Tokenizer, places: np.ndarray) -> bytes:
