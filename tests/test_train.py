@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from shardwise.data.tokens import write_tokens
-from shardwise.errors import DataError, RunError
+from shardwise.errors import DataError, JobError, RunError
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.train.folder import RunFolder
 from shardwise.train.generate import sample_run
 from shardwise.train.loop import Trainer
+from shardwise.train.start import start_training
 from shardwise.train.summary import summarize
 from shardwise.train.world import run_world
 
@@ -147,6 +148,26 @@ def test_lower_precision_follows_float64(precision: str, tmp_path: Path) -> None
     limit = 1e-4 if precision == "float32" else 2e-2
     assert whole == pytest.approx(exact, rel=limit)
     assert sharded == pytest.approx(whole, rel=limit)
+
+
+def test_a_resume_tells_its_new_number_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwise.train.start.launch", lambda *_, **__: None)
+    run, said = RunFolder.create(small_job(tmp_path / "run", layout="pipeline=1")), []
+    start_training(None, ["data.workers=1", "checkpoint.keep=3"], run.path, said.append)
+    assert not list(run.events())
+    start_training(None, ["steps=30"], run.path, said.append)
+    (event,) = run.events()
+    assert event["event"] == "changed" and event["message"].startswith("30 steps instead of 20;")
+    assert f"changed: {event['message']}" in said
+
+
+def test_a_resume_names_what_must_stay_and_what_may_change(tmp_path: Path) -> None:
+    run = RunFolder.create(small_job(tmp_path / "run"))
+    with pytest.raises(JobError) as raised:
+        start_training(None, ["seed=3", "model.layers=2", "data.workers=1"], run.path, print)
+    assert "but seed, model.layers would change; only layout, steps, tokens, compile, data." in str(raised.value)
+    page = Path(__file__).parent.parent / "docs" / "how-to" / "resume-elsewhere.md"
+    assert str(raised.value).replace("seed, model.layers", "seed") in page.read_text()
 
 
 def test_tokens_without_a_tokenizer_are_not_taken_for_text(tmp_path: Path) -> None:

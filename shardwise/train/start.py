@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -26,15 +27,18 @@ from shardwise.train.worker import join
 from shardwise.words import counted
 
 DEMO = Path(__file__).parent.parent / "demo.toml"
-# What a run is: these keep their meaning from its first step to its last.
-FIXED = ("seed", "precision", "model", "data", "batch", "optimizer")
+# What may change when a run goes on; all other keys are what the run is.
+FREE = (
+    "layout", "steps", "tokens", "compile", "data.workers", "data.prefetch", "checkpoint.*", "validation.*",
+    "run.device", "run.processes",
+)  # fmt: skip
 
 
 def start_training(job_file: Path | None, settings: list[str], resume: Path | None, say: Callable[[str], None]) -> None:
     old = RunFolder.open(resume) if resume is not None else None
     job = load_job(job_file or (old.path / "job.toml" if old else DEMO), settings)
-    if old is not None:
-        _same_run(old.job(), job)
+    before = old.job() if old is not None else job
+    _same_run(before, job)
     layout = choose_layout(job, joined_world())
     check(job, layout)
     check_world(layout, job)
@@ -49,6 +53,10 @@ def start_training(job_file: Path | None, settings: list[str], resume: Path | No
         if job_file is None and old is None:
             say("no job file given: training the built-in demo")
         _introduce(job, layout, say)
+        if job.total_steps != before.total_steps:
+            change = f"{counted(job.total_steps, 'step')} instead of {before.total_steps}; the learning rate follows."
+            folder.event("changed", change, steps=job.total_steps)
+            say(f"changed: {change}")
     launch(folder, layout, resume=old is not None)
     if not _main():
         return
@@ -94,14 +102,21 @@ def _folder(job: Job, old: RunFolder | None, layout: Layout) -> RunFolder:
 
 
 def _same_run(old: Job, new: Job) -> None:
-    free = {"workers": 0, "prefetch": 1}  # how samples are prepared, not which
-    before, after = (job.model_copy(update={"data": job.data.model_copy(update=free)}) for job in (old, new))
-    changed = [key for key in FIXED if getattr(before, key) != getattr(after, key)]
+    before, after = _values(old), _values(new)
+    changed = [key for key in before if before[key] != after[key] and not any(fnmatchcase(key, free) for free in FREE)]
     if changed:
         raise JobError(
-            f"--resume goes on with the same run, but {', '.join(changed)} would change; "
-            "only layout, steps, compile, checkpoint, validation and run may. Start a new run for the rest."
+            f"--resume goes on with the same run, but {', '.join(changed)} would change; only {', '.join(FREE[:-1])} "
+            f"and {FREE[-1]} may. Start a new run for the rest."
         )
+
+
+def _values(job: Job) -> dict[str, object]:
+    """By key, with its section before a dot."""
+    found: dict[str, object] = {}
+    for key, value in job.model_dump().items():
+        found |= {f"{key}.{name}": one for name, one in value.items()} if isinstance(value, dict) else {key: value}
+    return found
 
 
 def _plan(job: Job, layout: Layout) -> dict[str, object]:
