@@ -61,7 +61,8 @@ def check(rules: Rules, shapes: dict[str, torch.Size], sequence: int, degree: in
             empty = parts < degree
         if empty:
             raise LayoutError(
-                f"tensor={degree} leaves a rank without any of the {counted(parts, what)} of {name}; use a smaller tensor."
+                f"tensor={degree} leaves a rank without any of the {counted(parts, what)} of {name}; "
+                "use a smaller tensor."
             )
 
 
@@ -110,8 +111,19 @@ def _cut(chain: Chain, name: str, shape: torch.Size, cut: Cut, axis: Axis) -> No
     else:
         assert cut.uneven is not None
         parts = torch.tensor(cut.uneven.parts).tensor_split(axis.size)[axis.index]
-        rows = parts.flatten()
-        present(owner, leaf, lambda weight: weight.index_select(cut.dim, rows.to(weight.device)))
+        present(owner, leaf, Rows(cut.dim, parts.flatten()))
+
+
+class Rows:
+    """The given rows of a tensor along one dimension; they are copied to its device once."""
+
+    def __init__(self, dim: int, rows: Tensor):
+        self.dim, self.rows = dim, rows
+
+    def __call__(self, whole: Tensor) -> Tensor:
+        if self.rows.device != whole.device:
+            self.rows = self.rows.to(whole.device)
+        return whole.index_select(self.dim, self.rows)
 
 
 def gather(x: Tensor, axis: Axis) -> Tensor:
