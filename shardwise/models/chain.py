@@ -106,6 +106,11 @@ class Rules:
     def init_of(self, parameter: str) -> Init:
         return next(init for pattern, init in self.init if fnmatchcase(parameter, pattern))
 
+    @property
+    def tied(self) -> set[str]:
+        """Parameters that both ends of the chain use."""
+        return {name for _, name in self.ties}
+
     def canonical(self, parameter: str) -> str:
         """The one name of a parameter that has two."""
         return dict(self.ties).get(parameter, parameter)

@@ -51,6 +51,8 @@ class DataParallel(ABC):
             for name, weight in chain.named_weights():
                 shape, cut = cuts[name]
                 copies = self.mesh["replicate"].size * (self.mesh["tensor"].size if cut is None else 1)
+                if self.mesh["pipeline"].size > 1 and name in chain.rules.tied:
+                    copies *= 2  # the first stage and the last
                 self.pairs.append((weight, Holding(name, self.piece(weight), shape, cut, sharded, copies)))
         return [holding for _, holding in self.pairs]
 

@@ -44,10 +44,9 @@ class Engine:
     @property
     def tied(self) -> list[Holding]:
         """Holdings of weights that a stage elsewhere, or another stage of this rank, holds too."""
-        names = {name for _, name in self.chains[0].rules.ties}
         if self.pipeline is None:
             return []
-        return [holding for holding in self.holdings if holding.name in names]
+        return [holding for holding in self.holdings if holding.name in self.chains[0].rules.tied]
 
     def run(self, samples: Samples, scale: Tensor) -> Tensor:
         """Forward and backward of all micro-batches; the gradients are left in the parameters.
@@ -151,7 +150,4 @@ def parallelize(job: Job, layout: Layout, device: torch.device) -> Engine:
             data.modules, layout, mesh, batch.micro_batches, (batch.micro_batch, length),
             (batch.micro_batch, length // layout.tensor, job.model.width), precision.compute,
         )  # fmt: skip
-    engine = Engine(mesh, batch, chains, data, pipeline, holdings, LossScale(precision, device))
-    for holding in engine.tied:
-        holding.copies *= 2
-    return engine
+    return Engine(mesh, batch, chains, data, pipeline, holdings, LossScale(precision, device))
