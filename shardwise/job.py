@@ -183,7 +183,7 @@ class Validation(Section):
 
 
 class Job(Section):
-    """One training job. Every key has a default; `resolved` in the run folder shows them all."""
+    """One training job, checked, with every default filled in; `job.toml` in the run folder shows them all."""
 
     seed: int = Field(0, ge=0)
     steps: int | None = Field(None, ge=1)

@@ -70,7 +70,6 @@ MEANING = {
     "checkpoint.asynchronous": "Whether files are written while training goes on.",
     "run.device": "Devices to run on; `auto`: GPUs where PyTorch sees any.",
     "validation.samples": "Held-out samples that are read each time, at most.",
-    "shardwise.Job": "One training job, checked, with every default filled in.",
     "shardwise.ShardwiseError": "Whatever is raised on purpose.",
     "shardwise.UserError": "What the caller can mend.",
     "shardwise.parallelize": "The job's model as this process holds and runs it in a layout: an `Engine`.",

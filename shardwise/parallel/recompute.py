@@ -3,7 +3,7 @@
     none       everything is kept
     selective  products and attention are kept, the rest of each block is computed again
     full       only what enters a block is kept
-    0.4        at most this share of the blocks keeps everything, the others are `full`
+    0.4        this share of a stage's blocks, rounded down to whole ones, keeps everything; the others are `full`
 
 Dropout is a hash and not a stream, so nothing of the random state is to be saved or restored.
 
