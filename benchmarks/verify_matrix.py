@@ -29,9 +29,9 @@ from shardwise.layout import Layout, micro_batch_rule
 from shardwise.support import ALONE, COST, REFUSED, ROWS, SHARE, Words, table
 from shardwise.verify.parity import verify
 
-LAYERS = 6  # eight stages hold embedding, six blocks and head
+LAYERS = (4, 6)  # six stages, or eight, hold embedding, blocks and head
 MODEL = {
-    "layers": LAYERS, "width": 16, "heads": 8, "kv_heads": 4, "head_size": 4, "ffn": 32, "vocab": 61, "sequence": 24,
+    "width": 16, "heads": 8, "kv_heads": 4, "head_size": 4, "ffn": 32, "vocab": 61, "sequence": 24,
     "dropout": 0.1,
 }  # fmt: skip
 ERRORS = ("loss", "grad_norm", "grad", "weight")
@@ -51,7 +51,7 @@ def layouts(largest: int) -> Iterator[tuple[Words, Layout]]:
             schedule="1f1b" if words.schedule == ALONE else words.schedule,
             recompute="0.5" if words.recompute == SHARE else words.recompute,
         )  # fmt: skip
-        if layout.stage_count <= LAYERS + 2:
+        if layout.stage_count <= max(LAYERS) + 2:
             yield words, layout
 
 
@@ -59,7 +59,8 @@ def job_for(layout: Layout, tied: bool) -> Job:
     """As few micro-batches as the schedule can run, but at least two, so that there is something to add up."""
     count = next(n for n in range(2, 100) if micro_batch_rule(layout, n) is None)
     samples = layout.data * layout.micro_batch * count
-    return make_job({"precision": "float64", "model": {**MODEL, "tied": tied}, "batch": {"samples": samples}})
+    model = {**MODEL, "layers": next(n for n in LAYERS if layout.stage_count <= n + 2), "tied": tied}
+    return make_job({"precision": "float64", "model": model, "batch": {"samples": samples}})
 
 
 def run(cases: list[tuple[Words, Layout, bool]], results: Path, limit: int) -> None:

@@ -1,22 +1,179 @@
-"""What the devices are: for now, the peak rates by which a run's utilisation is counted.
+"""What a job runs on: devices with their peaks, memory and links, as data sheets give them.
 
-Dense bf16 rates from the makers' data sheets, in FLOP/s; a device that is not listed has no stated utilisation.
+A `Cluster` is a device, how many of them a fast domain (a node, an NVLink rack, a torus pod) holds, and the two links:
+within a domain and between domains. Bandwidths are per device and direction, in bytes a second; rates are dense.
+What software reaches of these peaks is no property of the hardware: see `shardwise.planner.efficiency`.
+
+A calibrated file (`shardwise calibrate`) has the same fields as TOML, with measured efficiencies beside them.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
 import torch
 
+from shardwise.errors import JobError, nearest
+
+GB, TB, TERA = 1e9, 1e12, 1e12
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator, by its data sheet."""
+
+    name: str
+    family: str
+    """Which efficiencies apply: volta, ampere, hopper, blackwell, blackwell-ultra, cdna2, tpu, cpu."""
+    memory: float
+    """Bytes."""
+    bandwidth: float
+    """Of that memory, bytes a second."""
+    peak: dict[str, float]
+    """FLOP/s of dense matrix products by precision."""
+    units: int
+    """Processors that work on one product side by side."""
+
+    def rate(self, precision: str) -> float:
+        """The peak for products in a precision; one that the device lacks runs at the next wider that it has."""
+        wider = {"fp4": "fp8", "fp8": "bf16", "bf16": "fp16", "fp16": "float32", "float32": "float64"}
+        word = precision
+        while word not in self.peak:
+            if word not in wider:
+                return min(self.peak.values())
+            word = wider[word]
+        return self.peak[word]
+
+
+@dataclass(frozen=True)
+class Link:
+    """One level of the network."""
+
+    bandwidth: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class Cluster:
+    device: Device
+    domain: int
+    """Devices that the inner link joins."""
+    inner: Link
+    outer: Link
+    topology: str = "switch"
+    """Of the inner link: `switch`, or `torus2`, `torus3` with that many dimensions."""
+    measured: dict[str, float] = field(default_factory=dict)
+    """Efficiencies that `shardwise calibrate` found here; they take the place of those of the device's family."""
+
+
+def _device(
+    name: str, family: str, memory_gib: float, bandwidth: float, half: float, units: int, **more: float
+) -> Device:
+    peak = {"fp16": half * TERA, "bf16": half * TERA, **{k: v * TERA for k, v in more.items()}}
+    return Device(name, family, memory_gib * GIB, bandwidth * GB, peak, units)
+
+
+# Data sheets: NVIDIA V100, A100, H100, H200, DGX B200 and B300, GB200 and GB300 NVL72; AMD CDNA 2 white paper;
+# Google Cloud's TPU pages. Memory is what the driver gives to programs. The B300's and GB300's fp8 rate is that of the
+# B200. A GB200 runs at a higher power limit than a B200.
 # fmt: off
-PEAK_BF16 = {
-    "V100": 125e12, "A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12,
+DEVICES = {device.name: device for device in (
+    _device("V100-16GB", "volta", 15.8, 900, 125, 80, float32=15.7, bf16=15.7),
+    _device("V100-32GB", "volta", 31.7, 900, 125, 80, float32=15.7, bf16=15.7),
+    _device("A100-40GB", "ampere", 39.4, 1555, 312, 108, float32=19.5),
+    _device("A100-80GB", "ampere", 79.2, 2039, 312, 108, float32=19.5),
+    _device("H100-80GB", "hopper", 79.2, 3352, 989, 132, float32=67, fp8=1979),
+    _device("H100-94GB", "hopper", 93.1, 3900, 989, 132, float32=67, fp8=1979),
+    _device("H100-96GB", "hopper", 94.5, 4000, 989, 132, float32=67, fp8=1979),
+    _device("H200", "hopper", 139.8, 4800, 989, 132, float32=67, fp8=1979),
+    _device("B200", "blackwell", 178.4, 7700, 2250, 148, float32=75, fp8=4500, fp4=9000),
+    _device("B300", "blackwell-ultra", 267.0, 7700, 2250, 148, float32=75, fp8=4500, fp4=13500),
+    _device("GB200", "blackwell", 184.0, 8000, 2450, 152, float32=80, fp8=4900, fp4=9800),
+    _device("GB300", "blackwell-ultra", 276.0, 8000, 2450, 152, float32=80, fp8=4900, fp4=14700),
+    _device("MI250X-GCD", "cdna2", 63.9, 1638, 191.5, 110, float32=23.9),
+    _device("TPU-v4", "tpu", 31.7, 1228, 275, 2, float32=69),
+    _device("TPU-v5e", "tpu", 15.7, 819, 197, 1, float32=49),
+    _device("TPU-v5p", "tpu", 94.7, 2765, 459, 2, float32=115),
+    _device("TPU-v7x", "tpu", 191.7, 7370, 2307, 2, float32=577, fp8=4614),
+    Device("CPU", "cpu", 8 * GIB, 20 * GB, {"float64": 2e10, "float32": 4e10}, 1),
+)}
+# fmt: on
+
+# Rail-optimised InfiniBand of the usual machines: one port per device, of 100, 200, 400 or 800 Gbit/s.
+_PORT = {100: Link(12.5 * GB, 5e-6), 200: Link(25 * GB, 5e-6), 400: Link(50 * GB, 5e-6), 800: Link(100 * GB, 5e-6)}
+
+
+def _nvlink(bandwidth: float) -> Link:
+    return Link(bandwidth * GB, 1.5e-6)
+
+
+# fmt: off
+CLUSTERS = {
+    "v100-16g": Cluster(DEVICES["V100-16GB"], 8, _nvlink(150), _PORT[100]),
+    "v100-32g": Cluster(DEVICES["V100-32GB"], 8, _nvlink(150), _PORT[100]),
+    "a100-40g": Cluster(DEVICES["A100-40GB"], 8, _nvlink(300), _PORT[200]),
+    "a100-80g": Cluster(DEVICES["A100-80GB"], 8, _nvlink(300), _PORT[200]),
+    "h100":     Cluster(DEVICES["H100-80GB"], 8, _nvlink(450), _PORT[400]),
+    "h100-94g": Cluster(DEVICES["H100-94GB"], 8, _nvlink(300), _PORT[200]),
+    "h100-96g": Cluster(DEVICES["H100-96GB"], 1, _nvlink(450), _PORT[400]),
+    "h200":     Cluster(DEVICES["H200"], 8, _nvlink(450), _PORT[400]),
+    "b200":     Cluster(DEVICES["B200"], 8, _nvlink(900), _PORT[400]),
+    "b300":     Cluster(DEVICES["B300"], 8, _nvlink(900), _PORT[800]),
+    "gb200":    Cluster(DEVICES["GB200"], 72, _nvlink(900), _PORT[400]),
+    "gb300":    Cluster(DEVICES["GB300"], 72, _nvlink(900), _PORT[800]),
+    "mi250x":   Cluster(DEVICES["MI250X-GCD"], 8, Link(50 * GB, 8e-6), _PORT[100]),
+    "tpu-v4":   Cluster(DEVICES["TPU-v4"], 4096, Link(135 * GB, 1e-6), Link(3 * GB, 5e-5), "torus3"),
+    "tpu-v5e":  Cluster(DEVICES["TPU-v5e"], 256, Link(100 * GB, 1e-6), Link(3 * GB, 5e-5), "torus2"),
+    "tpu-v5p":  Cluster(DEVICES["TPU-v5p"], 6144, Link(300 * GB, 1e-6), Link(6 * GB, 5e-5), "torus3"),
+    "tpu-v7x":  Cluster(DEVICES["TPU-v7x"], 9216, Link(600 * GB, 1e-6), Link(12 * GB, 5e-5), "torus3"),
+    "cpu":      Cluster(DEVICES["CPU"], 1024, Link(1.5 * GB, 1e-4), Link(0.1 * GB, 1e-3)),
 }
 # fmt: on
 
 
+def find_cluster(name: str) -> Cluster:
+    """A preset by name, or a calibrated file by path."""
+    if name in CLUSTERS:
+        return CLUSTERS[name]
+    path = Path(name)
+    if path.suffix != ".toml" and not path.exists():
+        raise JobError(f"cluster {name!r}: {nearest(name, CLUSTERS)}; or give the file that `calibrate` wrote.")
+    return read_cluster(path)
+
+
+def read_cluster(path: Path) -> Cluster:
+    try:
+        values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        device = Device(**values.pop("device"))
+        inner, outer = Link(**values.pop("inner")), Link(**values.pop("outer"))
+        return Cluster(device=device, inner=inner, outer=outer, **values)
+    except OSError as error:
+        raise JobError(f"{path} cannot be read: {error.strerror}.") from None
+    except (tomllib.TOMLDecodeError, TypeError, KeyError, UnicodeDecodeError) as error:
+        raise JobError(f"{path} is no cluster file ({error}); write one with `shardwise calibrate -o FILE`.") from None
+
+
+def as_dict(cluster: Cluster) -> dict[str, Any]:
+    return dataclasses.asdict(cluster)
+
+
+def known_device(name: str) -> Device | None:
+    """The data sheet of the device that a driver calls `name`."""
+    words = name.upper().replace("_", " ").replace("-", " ").split()
+    for key in ("GB300", "GB200", "B300", "B200", "H200", "H100", "A100", "V100"):
+        if any(word.startswith(key) for word in words):
+            return min((d for d in DEVICES.values() if d.name.startswith(key)), key=lambda d: d.name != f"{key}-80GB")
+    return None
+
+
 def peak_rate(device: torch.device, precision: str) -> float | None:
     """The device's peak for products in this precision, where it is known."""
-    if device.type != "cuda" or precision not in ("bf16", "fp16"):
+    if device.type != "cuda" or precision not in ("bf16", "fp16", "fp8"):
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((rate for key, rate in PEAK_BF16.items() if key in name), None)
+    known = known_device(torch.cuda.get_device_name(device))
+    return known.rate(precision) if known else None

@@ -25,8 +25,6 @@ SPLIT_BACKWARD = ("zero-bubble", "zbv", "dualpipev")
 SCHEDULES = FULL_BACKWARD + SPLIT_BACKWARD
 V_SHAPED = ("zbv", "dualpipev")
 RECOMPUTE = ("none", "selective", "full")
-# Degrees that the text form knows but that no engine serves yet; each is refused with a sentence.
-NOT_YET = ("context", "expert")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +61,6 @@ class Layout:
             degree = getattr(self, axis)
             if degree < 1:
                 raise LayoutError(f"{axis}={degree}: a degree counts processes, so it is at least 1.")
-        for axis in NOT_YET:
-            if getattr(self, axis) > 1:
-                raise LayoutError(f"{axis}={getattr(self, axis)}: this axis is not built yet; leave it at 1.")
         if self.schedule not in SCHEDULES:
             raise LayoutError(f"schedule={self.schedule}: no such schedule; {nearest(self.schedule, SCHEDULES)}")
         if self.zero not in (1, 2, 3):

@@ -67,8 +67,6 @@ def test_text_form(text: str, shown: str) -> None:
         ("tensor=2 tensor=4", "given twice"),
         ("tensor=0", "at least 1"),
         ("shard=-2", "at least 1"),
-        ("context=2", "not built yet"),
-        ("expert=4", "not built yet"),
         ("pipeline=2 schedule=1f2b", "did you mean '1f1b'"),
         ("zero=4", "1, 2 or 3"),
         ("micro_batch=-1", "at least 1 sample"),

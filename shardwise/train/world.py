@@ -58,7 +58,10 @@ def _work(
         if size > 1:
             store = dist.FileStore(os.path.join(folder, "store"), size)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-        answer = (True, time.time_ns(), function(*args))
+        result = function(*args)
+        if size > 1:
+            dist.barrier()  # who leaves early takes the links away from those who are still making them
+        answer = (True, time.time_ns(), result)
     except BaseException as error:  # noqa: BLE001 - every way to die is reported to the parent
         known = isinstance(error, ShardwiseError)
         answer = (False, time.time_ns(), error if known else f"rank {rank}: {traceback.format_exc()}")

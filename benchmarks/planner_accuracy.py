@@ -1,0 +1,166 @@
+"""How good the planner is: predicts measured runs from their configuration alone and compares.
+
+    python benchmarks/planner_accuracy.py runs.csv                 a report in words
+    python benchmarks/planner_accuracy.py runs.csv --json          the same for machines
+    python benchmarks/planner_accuracy.py runs.csv --rows out.csv  every row with its prediction, in the file's order
+
+Columns: model shape (`layers`, `hidden`, `heads`, `kv_heads`, `ffn_hidden`, `vocab`, `seq_len`, `experts`,
+`experts_per_token`, `params_b`), machine (`gpu`, `gpus`, `gpus_per_node`), layout (`dp`, `fsdp`, `tp`, `sp`, `pp`,
+`virtual_pp`, `cp`, `ep`, `zero_stage`), batch (`micro_batch`, `global_batch`, in sequences), `precision`, `recompute`;
+measured: `iter_time_s`, `tokens_per_s_per_gpu` or `tflops_per_gpu` with `tflops_kind`, `peak_mem_gib`. A row whose note
+says OUT OF MEMORY, or whose file is named so, must be said not to fit. What is assumed where a cell is empty stands at
+the head of `benchmarks/published.py`.
+
+Errors are |predicted / measured - 1|. Regret: over groups of at least three rows with the same model, machine, number
+of devices and global batch, the measured time of the row predicted fastest over that of the fastest, minus 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import statistics
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+from published import Row, Skip, evaluate, parse, read
+
+UNDER = -0.05
+
+
+def out_of_memory(path: Path, values: dict[str, str]) -> bool:
+    return "out_of_memory" in path.stem or "OUT OF MEMORY" in values.get("note", "").upper()
+
+
+def predict_row(path: Path, values: dict[str, str]) -> dict[str, Any]:
+    """Predicted seconds, memory and verdict, beside what was measured; or why the row was skipped."""
+    lost = out_of_memory(path, values)
+    try:
+        row = parse(values)
+        if row.seconds is None and row.memory is None and not lost:
+            raise Skip("neither time nor memory was measured")
+        found, layout = evaluate(row, may_recompute=not lost)
+    except Skip as reason:
+        return {"skipped": str(reason)}
+    limit = row.cluster.device.memory
+    return {
+        "row": row, "layout": str(layout), "seconds": found.seconds, "memory": found.peak / 2**30,
+        "fits": found.peak <= limit, "lost": lost,
+    }  # fmt: skip
+
+
+def errors(pairs: list[float]) -> dict[str, float]:
+    if not pairs:
+        return {}
+    ordered = sorted(map(abs, pairs))
+    return {
+        "median": statistics.median(ordered), "p90": ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))],
+        "bias": statistics.median(pairs),
+    }  # fmt: skip
+
+
+def time_errors(results: list[dict[str, Any]]) -> list[float]:
+    return [r["seconds"] / r["row"].seconds - 1 for r in results if r["row"].seconds and not r["lost"]]
+
+
+def memory_errors(results: list[dict[str, Any]]) -> list[float]:
+    return [r["memory"] / r["row"].memory - 1 for r in results if r["row"].memory and not r["lost"]]
+
+
+def group_key(row: Row) -> tuple[Any, ...]:
+    return row.source, row.shape, row.cluster, row.layout.world, row.samples, row.setting
+
+
+def regret(results: list[dict[str, Any]]) -> dict[str, float]:
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
+    for result in results:
+        if result["row"].seconds and not result["lost"]:
+            groups[repr(group_key(result["row"]))].append(result)  # type: ignore[index]
+    losses = []
+    for group in groups.values():
+        if len(group) >= 3:
+            chosen = min(group, key=lambda r: r["seconds"])["row"].seconds
+            losses.append(chosen / min(r["row"].seconds for r in group) - 1)
+    if not losses:
+        return {"groups": 0}
+    return {"groups": len(losses), "mean": statistics.mean(losses), "max": max(losses)}
+
+
+def summary(all_results: list[dict[str, Any]]) -> dict[str, Any]:
+    results = [r for r in all_results if "skipped" not in r]
+    ran, lost = [r for r in results if not r["lost"]], [r for r in results if r["lost"]]
+    memory = memory_errors(results)
+    fits: dict[str, float] = {}
+    if ran:
+        fits["ran_ok"] = sum(r["fits"] for r in ran) / len(ran)
+    if lost:
+        fits["oom_ok"] = sum(not r["fits"] for r in lost) / len(lost)
+    by: dict[str, dict[str, list[dict[str, Any]]]] = {"by_source": defaultdict(list), "by_device": defaultdict(list)}
+    for result in results:
+        by["by_source"][result["row"].source].append(result)
+        by["by_device"][result["row"].cluster.device.name].append(result)
+    return {
+        "rows": len(all_results), "used": len(results), "time": errors(time_errors(results)),
+        "memory": {**errors(memory), "under": sum(e < UNDER for e in memory) / len(memory)} if memory else {},
+        "fits": fits, "regret": regret(results),
+        "skipped": dict(Counter(r["skipped"] for r in all_results if "skipped" in r)),
+        **{word: {name: {"rows": len(rows), **errors(time_errors(rows))} for name, rows in sorted(groups.items())}
+           for word, groups in by.items()},
+    }  # fmt: skip
+
+
+def show(report: dict[str, Any]) -> None:
+    def percent(values: dict[str, float]) -> str:
+        return ", ".join(f"{key} {100 * value:+.1f}%" if key == "bias" else f"{key} {100 * value:.1f}%"
+                         for key, value in values.items() if key not in ("rows", "groups"))  # fmt: skip
+
+    print(f"rows {report['rows']}, used {report['used']}")
+    for reason, count in sorted(report["skipped"].items(), key=lambda item: -item[1]):
+        print(f"  skipped {count}: {reason}")
+    print(f"step time: {percent(report['time'])}")
+    print(f"memory: {percent(report['memory']) or 'not measured'}")
+    print(f"fits: {percent(report['fits'])}")
+    print(f"regret over {report['regret']['groups']} groups: {percent(report['regret'])}")
+    for word in ("by_source", "by_device"):
+        print(f"\n{word.replace('_', ' ')}:")
+        for name, values in report[word].items():
+            print(f"  {name:24s} {values['rows']:4d} rows  {percent(values)}")
+
+
+def write_rows(path: Path, rows: list[dict[str, str]], results: list[dict[str, Any]]) -> None:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, [*rows[0], "predicted_layout", "predicted_time_s", "predicted_mem_gib",
+                                       "predicted_fits", "measured_time_s", "skipped"])  # fmt: skip
+        writer.writeheader()
+        for values, result in zip(rows, results, strict=True):
+            if "skipped" in result:
+                writer.writerow({**values, "skipped": result["skipped"]})
+                continue
+            writer.writerow({
+                **values, "predicted_layout": result["layout"], "predicted_time_s": f"{result['seconds']:.6g}",
+                "predicted_mem_gib": f"{result['memory']:.4g}", "predicted_fits": int(result["fits"]),
+                "measured_time_s": result["row"].seconds or "", "skipped": "",
+            })  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rows", type=Path, metavar="OUT.csv")
+    options = parser.parse_args()
+    rows = read(options.file)
+    results = [predict_row(options.file, values) for values in rows]
+    report = summary(results)
+    if options.rows:
+        write_rows(options.rows, rows, results)
+    if options.json:
+        print(json.dumps(report))
+    else:
+        show(report)
+
+
+if __name__ == "__main__":
+    main()

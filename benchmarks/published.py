@@ -1,0 +1,238 @@
+"""Reads rows of measured runs (the columns of `planner_accuracy.py --help`) into what the planner takes.
+
+Where a source does not say something, the assumption stands here and nowhere else:
+
+- `precision` fp16 marks software of before fused attention and overlapped gradient sums (Megatron-LM of 2020 to 2022,
+  DeepSpeed): the square of scores is written. All later precisions: fused, overlapped.
+- `recompute` not given: the least that fits into the memory. `micro_batch` not given: 1 in a
+  pipeline, else the largest of 16, 8, 4, 2, 1 that fits. `zero_stage` not given: 3 on TPUs, else 1 where
+  there is data parallelism. `sp` not given: on, where the tensor axis cuts and the run is not fp16.
+- `vocab` not given: 51,200. `head_size` not given: width / heads, or that of the public model of that shape.
+- Step time: as given, else from tokens a second, else from FLOP/s by the source's way of counting (`tflops_kind`).
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shardwise.cluster import CLUSTERS, GB, Cluster, Link
+from shardwise.layout import Layout
+from shardwise.planner.cost import Machine, Setting
+from shardwise.planner.efficiency import Efficiency, efficiency_of
+from shardwise.planner.memory import Habit
+from shardwise.planner.predict import Estimator, Prediction, Work
+from shardwise.planner.shape import Shape
+
+GPUS = {
+    "H100-SXM-80GB": "h100", "A100-80GB": "a100-80g", "A800-80GB": "a100-80g", "A100": "a100-80g",
+    "A100-40GB": "a100-40g", "V100-32GB": "v100-32g", "V100-16GB": "v100-16g", "H200-SXM-141GB": "h200",
+    "B200-SXM": "b200", "B300-SXM": "b300", "GB200-NVL72": "gb200", "GB300-NVL72": "gb300", "MI250X-GCD": "mi250x",
+    "TPU-v4": "tpu-v4", "TPU-v5e": "tpu-v5e", "TPU-v5p": "tpu-v5p", "TPU-v7x-Ironwood": "tpu-v7x",
+    "H100-NVL-94GB": "h100-94g", "H100-94GB-HBM2e": "h100-94g", "GH200-96GB": "h100-96g",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured run."""
+
+    source: str
+    quality: str
+    cluster: Cluster
+    shape: Shape
+    setting: Setting
+    layout: Layout
+    samples: int
+    sequence_parallel: bool
+    habit: Habit
+    recompute_known: bool
+    seconds: float | None
+    memory: float | None
+    values: dict[str, str]
+
+
+# What kinds of software keep: DeepSpeed and Megatron-LM of the fp16 time; PyTorch's own operators, where the ZeRO stage
+# is stated, and FSDP with a fused loss for stage 3; XLA on TPUs; Megatron-Core with Transformer Engine, where the stage
+# is not stated (gradients stay in 16 bits there).
+OLD = Habit(gradient=2.0, state=16.0, dropout=True, logits=6.0, spare=0.2, fixed=5 * 2**30)
+EAGER = Habit(gradient=4.0, gathered=True, unfused=True, logits=14.0, spare=0.08, fixed=2.5 * 2**30)
+FSDP = Habit(gradient=4.0, logits=6.0, spare=0.03, fixed=1.5 * 2**30)
+XLA = Habit(gradient=2.0, logits=4.0, spare=0.0, fixed=0.5 * 2**30)
+FUSED = Habit(gradient=2.0, spare=0.04, fixed=2 * 2**30)
+
+
+class Skip(Exception):
+    """Why a row cannot be used."""
+
+
+def number(values: dict[str, str], key: str, default: float | None = None) -> float:
+    text = values.get(key) or ""
+    if not text.strip():
+        if default is None:
+            raise Skip(f"{key} is not given")
+        return default
+    return float(text)
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def shape_of_row(v: dict[str, str]) -> Shape:
+    layers, width = int(number(v, "layers")), int(number(v, "hidden"))
+    model = v["model"].lower()
+    heads = int(number(v, "heads", max(1, width // 128)))
+    kv = int(number(v, "kv_heads", heads))
+    ffn = int(number(v, "ffn_hidden", 4 * width))
+    size = width // heads
+    sequence = int(number(v, "seq_len"))
+    total = number(v, "params_b", 0.0) * 1e9
+    vocab = int(number(v, "vocab", 51200))
+    experts, chosen = int(number(v, "experts", 0)), int(number(v, "experts_per_token", 0))
+    more: dict[str, int] = {}
+    if "qwen3" in model or "maxtext" in model:
+        size = 128
+    if "gpt-oss" in model or "gpt oss" in model:
+        size = 64
+    if "deepseek" in model or "kimi" in model:
+        size = 128
+        more = {"q_rank": 1536, "kv_rank": 512, "rope_size": 64}
+    # Whether the feed-forward part is gated shows in the number of parameters, or in a hidden size off 4 x width.
+    gated = ffn != 4 * width
+    if total and not experts:
+        attention = 2 * width * size * (heads + kv) + 0
+        per_layer = (total - vocab * width * 1.5) / layers - attention
+        gated = per_layer / (width * ffn) > 2.5
+    shape = Shape(layers=layers, width=width, heads=heads, kv_heads=kv, head_size=size, ffn=ffn, vocab=vocab,
+                  sequence=sequence, gated=gated or bool(experts), **more)  # fmt: skip
+    if total and not experts:
+        tied = abs(shape.parameters - vocab * width - total) < abs(shape.parameters - total)
+        return replace(shape, tied=tied)
+    if not experts:
+        return replace(shape, tied=True)
+    # Experts: their width and the part that all tokens use follow from the total and the active parameters.
+    sparse = layers
+    if "deepseek" in model:
+        sparse = layers - 3
+    elif "kimi" in model:
+        sparse = layers - 1
+    elif "maverick" in model:
+        sparse = layers // 2
+    rest = total - shape.parameters + layers * shape.dense_ffn_weights - (layers - sparse) * shape.dense_ffn_weights
+    if not total:
+        expert_ffn = ffn
+    else:
+        expert_ffn = max(64, round(rest / (sparse * 3 * width * experts) / 64) * 64)
+    known = {"deepseek": (2048, 2048), "kimi": (2048, 2048), "maverick": (8192, 8192)}
+    shared = 0
+    for key, (own, common) in known.items():
+        if key in model:
+            expert_ffn, shared = own, common
+    dense_ffn = 16384 if "maverick" in model else ffn
+    return replace(shape, ffn=dense_ffn, experts=experts, chosen=chosen, expert_ffn=expert_ffn, shared_ffn=shared,
+                   sparse_layers=sparse)  # fmt: skip
+
+
+def parse(v: dict[str, str]) -> Row:
+    if v["gpu"] not in GPUS:
+        raise Skip(f"no data sheet for {v['gpu']}")
+    if "lora" in v["model"].lower():
+        raise Skip("trains adapters only")
+    cluster = CLUSTERS[GPUS[v["gpu"]]]
+    per_node = int(number(v, "gpus_per_node", cluster.domain))
+    if cluster.topology == "switch" and cluster.domain <= 8:
+        cluster = replace(cluster, domain=min(per_node, 8))
+    note = v.get("note", "")
+    found = re.search(r"(\d+) ?x ?(\d+) ?Gb", note)
+    if found:
+        cluster = replace(cluster, outer=Link(int(found[1]) * int(found[2]) / 8 * GB / per_node, 8e-6))
+    if "Jean Zay A100" in note:  # four Omni-Path ports of 100 Gbit/s for eight devices
+        cluster = replace(cluster, outer=Link(4 * 12.5 * GB / 8, 8e-6))
+    if "proxy" in v["model"]:
+        pass
+    shape = shape_of_row(v)
+    gpus = int(number(v, "gpus"))
+    tp, pp, cp = int(number(v, "tp", 1)), int(number(v, "pp", 1)), int(number(v, "cp", 1))
+    ep = int(number(v, "ep", 1))
+    dp = gpus // (tp * pp * cp)
+    if dp < 1 or dp * tp * pp * cp != gpus:
+        raise Skip("tensor x pipeline x context does not divide the devices")
+    if v.get("flag"):
+        raise Skip(f"flagged: {v['flag']}")
+    zero = int(number(v, "zero_stage", 3 if cluster.device.family == "tpu" else 1))
+    shard = int(number(v, "fsdp", dp))
+    if zero == 0 or dp == 1:
+        shard = 1
+    shard = min(shard, dp)
+    word = v["precision"].lower()
+    precision = "fp16" if word == "fp16" else "fp4" if "fp4" in word else "fp8" if "fp8" in word else "bf16"
+    samples = int(number(v, "global_batch"))
+    micro = int(number(v, "micro_batch", 0))
+    virtual = int(number(v, "virtual_pp", 1)) if pp > 1 else 1
+    schedule = "interleaved" if virtual > 1 else "1f1b"
+    recompute = v["recompute"]
+    layout = Layout(
+        pipeline=pp, tensor=tp, context=cp, expert=ep, shard=shard, replicate=dp // shard, zero=max(1, zero),
+        schedule=schedule, virtual=virtual if virtual > 1 else 0, micro_batch=micro, recompute=recompute or "none",
+    )  # fmt: skip
+    old = precision == "fp16"
+    sp = v["sp"] == "1" if v["sp"] else (not old and tp > 1)
+    if old:
+        habit = OLD if zero else replace(OLD, gradient=4.0, state=12.0)
+    elif cluster.device.family == "tpu":
+        habit = XLA
+    elif v["zero_stage"]:
+        habit = FSDP if zero == 3 else EAGER
+    else:
+        habit = FUSED
+    setting = Setting(precision, fused=not old, overlapped=not old)
+    return Row(v["source"], v.get("quality", ""), cluster, shape, setting, layout, samples, sp, habit, bool(recompute),
+               measured_seconds(v, shape, gpus, samples, bool(recompute == "full")),
+               number(v, "peak_mem_gib", 0.0) or None, v)  # fmt: skip
+
+
+def measured_seconds(v: dict[str, str], shape: Shape, gpus: int, samples: int, full: bool) -> float | None:
+    if v["iter_time_s"]:
+        return float(v["iter_time_s"])
+    if v["tokens_per_s_per_gpu"]:
+        return samples * shape.sequence / (float(v["tokens_per_s_per_gpu"]) * gpus)
+    if not v["tflops_per_gpu"]:
+        return None
+    tokens = samples * shape.sequence
+    square = 12 * tokens * shape.layers * shape.sequence * shape.attended
+    flops = 6 * shape.active_parameters * tokens + square
+    if v["tflops_kind"] == "hardware":
+        head = 6 * shape.vocab * shape.width * tokens
+        flops = (flops - head) * (4 / 3 if full else 1) + head
+    return flops / (float(v["tflops_per_gpu"]) * 1e12 * gpus)
+
+
+def evaluate(row: Row, efficiency: Efficiency | None = None, may_recompute: bool = True) -> tuple[Prediction, Layout]:
+    """The prediction, and the layout with its micro-batch and recomputation filled in."""
+    e = efficiency or efficiency_of(row.cluster.device.family, row.cluster.measured)
+    machine, limit = Machine(row.cluster, e), row.cluster.device.memory
+    layout = row.layout
+    if not layout.micro_batch:
+        local = max(1, row.samples // layout.data)
+        sizes = [n for n in (16, 8, 4, 2) if local % n == 0] if layout.pipeline == 1 else []
+        layout = next((tried for n in sizes if (tried := replace(layout, micro_batch=n)) and
+                       _predict(row, machine, tried).peak <= limit), replace(layout, micro_batch=1))  # fmt: skip
+    found = _predict(row, machine, layout)
+    if row.recompute_known or found.peak <= limit or not may_recompute:
+        return found, layout
+    # The least recomputation that fits: the share of blocks that keeps everything follows from the memory.
+    for recompute in ("selective", *(f"{share / 10:.1f}" for share in range(9, 0, -1)), "full"):
+        layout = replace(layout, recompute=recompute)
+        found = _predict(row, machine, layout)
+        if found.peak <= limit:
+            break
+    return found, layout
+
+
+def _predict(row: Row, machine: Machine, layout: Layout) -> Prediction:
+    work = Work(row.shape, row.setting, row.samples, row.habit, row.sequence_parallel)
+    return Estimator(machine, work).predict(layout)

@@ -1,0 +1,246 @@
+"""Seconds of each piece of a model on one rank: products by shape, attention, memory traffic, collectives.
+
+A piece is the embedding, a block, or the head. Its cost depends on how many samples it sees at once, on the degrees
+that cut it and on the device, not on the pipeline or on the other pieces.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+from math import ceil
+
+from shardwise.cluster import Cluster, Link
+from shardwise.planner.efficiency import Efficiency
+from shardwise.planner.shape import Shape
+
+NARROW = ("fp8", "fp4")
+SHORTEST = 4e-6  # seconds of the shortest kernel
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a model is computed, beyond its layout."""
+
+    precision: str
+    """Of the products; accumulation and norms are wider."""
+    fused: bool = True
+    """Whether attention never writes its square of scores to memory."""
+    overlapped: bool = True
+    """Whether gradient sums and tensor traffic hide behind computation."""
+
+    @property
+    def bytes(self) -> int:
+        """Of one number of an activation."""
+        return {"float64": 8, "float32": 4}.get(self.precision, 2)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a piece is cut, and how many samples it sees at once."""
+
+    tensor: int
+    context: int
+    expert: int
+    micro_batch: int
+    expert_tensor: int = 1
+    """The part of the tensor axis that cuts each expert; the rest of it works on other tokens."""
+    sequence_parallel: bool = True
+    """Whether what lies between the cut products is cut along the sequence over the tensor axis."""
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """One pass of one micro-batch through one piece on one rank."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    """Both halves, without anything computed again."""
+    weight: float = 0.0
+    """The part of `backward` that makes weight gradients."""
+    core: float = 0.0
+    """The part of `forward` that selective recomputation runs again."""
+    tensor: float = 0.0
+    """Exposed traffic of the tensor axis in a forward; a backward has as much."""
+    context: float = 0.0
+    expert: float = 0.0
+
+    @property
+    def traffic(self) -> float:
+        return self.tensor + self.context + self.expert
+
+    def mixed(self, other: Seconds, share: float) -> Seconds:
+        """The mean of both, with `share` of the other."""
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return Seconds(*((1.0 - share) * mine + share * its for mine, its in pairs))
+
+
+class Machine:
+    """A cluster with its efficiencies: what one operator takes."""
+
+    def __init__(self, cluster: Cluster, efficiency: Efficiency):
+        self.cluster, self.device, self.efficiency = cluster, cluster.device, efficiency
+
+    def product(self, m: float, k: float, n: float, precision: str, groups: float = 1.0) -> float:
+        """Seconds of `groups` products side by side, of (m x k) and (k x n) each."""
+        if not (m and k and n):
+            return 0.0
+        e = self.efficiency
+        narrow = precision in NARROW and self.device.rate(precision) > self.device.rate("bf16")
+        tiles = ceil(m / 128) * ceil(n / 128) * groups
+        waves = tiles / self.device.units
+        filled = waves / ceil(waves)
+        share = (e.narrow if narrow else e.product) * k / (k + e.depth * (2 if narrow else 1))
+        share *= 1.0 - e.wave * (1.0 - filled)
+        share *= (m / (128 * ceil(m / 128))) * (n / (128 * ceil(n / 128)))
+        if k % 64 or n % 64:
+            share *= e.ragged
+        if groups > 1:
+            share *= e.grouped
+        size = 1 if narrow else {"float64": 8, "float32": 4}.get(precision, 2)
+        moved = groups * (m * k + k * n + m * n) * size
+        return max(2.0 * groups * m * k * n / (self.device.rate(precision) * share), self.move(moved))
+
+    def move(self, numbers_bytes: float) -> float:
+        """Seconds to read or write so many bytes of device memory."""
+        return max(numbers_bytes / (self.device.bandwidth * self.efficiency.memory), SHORTEST)
+
+    def link(self, ranks: int, stride: int) -> tuple[float, float]:
+        """Bandwidth and latency that one rank of a group sees; `stride` devices lie between neighbours."""
+        c, e = self.cluster, self.efficiency
+        inner = Link(c.inner.bandwidth * e.inner, c.inner.latency)
+        if ranks * stride <= c.domain:
+            dims = int(c.topology[-1]) if c.topology.startswith("torus") else 1
+            # A group along one side of a torus uses the links of that side only.
+            return (inner.bandwidth / dims if dims > 1 and ranks <= 16 else inner.bandwidth), inner.latency
+        together = max(1, c.domain // stride)  # ranks of the group in one domain, each with a port of its own
+        return min(inner.bandwidth, together * c.outer.bandwidth * e.outer), c.outer.latency
+
+    def gather(self, whole: float, ranks: int, stride: int) -> float:
+        """All-gather or reduce-scatter of `whole` bytes in all."""
+        if ranks == 1:
+            return 0.0
+        bandwidth, _ = self.link(ranks, stride)
+        c = self.cluster
+        domains = max(1, ranks * stride // c.domain)
+        hops = (ranks - domains) * c.inner.latency + (domains - 1) * c.outer.latency  # once around the ring
+        return whole * (ranks - 1) / ranks / bandwidth + self.efficiency.latency * hops
+
+    def reduce(self, whole: float, ranks: int, stride: int) -> float:
+        """All-reduce."""
+        return 2.0 * self.gather(whole, ranks, stride)
+
+    def exchange(self, whole: float, ranks: int, stride: int) -> float:
+        """All-to-all: each rank sends `whole` bytes in all."""
+        if ranks == 1:
+            return 0.0
+        c, e = self.cluster, self.efficiency
+        inside = min(ranks, max(1, c.domain // stride))
+        near = whole * (inside - 1) / ranks / (c.inner.bandwidth * e.inner)
+        far = whole * (ranks - inside) / ranks / (c.outer.bandwidth * e.outer)
+        return max(near, far) + c.inner.latency * 2 + (c.outer.latency if far else 0.0)
+
+    def transfer(self, size: float, stride: int) -> float:
+        """Point to point between neighbours `stride` devices apart."""
+        c, e = self.cluster, self.efficiency
+        if stride < c.domain:
+            return size / (c.inner.bandwidth * e.inner) + c.inner.latency
+        return size / (c.outer.bandwidth * e.outer) + c.outer.latency
+
+
+def block(machine: Machine, shape: Shape, setting: Setting, cut: Cut, sparse: bool) -> Seconds:
+    e, size, precision = machine.efficiency, setting.bytes, setting.precision
+    t, c = cut.tensor, cut.context
+    tokens = cut.micro_batch * shape.sequence / c
+    alone = tokens / (t if cut.sequence_parallel else 1)  # tokens of a rank between the cut products
+    forward = backward = weight = 0.0
+    products = [(k, n // t if cut_out else n) if i < len(shape.projections) - 1 else (k // t, n)
+                for i, (k, n, cut_out) in enumerate(shape.projections)]  # fmt: skip
+    hidden = shape.shared_ffn if sparse else shape.ffn
+    if hidden:
+        products += [(shape.width, (shape.matrices - 1) * hidden // t), (hidden // t, shape.width)]
+    for k, n in products:
+        own = machine.product(tokens, k, n, precision)
+        gradient = machine.product(k, tokens, n, precision)
+        forward += own
+        weight += gradient
+        backward += machine.product(tokens, n, k, precision) + gradient
+    core, core_backward = _attention(machine, shape, setting, cut)
+    forward, backward = forward + core, backward + core_backward
+    # Norms, residual sums, dropout, rotary: numbers of the stream; activation: numbers of the hidden part.
+    moved = size * (12 * alone * shape.width + 3 * tokens * (shape.query + 2 * shape.kv_heads * shape.head_size) / t)
+    moved += size * tokens * hidden / t * (shape.matrices + 1)
+    if precision in NARROW:
+        moved += tokens * (4 * shape.width + 2 * (shape.attended + hidden) / t)
+    steady = machine.move(moved)
+    forward, backward = forward + steady, backward + 2 * steady
+    kernels = 24 if setting.fused else 60
+    expert = 0.0
+    if sparse:
+        used = tokens / t * shape.chosen if cut.sequence_parallel else tokens * shape.chosen / t
+        per_rank = shape.experts / cut.expert
+        each = used * cut.expert_tensor * cut.expert / shape.experts
+        inner = shape.expert_ffn // cut.expert_tensor
+        for k, n in ((shape.width, (shape.matrices - 1) * inner), (inner, shape.width)):
+            own = machine.product(each, k, n, precision, per_rank)
+            gradient = machine.product(k, each, n, precision, per_rank)
+            forward, weight = forward + own, weight + gradient
+            backward += machine.product(each, n, k, precision, per_rank) + gradient
+        spread = size * used * (6 * shape.width + (shape.matrices + 1) * shape.expert_ffn)
+        forward, backward = forward + machine.move(spread), backward + 2 * machine.move(spread)
+        expert = 2 * machine.exchange(size * used * shape.width, cut.expert, t if cut.expert > 1 else 1)
+        expert *= 1.0 - e.hidden_expert
+        kernels += 24
+    tensor = 0.0
+    if t > 1:
+        tensor = 2 * machine.reduce(size * tokens * shape.width, t, 1)
+        tensor *= 1.0 - (e.hidden_tensor if setting.overlapped else 0.0)
+    context = 0.0
+    if c > 1:
+        kv = size * 2 * cut.micro_batch * shape.sequence * shape.kv_heads * shape.head_size / t
+        context = max(0.0, machine.gather(kv, c, t) - 0.5 * core)
+    return Seconds(
+        forward=max(forward, kernels * e.launch), backward=max(backward, 2 * kernels * e.launch), weight=weight,
+        core=core, tensor=tensor, context=context, expert=expert,
+    )  # fmt: skip
+
+
+def _attention(machine: Machine, shape: Shape, setting: Setting, cut: Cut) -> tuple[float, float]:
+    """Seconds of forward and backward of the part between the projections."""
+    e = machine.efficiency
+    queries = shape.sequence / cut.context
+    heads = cut.micro_batch * shape.heads / cut.tensor
+    deep = 2 * shape.head_size + shape.rope_size
+    if setting.fused:
+        flops = 2.0 * heads * queries * shape.sequence * deep * (0.5 if shape.causal else 1.0)
+        rate = machine.device.rate("bf16" if setting.precision in NARROW else setting.precision) * e.attention
+        rate *= shape.sequence / (shape.sequence + 512)  # short rows fill no tile
+        rate *= min(1.0, 0.5 + shape.head_size / 256)
+        forward = flops / rate
+        return forward, 2.5 * forward / e.attention_backward
+    # Every head's square of scores is written, masked, normalised, dropped out of and read again.
+    precision = setting.precision
+    scores = machine.product(queries, shape.head_size, shape.sequence, precision, heads)
+    mixed = machine.product(queries, shape.sequence, shape.head_size, precision, heads)
+    square = machine.move(setting.bytes * heads * queries * shape.sequence * 4.5)
+    forward = scores + mixed + square
+    return forward, 2 * (scores + mixed) + 1.2 * square
+
+
+def head(machine: Machine, shape: Shape, setting: Setting, cut: Cut) -> Seconds:
+    """Final norm, logits, loss. The logits' product stays in 16 bits."""
+    t = cut.tensor
+    precision = "bf16" if setting.precision in NARROW else setting.precision
+    tokens = cut.micro_batch * shape.sequence / cut.context
+    own = machine.product(tokens, shape.width, ceil(shape.vocab / t), precision)
+    gradient = machine.product(shape.width, tokens, ceil(shape.vocab / t), precision)
+    loss = machine.move(tokens * shape.vocab / t * 8)
+    back = machine.product(tokens, ceil(shape.vocab / t), shape.width, precision)
+    tensor = machine.reduce(setting.bytes * tokens * shape.width, t, 1) / 2 if t > 1 else 0.0
+    return Seconds(forward=own + loss, backward=back + gradient + loss, weight=gradient, tensor=tensor)
+
+
+def embedding(machine: Machine, shape: Shape, setting: Setting, cut: Cut) -> Seconds:
+    tokens = cut.micro_batch * shape.sequence / cut.context
+    moved = machine.move(setting.bytes * tokens * shape.width * 4)
+    tensor = machine.reduce(setting.bytes * tokens * shape.width, cut.tensor, 1) / 2 if cut.tensor > 1 else 0.0
+    return Seconds(forward=moved, backward=3 * moved, weight=3 * moved, tensor=tensor)

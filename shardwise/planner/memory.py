@@ -1,0 +1,168 @@
+"""Bytes that one rank holds at the fullest moment of a step, by category.
+
+Counted for each pipeline rank: weights and gradients as the ZeRO stage leaves them, optimizer state, what the backward
+needs of each micro-batch in flight, the logits, buffers of the collectives; and a reserve for what the allocator loses
+between blocks and for what the driver and the communication library take.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.layout import Layout, keep_share
+from shardwise.planner.cost import Setting
+from shardwise.planner.shape import Shape
+
+
+@dataclass(frozen=True)
+class Habit:
+    """Bytes that a framework keeps per parameter, what it keeps of activations, and its reserve."""
+
+    weight: float = 2.0
+    gradient: float = 4.0
+    state: float = 12.0
+    """Main weights and two moments."""
+    logits: float = 8.0
+    """Bytes per logit at the loss."""
+    gathered: bool = False
+    """Whether the inputs of the cut products are kept whole, and not gathered again for the backward."""
+    unfused: bool = False
+    """Whether activation and gate are operators of their own, whose inputs are all kept."""
+    dropout: bool = False
+    """Whether masks are kept."""
+    spare: float = 0.04
+    """Share that the allocator loses between blocks."""
+    fixed: float = 2.0 * 2**30
+    """Driver, kernels, communication buffers."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank by category."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    buffers: float
+    reserve: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.optimizer + self.activations + self.buffers + self.reserve
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Numbers that a rank works with, whole along the shard axis: of one block, its experts, and the two ends."""
+
+    block: float
+    experts: float
+    first: float
+    last: float
+
+    def rank(self, rank: int, count: int, layout: Layout) -> float:
+        """Of a pipeline rank with `count` blocks, without experts."""
+        ends = (self.first if rank == 0 else 0.0) + (self.last if rank == layout.pipeline - 1 else 0.0)
+        return count * self.block + ends
+
+
+def weights_of(shape: Shape, layout: Layout, expert_tensor: int) -> Weights:
+    t, share = layout.tensor, shape.sparse_layers / shape.layers
+    dense = (shape.attention_weights + shape.dense_ffn_weights) / t
+    common = shape.common_weights / t
+    head = shape.vocab * shape.width / t
+    return Weights(
+        block=(1 - share) * dense + share * common,
+        experts=share * shape.expert_weights / layout.expert / expert_tensor,
+        first=shape.table_weights / t,
+        last=0.0 if shape.tied and layout.pipeline == 1 else head,
+    )
+
+
+@dataclass(frozen=True)
+class Held:
+    """Everything that the memory of a rank follows from."""
+
+    shape: Shape
+    setting: Setting
+    layout: Layout
+    habit: Habit
+    sequence_parallel: bool
+    weights: Weights
+    micro_batches: int
+
+    @property
+    def tokens(self) -> float:
+        """Of one micro-batch on one rank."""
+        return self.layout.micro_batch * self.shape.sequence / self.layout.context
+
+    def block(self, sparse: bool) -> tuple[float, float, float]:
+        """Bytes that the backward of one micro-batch needs of a block: without, with selective, with full
+        recomputation."""
+        shape, layout, habit = self.shape, self.layout, self.habit
+        size, t, tokens = self.setting.bytes, layout.tensor, self.tokens
+        stream = tokens * shape.width / (t if self.sequence_parallel else 1)
+        inputs = tokens * shape.width if habit.gathered else stream
+        kv = 2 * shape.kv_heads * shape.head_size
+        if shape.kv_rank:
+            kv = 2 * shape.attended + t * (shape.q_rank + shape.kv_rank)
+        kept = size * (2 * stream + 2 * inputs) + size * tokens * (shape.query + kv + shape.attended) / t
+        if habit.dropout:
+            kept += 2 * stream
+        hidden = shape.shared_ffn if sparse else shape.ffn
+        maps = shape.matrices + (1 if habit.unfused and shape.gated else 0)
+        kept += size * tokens * hidden * maps / t
+        if sparse:
+            kept += size * tokens * shape.chosen / t * (2 * shape.width + maps * shape.expert_ffn)
+        scores = 0.0
+        if not self.setting.fused:
+            heads = layout.micro_batch * shape.heads / t
+            scores = heads * shape.sequence / layout.context * shape.sequence * (2 * size + 1)
+        return kept + scores, kept, size * stream
+
+    def activations(self) -> tuple[float, float]:
+        """Bytes of a block that stay for the backward, and those of a block that is being computed again."""
+        share = self.shape.sparse_layers / self.shape.layers
+        dense, sparse = self.block(False), self.block(True) if share else (0.0, 0.0, 0.0)
+        every, selective, full = ((1 - share) * d + share * s for d, s in zip(dense, sparse, strict=True))
+        kept = keep_share(self.layout.recompute)
+        if kept is not None:
+            return kept * every + (1 - kept) * full, every
+        return {"none": (every, 0.0), "selective": (selective, 0.0), "full": (full, every)}[self.layout.recompute]
+
+
+def hold(held: Held, rank: int, count: int) -> Memory:
+    """The memory of a pipeline rank that has `count` blocks."""
+    layout, habit, shape, size = held.layout, held.habit, held.shape, held.setting.bytes
+    own, experts = held.weights.rank(rank, count, layout), count * held.weights.experts
+    shards = layout.shard * (layout.context if layout.shard > 1 else 1)
+    cut = own / shards + experts / max(1, shards // layout.expert)
+    one = held.weights.block + held.weights.experts
+    weights, gradients, buffers = habit.weight * (own + experts), habit.gradient * (own + experts), 0.0
+    if layout.shard > 1 and layout.zero >= 2:
+        gradients, buffers = habit.gradient * cut, size * one
+    if layout.shard > 1 and layout.zero == 3:
+        largest = max(one, shape.vocab * shape.width / layout.tensor)
+        weights, buffers = 0.0, size * (2 * largest + one)
+    stays, again = held.activations()
+    activations = in_flight(layout, rank, held.micro_batches) * count * stays + again
+    if rank == layout.pipeline - 1:
+        activations += habit.logits * held.tokens * shape.vocab / layout.tensor
+    activations += 4 * size * held.tokens * shape.width
+    subtotal = weights + gradients + habit.state * cut + activations + buffers
+    return Memory(weights, gradients, habit.state * cut, activations, buffers, habit.spare * subtotal + habit.fixed)
+
+
+def in_flight(layout: Layout, rank: int, micro_batches: int) -> float:
+    """Micro-batches, counted in whole ranks' worth of layers, whose activations pipeline rank `rank` holds at once."""
+    p, v = layout.pipeline, layout.stages_per_rank
+    if p == 1:
+        return 1.0
+    if layout.schedule == "gpipe":
+        return micro_batches
+    if v == 1:
+        return min(micro_batches, p - rank)
+    if layout.schedule in ("zbv", "dualpipev"):
+        return min(micro_batches, p)
+    return min(micro_batches * v, (p - rank - 1) * 2 + (v - 1) * p + 1) / v
