@@ -101,6 +101,26 @@ def verify(
 
 
 @app.command()
+def plan(
+    job_file: JobFile = None,
+    settings: Settings = None,
+    cluster: Annotated[str, typer.Option(help="A known machine (a100-80g, h100, ...) or a calibrated file.")] = "cpu",
+    devices: Annotated[int | None, typer.Option(min=1, help="How many; one node if left out.")] = None,
+    layout: Annotated[str | None, typer.Option(help="Judges this layout instead of searching.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Chooses a layout for a job and says what it will cost, for machines that need not be here."""
+    from shardwise.planner.plan import plan_job
+    from shardwise.planner.show import show_plan
+
+    found = plan_job(job_file, settings or [], cluster, devices, layout)
+    if as_json:
+        say(json.dumps(found.as_dict()))
+    else:
+        show_plan(found, Console())
+
+
+@app.command()
 def sample(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
     prompt: Annotated[str, typer.Option(help="What the text starts with.")] = "",

@@ -68,6 +68,11 @@ class Seconds:
     def traffic(self) -> float:
         return self.tensor + self.context + self.expert
 
+    @property
+    def both(self) -> float:
+        """Forward and backward with their traffic."""
+        return self.forward + self.backward + 2 * self.traffic
+
     def mixed(self, other: Seconds, share: float) -> Seconds:
         """The mean of both, with `share` of the other."""
         pairs = zip(astuple(self), astuple(other), strict=True)

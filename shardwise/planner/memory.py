@@ -82,59 +82,73 @@ def weights_of(shape: Shape, layout: Layout, expert_tensor: int) -> Weights:
 
 @dataclass(frozen=True)
 class Held:
-    """Everything that the memory of a rank follows from."""
+    """What the memory of a rank follows from, the same for all ranks and for any schedule."""
 
-    shape: Shape
-    setting: Setting
-    layout: Layout
-    habit: Habit
-    sequence_parallel: bool
     weights: Weights
-    micro_batches: int
-
-    @property
-    def tokens(self) -> float:
-        """Of one micro-batch on one rank."""
-        return self.layout.micro_batch * self.shape.sequence / self.layout.context
-
-    def block(self, sparse: bool) -> tuple[float, float, float]:
-        """Bytes that the backward of one micro-batch needs of a block: without, with selective, with full
-        recomputation."""
-        shape, layout, habit = self.shape, self.layout, self.habit
-        size, t, tokens = self.setting.bytes, layout.tensor, self.tokens
-        stream = tokens * shape.width / (t if self.sequence_parallel else 1)
-        inputs = tokens * shape.width if habit.gathered else stream
-        kv = 2 * shape.kv_heads * shape.head_size
-        if shape.kv_rank:
-            kv = 2 * shape.attended + t * (shape.q_rank + shape.kv_rank)
-        kept = size * (2 * stream + 2 * inputs) + size * tokens * (shape.query + kv + shape.attended) / t
-        if habit.dropout:
-            kept += 2 * stream
-        hidden = shape.shared_ffn if sparse else shape.ffn
-        maps = shape.matrices + (1 if habit.unfused and shape.gated else 0)
-        kept += size * tokens * hidden * maps / t
-        if sparse:
-            kept += size * tokens * shape.chosen / t * (2 * shape.width + maps * shape.expert_ffn)
-        scores = 0.0
-        if not self.setting.fused:
-            heads = layout.micro_batch * shape.heads / t
-            scores = heads * shape.sequence / layout.context * shape.sequence * (2 * size + 1)
-        return kept + scores, kept, size * stream
-
-    def activations(self) -> tuple[float, float]:
-        """Bytes of a block that stay for the backward, and those of a block that is being computed again."""
-        share = self.shape.sparse_layers / self.shape.layers
-        dense, sparse = self.block(False), self.block(True) if share else (0.0, 0.0, 0.0)
-        every, selective, full = ((1 - share) * d + share * s for d, s in zip(dense, sparse, strict=True))
-        kept = keep_share(self.layout.recompute)
-        if kept is not None:
-            return kept * every + (1 - kept) * full, every
-        return {"none": (every, 0.0), "selective": (selective, 0.0), "full": (full, every)}[self.layout.recompute]
+    habit: Habit
+    size: int
+    """Bytes of a number of an activation."""
+    stays: float
+    """Bytes of a block that stay for the backward of one micro-batch."""
+    again: float
+    """Bytes of a block that is being computed again."""
+    logits: float
+    stream: float
+    """Bytes of one micro-batch between two blocks."""
+    table: float
+    """Numbers of the head."""
 
 
-def hold(held: Held, rank: int, count: int) -> Memory:
+def hold_of(
+    shape: Shape, setting: Setting, habit: Habit, layout: Layout, sequence_parallel: bool, expert_tensor: int
+) -> Held:
+    tokens = layout.micro_batch * shape.sequence / layout.context
+    share = shape.sparse_layers / shape.layers
+    dense = block_bytes(shape, setting, habit, layout, sequence_parallel, False)
+    sparse = block_bytes(shape, setting, habit, layout, sequence_parallel, True) if share else dense
+    every, selective, full = ((1 - share) * d + share * s for d, s in zip(dense, sparse, strict=True))
+    kept = keep_share(layout.recompute)
+    if kept is not None:
+        stays, again = kept * every + (1 - kept) * full, every
+    else:
+        stays, again = {"none": (every, 0.0), "selective": (selective, 0.0), "full": (full, every)}[layout.recompute]
+    table = shape.vocab * shape.width / layout.tensor
+    return Held(
+        weights_of(shape, layout, expert_tensor), habit, setting.bytes, stays, again,
+        logits=habit.logits * tokens * shape.vocab / layout.tensor, stream=setting.bytes * tokens * shape.width,
+        table=table,
+    )  # fmt: skip
+
+
+def block_bytes(
+    shape: Shape, setting: Setting, habit: Habit, layout: Layout, sequence_parallel: bool, sparse: bool
+) -> tuple[float, float, float]:
+    """Bytes that the backward of one micro-batch needs of a block: without, with selective, with full recomputation."""
+    size, t = setting.bytes, layout.tensor
+    tokens = layout.micro_batch * shape.sequence / layout.context
+    stream = tokens * shape.width / (t if sequence_parallel else 1)
+    inputs = tokens * shape.width if habit.gathered else stream
+    kv = 2 * shape.kv_heads * shape.head_size
+    if shape.kv_rank:
+        kv = 2 * shape.attended + t * (shape.q_rank + shape.kv_rank)
+    kept = size * (2 * stream + 2 * inputs) + size * tokens * (shape.query + kv + shape.attended) / t
+    if habit.dropout:
+        kept += 2 * stream
+    hidden = shape.shared_ffn if sparse else shape.ffn
+    maps = shape.matrices + (1 if habit.unfused and shape.gated else 0)
+    kept += size * tokens * hidden * maps / t
+    if sparse:
+        kept += size * tokens * shape.chosen / t * (2 * shape.width + maps * shape.expert_ffn)
+    scores = 0.0
+    if not setting.fused:
+        heads = layout.micro_batch * shape.heads / t
+        scores = heads * shape.sequence / layout.context * shape.sequence * (2 * size + 1)
+    return kept + scores, kept, size * stream
+
+
+def hold(held: Held, layout: Layout, rank: int, count: int, micro_batches: int) -> Memory:
     """The memory of a pipeline rank that has `count` blocks."""
-    layout, habit, shape, size = held.layout, held.habit, held.shape, held.setting.bytes
+    habit, size = held.habit, held.size
     own, experts = held.weights.rank(rank, count, layout), count * held.weights.experts
     shards = layout.shard * (layout.context if layout.shard > 1 else 1)
     cut = own / shards + experts / max(1, shards // layout.expert)
@@ -143,15 +157,13 @@ def hold(held: Held, rank: int, count: int) -> Memory:
     if layout.shard > 1 and layout.zero >= 2:
         gradients, buffers = habit.gradient * cut, size * one
     if layout.shard > 1 and layout.zero == 3:
-        largest = max(one, shape.vocab * shape.width / layout.tensor)
-        weights, buffers = 0.0, size * (2 * largest + one)
-    stays, again = held.activations()
-    activations = in_flight(layout, rank, held.micro_batches) * count * stays + again
+        weights, buffers = 0.0, size * (2 * max(one, held.table) + one)
+    activations = in_flight(layout, rank, micro_batches) * count * held.stays + held.again + 4 * held.stream
     if rank == layout.pipeline - 1:
-        activations += habit.logits * held.tokens * shape.vocab / layout.tensor
-    activations += 4 * size * held.tokens * shape.width
-    subtotal = weights + gradients + habit.state * cut + activations + buffers
-    return Memory(weights, gradients, habit.state * cut, activations, buffers, habit.spare * subtotal + habit.fixed)
+        activations += held.logits
+    state = habit.state * cut
+    subtotal = weights + gradients + state + activations + buffers
+    return Memory(weights, gradients, state, activations, buffers, habit.spare * subtotal + habit.fixed)
 
 
 def in_flight(layout: Layout, rank: int, micro_batches: int) -> float:

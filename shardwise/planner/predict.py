@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import log2
+from typing import Any
 
 from shardwise.layout import Layout, keep_share
 from shardwise.planner.cost import Cut, Machine, Seconds, Setting, block, embedding, head
-from shardwise.planner.memory import Habit, Held, Memory, Weights, hold, weights_of
+from shardwise.planner.memory import Habit, Held, Memory, hold, hold_of
 from shardwise.planner.shape import Shape
 
 AXES = ("tensor", "context", "expert")
@@ -31,6 +32,19 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Timing:
+    """Seconds of a step, and of its parts that come once."""
+
+    seconds: float
+    bubble: float
+    data: float
+    """Exposed traffic of the data axes."""
+    update: float
+    hop: float
+    """Exposed transfers between stages, of one micro-batch."""
+
+
+@dataclass(frozen=True)
 class Prediction:
     """What a step takes, and holds on each pipeline rank."""
 
@@ -41,8 +55,7 @@ class Prediction:
     """Share of the step in which the slowest rank waits for the others of its pipeline."""
     exposed: dict[str, float]
     """Seconds of traffic that nothing hides, by axis."""
-    optimizer: float
-    """Seconds of the update."""
+    timing: Timing
 
     @property
     def peak(self) -> float:
@@ -59,49 +72,70 @@ class Pass:
 
 
 class Estimator:
-    """Predicts layouts of one job on one machine."""
+    """Predicts layouts of one job on one machine. What many layouts share is computed once."""
 
     def __init__(self, machine: Machine, work: Work):
         self.machine, self.work = machine, work
         self.efficiency = machine.efficiency
         self._pieces: dict[Cut, tuple[Seconds, Seconds, Seconds]] = {}
+        self._held: dict[tuple[Any, ...], Held] = {}
+        self._passes: dict[tuple[Any, ...], Pass] = {}
 
     def predict(self, layout: Layout, counts: list[int] | None = None) -> Prediction:
         """`counts`: blocks per pipeline rank, if not as even as can be."""
-        work = self.work
-        counts = counts or list(layout.stages) or even(work.shape.layers, layout.pipeline)
-        micro_batches = max(1, round(work.samples / layout.data / layout.micro_batch))
-        cut = self.cut(layout)
-        inner, first, last = self.pieces(cut)
-        weights = weights_of(work.shape, layout, cut.expert_tensor)
-        one = self.passes(layout, inner, weights)
+        counts = counts or self.counts(layout)
+        held, micro_batches = self.held(layout), self.micro_batches(layout)
+        timing = self.time(layout, counts)
+        memory = tuple(hold(held, layout, rank, count, micro_batches) for rank, count in enumerate(counts))
+        return Prediction(layout, timing.seconds, memory, timing.bubble, self.exposed(layout, counts, timing), timing)
 
-        busy = [count * (one.forward + one.backward) for count in counts]
-        busy[0] += first.forward + first.backward + 2 * first.traffic
-        busy[-1] += last.forward + last.backward + 2 * last.traffic
+    def peak(self, layout: Layout, counts: list[int]) -> float:
+        """Bytes of the fullest rank: one of the ends, or the first that has the most blocks."""
+        held, micro_batches = self.held(layout), self.micro_batches(layout)
+        ranks = {0, counts.index(max(counts)), len(counts) - 1}
+        return max(hold(held, layout, rank, counts[rank], micro_batches).total for rank in ranks)
+
+    def time(self, layout: Layout, counts: list[int]) -> Timing:
+        one = self.passes(layout)
+        _, first, last = self.pieces(self.cut(layout))
+        micro_batches = self.micro_batches(layout)
         hop = self.hop(layout)
-        slowest = max(busy) + hop
-        fill = (sum(busy) + hop * len(busy) - slowest) / layout.stages_per_rank
+        each = one.forward + one.backward
+        ends = first.both + last.both
+        total = sum(counts) * each + ends + hop * len(counts)
+        if len(counts) == 1:
+            slowest = total
+        else:
+            slowest = hop + max(counts[0] * each + first.both, counts[-1] * each + last.both, max(counts) * each)
+        fill = (total - slowest) / layout.stages_per_rank
         if layout.split_backward:
             fill *= SPLIT_FILL
         pipeline = micro_batches * slowest + fill
 
-        own = [weights.rank(rank, count, layout) for rank, count in enumerate(counts)]
-        fullest = max(range(len(own)), key=lambda rank: own[rank])
-        data = self.data(layout, own[fullest], counts[fullest] * weights.experts, busy[fullest])
-        updated = own[fullest] / shards(layout) + counts[fullest] * weights.experts / expert_shards(layout)
+        weights = self.held(layout).weights
+        fullest = max((0, len(counts) - 1), key=lambda rank: weights.rank(rank, counts[rank], layout))
+        own, experts = weights.rank(fullest, counts[fullest], layout), counts[fullest] * weights.experts
+        data = self.data(layout, own, experts, counts[fullest] * each)
+        updated = own / shards(layout) + experts / expert_shards(layout)
         update = self.machine.move(30.0 * updated)  # four numbers read, three written, and the copy of 16 bits
         domains = max(1.0, layout.world / self.machine.cluster.domain)
         jitter = 1.0 + self.efficiency.jitter * log2(domains)
         seconds = (pipeline + data + update + self.efficiency.fixed) * jitter
+        return Timing(seconds, fill / pipeline, data, update, hop)
 
-        held = Held(work.shape, work.setting, layout, work.habit, work.sequence_parallel, weights, micro_batches)
-        memory = tuple(hold(held, rank, count) for rank, count in enumerate(counts))
-        most = micro_batches * max(counts)
-        exposed = {axis: most * value for axis, value in one.exposed.items()}
-        exposed["shard"] = exposed.get("shard", 0.0) + data
-        exposed["pipeline"] = micro_batches * hop
-        return Prediction(layout, seconds, memory, fill / pipeline, exposed, update)
+    def exposed(self, layout: Layout, counts: list[int], timing: Timing) -> dict[str, float]:
+        """Seconds of a step in which the busiest rank waits for traffic, by axis."""
+        one, micro_batches = self.passes(layout), self.micro_batches(layout)
+        exposed = {axis: micro_batches * max(counts) * seconds for axis, seconds in one.exposed.items()}
+        exposed["shard"] = exposed.get("shard", 0.0) + timing.data
+        exposed["pipeline"] = micro_batches * timing.hop
+        return {axis: seconds for axis, seconds in exposed.items() if seconds}
+
+    def counts(self, layout: Layout) -> list[int]:
+        return list(layout.stages) or even(self.work.shape.layers, layout.pipeline)
+
+    def micro_batches(self, layout: Layout) -> int:
+        return max(1, round(self.work.samples / layout.data / layout.micro_batch))
 
     def cut(self, layout: Layout) -> Cut:
         # Experts wider than the model are cut by the tensor axis too; narrow ones would make small products.
@@ -121,8 +155,25 @@ class Estimator:
             self._pieces[cut] = inner, embedding(machine, shape, setting, cut), head(machine, shape, setting, cut)
         return self._pieces[cut]
 
-    def passes(self, layout: Layout, inner: Seconds, weights: Weights) -> Pass:
+    def held(self, layout: Layout) -> Held:
+        cut = self.cut(layout)
+        key = cut, layout.recompute, layout.pipeline == 1
+        if key not in self._held:
+            work = self.work
+            self._held[key] = hold_of(
+                work.shape, work.setting, work.habit, layout, work.sequence_parallel, cut.expert_tensor
+            )
+        return self._held[key]
+
+    def passes(self, layout: Layout) -> Pass:
         """Forward and backward of a block, with what is computed again and gathered for it."""
+        cut = self.cut(layout)
+        key = cut, layout.recompute, layout.zero, layout.shard
+        if key not in self._passes:
+            self._passes[key] = self._pass(layout, self.pieces(cut)[0])
+        return self._passes[key]
+
+    def _pass(self, layout: Layout, inner: Seconds) -> Pass:
         share = keep_share(layout.recompute)
         again = 1.0 - share if share is not None else float(layout.recompute == "full")
         forward = inner.forward + inner.traffic
@@ -130,15 +181,19 @@ class Estimator:
         if layout.recompute == "selective":
             backward += inner.core
         exposed = {axis: (2.0 + again) * getattr(inner, axis) for axis in AXES}
-        if layout.zero == 3 and layout.shard > 1:
-            stride = layout.tensor * layout.context
-            size = self.work.setting.bytes
-            gather = self.machine.gather(size * weights.block, layout.shard, stride)
-            gather += self.machine.gather(size * weights.experts, max(1, layout.shard // layout.expert), stride)
-            ahead, behind = self._exposed(gather, forward), self._exposed(2 * gather, backward)
+        if layout.zero >= 2 and layout.shard > 1:
+            gather = self._gather(layout)
+            ahead = self._exposed(gather, forward) if layout.zero == 3 else 0.0
+            behind = self._exposed((2 if layout.zero == 3 else 1) * gather, backward)
             forward, backward = forward + ahead, backward + behind
             exposed["shard"] = ahead + behind
         return Pass(forward, backward, exposed)
+
+    def _gather(self, layout: Layout) -> float:
+        """Seconds to gather the weights of a block over the shard axis, or to sum its gradients over it."""
+        stride, size, weights = layout.tensor * layout.context, self.work.setting.bytes, self.held(layout).weights
+        gather = self.machine.gather(size * weights.block, layout.shard, stride)
+        return gather + self.machine.gather(size * weights.experts, max(1, layout.shard // layout.expert), stride)
 
     def hop(self, layout: Layout) -> float:
         """Exposed transfers between stages, of one micro-batch on one rank."""
@@ -164,6 +219,8 @@ class Estimator:
         there = self.machine.gather(gradient * own, group, stride)
         there += self.machine.gather(gradient * experts, alike, stride * layout.expert)
         back = there * (size / gradient if layout.shard > 1 and layout.zero < 3 else 1.0)
+        if layout.zero == 2 and layout.shard > 1:
+            there = 0.0  # after each micro-batch, counted there
         return self._exposed(there + back, last_pass)
 
     def _exposed(self, traffic: float, beside: float) -> float:

@@ -1,0 +1,165 @@
+"""A plan: the best layouts of a job on a cluster, what each costs, and why notable others lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shardwise.cluster import GIB, Cluster, find_cluster
+from shardwise.errors import LayoutError
+from shardwise.job import Job, load_job
+from shardwise.layout import Layout, solve_batch
+from shardwise.planner.cost import Machine, Setting
+from shardwise.planner.efficiency import efficiency_of
+from shardwise.planner.predict import Estimator, Prediction, Work
+from shardwise.planner.search import search
+from shardwise.planner.shape import shape_of
+
+
+@dataclass(frozen=True)
+class Plan:
+    job: Job
+    cluster: Cluster
+    devices: int
+    layouts: tuple[Prediction, ...]
+    """Best first."""
+    reasons: tuple[str, ...]
+    """Beside each layout: why it is not first."""
+    lost: tuple[str, ...]
+    """A line for each notable alternative to the best."""
+    evaluated: int
+    seconds: float
+    """That the search took."""
+
+    @property
+    def best(self) -> Prediction:
+        return self.layouts[0]
+
+    def fits(self, prediction: Prediction) -> bool:
+        return prediction.peak <= self.cluster.device.memory
+
+    def tokens_per_second(self, prediction: Prediction) -> float:
+        """On one device."""
+        return self.job.samples * self.job.model.sequence / prediction.seconds / self.devices
+
+    def flops(self, prediction: Prediction) -> float:
+        """Of the model, a second, on one device: nothing that is computed again counts."""
+        return shape_of(self.job.model).flops(self.job.samples) / prediction.seconds / self.devices
+
+    def utilisation(self, prediction: Prediction) -> float:
+        return self.flops(prediction) / self.cluster.device.rate(self.job.precision)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "search_seconds": self.seconds, "evaluated": self.evaluated,
+            "layouts": [{
+                "layout": str(prediction.layout), "fits": self.fits(prediction), "step_seconds": prediction.seconds,
+                "tokens_per_second_per_device": self.tokens_per_second(prediction),
+                "model_flops_per_device": self.flops(prediction), "peak_memory_gib": prediction.peak / GIB,
+                "bubble": prediction.bubble, "exposed": prediction.exposed, "reason": reason,
+            } for prediction, reason in zip(self.layouts, self.reasons, strict=True)],
+            "lost": list(self.lost),
+        }  # fmt: skip
+
+
+def plan_job(job_file: Path | None, settings: list[str], cluster: str, devices: int | None, layout: str | None) -> Plan:
+    """Plans a job for a cluster, or judges one layout of it."""
+    return make_plan(load_job(job_file, settings), find_cluster(cluster), devices, layout)
+
+
+def make_plan(job: Job, cluster: Cluster, devices: int | None = None, layout: str | None = None) -> Plan:
+    estimator = estimator_of(job, cluster)
+    if layout is not None:
+        only = judged(job, Layout.parse(layout))
+        if devices is not None and devices != only.world:
+            raise LayoutError(f"layout '{only}' needs {only.world} devices, not {devices}; leave --devices out.")
+        prediction = estimator.predict(only)
+        return Plan(job, cluster, only.world, (prediction,), ("",), (), 1, 0.0)
+    devices = devices or cluster.domain
+    found = search(estimator, devices)
+    best = found.best[0]
+    reasons = ("", *(explain(estimator, best, other) for other in found.best[1:]))
+    lost = tuple(notable(estimator, best)) if best.peak <= cluster.device.memory else ()
+    return Plan(job, cluster, devices, found.best, reasons, lost, found.evaluated, found.seconds)
+
+
+def estimator_of(job: Job, cluster: Cluster) -> Estimator:
+    machine = Machine(cluster, efficiency_of(cluster.device.family, cluster.measured))
+    return Estimator(machine, Work(shape_of(job.model), Setting(job.precision), job.samples))
+
+
+def judged(job: Job, layout: Layout) -> Layout:
+    """A layout with its micro-batch solved; raises where the batch cannot be served."""
+    return replace(layout, micro_batch=solve_batch(layout, job.samples).micro_batch)
+
+
+# Why others lost
+
+
+def explain(estimator: Estimator, best: Prediction, other: Prediction) -> str:
+    """What makes another layout slower, or too large."""
+    limit = estimator.machine.device.memory
+    if other.peak > limit:
+        return f"does not fit: {other.peak / GIB:.0f} GiB of {limit / GIB:.0f}"
+    slower = other.seconds / best.seconds - 1
+    here, there = parts(best), parts(other)
+    growth = {name: there.get(name, 0.0) - here.get(name, 0.0) for name in {*here, *there}}
+    name = max(growth, key=lambda part: growth[part])
+    if slower < 0.001 or growth[name] <= 0:
+        return f"{100 * slower:+.1f}%"
+    return f"{100 * slower:+.1f}%: {name} takes {growth[name]:.3g} s more"
+
+
+def parts(prediction: Prediction) -> dict[str, float]:
+    """Seconds of a step by what they go to."""
+    words = {"shard": "data traffic", "pipeline": "passing between stages"}
+    found = {words.get(axis, f"{axis} traffic"): seconds for axis, seconds in prediction.exposed.items()}
+    found["the bubble"] = prediction.bubble * prediction.seconds
+    found["the update"] = prediction.timing.update
+    found["computing"] = prediction.seconds - sum(found.values())
+    return found
+
+
+def notable(estimator: Estimator, best: Prediction) -> Iterator[str]:
+    """One line for each neighbour of the best layout in which one choice is made otherwise."""
+    seen = {str(best.layout)}
+    for what, layout in _neighbours(best.layout):
+        try:
+            layout = replace(layout, micro_batch=layout.micro_batch or best.layout.micro_batch)
+            solve_batch(layout, estimator.work.samples)
+        except LayoutError:
+            continue
+        if str(layout) in seen or estimator.work.shape.heads % layout.tensor:
+            continue
+        seen.add(str(layout))
+        note = ""
+        domain = estimator.machine.cluster.domain
+        if layout.tensor > domain >= best.layout.tensor:
+            note = " (it leaves the fast domain)"
+        yield f"{what}{note}: {explain(estimator, best, estimator.predict(layout))}"
+
+
+def _neighbours(layout: Layout) -> Iterator[tuple[str, Layout]]:
+    tensor, pipeline, data = layout.tensor, layout.pipeline, layout.data
+    for axis in ("shard", "replicate", "pipeline"):
+        degree = getattr(layout, axis)
+        if degree % 2 == 0:
+            yield f"tensor={2 * tensor}", replace(layout, **{axis: degree // 2}, tensor=2 * tensor)
+            break
+    if tensor % 2 == 0:
+        wider = "shard" if layout.shard > 1 else "replicate"
+        yield f"tensor={tensor // 2}", replace(layout, tensor=tensor // 2, **{wider: 2 * getattr(layout, wider)})
+    if pipeline > 1:
+        yield "no pipeline", replace(layout, pipeline=1, shard=data * pipeline, replicate=1, schedule="1f1b", virtual=0)
+    for zero in (1, 2, 3):
+        if layout.shard > 1 and zero != layout.zero:
+            yield f"zero={zero}", replace(layout, zero=zero)
+    for recompute in ("none", "selective", "full"):
+        if recompute != layout.recompute:
+            yield f"recompute={recompute}", replace(layout, recompute=recompute)
+    for schedule in ("1f1b", "interleaved", "zbv"):
+        if pipeline > 1 and schedule != layout.schedule:
+            yield f"schedule={schedule}", replace(layout, schedule=schedule, virtual=0)
+    yield f"micro_batch={2 * layout.micro_batch}", replace(layout, micro_batch=2 * layout.micro_batch)
