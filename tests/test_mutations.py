@@ -244,6 +244,16 @@ def dropout_of_another_micro_batch_in_a_later_stage(patch: Patch) -> None:
     patch.setattr(Dropout, "forward", forward)
 
 
+@caught("pipeline=2 micro_batch=1", "output", "block1.mlp")
+def an_output_that_no_rank_shows(patch: Patch) -> None:
+    right = parity._keep
+
+    def keep(name: str, seen: Any) -> Any:
+        return (lambda *_: None) if dist.is_initialized() and name == "block1.mlp" else right(name, seen)
+
+    patch.setattr(parity, "_keep", keep)
+
+
 @caught("tensor=2", "output", "embed")
 def positions_counted_from_the_rank_s_own_first(patch: Patch) -> None:
     patch.setattr(tensor, "_places", lambda axis: lambda module, args: None)

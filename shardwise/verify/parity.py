@@ -238,8 +238,14 @@ def _compare(job: Job, layout: Layout, reference: list[dict[str, Any]], steps: i
 def _compare_outputs(
     comparison: Comparison, number: int, engine: Engine, seen: dict[str, list[Tensor]], expected: dict[str, Tensor]
 ) -> None:
+    everyone: list[Any] = [set(seen)] * engine.mesh["world"].size
+    if len(everyone) > 1:
+        dist.all_gather_object(everyone, set(seen))
+    anywhere = set().union(*everyone)
     for place, (name, whole) in enumerate(expected.items()):
-        if name in seen:
+        if name not in anywhere:
+            comparison.add(number, "output", place, name, math.inf)
+        elif name in seen:
             part = _part(_part(whole, engine.mesh["data"], 0), engine.mesh["tensor"], 1)
             floor = comparison.floor * float(whole.norm())
             comparison.add(number, "output", place, name, error_of(fingerprint(seen[name]), part, floor))
