@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from pairwise import Case, cover, pairs
 
-from shardwise.errors import LayoutError
+from shardwise.errors import JobError, LayoutError
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout, micro_batch_rule
 from shardwise.parallel.parallelize import check
 from shardwise.support import REFUSED, support
+from shardwise.train.launch import check_world
 from shardwise.verify.parity import Record, verify
 
 LIMIT = 1e-10
@@ -173,6 +174,29 @@ def test_without_clipping_and_without_dropout() -> None:
     job = job.model_copy(update={"optimizer": job.optimizer.model_copy(update={"clip": 0.0})})
     for record in verify(job, [Layout.parse("pipeline=2 micro_batch=1"), Layout.parse("tensor=2 replicate=2")]):
         assert_exact(record)
+
+
+@pytest.mark.timeout(600)  # a C++ compiler is at work
+def test_compiled_blocks() -> None:
+    """Both layouts run the same graph, so it is compiled once."""
+    job = tiny(2, layers=1, heads=2, positions="learned").model_copy(update={"compile": True})
+    try:
+        records = verify(job, [Layout.parse("micro_batch=1"), Layout.parse("replicate=2")])
+    except JobError as told:
+        assert "needs a C++ compiler" in str(told)
+        return
+    for record in records:
+        assert_exact(record)
+
+
+def test_without_a_compiler_compiled_blocks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    job = tiny(2, layers=1, heads=2).model_copy(update={"compile": True})
+    job = job.model_copy(update={"run": job.run.model_copy(update={"device": "cpu"})})
+    for start in (lambda: verify(job, [Layout()]), lambda: check_world(Layout(), job)):
+        with pytest.raises(JobError, match="compile = true needs a C.. compiler on a CPU, and there is no 'no-such"):
+            start()
+    assert JobError.exit_code == 2
 
 
 def test_record_as_json() -> None:

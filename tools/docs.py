@@ -45,7 +45,7 @@ MEANING = {
     "tokens": "Tokens to train on instead of `steps`; rounded up to whole steps.",
     "layout": 'How the work is cut, in the [text form](layout.md); `"auto"`: a copy of the model per local device.',
     "precision": "What is computed in. Weights, sums and optimizer states are float64 for float64, else float32.",
-    "compile": "Compiles each block with `torch.compile`; not with schedules that split the backward.",
+    "compile": "Compiles each block with `torch.compile`, on a CPU by a C++ compiler; not where the backward is split.",
     "model.name": "`gpt`, or a [preset](#presets) whose shape becomes the default of this section.",
     "model.layers": "Blocks.",
     "model.width": "Features of the stream between blocks.",

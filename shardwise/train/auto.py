@@ -1,12 +1,14 @@
-"""A layout for `layout = "auto"`: until there is a planner, copies of the model on every local device."""
+"""What this machine has, and a layout for `layout = "auto"`: until there is a planner, copies on every local device."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import sys
 
 import torch
 
-from shardwise.errors import LayoutError
+from shardwise.errors import JobError, LayoutError
 from shardwise.job import Job
 from shardwise.layout import Layout
 from shardwise.parallel.parallelize import check
@@ -21,6 +23,16 @@ def pick_device(job: Job) -> str:
             raise LayoutError('run.device = "cuda", but PyTorch sees no GPU here; use "cpu" or "auto".')
         return job.run.device
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def check_compiler() -> None:
+    """Raises where there is nothing to build compiled blocks with: on a CPU they become C++."""
+    name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # where PyTorch looks
+    if shutil.which(name) is None:
+        raise JobError(
+            f"compile = true needs a C++ compiler on a CPU, and there is no {name!r}; install it, name another one in "
+            "the environment variable CXX, or set compile = false."
+        )
 
 
 def local_processes(job: Job) -> int:

@@ -25,7 +25,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from shardwise.errors import LayoutError, RunError, UserError
 from shardwise.job import Job
 from shardwise.layout import Layout
-from shardwise.train.auto import pick_device
+from shardwise.train.auto import check_compiler, pick_device
 from shardwise.train.folder import RunFolder
 from shardwise.train.worker import work
 from shardwise.words import counted, signal_name
@@ -50,7 +50,9 @@ def joined_world() -> int | None:
 
 
 def check_world(layout: Layout, job: Job) -> None:
-    """Raises where this world, or this machine, does not have the processes that a layout needs."""
+    """Raises where this world, or this machine, does not have what a layout and a job need."""
+    if job.compile and pick_device(job) == "cpu":
+        check_compiler()
     world = joined_world()
     if world is not None and world != layout.world:
         raise LayoutError(f"layout '{layout}' needs {counted(layout.world, 'process')}, but this world has {world}.")
