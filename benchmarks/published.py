@@ -4,9 +4,9 @@ Where a source does not say something, the assumption stands here and nowhere el
 
 - `precision` fp16 marks software of before fused attention and overlapped gradient sums (Megatron-LM of 2020 to 2022,
   DeepSpeed): the square of scores is written. All later precisions: fused, overlapped.
-- `recompute` not given: the least that fits into the memory. `micro_batch` not given: 1 in a
-  pipeline, else the largest of 16, 8, 4, 2, 1 that fits. `zero_stage` not given: 3 on TPUs, else 1 where
-  there is data parallelism. `sp` not given: on, where the tensor axis cuts and the run is not fp16.
+- `recompute` not given: the least that fits into the memory. `micro_batch` not given: 1 in a pipeline, else the largest
+  of 16, 8, 4, 2, 1 that fits; on TPUs, where nobody accumulates, the whole share. `zero_stage` not given: 3 on TPUs, else
+  1 where there is data parallelism. `sp` not given: on, where the tensor axis cuts and the run is not fp16.
 - `vocab` not given: 51,200. `head_size` not given: width / heads, or that of the public model of that shape.
 - Step time: as given, else from tokens a second, else from FLOP/s by the source's way of counting (`tflops_kind`).
 """
@@ -219,8 +219,9 @@ def evaluate(row: Row, efficiency: Efficiency | None = None, may_recompute: bool
     if not layout.micro_batch:
         local = max(1, row.samples // layout.data)
         sizes = [n for n in (16, 8, 4, 2) if local % n == 0] if layout.pipeline == 1 else []
+        least = local if row.cluster.device.family == "tpu" else 1
         layout = next((tried for n in sizes if (tried := replace(layout, micro_batch=n)) and
-                       _predict(row, machine, tried).peak <= limit), replace(layout, micro_batch=1))  # fmt: skip
+                       _predict(row, machine, tried).peak <= limit), replace(layout, micro_batch=least))  # fmt: skip
     found = _predict(row, machine, layout)
     if row.recompute_known or found.peak <= limit or not may_recompute:
         return found, layout

@@ -14,6 +14,7 @@ from shardwise.planner.efficiency import Efficiency
 from shardwise.planner.shape import Shape
 
 NARROW = ("fp8", "fp4")
+RAGGED_HEADS = 8.0
 SHORTEST = 4e-6  # seconds of the shortest kernel
 
 
@@ -63,6 +64,8 @@ class Seconds:
     """Exposed traffic of the tensor axis in a forward; a backward has as much."""
     context: float = 0.0
     expert: float = 0.0
+    host: float = 0.0
+    """Seconds of the host to start a forward's kernels; a backward has twice as many."""
 
     @property
     def traffic(self) -> float:
@@ -204,8 +207,8 @@ def block(machine: Machine, shape: Shape, setting: Setting, cut: Cut, sparse: bo
         kv = size * 2 * cut.micro_batch * shape.sequence * shape.kv_heads * shape.head_size / t
         context = max(0.0, machine.gather(kv, c, t) - 0.5 * core)
     return Seconds(
-        forward=max(forward, kernels * e.launch), backward=max(backward, 2 * kernels * e.launch), weight=weight,
-        core=core, tensor=tensor, context=context, expert=expert,
+        forward=forward, backward=backward, weight=weight, core=core, tensor=tensor, context=context, expert=expert,
+        host=kernels * e.launch,
     )  # fmt: skip
 
 
@@ -226,6 +229,8 @@ def _attention(machine: Machine, shape: Shape, setting: Setting, cut: Cut) -> tu
     precision = setting.precision
     scores = machine.product(queries, shape.head_size, shape.sequence, precision, heads)
     mixed = machine.product(queries, shape.sequence, shape.head_size, precision, heads)
+    if shape.head_size % 8:  # batched products of such heads miss the tensor cores
+        scores, mixed = RAGGED_HEADS * scores, RAGGED_HEADS * mixed
     square = machine.move(setting.bytes * heads * queries * shape.sequence * 4.5)
     forward = scores + mixed + square
     return forward, 2 * (scores + mixed) + 1.2 * square

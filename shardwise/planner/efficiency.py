@@ -19,35 +19,35 @@ class Efficiency:
     """Of the peak rate, in large products of 8 bits or fewer, scaling and casts included."""
     attention: float = 0.55
     """Of the 16-bit peak, in the forward of fused attention; the backward reaches `attention_backward` of that."""
-    attention_backward: float = 0.992
+    attention_backward: float = 0.995
     memory: float = 0.7
     """Of the memory's bandwidth, in operators that only move numbers."""
     inner: float = 0.7
     """Of the inner link's bandwidth, in large collectives."""
     outer: float = 0.7
     """Of the outer link's bandwidth."""
-    latency: float = 6.83
+    latency: float = 0.1
     """Of the links' latency, felt in each hop of a collective."""
     launch: float = 1e-5
     """Seconds of the host to start one kernel."""
-    depth: float = 246.0
+    depth: float = 15.0
     """Length of the inner sum at which a product runs at half of its rate."""
-    wave: float = 0.967
+    wave: float = 0.985
     """How much of a last, partly filled wave of tiles is felt."""
-    ragged: float = 0.694
+    ragged: float = 0.666
     """Rate of products whose sides are no multiples of 64 numbers."""
     hidden_tensor: float = 0.3
     """Share of the tensor axis' traffic that hides behind products, where software overlaps it."""
-    hidden_data: float = 0.998
+    hidden_data: float = 0.999
     """Share of a backward that can hide gradient sums; share of a pass that can hide the gathering of weights."""
-    contention: float = 0.0678
+    contention: float = 0.0587
     """What hidden traffic costs all the same, as a share of its time."""
-    hidden_expert: float = 0.666
-    hidden_transfer: float = 0.407
+    hidden_expert: float = 0.627
+    hidden_transfer: float = 0.427
     """Share of the transfers between stages that hides."""
-    grouped: float = 0.665
+    grouped: float = 0.821
     """Rate of many small products side by side, of experts, against one."""
-    jitter: float = 0.000731
+    jitter: float = 0.000231
     """What each doubling of the number of domains adds to a step, waiting for the slowest."""
     fixed: float = 0.01
     """Seconds of a step that depend on nothing."""
@@ -59,12 +59,12 @@ _KEYS = (
     "product", "narrow", "attention", "memory", "inner", "outer", "launch", "hidden_tensor",
 )
 _VALUES = {
-    "ampere":           (0.782, 0.6, 0.402, 0.598, 0.287, 0.903, 1.72e-05, 0.00764),
-    "blackwell":        (0.487, 0.632, 0.253, 0.908, 0.973, 0.404, 1e-05, 0.108),
-    "blackwell-ultra":  (0.437, 0.695, 0.597, 0.857, 0.905, 0.249, 1e-05, 0.413),
-    "hopper":           (0.77, 0.903, 0.316, 0.388, 0.955, 0.998, 1e-05, 0.219),
-    "tpu":              (0.876, 0.832, 0.322, 0.988, 0.998, 0.7, 1e-05, 0.743),
-    "volta":            (0.884, 0.6, 0.55, 0.764, 0.0895, 0.069, 1e-05, 0.3),
+    "ampere":           (0.807, 0.6, 0.396, 0.515, 0.22, 0.967, 1.87e-05, 0.00468),
+    "blackwell":        (0.452, 0.606, 0.4, 0.433, 0.969, 0.393, 1e-05, 0.0648),
+    "blackwell-ultra":  (0.363, 0.662, 0.642, 0.711, 0.948, 0.248, 1e-05, 0.726),
+    "hopper":           (0.737, 0.88, 0.317, 0.364, 0.951, 0.999, 1e-05, 0.0892),
+    "tpu":              (0.916, 0.875, 0.16, 0.99, 0.999, 0.7, 1e-05, 0.635),
+    "volta":            (0.948, 0.6, 0.55, 0.522, 0.0831, 0.0662, 1e-05, 0.3),
 }
 
 FAMILIES = {family: dict(zip(_KEYS, values, strict=True)) for family, values in _VALUES.items()}

@@ -176,8 +176,8 @@ class Estimator:
     def _pass(self, layout: Layout, inner: Seconds) -> Pass:
         share = keep_share(layout.recompute)
         again = 1.0 - share if share is not None else float(layout.recompute == "full")
-        forward = inner.forward + inner.traffic
-        backward = inner.backward + inner.traffic + again * forward
+        forward = max(inner.forward + inner.traffic, inner.host)
+        backward = max(inner.backward + inner.traffic, 2 * inner.host) + again * forward
         if layout.recompute == "selective":
             backward += inner.core
         exposed = {axis: (2.0 + again) * getattr(inner, axis) for axis in AXES}

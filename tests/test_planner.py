@@ -1,0 +1,138 @@
+"""The planner: shapes against real models, the search against brute force, the command's forms."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from shardwise.cli import app
+from shardwise.cluster import CLUSTERS, DEVICES, find_cluster
+from shardwise.errors import JobError
+from shardwise.job import make_job
+from shardwise.layout import Layout
+from shardwise.models.gpt import gpt
+from shardwise.planner.cost import Machine, Setting
+from shardwise.planner.efficiency import efficiency_of
+from shardwise.planner.plan import make_plan
+from shardwise.planner.predict import Estimator, Work, even
+from shardwise.planner.search import bases, bound, search, variants
+from shardwise.planner.shape import shape_of
+
+SHAPES = [
+    {"layers": 3, "width": 48, "heads": 4, "kv_heads": 2, "ffn": 96, "vocab": 101, "sequence": 32, "tied": True},
+    {"layers": 2, "width": 64, "heads": 8, "vocab": 61, "sequence": 16, "activation": "gelu", "positions": "learned",
+     "tied": False},
+]  # fmt: skip
+
+
+def estimator(name: str = "llama3-8b", cluster: str = "h100", samples: int = 64) -> Estimator:
+    found = CLUSTERS[cluster]
+    machine = Machine(found, efficiency_of(found.device.family, found.measured))
+    shape = shape_of(make_job({"model": {"name": name}}).model)
+    return Estimator(machine, Work(shape, Setting("bf16"), samples))
+
+
+@pytest.mark.parametrize("values", SHAPES)
+def test_weights_of_a_shape_are_those_of_the_model(values: dict[str, object]) -> None:
+    """But for norms and biases, which no cost depends on."""
+    job = make_job({"model": values})
+    model = gpt(job.model, 0)
+    matrices = sum(weight.numel() for weight in dict(model.named_weights()).values() if weight.dim() > 1)
+    assert shape_of(job.model).parameters == matrices
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("gpt2", 0.124), ("gpt3-175b", 174.6), ("llama3-8b", 8.03), ("llama3-405b", 405.8),
+                           ("gpt-1t", 1008.0)],
+)  # fmt: skip
+def test_published_sizes(name: str, billions: float) -> None:
+    parameters = shape_of(make_job({"model": {"name": name}}).model).parameters
+    assert parameters / 1e9 == pytest.approx(billions, rel=0.005)
+
+
+@pytest.mark.parametrize(("layers", "pipeline"), [(8, 4), (7, 3), (126, 16), (5, 5), (10, 4)])
+def test_blocks_are_spread_evenly(layers: int, pipeline: int) -> None:
+    counts = even(layers, pipeline)
+    assert sum(counts) == layers
+    assert max(counts) - min(counts) <= 1
+    assert counts[0] == min(counts)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "devices", "samples"), list(product(("h100", "a100-40g", "gb200"), (4, 8, 16), (32, 64)))
+)
+def test_the_search_is_exact(cluster: str, devices: int, samples: int) -> None:
+    """It finds what looking at every layout finds."""
+    judge = estimator(cluster=cluster, samples=samples)
+    every = [judge.predict(layout) for base in bases(judge, devices, False) for layout in variants(judge, base)]
+    fitting = sorted(p.seconds for p in every if p.peak <= judge.machine.device.memory)
+    found = search(judge, devices)
+    assert found.evaluated <= len(every)
+    if fitting:
+        assert [p.seconds for p in found.best] == pytest.approx(fitting[:10])
+    else:
+        assert found.best[0].peak == pytest.approx(min(p.peak for p in every))
+
+
+def test_no_layout_of_a_class_is_below_its_bound() -> None:
+    judge = estimator("llama3-70b", samples=128)
+    for base in bases(judge, 64, True):
+        least = bound(judge, base)
+        for layout in variants(judge, base):
+            assert judge.predict(layout).seconds >= least
+
+
+def test_the_quick_peak_is_that_of_the_fullest_rank() -> None:
+    judge = estimator("llama3-70b", samples=128)
+    for base in bases(judge, 64, True):
+        for layout in list(variants(judge, base))[::7]:
+            assert judge.peak(layout, judge.counts(layout)) == pytest.approx(judge.predict(layout).peak)
+
+
+def test_more_memory_for_less_time() -> None:
+    """Recomputation takes time and saves memory; ZeRO stages save memory."""
+    judge = estimator()
+    layout = "shard=8 micro_batch=4"
+    none, full = (judge.predict(Layout.parse(f"{layout} recompute={word}")) for word in ("none", "full"))
+    assert full.seconds > none.seconds
+    assert full.peak < none.peak
+    peaks = [judge.predict(Layout.parse(f"{layout} zero={zero}")).peak for zero in (1, 2, 3)]
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_every_device_has_a_cluster() -> None:
+    assert {cluster.device.name for cluster in CLUSTERS.values()} == set(DEVICES)
+
+
+def test_an_unknown_cluster_is_told_with_the_nearest() -> None:
+    with pytest.raises(JobError, match="a100-80g"):
+        find_cluster("a100-80gb")
+
+
+def test_a_plan_says_why_others_lost() -> None:
+    job = make_job({"precision": "bf16", "model": {"name": "llama3-8b"}, "batch": {"samples": 64}})
+    plan = make_plan(job, CLUSTERS["h100"], 16)
+    assert plan.fits(plan.best)
+    assert plan.lost
+    assert all(": " in line for line in plan.lost)
+
+
+def test_the_command_for_machines(tmp_path: Path) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text('precision = "bf16"\n[model]\nname = "llama3-8b"\n[batch]\nsamples = 64\n')
+    result = CliRunner().invoke(app, ["plan", str(job), "--cluster", "h100", "--devices", "8", "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert set(found) >= {"search_seconds", "evaluated", "layouts"}
+    assert set(found["layouts"][0]) == {
+        "layout", "fits", "step_seconds", "tokens_per_second_per_device", "model_flops_per_device", "peak_memory_gib",
+        "bubble", "exposed", "reason",
+    }  # fmt: skip
+    seconds = [layout["step_seconds"] for layout in found["layouts"]]
+    assert seconds == sorted(seconds)
+    only = CliRunner().invoke(app, ["plan", str(job), "--cluster", "h100", "--layout", "shard=8 zero=3", "--json"])
+    assert len(json.loads(only.stdout)["layouts"]) == 1
