@@ -5,9 +5,9 @@ Where a source does not say something, the assumption stands here and nowhere el
 - `precision` fp16 marks software of before fused attention and overlapped gradient sums (Megatron-LM of 2020 to 2022,
   DeepSpeed): the square of scores is written. All later precisions: fused, overlapped.
 - `recompute` not given: the least that fits into the memory. `micro_batch` not given: 1 in a pipeline, else the largest
-  of 16, 8, 4, 2, 1 that fits; on TPUs, where nobody accumulates, the whole share. `zero_stage` not given: 3 on TPUs, else
+  of 16, 8, 4, 2, 1 that fits; on TPUs, where nobody accumulates, all of it. `zero_stage` not given: 3 on TPUs, else
   1 where there is data parallelism. `sp` not given: on, where the tensor axis cuts and the run is not fp16.
-- `vocab` not given: 51,200. `head_size` not given: width / heads, or that of the public model of that shape.
+- `vocab` not given: 51,200; padded to a multiple of 128. `head_size`: width / heads, or that of the public model.
 - Step time: as given, else from tokens a second, else from FLOP/s by the source's way of counting (`tflops_kind`).
 """
 
@@ -91,7 +91,7 @@ def shape_of_row(v: dict[str, str]) -> Shape:
     size = width // heads
     sequence = int(number(v, "seq_len"))
     total = number(v, "params_b", 0.0) * 1e9
-    vocab = int(number(v, "vocab", 51200))
+    vocab = -(-int(number(v, "vocab", 51200)) // 128) * 128  # everybody pads the vocabulary
     experts, chosen = int(number(v, "experts", 0)), int(number(v, "experts_per_token", 0))
     more: dict[str, int] = {}
     if "qwen3" in model or "maxtext" in model:
@@ -214,6 +214,7 @@ def measured_seconds(v: dict[str, str], shape: Shape, gpus: int, samples: int, f
 def evaluate(row: Row, efficiency: Efficiency | None = None, may_recompute: bool = True) -> tuple[Prediction, Layout]:
     """The prediction, and the layout with its micro-batch and recomputation filled in."""
     e = efficiency or efficiency_of(row.cluster.device.family, row.cluster.measured)
+    e = replace(e, odd=e.ragged)  # everybody rounds sides up to multiples of 8
     machine, limit = Machine(row.cluster, e), row.cluster.device.memory
     layout = row.layout
     if not layout.micro_batch:

@@ -121,6 +121,18 @@ def plan(
 
 
 @app.command()
+def calibrate(
+    out: Annotated[Path, typer.Option("--out", "-o", help="The cluster file to write (TOML).")] = Path("cluster.toml"),
+    processes: Annotated[int, typer.Option(min=1, help="Processes of a world on this machine, without a GPU.")] = 2,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+) -> None:
+    """Measures this machine for the planner; give the file to `plan` as --cluster."""
+    from shardwise.planner.calibrate import calibrate_machine
+
+    say(calibrate_machine(out, processes, device))
+
+
+@app.command()
 def sample(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
     prompt: Annotated[str, typer.Option(help="What the text starts with.")] = "",

@@ -26,6 +26,8 @@ class Setting:
     """Of the products; accumulation and norms are wider."""
     fused: bool = True
     """Whether attention never writes its square of scores to memory."""
+    loss: float = 16.0
+    """Bytes moved per logit in forward and backward of the loss."""
     overlapped: bool = True
     """Whether gradient sums and tensor traffic hide behind computation."""
 
@@ -64,6 +66,8 @@ class Seconds:
     """Exposed traffic of the tensor axis in a forward; a backward has as much."""
     context: float = 0.0
     expert: float = 0.0
+    moved: float = 0.0
+    """Bytes that a forward's other operators move; a backward moves twice as many."""
     host: float = 0.0
     """Seconds of the host to start a forward's kernels; a backward has twice as many."""
 
@@ -100,7 +104,9 @@ class Machine:
         share = (e.narrow if narrow else e.product) * k / (k + e.depth * (2 if narrow else 1))
         share *= 1.0 - e.wave * (1.0 - filled)
         share *= (m / (128 * ceil(m / 128))) * (n / (128 * ceil(n / 128)))
-        if k % 64 or n % 64:
+        if k % 8 or n % 8:
+            share *= e.odd
+        elif k % 64 or n % 64:
             share *= e.ragged
         if groups > 1:
             share *= e.grouped
@@ -111,6 +117,10 @@ class Machine:
     def move(self, numbers_bytes: float) -> float:
         """Seconds to read or write so many bytes of device memory."""
         return max(numbers_bytes / (self.device.bandwidth * self.efficiency.memory), SHORTEST)
+
+    def stream(self, size: float) -> float:
+        """Seconds to move so many bytes in one large operator."""
+        return max(size / (self.device.bandwidth * (self.efficiency.bulk or self.efficiency.memory)), SHORTEST)
 
     def link(self, ranks: int, stride: int) -> tuple[float, float]:
         """Bandwidth and latency that one rank of a group sees; `stride` devices lie between neighbours."""
@@ -181,7 +191,9 @@ def block(machine: Machine, shape: Shape, setting: Setting, cut: Cut, sparse: bo
         moved += tokens * (4 * shape.width + 2 * (shape.attended + hidden) / t)
     steady = machine.move(moved)
     forward, backward = forward + steady, backward + 2 * steady
-    kernels = 24 if setting.fused else 60
+    kernels = 60
+    if setting.fused:
+        kernels = 24 - (8 if shape.positions else 0) - (0 if shape.gated else 2)  # without rotation, without gate
     expert = 0.0
     if sparse:
         used = tokens / t * shape.chosen if cut.sequence_parallel else tokens * shape.chosen / t
@@ -208,7 +220,7 @@ def block(machine: Machine, shape: Shape, setting: Setting, cut: Cut, sparse: bo
         context = max(0.0, machine.gather(kv, c, t) - 0.5 * core)
     return Seconds(
         forward=forward, backward=backward, weight=weight, core=core, tensor=tensor, context=context, expert=expert,
-        host=kernels * e.launch,
+        moved=moved, host=kernels * e.launch,
     )  # fmt: skip
 
 
@@ -243,7 +255,7 @@ def head(machine: Machine, shape: Shape, setting: Setting, cut: Cut) -> Seconds:
     tokens = cut.micro_batch * shape.sequence / cut.context
     own = machine.product(tokens, shape.width, ceil(shape.vocab / t), precision)
     gradient = machine.product(shape.width, tokens, ceil(shape.vocab / t), precision)
-    loss = machine.move(tokens * shape.vocab / t * 8)
+    loss = machine.stream(tokens * shape.vocab / t * setting.loss / 2)
     back = machine.product(tokens, ceil(shape.vocab / t), shape.width, precision)
     tensor = machine.reduce(setting.bytes * tokens * shape.width, t, 1) / 2 if t > 1 else 0.0
     return Seconds(forward=own + loss, backward=back + gradient + loss, weight=gradient, tensor=tensor)

@@ -22,6 +22,8 @@ class Efficiency:
     attention_backward: float = 0.995
     memory: float = 0.7
     """Of the memory's bandwidth, in operators that only move numbers."""
+    bulk: float = 0.0
+    """Of the memory's bandwidth, in one large operator such as the update; 0: as `memory`."""
     inner: float = 0.7
     """Of the inner link's bandwidth, in large collectives."""
     outer: float = 0.7
@@ -36,6 +38,8 @@ class Efficiency:
     """How much of a last, partly filled wave of tiles is felt."""
     ragged: float = 0.666
     """Rate of products whose sides are no multiples of 64 numbers."""
+    odd: float = 0.3
+    """Rate of products whose sides are no multiples of 8 numbers."""
     hidden_tensor: float = 0.3
     """Share of the tensor axis' traffic that hides behind products, where software overlaps it."""
     hidden_data: float = 0.999

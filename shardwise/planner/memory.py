@@ -30,10 +30,28 @@ class Habit:
     """Whether activation and gate are operators of their own, whose inputs are all kept."""
     dropout: bool = False
     """Whether masks are kept."""
+    keeps_products: bool = False
+    """Whether selective recomputation keeps products and attention and computes all else again; otherwise it computes
+    attention again."""
+    cast: float = 0.0
+    """Bytes moved per weight and micro-batch to round weights for the products and to widen their gradients."""
+    update: float = 30.0
+    """Bytes moved per weight in the update: four numbers read, three written, the copy of 16 bits."""
     spare: float = 0.04
     """Share that the allocator loses between blocks."""
     fixed: float = 2.0 * 2**30
     """Driver, kernels, communication buffers."""
+
+
+def ours(precision: str) -> Habit:
+    """What our own engine keeps: weights in the master type, and beside them, for the products, rounded ones."""
+    wide = 8.0 if precision == "float64" else 4.0
+    mixed = precision not in ("float64", "float32")
+    return Habit(
+        weight=wide + (2.0 if mixed else 0.0), gradient=wide, state=2 * wide, logits=12.0 if mixed else 2 * wide,
+        gathered=True, unfused=True, keeps_products=True, cast=16.0 if mixed else 0.0, update=10 * wide,
+        spare=0.03, fixed=1.5 * 2**30,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -111,7 +129,8 @@ def hold_of(
     if kept is not None:
         stays, again = kept * every + (1 - kept) * full, every
     else:
-        stays, again = {"none": (every, 0.0), "selective": (selective, 0.0), "full": (full, every)}[layout.recompute]
+        partly = every if habit.keeps_products else 0.0
+        stays, again = {"none": (every, 0.0), "selective": (selective, partly), "full": (full, every)}[layout.recompute]
     table = shape.vocab * shape.width / layout.tensor
     return Held(
         weights_of(shape, layout, expert_tensor), habit, setting.bytes, stays, again,
@@ -132,6 +151,8 @@ def block_bytes(
     if shape.kv_rank:
         kv = 2 * shape.attended + t * (shape.q_rank + shape.kv_rank)
     kept = size * (2 * stream + 2 * inputs) + size * tokens * (shape.query + kv + shape.attended) / t
+    if habit.unfused:
+        kept += size * tokens * (shape.query + kv / 2) / t  # values are a view that keeps queries and keys alive
     if habit.dropout:
         kept += 2 * stream
     hidden = shape.shared_ffn if sparse else shape.ffn
@@ -139,11 +160,15 @@ def block_bytes(
     kept += size * tokens * hidden * maps / t
     if sparse:
         kept += size * tokens * shape.chosen / t * (2 * shape.width + maps * shape.expert_ffn)
+    selective = kept
+    if habit.keeps_products:
+        cut = shape.query + kv + shape.attended + (shape.matrices - 1) * hidden
+        selective = size * (3 * stream + (2 * inputs if habit.gathered and t > 1 else 0) + tokens * cut / t)
     scores = 0.0
     if not setting.fused:
         heads = layout.micro_batch * shape.heads / t
         scores = heads * shape.sequence / layout.context * shape.sequence * (2 * size + 1)
-    return kept + scores, kept, size * stream
+    return kept + scores, selective, size * stream
 
 
 def hold(held: Held, layout: Layout, rank: int, count: int, micro_batches: int) -> Memory:
@@ -158,10 +183,13 @@ def hold(held: Held, layout: Layout, rank: int, count: int, micro_batches: int) 
         gradients, buffers = habit.gradient * cut, size * one
     if layout.shard > 1 and layout.zero == 3:
         weights, buffers = 0.0, size * (2 * max(one, held.table) + one)
-    activations = in_flight(layout, rank, micro_batches) * count * held.stays + held.again + 4 * held.stream
-    if rank == layout.pipeline - 1:
-        activations += held.logits
+    # The loss is done before anything is computed again.
+    more = max(held.again, held.logits) if rank == layout.pipeline - 1 else held.again
+    activations = in_flight(layout, rank, micro_batches) * count * held.stays + more + 4 * held.stream
     state = habit.state * cut
+    if layout.pipeline == 1 and micro_batches == 1:
+        # Gradients come as activations go: the larger of both is what is held at once.
+        gradients, activations = max(0.0, gradients - activations), activations
     subtotal = weights + gradients + state + activations + buffers
     return Memory(weights, gradients, state, activations, buffers, habit.spare * subtotal + habit.fixed)
 

@@ -13,6 +13,7 @@ from shardwise.job import Job, load_job
 from shardwise.layout import Layout, solve_batch
 from shardwise.planner.cost import Machine, Setting
 from shardwise.planner.efficiency import efficiency_of
+from shardwise.planner.memory import ours
 from shardwise.planner.predict import Estimator, Prediction, Work
 from shardwise.planner.search import search
 from shardwise.planner.shape import shape_of
@@ -87,7 +88,9 @@ def make_plan(job: Job, cluster: Cluster, devices: int | None = None, layout: st
 
 def estimator_of(job: Job, cluster: Cluster) -> Estimator:
     machine = Machine(cluster, efficiency_of(cluster.device.family, cluster.measured))
-    return Estimator(machine, Work(shape_of(job.model), Setting(job.precision), job.samples))
+    # The loss of PyTorch's own operators, measured on an H200: logits are widened, normalised, gathered from, and back.
+    setting = Setting(job.precision, loss=53.0)
+    return Estimator(machine, Work(shape_of(job.model), setting, job.samples, ours(job.precision)))
 
 
 def judged(job: Job, layout: Layout) -> Layout:

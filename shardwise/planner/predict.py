@@ -117,7 +117,7 @@ class Estimator:
         own, experts = weights.rank(fullest, counts[fullest], layout), counts[fullest] * weights.experts
         data = self.data(layout, own, experts, counts[fullest] * each)
         updated = own / shards(layout) + experts / expert_shards(layout)
-        update = self.machine.move(30.0 * updated)  # four numbers read, three written, and the copy of 16 bits
+        update = self.machine.stream(self.work.habit.update * updated)
         domains = max(1.0, layout.world / self.machine.cluster.domain)
         jitter = 1.0 + self.efficiency.jitter * log2(domains)
         seconds = (pipeline + data + update + self.efficiency.fixed) * jitter
@@ -179,7 +179,10 @@ class Estimator:
         forward = max(inner.forward + inner.traffic, inner.host)
         backward = max(inner.backward + inner.traffic, 2 * inner.host) + again * forward
         if layout.recompute == "selective":
-            backward += inner.core
+            backward += self.machine.move(inner.moved) if self.work.habit.keeps_products else inner.core
+        if self.work.habit.cast:
+            weights = self.held(layout).weights
+            backward += self.machine.stream(self.work.habit.cast * (weights.block + weights.experts))
         exposed = {axis: (2.0 + again) * getattr(inner, axis) for axis in AXES}
         if layout.zero >= 2 and layout.shard > 1:
             gather = self._gather(layout)

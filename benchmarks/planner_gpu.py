@@ -1,0 +1,105 @@
+"""Predicted against measured on one GPU: step time and peak memory of jobs of different shape, after `calibrate`.
+
+python benchmarks/planner_gpu.py [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from shardwise.cluster import Cluster
+from shardwise.data.source import Synthetic
+from shardwise.data.stream import Stream, share
+from shardwise.job import Job, make_job
+from shardwise.layout import Layout, solve_batch
+from shardwise.optim import make_optimizer
+from shardwise.parallel.parallelize import parallelize
+from shardwise.planner.calibrate import calibrate
+from shardwise.planner.plan import estimator_of, judged
+from shardwise.step import step
+
+GIB = 2**30
+JOBS: dict[str, tuple[dict[str, object], int, str]] = {
+    "gpt2": ({"name": "gpt2", "dropout": 0.0}, 32, "micro_batch=16"),
+    "llama 1.3b": ({"layers": 16, "width": 2048, "heads": 16, "kv_heads": 8, "ffn": 7168, "vocab": 32000,
+                    "sequence": 4096, "tied": False}, 8, "micro_batch=4"),
+    "wide": ({"layers": 4, "width": 8192, "heads": 64, "kv_heads": 8, "ffn": 28672, "vocab": 32000, "sequence": 2048,
+              "tied": False}, 4, "micro_batch=2"),
+    "long": ({"layers": 12, "width": 1024, "heads": 8, "ffn": 4096, "vocab": 50257, "sequence": 32768}, 2,
+             "micro_batch=1 recompute=full"),
+    "gpt2-xl": ({"name": "gpt2-xl", "dropout": 0.0}, 8, "micro_batch=4"),
+    "selective": ({"name": "gpt2-xl", "dropout": 0.0}, 8, "micro_batch=8 recompute=selective"),
+    "vocabulary": ({"layers": 8, "width": 2048, "heads": 16, "ffn": 8192, "vocab": 128256, "sequence": 4096,
+                    "activation": "gelu"}, 4, "micro_batch=2"),
+}  # fmt: skip
+
+
+def measure(job: Job, layout: Layout) -> tuple[float, float]:
+    """Median seconds of a step, peak bytes."""
+    device = torch.device("cuda")
+    torch.cuda.reset_peak_memory_stats()
+    engine = parallelize(job, layout, device)
+    optimizer = make_optimizer(job.optimizer, engine.holdings)
+    stream = Stream(Synthetic(4096, job.model.sequence, job.model.vocab, 0), 0)
+    times = []
+    for number in range(10):
+        samples = stream.read(share(number, job.samples, 1, 0)).to(device)
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        step(engine, optimizer, samples, job.optimizer.clip)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[3:]), torch.cuda.max_memory_allocated()
+
+
+def compare(name: str, cluster: Cluster) -> dict[str, object]:
+    model, samples, text = JOBS[name]
+    job = make_job({"precision": "bf16", "model": model, "batch": {"samples": samples}})
+    layout = judged(job, Layout.parse(text))
+    solve_batch(layout, job.samples)
+    predicted = estimator_of(job, cluster).predict(layout)
+    held = predicted.memory[0]
+    seconds, peak = measure(job, layout)
+    gc.collect()
+    torch.cuda.empty_cache()
+    return {
+        "job": name, "layout": str(layout), "seconds": seconds, "predicted_seconds": predicted.seconds,
+        "time_error": predicted.seconds / seconds - 1, "gib": peak / GIB,
+        "predicted_gib": (held.total - held.reserve) / GIB, "memory_error": (held.total - held.reserve) / peak - 1,
+        "held": {key: value / GIB for key, value in vars(held).items()},
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    cluster = calibrate("cuda", 1, print)
+    print({key: round(value, 7) for key, value in cluster.measured.items()})
+    records = []
+    for name in JOBS:
+        try:
+            record = compare(name, cluster)
+        except torch.cuda.OutOfMemoryError:
+            print(f"{name}: out of memory")
+            continue
+        records.append(record)
+        print(
+            f"{name:12s} {record['layout']}: {1e3 * record['seconds']:.1f} ms, predicted "
+            f"{1e3 * record['predicted_seconds']:.1f} ({100 * record['time_error']:+.1f}%); {record['gib']:.2f} GiB, "
+            f"predicted {record['predicted_gib']:.2f} ({100 * record['memory_error']:+.1f}%) {record['held']}",
+            flush=True,
+        )
+    if options.json:
+        options.json.write_text(json.dumps({"measured": cluster.measured, "records": records}), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

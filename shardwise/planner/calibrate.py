@@ -1,0 +1,235 @@
+"""Measures what this machine reaches, and writes it as a cluster for the planner.
+
+Every number comes from the kind of work that it will be used to predict: products over sizes, fused attention, whole
+blocks of our own model (a tiny one for the host's part, a large one for the memory's), collectives over sizes. Where
+several processes share the machine, all of them measure at the same time, as they will compute at the same time.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import tomli_w
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.cluster import CLUSTERS, Cluster, Device, Link, known_device
+from shardwise.errors import JobError, nearest
+from shardwise.files import write_text
+from shardwise.job import Model, make_job
+from shardwise.models.chain import reset
+from shardwise.models.gpt import Block, gpt
+from shardwise.planner.cost import Cut, Machine, Setting, block
+from shardwise.planner.efficiency import efficiency_of
+from shardwise.planner.shape import shape_of
+from shardwise.train.world import run_world
+
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CUT = Cut(tensor=1, context=1, expert=1, micro_batch=1)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large the work is that is measured: enough to fill the device, little enough to be done soon."""
+
+    products: tuple[int, ...]
+    copied: int
+    tiny: dict[str, int]
+    large: dict[str, int]
+    messages: tuple[int, ...]
+
+
+ON_CPU = Sizes(
+    products=(128, 256, 512), copied=1 << 24, messages=(1 << 14, 1 << 20, 1 << 23),
+    tiny={"width": 16, "heads": 2, "sequence": 8}, large={"width": 256, "heads": 4, "sequence": 256},
+)  # fmt: skip
+ON_GPU = Sizes(
+    products=(1024, 2048, 4096, 8192), copied=1 << 30, messages=(1 << 16, 1 << 22, 1 << 28),
+    tiny={"width": 64, "heads": 2, "sequence": 16}, large={"width": 4096, "heads": 32, "sequence": 8192},
+)  # fmt: skip
+
+
+def calibrate_machine(out: Path, processes: int, device: str) -> str:
+    """Writes the cluster file; returns what is in it, in words."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise JobError(f"--device {device}: {nearest(device, ('auto', 'cpu', 'cuda'))}")
+    there = torch.cuda.is_available()
+    if device == "cuda" and not there:
+        raise JobError("--device cuda: PyTorch sees no GPU here.")
+    if not out.parent.is_dir():
+        raise JobError(f"{out}: there is no folder {out.parent}.")
+    cluster = calibrate("cuda" if there and device != "cpu" else "cpu", processes)
+    save(cluster, out)
+    peaks = ", ".join(f"{word} {rate / 1e12:.3g} TFLOP/s" for word, rate in cluster.device.peak.items())
+    shares = ", ".join(f"{key} {cluster.measured[key]:.2f}" for key in ("product", "attention", "memory"))
+    return (
+        f"{out}: {cluster.domain} x {cluster.device.name}, {peaks}, {cluster.device.bandwidth / 1e9:.3g} GB/s; "
+        f"reached: {shares}; {cluster.measured['launch'] * 1e6:.1f} us a kernel; "
+        f"link {cluster.inner.bandwidth / 1e9:.3g} GB/s, {cluster.inner.latency * 1e6:.0f} us."
+    )
+
+
+def calibrate(kind: str, processes: int, tell: Callable[[str], None] = lambda _: None) -> Cluster:
+    """The cluster that this machine is, for worlds of `processes` on it."""
+    if kind == "cuda":
+        tell("measuring one GPU")
+        return _cluster(kind, torch.cuda.device_count(), _measure(kind), None)
+    tell(f"measuring {processes} processes at once")
+    found = run_world(_measure, processes, kind)
+    values = {key: statistics.mean(one[key] for one in found) for key in found[0]}
+    link = run_world(_collectives, processes, ON_CPU.messages)[0] if processes > 1 else None
+    return _cluster(kind, processes, values, link)
+
+
+def save(cluster: Cluster, path: Path) -> None:
+    write_text(path, tomli_w.dumps(asdict(cluster)))
+
+
+def _cluster(kind: str, processes: int, values: dict[str, float], link: Link | None) -> Cluster:
+    if kind == "cuda":
+        name = torch.cuda.get_device_name()
+        known = known_device(name)
+        base = next((c for c in CLUSTERS.values() if known and c.device.name == known.name), CLUSTERS["h100"])
+        memory = float(torch.cuda.mem_get_info()[1])
+    else:
+        name, known, base = "CPU", None, CLUSTERS["cpu"]
+        memory = psutil.virtual_memory().total / processes
+    peak = {word: values[word] for word in DTYPES if word in values}
+    if known:
+        peak = {**known.peak, "float32": values["float32"]}
+    device = Device(
+        name, known.family if known else ("cpu" if kind == "cpu" else base.device.family), memory,
+        known.bandwidth if known else values["copied"], peak, known.units if known else 1,
+    )  # fmt: skip
+    cluster = replace(base, device=device, domain=max(processes, 1), inner=link or base.inner, outer=link or base.outer)
+    return replace(cluster, measured=_shares(cluster, values))
+
+
+def _shares(cluster: Cluster, values: dict[str, float]) -> dict[str, float]:
+    """The efficiencies that make the prediction of a block what was measured."""
+    device = cluster.device
+    half = "bf16" if "bf16" in values and device.family != "cpu" else "float32"
+    shares = {
+        "product": min(1.0, values[half] / device.rate(half)), "depth": 0.0, "wave": 0.0, "ragged": 1.0,
+        "attention": values["attention"] / device.rate(half), "attention_backward": values["attention_backward"],
+        "inner": 1.0, "outer": 1.0, "latency": 1.0, "jitter": 0.0, "fixed": 0.0, "hidden_tensor": 0.0,
+        "launch": values["host"] / HOST_KERNELS, "odd": min(1.0, values["odd"]),
+        "bulk": min(1.0, values["copied"] / device.bandwidth),
+    }  # fmt: skip
+    if device.family == "cpu":
+        shares |= {"hidden_data": 0.0, "hidden_transfer": 0.0, "contention": 0.0}
+    # What a large block takes beyond its products and attention goes to memory.
+    large = _model(ON_GPU.large if device.family != "cpu" else ON_CPU.large)
+    machine = Machine(cluster, replace(efficiency_of(device.family, shares), memory=1.0))
+    ideal = block(machine, shape_of(large), Setting(half), CUT, False)
+    moved = 3 * machine.move(ideal.moved)
+    rest = max(values["large"] - (ideal.forward + ideal.backward - moved), 0.2 * moved)
+    shares["memory"] = min(4.0, moved / rest)
+    return shares
+
+
+HOST_KERNELS = 72  # of a forward and a backward of a block, as `cost.block` counts them
+
+
+def _measure(kind: str) -> dict[str, float]:
+    """Rates and seconds of one process."""
+    device, sizes = torch.device(kind), ON_GPU if kind == "cuda" else ON_CPU
+    words = ("float32", "bf16") if kind == "cuda" else ("float32",)
+    values = {word: max(_product(n, DTYPES[word], device) for n in sizes.products) for word in words}
+    numbers = torch.empty(sizes.copied // 4, device=device)
+    widest = sizes.products[-1]
+    dtype = DTYPES[words[-1]]
+    values["odd"] = _odd(widest, dtype, device) / values[words[-1]]
+    values["copied"] = 2 * sizes.copied / _seconds(lambda: numbers.clone(), device)
+    forward, backward = _attention(_model(sizes.large), dtype, device)
+    values["attention"], values["attention_backward"] = forward, backward / forward
+    values["host"] = _block(_model(sizes.tiny), dtype, device, wait=False)
+    values["large"] = _block(_model(sizes.large), dtype, device, wait=True)
+    return values
+
+
+def _model(sizes: dict[str, int]) -> Model:
+    return make_job({"model": {"layers": 1, "vocab": 64, **sizes}}).model
+
+
+def _product(n: int, dtype: torch.dtype, device: torch.device) -> float:
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    return 2.0 * n**3 / _seconds(lambda: F.linear(a, b), device)
+
+
+def _odd(n: int, dtype: torch.dtype, device: torch.device) -> float:
+    """FLOP/s of a linear layer with an odd number of rows, over its forward and both products of its backward."""
+    x, weight = torch.randn(n, n, device=device).to(dtype), torch.randn(n + 1, n, device=device).to(dtype)
+    gradient = F.linear(x, weight)
+    products = (lambda: F.linear(x, weight), lambda: gradient @ weight, lambda: gradient.t() @ x)
+    return 6.0 * n * n * (n + 1) / sum(_seconds(one, device) for one in products)
+
+
+def _attention(model: Model, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
+    """FLOP/s of forward and backward, half of the square counted."""
+    shape = (1, model.heads, model.sequence, model.head_size)
+    q, k, v = (torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3))
+    flops = 2.0 * model.heads * model.sequence**2 * model.head_size
+    forward = _seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), device)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    gradient = torch.ones_like(out)
+    back = _seconds(lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True), device)
+    return flops / forward, 2.5 * flops / back
+
+
+def _block(model: Model, dtype: torch.dtype, device: torch.device, wait: bool) -> float:
+    """Seconds of a block's forward and backward; without waiting, those of the host alone."""
+    chain = gpt(model, 0)
+    reset(chain, 0)
+    inner = next(module for module in chain.modules() if isinstance(module, Block)).to(device=device, dtype=dtype)
+    x = torch.randn(1, model.sequence, model.width, device=device).to(dtype).requires_grad_()
+    gradient = torch.ones_like(x)
+
+    def both() -> Tensor:
+        out = inner(x)
+        torch.autograd.backward(out, gradient)
+        return out
+
+    return _seconds(both, device, wait)
+
+
+def _seconds(work: Callable[[], Any], device: torch.device, wait: bool = True, turns: int = 7) -> float:
+    """The median of some turns, of the host alone the least. On a GPU a turn is several calls: none waits to start."""
+    calls = 8 if device.type == "cuda" else 1
+    times = []
+    for turn in range(turns + 2):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            work()
+        if wait and device.type == "cuda":
+            torch.cuda.synchronize()
+        if turn >= 2:
+            times.append((time.perf_counter() - begin) / calls)
+    return statistics.median(times) if wait else min(times)
+
+
+def _collectives(messages: tuple[int, ...]) -> Link:
+    """Bandwidth from the largest message, latency of a hop from the smallest."""
+    size = dist.get_world_size()
+    times = {}
+    for message in messages:
+        tensor = torch.zeros(message // 4)
+
+        def reduce(tensor: Tensor = tensor) -> None:
+            dist.all_reduce(tensor)
+
+        times[message] = _seconds(reduce, torch.device("cpu"))
+    large = messages[-1]
+    latency = times[messages[0]] / (2 * (size - 1))
+    sent = 2.0 * large * (size - 1) / size
+    return Link(sent / max(times[large] - times[messages[0]], 1e-9), latency)
