@@ -93,8 +93,9 @@ NOT_YET = ("context", "expert")
 def check(job: Job, layout: Layout) -> Batch:
     """Raises, before any process starts, for a layout that this job's model and batch cannot have."""
     for axis in NOT_YET:
-        if getattr(layout, axis) > 1:
-            raise LayoutError(f"{axis}={getattr(layout, axis)}: this axis can be planned but not yet run; leave it at 1.")
+        degree = getattr(layout, axis)
+        if degree > 1:
+            raise LayoutError(f"{axis}={degree}: this axis can be planned but not yet run; leave it at 1.")
     chain = build(job, torch.float32)
     tensor.check(chain.rules, shapes_of(chain), job.model.sequence, layout.tensor)
     cut_stages(layout, cost(job.model))
