@@ -121,6 +121,25 @@ def plan(
 
 
 @app.command()
+def dryrun(
+    job_file: JobFile = None,
+    settings: Settings = None,
+    layout: Annotated[str | None, typer.Option(help="The layout; without it, the job's.")] = None,
+    rank: Annotated[list[int] | None, typer.Option(min=0, help="A rank to look at; may be repeated.")] = None,
+    every_stage: Annotated[bool, typer.Option("--every-stage", help="A rank of each place in the pipeline.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON record per rank.")] = False,
+) -> None:
+    """Takes a step as some ranks of any world, without its devices: exact memory and traffic."""
+    load_job(job_file, settings or [])
+
+    from shardwise.planner.dryrun_command import describe, dryrun_job
+
+    reports = dryrun_job(job_file, settings or [], layout, rank or [], every_stage, lambda report: None)
+    for text in [json.dumps(report.as_dict()) for report in reports] if as_json else [describe(reports)]:
+        say(text)
+
+
+@app.command()
 def calibrate(
     out: Annotated[Path, typer.Option("--out", "-o", help="The cluster file to write (TOML).")] = Path("cluster.toml"),
     processes: Annotated[int, typer.Option(min=1, help="Processes of a world on this machine, without a GPU.")] = 2,

@@ -181,8 +181,9 @@ class Bucketed(DataParallel):
 
 # Without annotations: DDP compares them with classes, and here they would be text.
 def _sum(group, bucket):  # type: ignore[no-untyped-def]
-    work = all_reduce(bucket.buffer(), group=group, async_op=True)
-    return work.get_future().then(lambda future: future.value()[0])
+    buffer = bucket.buffer()
+    work = all_reduce(buffer, group=group, async_op=True)
+    return work.get_future().then(lambda future: buffer)
 
 
 class Sharded(DataParallel):

@@ -8,7 +8,9 @@ Training and verification both come through here.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,7 +112,10 @@ def check(job: Job, layout: Layout) -> Batch:
     return solve_batch(layout, job.samples)
 
 
-def parallelize(job: Job, layout: Layout, device: torch.device) -> Engine:
+def parallelize(
+    job: Job, layout: Layout, device: torch.device, memory: AbstractContextManager[Any] | None = None
+) -> Engine:
+    """This rank's part of the job. A dry run gives a `memory` in which weights have shapes and no numbers."""
     batch = check(job, layout)
     mesh = Mesh(layout, device)
     precision = Precision(job.precision)
@@ -142,14 +147,15 @@ def parallelize(job: Job, layout: Layout, device: torch.device) -> Engine:
     else:
         data = Whole(chains, mesh)
 
-    for chain in chains:
-        chain.to_empty(device=device)
-        if not sharded:
-            chain.tie()  # PyTorch gives each name memory of its own; FSDP does not
-    holdings = data.hold(cuts)
-    for holding in holdings:
-        start(holding, whole.rules.init_of(holding.name), job.seed, mesh)
-    data.publish()
+    with memory or nullcontext():
+        for chain in chains:
+            chain.to_empty(device=device)
+            if not sharded:
+                chain.tie()  # PyTorch gives each name memory of its own; FSDP does not
+        holdings = data.hold(cuts)
+        for holding in holdings:
+            start(holding, whole.rules.init_of(holding.name), job.seed, mesh)
+        data.publish()
 
     pipeline = None
     if layout.pipeline > 1:

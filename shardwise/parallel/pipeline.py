@@ -12,6 +12,8 @@ where there are no weight gradients yet, and lets it act at the end of the secon
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,7 +28,15 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, ScheduleDualPipeV
+from torch.distributed.pipelining.schedules import (
+    FORWARD,
+    REDUCE_GRAD,
+    PipelineScheduleSingle,
+    ScheduleDualPipeV,
+    _Action,
+    _ComputationType,
+    _PipelineScheduleRuntime,
+)
 
 from shardwise.data.stream import Samples
 from shardwise.layout import Layout
@@ -45,6 +55,28 @@ SCHEDULE = {
 }
 
 
+def named_order(schedule: str, ranks: int, virtual: int, micro_batches: int) -> dict[int, list[_Action]]:
+    """What each rank executes, in its order, as PyTorch's own classes have it. Needs no process group."""
+    kind: Any = SCHEDULE[schedule]
+    stage = SimpleNamespace(num_stages=ranks * virtual, group_size=ranks, group_rank=0, submod=None)
+    if issubclass(kind, PipelineScheduleSingle):
+        order = kind(stage, micro_batches).pipeline_order
+    else:
+        # Without the transfers, which take far longer to put in than the actions themselves.
+        bare = type("Bare", (kind,), {"_prepare_schedule_with_comms": lambda self, actions: None})
+        order = bare([stage] * virtual, micro_batches).pipeline_order
+    found = {
+        rank: [action for action in actions if action is not None and action.computation_type != REDUCE_GRAD]
+        for rank, actions in order.items()
+    }
+    if schedule == "1f1b":
+        # PyTorch's list counts the last rank's forwards from 1; what it executes counts from 0.
+        last = found[ranks - 1]
+        numbers = iter(range(micro_batches))
+        found[ranks - 1] = [a._replace(microbatch_index=next(numbers)) if a[1] == FORWARD else a for a in last]
+    return found
+
+
 class Stage(nn.Module):
     """A module as the pipeline sees it: plain, with contiguous outputs. `frees`: its weights are freed after use."""
 
@@ -57,11 +89,16 @@ class Stage(nn.Module):
 
 
 class Peer(PipelineStage):
-    """PyTorch's stage, mended in two places."""
+    """PyTorch's stage, mended in three places."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
         """Warms up no link to its own rank: in a V two neighbours share one, and gloo knows no such link."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+    def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
+        """Each stage knows its shapes, so the vote on it (2.13) has one outcome, which a fake tensor could not tell."""
+        super()._warmup_backward_result(received_result)
+        return torch.tensor([1], dtype=torch.int32, device=self.device)
 
     def backward_maybe_with_nosync(self, backward_type: str, *args: Any, **kwargs: Any) -> Any:
         """With FSDP, half a backward finds weights whole; gradients are summed after the half that makes them."""
@@ -96,7 +133,9 @@ class Pipeline:
     def __init__(
         self, modules: list[nn.Module], layout: Layout, mesh: Mesh, micro_batches: int,
         token_shape: tuple[int, int], stream_shape: tuple[int, int, int], dtype: torch.dtype,
+        order: Mapping[int, Sequence[Any]] | None = None,
     ):  # fmt: skip
+        """`order`: each pipeline rank's actions, instead of the layout's schedule; stages lie as the layout says."""
         indices = layout.stages_of(mesh["pipeline"].index)
         last = layout.stage_count - 1
         self.first, self.last = 0 in indices, last in indices
@@ -117,14 +156,26 @@ class Pipeline:
                     output_args=loss if index == last else self.stream,
                 )  # fmt: skip
             )
-        kind: Any = SCHEDULE[layout.schedule]
+        kind: Any = _PipelineScheduleRuntime if order else SCHEDULE[layout.schedule]
         single = issubclass(kind, PipelineScheduleSingle)
         self.schedule = kind(
             self.stages[0] if single else self.stages, micro_batches, loss_fn=self._scaled, scale_grads=False,
         )  # fmt: skip
+        if order:
+            # The planner's actions have the fields of PyTorch's.
+            actions = {rank: [_Action(s, _ComputationType(k), *rest) for s, k, *rest in order[rank]] for rank in order}
+            self.schedule._prepare_schedule_with_comms(actions)
 
     def _scaled(self, loss: Tensor, target: Tensor) -> Tensor:
         return loss * self._scale
+
+    def prepare(self) -> None:
+        """Greets the neighbours and makes what receives from them, which otherwise the first step does."""
+        for stage in self.stages:
+            stage.has_backward = True
+        schedule: Any = self.schedule
+        single = isinstance(schedule, PipelineScheduleSingle)
+        (schedule._initialize_stage if single else schedule._initialize_stages)((), {})
 
     def run(self, samples: Samples, scale: Tensor) -> Tensor:
         """Forward and backward of all micro-batches. Returns this rank's sum of scaled losses, 0 off the last stage."""
