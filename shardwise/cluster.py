@@ -9,13 +9,12 @@ A calibrated file (`shardwise calibrate`) has the same fields as TOML, with meas
 
 from __future__ import annotations
 
-import dataclasses
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 
 from shardwise.errors import JobError, nearest
 
@@ -148,18 +147,18 @@ def find_cluster(name: str) -> Cluster:
 
 def read_cluster(path: Path) -> Cluster:
     try:
-        values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
-        device = Device(**values.pop("device"))
-        inner, outer = Link(**values.pop("inner")), Link(**values.pop("outer"))
-        return Cluster(device=device, inner=inner, outer=outer, **values)
+        cluster = TypeAdapter(Cluster).validate_python(tomllib.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise JobError(f"{path} cannot be read: {error.strerror}.") from None
-    except (tomllib.TOMLDecodeError, TypeError, KeyError, UnicodeDecodeError) as error:
-        raise JobError(f"{path} is no cluster file ({error}); write one with `shardwise calibrate -o FILE`.") from None
-
-
-def as_dict(cluster: Cluster) -> dict[str, Any]:
-    return dataclasses.asdict(cluster)
+    except (tomllib.TOMLDecodeError, ValidationError, UnicodeDecodeError) as error:
+        first = error.errors()[0] if isinstance(error, ValidationError) else None
+        what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else str(error)
+        raise JobError(f"{path} is no cluster file ({what}); write one with `shardwise calibrate -o FILE`.") from None
+    links = cluster.inner, cluster.outer
+    sizes = [cluster.domain, cluster.device.memory, cluster.device.bandwidth, cluster.device.units]
+    if min(*sizes, *cluster.device.peak.values(), *(link.bandwidth for link in links)) <= 0:
+        raise JobError(f"{path}: domain, memory, units, peaks and bandwidths must be above 0.")
+    return cluster
 
 
 def known_device(name: str) -> Device | None:

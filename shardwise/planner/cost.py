@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 from math import ceil
 
-from shardwise.cluster import Cluster, Link
+from shardwise.cluster import Cluster
 from shardwise.planner.efficiency import Efficiency
 from shardwise.planner.shape import Shape
 
 NARROW = ("fp8", "fp4")
-RAGGED_HEADS = 8.0
+RAGGED_HEADS = 8.0  # times as long, batched products of heads whose size is no multiple of 8; from published runs
 SHORTEST = 4e-6  # seconds of the shortest kernel
 
 
@@ -114,34 +114,39 @@ class Machine:
         moved = groups * (m * k + k * n + m * n) * size
         return max(2.0 * groups * m * k * n / (self.device.rate(precision) * share), self.move(moved))
 
-    def move(self, numbers_bytes: float) -> float:
+    def linear(self, m: float, k: float, n: float, precision: str, groups: float = 1.0) -> tuple[float, float, float]:
+        """Seconds of a layer's product, and of those for the gradients of its input and of its weights."""
+        sides = (m, k, n), (m, n, k), (k, m, n)
+        own, back, gradient = (self.product(*three, precision, groups) for three in sides)
+        return own, back, gradient
+
+    def move(self, size: float) -> float:
         """Seconds to read or write so many bytes of device memory."""
-        return max(numbers_bytes / (self.device.bandwidth * self.efficiency.memory), SHORTEST)
+        return max(size / (self.device.bandwidth * self.efficiency.memory), SHORTEST)
 
     def stream(self, size: float) -> float:
         """Seconds to move so many bytes in one large operator."""
         return max(size / (self.device.bandwidth * (self.efficiency.bulk or self.efficiency.memory)), SHORTEST)
 
-    def link(self, ranks: int, stride: int) -> tuple[float, float]:
-        """Bandwidth and latency that one rank of a group sees; `stride` devices lie between neighbours."""
+    def bandwidth(self, ranks: int, stride: int) -> float:
+        """What one rank of a group sees; `stride` devices lie between neighbours."""
         c, e = self.cluster, self.efficiency
-        inner = Link(c.inner.bandwidth * e.inner, c.inner.latency)
+        inner = c.inner.bandwidth * e.inner
         if ranks * stride <= c.domain:
             dims = int(c.topology[-1]) if c.topology.startswith("torus") else 1
-            # A group along one side of a torus uses the links of that side only.
-            return (inner.bandwidth / dims if dims > 1 and ranks <= 16 else inner.bandwidth), inner.latency
+            return inner / dims if ranks <= 16 else inner  # along one side of a torus, the links of that side only
         together = max(1, c.domain // stride)  # ranks of the group in one domain, each with a port of its own
-        return min(inner.bandwidth, together * c.outer.bandwidth * e.outer), c.outer.latency
+        return min(inner, together * c.outer.bandwidth * e.outer)
 
     def gather(self, whole: float, ranks: int, stride: int) -> float:
         """All-gather or reduce-scatter of `whole` bytes in all."""
         if ranks == 1:
             return 0.0
-        bandwidth, _ = self.link(ranks, stride)
         c = self.cluster
         domains = max(1, ranks * stride // c.domain)
         hops = (ranks - domains) * c.inner.latency + (domains - 1) * c.outer.latency  # once around the ring
-        return whole * (ranks - 1) / ranks / bandwidth + self.efficiency.latency * hops
+        sent = whole * (ranks - 1) / ranks
+        return sent / self.bandwidth(ranks, stride) + self.efficiency.latency * hops
 
     def reduce(self, whole: float, ranks: int, stride: int) -> float:
         """All-reduce."""
@@ -177,11 +182,8 @@ def block(machine: Machine, shape: Shape, setting: Setting, cut: Cut, sparse: bo
     if hidden:
         products += [(shape.width, (shape.matrices - 1) * hidden // t), (hidden // t, shape.width)]
     for k, n in products:
-        own = machine.product(tokens, k, n, precision)
-        gradient = machine.product(k, tokens, n, precision)
-        forward += own
-        weight += gradient
-        backward += machine.product(tokens, n, k, precision) + gradient
+        own, back, gradient = machine.linear(tokens, k, n, precision)
+        forward, backward, weight = forward + own, backward + back + gradient, weight + gradient
     core, core_backward = _attention(machine, shape, setting, cut)
     forward, backward = forward + core, backward + core_backward
     # Norms, residual sums, dropout, rotary: numbers of the stream; activation: numbers of the hidden part.
@@ -196,15 +198,13 @@ def block(machine: Machine, shape: Shape, setting: Setting, cut: Cut, sparse: bo
         kernels = 24 - (8 if shape.positions else 0) - (0 if shape.gated else 2)  # without rotation, without gate
     expert = 0.0
     if sparse:
-        used = tokens / t * shape.chosen if cut.sequence_parallel else tokens * shape.chosen / t
+        used = tokens * shape.chosen / t
         per_rank = shape.experts / cut.expert
         each = used * cut.expert_tensor * cut.expert / shape.experts
         inner = shape.expert_ffn // cut.expert_tensor
         for k, n in ((shape.width, (shape.matrices - 1) * inner), (inner, shape.width)):
-            own = machine.product(each, k, n, precision, per_rank)
-            gradient = machine.product(k, each, n, precision, per_rank)
-            forward, weight = forward + own, weight + gradient
-            backward += machine.product(each, n, k, precision, per_rank) + gradient
+            own, back, gradient = machine.linear(each, k, n, precision, per_rank)
+            forward, backward, weight = forward + own, backward + back + gradient, weight + gradient
         spread = size * used * (6 * shape.width + (shape.matrices + 1) * shape.expert_ffn)
         forward, backward = forward + machine.move(spread), backward + 2 * machine.move(spread)
         expert = 2 * machine.exchange(size * used * shape.width, cut.expert, t if cut.expert > 1 else 1)
@@ -253,10 +253,8 @@ def head(machine: Machine, shape: Shape, setting: Setting, cut: Cut) -> Seconds:
     t = cut.tensor
     precision = "bf16" if setting.precision in NARROW else setting.precision
     tokens = cut.micro_batch * shape.sequence / cut.context
-    own = machine.product(tokens, shape.width, ceil(shape.vocab / t), precision)
-    gradient = machine.product(shape.width, tokens, ceil(shape.vocab / t), precision)
+    own, back, gradient = machine.linear(tokens, shape.width, ceil(shape.vocab / t), precision)
     loss = machine.stream(tokens * shape.vocab / t * setting.loss / 2)
-    back = machine.product(tokens, ceil(shape.vocab / t), shape.width, precision)
     tensor = machine.reduce(setting.bytes * tokens * shape.width, t, 1) / 2 if t > 1 else 0.0
     return Seconds(forward=own + loss, backward=back + gradient + loss, weight=gradient, tensor=tensor)
 

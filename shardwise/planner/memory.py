@@ -19,6 +19,11 @@ class Habit:
     """Bytes that a framework keeps per parameter, what it keeps of activations, and its reserve."""
 
     weight: float = 2.0
+    """Of weights that are kept whole."""
+    sharded: float = 0.0
+    """Of weights that ZeRO 3 keeps in pieces, where they are no part of `state`."""
+    copies: float = 0.0
+    """Of rounded weights that each micro-batch in flight keeps for its backward."""
     gradient: float = 4.0
     state: float = 12.0
     """Main weights and two moments."""
@@ -33,6 +38,8 @@ class Habit:
     keeps_products: bool = False
     """Whether selective recomputation keeps products and attention and computes all else again; otherwise it computes
     attention again."""
+    receives: bool = False
+    """Whether a pipeline rank has a buffer for what it receives in every micro-batch of a step."""
     cast: float = 0.0
     """Bytes moved per weight and micro-batch to round weights for the products and to widen their gradients."""
     update: float = 30.0
@@ -48,9 +55,9 @@ def ours(precision: str) -> Habit:
     wide = 8.0 if precision == "float64" else 4.0
     mixed = precision not in ("float64", "float32")
     return Habit(
-        weight=wide + (2.0 if mixed else 0.0), gradient=wide, state=2 * wide, logits=12.0 if mixed else 2 * wide,
-        gathered=True, unfused=True, keeps_products=True, cast=16.0 if mixed else 0.0, update=10 * wide,
-        spare=0.03, fixed=1.5 * 2**30,
+        weight=wide, sharded=wide, copies=2.0 if mixed else 0.0, gradient=wide, state=2 * wide,
+        logits=12.0 if mixed else 2 * wide, gathered=True, unfused=True, keeps_products=True, receives=True,
+        cast=16.0 if mixed else 0.0, update=10 * wide, spare=0.03, fixed=1.5 * 2**30,
     )  # fmt: skip
 
 
@@ -112,7 +119,11 @@ class Held:
     """Bytes of a block that is being computed again."""
     logits: float
     stream: float
-    """Bytes of one micro-batch between two blocks."""
+    """Bytes of one micro-batch between two blocks, whole along the tensor axis."""
+    passed: float
+    """Bytes of one micro-batch that go from stage to stage."""
+    kept: float
+    """Share of the blocks whose rounded weights stay until the backward: those that are not computed again."""
     table: float
     """Numbers of the head."""
 
@@ -132,10 +143,12 @@ def hold_of(
         partly = every if habit.keeps_products else 0.0
         stays, again = {"none": (every, 0.0), "selective": (selective, partly), "full": (full, every)}[layout.recompute]
     table = shape.vocab * shape.width / layout.tensor
+    stream = setting.bytes * tokens * shape.width
     return Held(
         weights_of(shape, layout, expert_tensor), habit, setting.bytes, stays, again,
-        logits=habit.logits * tokens * shape.vocab / layout.tensor, stream=setting.bytes * tokens * shape.width,
-        table=table,
+        logits=habit.logits * tokens * shape.vocab / layout.tensor, stream=stream,
+        passed=stream / (layout.tensor if sequence_parallel else 1), table=table,
+        kept=kept if kept is not None else float(layout.recompute != "full"),
     )  # fmt: skip
 
 
@@ -175,23 +188,35 @@ def hold(held: Held, layout: Layout, rank: int, count: int, micro_batches: int) 
     """The memory of a pipeline rank that has `count` blocks."""
     habit, size = held.habit, held.size
     own, experts = held.weights.rank(rank, count, layout), count * held.weights.experts
-    shards = layout.shard * (layout.context if layout.shard > 1 else 1)
-    cut = own / shards + experts / max(1, shards // layout.expert)
+    cut = own / shards(layout) + experts / expert_shards(layout)
     one = held.weights.block + held.weights.experts
-    weights, gradients, buffers = habit.weight * (own + experts), habit.gradient * (own + experts), 0.0
+    flying = in_flight(layout, rank, micro_batches)
+    weights = habit.weight * (own + experts) + habit.copies * max(1.0, flying * held.kept) * (own + experts)
+    gradients, buffers = habit.gradient * (own + experts), 0.0
     if layout.shard > 1 and layout.zero >= 2:
         gradients, buffers = habit.gradient * cut, size * one
     if layout.shard > 1 and layout.zero == 3:
-        weights, buffers = 0.0, size * (2 * max(one, held.table) + one)
+        weights, buffers = habit.sharded * cut, size * (2 * max(one, held.table) + one)
+    if habit.receives and layout.pipeline > 1:
+        neighbours = 2 * layout.stages_per_rank - (rank == 0) - (rank == layout.pipeline - 1)
+        buffers += micro_batches * neighbours * held.passed
     # The loss is done before anything is computed again.
     more = max(held.again, held.logits) if rank == layout.pipeline - 1 else held.again
-    activations = in_flight(layout, rank, micro_batches) * count * held.stays + more + 4 * held.stream
+    activations = flying * count * held.stays + more + 4 * held.stream
     state = habit.state * cut
     if layout.pipeline == 1 and micro_batches == 1:
-        # Gradients come as activations go: the larger of both is what is held at once.
-        gradients, activations = max(0.0, gradients - activations), activations
+        gradients = max(0.0, gradients - activations)  # they come as activations go
     subtotal = weights + gradients + state + activations + buffers
     return Memory(weights, gradients, state, activations, buffers, habit.spare * subtotal + habit.fixed)
+
+
+def shards(layout: Layout) -> int:
+    """Ranks that share the optimizer state of a weight."""
+    return layout.shard * (layout.context if layout.shard > 1 else 1)
+
+
+def expert_shards(layout: Layout) -> int:
+    return max(1, shards(layout) // layout.expert)
 
 
 def in_flight(layout: Layout, rank: int, micro_batches: int) -> float:

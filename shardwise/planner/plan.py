@@ -11,6 +11,7 @@ from shardwise.cluster import GIB, Cluster, find_cluster
 from shardwise.errors import LayoutError
 from shardwise.job import Job, load_job
 from shardwise.layout import Layout, solve_batch
+from shardwise.parallel.parallelize import NOT_YET, check
 from shardwise.planner.cost import Machine, Setting
 from shardwise.planner.efficiency import efficiency_of
 from shardwise.planner.memory import ours
@@ -94,8 +95,10 @@ def estimator_of(job: Job, cluster: Cluster) -> Estimator:
 
 
 def judged(job: Job, layout: Layout) -> Layout:
-    """A layout with its micro-batch solved; raises where the batch cannot be served."""
-    return replace(layout, micro_batch=solve_batch(layout, job.samples).micro_batch)
+    """A layout with its micro-batch solved; raises where model or batch cannot have it."""
+    runnable = all(getattr(layout, axis) == 1 for axis in NOT_YET)
+    batch = check(job, layout) if runnable else solve_batch(layout, job.samples)
+    return replace(layout, micro_batch=batch.micro_batch)
 
 
 # Why others lost

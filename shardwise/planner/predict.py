@@ -1,8 +1,7 @@
 """Step time and memory of one layout on one cluster, from closed forms: microseconds, so that a search can ask often.
 
-The pipeline's closed form is that of full backwards in order: every rank is busy with its micro-batches, and the rest
-is the time that the first and the last of them need to get through. `shardwise.planner.simulate` runs the very
-schedule.
+A pipeline takes the slowest rank's time for every micro-batch, and beside it the lead-in and lead-out of its schedule
+by the closed form for even stages (`shardwise.planner.closed`).
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ from math import log2
 from typing import Any
 
 from shardwise.layout import Layout, keep_share
+from shardwise.planner.closed import closed_form
 from shardwise.planner.cost import Cut, Machine, Seconds, Setting, block, embedding, head
-from shardwise.planner.memory import Habit, Held, Memory, hold, hold_of
+from shardwise.planner.memory import Habit, Held, Memory, expert_shards, hold, hold_of, shards
 from shardwise.planner.shape import Shape
 
 AXES = ("tensor", "context", "expert")
-OURS = Habit()
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Work:
     shape: Shape
     setting: Setting
     samples: int
-    habit: Habit = OURS
+    habit: Habit = Habit()
     sequence_parallel: bool = True
 
 
@@ -37,6 +36,7 @@ class Timing:
 
     seconds: float
     bubble: float
+    """Share of the pipeline's time in which the slowest rank waits for the others."""
     data: float
     """Exposed traffic of the data axes."""
     update: float
@@ -49,13 +49,18 @@ class Prediction:
     """What a step takes, and holds on each pipeline rank."""
 
     layout: Layout
-    seconds: float
+    timing: Timing
     memory: tuple[Memory, ...]
-    bubble: float
-    """Share of the step in which the slowest rank waits for the others of its pipeline."""
     exposed: dict[str, float]
     """Seconds of traffic that nothing hides, by axis."""
-    timing: Timing
+
+    @property
+    def seconds(self) -> float:
+        return self.timing.seconds
+
+    @property
+    def bubble(self) -> float:
+        return self.timing.bubble
 
     @property
     def peak(self) -> float:
@@ -68,6 +73,8 @@ class Pass:
 
     forward: float
     backward: float
+    weight: float
+    """The part of `backward` that makes weight gradients."""
     exposed: dict[str, float]
 
 
@@ -87,12 +94,12 @@ class Estimator:
         held, micro_batches = self.held(layout), self.micro_batches(layout)
         timing = self.time(layout, counts)
         memory = tuple(hold(held, layout, rank, count, micro_batches) for rank, count in enumerate(counts))
-        return Prediction(layout, timing.seconds, memory, timing.bubble, self.exposed(layout, counts, timing), timing)
+        return Prediction(layout, timing, memory, self.exposed(layout, counts, timing))
 
     def peak(self, layout: Layout, counts: list[int]) -> float:
-        """Bytes of the fullest rank: one of the ends, or the first that has the most blocks."""
+        """Bytes of the fullest rank: one of the ends, the first between them, or the first with the most blocks."""
         held, micro_batches = self.held(layout), self.micro_batches(layout)
-        ranks = {0, counts.index(max(counts)), len(counts) - 1}
+        ranks = {0, min(1, len(counts) - 1), counts.index(max(counts)), len(counts) - 1}
         return max(hold(held, layout, rank, counts[rank], micro_batches).total for rank in ranks)
 
     def time(self, layout: Layout, counts: list[int]) -> Timing:
@@ -107,9 +114,7 @@ class Estimator:
             slowest = total
         else:
             slowest = hop + max(counts[0] * each + first.both, counts[-1] * each + last.both, max(counts) * each)
-        fill = (total - slowest) / layout.stages_per_rank
-        if layout.split_backward:
-            fill *= SPLIT_FILL
+        fill = self.fill(layout, total / len(counts), one.weight / each) if len(counts) > 1 else 0.0
         pipeline = micro_batches * slowest + fill
 
         weights = self.held(layout).weights
@@ -122,6 +127,14 @@ class Estimator:
         jitter = 1.0 + self.efficiency.jitter * log2(domains)
         seconds = (pipeline + data + update + self.efficiency.fixed) * jitter
         return Timing(seconds, fill / pipeline, data, update, hop)
+
+    def fill(self, layout: Layout, busy: float, weight: float) -> float:
+        """Lead-in and lead-out of a pipeline whose ranks are busy for so long with each micro-batch, by the closed form
+        of its schedule; `weight` is the share of weight gradients in that."""
+        p, v, count = layout.pipeline, layout.stages_per_rank, self.micro_batches(layout)
+        stage = busy / v
+        third = stage * (1.0 - weight) / 2  # forward and input half are about alike
+        return closed_form(layout.schedule, p, v, count, third, third, stage * weight) - count * busy
 
     def exposed(self, layout: Layout, counts: list[int], timing: Timing) -> dict[str, float]:
         """Seconds of a step in which the busiest rank waits for traffic, by axis."""
@@ -190,7 +203,7 @@ class Estimator:
             behind = self._exposed((2 if layout.zero == 3 else 1) * gather, backward)
             forward, backward = forward + ahead, backward + behind
             exposed["shard"] = ahead + behind
-        return Pass(forward, backward, exposed)
+        return Pass(forward, backward, inner.weight, exposed)
 
     def _gather(self, layout: Layout) -> float:
         """Seconds to gather the weights of a block over the shard axis, or to sum its gradients over it."""
@@ -232,18 +245,6 @@ class Estimator:
             return traffic
         hidden = min(traffic, self.efficiency.hidden_data * beside)
         return traffic - hidden + self.efficiency.contention * hidden
-
-
-SPLIT_FILL = 0.4  # of the lead-in and lead-out, where weight gradients fill the gaps
-
-
-def shards(layout: Layout) -> int:
-    """Ranks that share the optimizer state of a weight."""
-    return layout.shard * (layout.context if layout.shard > 1 else 1)
-
-
-def expert_shards(layout: Layout) -> int:
-    return max(1, shards(layout) // layout.expert)
 
 
 def even(layers: int, pipeline: int) -> list[int]:

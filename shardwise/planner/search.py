@@ -6,7 +6,7 @@ data ranks or over those of one domain; every schedule with up to 8 stages a ran
 
 Classes of layouts that compute the same products are sorted by a bound: the products alone, without traffic, bubble,
 update or anything computed again. Once the bound of a class is above the slowest of the best found, no later class can
-hold a better layout. Closed forms judge all of them; only finalists are simulated.
+hold a better layout. Closed forms judge all of them; nothing is simulated.
 """
 
 from __future__ import annotations
