@@ -93,6 +93,12 @@ def test_the_quick_peak_is_that_of_the_fullest_rank() -> None:
             assert judge.peak(layout, judge.counts(layout)) == pytest.approx(judge.predict(layout).peak)
 
 
+def test_fixed_stages_add_up_by_rank() -> None:
+    layout = Layout.parse("pipeline=2 schedule=interleaved micro_batch=1 stages=6,8,9,9")
+    assert estimator().counts(layout) == [15, 17]
+    assert estimator().counts(Layout.parse("pipeline=2 schedule=zbv micro_batch=1 stages=6,8,9,9")) == [15, 17]
+
+
 def test_more_memory_for_less_time() -> None:
     """Recomputation takes time and saves memory; ZeRO stages save memory."""
     judge = estimator()

@@ -145,7 +145,10 @@ class Estimator:
         return {axis: seconds for axis, seconds in exposed.items() if seconds}
 
     def counts(self, layout: Layout) -> list[int]:
-        return list(layout.stages) or even(self.work.shape.layers, layout.pipeline)
+        """Blocks per pipeline rank: as the user fixed them, or as even as can be."""
+        if not layout.stages:
+            return even(self.work.shape.layers, layout.pipeline)
+        return [sum(layout.stages[stage] for stage in layout.stages_of(rank)) for rank in range(layout.pipeline)]
 
     def micro_batches(self, layout: Layout) -> int:
         return max(1, round(self.work.samples / layout.data / layout.micro_batch))
