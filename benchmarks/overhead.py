@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from shardwise.comm.world import run_world
 from shardwise.data.source import Synthetic
 from shardwise.data.stream import Samples, Stream, share
 from shardwise.job import Job, make_job
@@ -28,7 +29,6 @@ from shardwise.models.gpt import gpt
 from shardwise.optim import make_optimizer
 from shardwise.parallel.parallelize import parallelize
 from shardwise.step import step
-from shardwise.train.world import run_world
 
 
 def bare_step(job: Job, world: int) -> Callable[[Samples], Tensor]:

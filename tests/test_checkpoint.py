@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from shardwise.comm.world import run_world
 from shardwise.data.stream import share
 from shardwise.errors import CheckpointError, RunError
 from shardwise.job import Job, make_job
@@ -28,7 +29,6 @@ from shardwise.parallel.parallelize import Engine, build, parallelize
 from shardwise.step import step
 from shardwise.train import stored
 from shardwise.train.checkpoint import Checkpoints, good_checkpoints, load_weights
-from shardwise.train.world import run_world
 from shardwise.verify.parity import make_stream
 
 # A vocabulary that nothing divides, and 4 hidden features, of which the last of 3 ranks gets none.

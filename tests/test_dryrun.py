@@ -14,13 +14,13 @@ from test_held_bytes import Census
 from torch.distributed.pipelining import PipelineStage
 
 import shardwise.planner.dryrun as dryrun
+from shardwise.comm.world import run_world
 from shardwise.errors import LayoutError
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.planner.dryrun import RankReport, Traffic, dry_run, measure, nobody, typical_ranks
 from shardwise.planner.dryrun_command import describe
 from shardwise.planner.ledger import ROLES, Ledger
-from shardwise.train.world import run_world
 
 LAYERS, WIDTH, SEQUENCE, VOCAB = 2, 16, 4, 32
 MODEL = {

@@ -28,13 +28,13 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
+from shardwise.comm.world import run_world
 from shardwise.data.stream import share
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.optim import make_optimizer
 from shardwise.parallel.parallelize import parallelize
 from shardwise.step import Outcome, step
-from shardwise.train.world import run_world
 from shardwise.verify.parity import make_stream
 
 LAYERS, MICRO_BATCHES = 6, 4

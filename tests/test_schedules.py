@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
+from shardwise.comm.world import run_world
 from shardwise.data.stream import share
 from shardwise.errors import LayoutError
 from shardwise.job import Job, make_job
@@ -22,7 +23,6 @@ from shardwise.planner.greedy import LOOP, Task, V
 from shardwise.planner.simulate import Action, Costs, named, read, simulate
 from shardwise.planner.synthesize import synthesize
 from shardwise.step import backward, measure
-from shardwise.train.world import run_world
 from shardwise.verify.parity import make_stream
 
 SINGLE = [name for name in SCHEDULES if issubclass(SCHEDULE[name], PipelineScheduleSingle)]

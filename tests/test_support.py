@@ -9,6 +9,7 @@ import torch
 from test_verify import tiny
 
 import shardwise.models.gpt as gpt
+from shardwise.comm.world import run_world
 from shardwise.data.stream import share
 from shardwise.errors import LayoutError
 from shardwise.job import Job
@@ -17,7 +18,6 @@ from shardwise.optim import make_optimizer
 from shardwise.parallel.parallelize import check, parallelize
 from shardwise.step import step
 from shardwise.support import COST, EXACT, REFUSED, ROWS, Words, look_up, support, table, words_of
-from shardwise.train.world import run_world
 from shardwise.verify.parity import make_stream
 
 MODEL = {"heads": 4, "kv_heads": 2, "layers": 4}

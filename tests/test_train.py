@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from shardwise.comm.world import run_world
 from shardwise.data.tokens import write_tokens
 from shardwise.errors import DataError, JobError, RunError
 from shardwise.job import Job, make_job
@@ -23,7 +24,6 @@ from shardwise.train.generate import sample_run
 from shardwise.train.loop import Trainer
 from shardwise.train.start import start_training
 from shardwise.train.summary import summarize
-from shardwise.train.world import run_world
 
 SMALL = {
     "precision": "float64", "steps": 20,

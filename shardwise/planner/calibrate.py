@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.cluster import CLUSTERS, Cluster, Device, Link, known_device
+from shardwise.comm.world import run_world
 from shardwise.errors import JobError, nearest
 from shardwise.files import write_text
 from shardwise.job import Model, make_job
@@ -30,7 +31,6 @@ from shardwise.models.gpt import Block, gpt
 from shardwise.planner.cost import Cut, Machine, Setting, block
 from shardwise.planner.efficiency import efficiency_of
 from shardwise.planner.shape import shape_of
-from shardwise.train.world import run_world
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CUT = Cut(tensor=1, context=1, expert=1, micro_batch=1)

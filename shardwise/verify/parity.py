@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.comm.world import run_world
 from shardwise.data.source import Source, Synthetic
 from shardwise.data.stream import Stream, share
 from shardwise.errors import RunError
@@ -36,7 +37,6 @@ from shardwise.parallel.precision import Precision
 from shardwise.random import key_of, normal_
 from shardwise.step import Outcome, step
 from shardwise.train.auto import check_compiler
-from shardwise.train.world import run_world
 from shardwise.verify.truth import truth
 
 LIMIT = {"float64": 1e-10, "float32": 1e-3, "bf16": 1e-1, "fp16": 1e-2}
