@@ -41,37 +41,53 @@ def profile(job: Job, layout: Layout, fake: bool) -> tuple[Any, ...]:
     return notes.traffic(0, 1), [[each[role] for role in ("weights", "gradients", "optimizer")] for each in held]
 
 
-def profiles(job: Job, layout: Layout) -> dict[int, tuple[Any, ...]]:
-    """Some ranks of a world that is not there, in one process."""
-    found = {}
-    for rank in {0, layout.world // 2, layout.world - 1}:
-        with nobody(layout.world, rank):
-            found[rank] = profile(job, layout, fake=True)
+def profiles(cases: list[tuple[Job, Layout]]) -> list[tuple[Any, ...]]:
+    """This rank, in every layout."""
+    return [profile(job, layout, fake=False) for job, layout in cases]
+
+
+def fake_profiles(cases: list[tuple[Job, Layout]], ranks: tuple[int, ...]) -> list[list[tuple[Any, ...]]]:
+    """Some ranks of worlds that are not there, in one process: by layout, by rank."""
+    found: list[list[tuple[Any, ...]]] = []
+    for job, layout in cases:
+        found.append([])
+        for rank in ranks:
+            with nobody(layout.world, rank):
+                found[-1].append(profile(job, layout, fake=True))
     return found
 
 
-@pytest.mark.parametrize("text", [
-    "replicate=2",
-    "replicate=2 shard=2 zero=3",
-    "pipeline=2 tensor=2 shard=2 zero=1",
-    "pipeline=2 tensor=2 shard=2 zero=3",
-    "pipeline=2 shard=2 zero=2 schedule=interleaved",
-    "pipeline=2 shard=2 zero=3 schedule=zero-bubble",
-    "pipeline=2 tensor=2 schedule=zbv",
+# Layouts of one world run one after the other in the same processes, which then start up once.
+@pytest.mark.parametrize("texts", [
+    ["replicate=2"],
+    [
+        "replicate=2 shard=2 zero=3",
+        "pipeline=2 shard=2 zero=2 schedule=interleaved",
+        "pipeline=2 shard=2 zero=3 schedule=zero-bubble",
+        "pipeline=2 tensor=2 schedule=zbv",
+    ],
+    ["pipeline=2 tensor=2 shard=2 zero=1", "pipeline=2 tensor=2 shard=2 zero=3"],
 ])  # fmt: skip
-def test_a_fake_world_is_like_a_real_one(text: str) -> None:
-    job, layout = make(text, 4)
-    real = run_world(profile, layout.world, job, layout, False)
-    for rank, fake in run_world(profiles, 1, job, layout)[0].items():
-        assert fake == real[rank]
+def test_a_fake_world_is_like_a_real_one(texts: list[str]) -> None:
+    cases = [make(text, 2) for text in texts]
+    world = cases[0][1].world
+    ranks = (0, world - 1)
+    real = run_world(profiles, world, cases)
+    for number, fakes in enumerate(run_world(fake_profiles, 1, cases, ranks)[0]):
+        for rank, fake in zip(ranks, fakes, strict=True):
+            assert fake == real[rank][number], (texts[number], rank)
 
 
-@pytest.mark.parametrize(("recompute", "precision"), [("none", "float32"), ("selective", "bf16"), ("full", "bf16")])
-def test_one_process_holds_the_same_with_and_without_numbers(recompute: str, precision: str) -> None:
-    job, layout = make(f"recompute={recompute}", 3, precision=precision)
-    real, fake = (run_world(measure, 1, job, layout, numberless)[0] for numberless in (False, True))
-    assert (fake.memory, fake.moment, fake.kept) == (real.memory, real.moment, real.kept)
-    assert fake.memory["activations"] > 0 and (fake.memory["copies"] > 0) == (precision == "bf16")
+def test_one_process_holds_the_same_with_and_without_numbers() -> None:
+    kinds = [("none", "float32"), ("selective", "bf16"), ("full", "bf16")]
+    cases = [make(f"recompute={recompute}", 2, precision=precision) for recompute, precision in kinds]
+    for (_, precision), (real, fake) in zip(kinds, run_world(twice, 1, cases)[0], strict=True):
+        assert (fake.memory, fake.moment, fake.kept) == (real.memory, real.moment, real.kept)
+        assert fake.memory["activations"] > 0 and (fake.memory["copies"] > 0) == (precision == "bf16")
+
+
+def twice(cases: list[tuple[Job, Layout]]) -> list[list[RankReport]]:
+    return [[measure(job, layout, fake) for fake in (False, True)] for job, layout in cases]
 
 
 def censuses(job: Job, layout: Layout) -> list[tuple[dict[str, int], dict[str, int], int]]:
@@ -117,36 +133,49 @@ def test_the_ledger_agrees_with_the_garbage_collector(zero: int) -> None:
             assert held["optimizer"] == count["states"] + 4 * states  # each state has a number of its step
 
 
-@pytest.mark.parametrize(("text", "micro_batches", "rank"), [
-    ("recompute=full", 6, 0),
-    ("shard=2 zero=2", 6, 1),
+PARTLY = [
+    ("recompute=full", 4, 0),
+    ("shard=2 zero=2", 4, 1),
     ("pipeline=3", 8, 0),
-    ("pipeline=3", 8, 2),
-    ("pipeline=2 shard=2 zero=3 recompute=full", 7, 3),
-    ("pipeline=2 schedule=interleaved", 12, 1),
-    ("pipeline=2 schedule=zero-bubble", 12, 0),
-    ("pipeline=2 schedule=zbv", 13, 1),
-    ("pipeline=2 schedule=dualpipev", 13, 0),
-])  # fmt: skip
-def test_arithmetic_stands_in_for_micro_batches(text: str, micro_batches: int, rank: int) -> None:
-    job, layout = make(text, micro_batches)
-    part, whole = run_world(part_and_whole, 1, job, layout, rank)[0]
-    assert part.ran < whole.ran == part.micro_batches == micro_batches
-    for key in ("memory", "moment", "kept", "traffic"):
-        assert getattr(part, key) == getattr(whole, key), key
+    ("pipeline=2 shard=2 zero=3 recompute=full", 5, 3),
+    ("pipeline=2 schedule=interleaved", 10, 1),
+    ("pipeline=2 schedule=zero-bubble", 10, 0),
+    ("pipeline=2 schedule=zbv", 11, 1),
+    ("pipeline=2 schedule=dualpipev", 11, 0),
+]
 
 
-def part_and_whole(job: Job, layout: Layout, rank: int) -> tuple[RankReport, RankReport]:
-    with nobody(layout.world, rank):
-        part = measure(job, layout)
-    with nobody(layout.world, rank):
-        return part, measure(job, layout, whole=True)
+def test_arithmetic_stands_in_for_micro_batches() -> None:
+    for case, (part, whole) in zip(PARTLY, run_world(parts_and_wholes, 1)[0], strict=True):
+        assert part.ran < whole.ran == part.micro_batches == case[1]
+        for key in ("memory", "moment", "kept", "traffic"):
+            assert getattr(part, key) == getattr(whole, key), (case, key)
 
 
-def test_what_is_sent() -> None:
-    """In float32, 5 micro-batches; rank 0 holds the embedding and half of the layers, cut over two tensor ranks."""
+def parts_and_wholes() -> list[list[RankReport]]:
+    found: list[list[RankReport]] = []
+    for text, micro_batches, rank in PARTLY:
+        job, layout = make(text, micro_batches)
+        found.append([])
+        for whole in (False, True):
+            with nobody(layout.world, rank):
+                found[-1].append(measure(job, layout, whole=whole))
+    return found
+
+
+@pytest.fixture(scope="module")
+def shown() -> list[RankReport]:
+    """Reports of both stages of one layout."""
+    shown: list[RankReport] = []
     job, layout = make("pipeline=2 shard=2 tensor=2", 5)
-    first = dry_run(job, layout, [0])[0]
+    reports = dry_run(job, layout, show=shown.append)
+    assert [report.rank for report in reports] == [0, 4] and len(shown) == 2
+    return reports
+
+
+def test_what_is_sent(shown: list[RankReport]) -> None:
+    """In float32, 5 micro-batches; rank 0 holds the embedding and half of the layers, cut over two tensor ranks."""
+    first = shown[0]
     stream = SEQUENCE * WIDTH * 4
     layers = sum(name.startswith("block") for name in first.pieces[0])
     weights = first.kept["weights"]
@@ -165,24 +194,20 @@ def test_what_is_sent() -> None:
 
 
 def test_a_world_of_thousands() -> None:
-    layout = Layout.parse("pipeline=64 tensor=8 shard=6 micro_batch=1")
-    model = MODEL | {"layers": 62, "width": 64, "heads": 8, "ffn": 64, "sequence": 8}
-    job = make_job({"model": model, "batch": {"samples": 6 * 512}, "precision": "bf16"})
-    assert typical_ranks(layout) == [0, 48, 1536, 3024]
-    report = dry_run(job, layout, [3024])[0]
-    assert report.stages == (63,) and report.pieces == (("head",),) and report.ran == 66
+    layout = Layout.parse("pipeline=16 tensor=8 shard=24 micro_batch=1")
+    model = MODEL | {"layers": 14, "width": 64, "heads": 8, "ffn": 64, "sequence": 8}
+    job = make_job({"model": model, "batch": {"samples": 24 * 512}, "precision": "bf16"})
+    assert typical_ranks(layout) == [0, 192, 1536, 2880]
+    report = dry_run(job, layout, [2880])[0]
+    assert report.stages == (15,) and report.pieces == (("head",),) and report.ran == 18
     assert Traffic("pipeline", "receive", 512, 512 * 64 * 2) in report.traffic
 
 
-def test_reports_as_text_and_json() -> None:
-    job, layout = make("pipeline=2 tensor=2", 4)
-    shown: list[RankReport] = []
-    reports = dry_run(job, layout, show=shown.append)
-    assert [report.rank for report in reports] == [0, 2] and len(shown) == 2
-    record = json.loads(json.dumps(reports[0].as_dict()))
+def test_reports_as_text_and_json(shown: list[RankReport]) -> None:
+    record = json.loads(json.dumps(shown[0].as_dict()))
     assert record["total"] == sum(record["memory"].values()) and list(record["memory"]) == list(ROLES)
-    lines = describe(reports).splitlines()
-    assert lines[0] == "Layout 'pipeline=2 tensor=2 schedule=1f1b micro_batch=1': 4 processes, 4 micro-batches a step."
+    lines = describe(shown).splitlines()
+    assert lines[0].startswith("Layout 'pipeline=2 shard=2 tensor=2 schedule=1f1b micro_batch=1 zero=1': 8 processes")
     assert lines[4].split()[:5] == ["0", "0", "embed,", "1", "layer"]
     assert any(line.startswith("pipeline  send") for line in lines)
 

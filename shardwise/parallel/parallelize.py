@@ -153,8 +153,9 @@ def parallelize(
             if not sharded:
                 chain.tie()  # PyTorch gives each name memory of its own; FSDP does not
         holdings = data.hold(cuts)
-        for holding in holdings:
-            start(holding, whole.rules.init_of(holding.name), job.seed, mesh)
+        if memory is None:
+            for holding in holdings:
+                start(holding, whole.rules.init_of(holding.name), job.seed, mesh)
         data.publish()
 
     pipeline = None

@@ -36,7 +36,6 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardwise import random
 from shardwise.data.stream import Samples
 from shardwise.errors import LayoutError, RunError
 from shardwise.job import BatchSize, Job
@@ -131,7 +130,6 @@ def typical_ranks(layout: Layout, every: bool = False) -> list[int]:
 def _start() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a pass without a traceback
     torch.set_num_threads(1)
-    random.CHUNK = 1 << 62  # numbers that are not made can be made all at once
 
 
 def _pass(job: Job, layout: Layout, rank: int) -> RankReport:
@@ -253,7 +251,6 @@ def _watched_step(job: Job, layout: Layout, micro_batches: int, fake: bool) -> N
     forwards: list[Moment] = []
     engine.chains[0].register_forward_pre_hook(lambda *args: forwards.append(ledger.now()))
     update = _watch(engine, ledger)
-    gc.collect()
     gc.disable()  # when it runs is chance
     try:
         with _all(modes):
