@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shardwise.cli import main
 from shardwise.errors import UserError
 from shardwise.job import Job, load_job, make_job
 from shardwise.layout import RECOMPUTE, SCHEDULES, Layout
@@ -102,14 +103,24 @@ def test_any_override_is_taken_or_refused_in_words(key: str, value: str) -> None
         ["train", "--set", "run.folder=/proc/nope"], ["frobnicate"], ["train", "bad.toml", "--resume", "x"],
     ],
 )  # fmt: skip
-def test_mistakes_on_the_command_line(arguments: list[str], tmp_path: Path) -> None:
+def test_mistakes_on_the_command_line(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "bad.toml").write_text("steps = = 3")
     (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"text": \n')
-    done = subprocess.run(
-        [sys.executable, "-m", "shardwise", *arguments], cwd=tmp_path, text=True, capture_output=True, timeout=120
-    )
-    said = done.stdout + done.stderr
-    assert done.returncode == 2, said
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["shardwise", *arguments])
+    with pytest.raises(SystemExit) as end:
+        main()
+    said = "".join(capfd.readouterr())
+    assert end.value.code == 2, said
     assert "Traceback" not in said
     assert 0 < len(said.strip().splitlines()) <= 8, said
     assert not (tmp_path / "runs").exists(), "a run folder was left behind"
+
+
+def test_a_mistake_as_a_process(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "shardwise", "train", "--set", "model.layer=3"]
+    done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, timeout=120)
+    assert done.returncode == 2
+    assert "layers" in done.stderr and "Traceback" not in done.stderr
