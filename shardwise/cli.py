@@ -55,7 +55,7 @@ def train(
         raise JobError("--resume takes its job from the run folder; leave the job file out.")
     settings = [*(settings or []), *([f"layout={layout}"] if layout else [])]
     if resume is None:
-        load_job(job_file, settings)  # a typo is told at once, before PyTorch is imported
+        load_job(job_file, settings).decoder()  # a typo is told at once, before PyTorch is imported
 
     from shardwise.train.start import start_training
 
@@ -72,7 +72,7 @@ def verify(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON record per layout.")] = False,
 ) -> None:
     """Proves that layouts compute what one device computes."""
-    load_job(job_file, settings or [])
+    load_job(job_file, settings or []).decoder()
 
     from shardwise.verify.command import verify_job
 
@@ -130,7 +130,7 @@ def dryrun(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON record per rank.")] = False,
 ) -> None:
     """Takes a step as some ranks of any world, without its devices: exact memory and traffic."""
-    load_job(job_file, settings or [])
+    load_job(job_file, settings or []).decoder()
 
     from shardwise.planner.dryrun_command import describe, dryrun_job
 

@@ -41,6 +41,7 @@ class Device:
     def rate(self, precision: str) -> float:
         """The peak for products in a precision; one that the device lacks runs at the next wider that it has."""
         wider = {"fp4": "fp8", "fp8": "bf16", "bf16": "fp16", "fp16": "float32", "float32": "float64"}
+        wider["tf32"] = "float32"
         word = precision
         while word not in self.peak:
             if word not in wider:
@@ -84,16 +85,16 @@ def _device(
 DEVICES = {device.name: device for device in (
     _device("V100-16GB", "volta", 15.8, 900, 125, 80, float32=15.7, bf16=15.7),
     _device("V100-32GB", "volta", 31.7, 900, 125, 80, float32=15.7, bf16=15.7),
-    _device("A100-40GB", "ampere", 39.4, 1555, 312, 108, float32=19.5),
-    _device("A100-80GB", "ampere", 79.2, 2039, 312, 108, float32=19.5),
-    _device("H100-80GB", "hopper", 79.2, 3352, 989, 132, float32=67, fp8=1979),
-    _device("H100-94GB", "hopper", 93.1, 3900, 989, 132, float32=67, fp8=1979),
-    _device("H100-96GB", "hopper", 94.5, 4000, 989, 132, float32=67, fp8=1979),
-    _device("H200", "hopper", 139.8, 4800, 989, 132, float32=67, fp8=1979),
-    _device("B200", "blackwell", 178.4, 7700, 2250, 148, float32=75, fp8=4500, fp4=9000),
-    _device("B300", "blackwell-ultra", 267.0, 7700, 2250, 148, float32=75, fp8=4500, fp4=13500),
-    _device("GB200", "blackwell", 184.0, 8000, 2450, 152, float32=80, fp8=4900, fp4=9800),
-    _device("GB300", "blackwell-ultra", 276.0, 8000, 2450, 152, float32=80, fp8=4900, fp4=14700),
+    _device("A100-40GB", "ampere", 39.4, 1555, 312, 108, float32=19.5, tf32=156),
+    _device("A100-80GB", "ampere", 79.2, 2039, 312, 108, float32=19.5, tf32=156),
+    _device("H100-80GB", "hopper", 79.2, 3352, 989, 132, float32=67, tf32=494, fp8=1979),
+    _device("H100-94GB", "hopper", 93.1, 3900, 989, 132, float32=67, tf32=494, fp8=1979),
+    _device("H100-96GB", "hopper", 94.5, 4000, 989, 132, float32=67, tf32=494, fp8=1979),
+    _device("H200", "hopper", 139.8, 4800, 989, 132, float32=67, tf32=494, fp8=1979),
+    _device("B200", "blackwell", 178.4, 7700, 2250, 148, float32=75, tf32=1125, fp8=4500, fp4=9000),
+    _device("B300", "blackwell-ultra", 267.0, 7700, 2250, 148, float32=75, tf32=1125, fp8=4500, fp4=13500),
+    _device("GB200", "blackwell", 184.0, 8000, 2450, 152, float32=80, tf32=1225, fp8=4900, fp4=9800),
+    _device("GB300", "blackwell-ultra", 276.0, 8000, 2450, 152, float32=80, tf32=1225, fp8=4900, fp4=14700),
     _device("MI250X-GCD", "cdna2", 63.9, 1638, 191.5, 110, float32=23.9),
     _device("TPU-v4", "tpu", 31.7, 1228, 275, 2, float32=69),
     _device("TPU-v5e", "tpu", 15.7, 819, 197, 1, float32=49),

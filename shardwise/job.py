@@ -1,7 +1,7 @@
 """A job: what the user asked for, read from TOML and `--set`, checked, with every default filled in.
 
 All problems are reported at once, each with its place. A key means the same in the file, in `--set` and in the
-resolved copy that is saved with the run. Sizes of models come from here, models are built in `shardwise.models`.
+resolved copy that is saved with the run. The section of the model is in `shardwise.kinds`.
 """
 
 from __future__ import annotations
@@ -12,104 +12,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from shardwise.errors import JobError, LayoutError, nearest
+from shardwise.kinds import KINDS, AnyModel, Bert, Count, Model, Section, kind_of
 from shardwise.layout import Layout
-from shardwise.presets import PRESETS
 
 PRECISIONS = ("float64", "float32", "bf16", "fp16")
-_SUFFIX = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-
-
-def _count(value: object) -> object:
-    """Accepts `"0.5M"` for 500000; leaves anything else to the type check."""
-    if not isinstance(value, str):
-        return value
-    digits, suffix = (value[:-1], value[-1].lower()) if value[-1:].lower() in _SUFFIX else (value, "")
-    try:
-        number = float(digits) * _SUFFIX.get(suffix, 1)
-        if number != int(number):
-            raise ValueError
-    except (ValueError, OverflowError):
-        raise ValueError(f"{value!r} is not a whole number; write 500000 or '0.5M'") from None
-    return int(number)
-
-
-Count = Annotated[int, BeforeValidator(_count)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=False)
-
-
-class Model(Section):
-    """The shape of one decoder. With a preset as `name`, the preset's shape is the default."""
-
-    name: str = "gpt"
-    layers: int = Field(8, ge=1, le=10_000)
-    width: int = Field(256, ge=1)
-    heads: int = Field(8, ge=1)
-    kv_heads: int = Field(0, ge=0)
-    """Heads of keys and values; 0: as many as `heads`."""
-    head_size: int = Field(0, ge=0)
-    """Features of one head; 0: width / heads."""
-    ffn: int = Field(0, ge=0)
-    """Hidden features of the feed-forward part; 0: 4 x width, or 8/3 x width for swiglu, in multiples of 64."""
-    vocab: int = Field(256, ge=2)
-    sequence: int = Field(256, ge=1)
-    positions: Literal["learned", "rotary"] = "rotary"
-    norm: Literal["layer", "rms"] = "rms"
-    activation: Literal["gelu", "swiglu"] = "swiglu"
-    bias: bool = False
-    tied: bool = True
-    """Whether the head uses the token embedding's weights."""
-    dropout: float = Field(0.0, ge=0.0, lt=1.0)
-    """Dropout of embeddings and of what each block adds to the stream."""
-    attention_dropout: float = 0.0
-    rope_theta: float = Field(10_000.0, gt=0.0)
-    norm_eps: float = Field(1e-5, gt=0.0)
-    init_std: float = Field(0.02, gt=0.0)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _preset(cls, values: Any) -> Any:
-        if not isinstance(values, Mapping) or not isinstance(values.get("name", "gpt"), str):
-            return values
-        name = values.get("name", "gpt")
-        if name == "gpt":
-            return values
-        if name not in PRESETS:
-            raise ValueError(f"unknown model {name!r}; {nearest(name, ['gpt', *PRESETS])}")
-        return {**PRESETS[name], **values}
-
-    @model_validator(mode="after")
-    def _shape(self) -> Model:
-        fill = {}
-        if not self.kv_heads:
-            fill["kv_heads"] = self.heads
-        if not self.head_size:
-            if self.width % self.heads:
-                raise ValueError(
-                    f"width {self.width} does not divide into {self.heads} heads; change one of them or set head_size"
-                )
-            fill["head_size"] = self.width // self.heads
-        if not self.ffn:
-            hidden = 4 * self.width if self.activation == "gelu" else -(-8 * self.width // 3 // 64) * 64
-            fill["ffn"] = hidden or self.width
-        # The class is frozen for its users; here it is still being made.
-        for key, value in fill.items():
-            object.__setattr__(self, key, value)
-        if self.heads % self.kv_heads:
-            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
-        if self.positions == "rotary" and self.head_size % 2:
-            raise ValueError(f"rotary positions turn pairs of features, but a head has {self.head_size}; make it even")
-        if self.attention_dropout:
-            raise ValueError(
-                "dropout of attention probabilities would need their masks to be the same in every layout, which "
-                "no fused attention kernel gives; use dropout (of the blocks' outputs) and leave attention_dropout out"
-            )
-        return self
 
 
 class Data(Section):
@@ -191,7 +100,7 @@ class Job(Section):
     layout: str = "auto"
     precision: Literal["float64", "float32", "bf16", "fp16"] = "float32"
     compile: bool = False
-    model: Model = Model()
+    model: AnyModel = Model()
     data: Data = Data()
     batch: BatchSize = BatchSize()
     optimizer: Optimizer = Optimizer()
@@ -224,6 +133,24 @@ class Job(Section):
         if self.tokens is not None:
             return max(1, -(-self.tokens // (self.samples * self.model.sequence)))
         return self.steps if self.steps is not None else 200
+
+    def decoder(self) -> Model:
+        """The model, where it is of the one kind that is built; whatever runs a job asks for it here."""
+        if kind_of(self.model) != "gpt" or not isinstance(self.model, Model):
+            raise JobError(
+                f"model.name = {self.model.name!r}: this version plans {self.model.what}, it cannot train one yet; "
+                "use `shardwise plan`."
+            )
+        return self.model
+
+    def phases(self) -> list[tuple[int, Job]]:
+        """Steps, and the job that takes them: those with short samples, where there are any, then the others."""
+        model = self.model
+        short = round(model.short_share * self.total_steps) if isinstance(model, Bert) and model.short_sequence else 0
+        if not isinstance(model, Bert) or not short:
+            return [(self.total_steps, self)]
+        less = self.model_copy(update={"model": model.model_copy(update={"sequence": model.short_sequence})})
+        return [(short, less), (self.total_steps - short, self)]
 
     def text(self) -> str:
         """The job as TOML with every default filled in; `load_job` reads it back to an equal job."""
@@ -280,11 +207,11 @@ def _override(values: dict[str, Any], override: str) -> None:
 
 
 def _sentence(problem: Any) -> str:
-    place = ".".join(str(part) for part in problem["loc"])
+    where = list(problem["loc"])
+    kind = where.pop(1) if where[:1] == ["model"] else ""  # of the model: chosen by its name, no part of the place
+    place = ".".join(map(str, where))
     if problem["type"] == "extra_forbidden":
-        *sections, key = problem["loc"]
-        known = _keys_of(sections)
-        return f"unknown key {place!r}; {nearest(str(key), known)}"
+        return f"unknown key {place!r}; {_meant(where, kind)}"
     message = problem["msg"].removeprefix("Value error, ").rstrip(".")
     message += "" if message.endswith("?") else "."
     if problem["type"] == "value_error":
@@ -296,11 +223,12 @@ def _sentence(problem: Any) -> str:
     return f"{place} = {problem['input']!r}: {message.replace('Input should', 'should')}"
 
 
-def _keys_of(sections: Sequence[str | int]) -> list[str]:
-    kind: Any = Job
-    for section in sections:
-        field = kind.model_fields.get(section)
-        if field is None or not isinstance(field.annotation, type) or not issubclass(field.annotation, BaseModel):
-            return []
-        kind = field.annotation
-    return list(kind.model_fields)
+def _meant(where: list[str | int], kind: str) -> str:
+    """What an unknown key may have been meant to be: a key of its section, or of a model of another kind."""
+    *sections, key = map(str, where)
+    if not sections:
+        return nearest(key, Job.model_fields)
+    others = [name for name, other in KINDS.items() if kind and key in other.model_fields]
+    section: Any = KINDS[kind] if kind else Job.model_fields[sections[0]].annotation
+    known = nearest(key, section.model_fields)
+    return f"it is a key of {' and '.join(map(repr, others))}, not of {kind!r}; {known}" if others else known

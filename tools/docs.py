@@ -28,7 +28,8 @@ from typer.utils import get_params_from_function
 
 import shardwise
 from shardwise import cli, errors, support
-from shardwise.job import PRECISIONS, Count, Job
+from shardwise.job import PRECISIONS, Job
+from shardwise.kinds import KINDS, Count, Model
 from shardwise.layout import SCHEDULES, Layout, micro_batch_rule
 from shardwise.presets import PRESETS
 from shardwise.verify import parity
@@ -46,7 +47,8 @@ MEANING = {
     "layout": 'How the work is cut, in the [text form](layout.md); `"auto"`: a copy of the model per local device.',
     "precision": "What is computed in. Weights, sums and optimizer states are float64 for float64, else float32.",
     "compile": "Compiles each block with `torch.compile`, on a CPU by a C++ compiler; not where the backward is split.",
-    "model.name": "`gpt`, or a [preset](#presets) whose shape becomes the default of this section.",
+    "model.name": "A kind of model (`gpt`, `moe`, ...), or a [preset](#presets) whose shape becomes the default here.",
+    "model: resnet.classes": "Classes that images are told apart by.",
     "model.layers": "Blocks.",
     "model.width": "Features of the stream between blocks.",
     "model.heads": "Heads of queries.",
@@ -110,18 +112,21 @@ def docstrings(kind: type) -> dict[str, str]:
 
 
 def job_keys() -> Iterator[tuple[str, str, FieldInfo, str]]:
-    """Section, key, field and meaning of every key, in the order of the file."""
+    """Section, key, field and meaning of every key, in the order of the file; of kinds of models, what they add."""
     sections: list[tuple[str, type[BaseModel]]] = [("", Job)]
     for name, field in Job.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+        if name == "model":
+            sections += [("model" if kind == "gpt" else f"model: {kind}", section) for kind, section in KINDS.items()]
+        elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             sections.append((name, field.annotation))
     for section, kind in sections:
         texts = docstrings(kind)
+        known = Model.model_fields if kind is not Model and issubclass(kind, Model) else ("name",)
         for name, field in kind.model_fields.items():
-            if kind is Job and name in dict(sections):
+            if (kind is Job and name in dict(sections)) or (": " in section and name in known):
                 continue
             path = f"{section}.{name}" if section else name
-            yield section, name, field, MEANING.get(path) or texts.get(name, "")
+            yield section, name, field, MEANING.get(path) or texts.get(name) or MEANING.get(f"model.{name}", "")
 
 
 def job_tables() -> str:
@@ -131,6 +136,10 @@ def job_tables() -> str:
     parts = []
     for section, lines in rows.items():
         title = f"## `[{section}]`" if section else "## Above all sections"
+        if ": " in section:
+            kind = section.removeprefix("model: ")
+            more = "Besides the keys above:" if issubclass(KINDS[kind], Model) else "Instead of the keys above:"
+            title = f'### `[model]` of {KINDS[kind].what}: `name = "{kind}"`\n\n{more}'
         parts += [title, table(("key", "value", "default", "meaning"), lines)]
     return "\n\n".join(parts)
 
@@ -142,6 +151,8 @@ def default_of(field: FieldInfo) -> str:
         return code(str(field.default).lower())
     if isinstance(field.default, str):
         return code(f'"{field.default}"')
+    if isinstance(field.default, int):
+        return code(field.default)
     if isinstance(field.default, tuple):
         return code(list(field.default))
     return code(f"{field.default:g}" if isinstance(field.default, float) else field.default)
@@ -154,10 +165,12 @@ def value_of(field: FieldInfo) -> str:
     if type(None) in get_args(kind):
         kind = inner[0]
     if get_origin(kind) is typing.Literal:
-        return ", ".join(code(f'"{word}"') for word in get_args(kind))
+        return ", ".join(code(f'"{word}"' if isinstance(word, str) else word) for word in get_args(kind))
     counts = kind is Count or any(part is Count for part in inner) or _is_count(field)
     if get_origin(kind) is typing.Annotated:
         kind = get_args(kind)[0]
+    if get_origin(kind) is tuple and ... in get_args(kind):
+        return "whole numbers, from 1"
     if get_origin(kind) is tuple:
         return "two numbers, 0 to below 1"
     if kind is str:
@@ -180,14 +193,14 @@ def _limits(field: FieldInfo) -> str:
 
 
 def presets() -> str:
-    sizes = ["layers", "width", "heads", "kv_heads", "ffn", "vocab", "sequence"]
-    keys = [*sizes, "positions", "norm", "activation", "bias", "tied"]
+    keys = ["layers", "width", "heads", "kv_heads", "ffn", "vocab", "sequence"]
     rows = []
-    for name in PRESETS:
+    for name, values in PRESETS.items():
         model = Job.model_validate({"model": {"name": name}}).model.model_dump()
-        shown = [str(model[key]).lower() if isinstance(model[key], bool) else str(model[key]) for key in keys]
-        rows.append([code(name), *shown])
-    return table(("name", *keys), rows)
+        more = [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in values.items()
+                if key not in (*keys, "kind", "norm_eps")]  # fmt: skip
+        rows.append([code(name), code(values["kind"]), *(str(model.get(key, "")) for key in keys), " ".join(more)])
+    return table(("name", "kind", *keys, "more"), rows)
 
 
 # The layout

@@ -64,7 +64,7 @@ def _synthetic(job: Job) -> tuple[Source, Source]:
     # Validation goes on where training ends: other walks under the same rule. Under a second seed's rule nothing that
     # was learned would hold.
     count = job.data.samples
-    longer = Synthetic(count + _held(count + 1, job.data.validation), job.model.sequence, job.model.vocab, job.seed)
+    longer = Synthetic(count + _held(count + 1, job.data.validation), job.model.sequence, job.decoder().vocab, job.seed)
     return Part(longer, 0, count), Part(longer, count, len(longer))
 
 
@@ -82,7 +82,7 @@ def _token_files(job: Job) -> tuple[list[TokenFile], Tokenizer | None]:
         if path.endswith(f":{known}"):
             path, kind = path.removesuffix(f":{known}"), known
     found = find_files("tokens", path)
-    files = [open_raw(file, kind, job.model.vocab) if kind else open_tokens(file) for file in found]
+    files = [open_raw(file, kind, job.decoder().vocab) if kind else open_tokens(file) for file in found]
     for file in files:
         _check_vocab(f"the token file {file.path}", file.vocab, job)
     return files, _tokenizer_of(0 if kind else max(file.vocab for file in files), job)
@@ -153,5 +153,5 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _check_vocab(who: str, ids: int, job: Job) -> None:
-    if ids > job.model.vocab:
-        raise DataError(f"{who} has {ids} ids but model.vocab is {job.model.vocab}; set model.vocab = {ids}.")
+    if ids > job.decoder().vocab:
+        raise DataError(f"{who} has {ids} ids but model.vocab is {job.decoder().vocab}; set model.vocab = {ids}.")

@@ -85,7 +85,7 @@ def shapes_of(chain: Chain) -> dict[str, torch.Size]:
 def build(job: Job, dtype: torch.dtype) -> Chain:
     """The whole model on the meta device."""
     with torch.device("meta"):
-        return gpt(job.model, job.seed).to(dtype)
+        return gpt(job.decoder(), job.seed).to(dtype)
 
 
 # Degrees that a layout knows and that `plan` weighs, but that no engine serves yet.
@@ -100,7 +100,7 @@ def check(job: Job, layout: Layout) -> Batch:
             raise LayoutError(f"{axis}={degree}: this axis can be planned but not yet run; leave it at 1.")
     chain = build(job, torch.float32)
     tensor.check(chain.rules, shapes_of(chain), job.model.sequence, layout.tensor)
-    cut_stages(layout, cost(job.model))
+    cut_stages(layout, cost(job.decoder()))
     found = support(layout, job.precision)
     if found.verdict == REFUSED:
         raise LayoutError(f"layout '{layout}': {found.sentence}")
@@ -122,7 +122,7 @@ def parallelize(
     whole = build(job, precision.master)
     shapes = shapes_of(whole)
 
-    spans = cut_stages(layout, cost(job.model))
+    spans = cut_stages(layout, cost(job.decoder()))
     chains = [whole.part(*spans[index]) for index in layout.stages_of(mesh["pipeline"].index)]
 
     cuts: Cuts = {}
@@ -163,6 +163,6 @@ def parallelize(
         length = job.model.sequence
         pipeline = Pipeline(
             data.modules, layout, mesh, batch.micro_batches, (batch.micro_batch, length),
-            (batch.micro_batch, length // layout.tensor, job.model.width), precision.compute,
+            (batch.micro_batch, length // layout.tensor, job.decoder().width), precision.compute,
         )  # fmt: skip
     return Engine(mesh, batch, chains, data, pipeline, holdings, LossScale(precision, device))

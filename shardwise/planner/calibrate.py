@@ -157,7 +157,7 @@ def _measure(kind: str) -> dict[str, float]:
 
 
 def _model(sizes: dict[str, int]) -> Model:
-    return make_job({"model": {"layers": 1, "vocab": 64, **sizes}}).model
+    return make_job({"model": {"layers": 1, "vocab": 64, **sizes}}).decoder()
 
 
 def _product(n: int, dtype: torch.dtype, device: torch.device) -> float:

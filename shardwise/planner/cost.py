@@ -92,8 +92,8 @@ class Machine:
     def __init__(self, cluster: Cluster, efficiency: Efficiency):
         self.cluster, self.device, self.efficiency = cluster, cluster.device, efficiency
 
-    def product(self, m: float, k: float, n: float, precision: str, groups: float = 1.0) -> float:
-        """Seconds of `groups` products side by side, of (m x k) and (k x n) each."""
+    def product(self, m: float, k: float, n: float, precision: str, groups: float = 1.0, moved: float = 0.0) -> float:
+        """Seconds of `groups` products side by side, of (m x k) and (k x n) each; `moved`: bytes, if not theirs."""
         if not (m and k and n):
             return 0.0
         e = self.efficiency
@@ -111,7 +111,7 @@ class Machine:
         if groups > 1:
             share *= e.grouped
         size = 1 if narrow else {"float64": 8, "float32": 4}.get(precision, 2)
-        moved = groups * (m * k + k * n + m * n) * size
+        moved = moved or groups * (m * k + k * n + m * n) * size
         return max(2.0 * groups * m * k * n / (self.device.rate(precision) * share), self.move(moved))
 
     def linear(self, m: float, k: float, n: float, precision: str, groups: float = 1.0) -> tuple[float, float, float]:
@@ -184,7 +184,7 @@ def block(machine: Machine, shape: Shape, setting: Setting, cut: Cut, sparse: bo
     for k, n in products:
         own, back, gradient = machine.linear(tokens, k, n, precision)
         forward, backward, weight = forward + own, backward + back + gradient, weight + gradient
-    core, core_backward = _attention(machine, shape, setting, cut)
+    core, core_backward = attention(machine, shape, setting, cut)
     forward, backward = forward + core, backward + core_backward
     # Norms, residual sums, dropout, rotary: numbers of the stream; activation: numbers of the hidden part.
     moved = size * (12 * alone * shape.width + 3 * tokens * (shape.query + 2 * shape.kv_heads * shape.head_size) / t)
@@ -224,7 +224,7 @@ def block(machine: Machine, shape: Shape, setting: Setting, cut: Cut, sparse: bo
     )  # fmt: skip
 
 
-def _attention(machine: Machine, shape: Shape, setting: Setting, cut: Cut) -> tuple[float, float]:
+def attention(machine: Machine, shape: Shape, setting: Setting, cut: Cut) -> tuple[float, float]:
     """Seconds of forward and backward of the part between the projections."""
     e = machine.efficiency
     queries = shape.sequence / cut.context
@@ -252,7 +252,7 @@ def head(machine: Machine, shape: Shape, setting: Setting, cut: Cut) -> Seconds:
     """Final norm, logits, loss. The logits' product stays in 16 bits."""
     t = cut.tensor
     precision = "bf16" if setting.precision in NARROW else setting.precision
-    tokens = cut.micro_batch * shape.sequence / cut.context
+    tokens = shape.predicted * cut.micro_batch * shape.sequence / cut.context
     own, back, gradient = machine.linear(tokens, shape.width, ceil(shape.vocab / t), precision)
     loss = machine.stream(tokens * shape.vocab / t * setting.loss / 2)
     tensor = machine.reduce(setting.bytes * tokens * shape.width, t, 1) / 2 if t > 1 else 0.0

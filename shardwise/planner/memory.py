@@ -146,7 +146,7 @@ def hold_of(
     stream = setting.bytes * tokens * shape.width
     return Held(
         weights_of(shape, layout, expert_tensor), habit, setting.bytes, stays, again,
-        logits=habit.logits * tokens * shape.vocab / layout.tensor, stream=stream,
+        logits=habit.logits * tokens * shape.predicted * shape.vocab / layout.tensor, stream=stream,
         passed=stream / (layout.tensor if sequence_parallel else 1), table=table,
         kept=kept if kept is not None else float(layout.recompute != "full"),
     )  # fmt: skip

@@ -10,14 +10,16 @@ from typing import Any
 from shardwise.cluster import GIB, Cluster, find_cluster
 from shardwise.errors import LayoutError
 from shardwise.job import Job, load_job
-from shardwise.layout import Layout, solve_batch
+from shardwise.kinds import kind_of
+from shardwise.layout import Layout, keep_share, solve_batch
 from shardwise.parallel.parallelize import NOT_YET, check
 from shardwise.planner.cost import Machine, Setting
 from shardwise.planner.efficiency import efficiency_of
+from shardwise.planner.listed import Listed, ListedEstimator, form_of
 from shardwise.planner.memory import ours
 from shardwise.planner.predict import Estimator, Prediction, Work
-from shardwise.planner.search import search
-from shardwise.planner.shape import shape_of
+from shardwise.planner.search import Found, search
+from shardwise.planner.shape import Shape
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,9 @@ class Plan:
     evaluated: int
     seconds: float
     """That the search took."""
+    shape: Shape
+    phases: tuple[tuple[int, int, float], ...]
+    """Of the whole training: steps, tokens or samples in each, seconds of each."""
 
     @property
     def best(self) -> Prediction:
@@ -48,10 +53,23 @@ class Plan:
 
     def flops(self, prediction: Prediction) -> float:
         """Of the model, a second, on one device: nothing that is computed again counts."""
-        return shape_of(self.job.model).flops(self.job.samples) / prediction.seconds / self.devices
+        return self.shape.flops(self.job.samples) / prediction.seconds / self.devices
+
+    def hardware_flops(self, prediction: Prediction) -> float:
+        """With the products that are computed again; our selective recomputation keeps all products."""
+        word = prediction.layout.recompute
+        kept = keep_share(word)
+        again = float(word == "full") if kept is None else 1.0 - kept
+        more = again * self.shape.block_flops(self.job.samples)
+        return self.flops(prediction) + more / prediction.seconds / self.devices
 
     def utilisation(self, prediction: Prediction) -> float:
         return self.flops(prediction) / self.cluster.device.rate(self.job.precision)
+
+    @property
+    def training(self) -> float:
+        """Seconds of the whole training with the best layout."""
+        return sum(steps * seconds for steps, _, seconds in self.phases)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -59,10 +77,15 @@ class Plan:
             "layouts": [{
                 "layout": str(prediction.layout), "fits": self.fits(prediction), "step_seconds": prediction.seconds,
                 "tokens_per_second_per_device": self.tokens_per_second(prediction),
-                "model_flops_per_device": self.flops(prediction), "peak_memory_gib": prediction.peak / GIB,
+                "model_flops_per_device": self.flops(prediction),
+                "hardware_flops_per_device": self.hardware_flops(prediction), "peak_memory_gib": prediction.peak / GIB,
                 "bubble": prediction.bubble, "exposed": prediction.exposed, "reason": reason,
             } for prediction, reason in zip(self.layouts, self.reasons, strict=True)],
             "lost": list(self.lost),
+            "training": {
+                "steps": sum(steps for steps, _, _ in self.phases), "hours": self.training / 3600,
+                "device_hours": self.training / 3600 * self.devices,
+            },
         }  # fmt: skip
 
 
@@ -74,31 +97,52 @@ def plan_job(job_file: Path | None, settings: list[str], cluster: str, devices: 
 def make_plan(job: Job, cluster: Cluster, devices: int | None = None, layout: str | None = None) -> Plan:
     estimator = estimator_of(job, cluster)
     if layout is not None:
-        only = judged(job, Layout.parse(layout))
+        only = judged(job, estimator.work.shape, Layout.parse(layout))
         if devices is not None and devices != only.world:
             raise LayoutError(f"layout '{only}' needs {only.world} devices, not {devices}; leave --devices out.")
-        prediction = estimator.predict(only)
-        return Plan(job, cluster, only.world, (prediction,), ("",), (), 1, 0.0)
-    devices = devices or cluster.domain
-    found = search(estimator, devices)
+        found = Found((estimator.predict(only),), 1, 0.0)
+    else:
+        found = search(estimator, devices or cluster.domain)
     best = found.best[0]
+    lost = tuple(notable(estimator, best)) if layout is None and best.peak <= cluster.device.memory else ()
     reasons = ("", *(explain(estimator, best, other) for other in found.best[1:]))
-    lost = tuple(notable(estimator, best)) if best.peak <= cluster.device.memory else ()
-    return Plan(job, cluster, devices, found.best, reasons, lost, found.evaluated, found.seconds)
+    return Plan(
+        job, cluster, best.layout.world, found.best, reasons, lost, found.evaluated, found.seconds,
+        estimator.work.shape, tuple(_phases(job, cluster, best)),
+    )  # fmt: skip
+
+
+def _phases(job: Job, cluster: Cluster, best: Prediction) -> Iterator[tuple[int, int, float]]:
+    for steps, part in job.phases():
+        seconds = best.seconds if part is job else estimator_of(part, cluster).predict(best.layout).seconds
+        yield steps, part.samples * part.model.sequence, seconds
 
 
 def estimator_of(job: Job, cluster: Cluster) -> Estimator:
     machine = Machine(cluster, efficiency_of(cluster.device.family, cluster.measured))
     # The loss of PyTorch's own operators, measured on an H200: logits are widened, normalised, gathered from, and back.
     setting = Setting(job.precision, loss=53.0)
-    return Estimator(machine, Work(shape_of(job.model), setting, job.samples, ours(job.precision)))
+    shape = form_of(job.model, setting.bytes)
+    kind = ListedEstimator if isinstance(shape, Listed) else Estimator
+    return kind(machine, Work(shape, setting, job.samples, ours(job.precision)))
 
 
-def judged(job: Job, layout: Layout) -> Layout:
+def judged(job: Job, shape: Shape, layout: Layout) -> Layout:
     """A layout with its micro-batch solved; raises where model or batch cannot have it."""
-    runnable = all(getattr(layout, axis) == 1 for axis in NOT_YET)
-    batch = check(job, layout) if runnable else solve_batch(layout, job.samples)
-    return replace(layout, micro_batch=batch.micro_batch)
+    if kind_of(job.model) == "gpt" and all(getattr(layout, axis) == 1 for axis in NOT_YET):
+        return replace(layout, micro_batch=check(job, layout).micro_batch)
+    limits = {"tensor": shape.heads, "pipeline": shape.stages, "context": shape.sequence, "expert": shape.experts or 1}
+    for axis, most in limits.items():
+        degree = getattr(layout, axis)
+        if degree > most or (axis != "pipeline" and most % degree):
+            raise LayoutError(
+                f"{axis}={degree}: {job.model.name} is planned with {axis} degrees that {_rule(axis, most)}."
+            )
+    return replace(layout, micro_batch=solve_batch(layout, job.samples).micro_batch)
+
+
+def _rule(axis: str, most: int) -> str:
+    return f"are at most {most}" if axis == "pipeline" or most == 1 else f"divide {most}"
 
 
 # Why others lost

@@ -1,8 +1,9 @@
 """The best layouts of a job on a cluster: every layout of a stated space, or a proof that it cannot be among the best.
 
 The space: every product of pipeline, context, tensor and data degrees that gives the number of devices; experts over
-the data and context ranks; micro-batches of 1, 2, 4, ... samples; whole replicas, or sharding (ZeRO 1, 2, 3) over all
-data ranks or over those of one domain; every schedule with up to 8 stages a rank; no, selective or full recomputation.
+the data and context ranks; micro-batches of 1, 2, 4, ... up to 32 samples, more where they are short; whole replicas,
+or sharding (ZeRO 1, 2, 3) over all data ranks or over those of one domain; every schedule with up to 8 stages a rank;
+no, selective or full recomputation.
 
 Classes of layouts that compute the same products are sorted by a bound: the products alone, without traffic, bubble,
 update or anything computed again. Once the bound of a class is above the slowest of the best found, no later class can
@@ -20,7 +21,7 @@ from shardwise.layout import Layout, micro_batch_rule
 from shardwise.planner.predict import Estimator, Prediction, even
 from shardwise.planner.shape import Shape
 
-MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+MICRO_BATCHES = tuple(2**n for n in range(15))  # those above 32 only while they have no more than 16384 positions
 VIRTUAL = (2, 3, 4, 6, 8)
 RECOMPUTE = ("none", "selective", "full")
 
@@ -88,7 +89,7 @@ def bases(estimator: Estimator, devices: int, runnable: bool) -> Iterator[Layout
         if tensor > shape.heads or shape.heads % tensor or shape.sequence % tensor:
             continue
         for pipeline in _divisors(devices // tensor):
-            if pipeline > shape.layers:
+            if pipeline > shape.stages:
                 continue
             rest = devices // tensor // pipeline
             for context in [1] if runnable else _contexts(shape, rest):
@@ -96,7 +97,7 @@ def bases(estimator: Estimator, devices: int, runnable: bool) -> Iterator[Layout
                 if samples % data:
                     continue
                 for micro_batch in MICRO_BATCHES:
-                    if samples // data % micro_batch:
+                    if samples // data % micro_batch or (micro_batch > 32 and micro_batch * shape.sequence > 2**14):
                         break
                     for expert in [1] if runnable or not shape.experts else _experts(shape, data * context):
                         yield Layout(

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
-from shardwise.job import Model
+from shardwise.kinds import Bert, Model, MoE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,13 @@ class Shape:
     """Latent attention: queries, and keys with values, pass through so many numbers a token."""
     rope_size: int = 0
     """Latent attention: features of a head that carry the position."""
+    predicted: float = 1.0
+    """Share of the positions whose logits are made."""
+
+    @property
+    def stages(self) -> int:
+        """Into how many a pipeline can cut it."""
+        return self.layers
 
     @cached_property
     def query(self) -> int:
@@ -103,15 +111,29 @@ class Shape:
 
     def flops(self, samples: int) -> float:
         """Of forward and backward, attention counted as it must be computed: half of the square where causal."""
+        head = 2.0 * self.predicted * samples * self.sequence * self.vocab * self.width
+        return 3.0 * (self.block_flops(samples) + head)
+
+    def block_flops(self, samples: int) -> float:
+        """Of the forward of all blocks: what full recomputation computes again."""
         tokens = samples * self.sequence
-        square = 2 * tokens * self.sequence * (self.query + self.attended) * (0.5 if self.causal else 1.0)
-        return 6.0 * self.active_parameters * tokens + 3.0 * self.layers * square
+        square = 2.0 * tokens * self.sequence * (self.query + self.attended) * (0.5 if self.causal else 1.0)
+        return 2.0 * (self.active_parameters - self.vocab * self.width) * tokens + self.layers * square
 
 
 def shape_of(model: Model) -> Shape:
-    """The shape of a job's model."""
+    """The shape of a job's model, where it is a row of equal blocks."""
+    more: dict[str, Any] = {}
+    if isinstance(model, MoE):
+        more = {
+            "experts": model.experts, "chosen": model.experts_per_token, "expert_ffn": model.expert_ffn,
+            "shared_ffn": model.shared_ffn, "sparse_layers": model.layers - model.dense_layers,
+            "q_rank": model.q_rank, "kv_rank": model.kv_rank, "rope_size": model.rope_size,
+        }  # fmt: skip
+    if isinstance(model, Bert):
+        more = {"causal": False, "predicted": model.masked}
     return Shape(
         layers=model.layers, width=model.width, heads=model.heads, kv_heads=model.kv_heads, head_size=model.head_size,
         ffn=model.ffn, vocab=model.vocab, sequence=model.sequence, gated=model.activation == "swiglu",
-        tied=model.tied, positions=model.sequence if model.positions == "learned" else 0,
+        tied=model.tied, positions=model.sequence if model.positions == "learned" else 0, **more,
     )  # fmt: skip

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwise.cluster import GIB
+from shardwise.planner.listed import Listed
 from shardwise.planner.memory import Memory
 from shardwise.planner.plan import Plan
 from shardwise.planner.predict import Prediction
@@ -14,15 +15,11 @@ PARTS = ("weights", "gradients", "optimizer", "activations", "buffers", "reserve
 
 
 def show_plan(plan: Plan, console: Console) -> None:
-    model, device = plan.job.model, plan.cluster.device
-    console.print(
-        f"{model.name}: {model.layers} layers of width {model.width}, {plan.job.samples} samples of {model.sequence} "
-        f"tokens in {plan.job.precision}, on {plan.devices} x {device.name} ({device.memory / GIB:.0f} GiB)",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+    console.print(title(plan), highlight=False, soft_wrap=True)
     console.print(layouts(plan))
     if not plan.fits(plan.best):
-        console.print("No layout fits; this is the one that needs least memory.", highlight=False)
+        what = "It does not fit" if plan.evaluated == 1 else "No layout fits; this is the one that needs least memory"
+        console.print(f"{what}: {plan.best.peak / GIB:.0f} GiB of {plan.cluster.device.memory / GIB:.0f}.")
     console.print(memory(plan.best))
     console.print(budget(plan), highlight=False)
     for line in plan.lost:
@@ -31,8 +28,32 @@ def show_plan(plan: Plan, console: Console) -> None:
         console.print(f"{plan.evaluated} layouts judged in {plan.seconds:.2f} s.", highlight=False)
 
 
+def title(plan: Plan) -> str:
+    model, shape, device = plan.job.model, plan.shape, plan.cluster.device
+    used = f", {_short(shape.active_parameters)} of them used by a token" if shape.experts else ""
+    parts = f"{shape.layers} layers of width {shape.width}"
+    if isinstance(shape, Listed):
+        parts = f"{shape.layers} pieces"
+        if shape.tables:
+            share = shape.tables.bytes / plan.best.layout.data / GIB
+            parts += f" and {shape.tables.bytes / GIB:.0f} GiB of tables, {share:.0f} in each rank's host memory"
+    each = f" of {model.sequence} tokens" if model.unit == "tokens" else ""
+    return (
+        f"{model.name}: {_short(shape.parameters)} parameters{used}, {parts}; {plan.job.samples} samples{each} in "
+        f"{plan.job.precision}, on {plan.devices} x {device.name} ({device.memory / GIB:.0f} GiB)"
+    )
+
+
+def _short(number: float) -> str:
+    for unit, size in (("trillion", 1e12), ("billion", 1e9), ("million", 1e6)):
+        if number >= size:
+            return f"{number / size:.4g} {unit}"
+    return str(number)
+
+
 def layouts(plan: Plan) -> Table:
-    columns = ("layout", "step s", "tokens/s/device", "TFLOP/s", "of peak", "GiB", "bubble", "exposed", "why not first")
+    columns = ("layout", "step s", f"{plan.job.model.unit}/s/device", "model TFLOP/s", "hardware TFLOP/s", "of peak",
+               "GiB", "bubble", "exposed", "why not first")  # fmt: skip
     table = Table(title="layouts, best first")
     for column in columns:
         left = column in ("layout", "exposed", "why not first")
@@ -40,7 +61,8 @@ def layouts(plan: Plan) -> Table:
     for prediction, reason in zip(plan.layouts, plan.reasons, strict=True):
         table.add_row(
             str(prediction.layout), f"{prediction.seconds:.3g}", f"{plan.tokens_per_second(prediction):.4g}",
-            f"{plan.flops(prediction) / 1e12:.3g}", f"{100 * plan.utilisation(prediction):.0f}%",
+            f"{plan.flops(prediction) / 1e12:.3g}", f"{plan.hardware_flops(prediction) / 1e12:.3g}",
+            f"{100 * plan.utilisation(prediction):.0f}%",
             f"{prediction.peak / GIB:.1f}", f"{100 * prediction.bubble:.1f}%", exposed(prediction), reason,
         )  # fmt: skip
     return table
@@ -76,9 +98,10 @@ def _runs(memories: tuple[Memory, ...]) -> list[tuple[int, int, Memory]]:
 
 
 def budget(plan: Plan) -> str:
-    steps = plan.job.total_steps
-    seconds = steps * plan.best.seconds
-    tokens = steps * plan.job.samples * plan.job.model.sequence
-    hours = seconds / 3600
+    seconds, hours = plan.training, plan.training / 3600
+    steps, count = sum(steps for steps, _, _ in plan.phases), sum(steps * each for steps, each, _ in plan.phases)
     time = f"{hours / 24:.1f} days" if hours > 48 else f"{hours:.1f} hours" if hours > 1 else f"{seconds:.0f} s"
-    return f"{steps} steps, {tokens / 1e9:.3g} billion tokens: {time}, {hours * plan.devices:.4g} device-hours."
+    lengths = [f"{some} of {each / plan.job.samples:.0f} {plan.job.model.unit}" for some, each, _ in plan.phases]
+    parts = f" ({', '.join(lengths)})" if len(lengths) > 1 else ""
+    line = f"{steps} steps{parts}, {count / 1e9:.3g} billion {plan.job.model.unit}: {time}"
+    return f"{line}, {hours * plan.devices:.4g} device-hours{'' if plan.fits(plan.best) else ', if it did fit'}."

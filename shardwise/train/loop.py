@@ -66,7 +66,7 @@ class Trainer:
         self.checkpoints = Checkpoints(self.folder.checkpoints, keep, asynchronous)
         self.progress = Progress(self.job.total_steps, enabled=self.main)
         self.training, self.held_out, self.tokenizer = make_sources(self.job)
-        self.step_flops = 3 * sum(cost(self.job.model)) * self.job.samples
+        self.step_flops = 3 * sum(cost(self.job.decoder())) * self.job.samples
         self.peak = peak_rate(self.device, self.job.precision)
         self.skipped_in_a_row = 0
 

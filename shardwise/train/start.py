@@ -124,7 +124,7 @@ def _plan(job: Job, layout: Layout) -> dict[str, object]:
     return {
         "layout": str(layout),
         "world": layout.world,
-        "stages": [list(span) for span in cut_stages(layout, cost(job.model))],
+        "stages": [list(span) for span in cut_stages(layout, cost(job.decoder()))],
         "micro_batch": batch.micro_batch,
         "micro_batches": batch.micro_batches,
     }

@@ -49,7 +49,7 @@ def _possible(job: Job, layout: Layout) -> bool:
 
 def shrunk(job: Job) -> Job:
     """The same kind of model, small: few layers and heads, narrow, a short sequence; an odd vocabulary stays odd."""
-    model = job.model
+    model = job.decoder()
     group = model.heads // model.kv_heads
     kv_heads = min(model.kv_heads, max(1, 4 // group) if group < 4 else 2)
     heads = kv_heads * min(group, 4)

@@ -133,7 +133,7 @@ class Gaps:
 
 def make_stream(job: Job) -> Stream:
     """Short enough that three steps see more than one epoch."""
-    source = Synthetic(max(1, 2 * job.samples - 1), job.model.sequence, job.model.vocab, job.seed)
+    source = Synthetic(max(1, 2 * job.samples - 1), job.model.sequence, job.decoder().vocab, job.seed)
     return Stream(Gaps(source), job.seed)
 
 

@@ -18,7 +18,7 @@ from shardwise.models.gpt import gpt
 
 def truth(job: Job, stream: Stream, rates: list[float], watch: Any, dtype: torch.dtype) -> list[dict[str, Any]]:
     """One record per step: loss, norm, gradients before clipping, and weights after the update."""
-    model = gpt(job.model, job.seed).to(dtype)
+    model = gpt(job.decoder(), job.seed).to(dtype)
     reset(model, job.seed)
     weights: dict[str, Any] = dict(model.named_parameters())
     matrices = [weight for weight in weights.values() if weight.dim() > 1]

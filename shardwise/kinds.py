@@ -1,0 +1,255 @@
+"""The `[model]` section of a job: one class for each kind of model, chosen by `name`.
+
+`gpt` is trained today. The others are planned: their keys are checked and `shardwise plan` weighs them, but nothing
+builds them yet (`Job.decoder` says so).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+
+from shardwise.errors import nearest
+from shardwise.presets import PRESETS
+
+_SUFFIX = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+
+
+def _count(value: object) -> object:
+    """Accepts `"0.5M"` for 500000; leaves anything else to the type check."""
+    if not isinstance(value, str):
+        return value
+    digits, suffix = (value[:-1], value[-1].lower()) if value[-1:].lower() in _SUFFIX else (value, "")
+    try:
+        number = float(digits) * _SUFFIX.get(suffix, 1)
+        if number != int(number):
+            raise ValueError
+    except (ValueError, OverflowError):
+        raise ValueError(f"{value!r} is not a whole number; write 500000 or '0.5M'") from None
+    return int(number)
+
+
+Count = Annotated[int, BeforeValidator(_count)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=False)
+
+
+class Named(Section):
+    """What all kinds have. With a preset as `name`, the preset's shape is the default."""
+
+    what: ClassVar[str]
+    """The kind, in words."""
+    unit: ClassVar[str] = "tokens"
+    """What is counted of a sample."""
+    name: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, values: Any) -> Any:
+        name = values.get("name") if isinstance(values, Mapping) else None
+        if not isinstance(name, str) or name in KINDS:
+            return values
+        if name not in PRESETS:
+            raise ValueError(f"unknown model {name!r}; {nearest(name, [*KINDS, *PRESETS])}")
+        return {**{key: value for key, value in PRESETS[name].items() if key != "kind"}, **values}
+
+
+class Model(Named):
+    """A row of equal blocks: a decoder, where no kind below says otherwise."""
+
+    what = "a decoder"
+    name: str = "gpt"
+    layers: int = Field(8, ge=1, le=10_000)
+    width: int = Field(256, ge=1)
+    heads: int = Field(8, ge=1)
+    kv_heads: int = Field(0, ge=0)
+    """Heads of keys and values; 0: as many as `heads`."""
+    head_size: int = Field(0, ge=0)
+    """Features of one head; 0: width / heads."""
+    ffn: int = Field(0, ge=0)
+    """Hidden features of the feed-forward part; 0: 4 x width, or 8/3 x width for swiglu, in multiples of 64."""
+    vocab: int = Field(256, ge=2)
+    sequence: int = Field(256, ge=1)
+    positions: Literal["learned", "rotary"] = "rotary"
+    norm: Literal["layer", "rms"] = "rms"
+    activation: Literal["gelu", "swiglu"] = "swiglu"
+    bias: bool = False
+    tied: bool = True
+    """Whether the head uses the token embedding's weights."""
+    dropout: float = Field(0.0, ge=0.0, lt=1.0)
+    """Dropout of embeddings and of what each block adds to the stream."""
+    attention_dropout: float = 0.0
+    rope_theta: float = Field(10_000.0, gt=0.0)
+    norm_eps: float = Field(1e-5, gt=0.0)
+    init_std: float = Field(0.02, gt=0.0)
+
+    @model_validator(mode="after")
+    def _shape(self) -> Model:
+        fill = {}
+        if not self.kv_heads:
+            fill["kv_heads"] = self.heads
+        if not self.head_size:
+            if self.width % self.heads:
+                raise ValueError(
+                    f"width {self.width} does not divide into {self.heads} heads; change one of them or set head_size"
+                )
+            fill["head_size"] = self.width // self.heads
+        if not self.ffn:
+            hidden = 4 * self.width if self.activation == "gelu" else -(-8 * self.width // 3 // 64) * 64
+            fill["ffn"] = hidden or self.width
+        # The class is frozen for its users; here it is still being made.
+        for key, value in fill.items():
+            object.__setattr__(self, key, value)
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+        if self.positions == "rotary" and self.head_size % 2:
+            raise ValueError(f"rotary positions turn pairs of features, but a head has {self.head_size}; make it even")
+        if self.attention_dropout:
+            raise ValueError(
+                "dropout of attention probabilities would need their masks to be the same in every layout, which "
+                "no fused attention kernel gives; use dropout (of the blocks' outputs) and leave attention_dropout out"
+            )
+        return self
+
+
+class MoE(Model):
+    """A decoder with experts, of which each token uses some; its attention may be latent."""
+
+    what = "a mixture of experts"
+    name: str = "moe"
+    experts: int = Field(8, ge=2)
+    """Experts in a block."""
+    experts_per_token: int = Field(2, ge=1)
+    """Experts that a token uses."""
+    expert_ffn: int = Field(0, ge=0)
+    """Hidden features of one expert; 0: as `ffn`."""
+    shared_ffn: int = Field(0, ge=0)
+    """Hidden features of the feed-forward part that every token uses beside its experts."""
+    dense_layers: int = Field(0, ge=0)
+    """Blocks at the begin that have no experts."""
+    q_rank: int = Field(0, ge=0)
+    """Latent attention: numbers of a token that its queries are made from."""
+    kv_rank: int = Field(0, ge=0)
+    """Latent attention: numbers of a token that its keys and values are made from; 0: plain attention."""
+    rope_size: int = Field(0, ge=0)
+    """Latent attention: features of a head that carry the position, beside `head_size`."""
+
+    @model_validator(mode="after")
+    def _experts(self) -> MoE:
+        if not self.expert_ffn:
+            object.__setattr__(self, "expert_ffn", self.ffn)
+        if self.experts_per_token > self.experts:
+            raise ValueError(f"experts_per_token ({self.experts_per_token}) is above experts ({self.experts})")
+        if self.dense_layers >= self.layers:
+            raise ValueError(f"dense_layers ({self.dense_layers}) leaves none of {self.layers} layers for experts")
+        if bool(self.kv_rank) != bool(self.q_rank) or (self.rope_size and not self.kv_rank):
+            raise ValueError(
+                "latent attention has q_rank and kv_rank, and may have rope_size; plain attention has none"
+            )
+        return self
+
+
+class Bert(Model):
+    """An encoder that predicts masked tokens."""
+
+    what = "a BERT"
+    name: str = "bert"
+    positions: Literal["learned", "rotary"] = "learned"
+    norm: Literal["layer", "rms"] = "layer"
+    activation: Literal["gelu", "swiglu"] = "gelu"
+    bias: bool = True
+    masked: float = Field(0.15, gt=0.0, le=1.0)
+    """Share of the tokens that are predicted; only they reach the head."""
+    short_sequence: int = Field(0, ge=0)
+    """Tokens in a sample of the first part of the training; 0: there is no such part."""
+    short_share: float = Field(0.9, ge=0.0, le=1.0)
+    """Share of the steps that the first part takes, where there is one."""
+
+
+class T5(Named):
+    """An encoder, and a decoder that also attends to what the encoder gave; relative positions."""
+
+    what = "a T5"
+    name: str = "t5"
+    layers: int = Field(12, ge=1, le=10_000)
+    """Blocks of the encoder, and as many of the decoder."""
+    width: int = Field(768, ge=1)
+    heads: int = Field(12, ge=1)
+    head_size: int = Field(64, ge=1)
+    """Features of one head; heads x head_size need not be the width."""
+    ffn: int = Field(3072, ge=1)
+    """Hidden features of the feed-forward part."""
+    vocab: int = Field(32128, ge=2)
+    sequence: int = Field(512, ge=1)
+    """Tokens that the encoder reads."""
+    targets: int = Field(114, ge=1)
+    """Tokens that the decoder predicts."""
+    activation: Literal["relu", "geglu"] = "relu"
+    """Of the feed-forward part."""
+    tied: bool = True
+    """Whether the head uses the token embedding's weights."""
+
+
+class ResNet(Named):
+    """A residual network of bottleneck blocks, for images."""
+
+    what = "a ResNet"
+    unit = "samples"
+    name: str = "resnet"
+    depth: Literal[50, 101, 152] = 50
+    """Convolutions in a row, and the last product."""
+    image: int = Field(224, ge=32)
+    """Pixels of a side."""
+    classes: int = Field(1000, ge=1)
+
+    @property
+    def sequence(self) -> int:
+        return 1
+
+
+class DLRM(Named):
+    """A recommender: a row of a table for each category, and two rows of products (Naumov et al. 2019)."""
+
+    what = "a DLRM"
+    unit = "samples"
+    name: str = "dlrm"
+    tables: int = Field(26, ge=1)
+    """Categories, each with a table of its own, kept in the hosts' memory."""
+    rows: Count = Field(1_000_000, ge=1)
+    """Rows of one table."""
+    width: int = Field(128, ge=1)
+    """Numbers in a row."""
+    lookups: int = Field(1, ge=1)
+    """Rows of a table that a sample uses; they are summed."""
+    features: int = Field(13, ge=1)
+    """Numbers of a sample that are no categories."""
+    bottom: tuple[Annotated[int, Field(ge=1)], ...] = (512, 256)
+    """Hidden features of the products that turn `features` into `width` numbers."""
+    top: tuple[Annotated[int, Field(ge=1)], ...] = (1024, 1024, 512, 256)
+    """Hidden features of the products after tables and features have met."""
+
+    @property
+    def sequence(self) -> int:
+        return 1
+
+
+KINDS: dict[str, type[Named]] = {"gpt": Model, "moe": MoE, "bert": Bert, "t5": T5, "resnet": ResNet, "dlrm": DLRM}
+
+
+def kind_of(values: Any) -> str:
+    """The kind of a model, or of what is to become one; `gpt` finds the words for a name that is unknown."""
+    name = values.get("name") if isinstance(values, Mapping) else getattr(values, "name", None)
+    if not isinstance(name, str) or name in KINDS:
+        return name if isinstance(name, str) else "gpt"
+    return str(PRESETS.get(name, {}).get("kind", "gpt"))
+
+
+AnyModel = Annotated[
+    Annotated[Model, Tag("gpt")] | Annotated[MoE, Tag("moe")] | Annotated[Bert, Tag("bert")]
+    | Annotated[T5, Tag("t5")] | Annotated[ResNet, Tag("resnet")] | Annotated[DLRM, Tag("dlrm")],
+    Discriminator(kind_of),
+]  # fmt: skip

@@ -1,0 +1,274 @@
+"""Models that are no row of equal blocks, as lists of pieces: T5, ResNet, DLRM; or any module, by its trace.
+
+They are planned along the data axes only: whole on each rank, or in pieces by ZeRO. The same `Estimator` and search
+serve; to them such a model is a row of mean pieces that nothing cuts. Where it says so, the lists assume PyTorch's
+operators one by one, in 16 bits where the job says so: norms, activations and sums each read and write memory.
+
+The tables of a DLRM lie in the hosts' memory, dealt over the data ranks. Each step every rank reads the rows that the
+samples of all ranks ask of it, sends them over the host's link and to the rank whose sample it is, and takes gradients
+back the same way; nothing hides that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+
+from shardwise.kinds import DLRM, T5, Model, ResNet
+from shardwise.layout import Layout, keep_share
+from shardwise.planner.cost import Cut, Seconds
+from shardwise.planner.memory import Held, Weights
+from shardwise.planner.pieces import Attention, Piece, Product, added, seconds_of
+from shardwise.planner.predict import Estimator
+from shardwise.planner.shape import Shape, shape_of
+
+HOST_ROWS = 20e9  # bytes a second that one rank's share of a host reads or writes at random, in rows of some 500 bytes
+HOST_LINK = 25e9  # bytes a second and direction between host and device: PCIe 4 x16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tables:
+    """Embedding tables in the hosts' memory."""
+
+    bytes: float
+    rows: float
+    """Bytes of rows that one sample reads."""
+    sums: float
+    """Bytes that reach the device for one sample."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listed(Shape):
+    """A model as its pieces. To the search it has one head and one position, so that only the data axes cut it."""
+
+    make: Callable[[int], tuple[Piece, ...]]
+    """The pieces for a micro-batch of some samples."""
+    tables: Tables | None = None
+
+    @property
+    def stages(self) -> int:
+        return 1
+
+    @cached_property
+    def parameters(self) -> int:
+        return sum(piece.parameters for piece in self.make(1)) + (round(self.tables.bytes / 4) if self.tables else 0)
+
+    @cached_property
+    def active_parameters(self) -> int:
+        return sum(piece.parameters for piece in self.make(1))
+
+    def flops(self, samples: int) -> float:
+        return 3.0 * self.block_flops(samples)
+
+    def block_flops(self, samples: int) -> float:
+        return samples * sum(piece.flops for piece in self.make(1))
+
+
+def listed(make: Callable[[int], tuple[Piece, ...]], tables: Tables | None = None) -> Listed:
+    """A model that `make` gives for any micro-batch: a closed list, or `lambda n: trace(module, inputs(n))`."""
+    return Listed(
+        layers=len(make(1)), width=1, heads=1, kv_heads=1, head_size=1, ffn=0, vocab=0, sequence=1, make=make,
+        tables=tables,
+    )  # fmt: skip
+
+
+def form_of(model: Model | T5 | ResNet | DLRM, size: int) -> Shape:
+    """A job's model in the form that the planner takes; `size`: bytes of a number."""
+    if isinstance(model, Model):
+        return shape_of(model)
+    lists: dict[type, Callable[..., Iterator[Piece]]] = {T5: t5, ResNet: resnet, DLRM: dlrm}
+    make = partial(_made, lists[type(model)], model, size)
+    if not isinstance(model, DLRM):
+        return listed(make)
+    row = 4.0 * model.width
+    sums = model.tables * row
+    return listed(make, Tables(bytes=sums * model.rows, rows=sums * model.lookups, sums=sums))
+
+
+@lru_cache(maxsize=64)
+def _made(pieces: Callable[..., Iterator[Piece]], model: Model, size: int, samples: int) -> tuple[Piece, ...]:
+    return tuple(pieces(model, size, samples))
+
+
+class ListedEstimator(Estimator):
+    """Predicts layouts of a model that is given as pieces."""
+
+    @property
+    def model(self) -> Listed:
+        assert isinstance(self.work.shape, Listed)
+        return self.work.shape
+
+    def pieces(self, cut: Cut) -> tuple[Seconds, Seconds, Seconds]:
+        if cut not in self._pieces:
+            rows = self.model.make(cut.micro_batch)
+            mean = added([seconds_of(self.machine, self.work.setting, piece) for piece in rows])
+            self._pieces[cut] = mean, Seconds(), Seconds()
+        return self._pieces[cut]
+
+    def held(self, layout: Layout) -> Held:
+        key = layout.micro_batch, layout.recompute
+        if key not in self._held:
+            rows, size = self.model.make(layout.micro_batch), self.work.setting.bytes
+            mean = Weights(sum(piece.parameters for piece in rows) / len(rows), 0.0, 0.0, 0.0)
+            every, inputs = (sum(bytes_) / len(rows) for bytes_ in zip(*((p.saved, p.output) for p in rows)))
+            products = sum(size * p.groups * p.rows * p.columns for piece in rows for p in piece.products) / len(rows)
+            share = keep_share(layout.recompute)
+            kept = float(layout.recompute != "full") if share is None else share
+            stays = min(every, products + inputs) if layout.recompute == "selective" else kept * every
+            stays += (1 - kept) * inputs
+            again = max(piece.saved for piece in rows) if layout.recompute != "none" else 0.0
+            stream = max(piece.output for piece in rows)
+            self._held[key] = Held(mean, self.work.habit, size, stays, again, 0.0, stream, stream, kept, 0.0)
+        return self._held[key]
+
+    def data(self, layout: Layout, own: float, experts: float, last_pass: float) -> float:
+        seconds = super().data(layout, own, experts, last_pass)
+        tables = self.model.tables
+        if tables is None:
+            return seconds
+        samples = self.work.samples / layout.data
+        there = samples * tables.sums / HOST_LINK + self.machine.exchange(samples * tables.sums, layout.data, 1)
+        # Rows are read for the forward, read and written for the update.
+        return seconds + 2 * there + 3 * samples * tables.rows / HOST_ROWS
+
+
+# The lists. A linear map and what follows it: products, and numbers that are moved and kept, from rows and columns.
+
+
+def _linear(name: str, size: int, rows: int, inner: int, columns: int, bias: bool = True) -> Piece:
+    """A product, and where it has a bias an activation behind it; both keep what they read."""
+    weights = inner * columns + (columns if bias else 0)
+    out = rows * columns * size
+    return Piece(
+        name=name, parameters=weights, parameter_bytes=weights * size, output=out, moved=2 * out if bias else 0,
+        saved=rows * inner * size + (out if bias else 0), calls=2, products=(Product(rows, inner, columns),),
+    )  # fmt: skip
+
+
+def resnet(model: ResNet, size: int, samples: int) -> Iterator[Piece]:
+    """Bottleneck blocks; the stride of a block is in its 3 x 3 convolution."""
+    counts = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}[model.depth]
+    side = -(-model.image // 2)
+    pixels = samples * 3 * model.image**2
+    stem = _convolution(size, samples, side, 3, 64, 7, pixels)
+    small = -(-side // 2)
+    pooled = size * samples * 64 * small**2
+    yield _block("stem", [stem], pooled, stem.output + 8 * pooled // size, stem.output + pooled, 1)  # places of maxima
+    side, wide = small, 64
+    for stage, count in enumerate(counts):
+        inner = 64 * 2**stage
+        for place in range(count):
+            inputs, before = samples * wide * side**2, side
+            side = -(-side // 2) if stage and not place else side
+            rows = [
+                _convolution(size, samples, before, wide, inner, 1, inputs),
+                _convolution(size, samples, side, inner, inner, 3, samples * inner * before**2),
+                _convolution(size, samples, side, inner, 4 * inner, 1, samples * inner * side**2, relu=False),
+            ]
+            if wide != 4 * inner:
+                rows.append(_convolution(size, samples, side, wide, 4 * inner, 1, 0, relu=False))  # of the same input
+            wide = 4 * inner
+            out = size * samples * wide * side**2
+            # The sum of both ways, and an activation in place, whose output the next block keeps.
+            yield _block(f"block{stage}.{place}", rows, out, 0, 5 * out, 2)
+    flat = samples * wide
+    head = _linear("head", size, samples, wide, model.classes, bias=False)
+    bias = model.classes
+    yield Piece(
+        name="head", parameters=head.parameters + bias, parameter_bytes=(head.parameters + bias) * size,
+        output=head.output, saved=head.saved, moved=size * (samples * wide * side**2 + flat), calls=2,
+        products=head.products,
+    )  # fmt: skip
+
+
+def _convolution(
+    size: int, samples: int, side: int, inner: int, outer: int, window: int, kept: int, relu: bool = True
+) -> Piece:
+    """A convolution with `side` x `side` outputs, its norm, and an activation in place. The convolution keeps `kept`
+    numbers, the norm what it reads and two numbers a channel."""
+    out = size * samples * outer * side**2
+    weights = inner * outer * window**2 + 2 * outer
+    product = Product(samples * side**2, inner * window**2, outer, 1, window**2)
+    return Piece(
+        name="", parameters=weights, parameter_bytes=weights * size, output=out, saved=kept * size + out,
+        moved=(4 if relu else 2) * out, calls=3 if relu else 2, products=(product,),
+    )  # fmt: skip
+
+
+def _block(name: str, rows: list[Piece], output: int, saved: int, moved: int, calls: int) -> Piece:
+    return Piece(
+        name=name, parameters=sum(p.parameters for p in rows), parameter_bytes=sum(p.parameter_bytes for p in rows),
+        output=output, saved=saved + sum(p.saved for p in rows), moved=moved + sum(p.moved for p in rows),
+        calls=calls + sum(p.calls for p in rows), products=tuple(q for p in rows for q in p.products),
+        attention=tuple(q for p in rows for q in p.attention),
+    )  # fmt: skip
+
+
+def t5(model: T5, size: int, samples: int) -> Iterator[Piece]:
+    """Pre-norm blocks without biases; the position's bias is added inside of a fused attention."""
+    read, made = samples * model.sequence, samples * model.targets
+    table = model.vocab * model.width
+    stream = (read + made) * model.width * size
+    yield Piece(name="embed", parameters=table, parameter_bytes=table * size, output=stream, saved=(read + made) * 8,
+                moved=2 * stream, calls=2)  # fmt: skip
+    for place in range(model.layers):
+        parts = [_attend(model, size, read, read, samples, False), _feed(model, size, read)]
+        yield _block(f"encoder{place}", parts, read * model.width * size, 0, 0, 0)
+    for place in range(model.layers):
+        own, other = _attend(model, size, made, made, samples, True), _attend(model, size, made, read, samples, False)
+        yield _block(f"decoder{place}", [own, other, _feed(model, size, made)], made * model.width * size, 0, 0, 0)
+    logits = made * model.vocab
+    head = _linear("head", size, made, model.width, model.vocab, bias=False)
+    weights = 0 if model.tied else table
+    # The loss in 32 bits: logits are widened, normalised, gathered from.
+    yield Piece(
+        name="head", parameters=weights, parameter_bytes=weights * size, output=4, saved=head.saved + 8 * logits,
+        moved=logits * (size + 12), calls=6, products=head.products,
+    )  # fmt: skip
+
+
+def _attend(model: T5, size: int, queries: int, keys: int, samples: int, causal: bool) -> Piece:
+    width, head = model.width, model.head_size
+    wide = model.heads * head
+    products = Product(queries, width, wide), Product(keys, width, 2 * wide), Product(queries, wide, width)
+    square = Attention(samples * model.heads, queries // samples, keys // samples, head, head, causal)
+    weights = 4 * width * wide + width
+    stream, inside = queries * width, (2 * queries + 2 * keys) * wide
+    return Piece(
+        name="", parameters=weights, parameter_bytes=weights * size, output=stream * size,
+        saved=size * (2 * stream + inside), moved=size * (6 * stream + inside), calls=8, products=products,
+        attention=(square,),
+    )  # fmt: skip
+
+
+def _feed(model: T5, size: int, tokens: int) -> Piece:
+    gates = 2 if model.activation == "geglu" else 1
+    width, ffn = model.width, model.ffn
+    weights = (gates + 1) * width * ffn + width
+    stream, hidden = tokens * width, tokens * ffn
+    return Piece(
+        name="", parameters=weights, parameter_bytes=weights * size, output=stream * size,
+        saved=size * (2 * stream + (2 * gates) * hidden), moved=size * (6 * stream + (1 + 2 * gates) * hidden),
+        calls=5 + gates, products=(Product(tokens, width, gates * ffn), Product(tokens, ffn, width)),
+    )  # fmt: skip
+
+
+def dlrm(model: DLRM, size: int, samples: int) -> Iterator[Piece]:
+    """The part on the device: both rows of products, and between them the products of all pairs of rows."""
+    for name, sides in (("bottom", (model.features, *model.bottom, model.width)), ("top", (*_met(model), 1))):
+        if name == "top":
+            many = model.tables + 1
+            rows = samples * many * model.width * size
+            yield Piece(
+                name="meet", parameters=0, parameter_bytes=0, output=samples * sides[0] * size, saved=rows,
+                moved=2 * rows + 2 * samples * sides[0] * size, calls=3,
+                products=(Product(many, model.width, many, samples),),
+            )  # fmt: skip
+        for place, (inner, outer) in enumerate(zip(sides, sides[1:])):
+            yield _linear(f"{name}{place}", size, samples, inner, outer)
+
+
+def _met(model: DLRM) -> tuple[int, ...]:
+    many = model.tables + 1
+    return (model.width + many * (many - 1) // 2, *model.top)

@@ -1,0 +1,320 @@
+"""Models in shape form: closed forms against traces on fake tensors, published sizes, plans of all examples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+from shardwise.cli import app
+from shardwise.cluster import CLUSTERS
+from shardwise.errors import JobError, LayoutError
+from shardwise.job import load_job, make_job
+from shardwise.kinds import DLRM, KINDS, T5, Model, ResNet
+from shardwise.layout import Layout
+from shardwise.models.gpt import cost, gpt
+from shardwise.planner.cost import Machine, Setting
+from shardwise.planner.efficiency import efficiency_of
+from shardwise.planner.listed import ListedEstimator, dlrm, form_of, listed, resnet
+from shardwise.planner.memory import block_bytes, ours
+from shardwise.planner.pieces import Piece
+from shardwise.planner.plan import make_plan
+from shardwise.planner.predict import Work
+from shardwise.planner.search import search
+from shardwise.planner.shape import shape_of
+from shardwise.planner.trace import trace
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+GPT2 = {"positions": "learned", "norm": "layer", "activation": "gelu", "bias": True, "kv_heads": 4}
+DECODERS = [
+    {},
+    {"kv_heads": 2, "ffn": 96, "tied": False},
+    {**GPT2, "sequence": 48},
+    {"positions": "learned", "norm": "layer", "kv_heads": 1, "head_size": 32},
+]
+
+
+def traced(values: dict[str, object], samples: int = 2) -> tuple[Model, tuple[Piece, ...]]:
+    model = Model(**({"layers": 2, "width": 64, "heads": 4, "vocab": 101, "sequence": 32} | values))
+    with torch.device("meta"):
+        chain = gpt(model, 0)
+    tokens = torch.zeros(samples, model.sequence, dtype=torch.int64)
+    return model, trace(chain, tokens, ids=tokens[:, 0], targets=tokens)
+
+
+# Closed forms of the decoder against its trace
+
+
+@pytest.mark.parametrize("values", DECODERS)
+def test_flops_of_a_decoder_are_those_of_its_trace(values: dict[str, object]) -> None:
+    model, pieces = traced(values)
+    assert [piece.name for piece in pieces] == ["embed", "block0", "block1", "head"]
+    assert 3 * sum(piece.flops for piece in pieces) == shape_of(model).flops(2)
+    assert [piece.flops for piece in pieces[1:]] == [2 * flops for flops in cost(model)[1:]]
+    assert sum(piece.flops for piece in pieces[1:3]) == shape_of(model).block_flops(2)
+    for piece in pieces:
+        assert piece.backward == 2 * sum(product.flops for product in piece.products)
+
+
+@pytest.mark.parametrize("values", DECODERS)
+def test_parameters_of_a_decoder_are_those_of_its_trace(values: dict[str, object]) -> None:
+    """But for norms and biases, which no cost depends on."""
+    model, pieces = traced(values)
+    norms = (2 * model.layers + 1) * model.width * (2 if model.norm == "layer" and model.bias else 1)
+    products = (model.heads + 2 * model.kv_heads) * model.head_size + 2 * model.width
+    products += model.ffn * (2 if model.activation == "swiglu" else 1)
+    biases = model.layers * products if model.bias else 0
+    twice = model.vocab * model.width if model.tied else 0  # both ends name it
+    assert sum(piece.parameters for piece in pieces) == shape_of(model).parameters + norms + biases + twice
+    assert pieces[0].parameter_bytes == 4 * pieces[0].parameters
+
+
+def test_what_a_block_saves() -> None:
+    """Of GPT-2's kind, number by number: two inputs of norms, two of products, queries, keys and values, what attention
+    gives, both sides of the activation; and small sums: mean and deviation of norms, one number a row of attention."""
+    model, pieces = traced(GPT2)
+    tokens, width = 2 * model.sequence, model.width
+    small = tokens * (4 + model.heads)
+    assert pieces[1].saved == 4 * (tokens * (4 * width + 3 * width + width + 2 * model.ffn) + small)
+    assert pieces[1].output == 4 * tokens * width
+
+
+@pytest.mark.parametrize("values", [{}, GPT2, {"kv_heads": 2, "norm": "layer"}])
+def test_closed_saved_bytes_are_near_the_trace(values: dict[str, object]) -> None:
+    """The closed form is that of a GPU. On a CPU RMSNorm is several operators, each of which keeps an input; and the
+    small sums are left out of it."""
+    model, pieces = traced(values)
+    tokens = 2 * model.sequence
+    closed = block_bytes(shape_of(model), Setting("float32"), ours("float32"), Layout(micro_batch=2), True, False)[0]
+    more = 4 * 2 * tokens * model.width if model.norm == "rms" else 0
+    assert closed == pytest.approx(pieces[1].saved - more, rel=0.13)
+
+
+def test_the_trace_leaves_the_module_as_it_was() -> None:
+    module = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    first, relu, last = trace(module, torch.zeros(5, 4))
+    assert (first.flops, last.flops) == (2 * 5 * 4 * 8, 2 * 5 * 8 * 2)
+    assert (first.backward, last.backward) == (2 * 5 * 4 * 8, 2 * 2 * 5 * 8 * 2)  # nobody asks for the input's gradient
+    assert (relu.moved, relu.calls, relu.parameters) == (2 * 4 * 5 * 8, 1, 0)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert all(weight.grad is None for weight in module.parameters())
+    assert module(torch.zeros(5, 4)).shape == (5, 2)
+
+
+def test_work_outside_of_children_is_told() -> None:
+    class Doubled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(self.inner(x)) @ torch.ones(4, 3)
+
+    inner, rest = trace(Doubled(), torch.zeros(2, 4))
+    assert (inner.name, inner.flops, inner.parameters) == ("inner", 2 * 2 * 2 * 4 * 4, 16)
+    assert (rest.name, rest.flops) == ("Doubled", 2 * 2 * 4 * 3)
+
+
+# Lists against traces
+
+
+class Bottleneck(nn.Module):
+    def __init__(self, wide: int, inner: int, stride: int):
+        super().__init__()
+        self.row = nn.Sequential(
+            nn.Conv2d(wide, inner, 1, bias=False), nn.BatchNorm2d(inner), nn.ReLU(inplace=True),
+            nn.Conv2d(inner, inner, 3, stride, 1, bias=False), nn.BatchNorm2d(inner), nn.ReLU(inplace=True),
+            nn.Conv2d(inner, 4 * inner, 1, bias=False), nn.BatchNorm2d(4 * inner),
+        )  # fmt: skip
+        self.side = nn.Identity()
+        if wide != 4 * inner:
+            self.side = nn.Sequential(nn.Conv2d(wide, 4 * inner, 1, stride, bias=False), nn.BatchNorm2d(4 * inner))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu_(self.row(x) + self.side(x))
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean((2, 3))
+
+
+def resnet50(classes: int) -> nn.Sequential:
+    rows: list[nn.Module] = [nn.Sequential(
+        nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1),
+    )]  # fmt: skip
+    wide = 64
+    for stage, count in enumerate((3, 4, 6, 3)):
+        for place in range(count):
+            rows.append(Bottleneck(wide, 64 * 2**stage, 2 if stage and not place else 1))
+            wide = 256 * 2**stage
+    return nn.Sequential(*rows, nn.Sequential(Mean(), nn.Linear(wide, classes)))
+
+
+def test_the_list_of_a_resnet_is_its_trace() -> None:
+    with torch.device("meta"):
+        module = resnet50(10)
+    found = trace(module, torch.zeros(2, 3, 72, 72))
+    closed = list(resnet(ResNet(name="resnet-50", image=72, classes=10), 4, 2))
+    assert len(found) == len(closed)
+    for place, (mine, its) in enumerate(zip(closed, found, strict=True)):
+        assert mine.parameters == its.parameters
+        assert mine.flops == its.flops
+        assert sorted(mine.products, key=str) == sorted(its.products, key=str)
+        assert mine.output == its.output
+        # A block's last activation keeps what the next block keeps too; norms keep two numbers a channel.
+        more = its.output if 0 < place < len(found) - 1 else 0
+        norms = sum(product.columns for product in its.products if product.window)
+        assert its.saved == mine.saved + more + 2 * 4 * norms
+    assert sum(mine.moved for mine in closed) == pytest.approx(sum(its.moved for its in found), rel=0.1)
+
+
+def test_the_list_of_a_dlrm_is_its_trace() -> None:
+    model = DLRM(tables=3, width=8, features=5, bottom=(16,), top=(32, 4))
+    sides = (5, 16, 8)
+    bottom = nn.Sequential(*(nn.Linear(*pair) for pair in zip(sides, sides[1:])))
+    sides = (8 + 6, 32, 4, 1)
+    top = nn.Sequential(*(nn.Linear(*pair) for pair in zip(sides, sides[1:])))
+    products = [
+        q for p in (*trace(bottom, torch.zeros(7, 5)), *trace(top, torch.zeros(7, 14))) for q in p.products
+    ]  # fmt: skip
+    closed = list(dlrm(model, 4, 7))
+    assert [q for piece in closed if piece.name != "meet" for q in piece.products] == products
+    assert sum(piece.parameters for piece in closed) == sum(p.numel() for m in (bottom, top) for p in m.parameters())
+
+
+def test_any_module_can_be_planned() -> None:
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(4)))
+    shape = listed(lambda samples: trace(module, torch.zeros(samples, 1024)))
+    cluster = CLUSTERS["a100-80g"]
+    machine = Machine(cluster, efficiency_of(cluster.device.family, cluster.measured))
+    found = search(ListedEstimator(machine, Work(shape, Setting("float32"), 64, ours("float32"))), 8)
+    assert shape.parameters == 4 * 1024 * 1025
+    assert all(p.layout.pipeline == p.layout.tensor == 1 for p in found.best)
+    assert all(p.peak < 8 * 2**30 and 0 < p.seconds < 1 for p in found.best)
+
+
+# Published sizes
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [
+        ("gpt3-175b", 175e9, None), ("llama3-8b", 8.03e9, None), ("llama3-70b", 70.6e9, None),
+        ("llama3-405b", 405.9e9, None), ("mixtral-8x7b", 46.7e9, 12.9e9), ("deepseek-v3", 671e9, 37e9),
+        ("bert-base", 110e6, None), ("bert-large", 335e6, None), ("t5-11b", 11.3e9, None),
+        ("resnet-50", 25.557e6, None), ("resnet-101", 44.549e6, None), ("resnet-152", 60.193e6, None),
+    ],
+)  # fmt: skip
+def test_published_sizes(name: str, total: float, active: float | None) -> None:
+    shape = form_of(make_job({"model": {"name": name}}).model, 2)
+    assert shape.parameters == pytest.approx(total, rel=0.012)
+    if active:
+        assert shape.active_parameters == pytest.approx(active, rel=0.02)
+    if name.startswith("resnet"):
+        assert shape.parameters == pytest.approx(total, rel=2e-5)
+
+
+def test_flops_of_a_resnet_and_a_t5() -> None:
+    """7.8 billion products and sums of an image (He et al. 2015, table 1: 7.6); two for each weight and token."""
+    assert form_of(ResNet(name="resnet-101"), 2).flops(1) / 6 == pytest.approx(7.8e9, rel=0.01)
+    model = T5(name="t5-11b")
+    attention, ffn = 4 * 1024 * 16384, 2 * 1024 * 65536
+    weights = 512 * (attention + ffn) + 114 * (attention + ffn) + (114 * 2 + 512 * 2) * 1024 * 16384
+    squares = 2 * 16384 * (2 * 512**2 + 114**2 + 2 * 114 * 512)
+    assert form_of(model, 2).flops(1) == 3 * (24 * (2 * weights + squares) + 2 * 114 * 1024 * 32128)
+
+
+# Jobs
+
+
+@pytest.mark.parametrize("name", [kind for kind in KINDS if kind != "gpt"])
+@pytest.mark.parametrize("command", ["train", "verify", "dryrun"])
+def test_what_cannot_be_trained_is_refused_in_a_sentence(name: str, command: str, tmp_path: Path) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text(f'[model]\nname = "{name}"\n')
+    result = CliRunner().invoke(app, [command, str(job)])
+    assert isinstance(result.exception, JobError) and result.exception.exit_code == 2
+    said = str(result.exception)
+    assert f"plans {KINDS[name].what}, it cannot train one yet" in said and "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ({"name": "moe", "expert": 4}, ["model.expert", "'experts'"]),
+        ({"experts": 4}, ["model.experts", "'moe'", "not of 'gpt'"]),
+        ({"name": "resnet", "layers": 4}, ["model.layers", "not of 'resnet'", "depth"]),
+        ({"name": "resnet", "depth": 18}, ["model.depth", "50"]),
+        ({"name": "dlrm", "bottom": [0]}, ["model.bottom.0"]),
+        ({"name": "mixtral-8x7", "layers": 2}, ["mixtral-8x7b"]),
+        ({"name": "moe", "experts_per_token": 9}, ["experts_per_token (9)", "experts (8)"]),
+        ({"name": "moe", "dense_layers": 8}, ["dense_layers (8)"]),
+        ({"name": "moe", "rope_size": 8}, ["latent attention"]),
+    ],
+)
+def test_keys_of_other_kinds_are_told(model: dict[str, object], words: list[str]) -> None:
+    with pytest.raises(JobError) as told:
+        make_job({"model": model})
+    assert all(word in str(told.value) for word in words), told.value
+
+
+def test_bert_is_trained_in_two_parts() -> None:
+    (some, short), (rest, long) = load_job(EXAMPLES / "bert-base.toml").phases()
+    assert (some, short.model.sequence, rest, long.model.sequence) == (900_000, 128, 100_000, 512)
+
+
+PLANS = {
+    "gpt3-175b": 256, "llama3-8b": 64, "llama3-70b": 64, "llama3-405b": 256, "mixtral-8x7b": 64,
+    "deepseek-v3": 256, "bert-base": 1, "bert-large": 8, "t5-11b": 64, "resnet-101": 8, "dlrm-1tb": 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_examples_can_be_planned(name: str) -> None:
+    words = ["plan", str(EXAMPLES / f"{name}.toml"), "--cluster", "a100-80g", "--devices", str(PLANS[name])]
+    result = CliRunner().invoke(app, [*words, "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    best = found["layouts"][0]
+    assert best["fits"] and 0 < best["peak_memory_gib"] < 80
+    assert 0 < best["model_flops_per_device"] <= best["hardware_flops_per_device"] < 312e12
+    assert found["training"]["device_hours"] == pytest.approx(PLANS[name] * found["training"]["hours"])
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high", "fits"),
+    [("resnet-101", 36, 54, True), ("bert-base", 66, 100, True), ("gpt3-175b", 0.5e6, 1.0e6, False)],
+)
+def test_full_trainings_on_one_device(name: str, low: float, high: float, fits: bool) -> None:
+    """Told are 44 h, 84 h, and 3.1 million h for a V100 at 28 TFLOP/s, a fifth of what an A100 reaches."""
+    job = load_job(EXAMPLES / f"{name}.toml")
+    plan = make_plan(job, CLUSTERS["a100-80g"], 1)
+    assert low < plan.training / 3600 < high
+    assert plan.fits(plan.best) == fits
+    result = CliRunner().invoke(
+        app, ["plan", str(EXAMPLES / f"{name}.toml"), "--cluster", "a100-80g", "--devices", "1"]
+    )
+    assert result.exit_code == 0
+    assert ("if it did fit" in " ".join(result.stdout.split())) is not fits
+
+
+def test_what_is_computed_again_counts_for_the_hardware() -> None:
+    job = make_job({"precision": "bf16", "model": {"name": "llama3-8b"}, "batch": {"samples": 8}})
+    none, full = (
+        make_plan(job, CLUSTERS["h100"], None, f"shard=8 zero=3 recompute={word}") for word in ("none", "full")
+    )
+    assert none.hardware_flops(none.best) == none.flops(none.best)
+    head = 6 * 8 * 8192 * 128256 * 4096 / full.best.seconds / 8
+    assert full.hardware_flops(full.best) - head == pytest.approx(4 / 3 * (full.flops(full.best) - head))
+
+
+@pytest.mark.parametrize("layout", ["tensor=2", "pipeline=2", "shard=2 expert=2"])
+def test_only_data_axes_cut_a_resnet(layout: str) -> None:
+    with pytest.raises(LayoutError, match="resnet-101"):
+        make_plan(load_job(EXAMPLES / "resnet-101.toml"), CLUSTERS["a100-80g"], None, layout)
