@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from shardwise.cli import main
 from shardwise.errors import UserError
 from shardwise.job import Job, load_job, make_job
+from shardwise.kinds import KINDS
 from shardwise.layout import RECOMPUTE, SCHEDULES, Layout
 from shardwise.parallel.parallelize import check
 from shardwise.train.auto import choose_layout
@@ -23,7 +24,8 @@ junk = st.one_of(
 small = st.integers(-1, 12)
 DEGREES = ["pipeline", "replicate", "shard", "tensor", "virtual", "micro_batch", "zero"]
 model_values = {
-    "name": st.sampled_from(["gpt", "gpt2", "llama3-8b", "nope", 3]), "layers": small, "width": st.integers(-8, 64),
+    "name": st.sampled_from(["gpt", "gpt2", "llama3-8b", "nope", 3, *KINDS, "mixtral-8x7b", "t5-11b"]),
+    "experts": small, "layers": small, "width": st.integers(-8, 64),
     "heads": small, "kv_heads": small, "head_size": small, "ffn": st.integers(-1, 70), "vocab": st.integers(0, 130),
     "sequence": st.integers(0, 40), "positions": st.sampled_from(["learned", "rotary", "none"]),
     "norm": st.sampled_from(["layer", "rms", ""]), "activation": st.sampled_from(["gelu", "swiglu", 1]),

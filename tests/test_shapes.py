@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ from shardwise.planner.shape import shape_of
 from shardwise.planner.trace import trace
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+GUIDE = EXAMPLES.parent / "docs" / "how-to" / "plan-a-run.md"
 GPT2 = {"positions": "learned", "norm": "layer", "activation": "gelu", "bias": True, "kv_heads": 4}
 DECODERS = [
     {},
@@ -289,14 +291,18 @@ def test_examples_can_be_planned(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "low", "high", "fits"),
-    [("resnet-101", 36, 54, True), ("bert-base", 66, 100, True), ("gpt3-175b", 0.5e6, 1.0e6, False)],
+    [("resnet-101", 36, 54, True), ("bert-base", 60, 105, True), ("gpt3-175b", 0.5e6, 1.0e6, False)],
 )
 def test_full_trainings_on_one_device(name: str, low: float, high: float, fits: bool) -> None:
     """Told are 44 h, 84 h, and 3.1 million h for a V100 at 28 TFLOP/s, a fifth of what an A100 reaches."""
     job = load_job(EXAMPLES / f"{name}.toml")
     plan = make_plan(job, CLUSTERS["a100-80g"], 1)
     assert low < plan.training / 3600 < high
+    told = re.search(rf"`examples/{name}.toml`.*\| ([\d.]+)( million)? h \|", GUIDE.read_text(encoding="utf-8"))
+    assert told, f"{GUIDE.name} has no line for {name}"
+    assert plan.training / 3600 == pytest.approx(float(told[1]) * (1e6 if told[2] else 1), rel=0.2)
     assert plan.fits(plan.best) == fits
+    assert 0.1 < plan.utilisation(plan.best) < 0.7
     result = CliRunner().invoke(
         app, ["plan", str(EXAMPLES / f"{name}.toml"), "--cluster", "a100-80g", "--devices", "1"]
     )

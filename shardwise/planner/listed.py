@@ -58,6 +58,11 @@ class Listed(Shape):
     def active_parameters(self) -> int:
         return sum(piece.parameters for piece in self.make(1))
 
+    def precision(self, asked: str) -> str:
+        """Of most of the work."""
+        largest = max((p for piece in self.make(1) for p in piece.products), key=lambda p: p.flops)
+        return largest.precision(asked)
+
     def flops(self, samples: int) -> float:
         return 3.0 * self.block_flops(samples)
 

@@ -24,6 +24,10 @@ class Product:
     window: int = 0
     """Places of a convolution's window: so many times each number that it reads enters the product. 0: it is none."""
 
+    def precision(self, asked: str) -> str:
+        """PyTorch lets cuDNN round the convolutions of a float32 model to TF32, unless told otherwise."""
+        return "tf32" if self.window and asked == "float32" else asked
+
     @property
     def flops(self) -> float:
         return 2.0 * self.groups * self.rows * self.inner * self.columns
@@ -83,9 +87,8 @@ def seconds_of(machine: Machine, setting: Setting, piece: Piece) -> Seconds:
     for p in piece.products:
         sides = (p.rows, p.inner, p.columns), (p.rows, p.columns, p.inner), (p.inner, p.rows, p.columns)
         moved = p.numbers * setting.bytes
-        # PyTorch lets cuDNN round the convolutions of a float32 model to TF32, unless told otherwise.
-        precision = "tf32" if p.window and setting.precision == "float32" else setting.precision
-        own, back, gradient = (machine.product(*side, precision, p.groups, moved) for side in sides)
+        word = p.precision(setting.precision)
+        own, back, gradient = (machine.product(*side, word, p.groups, moved) for side in sides)
         forward, backward, weight = forward + own, backward + back + gradient, weight + gradient
     for a in piece.attention:
         there, behind = _attention(machine, setting, a)

@@ -64,7 +64,7 @@ class Plan:
         return self.flops(prediction) + more / prediction.seconds / self.devices
 
     def utilisation(self, prediction: Prediction) -> float:
-        return self.flops(prediction) / self.cluster.device.rate(self.job.precision)
+        return self.flops(prediction) / self.cluster.device.rate(self.shape.precision(self.job.precision))
 
     @property
     def training(self) -> float:

@@ -49,6 +49,10 @@ class Shape:
         """Into how many a pipeline can cut it."""
         return self.layers
 
+    def precision(self, asked: str) -> str:
+        """Of the products, in a job that asks for one."""
+        return asked
+
     @cached_property
     def query(self) -> int:
         return self.heads * (self.head_size + self.rope_size)

@@ -103,5 +103,5 @@ def budget(plan: Plan) -> str:
     time = f"{hours / 24:.1f} days" if hours > 48 else f"{hours:.1f} hours" if hours > 1 else f"{seconds:.0f} s"
     lengths = [f"{some} of {each / plan.job.samples:.0f} {plan.job.model.unit}" for some, each, _ in plan.phases]
     parts = f" ({', '.join(lengths)})" if len(lengths) > 1 else ""
-    line = f"{steps} steps{parts}, {count / 1e9:.3g} billion {plan.job.model.unit}: {time}"
+    line = f"{steps} steps{parts}, {_short(count)} {plan.job.model.unit}: {time}"
     return f"{line}, {hours * plan.devices:.4g} device-hours{'' if plan.fits(plan.best) else ', if it did fit'}."
