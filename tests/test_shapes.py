@@ -18,6 +18,7 @@ from shardwise.job import load_job, make_job
 from shardwise.kinds import DLRM, KINDS, T5, Model, ResNet
 from shardwise.layout import Layout
 from shardwise.models.gpt import cost, gpt
+from shardwise.parallel.precision import Precision
 from shardwise.planner.cost import Machine, Setting
 from shardwise.planner.efficiency import efficiency_of
 from shardwise.planner.listed import ListedEstimator, dlrm, form_of, listed, resnet
@@ -119,7 +120,31 @@ def test_work_outside_of_children_is_told() -> None:
 
     inner, rest = trace(Doubled(), torch.zeros(2, 4))
     assert (inner.name, inner.flops, inner.parameters) == ("inner", 2 * 2 * 2 * 4 * 4, 16)
-    assert (rest.name, rest.flops) == ("Doubled", 2 * 2 * 4 * 3)
+    assert (rest.name, rest.flops, rest.parameters) == ("", 2 * 2 * 4 * 3, 0)
+    (alone,) = trace(nn.Linear(4, 3), torch.zeros(2, 4))
+    assert (alone.name, alone.flops, alone.parameters, alone.saved) == ("Linear", 2 * 2 * 4 * 3, 15, 4 * 2 * 4)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama3-8b"])
+def test_published_shapes_are_traced_too(name: str) -> None:
+    """Two blocks of each, at full width and length; nothing is computed."""
+    model = Model(name=name, layers=2)
+    with torch.device("meta"):
+        chain = gpt(model, 0)
+    tokens = torch.zeros(1, model.sequence, dtype=torch.int64)
+    pieces = trace(chain, tokens, ids=tokens[:, 0], targets=tokens)
+    assert 3 * sum(piece.flops for piece in pieces) == pytest.approx(shape_of(model).flops(1), rel=1e-12)
+
+
+def test_in_16_bits_a_block_keeps_its_rounded_weights() -> None:
+    """As our engine runs it: activations take half, and beside them stay the rounded weights of the products."""
+    model = Model(layers=1, width=64, heads=4, vocab=101, sequence=32, **GPT2)
+    wide, narrow = gpt(model, 0), gpt(model, 0)
+    Precision("bf16").apply(narrow)
+    tokens = torch.zeros(2, 32, dtype=torch.int64)
+    blocks = [trace(chain, tokens, ids=tokens[:, 0], targets=tokens)[1] for chain in (wide, narrow)]
+    matrices = 12 * model.width**2
+    assert blocks[1].saved - ours("bf16").copies * matrices == pytest.approx(blocks[0].saved / 2, rel=0.02)
 
 
 # Lists against traces

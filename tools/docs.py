@@ -43,7 +43,7 @@ SHOWN = 16  # micro-batch counts that the table of limits tries
 MEANING = {
     "seed": "Decides initial weights, sample order and dropout; nothing else does.",
     "steps": "Optimizer steps; without `steps` and `tokens`: 200.",
-    "tokens": "Tokens to train on instead of `steps`; rounded up to whole steps.",
+    "tokens": "Tokens to train on instead of `steps`, or samples of a model without tokens; rounded up to whole steps.",
     "layout": 'How the work is cut, in the [text form](layout.md); `"auto"`: a copy of the model per local device.',
     "precision": "What is computed in. Weights, sums and optimizer states are float64 for float64, else float32.",
     "compile": "Compiles each block with `torch.compile`, on a CPU by a C++ compiler; not where the backward is split.",

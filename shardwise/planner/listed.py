@@ -19,7 +19,7 @@ from shardwise.kinds import DLRM, T5, Model, ResNet
 from shardwise.layout import Layout, keep_share
 from shardwise.planner.cost import Cut, Seconds
 from shardwise.planner.memory import Held, Weights
-from shardwise.planner.pieces import Attention, Piece, Product, added, seconds_of
+from shardwise.planner.pieces import Attention, Piece, Product, mean_of, seconds_of
 from shardwise.planner.predict import Estimator
 from shardwise.planner.shape import Shape, shape_of
 
@@ -107,7 +107,7 @@ class ListedEstimator(Estimator):
     def pieces(self, cut: Cut) -> tuple[Seconds, Seconds, Seconds]:
         if cut not in self._pieces:
             rows = self.model.make(cut.micro_batch)
-            mean = added([seconds_of(self.machine, self.work.setting, piece) for piece in rows])
+            mean = mean_of([seconds_of(self.machine, self.work.setting, piece) for piece in rows])
             self._pieces[cut] = mean, Seconds(), Seconds()
         return self._pieces[cut]
 

@@ -109,7 +109,7 @@ def _attention(machine: Machine, setting: Setting, a: Attention) -> tuple[float,
     return forward * a.queries / a.keys, backward * a.queries / a.keys
 
 
-def added(seconds: Sequence[Seconds]) -> Seconds:
+def mean_of(seconds: Sequence[Seconds]) -> Seconds:
     """The mean of a row of pieces."""
     total = Seconds()
     for number, one in enumerate(seconds, start=1):

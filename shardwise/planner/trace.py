@@ -1,7 +1,8 @@
 """What any module computes, moves and keeps, found by running it on tensors that have shapes and no numbers.
 
 Each child is run on its own, forward and then backward, on what the children before it gave. What the module does
-outside of its children is a piece of its own, named after the module, whose backward is not looked at.
+outside of its children is a last piece without a name, whose backward is not looked at; a module without children is
+a piece itself.
 
 Kernels are those of PyTorch's CPU: an operator that is one kernel on a GPU may be several here (RMSNorm), and then it
 moves and keeps more. Products, attention, parameters and outputs are the same everywhere.
@@ -9,7 +10,7 @@ moves and keeps more. Products, attention, parameters and outputs are the same e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from math import prod
 from typing import Any
@@ -32,8 +33,7 @@ def trace(module: nn.Module, *inputs: Any, **more: Any) -> tuple[Piece, ...]:
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         inputs, more = tree_map_only(Tensor, _faked(fake), (inputs, more))
         with _on_fakes(module, fake), _alone(module, recorder), recorder:
-            recorder.piece = type(module).__name__
-            recorder.enter(recorder.piece, nn.Module())
+            recorder.enter("", module._parameters.values() if any(module.children()) else ())
             recorder.leave(module(*inputs, **more))
     return tuple(piece for piece in recorder.pieces() if piece.calls or piece.parameters)
 
@@ -47,8 +47,8 @@ class _Recorder(TorchDispatchMode):
         self.back = False
         self.found: dict[str, dict[str, Any]] = {}
 
-    def enter(self, name: str, module: nn.Module) -> None:
-        weights = list(module.parameters())
+    def enter(self, name: str, parameters: Iterable[Tensor | None]) -> None:
+        weights = [weight for weight in parameters if weight is not None]
         self.found.setdefault(name, {
             "name": name, "parameters": sum(weight.numel() for weight in weights),
             "parameter_bytes": sum(_bytes(weight) for weight in weights), "output": 0, "saved": 0, "moved": 0,
@@ -113,20 +113,23 @@ def _attention(func: Any, args: Any, kwargs: Any) -> Attention:
 @contextmanager
 def _alone(module: nn.Module, recorder: _Recorder) -> Iterator[None]:
     """Within it, each child of the module that is called runs forward and backward on its own."""
-    children = dict(module.named_children())
+    children = dict(module.named_children()) or {type(module).__name__: module}
+    before = [(child, child.__dict__.get("forward")) for child in children.values()]
     for name, child in children.items():
         child.forward = _watched(name, child, child.forward, recorder)
     try:
         yield
     finally:
-        for child in children.values():
-            del child.__dict__["forward"]
+        for child, forward in before:
+            del child.forward
+            if forward is not None:
+                child.forward = forward
 
 
 def _watched(name: str, child: nn.Module, forward: Callable[..., Any], recorder: _Recorder) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         before, recorder.piece = recorder.piece, name
-        recorder.enter(name, child)
+        recorder.enter(name, child.parameters())
         args, kwargs = tree_map_only(Tensor, _leaf, (args, kwargs))
         owned = {_storage(tensor) for tensor in (*child.parameters(), *child.buffers())}
         kept: dict[int, int] = {}
