@@ -2,11 +2,13 @@
 
 Where a source does not say something, the assumption stands here and nowhere else:
 
-- `precision` fp16 marks software of before fused attention and overlapped gradient sums (Megatron-LM of 2020 to 2022,
-  DeepSpeed): the square of scores is written. All later precisions: fused, overlapped.
+- `precision` fp16, or a tensor axis with `sp` 0, marks software of before fused attention and overlapped gradient sums
+  (Megatron-LM of 2020 to 2022, DeepSpeed): the square of scores is written. All else: fused, overlapped.
 - `recompute` not given: the least that fits into the memory. `micro_batch` not given: 1 in a pipeline, else the largest
-  of 16, 8, 4, 2, 1 that fits; on TPUs, where nobody accumulates, all of it. `zero_stage` not given: 3 on TPUs, else
-  1 where there is data parallelism. `sp` not given: on, where the tensor axis cuts and the run is not fp16.
+  of 16, 8, 4, 2, 1 that fits; on TPUs, where nobody accumulates, all of it. `zero_stage` not given: 3 on TPUs, 0 in
+  software of the fp16 time, else 1. `sp` not given: on, where the tensor axis cuts and the run is not fp16.
+  A note "zero1=8" says that optimizer states are sharded over 8 ranks. `virtual_pp` not given: 1, but a stage per
+  layer where fewer than four micro-batches per stage would leave a large bubble. `ep` not given: experts over 8 ranks.
 - `vocab` not given: 51,200; padded to a multiple of 128. `head_size`: width / heads, or that of the public model.
 - Step time: as given, else from tokens a second, else from FLOP/s by the source's way of counting (`tflops_kind`).
 """
@@ -152,44 +154,50 @@ def parse(v: dict[str, str]) -> Row:
         cluster = replace(cluster, outer=Link(int(found[1]) * int(found[2]) / 8 * GB / per_node, 8e-6))
     if "Jean Zay A100" in note:  # four Omni-Path ports of 100 Gbit/s for eight devices
         cluster = replace(cluster, outer=Link(4 * 12.5 * GB / 8, 8e-6))
-    if "proxy" in v["model"]:
-        pass
     shape = shape_of_row(v)
     gpus = int(number(v, "gpus"))
     tp, pp, cp = int(number(v, "tp", 1)), int(number(v, "pp", 1)), int(number(v, "cp", 1))
-    ep = int(number(v, "ep", 1))
+    ep = int(number(v, "ep", min(shape.experts, 8, gpus // (tp * pp)) or 1))
     dp = gpus // (tp * pp * cp)
     if dp < 1 or dp * tp * pp * cp != gpus:
         raise Skip("tensor x pipeline x context does not divide the devices")
     if v.get("flag"):
         raise Skip(f"flagged: {v['flag']}")
-    zero = int(number(v, "zero_stage", 3 if cluster.device.family == "tpu" else 1))
+    word = v["precision"].lower()
+    precision = "fp16" if word == "fp16" else "fp4" if "fp4" in word else "fp8" if "fp8" in word else "bf16"
+    old = precision == "fp16" or (v["sp"] == "0" and tp > 1)
+    zero = int(number(v, "zero_stage", 3 if cluster.device.family == "tpu" else 0 if old else 1))
     shard = int(number(v, "fsdp", dp))
+    if sharded := re.search(r"zero1=(\d+)", note):
+        shard = int(sharded[1])
     if zero == 0 or dp == 1:
         shard = 1
     shard = min(shard, dp)
-    word = v["precision"].lower()
-    precision = "fp16" if word == "fp16" else "fp4" if "fp4" in word else "fp8" if "fp8" in word else "bf16"
     samples = int(number(v, "global_batch"))
     micro = int(number(v, "micro_batch", 0))
-    virtual = int(number(v, "virtual_pp", 1)) if pp > 1 else 1
+    virtual = int(number(v, "virtual_pp", 0)) if pp > 1 else 1
+    if not virtual:
+        waits = not old and samples // dp // max(1, micro) < 4 * pp and shape.layers % pp == 0
+        virtual = shape.layers // pp if waits else 1
     schedule = "interleaved" if virtual > 1 else "1f1b"
     recompute = v["recompute"]
     layout = Layout(
         pipeline=pp, tensor=tp, context=cp, expert=ep, shard=shard, replicate=dp // shard, zero=max(1, zero),
         schedule=schedule, virtual=virtual if virtual > 1 else 0, micro_batch=micro, recompute=recompute or "none",
     )  # fmt: skip
-    old = precision == "fp16"
     sp = v["sp"] == "1" if v["sp"] else (not old and tp > 1)
     if old:
-        habit = OLD if zero else replace(OLD, gradient=4.0, state=12.0)
+        habit = OLD
+        if precision == "bf16":  # a second set of gradients, of 32 bits, to which each micro-batch's are added
+            habit = replace(habit, gradient=6.0, cast=16.0)
     elif cluster.device.family == "tpu":
         habit = XLA
     elif v["zero_stage"]:
         habit = FSDP if zero == 3 else EAGER
     else:
-        habit = FUSED
-    setting = Setting(precision, fused=not old, overlapped=not old)
+        habit = replace(FUSED, keeps_products=not recompute)
+    eager = old or (bool(v["zero_stage"]) and cluster.device.family != "tpu")
+    setting = Setting(precision, fused=not old, overlapped=not old, eager=eager)
     return Row(v["source"], v.get("quality", ""), cluster, shape, setting, layout, samples, sp, habit, bool(recompute),
                measured_seconds(v, shape, gpus, samples, bool(recompute == "full")),
                number(v, "peak_mem_gib", 0.0) or None, v)  # fmt: skip
@@ -235,6 +243,15 @@ def evaluate(row: Row, efficiency: Efficiency | None = None, may_recompute: bool
     return found, layout
 
 
+def seconds_of(row: Row, layout: Layout, efficiency: Efficiency) -> float:
+    """Step time alone, of a layout that is filled in."""
+    estimator = Estimator(Machine(row.cluster, replace(efficiency, odd=efficiency.ragged)), _work(row))
+    return estimator.time(layout, estimator.counts(layout)).seconds
+
+
+def _work(row: Row) -> Work:
+    return Work(row.shape, row.setting, row.samples, row.habit, row.sequence_parallel)
+
+
 def _predict(row: Row, machine: Machine, layout: Layout) -> Prediction:
-    work = Work(row.shape, row.setting, row.samples, row.habit, row.sequence_parallel)
-    return Estimator(machine, work).predict(layout)
+    return Estimator(machine, _work(row)).predict(layout)

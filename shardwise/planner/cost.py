@@ -7,7 +7,7 @@ that cut it and on the device, not on the pipeline or on the other pieces.
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass
-from math import ceil
+from math import ceil, inf
 
 from shardwise.cluster import Cluster
 from shardwise.planner.efficiency import Efficiency
@@ -15,6 +15,7 @@ from shardwise.planner.shape import Shape
 
 NARROW = ("fp8", "fp4")
 RAGGED_HEADS = 8.0  # times as long, batched products of heads whose size is no multiple of 8; from published runs
+TILES = ((256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.6))  # sides, and rate against the largest
 SHORTEST = 4e-6  # seconds of the shortest kernel
 
 
@@ -26,6 +27,8 @@ class Setting:
     """Of the products; accumulation and norms are wider."""
     fused: bool = True
     """Whether attention never writes its square of scores to memory."""
+    eager: bool = False
+    """Whether operators between the products are PyTorch's own, started one by one."""
     loss: float = 16.0
     """Bytes moved per logit in forward and backward of the loss."""
     overlapped: bool = True
@@ -82,6 +85,8 @@ class Seconds:
 
     def mixed(self, other: Seconds, share: float) -> Seconds:
         """The mean of both, with `share` of the other."""
+        if share in (0.0, 1.0):
+            return other if share else self
         pairs = zip(astuple(self), astuple(other), strict=True)
         return Seconds(*((1.0 - share) * mine + share * its for mine, its in pairs))
 
@@ -98,12 +103,8 @@ class Machine:
             return 0.0
         e = self.efficiency
         narrow = precision in NARROW and self.device.rate(precision) > self.device.rate("bf16")
-        tiles = ceil(m / 128) * ceil(n / 128) * groups
-        waves = tiles / self.device.units
-        filled = waves / ceil(waves)
         share = (e.narrow if narrow else e.product) * k / (k + e.depth * (2 if narrow else 1))
-        share *= 1.0 - e.wave * (1.0 - filled)
-        share *= (m / (128 * ceil(m / 128))) * (n / (128 * ceil(n / 128)))
+        share *= max(self.filled(m, n, groups, *tile) for tile in TILES)
         if k % 8 or n % 8:
             share *= e.odd
         elif k % 64 or n % 64:
@@ -113,6 +114,12 @@ class Machine:
         size = 1 if narrow else {"float64": 8, "float32": 4}.get(precision, 2)
         moved = moved or groups * (m * k + k * n + m * n) * size
         return max(2.0 * groups * m * k * n / (self.device.rate(precision) * share), self.move(moved))
+
+    def filled(self, m: float, n: float, groups: float, high: int, wide: int, rate: float) -> float:
+        """What tiles of one size make of a product: their own rate, less what the last wave and the edges waste."""
+        waves = ceil(m / high) * ceil(n / wide) * groups / self.device.units
+        used = groups * m * n / (ceil(waves) * self.device.units * high * wide)
+        return rate * (1.0 - self.efficiency.wave * (1.0 - used))
 
     def linear(self, m: float, k: float, n: float, precision: str, groups: float = 1.0) -> tuple[float, float, float]:
         """Seconds of a layer's product, and of those for the gradients of its input and of its weights."""
@@ -138,15 +145,16 @@ class Machine:
         together = max(1, c.domain // stride)  # ranks of the group in one domain, each with a port of its own
         return min(inner, together * c.outer.bandwidth * e.outer)
 
-    def gather(self, whole: float, ranks: int, stride: int) -> float:
-        """All-gather or reduce-scatter of `whole` bytes in all."""
+    def gather(self, whole: float, ranks: int, stride: int, bucket: float = inf) -> float:
+        """All-gather or reduce-scatter of `whole` bytes in all, in pieces of at most `bucket`."""
         if ranks == 1:
             return 0.0
         c = self.cluster
         domains = max(1, ranks * stride // c.domain)
         hops = (ranks - domains) * c.inner.latency + (domains - 1) * c.outer.latency  # once around the ring
         sent = whole * (ranks - 1) / ranks
-        return sent / self.bandwidth(ranks, stride) + self.efficiency.latency * hops
+        once = self.efficiency.start + self.efficiency.latency * hops
+        return sent / self.bandwidth(ranks, stride) + once * ceil(whole / bucket)
 
     def reduce(self, whole: float, ranks: int, stride: int) -> float:
         """All-reduce."""
@@ -193,9 +201,10 @@ def block(machine: Machine, shape: Shape, setting: Setting, cut: Cut, sparse: bo
         moved += tokens * (4 * shape.width + 2 * (shape.attended + hidden) / t)
     steady = machine.move(moved)
     forward, backward = forward + steady, backward + 2 * steady
-    kernels = 60
+    kernels = 60.0
     if setting.fused:
-        kernels = 24 - (8 if shape.positions else 0) - (0 if shape.gated else 2)  # without rotation, without gate
+        kernels = 24.0 - (8 if shape.positions else 0) - (0 if shape.gated else 2)  # without rotation, without gate
+        kernels *= e.eager if setting.eager else 1.0
     expert = 0.0
     if sparse:
         used = tokens * shape.chosen / t
@@ -209,7 +218,7 @@ def block(machine: Machine, shape: Shape, setting: Setting, cut: Cut, sparse: bo
         forward, backward = forward + machine.move(spread), backward + 2 * machine.move(spread)
         expert = 2 * machine.exchange(size * used * shape.width, cut.expert, t if cut.expert > 1 else 1)
         expert *= 1.0 - e.hidden_expert
-        kernels += 24
+        kernels += e.routing
     tensor = 0.0
     if t > 1:
         tensor = 2 * machine.reduce(size * tokens * shape.width, t, 1)
@@ -243,7 +252,7 @@ def attention(machine: Machine, shape: Shape, setting: Setting, cut: Cut) -> tup
     mixed = machine.product(queries, shape.sequence, shape.head_size, precision, heads)
     if shape.head_size % 8:  # batched products of such heads miss the tensor cores
         scores, mixed = RAGGED_HEADS * scores, RAGGED_HEADS * mixed
-    square = machine.move(setting.bytes * heads * queries * shape.sequence * 4.5)
+    square = machine.move(setting.bytes * heads * queries * shape.sequence * e.scores)
     forward = scores + mixed + square
     return forward, 2 * (scores + mixed) + 1.2 * square
 

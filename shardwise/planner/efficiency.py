@@ -19,41 +19,53 @@ class Efficiency:
     """Of the peak rate, in large products of 8 bits or fewer, scaling and casts included."""
     attention: float = 0.55
     """Of the 16-bit peak, in the forward of fused attention; the backward reaches `attention_backward` of that."""
-    attention_backward: float = 0.995
+    attention_backward: float = 0.858
     memory: float = 0.7
     """Of the memory's bandwidth, in operators that only move numbers."""
     bulk: float = 0.0
     """Of the memory's bandwidth, in one large operator such as the update; 0: as `memory`."""
+    eager: float = 1.95
+    """How many times as many kernels a block takes in PyTorch's own operators, against fused ones."""
+    scores: float = 8.69
+    """How often each number of the square of scores is moved in a forward, where attention is not fused."""
     inner: float = 0.7
     """Of the inner link's bandwidth, in large collectives."""
     outer: float = 0.7
     """Of the outer link's bandwidth."""
-    latency: float = 0.1
+    latency: float = 0.43
     """Of the links' latency, felt in each hop of a collective."""
+    start: float = 1.48e-05
+    """Seconds until all ranks of a collective are there and it runs."""
     launch: float = 1e-5
     """Seconds of the host to start one kernel."""
-    depth: float = 15.0
+    apart: float = 4.08
+    """How sharply a pass is either the host's or the device's: seconds are the norm of both of this power."""
+    depth: float = 69.8
     """Length of the inner sum at which a product runs at half of its rate."""
-    wave: float = 0.985
+    wave: float = 0.809
     """How much of a last, partly filled wave of tiles is felt."""
-    ragged: float = 0.666
+    ragged: float = 0.845
     """Rate of products whose sides are no multiples of 64 numbers."""
     odd: float = 0.3
     """Rate of products whose sides are no multiples of 8 numbers."""
     hidden_tensor: float = 0.3
     """Share of the tensor axis' traffic that hides behind products, where software overlaps it."""
-    hidden_data: float = 0.999
+    hidden_data: float = 0.955
     """Share of a backward that can hide gradient sums; share of a pass that can hide the gathering of weights."""
-    contention: float = 0.0587
+    contention: float = 0.0939
     """What hidden traffic costs all the same, as a share of its time."""
-    hidden_expert: float = 0.627
-    hidden_transfer: float = 0.427
-    """Share of the transfers between stages that hides."""
-    grouped: float = 0.821
+    hidden_expert: float = 0.582
+    hidden_transfer: float = 0.623
+    """Share of the transfers between stages that hides, with one stage a rank."""
+    hidden_interleaved: float = 0.775
+    """The same with several stages a rank."""
+    grouped: float = 0.652
     """Rate of many small products side by side, of experts, against one."""
-    jitter: float = 0.000231
+    routing: float = 151
+    """Kernels that the host starts to send tokens to experts and back, in a forward."""
+    jitter: float = 0.00217
     """What each doubling of the number of domains adds to a step, waiting for the slowest."""
-    fixed: float = 0.01
+    fixed: float = 0.00873
     """Seconds of a step that depend on nothing."""
 
 
@@ -63,12 +75,12 @@ _KEYS = (
     "product", "narrow", "attention", "memory", "inner", "outer", "launch", "hidden_tensor",
 )
 _VALUES = {
-    "ampere":           (0.807, 0.6, 0.396, 0.515, 0.22, 0.967, 1.87e-05, 0.00468),
-    "blackwell":        (0.452, 0.606, 0.4, 0.433, 0.969, 0.393, 1e-05, 0.0648),
-    "blackwell-ultra":  (0.363, 0.662, 0.642, 0.711, 0.948, 0.248, 1e-05, 0.726),
-    "hopper":           (0.737, 0.88, 0.317, 0.364, 0.951, 0.999, 1e-05, 0.0892),
-    "tpu":              (0.916, 0.875, 0.16, 0.99, 0.999, 0.7, 1e-05, 0.635),
-    "volta":            (0.948, 0.6, 0.55, 0.522, 0.0831, 0.0662, 1e-05, 0.3),
+    "ampere":           (0.742, 0.6, 0.43, 0.737, 0.541, 0.583, 1.85e-05, 0.21),
+    "blackwell":        (0.543, 0.646, 0.326, 0.61, 0.573, 0.395, 8.09e-06, 0.148),
+    "blackwell-ultra":  (0.531, 0.735, 0.559, 0.722, 0.821, 0.287, 1.71e-05, 0.242),
+    "hopper":           (0.732, 0.828, 0.369, 0.429, 0.707, 0.882, 1.54e-05, 0.224),
+    "tpu":              (0.924, 0.77, 0.418, 0.428, 0.926, 0.7, 1e-05, 0.495),
+    "volta":            (0.907, 0.6, 0.5, 0.853, 0.0829, 0.0782, 5.51e-05, 0.2),
 }
 
 FAMILIES = {family: dict(zip(_KEYS, values, strict=True)) for family, values in _VALUES.items()}

@@ -16,6 +16,7 @@ from shardwise.planner.cost import Cut, Machine, Seconds, Setting, block, embedd
 from shardwise.planner.memory import Habit, Held, Memory, expert_shards, hold, hold_of, shards
 from shardwise.planner.shape import Shape
 
+BUCKET = 1e8  # bytes of gradients that travel at once
 AXES = ("tensor", "context", "expert")
 
 
@@ -192,8 +193,8 @@ class Estimator:
     def _pass(self, layout: Layout, inner: Seconds) -> Pass:
         share = keep_share(layout.recompute)
         again = 1.0 - share if share is not None else float(layout.recompute == "full")
-        forward = max(inner.forward + inner.traffic, inner.host)
-        backward = max(inner.backward + inner.traffic, 2 * inner.host) + again * forward
+        forward = self._felt(inner.forward + inner.traffic, inner.host)
+        backward = self._felt(inner.backward + inner.traffic, 2 * inner.host) + again * forward
         if layout.recompute == "selective":
             backward += self.machine.move(inner.moved) if self.work.habit.keeps_products else inner.core
         if self.work.habit.cast:
@@ -207,6 +208,12 @@ class Estimator:
             forward, backward = forward + ahead, backward + behind
             exposed["shard"] = ahead + behind
         return Pass(forward, backward, inner.weight, exposed)
+
+    def _felt(self, device: float, host: float) -> float:
+        """Seconds of a pass: the device's or the host's, whichever is longer, and more where both are about alike, as
+        each waits for the other in parts of it."""
+        power = self.efficiency.apart
+        return (device**power + host**power) ** (1.0 / power)
 
     def _gather(self, layout: Layout) -> float:
         """Seconds to gather the weights of a block over the shard axis, or to sum its gradients over it."""
@@ -223,7 +230,9 @@ class Estimator:
         size = work.setting.bytes * tokens * work.shape.width / layout.tensor
         stride = layout.world // layout.pipeline
         transfer = self.machine.transfer(size, min(stride, self.machine.cluster.domain))
-        return 2 * layout.stages_per_rank * transfer * (1.0 - self.efficiency.hidden_transfer)
+        # Between stages of one rank's own there is other work to do while a transfer is under way.
+        hidden = self.efficiency.hidden_transfer if layout.stages_per_rank == 1 else self.efficiency.hidden_interleaved
+        return 2 * layout.stages_per_rank * transfer * (1.0 - hidden)
 
     def data(self, layout: Layout, own: float, experts: float, last_pass: float) -> float:
         """Exposed traffic of the data axes once a step: gradients to their sums, updated weights back."""
@@ -231,12 +240,12 @@ class Estimator:
         if group == 1:
             return 0.0
         stride = layout.tensor * layout.context
-        gradient, size = self.work.habit.gradient, self.work.setting.bytes
+        gradient, size = min(4.0, self.work.habit.gradient), self.work.setting.bytes
         if layout.zero == 3:
             own, experts = own / layout.shard, experts / layout.shard
         alike = max(1, group * layout.context // layout.expert)
-        there = self.machine.gather(gradient * own, group, stride)
-        there += self.machine.gather(gradient * experts, alike, stride * layout.expert)
+        there = self.machine.gather(gradient * own, group, stride, BUCKET)
+        there += self.machine.gather(gradient * experts, alike, stride * layout.expert, BUCKET)
         back = there * (size / gradient if layout.shard > 1 and layout.zero < 3 else 1.0)
         if layout.zero == 2 and layout.shard > 1:
             there = 0.0  # after each micro-batch, counted there
