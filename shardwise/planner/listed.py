@@ -1,8 +1,8 @@
 """Models that are no row of equal blocks, as lists of pieces: T5, ResNet, DLRM; or any module, by its trace.
 
 They are planned along the data axes only: whole on each rank, or in pieces by ZeRO. The same `Estimator` and search
-serve; to them such a model is a row of mean pieces that nothing cuts. Where it says so, the lists assume PyTorch's
-operators one by one, in 16 bits where the job says so: norms, activations and sums each read and write memory.
+serve; to them such a model is a row of mean pieces that nothing cuts. The lists are of operators that run one by one:
+norms, activations and sums each read and write memory.
 
 The tables of a DLRM lie in the hosts' memory, dealt over the data ranks. Each step every rank reads the rows that the
 samples of all ranks ask of it, sends them over the host's link and to the rank whose sample it is, and takes gradients
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
+from itertools import pairwise
 
 from shardwise.kinds import DLRM, T5, Model, ResNet
 from shardwise.layout import Layout, keep_share
@@ -124,7 +125,10 @@ class ListedEstimator(Estimator):
             stays += (1 - kept) * inputs
             again = max(piece.saved for piece in rows) if layout.recompute != "none" else 0.0
             stream = max(piece.output for piece in rows)
-            self._held[key] = Held(mean, self.work.habit, size, stays, again, 0.0, stream, stream, kept, 0.0)
+            self._held[key] = Held(
+                weights=mean, habit=self.work.habit, size=size, stays=stays, again=again, logits=0.0, stream=stream,
+                passed=stream, kept=kept, table=0.0,
+            )  # fmt: skip
         return self._held[key]
 
     def data(self, layout: Layout, own: float, experts: float, last_pass: float) -> float:
@@ -138,17 +142,7 @@ class ListedEstimator(Estimator):
         return seconds + 2 * there + 3 * samples * tables.rows / HOST_ROWS
 
 
-# The lists. A linear map and what follows it: products, and numbers that are moved and kept, from rows and columns.
-
-
-def _linear(name: str, size: int, rows: int, inner: int, columns: int, bias: bool = True) -> Piece:
-    """A product, and where it has a bias an activation behind it; both keep what they read."""
-    weights = inner * columns + (columns if bias else 0)
-    out = rows * columns * size
-    return Piece(
-        name=name, parameters=weights, parameter_bytes=weights * size, output=out, moved=2 * out if bias else 0,
-        saved=rows * inner * size + (out if bias else 0), calls=2, products=(Product(rows, inner, columns),),
-    )  # fmt: skip
+# The lists
 
 
 def resnet(model: ResNet, size: int, samples: int) -> Iterator[Piece]:
@@ -177,13 +171,11 @@ def resnet(model: ResNet, size: int, samples: int) -> Iterator[Piece]:
             out = size * samples * wide * side**2
             # The sum of both ways, and an activation in place, whose output the next block keeps.
             yield _block(f"block{stage}.{place}", rows, out, 0, 5 * out, 2)
-    flat = samples * wide
-    head = _linear("head", size, samples, wide, model.classes, bias=False)
-    bias = model.classes
+    weights = (wide + 1) * model.classes
     yield Piece(
-        name="head", parameters=head.parameters + bias, parameter_bytes=(head.parameters + bias) * size,
-        output=head.output, saved=head.saved, moved=size * (samples * wide * side**2 + flat), calls=2,
-        products=head.products,
+        name="head", parameters=weights, parameter_bytes=weights * size, output=samples * model.classes * size,
+        saved=samples * wide * size, moved=size * samples * wide * (side**2 + 1), calls=2,
+        products=(Product(samples, wide, model.classes),),
     )  # fmt: skip
 
 
@@ -224,12 +216,12 @@ def t5(model: T5, size: int, samples: int) -> Iterator[Piece]:
         own, other = _attend(model, size, made, made, samples, True), _attend(model, size, made, read, samples, False)
         yield _block(f"decoder{place}", [own, other, _feed(model, size, made)], made * model.width * size, 0, 0, 0)
     logits = made * model.vocab
-    head = _linear("head", size, made, model.width, model.vocab, bias=False)
     weights = 0 if model.tied else table
     # The loss in 32 bits: logits are widened, normalised, gathered from.
     yield Piece(
-        name="head", parameters=weights, parameter_bytes=weights * size, output=4, saved=head.saved + 8 * logits,
-        moved=logits * (size + 12), calls=6, products=head.products,
+        name="head", parameters=weights, parameter_bytes=weights * size, output=4,
+        saved=made * model.width * size + 8 * logits, moved=logits * (size + 12), calls=6,
+        products=(Product(made, model.width, model.vocab),),
     )  # fmt: skip
 
 
@@ -260,20 +252,23 @@ def _feed(model: T5, size: int, tokens: int) -> Piece:
 
 
 def dlrm(model: DLRM, size: int, samples: int) -> Iterator[Piece]:
-    """The part on the device: both rows of products, and between them the products of all pairs of rows."""
-    for name, sides in (("bottom", (model.features, *model.bottom, model.width)), ("top", (*_met(model), 1))):
-        if name == "top":
-            many = model.tables + 1
-            rows = samples * many * model.width * size
-            yield Piece(
-                name="meet", parameters=0, parameter_bytes=0, output=samples * sides[0] * size, saved=rows,
-                moved=2 * rows + 2 * samples * sides[0] * size, calls=3,
-                products=(Product(many, model.width, many, samples),),
-            )  # fmt: skip
-        for place, (inner, outer) in enumerate(zip(sides, sides[1:])):
-            yield _linear(f"{name}{place}", size, samples, inner, outer)
-
-
-def _met(model: DLRM) -> tuple[int, ...]:
+    """The part on the device: two rows of products, and between them the products of all pairs of rows."""
     many = model.tables + 1
-    return (model.width + many * (many - 1) // 2, *model.top)
+    met = model.width + many * (many - 1) // 2
+    rows = samples * many * model.width * size
+    yield from _row("bottom", size, samples, (model.features, *model.bottom, model.width))
+    yield Piece(
+        name="meet", parameters=0, parameter_bytes=0, output=samples * met * size, saved=rows,
+        moved=2 * rows + 2 * samples * met * size, calls=3, products=(Product(many, model.width, many, samples),),
+    )  # fmt: skip
+    yield from _row("top", size, samples, (met, *model.top, 1))
+
+
+def _row(name: str, size: int, samples: int, sides: tuple[int, ...]) -> Iterator[Piece]:
+    """Products with a bias, each with an activation behind it; both keep what they read."""
+    for place, (inner, outer) in enumerate(pairwise(sides)):
+        weights, out = (inner + 1) * outer, samples * outer * size
+        yield Piece(
+            name=f"{name}{place}", parameters=weights, parameter_bytes=weights * size, output=out, moved=2 * out,
+            saved=samples * inner * size + out, calls=2, products=(Product(samples, inner, outer),),
+        )  # fmt: skip

@@ -21,7 +21,7 @@ from shardwise.layout import Layout, micro_batch_rule
 from shardwise.planner.predict import Estimator, Prediction, even
 from shardwise.planner.shape import Shape
 
-MICRO_BATCHES = tuple(2**n for n in range(15))  # those above 32 only while they have no more than 16384 positions
+MICRO_BATCHES = tuple(2**n for n in range(17))  # those above 32 only while they have no more than 65536 positions
 VIRTUAL = (2, 3, 4, 6, 8)
 RECOMPUTE = ("none", "selective", "full")
 
@@ -97,7 +97,7 @@ def bases(estimator: Estimator, devices: int, runnable: bool) -> Iterator[Layout
                 if samples % data:
                     continue
                 for micro_batch in MICRO_BATCHES:
-                    if samples // data % micro_batch or (micro_batch > 32 and micro_batch * shape.sequence > 2**14):
+                    if samples // data % micro_batch or (micro_batch > 32 and micro_batch * shape.sequence > 2**16):
                         break
                     for expert in [1] if runnable or not shape.experts else _experts(shape, data * context):
                         yield Layout(
