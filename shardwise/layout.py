@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from math import isqrt, prod
 
@@ -93,24 +94,24 @@ class Layout:
 
     # Derived facts.
 
-    @property
+    @cached_property
     def world(self) -> int:
         """Processes that run this layout."""
         return prod(getattr(self, axis) for axis in AXES)
 
-    @property
+    @cached_property
     def data(self) -> int:
         """Groups of processes that see different samples."""
         return self.replicate * self.shard
 
-    @property
+    @cached_property
     def stages_per_rank(self) -> int:
         if self.pipeline == 1:
             return 1
         default = 2 if self.schedule in ("interleaved", *V_SHAPED) else 1
         return self.virtual or default
 
-    @property
+    @cached_property
     def stage_count(self) -> int:
         return self.pipeline * self.stages_per_rank
 

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from math import inf
 
-from shardwise.layout import FULL_BACKWARD, V_SHAPED
+from shardwise.layout import FULL_BACKWARD, SPLIT_BACKWARD, V_SHAPED
 from shardwise.planner.simulate import Costs
 
 Path = tuple[int, int, int, int]
@@ -134,6 +135,25 @@ def _dualpipev(p: int, v: int, m: int) -> list[Path]:
 
 
 PATHS = {"interleaved": _interleaved, "zero-bubble": _zero_bubble, "zbv": _zbv, "dualpipev": _dualpipev}
+
+
+def at_least(schedule: str, ranks: int, virtual: int, micro_batches: int, costs: Costs) -> float:
+    """Seconds of a step: exact for even stages (but for the cases above), never too long for others."""
+    times = costs.forward, costs.input, costs.weight
+    f, b, w = map(min, times)
+    least = closed_form(schedule, ranks, virtual, micro_batches, f, b, w)
+    if (f, b, w) == tuple(map(max, times)):
+        return least
+    return max(least, bound(schedule, ranks, virtual, micro_batches, costs))
+
+
+def at_most(schedule: str, ranks: int, virtual: int, micro_batches: int, costs: Costs) -> float:
+    """Seconds that a step without transfers takes at most: with every stage as slow as the slowest of them."""
+    few = ranks < micro_batches < 2 * ranks - 1 if schedule == "zbv" else micro_batches < ranks
+    if few and schedule in SPLIT_BACKWARD:
+        return inf  # where the closed form may be too short
+    f, b, w = map(max, (costs.forward, costs.input, costs.weight))
+    return closed_form(schedule, ranks, virtual, micro_batches, f, b, w)
 
 
 def bound(schedule: str, ranks: int, virtual: int, micro_batches: int, costs: Costs, overlapped: bool = True) -> float:

@@ -10,9 +10,10 @@ after the pipeline is full, and the remaining micro-batches are added by arithme
 memory by what is held per micro-batch for the whole step (samples, and PyTorch's buffers for what is received) and by
 what a period leaves behind. This is exact, not an estimate: tests compare it with passes over all micro-batches.
 
-Tensors are those of PyTorch's CPU kernels: attention is the fused one, and compilation is left out. The step is the
-first one, with the optimizer's states made before it; later ones are alike, but for DDP (`replicate` alone), which then
-arranges its buckets anew: calls may differ by a few, bytes do not.
+Tensors are those of PyTorch's kernels without compilation. Attention is the fused one, which keeps the same on CPU and
+GPU; RMSNorm, one kernel on a GPU and several on a CPU, counts as one (`OneKernelNorm`). The step is the first one, with
+the optimizer's states made before it; later ones are alike, but for DDP (`replicate` alone), which then arranges its
+buckets anew: calls may differ by a few, bytes do not.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.data.stream import Samples
@@ -253,7 +254,7 @@ def _watched_step(job: Job, layout: Layout, micro_batches: int, fake: bool) -> N
     update = _watch(engine, ledger)
     gc.disable()  # when it runs is chance
     try:
-        with _all(modes):
+        with _all(modes), _one_kernel_norm():
             optimizer = make_optimizer(job.optimizer, engine.holdings)
             _fill_states(engine, optimizer)
             ledger.mark((value for state in optimizer.state.values() for value in state.values()), "optimizer")
@@ -269,6 +270,30 @@ def _watched_step(job: Job, layout: Layout, micro_batches: int, fake: bool) -> N
     finally:
         gc.enable()
     return Notes(engine, ledger, micro_batches, bare, begin, forwards, update[0], end)
+
+
+class OneKernelNorm(torch.autograd.Function):
+    """What RMSNorm makes and keeps where it is one kernel, without its numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+@contextmanager
+def _one_kernel_norm() -> Iterator[None]:
+    original = torch.nn.functional.rms_norm
+    torch.nn.functional.rms_norm = lambda x, shape, weight, eps: OneKernelNorm.apply(x, weight)  # type: ignore
+    try:
+        yield
+    finally:
+        torch.nn.functional.rms_norm = original
 
 
 @contextmanager

@@ -7,7 +7,9 @@ between blocks and for what the driver and the communication library take.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardwise.layout import Layout, keep_share
 from shardwise.planner.cost import Setting
@@ -77,6 +79,21 @@ class Memory:
         return self.weights + self.gradients + self.optimizer + self.activations + self.buffers + self.reserve
 
 
+class Part(NamedTuple):
+    """What a stage, or all stages of a rank, hold of the chain."""
+
+    blocks: int
+    first: bool
+    """The embedding."""
+    last: bool
+    """The head."""
+
+
+def joined(parts: Sequence[Part]) -> Part:
+    """All stages of a rank as one."""
+    return Part(sum(n for n, _, _ in parts), any(first for _, first, _ in parts), any(last for *_, last in parts))
+
+
 @dataclass(frozen=True)
 class Weights:
     """Numbers that a rank works with, whole along the shard axis: of one block, its experts, and the two ends."""
@@ -86,10 +103,9 @@ class Weights:
     first: float
     last: float
 
-    def rank(self, rank: int, count: int, layout: Layout) -> float:
-        """Of a pipeline rank with `count` blocks, without experts."""
-        ends = (self.first if rank == 0 else 0.0) + (self.last if rank == layout.pipeline - 1 else 0.0)
-        return count * self.block + ends
+    def part(self, part: Part) -> float:
+        """Of a part of the chain, without experts."""
+        return part.blocks * self.block + (self.first if part.first else 0.0) + (self.last if part.last else 0.0)
 
 
 def weights_of(shape: Shape, layout: Layout, expert_tensor: int) -> Weights:
@@ -184,10 +200,11 @@ def block_bytes(
     return kept + scores, selective, size * stream
 
 
-def hold(held: Held, layout: Layout, rank: int, count: int, micro_batches: int) -> Memory:
-    """The memory of a pipeline rank that has `count` blocks."""
+def hold(held: Held, layout: Layout, rank: int, part: Part, micro_batches: int) -> Memory:
+    """The memory of a pipeline rank that holds some part of the chain."""
     habit, size = held.habit, held.size
-    own, experts = held.weights.rank(rank, count, layout), count * held.weights.experts
+    count = part.blocks
+    own, experts = held.weights.part(part), count * held.weights.experts
     cut = own / shards(layout) + experts / expert_shards(layout)
     one = held.weights.block + held.weights.experts
     flying = in_flight(layout, rank, micro_batches)
@@ -201,7 +218,7 @@ def hold(held: Held, layout: Layout, rank: int, count: int, micro_batches: int) 
         neighbours = 2 * layout.stages_per_rank - (rank == 0) - (rank == layout.pipeline - 1)
         buffers += micro_batches * neighbours * held.passed
     # The loss is done before anything is computed again.
-    more = max(held.again, held.logits) if rank == layout.pipeline - 1 else held.again
+    more = max(held.again, held.logits) if part.last else held.again
     activations = flying * count * held.stays + more + 4 * held.stream
     state = habit.state * cut
     if layout.pipeline == 1 and micro_batches == 1:

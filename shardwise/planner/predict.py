@@ -1,20 +1,22 @@
 """Step time and memory of one layout on one cluster, from closed forms: microseconds, so that a search can ask often.
 
-A pipeline takes the slowest rank's time for every micro-batch, and beside it the lead-in and lead-out of its schedule
-by the closed form for even stages (`shardwise.planner.closed`).
+A pipeline takes what the closed form of its schedule says (`shardwise.planner.closed`): exact for even stages, never
+too long for others. Layouts of our own engine can be simulated too: `predict` does, a search only for its finalists.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import log2
-from typing import Any
+from typing import Any, NamedTuple
 
-from shardwise.layout import Layout, keep_share
-from shardwise.planner.closed import closed_form
+from shardwise.layout import V_SHAPED, Layout, keep_share
+from shardwise.planner.closed import at_least, at_most
 from shardwise.planner.cost import Cut, Machine, Seconds, Setting, block, embedding, head
-from shardwise.planner.memory import Habit, Held, Memory, expert_shards, hold, hold_of, shards
+from shardwise.planner.memory import Habit, Held, Memory, Part, expert_shards, hold, hold_of, joined, shards
+from shardwise.planner.own import Own
 from shardwise.planner.shape import Shape
+from shardwise.planner.simulate import Costs, step_seconds
 
 BUCKET = 1e8  # bytes of gradients that travel at once
 AXES = ("tensor", "context", "expert")
@@ -29,6 +31,8 @@ class Work:
     samples: int
     habit: Habit = Habit()
     sequence_parallel: bool = True
+    own: Own | None = None
+    """Our engine's view of the model, if it is to run it. Others cut stages as even as can be."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,30 @@ class Prediction:
         return max(memory.total for memory in self.memory)
 
 
+class Stages(NamedTuple):
+    """How a pipeline is cut."""
+
+    stages: tuple[Part, ...]
+    ranks: tuple[Part, ...]
+    kinds: tuple[int, ...]
+    """Of each kind of rank, the first and the last; and the second of all."""
+    parts: tuple[Part, ...]
+    """The kinds of ranks."""
+
+
+class Load(NamedTuple):
+    """Seconds of forward and backward of one micro-batch, by piece of the chain."""
+
+    block: float
+    first: float
+    last: float
+
+    def busiest(self, cut: Stages) -> float:
+        """Of the slowest rank."""
+        block, first, last = self
+        return max([n * block + (first if head else 0.0) + (last if tail else 0.0) for n, head, tail in cut.parts])
+
+
 @dataclass(frozen=True)
 class Pass:
     """Seconds of one micro-batch through one block, traffic included."""
@@ -85,81 +113,146 @@ class Estimator:
     def __init__(self, machine: Machine, work: Work):
         self.machine, self.work = machine, work
         self.efficiency = machine.efficiency
+        self._cuts: dict[tuple[int, ...], Cut] = {}
         self._pieces: dict[Cut, tuple[Seconds, Seconds, Seconds]] = {}
         self._held: dict[tuple[Any, ...], Held] = {}
         self._passes: dict[tuple[Any, ...], Pass] = {}
+        self._stages: dict[tuple[Any, ...], Stages] = {}
+        self._rest: dict[tuple[Any, ...], tuple[float, float]] = {}
 
-    def predict(self, layout: Layout, counts: list[int] | None = None) -> Prediction:
-        """`counts`: blocks per pipeline rank, if not as even as can be."""
-        counts = counts or self.counts(layout)
-        held, micro_batches = self.held(layout), self.micro_batches(layout)
-        timing = self.time(layout, counts)
-        memory = tuple(hold(held, layout, rank, count, micro_batches) for rank, count in enumerate(counts))
-        return Prediction(layout, timing, memory, self.exposed(layout, counts, timing))
+    def predict(self, layout: Layout) -> Prediction:
+        """Simulated, where it is for our own engine."""
+        timing = self.time(layout, simulated=self.work.own is not None)
+        memory = tuple(self.memory(layout, rank) for rank in range(layout.pipeline))
+        return Prediction(layout, timing, memory, self.exposed(layout, timing))
 
-    def peak(self, layout: Layout, counts: list[int]) -> float:
-        """Bytes of the fullest rank: one of the ends, the first between them, or the first with the most blocks."""
-        held, micro_batches = self.held(layout), self.micro_batches(layout)
-        ranks = {0, min(1, len(counts) - 1), counts.index(max(counts)), len(counts) - 1}
-        return max(hold(held, layout, rank, counts[rank], micro_batches).total for rank in ranks)
+    def memory(self, layout: Layout, rank: int) -> Memory:
+        """Of a pipeline rank."""
+        own, micro_batches = self.work.own, self.micro_batches(layout)
+        if own is not None and layout.context == layout.expert == 1:
+            return own.memory(layout, rank, micro_batches, self.work.habit)
+        return hold(self.held(layout), layout, rank, self.stages(layout).ranks[rank], micro_batches)
 
-    def time(self, layout: Layout, counts: list[int]) -> Timing:
+    def peak(self, layout: Layout) -> float:
+        """Bytes of the fullest rank."""
+        return max([self.memory(layout, rank).total for rank in self.stages(layout).kinds])
+
+    def fits(self, layout: Layout) -> bool:
+        limit = self.machine.device.memory
+        return all(self.memory(layout, rank).total <= limit for rank in self.stages(layout).kinds)
+
+    def time(self, layout: Layout, simulated: bool = False) -> Timing:
+        micro_batches, hop = self.micro_batches(layout), self.hop(layout)
+        busy = micro_batches * self.busiest(layout)
+        pipeline = busy
+        if layout.pipeline > 1:
+            shape = layout.schedule, layout.pipeline, layout.stages_per_rank, micro_batches
+            pipeline = (step_seconds if simulated else at_least)(*shape, self.costs(layout))
+        data, update = self.rest(layout)
+        return Timing(self.step(layout, pipeline), 1.0 - busy / pipeline, data, update, hop)
+
+    def ceiling(self, layout: Layout) -> float:
+        """Seconds that a layout takes at most."""
+        if layout.pipeline == 1:
+            return self.time(layout).seconds
+        shape = layout.schedule, layout.pipeline, layout.stages_per_rank, self.micro_batches(layout)
+        return self.step(layout, at_most(*shape, self.costs(layout)))
+
+    def step(self, layout: Layout, pipeline: float) -> float:
+        """Seconds of a step whose micro-batches take so long."""
+        return (pipeline + sum(self.rest(layout)) + self.efficiency.fixed) * self.jitter(layout.world)
+
+    def jitter(self, world: int) -> float:
+        return 1.0 + self.efficiency.jitter * log2(max(1.0, world / self.machine.cluster.domain))
+
+    def busiest(self, layout: Layout) -> float:
+        """Seconds that the slowest rank works on one micro-batch."""
+        return self.hop(layout) + self.load(layout).busiest(self.stages(layout))
+
+    def load(self, layout: Layout) -> Load:
         one = self.passes(layout)
         _, first, last = self.pieces(self.cut(layout))
-        micro_batches = self.micro_batches(layout)
-        hop = self.hop(layout)
-        each = one.forward + one.backward
-        ends = first.both + last.both
-        total = sum(counts) * each + ends + hop * len(counts)
-        if len(counts) == 1:
-            slowest = total
-        else:
-            slowest = hop + max(counts[0] * each + first.both, counts[-1] * each + last.both, max(counts) * each)
-        fill = self.fill(layout, total / len(counts), one.weight / each) if len(counts) > 1 else 0.0
-        pipeline = micro_batches * slowest + fill
+        return Load(one.forward + one.backward, first.both, last.both)
 
-        weights = self.held(layout).weights
-        fullest = max((0, len(counts) - 1), key=lambda rank: weights.rank(rank, counts[rank], layout))
-        own, experts = weights.rank(fullest, counts[fullest], layout), counts[fullest] * weights.experts
-        data = self.data(layout, own, experts, counts[fullest] * each)
-        updated = own / shards(layout) + experts / expert_shards(layout)
-        update = self.machine.stream(self.work.habit.update * updated)
-        domains = max(1.0, layout.world / self.machine.cluster.domain)
-        jitter = 1.0 + self.efficiency.jitter * log2(domains)
-        seconds = (pipeline + data + update + self.efficiency.fixed) * jitter
-        return Timing(seconds, fill / pipeline, data, update, hop)
+    def costs(self, layout: Layout) -> Costs:
+        """Seconds by stage. What is felt of a transfer is work of both sides."""
+        one, hop = self.passes(layout), self.hop(layout) / (2 * layout.stages_per_rank)
+        _, first, last = self.pieces(self.cut(layout))
+        known: dict[Part, tuple[float, float, float]] = {}
+        parts = self.stages(layout).stages
+        for part in set(parts):
+            ends = [end for end, here in ((first, part.first), (last, part.last)) if here]
+            forward = part.blocks * one.forward + sum([end.forward + end.traffic for end in ends])
+            backward = part.blocks * one.backward + sum([end.backward + end.traffic for end in ends])
+            weight = part.blocks * one.weight + sum([end.weight for end in ends])
+            known[part] = forward + hop, backward - weight + hop, weight
+        forward_, input_, weight_ = zip(*[known[part] for part in parts])
+        costs = Costs(forward_, input_, weight_, (0.0,) * (len(parts) - 1))
+        return costs.as_executed() if layout.split_backward else costs
 
-    def fill(self, layout: Layout, busy: float, weight: float) -> float:
-        """Lead-in and lead-out of a pipeline whose ranks are busy for so long with each micro-batch, by the closed form
-        of its schedule; `weight` is the share of weight gradients in that."""
-        p, v, count = layout.pipeline, layout.stages_per_rank, self.micro_batches(layout)
-        stage = busy / v
-        third = stage * (1.0 - weight) / 2  # forward and input half are about alike
-        return closed_form(layout.schedule, p, v, count, third, third, stage * weight) - count * busy
+    def rest(self, layout: Layout) -> tuple[float, float]:
+        """Seconds that come once a step: exposed traffic of the data axes, and the update, of the fullest rank."""
+        key = (
+            self.cut(layout), layout.recompute, layout.zero, layout.shard, layout.replicate, layout.pipeline,
+            layout.stage_count, layout.schedule in V_SHAPED, layout.stages,
+        )  # fmt: skip
+        if key not in self._rest:
+            one, weights, ranks = self.passes(layout), self.held(layout).weights, self.stages(layout).ranks
+            full = max((ranks[0], ranks[-1]), key=weights.part)
+            own, experts = weights.part(full), full.blocks * weights.experts
+            data = self.data(layout, own, experts, full.blocks * (one.forward + one.backward))
+            updated = own / shards(layout) + experts / expert_shards(layout)
+            self._rest[key] = data, self.machine.stream(self.work.habit.update * updated)
+        return self._rest[key]
 
-    def exposed(self, layout: Layout, counts: list[int], timing: Timing) -> dict[str, float]:
+    def exposed(self, layout: Layout, timing: Timing) -> dict[str, float]:
         """Seconds of a step in which the busiest rank waits for traffic, by axis."""
         one, micro_batches = self.passes(layout), self.micro_batches(layout)
-        exposed = {axis: micro_batches * max(counts) * seconds for axis, seconds in one.exposed.items()}
+        exposed = {axis: micro_batches * max(self.counts(layout)) * seconds for axis, seconds in one.exposed.items()}
         exposed["shard"] = exposed.get("shard", 0.0) + timing.data
         exposed["pipeline"] = micro_batches * timing.hop
         return {axis: seconds for axis, seconds in exposed.items() if seconds}
 
     def counts(self, layout: Layout) -> list[int]:
-        """Blocks per pipeline rank: as the user fixed them, or as even as can be."""
-        if not layout.stages:
-            return even(self.work.shape.layers, layout.pipeline)
-        return [sum(layout.stages[stage] for stage in layout.stages_of(rank)) for rank in range(layout.pipeline)]
+        """Blocks per pipeline rank."""
+        return [part.blocks for part in self.stages(layout).ranks]
+
+    def stages(self, layout: Layout) -> Stages:
+        """As our engine cuts them; for others as the user fixed them, or as even as can be."""
+        p, v = layout.pipeline, layout.stages_per_rank
+        key = p, v, layout.schedule in V_SHAPED, layout.stages
+        if key not in self._stages:
+            if self.work.own is not None:
+                stages = self.work.own.stages(layout)
+            else:
+                blocks = list(layout.stages) or self._even(layout)
+                stages = tuple(Part(n, stage == 0, stage == p * v - 1) for stage, n in enumerate(blocks))
+            ranks = tuple(joined([stages[stage] for stage in layout.stages_of(rank)]) for rank in range(p))
+            kinds = {min(1, p - 1)}
+            for part in set(ranks):
+                kinds |= {ranks.index(part), p - 1 - ranks[::-1].index(part)}
+            self._stages[key] = Stages(stages, ranks, tuple(sorted(kinds)), tuple(set(ranks)))
+        return self._stages[key]
+
+    def _even(self, layout: Layout) -> list[int]:
+        """Blocks by stage, as even as can be by rank."""
+        blocks = [0] * layout.stage_count
+        for rank, count in enumerate(even(self.work.shape.layers, layout.pipeline)):
+            for stage, own in zip(layout.stages_of(rank), even(count, layout.stages_per_rank)):
+                blocks[stage] = own
+        return blocks
 
     def micro_batches(self, layout: Layout) -> int:
         return max(1, round(self.work.samples / layout.data / layout.micro_batch))
 
     def cut(self, layout: Layout) -> Cut:
         # Experts wider than the model are cut by the tensor axis too; narrow ones would make small products.
-        shape = self.work.shape
-        expert_tensor = layout.tensor if shape.expert_ffn > shape.width else 1
         degrees = layout.tensor, layout.context, layout.expert, layout.micro_batch
-        return Cut(*degrees, expert_tensor, self.work.sequence_parallel)
+        if degrees not in self._cuts:
+            shape = self.work.shape
+            expert_tensor = layout.tensor if shape.expert_ffn > shape.width else 1
+            self._cuts[degrees] = Cut(*degrees, expert_tensor, self.work.sequence_parallel)
+        return self._cuts[degrees]
 
     def pieces(self, cut: Cut) -> tuple[Seconds, Seconds, Seconds]:
         """One block (dense and sparse ones mixed as the model does), the embedding, the head."""
@@ -193,13 +286,14 @@ class Estimator:
     def _pass(self, layout: Layout, inner: Seconds) -> Pass:
         share = keep_share(layout.recompute)
         again = 1.0 - share if share is not None else float(layout.recompute == "full")
-        forward = self._felt(inner.forward + inner.traffic, inner.host)
-        backward = self._felt(inner.backward + inner.traffic, 2 * inner.host) + again * forward
-        if layout.recompute == "selective":
-            backward += self.machine.move(inner.moved) if self.work.habit.keeps_products else inner.core
+        beside = inner.traffic
         if self.work.habit.cast:
             weights = self.held(layout).weights
-            backward += self.machine.stream(self.work.habit.cast * (weights.block + weights.experts))
+            beside += self.machine.stream(self.work.habit.cast * (weights.block + weights.experts))
+        forward = self._felt(inner.forward + inner.traffic, inner.host)
+        backward = self._felt(inner.backward + beside, 2 * inner.host) + again * forward
+        if layout.recompute == "selective":
+            backward += self.machine.move(inner.moved) if self.work.habit.keeps_products else inner.core
         exposed = {axis: (2.0 + again) * getattr(inner, axis) for axis in AXES}
         if layout.zero >= 2 and layout.shard > 1:
             gather = self._gather(layout)
@@ -236,20 +330,21 @@ class Estimator:
 
     def data(self, layout: Layout, own: float, experts: float, last_pass: float) -> float:
         """Exposed traffic of the data axes once a step: gradients to their sums, updated weights back."""
-        group = layout.replicate if layout.zero == 3 else layout.data
-        if group == 1:
-            return 0.0
         stride = layout.tensor * layout.context
+        alike = max(1, layout.data * layout.context // layout.expert)  # ranks with the same experts
+        shard = min(alike, max(1, layout.shard * layout.context // layout.expert)) if layout.shard > 1 else 1
+        traffic = self._sums(layout, own, layout.shard, layout.replicate, stride)
+        traffic += self._sums(layout, experts, shard, alike // shard, stride * layout.expert)
+        return self._exposed(traffic, last_pass)
+
+    def _sums(self, layout: Layout, numbers: float, shard: int, replicate: int, stride: int) -> float:
+        """Seconds to sum gradients over shard and replicate ranks and to gather the updated weights, but for what
+        ZeRO 2 and 3 have done after each micro-batch."""
         gradient, size = min(4.0, self.work.habit.gradient), self.work.setting.bytes
-        if layout.zero == 3:
-            own, experts = own / layout.shard, experts / layout.shard
-        alike = max(1, group * layout.context // layout.expert)
-        there = self.machine.gather(gradient * own, group, stride, BUCKET)
-        there += self.machine.gather(gradient * experts, alike, stride * layout.expert, BUCKET)
-        back = there * (size / gradient if layout.shard > 1 and layout.zero < 3 else 1.0)
-        if layout.zero == 2 and layout.shard > 1:
-            there = 0.0  # after each micro-batch, counted there
-        return self._exposed(there + back, last_pass)
+        among, across = self.machine.gather, self.machine.reduce
+        there = among(gradient * numbers, shard, stride, BUCKET) if layout.zero == 1 else 0.0
+        back = among(size * numbers, shard, stride, BUCKET) if layout.zero < 3 else 0.0
+        return there + back + across(gradient * numbers / shard, replicate, stride * shard, BUCKET)
 
     def _exposed(self, traffic: float, beside: float) -> float:
         """What is left of traffic that can hide behind `beside` seconds of work."""

@@ -5,20 +5,24 @@ the data and context ranks; micro-batches of 1, 2, 4, ... up to 32 samples, more
 or sharding (ZeRO 1, 2, 3) over all data ranks or over those of one domain; every schedule with up to 8 stages a rank;
 no, selective or full recomputation.
 
-Classes of layouts that compute the same products are sorted by a bound: the products alone, without traffic, bubble,
-update or anything computed again. Once the bound of a class is above the slowest of the best found, no later class can
-hold a better layout. Closed forms judge all of them; nothing is simulated.
+Three bounds keep most of it from being looked at closely. Classes of layouts that compute the same products are sorted
+by the products alone, without traffic, bubble, update or anything computed again; a layout has a quick bound, the work
+of its slowest rank, and a closed form, which is exact for even stages and never too long for others. Each is held
+against what the best so far take at most. What is left is simulated, the least bound first, until no other can be
+better: the answer is that of simulating all.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from bisect import insort
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout, micro_batch_rule
-from shardwise.planner.predict import Estimator, Prediction, even
+from shardwise.planner.predict import Estimator, Prediction
 from shardwise.planner.shape import Shape
 
 MICRO_BATCHES = tuple(2**n for n in range(17))  # those above 32 only while they have no more than 65536 positions
@@ -40,46 +44,69 @@ class Found:
 def search(estimator: Estimator, devices: int, keep: int = 10, runnable: bool = False) -> Found:
     """The `keep` best layouts. `runnable`: only such as `train` can run today (no context, no expert axis)."""
     begin = time.perf_counter()
-    limit = estimator.machine.device.memory
-    classes = sorted(
-        ((bound(estimator, base), base) for base in bases(estimator, devices, runnable)), key=lambda pair: pair[0]
-    )
-    best: list[tuple[float, Layout]] = []
-    smallest: tuple[float, Layout] | None = None
-    evaluated = 0
-    for least, base in classes:
-        if len(best) == keep and least >= best[-1][0]:
+    every = [(bound(estimator, base), base) for base in bases(estimator, devices, runnable)]
+    if not every:
+        raise LayoutError(f"no layout of {devices} devices can serve a batch of {estimator.work.samples} samples.")
+    every.sort(key=lambda pair: pair[0])
+    finalists, evaluated = _finalists(estimator, every, keep)
+    best: list[Prediction] = []
+    for least, layout in finalists:
+        if len(best) == keep and least >= best[-1].seconds:
             break
-        counts = estimator.counts(base)
-        for layout in variants(estimator, base):
-            evaluated += 1
-            peak = estimator.peak(layout, counts)
-            if peak > limit:
-                smallest = min(smallest or (peak, layout), (peak, layout), key=lambda pair: pair[0])
-                continue
-            seconds = estimator.time(layout, counts).seconds
-            if len(best) < keep or seconds < best[-1][0]:
-                best.append((seconds, layout))
-                best.sort(key=lambda pair: pair[0])
-                del best[keep:]
+        insort(best, estimator.predict(layout), key=lambda found: found.seconds)
+        del best[keep:]
     if not best:
-        if smallest is None:
-            raise LayoutError(f"no layout of {devices} devices can serve a batch of {estimator.work.samples} samples.")
-        best = [smallest]
-    found = tuple(estimator.predict(layout) for _, layout in best)
-    return Found(found, evaluated, time.perf_counter() - begin)
+        best = [estimator.predict(_smallest(estimator, every))]
+    return Found(tuple(best), evaluated, time.perf_counter() - begin)
+
+
+def _finalists(
+    estimator: Estimator, classes: Sequence[tuple[float, Layout]], keep: int
+) -> tuple[list[tuple[float, Layout]], int]:
+    """Layouts that fit and can be among the best, with the time that they take at least, least first; and how many
+    layouts were looked at."""
+    limit, evaluated = estimator.machine.device.memory, 0
+    jitter = estimator.jitter(classes[0][1].world)
+    found: list[tuple[float, Layout]] = []
+    ceilings = [inf] * keep  # what the best so far take at most
+    for least, base in classes:
+        if least >= ceilings[-1]:
+            break
+        own, micro_batches = estimator.work.own, estimator.micro_batches(base)
+        schedules = [(*each, estimator.stages(replace(base, schedule=each[0], virtual=each[1])))
+                     for each in _schedules(estimator, base)]  # fmt: skip
+        for cut in _cuts(estimator, base):
+            for recompute in RECOMPUTE:
+                part = replace(cut, recompute=recompute)
+                load = estimator.load(part)
+                for schedule, virtual, stages in schedules:
+                    evaluated += 1
+                    floor = (micro_batches * load.busiest(stages) + estimator.efficiency.fixed) * jitter
+                    if floor > ceilings[-1] or (own is not None and own.least(part, stages.parts) > limit):
+                        continue
+                    layout = replace(part, schedule=schedule, virtual=virtual)
+                    if not estimator.fits(layout):
+                        continue
+                    found.append((estimator.time(layout).seconds, layout))
+                    insort(ceilings, estimator.ceiling(layout))
+                    del ceilings[keep:]
+    found.sort(key=lambda pair: pair[0])
+    return found, evaluated
+
+
+def _smallest(estimator: Estimator, classes: Sequence[tuple[float, Layout]]) -> Layout:
+    """The layout that needs least: one with the smallest micro-batch, in which all is computed again."""
+    layouts = (layout for _, base in classes if base.micro_batch == 1 for layout in variants(estimator, base))
+    return min((each for each in layouts if each.recompute == "full"), key=estimator.peak)
 
 
 def bound(estimator: Estimator, base: Layout) -> float:
-    """Seconds that no layout of a class can undercut: the products of the slowest rank."""
+    """Seconds that no layout of a class can undercut, however it cuts its stages: the products of the slowest rank."""
     inner, first, last = estimator.pieces(estimator.cut(base))
-    counts = even(estimator.work.shape.layers, base.pipeline)
-    each = inner.forward + inner.backward
+    layers, each = estimator.work.shape.layers, inner.forward + inner.backward
     ends = first.forward + first.backward, last.forward + last.backward
-    busy = max(counts[0] * each + ends[0], counts[-1] * each + ends[1], max(counts) * each)
-    if base.pipeline == 1:
-        busy = counts[0] * each + sum(ends)
-    return max(1, round(estimator.work.samples / base.data / base.micro_batch)) * busy
+    busy = max(-(-layers // base.pipeline) * each, (layers * each + sum(ends)) / base.pipeline, *ends)
+    return estimator.micro_batches(base) * busy
 
 
 def bases(estimator: Estimator, devices: int, runnable: bool) -> Iterator[Layout]:
@@ -108,19 +135,15 @@ def bases(estimator: Estimator, devices: int, runnable: bool) -> Iterator[Layout
 
 def variants(estimator: Estimator, base: Layout) -> Iterator[Layout]:
     """Every layout of a class."""
-    domain = estimator.machine.cluster.domain // (base.tensor * base.context)
-    count = estimator.work.samples // base.data // base.micro_batch
-    for cut in _cuts(base, domain):
-        for schedule, virtual in _schedules(base.pipeline, estimator.work.shape.layers):
-            for recompute in RECOMPUTE:
-                layout = replace(cut, schedule=schedule, virtual=virtual, recompute=recompute)
-                if micro_batch_rule(layout, count) is None:
-                    yield layout
+    for cut in _cuts(estimator, base):
+        for recompute in RECOMPUTE:
+            for schedule, virtual in _schedules(estimator, base):
+                yield replace(cut, schedule=schedule, virtual=virtual, recompute=recompute)
 
 
-def _cuts(base: Layout, domain: int) -> Iterator[Layout]:
+def _cuts(estimator: Estimator, base: Layout) -> Iterator[Layout]:
     """How the data ranks share weights, gradients and optimizer state."""
-    data = base.data
+    data, domain = base.data, estimator.machine.cluster.domain // (base.tensor * base.context)
     yield base
     near = max((n for n in _divisors(data) if n <= domain), default=1)
     for shard in {data, near} - {1}:
@@ -128,15 +151,18 @@ def _cuts(base: Layout, domain: int) -> Iterator[Layout]:
             yield replace(base, replicate=data // shard, shard=shard, zero=zero)
 
 
-def _schedules(pipeline: int, layers: int) -> Iterator[tuple[str, int]]:
-    yield "1f1b", 0
-    if pipeline == 1:
-        return
-    for virtual in VIRTUAL:
-        if pipeline * virtual <= layers:
-            yield "interleaved", virtual
-    if 2 * pipeline <= layers + 2:
-        yield from (("zero-bubble", 2), ("zbv", 0), ("dualpipev", 0))
+def _schedules(estimator: Estimator, base: Layout) -> Iterator[tuple[str, int]]:
+    """Schedules, with stages per rank, that can run the class's micro-batches."""
+    layers, pipeline = estimator.work.shape.layers, base.pipeline
+    every = [("1f1b", 0)]
+    if pipeline > 1:
+        every += [("interleaved", virtual) for virtual in VIRTUAL if pipeline * virtual <= layers]
+        if 2 * pipeline <= layers + 2:
+            every += [("zero-bubble", 2), ("zbv", 0), ("dualpipev", 0)]
+    for schedule, virtual in every:
+        layout = replace(base, schedule=schedule, virtual=virtual)
+        if micro_batch_rule(layout, estimator.micro_batches(base)) is None:
+            yield schedule, virtual
 
 
 def _contexts(shape: Shape, most: int) -> list[int]:

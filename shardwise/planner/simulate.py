@@ -15,7 +15,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from shardwise.errors import LayoutError
+from shardwise.layout import V_SHAPED
 
 KINDS = ("F", "I", "W", "B")
 FORWARD, INPUT, WEIGHT, FULL = range(4)
@@ -105,6 +108,12 @@ class Program:
         return Action(stage, KINDS[kind], micro_batch)
 
     @cached_property
+    def cells(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of each action: its kind and stage as one number, its micro-batch."""
+        _, kinds, stages, micro_batches = np.array(self.actions).T
+        return kinds * self.stages + stages, micro_batches
+
+    @cached_property
     def live(self) -> tuple[int, ...]:
         """By stage, the most micro-batches whose activations are held at once."""
         held, most = [0] * self.stages, [0] * self.stages
@@ -159,6 +168,12 @@ class Simulation:
         for (rank, *_), start, end in zip(self.program.actions, self.starts, self.ends):
             busy[rank] += end - start
         return tuple(1.0 - time / self.seconds for time in busy)
+
+    def by_micro_batch(self, count: int) -> np.ndarray:
+        """Ends by kind and stage, and by micro-batch; not a number where there is no such action."""
+        table = np.full((len(KINDS) * self.program.stages, count), np.nan)
+        table[self.program.cells] = self.ends
+        return table[~np.isnan(table).all(1)]
 
     @property
     def timeline(self) -> list[Event]:
@@ -271,3 +286,28 @@ def named(schedule: str, ranks: int, virtual: int, micro_batches: int) -> Progra
     from shardwise.parallel.pipeline import named_order  # brings torch, which closed forms can do without
 
     return read(named_order(schedule, ranks, virtual, micro_batches))
+
+
+# Many micro-batches
+
+
+def step_seconds(schedule: str, ranks: int, virtual: int, micro_batches: int, costs: Costs) -> float:
+    """Seconds of a step by simulation, of as many micro-batches as it takes until each period is like the last.
+
+    In the steady part of a schedule every period (one micro-batch, or one round of them) repeats the actions of the one
+    before. Once all of them come later by the same time, they always will: each waits for what came later by it too. So
+    the periods that are left out add as many times that.
+    """
+    length = 1 if schedule in ("1f1b", *V_SHAPED) else micro_batches // max(1, micro_batches // ranks)
+    deep = 2 * max(ranks, length)  # no micro-batch is in flight for longer
+    few = (4 * deep // length + 2) * length + micro_batches % length
+    while schedule != "gpipe" and few < micro_batches:
+        program = named(schedule, ranks, virtual, few)
+        simulation = simulate(program, costs)
+        ends = simulation.by_micro_batch(few)[:, few // 2 - deep : few // 2 + deep]
+        later = ends[:, length:] - ends[:, :-length]
+        first = later[0, 0]
+        if (abs(later - first)[~np.isnan(ends[:, length:])] <= 1e-9 * first).all():
+            return simulation.seconds + float(first) * (micro_batches - few) / length
+        few += 4 * deep // length * length
+    return simulate(named(schedule, ranks, virtual, micro_batches), costs).seconds
