@@ -17,6 +17,7 @@ from shardwise.planner.cost import Machine, Setting
 from shardwise.planner.efficiency import efficiency_of
 from shardwise.planner.listed import Listed, ListedEstimator, form_of
 from shardwise.planner.memory import ours
+from shardwise.planner.own import Own
 from shardwise.planner.predict import Estimator, Prediction, Work
 from shardwise.planner.search import Found, search
 from shardwise.planner.shape import Shape
@@ -124,7 +125,8 @@ def estimator_of(job: Job, cluster: Cluster) -> Estimator:
     setting = Setting(job.precision, loss=53.0)
     shape = form_of(job.model, setting.bytes)
     kind = ListedEstimator if isinstance(shape, Listed) else Estimator
-    return kind(machine, Work(shape, setting, job.samples, ours(job.precision)))
+    own = Own(job.decoder(), job.precision) if kind_of(job.model) == "gpt" else None
+    return kind(machine, Work(shape, setting, job.samples, ours(job.precision), own=own))
 
 
 def judged(job: Job, shape: Shape, layout: Layout) -> Layout:
