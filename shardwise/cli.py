@@ -48,12 +48,14 @@ def train(
     job_file: JobFile = None,
     settings: Settings = None,
     layout: Annotated[str | None, typer.Option(help="Short for --set layout=...")] = None,
+    cluster: Annotated[str | None, typer.Option(help="Short for --set run.cluster=...")] = None,
     resume: Annotated[Path | None, typer.Option(help="Goes on with this run folder, in any layout.")] = None,
 ) -> None:
     """Trains a job; with no job file, the built-in demo on this machine."""
     if resume is not None and job_file is not None:
         raise JobError("--resume takes its job from the run folder; leave the job file out.")
-    settings = [*(settings or []), *([f"layout={layout}"] if layout else [])]
+    short = [f"layout={layout}"] * bool(layout) + [f"run.cluster={cluster}"] * bool(cluster)
+    settings = [*(settings or []), *short]
     if resume is None:
         load_job(job_file, settings).decoder()  # a typo is told at once, before PyTorch is imported
 

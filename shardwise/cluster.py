@@ -162,13 +162,21 @@ def read_cluster(path: Path) -> Cluster:
     return cluster
 
 
-def known_device(name: str) -> Device | None:
-    """The data sheet of the device that a driver calls `name`."""
+def known_device(name: str, memory: float = 0.0) -> Device | None:
+    """The data sheet of the device that a driver calls `name`; of several, the one whose memory is nearest."""
     words = name.upper().replace("_", " ").replace("-", " ").split()
-    for key in ("GB300", "GB200", "B300", "B200", "H200", "H100", "A100", "V100"):
+    for key in ("GB300", "GB200", "B300", "B200", "H200", "H100", "GH200", "A100", "A800", "V100"):
         if any(word.startswith(key) for word in words):
-            return min((d for d in DEVICES.values() if d.name.startswith(key)), key=lambda d: d.name != f"{key}-80GB")
+            alike = {"GH200": "H100", "A800": "A100"}.get(key, key)
+            sheets = [device for device in DEVICES.values() if device.name.startswith(alike)]
+            return min(sheets, key=lambda d: abs(d.memory - memory) if memory else d.name != f"{alike}-80GB")
     return None
+
+
+def known_cluster(name: str, memory: float = 0.0) -> Cluster | None:
+    """The usual machine of the device that a driver calls `name`."""
+    device = known_device(name, memory)
+    return next((cluster for cluster in CLUSTERS.values() if cluster.device is device), None)
 
 
 def peak_rate(device: torch.device, precision: str) -> float | None:

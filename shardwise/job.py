@@ -83,6 +83,8 @@ class Run(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     processes: int = Field(0, ge=0)
     """Processes for `layout = "auto"`; 0: one per device, or per core without a GPU."""
+    cluster: str = ""
+    """What the planner takes this machine for: a file that `calibrate` wrote, or a name; empty: by its data sheet."""
 
 
 class Validation(Section):

@@ -44,7 +44,7 @@ MEANING = {
     "seed": "Decides initial weights, sample order and dropout; nothing else does.",
     "steps": "Optimizer steps; without `steps` and `tokens`: 200.",
     "tokens": "Tokens to train on instead of `steps`, or samples of a model without tokens; rounded up to whole steps.",
-    "layout": 'How the work is cut, in the [text form](layout.md); `"auto"`: a copy of the model per local device.',
+    "layout": 'A cut in [text form](layout.md); `"auto"`: as [planned](../how-to/plan-a-run.md) for this machine.',
     "precision": "What is computed in. Weights, sums and optimizer states are float64 for float64, else float32.",
     "compile": "Compiles each block with `torch.compile`, on a CPU by a C++ compiler; not where the backward is split.",
     "model.name": "A kind of model (`gpt`, `moe`, ...), or a [preset](#presets) whose shape becomes the default here.",

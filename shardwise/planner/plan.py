@@ -21,6 +21,11 @@ from shardwise.planner.own import Own
 from shardwise.planner.predict import Estimator, Prediction, Work
 from shardwise.planner.search import Found, search
 from shardwise.planner.shape import Shape
+from shardwise.words import counted
+
+ALIKE = 0.01  # layouts whose predicted times differ by less are taken for equally fast
+SPARE = 0.9  # of the memory: a plainer layout is not taken where it would be fuller than this
+CPU_PROCESS = 0.4 * GIB  # what a process with PyTorch takes before it holds anything
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,10 @@ def plan_job(job_file: Path | None, settings: list[str], cluster: str, devices: 
     return make_plan(load_job(job_file, settings), find_cluster(cluster), devices, layout)
 
 
-def make_plan(job: Job, cluster: Cluster, devices: int | None = None, layout: str | None = None) -> Plan:
+def make_plan(
+    job: Job, cluster: Cluster, devices: int | None = None, layout: str | None = None, runnable: bool = False
+) -> Plan:
+    """`runnable`: for training here and now; only layouts that our engine can run, the plainest of equals first."""
     estimator = estimator_of(job, cluster)
     if layout is not None:
         only = judged(job, estimator.work.shape, Layout.parse(layout))
@@ -103,7 +111,7 @@ def make_plan(job: Job, cluster: Cluster, devices: int | None = None, layout: st
             raise LayoutError(f"layout '{only}' needs {only.world} devices, not {devices}; leave --devices out.")
         found = Found((estimator.predict(only),), 1, 0.0)
     else:
-        found = search(estimator, devices or cluster.domain)
+        found = (_trainable if runnable else _best)(job, estimator, devices or cluster.domain)
     best = found.best[0]
     lost = tuple(notable(estimator, best)) if layout is None and best.peak <= cluster.device.memory else ()
     reasons = ("", *(explain(estimator, best, other) for other in found.best[1:]))
@@ -111,6 +119,53 @@ def make_plan(job: Job, cluster: Cluster, devices: int | None = None, layout: st
         job, cluster, best.layout.world, found.best, reasons, lost, found.evaluated, found.seconds,
         estimator.work.shape, tuple(_phases(job, cluster, best)),
     )  # fmt: skip
+
+
+def _best(job: Job, estimator: Estimator, devices: int) -> Found:
+    return search(estimator, devices)
+
+
+def _trainable(job: Job, estimator: Estimator, devices: int) -> Found:
+    keep, first = 10, None
+    while first is None:
+        found = search(estimator, devices, keep, runnable=True)
+        known = {one.layout for one in found.best}
+        every = [*found.best, *(one for one in _copies(job, estimator, devices) if one.layout not in known)]
+        least = min(one.seconds for one in every)
+
+        def rank(one: Prediction, least: float = least) -> tuple[object, ...]:
+            layout, spare = one.layout, one.peak <= SPARE * estimator.machine.device.memory
+            if one.seconds > (1 + ALIKE) * least or not spare:
+                return True, one.seconds
+            cut = layout.zero if layout.shard > 1 else 0
+            return False, layout.pipeline, layout.tensor, layout.recompute != "none", cut, one.seconds
+
+        every.sort(key=rank)
+        first = next((one for one in every if _runs(job, one.layout)), None)
+        if first is None and len(found.best) < keep:
+            raise LayoutError(
+                f"no layout of {counted(devices, 'device')} can run this job; change the batch or the model."
+            )
+        keep *= 10
+    others = sorted((one for one in every if one is not first), key=lambda one: one.seconds)
+    return replace(found, best=(first, *others[:9]))
+
+
+def _copies(job: Job, estimator: Estimator, devices: int) -> Iterator[Prediction]:
+    """Whole copies with the whole of their samples at once, which need not be a power of two; if that can be."""
+    layout = Layout(replicate=devices)
+    if job.samples % devices == 0:
+        one = estimator.predict(replace(layout, micro_batch=solve_batch(layout, job.samples).micro_batch))
+        if one.peak <= estimator.machine.device.memory:
+            yield one
+
+
+def _runs(job: Job, layout: Layout) -> bool:
+    try:
+        check(job, layout)
+    except LayoutError:
+        return False
+    return True
 
 
 def _phases(job: Job, cluster: Cluster, best: Prediction) -> Iterator[tuple[int, int, float]]:
@@ -126,7 +181,10 @@ def estimator_of(job: Job, cluster: Cluster) -> Estimator:
     shape = form_of(job.model, setting.bytes)
     kind = ListedEstimator if isinstance(shape, Listed) else Estimator
     own = Own(job.decoder(), job.precision) if kind_of(job.model) == "gpt" else None
-    return kind(machine, Work(shape, setting, job.samples, ours(job.precision), own=own))
+    habit = ours(job.precision)
+    if cluster.device.family == "cpu":
+        habit = replace(habit, fixed=CPU_PROCESS)
+    return kind(machine, Work(shape, setting, job.samples, habit, own=own))
 
 
 def judged(job: Job, shape: Shape, layout: Layout) -> Layout:
@@ -156,6 +214,8 @@ def explain(estimator: Estimator, best: Prediction, other: Prediction) -> str:
     if other.peak > limit:
         return f"does not fit: {other.peak / GIB:.0f} GiB of {limit / GIB:.0f}"
     slower = other.seconds / best.seconds - 1
+    if slower < 0:
+        return f"{100 * slower:+.1f}%, within the error of the prediction; not as plain"
     here, there = parts(best), parts(other)
     growth = {name: there.get(name, 0.0) - here.get(name, 0.0) for name in {*here, *there}}
     name = max(growth, key=lambda part: growth[part])

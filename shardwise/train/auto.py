@@ -1,59 +1,97 @@
-"""What this machine has, and a layout for `layout = "auto"`: until there is a planner, copies on every local device."""
+"""The plan that a training follows: for `layout = "auto"` the best for this machine, else the layout that was given.
+
+It is made before any process starts and saved beside the run, so that what was predicted can be held against what was
+measured. Every process of a world that others made comes to the same plan by itself.
+"""
 
 from __future__ import annotations
 
 import os
-import shutil
-import sys
+from typing import Any
 
-import torch
-
-from shardwise.errors import JobError, LayoutError
+from shardwise.cluster import GIB
+from shardwise.errors import LayoutError
 from shardwise.job import Job
 from shardwise.layout import Layout
+from shardwise.models.gpt import cost
+from shardwise.parallel.balance import cut_stages
 from shardwise.parallel.parallelize import check
+from shardwise.planner.plan import Plan, make_plan
+from shardwise.train.here import cluster_here, local_processes
 from shardwise.words import counted
 
 
-def pick_device(job: Job) -> str:
-    """`cuda` or `cpu`. Asks the driver's monitor: asking CUDA itself would break every process forked afterwards."""
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    if job.run.device != "auto":
-        if job.run.device == "cuda" and not torch.cuda.is_available():
-            raise LayoutError('run.device = "cuda", but PyTorch sees no GPU here; use "cpu" or "auto".')
-        return job.run.device
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def choose_plan(job: Job, world: int | None = None) -> tuple[Plan, str]:
+    """The plan for a world that is there, or for as many processes of this machine as the batch can use; and where the
+    description of the machine is from."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if world else 0
+    if job.layout != "auto":
+        layout = Layout.parse(job.layout)
+        cluster, source = cluster_here(job, here or layout.world)
+        return make_plan(job, cluster, layout=str(layout)), source
+    most = world or local_processes(job)
+    for devices in [most] if world else range(most, 0, -1):
+        cluster, source = cluster_here(job, here or devices)
+        try:
+            return make_plan(job, cluster, devices, runnable=True), source
+        except LayoutError as error:
+            last = error
+    raise last
 
 
-def check_compiler() -> None:
-    """Raises where there is nothing to build compiled blocks with: on a CPU they become C++."""
-    name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # where PyTorch looks
-    if shutil.which(name) is None:
-        raise JobError(
-            f"compile = true needs a C++ compiler on a CPU, and there is no {name!r}; install it, name another one in "
-            "the environment variable CXX, or set compile = false."
+def choose_layout(job: Job, world: int | None = None) -> Layout:
+    return choose_plan(job, world)[0].best.layout
+
+
+def check_memory(job: Job, plan: Plan) -> None:
+    """Raises where "auto" found nothing that fits. Who gives a layout may try."""
+    if job.layout == "auto" and not plan.fits(plan.best):
+        device = plan.cluster.device
+        raise LayoutError(
+            f"no layout of {plan.devices} x {device.name} holds this job: '{plan.best.layout}' needs least, "
+            f"{plan.best.peak / GIB:.3g} GiB a rank of {device.memory / GIB:.3g}; use more devices, or give that "
+            "layout to try it all the same."
         )
 
 
-def local_processes(job: Job) -> int:
-    if job.run.processes:
-        return job.run.processes
-    if pick_device(job) == "cuda":
-        return torch.cuda.device_count()
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def reason(plan: Plan, source: str) -> str:
+    """Why this layout, in a line."""
+    best, device = plan.best, plan.cluster.device
+    line = f"predicted {_seconds(best.seconds)} a step, {best.peak / GIB:.2g} of {device.memory / GIB:.3g} GiB on "
+    line += f"{device.name} ({source})"
+    if plan.evaluated == 1:
+        return line
+    return f"best of {counted(plan.evaluated, 'layout')}: {line}" + (f"; {plan.lost[0]}" if plan.lost else "")
 
 
-def choose_layout(job: Job, processes: int | None = None) -> Layout:
-    """The job's layout, or for "auto" the most copies that the global batch divides over, up to `processes`."""
-    if job.layout != "auto":
-        return Layout.parse(job.layout)
-    available = processes or local_processes(job)
-    for replicate in range(available, 0, -1):
-        if job.samples % replicate == 0 and (processes is None or replicate == processes):
-            layout = Layout(replicate=replicate)
-            check(job, layout)
-            return layout
-    raise LayoutError(
-        f"a global batch of {counted(job.samples, 'sample')} does not divide over {available} processes; "
-        "change batch.samples or give a layout."
-    )
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def plan_record(job: Job, plan: Plan, source: str) -> dict[str, Any]:
+    """What `plan.toml` holds."""
+    best, layout = plan.best, plan.best.layout
+    batch = check(job, layout)
+    others = zip(plan.layouts[1:], plan.reasons[1:], strict=True)
+    return {
+        "layout": str(layout),
+        "world": layout.world,
+        "stages": [list(span) for span in cut_stages(layout, cost(job.decoder()))],
+        "micro_batch": batch.micro_batch,
+        "micro_batches": batch.micro_batches,
+        "reason": reason(plan, source),
+        "predicted": {
+            "device": plan.cluster.device.name, "described_by": source, "step_seconds": best.seconds,
+            "tokens_per_s": plan.tokens_per_second(best) * plan.devices, "bubble": best.bubble,
+            "peak_memory_gib": best.peak / GIB, "device_memory_gib": plan.cluster.device.memory / GIB,
+            "layouts_judged": plan.evaluated, "exposed_seconds": best.exposed,
+            "memory_gib": [
+                {"pipeline_rank": rank, **{part: size / GIB for part, size in vars(held).items()}}
+                for rank, held in enumerate(best.memory)
+            ],
+        },
+        "rejected": [
+            *({"layout": str(other.layout), "step_seconds": other.seconds, "reason": why} for other, why in others),
+            *({"choice": what, "reason": why} for what, _, why in (line.partition(": ") for line in plan.lost)),
+        ],
+    }  # fmt: skip

@@ -13,9 +13,9 @@ from shardwise.errors import CheckpointError, DataError
 from shardwise.job import Job
 from shardwise.models.chain import Chain
 from shardwise.parallel.parallelize import build
-from shardwise.train.auto import pick_device
 from shardwise.train.checkpoint import load_weights
 from shardwise.train.folder import RunFolder
+from shardwise.train.here import pick_device
 
 
 def sample_run(run: Path, prompt: str, tokens: int, temperature: float, seed: int) -> str:

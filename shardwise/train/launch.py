@@ -25,8 +25,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from shardwise.errors import LayoutError, RunError, UserError
 from shardwise.job import Job
 from shardwise.layout import Layout
-from shardwise.train.auto import check_compiler, pick_device
 from shardwise.train.folder import RunFolder
+from shardwise.train.here import check_compiler, pick_device
 from shardwise.train.worker import work
 from shardwise.words import counted, signal_name
 

@@ -16,10 +16,8 @@ from shardwise.errors import JobError
 from shardwise.files import write_text
 from shardwise.job import Job, load_job
 from shardwise.layout import Layout
-from shardwise.models.gpt import cost
-from shardwise.parallel.balance import cut_stages
 from shardwise.parallel.parallelize import build, check, shapes_of
-from shardwise.train.auto import choose_layout
+from shardwise.train.auto import check_memory, choose_plan, plan_record, reason
 from shardwise.train.folder import RunFolder
 from shardwise.train.launch import check_world, joined_world, launch
 from shardwise.train.summary import finished, summarize
@@ -30,7 +28,7 @@ DEMO = Path(__file__).parent.parent / "demo.toml"
 # What may change when a run goes on; all other keys are what the run is.
 FREE = (
     "layout", "steps", "tokens", "compile", "data.workers", "data.prefetch", "checkpoint.*", "validation.*",
-    "run.device", "run.processes",
+    "run.device", "run.processes", "run.cluster",
 )  # fmt: skip
 
 
@@ -39,20 +37,22 @@ def start_training(job_file: Path | None, settings: list[str], resume: Path | No
     job = load_job(job_file or (old.path / "job.toml" if old else DEMO), settings)
     before = old.job() if old is not None else job
     _same_run(before, job)
-    layout = choose_layout(job, joined_world())
-    check(job, layout)
+    plan, source = choose_plan(job, joined_world())
+    layout = plan.best.layout if job.layout == "auto" else Layout.parse(job.layout)
     check_world(layout, job)
+    check_memory(job, plan)
     # Here, so that a missing file or a wrong vocabulary is told before processes start, and text is encoded once.
     _, _, tokenizer = make_sources(job)
     folder = _folder(job, old, layout)
     if _main():
         write_text(folder.path / "job.toml", job.text())
-        folder.write_plan(_plan(job, layout))
+        folder.write_plan(plan_record(job, plan, source))
         if isinstance(tokenizer, Subwords):
             tokenizer.save(folder.tokenizer)
         if job_file is None and old is None:
             say("no job file given: training the built-in demo")
         _introduce(job, layout, say)
+        say(f"        {reason(plan, source)}")
         if job.total_steps != before.total_steps:
             change = f"{counted(job.total_steps, 'step')} instead of {before.total_steps}; the learning rate follows."
             folder.event("changed", change, steps=job.total_steps)
@@ -117,17 +117,6 @@ def _values(job: Job) -> dict[str, object]:
     for key, value in job.model_dump().items():
         found |= {f"{key}.{name}": one for name, one in value.items()} if isinstance(value, dict) else {key: value}
     return found
-
-
-def _plan(job: Job, layout: Layout) -> dict[str, object]:
-    batch = check(job, layout)
-    return {
-        "layout": str(layout),
-        "world": layout.world,
-        "stages": [list(span) for span in cut_stages(layout, cost(job.decoder()))],
-        "micro_batch": batch.micro_batch,
-        "micro_batches": batch.micro_batches,
-    }
 
 
 def _short(number: int) -> str:

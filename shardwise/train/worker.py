@@ -25,8 +25,8 @@ import torch.distributed as dist
 from shardwise.errors import ShardwiseError
 from shardwise.job import Job
 from shardwise.layout import Layout
-from shardwise.train.auto import pick_device
 from shardwise.train.folder import RunFolder
+from shardwise.train.here import pick_device
 from shardwise.train.loop import StopFlag, Trainer
 
 TIMEOUT = timedelta(minutes=10)

@@ -36,7 +36,7 @@ from shardwise.parallel.parallelize import Engine, check, parallelize
 from shardwise.parallel.precision import Precision
 from shardwise.random import key_of, normal_
 from shardwise.step import Outcome, step
-from shardwise.train.auto import check_compiler
+from shardwise.train.here import check_compiler
 from shardwise.verify.truth import truth
 
 LIMIT = {"float64": 1e-10, "float32": 1e-3, "bf16": 1e-1, "fp16": 1e-2}

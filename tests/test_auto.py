@@ -1,0 +1,129 @@
+"""`layout = "auto"`: the planner's choice for this machine, and the plan that is kept beside a run."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from shardwise.cluster import CLUSTERS, GIB, Cluster, known_cluster
+from shardwise.errors import JobError, LayoutError
+from shardwise.job import Job, load_job, make_job
+from shardwise.layout import Layout
+from shardwise.parallel.parallelize import check
+from shardwise.planner.plan import make_plan
+from shardwise.train import auto, here
+from shardwise.train.auto import check_memory, choose_layout, choose_plan, plan_record, reason
+from shardwise.train.start import DEMO, start_training
+
+SMALL = {"layers": 2, "width": 32, "heads": 4, "vocab": 256, "sequence": 16}
+
+
+def job_of(**more: object) -> Job:
+    return make_job({"model": SMALL, "batch": {"samples": 8}, "run": {"device": "cpu"}, **more})
+
+
+def on(monkeypatch: pytest.MonkeyPatch, cluster: Cluster) -> None:
+    """Takes this machine for another."""
+    monkeypatch.setattr(auto, "cluster_here", lambda job, processes: (cluster, "a test"))
+
+
+def test_the_demo_runs_as_copies_on_two_cores() -> None:
+    job = load_job(DEMO, ["run.device=cpu", "run.processes=2"])
+    assert str(choose_layout(job)) == "replicate=2 micro_batch=4"
+
+
+def test_fewer_processes_where_the_batch_cannot_use_all() -> None:
+    layout = choose_layout(
+        job_of(batch={"samples": 5}, run={"device": "cpu", "processes": 4}, model=SMALL | {"heads": 1})
+    )
+    assert layout.world in (1, 2)  # 4 ranks can share 5 samples in no way; 2 can as stages
+    with pytest.raises(LayoutError, match="7"):
+        choose_layout(job_of(batch={"samples": 5}), world=7)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize("more", [{}, {"compile": True}, {"precision": "bf16"}, {"batch": {"samples": 48}}])
+def test_what_is_chosen_can_run(devices: int, more: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("cpu", "h100"):
+        on(monkeypatch, CLUSTERS[name])
+        job = job_of(**more)
+        try:
+            layout = choose_layout(job, world=devices)
+        except LayoutError:
+            assert job.samples % devices, "copies would do"
+            continue
+        assert layout.world == devices
+        check(job, layout)
+
+
+def test_a_large_model_is_cut_and_a_larger_one_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, CLUSTERS["h100"])
+    job = make_job({"model": {"name": "llama3-8b"}, "precision": "bf16", "batch": {"samples": 64}})
+    plan, _ = choose_plan(job, world=8)
+    check_memory(job, plan)
+    assert plan.best.layout.shard > 1 or plan.best.layout.tensor > 1 or plan.best.layout.pipeline > 1
+    large = make_job({"model": {"name": "gpt3-175b"}, "precision": "bf16", "batch": {"samples": 64}})
+    plan, _ = choose_plan(large, world=8)
+    with pytest.raises(LayoutError, match=r"no layout of 8 x H100-80GB holds this job: '.*' needs least, \d+ GiB"):
+        check_memory(large, plan)
+
+
+def test_of_equals_the_plainest() -> None:
+    """And a choice that is not within a percent of the fastest is never made."""
+    job = job_of(batch={"samples": 32})
+    for devices in (2, 4):
+        plan = make_plan(job, CLUSTERS["cpu"], devices, runnable=True)
+        assert plan.best.seconds <= 1.01 * min(one.seconds for one in plan.layouts)
+        assert len({str(one.layout) for one in plan.layouts}) == len(plan.layouts)
+
+
+def test_what_this_machine_is_taken_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cluster, source = here.cluster_here(job_of(), 4)
+    assert (cluster.device.family, cluster.domain, source) == ("cpu", 4, "the preset for CPUs")
+    assert here.cluster_here(job_of(run={"cluster": "h200"}), 4) == (CLUSTERS["h200"], "h200")
+    with pytest.raises(JobError, match="h20O"):
+        here.cluster_here(job_of(run={"cluster": "h20O"}), 4)
+    monkeypatch.setattr(here, "pick_device", lambda job: "cuda")
+    for name, gib, expected in (
+        ("NVIDIA A100-SXM4-40GB", 39.5, "A100-40GB"), ("NVIDIA H100 80GB HBM3", 79.6, "H100-80GB"),
+        ("NVIDIA H200", 140.0, "H200"), ("Tesla V100-SXM2-16GB", 16.0, "V100-16GB"),
+        ("A future GPU", 300.0, "A future GPU"),
+    ):  # fmt: skip
+        monkeypatch.setattr(here, "gpu_here", lambda name=name, gib=gib: (name, gib * GIB))
+        cluster, source = here.cluster_here(job_of(), 2)
+        assert (cluster.device.name, cluster.domain) == (expected, 2)
+        assert ("no data sheet" in source) == (expected == name)
+    assert known_cluster("NVIDIA GB200") == CLUSTERS["gb200"]
+
+
+@pytest.mark.parametrize("text", ["auto", "pipeline=2 schedule=gpipe stages=1,1", "shard=2 zero=3 recompute=0.5"])
+def test_the_plan_of_a_run(text: str) -> None:
+    job = job_of(layout=text)
+    plan, source = choose_plan(job, world=2)
+    record = plan_record(job, plan, source)
+    ranks = record["predicted"]["memory_gib"]
+    assert len(ranks) == plan.best.layout.pipeline
+    sums = [sum(rank.values()) - rank["pipeline_rank"] for rank in ranks]
+    assert max(sums) == pytest.approx(record["predicted"]["peak_memory_gib"])
+    assert record["predicted"]["step_seconds"] > 0
+    assert bool(record["rejected"]) == (text == "auto") == reason(plan, source).startswith("best of")
+
+
+def test_training_follows_the_plan(tmp_path: Path) -> None:
+    said: list[str] = []
+    settings = [
+        "steps=1",
+        f"run.folder={tmp_path / 'run'}",
+        "run.device=cpu",
+        "run.processes=1",
+        "data.source=synthetic",
+    ]
+    settings += [f"model.{key}={value}" for key, value in SMALL.items()]
+    start_training(None, settings, None, said.append)
+    plan = tomllib.loads((tmp_path / "run" / "plan.toml").read_text())
+    assert Layout.parse(plan["layout"]).world == plan["world"] == 1
+    assert any(line.strip() == plan["reason"] for line in said)
+    events = (tmp_path / "run" / "events.jsonl").read_text()
+    assert f"layout '{plan['layout']}'" in events
