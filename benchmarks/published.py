@@ -4,12 +4,14 @@ Where a source does not say something, the assumption stands here and nowhere el
 
 - `precision` fp16, or a tensor axis with `sp` 0, marks software of before fused attention and overlapped gradient sums
   (Megatron-LM of 2020 to 2022, DeepSpeed): the square of scores is written. All else: fused, overlapped.
-- `recompute` not given: the least that fits into the memory. `micro_batch` not given: 1 in a pipeline, else the largest
-  of 16, 8, 4, 2, 1 that fits; on TPUs, where nobody accumulates, all of it. `zero_stage` not given: 3 on TPUs, 0 in
-  software of the fp16 time, else 1. `sp` not given: on, where the tensor axis cuts and the run is not fp16.
+- `recompute` not given: full where FLOP/s count it, else the least that fits into the memory. `micro_batch` not given:
+  1 in a pipeline, else the largest of 16, 8, 4, 2, 1 that fits; on TPUs, where nobody accumulates, all of it.
+- `zero_stage` not given: 3 on TPUs and where no layout is given at all, 0 in software of the fp16 time, else 1.
+  `sp` not given: on, where the tensor axis cuts and the run is not fp16.
   A note "zero1=8" says that optimizer states are sharded over 8 ranks. `virtual_pp` not given: 1, but a stage per
   layer where fewer than four micro-batches per stage would leave a large bubble. `ep` not given: experts over 8 ranks.
-- `vocab` not given: 51,200; padded to a multiple of 128. `head_size`: width / heads, or that of the public model.
+- `global_batch` not given: one micro-batch per data rank. `vocab` not given: 51,200; padded to a multiple of 128.
+  `head_size`: width / heads, or that of the public model.
 - Step time: as given, else from tokens a second, else from FLOP/s by the source's way of counting (`tflops_kind`).
 """
 
@@ -59,8 +61,8 @@ class Row:
 # What kinds of software keep: DeepSpeed and Megatron-LM of the fp16 time; PyTorch's own operators, where the ZeRO stage
 # is stated, and FSDP with a fused loss for stage 3; XLA on TPUs; Megatron-Core with Transformer Engine, where the stage
 # is not stated (gradients stay in 16 bits there).
-OLD = Habit(gradient=2.0, state=16.0, dropout=True, logits=6.0, spare=0.2, fixed=5 * 2**30)
-EAGER = Habit(gradient=4.0, gathered=True, unfused=True, logits=14.0, spare=0.08, fixed=2.5 * 2**30)
+OLD = Habit(gradient=2.0, state=16.0, cast=6.0, dropout=True, logits=10.0, spare=0.2, fixed=5.2 * 2**30)
+EAGER = Habit(gradient=4.0, gathered=True, unfused=True, logits=8.0, spare=0.25, fixed=3.2 * 2**30)
 FSDP = Habit(gradient=4.0, logits=6.0, spare=0.03, fixed=1.5 * 2**30)
 XLA = Habit(gradient=2.0, logits=4.0, spare=0.0, fixed=0.5 * 2**30)
 FUSED = Habit(gradient=2.0, spare=0.04, fixed=2 * 2**30)
@@ -166,21 +168,22 @@ def parse(v: dict[str, str]) -> Row:
     word = v["precision"].lower()
     precision = "fp16" if word == "fp16" else "fp4" if "fp4" in word else "fp8" if "fp8" in word else "bf16"
     old = precision == "fp16" or (v["sp"] == "0" and tp > 1)
-    zero = int(number(v, "zero_stage", 3 if cluster.device.family == "tpu" else 0 if old else 1))
+    unknown = not (v["tp"] or v["pp"] or v["dp"])
+    zero = int(number(v, "zero_stage", 3 if unknown or cluster.device.family == "tpu" else 0 if old else 1))
     shard = int(number(v, "fsdp", dp))
     if sharded := re.search(r"zero1=(\d+)", note):
         shard = int(sharded[1])
     if zero == 0 or dp == 1:
         shard = 1
     shard = min(shard, dp)
-    samples = int(number(v, "global_batch"))
     micro = int(number(v, "micro_batch", 0))
+    samples = int(number(v, "global_batch", dp * max(1, micro)))
     virtual = int(number(v, "virtual_pp", 0)) if pp > 1 else 1
     if not virtual:
         waits = not old and samples // dp // max(1, micro) < 4 * pp and shape.layers % pp == 0
         virtual = shape.layers // pp if waits else 1
     schedule = "interleaved" if virtual > 1 else "1f1b"
-    recompute = v["recompute"]
+    recompute = v["recompute"] or ("full" if v["tflops_kind"] == "hardware" else "")
     layout = Layout(
         pipeline=pp, tensor=tp, context=cp, expert=ep, shard=shard, replicate=dp // shard, zero=max(1, zero),
         schedule=schedule, virtual=virtual if virtual > 1 else 0, micro_batch=micro, recompute=recompute or "none",
@@ -246,7 +249,7 @@ def evaluate(row: Row, efficiency: Efficiency | None = None, may_recompute: bool
 def seconds_of(row: Row, layout: Layout, efficiency: Efficiency) -> float:
     """Step time alone, of a layout that is filled in."""
     estimator = Estimator(Machine(row.cluster, replace(efficiency, odd=efficiency.ragged)), _work(row))
-    return estimator.time(layout, estimator.counts(layout)).seconds
+    return estimator.time(layout).seconds
 
 
 def _work(row: Row) -> Work:

@@ -35,8 +35,8 @@ PRIOR = {
     "product": 0.75, "narrow": 0.6, "attention": 0.5, "memory": 0.6, "inner": 0.7, "outer": 0.7, "launch": 1e-5,
     "attention_backward": 0.8, "depth": 100.0, "wave": 0.8, "ragged": 0.8, "hidden_tensor": 0.2, "hidden_data": 0.8,
     "contention": 0.1, "hidden_expert": 0.4, "hidden_transfer": 0.4, "hidden_interleaved": 0.8, "grouped": 0.8,
-    "jitter": 0.005, "latency": 0.5, "apart": 2.5, "fixed": 0.005, "routing": 100.0,
-    "eager": 2.0, "scores": 4.5, "start": 2e-5,
+    "jitter": 0.005, "latency": 0.5, "apart": 3.0, "fixed": 0.005, "routing": 100.0,
+    "eager": 2.0, "scores": 4.5, "start": 3e-5,
 }  # fmt: skip
 FAMILY = ("product", "narrow", "attention", "memory", "inner", "outer", "launch", "hidden_tensor")
 COMMON = tuple(key for key in PRIOR if key not in FAMILY)

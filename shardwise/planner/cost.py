@@ -7,7 +7,7 @@ that cut it and on the device, not on the pipeline or on the other pieces.
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass
-from math import ceil, inf
+from math import ceil, inf, log2
 
 from shardwise.cluster import Cluster
 from shardwise.planner.efficiency import Efficiency
@@ -16,6 +16,7 @@ from shardwise.planner.shape import Shape
 NARROW = ("fp8", "fp4")
 RAGGED_HEADS = 8.0  # times as long, batched products of heads whose size is no multiple of 8; from published runs
 TILES = ((256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.6))  # sides, and rate against the largest
+ENQUEUED = 5  # kernels that the host could start in the time it takes to start one collective
 SHORTEST = 4e-6  # seconds of the shortest kernel
 
 
@@ -153,12 +154,12 @@ class Machine:
         domains = max(1, ranks * stride // c.domain)
         hops = (ranks - domains) * c.inner.latency + (domains - 1) * c.outer.latency  # once around the ring
         sent = whole * (ranks - 1) / ranks
-        once = self.efficiency.start + self.efficiency.latency * hops
+        once = self.efficiency.start * log2(ranks) + self.efficiency.latency * hops
         return sent / self.bandwidth(ranks, stride) + once * ceil(whole / bucket)
 
-    def reduce(self, whole: float, ranks: int, stride: int) -> float:
+    def reduce(self, whole: float, ranks: int, stride: int, bucket: float = inf) -> float:
         """All-reduce."""
-        return 2.0 * self.gather(whole, ranks, stride)
+        return 2.0 * self.gather(whole, ranks, stride, bucket)
 
     def exchange(self, whole: float, ranks: int, stride: int) -> float:
         """All-to-all: each rank sends `whole` bytes in all."""
@@ -201,7 +202,7 @@ def block(machine: Machine, shape: Shape, setting: Setting, cut: Cut, sparse: bo
         moved += tokens * (4 * shape.width + 2 * (shape.attended + hidden) / t)
     steady = machine.move(moved)
     forward, backward = forward + steady, backward + 2 * steady
-    kernels = 60.0
+    kernels = 60.0 if _whole_softmax(shape, cut) else 80.0
     if setting.fused:
         kernels = 24.0 - (8 if shape.positions else 0) - (0 if shape.gated else 2)  # without rotation, without gate
         kernels *= e.eager if setting.eager else 1.0
@@ -221,6 +222,7 @@ def block(machine: Machine, shape: Shape, setting: Setting, cut: Cut, sparse: bo
         kernels += e.routing
     tensor = 0.0
     if t > 1:
+        kernels += 2 * ENQUEUED
         tensor = 2 * machine.reduce(size * tokens * shape.width, t, 1)
         tensor *= 1.0 - (e.hidden_tensor if setting.overlapped else 0.0)
     context = 0.0
@@ -252,9 +254,15 @@ def attention(machine: Machine, shape: Shape, setting: Setting, cut: Cut) -> tup
     mixed = machine.product(queries, shape.sequence, shape.head_size, precision, heads)
     if shape.head_size % 8:  # batched products of such heads miss the tensor cores
         scores, mixed = RAGGED_HEADS * scores, RAGGED_HEADS * mixed
-    square = machine.move(setting.bytes * heads * queries * shape.sequence * e.scores)
+    moves = e.scores if _whole_softmax(shape, cut) else 2 * e.scores
+    square = machine.move(setting.bytes * heads * queries * shape.sequence * moves)
     forward = scores + mixed + square
     return forward, 2 * (scores + mixed) + 1.2 * square
+
+
+def _whole_softmax(shape: Shape, cut: Cut) -> bool:
+    """Whether the masked softmax is one kernel where attention is not fused: Megatron's takes squares by fours."""
+    return cut.micro_batch * shape.heads // cut.tensor % 4 == 0
 
 
 def head(machine: Machine, shape: Shape, setting: Setting, cut: Cut) -> Seconds:

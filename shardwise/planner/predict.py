@@ -312,7 +312,9 @@ class Estimator:
     def _gather(self, layout: Layout) -> float:
         """Seconds to gather the weights of a block over the shard axis, or to sum its gradients over it."""
         stride, size, weights = layout.tensor * layout.context, self.work.setting.bytes, self.held(layout).weights
-        gather = self.machine.gather(size * weights.block, layout.shard, stride)
+        # Software that overlaps gathers a block at once; before it, each weight by itself.
+        piece = size * weights.block / (1 if self.work.setting.overlapped else 8)
+        gather = self.machine.gather(size * weights.block, layout.shard, stride, piece)
         return gather + self.machine.gather(size * weights.experts, max(1, layout.shard // layout.expert), stride)
 
     def hop(self, layout: Layout) -> float:
