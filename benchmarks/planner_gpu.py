@@ -18,7 +18,7 @@ from shardwise.cluster import Cluster
 from shardwise.data.source import Synthetic
 from shardwise.data.stream import Stream, share
 from shardwise.job import Job, make_job
-from shardwise.layout import Layout, solve_batch
+from shardwise.layout import Layout
 from shardwise.optim import make_optimizer
 from shardwise.parallel.parallelize import parallelize
 from shardwise.planner.calibrate import calibrate
@@ -62,9 +62,9 @@ def measure(job: Job, layout: Layout) -> tuple[float, float]:
 def compare(name: str, cluster: Cluster) -> dict[str, object]:
     model, samples, text = JOBS[name]
     job = make_job({"precision": "bf16", "model": model, "batch": {"samples": samples}})
-    layout = judged(job, Layout.parse(text))
-    solve_batch(layout, job.samples)
-    predicted = estimator_of(job, cluster).predict(layout)
+    estimator = estimator_of(job, cluster)
+    layout = judged(job, estimator.work.shape, Layout.parse(text))
+    predicted = estimator.predict(layout)
     held = predicted.memory[0]
     seconds, peak = measure(job, layout)
     gc.collect()
