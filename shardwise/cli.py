@@ -110,12 +110,16 @@ def plan(
     devices: Annotated[int | None, typer.Option(min=1, help="How many; one node if left out.")] = None,
     layout: Annotated[str | None, typer.Option(help="Judges this layout instead of searching.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Writes the plan as a page of its own to this file too.")] = None,
 ) -> None:
     """Chooses a layout for a job and says what it will cost, for machines that need not be here."""
+    from shardwise.planner.page import write_page
     from shardwise.planner.plan import plan_job
     from shardwise.planner.show import show_plan
 
     found = plan_job(job_file, settings or [], cluster, devices, layout)
+    if html is not None:
+        write_page(found, html)
     if as_json:
         say(json.dumps(found.as_dict()))
     else:

@@ -10,13 +10,19 @@ from shardwise.planner.listed import Listed
 from shardwise.planner.memory import Memory
 from shardwise.planner.plan import Plan
 from shardwise.planner.predict import Prediction
+from shardwise.planner.stated import SENTENCE
 
+WIDE = 150  # columns of a terminal that can show layouts and reasons in the table itself
 PARTS = ("weights", "gradients", "optimizer", "activations", "buffers", "reserve")
 
 
 def show_plan(plan: Plan, console: Console) -> None:
     console.print(title(plan), highlight=False, soft_wrap=True)
-    console.print(layouts(plan))
+    console.print(layouts(plan, console.width >= WIDE))
+    if console.width < WIDE:
+        for number, (prediction, why) in enumerate(zip(plan.layouts, plan.reasons, strict=True)):
+            console.print(f"{number + 1:3d}  {prediction.layout}{f' ({why})' if why else ''}", highlight=False)
+            console.print(f"     exposed: {exposed(prediction) or 'nothing'}", highlight=False)
     if not plan.fits(plan.best):
         what = "It does not fit" if plan.evaluated == 1 else "No layout fits; this is the one that needs least memory"
         console.print(f"{what}: {plan.best.peak / GIB:.0f} GiB of {plan.cluster.device.memory / GIB:.0f}.")
@@ -24,6 +30,7 @@ def show_plan(plan: Plan, console: Console) -> None:
     console.print(budget(plan), highlight=False)
     for line in plan.lost:
         console.print(f"  {line}", highlight=False)
+    console.print(SENTENCE, highlight=False)
     if plan.evaluated > 1:
         console.print(f"{plan.evaluated} layouts judged in {plan.seconds:.2f} s.", highlight=False)
 
@@ -48,22 +55,22 @@ def _short(number: float) -> str:
     for unit, size in (("trillion", 1e12), ("billion", 1e9), ("million", 1e6)):
         if number >= size:
             return f"{number / size:.4g} {unit}"
-    return str(number)
+    return f"{number:,.4g}" if number < 1e4 else f"{number:,.0f}"
 
 
-def layouts(plan: Plan) -> Table:
-    columns = ("layout", "step s", f"{plan.job.model.unit}/s/device", "model TFLOP/s", "hardware TFLOP/s", "of peak",
-               "GiB", "bubble", "exposed", "why not first")  # fmt: skip
+def layouts(plan: Plan, wide: bool) -> Table:
+    """Where there is no room for words beside the numbers, layouts have a number of their own instead."""
+    numbers = ("step s", f"{plan.job.model.unit}/s/device", "model TFLOP/s", "hardware TFLOP/s", "of peak", "GiB",
+               "bubble")  # fmt: skip
     table = Table(title="layouts, best first")
-    for column in columns:
-        left = column in ("layout", "exposed", "why not first")
-        table.add_column(column, justify="left" if left else "right", overflow="fold")
-    for prediction, reason in zip(plan.layouts, plan.reasons, strict=True):
+    for column in ("layout", *numbers, "exposed", "why not first") if wide else ("#", *numbers):
+        table.add_column(column, justify="right" if column in (*numbers, "#") else "left", overflow="fold")
+    for number, (one, reason) in enumerate(zip(plan.layouts, plan.reasons, strict=True)):
         table.add_row(
-            str(prediction.layout), f"{prediction.seconds:.3g}", f"{plan.tokens_per_second(prediction):.4g}",
-            f"{plan.flops(prediction) / 1e12:.3g}", f"{plan.hardware_flops(prediction) / 1e12:.3g}",
-            f"{100 * plan.utilisation(prediction):.0f}%",
-            f"{prediction.peak / GIB:.1f}", f"{100 * prediction.bubble:.1f}%", exposed(prediction), reason,
+            str(one.layout if wide else number + 1), f"{one.seconds:.3g}", f"{plan.tokens_per_second(one):.4g}",
+            f"{plan.flops(one) / 1e12:.3g}", f"{plan.hardware_flops(one) / 1e12:.3g}",
+            f"{100 * plan.utilisation(one):.0f}%", f"{one.peak / GIB:.1f}", f"{100 * one.bubble:.1f}%",
+            *([exposed(one), reason] if wide else []),
         )  # fmt: skip
     return table
 
@@ -104,4 +111,4 @@ def budget(plan: Plan) -> str:
     lengths = [f"{some} of {each / plan.job.samples:.0f} {plan.job.model.unit}" for some, each, _ in plan.phases]
     parts = f" ({', '.join(lengths)})" if len(lengths) > 1 else ""
     line = f"{steps} steps{parts}, {_short(count)} {plan.job.model.unit}: {time}"
-    return f"{line}, {hours * plan.devices:.4g} device-hours{'' if plan.fits(plan.best) else ', if it did fit'}."
+    return f"{line}, {_short(hours * plan.devices)} device-hours{'' if plan.fits(plan.best) else ', if it did fit'}."

@@ -1,0 +1,78 @@
+"""The page of a plan: one well-formed file that fetches nothing and shows what it must."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from typer.testing import CliRunner
+
+from shardwise.cli import app
+from shardwise.cluster import CLUSTERS
+from shardwise.job import make_job
+from shardwise.planner.page import LEFT, ROWS, WIDE, page
+from shardwise.planner.plan import Plan, make_plan
+from shardwise.planner.show import PARTS
+from shardwise.planner.stated import SENTENCE
+
+SVG = "{http://www.w3.org/2000/svg}"
+LAYOUTS = [
+    None, "pipeline=4 micro_batch=1", "pipeline=2 schedule=zbv tensor=2", "pipeline=4 schedule=interleaved virtual=2",
+    "pipeline=32 micro_batch=1 recompute=full", "shard=4 zero=3",
+]  # fmt: skip
+
+
+def plan_of(layout: str | None, samples: int = 64) -> Plan:
+    job = make_job({"model": {"name": "llama3-8b"}, "precision": "bf16", "batch": {"samples": samples}, "steps": 1000})
+    return make_plan(job, CLUSTERS["h100"], 8 if layout is None else None, layout)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_page_is_whole(layout: str | None) -> None:
+    plan = plan_of(layout)
+    text = page(plan)
+    root = ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>\n"))
+    words = " ".join(" ".join(root.itertext()).split())
+    for one in plan.layouts:
+        assert str(one.layout) in words
+    for line in (*plan.lost, *filter(None, plan.reasons), SENTENCE, *PARTS):
+        assert line in words
+    # Nothing from elsewhere, nothing that runs.
+    assert set(re.findall(r"\w+://[^'\"]+", text)) == {"http://www.w3.org/2000/svg"}
+    assert not re.search(r"<(script|link|img|iframe|object)|url\(|@import|\b(src|href|on\w+)=", text)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+def test_drawings_stay_within_their_frame(layout: str) -> None:
+    root = ElementTree.fromstring(page(plan_of(layout)).removeprefix("<!DOCTYPE html>\n"))
+    for drawing in root.iter(f"{SVG}svg"):
+        height = float(drawing.attrib["viewBox"].split()[3])
+        for rect in drawing.iter(f"{SVG}rect"):
+            left, top = float(rect.attrib["x"]), float(rect.attrib["y"])
+            assert left + 0.1 >= LEFT and left + float(rect.attrib["width"]) <= WIDE + 0.2
+            assert top >= 0 and top + float(rect.attrib["height"]) <= height
+
+
+def test_the_timeline_shows_every_action_of_a_small_pipeline() -> None:
+    text = page(plan_of("pipeline=2 micro_batch=8"))
+    notes = re.findall(r"<title>((?:forward|backward), stage \d+, micro-batch \d+)", text)
+    assert len(notes) == len(set(notes)) == 2 * 2 * 8
+
+
+def test_a_deep_pipeline_says_what_is_left_out() -> None:
+    text = page(plan_of("pipeline=32 micro_batch=1", samples=4096))
+    assert f"the last {ROWS} of 32 pipeline ranks" in text and f"{ROWS} of 32 pipeline ranks" in text
+    assert "of the 4096 micro-batches" in text
+    assert len(text) < 600_000
+
+
+def test_the_command_writes_it(tmp_path: Path) -> None:
+    file = tmp_path / "plan.html"
+    example = Path(__file__).parent.parent / "examples" / "dlrm-1tb.toml"
+    done = CliRunner().invoke(app, ["plan", str(example), "--cluster", "a100-80g", "--html", str(file)])
+    assert done.exit_code == 0 and "layouts, best first" in done.stdout
+    assert "None of these layouts has a pipeline" in file.read_text()
+    missing = CliRunner().invoke(app, ["plan", str(example), "--html", str(tmp_path / "no" / "plan.html")])
+    assert missing.exit_code != 0 and "there is no folder" in str(missing.exception)
