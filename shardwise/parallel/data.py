@@ -198,6 +198,16 @@ class Sharded(DataParallel):
                 if not (name in tied and tied <= pieces.keys()):  # tied weights stay together, in the root
                     self._shard(piece, policy)
             self._shard(chain, policy)
+            if mesh.layout.pipeline > 1:
+                self._prefetch([piece for piece in pieces.values() if isinstance(piece, FSDPModule)])
+
+    @staticmethod
+    def _prefetch(pieces: list[FSDPModule]) -> None:
+        """Tells each piece which weights its backward gathers ahead: those of the piece before; the first, none but its
+        own. By itself FSDP goes by the order of all forwards so far, and with several micro-batches in flight it then
+        gathers pieces whose turn is not near."""
+        for before, piece in zip([pieces[0], *pieces], pieces):
+            piece.set_modules_to_backward_prefetch([before])
 
     def _shard(self, module: nn.Module, policy: MixedPrecisionPolicy) -> None:
         free = self.mesh.layout.zero == 3

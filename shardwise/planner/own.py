@@ -133,22 +133,26 @@ class Own:
         if fsdp:
             weights = w * cut + (0 if three else s * own)
         state = 2 * w * cut
-        buffers = self._received(layout, rank) * k.stream * micro_batches + 16 * k.samples * micro_batches
+        buffers = self.neighbours(layout, rank) * k.stream * micro_batches + 16 * k.samples * micro_batches
         moments = _Moments(self, k, layout, parts)
         held = max(moments.all(rank, micro_batches))
-        biggest = max(k.largest, BUCKET / w)
+        biggest = max(k.largest, min(own, BUCKET / w))
         update = 0.0 if fsdp or layout.data == 1 else w * biggest * (1 + 1 / layout.shard)
-        if micro_batches == 1 and layout.pipeline == 1:
-            # Gradients come as activations go: the peak is at one of both ends.
-            early = held
-            late = gradients + max(moments.embed(), update)
-            gradients, held = (0.0, early) if early > late else (gradients, late - gradients)
+        if flights(layout, rank, micro_batches)[0][0] == (micro_batches,):
+            # All are in flight before there are gradients: these come as the first activations go.
+            later = max(moments.all(rank, micro_batches, fewer=1), default=0.0)
+            if parts[0].first:
+                later = max(later, moments.embed() + (micro_batches - 1) * moments.live(parts[0]))
+            if held > gradients + max(later, update):
+                gradients = 0.0
+            else:
+                held = later
         activations = max(held, update)
         subtotal = weights + gradients + state + activations + buffers
         return Memory(weights, gradients, state, activations, buffers, habit.spare * subtotal + habit.fixed)
 
-    def _received(self, layout: Layout, rank: int) -> int:
-        """Neighbouring stages on other ranks: PyTorch's stages have a buffer for each and every micro-batch."""
+    def neighbours(self, layout: Layout, rank: int) -> int:
+        """Stages next to a rank's own and on other ranks: PyTorch's have a buffer for each and every micro-batch."""
         if layout.pipeline == 1:
             return 0
         mine = set(layout.stages_of(rank))
@@ -234,13 +238,14 @@ class _Moments:
         if self.three:
             self.sums = s * k.block + w * k.block + max(w / layout.shard, s) * k.block
 
-    def all(self, rank: int, micro_batches: int) -> Iterator[float]:
+    def all(self, rank: int, micro_batches: int, fewer: int = 0) -> Iterator[float]:
         k, s, w = self.k, self.own.size, self.own.wide
         lives, halves = [self.live(part) for part in self.parts], [self.half(part) for part in self.parts]
         block = (self.again if self.share < 1 else 0.0) + k.hidden + s * k.product + self.sums
         # By stage, what its backward needs at most.
         more = [max(block if part.blocks else 0.0, self.loss() if part.last else 0.0) for part in self.parts]
         for live, waiting in flights(self.layout, rank, micro_batches):
+            live = tuple(n - fewer for n in live)
             held = sum([n * size for n, size in zip(live, lives)])
             if any(waiting):
                 held += sum([n * size for n, size in zip(waiting, halves)])
