@@ -86,6 +86,9 @@ class Plan:
                 "model_flops_per_device": self.flops(prediction),
                 "hardware_flops_per_device": self.hardware_flops(prediction), "peak_memory_gib": prediction.peak / GIB,
                 "bubble": prediction.bubble, "exposed": prediction.exposed, "reason": reason,
+                "traffic": {axis: max(rank.get(axis, 0) for rank in prediction.traffic)
+                            for axis in dict.fromkeys(axis for rank in prediction.traffic for axis in rank)},
+                "traffic_by_rank": prediction.traffic,
             } for prediction, reason in zip(self.layouts, self.reasons, strict=True)],
             "lost": list(self.lost),
             "training": {

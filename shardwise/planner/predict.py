@@ -6,6 +6,7 @@ too long for others. Layouts of our own engine can be simulated too: `predict` d
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import log2
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from shardwise.planner.memory import Habit, Held, Memory, Part, expert_shards, h
 from shardwise.planner.own import Own
 from shardwise.planner.shape import Shape
 from shardwise.planner.simulate import Costs, step_seconds
+from shardwise.planner.traffic import by_axis
 
 BUCKET = 1e8  # bytes of gradients that travel at once
 AXES = ("tensor", "context", "expert")
@@ -58,6 +60,8 @@ class Prediction:
     memory: tuple[Memory, ...]
     exposed: dict[str, float]
     """Seconds of traffic that nothing hides, by axis."""
+    traffic: tuple[dict[str, int], ...] = ()
+    """Bytes by axis that each pipeline rank sends and receives in a step; empty where it is not for our own engine."""
 
     @property
     def seconds(self) -> float:
@@ -124,7 +128,12 @@ class Estimator:
         """Simulated, where it is for our own engine."""
         timing = self.time(layout, simulated=self.work.own is not None)
         memory = tuple(self.memory(layout, rank) for rank in range(layout.pipeline))
-        return Prediction(layout, timing, memory, self.exposed(layout, timing))
+        return Prediction(layout, timing, memory, self.exposed(layout, timing), tuple(self.traffic(layout)))
+
+    def traffic(self, layout: Layout) -> Iterator[dict[str, int]]:
+        own, micro_batches = self.work.own, self.micro_batches(layout)
+        if own is not None and layout.context == layout.expert == 1:
+            yield from (by_axis(own, layout, rank, micro_batches) for rank in range(layout.pipeline))
 
     def memory(self, layout: Layout, rank: int) -> Memory:
         """Of a pipeline rank."""

@@ -1,0 +1,35 @@
+"""How long the planner's search takes, and how many layouts it looks at.
+
+    python benchmarks/planner_speed.py
+
+Once with everything imported, on one core; the first line is the job that the search must plan in 2 seconds.
+"""
+
+from __future__ import annotations
+
+import time
+
+from shardwise.cluster import find_cluster
+from shardwise.job import make_job
+from shardwise.planner.plan import estimator_of
+from shardwise.planner.search import bases, search, variants
+
+JOBS = (("gpt-1t", 3072, 3072, "a100-80g"), ("llama3-70b", 2048, 512, "h100"), ("llama3-8b", 512, 64, "h100"))
+
+
+def main() -> None:
+    print(f"{'model':<12}{'devices':>8}  {'cluster':<10}{'layouts':>9}{'looked at':>11}{'seconds':>9}{'us/layout':>11}")
+    for name, samples, devices, cluster in JOBS:
+        job = make_job({"model": {"name": name}, "batch": {"samples": samples}, "precision": "bf16"})
+        estimator = estimator_of(job, find_cluster(cluster))
+        begin = time.process_time()
+        found = search(estimator, devices)
+        seconds = time.process_time() - begin
+        space = sum(1 for base in bases(estimator, devices, False) for _ in variants(estimator, base))
+        each = 1e6 * seconds / found.evaluated
+        print(f"{name:<12}{devices:>8}  {cluster:<10}{space:>9}{found.evaluated:>11}{seconds:>9.2f}{each:>11.1f}")
+        print(f"    {found.best[0].layout}: {found.best[0].seconds:.2f} s a step")
+
+
+if __name__ == "__main__":
+    main()
