@@ -1,0 +1,85 @@
+"""Makes `benchmarks/runs.csv`: of larger tables of measured runs, what the planner's constants are fitted to.
+
+    python tools/compact_runs.py FILE.csv ... [-o benchmarks/runs.csv]
+
+Kept are runs of quality A or B that can be predicted and have a measured time or memory; of their columns those that
+`benchmarks/published.py` reads, and the source. Notes, and second measures of the same time, are left out where a run
+is read the same without them. So the compact table gives the same runs as the larger ones: checked here, row by row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from published import Row, Skip, parse, read  # noqa: E402
+
+SOURCE = ("source", "source_ref")
+
+
+class Watched(dict[str, str]):
+    """A row that remembers which of its cells were read."""
+
+    seen: set[str] = set()
+    needed: set[str] = set()
+
+    def __getitem__(self, key: str) -> str:
+        self.needed.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.seen.add(key)
+        return super().get(key, default)
+
+
+def parsed(values: dict[str, str]) -> Row | None:
+    """What is read of a row, the row itself left out; None where it cannot be used."""
+    try:
+        row = parse(Watched(values))
+    except Skip:
+        return None
+    return replace(row, values={}) if (row.seconds or row.memory) and row.quality in "AB" else None
+
+
+def shortened(values: dict[str, str]) -> dict[str, str]:
+    """A row without what it would be read the same without: parts of its note, further measures of the same time."""
+    whole, parts = parsed(values), values.get("note", "").split("; ")
+    for part in list(parts):
+        fewer = [other for other in parts if other is not part]
+        if parsed({**values, "note": "; ".join(fewer)}) == whole:
+            parts = fewer
+    values = {**values, "note": "; ".join(parts)}
+    for key in ("tflops_kind", "tflops_per_gpu", "tokens_per_s_per_gpu"):
+        if parsed(fewer_cells := {**values, key: ""}) == whole:
+            values = fewer_cells
+    return values
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("-o", "--out", type=Path, default=ROOT / "benchmarks" / "runs.csv")
+    options = parser.parse_args()
+    rows = [values for path in options.files for values in read(path)]
+    kept = [shortened(values) for values in rows if parsed(values) is not None]
+    used = {key for key in Watched.seen if any(values.get(key) for values in kept)}
+    columns = [key for key in rows[0] if key in (*SOURCE, *Watched.needed, *used)]
+    with options.out.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(kept)
+    again = [parsed(values) for values in read(options.out)]
+    if again != [parsed(values) for values in kept]:
+        sys.exit(f"{options.out}: a row is read otherwise than before; published.py needs a column that was left out.")
+    print(f"{options.out}: {len(kept)} of {len(rows)} rows, {len(columns)} columns, {options.out.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main()
