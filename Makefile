@@ -20,6 +20,7 @@ lint: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python tools/docs.py
+	$(BIN)/python tools/plots.py
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -1,9 +1,9 @@
 """How far predictions were off on the measured runs of `benchmarks/runs.csv`. Written by `tools/plots.py`."""
 
 RUNS = 1334
-TIME_MEDIAN, TIME_P90 = 0.076, 0.21
+TIME_MEDIAN, TIME_P90 = 0.060, 0.185
 MEMORY_RUNS = 103
-MEMORY_MEDIAN, MEMORY_P90 = 0.08, 0.3
+MEMORY_MEDIAN, MEMORY_P90 = 0.056, 0.282
 
 SENTENCE = (
     f"On {RUNS:,} measured runs of other people's systems half of the predicted step times are within "

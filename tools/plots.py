@@ -1,0 +1,209 @@
+"""Holds predictions against the measured runs of `benchmarks/runs.csv`, and writes down how good they are:
+
+- `docs/explanation/planner-time.svg` and `planner-memory.svg`: predicted against measured, a dot a run;
+- the generated part of `docs/explanation/planner.md`: the errors, overall and by source;
+- `shardwise/planner/stated.py`: the error that `shardwise plan` states.
+
+Run after every change of the planner or its constants: python tools/plots.py [--check]; some seconds.
+With `--check`: exits 1 if one of them is stale.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from math import ceil, floor, log10
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from planner_accuracy import errors, memory_errors, predict_row, summary, time_errors  # noqa: E402
+from published import read  # noqa: E402
+
+DOCS = ROOT / "docs" / "explanation"
+MARK = re.compile(r"(<!-- generated: accuracy \(tools/plots\.py\) -->\n).*?(<!-- end generated -->)", re.DOTALL)
+SIDE, EDGE = 460, 56  # pixels of the square, and of the room around it
+FAMILIES = {
+    "one A100 node (vTrain)": ("#8aa4bd", "vtrain"), "Megatron-LM papers": ("#c0392b", "megatron-sc21 megatron-2020"),
+    "NVIDIA's recipes": ("#59a14f", "megatron-bridge nemo dgxc"),
+    "BigScience": ("#b07aa1", "bigscience"), "LLM Foundry": ("#f28e2b", "llm-foundry"),
+    "TPU": ("#2f7fb8", "maxtext tpu"), "others": ("#7f6a58", ""),
+}  # fmt: skip
+
+Result = dict[str, Any]
+Pairs = dict[str, list[tuple[float, float]]]
+
+
+def family(source: str) -> str:
+    """The first whose words a source's name begins with; the last has none, and takes the rest."""
+    return next(name for name, (_, words) in FAMILIES.items() if not words or source.startswith(tuple(words.split())))
+
+
+# Drawings
+
+
+def plot(pairs: Pairs, what: str, unit: str) -> str:
+    """Both axes logarithmic and alike; the diagonal is a perfect prediction, the dashed lines are 25% off it."""
+    numbers = [number for dots in pairs.values() for pair in dots for number in pair]
+    low, high = floor(5 * log10(min(numbers))) / 5, ceil(5 * log10(max(numbers))) / 5
+    scale = SIDE / (high - low)
+
+    def x(value: float) -> float:
+        return EDGE + scale * (log10(value) - low)
+
+    def y(value: float) -> float:
+        return EDGE / 2 + SIDE - scale * (log10(value) - low)
+
+    begin, end = 10**low, 10**high
+    lines = [_line(x(begin), y(begin), x(end), y(end), "line")]
+    for off in (1.25, 0.8):
+        first, last = max(begin, begin / off), min(end, end / off)
+        lines.append(_line(x(first), y(first * off), x(last), y(last * off), "far"))
+    steps = (1, 2, 5) if high - low < 2 else (1,)
+    for value in (step * 10.0**power for power in range(floor(low), ceil(high) + 1) for step in steps):
+        if not 0.999 * begin <= value <= 1.001 * end:
+            continue
+        lines += [
+            _line(x(value), y(begin), x(value), y(end), "grid"),
+            _line(x(begin), y(value), x(end), y(value), "grid"),
+        ]
+        lines.append(_text(x(value), y(begin) + 18, f"{value:g}", "middle"))
+        lines.append(_text(EDGE - 8, y(value) + 4, f"{value:g}", "end"))
+    for place, (name, dots) in enumerate(pairs.items()):
+        path = "".join(f"M{x(measured):.0f} {y(predicted):.0f}h0" for measured, predicted in dots)
+        colour, down = FAMILIES[name][0], EDGE / 2 + 16 + 22 * place
+        lines.append(f'<path d="{path}" stroke="{colour}" class="dots"/>')
+        lines.append(f'<path d="M{EDGE + SIDE + 24} {down - 4:.0f}h0" stroke="{colour}" class="key"/>')
+        lines.append(_text(EDGE + SIDE + 36, down, f"{name}: {len(dots)} runs", "start"))
+    middle = EDGE / 2 + SIDE / 2
+    turned = f'transform="rotate(-90 14 {middle})"'
+    lines.append(_text(EDGE + SIDE / 2, SIDE + EDGE / 2 + 40, f"measured {what}, {unit}", "middle"))
+    lines.append(_text(14, middle, f"predicted {what}, {unit}", "middle", turned))
+    lines.append(_text(EDGE + SIDE + 24, SIDE, "dashed: 25% off", "start"))
+    return _drawing(f"Predicted against measured {what}", "\n".join(lines))
+
+
+def _drawing(title: str, body: str) -> str:
+    wide, high = EDGE + SIDE + 300, SIDE + EDGE + 20
+    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" role="img" aria-label="{title}">
+<title>{title}</title>
+<style>
+text {{ font: 13px system-ui, sans-serif; fill: #1f2933 }} .grid {{ stroke: #d5dbe1 }} .line {{ stroke: #52606d }}
+.far {{ stroke: #52606d; stroke-dasharray: 4 4 }} .dots, .key {{ stroke-linecap: round; stroke-width: 5; opacity: 0.6 }}
+.key {{ stroke-width: 10; opacity: 1 }}
+@media (prefers-color-scheme: dark) {{
+  text {{ fill: #e4e7eb }} .grid {{ stroke: #3b4651 }} .line, .far {{ stroke: #a8b3bf }}
+}}
+</style>
+{body}
+</svg>
+"""
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
+    return f'<path d="M{x1:.0f} {y1:.0f}L{x2:.0f} {y2:.0f}" class="{kind}"/>'
+
+
+def _text(x: float, y: float, words: str, anchor: str, more: str = "") -> str:
+    return f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}" {more}>{words}</text>'.replace(" >", ">")
+
+
+def pairs_of(results: Sequence[Result], key: str) -> Pairs:
+    """Measured and predicted values by family, in the order of the legend."""
+    found: Pairs = defaultdict(list)
+    for result in results:
+        if measured := getattr(result["row"], key):
+            found[family(result["row"].source)].append((measured, result[key]))
+    return {name: found[name] for name in FAMILIES if name in found}
+
+
+# Words
+
+
+def percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.1f}%"
+
+
+def page(results: Sequence[Result]) -> str:
+    """The generated part of the page."""
+    node = [one for one in results if one["row"].source == "vtrain-single"]
+    many = [one for one in results if one["row"].source != "vtrain-single"]
+    columns = [summary(list(some)) for some in (many, node)]
+    rows = [("runs", *(str(one["used"]) for one in columns))]
+    for what in ("time", "memory"):
+        for key, word in (("median", "median error"), ("p90", "90th percentile"), ("bias", "bias")):
+            name = f"{'step time' if what == 'time' else 'memory'}, {word}"
+            rows.append((name, *(percent(one[what].get(key)) for one in columns)))
+    rows.append(("memory more than 5% too low", *(percent(one["memory"].get("under")) for one in columns)))
+    rows.append(("runs that ran, said to fit", *(percent(one["fits"].get("ran_ok")) for one in columns)))
+    rows.append(
+        ("regret of the layout it would choose, mean", *(percent(one["regret"].get("mean")) for one in columns))
+    )
+    parts = [*_table(("", "published runs", "one node"), rows), "", "By source:", ""]
+    parts += _table(
+        ("source", "runs", "step time: median", "90th percentile", "bias", "memory: median"), _sources(results)
+    )
+    return "\n".join(parts) + "\n"
+
+
+def _sources(results: Sequence[Result]) -> Iterator[tuple[str, ...]]:
+    by: dict[str, list[Result]] = defaultdict(list)
+    for result in results:
+        by[result["row"].source].append(result)
+    for name, some in sorted(by.items()):
+        time, memory = errors(time_errors(some)), errors(memory_errors(some))
+        shares = [percent(values.get(key)) for values, key in
+                  ((time, "median"), (time, "p90"), (time, "bias"), (memory, "median"))]  # fmt: skip
+        yield name, str(len(some)), *shares
+
+
+def _table(head: Sequence[str], rows: Any) -> Iterator[str]:
+    yield "| " + " | ".join(head) + " |"
+    yield "| --- |" + " ---: |" * (len(head) - 1)
+    yield from ("| " + " | ".join(row) + " |" for row in rows)
+
+
+def stated(results: list[Result], text: str) -> str:
+    """The module with today's numbers."""
+    time, memory = errors(time_errors(results)), errors(memory_errors(results))
+    values = {
+        "RUNS": len(time_errors(results)), "MEMORY_RUNS": len(memory_errors(results)),
+        "TIME_MEDIAN, TIME_P90": f"{time['median']:.3f}, {time['p90']:.3f}",
+        "MEMORY_MEDIAN, MEMORY_P90": f"{memory['median']:.3f}, {memory['p90']:.3f}",
+    }  # fmt: skip
+    for name, value in values.items():
+        text = re.sub(rf"^{name} = .*$", f"{name} = {value}", text, flags=re.MULTILINE)
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="exit 1 if something is stale")
+    options = parser.parse_args()
+    path = ROOT / "benchmarks" / "runs.csv"
+    results = [result for values in read(path) if "skipped" not in (result := predict_row(path, values))]
+    words, numbers = DOCS / "planner.md", ROOT / "shardwise" / "planner" / "stated.py"
+    old = words.read_text(encoding="utf-8")
+    if not MARK.search(old):
+        sys.exit(f"{words}: the marks of the generated part are gone.")
+    made = {
+        DOCS / "planner-time.svg": plot(pairs_of(results, "seconds"), "step time", "seconds"),
+        DOCS / "planner-memory.svg": plot(pairs_of(results, "memory"), "peak memory", "GiB"),
+        words: MARK.sub(lambda match: match[1] + page(results) + match[2], old),
+        numbers: stated(results, numbers.read_text(encoding="utf-8")),
+    }
+    stale = [path for path, text in made.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    for path in stale:
+        print(f"{path.relative_to(ROOT)} {'is stale' if options.check else 'written'}")
+        if not options.check:
+            path.write_text(made[path], encoding="utf-8")
+    sys.exit(options.check and bool(stale))
+
+
+if __name__ == "__main__":
+    main()
