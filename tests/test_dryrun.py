@@ -14,6 +14,7 @@ from test_held_bytes import Census
 from torch.distributed.pipelining import PipelineStage
 
 import shardwise.planner.dryrun as dryrun
+from shardwise.cluster import find_cluster
 from shardwise.comm.world import run_world
 from shardwise.errors import LayoutError
 from shardwise.job import Job, make_job
@@ -21,6 +22,8 @@ from shardwise.layout import Layout
 from shardwise.planner.dryrun import RankReport, Traffic, dry_run, measure, nobody, typical_ranks
 from shardwise.planner.dryrun_command import describe
 from shardwise.planner.ledger import ROLES, Ledger
+from shardwise.planner.plan import estimator_of
+from shardwise.planner.traffic import traffic
 
 LAYERS, WIDTH, SEQUENCE, VOCAB = 2, 16, 4, 32
 MODEL = {
@@ -216,3 +219,62 @@ def test_a_rank_that_is_not_in_the_world() -> None:
     job, layout = make("tensor=2", 2)
     with pytest.raises(LayoutError, match="rank 2: layout 'tensor=2 micro_batch=1' has 2 ranks, from 0 to 1"):
         dry_run(job, layout, [2])
+
+
+# The plan of our own engine against what it does. Sizes are those of real models, so that every part has its weight.
+GPT = {
+    "layers": 3, "width": 2048, "heads": 16, "ffn": 8192, "vocab": 51200, "sequence": 2048, "positions": "learned",
+    "activation": "gelu", "norm": "layer", "tied": True, "bias": True,
+}  # fmt: skip
+LLAMA = {
+    "layers": 3, "width": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 128255, "sequence": 4096,
+    "positions": "rotary", "activation": "swiglu", "norm": "rms", "tied": False,
+}  # fmt: skip
+PLANNED = [
+    (GPT, "float32", "micro_batch=2", 1),
+    (GPT, "bf16", "replicate=2 recompute=selective", 1),
+    (LLAMA, "bf16", "replicate=2 shard=3 zero=1", 2),
+    (LLAMA, "bf16", "shard=4 zero=3 recompute=full", 2),
+    (GPT, "float32", "replicate=2 tensor=2 recompute=selective", 2),
+    (LLAMA, "bf16", "pipeline=4 tensor=2 recompute=full", 4),
+    (LLAMA, "bf16", "pipeline=2 shard=2 zero=3", 3),
+    (LLAMA, "bf16", "pipeline=2 shard=2 zero=2 schedule=interleaved", 4),
+    (GPT, "float32", "pipeline=2 schedule=zero-bubble", 4),
+    (LLAMA, "bf16", "pipeline=2 tensor=2 shard=2 schedule=zbv recompute=selective", 4),
+    (GPT, "bf16", "pipeline=2 tensor=2 schedule=dualpipev", 4),
+]
+
+
+def test_the_plan_is_what_the_engine_does() -> None:
+    """Memory of every stage within 5%, without the allocator's reserve, which a dry run cannot see; traffic exactly."""
+    for (job, layout, case), reports in zip(planned(), run_world(stages, 1)[0], strict=True):
+        estimator = estimator_of(job, find_cluster("h100"))
+        own, prediction = estimator.work.own, estimator.predict(layout)
+        assert own is not None
+        assert len(reports) == len(prediction.memory) == len(prediction.traffic)
+        for rank, (report, memory) in enumerate(zip(reports, prediction.memory, strict=True)):
+            assert memory.total - memory.reserve == pytest.approx(report.total, rel=0.05), (case, rank)
+            found = traffic(own, layout, rank, report.micro_batches)
+            assert found == {(entry.axis, entry.kind): entry.bytes for entry in report.traffic}, (case, rank)
+            assert sum(prediction.traffic[rank].values()) == sum(entry.bytes for entry in report.traffic)
+
+
+def planned() -> list[tuple[Job, Layout, str]]:
+    cases = []
+    for model, precision, text, micro_batches in PLANNED:
+        layout = Layout.parse(text if "micro_batch" in text else f"{text} micro_batch=1")
+        samples = layout.data * layout.micro_batch * micro_batches
+        job = make_job({"model": model, "batch": {"samples": samples}, "precision": precision})
+        cases.append((job, layout, text))
+    return cases
+
+
+def stages() -> list[list[RankReport]]:
+    """Every stage of every layout."""
+    found: list[list[RankReport]] = []
+    for job, layout, _ in planned():
+        found.append([])
+        for rank in typical_ranks(layout, every=True):
+            with nobody(layout.world, rank):
+                found[-1].append(measure(job, layout))
+    return found

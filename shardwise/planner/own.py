@@ -138,7 +138,8 @@ class Own:
         held = max(moments.all(rank, micro_batches))
         biggest = max(k.largest, min(own, BUCKET / w))
         update = 0.0 if fsdp or layout.data == 1 else w * biggest * (1 + 1 / layout.shard)
-        if flights(layout, rank, micro_batches)[0][0] == (micro_batches,):
+        buckets = layout.replicate == layout.world > 1  # of DDP: gradients have their place from the begin
+        if not buckets and flights(layout, rank, micro_batches)[0][0] == (micro_batches,):
             # All are in flight before there are gradients: these come as the first activations go.
             later = max(moments.all(rank, micro_batches, fewer=1), default=0.0)
             if parts[0].first:
@@ -233,17 +234,22 @@ class _Moments:
         self.stays = k.selective if layout.recompute == "selective" else k.stream
         shared = k.shared if layout.recompute == "selective" else k.stream
         self.again = k.every - shared + self.rounded * k.block
-        reduced = (w + w / layout.shard) * k.block
-        self.sums = reduced if self.fsdp and not self.three else 0.0
-        if self.three:
-            self.sums = s * k.block + w * k.block + max(w / layout.shard, s) * k.block
+        # FSDP: a block's weights and the next one's; while the gradients of the one before are being summed.
+        self.gathered = 2 * s * k.block if self.three else 0.0
+        self.sums = 0.0
+        if self.fsdp:
+            self.sums = w * k.block + max(w / layout.shard, s if self.three else 0) * k.block + self.gathered / 2
+            self.sums -= k.every if self.share else self.stays
 
     def all(self, rank: int, micro_batches: int, fewer: int = 0) -> Iterator[float]:
         k, s, w = self.k, self.own.size, self.own.wide
         lives, halves = [self.live(part) for part in self.parts], [self.half(part) for part in self.parts]
-        block = (self.again if self.share < 1 else 0.0) + k.hidden + s * k.product + self.sums
+        block = (self.again if self.share < 1 else 0.0) + k.hidden + s * k.product
         # By stage, what its backward needs at most.
-        more = [max(block if part.blocks else 0.0, self.loss() if part.last else 0.0) for part in self.parts]
+        more = []
+        for part in self.parts:
+            beside = max(self.gathered, self.sums) if part.blocks > 1 else self.gathered
+            more.append(max(block + beside if part.blocks else 0.0, self.loss() if part.last else 0.0))
         for live, waiting in flights(self.layout, rank, micro_batches):
             live = tuple(n - fewer for n in live)
             held = sum([n * size for n, size in zip(live, lives)])
