@@ -148,14 +148,14 @@ class Machine:
 
     def gather(self, whole: float, ranks: int, stride: int, bucket: float = inf) -> float:
         """All-gather or reduce-scatter of `whole` bytes in all, in pieces of at most `bucket`."""
-        if ranks == 1:
+        if ranks == 1 or not whole:
             return 0.0
         c = self.cluster
         domains = max(1, ranks * stride // c.domain)
         hops = (ranks - domains) * c.inner.latency + (domains - 1) * c.outer.latency  # once around the ring
         sent = whole * (ranks - 1) / ranks
         once = self.efficiency.start * log2(ranks) + self.efficiency.latency * hops
-        return sent / self.bandwidth(ranks, stride) + once * ceil(whole / bucket)
+        return sent / self.bandwidth(ranks, stride) + once * max(1, ceil(whole / bucket))
 
     def reduce(self, whole: float, ranks: int, stride: int, bucket: float = inf) -> float:
         """All-reduce."""
