@@ -103,12 +103,15 @@ class Own:
             self._kept[key] = Kept.of(self, layout)
         return self._kept[key]
 
-    def least(self, layout: Layout, parts: Sequence[Part]) -> float:
-        """Bytes of weights, gradients and optimizer states of the fullest of some ranks."""
-        pieces, w = self.sizes(layout.tensor), self.wide
-        most = max([n * pieces[1] + (pieces[0] if a else 0) + (pieces[2] if b else 0) for n, a, b in parts])
+    def least(self, layout: Layout, parts: Sequence[Part], micro_batches: int) -> float:
+        """Bytes that the fullest of some ranks holds at least: weights, gradients, optimizer states, and, if there are
+        more to come, what the blocks keep of one micro-batch."""
+        (embed, block, head), k = self.sizes(layout.tensor), self.kept(layout)
         whole = 2 if layout.zero == 1 or layout.shard == 1 else 0  # weights and gradients that are not cut
-        return most * w * (whole + (4 - whole) / (layout.shard * layout.context))
+        each = self.wide * (whole + (4 - whole) / (layout.shard * layout.context))
+        stays = {"none": k.every, "selective": k.selective}.get(layout.recompute, k.stream)
+        kept = block * each + (stays if micro_batches > 1 and layout.context == layout.expert == 1 else 0.0)
+        return max([n * kept + each * ((embed if a else 0) + (head if b else 0)) for n, a, b in parts])
 
     def sizes(self, tensor: int) -> tuple[int, int, int]:
         """Numbers of the embedding, of a block, and of the head without what it may share."""
@@ -154,12 +157,11 @@ class Own:
 
     def neighbours(self, layout: Layout, rank: int) -> int:
         """Stages next to a rank's own and on other ranks: PyTorch's have a buffer for each and every micro-batch."""
+        stages, last = layout.stages_of(rank), layout.stage_count - 1
         if layout.pipeline == 1:
             return 0
-        mine = set(layout.stages_of(rank))
-        near = {stage + step for stage in mine for step in (-1, 1)} - mine
-        pairs = [(stage, stage + step) for stage in mine for step in (-1, 1)]
-        return sum(1 for _, other in pairs if other in near and 0 <= other < layout.stage_count)
+        local = 2 * (stages[-1] - stages[0] == 1)  # at the turn of a V
+        return 2 * len(stages) - (stages[0] == 0) - (stages[-1] == last) - local
 
 
 class Kept(NamedTuple):

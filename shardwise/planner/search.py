@@ -81,8 +81,11 @@ def _finalists(
                 load = estimator.load(part)
                 for schedule, virtual, stages in schedules:
                     evaluated += 1
-                    floor = (micro_batches * load.busiest(stages) + estimator.efficiency.fixed) * jitter
-                    if floor > ceilings[-1] or (own is not None and own.least(part, stages.parts) > limit):
+                    busy = micro_batches * load.busiest(stages) / estimator.efficiency.shared
+                    floor = (busy + estimator.efficiency.fixed) * jitter
+                    if floor > ceilings[-1] or (
+                        own is not None and own.least(part, stages.parts, micro_batches) > limit
+                    ):
                         continue
                     layout = replace(part, schedule=schedule, virtual=virtual)
                     if not estimator.fits(layout):
@@ -105,7 +108,8 @@ def bound(estimator: Estimator, base: Layout) -> float:
     inner, first, last = estimator.pieces(estimator.cut(base))
     layers, each = estimator.work.shape.layers, inner.forward + inner.backward
     ends = first.forward + first.backward, last.forward + last.backward
-    busy = max(-(-layers // base.pipeline) * each, (layers * each + sum(ends)) / base.pipeline, *ends)
+    mean, shared = (layers * each + sum(ends)) / base.pipeline, estimator.efficiency.shared
+    busy = max(-(-layers // base.pipeline) * each / shared, mean, *(end / shared for end in ends))
     return estimator.micro_batches(base) * busy
 
 
