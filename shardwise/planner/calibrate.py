@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from math import log2
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.cluster import CLUSTERS, Cluster, Device, Link, known_device
+from shardwise.comm.collectives import all_gather, reduce_scatter
 from shardwise.comm.world import run_world
 from shardwise.errors import JobError, nearest
 from shardwise.files import write_text
 from shardwise.job import Model, make_job
 from shardwise.models.chain import reset
 from shardwise.models.gpt import Block, gpt
-from shardwise.planner.cost import Cut, Machine, Setting, block
+from shardwise.planner.cost import Cut, Machine, Setting, attention, block
 from shardwise.planner.efficiency import efficiency_of
 from shardwise.planner.shape import shape_of
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CALLS = 30  # of each collective: a count, as all ranks must make as many
 CUT = Cut(tensor=1, context=1, expert=1, micro_batch=1)
 
 
@@ -48,11 +51,11 @@ class Sizes:
 
 
 ON_CPU = Sizes(
-    products=(128, 256, 512), copied=1 << 24, messages=(1 << 14, 1 << 20, 1 << 23),
-    tiny={"width": 16, "heads": 2, "sequence": 8}, large={"width": 256, "heads": 4, "sequence": 256},
+    products=(128, 256, 512), copied=1 << 24, messages=(1 << 14, 1 << 23),
+    tiny={"width": 16, "heads": 2, "sequence": 8}, large={"width": 256, "heads": 8, "sequence": 128},
 )  # fmt: skip
 ON_GPU = Sizes(
-    products=(1024, 2048, 4096, 8192), copied=1 << 30, messages=(1 << 16, 1 << 22, 1 << 28),
+    products=(1024, 2048, 4096, 8192), copied=1 << 30, messages=(1 << 16, 1 << 28),
     tiny={"width": 64, "heads": 2, "sequence": 16}, large={"width": 4096, "heads": 32, "sequence": 8192},
 )  # fmt: skip
 
@@ -85,8 +88,12 @@ def calibrate(kind: str, processes: int, tell: Callable[[str], None] = lambda _:
     tell(f"measuring {processes} processes at once")
     found = run_world(_measure, processes, kind)
     values = {key: statistics.mean(one[key] for one in found) for key in found[0]}
-    link = run_world(_collectives, processes, ON_CPU.messages)[0] if processes > 1 else None
-    return _cluster(kind, processes, values, link)
+    if processes == 1:
+        return _cluster(kind, processes, values, None)
+    tell("measuring collectives")
+    links = run_world(_links, processes, ON_CPU.messages)
+    values |= {key: statistics.mean(one[key] for one in links) for key in links[0]}
+    return _cluster(kind, processes, values, Link(values["link"], values["hop"]))
 
 
 def save(cluster: Cluster, path: Path) -> None:
@@ -120,18 +127,34 @@ def _shares(cluster: Cluster, values: dict[str, float]) -> dict[str, float]:
     shares = {
         "product": min(1.0, values[half] / device.rate(half)), "depth": 0.0, "wave": 0.0, "ragged": 1.0,
         "attention": values["attention"] / device.rate(half), "attention_backward": values["attention_backward"],
-        "inner": 1.0, "outer": 1.0, "latency": 1.0, "jitter": 0.0, "fixed": 0.0, "hidden_tensor": 0.0,
+        "inner": 1.0, "outer": 1.0, "latency": values.get("latency", 1.0), "jitter": 0.0, "fixed": 0.0,
+        "hidden_tensor": 0.0,
         "launch": values["host"] / HOST_KERNELS, "odd": min(1.0, values["odd"]),
         "bulk": min(1.0, values["copied"] / device.bandwidth),
     }  # fmt: skip
-    if device.family == "cpu":
-        shares |= {"hidden_data": 0.0, "hidden_transfer": 0.0, "contention": 0.0}
-    # What a large block takes beyond its products and attention goes to memory.
     large = _model(ON_GPU.large if device.family != "cpu" else ON_CPU.large)
+    if device.family == "cpu":
+        # Nothing runs beside anything else: the host is the device, so their times add up.
+        shares |= {
+            "hidden_data": 0.0,
+            "hidden_transfer": 0.0,
+            "hidden_interleaved": 0.0,
+            "contention": 0.0,
+            "apart": 1.0,
+        }
+        shares |= {
+            "start": values.get("start", 0.0),
+            "shared": max(1.0, values["large"] / values.get("alone", values["large"])),
+        }
+        # So that attention of the measured size takes as long as was measured.
+        forward, _ = attention(Machine(cluster, efficiency_of("cpu", shares)), shape_of(large), Setting(half), CUT)
+        shares["attention"] *= forward * values["attention"] / _attention_flops(large)
+    # What a large block takes beyond its products and attention goes to memory.
     machine = Machine(cluster, replace(efficiency_of(device.family, shares), memory=1.0))
     ideal = block(machine, shape_of(large), Setting(half), CUT, False)
     moved = 3 * machine.move(ideal.moved)
-    rest = max(values["large"] - (ideal.forward + ideal.backward - moved), 0.2 * moved)
+    host = values["host"] if device.family == "cpu" else 0.0
+    rest = max(values["large"] - host - (ideal.forward + ideal.backward - moved), 0.2 * moved)
     shares["memory"] = min(4.0, moved / rest)
     return shares
 
@@ -151,7 +174,7 @@ def _measure(kind: str) -> dict[str, float]:
     values["copied"] = 2 * sizes.copied / _seconds(lambda: numbers.clone(), device)
     forward, backward = _attention(_model(sizes.large), dtype, device)
     values["attention"], values["attention_backward"] = forward, backward / forward
-    values["host"] = _block(_model(sizes.tiny), dtype, device, wait=False)
+    values["host"] = _block(_model(sizes.tiny), dtype, device, wait=kind == "cpu")
     values["large"] = _block(_model(sizes.large), dtype, device, wait=True)
     return values
 
@@ -177,12 +200,16 @@ def _attention(model: Model, dtype: torch.dtype, device: torch.device) -> tuple[
     """FLOP/s of forward and backward, half of the square counted."""
     shape = (1, model.heads, model.sequence, model.head_size)
     q, k, v = (torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3))
-    flops = 2.0 * model.heads * model.sequence**2 * model.head_size
+    flops = _attention_flops(model)
     forward = _seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), device)
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     gradient = torch.ones_like(out)
     back = _seconds(lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True), device)
     return flops / forward, 2.5 * flops / back
+
+
+def _attention_flops(model: Model) -> float:
+    return 2.0 * model.heads * model.sequence**2 * model.head_size
 
 
 def _block(model: Model, dtype: torch.dtype, device: torch.device, wait: bool) -> float:
@@ -203,33 +230,80 @@ def _block(model: Model, dtype: torch.dtype, device: torch.device, wait: bool) -
 
 def _seconds(work: Callable[[], Any], device: torch.device, wait: bool = True, turns: int = 7) -> float:
     """The median of some turns, of the host alone the least. On a GPU a turn is several calls: none waits to start."""
-    calls = 8 if device.type == "cuda" else 1
-    times = []
+    if device.type == "cpu":
+        return _mean(work)
+    calls, times = 8, []
     for turn in range(turns + 2):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        torch.cuda.synchronize()
         begin = time.perf_counter()
         for _ in range(calls):
             work()
-        if wait and device.type == "cuda":
+        if wait:
             torch.cuda.synchronize()
         if turn >= 2:
             times.append((time.perf_counter() - begin) / calls)
     return statistics.median(times) if wait else min(times)
 
 
-def _collectives(messages: tuple[int, ...]) -> Link:
-    """Bandwidth from the largest message, latency of a hop from the smallest."""
-    size = dist.get_world_size()
-    times = {}
-    for message in messages:
-        tensor = torch.zeros(message // 4)
+def _mean(work: Callable[[], Any], calls: int = 0, least: float = 0.3) -> float:
+    """Seconds of a call on a CPU, in the mean over so many, or over `least` seconds of them: where processes take turns
+    on a processor, what counts is how many calls each gets done, not how long one of them is interrupted."""
+    work()
+    work()
+    done, begin = 0, time.perf_counter()
+    while done < (calls or 3) or (not calls and time.perf_counter() - begin < least):
+        work()
+        done += 1
+    return (time.perf_counter() - begin) / done
 
-        def reduce(tensor: Tensor = tensor) -> None:
-            dist.all_reduce(tensor)
 
-        times[message] = _seconds(reduce, torch.device("cpu"))
-    large = messages[-1]
-    latency = times[messages[0]] / (2 * (size - 1))
-    sent = 2.0 * large * (size - 1) / size
-    return Link(sent / max(times[large] - times[messages[0]], 1e-9), latency)
+def _links(messages: tuple[int, ...]) -> dict[str, float]:
+    """Of one process of a world: seconds of a block while all others wait, of collectives, of transfers.
+
+    Half of the collectives that training uses gather and half sum, so both are measured, for the whole world and, where
+    it has more, for pairs side by side. From both follow what a collective costs to start, for each doubling of its
+    ranks, and what for each hop; from the largest message the bandwidth.
+    """
+    size, rank, device = dist.get_world_size(), dist.get_rank(), torch.device("cpu")
+    small, large = messages[0], messages[-1]
+    values = {}
+    for turn in range(size):
+        if turn == rank:
+            values["alone"] = _block(_model(ON_CPU.large), torch.float32, device, wait=True)
+        dist.barrier()
+    pairs = [dist.new_group([n, n + 1]) for n in range(0, size - size % 2, 2)]
+    mine = pairs[rank // 2] if rank // 2 < len(pairs) else None
+    all_small, all_large = _collective(small, size, None), _collective(large, size, None)
+    values["link"] = large * (size - 1) / size / max(all_large - all_small, 1e-6)
+    dist.barrier()
+    hop = pair = all_small / (size - 1)
+    if mine is not None:
+        hop, pair = _transfer(small, rank, mine), _collective(small, 2, mine)
+    # A collective of n ranks takes start x log2(n) + latency x hop x (n - 1).
+    doublings, hops = log2(size), size - 1
+    each = max(0.0, (all_small - doublings * pair) / (hops - doublings)) if size > 2 else 0.0
+    start = min(max(0.0, pair - each), all_small / doublings)
+    dist.barrier()
+    return {**values, "hop": hop, "start": start, "latency": each / hop}
+
+
+def _collective(message: int, size: int, group: dist.ProcessGroup | None) -> float:
+    """Seconds to gather, or sum and scatter, a message in all; the mean of both."""
+    whole, piece = torch.zeros(message // 4), torch.zeros(message // 4 // size)
+    gather = _mean(lambda: all_gather(whole, piece, group=group), CALLS)
+    return (gather + _mean(lambda: reduce_scatter(piece, whole, group=group), CALLS)) / 2
+
+
+def _transfer(message: int, rank: int, group: dist.ProcessGroup) -> float:
+    """Seconds from one process to its neighbour: half of there and back."""
+    tensor, other = torch.zeros(message // 4), rank ^ 1
+
+    def there_and_back() -> None:
+        if rank < other:
+            dist.send(tensor, other, group)
+            dist.recv(tensor, other, group)
+        else:
+            dist.recv(tensor, other, group)
+            dist.send(tensor, other, group)
+
+    return _mean(there_and_back, CALLS) / 2

@@ -274,7 +274,7 @@ def _shown(rows: int, ranks: int, begin: float, until: float, whole: float, coun
 def _assumptions(plan: Plan) -> Iterator[str]:
     device, cluster = plan.cluster.device, plan.cluster
     links = f"{cluster.inner.bandwidth / 1e9:.3g} GB/s within groups of {cluster.domain}"
-    kind = "measured here by calibrate" if cluster.measured else "fitted shares of the data sheet's peaks"
+    kind = "measured by calibrate" if cluster.measured else "fitted shares of the data sheet's peaks"
     rate = device.rate(plan.shape.precision(plan.job.precision)) / 1e12
     yield SENTENCE
     yield (

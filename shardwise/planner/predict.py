@@ -169,7 +169,15 @@ class Estimator:
 
     def step(self, layout: Layout, pipeline: float) -> float:
         """Seconds of a step whose micro-batches take so long."""
+        if self.efficiency.shared > 1.0 and layout.pipeline > 1:  # who waits leaves its processor to the others
+            pipeline = max(pipeline / self.efficiency.shared, self._evenly(layout))
         return (pipeline + sum(self.rest(layout)) + self.efficiency.fixed) * self.jitter(layout.world)
+
+    def _evenly(self, layout: Layout) -> float:
+        """Seconds that the ranks of a pipeline work on all micro-batches, in the mean."""
+        one, (_, first, last) = self.passes(layout), self.pieces(self.cut(layout))
+        work = self.work.shape.layers * (one.forward + one.backward) + first.both + last.both
+        return self.micro_batches(layout) * (work / layout.pipeline + self.hop(layout))
 
     def jitter(self, world: int) -> float:
         return 1.0 + self.efficiency.jitter * log2(max(1.0, world / self.machine.cluster.domain))

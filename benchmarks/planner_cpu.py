@@ -1,0 +1,114 @@
+"""Predicted against measured on CPU processes: does the planner rank layouts as they turn out, after `calibrate`?
+
+    python benchmarks/planner_cpu.py [--json] [--rounds N] [--cluster FILE]
+
+Four processes form one gloo world and hold a small GPT in each of the layouts below. Steps are taken in rounds, one of
+every layout after the other, so that what else the machine does falls on all of them alike; a layout's time is the
+median over the rounds. The order is what counts: Spearman's rank correlation of predicted and measured times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+
+from shardwise.cluster import Cluster, find_cluster
+from shardwise.comm.world import run_world
+from shardwise.data.source import Synthetic
+from shardwise.data.stream import Stream, share
+from shardwise.job import Job, make_job
+from shardwise.layout import Layout
+from shardwise.optim import make_optimizer
+from shardwise.parallel.parallelize import parallelize
+from shardwise.planner.calibrate import calibrate
+from shardwise.planner.plan import estimator_of, judged
+from shardwise.step import step
+
+PROCESSES = 4
+MODEL = {"layers": 6, "width": 160, "heads": 8, "kv_heads": 4, "vocab": 512, "sequence": 64}
+SAMPLES = 16
+LAYOUTS = (
+    "replicate=4", "replicate=4 micro_batch=1", "replicate=4 recompute=full", "shard=4 zero=1", "shard=4 zero=3",
+    "shard=4 zero=3 micro_batch=1", "tensor=4", "tensor=4 micro_batch=8", "replicate=2 tensor=2",
+    "pipeline=4 micro_batch=4", "pipeline=4 micro_batch=1", "pipeline=4 schedule=zbv micro_batch=2",
+    "pipeline=2 replicate=2 micro_batch=2", "pipeline=2 tensor=2 micro_batch=4",
+    "pipeline=2 shard=2 zero=3 micro_batch=2",
+)  # fmt: skip
+
+
+def the_job() -> Job:
+    return make_job({"model": MODEL, "batch": {"samples": SAMPLES}, "run": {"device": "cpu"}})
+
+
+def measure(layouts: list[str], rounds: int) -> list[list[float]]:
+    """Seconds of each round by layout, on one rank of the world; the first round is for warming up."""
+    job, device = the_job(), torch.device("cpu")
+    engines = [parallelize(job, Layout.parse(text), device) for text in layouts]
+    optimizers = [make_optimizer(job.optimizer, engine.holdings) for engine in engines]
+    stream = Stream(Synthetic(256, job.model.sequence, job.model.vocab, 0), 0)
+    times: list[list[float]] = [[] for _ in layouts]
+    for number in range(rounds + 1):
+        for place, (engine, optimizer) in enumerate(zip(engines, optimizers, strict=True)):
+            data = engine.mesh["data"]
+            samples = stream.read(share(number, job.samples, data.size, data.index))
+            dist.barrier()
+            begin = time.perf_counter()
+            step(engine, optimizer, samples, job.optimizer.clip)
+            dist.barrier()
+            if number:
+                times[place].append(time.perf_counter() - begin)
+    return times
+
+
+def ranks(values: list[float]) -> list[float]:
+    order = sorted(range(len(values)), key=lambda place: values[place])
+    found = [0.0] * len(values)
+    for rank, place in enumerate(order):
+        found[place] = float(rank)
+    return found
+
+
+def spearman(a: list[float], b: list[float]) -> float:
+    return statistics.correlation(ranks(a), ranks(b))
+
+
+def predict(cluster: Cluster, layouts: list[str]) -> list[float]:
+    job = the_job()
+    estimator = estimator_of(job, cluster)
+    return [estimator.predict(judged(job, estimator.work.shape, Layout.parse(text))).seconds for text in layouts]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--cluster", help="a file of an earlier `calibrate --processes 4`, instead of measuring now")
+    options = parser.parse_args()
+    layouts = list(LAYOUTS)
+    cluster = find_cluster(options.cluster) if options.cluster else calibrate("cpu", PROCESSES)
+    measured = [
+        statistics.median(times) for times in run_world(measure, PROCESSES, layouts, options.rounds, timeout=1200.0)[0]
+    ]
+    predicted = predict(cluster, layouts)
+    both = list(zip(layouts, measured, predicted, strict=True))
+    record = {
+        "processes": PROCESSES, "rounds": options.rounds, "spearman": spearman(predicted, measured),
+        "median_error": statistics.median(abs(p / m - 1) for _, m, p in both),
+        "layouts": [{"layout": text, "measured_seconds": m, "predicted_seconds": p} for text, m, p in both],
+    }  # fmt: skip
+    if options.json:
+        print(json.dumps(record))
+        return
+    for text, seconds, guess in sorted(both, key=lambda one: one[1]):
+        off = f"{100 * (guess / seconds - 1):+.0f}%"
+        print(f"{text:45s} {1e3 * seconds:7.1f} ms, predicted {1e3 * guess:7.1f} ms ({off})")
+    print(f"rank correlation {record['spearman']:.2f}, median error {100 * record['median_error']:.0f}%")
+
+
+if __name__ == "__main__":
+    main()
