@@ -32,7 +32,7 @@ from shardwise.planner.efficiency import Efficiency  # noqa: E402
 
 # Before any run is seen: what such kernels and links are known to reach.
 PRIOR = {
-    "product": 0.75, "narrow": 0.6, "attention": 0.5, "memory": 0.6, "inner": 0.7, "outer": 0.7, "launch": 1e-5,
+    "product": 0.75, "narrow": 0.6, "attention": 0.5, "memory": 0.6, "inner": 0.7, "outer": 0.7, "launch": 2e-5,
     "attention_backward": 0.8, "depth": 100.0, "wave": 0.8, "ragged": 0.8, "hidden_tensor": 0.2, "hidden_data": 0.8,
     "contention": 0.1, "hidden_expert": 0.4, "hidden_transfer": 0.4, "hidden_interleaved": 0.8, "grouped": 0.8,
     "jitter": 0.005, "latency": 0.5, "apart": 3.0, "fixed": 0.005, "routing": 100.0,
@@ -51,7 +51,7 @@ POSITIVE = (
     "eager",
     "scores",
 )  # the others are shares
-PULL = 0.12
+PULL = 0.06
 GROUPED = 1.5
 
 Run = tuple[Row, Layout]
