@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from shardwise.cluster import CLUSTERS, GIB, Cluster, known_cluster
+from shardwise.cluster import CLUSTERS, GIB, Cluster, find_cluster, known_cluster
 from shardwise.errors import JobError, LayoutError
 from shardwise.job import Job, load_job, make_job
 from shardwise.layout import Layout
 from shardwise.parallel.parallelize import check
-from shardwise.planner.plan import make_plan
+from shardwise.planner import calibrate
+from shardwise.planner.plan import estimator_of, judged, make_plan, notable
+from shardwise.planner.search import bases, search, variants
 from shardwise.train import auto, here
 from shardwise.train.auto import check_memory, choose_layout, choose_plan, plan_record, reason
 from shardwise.train.start import DEMO, start_training
@@ -79,6 +82,15 @@ def test_of_equals_the_plainest() -> None:
         assert len({str(one.layout) for one in plan.layouts}) == len(plan.layouts)
 
 
+@pytest.mark.parametrize("text", ["pipeline=2 schedule=interleaved virtual=2", "pipeline=4", "shard=4", "tensor=4"])
+def test_alternatives_that_do_not_exist_are_passed_over(text: str) -> None:
+    """A pipeline of two becomes none; stages beyond the model's pieces; heads that do not divide."""
+    job = job_of(batch={"samples": 16})
+    judge = estimator_of(job, CLUSTERS["cpu"])
+    lines = list(notable(judge, judge.predict(judged(job, judge.work.shape, Layout.parse(text)))))
+    assert lines and len({line.partition(":")[0] for line in lines}) == len(lines)
+
+
 def test_what_this_machine_is_taken_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     cluster, source = here.cluster_here(job_of(), 4)
     assert (cluster.device.family, cluster.domain, source) == ("cpu", 4, "the preset for CPUs")
@@ -109,6 +121,28 @@ def test_the_plan_of_a_run(text: str) -> None:
     assert max(sums) == pytest.approx(record["predicted"]["peak_memory_gib"])
     assert record["predicted"]["step_seconds"] > 0
     assert bool(record["rejected"]) == (text == "auto") == reason(plan, source).startswith("best of")
+
+
+def test_a_calibrated_machine_is_planned_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "LEAST", 0.01)
+    monkeypatch.setattr(calibrate, "CALLS", 4)
+    said = calibrate.calibrate_machine(tmp_path / "here.toml", processes=3, device="cpu")
+    assert "3 x CPU" in said
+    cluster = find_cluster(str(tmp_path / "here.toml"))
+    assert cluster.measured["shared"] >= 1 and cluster.inner.bandwidth > 0 and cluster.inner.latency > 0
+    plan, source = choose_plan(job_of(run={"device": "cpu", "cluster": str(tmp_path / "here.toml")}), world=2)
+    assert plan.cluster == cluster and source.endswith("here.toml") and plan.best.seconds > 0
+
+
+def test_the_search_is_exact_where_processes_share_processors() -> None:
+    shared = replace(CLUSTERS["cpu"], measured={**CLUSTERS["cpu"].measured, "shared": 2.5})
+    judge = estimator_of(job_of(batch={"samples": 16}, model=SMALL | {"layers": 6}), shared)
+    every = [judge.predict(layout) for base in bases(judge, 4, True) for layout in variants(judge, base)]
+    fitting = sorted(one.seconds for one in every if one.peak <= shared.device.memory)
+    assert [one.seconds for one in search(judge, 4, runnable=True).best] == pytest.approx(fitting[:10])
+    alone = estimator_of(judge_job := job_of(batch={"samples": 16}, model=SMALL | {"layers": 6}), CLUSTERS["cpu"])
+    pipeline = judged(judge_job, alone.work.shape, Layout.parse("pipeline=4"))
+    assert judge.predict(pipeline).seconds < alone.predict(pipeline).seconds
 
 
 def test_training_follows_the_plan(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from shardwise.planner.shape import shape_of
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CALLS = 30  # of each collective: a count, as all ranks must make as many
+LEAST = 0.3  # seconds of any other work on a CPU
 CUT = Cut(tensor=1, context=1, expert=1, micro_batch=1)
 
 
@@ -245,13 +246,13 @@ def _seconds(work: Callable[[], Any], device: torch.device, wait: bool = True, t
     return statistics.median(times) if wait else min(times)
 
 
-def _mean(work: Callable[[], Any], calls: int = 0, least: float = 0.3) -> float:
-    """Seconds of a call on a CPU, in the mean over so many, or over `least` seconds of them: where processes take turns
+def _mean(work: Callable[[], Any], calls: int = 0) -> float:
+    """Seconds of a call on a CPU, in the mean over so many, or over `LEAST` seconds of them: where processes take turns
     on a processor, what counts is how many calls each gets done, not how long one of them is interrupted."""
     work()
     work()
     done, begin = 0, time.perf_counter()
-    while done < (calls or 3) or (not calls and time.perf_counter() - begin < least):
+    while done < (calls or 3) or (not calls and time.perf_counter() - begin < LEAST):
         work()
         done += 1
     return (time.perf_counter() - begin) / done
@@ -289,7 +290,8 @@ def _links(messages: tuple[int, ...]) -> dict[str, float]:
 
 def _collective(message: int, size: int, group: dist.ProcessGroup | None) -> float:
     """Seconds to gather, or sum and scatter, a message in all; the mean of both."""
-    whole, piece = torch.zeros(message // 4), torch.zeros(message // 4 // size)
+    piece = torch.zeros(message // 4 // size)
+    whole = torch.zeros(size * len(piece))
     gather = _mean(lambda: all_gather(whole, piece, group=group), CALLS)
     return (gather + _mean(lambda: reduce_scatter(piece, whole, group=group), CALLS)) / 2
 

@@ -240,41 +240,42 @@ def parts(prediction: Prediction) -> dict[str, float]:
 def notable(estimator: Estimator, best: Prediction) -> Iterator[str]:
     """One line for each neighbour of the best layout in which one choice is made otherwise."""
     seen = {str(best.layout)}
-    for what, layout in _neighbours(best.layout):
+    for what, changes in _neighbours(best.layout):
         try:
-            layout = replace(layout, micro_batch=layout.micro_batch or best.layout.micro_batch)
+            layout = replace(best.layout, **changes)
             solve_batch(layout, estimator.work.samples)
-        except LayoutError:
-            continue
-        if str(layout) in seen or estimator.work.shape.heads % layout.tensor:
+            if str(layout) in seen or estimator.work.shape.heads % layout.tensor:
+                continue
+            why = explain(estimator, best, estimator.predict(layout))
+        except LayoutError:  # no such layout, or not of this model
             continue
         seen.add(str(layout))
-        note = ""
-        domain = estimator.machine.cluster.domain
-        if layout.tensor > domain >= best.layout.tensor:
-            note = " (it leaves the fast domain)"
-        yield f"{what}{note}: {explain(estimator, best, estimator.predict(layout))}"
+        leaves = layout.tensor > estimator.machine.cluster.domain >= best.layout.tensor
+        yield f"{what}{' (it leaves the fast domain)' if leaves else ''}: {why}"
 
 
-def _neighbours(layout: Layout) -> Iterator[tuple[str, Layout]]:
+def _neighbours(layout: Layout) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What could be otherwise, in words and as changes."""
     tensor, pipeline, data = layout.tensor, layout.pipeline, layout.data
+    alone: dict[str, Any] = {"schedule": "1f1b", "virtual": 0}  # of a pipeline of one rank
     for axis in ("shard", "replicate", "pipeline"):
         degree = getattr(layout, axis)
         if degree % 2 == 0:
-            yield f"tensor={2 * tensor}", replace(layout, **{axis: degree // 2}, tensor=2 * tensor)
+            more = alone if axis == "pipeline" and degree == 2 else {}
+            yield f"tensor={2 * tensor}", {axis: degree // 2, "tensor": 2 * tensor, **more}
             break
     if tensor % 2 == 0:
         wider = "shard" if layout.shard > 1 else "replicate"
-        yield f"tensor={tensor // 2}", replace(layout, tensor=tensor // 2, **{wider: 2 * getattr(layout, wider)})
+        yield f"tensor={tensor // 2}", {"tensor": tensor // 2, wider: 2 * getattr(layout, wider)}
     if pipeline > 1:
-        yield "no pipeline", replace(layout, pipeline=1, shard=data * pipeline, replicate=1, schedule="1f1b", virtual=0)
+        yield "no pipeline", {"pipeline": 1, "shard": data * pipeline, "replicate": 1, **alone}
     for zero in (1, 2, 3):
         if layout.shard > 1 and zero != layout.zero:
-            yield f"zero={zero}", replace(layout, zero=zero)
+            yield f"zero={zero}", {"zero": zero}
     for recompute in ("none", "selective", "full"):
         if recompute != layout.recompute:
-            yield f"recompute={recompute}", replace(layout, recompute=recompute)
+            yield f"recompute={recompute}", {"recompute": recompute}
     for schedule in ("1f1b", "interleaved", "zbv"):
         if pipeline > 1 and schedule != layout.schedule:
-            yield f"schedule={schedule}", replace(layout, schedule=schedule, virtual=0)
-    yield f"micro_batch={2 * layout.micro_batch}", replace(layout, micro_batch=2 * layout.micro_batch)
+            yield f"schedule={schedule}", {"schedule": schedule, "virtual": 0}
+    yield f"micro_batch={2 * layout.micro_batch}", {"micro_batch": 2 * layout.micro_batch}
