@@ -3,8 +3,8 @@
     python tools/compact_runs.py FILE.csv ... [-o benchmarks/runs.csv]
 
 Kept are runs of quality A or B that can be predicted and have a measured time or memory; of their columns those that
-`benchmarks/published.py` reads, and the source. Notes, and second measures of the same time, are left out where a run
-is read the same without them. So the compact table gives the same runs as the larger ones: checked here, row by row.
+`benchmarks/published.py` reads, and the source. Notes and second measures of the same time are left out where a run is
+read the same without them. So the compact table gives the same runs as the larger ones: checked here, row by row.
 """
 
 from __future__ import annotations
@@ -49,14 +49,15 @@ def parsed(values: dict[str, str]) -> Row | None:
 
 
 def shortened(values: dict[str, str]) -> dict[str, str]:
-    """A row without what it would be read the same without: parts of its note, further measures of the same time."""
+    """A row without what it would be read the same without: parts of its note, further measures of the same time,
+    sizes that are the usual ones."""
     whole, parts = parsed(values), values.get("note", "").split("; ")
     for part in list(parts):
         fewer = [other for other in parts if other is not part]
         if parsed({**values, "note": "; ".join(fewer)}) == whole:
             parts = fewer
     values = {**values, "note": "; ".join(parts)}
-    for key in ("tflops_kind", "tflops_per_gpu", "tokens_per_s_per_gpu"):
+    for key in ("tflops_kind", "tflops_per_gpu", "tokens_per_s_per_gpu", "kv_heads", "ffn_hidden"):
         if parsed(fewer_cells := {**values, key: ""}) == whole:
             values = fewer_cells
     return values

@@ -42,6 +42,10 @@ def local_processes(job: Job) -> int:
         return job.run.processes
     if pick_device(job) == "cuda":
         return torch.cuda.device_count()
+    return _cores()
+
+
+def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -53,9 +57,7 @@ def cluster_here(job: Job, processes: int) -> tuple[Cluster, str]:
     if job.run.cluster:
         return find_cluster(job.run.cluster), job.run.cluster
     if pick_device(job) == "cpu":
-        cpu = CLUSTERS["cpu"]
-        device = replace(cpu.device, memory=_host_memory() / processes)
-        return replace(cpu, device=device, domain=processes), "the preset for CPUs"
+        return _cpu(processes), "the preset for CPUs"
     name, memory = gpu_here()
     known = known_cluster(name, memory)
     if known is None:  # a GPU that we have no data sheet of: what matters most is how much it holds
@@ -63,6 +65,16 @@ def cluster_here(job: Job, processes: int) -> tuple[Cluster, str]:
         device = replace(base.device, name=name, memory=memory or base.device.memory)
         return replace(base, device=device, domain=processes), "no data sheet: computed as an A100"
     return replace(known, domain=max(processes, known.domain if known.domain > 8 else 1)), "its data sheet"
+
+
+def _cpu(processes: int) -> Cluster:
+    """Processes share the memory, and where they are more than cores those too: all else takes longer by as much."""
+    cpu = CLUSTERS["cpu"]
+    turns = max(1.0, processes / _cores())
+    peak = {word: rate / turns for word, rate in cpu.device.peak.items()}
+    device = replace(cpu.device, peak=peak, bandwidth=cpu.device.bandwidth / turns, memory=_host_memory() / processes)
+    slower = {key: cpu.measured[key] * turns for key in ("launch", "start", "latency")}
+    return replace(cpu, device=device, domain=processes, measured={**cpu.measured, **slower, "shared": turns})
 
 
 def gpu_here() -> tuple[str, float]:
