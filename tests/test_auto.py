@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from shardwise.cluster import CLUSTERS, GIB, Cluster, find_cluster, known_cluster
 from shardwise.errors import JobError, LayoutError
@@ -145,7 +146,8 @@ def test_the_search_is_exact_where_processes_share_processors() -> None:
     assert judge.predict(pipeline).seconds < alone.predict(pipeline).seconds
 
 
-def test_training_follows_the_plan(tmp_path: Path) -> None:
+def test_training_follows_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)  # threads here would hang worlds forked later
     said: list[str] = []
     settings = [
         "steps=1",
