@@ -52,6 +52,7 @@ POSITIVE = (
     "scores",
 )  # the others are shares
 PULL = 0.06
+FIRMER = {"product": 8.0}  # times as strongly: what large products reach is known from timing them alone
 GROUPED = 1.5
 
 Run = tuple[Row, Layout]
@@ -93,6 +94,7 @@ class Fit:
         self.families = sorted({row.cluster.device.family for row, _ in runs})
         self.names = [("", key) for key in COMMON] + [(family, key) for family in self.families for key in FAMILY]
         self.prior = np.array([encode(key, PRIOR[key]) for _, key in self.names])
+        self.pull = PULL * np.array([FIRMER.get(key, 1.0) for _, key in self.names])
         self.of = np.array([row.cluster.device.family for row, _ in runs])
         counts = Counter(row.source for row, _ in runs)
         self.weight = np.array([counts[row.source] ** -0.4 for row, _ in runs])
@@ -132,8 +134,8 @@ class Fit:
             slopes = np.stack([self.terms(self.slope(x, errors, n)) for n in range(len(x))], axis=1)
             terms = self.terms(errors)
             trust = 1 / np.sqrt(1 + (terms / 0.1) ** 2)
-            matrix = slopes.T @ (trust[:, None] * slopes) + PULL * np.eye(len(x))
-            vector = slopes.T @ (trust * terms) + PULL * (x - self.prior)
+            matrix = slopes.T @ (trust[:, None] * slopes) + np.diag(self.pull)
+            vector = slopes.T @ (trust * terms) + self.pull * (x - self.prior)
             while damping < 1e4:
                 step = np.clip(np.linalg.solve(matrix + damping * np.diag(np.diag(matrix)), -vector), -1.0, 1.0)
                 tried = self.errors(x + step)
@@ -152,7 +154,7 @@ class Fit:
 
     def cost(self, errors: np.ndarray, x: np.ndarray) -> float:
         terms = self.terms(errors) / 0.1
-        return float(np.sum(2 * 0.01 * (np.sqrt(1 + terms**2) - 1)) + PULL * np.sum((x - self.prior) ** 2))
+        return float(np.sum(2 * 0.01 * (np.sqrt(1 + terms**2) - 1)) + np.sum(self.pull * (x - self.prior) ** 2))
 
 
 def check(runs: list[Run], rounds: int) -> dict[str, float]:
