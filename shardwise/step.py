@@ -107,7 +107,10 @@ def update(engine: Engine, optimizer: torch.optim.Optimizer, outcome: Outcome, c
     divisor = engine.scale.value
     if clip > 0.0:
         divisor = divisor * (outcome.grad_norm / clip).clamp(min=1.0)
-    torch._foreach_div_([holding.grad for holding in engine.holdings], divisor)
+    if divisor.dtype == torch.float32:
+        optimizer.grad_scale = divisor  # type: ignore[attr-defined]  # the fused kernel divides as it goes, in 32 bits
+    else:
+        torch._foreach_div_([holding.grad for holding in engine.holdings], divisor)
     # The word by which PyTorch's fused optimizers are told to do nothing, decided on the device.
     optimizer.found_inf = outcome.skipped.float()  # type: ignore[attr-defined]
     optimizer.step()

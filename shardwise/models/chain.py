@@ -128,13 +128,12 @@ class Chain(nn.Module):
 
     def tie(self) -> None:
         """Makes tied parameters one object where the chain holds both."""
+        weights = dict(self.named_parameters(remove_duplicate=False))
         for other, name in self.rules.ties:
-            try:
-                shared = self.get_parameter(name)
-                owner = self.get_submodule(other.rpartition(".")[0])
-            except AttributeError:
-                continue
-            setattr(owner, other.rpartition(".")[2], shared)
+            if name in weights and other in weights:
+                owner, _, leaf = other.rpartition(".")
+                # Not by its attribute, which may show a view of it.
+                self.get_submodule(owner)._parameters[leaf] = weights[name]
 
     def part(self, first: int, last: int) -> Chain:
         """The pieces from `first` up to `last` as a chain of their own, sharing the modules."""

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.job import Model
-from shardwise.models.chain import IGNORED, Chain, Cut, Init, Region, Rules, Table, Uneven
+from shardwise.models.chain import Chain, Cut, Init, Region, Rules, Table, Uneven
 from shardwise.models.chain import Head as HeadRule
+from shardwise.models.loss import Vocabulary, linear_loss, rows_at_once
 from shardwise.random import Dropout
 
 
@@ -25,6 +26,21 @@ def gpt(model: Model, seed: int) -> Chain:
     """The chain embed, block0, block1, ..., head."""
     blocks = [(f"block{i}", Block(model, f"block{i}", seed)) for i in range(model.layers)]
     return Chain([("embed", Embed(model, seed)), *blocks, ("head", Head(model))], rules(model))
+
+
+def prepare(chain: Chain, model: Model, device: torch.device, dtype: torch.dtype, pipelined: bool) -> None:
+    """Gives a chain whose weights have memory what does not change from step to step: one rotation for all blocks, and
+    whether the head's loss may compute its gradient at once."""
+    for module in chain.modules():
+        if isinstance(module, Project) and pipelined:
+            module.rows = 0
+    found = [module for module in chain.modules() if isinstance(module, Attention) and module.theta is not None]
+    if found:
+        cos, sin = rotation(model.sequence, model.head_size, model.rope_theta, device)
+        wide = torch.promote_types(dtype, torch.float32)
+        turn = cos.to(wide), sin.to(wide)
+        for attention in found:
+            attention.turn = turn
 
 
 def rules(model: Model) -> Rules:
@@ -114,8 +130,19 @@ class Block(nn.Module):
 
 def make_norm(model: Model) -> nn.Module:
     if model.norm == "rms":
-        return nn.RMSNorm(model.width, eps=model.norm_eps)
+        return RMSNorm(model.width, eps=model.norm_eps)
     return nn.LayerNorm(model.width, eps=model.norm_eps, bias=model.bias)
+
+
+class RMSNorm(nn.RMSNorm):
+    """PyTorch's, but spelled out where a compiler can join it with its neighbours."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            return super().forward(x)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + (self.eps or 0.0))
+        return (wide * self.weight).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -126,6 +153,7 @@ class Attention(nn.Module):
         self.group = model.heads // model.kv_heads
         self.head_size = model.head_size
         self.theta = model.rope_theta if model.positions == "rotary" else None
+        self.turn: tuple[Tensor, Tensor] | None = None
         self.qkv = nn.Linear(model.width, (model.heads + 2 * model.kv_heads) * model.head_size, bias=model.bias)
         self.out = nn.Linear(model.heads * model.head_size, model.width, bias=model.bias)
 
@@ -134,7 +162,7 @@ class Attention(nn.Module):
         q = qkv[..., : self.group, :].flatten(2, 3).transpose(1, 2)  # B KG S H
         k, v = qkv[..., self.group, :].transpose(1, 2), qkv[..., self.group + 1, :].transpose(1, 2)  # B K S H
         if self.theta is not None:
-            turn = rotation(x.shape[1], self.head_size, self.theta, x.device)
+            turn = self.turn or rotation(x.shape[1], self.head_size, self.theta, x.device)
             q, k = rotate(q, turn), rotate(k, turn)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.group > 1)
         return self.out(y.transpose(1, 2).flatten(2))
@@ -150,7 +178,7 @@ def rotation(length: int, size: int, theta: float, device: torch.device) -> tupl
 def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
     """Turns the pairs (i, i + H/2) of features by their position's angles."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = (t.to(wide) for t in turn)
+    cos, sin = (t[: x.shape[-2]].to(wide) for t in turn)
     a, b = x.to(wide).chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
@@ -194,17 +222,14 @@ class Project(nn.Module):
     def __init__(self, model: Model):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(model.vocab, model.width))
+        self.part: Vocabulary | None = None
+        self.rows = rows_at_once(model.vocab)
+        """Positions whose logits are held at once; 0: all."""
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        logits = F.linear(x, self.weight)
         if targets is None:
-            return logits
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return self.loss(logits.flatten(0, 1), targets.flatten())
-
-    @staticmethod
-    def loss(logits: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+            return F.linear(x, self.weight)
+        return linear_loss(x.flatten(0, 1), self.weight, targets.flatten(), self.part, self.rows)
 
 
 def cost(model: Model) -> list[float]:

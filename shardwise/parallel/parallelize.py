@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch
 from torch import Tensor
 
 from shardwise.data.stream import Samples
@@ -20,7 +21,7 @@ from shardwise.errors import LayoutError
 from shardwise.job import Job
 from shardwise.layout import Batch, Layout, solve_batch
 from shardwise.models.chain import Chain
-from shardwise.models.gpt import cost, gpt
+from shardwise.models.gpt import cost, gpt, prepare
 from shardwise.parallel import recompute, tensor
 from shardwise.parallel.balance import cut_stages
 from shardwise.parallel.data import Bucketed, Cuts, DataParallel, Sharded, Whole
@@ -88,6 +89,10 @@ def build(job: Job, dtype: torch.dtype) -> Chain:
         return gpt(job.decoder(), job.seed).to(dtype)
 
 
+# Of what a compiled block would keep for its backward, the share that it may; the rest, operators that are cheap, it
+# computes again. On an H200 a quarter less memory for a step that is as fast.
+KEPT = 0.85
+
 # Degrees that a layout knows and that `plan` weighs, but that no engine serves yet.
 NOT_YET = ("context", "expert")
 
@@ -136,6 +141,7 @@ def parallelize(
             precision.apply(chain)
         recompute.apply(chain, layout)
         if job.compile:
+            functorch.activation_memory_budget = KEPT
             for block in chain.blocks():
                 block.compile()
 
@@ -152,6 +158,7 @@ def parallelize(
             chain.to_empty(device=device)
             if not sharded:
                 chain.tie()  # PyTorch gives each name memory of its own; FSDP does not
+            prepare(chain, job.decoder(), device, precision.compute, layout.pipeline > 1)
         holdings = data.hold(cuts)
         if memory is None:
             for holding in holdings:

@@ -7,6 +7,7 @@ compute type, in every layout alike: through FSDP's own policy where it holds th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -41,9 +42,10 @@ class Precision:
     def apply(self, module: nn.Module) -> None:
         """Lets every module see its own parameters in the compute type."""
         if self.mixed:
+            rounded = partial(torch.Tensor.to, dtype=self.compute)  # one for all: compiled blocks are told apart by it
             for part in module.modules():
                 for name in part._parameters:
-                    present(part, name, lambda weight: weight.to(self.compute))
+                    present(part, name, rounded)
 
 
 class LossScale:

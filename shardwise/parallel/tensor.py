@@ -25,9 +25,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.comm.collectives import all_gather_with_grad, reduce_scatter_with_grad
+from shardwise.comm.collectives import all_gather_with_grad, all_reduce, reduce_scatter_with_grad
 from shardwise.errors import LayoutError
-from shardwise.models.chain import IGNORED, Chain, Cut, Head, Placed, Region, Rules, Table
+from shardwise.models.chain import Chain, Cut, Head, Placed, Region, Rules, Table
+from shardwise.models.loss import Vocabulary
 from shardwise.parallel.mesh import Axis
 from shardwise.parallel.views import present
 from shardwise.words import counted
@@ -166,7 +167,12 @@ def _head(module: Any, axis: Axis) -> None:
         return gather(args[0], axis), *args[1:]
 
     module.register_forward_pre_hook(enter)
-    module.loss = lambda logits, targets: CutLoss.apply(logits, targets, module.first_row, axis.group)
+    module.rows *= axis.size  # each rank has a part of a row's logits
+    module.part = Vocabulary(
+        module.first_row,
+        highest=lambda numbers: all_reduce(numbers, dist.ReduceOp.MAX, group=axis.group),
+        total=lambda numbers: all_reduce(numbers, group=axis.group),
+    )
 
 
 def _places(axis: Axis) -> Any:
@@ -175,30 +181,3 @@ def _places(axis: Axis) -> Any:
         module.first_position = axis.index * length
 
     return tell
-
-
-class CutLoss(torch.autograd.Function):
-    """Cross-entropy summed over targets, of logits whose vocabulary is cut over the ranks of a group."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
-        highest = logits.max(-1).values
-        dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
-        shifted = logits - highest.unsqueeze(-1)
-        own = targets - first
-        elsewhere = (own < 0) | (own >= logits.shape[-1])
-        own = own.masked_fill(elsewhere, 0)
-        hit = shifted.gather(-1, own.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0.0)
-        share = shifted.exp_()
-        sums = torch.stack((share.sum(-1), hit))
-        dist.all_reduce(sums, group=group)
-        counted = targets != IGNORED
-        ctx.save_for_backward(share.div_(sums[0].unsqueeze(-1)), own, elsewhere, counted)
-        return ((sums[0].log() - sums[1]) * counted).sum()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        share, own, elsewhere, counted = ctx.saved_tensors
-        grad = share.clone()
-        grad.scatter_add_(-1, own.unsqueeze(-1), (elsewhere.to(grad.dtype) - 1.0).unsqueeze(-1))
-        return grad.mul_((counted * grads[0]).unsqueeze(-1)), None, None, None

@@ -41,6 +41,7 @@ from shardwise.data.stream import Samples
 from shardwise.errors import LayoutError, RunError
 from shardwise.job import BatchSize, Job
 from shardwise.layout import V_SHAPED, Layout, solve_batch
+from shardwise.models import loss
 from shardwise.optim import make_optimizer
 from shardwise.parallel.parallelize import Engine, check, parallelize
 from shardwise.planner.ledger import ROLES, Bytes, Ledger, Moment, axes_of
@@ -254,7 +255,7 @@ def _watched_step(job: Job, layout: Layout, micro_batches: int, fake: bool) -> N
     update = _watch(engine, ledger)
     gc.disable()  # when it runs is chance
     try:
-        with _all(modes), _one_kernel_norm():
+        with _all(modes), _kernels_of_a_gpu():
             optimizer = make_optimizer(job.optimizer, engine.holdings)
             _fill_states(engine, optimizer)
             ledger.mark((value for state in optimizer.state.values() for value in state.values()), "optimizer")
@@ -286,14 +287,28 @@ class OneKernelNorm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight)
 
 
+def _one_kernel_loss(logits: Tensor, targets: Tensor, part: loss.Vocabulary | None) -> tuple[Tensor, Tensor]:
+    """What the loss makes where it is one kernel: the logits' gradient, in their place."""
+    if part is not None or logits.dtype == torch.float64:
+        return softmax_loss(logits, targets, part)
+    return logits.new_zeros((), dtype=torch.promote_types(logits.dtype, torch.float32)), logits
+
+
+softmax_loss = loss._softmax_loss
+
+
 @contextmanager
-def _one_kernel_norm() -> Iterator[None]:
-    original = torch.nn.functional.rms_norm
+def _kernels_of_a_gpu() -> Iterator[None]:
+    """Operators that are one kernel on a GPU count as one."""
+    norm, product = torch.nn.functional.rms_norm, loss._add_product
     torch.nn.functional.rms_norm = lambda x, shape, weight, eps: OneKernelNorm.apply(x, weight)  # type: ignore
+    loss._softmax_loss = _one_kernel_loss
+    loss._add_product = lambda total, a, b: product(total, a, b) if a.dtype == total.dtype else None
     try:
         yield
     finally:
-        torch.nn.functional.rms_norm = original
+        torch.nn.functional.rms_norm = norm
+        loss._softmax_loss, loss._add_product = softmax_loss, product
 
 
 @contextmanager
@@ -319,6 +334,8 @@ def _watch(engine: Engine, ledger: Ledger) -> list[Moment]:
         ledger.mark(chain.parameters(), "weights")
         for module in chain.modules():
             module.register_forward_pre_hook(_look(ledger))
+            for views in module.__dict__.get("_views", {}).values():
+                views.append(_mark_copy(ledger))
     ended: list[Moment] = []
     reduce = engine.data.reduce
 
@@ -334,14 +351,21 @@ def _watch(engine: Engine, ledger: Ledger) -> list[Moment]:
 
 def _look(ledger: Ledger) -> Callable[[nn.Module, Any], None]:
     def look(module: nn.Module, args: Any) -> None:
-        for name, weight in module._parameters.items():
+        for weight in module._parameters.values():
             if weight is not None:
                 ledger.mark([weight], "weights")  # FSDP shows the whole one here
-                shown = getattr(module, name)
-                if shown is not None:
-                    ledger.mark([shown], "copies", anew=False)
 
     return look
+
+
+def _mark_copy(ledger: Ledger) -> Callable[[Tensor], Tensor]:
+    """The last view of a weight: what the module computes with."""
+
+    def mark(shown: Tensor) -> Tensor:
+        ledger.mark([shown], "copies", anew=False)
+        return shown
+
+    return mark
 
 
 def _mark_gradients(engine: Engine, ledger: Ledger) -> None:

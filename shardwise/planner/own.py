@@ -20,6 +20,7 @@ import torch
 from shardwise.kinds import Model
 from shardwise.layout import Layout, keep_share
 from shardwise.models.gpt import cost, gpt
+from shardwise.models.loss import rows_at_once
 from shardwise.parallel.balance import cut_stages
 from shardwise.parallel.data import BUCKET
 from shardwise.parallel.tensor import divides
@@ -267,8 +268,10 @@ class _Moments:
         k = self.k
         whole = int(part.blocks * self.share)
         held = whole * (k.every + self.rounded * k.block) + (part.blocks - whole) * self.stays
-        if part.last:
-            held += k.logits + k.stream + k.whole + self.rounded * k.table
+        if part.last and self.layout.pipeline == 1:
+            held += k.stream + k.whole + self.own.wide * k.table  # gradients of what entered and of the weights
+        elif part.last:
+            held += k.logits * self.own.size / self.own.wide + k.stream + k.whole + self.rounded * k.table
         if self.layout.pipeline > 1:
             # What enters lies in a buffer, what leaves is kept until the backward.
             held += (not part.last) * k.stream - (not part.first and part.blocks > 0) * k.stream
@@ -287,9 +290,14 @@ class _Moments:
     def loss(self) -> float:
         """Of the backward of the loss, beyond what its forward keeps; weights as FSDP gathers them."""
         k, s, w = self.k, self.own.size, self.own.wide
-        loss = (2 if self.layout.tensor == 1 else 1) * k.logits
-        product = k.logits * (s / w - 1) + (s + w if self.own.mixed else w) * k.table
         more = s * (k.head + k.block) if self.three else 0.0
+        if self.layout.pipeline == 1:
+            chunk = min(1.0, rows_at_once(self.own.model.vocab) * self.layout.tensor / k.samples)
+            logits = chunk * k.logits * (s / w + (1 if self.own.mixed and self.layout.tensor > 1 else 0))
+            logits += k.whole + (self.rounded if self.own.mixed else w) * k.table
+            return max(logits, (s + w if self.own.mixed else w) * k.table) + more
+        loss = k.logits * (1 + s / w if self.own.mixed or self.layout.split_backward else 1)
+        product = (s + w if self.own.mixed else w) * k.table
         return max(loss, product) + more
 
     def embed(self) -> float:
