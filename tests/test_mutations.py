@@ -24,7 +24,7 @@ import shardwise.parallel.tensor as tensor
 import shardwise.step as step
 import shardwise.verify.parity as parity
 from shardwise.layout import Layout
-from shardwise.models import gpt
+from shardwise.models import gpt, loss
 from shardwise.random import Dropout
 
 Patch = pytest.MonkeyPatch
@@ -184,6 +184,12 @@ def each_micro_batch_scaled_by_their_number(patch: Patch) -> None:
 @caught("tensor=2", "loss")
 def the_sums_of_a_cut_vocabulary_not_shared(patch: Patch) -> None:
     patch.setattr(tensor, "all_reduce", lambda *args, **kwargs: None)
+
+
+@caught("replicate=2", "gradient", "head.norm.bias")
+@caught("pipeline=2 micro_batch=1", "gradient", "head.norm.bias")
+def a_loss_whose_gradient_is_not_scaled(patch: Patch) -> None:
+    patch.setattr(loss, "_scaled", lambda x, scale, dtype: x.to(dtype))
 
 
 @caught("tensor=2", "grad_norm")

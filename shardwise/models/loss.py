@@ -59,12 +59,12 @@ class LinearLoss(torch.autograd.Function):
         for first in range(0, x.shape[0], rows):
             chunk = slice(first, first + rows)
             logits = x[chunk] @ weight.t()
-            own_loss, grad = _softmax_loss(logits, targets[chunk], part)
+            own_loss, grad = softmax_loss(logits, targets[chunk], part)
             loss += own_loss
             if learns:
                 assert grad_x is not None and grad_weight is not None
                 torch.mm(grad, weight, out=grad_x[chunk])
-                _add_product(grad_weight, grad.t(), x[chunk])
+                add_product(grad_weight, grad.t(), x[chunk])
         if learns:
             ctx.save_for_backward(grad_x, grad_weight)
         return loss
@@ -80,7 +80,7 @@ def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (x * scale.view(1)).to(dtype)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """`total += a @ b`, in one kernel where a wide sum of narrow products is one."""
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
@@ -93,7 +93,7 @@ class Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, part: Vocabulary | None) -> Tensor:
-        loss, grad = _softmax_loss(logits.detach(), targets, part)  # nobody needs the logits after this
+        loss, grad = softmax_loss(logits.detach(), targets, part)  # nobody needs the logits after this
         ctx.save_for_backward(grad)
         return loss
 
@@ -103,7 +103,7 @@ class Loss(torch.autograd.Function):
         return _scaled(grad, grads[0], grad.dtype), None, None
 
 
-def _softmax_loss(logits: Tensor, targets: Tensor, part: Vocabulary | None) -> tuple[Tensor, Tensor]:
+def softmax_loss(logits: Tensor, targets: Tensor, part: Vocabulary | None) -> tuple[Tensor, Tensor]:
     """The summed loss, and its gradient by the logits in their type. The logits are used up."""
     if logits.is_cuda and part is None and logits.dtype != torch.float64:
         from shardwise.models.kernels import softmax_loss_

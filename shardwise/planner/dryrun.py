@@ -294,21 +294,21 @@ def _one_kernel_loss(logits: Tensor, targets: Tensor, part: loss.Vocabulary | No
     return logits.new_zeros((), dtype=torch.promote_types(logits.dtype, torch.float32)), logits
 
 
-softmax_loss = loss._softmax_loss
+softmax_loss = loss.softmax_loss
 
 
 @contextmanager
 def _kernels_of_a_gpu() -> Iterator[None]:
     """Operators that are one kernel on a GPU count as one."""
-    norm, product = torch.nn.functional.rms_norm, loss._add_product
+    norm, product = torch.nn.functional.rms_norm, loss.add_product
     torch.nn.functional.rms_norm = lambda x, shape, weight, eps: OneKernelNorm.apply(x, weight)  # type: ignore
-    loss._softmax_loss = _one_kernel_loss
-    loss._add_product = lambda total, a, b: product(total, a, b) if a.dtype == total.dtype else None
+    loss.softmax_loss = _one_kernel_loss
+    loss.add_product = lambda total, a, b: product(total, a, b) if a.dtype == total.dtype else None
     try:
         yield
     finally:
         torch.nn.functional.rms_norm = norm
-        loss._softmax_loss, loss._add_product = softmax_loss, product
+        loss.softmax_loss, loss.add_product = softmax_loss, product
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """The truth: one process, a plain loop. Imports the model, the samples and torch.optim, nothing else of ours.
 
-It knows nothing of layouts, micro-batches, holdings or our step; what `verify` finds different from it is wrong.
+It knows nothing of layouts, micro-batches, holdings, our step or our loss; what `verify` finds different from it is
+wrong.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.data.stream import Stream
@@ -35,7 +37,8 @@ def truth(job: Job, stream: Stream, rates: list[float], watch: Any, dtype: torch
         samples = stream.read(places.numpy())
         seen: dict[str, list[Tensor]] = {}
         handles = watch(model, seen)
-        loss = model(samples.tokens, ids=samples.ids, targets=samples.targets) / (samples.targets != IGNORED).sum()
+        logits = model(samples.tokens, ids=samples.ids).flatten(0, 1)
+        loss = F.cross_entropy(logits, samples.targets.flatten(), ignore_index=IGNORED)
         loss.backward()
         for handle in handles:
             handle.remove()
