@@ -22,9 +22,10 @@ from shardwise.words import counted
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 FULL_BACKWARD = ("gpipe", "1f1b", "interleaved")
-SPLIT_BACKWARD = ("zero-bubble", "zbv", "dualpipev")
+MADE = ("auto", "auto-v")  # orders made for the stages that there are, by shardwise.planner.synthesize
+SPLIT_BACKWARD = ("zero-bubble", "zbv", "dualpipev", *MADE)
 SCHEDULES = FULL_BACKWARD + SPLIT_BACKWARD
-V_SHAPED = ("zbv", "dualpipev")
+V_SHAPED = ("zbv", "dualpipev", "auto-v")
 RECOMPUTE = ("none", "selective", "full")
 
 
@@ -47,7 +48,7 @@ class Layout:
     schedule: str = "1f1b"
     """The order of forwards and backwards in a pipeline."""
     virtual: int = 0
-    """Pipeline stages per rank; 0 lets the schedule decide (2 for interleaved, zbv and dualpipev, otherwise 1)."""
+    """Pipeline stages per rank; 0 lets the schedule decide (2 for interleaved and the V-shaped, otherwise 1)."""
     micro_batch: int = 0
     """Samples in one forward; 0 lets `solve_batch` decide."""
     zero: int = 1

@@ -242,6 +242,9 @@ PLANNED = [
     (GPT, "float32", "pipeline=2 schedule=zero-bubble", 4),
     (LLAMA, "bf16", "pipeline=2 tensor=2 shard=2 schedule=zbv recompute=selective", 4),
     (GPT, "bf16", "pipeline=2 tensor=2 schedule=dualpipev", 4),
+    (LLAMA, "bf16", "pipeline=2 shard=2 schedule=gpipe", 3),
+    (LLAMA, "bf16", "pipeline=3 shard=2 zero=3 schedule=auto", 4),
+    (GPT, "bf16", "pipeline=2 tensor=2 schedule=auto-v", 4),
 ]
 
 
@@ -253,8 +256,11 @@ def test_the_plan_is_what_the_engine_does() -> None:
         assert own is not None
         assert len(reports) == len(prediction.memory) == len(prediction.traffic)
         for rank, (report, memory) in enumerate(zip(reports, prediction.memory, strict=True)):
-            assert memory.total - memory.reserve == pytest.approx(report.total, rel=0.05), (case, rank)
-            found = traffic(own, layout, rank, report.micro_batches)
+            error = (memory.total - memory.reserve) / report.total - 1
+            # The order of a V of our own may have all micro-batches in flight before there are gradients.
+            assert -0.05 < error < (0.15 if "auto-v" in case else 0.05), (case, rank)
+            program = estimator.made(layout).simulation.program if estimator.is_made(layout) else None
+            found = traffic(own, layout, rank, report.micro_batches, program)
             assert found == {(entry.axis, entry.kind): entry.bytes for entry in report.traffic}, (case, rank)
             assert sum(prediction.traffic[rank].values()) == sum(entry.bytes for entry in report.traffic)
 

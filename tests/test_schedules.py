@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,22 +12,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
+from shardwise.cluster import GIB, find_cluster
 from shardwise.comm.world import run_world
 from shardwise.data.stream import share
 from shardwise.errors import LayoutError
 from shardwise.job import Job, make_job
-from shardwise.layout import SCHEDULES, Layout, micro_batch_rule
+from shardwise.layout import MADE, Layout, micro_batch_rule
 from shardwise.parallel.parallelize import Engine, parallelize
 from shardwise.parallel.pipeline import SCHEDULE, Pipeline, named_order
 from shardwise.planner.closed import bound, closed_form
 from shardwise.planner.greedy import LOOP, Task, V
+from shardwise.planner.plan import make_plan, order_of
 from shardwise.planner.simulate import Action, Costs, named, read, simulate
 from shardwise.planner.synthesize import synthesize
 from shardwise.step import backward, measure
 from shardwise.verify.parity import make_stream
 
-SINGLE = [name for name in SCHEDULES if issubclass(SCHEDULE[name], PipelineScheduleSingle)]
-MULTI = [name for name in SCHEDULES if name not in SINGLE]
+SINGLE = [name for name in SCHEDULE if issubclass(SCHEDULE[name], PipelineScheduleSingle)]
+MULTI = [name for name in SCHEDULE if name not in SINGLE]
 
 
 def runs(schedule: str, ranks: int, virtual: int, count: int) -> bool:
@@ -291,3 +294,33 @@ def test_runtime_runs_it(ranks: int, virtual: int, schedule: str, placement: str
         rank: {a.stage_index for a in torch_order[rank]} for rank in range(ranks)
     }
     assert max(run_world(compare, ranks, small(count), layout, made.order)) <= 1e-10
+
+
+def test_a_layout_with_an_order_of_its_own() -> None:
+    """Beside every schedule with a name that fits, in the very memory model that says so."""
+    model = {"layers": 11, "width": 1024, "heads": 16, "vocab": 100_000, "sequence": 4096}
+    job = make_job({"precision": "bf16", "model": model, "batch": {"samples": 12}})
+    cluster, limit = find_cluster("v100-16g"), 9.2 * GIB
+    cluster = replace(cluster, device=replace(cluster.device, memory=limit))
+    plan = make_plan(job, cluster, layout="pipeline=4 schedule=auto micro_batch=1")
+    named = [one for one in plan.layouts if one.layout.schedule not in MADE]
+    assert len(named) == 5 and plan.best.layout.schedule in MADE and plan.best.layout.virtual
+    assert plan.best.peak <= limit < max(one.peak for one in named)
+    assert plan.best.seconds < min(one.seconds for one in named if one.peak <= limit)
+    again = make_plan(job, cluster, layout=str(plan.best.layout))
+    assert again.best == plan.best
+    order = order_of(job, plan.best.layout, plan.cluster)
+    assert order is not None and len(order) == 4
+    assert order_of(job, Layout.parse("pipeline=4"), plan.cluster) is None
+
+
+def test_an_order_must_be_given() -> None:
+    with pytest.raises(LayoutError, match="none was given"):
+        run_world(without_order, 2)
+    mixture = make_job({"model": {"name": "mixtral-8x7b"}, "batch": {"samples": 64}})
+    with pytest.raises(LayoutError, match="gpt only as yet"):
+        make_plan(mixture, find_cluster("h100"), layout="pipeline=4 schedule=auto")
+
+
+def without_order() -> None:
+    parallelize(small(4), Layout.parse("pipeline=2 schedule=auto micro_batch=1"), torch.device("cpu"))

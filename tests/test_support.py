@@ -32,7 +32,7 @@ def layout_of(words: Words) -> Layout:
 def test_every_combination_has_one_verdict_and_starts_or_not_as_it_says() -> None:
     job = tiny(8, **MODEL)
     rows = dict(table())
-    assert len(rows) == 7 * 3 * 4 * 4
+    assert len(rows) == 9 * 3 * 4 * 4
     for words, found in rows.items():
         layout = layout_of(words)
         assert words_of(layout, words.precision) == words

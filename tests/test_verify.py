@@ -29,6 +29,7 @@ LAYOUT = {
     # Schedule and stages per rank.
     "schedule": (
         "none", "gpipe", "1f1b", "interleaved", "interleaved 3", "zero-bubble", "zero-bubble 2", "zbv", "dualpipev",
+        "auto", "auto 2", "auto-v",
     ),
     "zero": (1, 2, 3),
     "recompute": ("none", "selective", "full", "0.5"),

@@ -27,7 +27,7 @@ from shardwise.parallel.balance import cut_stages
 from shardwise.parallel.data import Bucketed, Cuts, DataParallel, Sharded, Whole
 from shardwise.parallel.holding import Holding, start
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.pipeline import Pipeline
+from shardwise.parallel.pipeline import Order, Pipeline
 from shardwise.parallel.precision import LossScale, Precision
 from shardwise.support import REFUSED, support
 
@@ -118,9 +118,11 @@ def check(job: Job, layout: Layout) -> Batch:
 
 
 def parallelize(
-    job: Job, layout: Layout, device: torch.device, memory: AbstractContextManager[Any] | None = None
-) -> Engine:
-    """This rank's part of the job. A dry run gives a `memory` in which weights have shapes and no numbers."""
+    job: Job, layout: Layout, device: torch.device, memory: AbstractContextManager[Any] | None = None,
+    order: Order | None = None,
+) -> Engine:  # fmt: skip
+    """This rank's part of the job. A dry run gives a `memory` in which weights have shapes and no numbers; who runs
+    `schedule=auto` gives the `order` that was made for it (`shardwise.planner.plan.order_of`)."""
     batch = check(job, layout)
     mesh = Mesh(layout, device)
     precision = Precision(job.precision)
@@ -170,6 +172,6 @@ def parallelize(
         length = job.model.sequence
         pipeline = Pipeline(
             data.modules, layout, mesh, batch.micro_batches, (batch.micro_batch, length),
-            (batch.micro_batch, length // layout.tensor, job.decoder().width), precision.compute,
+            (batch.micro_batch, length // layout.tensor, job.decoder().width), precision.compute, order,
         )  # fmt: skip
     return Engine(mesh, batch, chains, data, pipeline, holdings, LossScale(precision, device))

@@ -39,7 +39,8 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from shardwise.data.stream import Samples
-from shardwise.layout import Layout
+from shardwise.errors import LayoutError
+from shardwise.layout import MADE, Layout
 from shardwise.parallel.mesh import Mesh
 
 # It prints the whole schedule, a line a slot and from every rank, when a stage raises; the error itself says enough.
@@ -53,6 +54,10 @@ SCHEDULE = {
     "zbv": ScheduleZBVZeroBubble,
     "dualpipev": ScheduleDualPipeV,
 }
+
+
+Order = Mapping[int, Sequence[Any]]
+"""Each pipeline rank's actions."""
 
 
 def named_order(schedule: str, ranks: int, virtual: int, micro_batches: int) -> dict[int, list[_Action]]:
@@ -133,7 +138,7 @@ class Pipeline:
     def __init__(
         self, modules: list[nn.Module], layout: Layout, mesh: Mesh, micro_batches: int,
         token_shape: tuple[int, int], stream_shape: tuple[int, int, int], dtype: torch.dtype,
-        order: Mapping[int, Sequence[Any]] | None = None,
+        order: Order | None = None,
     ):  # fmt: skip
         """`order`: each pipeline rank's actions, instead of the layout's schedule; stages lie as the layout says."""
         indices = layout.stages_of(mesh["pipeline"].index)
@@ -156,6 +161,8 @@ class Pipeline:
                     output_args=loss if index == last else self.stream,
                 )  # fmt: skip
             )
+        if order is None and layout.schedule in MADE:
+            raise LayoutError(f"schedule={layout.schedule} runs an order that is made for it, and none was given.")
         kind: Any = _PipelineScheduleRuntime if order else SCHEDULE[layout.schedule]
         single = issubclass(kind, PipelineScheduleSingle)
         self.schedule = kind(

@@ -37,14 +37,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shardwise.cluster import CLUSTERS
 from shardwise.data.stream import Samples
 from shardwise.errors import LayoutError, RunError
 from shardwise.job import BatchSize, Job
-from shardwise.layout import V_SHAPED, Layout, solve_batch
+from shardwise.layout import MADE, V_SHAPED, Layout, solve_batch
 from shardwise.models import loss
 from shardwise.optim import make_optimizer
 from shardwise.parallel.parallelize import Engine, check, parallelize
 from shardwise.planner.ledger import ROLES, Bytes, Ledger, Moment, axes_of
+from shardwise.planner.plan import order_of
 from shardwise.step import step
 from shardwise.words import counted
 
@@ -158,8 +160,8 @@ def enough(layout: Layout, micro_batches: int) -> tuple[int, int]:
     """How many micro-batches fill the pipeline and show one more period, and how many make a period."""
     if layout.pipeline == 1:
         return 3, 1  # the first makes the gradients, the second adds to them
-    if layout.schedule == "gpipe":
-        return micro_batches, 1  # never full
+    if layout.schedule in ("gpipe", *MADE):
+        return micro_batches, 1  # never full, or of no period
     if layout.schedule == "1f1b":
         return layout.pipeline + 2, 1
     if layout.schedule in V_SHAPED:
@@ -248,7 +250,8 @@ def _add(total: Counter[Any], part: Counter[Any], times: int, over: int) -> None
 def _watched_step(job: Job, layout: Layout, micro_batches: int, fake: bool) -> Notes:
     ledger = Ledger()
     modes = [FakeTensorMode(allow_non_fake_inputs=True), ledger] if fake else [ledger]
-    engine = parallelize(job, layout, torch.device("cpu"), _all(modes))
+    order = order_of(job, layout, CLUSTERS["h100"])
+    engine = parallelize(job, layout, torch.device("cpu"), _all(modes), order)
     ledger.axes = axes_of(engine.mesh)
     forwards: list[Moment] = []
     engine.chains[0].register_forward_pre_hook(lambda *args: forwards.append(ledger.now()))

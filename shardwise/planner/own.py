@@ -124,8 +124,11 @@ class Own:
             self._sizes[tensor] = embed, block, head
         return self._sizes[tensor]
 
-    def memory(self, layout: Layout, rank: int, micro_batches: int, habit: Habit) -> Memory:
-        """Of a pipeline rank at its fullest moment."""
+    def memory(
+        self, layout: Layout, rank: int, micro_batches: int, habit: Habit, points: tuple[Flight, ...] | None = None
+    ) -> Memory:
+        """Of a pipeline rank at its fullest moment. `points`: the fullest ones of an order that has no name."""
+        points = points or flights(layout, rank, micro_batches)
         stages = self.stages(layout)
         parts = [stages[stage] for stage in layout.stages_of(rank)]
         k, s, w = self.kept(layout), self.size, self.wide
@@ -139,15 +142,16 @@ class Own:
         state = 2 * w * cut
         buffers = self.neighbours(layout, rank) * k.stream * micro_batches + 16 * k.samples * micro_batches
         moments = _Moments(self, k, layout, parts)
-        held = max(moments.all(rank, micro_batches))
+        held = max(moments.all(points))
         biggest = max(k.largest, min(own, BUCKET / w))
         update = 0.0 if fsdp or layout.data == 1 else w * biggest * (1 + 1 / layout.shard)
         buckets = layout.replicate == layout.world > 1  # of DDP: gradients have their place from the begin
-        if not buckets and flights(layout, rank, micro_batches)[0][0] == (micro_batches,):
+        if not buckets and points[0][0] == (micro_batches,):
             # All are in flight before there are gradients: these come as the first activations go.
-            later = max(moments.all(rank, micro_batches, fewer=1), default=0.0)
+            later = max(moments.all(points, fewer=1), default=0.0)
             if parts[0].first:
-                later = max(later, moments.embed() + (micro_batches - 1) * moments.live(parts[0]))
+                first = moments.embed() - w * k.embed / (layout.shard if fsdp else 1)  # nothing to be added to as yet
+                later = max(later, first + (micro_batches - 1) * moments.live(parts[0]))
             if held > gradients + max(later, update):
                 gradients = 0.0
             else:
@@ -244,7 +248,7 @@ class _Moments:
             self.sums = w * k.block + max(w / layout.shard, s if self.three else 0) * k.block + self.gathered / 2
             self.sums -= k.every if self.share else self.stays
 
-    def all(self, rank: int, micro_batches: int, fewer: int = 0) -> Iterator[float]:
+    def all(self, points: tuple[Flight, ...], fewer: int = 0) -> Iterator[float]:
         k, s, w = self.k, self.own.size, self.own.wide
         lives, halves = [self.live(part) for part in self.parts], [self.half(part) for part in self.parts]
         block = (self.again if self.share < 1 else 0.0) + k.hidden + s * k.product
@@ -253,7 +257,7 @@ class _Moments:
         for part in self.parts:
             beside = max(self.gathered, self.sums) if part.blocks > 1 else self.gathered
             more.append(max(block + beside if part.blocks else 0.0, self.loss() if part.last else 0.0))
-        for live, waiting in flights(self.layout, rank, micro_batches):
+        for live, waiting in points:
             live = tuple(n - fewer for n in live)
             held = sum([n * size for n, size in zip(live, lives)])
             if any(waiting):

@@ -202,9 +202,11 @@ def _timeline(plan: Plan, one: Prediction) -> Iterator[str]:
     layout, estimator = one.layout, estimator_of(plan.job, plan.cluster)
     every = estimator.micro_batches(layout)
     count = _fewer(plan, one, every)
-    simulation = simulate(
-        named(layout.schedule, layout.pipeline, layout.stages_per_rank, count), estimator.costs(layout)
-    )
+    if estimator.is_made(layout):
+        count, simulation = every, estimator.made(layout).simulation
+    else:
+        program = named(layout.schedule, layout.pipeline, layout.stages_per_rank, count)
+        simulation = simulate(program, estimator.costs(layout))
     events = simulation.timeline
     rows = min(layout.pipeline, ROWS)
     first = layout.pipeline - rows  # the last ranks: forwards and backwards meet there soonest

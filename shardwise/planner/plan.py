@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from shardwise.job import Job, load_job
 from shardwise.kinds import kind_of
 from shardwise.layout import Layout, keep_share, solve_batch
 from shardwise.parallel.parallelize import NOT_YET, check
+from shardwise.parallel.pipeline import Order
 from shardwise.planner.cost import Machine, Setting
 from shardwise.planner.efficiency import efficiency_of
 from shardwise.planner.listed import Listed, ListedEstimator, form_of
@@ -112,7 +114,10 @@ def make_plan(
         only = judged(job, estimator.work.shape, Layout.parse(layout))
         if devices is not None and devices != only.world:
             raise LayoutError(f"layout '{only}' needs {only.world} devices, not {devices}; leave --devices out.")
-        found = Found((estimator.predict(only),), 1, 0.0)
+        begin = time.perf_counter()
+        open_ = estimator.is_made(only) and only.schedule == "auto" and not only.virtual
+        every = _variants(job, estimator, only) if open_ else [estimator.predict(only)]
+        found = Found(tuple(every), len(every), time.perf_counter() - begin)
     else:
         found = (_trainable if runnable else _best)(job, estimator, devices or cluster.domain)
     best = found.best[0]
@@ -190,10 +195,44 @@ def estimator_of(job: Job, cluster: Cluster) -> Estimator:
     return kind(machine, Work(shape, setting, job.samples, habit, own=own))
 
 
+def order_of(job: Job, layout: Layout, cluster: Cluster) -> Order | None:
+    """What each pipeline rank executes, where the layout's schedule is one that is made; None where it has a name."""
+    if not Estimator.is_made(layout):
+        return None
+    layout = replace(layout, micro_batch=check(job, layout).micro_batch)
+    return estimator_of(job, cluster).made(layout).order
+
+
+def _variants(job: Job, estimator: Estimator, layout: Layout) -> list[Prediction]:
+    """`schedule=auto` with nothing said of stages: the fastest way to place them; then the schedules with a name."""
+    made, named = [("auto", 1), ("auto", 2), ("auto-v", 2)], [("1f1b", 0), ("interleaved", 2), ("zero-bubble", 0)]
+    named += [("interleaved", 4), ("zbv", 0), ("dualpipev", 0)]
+
+    def rank(one: Prediction) -> tuple[bool, float]:
+        fits = one.peak <= estimator.machine.device.memory
+        return not fits, one.seconds if fits else one.peak
+
+    found: list[list[Prediction]] = []
+    for words in (named, made):
+        found.append([])
+        for schedule, virtual in words:
+            try:
+                one = judged(job, estimator.work.shape, replace(layout, schedule=schedule, virtual=virtual))
+            except LayoutError:
+                continue
+            found[-1].append(estimator.predict(one))
+        found[-1].sort(key=rank)
+        if found[0] and found[0][0].layout.stages_per_rank > 2:
+            made.append(("auto", found[0][0].layout.virtual))
+    return [*found[1][:1], *sorted([*found[0], *found[1][1:]], key=rank)]
+
+
 def judged(job: Job, shape: Shape, layout: Layout) -> Layout:
     """A layout with its micro-batch solved; raises where model or batch cannot have it."""
     if kind_of(job.model) == "gpt" and all(getattr(layout, axis) == 1 for axis in NOT_YET):
         return replace(layout, micro_batch=check(job, layout).micro_batch)
+    if Estimator.is_made(layout):
+        raise LayoutError(f"schedule={layout.schedule}: orders are made for gpt only as yet; give a schedule's name.")
     limits = {"tensor": shape.heads, "pipeline": shape.stages, "context": shape.sequence, "expert": shape.experts or 1}
     for axis, most in limits.items():
         degree = getattr(layout, axis)

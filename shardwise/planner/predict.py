@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from math import log2
 from typing import Any, NamedTuple
 
-from shardwise.layout import V_SHAPED, Layout, keep_share
+from shardwise.layout import MADE, V_SHAPED, Layout, keep_share
 from shardwise.planner.closed import at_least, at_most
 from shardwise.planner.cost import Cut, Machine, Seconds, Setting, block, embedding, head
+from shardwise.planner.made import make_order
 from shardwise.planner.memory import Habit, Held, Memory, Part, expert_shards, hold, hold_of, joined, shards
 from shardwise.planner.own import Own
 from shardwise.planner.shape import Shape
-from shardwise.planner.simulate import Costs, step_seconds
+from shardwise.planner.simulate import Costs, Program, step_seconds
+from shardwise.planner.synthesize import Synthesis
 from shardwise.planner.traffic import by_axis
 
 BUCKET = 1e8  # bytes of gradients that travel at once
@@ -123,6 +125,7 @@ class Estimator:
         self._passes: dict[tuple[Any, ...], Pass] = {}
         self._stages: dict[tuple[Any, ...], Stages] = {}
         self._rest: dict[tuple[Any, ...], tuple[float, float]] = {}
+        self._made: dict[Layout, Synthesis] = {}
 
     def predict(self, layout: Layout) -> Prediction:
         """Simulated, where it is for our own engine."""
@@ -133,14 +136,34 @@ class Estimator:
     def traffic(self, layout: Layout) -> Iterator[dict[str, int]]:
         own, micro_batches = self.work.own, self.micro_batches(layout)
         if own is not None and layout.context == layout.expert == 1:
-            yield from (by_axis(own, layout, rank, micro_batches) for rank in range(layout.pipeline))
+            program = self.made(layout).simulation.program if self.is_made(layout) else None
+            yield from (by_axis(own, layout, rank, micro_batches, program) for rank in range(layout.pipeline))
 
     def memory(self, layout: Layout, rank: int) -> Memory:
         """Of a pipeline rank."""
+        if self.is_made(layout):
+            return self.memory_of(layout, rank, self.made(layout).simulation.program)
         own, micro_batches = self.work.own, self.micro_batches(layout)
         if own is not None and layout.context == layout.expert == 1:
             return own.memory(layout, rank, micro_batches, self.work.habit)
         return hold(self.held(layout), layout, rank, self.stages(layout).ranks[rank], micro_batches)
+
+    @staticmethod
+    def is_made(layout: Layout) -> bool:
+        """Whether its order has no name."""
+        return layout.pipeline > 1 and layout.schedule in MADE
+
+    def made(self, layout: Layout) -> Synthesis:
+        """The order of `schedule=auto`."""
+        if layout not in self._made:
+            self._made[layout] = make_order(self, layout)
+        return self._made[layout]
+
+    def memory_of(self, layout: Layout, rank: int, program: Program) -> Memory:
+        """Of a pipeline rank that executes an order without a name."""
+        own = self.work.own
+        assert own is not None
+        return own.memory(layout, rank, self.micro_batches(layout), self.work.habit, program.flights(rank))
 
     def peak(self, layout: Layout) -> float:
         """Bytes of the fullest rank."""
@@ -156,7 +179,10 @@ class Estimator:
         pipeline = busy
         if layout.pipeline > 1:
             shape = layout.schedule, layout.pipeline, layout.stages_per_rank, micro_batches
-            pipeline = (step_seconds if simulated else at_least)(*shape, self.costs(layout))
+            if self.is_made(layout):
+                pipeline = self.made(layout).seconds
+            else:
+                pipeline = (step_seconds if simulated else at_least)(*shape, self.costs(layout))
         data, update = self.rest(layout)
         return Timing(self.step(layout, pipeline), 1.0 - busy / pipeline, data, update, hop)
 

@@ -126,6 +126,26 @@ class Program:
                 held[stage] -= 1
         return tuple(most)
 
+    def flights(self, rank: int) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+        """The fullest points of a rank: by its stages, micro-batches before their backward and between its halves."""
+        stages = [stage for stage, owner in enumerate(self.owner) if owner == rank]
+        live, waiting = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
+        found: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+        for place, kind, stage, _ in self.actions:
+            if place != rank:
+                continue
+            if kind == WEIGHT:
+                waiting[stage] -= 1
+                continue
+            live[stage] += 1 if kind == FORWARD else -1
+            waiting[stage] += kind == INPUT
+            found.add((tuple(live.values()), tuple(waiting.values())))
+        flat = {point: (*point[0], *point[1]) for point in found}
+        return tuple(
+            point for point, one in flat.items()
+            if not any(other != one and all(a >= b for a, b in zip(other, one)) for other in flat.values())
+        )  # fmt: skip
+
     def peak(self, sizes: Sequence[float], kept: float = 1.0) -> tuple[float, ...]:
         """By rank, the most that its stages hold at once, where a micro-batch in flight holds `sizes[stage]`.
 
@@ -142,6 +162,8 @@ class Program:
                 held[rank] -= sizes[stage]
             elif kind == INPUT:
                 held[rank] -= sizes[stage] * (1.0 - kept)
+                if held[rank] > most[rank]:
+                    most[rank] = held[rank]
             else:
                 held[rank] -= sizes[stage] * kept
         return tuple(most)

@@ -17,12 +17,13 @@ from math import ceil
 from random import Random
 
 from shardwise.errors import LayoutError
-from shardwise.layout import V_SHAPED, Layout, micro_batch_rule
+from shardwise.layout import MADE, V_SHAPED, Layout, micro_batch_rule
 from shardwise.planner.greedy import LOOP, Rules, Task, V, lay_out
 from shardwise.planner.simulate import Action, Program, Simulation, named, read, simulate
 from shardwise.words import counted
 
 FILLS = (0.0, 0.5, 1.0)
+CLOSE = 2e-3  # an order within this share of the least time that there can be is good enough
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,12 @@ class Synthesis:
 
 
 def synthesize(task: Task, placements: Sequence[str] = (LOOP, V), effort: int = 200_000) -> Synthesis:
-    """The fastest order that fits. `effort`: simulated actions to spend on the search beyond its first candidates."""
+    """The fastest order that fits. `effort`: simulated actions to spend on each part of the search."""
     timed: dict[str, float] = {}
     found: list[Synthesis] = []
     for placement in placements:
         if placement == LOOP or task.virtual == 2:
-            found += _with_name(task, placement, timed)
+            found += with_name(task, placement, timed)
             best = min((one.simulation for one in found if one.placement == placement), key=_seconds, default=None)
             made = _search(task, placement, effort, best)
             if made is not None and (best is None or made.seconds < best.seconds * (1 - 1e-9)):
@@ -71,7 +72,7 @@ def _seconds(result: Synthesis | Simulation) -> float:
     return result.seconds
 
 
-def _with_name(task: Task, placement: str, timed: dict[str, float]) -> Iterator[Synthesis]:
+def with_name(task: Task, placement: str, timed: dict[str, float]) -> Iterator[Synthesis]:
     """Schedules with a name that fit; notes their times."""
     for name in _names(task, placement):
         program = named(name, task.ranks, task.virtual, task.micro_batches)
@@ -86,7 +87,7 @@ def _names(task: Task, placement: str) -> list[str]:
     if task.ranks == 1:
         return []
     if placement == V:
-        names = list(V_SHAPED) if task.split else []
+        names = [name for name in V_SHAPED if name not in MADE] if task.split else []
     else:
         names = ["gpipe", "1f1b"] if task.virtual == 1 else ["interleaved"]
         names += ["zero-bubble"] if task.split else []
@@ -103,11 +104,14 @@ def _run(task: Task, program: Program) -> Simulation:
 
 def _search(task: Task, placement: str, effort: int, named_best: Simulation | None) -> Simulation | None:
     """The best that rules give, then the best of its neighbours."""
-    floor = _floor(task, placement) * (1 + 1e-9)
+    floor = _floor(task, placement) * (1 + CLOSE)
     if named_best is not None and named_best.seconds <= floor:
         return named_best
     found: list[tuple[float, int, Rules, Simulation]] = []
+    size = task.costs.stages * task.micro_batches * (3 if task.split else 2)
     for number, rules in enumerate(_settings(task, placement)):
+        if number * size > max(effort, 4 * size):
+            break
         made = _try(task, placement, rules)
         if made is not None:
             found.append((made.seconds, number, rules, made))

@@ -12,11 +12,13 @@ from collections import Counter
 from shardwise.layout import AXES, Layout, keep_share
 from shardwise.planner.memory import Part
 from shardwise.planner.own import Own
-from shardwise.planner.simulate import INPUT, named
+from shardwise.planner.simulate import INPUT, Program, named
 
 
-def traffic(own: Own, layout: Layout, rank: int, micro_batches: int) -> dict[tuple[str, str], int]:
-    """Of a pipeline rank: by axis and collective."""
+def traffic(
+    own: Own, layout: Layout, rank: int, micro_batches: int, program: Program | None = None
+) -> dict[tuple[str, str], int]:
+    """Of a pipeline rank: by axis and collective. `program`: that of a schedule that has no name."""
     stages = own.stages(layout)
     parts = [stages[stage] for stage in layout.stages_of(rank)]
     found: Counter[tuple[str, str]] = Counter()
@@ -24,7 +26,7 @@ def traffic(own: Own, layout: Layout, rank: int, micro_batches: int) -> dict[tup
     if layout.tensor > 1:
         _tensor(found, own, layout, parts, micro_batches)
     if layout.data > 1:
-        _data(found, own, layout, parts, rank, micro_batches)
+        _data(found, own, layout, parts, rank, micro_batches, program)
     if layout.pipeline > 1 and own.model.tied and (parts[0].first != parts[-1].last):
         table = next(each for each in own.pieces(layout.tensor)["embed"])
         found["ties", "all-reduce"] += own.wide * table.piece(layout.shard)
@@ -37,10 +39,10 @@ def traffic(own: Own, layout: Layout, rank: int, micro_batches: int) -> dict[tup
     return {key: size for key, size in found.items() if size}
 
 
-def by_axis(own: Own, layout: Layout, rank: int, micro_batches: int) -> dict[str, int]:
+def by_axis(own: Own, layout: Layout, rank: int, micro_batches: int, program: Program | None = None) -> dict[str, int]:
     """All collectives of an axis together."""
     found: Counter[str] = Counter()
-    for (axis, _), size in traffic(own, layout, rank, micro_batches).items():
+    for (axis, _), size in traffic(own, layout, rank, micro_batches, program).items():
         found[axis] += size
     return dict(found)
 
@@ -75,20 +77,21 @@ def recomputed(layout: Layout, parts: list[Part]) -> int:
     return sum(part.blocks - int(part.blocks * share) for part in parts)
 
 
-def _halved(layout: Layout, stage: int, micro_batches: int) -> int:
+def _halved(layout: Layout, stage: int, micro_batches: int, program: Program | None) -> int:
     """Backwards of a stage in two halves, each of which needs whole weights; the first stage's input half does not."""
     if not layout.split_backward or stage == 0:
         return 0
-    if layout.schedule != "dualpipev":
+    if program is None and layout.schedule != "dualpipev":
         return micro_batches
     few = min(micro_batches, 2 * layout.stage_count)  # those in the steady part are whole
-    program = named(layout.schedule, layout.pipeline, layout.stages_per_rank, few)
+    program = program or named(layout.schedule, layout.pipeline, layout.stages_per_rank, few)
     return sum(1 for _, kind, place, _ in program.actions if kind == INPUT and place == stage)
 
 
 def _data(
-    found: Counter[tuple[str, str]], own: Own, layout: Layout, parts: list[Part], rank: int, micro_batches: int
-) -> None:
+    found: Counter[tuple[str, str]], own: Own, layout: Layout, parts: list[Part], rank: int, micro_batches: int,
+    program: Program | None,
+) -> None:  # fmt: skip
     shard, w = layout.shard, own.wide
     pieces = sum(each.piece(shard) for part in parts for each in own.parameters(layout, part))
     fsdp = shard > 1 and layout.zero > 1
@@ -97,7 +100,7 @@ def _data(
         found["shard", "reduce-scatter"] += times * shard * pieces * w
         size = shard * (own.size if fsdp else w)
         for part, stage in zip(parts, layout.stages_of(rank)):
-            gathers = 1 if layout.zero < 3 else 2 * micro_batches + _halved(layout, stage, micro_batches)
+            gathers = 1 if layout.zero < 3 else 2 * micro_batches + _halved(layout, stage, micro_batches, program)
             found["shard", "all-gather"] += gathers * size * sum(e.piece(shard) for e in own.parameters(layout, part))
     if layout.replicate > 1:
         found["replicate", "all-reduce"] += times * pieces * w

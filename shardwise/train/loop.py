@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import resource
 import time
 from dataclasses import dataclass, field
@@ -19,13 +20,16 @@ from shardwise.data.make import make_sources
 from shardwise.data.stream import Stream
 from shardwise.errors import RunError
 from shardwise.job import Job
-from shardwise.layout import Layout
+from shardwise.layout import MADE, Layout
 from shardwise.models.gpt import cost
 from shardwise.optim import learning_rate, make_optimizer, set_learning_rate
 from shardwise.parallel.parallelize import Engine, parallelize
+from shardwise.parallel.pipeline import Order
+from shardwise.planner.plan import order_of
 from shardwise.step import Outcome, step
 from shardwise.train.checkpoint import Checkpoints
 from shardwise.train.folder import RunFolder
+from shardwise.train.here import cluster_here
 from shardwise.train.progress import Progress
 from shardwise.train.validate import validate
 from shardwise.words import signal_name
@@ -59,7 +63,7 @@ class Trainer:
     stop: StopFlag = field(default_factory=StopFlag)
 
     def __post_init__(self) -> None:
-        self.engine = parallelize(self.job, self.layout, self.device)
+        self.engine = parallelize(self.job, self.layout, self.device, order=self._order())
         self.optimizer = make_optimizer(self.job.optimizer, self.engine.holdings)
         self.main = self.engine.mesh.rank == 0
         keep, asynchronous = self.job.checkpoint.keep, self.job.checkpoint.asynchronous
@@ -69,6 +73,16 @@ class Trainer:
         self.step_flops = 3 * sum(cost(self.job.decoder())) * self.job.samples
         self.peak = peak_rate(self.device, self.job.precision)
         self.skipped_in_a_row = 0
+
+    def _order(self) -> Order | None:
+        """Of a schedule that is made: the first rank's, so that all have the same however their machines differ."""
+        told: list[Order | None] = [None]
+        if self.layout.pipeline > 1 and self.layout.schedule in MADE:
+            if dist.get_rank() == 0:
+                here = int(os.environ.get("LOCAL_WORLD_SIZE", self.layout.world))
+                told = [order_of(self.job, self.layout, cluster_here(self.job, here)[0])]
+            dist.broadcast_object_list(told, device=self.device)
+        return told[0]
 
     def run(self) -> None:
         first = self._restore()

@@ -15,7 +15,7 @@ from shardwise.data.tokenizer import Subwords
 from shardwise.errors import JobError
 from shardwise.files import write_text
 from shardwise.job import Job, load_job
-from shardwise.layout import Layout
+from shardwise.layout import MADE, Layout
 from shardwise.parallel.parallelize import build, check, shapes_of
 from shardwise.train.auto import check_memory, choose_plan, plan_record, reason
 from shardwise.train.folder import RunFolder
@@ -38,7 +38,8 @@ def start_training(job_file: Path | None, settings: list[str], resume: Path | No
     before = old.job() if old is not None else job
     _same_run(before, job)
     plan, source = choose_plan(job, joined_world())
-    layout = plan.best.layout if job.layout == "auto" else Layout.parse(job.layout)
+    given = None if job.layout == "auto" else Layout.parse(job.layout)
+    layout = given if given is not None and given.schedule not in MADE else plan.best.layout
     check_world(layout, job)
     check_memory(job, plan)
     # Here, so that a missing file or a wrong vocabulary is told before processes start, and text is encoded once.

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.cluster import CLUSTERS
 from shardwise.comm.world import run_world
 from shardwise.data.source import Source, Synthetic
 from shardwise.data.stream import Stream, share
@@ -34,6 +35,7 @@ from shardwise.optim import learning_rate, make_optimizer, set_learning_rate
 from shardwise.parallel.mesh import Axis
 from shardwise.parallel.parallelize import Engine, check, parallelize
 from shardwise.parallel.precision import Precision
+from shardwise.planner.plan import order_of
 from shardwise.random import key_of, normal_
 from shardwise.step import Outcome, step
 from shardwise.train.here import check_compiler
@@ -211,7 +213,7 @@ def error_of(value: Tensor, expected: Tensor, floor: float = 0.0) -> float:
 
 
 def _compare(job: Job, layout: Layout, reference: list[dict[str, Any]], steps: int) -> Record:
-    engine = parallelize(job, layout, torch.device("cpu"))
+    engine = parallelize(job, layout, torch.device("cpu"), order=order_of(job, layout, CLUSTERS["cpu"]))
     optimizer = make_optimizer(job.optimizer, engine.holdings)
     stream = make_stream(job)
     comparison = Comparison(job.precision)
