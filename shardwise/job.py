@@ -18,7 +18,7 @@ from shardwise.errors import JobError, LayoutError, nearest
 from shardwise.kinds import KINDS, AnyModel, Bert, Count, Model, Section, kind_of
 from shardwise.layout import Layout
 
-PRECISIONS = ("float64", "float32", "bf16", "fp16")
+PRECISIONS = ("float64", "float32", "bf16", "fp16", "fp8")
 
 
 class Data(Section):
@@ -57,6 +57,8 @@ class Optimizer(Section):
     eps: float = Field(1e-8, gt=0.0)
     weight_decay: float = Field(0.1, ge=0.0)
     """For matrices; biases and norms are not decayed."""
+    states: Literal["float32", "bf16"] = "float32"
+    """What Adam's two averages are kept in; bf16 halves them, and rounds them in every step."""
     clip: float = Field(1.0, ge=0.0)
     """The largest global gradient norm; 0: no clipping."""
     schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
@@ -67,6 +69,11 @@ class Optimizer(Section):
     """Steps of the final decay of `wsd`; below 1: the share of all steps."""
     final: float = Field(0.1, ge=0.0, le=1.0)
     """The last learning rate over the highest."""
+
+
+class Loss(Section):
+    chunk: int = Field(0, ge=0)
+    """Positions whose logits are held at once, without a pipeline; 0: as many as take a gibibyte in bf16."""
 
 
 class Checkpoint(Section):
@@ -100,9 +107,13 @@ class Job(Section):
     steps: int | None = Field(None, ge=1)
     tokens: Count | None = Field(None, ge=1)
     layout: str = "auto"
-    precision: Literal["float64", "float32", "bf16", "fp16"] = "float32"
-    compile: bool = False
+    precision: Literal["float64", "float32", "bf16", "fp16", "fp8"] = "float32"
+    compile: bool | Literal["auto"] = "auto"
+    """Whether each block is compiled; auto: on a GPU, unless the schedule runs backwards in two halves."""
+    attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"
+    """Which of PyTorch's attention kernels; auto: PyTorch chooses by head size and device."""
     model: AnyModel = Model()
+    loss: Loss = Loss()
     data: Data = Data()
     batch: BatchSize = BatchSize()
     optimizer: Optimizer = Optimizer()
@@ -129,6 +140,12 @@ class Job(Section):
         if self.batch.tokens is not None:
             return max(1, self.batch.tokens // self.model.sequence)
         return 32
+
+    def compiles(self, device: str, layout: Layout) -> bool:
+        """Whether blocks are compiled on a device of that type."""
+        if self.compile == "auto":
+            return device == "cuda" and not layout.split_backward
+        return self.compile
 
     @property
     def total_steps(self) -> int:

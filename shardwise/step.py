@@ -7,6 +7,7 @@ one sum over the world gives loss and norm; the optimizer divides by clip and lo
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from shardwise.comm.collectives import all_reduce
 from shardwise.data.stream import Samples
 from shardwise.models.chain import IGNORED
+from shardwise.optim.adamw import AdamW
 from shardwise.parallel.parallelize import Engine
 
 
@@ -43,6 +45,50 @@ def step(
         observe(outcome)
     update(engine, optimizer, outcome, clip)
     return outcome
+
+
+class Recorded:
+    """Steps of one process on a GPU as one CUDA graph: recorded once what must be made is made, replayed from then on,
+    so that nothing waits for the host to start its kernels."""
+
+    BEFORE = 3
+    """Steps without it: blocks are compiled, states made."""
+
+    def __init__(self, engine: Engine, optimizer: AdamW, clip: float):
+        self.engine, self.optimizer, self.clip = engine, optimizer, clip
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.taken = 0
+
+    @staticmethod
+    def fits(engine: Engine, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether a step does the same every time: no other process, no loss scale that moves."""
+        alone = engine.mesh["world"].size == 1 and engine.mesh.device.type == "cuda"
+        return alone and isinstance(optimizer, AdamW) and not engine.scale.dynamic
+
+    def __call__(self, samples: Samples) -> Outcome:
+        self.taken += 1
+        if self.taken <= self.BEFORE:
+            return step(self.engine, self.optimizer, samples, self.clip)
+        if self.graph is None:
+            self._record(samples)
+        assert self.graph is not None
+        for kept, new in zip(self._tensors(self.samples), self._tensors(samples), strict=True):
+            kept.copy_(new)
+        self.optimizer.set_rates()
+        self.graph.replay()
+        return Outcome(self.outcome.loss.clone(), self.outcome.grad_norm.clone(), self.outcome.skipped.clone())
+
+    @staticmethod
+    def _tensors(samples: Samples) -> tuple[Tensor, ...]:
+        return samples.tokens, samples.targets, samples.ids
+
+    def _record(self, samples: Samples) -> None:
+        self.samples = Samples(*(tensor.clone() for tensor in self._tensors(samples)))
+        gc.collect()
+        torch.cuda.empty_cache()  # a graph has memory of its own
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.outcome = step(self.engine, self.optimizer, self.samples, self.clip)
 
 
 def backward(engine: Engine, samples: Samples) -> Tensor:

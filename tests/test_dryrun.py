@@ -232,6 +232,8 @@ LLAMA = {
 }  # fmt: skip
 PLANNED = [
     (GPT, "float32", "micro_batch=2", 1),
+    (GPT, "bf16", "micro_batch=2", 1),
+    (LLAMA, "bf16", "micro_batch=1", 3),
     (GPT, "bf16", "replicate=2 recompute=selective", 1),
     (LLAMA, "bf16", "replicate=2 shard=3 zero=1", 2),
     (LLAMA, "bf16", "shard=4 zero=3 recompute=full", 2),

@@ -70,7 +70,7 @@ def test_rotary_attention_depends_on_distance_alone() -> None:
 
     q, k = torch.randn(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
     turn = rotation(32, 8, 10_000.0, torch.device("cpu"))
-    turned_q, turned_k = rotate(q.expand(32, 8), turn), rotate(k.expand(32, 8), turn)
+    turned_q, turned_k = (rotate(one.expand(32, 1, 8), turn)[:, 0] for one in (q, k))
     scores = turned_q @ turned_k.T
     assert torch.allclose(scores[5, 2], scores[25, 22])
     assert not torch.allclose(scores[5, 2], scores[5, 3])

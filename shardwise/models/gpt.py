@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.job import Model
+from shardwise.models import fp8
 from shardwise.models.chain import Chain, Cut, Init, Region, Rules, Table, Uneven
 from shardwise.models.chain import Head as HeadRule
 from shardwise.models.loss import Vocabulary, linear_loss, rows_at_once
@@ -28,12 +29,16 @@ def gpt(model: Model, seed: int) -> Chain:
     return Chain([("embed", Embed(model, seed)), *blocks, ("head", Head(model))], rules(model))
 
 
-def prepare(chain: Chain, model: Model, device: torch.device, dtype: torch.dtype, pipelined: bool) -> None:
-    """Gives a chain whose weights have memory what does not change from step to step: one rotation for all blocks, and
-    whether the head's loss may compute its gradient at once."""
+def prepare(
+    chain: Chain, model: Model, device: torch.device, dtype: torch.dtype, *, pipelined: bool, narrow: bool, chunk: int
+) -> None:
+    """Gives a chain whose weights have memory what does not change from step to step: one rotation for all blocks, how
+    many positions' logits the loss holds at once (all in a pipeline), and whether products are in 8 bits."""
     for module in chain.modules():
-        if isinstance(module, Project) and pipelined:
-            module.rows = 0
+        if isinstance(module, Product | Project):
+            module.narrow = narrow
+        if isinstance(module, Project):
+            module.rows = 0 if pipelined else chunk or module.rows
     found = [module for module in chain.modules() if isinstance(module, Attention) and module.theta is not None]
     if found:
         cos, sin = rotation(model.sequence, model.head_size, model.rope_theta, device)
@@ -113,6 +118,15 @@ class Positions(nn.Module):
         return self.weight[self.first_position : self.first_position + length]
 
 
+class Product(nn.Linear):
+    """PyTorch's linear map, or one in 8 bits."""
+
+    narrow = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return fp8.linear(x, self.weight, self.bias) if self.narrow else super().forward(x)
+
+
 class Block(nn.Module):
     def __init__(self, model: Model, name: str, seed: int):
         super().__init__()
@@ -154,16 +168,17 @@ class Attention(nn.Module):
         self.head_size = model.head_size
         self.theta = model.rope_theta if model.positions == "rotary" else None
         self.turn: tuple[Tensor, Tensor] | None = None
-        self.qkv = nn.Linear(model.width, (model.heads + 2 * model.kv_heads) * model.head_size, bias=model.bias)
-        self.out = nn.Linear(model.heads * model.head_size, model.width, bias=model.bias)
+        self.qkv = Product(model.width, (model.heads + 2 * model.kv_heads) * model.head_size, bias=model.bias)
+        self.out = Product(model.heads * model.head_size, model.width, bias=model.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (-1, self.group + 2, self.head_size))  # B S K G+2 H
-        q = qkv[..., : self.group, :].flatten(2, 3).transpose(1, 2)  # B KG S H
-        k, v = qkv[..., self.group, :].transpose(1, 2), qkv[..., self.group + 1, :].transpose(1, 2)  # B K S H
+        q = qkv[..., : self.group, :].flatten(2, 3)  # B S KG H
+        k, v = qkv[..., self.group, :], qkv[..., self.group + 1, :]  # B S K H
         if self.theta is not None:
             turn = self.turn or rotation(x.shape[1], self.head_size, self.theta, x.device)
             q, k = rotate(q, turn), rotate(k, turn)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # B KG S H, as seen; in memory S comes first
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.group > 1)
         return self.out(y.transpose(1, 2).flatten(2))
 
@@ -176,9 +191,9 @@ def rotation(length: int, size: int, theta: float, device: torch.device) -> tupl
 
 
 def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-    """Turns the pairs (i, i + H/2) of features by their position's angles."""
+    """Turns the pairs (i, i + H/2) of features of (..., S, heads, H) by their position's angles."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = (t[: x.shape[-2]].to(wide) for t in turn)
+    cos, sin = (t[: x.shape[-3], None].to(wide) for t in turn)
     a, b = x.to(wide).chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
@@ -186,9 +201,9 @@ def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
 class SwiGLU(nn.Module):
     def __init__(self, model: Model):
         super().__init__()
-        self.gate = nn.Linear(model.width, model.ffn, bias=model.bias)
-        self.up = nn.Linear(model.width, model.ffn, bias=model.bias)
-        self.down = nn.Linear(model.ffn, model.width, bias=model.bias)
+        self.gate = Product(model.width, model.ffn, bias=model.bias)
+        self.up = Product(model.width, model.ffn, bias=model.bias)
+        self.down = Product(model.ffn, model.width, bias=model.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
@@ -197,8 +212,8 @@ class SwiGLU(nn.Module):
 class GELU(nn.Module):
     def __init__(self, model: Model):
         super().__init__()
-        self.up = nn.Linear(model.width, model.ffn, bias=model.bias)
-        self.down = nn.Linear(model.ffn, model.width, bias=model.bias)
+        self.up = Product(model.width, model.ffn, bias=model.bias)
+        self.down = Product(model.ffn, model.width, bias=model.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x), approximate="tanh"))
@@ -225,11 +240,12 @@ class Project(nn.Module):
         self.part: Vocabulary | None = None
         self.rows = rows_at_once(model.vocab)
         """Positions whose logits are held at once; 0: all."""
+        self.narrow = False
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         if targets is None:
             return F.linear(x, self.weight)
-        return linear_loss(x.flatten(0, 1), self.weight, targets.flatten(), self.part, self.rows)
+        return linear_loss(x.flatten(0, 1), self.weight, targets.flatten(), self.part, self.rows, self.narrow)
 
 
 def cost(model: Model) -> list[float]:

@@ -43,3 +43,30 @@ def _softmax_loss(logits, stride, targets, losses, size, ignored, BLOCK: tl.cons
         grad = tl.exp(x - highest) * factor
         grad -= tl.where(counts & (first + place == target), 1.0, 0.0)
         tl.store(logits + first + place, grad.to(logits.dtype.element_ty), mask=here)
+
+
+def rounded_rows(x: Tensor, kind: torch.dtype, largest: float) -> tuple[Tensor, Tensor]:
+    """A matrix in 8 bits, and the scale of each row. Twin: `shardwise.models.fp8.rounded`."""
+    rows, size = x.shape
+    narrow = torch.empty_like(x, dtype=kind)
+    scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
+    block = min(8192, triton.next_power_of_2(size))
+    _rounded_rows[(rows,)](x, x.stride(0), narrow, scale, size, largest, BLOCK=block, num_warps=8)
+    return narrow, scale
+
+
+@triton.jit
+def _rounded_rows(x, stride, narrow, scale, size, largest, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    x += row * stride
+    narrow += row * size
+    place = tl.arange(0, BLOCK)
+    highest = 1e-12
+    for first in range(0, size, BLOCK):
+        values = tl.load(x + first + place, mask=first + place < size, other=0.0).to(tl.float32)
+        highest = tl.maximum(highest, tl.max(tl.abs(values)))
+    tl.store(scale + row, highest / largest)
+    for first in range(0, size, BLOCK):
+        here = first + place < size
+        values = tl.load(x + first + place, mask=here, other=0.0).to(tl.float32)
+        tl.store(narrow + first + place, (values / highest * largest).to(narrow.dtype.element_ty), mask=here)

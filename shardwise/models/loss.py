@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.models import fp8
 from shardwise.models.chain import IGNORED
 
 HELD = 1 << 29  # numbers of logits at once
@@ -38,11 +39,13 @@ def rows_at_once(vocabulary: int) -> int:
     return max(128, HELD // vocabulary // 128 * 128)
 
 
-def linear_loss(x: Tensor, weight: Tensor, targets: Tensor, part: Vocabulary | None, rows: int) -> Tensor:
+def linear_loss(
+    x: Tensor, weight: Tensor, targets: Tensor, part: Vocabulary | None, rows: int, narrow: bool = False
+) -> Tensor:
     """Cross-entropy of `x @ weight.T` summed over the targets that count, `rows` positions at a time; 0: all at once,
-    and the backward by itself."""
+    and the backward by itself. `narrow`: the gradient of `x` is a product in 8 bits."""
     if rows:
-        return LinearLoss.apply(x, weight, targets, part, rows)  # type: ignore[no-any-return]
+        return LinearLoss.apply(x, weight, targets, part, rows, narrow)  # type: ignore[no-any-return]
     return Loss.apply(torch.nn.functional.linear(x, weight), targets, part)  # type: ignore[no-any-return]
 
 
@@ -50,12 +53,15 @@ class LinearLoss(torch.autograd.Function):
     """Both in one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, part: Vocabulary | None, rows: int) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, part: Vocabulary | None, rows: int, narrow: bool
+    ) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         loss = torch.zeros((), dtype=wide, device=x.device)
         learns = any(ctx.needs_input_grad)
         grad_x = torch.empty_like(x) if learns else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if learns else None
+        back = fp8.Back(weight) if narrow and learns and fp8.fits(x[:rows], weight) and fp8.fits(x, weight) else None
         for first in range(0, x.shape[0], rows):
             chunk = slice(first, first + rows)
             logits = x[chunk] @ weight.t()
@@ -63,7 +69,10 @@ class LinearLoss(torch.autograd.Function):
             loss += own_loss
             if learns:
                 assert grad_x is not None and grad_weight is not None
-                torch.mm(grad, weight, out=grad_x[chunk])
+                if back is None:
+                    torch.mm(grad, weight, out=grad_x[chunk])
+                else:
+                    grad_x[chunk] = back(grad)
                 add_product(grad_weight, grad.t(), x[chunk])
         if learns:
             ctx.save_for_backward(grad_x, grad_weight)
@@ -72,12 +81,19 @@ class LinearLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_weight = ctx.saved_tensors
-        return _scaled(grad_x, grads[0], grad_x.dtype), _scaled(grad_weight, grads[0], grad_x.dtype), None, None, None
+        return (
+            _scaled(grad_x, grads[0], grad_x.dtype),
+            _scaled(grad_weight, grads[0], grad_x.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The product, rounded once: a narrow type would round the scale itself, and with it every gradient alike."""
-    return (x * scale.view(1)).to(dtype)
+    return torch.mul(x, scale.view(1), out=torch.empty_like(x, dtype=dtype))
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -1,5 +1,6 @@
 """Data parallelism: who holds whole weights, and how gradients of different samples become one sum.
 
+    Alone    one process in mixed precision: the modules hold rounded weights, the holdings the wide ones beside them.
     Whole    weights and gradients whole; one sum per step over all samples. With `shard` the sum is a reduce-scatter,
              each rank updates its rows and the rows are gathered again: ZeRO 1. Knows nothing of autograd, so it is
              right under every pipeline schedule. `replicate` beside tensor or pipeline comes here too.
@@ -16,7 +17,7 @@ ZeRO 1 is written here.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -82,6 +83,54 @@ class DataParallel(ABC):
 
     @abstractmethod
     def spread_weights(self) -> None: ...
+
+
+class Alone(DataParallel):
+    """One process. Weights are rounded once a step, by the optimizer as it updates them, and not in every use. With one
+    micro-batch the gradients stay as narrow as they were made; with more they are added up in the wide type."""
+
+    def __init__(self, chains: list[Chain], mesh: Mesh, wide: torch.dtype, micro_batches: int):
+        super().__init__(chains, mesh)
+        self.wide, self.adds = wide, micro_batches > 1
+
+    def hold(self, cuts: Cuts) -> list[Holding]:
+        found = super().hold(cuts)
+        for weight, holding in self.pairs:
+            holding.rounded = weight
+            if self.adds:
+                weight.register_post_accumulate_grad_hook(_adder(holding.tensor))
+        return found
+
+    def piece(self, weight: nn.Parameter) -> Tensor:
+        return torch.empty_like(weight, dtype=self.wide, requires_grad=False)
+
+    def reduce(self) -> None:
+        for _, holding in self.pairs:
+            if holding.tensor.grad is None and (holding.rounded is None or holding.rounded.grad is None):
+                raise RunError(f"the parameter {holding.name} got no gradient in this step.")
+
+    def sum_gradients(self) -> None:
+        """There is one share."""
+
+    @torch.no_grad()
+    def spread_weights(self) -> None:
+        stale = [(weight, holding.tensor) for weight, holding in self.pairs if not holding.current]
+        if stale:
+            torch._foreach_copy_([weight for weight, _ in stale], [wide for _, wide in stale])
+        for _, holding in self.pairs:
+            holding.current = False
+
+
+def _adder(wide: Tensor) -> Callable[[Tensor], None]:
+    def add(weight: Tensor) -> None:
+        assert weight.grad is not None
+        if wide.grad is None:
+            wide.grad = weight.grad.to(wide.dtype)
+        else:
+            wide.grad.add_(weight.grad)
+        weight.grad = None
+
+    return add
 
 
 class Whole(DataParallel):

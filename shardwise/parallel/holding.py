@@ -32,11 +32,19 @@ class Holding:
     """Whether the first dimension is shared over the shard axis."""
     copies: int
     """Ranks that hold this very piece; each counts for 1/copies in a norm."""
+    rounded: Tensor | None = None
+    """What modules compute with, where it is kept beside the piece in the compute type (`shardwise.parallel.data`); the
+    gradient may be its own."""
+    current: bool = False
+    """Whether the optimizer has rounded the updated piece already."""
 
     @property
     def grad(self) -> Tensor:
-        assert self.tensor.grad is not None, f"{self.name} has no gradient at this point of the step"
-        return self.tensor.grad
+        found = self.tensor.grad
+        if found is None and self.rounded is not None:
+            found = self.rounded.grad
+        assert found is not None, f"{self.name} has no gradient at this point of the step"
+        return found
 
     @property
     def decays(self) -> bool:

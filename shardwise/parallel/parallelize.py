@@ -17,14 +17,14 @@ import torch._functorch.config as functorch
 from torch import Tensor
 
 from shardwise.data.stream import Samples
-from shardwise.errors import LayoutError
+from shardwise.errors import JobError, LayoutError
 from shardwise.job import Job
 from shardwise.layout import Batch, Layout, solve_batch
 from shardwise.models.chain import Chain
 from shardwise.models.gpt import cost, gpt, prepare
 from shardwise.parallel import recompute, tensor
 from shardwise.parallel.balance import cut_stages
-from shardwise.parallel.data import Bucketed, Cuts, DataParallel, Sharded, Whole
+from shardwise.parallel.data import Alone, Bucketed, Cuts, DataParallel, Sharded, Whole
 from shardwise.parallel.holding import Holding, start
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline import Order, Pipeline
@@ -92,6 +92,7 @@ def build(job: Job, dtype: torch.dtype) -> Chain:
 # Of what a compiled block would keep for its backward, the share that it may; the rest, operators that are cheap, it
 # computes again. On an H200 a quarter less memory for a step that is as fast.
 KEPT = 0.85
+KEPT_NARROW = 1.0  # in 8 bits what is kept is half as large, and less would have attention computed again
 
 # Degrees that a layout knows and that `plan` weighs, but that no engine serves yet.
 NOT_YET = ("context", "expert")
@@ -109,12 +110,24 @@ def check(job: Job, layout: Layout) -> Batch:
     found = support(layout, job.precision)
     if found.verdict == REFUSED:
         raise LayoutError(f"layout '{layout}': {found.sentence}")
-    if job.compile and layout.split_backward:
+    if job.compile is True and layout.split_backward:
         raise LayoutError(
             f"compile = true with schedule {layout.schedule}: PyTorch cannot split the backward of compiled blocks; "
             "use schedule=1f1b or interleaved, or compile = false."
         )
     return solve_batch(layout, job.samples)
+
+
+def choose_attention(kind: str, device: torch.device) -> None:
+    """Lets PyTorch use only that one of its attention kernels in this process."""
+    if kind == "auto":
+        return
+    if device.type == "cpu" and kind in ("cudnn", "efficient"):
+        raise JobError(f'attention = "{kind}" is a kernel for GPUs; on a CPU use "flash", "math" or "auto".')
+    torch.backends.cuda.enable_cudnn_sdp(kind == "cudnn")
+    torch.backends.cuda.enable_flash_sdp(kind == "flash")
+    torch.backends.cuda.enable_mem_efficient_sdp(kind == "efficient")
+    torch.backends.cuda.enable_math_sdp(kind == "math")
 
 
 def parallelize(
@@ -124,9 +137,11 @@ def parallelize(
     """This rank's part of the job. A dry run gives a `memory` in which weights have shapes and no numbers; who runs
     `schedule=auto` gives the `order` that was made for it (`shardwise.planner.plan.order_of`)."""
     batch = check(job, layout)
+    choose_attention(job.attention, device)
     mesh = Mesh(layout, device)
     precision = Precision(job.precision)
-    whole = build(job, precision.master)
+    alone = layout.world == 1 and precision.mixed
+    whole = build(job, precision.compute if alone else precision.master)
     shapes = shapes_of(whole)
 
     spans = cut_stages(layout, cost(job.decoder()))
@@ -139,16 +154,18 @@ def parallelize(
 
     sharded = layout.shard > 1 and layout.zero > 1
     for chain in chains:
-        if not sharded:
+        if not sharded and not alone:
             precision.apply(chain)
         recompute.apply(chain, layout)
-        if job.compile:
-            functorch.activation_memory_budget = KEPT
+        if job.compiles(device.type, layout):
+            functorch.activation_memory_budget = KEPT_NARROW if precision.narrow else KEPT
             for block in chain.blocks():
                 block.compile()
 
     data: DataParallel
-    if sharded:
+    if alone:
+        data = Alone(chains, mesh, precision.master, batch.micro_batches)
+    elif sharded:
         data = Sharded(chains, mesh, precision.fsdp_policy())
     elif layout.replicate == layout.world > 1:
         data = Bucketed(chains, mesh)
@@ -160,7 +177,10 @@ def parallelize(
             chain.to_empty(device=device)
             if not sharded:
                 chain.tie()  # PyTorch gives each name memory of its own; FSDP does not
-            prepare(chain, job.decoder(), device, precision.compute, layout.pipeline > 1)
+            prepare(
+                chain, job.decoder(), device, precision.compute, pipelined=layout.pipeline > 1,
+                narrow=precision.narrow, chunk=job.loss.chunk,
+            )  # fmt: skip
         holdings = data.hold(cuts)
         if memory is None:
             for holding in holdings:

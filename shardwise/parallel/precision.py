@@ -15,7 +15,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwise.parallel.views import present
 
-COMPUTE = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+COMPUTE = {
+    "float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
+    "fp8": torch.bfloat16,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,11 @@ class Precision:
     @property
     def mixed(self) -> bool:
         return self.compute != self.master
+
+    @property
+    def narrow(self) -> bool:
+        """Whether the products of the blocks are in 8 bits (`shardwise.models.fp8`)."""
+        return self.name == "fp8"
 
     def fsdp_policy(self) -> MixedPrecisionPolicy:
         if not self.mixed:

@@ -333,10 +333,13 @@ def _fill_states(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
 
 def _watch(engine: Engine, ledger: Ledger) -> list[Moment]:
     """Tells the ledger what is a weight and what a gradient. In the list will be the end of the last backward."""
+    ledger.mark((holding.tensor for holding in engine.holdings), "weights")
     for chain in engine.chains:
-        ledger.mark(chain.parameters(), "weights")
+        beside = any(holding.rounded is not None for holding in engine.holdings)
+        ledger.mark(chain.parameters(), "copies" if beside else "weights")
         for module in chain.modules():
-            module.register_forward_pre_hook(_look(ledger))
+            if not beside:
+                module.register_forward_pre_hook(_look(ledger))
             for views in module.__dict__.get("_views", {}).values():
                 views.append(_mark_copy(ledger))
     ended: list[Moment] = []

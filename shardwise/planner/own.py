@@ -137,6 +137,8 @@ class Own:
         own = sum(p.blocks * k.block + p.first * k.embed + p.last * (k.head - both * k.tied) for p in parts)
         cut = own / layout.shard
         weights, gradients = float(w * own), w * (cut if fsdp else own)
+        if self.alone(layout):
+            weights, gradients = float((w + s) * own), float((s if micro_batches == 1 else w) * own)
         if fsdp:
             weights = w * cut + (0 if three else s * own)
         state = 2 * w * cut
@@ -159,6 +161,10 @@ class Own:
         activations = max(held, update)
         subtotal = weights + gradients + state + activations + buffers
         return Memory(weights, gradients, state, activations, buffers, habit.spare * subtotal + habit.fixed)
+
+    def alone(self, layout: Layout) -> bool:
+        """Whether weights are kept twice, and rounded once a step."""
+        return self.mixed and layout.world == 1
 
     def neighbours(self, layout: Layout, rank: int) -> int:
         """Stages next to a rank's own and on other ranks: PyTorch's have a buffer for each and every micro-batch."""
@@ -235,7 +241,10 @@ class _Moments:
         self.own, self.k, self.layout, self.parts = own, k, layout, parts
         s, w = own.size, own.wide
         self.fsdp, self.three = layout.shard > 1 and layout.zero > 1, layout.shard > 1 and layout.zero == 3
-        self.rounded = s if own.mixed and not self.fsdp else 0  # bytes of a weight's rounded copy
+        self.alone = own.alone(layout)
+        # Bytes of a weight's rounded copy, made for each use; of its gradient, beside the one that is kept.
+        self.rounded = s if own.mixed and not self.fsdp and not self.alone else 0
+        self.made = w if not own.mixed else s if self.alone else s + w
         share = keep_share(layout.recompute)
         self.share = float(layout.recompute == "none") if share is None else share
         self.stays = k.selective if layout.recompute == "selective" else k.stream
@@ -299,9 +308,9 @@ class _Moments:
             chunk = min(1.0, rows_at_once(self.own.model.vocab) * self.layout.tensor / k.samples)
             logits = chunk * k.logits * (s / w + (1 if self.own.mixed and self.layout.tensor > 1 else 0))
             logits += k.whole + (self.rounded if self.own.mixed else w) * k.table
-            return max(logits, (s + w if self.own.mixed else w) * k.table) + more
+            return max(logits, (s if self.fsdp and self.own.mixed else self.made) * k.table) + more
         loss = k.logits * (1 + s / w if self.own.mixed or self.layout.split_backward else 1)
-        product = (s + w if self.own.mixed else w) * k.table
+        product = self.made * k.table
         return max(loss, product) + more
 
     def embed(self) -> float:
@@ -309,7 +318,7 @@ class _Moments:
         k, s, w = self.k, self.own.size, self.own.wide
         if self.fsdp:
             return (s + w + w / self.layout.shard) * k.embed
-        return (s + w if self.own.mixed else w) * (k.embed - self._positions())
+        return self.made * (k.embed - self._positions())
 
     def _positions(self) -> int:
         return sum(each.numbers for each in self.own.pieces(self.layout.tensor)["embed"][1:])

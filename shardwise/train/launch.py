@@ -51,7 +51,7 @@ def joined_world() -> int | None:
 
 def check_world(layout: Layout, job: Job) -> None:
     """Raises where this world, or this machine, does not have what a layout and a job need."""
-    if job.compile and pick_device(job) == "cpu":
+    if job.compile is True and pick_device(job) == "cpu":
         check_compiler()
     world = joined_world()
     if world is not None and world != layout.world:

@@ -6,6 +6,7 @@ import math
 import os
 import resource
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,16 +18,17 @@ from shardwise.cluster import peak_rate
 from shardwise.comm.collectives import all_reduce
 from shardwise.data.loader import Loader
 from shardwise.data.make import make_sources
-from shardwise.data.stream import Stream
+from shardwise.data.stream import Samples, Stream
 from shardwise.errors import RunError
 from shardwise.job import Job
 from shardwise.layout import MADE, Layout
 from shardwise.models.gpt import cost
 from shardwise.optim import learning_rate, make_optimizer, set_learning_rate
+from shardwise.optim.adamw import AdamW
 from shardwise.parallel.parallelize import Engine, parallelize
 from shardwise.parallel.pipeline import Order
 from shardwise.planner.plan import order_of
-from shardwise.step import Outcome, step
+from shardwise.step import Outcome, Recorded, step
 from shardwise.train.checkpoint import Checkpoints
 from shardwise.train.folder import RunFolder
 from shardwise.train.here import cluster_here
@@ -65,6 +67,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self.engine = parallelize(self.job, self.layout, self.device, order=self._order())
         self.optimizer = make_optimizer(self.job.optimizer, self.engine.holdings)
+        self.step = self._stepper()
         self.main = self.engine.mesh.rank == 0
         keep, asynchronous = self.job.checkpoint.keep, self.job.checkpoint.asynchronous
         self.checkpoints = Checkpoints(self.folder.checkpoints, keep, asynchronous)
@@ -73,6 +76,13 @@ class Trainer:
         self.step_flops = 3 * sum(cost(self.job.decoder())) * self.job.samples
         self.peak = peak_rate(self.device, self.job.precision)
         self.skipped_in_a_row = 0
+
+    def _stepper(self) -> Callable[[Samples], Outcome]:
+        clip = self.job.optimizer.clip
+        compiled = self.job.compiles(self.device.type, self.layout)
+        if compiled and isinstance(self.optimizer, AdamW) and Recorded.fits(self.engine, self.optimizer):
+            return Recorded(self.engine, self.optimizer, clip)
+        return lambda samples: step(self.engine, self.optimizer, samples, clip)
 
     def _order(self) -> Order | None:
         """Of a schedule that is made: the first rank's, so that all have the same however their machines differ."""
@@ -99,7 +109,7 @@ class Trainer:
                 samples = next(loader)[1].to(self.device)
                 rate = learning_rate(self.job.optimizer, number, last)
                 set_learning_rate(self.optimizer, rate)
-                outcome = step(self.engine, self.optimizer, samples, self.job.optimizer.clip)
+                outcome = self.step(samples)
                 done = number + 1
                 told = self._measure(done, outcome, rate, begin, loader.wait_seconds - waited)
                 if _due(done, self.job.validation.every) and done < last:

@@ -41,9 +41,9 @@ from shardwise.step import Outcome, step
 from shardwise.train.here import check_compiler
 from shardwise.verify.truth import truth
 
-LIMIT = {"float64": 1e-10, "float32": 1e-3, "bf16": 1e-1, "fp16": 1e-2}
+LIMIT = {"float64": 1e-10, "float32": 1e-3, "bf16": 1e-1, "fp16": 1e-2, "fp8": 3e-1}
 # Of tensors' typical norm. In half precisions rounding decides which way Adam moves a weight with hardly a gradient.
-FLOOR = {"float64": 1e-6, "float32": 1e-6, "bf16": 0.1, "fp16": 0.1}
+FLOOR = {"float64": 1e-6, "float32": 1e-6, "bf16": 0.1, "fp16": 0.1, "fp8": 0.1}
 KINDS = ("output", "loss", "gradient", "grad_norm", "weight")  # in the order in which a step makes them
 
 
@@ -95,7 +95,7 @@ def verify(
     """Proves each layout against one process. Layouts that cannot be had raise before anything starts."""
     for layout in layouts:
         check(job, layout)
-    if job.compile:
+    if job.compile is True:
         check_compiler()
     reference = run_world(_truth, 1, job, steps)[0]
     records = []
@@ -223,14 +223,14 @@ def _compare(job: Job, layout: Layout, reference: list[dict[str, Any]], steps: i
         set_learning_rate(optimizer, rate)
         seen: dict[str, list[Tensor]] = {}
         # A hook would be compiled into its block: blocks would be compiled anew in each step, and differ from training.
-        handles = [] if job.compile else [handle for chain in engine.chains for handle in watch(chain, seen)]
+        handles = [] if job.compile is True else [handle for chain in engine.chains for handle in watch(chain, seen)]
 
         def observe(outcome: Outcome) -> None:
-            if not job.compile:
+            if job.compile is not True:
                 _compare_outputs(comparison, number, engine, seen, expected["seen"])
             comparison.add(number, "loss", 0, "loss", error_of(outcome.loss, expected["loss"]))
             comparison.add(number, "grad_norm", 0, "grad_norm", error_of(outcome.grad_norm, expected["norm"]))
-            gradients = [holding.grad / engine.scale.value for holding in engine.holdings]
+            gradients = [h.grad.to(engine.scale.value.dtype) / engine.scale.value for h in engine.holdings]
             _compare_pieces(comparison, number, "gradient", engine, gradients, expected["gradients"])
 
         step(engine, optimizer, samples, job.optimizer.clip, observe)
