@@ -157,6 +157,34 @@ def calibrate(
     say(calibrate_machine(out, processes, device))
 
 
+bench = typer.Typer(no_args_is_help=True, help="Measures this machine at work.", rich_markup_mode="markdown")
+app.add_typer(bench, name="bench")
+
+
+@bench.command("step")
+def bench_step(
+    job_file: JobFile = None,
+    settings: Settings = None,
+    model: Annotated[str | None, typer.Option(help="Short for --set model.name=...")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Short for --set batch.samples=...")] = None,
+    steps: Annotated[int, typer.Option(min=2, help="Steps to measure.")] = 10,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Takes steps of a job on one device with random tokens: tokens/s, memory, and where the time goes."""
+    short = [f"model.name={model}"] * bool(model) + [f"batch.samples={batch}"] * bool(batch)
+    job = load_job(job_file, [*(settings or []), *short])
+    job.decoder()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the profiler's own talk
+
+    import torch
+
+    from shardwise.bench.step import bench_step as measure
+    from shardwise.train.here import pick_device
+
+    report = measure(job, torch.device(pick_device(job)), steps)
+    say(json.dumps(report.as_dict()) if as_json else report.text())
+
+
 @app.command()
 def sample(
     run: Annotated[Path, typer.Argument(help="A run folder.")],

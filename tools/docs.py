@@ -243,9 +243,12 @@ def _runs(numbers: Sequence[int]) -> str:
 
 def commands() -> str:
     parts = []
-    for command in cli.app.registered_commands:
+    known = [(command, "") for command in cli.app.registered_commands]
+    known += [(command, f"{group.name} {command.name}") for group in cli.app.registered_groups
+              if group.typer_instance for command in group.typer_instance.registered_commands]  # fmt: skip
+    for command, name in known:
         assert command.callback is not None
-        parts.append(f"## `{usage(command.callback)}`\n\n{sentence(inspect.getdoc(command.callback) or '')}")
+        parts.append(f"## `{usage(command.callback, name)}`\n\n{sentence(inspect.getdoc(command.callback) or '')}")
         rows = [_parameter(*facts) for facts in parameters(command.callback)]
         parts.append(table(("", "value", "default", "meaning"), rows))
     return "\n\n".join(parts)
@@ -258,8 +261,8 @@ def parameters(function: Callable[..., Any]) -> Iterator[tuple[str, Any, Argumen
         yield name, facts.annotation, facts.default
 
 
-def usage(function: Callable[..., Any]) -> str:
-    words = [f"shardwise {function.__name__}"]
+def usage(function: Callable[..., Any], command: str = "") -> str:
+    words = [f"shardwise {command or function.__name__}"]
     for name, _, info in parameters(function):
         if isinstance(info, ArgumentInfo):
             words.append(name.upper() if info.default is ... else f"[{name.upper()}]")

@@ -273,6 +273,8 @@ class _Moments:
                 held += sum([n * size for n, size in zip(waiting, halves)])
                 yield held + (s + 2 * w if self.own.mixed else w) * k.product
             yield held + max([size if n else 0.0 for n, size in zip(live, more)])
+            if live[-1] and self.parts[-1].last and self.layout.pipeline > 1:
+                yield held + self.after_loss(lives[-1])
             if live[0] and self.parts[0].first:
                 yield held - lives[0] + self.embed()
 
@@ -309,9 +311,19 @@ class _Moments:
             logits = chunk * k.logits * (s / w + (1 if self.own.mixed and self.layout.tensor > 1 else 0))
             logits += k.whole + (self.rounded if self.own.mixed else w) * k.table
             return max(logits, (s if self.fsdp and self.own.mixed else self.made) * k.table) + more
-        loss = k.logits * (1 + s / w if self.own.mixed or self.layout.split_backward else 1)
-        product = self.made * k.table
-        return max(loss, product) + more
+        # Widened for a softmax over ranks; the gradient times its factor; that of the weights.
+        widened = k.logits if self.own.mixed and self.layout.tensor > 1 else 0.0
+        scaled = k.logits * s / w
+        product = s * k.table + (scaled if self.layout.split_backward else 0.0)
+        return max(widened, scaled, product) + more
+
+    def after_loss(self, live: float) -> float:
+        """Of the gradient of the projection on its way to where it is kept, in a pipeline: the logits are gone by then,
+        and with FSDP all that its micro-batch, which held `live`, kept."""
+        k, s, w = self.k, self.own.size, self.own.wide
+        if self.fsdp:
+            return (self.made + w / self.layout.shard) * k.table - live
+        return self.made * k.table - k.logits * s / w - self.rounded * k.table
 
     def embed(self) -> float:
         """Of the gradient of the embedding: as it is made, as it is added."""

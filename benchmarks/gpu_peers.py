@@ -1,0 +1,166 @@
+"""Our step against that of peers on one GPU: the same shapes, random tokens, fresh weights.
+
+    python benchmarks/gpu_peers.py                     every shape and whoever is importable
+    python benchmarks/gpu_peers.py --shape 1.5b --json
+
+bf16 compute with float32 weights and Adam states, gradient clipping; medians of 12 steps after 5. A peer that is not
+installed is said to be absent, one that runs out of memory at the given batch is tried at smaller ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.metadata
+import importlib.util
+import json
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardwise.bench.step import bench_step
+from shardwise.cluster import GIB
+from shardwise.job import make_job
+
+LLAMA = {"positions": "rotary", "norm": "rms", "activation": "swiglu", "tied": False, "vocab": 128256}
+SHAPES: dict[str, dict[str, Any]] = {
+    "1.5b": {**LLAMA, "layers": 16, "width": 2048, "heads": 32, "kv_heads": 8, "ffn": 8192, "sequence": 8192},
+    "3.6b": {**LLAMA, "layers": 28, "width": 3072, "heads": 24, "kv_heads": 8, "ffn": 8192, "sequence": 8192},
+    "8b": {**LLAMA, "layers": 32, "width": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "sequence": 8192},
+    "1.5b-128k": {**LLAMA, "layers": 16, "width": 2048, "heads": 32, "kv_heads": 8, "ffn": 8192, "sequence": 131072},
+}
+BATCH = {"1.5b": 4, "3.6b": 2, "8b": 1, "1.5b-128k": 1}
+# What a shape needs to fit beside the defaults.
+NEEDS: dict[str, dict[str, Any]] = {
+    "8b": {"optimizer": {"states": "bf16"}},
+    "1.5b-128k": {"layout": "recompute=selective"},
+}
+STEPS, WARM = 12, 5
+
+
+def ours(shape: str, batch: int, precision: str) -> dict[str, float]:
+    job = make_job(
+        {"precision": precision, "model": SHAPES[shape], "batch": {"samples": batch}, **NEEDS.get(shape, {})}
+    )
+    report = bench_step(job, torch.device("cuda"), STEPS)
+    return {"tokens_per_second": report.tokens_per_second, "peak_memory_gib": report.peak_memory_gib,
+            "utilisation": report.utilisation, "parts": report.parts}  # type: ignore[dict-item]  # fmt: skip
+
+
+def hugging_face(shape: str, batch: int, liger: bool) -> dict[str, float]:
+    """transformers' Llama, compiled block by block; `liger`: with its fused operators and head."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    if liger:
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama()
+    s = SHAPES[shape]
+    config = LlamaConfig(
+        hidden_size=s["width"], intermediate_size=s["ffn"], num_hidden_layers=s["layers"], vocab_size=s["vocab"],
+        num_attention_heads=s["heads"], num_key_value_heads=s["kv_heads"], max_position_embeddings=s["sequence"],
+        tie_word_embeddings=False, attn_implementation="sdpa", use_cache=False,
+    )  # fmt: skip
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(config).float()
+    if not liger:
+        for layer in model.model.layers:
+            layer.compile()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+    tokens = torch.randint(0, s["vocab"], (batch, s["sequence"]), device="cuda")
+
+    def step() -> None:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return timed(step, batch * s["sequence"])
+
+
+def timed(step: Callable[[], None], tokens: int) -> dict[str, float]:
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(WARM):
+        step()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
+    events[0].record()
+    for event in events[1:]:
+        step()
+        event.record()
+    torch.cuda.synchronize()
+    middle = statistics.median(a.elapsed_time(b) / 1e3 for a, b in zip(events, events[1:]))
+    return {"tokens_per_second": tokens / middle, "peak_memory_gib": torch.cuda.max_memory_allocated() / GIB}
+
+
+PEERS: dict[str, tuple[str, Callable[[str, int], dict[str, float]]]] = {
+    "transformers": ("transformers", lambda shape, batch: hugging_face(shape, batch, liger=False)),
+    "transformers + liger": ("liger_kernel", lambda shape, batch: hugging_face(shape, batch, liger=True)),
+}
+
+
+def attempt(run: Callable[[str, int], dict[str, float]], shape: str) -> dict[str, Any]:
+    batch = BATCH[shape]
+    while batch:
+        try:
+            return {"batch": batch, **run(shape, batch)}
+        except torch.cuda.OutOfMemoryError:
+            batch //= 2
+        finally:
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch._dynamo.reset()
+    return {"problem": "out of memory"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, action="append")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--only", choices=["ours", "peers"])
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(1, "there is no GPU here.\n")
+    found: dict[str, dict[str, Any]] = {}
+    for shape in options.shape or ["1.5b", "3.6b"]:
+        rows: dict[str, Any] = {}
+        if options.only != "peers":
+            for precision in ("bf16", "fp8"):
+                rows[f"shardwise, {precision}"] = attempt(lambda s, b, p=precision: ours(s, b, p), shape)
+        if options.only != "ours":
+            for name, (module, run) in PEERS.items():
+                there = importlib.util.find_spec(module) is not None
+                rows[name] = attempt(run, shape) if there else {"problem": "absent"}
+            rows["torchtitan"] = {"problem": "absent" if importlib.util.find_spec("torchtitan") is None
+                                  else "measured by its own command; not driven from here"}  # fmt: skip
+        found[shape] = rows
+        if not options.json:
+            show(shape, rows)
+    if options.json:
+        print(json.dumps(found))
+
+
+def show(shape: str, rows: dict[str, Any]) -> None:
+    versions = f"torch {torch.__version__}, {torch.cuda.get_device_name()}"
+    for module in ("transformers", "liger_kernel"):
+        if importlib.util.find_spec(module):
+            versions += f", {module} {importlib.metadata.version(module)}"
+    print(f"\n{shape}, batch {BATCH[shape]}, sequence {SHAPES[shape]['sequence']} ({versions})")
+    best = max((row["tokens_per_second"] for name, row in rows.items()
+                if "problem" not in row and not name.startswith("shardwise")), default=None)  # fmt: skip
+    for name, row in rows.items():
+        if "problem" in row:
+            print(f"  {name:22s} {row['problem']}")
+            continue
+        ratio = f"  {row['tokens_per_second'] / best:.2f}x the best peer here" if best else ""
+        used = f" at batch {row['batch']}" if row["batch"] != BATCH[shape] else ""
+        print(f"  {name:22s} {row['tokens_per_second']:9,.0f} tokens/s  {row['peak_memory_gib']:6.1f} GiB{used}{ratio}")
+        for part, seconds in row.get("parts", {}).items():
+            print(f"      {part:16s} {1e3 * seconds:8.1f} ms")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Measurements that a user asks for by `shardwise bench`."""
