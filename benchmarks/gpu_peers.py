@@ -35,7 +35,7 @@ BATCH = {"1.5b": 4, "3.6b": 2, "8b": 1, "1.5b-128k": 1}
 # What a shape needs to fit beside the defaults.
 NEEDS: dict[str, dict[str, Any]] = {
     "8b": {"optimizer": {"states": "bf16"}},
-    "1.5b-128k": {"layout": "recompute=selective"},
+    "1.5b-128k": {"layout": "recompute=full"},
 }
 STEPS, WARM = 12, 5
 

@@ -8,22 +8,16 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import statistics
-import time
 from pathlib import Path
 
 import torch
 
+from shardwise.bench.step import bench_step
 from shardwise.cluster import Cluster
-from shardwise.data.source import Synthetic
-from shardwise.data.stream import Stream, share
-from shardwise.job import Job, make_job
+from shardwise.job import make_job
 from shardwise.layout import Layout
-from shardwise.optim import make_optimizer
-from shardwise.parallel.parallelize import parallelize
 from shardwise.planner.calibrate import calibrate
 from shardwise.planner.plan import estimator_of, judged
-from shardwise.step import step
 
 GIB = 2**30
 JOBS: dict[str, tuple[dict[str, object], int, str]] = {
@@ -41,24 +35,6 @@ JOBS: dict[str, tuple[dict[str, object], int, str]] = {
 }  # fmt: skip
 
 
-def measure(job: Job, layout: Layout) -> tuple[float, float]:
-    """Median seconds of a step, peak bytes."""
-    device = torch.device("cuda")
-    torch.cuda.reset_peak_memory_stats()
-    engine = parallelize(job, layout, device)
-    optimizer = make_optimizer(job.optimizer, engine.holdings)
-    stream = Stream(Synthetic(4096, job.model.sequence, job.model.vocab, 0), 0)
-    times = []
-    for number in range(10):
-        samples = stream.read(share(number, job.samples, 1, 0)).to(device)
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        step(engine, optimizer, samples, job.optimizer.clip)
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times[3:]), torch.cuda.max_memory_allocated()
-
-
 def compare(name: str, cluster: Cluster) -> dict[str, object]:
     model, samples, text = JOBS[name]
     job = make_job({"precision": "bf16", "model": model, "batch": {"samples": samples}})
@@ -66,25 +42,28 @@ def compare(name: str, cluster: Cluster) -> dict[str, object]:
     layout = judged(job, estimator.work.shape, Layout.parse(text))
     predicted = estimator.predict(layout)
     held = predicted.memory[0]
-    seconds, peak = measure(job, layout)
+    report = bench_step(job.model_copy(update={"layout": str(layout)}), torch.device("cuda"))
+    seconds, peak = report.seconds, GIB * report.peak_memory_gib
+    torch._dynamo.reset()
     gc.collect()
     torch.cuda.empty_cache()
     return {
         "job": name, "layout": str(layout), "seconds": seconds, "predicted_seconds": predicted.seconds,
         "time_error": predicted.seconds / seconds - 1, "gib": peak / GIB,
         "predicted_gib": (held.total - held.reserve) / GIB, "memory_error": (held.total - held.reserve) / peak - 1,
-        "held": {key: value / GIB for key, value in vars(held).items()},
+        "parts": report.parts, "held": {key: value / GIB for key, value in vars(held).items()},
     }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--job", choices=JOBS, action="append", help="only these")
     options = parser.parse_args()
     cluster = calibrate("cuda", 1, print)
     print({key: round(value, 7) for key, value in cluster.measured.items()})
     records = []
-    for name in JOBS:
+    for name in options.job or JOBS:
         try:
             record = compare(name, cluster)
         except torch.cuda.OutOfMemoryError:

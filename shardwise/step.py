@@ -51,13 +51,10 @@ class Recorded:
     """Steps of one process on a GPU as one CUDA graph: recorded once what must be made is made, replayed from then on,
     so that nothing waits for the host to start its kernels."""
 
-    BEFORE = 3
-    """Steps without it: blocks are compiled, states made."""
-
-    def __init__(self, engine: Engine, optimizer: AdamW, clip: float):
-        self.engine, self.optimizer, self.clip = engine, optimizer, clip
+    def __init__(self, engine: Engine, optimizer: AdamW, clip: float, before: int = 3):
+        """`before`: steps without it, in which blocks are compiled and states made."""
+        self.engine, self.optimizer, self.clip, self.before = engine, optimizer, clip, before
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.taken = 0
 
     @staticmethod
     def fits(engine: Engine, optimizer: torch.optim.Optimizer) -> bool:
@@ -66,8 +63,8 @@ class Recorded:
         return alone and isinstance(optimizer, AdamW) and not engine.scale.dynamic
 
     def __call__(self, samples: Samples) -> Outcome:
-        self.taken += 1
-        if self.taken <= self.BEFORE:
+        if self.before:
+            self.before -= 1
             return step(self.engine, self.optimizer, samples, self.clip)
         if self.graph is None:
             self._record(samples)

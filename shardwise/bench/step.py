@@ -31,7 +31,7 @@ from shardwise.optim.adamw import AdamW
 from shardwise.parallel.parallelize import Engine, parallelize
 from shardwise.step import Recorded, step
 
-WARM = 5  # steps before any is measured: blocks are compiled, states made, a graph recorded
+WARM = 3  # steps in which blocks are compiled and states made
 HEAD = "shardwise head"
 KINDS = {
     "attention": r"sdpa|flash|fmha|attention|cudnn::fusion",
@@ -107,17 +107,19 @@ def bench_step(job: Job, device: torch.device, steps: int = 10) -> StepReport:
         return step(engine, optimizer, samples, job.optimizer.clip)
 
     take: Callable[[Samples], Any] = plain
-    compiled = job.compiles(device.type, layout)
-    if compiled and isinstance(optimizer, AdamW) and Recorded.fits(engine, optimizer):
-        take = Recorded(engine, optimizer, job.optimizer.clip)
     for number in range(WARM):
         take(batches[number % 4])
+    parts = _parts(engine, lambda: plain(batches[0]), device)
+    compiled = job.compiles(device.type, layout)
+    if compiled and isinstance(optimizer, AdamW) and Recorded.fits(engine, optimizer):
+        take = Recorded(engine, optimizer, job.optimizer.clip, before=0)
+    for number in range(2):
+        take(batches[number])
     clock = _on_gpu if device.type == "cuda" else _on_cpu
     times = clock(take, [batches[number % 4] for number in range(steps)])
     peak = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0
     middle = statistics.median(times)
     quarters = statistics.quantiles(times, n=4) if len(times) > 1 else [middle] * 3
-    parts = _parts(engine, lambda: plain(batches[0]), device)
     rest = middle - sum(parts.values())
     if rest > 0:
         parts["gaps"] = rest
@@ -163,7 +165,7 @@ def _parts(engine: Engine, take: Callable[[], Any], device: torch.device) -> dic
     parts = dict.fromkeys(["matrix products", "attention", "head", "elementwise", "optimizer"], 0.0)
     for event in events:
         seconds = (event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total) / 1e6
-        if event.name != HEAD:
+        if event.name != HEAD and not (on_gpu and event.is_user_annotation):
             inside = any(head.start <= event.time_range.start <= head.end for head in heads)
             parts["head" if inside else kind_of_work(event.name)] += seconds
     return {name: seconds for name, seconds in parts.items() if seconds}

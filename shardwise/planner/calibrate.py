@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import tomli_w
 import torch
+import torch._functorch.config as functorch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
@@ -30,6 +31,8 @@ from shardwise.files import write_text
 from shardwise.job import Model, make_job
 from shardwise.models.chain import reset
 from shardwise.models.gpt import Block, gpt
+from shardwise.models.loss import aligned
+from shardwise.parallel.parallelize import KEPT
 from shardwise.planner.cost import Cut, Machine, Setting, attention, block
 from shardwise.planner.efficiency import efficiency_of
 from shardwise.planner.shape import shape_of
@@ -130,7 +133,7 @@ def _shares(cluster: Cluster, values: dict[str, float]) -> dict[str, float]:
         "attention": values["attention"] / device.rate(half), "attention_backward": values["attention_backward"],
         "inner": 1.0, "outer": 1.0, "latency": values.get("latency", 1.0), "jitter": 0.0, "fixed": 0.0,
         "hidden_tensor": 0.0,
-        "launch": values["host"] / HOST_KERNELS, "odd": min(1.0, values["odd"]),
+        "launch": values["host"] / HOST_KERNELS, "odd": min(1.0, values["odd"]), "compiled": values["compiled"],
         "bulk": min(1.0, values["copied"] / device.bandwidth),
     }  # fmt: skip
     large = _model(ON_GPU.large if device.family != "cpu" else ON_CPU.large)
@@ -175,8 +178,9 @@ def _measure(kind: str) -> dict[str, float]:
     values["copied"] = 2 * sizes.copied / _seconds(lambda: numbers.clone(), device)
     forward, backward = _attention(_model(sizes.large), dtype, device)
     values["attention"], values["attention_backward"] = forward, backward / forward
-    values["host"] = _block(_model(sizes.tiny), dtype, device, wait=kind == "cpu")
-    values["large"] = _block(_model(sizes.large), dtype, device, wait=True)
+    values["host"] = _block(_model(sizes.tiny), dtype, device)
+    values["large"] = _block(_model(sizes.large), dtype, device)
+    values["compiled"] = float(kind == "cuda")
     return values
 
 
@@ -190,10 +194,10 @@ def _product(n: int, dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _odd(n: int, dtype: torch.dtype, device: torch.device) -> float:
-    """FLOP/s of a linear layer with an odd number of rows, over its forward and both products of its backward."""
+    """FLOP/s of a projection to an odd number of words, over its forward and both products of its backward."""
     x, weight = torch.randn(n, n, device=device).to(dtype), torch.randn(n + 1, n, device=device).to(dtype)
-    gradient = F.linear(x, weight)
-    products = (lambda: F.linear(x, weight), lambda: gradient @ weight, lambda: gradient.t() @ x)
+    gradient = aligned(n, n + 1, x)
+    products = (lambda: torch.mm(x, weight.t(), out=gradient), lambda: gradient @ weight, lambda: gradient.t() @ x)
     return 6.0 * n * n * (n + 1) / sum(_seconds(one, device) for one in products)
 
 
@@ -213,8 +217,8 @@ def _attention_flops(model: Model) -> float:
     return 2.0 * model.heads * model.sequence**2 * model.head_size
 
 
-def _block(model: Model, dtype: torch.dtype, device: torch.device, wait: bool) -> float:
-    """Seconds of a block's forward and backward; without waiting, those of the host alone."""
+def _block(model: Model, dtype: torch.dtype, device: torch.device) -> float:
+    """Seconds of a block's forward and backward; on a GPU compiled and recorded, as training runs it."""
     chain = gpt(model, 0)
     reset(chain, 0)
     inner = next(module for module in chain.modules() if isinstance(module, Block)).to(device=device, dtype=dtype)
@@ -226,11 +230,21 @@ def _block(model: Model, dtype: torch.dtype, device: torch.device, wait: bool) -
         torch.autograd.backward(out, gradient)
         return out
 
-    return _seconds(both, device, wait)
+    if device.type == "cpu":
+        return _seconds(both, device)
+    functorch.activation_memory_budget = KEPT
+    inner.compile()
+    for _ in range(3):
+        both()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        both()
+    return _seconds(graph.replay, device)
 
 
-def _seconds(work: Callable[[], Any], device: torch.device, wait: bool = True, turns: int = 7) -> float:
-    """The median of some turns, of the host alone the least. On a GPU a turn is several calls: none waits to start."""
+def _seconds(work: Callable[[], Any], device: torch.device, turns: int = 7) -> float:
+    """The median of some turns. On a GPU a turn is several calls: none waits to start."""
     if device.type == "cpu":
         return _mean(work)
     calls, times = 8, []
@@ -239,11 +253,10 @@ def _seconds(work: Callable[[], Any], device: torch.device, wait: bool = True, t
         begin = time.perf_counter()
         for _ in range(calls):
             work()
-        if wait:
-            torch.cuda.synchronize()
+        torch.cuda.synchronize()
         if turn >= 2:
             times.append((time.perf_counter() - begin) / calls)
-    return statistics.median(times) if wait else min(times)
+    return statistics.median(times)
 
 
 def _mean(work: Callable[[], Any], calls: int = 0) -> float:
@@ -270,7 +283,7 @@ def _links(messages: tuple[int, ...]) -> dict[str, float]:
     values = {}
     for turn in range(size):
         if turn == rank:
-            values["alone"] = _block(_model(ON_CPU.large), torch.float32, device, wait=True)
+            values["alone"] = _block(_model(ON_CPU.large), torch.float32, device)
         dist.barrier()
     pairs = [dist.new_group([n, n + 1]) for n in range(0, size - size % 2, 2)]
     mine = pairs[rank // 2] if rank // 2 < len(pairs) else None

@@ -67,6 +67,8 @@ class Efficiency:
     """What each doubling of the number of domains adds to a step, waiting for the slowest."""
     fixed: float = 0.00943
     """Seconds of a step that depend on nothing."""
+    compiled: float = 0.0
+    """1 where blocks were compiled, and steps recorded, when the rest was measured."""
     shared: float = 1.0
     """How many times as fast a rank runs while the others wait: above 1 where processes share processors."""
 

@@ -48,8 +48,9 @@ class Parameter(NamedTuple):
 class Own:
     """One job's model in our engine."""
 
-    def __init__(self, model: Model, precision: str):
-        self.model = model
+    def __init__(self, model: Model, precision: str, compiled: bool = False):
+        """`compiled`: blocks keep for the backward what a compiler leaves of it."""
+        self.model, self.compiled = model, compiled
         self.size = {"float64": 8, "float32": 4}.get(precision, 2)
         self.wide = max(4, self.size)
         self.costs = tuple(cost(model))
@@ -99,7 +100,7 @@ class Own:
             yield from (each for each in pieces["head"] if not (tied and each.name == self._chain.rules.ties[0][0]))
 
     def kept(self, layout: Layout) -> Kept:
-        key = layout.tensor, layout.context, layout.micro_batch
+        key = layout.tensor, layout.context, layout.micro_batch, layout.split_backward
         if key not in self._kept:
             self._kept[key] = Kept.of(self, layout)
         return self._kept[key]
@@ -223,11 +224,15 @@ class Kept(NamedTuple):
         gathered = 2 * whole if t > 1 else 0.0
         sizes = {piece: sum(each.numbers for each in rows) for piece, rows in pieces.items()}
         table = next(each.numbers for each in pieces["head"] if each.name.endswith("project.weight"))
+        every = shared + x + 2 * whole + turned + (2 if maps == 2 else 1) * hidden
+        if own.compiled and not layout.split_backward:
+            # The block's input, what attention added to it, one norm; products' inputs that are gathered.
+            every = shared + 2 * x + (2 * whole - x if t > 1 else 0.0)
         return cls(
             sizes["embed"], sizes["block"], sizes["head"], table if m.tied else 0,
             largest=max(each.numbers for rows in pieces.values() for each in rows), table=table,
             product=max(each.numbers for each in pieces["block"]), stream=x, whole=whole, hidden=hidden,
-            every=shared + x + 2 * whole + turned + (2 if maps == 2 else 1) * hidden,
+            every=every,
             selective=shared + 2 * whole + (gathered + 2 * x if t > 1 else 0.0), shared=shared + gathered,
             waiting=maps * hidden + query + kv + 2 * whole + 4 * x, logits=own.wide * tokens * m.vocab / t,
             samples=layout.micro_batch * m.sequence,
@@ -249,7 +254,7 @@ class _Moments:
         self.share = float(layout.recompute == "none") if share is None else share
         self.stays = k.selective if layout.recompute == "selective" else k.stream
         shared = k.shared if layout.recompute == "selective" else k.stream
-        self.again = k.every - shared + self.rounded * k.block
+        self.again = max(0.0, k.every - shared) + self.rounded * k.block
         # FSDP: a block's weights and the next one's; while the gradients of the one before are being summed.
         self.gathered = 2 * s * k.block if self.three else 0.0
         self.sums = 0.0
@@ -261,6 +266,8 @@ class _Moments:
         k, s, w = self.k, self.own.size, self.own.wide
         lives, halves = [self.live(part) for part in self.parts], [self.half(part) for part in self.parts]
         block = (self.again if self.share < 1 else 0.0) + k.hidden + s * k.product
+        if self.own.compiled:  # what is cheap is computed again: the hidden map; and its parts' gradients side by side
+            block += (2 if self.own.model.activation == "swiglu" else 1) * k.hidden
         # By stage, what its backward needs at most.
         more = []
         for part in self.parts:

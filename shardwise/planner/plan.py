@@ -184,11 +184,13 @@ def _phases(job: Job, cluster: Cluster, best: Prediction) -> Iterator[tuple[int,
 
 def estimator_of(job: Job, cluster: Cluster) -> Estimator:
     machine = Machine(cluster, efficiency_of(cluster.device.family, cluster.measured))
-    # The loss of PyTorch's own operators, measured on an H200: logits are widened, normalised, gathered from, and back.
-    setting = Setting(job.precision, loss=53.0)
+    # Bytes moved for each logit, measured on an H200: our kernel's; and those of PyTorch's own operators, which widen,
+    # normalise, gather, and all that back.
+    setting = Setting(job.precision, loss=53.0 if cluster.device.family == "cpu" else 10.0)
     shape = form_of(job.model, setting.bytes)
     kind = ListedEstimator if isinstance(shape, Listed) else Estimator
-    own = Own(job.decoder(), job.precision) if kind_of(job.model) == "gpt" else None
+    compiled = bool(cluster.measured.get("compiled")) and job.compile is not False
+    own = Own(job.decoder(), job.precision, compiled) if kind_of(job.model) == "gpt" else None
     habit = ours(job.precision)
     if cluster.device.family == "cpu":
         habit = replace(habit, fixed=CPU_PROCESS)

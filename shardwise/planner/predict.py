@@ -23,6 +23,10 @@ from shardwise.planner.synthesize import Synthesis
 from shardwise.planner.traffic import by_axis
 
 BUCKET = 1e8  # bytes of gradients that travel at once
+ALONE = (
+    34.0  # bytes moved to update a weight of one process: itself, two averages, the gradient twice, the rounded copy
+)
+ADDED = 8.0  # and to add the gradient of one of several micro-batches
 AXES = ("tensor", "context", "expert")
 
 
@@ -237,7 +241,8 @@ class Estimator:
         """Seconds that come once a step: exposed traffic of the data axes, and the update, of the fullest rank."""
         key = (
             self.cut(layout), layout.recompute, layout.zero, layout.shard, layout.replicate, layout.pipeline,
-            layout.stage_count, layout.schedule in V_SHAPED, layout.stages,
+            layout.stage_count, layout.schedule in V_SHAPED, layout.stages, layout.world == 1,
+            layout.micro_batch,
         )  # fmt: skip
         if key not in self._rest:
             one, weights, ranks = self.passes(layout), self.held(layout).weights, self.stages(layout).ranks
@@ -245,7 +250,10 @@ class Estimator:
             own, experts = weights.part(full), full.blocks * weights.experts
             data = self.data(layout, own, experts, full.blocks * (one.forward + one.backward))
             updated = own / shards(layout) + experts / expert_shards(layout)
-            self._rest[key] = data, self.machine.stream(self.work.habit.update * updated)
+            update = self.work.habit.update
+            if self.alone(layout):
+                update = ALONE + (ADDED * self.micro_batches(layout) if self.micro_batches(layout) > 1 else 0.0)
+            self._rest[key] = data, self.machine.stream(update * updated)
         return self._rest[key]
 
     def exposed(self, layout: Layout, timing: Timing) -> dict[str, float]:
@@ -321,7 +329,7 @@ class Estimator:
     def passes(self, layout: Layout) -> Pass:
         """Forward and backward of a block, with what is computed again and gathered for it."""
         cut = self.cut(layout)
-        key = cut, layout.recompute, layout.zero, layout.shard
+        key = cut, layout.recompute, layout.zero, layout.shard, layout.world == 1
         if key not in self._passes:
             self._passes[key] = self._pass(layout, self.pieces(cut)[0])
         return self._passes[key]
@@ -330,7 +338,7 @@ class Estimator:
         share = keep_share(layout.recompute)
         again = 1.0 - share if share is not None else float(layout.recompute == "full")
         beside = inner.traffic
-        if self.work.habit.cast:
+        if self.work.habit.cast and not self.alone(layout):
             weights = self.held(layout).weights
             beside += self.machine.stream(self.work.habit.cast * (weights.block + weights.experts))
         forward = self._felt(inner.forward + inner.traffic, inner.host)
@@ -345,6 +353,9 @@ class Estimator:
             forward, backward = forward + ahead, backward + behind
             exposed["shard"] = ahead + behind
         return Pass(forward, backward, inner.weight, exposed)
+
+    def alone(self, layout: Layout) -> bool:
+        return self.work.own is not None and self.work.own.alone(layout)
 
     def _felt(self, device: float, host: float) -> float:
         """Seconds of a pass: the device's or the host's, whichever is longer, and more where both are about alike, as
