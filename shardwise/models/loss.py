@@ -62,10 +62,9 @@ class LinearLoss(torch.autograd.Function):
         grad_x = torch.empty_like(x) if learns else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if learns else None
         back = fp8.Back(weight) if narrow and learns and fp8.fits(x[:rows], weight) and fp8.fits(x, weight) else None
-        held = aligned(min(rows, x.shape[0]), weight.shape[0], x)
         for first in range(0, x.shape[0], rows):
             chunk = slice(first, first + rows)
-            logits = torch.mm(x[chunk], weight.t(), out=held[: x.shape[0] - first])
+            logits = logits_of(x[chunk], weight)
             own_loss, grad = softmax_loss(logits, targets[chunk], part)
             loss += own_loss
             if learns:
@@ -92,11 +91,14 @@ class LinearLoss(torch.autograd.Function):
         )
 
 
-def aligned(rows: int, columns: int, like: Tensor) -> Tensor:
-    """An empty matrix whose rows begin at multiples of 16 bytes: where they do not, as with 50,257 words, products with
-    it take five times as long on a GPU."""
-    unit = max(1, 16 // like.element_size())
-    return like.new_empty(rows, -(-columns // unit) * unit)[:, :columns]
+def logits_of(x: Tensor, weight: Tensor) -> Tensor:
+    """`x @ weight.T` in rows that begin at multiples of 16 bytes on a GPU: where they do not, as with 50,257 words,
+    products with it take five times as long."""
+    columns, unit = weight.shape[0], 16 // x.element_size()
+    if not x.is_cuda or columns % unit == 0:
+        return x @ weight.t()
+    wider = x.new_empty(x.shape[0], -(-columns // unit) * unit)
+    return torch.mm(x, weight.t(), out=wider[:, :columns])
 
 
 def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -31,7 +31,7 @@ from shardwise.files import write_text
 from shardwise.job import Model, make_job
 from shardwise.models.chain import reset
 from shardwise.models.gpt import Block, gpt
-from shardwise.models.loss import aligned
+from shardwise.models.loss import logits_of
 from shardwise.parallel.parallelize import KEPT
 from shardwise.planner.cost import Cut, Machine, Setting, attention, block
 from shardwise.planner.efficiency import efficiency_of
@@ -196,8 +196,8 @@ def _product(n: int, dtype: torch.dtype, device: torch.device) -> float:
 def _odd(n: int, dtype: torch.dtype, device: torch.device) -> float:
     """FLOP/s of a projection to an odd number of words, over its forward and both products of its backward."""
     x, weight = torch.randn(n, n, device=device).to(dtype), torch.randn(n + 1, n, device=device).to(dtype)
-    gradient = aligned(n, n + 1, x)
-    products = (lambda: torch.mm(x, weight.t(), out=gradient), lambda: gradient @ weight, lambda: gradient.t() @ x)
+    gradient = logits_of(x, weight)
+    products = (lambda: logits_of(x, weight), lambda: gradient @ weight, lambda: gradient.t() @ x)
     return 6.0 * n * n * (n + 1) / sum(_seconds(one, device) for one in products)
 
 

@@ -1,0 +1,74 @@
+"""Products in 8 bits against float64: as far off as the rounding of their factors, and no further."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shardwise.models import fp8, loss
+from shardwise.models.chain import IGNORED
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"))]
+
+
+def factors(rows: int, width: int, out: int, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows of very different size: a scale for all of them would lose the small ones."""
+    make = torch.Generator().manual_seed(0)
+    sizes = torch.logspace(-3, 3, rows).unsqueeze(1)
+    x = (torch.randn(rows, width, generator=make) * sizes).bfloat16().to(device).requires_grad_()
+    weight = (0.02 * torch.randn(out, width, generator=make)).bfloat16().to(device).requires_grad_()
+    return x, weight, torch.randn(rows, out, generator=make).bfloat16().to(device)
+
+
+def error(found: torch.Tensor, right: torch.Tensor) -> float:
+    return float((found.double().cpu() - right).norm() / right.norm())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_products_and_gradients(device: str) -> None:
+    x, weight, grad = factors(64, 128, 96, device)
+    y = fp8.linear(x, weight, None)
+    y.backward(grad)
+    wide, matrix, gradient = x.detach().double().cpu(), weight.detach().double().cpu(), grad.double().cpu()
+    right = wide @ matrix.T
+    assert x.grad is not None and weight.grad is not None
+    assert 0.005 < error(y.detach(), right) < 0.05  # 3 bits of mantissa, two factors
+    assert 0.005 < error(x.grad, gradient @ matrix) < 0.05
+    assert 0.005 < error(weight.grad, gradient.T @ wide) < 0.06
+    rows = ((y.detach().double().cpu() - right).norm(dim=1) / right.norm(dim=1)).max()
+    assert rows < 0.08  # small rows are as good as large ones
+
+
+def test_sides_that_8_bits_cannot_have() -> None:
+    x, weight, _ = factors(10, 24, 7, "cpu")
+    bias = torch.ones(7, dtype=torch.bfloat16)
+    assert torch.equal(fp8.linear(x, weight, bias), F.linear(x, weight, bias))
+
+
+def test_nothing_is_divided_by_zero() -> None:
+    x, weight = torch.zeros(16, 16, requires_grad=True), torch.zeros(16, 16, requires_grad=True)
+    y = fp8.linear(x, weight, None)
+    y.sum().backward()
+    for tensor in (y, x.grad, weight.grad):
+        assert tensor is not None and bool(tensor.isfinite().all())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_gradient_of_unlikely_words_is_not_lost(device: str) -> None:
+    """Of the logits' gradient: all but the target's are far below the largest of their row."""
+    make = torch.Generator().manual_seed(0)
+    x = torch.randn(32, 48, generator=make).bfloat16().to(device).requires_grad_()
+    weight = (0.02 * torch.randn(4096, 48, generator=make)).bfloat16().to(device).requires_grad_()
+    targets = torch.randint(0, 4096, (32,), generator=make).to(device)
+    targets[3] = IGNORED
+    ours = loss.linear_loss(x, weight, targets, None, 16, narrow=True)
+    ours.backward()
+    wide = x.detach().double().cpu().requires_grad_()
+    logits = wide @ weight.detach().double().cpu().T
+    F.cross_entropy(logits, targets.cpu(), ignore_index=IGNORED, reduction="sum").backward()
+    assert x.grad is not None and wide.grad is not None
+    assert error(x.grad, wide.grad) < 0.12  # 2 bits of mantissa
+    assert not bool(x.grad[3].any())
+    few = fp8.rounded(torch.tensor([[0.9, 2e-6, 2e-6]]), fp8.WIDE, fp8.WIDEST)
+    assert bool((few[0].float() > 0).all())
