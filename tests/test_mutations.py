@@ -208,8 +208,8 @@ def a_stage_left_out_of_the_norm(patch: Patch) -> None:
 def a_tied_weight_counted_on_both_stages(patch: Patch) -> None:
     right = parallelize.parallelize
 
-    def uncorrected(*args: Any) -> Any:
-        engine = right(*args)
+    def uncorrected(*args: Any, **keys: Any) -> Any:
+        engine = right(*args, **keys)
         for tied in engine.tied:
             tied.copies = 1
         return engine

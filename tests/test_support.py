@@ -32,7 +32,7 @@ def layout_of(words: Words) -> Layout:
 def test_every_combination_has_one_verdict_and_starts_or_not_as_it_says() -> None:
     job = tiny(8, **MODEL)
     rows = dict(table())
-    assert len(rows) == 9 * 3 * 4 * 4
+    assert len(rows) == 9 * 3 * 4 * 5
     for words, found in rows.items():
         layout = layout_of(words)
         assert words_of(layout, words.precision) == words
@@ -48,7 +48,7 @@ def test_every_combination_has_one_verdict_and_starts_or_not_as_it_says() -> Non
 
 def test_what_was_promised() -> None:
     def verdicts(schedules: tuple[str, ...], zeros: tuple[int, ...], recompute: tuple[str, ...]) -> set[str]:
-        words = product(schedules, zeros, recompute, ("float64", "float32", "bf16", "fp16"))
+        words = product(schedules, zeros, recompute, ("float64", "float32", "bf16", "fp16", "fp8"))
         return {look_up(Words(*each)).verdict for each in words}
 
     any_recompute = ("none", "selective", "full", "share")

@@ -170,6 +170,15 @@ def test_other_precisions_within_their_rounding(precision: str) -> None:
         assert record.ok, record.sentence()
 
 
+def test_products_in_8_bits_within_their_rounding() -> None:
+    """Of sides that are multiples of 16: others would be computed in bf16."""
+    sizes = {"layers": 4, "width": 32, "heads": 2, "head_size": 16, "ffn": 64, "vocab": 64, "sequence": 32}
+    job = make_job({"precision": "fp8", "model": {**sizes, "tied": False}, "batch": {"samples": 4}})
+    layouts = [Layout.parse("shard=2 zero=2 micro_batch=1"), Layout.parse("pipeline=2 tensor=2 micro_batch=1")]
+    for record in verify(job, layouts):
+        assert record.ok and record.grad > 0.01, record.sentence()
+
+
 def test_without_clipping_and_without_dropout() -> None:
     job = tiny(4, layers=4, **SHAPES["Llama"] | {"dropout": 0.0})
     job = job.model_copy(update={"optimizer": job.optimizer.model_copy(update={"clip": 0.0})})
