@@ -15,7 +15,7 @@ import tomli_w
 from pydantic import Field, ValidationError, model_validator
 
 from shardwise.errors import JobError, LayoutError, nearest
-from shardwise.kinds import KINDS, AnyModel, Bert, Count, Model, Section, kind_of
+from shardwise.kinds import KINDS, AnyModel, Bert, Count, Model, MoE, Section, kind_of
 from shardwise.layout import Layout
 
 PRECISIONS = ("float64", "float32", "bf16", "fp16", "fp8")
@@ -154,11 +154,16 @@ class Job(Section):
         return self.steps if self.steps is not None else 200
 
     def decoder(self) -> Model:
-        """The model, where it is of the one kind that is built; whatever runs a job asks for it here."""
-        if kind_of(self.model) != "gpt" or not isinstance(self.model, Model):
+        """The model, where it is of a kind that is built; whatever runs a job asks for it here."""
+        if kind_of(self.model) not in ("gpt", "moe") or not isinstance(self.model, Model):
             raise JobError(
                 f"model.name = {self.model.name!r}: this version plans {self.model.what}, it cannot train one yet; "
                 "use `shardwise plan`."
+            )
+        if isinstance(self.model, MoE) and self.model.kv_rank:
+            raise JobError(
+                f"model.name = {self.model.name!r}: this version plans latent attention (model.kv_rank), it cannot "
+                "train it yet; use `shardwise plan`."
             )
         return self.model
 

@@ -1,7 +1,7 @@
 """The `[model]` section of a job: one class for each kind of model, chosen by `name`.
 
-`gpt` is trained today. The others are planned: their keys are checked and `shardwise plan` weighs them, but nothing
-builds them yet (`Job.decoder` says so).
+`gpt` is trained today, and `moe` where its attention is not latent. The others are planned: their keys are checked and
+`shardwise plan` weighs them, but nothing builds them yet (`Job.decoder` says so).
 """
 
 from __future__ import annotations
@@ -131,6 +131,8 @@ class MoE(Model):
     """Hidden features of the feed-forward part that every token uses beside its experts."""
     dense_layers: int = Field(0, ge=0)
     """Blocks at the begin that have no experts."""
+    balance: float = Field(0.01, ge=0.0)
+    """Weight of the loss that asks each sample to use all experts alike; 0: none."""
     q_rank: int = Field(0, ge=0)
     """Latent attention: numbers of a token that its queries are made from."""
     kv_rank: int = Field(0, ge=0)

@@ -47,7 +47,7 @@ class Region:
     """A module that works on whole sequences with cut weights.
 
     What enters is gathered along the sequence; what leaves is a partial sum, added up over the ranks and cut along the
-    sequence again. `row` names the submodule whose product is the partial sum: its bias is added once, after the sum.
+    sequence again. `row` names what makes the partial sum; if it is a submodule, its bias is added once, after the sum.
     `uneven` are attributes that the module gets where its cuts do not divide.
     """
 

@@ -10,31 +10,42 @@ then the key, then the value. A rank that holds some of these groups has all it 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.job import Model
+from shardwise.kinds import Model, MoE
 from shardwise.models import fp8
 from shardwise.models.chain import Chain, Cut, Init, Region, Rules, Table, Uneven
 from shardwise.models.chain import Head as HeadRule
+from shardwise.models.experts import Experts
 from shardwise.models.loss import Vocabulary, linear_loss, rows_at_once
 from shardwise.random import Dropout
 
 
 def gpt(model: Model, seed: int) -> Chain:
     """The chain embed, block0, block1, ..., head."""
-    blocks = [(f"block{i}", Block(model, f"block{i}", seed)) for i in range(model.layers)]
+    blocks = [(f"block{i}", Block(model, f"block{i}", seed, sparse(model, i))) for i in range(model.layers)]
     return Chain([("embed", Embed(model, seed)), *blocks, ("head", Head(model))], rules(model))
 
 
+def sparse(model: Model, layer: int) -> bool:
+    """Whether a layer has experts."""
+    return isinstance(model, MoE) and layer >= model.dense_layers
+
+
 def prepare(
-    chain: Chain, model: Model, device: torch.device, dtype: torch.dtype, *, pipelined: bool, narrow: bool, chunk: int
-) -> None:
+    chain: Chain, model: Model, device: torch.device, dtype: torch.dtype, *, pipelined: bool, narrow: bool, chunk: int,
+    weigh: Callable[[], Tensor],
+) -> None:  # fmt: skip
     """Gives a chain whose weights have memory what does not change from step to step: one rotation for all blocks, how
-    many positions' logits the loss holds at once (all in a pipeline), and whether products are in 8 bits."""
+    many positions' logits the loss holds at once (all in a pipeline), whether products are in 8 bits, and what weighs
+    the loss that keeps experts in balance."""
     for module in chain.modules():
+        if isinstance(module, Experts):
+            module.weigh = weigh
         if isinstance(module, Product | Project):
             module.narrow = narrow
         if isinstance(module, Project):
@@ -64,6 +75,12 @@ def rules(model: Model) -> Rules:
             Cut("block*.mlp.gate.*", 0),
             Cut("block*.mlp.down.weight", 1),
             Cut("head.project.weight", 0),
+            Cut("block*.mlp.up", 1),  # of experts
+            Cut("block*.mlp.gate", 1),
+            Cut("block*.mlp.down", 2),
+            Cut("block*.mlp.shared.up.*", 0),
+            Cut("block*.mlp.shared.gate.*", 0),
+            Cut("block*.mlp.shared.down.weight", 1),
         ),
         modules=(
             Table("embed.tokens"),
@@ -77,6 +94,8 @@ def rules(model: Model) -> Rules:
             ("*.bias", Init("zeros")),
             ("*.attention.out.weight", Init("normal", model.init_std * shrink)),
             ("*.mlp.down.weight", Init("normal", model.init_std * shrink)),
+            ("*.mlp.shared.down.weight", Init("normal", model.init_std * shrink)),
+            ("*.mlp.down", Init("normal", model.init_std * shrink)),
             ("*", Init("normal", model.init_std)),
         ),
         watched=("embed", "block*.norm1", "block*.attention", "block*.norm2", "block*.mlp", "block*", "head.norm"),
@@ -128,18 +147,26 @@ class Product(nn.Linear):
 
 
 class Block(nn.Module):
-    def __init__(self, model: Model, name: str, seed: int):
+    def __init__(self, model: Model, name: str, seed: int, sparse: bool = False):
         super().__init__()
         self.norm1 = make_norm(model)
         self.attention = Attention(model)
         self.dropout1 = Dropout(model.dropout, f"{name}.1", seed)
         self.norm2 = make_norm(model)
-        self.mlp = SwiGLU(model) if model.activation == "swiglu" else GELU(model)
+        self.mlp: nn.Module = dense(model)
+        if sparse:
+            assert isinstance(model, MoE)
+            shared = model.model_copy(update={"ffn": model.shared_ffn, "bias": False}) if model.shared_ffn else None
+            self.mlp = Experts(model, dense(shared) if shared else None)
         self.dropout2 = Dropout(model.dropout, f"{name}.2", seed)
 
     def forward(self, x: Tensor, ids: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
         x = x + self.dropout1(self.attention(self.norm1(x)), ids)
         return x + self.dropout2(self.mlp(self.norm2(x)), ids)
+
+
+def dense(model: Model) -> nn.Module:
+    return SwiGLU(model) if model.activation == "swiglu" else GELU(model)
 
 
 def make_norm(model: Model) -> nn.Module:
@@ -253,7 +280,12 @@ def cost(model: Model) -> list[float]:
     length, width = model.sequence, model.width
     attend = model.heads * model.head_size
     products = width * (attend + 2 * model.kv_heads * model.head_size) + attend * width
-    products += width * model.ffn * (3 if model.activation == "swiglu" else 2)
-    block = 2.0 * length * products + 2.0 * length * length * attend  # half of the square: causal
+    blocks = []
+    for layer in range(model.layers):
+        hidden = float(model.ffn)
+        if isinstance(model, MoE) and sparse(model, layer):
+            hidden = model.experts_per_token * model.expert_ffn + model.shared_ffn
+        within = products + width * hidden * (3 if model.activation == "swiglu" else 2)
+        blocks.append(2.0 * length * within + 2.0 * length * length * attend)  # half of the square: causal
     # A lookup moves memory and multiplies nothing; it is counted as some operations per number moved.
-    return [8.0 * length * width, *([block] * model.layers), 2.0 * length * width * model.vocab]
+    return [8.0 * length * width, *blocks, 2.0 * length * width * model.vocab]

@@ -172,6 +172,12 @@ def parallelize(
     else:
         data = Whole(chains, mesh)
 
+    scale = LossScale(precision, device)
+
+    def weigh() -> Tensor:
+        """Of a loss that is a sum over samples, and that every tensor rank computes."""
+        return scale.value / (job.samples * layout.tensor)
+
     with memory or nullcontext():
         for chain in chains:
             chain.to_empty(device=device)
@@ -179,7 +185,7 @@ def parallelize(
                 chain.tie()  # PyTorch gives each name memory of its own; FSDP does not
             prepare(
                 chain, job.decoder(), device, precision.compute, pipelined=layout.pipeline > 1,
-                narrow=precision.narrow, chunk=job.loss.chunk,
+                narrow=precision.narrow, chunk=job.loss.chunk, weigh=weigh,
             )  # fmt: skip
         holdings = data.hold(cuts)
         if memory is None:
@@ -194,4 +200,4 @@ def parallelize(
             data.modules, layout, mesh, batch.micro_batches, (batch.micro_batch, length),
             (batch.micro_batch, length // layout.tensor, job.decoder().width), precision.compute, order,
         )  # fmt: skip
-    return Engine(mesh, batch, chains, data, pipeline, holdings, LossScale(precision, device))
+    return Engine(mesh, batch, chains, data, pipeline, holdings, scale)

@@ -82,9 +82,11 @@ def apply(chain: Chain, axis: Axis) -> dict[str, int | None]:
     for name, module in chain.named_modules():
         rule = next((rule for rule in chain.rules.modules if fnmatchcase(name, rule.module)), None)
         if isinstance(rule, Region):
-            _region(module, module.get_submodule(rule.row), axis)
-            cut = chain.rules.cut_of(f"{name}.{rule.row}.weight")
-            if cut is not None and not divides(cut, shapes[f"{name}.{rule.row}.weight"], axis.size):
+            row = getattr(module, rule.row)
+            _region(module, row if isinstance(row, nn.Module) else None, axis)
+            weight = f"{name}.{rule.row}.weight"
+            cut = chain.rules.cut_of(weight) if weight in shapes else None
+            if cut is not None and not divides(cut, shapes[weight], axis.size):
                 for attribute, value in rule.uneven:
                     setattr(module, attribute, value)
         elif isinstance(rule, Table):
@@ -137,15 +139,16 @@ def scatter_sum(x: Tensor, axis: Axis) -> Tensor:
     return reduce_scatter_with_grad(x.contiguous(), "sum", SEQUENCE, axis.group)
 
 
-def _region(module: nn.Module, row: nn.Module, axis: Axis) -> None:
-    present(row, "bias", lambda bias: None)  # the product gives a partial sum: its bias is added below, once
+def _region(module: nn.Module, row: nn.Module | None, axis: Axis) -> None:
+    if row is not None:
+        present(row, "bias", lambda bias: None)  # the product gives a partial sum: its bias is added below, once
 
     def enter(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return gather(args[0], axis), *args[1:]
 
     def leave(module: nn.Module, args: Any, y: Tensor) -> Tensor:
         y = scatter_sum(y, axis)
-        bias = row._parameters.get("bias")
+        bias = row._parameters.get("bias") if row is not None else None
         return y if bias is None else y + bias.to(y.dtype)
 
     module.register_forward_pre_hook(enter)

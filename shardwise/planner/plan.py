@@ -201,7 +201,7 @@ def order_of(job: Job, layout: Layout, cluster: Cluster) -> Order | None:
     """What each pipeline rank executes, where the layout's schedule is one that is made; None where it has a name."""
     if not Estimator.is_made(layout):
         return None
-    layout = replace(layout, micro_batch=check(job, layout).micro_batch)
+    layout = judged(job, estimator_of(job, cluster).work.shape, layout)
     return estimator_of(job, cluster).made(layout).order
 
 

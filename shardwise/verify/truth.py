@@ -39,7 +39,8 @@ def truth(job: Job, stream: Stream, rates: list[float], watch: Any, dtype: torch
         handles = watch(model, seen)
         logits = model(samples.tokens, ids=samples.ids).flatten(0, 1)
         loss = F.cross_entropy(logits, samples.targets.flatten(), ignore_index=IGNORED)
-        loss.backward()
+        extra: list[Any] = [getattr(module, "extra", None) for module in model.modules()]
+        (loss + sum(one for one in extra if one is not None) / job.samples).backward()
         for handle in handles:
             handle.remove()
         norm = torch.stack([w.grad.square().sum() for w in weights.values()]).sum().sqrt()

@@ -1,0 +1,152 @@
+"""A feed-forward part of many experts, of which each token uses a few.
+
+A token goes to the `active` experts that its router finds likeliest; none is ever dropped. Rows are sorted by expert,
+so that the products of all experts are one grouped product, and sorted back; both are permutations, in which no two
+rows meet, so gradients add up in the same order everywhere.
+
+Letters in shapes: T tokens, E experts, F hidden features of one, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from shardwise.kinds import MoE
+
+
+class Experts(nn.Module):
+    def __init__(self, model: MoE, shared: nn.Module | None):
+        super().__init__()
+        count, width, hidden = model.experts, model.width, model.expert_ffn
+        self.router = nn.Parameter(torch.empty(count, width))
+        self.gate = nn.Parameter(torch.empty(count, hidden, width)) if model.activation == "swiglu" else None
+        self.up = nn.Parameter(torch.empty(count, hidden, width))
+        self.down = nn.Parameter(torch.empty(count, width, hidden))
+        self.shared = shared
+        self.active, self.balance = model.experts_per_token, model.balance
+        self.weigh: Callable[[], Tensor] | None = None
+        """The factor of the balance loss in the gradient; without it the loss is left in `extra` instead."""
+        self.extra: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        likely = F.linear(tokens.to(wide), self.router.to(wide)).softmax(-1)  # T E
+        weights, chosen = likely.topk(self.active)
+        weights = weights / weights.sum(-1, keepdim=True)
+        y = self.mix(tokens, weights.to(x.dtype), chosen)
+        if self.shared is not None:
+            y = y + self.shared(tokens)
+        y = y.unflatten(0, x.shape[:2])
+        if not self.balance:
+            return y
+        extra = self.balance * imbalance(likely, chosen, x.shape[0])
+        if self.weigh is None:
+            self.extra = extra
+            return y
+        return Beside.apply(y, extra, self.weigh())  # type: ignore[no-any-return]
+
+    def mix(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """What each token's experts make of it, weighted."""
+        order = chosen.flatten().argsort(stable=True)
+        back = order.argsort()
+        counts = _count(chosen.flatten(), self.router.shape[0])
+        rows = Permuted.apply(tokens.repeat_interleave(self.active, 0), order, back)
+        hidden = Grouped.apply(rows, self.up, counts)
+        if self.gate is None:
+            hidden = F.gelu(hidden, approximate="tanh")
+        else:
+            hidden = F.silu(Grouped.apply(rows, self.gate, counts)) * hidden
+        rows = Permuted.apply(Grouped.apply(hidden, self.down, counts), back, order)
+        return (rows.unflatten(0, chosen.shape) * weights.unsqueeze(-1)).sum(1)
+
+
+def imbalance(likely: Tensor, chosen: Tensor, samples: int) -> Tensor:
+    """By sample, E x the sum over experts of their share of its tokens and their mean likelihood: 1 where all are used
+    alike. Summed over samples, so that no layout or micro-batch changes it. (DeepSeek-AI 2024, equation 17.)"""
+    experts = likely.shape[1]
+    each = chosen.reshape(samples, -1)
+    used = torch.zeros(samples, experts, dtype=likely.dtype, device=likely.device)
+    used.scatter_add_(1, each, torch.ones_like(each, dtype=likely.dtype))
+    return experts * (used / each.shape[1] * likely.unflatten(0, (samples, -1)).mean(1)).sum()
+
+
+def _count(chosen: Tensor, experts: int) -> Tensor:
+    counts = torch.zeros(experts, dtype=torch.int64, device=chosen.device)
+    return counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+
+
+class Beside(torch.autograd.Function):
+    """A value, and beside it a loss that joins only in the backward, times a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, extra: Tensor, factor: Tensor) -> Tensor:
+        ctx.save_for_backward(factor)
+        ctx.dtype = extra.dtype
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grads[0], ctx.saved_tensors[0].to(ctx.dtype), None
+
+
+class Permuted(torch.autograd.Function):
+    """Rows in another order, of which the other way round is known."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0].index_select(0, ctx.saved_tensors[0]), None, None
+
+
+class Grouped(torch.autograd.Function):
+    """`x @ weight.T` with another weight (E, out, in) for each run of rows; a run may be empty."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, counts)
+        return products(x, weight.transpose(1, 2), counts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, counts = ctx.saved_tensors
+        grad = grads[0]
+        if _fast(grad):
+            grad_weight = torch._grouped_mm(grad.t(), x, _ends(counts))
+        else:
+            runs = zip(grad.split(_sizes(counts, x)), x.split(_sizes(counts, x)), strict=True)
+            grad_weight = torch.stack([one.t() @ other for one, other in runs])
+        return products(grad, weight, counts), grad_weight, None
+
+
+def products(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Runs of rows, each times its own matrix (E, in, out)."""
+    if _fast(x):
+        return torch._grouped_mm(x, weight, _ends(counts))
+    return torch.cat([run @ matrix for run, matrix in zip(x.split(_sizes(counts, x)), weight, strict=True)])
+
+
+def _fast(x: Tensor) -> bool:
+    """Whether PyTorch has one kernel for all experts; it also spares the host from knowing how many rows each has."""
+    return x.is_cuda and x.dtype == torch.bfloat16
+
+
+def _ends(counts: Tensor) -> Tensor:
+    return counts.cumsum(0).to(torch.int32)
+
+
+def _sizes(counts: Tensor, x: Tensor) -> list[int]:
+    if isinstance(counts, FakeTensor):  # a dry run knows no numbers: as even as can be
+        rows, experts = x.shape[0], counts.shape[0]
+        return [rows // experts + (expert < rows % experts) for expert in range(experts)]
+    return [int(count) for count in counts.tolist()]

@@ -1,0 +1,134 @@
+"""Mixtures of experts: against a plain loop over tokens, in every kind of layout, and with an expert nobody uses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shardwise.errors import JobError, LayoutError
+from shardwise.job import Job, load_job, make_job
+from shardwise.kinds import MoE
+from shardwise.layout import Layout
+from shardwise.models.chain import reset
+from shardwise.models.experts import Experts, imbalance
+from shardwise.models.gpt import cost, gpt
+from shardwise.parallel import parallelize as road
+from shardwise.planner.dryrun import measure, nobody
+from shardwise.verify import parity
+from shardwise.verify.parity import verify
+
+SHAPE = {
+    "name": "moe", "layers": 3, "dense_layers": 1, "width": 16, "heads": 2, "vocab": 61, "sequence": 8, "experts": 5,
+    "experts_per_token": 2, "expert_ffn": 24, "shared_ffn": 8,
+}  # fmt: skip
+
+
+def small(samples: int = 8, **more: Any) -> Job:
+    return make_job({"precision": "float64", "model": SHAPE | more, "batch": {"samples": samples}})
+
+
+def experts(**more: Any) -> Experts:
+    chain = gpt(small(**more).decoder(), 0).double()
+    reset(chain, 0)
+    return next(module for module in chain.modules() if isinstance(module, Experts))
+
+
+def one_by_one(module: Experts, x: torch.Tensor) -> torch.Tensor:
+    """Each token through its experts, as a person would write it."""
+    rows = []
+    for token in x.flatten(0, 1):
+        likely = (module.router @ token).softmax(0)
+        best = likely.argsort(descending=True)[: module.active]
+        total = torch.zeros_like(token)
+        for expert in best.tolist():
+            hidden = module.up[expert] @ token
+            if module.gate is None:
+                hidden = F.gelu(hidden, approximate="tanh")
+            else:
+                hidden = F.silu(module.gate[expert] @ token) * hidden
+            total = total + likely[expert] / likely[best].sum() * (module.down[expert] @ hidden)
+        rows.append(total if module.shared is None else total + module.shared(token))
+    return torch.stack(rows).view_as(x)
+
+
+@pytest.mark.parametrize("more", [{}, {"activation": "gelu", "shared_ffn": 0}, {"experts_per_token": 1}])
+def test_it_is_what_one_token_at_a_time_gives(more: dict[str, Any]) -> None:
+    module = experts(**more)
+    x = torch.randn(2, 8, 16, dtype=torch.float64, requires_grad=True)
+    ours, right = module(x), one_by_one(module, x)
+    torch.testing.assert_close(ours, right, rtol=1e-12, atol=1e-14)
+    weights = [x, *module.parameters()]
+    for found, expected in zip(
+        torch.autograd.grad(ours.square().sum(), weights),
+        torch.autograd.grad(right.square().sum(), weights),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-14)
+
+
+def test_an_expert_that_nobody_uses() -> None:
+    module = experts(balance=0.0)
+    with torch.no_grad():
+        module.router[3] = -100.0 * torch.ones(16, dtype=torch.float64)
+    x = torch.rand(2, 8, 16, dtype=torch.float64)  # above zero, so the third is the last choice of all
+    module(x).sum().backward()
+    assert module.up.grad is not None and not bool(module.up.grad[3].any()) and bool(module.up.grad[0].any())
+
+
+def test_balance_is_one_where_all_are_used_alike() -> None:
+    likely = torch.full((12, 4), 0.25, dtype=torch.float64)
+    chosen = torch.arange(24).view(12, 2) % 4
+    assert float(imbalance(likely, chosen, 3)) == pytest.approx(3.0)
+    assert float(imbalance(likely.roll(1, 0), torch.zeros(12, 2, dtype=torch.int64), 3)) == pytest.approx(3.0)
+    skewed = torch.eye(4, dtype=torch.float64)[torch.zeros(12, dtype=torch.int64)]
+    assert float(imbalance(skewed, torch.zeros(12, 2, dtype=torch.int64), 3)) == pytest.approx(12.0)
+
+
+LAYOUTS = [
+    "replicate=2", "shard=3 zero=3 micro_batch=1", "tensor=2 shard=2 zero=1", "pipeline=2 tensor=2 micro_batch=1",
+    "pipeline=2 schedule=zbv recompute=full micro_batch=1", "pipeline=3 schedule=1f1b shard=2 zero=2 micro_batch=1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_layouts_compute_what_one_process_computes(text: str) -> None:
+    layout = Layout.parse(text)
+    (record,) = verify(small(4 * layout.data, tied="tensor" in text), [layout])
+    assert record.ok, record.sentence()
+
+
+def test_a_balance_loss_of_every_tensor_rank_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: each tensor rank adds the whole of it."""
+    right = road.prepare
+
+    def whole(*args: Any, **keys: Any) -> None:
+        weigh = keys.pop("weigh")
+        right(*args, **keys, weigh=lambda: 2 * weigh())
+
+    monkeypatch.setattr(road, "prepare", whole)
+    (record,) = verify(small(), [Layout.parse("tensor=2")], steps=2)
+    first = record.first_difference
+    assert first is not None and first.kind == "gradient" and "router" in first.name, record.sentence()
+    assert parity.LIMIT["float64"] == 1e-10
+
+
+def test_a_dry_run_and_its_costs() -> None:
+    job = small()
+    with nobody(2, 0):
+        report = measure(job, Layout.parse("shard=2 zero=3"))
+    assert report.total > 0
+    sparse, plain = cost(job.decoder())[2], cost(job.decoder())[1]
+    assert sparse != plain
+    model = job.decoder()
+    assert isinstance(model, MoE)
+    assert sparse - plain == 2.0 * 8 * 16 * 3 * (2 * 24 + 8 - model.ffn)
+
+
+def test_what_cannot_be_trained_yet() -> None:
+    with pytest.raises(JobError, match="latent attention"):
+        load_job(None, ["model.name=deepseek-v3"]).decoder()
+    with pytest.raises(LayoutError, match="can be planned but not yet run"):
+        road.check(small(), Layout.parse("shard=2 expert=2"))
