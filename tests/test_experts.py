@@ -44,12 +44,12 @@ def one_by_one(module: Experts, x: torch.Tensor) -> torch.Tensor:
         best = likely.argsort(descending=True)[: module.active]
         total = torch.zeros_like(token)
         for expert in best.tolist():
-            hidden = module.up[expert] @ token
-            if module.gate is None:
+            hidden = module.bank.up[expert] @ token
+            if module.bank.gate is None:
                 hidden = F.gelu(hidden, approximate="tanh")
             else:
-                hidden = F.silu(module.gate[expert] @ token) * hidden
-            total = total + likely[expert] / likely[best].sum() * (module.down[expert] @ hidden)
+                hidden = F.silu(module.bank.gate[expert] @ token) * hidden
+            total = total + likely[expert] / likely[best].sum() * (module.bank.down[expert] @ hidden)
         rows.append(total if module.shared is None else total + module.shared(token))
     return torch.stack(rows).view_as(x)
 
@@ -75,7 +75,11 @@ def test_an_expert_that_nobody_uses() -> None:
         module.router[3] = -100.0 * torch.ones(16, dtype=torch.float64)
     x = torch.rand(2, 8, 16, dtype=torch.float64)  # above zero, so the third is the last choice of all
     module(x).sum().backward()
-    assert module.up.grad is not None and not bool(module.up.grad[3].any()) and bool(module.up.grad[0].any())
+    assert (
+        module.bank.up.grad is not None
+        and not bool(module.bank.up.grad[3].any())
+        and bool(module.bank.up.grad[0].any())
+    )
 
 
 def test_balance_is_one_where_all_are_used_alike() -> None:
@@ -91,6 +95,21 @@ LAYOUTS = [
     "replicate=2", "shard=3 zero=3 micro_batch=1", "tensor=2 shard=2 zero=1", "pipeline=2 tensor=2 micro_batch=1",
     "pipeline=2 schedule=zbv recompute=full micro_batch=1", "pipeline=3 schedule=1f1b shard=2 zero=2 micro_batch=1",
 ]  # fmt: skip
+
+
+CUT = [
+    "shard=2 expert=2", "shard=4 expert=2 zero=2 micro_batch=1", "replicate=2 shard=2 expert=2 zero=3",
+    "tensor=2 shard=4 expert=4", "pipeline=2 tensor=2 shard=2 expert=2 zero=3 recompute=full micro_batch=1",
+    "pipeline=2 schedule=zbv shard=2 expert=2 micro_batch=1",
+    "pipeline=2 schedule=zbv shard=4 expert=2 zero=3 micro_batch=1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", CUT)
+def test_experts_on_other_ranks_compute_what_one_process_computes(text: str) -> None:
+    layout = Layout.parse(text)
+    (record,) = verify(small(2 * layout.data, experts=4, tied="tensor" in text), [layout])
+    assert record.ok, record.sentence()
 
 
 @pytest.mark.parametrize("text", LAYOUTS)
@@ -130,5 +149,11 @@ def test_a_dry_run_and_its_costs() -> None:
 def test_what_cannot_be_trained_yet() -> None:
     with pytest.raises(JobError, match="latent attention"):
         load_job(None, ["model.name=deepseek-v3"]).decoder()
-    with pytest.raises(LayoutError, match="can be planned but not yet run"):
-        road.check(small(), Layout.parse("shard=2 expert=2"))
+    for text, words in {
+        "shard=2 expert=2": "5 experts do not divide over 2 ranks; use expert=1",
+        "shard=3 expert=5": "shard=3 does not divide by it; use shard=5",
+    }.items():
+        with pytest.raises(LayoutError, match=words):
+            road.check(small(15), Layout.parse(text))
+    with pytest.raises(LayoutError, match="'gpt' has no experts"):
+        road.check(make_job({}), Layout.parse("shard=2 expert=2"))

@@ -19,5 +19,10 @@ reduce_scatter = _either(dist, "reduce_scatter_single", "reduce_scatter_tensor")
 # With a gradient: each is the other's backward.
 all_gather_with_grad = _either(functional, "all_gather_single_autograd", "all_gather_tensor_autograd")
 reduce_scatter_with_grad = _either(functional, "reduce_scatter_single_autograd", "reduce_scatter_tensor_autograd")
+all_to_all = dist.all_to_all_single
+all_to_all_with_grad: Any = functional.all_to_all_single_autograd  # its own backward, sizes the other way round
 
-__all__ = ["all_gather", "all_gather_with_grad", "all_reduce", "reduce_scatter", "reduce_scatter_with_grad"]
+__all__ = [
+    "all_gather", "all_gather_with_grad", "all_reduce", "all_to_all", "all_to_all_with_grad", "reduce_scatter",
+    "reduce_scatter_with_grad",
+]  # fmt: skip

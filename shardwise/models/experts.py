@@ -23,16 +23,15 @@ from shardwise.kinds import MoE
 class Experts(nn.Module):
     def __init__(self, model: MoE, shared: nn.Module | None):
         super().__init__()
-        count, width, hidden = model.experts, model.width, model.expert_ffn
-        self.router = nn.Parameter(torch.empty(count, width))
-        self.gate = nn.Parameter(torch.empty(count, hidden, width)) if model.activation == "swiglu" else None
-        self.up = nn.Parameter(torch.empty(count, hidden, width))
-        self.down = nn.Parameter(torch.empty(count, width, hidden))
+        self.router = nn.Parameter(torch.empty(model.experts, model.width))
+        self.bank = Bank(model)
         self.shared = shared
         self.active, self.balance = model.experts_per_token, model.balance
         self.weigh: Callable[[], Tensor] | None = None
         """The factor of the balance loss in the gradient; without it the loss is left in `extra` instead."""
         self.extra: Tensor | None = None
+        self.travel: Any = None
+        """Takes rows to experts that other ranks hold (`shardwise.parallel.expert`); None: all are here."""
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, 1)
@@ -58,13 +57,34 @@ class Experts(nn.Module):
         back = order.argsort()
         counts = _count(chosen.flatten(), self.router.shape[0])
         rows = Permuted.apply(tokens.repeat_interleave(self.active, 0), order, back)
+        journey = None
+        if self.travel is not None:
+            rows, counts, journey = self.travel.there(rows, counts)
+        rows = self.bank(rows, counts)
+        if self.travel is not None:
+            rows = self.travel.back(rows, journey)
+        rows = Permuted.apply(rows, back, order)
+        return (rows.unflatten(0, chosen.shape) * weights.unsqueeze(-1)).sum(1)
+
+
+class Bank(nn.Module):
+    """The experts themselves, as stacks of matrices."""
+
+    def __init__(self, model: MoE):
+        super().__init__()
+        count, width, hidden = model.experts, model.width, model.expert_ffn
+        self.gate = nn.Parameter(torch.empty(count, hidden, width)) if model.activation == "swiglu" else None
+        self.up = nn.Parameter(torch.empty(count, hidden, width))
+        self.down = nn.Parameter(torch.empty(count, width, hidden))
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Rows that lie by expert, through theirs."""
         hidden = Grouped.apply(rows, self.up, counts)
         if self.gate is None:
             hidden = F.gelu(hidden, approximate="tanh")
         else:
             hidden = F.silu(Grouped.apply(rows, self.gate, counts)) * hidden
-        rows = Permuted.apply(Grouped.apply(hidden, self.down, counts), back, order)
-        return (rows.unflatten(0, chosen.shape) * weights.unsqueeze(-1)).sum(1)
+        return Grouped.apply(hidden, self.down, counts)  # type: ignore[no-any-return]
 
 
 def imbalance(likely: Tensor, chosen: Tensor, samples: int) -> Tensor:
@@ -141,12 +161,17 @@ def _fast(x: Tensor) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16
 
 
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has no numbers."""
+    return isinstance(tensor, FakeTensor)
+
+
 def _ends(counts: Tensor) -> Tensor:
     return counts.cumsum(0).to(torch.int32)
 
 
 def _sizes(counts: Tensor, x: Tensor) -> list[int]:
-    if isinstance(counts, FakeTensor):  # a dry run knows no numbers: as even as can be
+    if is_fake(counts):  # a dry run knows no numbers: as even as can be
         rows, experts = x.shape[0], counts.shape[0]
         return [rows // experts + (expert < rows % experts) for expert in range(experts)]
     return [int(count) for count in counts.tolist()]

@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -29,10 +30,12 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise.comm.collectives import all_gather, all_reduce, reduce_scatter
 from shardwise.errors import RunError
 from shardwise.models.chain import Chain
+from shardwise.models.experts import Bank
 from shardwise.parallel.holding import Holding
 from shardwise.parallel.mesh import Axis, Mesh
 
-Cuts = dict[str, tuple[torch.Size, int | None]]  # by parameter: the whole shape, the dimension cut over the tensor axis
+# By parameter: the whole shape, the dimension cut over the tensor axis, whether its experts are cut.
+Cuts = dict[str, tuple[torch.Size, int | None, bool]]
 Pairs = list[tuple[nn.Parameter, Holding]]
 BUCKET = 64 << 20  # bytes of gradients that travel at once
 
@@ -47,14 +50,15 @@ class DataParallel(ABC):
 
     def hold(self, cuts: Cuts) -> list[Holding]:
         """The holdings, once the parameters have memory."""
-        sharded = self.mesh["shard"].size > 1
         for chain in self.chains:
             for name, weight in chain.named_weights():
-                shape, cut = cuts[name]
+                shape, cut, expert = cuts[name]
+                axis = self.mesh["alike" if expert else "shard"]
                 copies = self.mesh["replicate"].size * (self.mesh["tensor"].size if cut is None else 1)
                 if self.mesh["pipeline"].size > 1 and name in chain.rules.tied:
                     copies *= 2  # the first stage and the last
-                self.pairs.append((weight, Holding(name, self.piece(weight), shape, cut, sharded, copies)))
+                piece = self.piece(weight, axis)
+                self.pairs.append((weight, Holding(name, piece, shape, cut, axis.size > 1, copies, expert)))
         return [holding for _, holding in self.pairs]
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
@@ -75,8 +79,8 @@ class DataParallel(ABC):
         self.spread_weights()
 
     @abstractmethod
-    def piece(self, weight: nn.Parameter) -> Tensor:
-        """The part of a weight that this rank updates, in the weight's own memory."""
+    def piece(self, weight: nn.Parameter, axis: Axis) -> Tensor:
+        """The part of a weight that this rank updates, in the weight's own memory; `axis`: the ranks that share it."""
 
     @abstractmethod
     def sum_gradients(self) -> None: ...
@@ -101,7 +105,7 @@ class Alone(DataParallel):
                 weight.register_post_accumulate_grad_hook(_adder(holding.tensor))
         return found
 
-    def piece(self, weight: nn.Parameter) -> Tensor:
+    def piece(self, weight: nn.Parameter, axis: Axis) -> Tensor:
         return torch.empty_like(weight, dtype=self.wide, requires_grad=False)
 
     def reduce(self) -> None:
@@ -136,19 +140,29 @@ def _adder(wide: Tensor) -> Callable[[Tensor], None]:
 class Whole(DataParallel):
     """Whole weights and gradients on every rank."""
 
-    def piece(self, weight: nn.Parameter) -> Tensor:
-        shard = self.mesh["shard"]
-        if shard.size == 1:
+    def piece(self, weight: nn.Parameter, axis: Axis) -> Tensor:
+        if axis.size == 1:
             return weight
-        first, length = shard.span(weight.shape[0])
+        first, length = axis.span(weight.shape[0])
         return weight.detach()[first : first + length]
+
+    def shared(self) -> Iterator[tuple[Axis, Pairs]]:
+        """Weights by the ranks that share their updates: of cut experts these are fewer."""
+        for expert, axis in ((False, "shard"), (True, "alike")):
+            pairs = [pair for pair in self.pairs if pair[1].expert == expert]
+            if pairs:
+                yield self.mesh[axis], pairs
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        shard, replicate = self.mesh["shard"], self.mesh["replicate"]
+        for shard, pairs in self.shared():
+            self._sum_over(shard, pairs)
+
+    def _sum_over(self, shard: Axis, pairs: Pairs) -> None:
+        replicate = self.mesh["replicate"]
         if shard.size == replicate.size == 1:
             return  # a holding is its weight
-        for bucket in _buckets(self.pairs):
+        for bucket in _buckets(pairs):
             sizes = [_piece_size(weight, shard) for weight, _ in bucket]
             rows = [_padded(w.grad, size * shard.size).view(shard.size, size) for (w, _), size in zip(bucket, sizes)]
             packed = torch.cat(rows, dim=1)
@@ -165,10 +179,12 @@ class Whole(DataParallel):
 
     @torch.no_grad()
     def spread_weights(self) -> None:
-        shard = self.mesh["shard"]
-        if shard.size == 1:
-            return
-        for bucket in _buckets(self.pairs):
+        for shard, pairs in self.shared():
+            if shard.size > 1:
+                self._spread_over(shard, pairs)
+
+    def _spread_over(self, shard: Axis, pairs: Pairs) -> None:
+        for bucket in _buckets(pairs):
             sizes = [_piece_size(weight, shard) for weight, _ in bucket]
             own = torch.cat([_padded(holding.tensor, size) for (_, holding), size in zip(bucket, sizes, strict=True)])
             whole = own.new_empty(shard.size * own.numel())
@@ -215,7 +231,7 @@ class Bucketed(DataParallel):
         self.modules = [self.ddp]
         return super().hold(cuts)
 
-    def piece(self, weight: nn.Parameter) -> Tensor:
+    def piece(self, weight: nn.Parameter, axis: Axis) -> Tensor:
         return weight
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
@@ -243,10 +259,14 @@ class Sharded(DataParallel):
         for chain in chains:
             tied = {name.partition(".")[0] for pair in chain.rules.ties for name in pair}
             pieces = dict(chain.named_children())
+            if mesh.layout.expert > 1:
+                for module in chain.modules():
+                    if isinstance(module, Bank):
+                        self._shard(module, policy, mesh.fsdp_experts)
             for name, piece in pieces.items():
                 if not (name in tied and tied <= pieces.keys()):  # tied weights stay together, in the root
-                    self._shard(piece, policy)
-            self._shard(chain, policy)
+                    self._shard(piece, policy, mesh.fsdp)
+            self._shard(chain, policy, mesh.fsdp)
             if mesh.layout.pipeline > 1:
                 self._prefetch([piece for piece in pieces.values() if isinstance(piece, FSDPModule)])
 
@@ -258,15 +278,15 @@ class Sharded(DataParallel):
         for before, piece in zip([pieces[0], *pieces], pieces):
             piece.set_modules_to_backward_prefetch([before])
 
-    def _shard(self, module: nn.Module, policy: MixedPrecisionPolicy) -> None:
+    def _shard(self, module: nn.Module, policy: MixedPrecisionPolicy, mesh: DeviceMesh) -> None:
         free = self.mesh.layout.zero == 3
-        fully_shard(module, mesh=self.mesh.fsdp, reshard_after_forward=free, mp_policy=policy)
+        fully_shard(module, mesh=mesh, reshard_after_forward=free, mp_policy=policy)
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo knows no premultiplied sum
         module.set_reshard_after_backward(free, recurse=False)
 
-    def piece(self, weight: nn.Parameter) -> Tensor:
+    def piece(self, weight: nn.Parameter, axis: Axis) -> Tensor:
         return _local(weight.detach())
 
     def sum_gradients(self) -> None:

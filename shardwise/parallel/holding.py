@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.models.chain import Init
-from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.mesh import Axis, Mesh
 from shardwise.random import key_of, normal_
 
 
@@ -29,9 +29,11 @@ class Holding:
     tensor_dim: int | None
     """The dimension cut over the tensor axis; None: every rank of the axis holds the same."""
     sharded: bool
-    """Whether the first dimension is shared over the shard axis."""
+    """Whether the first dimension is shared over the shard axis; of experts that are cut, over those with the same."""
     copies: int
     """Ranks that hold this very piece; each counts for 1/copies in a norm."""
+    expert: bool = False
+    """Whether the first dimension is cut over the expert axis before that."""
     rounded: Tensor | None = None
     """What modules compute with, where it is kept beside the piece in the compute type (`shardwise.parallel.data`); the
     gradient may be its own."""
@@ -52,21 +54,29 @@ class Holding:
         return len(self.shape) > 1
 
 
-def place(shape: torch.Size, tensor_dim: int | None, sharded: bool, mesh: Mesh) -> tuple[tuple[int, ...], list[int]]:
-    """Start and size of this rank's piece inside a parameter of `shape`."""
-    start, size = [0] * len(shape), list(shape)
-    if tensor_dim is not None:
-        start[tensor_dim], size[tensor_dim] = mesh["tensor"].span(shape[tensor_dim])
-    if sharded:
-        first, size[0] = mesh["shard"].span(size[0])
-        start[0] += first
+def place(holding: Holding, mesh: Mesh) -> tuple[tuple[int, ...], list[int]]:
+    """Start and size of this rank's piece inside its parameter."""
+    start, size = [0] * len(holding.shape), list(holding.shape)
+    for dim, axis in cuts_of(holding, mesh):
+        first, size[dim] = axis.span(size[dim])
+        start[dim] += first
     return tuple(start), size
+
+
+def cuts_of(holding: Holding, mesh: Mesh) -> list[tuple[int, Axis]]:
+    """How its parameter is cut, one cut after the other: along which dimension, over which axis."""
+    cuts = [] if holding.tensor_dim is None else [(holding.tensor_dim, mesh["tensor"])]
+    if holding.expert:
+        cuts.append((0, mesh["expert"]))
+    if holding.sharded:
+        cuts.append((0, mesh["alike" if holding.expert else "shard"]))
+    return cuts
 
 
 def start(holding: Holding, init: Init, seed: int, mesh: Mesh) -> None:
     """Fills a piece with what the whole parameter has there at the start of the run."""
     if init.kind == "normal":
-        where, _ = place(holding.shape, holding.tensor_dim, holding.sharded, mesh)
+        where, _ = place(holding, mesh)
         normal_(holding.tensor.detach(), key_of("init", seed, holding.name), holding.shape, where, init.std)
     else:
         holding.tensor.detach().fill_(1.0 if init.kind == "ones" else 0.0)

@@ -48,8 +48,9 @@ class Mesh:
         sizes = tuple(getattr(layout, axis) for axis in AXES)
         grid = torch.arange(world).reshape(sizes)
         place = [int(index) for index in (grid == self.rank).nonzero()[0]]
-        self._axes = dict.fromkeys((*AXES, "data", "world"), ALONE)
+        self._axes = dict.fromkeys((*AXES, "data", "world", "expert", "alike"), ALONE)
         self.devices: DeviceMesh | None = None
+        self.folded: DeviceMesh | None = None
         self.ends: Axis = ALONE
         if world == 1:
             return
@@ -62,6 +63,20 @@ class Mesh:
             flat = self.devices["replicate", "shard"]._flatten("data")
             self._axes["data"] = Axis(layout.data, place[1] * layout.shard + place[2], flat.get_group())
         self.ends = self._end_groups(grid, place)
+        self._axes["alike"] = self["shard"]
+        if layout.expert > 1:
+            self._fold(grid, place)
+
+    def _fold(self, grid: torch.Tensor, place: list[int]) -> None:
+        """Experts lie on neighbours along the shard axis (`expert`); ranks with the same ones, `alike`, share them."""
+        expert = self.layout.expert
+        self.folded = DeviceMesh(
+            self.device.type, grid.unflatten(2, (-1, expert)),
+            mesh_dim_names=("pipeline", "replicate", "alike", "expert", "context", "tensor"),
+        )  # fmt: skip
+        self._axes["expert"] = Axis(expert, place[2] % expert, self.folded.get_group("expert"))
+        alike = self.layout.shard // expert
+        self._axes["alike"] = Axis(alike, place[2] // expert, self.folded.get_group("alike")) if alike > 1 else ALONE
 
     def _end_groups(self, grid: torch.Tensor, place: list[int]) -> Axis:
         """The first and the last pipeline rank with the same other coordinates: they share tied weights."""
@@ -84,3 +99,10 @@ class Mesh:
         """The mesh that FSDP shards over: (replicate, shard), or shard alone."""
         assert self.devices is not None
         return self.devices["replicate", "shard"] if self.layout.replicate > 1 else self.devices["shard"]
+
+    @cached_property
+    def fsdp_experts(self) -> DeviceMesh:
+        """The same for experts, where they are cut."""
+        if self.folded is None:
+            return self.fsdp
+        return self.folded["replicate", "alike"] if self.layout.replicate > 1 else self.folded["alike"]

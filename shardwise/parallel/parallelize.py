@@ -22,7 +22,7 @@ from shardwise.job import Job
 from shardwise.layout import Batch, Layout, solve_batch
 from shardwise.models.chain import Chain
 from shardwise.models.gpt import cost, gpt, prepare
-from shardwise.parallel import recompute, tensor
+from shardwise.parallel import expert, recompute, tensor
 from shardwise.parallel.balance import cut_stages
 from shardwise.parallel.data import Alone, Bucketed, Cuts, DataParallel, Sharded, Whole
 from shardwise.parallel.holding import Holding, start
@@ -95,7 +95,7 @@ KEPT = 0.85
 KEPT_NARROW = 1.0  # in 8 bits what is kept is half as large, and less would have attention computed again
 
 # Degrees that a layout knows and that `plan` weighs, but that no engine serves yet.
-NOT_YET = ("context", "expert")
+NOT_YET = ("context",)
 
 
 def check(job: Job, layout: Layout) -> Batch:
@@ -106,6 +106,7 @@ def check(job: Job, layout: Layout) -> Batch:
             raise LayoutError(f"{axis}={degree}: this axis can be planned but not yet run; leave it at 1.")
     chain = build(job, torch.float32)
     tensor.check(chain.rules, shapes_of(chain), job.model.sequence, layout.tensor)
+    expert.check(job.decoder(), layout)
     cut_stages(layout, cost(job.decoder()))
     found = support(layout, job.precision)
     if found.verdict == REFUSED:
@@ -149,8 +150,9 @@ def parallelize(
 
     cuts: Cuts = {}
     for chain in chains:
+        experts = expert.apply(chain, mesh["expert"])
         for name, dim in tensor.apply(chain, mesh["tensor"]).items():
-            cuts[name] = (shapes[name], dim)
+            cuts[name] = (shapes[name], dim, name in experts)
 
     sharded = layout.shard > 1 and layout.zero > 1
     for chain in chains:

@@ -82,7 +82,7 @@ def apply(chain: Chain, axis: Axis) -> dict[str, int | None]:
     for name, module in chain.named_modules():
         rule = next((rule for rule in chain.rules.modules if fnmatchcase(name, rule.module)), None)
         if isinstance(rule, Region):
-            row = getattr(module, rule.row)
+            row = getattr(module, rule.row, None)
             _region(module, row if isinstance(row, nn.Module) else None, axis)
             weight = f"{name}.{rule.row}.weight"
             cut = chain.rules.cut_of(weight) if weight in shapes else None

@@ -207,7 +207,7 @@ def pieces_of(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Pie
     for holding in engine.holdings:
         if f"weights.{holding.name}" in pieces:
             continue
-        start, size = place(holding.shape, holding.tensor_dim, holding.sharded, engine.mesh)
+        start, size = place(holding, engine.mesh)
         values = {f"weights.{holding.name}": holding.tensor.detach()}
         for key, value in optimizer.state.get(holding.tensor, {}).items():
             assert isinstance(value, Tensor), f"the optimizer keeps {key} of {holding.name} as {value!r}, no tensor"

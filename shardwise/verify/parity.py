@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -32,6 +32,7 @@ from shardwise.job import Job
 from shardwise.layout import Layout
 from shardwise.models.chain import IGNORED, Chain
 from shardwise.optim import learning_rate, make_optimizer, set_learning_rate
+from shardwise.parallel.holding import cuts_of
 from shardwise.parallel.mesh import Axis
 from shardwise.parallel.parallelize import Engine, check, parallelize
 from shardwise.parallel.precision import Precision
@@ -262,14 +263,15 @@ def _compare_pieces(
     comparison: Comparison, number: int, kind: str, engine: Engine, values: list[Tensor], expected: dict[str, Tensor]
 ) -> None:
     """Compares what lies as the holdings do. Pieces of one tensor add up to one error."""
-    tensor, shard = engine.mesh["tensor"], engine.mesh["shard"]
+    mesh = engine.mesh
     squares = torch.zeros(len(values), dtype=torch.float64)
     for i, (holding, value) in enumerate(zip(engine.holdings, values, strict=True)):
-        piece = _part(expected[holding.name], tensor, holding.tensor_dim)
-        piece = _part(piece, shard, 0 if holding.sharded else None)
+        piece = expected[holding.name]
+        for dim, axis in cuts_of(holding, mesh):
+            piece = _part(piece, axis, dim)
         squares[i] = (value - piece).square().sum() if value.shape == piece.shape else math.inf
-    for axis, cut in ((tensor, [h.tensor_dim is not None for h in engine.holdings]),
-                      (shard, [h.sharded for h in engine.holdings])):  # fmt: skip
+    for axis, cut in ((mesh["tensor"], [h.tensor_dim is not None for h in engine.holdings]),
+                      (mesh["shard"], [h.sharded or h.expert for h in engine.holdings])):  # fmt: skip
         if axis.size > 1:
             sums = squares.clone()
             dist.all_reduce(sums, group=axis.group)
@@ -285,11 +287,13 @@ def _compare_whole(comparison: Comparison, number: int, engine: Engine, expected
     if engine.mesh["shard"].size == 1:
         return  # the pieces are the weights
     typical, places = _yardstick(expected)
-    cuts = {holding.name: holding.tensor_dim for holding in engine.holdings}
+    cuts = {h.name: cuts_of(replace(h, sharded=False), engine.mesh) for h in engine.holdings}
     for chain in engine.chains:
         for name, weight in chain.named_weights():
             if not isinstance(weight, DTensor):
-                part = _part(expected[name], engine.mesh["tensor"], cuts[name])
+                part = expected[name]
+                for dim, axis in cuts[name]:
+                    part = _part(part, axis, dim)
                 error = error_of(weight.detach(), part, comparison.floor * typical)
                 comparison.add(number, "weight", places[name], name, error)
 

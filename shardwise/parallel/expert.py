@@ -1,0 +1,92 @@
+"""Expert parallelism: each rank of the expert axis holds some of the experts, and tokens travel to theirs and back.
+
+The axis is folded over the shard axis: it needs no ranks of its own, and what is not an expert knows nothing of it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.collectives import all_to_all, all_to_all_with_grad
+from shardwise.errors import LayoutError
+from shardwise.kinds import Model, MoE
+from shardwise.layout import Layout
+from shardwise.models.chain import Chain
+from shardwise.models.experts import Experts, Permuted, is_fake
+from shardwise.parallel.mesh import Axis
+
+
+def check(model: Model, layout: Layout) -> None:
+    """Raises for a degree that model or layout do not allow."""
+    degree = layout.expert
+    if degree == 1:
+        return
+    if not isinstance(model, MoE):
+        raise LayoutError(f"expert={degree}: {model.name!r} has no experts; leave expert at 1.")
+    if model.experts % degree:
+        near = max(n for n in range(1, degree) if model.experts % n == 0)
+        raise LayoutError(
+            f"expert={degree}: {model.experts} experts do not divide over {degree} ranks; use expert={near}."
+        )
+    if layout.shard % degree:
+        raise LayoutError(
+            f"expert={degree} lies on ranks of the shard axis, but shard={layout.shard} does not divide by it; "
+            f"use shard={degree} or a multiple of it."
+        )
+
+
+def apply(chain: Chain, axis: Axis) -> set[str]:
+    """Cuts the experts of a chain on the meta device. Returns the names of the parameters that were cut."""
+    cut: set[str] = set()
+    for name, module in chain.named_modules():
+        if axis.size == 1 or not isinstance(module, Experts):
+            continue
+        for leaf, whole in module.bank.named_parameters():
+            size = whole.shape[0] // axis.size, *whole.shape[1:]
+            setattr(module.bank, leaf, nn.Parameter(torch.empty(size, dtype=whole.dtype, device=whole.device)))
+            cut.add(f"{name}.bank.{leaf}")
+        module.travel = Travel(axis)
+    return cut
+
+
+class Travel:
+    """Takes rows that lie by expert to the ranks that hold these, and what comes of them back."""
+
+    def __init__(self, axis: Axis):
+        self.axis = axis
+
+    def there(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Journey]:
+        """The rows of this rank's experts, by expert, from all ranks; how many each has; and the way back."""
+        ranks = self.axis.size
+        theirs = torch.empty_like(counts)
+        all_to_all(theirs, counts, group=self.axis.group)
+        by_rank = theirs.view(ranks, -1)  # source, expert
+        sent, received = _split(counts.view(ranks, -1), rows), _split(by_rank, rows)
+        rows = all_to_all_with_grad(rows, received, sent, self.axis.group)
+        if is_fake(counts):
+            order = torch.arange(rows.shape[0], device=rows.device)
+        else:
+            experts = torch.arange(by_rank.shape[1], device=rows.device).repeat(ranks)
+            order = experts.repeat_interleave(theirs, output_size=sum(received)).argsort(stable=True)
+        journey = Journey(order, order.argsort(), sent, received)
+        return Permuted.apply(rows, journey.order, journey.back), by_rank.sum(0), journey
+
+    def back(self, rows: Tensor, journey: Journey) -> Tensor:
+        rows = Permuted.apply(rows, journey.back, journey.order)
+        return all_to_all_with_grad(rows, journey.sent, journey.received, self.axis.group)
+
+
+class Journey:
+    """What is remembered of a way, for the way back."""
+
+    def __init__(self, order: Tensor, back: Tensor, sent: list[int], received: list[int]):
+        self.order, self.back, self.sent, self.received = order, back, sent, received
+
+
+def _split(by_rank: Tensor, rows: Tensor) -> list[int]:
+    """Rows for or from each rank; the host must know them."""
+    if is_fake(by_rank):  # a dry run knows no numbers: as even as can be
+        ranks, total = by_rank.shape[0], rows.shape[0]
+        return [total // ranks + (rank < total % ranks) for rank in range(ranks)]
+    return [int(count) for count in by_rank.sum(1).tolist()]
