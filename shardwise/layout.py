@@ -44,7 +44,7 @@ class Layout:
     tensor: int = 1
     """Ranks that each hold a part of every matrix; activations between matrices are cut along the sequence."""
     expert: int = 1
-    """Ranks that share the experts, folded over shard and context."""
+    """Ranks that share the experts, folded over the shard axis."""
     schedule: str = "1f1b"
     """The order of forwards and backwards in a pipeline."""
     virtual: int = 0

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+import shardwise.step as step_file
+from shardwise.comm.world import run_world
+from shardwise.data.stream import share
 from shardwise.errors import JobError, LayoutError
 from shardwise.job import Job, load_job, make_job
 from shardwise.kinds import MoE
@@ -15,10 +20,15 @@ from shardwise.layout import Layout
 from shardwise.models.chain import reset
 from shardwise.models.experts import Experts, imbalance
 from shardwise.models.gpt import cost, gpt
+from shardwise.optim import make_optimizer
+from shardwise.parallel import data, expert
 from shardwise.parallel import parallelize as road
+from shardwise.parallel.parallelize import parallelize
 from shardwise.planner.dryrun import measure, nobody
+from shardwise.step import step
+from shardwise.train.checkpoint import Checkpoints
 from shardwise.verify import parity
-from shardwise.verify.parity import verify
+from shardwise.verify.parity import make_stream, verify
 
 SHAPE = {
     "name": "moe", "layers": 3, "dense_layers": 1, "width": 16, "heads": 2, "vocab": 61, "sequence": 8, "experts": 5,
@@ -43,13 +53,13 @@ def one_by_one(module: Experts, x: torch.Tensor) -> torch.Tensor:
         likely = (module.router @ token).softmax(0)
         best = likely.argsort(descending=True)[: module.active]
         total = torch.zeros_like(token)
-        for expert in best.tolist():
-            hidden = module.bank.up[expert] @ token
+        for one in best.tolist():
+            hidden = module.bank.up[one] @ token
             if module.bank.gate is None:
                 hidden = F.gelu(hidden, approximate="tanh")
             else:
-                hidden = F.silu(module.bank.gate[expert] @ token) * hidden
-            total = total + likely[expert] / likely[best].sum() * (module.bank.down[expert] @ hidden)
+                hidden = F.silu(module.bank.gate[one] @ token) * hidden
+            total = total + likely[one] / likely[best].sum() * (module.bank.down[one] @ hidden)
         rows.append(total if module.shared is None else total + module.shared(token))
     return torch.stack(rows).view_as(x)
 
@@ -157,3 +167,85 @@ def test_what_cannot_be_trained_yet() -> None:
             road.check(small(15), Layout.parse(text))
     with pytest.raises(LayoutError, match="'gpt' has no experts"):
         road.check(make_job({}), Layout.parse("shard=2 expert=2"))
+
+
+# Checkpoints, and what may go wrong
+
+RING = [
+    "pipeline=1", "shard=2 expert=2", "shard=4 expert=2 zero=3", "tensor=2",
+    "pipeline=2 shard=2 expert=2 micro_batch=1",
+]  # fmt: skip
+
+
+def go_on(folder: Path, text: str, source: bool) -> list[float]:
+    """Losses of steps 3 and 4: after two steps of our own, which are saved, or after those of another layout."""
+    job = small(8, experts=4)
+    engine = parallelize(job, Layout.parse(text), torch.device("cpu"))
+    optimizer = make_optimizer(job.optimizer, engine.holdings)
+    stream, ranks, checkpoints = make_stream(job), engine.mesh["data"], Checkpoints(folder, 2, asynchronous=False)
+
+    def train(numbers: range) -> list[float]:
+        shares = (share(number, job.samples, ranks.size, ranks.index) for number in numbers)
+        return [float(step(engine, optimizer, stream.read(each), 1.0).loss) for each in shares]
+
+    if source:
+        train(range(2))
+        checkpoints.save(2, engine, optimizer, {})
+        checkpoints.finish()
+    else:
+        assert checkpoints.load(engine, optimizer) is not None
+    return train(range(2, 4))
+
+
+@pytest.mark.parametrize("place", range(len(RING)))
+def test_a_checkpoint_of_one_cut_loads_into_another(tmp_path: Path, place: int) -> None:
+    before, after = RING[place - 1], RING[place]
+    saved = run_world(go_on, Layout.parse(before).world, tmp_path, before, True)[0]
+    loaded = run_world(go_on, Layout.parse(after).world, tmp_path, after, False)[0]
+    assert loaded == pytest.approx(saved, rel=1e-10, abs=0)
+
+
+def gradients_of_other_experts_added(patch: pytest.MonkeyPatch) -> None:
+    """Summed over the ranks that hold different experts, not over those that hold the same."""
+
+    def crooked(self: data.Whole) -> None:
+        for axis, pairs in self.shared():
+            self._sum_over(self.mesh["expert"] if pairs[0][1].expert else axis, pairs)
+
+    patch.setattr(data.Whole, "sum_gradients", torch.no_grad()(crooked))
+
+
+def experts_left_out_of_the_norm(patch: pytest.MonkeyPatch) -> None:
+    right = step_file.measure
+
+    def without(engine: Any, loss: torch.Tensor) -> Any:
+        dense = [holding for holding in engine.holdings if not holding.expert]
+        return right(dataclasses.replace(engine, holdings=dense), loss)
+
+    patch.setattr(step_file, "measure", without)
+
+
+def tokens_that_come_back_out_of_order(patch: pytest.MonkeyPatch) -> None:
+    right = expert.Travel.back
+
+    def crooked(self: Any, rows: torch.Tensor, journey: Any) -> torch.Tensor:
+        return right(self, rows, expert.Journey(journey.order, journey.order, journey.sent, journey.received))
+
+    patch.setattr(expert.Travel, "back", crooked)
+
+
+PLANTED = {
+    experts_left_out_of_the_norm: ("shard=2 expert=2", "grad_norm"),
+    tokens_that_come_back_out_of_order: ("shard=2 expert=2", "output"),
+    gradients_of_other_experts_added: ("shard=4 expert=2 micro_batch=1", "gradient"),
+}
+
+
+@pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
+def test_planted_bugs_are_caught(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, kind = PLANTED[plant]
+    plant(monkeypatch)
+    (record,) = verify(small(8, experts=4), [Layout.parse(text)], steps=2)
+    assert not record.ok
+    first = record.first_difference
+    assert record.problem is not None or (first is not None and first.kind == kind), record.sentence()
