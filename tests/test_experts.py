@@ -149,6 +149,16 @@ def test_a_dry_run_and_its_costs() -> None:
     with nobody(2, 0):
         report = measure(job, Layout.parse("shard=2 zero=3"))
     assert report.total > 0
+    for zero in (1, 3):
+        with nobody(4, 0):
+            report = measure(small(8, experts=4), Layout.parse(f"shard=4 expert=2 zero={zero} micro_batch=1"))
+        sent = {(entry.axis, entry.kind): entry.bytes for entry in report.traffic}
+        # Two layers, two micro-batches of 8 tokens of which each goes to two experts, there and back, and their
+        # gradients; and how many rows there are.
+        assert sent["expert", "all-to-all"] == 2 * 2 * (4 * 8 * 2 * 16 * 8 + 4 * 8)
+        # Half of the experts' gradients of two layers: up, gate and down of 2 experts.
+        times = 1 if zero == 1 else 2
+        assert sent["alike", "reduce-scatter"] == times * 2 * 3 * 2 * 24 * 16 * 8
     sparse, plain = cost(job.decoder())[2], cost(job.decoder())[1]
     assert sparse != plain
     model = job.decoder()

@@ -39,7 +39,7 @@ from shardwise.parallel.mesh import Mesh
 
 ROLES = ("weights", "copies", "gradients", "optimizer", "activations", "buffers")
 Bytes = Counter[str]  # by role
-AXIS_NAMES = (*AXES, "data", "ties", "world", "other")
+AXIS_NAMES = (*AXES, "expert", "alike", "data", "ties", "world", "other")
 
 
 class Block:
@@ -233,7 +233,10 @@ class Ledger(TorchDispatchMode):
 
 def axes_of(mesh: Mesh) -> dict[str, str]:
     """By name of its process group, each axis; where axes share a group, the first of them in the mesh."""
-    axes = [("ties", mesh.ends), *((name, mesh[name]) for name in ("world", "data", *reversed(AXES)))]
+    axes = [
+        ("ties", mesh.ends),
+        *((name, mesh[name]) for name in ("alike", "expert", "world", "data", *reversed(AXES))),
+    ]
     return {axis.group.group_name: name for name, axis in axes if axis.group is not None}
 
 
