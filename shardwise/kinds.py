@@ -133,6 +133,8 @@ class MoE(Model):
     """Blocks at the begin that have no experts."""
     balance: float = Field(0.01, ge=0.0)
     """Weight of the loss that asks each sample to use all experts alike; 0: none."""
+    z_loss: float = Field(0.0, ge=0.0)
+    """Weight of the loss that keeps the router's scores small: the mean of their squared log-sum-exp; 0: none."""
     q_rank: int = Field(0, ge=0)
     """Latent attention: numbers of a token that its queries are made from."""
     kv_rank: int = Field(0, ge=0)

@@ -139,8 +139,8 @@ def a_missing_gradient(patch: Patch) -> None:
     """One product uses a copy of its weight that autograd knows nothing of."""
     make, right = gpt.Block.__init__, gpt.GELU.forward
 
-    def mark(self: Any, model: Any, name: str, seed: int) -> None:
-        make(self, model, name, seed)
+    def mark(self: Any, model: Any, name: str, *rest: Any) -> None:
+        make(self, model, name, *rest)
         self.mlp.cut_off = name == "block1"
 
     def forward(self: Any, x: Tensor) -> Tensor:

@@ -26,26 +26,31 @@ class Experts(nn.Module):
         self.router = nn.Parameter(torch.empty(model.experts, model.width))
         self.bank = Bank(model)
         self.shared = shared
-        self.active, self.balance = model.experts_per_token, model.balance
+        self.active, self.balance, self.z_loss = model.experts_per_token, model.balance, model.z_loss
         self.weigh: Callable[[], Tensor] | None = None
-        """The factor of the balance loss in the gradient; without it the loss is left in `extra` instead."""
+        """The factor of the router's own losses in the gradient; without it they are left in `extra` instead."""
         self.extra: Tensor | None = None
         self.travel: Any = None
         """Takes rows to experts that other ranks hold (`shardwise.parallel.expert`); None: all are here."""
 
+    @torch.compiler.disable  # how many rows an expert has is known only when it runs
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, 1)
         wide = torch.promote_types(x.dtype, torch.float32)
-        likely = F.linear(tokens.to(wide), self.router.to(wide)).softmax(-1)  # T E
+        scores = F.linear(tokens.to(wide), self.router.to(wide))  # T E
+        likely = scores.softmax(-1)
         weights, chosen = likely.topk(self.active)
         weights = weights / weights.sum(-1, keepdim=True)
         y = self.mix(tokens, weights.to(x.dtype), chosen)
         if self.shared is not None:
             y = y + self.shared(tokens)
         y = y.unflatten(0, x.shape[:2])
-        if not self.balance:
+        if not self.balance and not self.z_loss:
             return y
+        # Both are sums over samples, so that no layout or micro-batch changes them.
         extra = self.balance * imbalance(likely, chosen, x.shape[0])
+        if self.z_loss:
+            extra = extra + self.z_loss * scores.logsumexp(-1).square().sum() / x.shape[1]
         if self.weigh is None:
             self.extra = extra
             return y
@@ -89,7 +94,7 @@ class Bank(nn.Module):
 
 def imbalance(likely: Tensor, chosen: Tensor, samples: int) -> Tensor:
     """By sample, E x the sum over experts of their share of its tokens and their mean likelihood: 1 where all are used
-    alike. Summed over samples, so that no layout or micro-batch changes it. (DeepSeek-AI 2024, equation 17.)"""
+    alike. Summed over samples. (DeepSeek-AI 2024, equation 17.)"""
     experts = likely.shape[1]
     each = chosen.reshape(samples, -1)
     used = torch.zeros(samples, experts, dtype=likely.dtype, device=likely.device)

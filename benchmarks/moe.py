@@ -1,0 +1,94 @@
+"""A mixture of experts on CPU processes: bytes of its all-to-alls against the formula, its step against a dense one.
+
+    python benchmarks/moe.py                       4 processes, shard=4 expert=4
+    python benchmarks/moe.py --layout "shard=2 expert=2"
+
+Formula, for each rank, layer with experts and micro-batch: rows (positions x experts per token) x width x bytes, there
+and back in the forward and in the backward; and how many rows each expert gets, 8 bytes an expert. The dense model has
+hidden features of as many numbers as a token's experts have. Both take steps in turns, in the same processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm.world import run_world
+from shardwise.data.source import Synthetic
+from shardwise.data.stream import Stream, share
+from shardwise.job import Job, make_job
+from shardwise.layout import Layout, solve_batch
+from shardwise.optim import make_optimizer
+from shardwise.parallel.parallelize import parallelize
+from shardwise.planner.dryrun import measure
+from shardwise.step import step
+
+SHAPE = {"layers": 4, "width": 256, "heads": 8, "vocab": 256, "sequence": 256}
+EXPERTS = {"name": "moe", "experts": 8, "experts_per_token": 2, "expert_ffn": 384}
+TURNS = 7
+
+
+def jobs(samples: int) -> tuple[Job, Job]:
+    dense = {**SHAPE, "ffn": EXPERTS["experts_per_token"] * EXPERTS["expert_ffn"]}  # type: ignore[operator]
+    sparse = {**SHAPE, **EXPERTS}
+    return tuple(make_job({"model": one, "batch": {"samples": samples}}) for one in (sparse, dense))  # type: ignore[return-value]
+
+
+def formula(job: Job, layout: Layout) -> int:
+    model, batch = job.decoder(), solve_batch(layout, job.samples)
+    rows = batch.micro_batch * model.sequence * EXPERTS["experts_per_token"]  # type: ignore[operator]
+    once = 4 * rows * model.width * 4 + 8 * EXPERTS["experts"]  # type: ignore[operator]
+    return batch.micro_batches * model.layers // layout.pipeline * once
+
+
+def sent(job: Job, layout: Layout) -> int:
+    """Bytes of this rank's all-to-alls in a real step; the larger side of each."""
+    report = measure(job, layout, fake=False, whole=True)
+    return sum(entry.bytes for entry in report.traffic if entry.kind == "all-to-all")
+
+
+def times(sparse: Job, dense: Job, layout: Layout, plain: Layout) -> tuple[float, float]:
+    """Median seconds of a step of each."""
+    found: list[list[float]] = [[], []]
+    runs = []
+    for job, cut in ((sparse, layout), (dense, plain)):
+        engine = parallelize(job, cut, torch.device("cpu"))
+        stream = Stream(Synthetic(4096, job.model.sequence, job.decoder().vocab, 0), 0)
+        samples = stream.read(share(0, job.samples, cut.data, engine.mesh["data"].index))
+        runs.append((engine, make_optimizer(job.optimizer, engine.holdings), samples))
+    for turn in range(TURNS + 2):
+        for place, (engine, optimizer, samples) in enumerate(runs):
+            dist.barrier()
+            begin = time.perf_counter()
+            step(engine, optimizer, samples, 1.0)
+            dist.barrier()
+            if turn >= 2:
+                found[place].append(time.perf_counter() - begin)
+    return statistics.median(found[0]), statistics.median(found[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layout", default="shard=4 expert=4")
+    options = parser.parse_args()
+    layout = Layout.parse(options.layout)
+    if layout.expert == 1 or layout.tensor > 1:
+        parser.error("give a layout with expert above 1 and tensor=1, for instance 'shard=4 expert=4'")
+    plain = Layout(pipeline=layout.pipeline, replicate=layout.replicate, shard=layout.shard, zero=layout.zero)
+    sparse, dense = jobs(2 * layout.data * max(2, layout.pipeline))
+    measured, expected = run_world(sent, layout.world, sparse, layout), formula(sparse, layout)
+    print(f"layout '{layout}': all-to-all bytes of a rank in a step")
+    print(
+        f"  formula {expected:,}, with rows dealt evenly; measured by rank {', '.join(f'{one:,}' for one in measured)}"
+    )
+    print(f"  mean over ranks / formula: {statistics.mean(measured) / expected:.4f}")
+    one, other = run_world(times, layout.world, sparse, dense, layout, plain)[0]
+    print(f"step: experts {1e3 * one:.0f} ms, dense of equal active size {1e3 * other:.0f} ms, ratio {one / other:.2f}")
+
+
+if __name__ == "__main__":
+    main()
