@@ -259,3 +259,24 @@ def test_planted_bugs_are_caught(plant: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert not record.ok
     first = record.first_difference
     assert record.problem is not None or (first is not None and first.kind == kind), record.sentence()
+
+
+def load_of(text: str) -> list[float]:
+    """Of two steps; nothing has run since the second."""
+    job = small(8, experts=4)
+    engine = parallelize(job, Layout.parse(text), torch.device("cpu"))
+    optimizer = make_optimizer(job.optimizer, engine.holdings)
+    ranks, model, found = engine.mesh["data"], job.decoder(), []
+    assert isinstance(model, MoE)
+    for number in range(3):
+        if number < 2:
+            step(engine, optimizer, make_stream(job).read(share(number, 8, ranks.size, ranks.index)), 1.0)
+        found.append(float(expert.imbalance(model, engine.chains, engine.mesh["world"], torch.device("cpu"))))
+    return found
+
+
+def test_the_load_of_experts_is_that_of_all_ranks() -> None:
+    alone = run_world(load_of, 1, "micro_batch=2")[0]
+    assert all(1.0 <= one < 4.0 for one in alone[:2]) and alone[2] == 0.0
+    for text in ("shard=2 expert=2", "pipeline=2 tensor=2 micro_batch=1 recompute=full"):
+        assert all(found == alone for found in run_world(load_of, Layout.parse(text).world, text))

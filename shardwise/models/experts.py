@@ -30,6 +30,8 @@ class Experts(nn.Module):
         self.weigh: Callable[[], Tensor] | None = None
         """The factor of the router's own losses in the gradient; without it they are left in `extra` instead."""
         self.extra: Tensor | None = None
+        self.load: Tensor | None = None
+        """Rows that each expert got since this was last set to zero; what is computed again counts again."""
         self.travel: Any = None
         """Takes rows to experts that other ranks hold (`shardwise.parallel.expert`); None: all are here."""
 
@@ -61,6 +63,8 @@ class Experts(nn.Module):
         order = chosen.flatten().argsort(stable=True)
         back = order.argsort()
         counts = _count(chosen.flatten(), self.router.shape[0])
+        if torch.is_grad_enabled():
+            self.load = counts.clone() if self.load is None else self.load.add_(counts)
         rows = Permuted.apply(tokens.repeat_interleave(self.active, 0), order, back)
         journey = None
         if self.travel is not None:

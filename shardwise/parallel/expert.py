@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.collectives import all_to_all, all_to_all_with_grad
+from shardwise.comm.collectives import all_reduce, all_to_all, all_to_all_with_grad
 from shardwise.errors import LayoutError
 from shardwise.kinds import Model, MoE
 from shardwise.layout import Layout
@@ -48,6 +48,21 @@ def apply(chain: Chain, axis: Axis) -> set[str]:
             cut.add(f"{name}.bank.{leaf}")
         module.travel = Travel(axis)
     return cut
+
+
+def imbalance(model: MoE, chains: list[Chain], world: Axis, device: torch.device) -> Tensor:
+    """Of all layers and ranks since the last call: the rows of the busiest expert over the mean, in the mean over
+    layers. 1: all were used alike."""
+    loads = torch.zeros(model.layers, model.experts, device=device)
+    for chain in chains:
+        for name, module in chain.named_modules():
+            if isinstance(module, Experts) and module.load is not None:
+                loads[int(name.partition(".")[0].removeprefix("block"))] = module.load.to(loads.dtype)
+                module.load.zero_()
+    if world.size > 1:
+        all_reduce(loads, group=world.group)
+    sparse = loads[model.dense_layers :]
+    return (sparse.amax(1) / sparse.mean(1).clamp(min=1e-9)).mean()
 
 
 class Travel:

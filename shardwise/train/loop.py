@@ -21,10 +21,12 @@ from shardwise.data.make import make_sources
 from shardwise.data.stream import Samples, Stream
 from shardwise.errors import RunError
 from shardwise.job import Job
+from shardwise.kinds import MoE
 from shardwise.layout import MADE, Layout
 from shardwise.models.gpt import cost
 from shardwise.optim import learning_rate, make_optimizer, set_learning_rate
 from shardwise.optim.adamw import AdamW
+from shardwise.parallel.expert import imbalance
 from shardwise.parallel.parallelize import Engine, parallelize
 from shardwise.parallel.pipeline import Order
 from shardwise.planner.plan import order_of
@@ -160,8 +162,11 @@ class Trainer:
     def _measure(self, done: int, outcome: Outcome, rate: float, begin: float, waited: float) -> int:
         """Writes down what a step gave. Returns the signal that told any rank to stop, 0 for none."""
         engine = self.engine
-        values = (outcome.loss, outcome.grad_norm, outcome.skipped, engine.scale.value, self.stop.agreed(engine))
-        loss, norm, skipped, scale, told = torch.stack(values).tolist()  # the one wait for the device in a step
+        values = [outcome.loss, outcome.grad_norm, outcome.skipped, engine.scale.value, self.stop.agreed(engine)]
+        model = self.job.decoder()
+        if isinstance(model, MoE):
+            values.append(imbalance(model, engine.chains, engine.mesh["world"], self.device))
+        loss, norm, skipped, scale, told, *more = torch.stack(values).tolist()  # the one wait for the device in a step
         seconds = time.perf_counter() - begin
         self._watch_over(done, bool(skipped), norm)
         if not self.main:
@@ -179,6 +184,8 @@ class Trainer:
             record["skipped"] = True
         if engine.scale.dynamic:
             record["loss_scale"] = scale
+        if more:
+            record["expert_imbalance"] = more[0]
         self.folder.metric(record)
         self.progress.show(record)
         return int(told)
