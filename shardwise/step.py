@@ -19,6 +19,7 @@ from shardwise.comm.collectives import all_reduce
 from shardwise.data.stream import Samples
 from shardwise.models.chain import IGNORED
 from shardwise.optim.adamw import AdamW
+from shardwise.parallel.data import Alone
 from shardwise.parallel.parallelize import Engine
 
 
@@ -51,16 +52,10 @@ class Recorded:
     """Steps of one process on a GPU as one CUDA graph: recorded once what must be made is made, replayed from then on,
     so that nothing waits for the host to start its kernels."""
 
-    def __init__(self, engine: Engine, optimizer: AdamW, clip: float, before: int = 3):
+    def __init__(self, engine: Engine, optimizer: AdamW, clip: float, before: int):
         """`before`: steps without it, in which blocks are compiled and states made."""
         self.engine, self.optimizer, self.clip, self.before = engine, optimizer, clip, before
         self.graph: torch.cuda.CUDAGraph | None = None
-
-    @staticmethod
-    def fits(engine: Engine, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether a step does the same every time: no other process, no loss scale that moves."""
-        alone = engine.mesh["world"].size == 1 and engine.mesh.device.type == "cuda"
-        return alone and isinstance(optimizer, AdamW) and not engine.scale.dynamic
 
     def __call__(self, samples: Samples) -> Outcome:
         if self.before:
@@ -86,6 +81,17 @@ class Recorded:
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             self.outcome = step(self.engine, self.optimizer, self.samples, self.clip)
+
+
+def taker(
+    engine: Engine, optimizer: torch.optim.Optimizer, clip: float, compiled: bool, before: int = 3
+) -> Callable[[Samples], Outcome]:
+    """What takes the steps of a run: recorded where the blocks are compiled and a step does the same every time, with
+    no other process, no loss scale that moves, and no sizes of experts that the host must know."""
+    alone = isinstance(engine.data, Alone) and engine.mesh.device.type == "cuda" and not engine.scale.dynamic
+    if compiled and alone and isinstance(optimizer, AdamW):
+        return Recorded(engine, optimizer, clip, before)
+    return lambda samples: step(engine, optimizer, samples, clip)
 
 
 def backward(engine: Engine, samples: Samples) -> Tensor:

@@ -27,9 +27,8 @@ from shardwise.job import Job
 from shardwise.layout import Layout
 from shardwise.models.gpt import Head, cost
 from shardwise.optim import make_optimizer
-from shardwise.optim.adamw import AdamW
 from shardwise.parallel.parallelize import Engine, parallelize
-from shardwise.step import Recorded, step
+from shardwise.step import Recorded, step, taker
 
 WARM = 3  # steps in which blocks are compiled and states made
 HEAD = "shardwise head"
@@ -103,16 +102,11 @@ def bench_step(job: Job, device: torch.device, steps: int = 10) -> StepReport:
     stream = Stream(Synthetic(4 * job.samples, job.model.sequence, job.decoder().vocab, job.seed), job.seed)
     batches = [stream.read(share(number, job.samples, 1, 0)).to(device) for number in range(4)]
 
-    def plain(samples: Samples) -> Any:
-        return step(engine, optimizer, samples, job.optimizer.clip)
-
-    take: Callable[[Samples], Any] = plain
     for number in range(WARM):
-        take(batches[number % 4])
-    parts = _parts(engine, lambda: plain(batches[0]), device)
+        step(engine, optimizer, batches[number % 4], job.optimizer.clip)
+    parts = _parts(engine, lambda: step(engine, optimizer, batches[0], job.optimizer.clip), device)
     compiled = job.compiles(device.type, layout)
-    if compiled and isinstance(optimizer, AdamW) and Recorded.fits(engine, optimizer):
-        take = Recorded(engine, optimizer, job.optimizer.clip, before=0)
+    take = taker(engine, optimizer, job.optimizer.clip, compiled, before=0)
     for number in range(2):
         take(batches[number])
     clock = _on_gpu if device.type == "cuda" else _on_cpu
@@ -125,7 +119,7 @@ def bench_step(job: Job, device: torch.device, steps: int = 10) -> StepReport:
         parts["gaps"] = rest
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return StepReport(
-        name, str(layout), compiled, take is not plain, job.samples * job.model.sequence, middle,
+        name, str(layout), compiled, isinstance(take, Recorded), job.samples * job.model.sequence, middle,
         (quarters[2] - quarters[0]) / middle, 3 * sum(cost(job.decoder())) * job.samples / middle,
         peak_rate(device, job.precision) or 0.0, peak, parts,
     )  # fmt: skip

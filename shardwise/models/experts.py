@@ -153,7 +153,7 @@ class Grouped(torch.autograd.Function):
         if _fast(grad):
             grad_weight = torch._grouped_mm(grad.t(), x, _ends(counts))
         else:
-            runs = zip(grad.split(_sizes(counts, x)), x.split(_sizes(counts, x)), strict=True)
+            runs = zip(grad.split(sizes_of(counts, x)), x.split(sizes_of(counts, x)), strict=True)
             grad_weight = torch.stack([one.t() @ other for one, other in runs])
         return products(grad, weight, counts), grad_weight, None
 
@@ -162,7 +162,7 @@ def products(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Runs of rows, each times its own matrix (E, in, out)."""
     if _fast(x):
         return torch._grouped_mm(x, weight, _ends(counts))
-    return torch.cat([run @ matrix for run, matrix in zip(x.split(_sizes(counts, x)), weight, strict=True)])
+    return torch.cat([run @ matrix for run, matrix in zip(x.split(sizes_of(counts, x)), weight, strict=True)])
 
 
 def _fast(x: Tensor) -> bool:
@@ -179,8 +179,9 @@ def _ends(counts: Tensor) -> Tensor:
     return counts.cumsum(0).to(torch.int32)
 
 
-def _sizes(counts: Tensor, x: Tensor) -> list[int]:
+def sizes_of(counts: Tensor, x: Tensor) -> list[int]:
+    """How many of the rows of `x` are in each run; the host must know them."""
     if is_fake(counts):  # a dry run knows no numbers: as even as can be
-        rows, experts = x.shape[0], counts.shape[0]
-        return [rows // experts + (expert < rows % experts) for expert in range(experts)]
+        rows, runs = x.shape[0], counts.shape[0]
+        return [rows // runs + (run < rows % runs) for run in range(runs)]
     return [int(count) for count in counts.tolist()]

@@ -153,11 +153,7 @@ class Block(nn.Module):
         self.attention = Attention(model)
         self.dropout1 = Dropout(model.dropout, f"{name}.1", seed)
         self.norm2 = make_norm(model)
-        self.mlp: nn.Module = dense(model)
-        if sparse:
-            assert isinstance(model, MoE)
-            shared = model.model_copy(update={"ffn": model.shared_ffn, "bias": False}) if model.shared_ffn else None
-            self.mlp = Experts(model, dense(shared) if shared else None)
+        self.mlp = mixture(model) if sparse and isinstance(model, MoE) else dense(model)
         self.dropout2 = Dropout(model.dropout, f"{name}.2", seed)
 
     def forward(self, x: Tensor, ids: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
@@ -167,6 +163,11 @@ class Block(nn.Module):
 
 def dense(model: Model) -> nn.Module:
     return SwiGLU(model) if model.activation == "swiglu" else GELU(model)
+
+
+def mixture(model: MoE) -> nn.Module:
+    shared = model.model_copy(update={"ffn": model.shared_ffn, "bias": False}) if model.shared_ffn else None
+    return Experts(model, dense(shared) if shared else None)
 
 
 def make_norm(model: Model) -> nn.Module:

@@ -81,14 +81,8 @@ class LinearLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_weight = ctx.saved_tensors
-        return (
-            _scaled(grad_x, grads[0], grad_x.dtype),
-            _scaled(grad_weight, grads[0], grad_x.dtype),
-            None,
-            None,
-            None,
-            None,
-        )
+        both = (_scaled(grad, grads[0], grad_x.dtype) for grad in (grad_x, grad_weight))
+        return *both, None, None, None, None
 
 
 def logits_of(x: Tensor, weight: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ class DataParallel(ABC):
     def reduce(self) -> None:
         """Sums gradients over all samples and hands each holding its piece."""
         for weight, holding in self.pairs:
-            if weight.grad is None:
+            if weight.grad is None and holding.tensor.grad is None:  # of several micro-batches it may be added already
                 raise RunError(f"the parameter {holding.name} got no gradient in this step.")
         self.sum_gradients()
 
@@ -107,11 +107,6 @@ class Alone(DataParallel):
 
     def piece(self, weight: nn.Parameter, axis: Axis) -> Tensor:
         return torch.empty_like(weight, dtype=self.wide, requires_grad=False)
-
-    def reduce(self) -> None:
-        for _, holding in self.pairs:
-            if holding.tensor.grad is None and (holding.rounded is None or holding.rounded.grad is None):
-                raise RunError(f"the parameter {holding.name} got no gradient in this step.")
 
     def sum_gradients(self) -> None:
         """There is one share."""

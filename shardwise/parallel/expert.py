@@ -5,6 +5,8 @@ The axis is folded over the shard axis: it needs no ranks of its own, and what i
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -13,7 +15,7 @@ from shardwise.errors import LayoutError
 from shardwise.kinds import Model, MoE
 from shardwise.layout import Layout
 from shardwise.models.chain import Chain
-from shardwise.models.experts import Experts, Permuted, is_fake
+from shardwise.models.experts import Experts, Permuted, is_fake, sizes_of
 from shardwise.parallel.mesh import Axis
 
 
@@ -77,7 +79,7 @@ class Travel:
         theirs = torch.empty_like(counts)
         all_to_all(theirs, counts, group=self.axis.group)
         by_rank = theirs.view(ranks, -1)  # source, expert
-        sent, received = _split(counts.view(ranks, -1), rows), _split(by_rank, rows)
+        sent, received = sizes_of(counts.view(ranks, -1).sum(1), rows), sizes_of(by_rank.sum(1), rows)
         rows = all_to_all_with_grad(rows, received, sent, self.axis.group)
         if is_fake(counts):
             order = torch.arange(rows.shape[0], device=rows.device)
@@ -92,16 +94,10 @@ class Travel:
         return all_to_all_with_grad(rows, journey.sent, journey.received, self.axis.group)
 
 
-class Journey:
+class Journey(NamedTuple):
     """What is remembered of a way, for the way back."""
 
-    def __init__(self, order: Tensor, back: Tensor, sent: list[int], received: list[int]):
-        self.order, self.back, self.sent, self.received = order, back, sent, received
-
-
-def _split(by_rank: Tensor, rows: Tensor) -> list[int]:
-    """Rows for or from each rank; the host must know them."""
-    if is_fake(by_rank):  # a dry run knows no numbers: as even as can be
-        ranks, total = by_rank.shape[0], rows.shape[0]
-        return [total // ranks + (rank < total % ranks) for rank in range(ranks)]
-    return [int(count) for count in by_rank.sum(1).tolist()]
+    order: Tensor
+    back: Tensor
+    sent: list[int]
+    received: list[int]

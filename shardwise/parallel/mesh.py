@@ -102,7 +102,6 @@ class Mesh:
 
     @cached_property
     def fsdp_experts(self) -> DeviceMesh:
-        """The same for experts, where they are cut."""
-        if self.folded is None:
-            return self.fsdp
+        """The same for experts that are cut."""
+        assert self.folded is not None
         return self.folded["replicate", "alike"] if self.layout.replicate > 1 else self.folded["alike"]

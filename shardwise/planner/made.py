@@ -6,27 +6,27 @@ is checked against the same memory model as any other schedule; the order itself
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from shardwise.layout import V_SHAPED, Layout
 from shardwise.planner.greedy import LOOP, Rules, Task, V, lay_out
-from shardwise.planner.simulate import read
+from shardwise.planner.own import Flight
+from shardwise.planner.simulate import Costs, read
 from shardwise.planner.synthesize import Synthesis, synthesize, with_name
-
-if TYPE_CHECKING:
-    from shardwise.planner.predict import Estimator
 
 TRIES, SHRINK = 6, 0.9
 
+Hold = Callable[[int, tuple[Flight, ...]], float]
+"""Bytes that a pipeline rank holds with so many micro-batches in flight."""
 
-def make_order(estimator: Estimator, layout: Layout) -> Synthesis:
-    """The fastest order found that fits; where none does, one that holds as little as 1f1b."""
-    task, placement = _task(estimator, layout), V if layout.schedule in V_SHAPED else LOOP
+
+def make_order(layout: Layout, costs: Costs, micro_batches: int, hold: Hold, limit: float) -> Synthesis:
+    """The fastest order found whose ranks all hold at most `limit`; where none does, one as shallow as can be."""
+    task, placement = _task(layout, costs, micro_batches, hold, limit), V if layout.schedule in V_SHAPED else LOOP
 
     def fits(one: Synthesis) -> bool:
-        memory = (estimator.memory_of(layout, rank, one.simulation.program) for rank in range(task.ranks))
-        return all(held.total <= estimator.machine.device.memory for held in memory)
+        return all(hold(rank, one.simulation.program.flights(rank)) <= limit for rank in range(task.ranks))
 
     least, limits = _least(task, placement), task.limits
     for _ in range(TRIES):
@@ -54,23 +54,17 @@ def _least(task: Task, placement: str) -> tuple[float, ...]:
     return read(order).peak(task.sizes, task.kept)
 
 
-def _task(estimator: Estimator, layout: Layout) -> Task:
+def _task(layout: Layout, costs: Costs, micro_batches: int, hold: Hold, limit: float) -> Task:
     """What a micro-batch holds is read off the memory model: by how much one more in flight makes it grow."""
-    own, habit, count = estimator.work.own, estimator.work.habit, estimator.micro_batches(layout)
-    assert own is not None
     sizes, limits, kept = [0.0] * layout.stage_count, [], 1.0
     for rank in range(layout.pipeline):
         stages = layout.stages_of(rank)
         ones, none = (1,) * len(stages), (0,) * len(stages)
-
-        def total(live: tuple[int, ...], waiting: tuple[int, ...], rank: int = rank) -> float:
-            return own.memory(layout, rank, count, habit, ((live, waiting),)).total
-
-        base = total(ones, none)
+        base = hold(rank, ((ones, none),))
         for place, stage in enumerate(stages):
             one = tuple(int(place == other) for other in range(len(stages)))
             twice = tuple(a + b for a, b in zip(ones, one))
-            sizes[stage] = max(1.0, total(twice, none) - base)
-            kept = max(kept, (total(ones, one) - base) / sizes[stage])
-        limits.append(estimator.machine.device.memory - base + sum(sizes[stage] for stage in stages))
-    return Task(estimator.costs(layout), layout.pipeline, count, tuple(sizes), tuple(limits), kept)
+            sizes[stage] = max(1.0, hold(rank, ((twice, none),)) - base)
+            kept = max(kept, (hold(rank, ((ones, one),)) - base) / sizes[stage])
+        limits.append(limit - base + sum(sizes[stage] for stage in stages))
+    return Task(costs, layout.pipeline, micro_batches, tuple(sizes), tuple(limits), kept)

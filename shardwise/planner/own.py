@@ -163,6 +163,10 @@ class Own:
         subtotal = weights + gradients + state + activations + buffers
         return Memory(weights, gradients, state, activations, buffers, habit.spare * subtotal + habit.fixed)
 
+    def compiles(self, layout: Layout) -> bool:
+        """Whether a layout's blocks are compiled."""
+        return self.compiled and not layout.split_backward
+
     def alone(self, layout: Layout) -> bool:
         """Whether weights are kept twice, and rounded once a step."""
         return self.mixed and layout.world == 1
@@ -225,7 +229,7 @@ class Kept(NamedTuple):
         sizes = {piece: sum(each.numbers for each in rows) for piece, rows in pieces.items()}
         table = next(each.numbers for each in pieces["head"] if each.name.endswith("project.weight"))
         every = shared + x + 2 * whole + turned + (2 if maps == 2 else 1) * hidden
-        if own.compiled and not layout.split_backward:
+        if own.compiles(layout):
             # The block's input, what attention added to it, one norm; products' inputs that are gathered.
             every = shared + 2 * x + (2 * whole - x if t > 1 else 0.0)
         return cls(
@@ -266,7 +270,9 @@ class _Moments:
         k, s, w = self.k, self.own.size, self.own.wide
         lives, halves = [self.live(part) for part in self.parts], [self.half(part) for part in self.parts]
         block = (self.again if self.share < 1 else 0.0) + k.hidden + s * k.product
-        if self.own.compiled:  # what is cheap is computed again: the hidden map; and its parts' gradients side by side
+        if self.own.compiles(
+            self.layout
+        ):  # what is cheap is computed again: the hidden map; and its parts' gradients side by side
             block += (2 if self.own.model.activation == "swiglu" else 1) * k.hidden
         # By stage, what its backward needs at most.
         more = []

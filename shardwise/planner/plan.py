@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -115,8 +116,8 @@ def make_plan(
         if devices is not None and devices != only.world:
             raise LayoutError(f"layout '{only}' needs {only.world} devices, not {devices}; leave --devices out.")
         begin = time.perf_counter()
-        open_ = estimator.is_made(only) and only.schedule == "auto" and not only.virtual
-        every = _variants(job, estimator, only) if open_ else [estimator.predict(only)]
+        undecided = estimator.is_made(only) and only.schedule == "auto" and not only.virtual
+        every = _variants(job, estimator, only) if undecided else [estimator.predict(only)]
         found = Found(tuple(every), len(every), time.perf_counter() - begin)
     else:
         found = (_trainable if runnable else _best)(job, estimator, devices or cluster.domain)
@@ -201,32 +202,30 @@ def order_of(job: Job, layout: Layout, cluster: Cluster) -> Order | None:
     """What each pipeline rank executes, where the layout's schedule is one that is made; None where it has a name."""
     if not Estimator.is_made(layout):
         return None
-    layout = judged(job, estimator_of(job, cluster).work.shape, layout)
-    return estimator_of(job, cluster).made(layout).order
+    estimator = estimator_of(job, cluster)
+    return estimator.made(judged(job, estimator.work.shape, layout)).order
 
 
 def _variants(job: Job, estimator: Estimator, layout: Layout) -> list[Prediction]:
-    """`schedule=auto` with nothing said of stages: the fastest way to place them; then the schedules with a name."""
-    made, named = [("auto", 1), ("auto", 2), ("auto-v", 2)], [("1f1b", 0), ("interleaved", 2), ("zero-bubble", 0)]
-    named += [("interleaved", 4), ("zbv", 0), ("dualpipev", 0)]
+    """`schedule=auto` with nothing said of stages: the best way to place them, then all else that was tried."""
 
     def rank(one: Prediction) -> tuple[bool, float]:
         fits = one.peak <= estimator.machine.device.memory
         return not fits, one.seconds if fits else one.peak
 
-    found: list[list[Prediction]] = []
-    for words in (named, made):
-        found.append([])
+    def best_first(words: list[tuple[str, int]]) -> list[Prediction]:
+        found = []
         for schedule, virtual in words:
-            try:
+            with suppress(LayoutError):  # not of this model or batch
                 one = judged(job, estimator.work.shape, replace(layout, schedule=schedule, virtual=virtual))
-            except LayoutError:
-                continue
-            found[-1].append(estimator.predict(one))
-        found[-1].sort(key=rank)
-        if found[0] and found[0][0].layout.stages_per_rank > 2:
-            made.append(("auto", found[0][0].layout.virtual))
-    return [*found[1][:1], *sorted([*found[0], *found[1][1:]], key=rank)]
+                found.append(estimator.predict(one))
+        return sorted(found, key=rank)
+
+    named = best_first([("1f1b", 0), ("interleaved", 2), ("interleaved", 4), ("zero-bubble", 0), ("zbv", 0),
+                        ("dualpipev", 0)])  # fmt: skip
+    deeper = [("auto", one.layout.virtual) for one in named[:1] if one.layout.stages_per_rank > 2]
+    made = best_first([("auto", 1), ("auto", 2), ("auto-v", 2), *deeper])
+    return [made[0], *sorted([*named, *made[1:]], key=rank)]
 
 
 def judged(job: Job, shape: Shape, layout: Layout) -> Layout:

@@ -18,14 +18,13 @@ from shardwise.planner.made import make_order
 from shardwise.planner.memory import Habit, Held, Memory, Part, expert_shards, hold, hold_of, joined, shards
 from shardwise.planner.own import Own
 from shardwise.planner.shape import Shape
-from shardwise.planner.simulate import Costs, Program, step_seconds
+from shardwise.planner.simulate import Costs, step_seconds
 from shardwise.planner.synthesize import Synthesis
 from shardwise.planner.traffic import by_axis
 
 BUCKET = 1e8  # bytes of gradients that travel at once
-ALONE = (
-    34.0  # bytes moved to update a weight of one process: itself, two averages, the gradient twice, the rounded copy
-)
+# Bytes moved to update a weight of one process: itself, two averages, the gradient twice, the rounded copy.
+UPDATED = 34.0
 ADDED = 8.0  # and to add the gradient of one of several micro-batches
 AXES = ("tensor", "context", "expert")
 
@@ -145,11 +144,10 @@ class Estimator:
 
     def memory(self, layout: Layout, rank: int) -> Memory:
         """Of a pipeline rank."""
-        if self.is_made(layout):
-            return self.memory_of(layout, rank, self.made(layout).simulation.program)
         own, micro_batches = self.work.own, self.micro_batches(layout)
         if own is not None and layout.context == layout.expert == 1:
-            return own.memory(layout, rank, micro_batches, self.work.habit)
+            points = self.made(layout).simulation.program.flights(rank) if self.is_made(layout) else None
+            return own.memory(layout, rank, micro_batches, self.work.habit, points)
         return hold(self.held(layout), layout, rank, self.stages(layout).ranks[rank], micro_batches)
 
     @staticmethod
@@ -159,15 +157,15 @@ class Estimator:
 
     def made(self, layout: Layout) -> Synthesis:
         """The order of `schedule=auto`."""
-        if layout not in self._made:
-            self._made[layout] = make_order(self, layout)
-        return self._made[layout]
-
-    def memory_of(self, layout: Layout, rank: int, program: Program) -> Memory:
-        """Of a pipeline rank that executes an order without a name."""
-        own = self.work.own
+        own, count = self.work.own, self.micro_batches(layout)
         assert own is not None
-        return own.memory(layout, rank, self.micro_batches(layout), self.work.habit, program.flights(rank))
+        if layout not in self._made:
+            self._made[layout] = make_order(
+                layout, self.costs(layout), count,
+                lambda rank, points: own.memory(layout, rank, count, self.work.habit, points).total,
+                self.machine.device.memory,
+            )  # fmt: skip
+        return self._made[layout]
 
     def peak(self, layout: Layout) -> float:
         """Bytes of the fullest rank."""
@@ -252,7 +250,7 @@ class Estimator:
             updated = own / shards(layout) + experts / expert_shards(layout)
             update = self.work.habit.update
             if self.alone(layout):
-                update = ALONE + (ADDED * self.micro_batches(layout) if self.micro_batches(layout) > 1 else 0.0)
+                update = UPDATED + (ADDED * self.micro_batches(layout) if self.micro_batches(layout) > 1 else 0.0)
             self._rest[key] = data, self.machine.stream(update * updated)
         return self._rest[key]
 

@@ -127,7 +127,8 @@ class Program:
         return tuple(most)
 
     def flights(self, rank: int) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-        """The fullest points of a rank: by its stages, micro-batches before their backward and between its halves."""
+        """The fullest points of a rank, most in flight first: by its stages, micro-batches before their backward and
+        between its halves."""
         stages = [stage for stage, owner in enumerate(self.owner) if owner == rank]
         live, waiting = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
         found: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
@@ -142,7 +143,7 @@ class Program:
             found.add((tuple(live.values()), tuple(waiting.values())))
         flat = {point: (*point[0], *point[1]) for point in found}
         return tuple(
-            point for point, one in flat.items()
+            point for point, one in sorted(flat.items(), reverse=True)
             if not any(other != one and all(a >= b for a, b in zip(other, one)) for other in flat.values())
         )  # fmt: skip
 

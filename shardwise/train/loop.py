@@ -6,7 +6,6 @@ import math
 import os
 import resource
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,19 +17,18 @@ from shardwise.cluster import peak_rate
 from shardwise.comm.collectives import all_reduce
 from shardwise.data.loader import Loader
 from shardwise.data.make import make_sources
-from shardwise.data.stream import Samples, Stream
+from shardwise.data.stream import Stream
 from shardwise.errors import RunError
 from shardwise.job import Job
 from shardwise.kinds import MoE
 from shardwise.layout import MADE, Layout
 from shardwise.models.gpt import cost
 from shardwise.optim import learning_rate, make_optimizer, set_learning_rate
-from shardwise.optim.adamw import AdamW
 from shardwise.parallel.expert import imbalance
 from shardwise.parallel.parallelize import Engine, parallelize
 from shardwise.parallel.pipeline import Order
 from shardwise.planner.plan import order_of
-from shardwise.step import Outcome, Recorded, step
+from shardwise.step import Outcome, taker
 from shardwise.train.checkpoint import Checkpoints
 from shardwise.train.folder import RunFolder
 from shardwise.train.here import cluster_here
@@ -69,7 +67,8 @@ class Trainer:
     def __post_init__(self) -> None:
         self.engine = parallelize(self.job, self.layout, self.device, order=self._order())
         self.optimizer = make_optimizer(self.job.optimizer, self.engine.holdings)
-        self.step = self._stepper()
+        compiled = self.job.compiles(self.device.type, self.layout)
+        self.step = taker(self.engine, self.optimizer, self.job.optimizer.clip, compiled)
         self.main = self.engine.mesh.rank == 0
         keep, asynchronous = self.job.checkpoint.keep, self.job.checkpoint.asynchronous
         self.checkpoints = Checkpoints(self.folder.checkpoints, keep, asynchronous)
@@ -78,13 +77,6 @@ class Trainer:
         self.step_flops = 3 * sum(cost(self.job.decoder())) * self.job.samples
         self.peak = peak_rate(self.device, self.job.precision)
         self.skipped_in_a_row = 0
-
-    def _stepper(self) -> Callable[[Samples], Outcome]:
-        clip = self.job.optimizer.clip
-        compiled = self.job.compiles(self.device.type, self.layout)
-        if compiled and isinstance(self.optimizer, AdamW) and Recorded.fits(self.engine, self.optimizer):
-            return Recorded(self.engine, self.optimizer, clip)
-        return lambda samples: step(self.engine, self.optimizer, samples, clip)
 
     def _order(self) -> Order | None:
         """Of a schedule that is made: the first rank's, so that all have the same however their machines differ."""
