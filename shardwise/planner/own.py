@@ -270,9 +270,8 @@ class _Moments:
         k, s, w = self.k, self.own.size, self.own.wide
         lives, halves = [self.live(part) for part in self.parts], [self.half(part) for part in self.parts]
         block = (self.again if self.share < 1 else 0.0) + k.hidden + s * k.product
-        if self.own.compiles(
-            self.layout
-        ):  # what is cheap is computed again: the hidden map; and its parts' gradients side by side
+        if self.own.compiles(self.layout):
+            # What is cheap is computed again: the hidden map; and the gradients of its parts lie side by side.
             block += (2 if self.own.model.activation == "swiglu" else 1) * k.hidden
         # By stage, what its backward needs at most.
         more = []
