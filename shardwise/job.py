@@ -89,7 +89,8 @@ class Run(Section):
     """Where the run is kept; empty: a new folder below `runs`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     processes: int = Field(0, ge=0)
-    """Processes for `layout = "auto"`; 0: one per device, or per core without a GPU."""
+    """Processes for `layout = "auto"`; 0: one per device, or per core without a GPU.
+    Where they are more than there are GPUs, they share these."""
     cluster: str = ""
     """What the planner takes this machine for: a file that `calibrate` wrote, or a name; empty: by its data sheet."""
 

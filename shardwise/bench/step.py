@@ -88,8 +88,8 @@ class StepReport:
         return "\n".join(lines)
 
 
-def bench_step(job: Job, device: torch.device, steps: int = 10) -> StepReport:
-    """Measures a job on one device."""
+def bench_step(job: Job, device: torch.device, steps: int = 10, warm: int = WARM) -> StepReport:
+    """Measures a job on one device, after `warm` steps."""
     layout = Layout() if job.layout == "auto" else Layout.parse(job.layout)
     if layout.world > 1:
         raise LayoutError(
@@ -102,7 +102,7 @@ def bench_step(job: Job, device: torch.device, steps: int = 10) -> StepReport:
     stream = Stream(Synthetic(4 * job.samples, job.model.sequence, job.decoder().vocab, job.seed), job.seed)
     batches = [stream.read(share(number, job.samples, 1, 0)).to(device) for number in range(4)]
 
-    for number in range(WARM):
+    for number in range(warm):
         step(engine, optimizer, batches[number % 4], job.optimizer.clip)
     parts = _parts(engine, lambda: step(engine, optimizer, batches[0], job.optimizer.clip), device)
     compiled = job.compiles(device.type, layout)

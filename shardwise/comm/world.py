@@ -21,11 +21,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.comm import staged
 from shardwise.errors import RunError, ShardwiseError
 
 
-def run_world(function: Callable[..., Any], size: int, *args: Any, timeout: float = 300.0) -> list[Any]:
-    """Runs `function(*args)` in `size` processes that form one gloo world; returns what each gave, by rank."""
+def run_world(
+    function: Callable[..., Any], size: int, *args: Any, timeout: float = 300.0, backend: str = "gloo"
+) -> list[Any]:
+    """Runs `function(*args)` in `size` processes that form one world; returns what each gave, by rank."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         workers, ends = [], []
@@ -33,7 +36,8 @@ def run_world(function: Callable[..., Any], size: int, *args: Any, timeout: floa
         sys.stderr.flush()
         for rank in range(size):
             here, there = context.Pipe(duplex=False)
-            worker = context.Process(target=_work, args=(function, args, rank, size, folder, there), daemon=True)
+            given = (function, args, rank, size, folder, there, backend)
+            worker = context.Process(target=_work, args=given, daemon=True)
             worker.start()
             there.close()
             workers.append(worker)
@@ -49,15 +53,17 @@ def run_world(function: Callable[..., Any], size: int, *args: Any, timeout: floa
 
 
 def _work(
-    function: Callable[..., Any], args: tuple[Any, ...], rank: int, size: int, folder: str, end: Connection
-) -> None:
+    function: Callable[..., Any], args: tuple[Any, ...], rank: int, size: int, folder: str, end: Connection,
+    backend: str,
+) -> None:  # fmt: skip
     torch.set_num_threads(1)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these worlds compute on the CPU, and CUDA does not survive a fork
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # nor does the compiler's pool of processes
     try:
         if size > 1:
             store = dist.FileStore(os.path.join(folder, "store"), size)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+            staged.register()
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size)
         result = function(*args)
         if size > 1:
             dist.barrier()  # who leaves early takes the links away from those who are still making them

@@ -1,12 +1,14 @@
 """Measures what this machine reaches, and writes it as a cluster for the planner.
 
 Every number comes from the kind of work that it will be used to predict: products over sizes, fused attention, whole
-blocks of our own model (a tiny one for the host's part, a large one for the memory's), collectives over sizes. Where
+blocks of our own model (a tiny one for the host's part, a large one for the memory's), collectives over sizes; on a GPU
+steps of training, by what its kernels are for: compiled, as hot and as short of power as training makes it. Where
 several processes share the machine, all of them measure at the same time, as they will compute at the same time.
 """
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -23,6 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.bench.step import bench_step
 from shardwise.cluster import CLUSTERS, Cluster, Device, Link, known_device
 from shardwise.comm.collectives import all_gather, reduce_scatter
 from shardwise.comm.world import run_world
@@ -60,7 +63,8 @@ ON_CPU = Sizes(
 )  # fmt: skip
 ON_GPU = Sizes(
     products=(1024, 2048, 4096, 8192), copied=1 << 30, messages=(1 << 16, 1 << 28),
-    tiny={"width": 64, "heads": 2, "sequence": 16}, large={"width": 4096, "heads": 32, "sequence": 8192},
+    tiny={"width": 64, "heads": 2, "sequence": 16},
+    large={"width": 2048, "heads": 16, "sequence": 4096, "layers": 4, "vocab": 32000},
 )  # fmt: skip
 
 
@@ -127,14 +131,14 @@ def _cluster(kind: str, processes: int, values: dict[str, float], link: Link | N
 def _shares(cluster: Cluster, values: dict[str, float]) -> dict[str, float]:
     """The efficiencies that make the prediction of a block what was measured."""
     device = cluster.device
-    half = "bf16" if "bf16" in values and device.family != "cpu" else "float32"
+    half = "bf16" if device.family != "cpu" else "float32"
     shares = {
-        "product": min(1.0, values[half] / device.rate(half)), "depth": 0.0, "wave": 0.0, "ragged": 1.0,
+        "product": min(1.0, values.get(half, 1.0) / device.rate(half)), "depth": 0.0, "wave": 0.0, "ragged": 1.0,
         "attention": values["attention"] / device.rate(half), "attention_backward": values["attention_backward"],
         "inner": 1.0, "outer": 1.0, "latency": values.get("latency", 1.0), "jitter": 0.0, "fixed": 0.0,
         "hidden_tensor": 0.0,
         "launch": values["host"] / HOST_KERNELS, "odd": min(1.0, values["odd"]), "compiled": values["compiled"],
-        "bulk": min(1.0, values["copied"] / device.bandwidth),
+        "bulk": min(1.0, values["copied"] / device.bandwidth), "apart": 1.0,
     }  # fmt: skip
     large = _model(ON_GPU.large if device.family != "cpu" else ON_CPU.large)
     if device.family == "cpu":
@@ -144,7 +148,6 @@ def _shares(cluster: Cluster, values: dict[str, float]) -> dict[str, float]:
             "hidden_transfer": 0.0,
             "hidden_interleaved": 0.0,
             "contention": 0.0,
-            "apart": 1.0,
         }
         shares |= {
             "start": values.get("start", 0.0),
@@ -153,16 +156,40 @@ def _shares(cluster: Cluster, values: dict[str, float]) -> dict[str, float]:
         # So that attention of the measured size takes as long as was measured.
         forward, _ = attention(Machine(cluster, efficiency_of("cpu", shares)), shape_of(large), Setting(half), CUT)
         shares["attention"] *= forward * values["attention"] / _attention_flops(large)
-    # What a large block takes beyond its products and attention goes to memory.
-    machine = Machine(cluster, replace(efficiency_of(device.family, shares), memory=1.0))
-    ideal = block(machine, shape_of(large), Setting(half), CUT, False)
-    moved = 3 * machine.move(ideal.moved)
-    host = values["host"] if device.family == "cpu" else 0.0
-    rest = max(values["large"] - host - (ideal.forward + ideal.backward - moved), 0.2 * moved)
-    shares["memory"] = min(4.0, moved / rest)
+    if device.family == "cpu":
+        # What a large block takes beyond its products and attention goes to memory.
+        machine = Machine(cluster, replace(efficiency_of("cpu", shares), memory=1.0))
+        best = _at_best(machine, large, Setting(half), CUT)
+        spent = best["product"] + best["attention"]
+        rest = max(values["large"] - values["host"] - spent, 0.2 * best["memory"])
+        return shares | {"memory": min(4.0, best["memory"] / rest)}
+    # What steps of training went to, over what they would at the peak.
+    machine = Machine(cluster, replace(efficiency_of(device.family, shares), memory=1.0, product=1.0, attention=1.0))
+    for key, part in PARTS.items():
+        found = []
+        for kind, more in KINDS.items():
+            model = _model({**ON_GPU.large, **more})
+            best = _at_best(machine, model, Setting(half), replace(CUT, micro_batch=TRAINED))
+            found.append(model.layers * best[key] / values[f"{kind}: {part}"])
+        shares[key] = min(1.0, statistics.mean(found))
     return shares
 
 
+def _at_best(machine: Machine, model: Model, setting: Setting, cut: Cut) -> dict[str, float]:
+    """Seconds of a block, forward and backward, by the share that they are to be divided by."""
+    ideal = block(machine, shape_of(model), setting, cut, False)
+    core = sum(attention(machine, shape_of(model), setting, cut))
+    moved = 3 * machine.move(ideal.moved)
+    return {"product": ideal.forward + ideal.backward - moved - core, "attention": core, "memory": moved}
+
+
+TRAINED = 4  # samples of a step that is measured on a GPU
+HOT = 100  # steps before it: a cool GPU is faster
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gpt-2": {"norm": "layer", "activation": "gelu", "bias": True, "positions": "learned"},
+}
+PARTS = {"product": "matrix products", "attention": "attention", "memory": "elementwise"}
 HOST_KERNELS = 72  # of a forward and a backward of a block, as `cost.block` counts them
 
 
@@ -179,12 +206,19 @@ def _measure(kind: str) -> dict[str, float]:
     forward, backward = _attention(_model(sizes.large), dtype, device)
     values["attention"], values["attention_backward"] = forward, backward / forward
     values["host"] = _block(_model(sizes.tiny), dtype, device)
-    values["large"] = _block(_model(sizes.large), dtype, device)
     values["compiled"] = float(kind == "cuda")
+    if kind == "cpu":
+        values["large"] = _block(_model(sizes.large), dtype, device)
+        return values
+    for name, more in KINDS.items():
+        job = make_job({"precision": "bf16", "model": {**sizes.large, **more}, "batch": {"samples": TRAINED}})
+        values |= {f"{name}: {part}": seconds for part, seconds in bench_step(job, device, 3, HOT).parts.items()}
+        gc.collect()
+        torch.cuda.empty_cache()
     return values
 
 
-def _model(sizes: dict[str, int]) -> Model:
+def _model(sizes: dict[str, Any]) -> Model:
     return make_job({"model": {"layers": 1, "vocab": 64, **sizes}}).decoder()
 
 

@@ -56,11 +56,13 @@ def check_world(layout: Layout, job: Job) -> None:
     world = joined_world()
     if world is not None and world != layout.world:
         raise LayoutError(f"layout '{layout}' needs {counted(layout.world, 'process')}, but this world has {world}.")
-    if world is None and pick_device(job) == "cuda" and layout.world > torch.cuda.device_count():
+    most = max(job.run.processes, torch.cuda.device_count()) if pick_device(job) == "cuda" else layout.world
+    if world is None and layout.world > most:
         raise LayoutError(
             f"layout '{layout}' needs {counted(layout.world, 'process')}, but this machine has "
             f"{counted(torch.cuda.device_count(), 'GPU')}; "
-            'use a smaller layout, start under torchrun on more machines, or set run.device = "cpu".'
+            "use a smaller layout, start under torchrun on more machines, let processes share a GPU "
+            f'(run.processes = {layout.world}), or set run.device = "cpu".'
         )
 
 

@@ -22,6 +22,7 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 
+from shardwise.comm import staged
 from shardwise.errors import ShardwiseError
 from shardwise.job import Job
 from shardwise.layout import Layout
@@ -69,14 +70,18 @@ def work(folder: RunFolder, layout: Layout, resume: bool) -> None:
 def join(world: int, job: Job) -> torch.device:
     """Joins the world that the environment describes (torchrun's names, or Slurm's), and picks this rank's device."""
     kind, local = pick_device(job), int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", local) if kind == "cuda" else torch.device("cpu")
-    if device.type == "cuda":
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    device, shared = torch.device("cpu"), False
+    if kind == "cuda":
+        count = torch.cuda.device_count()
+        device, shared = torch.device("cuda", local % count), here > count
         torch.cuda.set_device(device)
     else:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        torch.set_num_threads(max(1, cores // here))
     if world > 1 and not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        staged.register()
+        backend = "gloo" if device.type == "cpu" else staged.BACKEND if shared else "nccl"
         dist.init_process_group(backend, timeout=TIMEOUT)
     return device
 

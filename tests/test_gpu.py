@@ -1,0 +1,85 @@
+"""Worlds whose tensors lie on a GPU that their processes share. Skipped where there is none; what they stage through
+the host is tested everywhere."""
+
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwise.comm.world import run_world
+from shardwise.job import make_job
+from shardwise.layout import Layout
+from shardwise.verify import parity
+from shardwise.verify.parity import verify
+
+JOB = """
+steps = 4
+precision = "float64"
+compile = false
+[model]
+layers = 4
+width = 32
+heads = 4
+kv_heads = 2
+ffn = 48
+vocab = 61
+sequence = 16
+dropout = 0.1
+[data]
+source = "synthetic"
+samples = 64
+[batch]
+samples = 8
+[checkpoint]
+every = 0
+"""
+EXPERTS = ["model.name=moe", "model.experts=4", "model.expert_ffn=24"]
+LAYOUTS = [
+    ("tensor=2", []),
+    ("pipeline=2", []),
+    ("shard=2 zero=3", []),
+    ("replicate=2", []),
+    ("pipeline=2 tensor=2", []),
+    ("pipeline=2 shard=2 zero=3 schedule=interleaved virtual=2", []),
+    ("shard=2 tensor=2 zero=2", []),
+    ("shard=2 expert=2", EXPERTS),
+]
+
+
+def losses(folder: Path, device: str, layout: str, settings: list[str]) -> list[tuple[float, float]]:
+    (folder / "job.toml").write_text(JOB)
+    run = folder / f"{device}-{layout.replace(' ', '-')}"
+    asked = [f"run.device={device}", f"run.folder={run}", "run.processes=4", f"layout={layout}", *settings]
+    command = [sys.executable, "-m", "shardwise", "train", str(folder / "job.toml")]
+    done = subprocess.run(
+        [*command, *(word for setting in asked for word in ("--set", setting))], capture_output=True, text=True,
+        timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("layout", "settings"), LAYOUTS, ids=[layout for layout, _ in LAYOUTS])
+def test_processes_that_share_a_gpu_compute_what_one_cpu_does(layout, settings, tmp_path):
+    expected = losses(tmp_path, "cpu", "", settings)
+    found = losses(tmp_path, "cuda", layout, settings)
+    assert len(found) == len(expected) == 4
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-10)
+
+
+@pytest.mark.parametrize("layout", [layout for layout, _ in LAYOUTS] + ["pipeline=2 schedule=zbv"])
+def test_what_travels_through_the_host_arrives(layout, monkeypatch):
+    monkeypatch.setattr(parity, "run_world", partial(run_world, backend="staged"))
+    model = {"layers": 4, "width": 16, "heads": 2, "vocab": 31, "sequence": 8}
+    experts = {"name": "moe", "experts": 4, "expert_ffn": 24} if "expert" in layout else {}
+    job = make_job({"precision": "float64", "batch": {"samples": 8}, "model": {**model, **experts}})
+    (record,) = verify(job, [Layout.parse(layout)])
+    assert record.ok, record.sentence()
