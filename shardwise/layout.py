@@ -27,6 +27,7 @@ SPLIT_BACKWARD = ("zero-bubble", "zbv", "dualpipev", *MADE)
 SCHEDULES = FULL_BACKWARD + SPLIT_BACKWARD
 V_SHAPED = ("zbv", "dualpipev", "auto-v")
 RECOMPUTE = ("none", "selective", "full")
+CONTEXT_BY = ("ring", "heads")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +42,12 @@ class Layout:
     """Ranks that share optimizer states, gradients or weights (see `zero`) and each see other samples."""
     context: int = 1
     """Ranks that each hold a part of every sequence."""
+    context_by: str = "ring"
+    """How they attend: keys and values go round in a ring, or each rank gets some heads of the whole sequence."""
     tensor: int = 1
     """Ranks that each hold a part of every matrix; activations between matrices are cut along the sequence."""
     expert: int = 1
-    """Ranks that share the experts, folded over the shard axis."""
+    """Ranks that share the experts, folded over shard x context."""
     schedule: str = "1f1b"
     """The order of forwards and backwards in a pipeline."""
     virtual: int = 0
@@ -65,6 +68,8 @@ class Layout:
                 raise LayoutError(f"{axis}={degree}: a degree counts processes, so it is at least 1.")
         if self.schedule not in SCHEDULES:
             raise LayoutError(f"schedule={self.schedule}: no such schedule; {nearest(self.schedule, SCHEDULES)}")
+        if self.context_by not in CONTEXT_BY:
+            raise LayoutError(f"context_by={self.context_by}: {nearest(self.context_by, CONTEXT_BY)}")
         if self.zero not in (1, 2, 3):
             raise LayoutError(f"zero={self.zero}: the ZeRO stage is 1, 2 or 3.")
         if self.micro_batch < 0:
@@ -155,7 +160,7 @@ class Layout:
                 raise LayoutError(f"layout {text!r}: unknown key {key!r}; {nearest(key, known)}")
             if key in values:
                 raise LayoutError(f"layout {text!r}: {key} is given twice; give it once.")
-            values[key] = value if key in ("schedule", "recompute") else _integers(text, key, value)
+            values[key] = value if key in ("schedule", "recompute", "context_by") else _integers(text, key, value)
         return cls(**values)  # type: ignore[arg-type]
 
 

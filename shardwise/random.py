@@ -117,14 +117,14 @@ class Dropout(nn.Module):
     """Dropout whose mask is a hash of (seed, site, sample, position, feature).
 
     `ids` are the samples' places in the stream of the whole run, so a step and a sample share one number. A module
-    that is given only some positions of a sequence is told the first of them in `first_position`: the mask of a slice
-    is the slice of the mask.
+    that is given only some positions of a sequence is told which in `places`: the mask of a part is that part of the
+    mask.
     """
 
     def __init__(self, rate: float, site: str, seed: int):
         super().__init__()
         self.rate, self.site = rate, site
-        self.first_position = 0
+        self.places: Tensor | None = None
         self._key = key_of("dropout", seed, site)
         self._limit = _signed(int(rate * 2**32) - 2**31, 33)
 
@@ -133,7 +133,7 @@ class Dropout(nn.Module):
             return x
         if ids is None:
             raise ValueError(f"dropout at {self.site} needs the sample ids")
-        positions = torch.arange(x.shape[1], device=x.device) + self.first_position
+        positions = torch.arange(x.shape[1], device=x.device) if self.places is None else self.places
         # Keys join by exclusive or: compilers take products of `arange` for index arithmetic and do not let it wrap.
         row = mix64(mix64(ids.to(torch.int64) ^ self._key)[:, None] + positions)
         feature = mix64(torch.arange(x.shape[2], device=x.device) ^ ~self._key)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from test_verify import tiny
 from torch import Tensor
 
+import shardwise.parallel.context as context
 import shardwise.parallel.data as data
 import shardwise.parallel.holding as holding
 import shardwise.parallel.parallelize as parallelize
@@ -346,6 +347,112 @@ def gradients_clipped_by_each_rank_s_own_norm(patch: Patch) -> None:
         right(engine, optimizer, step.Outcome(outcome.loss, own, outcome.skipped), clip)
 
     patch.setattr(step, "update", update)
+
+
+# Sequences that are cut
+
+
+@caught("context=2", "loss")
+def targets_counted_by_each_rank_for_its_own_part(patch: Patch) -> None:
+    right = step.count_targets
+
+    def count(engine: Any, targets: Tensor) -> Tensor:
+        return right(engine, targets[:, engine.positions])
+
+    patch.setattr(step, "count_targets", count)
+
+
+@caught("context=2", "loss")
+@caught("context=2 context_by=heads", "loss", model=LLAMA)
+def targets_shifted_after_the_cut_so_that_seams_are_wrong(patch: Patch) -> None:
+    right = context.cut
+
+    def cut(samples: Any, where: Any) -> Any:
+        found = right(samples, where)
+        return type(found)(found.tokens, found.tokens.roll(-1, 1).where(found.targets != -100, -100), found.ids)
+
+    patch.setattr(context, "cut", cut)
+
+
+@caught("context=2", "output", "embed")
+def learned_positions_one_off_behind_the_seam(patch: Patch) -> None:
+    right = context.apply
+
+    def apply(chain: Any, layout: Any, mesh: Any, length: int, device: Any) -> None:
+        right(chain, layout, mesh, length, device)
+        for module in chain.modules():
+            if isinstance(module, gpt.Positions):
+                jumps = module.places.diff(prepend=module.places[:1]) > 1
+                module.places = module.places - jumps.cumsum(0)
+
+    patch.setattr(context, "apply", apply)
+
+
+@caught("context=2", "output", "block0.attention", model=LLAMA)
+def keys_turned_by_their_place_in_the_part(patch: Patch) -> None:
+    right = context.apply
+
+    def apply(chain: Any, layout: Any, mesh: Any, length: int, device: Any) -> None:
+        blocks = [module for module in chain.modules() if isinstance(module, gpt.Attention)]
+        kept = [block.turn for block in blocks]
+        right(chain, layout, mesh, length, device)
+        for block, turn in zip(blocks, kept):
+            block.turn = turn
+
+    patch.setattr(context, "apply", apply)
+
+
+@caught("context=2", "gradient", "head.norm.bias")
+@caught("context=2 tensor=2", "gradient", "head.norm.bias")
+def gradients_not_summed_over_the_parts_of_a_sequence(patch: Patch) -> None:
+    patch.setattr(data, "all_reduce", lambda *args, **kwargs: None)
+
+
+@caught("context=4", "output", "block0.attention")
+def keys_of_the_back_chunk_seen_from_before_it(patch: Patch) -> None:
+    everything = slice(None)
+    patch.setattr(context, "seen", lambda axis, turn, length: (everything, everything, turn == 0))
+
+
+@caught("context=2", "output", "block0.attention")
+def parts_of_the_softmax_averaged(patch: Patch) -> None:
+    patch.setattr(torch, "logaddexp", lambda a, b: torch.maximum(a, b))
+
+
+@caught("context=4", "gradient", "block2.attention.qkv.bias")
+def gradients_of_keys_and_values_that_do_not_come_home(patch: Patch) -> None:
+    right = context.Passing
+
+    class Short(right):
+        def __init__(self, x: Tensor, axis: Any):
+            super().__init__(x, axis)
+            if torch._C._current_graph_task_id() != -1:  # in the backward
+                self.found = self.sent.clone()
+
+    patch.setattr(context, "Passing", Short)
+
+
+@caught("context=2 context_by=heads", "output", "block0.attention")
+def heads_that_come_back_out_of_order(patch: Patch) -> None:
+    right = context.Heads._exchange
+
+    def exchange(self: Any, x: Tensor) -> Tensor:
+        found = right(self, x)
+        return found.flip(0) if x.shape[2] == 2 else found  # two heads a rank: on the way back
+
+    patch.setattr(context.Heads, "_exchange", exchange)
+
+
+@caught("shard=2 context=2 zero=1", "grad_norm")
+def copies_along_the_context_axis_counted_twice_in_the_norm(patch: Patch) -> None:
+    right = step.measure
+
+    def measure(engine: Any, loss: Tensor) -> Any:
+        for held in engine.holdings:
+            held.copies = 1 / engine.mesh["context"].size
+        return right(engine, loss)
+
+    patch.setattr(step, "measure", measure)
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: f"{m.plant.__name__} [{m.layout}]")

@@ -70,7 +70,7 @@ def test_mask_of_a_slice_is_the_slice_of_the_mask(first_id: int, start: int, len
     dropout = Dropout(0.3, "site", 0)
     full = dropout(x, ids)
     part = Dropout(0.3, "site", 0)
-    part.first_position = start
+    part.places = torch.arange(start, start + length)
     assert torch.equal(part(x[2:, start : start + length], ids[2:]), full[2:, start : start + length])
 
 

@@ -15,6 +15,7 @@ from pairwise import Case, cover, pairs
 from shardwise.errors import JobError, LayoutError
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout, micro_batch_rule
+from shardwise.parallel import context
 from shardwise.parallel.parallelize import check
 from shardwise.support import REFUSED, support
 from shardwise.train.launch import check_world
@@ -26,6 +27,7 @@ LAYOUT = {
     "tensor": (1, 2, 4),
     "shard": (1, 2, 3),
     "replicate": (1, 2),
+    "context": ("1", "2 ring", "2 heads"),
     # Schedule and stages per rank.
     "schedule": (
         "none", "gpipe", "1f1b", "interleaved", "interleaved 3", "zero-bubble", "zero-bubble 2", "zbv", "dualpipev",
@@ -54,7 +56,9 @@ MODEL = {
 def layout_of(case: Case) -> Layout | None:
     """The layout of a case; None where its words do not go together or one of them would mean nothing."""
     schedule, _, virtual = case["schedule"].partition(" ")
-    words = {key: case[key] for key in LAYOUT if key not in ("schedule", "count")}
+    words = {key: case[key] for key in LAYOUT if key not in ("schedule", "count", "context")}
+    degree, _, way = case["context"].partition(" ")
+    words |= {"context": int(degree), "context_by": way or "ring"}
     if schedule != "none":
         words |= {"schedule": schedule, "virtual": int(virtual or 0)}
     if (schedule == "none") != (case["pipeline"] == 1) or (case["zero"] > 1 and case["shard"] == 1):
@@ -88,7 +92,13 @@ def every(factors: dict[str, tuple]) -> list[Case]:
 
 def fits(case: Case) -> bool:
     layout = layout_of(case)
-    return layout is not None and layout.stage_count <= case["layers"] + 2
+    if layout is None or layout.stage_count > case["layers"] + 2:
+        return False
+    try:
+        context.check(job_of(case, layout).decoder(), layout)
+    except LayoutError:
+        return False
+    return True
 
 
 def cost(case: Case) -> float:

@@ -74,7 +74,8 @@ class Head:
 class Placed(Protocol):
     """A module whose work depends on where in the sequence the positions lie that it is given."""
 
-    first_position: int
+    places: Tensor | None
+    """Each one's place; None: from the first on."""
 
 
 @dataclass(frozen=True)

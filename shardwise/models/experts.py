@@ -32,6 +32,9 @@ class Experts(nn.Module):
         self.extra: Tensor | None = None
         self.load: Tensor | None = None
         """Rows that each expert got since this was last set to zero; what is computed again counts again."""
+        self.parts = 1
+        """In which sequences are cut over ranks; `total` sums over these."""
+        self.total: Callable[[Tensor], Any] | None = None
         self.travel: Any = None
         """Takes rows to experts that other ranks hold (`shardwise.parallel.expert`); None: all are here."""
 
@@ -50,9 +53,9 @@ class Experts(nn.Module):
         if not self.balance and not self.z_loss:
             return y
         # Both are sums over samples, so that no layout or micro-batch changes them.
-        extra = self.balance * imbalance(likely, chosen, x.shape[0])
+        extra = self.balance * imbalance(likely, chosen, x.shape[0], self.parts, self.total)
         if self.z_loss:
-            extra = extra + self.z_loss * scores.logsumexp(-1).square().sum() / x.shape[1]
+            extra = extra + self.z_loss * scores.logsumexp(-1).square().sum() / (self.parts * x.shape[1])
         if self.weigh is None:
             self.extra = extra
             return y
@@ -96,14 +99,19 @@ class Bank(nn.Module):
         return Grouped.apply(hidden, self.down, counts)  # type: ignore[no-any-return]
 
 
-def imbalance(likely: Tensor, chosen: Tensor, samples: int) -> Tensor:
+def imbalance(
+    likely: Tensor, chosen: Tensor, samples: int, parts: int = 1, total: Callable[[Tensor], Any] | None = None
+) -> Tensor:
     """By sample, E x the sum over experts of their share of its tokens and their mean likelihood: 1 where all are used
-    alike. Summed over samples. (DeepSeek-AI 2024, equation 17.)"""
+    alike. Summed over samples. (DeepSeek-AI 2024, equation 17.) Where a sequence is cut into `parts`, `total` sums what
+    was used of them, and the sum over parts is the whole."""
     experts = likely.shape[1]
     each = chosen.reshape(samples, -1)
     used = torch.zeros(samples, experts, dtype=likely.dtype, device=likely.device)
     used.scatter_add_(1, each, torch.ones_like(each, dtype=likely.dtype))
-    return experts * (used / each.shape[1] * likely.unflatten(0, (samples, -1)).mean(1)).sum()
+    if total is not None:
+        total(used)
+    return experts * (used / (parts * each.shape[1]) * likely.unflatten(0, (samples, -1)).mean(1) / parts).sum()
 
 
 def _count(chosen: Tensor, experts: int) -> Tensor:

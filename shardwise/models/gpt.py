@@ -126,15 +126,15 @@ class Embed(nn.Module):
 
 
 class Positions(nn.Module):
-    """Learned positions: the rows of `weight` from `first_position` on."""
+    """Learned positions: the rows of `weight` that `places` says, or the first ones."""
 
     def __init__(self, sequence: int, width: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(sequence, width))
-        self.first_position = 0
+        self.places: Tensor | None = None
 
     def forward(self, length: int) -> Tensor:
-        return self.weight[self.first_position : self.first_position + length]
+        return self.weight[:length] if self.places is None else self.weight[self.places]
 
 
 class Product(nn.Linear):
@@ -196,6 +196,8 @@ class Attention(nn.Module):
         self.head_size = model.head_size
         self.theta = model.rope_theta if model.positions == "rotary" else None
         self.turn: tuple[Tensor, Tensor] | None = None
+        self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = attend
+        """Another where a rank has only a part of the sequence (`shardwise.parallel.context`)."""
         self.qkv = Product(model.width, (model.heads + 2 * model.kv_heads) * model.head_size, bias=model.bias)
         self.out = Product(model.heads * model.head_size, model.width, bias=model.bias)
 
@@ -207,8 +209,12 @@ class Attention(nn.Module):
             turn = self.turn or rotation(x.shape[1], self.head_size, self.theta, x.device)
             q, k = rotate(q, turn), rotate(k, turn)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # B KG S H, as seen; in memory S comes first
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.group > 1)
-        return self.out(y.transpose(1, 2).flatten(2))
+        return self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of (B, heads, S, H); keys and values may have fewer heads."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def rotation(length: int, size: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:

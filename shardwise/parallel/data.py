@@ -53,8 +53,10 @@ class DataParallel(ABC):
         for chain in self.chains:
             for name, weight in chain.named_weights():
                 shape, cut, expert = cuts[name]
-                axis = self.mesh["alike" if expert else "shard"]
-                copies = self.mesh["replicate"].size * (self.mesh["tensor"].size if cut is None else 1)
+                axis = self.mesh["alike" if expert else "shared"]
+                copies = self.mesh["replicate" if expert else "same"].size * (
+                    self.mesh["tensor"].size if cut is None else 1
+                )
                 if self.mesh["pipeline"].size > 1 and name in chain.rules.tied:
                     copies *= 2  # the first stage and the last
                 piece = self.piece(weight, axis)
@@ -141,21 +143,20 @@ class Whole(DataParallel):
         first, length = axis.span(weight.shape[0])
         return weight.detach()[first : first + length]
 
-    def shared(self) -> Iterator[tuple[Axis, Pairs]]:
-        """Weights by the ranks that share their updates: of cut experts these are fewer."""
-        for expert, axis in ((False, "shard"), (True, "alike")):
+    def shared(self) -> Iterator[tuple[Axis, Axis, Pairs]]:
+        """Weights by the ranks that share their updates, and those that hold the same: of cut experts others."""
+        for expert, axis, same in ((False, "shared", "same"), (True, "alike", "replicate")):
             pairs = [pair for pair in self.pairs if pair[1].expert == expert]
             if pairs:
-                yield self.mesh[axis], pairs
+                yield self.mesh[axis], self.mesh[same], pairs
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        for shard, pairs in self.shared():
-            self._sum_over(shard, pairs)
+        for shard, same, pairs in self.shared():
+            self._sum_over(shard, same, pairs)
 
-    def _sum_over(self, shard: Axis, pairs: Pairs) -> None:
-        replicate = self.mesh["replicate"]
-        if shard.size == replicate.size == 1:
+    def _sum_over(self, shard: Axis, same: Axis, pairs: Pairs) -> None:
+        if shard.size == same.size == 1:
             return  # a holding is its weight
         for bucket in _buckets(pairs):
             sizes = [_piece_size(weight, shard) for weight, _ in bucket]
@@ -167,14 +168,14 @@ class Whole(DataParallel):
             if shard.size > 1:
                 own = torch.empty_like(packed[0])
                 reduce_scatter(own, packed.view(-1), group=shard.group)
-            if replicate.size > 1:
-                all_reduce(own, group=replicate.group)
+            if same.size > 1:
+                all_reduce(own, group=same.group)
             for (_, holding), piece in zip(bucket, own.split(sizes), strict=True):
                 holding.tensor.grad = piece[: holding.tensor.numel()].view(holding.tensor.shape)
 
     @torch.no_grad()
     def spread_weights(self) -> None:
-        for shard, pairs in self.shared():
+        for shard, _, pairs in self.shared():
             if shard.size > 1:
                 self._spread_over(shard, pairs)
 

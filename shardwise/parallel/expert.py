@@ -1,6 +1,6 @@
 """Expert parallelism: each rank of the expert axis holds some of the experts, and tokens travel to theirs and back.
 
-The axis is folded over the shard axis: it needs no ranks of its own, and what is not an expert knows nothing of it.
+The axis is folded over shard x context: it needs no ranks of its own, and what is not an expert knows nothing of it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def check(model: Model, layout: Layout) -> None:
         raise LayoutError(
             f"expert={degree}: {model.experts} experts do not divide over {degree} ranks; use expert={near}."
         )
-    if layout.shard % degree:
+    if layout.shard * layout.context % degree:
         raise LayoutError(
-            f"expert={degree} lies on ranks of the shard axis, but shard={layout.shard} does not divide by it; "
-            f"use shard={degree} or a multiple of it."
+            f"expert={degree} lies on ranks of shard x context, but {layout.shard} x {layout.context} does not divide "
+            f"by it; use shard={degree} or a multiple of it."
         )
 
 

@@ -69,7 +69,7 @@ def cuts_of(holding: Holding, mesh: Mesh) -> list[tuple[int, Axis]]:
     if holding.expert:
         cuts.append((0, mesh["expert"]))
     if holding.sharded:
-        cuts.append((0, mesh["alike" if holding.expert else "shard"]))
+        cuts.append((0, mesh["alike" if holding.expert else "shared"]))
     return cuts
 
 

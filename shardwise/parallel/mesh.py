@@ -1,5 +1,14 @@
 """The processes of a run as a grid of axes, and this process's place in it.
 
+Beside the axes of the layout there are some that follow from them:
+
+    data    ranks that see different samples: replicate x shard
+    shared  ranks that share weights and states: shard x context where there is `shard`, otherwise none
+    same    ranks that hold the same weights: replicate, and context where nothing is shared
+    joint   ranks over which anything but a matrix's sides is cut: shard x context
+    expert  ranks that share the experts: neighbours in it
+    alike   ranks of it with the same experts, which share those
+
 A world of one has no process group at all: every group is None and every collective is skipped, so that one device
 walks the same road. All processes build the same groups in the same order.
 """
@@ -48,7 +57,7 @@ class Mesh:
         sizes = tuple(getattr(layout, axis) for axis in AXES)
         grid = torch.arange(world).reshape(sizes)
         place = [int(index) for index in (grid == self.rank).nonzero()[0]]
-        self._axes = dict.fromkeys((*AXES, "data", "world", "expert", "alike"), ALONE)
+        self._axes = dict.fromkeys((*AXES, "data", "shared", "same", "joint", "world", "expert", "alike"), ALONE)
         self.devices: DeviceMesh | None = None
         self.folded: DeviceMesh | None = None
         self.ends: Axis = ALONE
@@ -63,20 +72,27 @@ class Mesh:
             flat = self.devices["replicate", "shard"]._flatten("data")
             self._axes["data"] = Axis(layout.data, place[1] * layout.shard + place[2], flat.get_group())
         self.ends = self._end_groups(grid, place)
-        self._axes["alike"] = self["shard"]
+        self._axes["shared"], self._axes["same"] = self["shard"], self["replicate"]
+        joint = place[2] * layout.context + place[3]  # in shard x context
+        if layout.context > 1:
+            name, number = ("shared", joint) if layout.shard > 1 else ("same", place[1] * layout.context + place[3])
+            flat = self.devices[("shard", "context") if layout.shard > 1 else ("replicate", "context")]._flatten(name)
+            self._axes[name] = Axis(flat.size(), number, flat.get_group())
+        self._axes["joint"] = self["shared"] if layout.shard > 1 else self["context"]
+        self._axes["alike"] = self["shared"]
         if layout.expert > 1:
-            self._fold(grid, place)
+            self._fold(grid, joint)
 
-    def _fold(self, grid: torch.Tensor, place: list[int]) -> None:
-        """Experts lie on neighbours along the shard axis (`expert`); ranks with the same ones, `alike`, share them."""
+    def _fold(self, grid: torch.Tensor, joint: int) -> None:
+        """Makes `expert` and `alike`."""
         expert = self.layout.expert
         self.folded = DeviceMesh(
-            self.device.type, grid.unflatten(2, (-1, expert)),
-            mesh_dim_names=("pipeline", "replicate", "alike", "expert", "context", "tensor"),
+            self.device.type, grid.flatten(2, 3).unflatten(2, (-1, expert)),
+            mesh_dim_names=("pipeline", "replicate", "alike", "expert", "tensor"),
         )  # fmt: skip
-        self._axes["expert"] = Axis(expert, place[2] % expert, self.folded.get_group("expert"))
-        alike = self.layout.shard // expert
-        self._axes["alike"] = Axis(alike, place[2] // expert, self.folded.get_group("alike")) if alike > 1 else ALONE
+        self._axes["expert"] = Axis(expert, joint % expert, self.folded.get_group("expert"))
+        alike = self.layout.shard * self.layout.context // expert
+        self._axes["alike"] = Axis(alike, joint // expert, self.folded.get_group("alike")) if alike > 1 else ALONE
 
     def _end_groups(self, grid: torch.Tensor, place: list[int]) -> Axis:
         """The first and the last pipeline rank with the same other coordinates: they share tied weights."""
@@ -96,9 +112,10 @@ class Mesh:
 
     @cached_property
     def fsdp(self) -> DeviceMesh:
-        """The mesh that FSDP shards over: (replicate, shard), or shard alone."""
+        """The mesh that FSDP shards over: (replicate, shared), or shared alone."""
         assert self.devices is not None
-        return self.devices["replicate", "shard"] if self.layout.replicate > 1 else self.devices["shard"]
+        shared = "shared" if self.layout.context > 1 else "shard"
+        return self.devices["replicate", shared] if self.layout.replicate > 1 else self.devices[shared]
 
     @cached_property
     def fsdp_experts(self) -> DeviceMesh:

@@ -22,7 +22,7 @@ from shardwise.job import Job
 from shardwise.layout import Batch, Layout, solve_batch
 from shardwise.models.chain import Chain
 from shardwise.models.gpt import cost, gpt, prepare
-from shardwise.parallel import expert, recompute, tensor
+from shardwise.parallel import context, expert, recompute, tensor
 from shardwise.parallel.balance import cut_stages
 from shardwise.parallel.data import Alone, Bucketed, Cuts, DataParallel, Sharded, Whole
 from shardwise.parallel.holding import Holding, start
@@ -43,6 +43,8 @@ class Engine:
     pipeline: Pipeline | None
     holdings: list[Holding]
     scale: LossScale
+    positions: Tensor | None = None
+    """Of each sequence, which this rank holds; None: all."""
 
     @property
     def tied(self) -> list[Holding]:
@@ -56,6 +58,7 @@ class Engine:
 
         Returns this rank's share of the loss: summed over all ranks of one tensor index it is the loss of the batch.
         """
+        samples = context.cut(samples, self.positions)
         if self.pipeline is not None:
             return self.pipeline.run(samples, scale)
         total = torch.zeros_like(scale)
@@ -68,6 +71,7 @@ class Engine:
 
     def evaluate(self, samples: Samples) -> Tensor:
         """This rank's share of the summed loss, forward only."""
+        samples = context.cut(samples, self.positions)
         if self.pipeline is not None:
             return self.pipeline.evaluate(samples)
         parts = samples.split(self.batch.micro_batch)
@@ -76,7 +80,7 @@ class Engine:
     @property
     def counts_samples(self) -> bool:
         """Whether this rank is the one of its data index that speaks for its samples."""
-        return self.mesh["tensor"].index == 0 and self.mesh["pipeline"].index == 0
+        return all(self.mesh[axis].index == 0 for axis in ("pipeline", "context", "tensor"))
 
 
 def shapes_of(chain: Chain) -> dict[str, torch.Size]:
@@ -94,19 +98,13 @@ def build(job: Job, dtype: torch.dtype) -> Chain:
 KEPT = 0.85
 KEPT_NARROW = 1.0  # in 8 bits what is kept is half as large, and less would have attention computed again
 
-# Degrees that a layout knows and that `plan` weighs, but that no engine serves yet.
-NOT_YET = ("context",)
-
 
 def check(job: Job, layout: Layout) -> Batch:
     """Raises, before any process starts, for a layout that this job's model and batch cannot have."""
-    for axis in NOT_YET:
-        degree = getattr(layout, axis)
-        if degree > 1:
-            raise LayoutError(f"{axis}={degree}: this axis can be planned but not yet run; leave it at 1.")
     chain = build(job, torch.float32)
     tensor.check(chain.rules, shapes_of(chain), job.model.sequence, layout.tensor)
     expert.check(job.decoder(), layout)
+    context.check(job.decoder(), layout)
     cut_stages(layout, cost(job.decoder()))
     found = support(layout, job.precision)
     if found.verdict == REFUSED:
@@ -189,6 +187,7 @@ def parallelize(
                 chain, job.decoder(), device, precision.compute, pipelined=layout.pipeline > 1,
                 narrow=precision.narrow, chunk=job.loss.chunk, weigh=weigh,
             )  # fmt: skip
+            context.apply(chain, layout, mesh, job.model.sequence, device)
         holdings = data.hold(cuts)
         if memory is None:
             for holding in holdings:
@@ -197,9 +196,12 @@ def parallelize(
 
     pipeline = None
     if layout.pipeline > 1:
-        length = job.model.sequence
+        length = job.model.sequence // layout.context
         pipeline = Pipeline(
             data.modules, layout, mesh, batch.micro_batches, (batch.micro_batch, length),
             (batch.micro_batch, length // layout.tensor, job.decoder().width), precision.compute, order,
         )  # fmt: skip
-    return Engine(mesh, batch, chains, data, pipeline, holdings, scale)
+    where = None
+    if layout.context > 1:
+        where = context.positions(job.model.sequence, mesh["context"], layout.context_by).to(device)
+    return Engine(mesh, batch, chains, data, pipeline, holdings, scale, where)

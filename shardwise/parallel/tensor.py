@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.collectives import all_gather_with_grad, all_reduce, reduce_scatter_with_grad
 from shardwise.errors import LayoutError
-from shardwise.models.chain import Chain, Cut, Head, Placed, Region, Rules, Table
+from shardwise.models.chain import Chain, Cut, Head, Region, Rules, Table
 from shardwise.models.loss import Vocabulary
 from shardwise.parallel.mesh import Axis
 from shardwise.parallel.views import present
@@ -93,9 +93,6 @@ def apply(chain: Chain, axis: Axis) -> dict[str, int | None]:
             _table(module, axis)
         elif isinstance(rule, Head):
             _head(module, axis)
-        if isinstance(module, Placed):
-            assert isinstance(module, nn.Module)
-            module.register_forward_pre_hook(_places(axis))
     return placed
 
 
@@ -176,11 +173,3 @@ def _head(module: Any, axis: Axis) -> None:
         highest=lambda numbers: all_reduce(numbers, dist.ReduceOp.MAX, group=axis.group),
         total=lambda numbers: all_reduce(numbers, group=axis.group),
     )
-
-
-def _places(axis: Axis) -> Any:
-    def tell(module: Any, args: tuple[Any, ...]) -> None:
-        length = args[0] if isinstance(args[0], int) else args[0].shape[SEQUENCE]
-        module.first_position = axis.index * length
-
-    return tell

@@ -14,7 +14,7 @@ from shardwise.errors import LayoutError
 from shardwise.job import Job, load_job
 from shardwise.kinds import kind_of
 from shardwise.layout import Layout, keep_share, solve_batch
-from shardwise.parallel.parallelize import NOT_YET, check
+from shardwise.parallel.parallelize import check
 from shardwise.parallel.pipeline import Order
 from shardwise.planner.cost import Machine, Setting
 from shardwise.planner.efficiency import efficiency_of
@@ -230,7 +230,7 @@ def _variants(job: Job, estimator: Estimator, layout: Layout) -> list[Prediction
 
 def judged(job: Job, shape: Shape, layout: Layout) -> Layout:
     """A layout with its micro-batch solved; raises where model or batch cannot have it."""
-    if kind_of(job.model) == "gpt" and all(getattr(layout, axis) == 1 for axis in NOT_YET):
+    if kind_of(job.model) == "gpt":
         return replace(layout, micro_batch=check(job, layout).micro_batch)
     if Estimator.is_made(layout):
         raise LayoutError(f"schedule={layout.schedule}: orders are made for gpt only as yet; give a schedule's name.")

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shardwise.errors import UserError
-from shardwise.job import BatchSize, Job, Model, load_job
+from shardwise.job import BatchSize, Job, load_job
+from shardwise.kinds import MoE
 from shardwise.layout import Layout
 from shardwise.parallel.parallelize import check
 from shardwise.verify.parity import Record, verify
@@ -17,6 +18,8 @@ DEFAULT = (
     "pipeline=2 schedule=gpipe", "pipeline=2 schedule=interleaved", "pipeline=2 schedule=zero-bubble",
     "pipeline=2 schedule=zbv", "pipeline=2 schedule=dualpipev", "shard=2 tensor=2 zero=3",
     "pipeline=2 tensor=2", "pipeline=2 shard=2 zero=2", "replicate=2 shard=2", "pipeline=2 shard=2 tensor=2",
+    "context=2", "context=2 context_by=heads", "shard=2 context=2 zero=3", "pipeline=2 context=2 tensor=2",
+    "shard=2 expert=2", "shard=2 context=2 expert=4 zero=2", "pipeline=2 context=2 tensor=2 expert=2",
 )  # fmt: skip
 
 
@@ -58,7 +61,10 @@ def shrunk(job: Job) -> Job:
         "ffn": min(model.ffn, 16 * heads + model.ffn % 2), "vocab": min(model.vocab, 128 + model.vocab % 2),
         "sequence": min(model.sequence, 32),
     }  # fmt: skip
-    return job.model_copy(update={"model": Model(**values)})
+    if isinstance(model, MoE):
+        values |= {key: min(values[key], 24) for key in ("expert_ffn", "shared_ffn")}
+        values["dense_layers"] = min(model.dense_layers, values["layers"] - 1)
+    return job.model_copy(update={"model": type(model)(**values)})
 
 
 def with_small_batch(job: Job, layouts: list[Layout]) -> Job:

@@ -254,7 +254,9 @@ def _compare_outputs(
         if name not in anywhere:
             comparison.add(number, "output", place, name, math.inf)
         elif name in seen:
-            part = _part(_part(whole, engine.mesh["data"], 0), engine.mesh["tensor"], 1)
+            part = _part(whole, engine.mesh["data"], 0)
+            part = part if engine.positions is None else part[:, engine.positions]
+            part = _part(part, engine.mesh["tensor"], 1)
             floor = comparison.floor * float(whole.norm())
             comparison.add(number, "output", place, name, error_of(fingerprint(seen[name]), part, floor))
 
@@ -271,7 +273,7 @@ def _compare_pieces(
             piece = _part(piece, axis, dim)
         squares[i] = (value - piece).square().sum() if value.shape == piece.shape else math.inf
     for axis, cut in ((mesh["tensor"], [h.tensor_dim is not None for h in engine.holdings]),
-                      (mesh["shard"], [h.sharded or h.expert for h in engine.holdings])):  # fmt: skip
+                      (mesh["joint"], [h.sharded or h.expert for h in engine.holdings])):  # fmt: skip
         if axis.size > 1:
             sums = squares.clone()
             dist.all_reduce(sums, group=axis.group)
@@ -284,7 +286,7 @@ def _compare_pieces(
 
 def _compare_whole(comparison: Comparison, number: int, engine: Engine, expected: dict[str, Tensor]) -> None:
     """Where ranks keep whole weights beside their pieces, those must be the updated ones too."""
-    if engine.mesh["shard"].size == 1:
+    if engine.mesh["joint"].size == 1:
         return  # the pieces are the weights
     typical, places = _yardstick(expected)
     cuts = {h.name: cuts_of(replace(h, sharded=False), engine.mesh) for h in engine.holdings}
