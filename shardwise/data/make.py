@@ -48,13 +48,13 @@ def make_sources(job: Job, cache: Path | None = None) -> tuple[Source, Source, T
     if job.data.source == "synthetic":
         return *_synthetic(job), None
     files, tokenizer = _token_files(job) if job.data.source == "tokens" else _encoded(job, cache or cache_folder())
-    source = Windows(files, job.model.sequence)
+    source = Windows(files, job.model.window)
     if not len(source):
         longest = max(file.count for file in files)
         among = "the longest of its files has" if len(files) > 1 else "it has"
         raise DataError(
             f"{name_of(job.data)} is too short for one sample: {among} {counted(longest, 'token')}, and a sample needs "
-            f"model.sequence + 1 = {job.model.sequence + 1}. Give more text or a shorter model.sequence."
+            f"{job.model.window + 1}. Give more text or a shorter model.sequence."
         )
     first_held = len(source) - _held(len(source), job.data.validation)
     return Part(source, 0, first_held), Part(source, first_held, len(source)), tokenizer
@@ -64,7 +64,9 @@ def _synthetic(job: Job) -> tuple[Source, Source]:
     # Validation goes on where training ends: other walks under the same rule. Under a second seed's rule nothing that
     # was learned would hold.
     count = job.data.samples
-    longer = Synthetic(count + _held(count + 1, job.data.validation), job.model.sequence, job.decoder().vocab, job.seed)
+    model = job.built()
+    held = _held(count + 1, job.data.validation)
+    longer = Synthetic(count + held, model.window, model.vocab - model.spare, job.seed)
     return Part(longer, 0, count), Part(longer, count, len(longer))
 
 
@@ -82,7 +84,7 @@ def _token_files(job: Job) -> tuple[list[TokenFile], Tokenizer | None]:
         if path.endswith(f":{known}"):
             path, kind = path.removesuffix(f":{known}"), known
     found = find_files("tokens", path)
-    files = [open_raw(file, kind, job.decoder().vocab) if kind else open_tokens(file) for file in found]
+    files = [open_raw(file, kind, job.built().vocab) if kind else open_tokens(file) for file in found]
     for file in files:
         _check_vocab(f"the token file {file.path}", file.vocab, job)
     return files, _tokenizer_of(0 if kind else max(file.vocab for file in files), job)
@@ -153,5 +155,8 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _check_vocab(who: str, ids: int, job: Job) -> None:
-    if ids > job.decoder().vocab:
-        raise DataError(f"{who} has {ids} ids but model.vocab is {job.decoder().vocab}; set model.vocab = {ids}.")
+    model = job.built()
+    if ids + model.spare > model.vocab:
+        own = f", and {model.what} needs {model.spare} of its own" if model.spare else ""
+        needed = ids + model.spare
+        raise DataError(f"{who} has {ids} ids but model.vocab is {model.vocab}{own}; set model.vocab = {needed}.")

@@ -13,7 +13,7 @@ from shardwise.cluster import GIB
 from shardwise.errors import LayoutError
 from shardwise.job import Job
 from shardwise.layout import Layout
-from shardwise.models.gpt import cost
+from shardwise.models.families import cost_of
 from shardwise.parallel.balance import cut_stages
 from shardwise.parallel.parallelize import check
 from shardwise.planner.plan import Plan, make_plan
@@ -76,7 +76,7 @@ def plan_record(job: Job, plan: Plan, source: str) -> dict[str, Any]:
     return {
         "layout": str(layout),
         "world": layout.world,
-        "stages": [list(span) for span in cut_stages(layout, cost(job.decoder()))],
+        "stages": [list(span) for span in cut_stages(layout, cost_of(job.built()))],
         "micro_batch": batch.micro_batch,
         "micro_batches": batch.micro_batches,
         "reason": reason(plan, source),

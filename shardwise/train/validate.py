@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from shardwise.comm.collectives import all_reduce
+from shardwise.data.objectives import objective_of
 from shardwise.data.source import Source
 from shardwise.data.stream import Samples, Stream, share
 from shardwise.data.tokenizer import Tokenizer
@@ -22,7 +23,8 @@ def validate(engine: Engine, job: Job, source: Source, tokenizer: Tokenizer | No
     count = min(job.validation.samples, len(source))
     if count == 0:
         return None
-    stream, data = Stream(source, job.seed, shuffle=False), engine.mesh["data"]
+    data = engine.mesh["data"]
+    stream = Stream(source, job.seed, shuffle=False, objective=objective_of(job.model, job.seed))
     sums = torch.zeros(3, dtype=torch.float64)  # loss, targets, bytes
     for chain in engine.chains:
         chain.eval()

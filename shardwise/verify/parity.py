@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.cluster import CLUSTERS
 from shardwise.comm.world import run_world
+from shardwise.data.objectives import objective_of
 from shardwise.data.source import Source, Synthetic
 from shardwise.data.stream import Stream, share
 from shardwise.errors import RunError
@@ -136,8 +137,9 @@ class Gaps:
 
 def make_stream(job: Job) -> Stream:
     """Short enough that three steps see more than one epoch."""
-    source = Synthetic(max(1, 2 * job.samples - 1), job.model.sequence, job.decoder().vocab, job.seed)
-    return Stream(Gaps(source), job.seed)
+    model = job.built()
+    source = Synthetic(max(1, 2 * job.samples - 1), model.window, model.vocab - model.spare, job.seed)
+    return Stream(Gaps(source), job.seed, objective=objective_of(model, job.seed))
 
 
 def _rates(job: Job, steps: int) -> list[float]:
