@@ -12,6 +12,7 @@ from typing import Any
 from shardwise.cluster import GIB
 from shardwise.errors import LayoutError
 from shardwise.job import Job
+from shardwise.kinds import T5
 from shardwise.layout import Layout
 from shardwise.models.families import cost_of
 from shardwise.parallel.balance import cut_stages
@@ -68,17 +69,30 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
-def plan_record(job: Job, plan: Plan, source: str) -> dict[str, Any]:
-    """What `plan.toml` holds."""
-    best, layout = plan.best, plan.best.layout
+def unplanned(job: Job) -> Layout | None:
+    """The given layout, where the planner cannot weigh it: it knows a T5 along the data axes only."""
+    layout = Layout.parse(job.layout) if job.layout != "auto" else Layout()
+    return layout if isinstance(job.model, T5) and layout.pipeline * layout.tensor > 1 else None
+
+
+def cut_record(job: Job, layout: Layout) -> dict[str, Any]:
+    """What `plan.toml` says of the cut itself."""
     batch = check(job, layout)
-    others = zip(plan.layouts[1:], plan.reasons[1:], strict=True)
     return {
         "layout": str(layout),
         "world": layout.world,
         "stages": [list(span) for span in cut_stages(layout, cost_of(job.built()))],
         "micro_batch": batch.micro_batch,
         "micro_batches": batch.micro_batches,
+    }
+
+
+def plan_record(job: Job, plan: Plan, source: str) -> dict[str, Any]:
+    """What `plan.toml` holds."""
+    best = plan.best
+    others = zip(plan.layouts[1:], plan.reasons[1:], strict=True)
+    return {
+        **cut_record(job, best.layout),
         "reason": reason(plan, source),
         "predicted": {
             "device": plan.cluster.device.name, "described_by": source, "step_seconds": best.seconds,
