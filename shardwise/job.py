@@ -15,7 +15,7 @@ import tomli_w
 from pydantic import Field, ValidationError, model_validator
 
 from shardwise.errors import JobError, LayoutError, nearest
-from shardwise.kinds import KINDS, T5, AnyModel, Bert, Count, Model, MoE, Section
+from shardwise.kinds import KINDS, T5, AnyModel, Bert, Count, Model, MoE, ResNet, Section
 from shardwise.layout import Layout
 
 PRECISIONS = ("float64", "float32", "bf16", "fp16", "fp8")
@@ -154,9 +154,9 @@ class Job(Section):
             return max(1, -(-self.tokens // (self.samples * self.model.sequence)))
         return self.steps if self.steps is not None else 200
 
-    def built(self) -> Model | T5:
+    def built(self) -> Model | T5 | ResNet:
         """The model, where it is of a kind that is built; whatever runs a job asks for it here."""
-        if not isinstance(self.model, Model | T5):
+        if not isinstance(self.model, Model | T5 | ResNet):
             raise JobError(
                 f"model.name = {self.model.name!r}: this version plans {self.model.what}, it cannot train one yet; "
                 "use `shardwise plan`."
@@ -176,7 +176,7 @@ class Job(Section):
     def decoder(self) -> Model:
         """The model, where it is one that writes text."""
         model = self.built()
-        if isinstance(model, T5 | Bert):
+        if isinstance(model, T5 | Bert | ResNet):
             raise JobError(f"model.name = {model.name!r}: {model.what} does not write text; this needs a decoder.")
         return model
 

@@ -284,16 +284,25 @@ class T5(Named):
 
 
 class ResNet(Named):
-    """A residual network of bottleneck blocks, for images."""
+    """A residual network, for images."""
 
     what = "a ResNet"
     unit = "samples"
     name: str = "resnet"
-    depth: Literal[50, 101, 152] = 50
+    depth: Literal[18, 34, 50, 101, 152] = 50
     """Convolutions in a row, and the last product."""
-    image: int = Field(224, ge=32)
+    stem: Literal["imagenet", "cifar"] = "imagenet"
+    """The first convolution: 7 x 7 in steps of two and pooled, or 3 x 3."""
+    width: int = Field(64, ge=1)
+    """Channels of the first blocks; each of the three stages after them has twice as many."""
+    image: int = Field(224, ge=8)
     """Pixels of a side."""
     classes: int = Field(1000, ge=1)
+
+    @property
+    def deep(self) -> bool:
+        """Whether blocks are bottlenecks."""
+        return self.depth >= 50
 
     @property
     def sequence(self) -> int:

@@ -12,6 +12,7 @@ from shardwise.kinds import T5, Bert
 from shardwise.layout import Layout
 from shardwise.models.chain import IGNORED, reset
 from shardwise.models.families import chain_of, cost_of
+from shardwise.models.resnet import Norm
 from shardwise.models.t5 import bucket
 from shardwise.parallel.parallelize import check
 from shardwise.verify.parity import verify
@@ -51,7 +52,7 @@ def test_an_untied_t5_with_relu():
 
 
 @pytest.mark.parametrize(("model", "layout", "said"), [
-    (SPANS, "context=2", "encoder and decoder of a T5 are not cut"),
+    (SPANS, "context=2", "a T5 is not cut along its sequence"),
     ({**SPANS, "heads": 6}, "tensor=4", "tensor=4 does not divide the 6 heads"),
     ({**SPANS, "sequence": 23}, "tensor=2", "a sequence of 31 does not divide"),
     (SPANS, "shard=2 expert=2", "has no experts"),
@@ -176,3 +177,50 @@ def test_costs_follow_the_trace():
             chain(tokens, targets=targets)
         counted = counter.get_total_flops()
         assert counted == pytest.approx(sum(cost_of(built)), rel=0.2)
+
+
+# Images
+
+IMAGES = {"name": "resnet", "depth": 18, "width": 4, "stem": "cifar", "image": 8, "classes": 5}
+
+
+@pytest.mark.parametrize("layout", ["replicate=2", "replicate=3", "shard=2 zero=1", "shard=2 zero=2",
+                                    "replicate=2 shard=2 zero=3", "shard=4 zero=2"])  # fmt: skip
+def test_resnet_in_any_layout(layout):
+    (record,) = verify(job(IMAGES, 12), [Layout.parse(layout)])
+    assert record.ok, record.sentence()
+
+
+def test_a_bottleneck_with_the_stem_of_imagenet():
+    model = {**IMAGES, "depth": 50, "stem": "imagenet", "image": 32}
+    (record,) = verify(job(model, 24), [Layout.parse("shard=2 zero=3")], steps=2)
+    assert record.ok, record.sentence()
+
+
+@pytest.mark.parametrize(("layout", "said"), [
+    ("pipeline=2", "cut along its samples only"), ("tensor=2", "use replicate or shard"),
+    ("micro_batch=2", "6 micro-batches"), ("recompute=full", "recompute=none"),
+])  # fmt: skip
+def test_what_a_batch_norm_does_not_allow(layout, said):
+    with pytest.raises(LayoutError, match=said):
+        check(job(IMAGES, 12), Layout.parse(layout))
+
+
+def test_sizes_of_resnets():
+    # torchvision's: 11,689,512; 25,557,032; 44,549,160
+    for depth, size in ((18, 11_689_512), (50, 25_557_032), (101, 44_549_160)):
+        assert parameters({"name": "resnet", "depth": depth}) == size
+
+
+def test_a_resnet_is_that_of_plain_batch_norms():
+    chain = chain_of(job(IMAGES).built(), 0).double()
+    reset(chain, 0)
+    norm = next(module for module in chain.modules() if isinstance(module, Norm))
+    x = torch.randn(6, 4, 8, 8, dtype=torch.float64)
+    plain = torch.nn.BatchNorm2d(4).double()
+    for _ in range(3):
+        assert torch.allclose(norm(x), plain(x), atol=1e-12)
+    assert torch.allclose(norm.mean, plain.running_mean) and torch.allclose(norm.variance, plain.running_var)
+    assert torch.allclose(norm.eval()(x), plain.eval()(x), atol=1e-12)
+    images = torch.randn(4, 3, 8, 8, dtype=torch.float64)
+    assert chain(images).shape == (4, 1, 5)

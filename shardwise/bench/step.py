@@ -20,8 +20,8 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from shardwise.cluster import GIB, peak_rate
+from shardwise.data.make import made_up
 from shardwise.data.objectives import objective_of
-from shardwise.data.source import Synthetic
 from shardwise.data.stream import Samples, Stream, share
 from shardwise.errors import LayoutError
 from shardwise.job import Job
@@ -102,8 +102,7 @@ def bench_step(job: Job, device: torch.device, steps: int = 10, warm: int = WARM
     engine = parallelize(job, layout, device)
     optimizer = make_optimizer(job.optimizer, engine.holdings)
     model = job.built()
-    source = Synthetic(4 * job.samples, model.window, model.vocab - model.spare, job.seed)
-    stream = Stream(source, job.seed, objective=objective_of(model, job.seed))
+    stream = Stream(made_up(job, 4 * job.samples), job.seed, objective=objective_of(model, job.seed))
     batches = [stream.read(share(number, job.samples, 1, 0)).to(device) for number in range(4)]
 
     for number in range(warm):

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.kinds import T5, Model, MoE
+from shardwise.kinds import T5, Model, MoE, Named
 from shardwise.models import fp8
 from shardwise.models.chain import Chain, Cut, Init, Region, Rules, Table, Uneven
 from shardwise.models.chain import Head as HeadRule
@@ -37,7 +37,7 @@ def sparse(model: Model, layer: int) -> bool:
 
 
 def prepare(
-    chain: Chain, model: Model | T5, device: torch.device, dtype: torch.dtype, *, pipelined: bool, narrow: bool,
+    chain: Chain, model: Named, device: torch.device, dtype: torch.dtype, *, pipelined: bool, narrow: bool,
     chunk: int, weigh: Callable[[], Tensor],
 ) -> None:  # fmt: skip
     """Gives a chain whose weights have memory what does not change from step to step: one rotation for all blocks, how

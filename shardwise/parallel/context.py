@@ -20,7 +20,7 @@ from torch import Tensor
 from shardwise.comm.collectives import all_reduce, all_to_all, all_to_all_with_grad
 from shardwise.data.stream import Samples
 from shardwise.errors import LayoutError
-from shardwise.kinds import T5, Model
+from shardwise.kinds import Model, Named
 from shardwise.layout import Layout
 from shardwise.models.chain import Chain, Placed
 from shardwise.models.experts import Experts
@@ -28,13 +28,13 @@ from shardwise.models.gpt import Attention, attend
 from shardwise.parallel.mesh import Axis, Mesh
 
 
-def check(model: Model | T5, layout: Layout) -> None:
+def check(model: Named, layout: Layout) -> None:
     """Raises for a degree that the sequence or the heads do not allow."""
     degree, tensor = layout.context, layout.tensor
     if degree == 1:
         return
-    if isinstance(model, T5):
-        raise LayoutError(f"context={degree}: encoder and decoder of {model.what} are not cut; leave context at 1.")
+    if not isinstance(model, Model):
+        raise LayoutError(f"context={degree}: {model.what} is not cut along its sequence; leave context at 1.")
     ring = layout.context_by == "ring"
     unit = math.lcm((2 if ring else 1) * degree, degree * tensor)
     if model.sequence % unit:

@@ -19,11 +19,12 @@ from torch import Tensor
 from shardwise.data.stream import Samples
 from shardwise.errors import JobError, LayoutError
 from shardwise.job import Job
+from shardwise.kinds import ResNet
 from shardwise.layout import Batch, Layout, solve_batch
 from shardwise.models.chain import Chain
 from shardwise.models.families import chain_of, cost_of
 from shardwise.models.gpt import prepare
-from shardwise.parallel import context, expert, recompute, tensor
+from shardwise.parallel import context, expert, norm, recompute, tensor
 from shardwise.parallel.balance import cut_stages
 from shardwise.parallel.data import Alone, Bucketed, Cuts, DataParallel, Sharded, Whole
 from shardwise.parallel.holding import Holding, start
@@ -102,6 +103,7 @@ KEPT_NARROW = 1.0  # in 8 bits what is kept is half as large, and less would hav
 
 def check(job: Job, layout: Layout) -> Batch:
     """Raises, before any process starts, for a layout that this job's model and batch cannot have."""
+    norm.check(job.built(), layout)
     chain = build(job, torch.float32)
     tensor.check(chain.rules, shapes_of(chain), job.model.length, layout.tensor)
     expert.check(job.built(), layout)
@@ -115,7 +117,9 @@ def check(job: Job, layout: Layout) -> Batch:
             f"compile = true with schedule {layout.schedule}: PyTorch cannot split the backward of compiled blocks; "
             "use schedule=1f1b or interleaved, or compile = false."
         )
-    return solve_batch(layout, job.samples)
+    batch = solve_batch(layout, job.samples)
+    norm.check_batch(job.built(), batch)
+    return batch
 
 
 def choose_attention(kind: str, device: torch.device) -> None:
@@ -189,6 +193,7 @@ def parallelize(
                 narrow=precision.narrow, chunk=job.loss.chunk, weigh=weigh,
             )  # fmt: skip
             context.apply(chain, layout, mesh, job.model.length, device)
+            norm.apply(chain, mesh["data"])
         holdings = data.hold(cuts)
         if memory is None:
             for holding in holdings:
@@ -198,9 +203,11 @@ def parallelize(
     pipeline = None
     if layout.pipeline > 1:
         length = job.model.length // layout.context
+        model = job.built()
+        assert not isinstance(model, ResNet)
         pipeline = Pipeline(
             data.modules, layout, mesh, batch.micro_batches, (batch.micro_batch, length),
-            (batch.micro_batch, length // layout.tensor, job.built().width), precision.compute, order,
+            (batch.micro_batch, length // layout.tensor, model.width), precision.compute, order,
         )  # fmt: skip
     where = None
     if layout.context > 1:

@@ -12,7 +12,7 @@ from typing import Any
 from shardwise.cluster import GIB
 from shardwise.errors import LayoutError
 from shardwise.job import Job
-from shardwise.kinds import T5
+from shardwise.kinds import T5, ResNet
 from shardwise.layout import Layout
 from shardwise.models.families import cost_of
 from shardwise.parallel.balance import cut_stages
@@ -34,6 +34,8 @@ def choose_plan(job: Job, world: int | None = None) -> tuple[Plan, str]:
     for devices in [most] if world else range(most, 0, -1):
         cluster, source = cluster_here(job, here or devices)
         try:
+            if isinstance(job.model, ResNet):  # whose batch is one micro-batch, which the search does not try
+                return make_plan(job, cluster, layout=f"replicate={devices}"), source
             return make_plan(job, cluster, devices, runnable=True), source
         except LayoutError as error:
             last = error

@@ -80,7 +80,8 @@ def _planned(job: Job) -> tuple[Layout, dict[str, Any], str]:
 
 def _introduce(job: Job, layout: Layout, say: Callable[[str], None]) -> None:
     parameters = sum(shape.numel() for shape in shapes_of(build(job, torch.float32)).values())
-    batch, tokens = check(job, layout), f"{job.samples} x {job.model.sequence} tokens"
+    batch, tokens = check(job, layout), f"{job.samples} x {job.model.length} tokens"
+    tokens = tokens if job.model.unit == "tokens" else counted(job.samples, "sample")
     say(f"job:    {job.model.name}, {_short(parameters)} parameters, {job.precision}, on {job.data.source}")
     say(f"        {counted(job.total_steps, 'step')} of {tokens}, {job.optimizer.name} at {job.optimizer.lr:g}")
     parts = f"{counted(batch.micro_batches, 'micro-batch')} of {batch.micro_batch}"

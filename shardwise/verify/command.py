@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shardwise.errors import UserError
 from shardwise.job import BatchSize, Job, load_job
-from shardwise.kinds import T5, MoE
+from shardwise.kinds import T5, MoE, ResNet
 from shardwise.layout import Layout
 from shardwise.parallel.parallelize import check
 from shardwise.verify.parity import Record, verify
@@ -53,6 +53,9 @@ def _possible(job: Job, layout: Layout) -> bool:
 def shrunk(job: Job) -> Job:
     """The same kind of model, small: few layers and heads, narrow, a short sequence; an odd vocabulary stays odd."""
     model = job.built()
+    if isinstance(model, ResNet):
+        less = {"width": min(model.width, 8), "image": min(model.image, 32), "classes": min(model.classes, 10)}
+        return job.model_copy(update={"model": ResNet(**model.model_dump() | less)})
     if isinstance(model, T5):
         heads, size = min(model.heads, 4), min(model.head_size, 8)
         small = {
