@@ -15,7 +15,7 @@ import tomli_w
 from pydantic import Field, ValidationError, model_validator
 
 from shardwise.errors import JobError, LayoutError, nearest
-from shardwise.kinds import KINDS, T5, AnyModel, Bert, Count, Model, MoE, ResNet, Section
+from shardwise.kinds import KINDS, T5, AnyModel, Bert, Count, Model, ResNet, Section
 from shardwise.layout import Layout
 
 PRECISIONS = ("float64", "float32", "bf16", "fp16", "fp8")
@@ -160,11 +160,6 @@ class Job(Section):
             raise JobError(
                 f"model.name = {self.model.name!r}: this version plans {self.model.what}, it cannot train one yet; "
                 "use `shardwise plan`."
-            )
-        if isinstance(self.model, MoE) and self.model.kv_rank:
-            raise JobError(
-                f"model.name = {self.model.name!r}: this version plans latent attention (model.kv_rank), it cannot "
-                "train it yet; use `shardwise plan`."
             )
         if isinstance(self.model, Bert) and self.model.short_sequence:
             raise JobError(

@@ -147,6 +147,14 @@ class MoE(Model):
     """Hidden features of the feed-forward part that every token uses beside its experts."""
     dense_layers: int = Field(0, ge=0)
     """Blocks at the begin that have no experts."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes a token's likelihoods of its router's scores."""
+    scale: float = Field(1.0, gt=0.0)
+    """Factor of what the experts give."""
+    capacity: float = Field(0.0, ge=0.0)
+    """Tokens of a sample that an expert takes, over its even share; those that come later are dropped. 0: takes all."""
+    bias_rate: float = Field(0.0, ge=0.0)
+    """Balance without a loss: after each step experts that got less than their share become likelier by this."""
     balance: float = Field(0.01, ge=0.0)
     """Weight of the loss that asks each sample to use all experts alike; 0: none."""
     z_loss: float = Field(0.0, ge=0.0)

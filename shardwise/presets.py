@@ -33,7 +33,8 @@ PRESETS: dict[str, dict[str, object]] = {
     "deepseek-v3": {**_LLAMA3, "kind": "moe", "layers": 61, "width": 7168, "heads": 128, "kv_heads": 128,
                     "head_size": 128, "ffn": 18432, "vocab": 129280, "sequence": 4096, "rope_theta": 1e4,
                     "norm_eps": 1e-6, "experts": 256, "experts_per_token": 8, "expert_ffn": 2048, "shared_ffn": 2048,
-                    "dense_layers": 3, "q_rank": 1536, "kv_rank": 512, "rope_size": 64},
+                    "dense_layers": 3, "q_rank": 1536, "kv_rank": 512, "rope_size": 64, "scores": "sigmoid",
+                    "scale": 2.5, "bias_rate": 1e-3, "balance": 1e-4},
     # Devlin et al. 2018
     "bert-base":   {**_BERT, "layers": 12, "width": 768, "heads": 12},
     "bert-large":  {**_BERT, "layers": 24, "width": 1024, "heads": 16},

@@ -20,6 +20,7 @@ from shardwise.data.stream import Samples
 from shardwise.models.chain import IGNORED
 from shardwise.optim.adamw import AdamW
 from shardwise.parallel.data import Alone
+from shardwise.parallel.expert import rebalance
 from shardwise.parallel.parallelize import Engine
 
 
@@ -45,6 +46,7 @@ def step(
     if observe is not None:
         observe(outcome)
     update(engine, optimizer, outcome, clip)
+    rebalance(engine.model, engine.chains, engine.mesh["world"], engine.mesh.device)
     return outcome
 
 

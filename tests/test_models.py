@@ -66,7 +66,7 @@ def test_grouped_queries_equal_repeated_keys_and_values() -> None:
 
 
 def test_rotary_attention_depends_on_distance_alone() -> None:
-    from shardwise.models.gpt import rotate, rotation
+    from shardwise.models.parts import rotate, rotation
 
     q, k = torch.randn(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
     turn = rotation(32, 8, 10_000.0, torch.device("cpu"))

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.kinds import Bert
-from shardwise.models import gpt
+from shardwise.models import gpt, parts
 from shardwise.models.chain import IGNORED, Chain, Init, Rules
 from shardwise.random import Dropout
 
@@ -70,7 +70,7 @@ class Block(nn.Module):
 class Head(nn.Module):
     def __init__(self, model: Bert):
         super().__init__()
-        self.transform = gpt.Product(model.width, model.width)
+        self.transform = parts.Product(model.width, model.width)
         self.norm = gpt.make_norm(model)
         self.project = Project(model)
 

@@ -1,14 +1,15 @@
 """A feed-forward part of many experts, of which each token uses a few.
 
-A token goes to the `active` experts that its router finds likeliest; none is ever dropped. Rows are sorted by expert,
-so that the products of all experts are one grouped product, and sorted back; both are permutations, in which no two
-rows meet, so gradients add up in the same order everywhere.
+A token goes to the `active` experts that its router finds likeliest; none is dropped but by a `capacity`. Rows are
+sorted by expert, so that the products of all experts are one grouped product, and sorted back; both are permutations,
+in which no two rows meet, so gradients add up in the same order everywhere.
 
 Letters in shapes: T tokens, E experts, F hidden features of one, D width.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,12 @@ class Experts(nn.Module):
         self.bank = Bank(model)
         self.shared = shared
         self.active, self.balance, self.z_loss = model.experts_per_token, model.balance, model.z_loss
+        self.sigmoid, self.scale, self.capacity = model.scores == "sigmoid", model.scale, model.capacity
+        self.rate = model.bias_rate
+        self.register_buffer("offset", torch.zeros(model.experts) if self.rate else None)
+        """What is added to likelihoods where experts are chosen."""
+        self.recent: Tensor | None = torch.zeros(model.experts) if self.rate else None
+        """Rows that each expert was chosen for since the last step."""
         self.weigh: Callable[[], Tensor] | None = None
         """The factor of the router's own losses in the gradient; without it they are left in `extra` instead."""
         self.extra: Tensor | None = None
@@ -43,16 +50,19 @@ class Experts(nn.Module):
         tokens = x.flatten(0, 1)
         wide = torch.promote_types(x.dtype, torch.float32)
         scores = F.linear(tokens.to(wide), self.router.to(wide))  # T E
-        likely = scores.softmax(-1)
-        weights, chosen = likely.topk(self.active)
-        weights = weights / weights.sum(-1, keepdim=True)
-        y = self.mix(tokens, weights.to(x.dtype), chosen)
+        likely = scores.sigmoid() if self.sigmoid else scores.softmax(-1)
+        chosen = (likely if self.offset is None else likely.detach() + self.offset).topk(self.active).indices
+        weights = likely.gather(1, chosen)
+        weights = self.scale * weights / weights.sum(-1, keepdim=True)
+        y = self.mix(tokens, weights.to(x.dtype), chosen, x.shape[0])
         if self.shared is not None:
             y = y + self.shared(tokens)
         y = y.unflatten(0, x.shape[:2])
         if not self.balance and not self.z_loss:
             return y
         # Both are sums over samples, so that no layout or micro-batch changes them.
+        if self.sigmoid:
+            likely = likely / likely.sum(-1, keepdim=True)
         extra = self.balance * imbalance(likely, chosen, x.shape[0], self.parts, self.total)
         if self.z_loss:
             extra = extra + self.z_loss * scores.logsumexp(-1).square().sum() / (self.parts * x.shape[1])
@@ -61,22 +71,50 @@ class Experts(nn.Module):
             return y
         return Beside.apply(y, extra, self.weigh())  # type: ignore[no-any-return]
 
-    def mix(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    def forget(self) -> None:
+        """Starts what is remembered, once it has memory."""
+        if self.rate:
+            wide = torch.float64 if self.router.dtype == torch.float64 else torch.float32
+            self.offset, self.recent = (
+                torch.zeros(self.router.shape[0], dtype=wide, device=self.router.device) for _ in range(2)
+            )
+
+    @torch.no_grad()
+    def rebalance(self, rows: Tensor) -> None:
+        """After a step, given the rows that each expert was chosen for in all of it (Wang et al. 2024)."""
+        assert self.offset is not None and self.recent is not None
+        self.offset.add_((rows.mean() - rows).sign(), alpha=self.rate)
+        self.recent.zero_()
+
+    def mix(self, tokens: Tensor, weights: Tensor, chosen: Tensor, samples: int) -> Tensor:
         """What each token's experts make of it, weighted."""
         order = chosen.flatten().argsort(stable=True)
-        back = order.argsort()
         counts = _count(chosen.flatten(), self.router.shape[0])
-        if torch.is_grad_enabled():
+        # Not when a block is computed again in the backward.
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             self.load = counts.clone() if self.load is None else self.load.add_(counts)
-        rows = Permuted.apply(tokens.repeat_interleave(self.active, 0), order, back)
+            if self.recent is not None:
+                self.recent.add_(counts)
+        rows = tokens.repeat_interleave(self.active, 0)
+        if self.capacity and not is_fake(chosen):
+            kept = within(chosen.reshape(samples, -1), self.router.shape[0], self.capacity)
+            order = order[kept[order]]
+            found = self._through(rows.index_select(0, order), _count(chosen.flatten()[kept], self.router.shape[0]))
+            rows = torch.zeros_like(rows).index_copy(0, order, found)
+        else:
+            back = order.argsort()
+            rows = Permuted.apply(self._through(Permuted.apply(rows, order, back), counts), back, order)
+        return (rows.unflatten(0, chosen.shape) * weights.unsqueeze(-1)).sum(1)
+
+    def _through(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Rows that lie by expert, through the experts, wherever they are."""
         journey = None
         if self.travel is not None:
             rows, counts, journey = self.travel.there(rows, counts)
         rows = self.bank(rows, counts)
         if self.travel is not None:
             rows = self.travel.back(rows, journey)
-        rows = Permuted.apply(rows, back, order)
-        return (rows.unflatten(0, chosen.shape) * weights.unsqueeze(-1)).sum(1)
+        return rows
 
 
 class Bank(nn.Module):
@@ -97,6 +135,19 @@ class Bank(nn.Module):
         else:
             hidden = F.silu(Grouped.apply(rows, self.gate, counts)) * hidden
         return Grouped.apply(hidden, self.down, counts)  # type: ignore[no-any-return]
+
+
+def within(chosen: Tensor, experts: int, capacity: float) -> Tensor:
+    """Of the choices of each sample (samples, choices in order), which find room: an expert takes `capacity` times its
+    even share of a sample. Flat."""
+    room = math.ceil(capacity * chosen.shape[1] / experts)
+    order = chosen.argsort(dim=1, stable=True)
+    by_expert = chosen.gather(1, order)
+    used = torch.zeros(chosen.shape[0], experts, dtype=torch.int64, device=chosen.device)
+    used.scatter_add_(1, chosen, torch.ones_like(chosen))
+    first = used.cumsum(1) - used  # where each expert's begin
+    place = torch.arange(chosen.shape[1], device=chosen.device) - first.gather(1, by_expert)
+    return torch.empty_like(order).scatter_(1, order, place).flatten() < room
 
 
 def imbalance(

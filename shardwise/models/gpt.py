@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.kinds import T5, Model, MoE, Named
-from shardwise.models import fp8
 from shardwise.models.chain import Chain, Cut, Init, Region, Rules, Table, Uneven
 from shardwise.models.chain import Head as HeadRule
 from shardwise.models.experts import Experts
+from shardwise.models.latent import Latent
 from shardwise.models.loss import Vocabulary, linear_loss, rows_at_once
+from shardwise.models.parts import Product, RMSNorm, rotate, rotation
 from shardwise.random import Dropout
 
 
@@ -46,13 +48,15 @@ def prepare(
     for module in chain.modules():
         if isinstance(module, Experts):
             module.weigh = weigh
+            module.forget()
         if isinstance(module, Product | Project):
             module.narrow = narrow
         if isinstance(module, Project):
             module.rows = 0 if pipelined else chunk or module.rows
-    found = [module for module in chain.modules() if isinstance(module, Attention) and module.theta is not None]
+    found: list[Any] = [module for module in chain.modules() if getattr(module, "theta", None) is not None]
     if found and isinstance(model, Model):
-        cos, sin = rotation(model.sequence, model.head_size, model.rope_theta, device)
+        turned = model.rope_size if isinstance(model, MoE) and model.kv_rank else model.head_size
+        cos, sin = rotation(model.sequence, turned, model.rope_theta, device)
         wide = torch.promote_types(dtype, torch.float32)
         turn = cos.to(wide), sin.to(wide)
         for attention in found:
@@ -71,6 +75,8 @@ def rules(model: Model) -> Rules:
             Cut("embed.tokens.weight", 0),
             Cut("block*.attention.qkv.*", 0, unit=group_rows, uneven=queries),
             Cut("block*.attention.out.weight", 1, unit=value_rows, uneven=values),
+            Cut("block*.attention.q_up.weight", 0, unit=model.head_size + getattr(model, "rope_size", 0)),
+            Cut("block*.attention.kv_up.weight", 0, unit=2 * model.head_size),
             Cut("block*.mlp.up.*", 0),
             Cut("block*.mlp.gate.*", 0),
             Cut("block*.mlp.down.weight", 1),
@@ -137,20 +143,11 @@ class Positions(nn.Module):
         return self.weight[:length] if self.places is None else self.weight[self.places]
 
 
-class Product(nn.Linear):
-    """PyTorch's linear map, or one in 8 bits."""
-
-    narrow = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        return fp8.linear(x, self.weight, self.bias) if self.narrow else super().forward(x)
-
-
 class Block(nn.Module):
     def __init__(self, model: Model, name: str, seed: int, sparse: bool = False):
         super().__init__()
         self.norm1 = make_norm(model)
-        self.attention = Attention(model)
+        self.attention = attention(model)
         self.dropout1 = Dropout(model.dropout, f"{name}.1", seed)
         self.norm2 = make_norm(model)
         self.mlp = mixture(model) if sparse and isinstance(model, MoE) else dense(model)
@@ -159,6 +156,12 @@ class Block(nn.Module):
     def forward(self, x: Tensor, ids: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
         x = x + self.dropout1(self.attention(self.norm1(x)), ids)
         return x + self.dropout2(self.mlp(self.norm2(x)), ids)
+
+
+def attention(model: Model) -> nn.Module:
+    if isinstance(model, MoE) and model.kv_rank:
+        return Latent(model)
+    return Attention(model)
 
 
 def dense(model: Model) -> nn.Module:
@@ -174,17 +177,6 @@ def make_norm(model: Model) -> nn.Module:
     if model.norm == "rms":
         return RMSNorm(model.width, eps=model.norm_eps)
     return nn.LayerNorm(model.width, eps=model.norm_eps, bias=model.bias)
-
-
-class RMSNorm(nn.RMSNorm):
-    """PyTorch's, but spelled out where a compiler can join it with its neighbours."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling():
-            return super().forward(x)
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + (self.eps or 0.0))
-        return (wide * self.weight).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -216,21 +208,6 @@ class Attention(nn.Module):
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """Attention of (B, heads, S, H); keys and values may have fewer heads."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
-
-
-def rotation(length: int, size: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (S, H/2) in float64: angles of long sequences lose their digits in less."""
-    frequency = theta ** (-torch.arange(0, size, 2, dtype=torch.float64, device=device) / size)
-    angle = torch.arange(length, dtype=torch.float64, device=device)[:, None] * frequency
-    return angle.cos(), angle.sin()
-
-
-def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-    """Turns the pairs (i, i + H/2) of features of (..., S, heads, H) by their position's angles."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = (t[: x.shape[-3], None].to(wide) for t in turn)
-    a, b = x.to(wide).chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
 
 class SwiGLU(nn.Module):

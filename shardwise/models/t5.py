@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.kinds import T5
-from shardwise.models import gpt
+from shardwise.models import gpt, parts
 from shardwise.models.chain import Chain, Cut, Init, Region, Rules, Table
 from shardwise.models.chain import Head as HeadRule
 from shardwise.random import Dropout
@@ -86,7 +86,7 @@ class Side(nn.Module):
 
     def __init__(self, model: T5, decoder: bool):
         super().__init__()
-        self.norm = gpt.RMSNorm(model.width, eps=model.norm_eps)
+        self.norm = parts.RMSNorm(model.width, eps=model.norm_eps)
         self.border, self.decoder = model.sequence, decoder
         self.places: Tensor | None = None
 
@@ -98,10 +98,10 @@ class Side(nn.Module):
 class Encoder(nn.Module):
     def __init__(self, model: T5, name: str, seed: int):
         super().__init__()
-        self.norm1 = gpt.RMSNorm(model.width, eps=model.norm_eps)
+        self.norm1 = parts.RMSNorm(model.width, eps=model.norm_eps)
         self.attention = Attention(model, "encoder")
         self.dropout1 = Dropout(model.dropout, f"{name}.1", seed)
-        self.norm2 = gpt.RMSNorm(model.width, eps=model.norm_eps)
+        self.norm2 = parts.RMSNorm(model.width, eps=model.norm_eps)
         self.mlp = MLP(model, slice(0, model.sequence))
         self.dropout2 = Dropout(model.dropout, f"{name}.2", seed)
 
@@ -124,13 +124,13 @@ class Bridge(nn.Module):
 class Decoder(nn.Module):
     def __init__(self, model: T5, name: str, seed: int):
         super().__init__()
-        self.norm1 = gpt.RMSNorm(model.width, eps=model.norm_eps)
+        self.norm1 = parts.RMSNorm(model.width, eps=model.norm_eps)
         self.attention = Attention(model, "decoder")
         self.dropout1 = Dropout(model.dropout, f"{name}.1", seed)
         self.norm2 = Side(model, decoder=True)  # keys and values are what the encoder gave
         self.cross = Attention(model, "cross")
         self.dropout2 = Dropout(model.dropout, f"{name}.2", seed)
-        self.norm3 = gpt.RMSNorm(model.width, eps=model.norm_eps)
+        self.norm3 = parts.RMSNorm(model.width, eps=model.norm_eps)
         self.mlp = MLP(model, slice(model.sequence, model.length))
         self.dropout3 = Dropout(model.dropout, f"{name}.3", seed)
 
@@ -146,10 +146,10 @@ class Attention(nn.Module):
     def __init__(self, model: T5, kind: str):
         super().__init__()
         attended = model.heads * model.head_size
-        self.q = gpt.Product(model.width, attended, bias=False)
-        self.k = gpt.Product(model.width, attended, bias=False)
-        self.v = gpt.Product(model.width, attended, bias=False)
-        self.out = gpt.Product(attended, model.width, bias=False)
+        self.q = parts.Product(model.width, attended, bias=False)
+        self.k = parts.Product(model.width, attended, bias=False)
+        self.v = parts.Product(model.width, attended, bias=False)
+        self.out = parts.Product(attended, model.width, bias=False)
         self.distances = nn.Parameter(torch.empty(model.buckets, model.heads)) if kind != "cross" else None
         self.size, self.farthest, self.causal = model.head_size, model.farthest, kind == "decoder"
         encoder, decoder = slice(0, model.sequence), slice(model.sequence, model.length)
@@ -195,9 +195,9 @@ def bucket(ahead: Tensor, both: bool, buckets: int, farthest: int) -> Tensor:
 class MLP(nn.Module):
     def __init__(self, model: T5, part: slice):
         super().__init__()
-        self.gate = gpt.Product(model.width, model.ffn, bias=False) if model.activation == "geglu" else None
-        self.up = gpt.Product(model.width, model.ffn, bias=False)
-        self.down = gpt.Product(model.ffn, model.width, bias=False)
+        self.gate = parts.Product(model.width, model.ffn, bias=False) if model.activation == "geglu" else None
+        self.up = parts.Product(model.width, model.ffn, bias=False)
+        self.down = parts.Product(model.ffn, model.width, bias=False)
         self.part = part
 
     def forward(self, x: Tensor) -> Tensor:
@@ -215,7 +215,7 @@ def _alone(y: Tensor, part: slice, length: int) -> Tensor:
 class Head(nn.Module):
     def __init__(self, model: T5):
         super().__init__()
-        self.norm = gpt.RMSNorm(model.width, eps=model.norm_eps)
+        self.norm = parts.RMSNorm(model.width, eps=model.norm_eps)
         self.project = Project(model)
 
     def forward(self, x: Tensor, ids: Tensor | None = None, targets: Tensor | None = None) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from shardwise.comm.collectives import all_reduce, all_to_all, all_to_all_with_grad
 from shardwise.data.stream import Samples
 from shardwise.errors import LayoutError
-from shardwise.kinds import Model, Named
+from shardwise.kinds import Model, MoE, Named
 from shardwise.layout import Layout
 from shardwise.models.chain import Chain, Placed
 from shardwise.models.experts import Experts
@@ -35,6 +35,9 @@ def check(model: Named, layout: Layout) -> None:
         return
     if not isinstance(model, Model):
         raise LayoutError(f"context={degree}: {model.what} is not cut along its sequence; leave context at 1.")
+    if isinstance(model, MoE) and (model.kv_rank or model.capacity):
+        what = "latent attention" if model.kv_rank else "model.capacity, which counts along a whole sample,"
+        raise LayoutError(f"context={degree}: {what} is not cut along the sequence; leave context at 1.")
     ring = layout.context_by == "ring"
     unit = math.lcm((2 if ring else 1) * degree, degree * tensor)
     if model.sequence % unit:

@@ -59,12 +59,33 @@ def imbalance(model: MoE, chains: list[Chain], world: Axis, device: torch.device
     for chain in chains:
         for name, module in chain.named_modules():
             if isinstance(module, Experts) and module.load is not None:
-                loads[int(name.partition(".")[0].removeprefix("block"))] = module.load.to(loads.dtype)
+                loads[_layer(name)] = module.load.to(loads.dtype)
                 module.load.zero_()
     if world.size > 1:
         all_reduce(loads, group=world.group)
     sparse = loads[model.dense_layers :]
     return (sparse.amax(1) / sparse.mean(1).clamp(min=1e-9)).mean()
+
+
+def rebalance(model: Named, chains: list[Chain], world: Axis, device: torch.device) -> None:
+    """After a step: experts that were chosen less than their share, by all ranks, become likelier. Ranks that see the
+    same tokens count them as often as one another, which changes no sign."""
+    if not isinstance(model, MoE) or not model.bias_rate:
+        return
+    every = (pair for chain in chains for pair in chain.named_modules())
+    mixtures = {name: module for name, module in every if isinstance(module, Experts)}
+    rows = torch.zeros(model.layers, model.experts, dtype=torch.float64, device=device)
+    for name, module in mixtures.items():
+        assert module.recent is not None
+        rows[_layer(name)] = module.recent
+    if world.size > 1:
+        all_reduce(rows, group=world.group)
+    for name, module in mixtures.items():
+        module.rebalance(rows[_layer(name)].to(module.offset.dtype))
+
+
+def _layer(name: str) -> int:
+    return int(name.partition(".")[0].removeprefix("block"))
 
 
 class Travel:

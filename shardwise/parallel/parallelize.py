@@ -19,7 +19,7 @@ from torch import Tensor
 from shardwise.data.stream import Samples
 from shardwise.errors import JobError, LayoutError
 from shardwise.job import Job
-from shardwise.kinds import ResNet
+from shardwise.kinds import Named, ResNet
 from shardwise.layout import Batch, Layout, solve_batch
 from shardwise.models.chain import Chain
 from shardwise.models.families import chain_of, cost_of
@@ -38,6 +38,7 @@ from shardwise.support import REFUSED, support
 class Engine:
     """What one rank needs for a step."""
 
+    model: Named
     mesh: Mesh
     batch: Batch
     chains: list[Chain]
@@ -212,4 +213,4 @@ def parallelize(
     where = None
     if layout.context > 1:
         where = context.positions(job.model.length, mesh["context"], layout.context_by).to(device)
-    return Engine(mesh, batch, chains, data, pipeline, holdings, scale, where)
+    return Engine(job.model, mesh, batch, chains, data, pipeline, holdings, scale, where)

@@ -15,6 +15,7 @@ from torch import Tensor
 from shardwise.data.stream import Stream
 from shardwise.job import Job
 from shardwise.models.chain import IGNORED, reset
+from shardwise.models.experts import Experts
 from shardwise.models.families import chain_of
 
 
@@ -53,6 +54,9 @@ def truth(job: Job, stream: Stream, rates: list[float], watch: Any, dtype: torch
             group["lr"] = rate
         optimizer.step()
         optimizer.zero_grad()
+        for module in model.modules():
+            if isinstance(module, Experts) and module.recent is not None:
+                module.rebalance(module.recent)
         after = {name: weight.detach().clone() for name, weight in weights.items()}
         records.append({"loss": loss.detach(), "norm": norm, "seen": seen, "gradients": gradients, "weights": after})
     return records

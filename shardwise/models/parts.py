@@ -1,0 +1,43 @@
+"""What models of several kinds are made of."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.models import fp8
+
+
+class Product(nn.Linear):
+    """PyTorch's linear map, or one in 8 bits."""
+
+    narrow = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return fp8.linear(x, self.weight, self.bias) if self.narrow else super().forward(x)
+
+
+class RMSNorm(nn.RMSNorm):
+    """PyTorch's, but spelled out where a compiler can join it with its neighbours."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            return super().forward(x)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + (self.eps or 0.0))
+        return (wide * self.weight).to(x.dtype)
+
+
+def rotation(length: int, size: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (S, H/2) in float64: angles of long sequences lose their digits in less."""
+    frequency = theta ** (-torch.arange(0, size, 2, dtype=torch.float64, device=device) / size)
+    angle = torch.arange(length, dtype=torch.float64, device=device)[:, None] * frequency
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+    """Turns the pairs (i, i + H/2) of features of (..., S, heads, H) by their position's angles."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = (t[: x.shape[-3], None].to(wide) for t in turn)
+    a, b = x.to(wide).chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
