@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import shardwise.step as step_file
 from shardwise.comm.world import run_world
 from shardwise.data.stream import share
+from shardwise.errors import LayoutError
 from shardwise.job import Job, make_job
 from shardwise.kinds import MoE
 from shardwise.layout import Layout
@@ -163,6 +164,17 @@ def test_a_dry_run_and_its_costs() -> None:
     model = job.built()
     assert isinstance(model, MoE)
     assert sparse - plain == 2.0 * 8 * 16 * 3 * (2 * 24 + 8 - model.ffn)
+
+
+def test_what_does_not_divide_is_told() -> None:
+    for text, words in {
+        "shard=2 expert=2": "5 experts do not divide over 2 ranks; use expert=1",
+        "shard=3 expert=5": "3 x 1 does not divide by it; use shard=5",
+    }.items():
+        with pytest.raises(LayoutError, match=words):
+            road.check(small(15), Layout.parse(text))
+    with pytest.raises(LayoutError, match="'gpt' has no experts"):
+        road.check(make_job({}), Layout.parse("shard=2 expert=2"))
 
 
 # Checkpoints, and what may go wrong

@@ -74,6 +74,9 @@ def shrunk(job: Job) -> Job:
     if isinstance(model, MoE):
         values |= {key: min(values[key], 24) for key in ("expert_ffn", "shared_ffn")}
         values["dense_layers"] = min(model.dense_layers, values["layers"] - 1)
+        values["experts"] = model.experts if model.experts <= 8 else 8 + model.experts % 2
+        values["experts_per_token"] = min(model.experts_per_token, 3)
+        values |= {key: min(values[key], 16) for key in ("q_rank", "kv_rank", "rope_size")}
     return job.model_copy(update={"model": type(model)(**values)})
 
 
