@@ -27,9 +27,8 @@ def job(model: dict[str, object], samples: int = 8) -> Job:
 
 
 @pytest.mark.parametrize("layout", [
-    "replicate=2", "shard=2 zero=1", "shard=2 zero=3", "tensor=2", "tensor=4", "pipeline=2", "pipeline=4",
-    "pipeline=2 schedule=zbv", "pipeline=2 tensor=2 recompute=full", "shard=2 tensor=2 zero=2 recompute=selective",
-    "context=2", "context=2 context_by=heads", "pipeline=2 shard=2 context=2",
+    "replicate=2", "shard=2 zero=3", "tensor=4", "pipeline=2 schedule=zbv", "pipeline=2 tensor=2 recompute=full",
+    "context=2", "pipeline=2 shard=2 context=2 context_by=heads",
 ])  # fmt: skip
 def test_bert_in_any_layout(layout):
     (record,) = verify(job(BERT), [Layout.parse(layout)])
@@ -37,9 +36,9 @@ def test_bert_in_any_layout(layout):
 
 
 @pytest.mark.parametrize("layout", [
-    "replicate=2", "shard=2 zero=1", "shard=2 zero=3", "tensor=2", "tensor=4", "pipeline=2", "pipeline=4",
-    "pipeline=2 schedule=zbv", "pipeline=2 tensor=2 recompute=full", "shard=2 tensor=2 zero=2 recompute=selective",
-    "pipeline=3 schedule=interleaved virtual=2", "pipeline=2 shard=2 tensor=2 zero=2",
+    "shard=2 zero=3", "tensor=4", "pipeline=4", "pipeline=2 schedule=zbv",
+    "shard=2 tensor=2 zero=2 recompute=selective", "pipeline=3 schedule=interleaved virtual=2",
+    "pipeline=2 shard=2 tensor=2 zero=2",
 ])  # fmt: skip
 def test_t5_in_any_layout(layout):
     (record,) = verify(job(SPANS, 12), [Layout.parse(layout)])
@@ -184,8 +183,7 @@ def test_costs_follow_the_trace():
 IMAGES = {"name": "resnet", "depth": 18, "width": 4, "stem": "cifar", "image": 8, "classes": 5}
 
 
-@pytest.mark.parametrize("layout", ["replicate=2", "replicate=3", "shard=2 zero=1", "shard=2 zero=2",
-                                    "replicate=2 shard=2 zero=3", "shard=4 zero=2"])  # fmt: skip
+@pytest.mark.parametrize("layout", ["replicate=3", "shard=2 zero=1", "replicate=2 shard=2 zero=3"])
 def test_resnet_in_any_layout(layout):
     (record,) = verify(job(IMAGES, 12), [Layout.parse(layout)])
     assert record.ok, record.sentence()
