@@ -22,9 +22,9 @@ PRECISIONS = ("float64", "float32", "bf16", "fp16", "fp8")
 
 
 class Data(Section):
-    source: Literal["stdlib", "text", "jsonl", "tokens", "synthetic"] = "stdlib"
+    source: Literal["stdlib", "text", "jsonl", "tokens", "synthetic", "criteo"] = "stdlib"
     path: str = ""
-    """A file, folder or glob for text, jsonl and tokens."""
+    """A file, folder or glob for text, jsonl and tokens; a file for criteo."""
     field: str = "text"
     """The field of a jsonl record that holds the text."""
     tokenizer: str = "bytes"
@@ -71,6 +71,17 @@ class Optimizer(Section):
     """The last learning rate over the highest."""
 
 
+class Embedding(Section):
+    cut: Literal["auto", "table", "row", "column"] = "auto"
+    """How a DLRM's tables lie on the ranks; auto: by sizes and lookups, each the way that balances best."""
+    optimizer: Literal["adagrad", "adam"] = "adagrad"
+    """Row-wise AdaGrad (one number a row) or sparse Adam (two for each number); only rows of the batch are updated."""
+    rate: float = Field(1.0, gt=0.0)
+    """The tables' learning rate over that of the dense weights."""
+    ahead: bool = True
+    """Whether the next batch's rows are asked for while this one computes; the results are the same."""
+
+
 class Loss(Section):
     chunk: int = Field(0, ge=0)
     """Positions whose logits are held at once, without a pipeline; 0: as many as take a gibibyte in bf16."""
@@ -114,6 +125,7 @@ class Job(Section):
     attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"
     """Which of PyTorch's attention kernels; auto: PyTorch chooses by head size and device."""
     model: AnyModel = Model()
+    embedding: Embedding = Embedding()
     loss: Loss = Loss()
     data: Data = Data()
     batch: BatchSize = BatchSize()

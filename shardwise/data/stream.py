@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -34,6 +35,13 @@ class Samples:
         return Samples(*(t.to(device, non_blocking=True) for t in (self.tokens, self.targets, self.ids)))
 
 
+@runtime_checkable
+class Packed(Protocol):
+    """A source whose rows are no tokens with targets beside them: it says itself what samples they are."""
+
+    def samples(self, rows: np.ndarray, places: np.ndarray) -> Samples: ...
+
+
 class Stream:
     def __init__(self, source: Source, seed: int, shuffle: bool = True):
         self.source, self.seed, self.shuffle = source, seed, shuffle
@@ -53,6 +61,8 @@ class Stream:
 
     def read(self, places: np.ndarray) -> Samples:
         rows = np.stack([self._sample(int(index)) for index in self.indices(places)])
+        if isinstance(self.source, Packed):
+            return self.source.samples(rows, places)
         both = torch.from_numpy(rows)
         tokens = both[:, :-1].clamp(min=0).contiguous()  # an ignored target is still some input
         return Samples(tokens, both[:, 1:].contiguous(), torch.from_numpy(places.astype(np.int64)))

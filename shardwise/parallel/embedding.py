@@ -111,6 +111,15 @@ class Route:
     """By rank and bank of ours: the rows that it asks for."""
 
 
+@dataclass(frozen=True)
+class Held:
+    """A piece that this rank holds, as views: its rows, and their optimizer's state."""
+
+    shard: Shard
+    rows: Tensor
+    state: dict[str, Tensor]
+
+
 @dataclass
 class Touched:
     """What the whole batch asks of a bank's rows: each row once, in order."""
@@ -144,25 +153,24 @@ class Tables:
                 self.state.append({"sum": torch.zeros(rows.shape[0], **memory)})
             else:
                 self.state.append({key: torch.zeros_like(rows) for key in ("exp_avg", "exp_avg_sq")})
-        self.steps = torch.zeros((), dtype=torch.int64)
+        self.count = {"step": torch.zeros((), dtype=torch.int64)}
+        self.held = list(self._pieces())
         self.touched: list[Touched] = []
         self.cut_columns = any(shard.columns != (0, self.width) for shard in self.shards)
 
-    def pieces(self) -> Iterator[tuple[Shard, Tensor, dict[str, Tensor]]]:
-        """What this rank holds, as views: rows, and their optimizer's state."""
+    def _pieces(self) -> Iterator[Held]:
         for bank, rows, state in zip(self.own, self.memory, self.state, strict=True):
             for shard, first, last in zip(bank.shards, bank.firsts, bank.firsts[1:]):
-                yield shard, rows[first:last], {key: value[first:last] for key, value in state.items()}
+                views = {key: value[first:last] for key, value in state.items()}
+                yield Held(shard, rows[first:last], views if self.optimizer == "adagrad" else {**views, **self.count})
 
     def start(self, seed: int, std: Sequence[float]) -> None:
         """Fills the rows with what the whole tables have there at the start of a run, however they are cut."""
-        for shard, rows, _ in self.pieces():
-            table = self.tables[shard.table]
-            part = torch.empty_like(rows)  # a view of some rows is contiguous, but of memory that may be pinned
+        for held in self.held:
+            table = self.tables[held.shard.table]
             shape = torch.Size((table.rows, table.width))
-            where = (shard.rows[0], shard.columns[0])
-            normal_(part, key_of("init", seed, table.name), shape, where, std[shard.table])
-            rows.copy_(part)
+            key = key_of("init", seed, table.name)
+            normal_(held.rows, key, shape, held.shard.start, std[held.shard.table])
 
     # Lookup
 
@@ -262,12 +270,12 @@ class Tables:
         raise KeyError(shard)
 
     def states(self) -> dict[Tensor, dict[str, Tensor]]:
-        return {}
+        return {held.rows: held.state for held in self.held}
 
     @torch.no_grad()
     def update(self, lr: float, scale: float) -> None:
         """Takes the step of all touched rows; their gradients are divided by `scale` first."""
-        self.steps += 1
+        self.count["step"] += 1
         if scale != 1.0:
             for touched in self.touched:
                 touched.gradient.div_(scale)
@@ -277,8 +285,8 @@ class Tables:
                 adagrad_(rows, state["sum"], touched.rows, touched.gradient, square, lr, self.eps)
         else:
             for rows, state, touched in zip(self.memory, self.state, self.touched, strict=True):
-                averages = state["exp_avg"], state["exp_avg_sq"]
-                adam_(rows, averages, touched.rows, touched.gradient, int(self.steps), lr, self.betas, self.eps)
+                averages, number = (state["exp_avg"], state["exp_avg_sq"]), int(self.count["step"])
+                adam_(rows, averages, touched.rows, touched.gradient, number, lr, self.betas, self.eps)
         self.touched = []
 
     def _mean_squares(self) -> list[Tensor]:
@@ -325,6 +333,8 @@ def _joined(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
 
 def sum_bags(rows: Tensor, places: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
     """Each bag's vector, from the distinct rows: a weighted sum, zero where the bag is empty."""
+    if not rows.shape[0]:
+        return rows.new_zeros(offsets.numel() - 1, rows.shape[1])
     return F.embedding_bag(
         places, rows, offsets, mode="sum", per_sample_weights=weights.to(rows.dtype), include_last_offset=True
     )

@@ -44,6 +44,10 @@ class Shard:
     columns: tuple[int, int]
 
     @property
+    def start(self) -> tuple[int, int]:
+        return self.rows[0], self.columns[0]
+
+    @property
     def size(self) -> int:
         """Numbers."""
         return (self.rows[1] - self.rows[0]) * (self.columns[1] - self.columns[0])
