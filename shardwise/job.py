@@ -168,6 +168,11 @@ class Job(Section):
 
     def decoder(self) -> Model:
         """The model, where it is of a kind that is built; whatever runs a job asks for it here."""
+        if kind_of(self.model) == "dlrm":
+            raise JobError(
+                f"model.name = {self.model.name!r}: this is for models of tokens; {self.model.what} can be planned, "
+                "trained and verified."
+            )
         if kind_of(self.model) not in ("gpt", "moe") or not isinstance(self.model, Model):
             raise JobError(
                 f"model.name = {self.model.name!r}: this version plans {self.model.what}, it cannot train one yet; "
@@ -179,6 +184,11 @@ class Job(Section):
                 "train it yet; use `shardwise plan`."
             )
         return self.model
+
+    def demand_known(self) -> None:
+        """Raises for a model that cannot be trained yet."""
+        if kind_of(self.model) != "dlrm":
+            self.decoder()
 
     def phases(self) -> list[tuple[int, Job]]:
         """Steps, and the job that takes them: those with short samples, where there are any, then the others."""

@@ -116,7 +116,8 @@ class Generated(ClickSource):
         shape = (model.tables, model.lookups)
         size = model.tables * model.lookups
         start = _mixed(np.array([index], _U64) ^ self.key)
-        drawn = _mixed(start + np.arange(2 * size + model.tables + model.features + 1, dtype=_U64) * _U64(0x9E3779B97F4A7C15))
+        steps = np.arange(2 * size + model.tables + model.features + 1, dtype=_U64) * _U64(0x9E3779B97F4A7C15)
+        drawn = _mixed(start + steps)
         which, weights = _unit(drawn[:size]).reshape(shape), 0.5 + _unit(drawn[size : 2 * size]).reshape(shape)
         fill = drawn[2 * size : 2 * size + model.tables]
         numbers = np.log1p(np.floor(-20.0 * np.log1p(-_unit(drawn[-1 - model.features : -1]))))

@@ -23,7 +23,7 @@ class Products(nn.Module):
 
     def __init__(self, sizes: list[int], ends: bool):
         super().__init__()
-        self.ends = ends
+        self.sizes, self.ends = sizes, ends
         self.layers = nn.ModuleList(nn.Linear(size, after) for size, after in pairwise(sizes))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -38,14 +38,17 @@ class Dense(Chain):
     """Numbers (B, features) and vectors (B, tables, width) in; out come the logits (B,) or, with labels, their summed
     binary cross-entropy. A label below zero does not count."""
 
+    bottom: Products
+    top: Products
+
     def __init__(self, model: DLRM):
         met = model.tables * (model.tables + 1) // 2  # pairs of the tables' vectors and the numbers'
         bottom = Products([model.features, *model.bottom, model.width], ends=True)
         top = Products([model.width + met, *model.top, 1], ends=False)
         starts = [
-            (f"{part}.layers.{number}.weight", Init("normal", math.sqrt(2.0 / sum(layer.weight.shape))))
+            (f"{part}.layers.{number}.weight", Init("normal", math.sqrt(2.0 / sum(pair))))
             for part, products in (("bottom", bottom), ("top", top))
-            for number, layer in enumerate(products.layers)
+            for number, pair in enumerate(pairwise(products.sizes))
         ]
         rules = Rules(cuts=(), modules=(), init=(*starts, ("*.bias", Init("zeros"))), watched=("bottom", "top"))
         super().__init__([("bottom", bottom), ("top", top)], rules)

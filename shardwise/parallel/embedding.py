@@ -244,13 +244,11 @@ class Tables:
 
     def _vectors(self, numbers: Tensor, route: Route, back: bool) -> Tensor:
         """Rows from those who hold them to those who asked, or the other way."""
-        held = [sum(rows.numel() * b.width for rows, b in zip(wanted, self.own)) for wanted in route.wanted]
-        asked = [sum(w.numel() * b.width for w, b in zip(which, banks)) for which, banks in zip(route.asked, self.banks)]
+        held = [_numbers(wanted, self.own) for wanted in route.wanted]
+        asked = [_numbers(which, banks) for which, banks in zip(route.asked, self.banks, strict=True)]
         return self._exchange(numbers, *((asked, held) if back else (held, asked)), None)
 
-    def _exchange(
-        self, sent: Tensor, sizes: list[int], received: list[int], group: dist.ProcessGroup | None
-    ) -> Tensor:
+    def _exchange(self, sent: Tensor, sizes: list[int], received: list[int], group: dist.ProcessGroup | None) -> Tensor:
         if self.axis.size == 1:
             return sent
         came = sent.new_empty(sum(received))
@@ -311,9 +309,7 @@ class Tables:
         ]
         out = [cut[one.table] for others in partners for one in others]
         sizes = [sum(cut[one.table].numel() for one in others) for others in partners]
-        came = iter(
-            self._exchange(_joined(out, self.dtype), sizes, sizes, None).split([part.numel() for part in out])
-        )
+        came = iter(self._exchange(_joined(out, self.dtype), sizes, sizes, None).split([part.numel() for part in out]))
         heard: dict[int, list[tuple[int, Tensor]]] = {}
         for others in partners:
             for one in others:
@@ -325,6 +321,11 @@ class Tables:
                 total += part
             sums[number][begin:end] = total
         return sums
+
+
+def _numbers(rows: list[Tensor], banks: list[Bank]) -> int:
+    """How many there are in some rows of each bank."""
+    return sum(some.numel() * bank.width for some, bank in zip(rows, banks, strict=True))
 
 
 def _joined(parts: list[Tensor], dtype: torch.dtype) -> Tensor:

@@ -24,7 +24,7 @@ from shardwise.layout import Batch, Layout, solve_batch
 from shardwise.models.dlrm import dlrm, table_std
 from shardwise.optim import make_optimizer
 from shardwise.optim.sparse import Joined
-from shardwise.parallel.data import Alone, Bucketed, DataParallel, Sharded, Whole
+from shardwise.parallel.data import Alone, Bucketed, Cuts, DataParallel, Sharded, Whole
 from shardwise.parallel.embedding import Ahead, Bags, Route, Tables, sum_bags
 from shardwise.parallel.holding import Holding, start
 from shardwise.parallel.mesh import Axis, Mesh
@@ -37,6 +37,13 @@ from shardwise.support import REFUSED, support
 def model_of(job: Job) -> DLRM:
     assert isinstance(job.model, DLRM)
     return job.model
+
+
+def parameters(model: DLRM) -> int:
+    """Numbers in tables and products."""
+    with torch.device("meta"):
+        dense = sum(weight.numel() for weight in dlrm(model).parameters())
+    return dense + model.tables * model.rows * model.width
 
 
 def tables_of(model: DLRM) -> list[Table]:
@@ -185,7 +192,7 @@ def parallelize(
         data = Bucketed([chain], mesh)
     else:
         data = Whole([chain], mesh)
-    shapes = {name: (weight.shape, None, False) for name, weight in chain.named_weights()}
+    shapes: Cuts = {name: (weight.shape, None, False) for name, weight in chain.named_weights()}
     with memory or nullcontext():
         chain.to_empty(device=device)
         holdings = data.hold(shapes)
@@ -197,8 +204,15 @@ def parallelize(
         table, shard = tables.tables[held.shard.table], held.shard
         holdings.append(
             TablePiece(
-                table.name, held.rows, torch.Size((table.rows, table.width)), None, False, 1, tables=tables,
-                shard=shard, where=(shard.start, list(held.rows.shape)),
+                table.name,
+                held.rows,
+                torch.Size((table.rows, table.width)),
+                None,
+                False,
+                1,
+                tables=tables,
+                shard=shard,
+                where=(shard.start, list(held.rows.shape)),
             )  # fmt: skip
         )
     return Recommender(

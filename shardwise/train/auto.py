@@ -12,6 +12,7 @@ from typing import Any
 from shardwise.cluster import GIB
 from shardwise.errors import LayoutError
 from shardwise.job import Job
+from shardwise.kinds import DLRM
 from shardwise.layout import Layout
 from shardwise.models.gpt import cost
 from shardwise.parallel.balance import cut_stages
@@ -68,6 +69,10 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
+def _stages(job: Job, layout: Layout) -> list[list[int]]:
+    return [list(span) for span in cut_stages(layout, cost(job.decoder()))]
+
+
 def plan_record(job: Job, plan: Plan, source: str) -> dict[str, Any]:
     """What `plan.toml` holds."""
     best, layout = plan.best, plan.best.layout
@@ -76,7 +81,7 @@ def plan_record(job: Job, plan: Plan, source: str) -> dict[str, Any]:
     return {
         "layout": str(layout),
         "world": layout.world,
-        "stages": [list(span) for span in cut_stages(layout, cost(job.decoder()))],
+        "stages": [] if isinstance(job.model, DLRM) else _stages(job, layout),
         "micro_batch": batch.micro_batch,
         "micro_batches": batch.micro_batches,
         "reason": reason(plan, source),

@@ -15,10 +15,13 @@ from shardwise.data.tokenizer import Subwords
 from shardwise.errors import JobError
 from shardwise.files import write_text
 from shardwise.job import Job, load_job
+from shardwise.kinds import DLRM
 from shardwise.layout import MADE, Layout
+from shardwise.parallel import recommender
 from shardwise.parallel.parallelize import build, check, shapes_of
 from shardwise.train.auto import check_memory, choose_plan, plan_record, reason
 from shardwise.train.folder import RunFolder
+from shardwise.train.here import host_memory
 from shardwise.train.launch import check_world, joined_world, launch
 from shardwise.train.summary import finished, summarize
 from shardwise.train.worker import join
@@ -28,7 +31,7 @@ DEMO = Path(__file__).parent.parent / "demo.toml"
 # What may change when a run goes on; all other keys are what the run is.
 FREE = (
     "layout", "steps", "tokens", "compile", "data.workers", "data.prefetch", "checkpoint.*", "validation.*",
-    "run.device", "run.processes", "run.cluster",
+    "run.device", "run.processes", "run.cluster", "embedding.cut", "embedding.ahead",
 )  # fmt: skip
 
 
@@ -42,6 +45,9 @@ def start_training(job_file: Path | None, settings: list[str], resume: Path | No
     layout = given if given is not None and given.schedule not in MADE else plan.best.layout
     check_world(layout, job)
     check_memory(job, plan)
+    if isinstance(job.model, DLRM):
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", layout.world))
+        recommender.check_room(job, layout, host_memory() / here)
     # Here, so that a missing file or a wrong vocabulary is told before processes start, and text is encoded once.
     _, _, tokenizer = make_sources(job)
     folder = _folder(job, old, layout)
@@ -68,8 +74,12 @@ def start_training(job_file: Path | None, settings: list[str], resume: Path | No
 
 
 def _introduce(job: Job, layout: Layout, say: Callable[[str], None]) -> None:
-    parameters = sum(shape.numel() for shape in shapes_of(build(job, torch.float32)).values())
-    batch, tokens = check(job, layout), f"{job.samples} x {job.model.sequence} tokens"
+    if isinstance(job.model, DLRM):
+        parameters, tokens = recommender.parameters(job.model), f"{job.samples} samples"
+    else:
+        parameters = sum(shape.numel() for shape in shapes_of(build(job, torch.float32)).values())
+        tokens = f"{job.samples} x {job.model.sequence} tokens"
+    batch = check(job, layout)
     say(f"job:    {job.model.name}, {_short(parameters)} parameters, {job.precision}, on {job.data.source}")
     say(f"        {counted(job.total_steps, 'step')} of {tokens}, {job.optimizer.name} at {job.optimizer.lr:g}")
     parts = f"{counted(batch.micro_batches, 'micro-batch')} of {batch.micro_batch}"
