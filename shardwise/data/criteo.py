@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -63,21 +64,22 @@ class ClickSource:
     def __getitem__(self, index: int) -> np.ndarray:
         if not 0 <= index < self.count:
             raise IndexError(f"sample {index} of {self.count}")
-        return self.row(self.first + index)
+        return self.rows(np.array([self.first + index]))[0]
 
-    def row(self, index: int) -> np.ndarray:
+    def rows(self, indices: np.ndarray) -> np.ndarray:
+        """The samples at some places of the whole log, one below the other."""
         raise NotImplementedError
 
-    @staticmethod
-    def samples(rows: np.ndarray, places: np.ndarray) -> Samples:
-        """How rows become samples: the label is the target, all else is input."""
-        words = torch.from_numpy(rows)
+    def samples(self, indices: np.ndarray, places: np.ndarray) -> Samples:
+        """The label is the target, all else is input."""
+        words = torch.from_numpy(self.rows(self.first + indices))
         return Samples(words[:, 1:].contiguous(), words[:, :1].contiguous(), torch.from_numpy(places.astype(np.int64)))
 
 
-def _packed(label: int, categories: np.ndarray, weights: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    bits = np.concatenate((weights.ravel(), numbers)).astype(np.float64).view(np.int64)
-    return np.concatenate((np.array([label], np.int64), categories.ravel().astype(np.int64), bits))
+def _packed(labels: np.ndarray, categories: np.ndarray, weights: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    count = len(labels)
+    bits = np.concatenate((weights.reshape(count, -1), numbers), axis=1).astype(np.float64).view(np.int64)
+    return np.concatenate((labels[:, None].astype(np.int64), categories.reshape(count, -1), bits), axis=1)
 
 
 # Generated
@@ -111,27 +113,24 @@ class Generated(ClickSource):
         self.shift = _mixed(~(tables + self.key)) % _U64(model.rows)
         self.pull = np.linspace(-0.5, 0.5, model.features)
 
-    def row(self, index: int) -> np.ndarray:
+    def rows(self, indices: np.ndarray) -> np.ndarray:
         model = self.model
-        shape = (model.tables, model.lookups)
+        shape = (len(indices), model.tables, model.lookups)
         size = model.tables * model.lookups
-        start = _mixed(np.array([index], _U64) ^ self.key)
         steps = np.arange(2 * size + model.tables + model.features + 1, dtype=_U64) * _U64(0x9E3779B97F4A7C15)
-        drawn = _mixed(start + steps)
-        which, weights = _unit(drawn[:size]).reshape(shape), 0.5 + _unit(drawn[size : 2 * size]).reshape(shape)
-        fill = drawn[2 * size : 2 * size + model.tables]
-        numbers = np.log1p(np.floor(-20.0 * np.log1p(-_unit(drawn[-1 - model.features : -1]))))
-        rank = _zipf(which, model.rows, self.skew).astype(_U64)
+        drawn = _mixed(_mixed(indices.astype(_U64) ^ self.key)[:, None] + steps)
+        which, weights, fill, noise, last = np.split(drawn, np.cumsum((size, size, model.tables, model.features)), 1)
+        rank = _zipf(_unit(which), model.rows, self.skew).astype(_U64).reshape(shape)
         categories = ((rank * self.turn[:, None] + self.shift[:, None]) % _U64(model.rows)).astype(np.int64)
-        if model.lookups == 1:
-            weights = np.ones(shape)
-        lengths = np.where(_unit(fill) < 0.02, 0, 1 + fill % _U64(model.lookups))
-        there = np.arange(model.lookups) < lengths[:, None]
+        lengths = np.where(_unit(fill) < 0.02, 0, 1 + (fill % _U64(model.lookups)).astype(np.int64))
+        there = np.arange(model.lookups) < lengths[:, :, None]
+        factors = there * (0.5 + _unit(weights).reshape(shape) if model.lookups > 1 else 1.0)
+        numbers = np.log1p(np.floor(-20.0 * np.log1p(-_unit(noise))))
         tables = np.arange(model.tables, dtype=_U64)[:, None] << _U64(40)
         pulls = 2.0 * _unit(_mixed((categories.astype(_U64) + tables) ^ ~self.key)) - 1.0
-        logit = 3.0 * (pulls * weights * there).sum() / np.sqrt(size) + (self.pull * (numbers - 2.5)).sum() - 1.0
-        label = int(_unit(drawn[-1:])[0] < 1.0 / (1.0 + np.exp(-logit)))
-        return _packed(label, np.where(there, categories, -1), np.where(there, weights, 0.0), numbers)
+        logits = 3.0 * (pulls * factors).sum((1, 2)) / np.sqrt(size) + (self.pull * (numbers - 2.5)).sum(1) - 1.0
+        labels = _unit(last[:, 0]) < 1.0 / (1.0 + np.exp(-logits))
+        return _packed(labels, np.where(there, categories, -1), factors, numbers)
 
 
 def _zipf(u: np.ndarray, count: int, skew: float) -> np.ndarray:
@@ -161,12 +160,14 @@ class Criteo(ClickSource):
         super().__init__(model, first, count)
         self.path, self.offsets = path, offsets
 
-    def row(self, index: int) -> np.ndarray:
-        begin, end = self.offsets[index // BLOCK], self.offsets[index // BLOCK + 1]
+    def rows(self, indices: np.ndarray) -> np.ndarray:
         with self.path.open("rb") as file:
-            file.seek(int(begin))
-            lines = file.read(int(end - begin)).split(b"\n")
-        return parse(lines[index % BLOCK], self.path, index + 1, self.model)
+            return np.concatenate([parse(self._line(file, int(i)), self.path, int(i) + 1, self.model) for i in indices])
+
+    def _line(self, file: BinaryIO, index: int) -> bytes:
+        begin, end = self.offsets[index // BLOCK : index // BLOCK + 2].tolist()
+        file.seek(begin)
+        return file.read(end - begin).split(b"\n")[index % BLOCK]
 
 
 def open_criteo(path: Path) -> tuple[np.ndarray, int]:
@@ -190,7 +191,7 @@ def open_criteo(path: Path) -> tuple[np.ndarray, int]:
 
 
 def parse(line: bytes, path: Path, number: int, model: DLRM) -> np.ndarray:
-    """A line of 40 fields; `number` counts lines from 1."""
+    """A line of 40 fields as a row; `number` counts lines from 1."""
     where = f"{path}, row {number}"
     fields = line.rstrip(b"\r").decode("utf-8", "replace").split("\t")
     if len(fields) != 1 + COUNTS + CATEGORIES:
@@ -214,4 +215,4 @@ def parse(line: bytes, path: Path, number: int, model: DLRM) -> np.ndarray:
             raise DataError(
                 f"{where}, field {place + 2 + COUNTS} (category {place + 1}): {text!r} is no hexadecimal number."
             ) from None
-    return _packed(int(fields[0]), categories, (categories >= 0).astype(np.float64), numbers)
+    return _packed(np.array([int(fields[0])]), categories[None], 1.0 * (categories >= 0)[None], numbers[None])

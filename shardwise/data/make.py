@@ -91,6 +91,8 @@ def clicks_of(job: Job) -> tuple[Source, Source]:
             f"Criteo's rows have {CATEGORIES} categories and {COUNTS} counts, but model.tables is {model.tables} and "
             f"model.features is {model.features}; set them to {CATEGORIES} and {COUNTS}."
         )
+    if not job.data.path:
+        raise DataError("data.source = 'criteo' reads a file of Criteo's rows; give it as data.path.")
     path = Path(job.data.path)
     offsets, lines = open_criteo(path)
     first = lines - _held(lines, job.data.validation)

@@ -37,9 +37,9 @@ class Samples:
 
 @runtime_checkable
 class Packed(Protocol):
-    """A source whose rows are no tokens with targets beside them: it says itself what samples they are."""
+    """A source whose samples are no tokens with targets beside them: it makes them itself."""
 
-    def samples(self, rows: np.ndarray, places: np.ndarray) -> Samples: ...
+    def samples(self, indices: np.ndarray, places: np.ndarray) -> Samples: ...
 
 
 class Stream:
@@ -60,9 +60,9 @@ class Stream:
         return found
 
     def read(self, places: np.ndarray) -> Samples:
-        rows = np.stack([self._sample(int(index)) for index in self.indices(places)])
         if isinstance(self.source, Packed):
-            return self.source.samples(rows, places)
+            return self.source.samples(self.indices(places), places)
+        rows = np.stack([self._sample(int(index)) for index in self.indices(places)])
         both = torch.from_numpy(rows)
         tokens = both[:, :-1].clamp(min=0).contiguous()  # an ignored target is still some input
         return Samples(tokens, both[:, 1:].contiguous(), torch.from_numpy(places.astype(np.int64)))

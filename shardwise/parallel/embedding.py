@@ -18,6 +18,7 @@ kind and its library for it (TorchRec) keeps tables and their optimizers in kern
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -348,18 +349,16 @@ class Ahead:
         self.tables = tables
         self.group = dist.new_group(backend="gloo") if tables.axis.size > 1 else None
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="shardwise-rows")
-        self.pending: Future[Route] | None = None
+        self.pending: deque[Future[Route]] = deque()
 
     def ask(self, bags: Bags, ids: Tensor) -> None:
-        assert self.pending is None, "one batch is ahead at most"
-        self.pending = self.thread.submit(self.tables.route, bags, ids, self.group)
+        self.pending.append(self.thread.submit(self.tables.route, bags, ids, self.group))
 
-    def take(self, ids: Tensor) -> Route | None:
-        """The route of this very batch, if it was asked for."""
-        if self.pending is None:
-            return None
-        route, self.pending = self.pending.result(), None
-        return route if torch.equal(route.ids, ids) else None
+    def take(self, ids: Tensor) -> Route:
+        """The route that was asked for longest ago, which must be that of this very batch."""
+        route = self.pending.popleft().result()
+        assert torch.equal(route.ids, ids), "batches are taken in the order in which they were asked for"
+        return route
 
     def close(self) -> None:
         self.thread.shutdown()

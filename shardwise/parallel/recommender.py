@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ def check_room(job: Job, layout: Layout, each: float) -> None:
     worst = max(held)
     if worst > each:
         whole = sum(held)
-        remedy = f"use at least {-int(-whole // each)} ranks, or fewer model.rows"
+        remedy = f"use at least {-int(-whole // each)} ranks with as much each, or fewer model.rows"
         if job.embedding.cut != "auto" and whole / layout.data <= each:
             remedy = 'use embedding.cut = "auto", which cuts tables that are too large'
         raise LayoutError(
@@ -116,8 +117,8 @@ class Recommender(Engine):
     ahead: Ahead | None = None
 
     def run(self, samples: Samples, scale: Tensor) -> Tensor:
-        route = self.ahead.take(samples.ids.cpu()) if self.ahead is not None else None
-        route = route or self._route(samples)
+        known = self.ahead is not None and self.ahead.pending
+        route = self.ahead.take(samples.ids.cpu()) if self.ahead and known else self._route(samples)
         rows = self.tables.fetch(route).to(self.mesh.device).requires_grad_()
         total = torch.zeros_like(scale)
         for number, (part, vectors) in enumerate(self._parts(samples, route, rows), start=1):
@@ -139,13 +140,12 @@ class Recommender(Engine):
         """The batches of `count` steps; while one is computed with, the rows of the next are asked for."""
         if self.ahead is None:
             self.ahead = Ahead(self.tables)
-        here = next(batches)
-        for number in range(count):
-            after = next(batches) if number + 1 < count else here
-            if number + 1 < count:
-                self.ahead.ask(self._bags(after[1]), after[1].ids)
-            yield here
-            here = after
+        here: list[tuple[int, Samples]] = []
+        for batch in islice(batches, count):
+            self.ahead.ask(self._bags(batch[1]), batch[1].ids)
+            yield from here
+            here = [batch]
+        yield from here
 
     def _bags(self, samples: Samples) -> Bags:
         clicks = Clicks.of(samples, self.model)

@@ -75,7 +75,7 @@ class Trainer:
         self.main = self.engine.mesh.rank == 0
         keep, asynchronous = self.job.checkpoint.keep, self.job.checkpoint.asynchronous
         self.checkpoints = Checkpoints(self.folder.checkpoints, keep, asynchronous)
-        self.progress = Progress(self.job.total_steps, enabled=self.main)
+        self.progress = Progress(self.job.total_steps, self.main, self.job.model.unit)
         self.training, self.held_out, self.tokenizer = make_sources(self.job)
         self.step_flops = 3 * flops_of(self.job) * self.job.samples
         self.peak = peak_rate(self.device, self.job.precision)

@@ -40,8 +40,10 @@ def start_training(job_file: Path | None, settings: list[str], resume: Path | No
     job = load_job(job_file or (old.path / "job.toml" if old else DEMO), settings)
     before = old.job() if old is not None else job
     _same_run(before, job)
-    plan, source = choose_plan(job, joined_world())
     given = None if job.layout == "auto" else Layout.parse(job.layout)
+    if given is not None and isinstance(job.model, DLRM):
+        check(job, given)  # here in its own words: the planner has another list of what it can weigh
+    plan, source = choose_plan(job, joined_world())
     layout = given if given is not None and given.schedule not in MADE else plan.best.layout
     check_world(layout, job)
     check_memory(job, plan)
