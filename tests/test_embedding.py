@@ -23,7 +23,7 @@ from shardwise.errors import DataError, JobError, LayoutError
 from shardwise.job import Job, make_job
 from shardwise.kinds import DLRM
 from shardwise.layout import Layout
-from shardwise.models.dlrm import dlrm
+from shardwise.models.dlrm import Meeting, dlrm
 from shardwise.optim import sparse
 from shardwise.parallel import embedding, placement, recommender
 from shardwise.parallel.embedding import Bags, Tables
@@ -160,6 +160,11 @@ def test_the_dense_part_is_what_a_person_would_write() -> None:
     logits = model(numbers, vectors)
     expected = F.softplus(-logits[0]) + F.softplus(logits[2])
     torch.testing.assert_close(model(numbers, vectors, labels), expected)
+
+
+def test_the_gradient_of_the_meeting() -> None:
+    x = torch.randn(3, 4, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(Meeting.apply, (x,))
 
 
 # Many processes against one

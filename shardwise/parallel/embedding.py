@@ -218,14 +218,18 @@ class Tables:
         start = 0
         for bank, which in self._in_turn(route):
             size = which.numel() * bank.width
-            rows[which, bank.columns[0] : bank.columns[1]] = came[start : start + size].view(-1, bank.width)
+            part = came[start : start + size].view(-1, bank.width)
+            rows[:, bank.columns[0] : bank.columns[1]].index_copy_(0, which, part)
             start += size
         return rows
 
     def give_back(self, route: Route, gradient: Tensor) -> None:
         """Takes the gradients of the distinct rows to where these live, and adds up those of one row."""
-        columns = [gradient[which, bank.columns[0] : bank.columns[1]] for bank, which in self._in_turn(route)]
-        came = self._vectors(_joined([part.reshape(-1) for part in columns], self.dtype), route, back=True)
+        columns = [
+            gradient[:, bank.columns[0] : bank.columns[1]].index_select(0, which).view(-1)
+            for bank, which in self._in_turn(route)
+        ]
+        came = self._vectors(_joined(columns, self.dtype), route, back=True)
         parts: list[list[Tensor]] = [[] for _ in self.own]
         start = 0
         for wanted in route.wanted:
