@@ -78,8 +78,9 @@ class Embedding(Section):
     """Row-wise AdaGrad (one number a row) or sparse Adam (two for each number); only rows of the batch are updated."""
     rate: float = Field(1.0, gt=0.0)
     """The tables' learning rate over that of the dense weights."""
-    ahead: bool = True
-    """Whether the next batch's rows are asked for while this one computes; the results are the same."""
+    ahead: bool | Literal["auto"] = "auto"
+    """Whether the next batch's rows are asked for while this one computes; auto: where a GPU leaves the CPU time to.
+    The results are the same."""
 
 
 class Loss(Section):

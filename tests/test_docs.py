@@ -179,7 +179,7 @@ def test_the_house_is_complete() -> None:
 @pytest.mark.parametrize("example", EXAMPLES, ids=name_of)
 def test_examples_can_be_trained_or_say_that_they_cannot(example: Path) -> None:
     job = load_job(example)
-    if kind_of(job.model) in ("gpt", "moe") and not getattr(job.model, "kv_rank", 0):
+    if kind_of(job.model) in ("gpt", "moe", "dlrm") and not getattr(job.model, "kv_rank", 0):
         check(job, choose_layout(job))
     else:
         assert "not yet" in example.read_text(encoding="utf-8") or "see " in example.read_text(encoding="utf-8")

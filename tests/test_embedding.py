@@ -542,6 +542,7 @@ def shardwise(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 def test_the_example_trains_learns_and_goes_on_elsewhere(tmp_path: Path) -> None:
     quick = ["--set", "batch.samples=64", "--set", "data.samples=2048", "--set", "run.folder=r", "--set", "steps=20"]
+    quick += ["--set", "embedding.ahead=true"]
     done = shardwise("train", str(ROOT / "examples/dlrm.toml"), *quick, "--layout", "shard=2", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     done = shardwise("train", "--resume", "r", "--layout", "replicate=1", "--set", "steps=40", folder=tmp_path)

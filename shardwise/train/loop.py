@@ -101,7 +101,8 @@ class Trainer:
             workers=self.job.data.workers, prefetch=self.job.data.prefetch, device=self.device,
         )  # fmt: skip
         batches: Iterator[tuple[int, Samples]] = iter(loader)
-        if isinstance(self.engine, Recommender) and self.job.embedding.ahead:
+        ahead = self.job.embedding.ahead
+        if isinstance(self.engine, Recommender) and (self.device.type == "cuda" if ahead == "auto" else ahead):
             batches = self.engine.coming(loader, last - first)
         try:
             for number in range(first, last):
