@@ -199,7 +199,7 @@ def main() -> None:
     lookups, updates = rates(many)
     print(f"{options.ranks} processes: {lookups:,.0f} lookups/s, {updates:,.0f} rows updated/s")
     print(
-        f"  a training step {1e3 * statistics.median(many[0]['step'][1:]):.0f} ms, with rows asked for ahead "
+        f"  a training step {1e3 * statistics.median(many[0]['step'][1:]):.0f} ms, with rows fetched ahead "
         f"{1e3 * statistics.median(many[0]['ahead'][1:]):.0f} ms; losses {many[0]['losses'][0]:.4f} to "
         f"{many[0]['losses'][-1]:.4f}"
     )

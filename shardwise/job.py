@@ -79,7 +79,7 @@ class Embedding(Section):
     rate: float = Field(1.0, gt=0.0)
     """The tables' learning rate over that of the dense weights."""
     ahead: bool | Literal["auto"] = "auto"
-    """Whether the next batch's rows are asked for while this one computes; auto: where a GPU leaves the CPU time to.
+    """Whether the next batch's rows are fetched while this one computes; auto: where a GPU leaves the CPU time to.
     The results are the same."""
 
 

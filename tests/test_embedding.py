@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -226,8 +227,8 @@ def empty_step() -> float:
     return float(outcome.loss)
 
 
-def trained(ahead: bool, optimizer: str) -> list[float]:
-    job = small(16, {"cut": "row", "optimizer": optimizer})
+def trained(ahead: bool, optimizer: str, cut: str) -> list[float]:
+    job = small(16, {"cut": cut, "optimizer": optimizer})
     engine = parallelize(job, Layout.parse("shard=2"), torch.device("cpu"))
     assert isinstance(engine, Recommender)
     taken, stream = optimizer_of(job, engine), make_stream(job)
@@ -242,11 +243,25 @@ def trained(ahead: bool, optimizer: str) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
-def test_asking_ahead_changes_no_bit(optimizer: str) -> None:
-    plain = run_world(trained, 2, False, optimizer)
-    assert run_world(trained, 2, True, optimizer) == plain
+@pytest.mark.parametrize(("optimizer", "cut"), [("adagrad", "row"), ("adam", "column"), ("adagrad", "table")])
+def test_fetching_ahead_changes_no_bit(optimizer: str, cut: str) -> None:
+    plain = run_world(trained, 2, False, optimizer, cut)
+    assert run_world(trained, 2, True, optimizer, cut) == plain
     assert len(set(plain[0])) == 6 and plain[0] == plain[1]
+
+
+def test_rows_that_are_not_refreshed_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = run_world(trained, 2, False, "adagrad", "row")
+    late = Tables.update
+
+    def update(self: Tables, *args: Any) -> None:
+        time.sleep(0.2)  # so that the next batch's rows are there before
+        late(self, *args)
+
+    monkeypatch.setattr(Tables, "update", update)
+    assert run_world(trained, 2, True, "adagrad", "row") == plain
+    monkeypatch.setattr(Tables, "refresh", lambda self, route, rows: None)
+    assert run_world(trained, 2, True, "adagrad", "row") != plain
 
 
 # Checkpoints

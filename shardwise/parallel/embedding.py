@@ -10,10 +10,12 @@ A step, on each rank:
 
 Nothing is divided by the number of ranks: the loss is divided by the samples of the whole batch already.
 
-A route depends on ids alone, not on weights, so the next batch's can be made while this one computes, without changing
-a bit (`Ahead`). Values are read after the update. Rows and routes stay in host memory; where there is a GPU the rows of
-a batch are copied to it, from pinned memory. A world of one sends nothing. By hand, since PyTorch has nothing of the
-kind and its library for it (TorchRec) keeps tables and their optimizers in kernels of its own.
+The next batch's route can be made, and its rows fetched, while this one computes (`Ahead`). Rows that this one's update
+then changed are sent again before they are used (`refresh`): the result is the same bit by bit.
+
+Rows and routes stay in host memory; where there is a GPU, the memory is pinned and a batch's rows are copied there. A
+world of one sends nothing. By hand, since PyTorch has nothing of the kind, and TorchRec keeps tables and optimizers in
+kernels of its own.
 """
 
 from __future__ import annotations
@@ -157,6 +159,8 @@ class Tables:
         self.count = {"step": torch.zeros((), dtype=torch.int64)}
         self.held = list(self._pieces())
         self.touched: list[Touched] = []
+        self.changed = [torch.empty(0, dtype=torch.int64) for _ in self.own]
+        """By bank: the rows of the last update."""
         self.cut_columns = any(shard.columns != (0, self.width) for shard in self.shards)
 
     def _pieces(self) -> Iterator[Held]:
@@ -206,14 +210,14 @@ class Tables:
         parts = iter(came.split([size for one in sizes for size in one]))
         return [[next(parts) for _ in one] for one in sizes]
 
-    def fetch(self, route: Route) -> Tensor:
+    def fetch(self, route: Route, group: dist.ProcessGroup | None = None) -> Tensor:
         """The distinct rows of this rank's samples, as they are now."""
         parts = [
             rows.index_select(0, numbers).view(-1)
             for wanted in route.wanted
             for rows, numbers in zip(self.memory, wanted, strict=True)
         ]
-        came = self._vectors(_joined(parts, self.dtype), route, back=False)
+        came = self._vectors(_joined(parts, self.dtype), route, back=False, group=group)
         rows = torch.empty(route.distinct, self.width, dtype=self.dtype)
         start = 0
         for bank, which in self._in_turn(route):
@@ -222,6 +226,38 @@ class Tables:
             rows[:, bank.columns[0] : bank.columns[1]].index_copy_(0, which, part)
             start += size
         return rows
+
+    def refresh(self, route: Route, rows: Tensor) -> None:
+        """Brings rows that were fetched before or during the last update up to date: those that it changed come again,
+        with their places among the rows that were asked for."""
+        hits = [
+            [
+                torch.isin(numbers, changed).nonzero()[:, 0]
+                for numbers, changed in zip(wanted, self.changed, strict=True)
+            ]
+            for wanted in route.wanted
+        ]
+        counts = torch.tensor([some.numel() for banks in hits for some in banks], dtype=torch.int64)
+        lengths = [len(banks) for banks in self.banks]
+        heard = iter(self._exchange(counts, [len(self.own)] * self.axis.size, lengths, None).tolist())
+        theirs = [[next(heard) for _ in banks] for banks in self.banks]
+        flat = [some for banks in hits for some in banks]
+        sent = [sum(some.numel() for some in banks) for banks in hits]
+        places = self._exchange(_joined(flat, torch.int64), sent, [sum(one) for one in theirs], None)
+        values = [
+            memory.index_select(0, numbers[some]).view(-1)
+            for wanted, banks in zip(route.wanted, hits, strict=True)
+            for memory, numbers, some in zip(self.memory, wanted, banks, strict=True)
+        ]
+        out = [_numbers(banks, self.own) for banks in hits]
+        into = [sum(n * bank.width for n, bank in zip(one, banks)) for one, banks in zip(theirs, self.banks)]
+        came = self._exchange(_joined(values, self.dtype), out, into, None)
+        start = first = 0
+        for (bank, which), count in zip(self._in_turn(route), [n for one in theirs for n in one], strict=True):
+            part = came[start : start + count * bank.width].view(-1, bank.width)
+            columns = rows[:, bank.columns[0] : bank.columns[1]]
+            columns.index_copy_(0, which[places[first : first + count]], part)
+            start, first = start + count * bank.width, first + count
 
     def give_back(self, route: Route, gradient: Tensor) -> None:
         """Takes the gradients of the distinct rows to where these live, and adds up those of one row."""
@@ -247,11 +283,11 @@ class Tables:
         for banks, asked in zip(self.banks, route.asked, strict=True):
             yield from zip(banks, asked, strict=True)
 
-    def _vectors(self, numbers: Tensor, route: Route, back: bool) -> Tensor:
+    def _vectors(self, numbers: Tensor, route: Route, back: bool, group: dist.ProcessGroup | None = None) -> Tensor:
         """Rows from those who hold them to those who asked, or the other way."""
         held = [_numbers(wanted, self.own) for wanted in route.wanted]
         asked = [_numbers(which, banks) for which, banks in zip(route.asked, self.banks, strict=True)]
-        return self._exchange(numbers, *((asked, held) if back else (held, asked)), None)
+        return self._exchange(numbers, *((asked, held) if back else (held, asked)), group)
 
     def _exchange(self, sent: Tensor, sizes: list[int], received: list[int], group: dist.ProcessGroup | None) -> Tensor:
         if self.axis.size == 1:
@@ -290,6 +326,7 @@ class Tables:
             for rows, state, touched in zip(self.memory, self.state, self.touched, strict=True):
                 averages, number = (state["exp_avg"], state["exp_avg_sq"]), int(self.count["step"])
                 adam_(rows, averages, touched.rows, touched.gradient, number, lr, self.betas, self.eps)
+        self.changed = [touched.rows for touched in self.touched]
         self.touched = []
 
     def _mean_squares(self) -> list[Tensor]:
@@ -347,22 +384,29 @@ def sum_bags(rows: Tensor, places: Tensor, offsets: Tensor, weights: Tensor) -> 
 
 
 class Ahead:
-    """Makes the route of the next batch in a thread, on a group of its own, while this one computes."""
+    """Fetches the rows of the next batch in a thread, on a group of its own, while this one computes."""
 
     def __init__(self, tables: Tables):
         self.tables = tables
         self.group = dist.new_group(backend="gloo") if tables.axis.size > 1 else None
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="shardwise-rows")
-        self.pending: deque[Future[Route]] = deque()
+        self.pending: deque[Future[tuple[Route, Tensor]]] = deque()
 
     def ask(self, bags: Bags, ids: Tensor) -> None:
-        self.pending.append(self.thread.submit(self.tables.route, bags, ids, self.group))
+        """To be called after the update of the batch before the last that was asked for: one update is made good."""
+        self.pending.append(self.thread.submit(self._get, bags, ids))
 
-    def take(self, ids: Tensor) -> Route:
-        """The route that was asked for longest ago, which must be that of this very batch."""
-        route = self.pending.popleft().result()
+    def _get(self, bags: Bags, ids: Tensor) -> tuple[Route, Tensor]:
+        route = self.tables.route(bags, ids, self.group)
+        # The update may be writing to these rows meanwhile; whatever it writes to is sent again.
+        return route, self.tables.fetch(route, self.group)
+
+    def take(self, ids: Tensor) -> tuple[Route, Tensor]:
+        """Route and rows that were asked for longest ago, which must be those of this very batch."""
+        route, rows = self.pending.popleft().result()
         assert torch.equal(route.ids, ids), "batches are taken in the order in which they were asked for"
-        return route
+        self.tables.refresh(route, rows)
+        return route, rows
 
     def close(self) -> None:
         self.thread.shutdown()

@@ -117,9 +117,12 @@ class Recommender(Engine):
     ahead: Ahead | None = None
 
     def run(self, samples: Samples, scale: Tensor) -> Tensor:
-        known = self.ahead is not None and self.ahead.pending
-        route = self.ahead.take(samples.ids.cpu()) if self.ahead and known else self._route(samples)
-        rows = self.tables.fetch(route).to(self.mesh.device).requires_grad_()
+        if self.ahead is not None and self.ahead.pending:
+            route, found = self.ahead.take(samples.ids.cpu())
+        else:
+            route = self._route(samples)
+            found = self.tables.fetch(route)
+        rows = found.to(self.mesh.device).requires_grad_()
         total = torch.zeros_like(scale)
         for number, (part, vectors) in enumerate(self._parts(samples, route, rows), start=1):
             with self.data.micro_batch(last=number == self.batch.micro_batches):
@@ -137,7 +140,7 @@ class Recommender(Engine):
         return torch.stack([self._loss(self.chains[0], part, vectors) for part, vectors in parts]).sum()
 
     def coming(self, batches: Iterator[tuple[int, Samples]], count: int) -> Iterator[tuple[int, Samples]]:
-        """The batches of `count` steps; while one is computed with, the rows of the next are asked for."""
+        """The batches of `count` steps; while one is computed with, the rows of the next are fetched."""
         if self.ahead is None:
             self.ahead = Ahead(self.tables)
         here: list[tuple[int, Samples]] = []
