@@ -57,7 +57,7 @@ def train(
     short = [f"layout={layout}"] * bool(layout) + [f"run.cluster={cluster}"] * bool(cluster)
     settings = [*(settings or []), *short]
     if resume is None:
-        load_job(job_file, settings).built()  # a typo is told at once, before PyTorch is imported
+        load_job(job_file, settings).demand_known()  # a typo is told at once, before PyTorch is imported
 
     from shardwise.train.start import start_training
 
@@ -74,7 +74,7 @@ def verify(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON record per layout.")] = False,
 ) -> None:
     """Proves that layouts compute what one device computes."""
-    load_job(job_file, settings or []).built()
+    load_job(job_file, settings or []).demand_known()
 
     from shardwise.verify.command import verify_job
 

@@ -15,16 +15,16 @@ import tomli_w
 from pydantic import Field, ValidationError, model_validator
 
 from shardwise.errors import JobError, LayoutError, nearest
-from shardwise.kinds import KINDS, T5, AnyModel, Bert, Count, Model, ResNet, Section
+from shardwise.kinds import DLRM, KINDS, T5, AnyModel, Bert, Count, Model, ResNet, Section
 from shardwise.layout import Layout
 
 PRECISIONS = ("float64", "float32", "bf16", "fp16", "fp8")
 
 
 class Data(Section):
-    source: Literal["stdlib", "text", "jsonl", "tokens", "synthetic"] = "stdlib"
+    source: Literal["stdlib", "text", "jsonl", "tokens", "synthetic", "criteo"] = "stdlib"
     path: str = ""
-    """A file, folder or glob for text, jsonl and tokens."""
+    """A file, folder or glob for text, jsonl and tokens; a file for criteo."""
     field: str = "text"
     """The field of a jsonl record that holds the text."""
     tokenizer: str = "bytes"
@@ -71,6 +71,18 @@ class Optimizer(Section):
     """The last learning rate over the highest."""
 
 
+class Embedding(Section):
+    cut: Literal["auto", "table", "row", "column"] = "auto"
+    """How a DLRM's tables lie on the ranks; auto: by sizes and lookups, each the way that balances best."""
+    optimizer: Literal["adagrad", "adam"] = "adagrad"
+    """Row-wise AdaGrad (one number a row) or sparse Adam (two for each number); only rows of the batch are updated."""
+    rate: float = Field(1.0, gt=0.0)
+    """The tables' learning rate over that of the dense weights."""
+    ahead: bool | Literal["auto"] = "auto"
+    """Whether the next batch's rows are fetched while this one computes; auto: where a GPU leaves the CPU time to.
+    The results are the same."""
+
+
 class Loss(Section):
     chunk: int = Field(0, ge=0)
     """Positions whose logits are held at once, without a pipeline; 0: as many as take a gibibyte in bf16."""
@@ -114,6 +126,7 @@ class Job(Section):
     attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"
     """Which of PyTorch's attention kernels; auto: PyTorch chooses by head size and device."""
     model: AnyModel = Model()
+    embedding: Embedding = Embedding()
     loss: Loss = Loss()
     data: Data = Data()
     batch: BatchSize = BatchSize()
@@ -156,6 +169,11 @@ class Job(Section):
 
     def built(self) -> Model | T5 | ResNet:
         """The model, where it is of a kind that is built; whatever runs a job asks for it here."""
+        if isinstance(self.model, DLRM):
+            raise JobError(
+                f"model.name = {self.model.name!r}: this is for models of one chain; {self.model.what} can be planned, "
+                "trained and verified."
+            )
         if not isinstance(self.model, Model | T5 | ResNet):
             raise JobError(
                 f"model.name = {self.model.name!r}: this version plans {self.model.what}, it cannot train one yet; "
@@ -174,6 +192,11 @@ class Job(Section):
         if isinstance(model, T5 | Bert | ResNet):
             raise JobError(f"model.name = {model.name!r}: {model.what} does not write text; this needs a decoder.")
         return model
+
+    def demand_known(self) -> None:
+        """Raises for a model that cannot be trained yet."""
+        if not isinstance(self.model, DLRM):
+            self.built()
 
     def phases(self) -> list[tuple[int, Job]]:
         """Steps, and the job that takes them: those with short samples, where there are any, then the others."""

@@ -1,7 +1,7 @@
 """The `[model]` section of a job: one class for each kind of model, chosen by `name`.
 
-`gpt` is trained today, and `moe` where its attention is not latent. The others are planned: their keys are checked and
-`shardwise plan` weighs them, but nothing builds them yet (`Job.decoder` says so).
+`gpt` and `dlrm` are trained today, and `moe` where its attention is not latent. The others are planned: their keys are
+checked and `shardwise plan` weighs them, but nothing builds them yet (`Job.decoder` says so).
 """
 
 from __future__ import annotations

@@ -145,6 +145,7 @@ def measure(engine: Engine, loss: Tensor) -> Outcome:
     """Loss and gradient norm of the whole world, from one sum."""
     dtype = engine.scale.value.dtype
     squares = [torch.linalg.vector_norm(h.grad, dtype=dtype).square() / h.copies for h in engine.holdings]
+    squares = [square.to(loss.device) for square in squares]  # tables' rows are in host memory
     own_loss = loss / engine.mesh["tensor"].size
     both = torch.stack((own_loss.to(dtype), torch.stack(squares).sum()))
     if engine.mesh["world"].size > 1:
@@ -161,7 +162,9 @@ def update(engine: Engine, optimizer: torch.optim.Optimizer, outcome: Outcome, c
     if divisor.dtype == torch.float32:
         optimizer.grad_scale = divisor  # type: ignore[attr-defined]  # the fused kernel divides as it goes, in 32 bits
     else:
-        torch._foreach_div_([holding.grad for holding in engine.holdings], divisor)
+        for device in {holding.tensor.device for holding in engine.holdings}:
+            here = [holding.grad for holding in engine.holdings if holding.tensor.device == device]
+            torch._foreach_div_(here, divisor.to(device))
     # The word by which PyTorch's fused optimizers are told to do nothing, decided on the device.
     optimizer.found_inf = outcome.skipped.float()  # type: ignore[attr-defined]
     optimizer.step()

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 
+from shardwise.data.criteo import CATEGORIES, COUNTS, Criteo, Generated, open_criteo
 from shardwise.data.encode import encode_files, name_of, size_and_time, tokenizer_for
 from shardwise.data.images import Drawn
 from shardwise.data.source import Part, Source, Synthetic
@@ -28,7 +29,7 @@ from shardwise.data.tokens import RAW, TokenFile, open_raw, open_tokens
 from shardwise.data.windows import Windows
 from shardwise.errors import DataError
 from shardwise.job import Data, Job
-from shardwise.kinds import ResNet
+from shardwise.kinds import DLRM, ResNet
 from shardwise.words import counted
 
 try:
@@ -47,6 +48,10 @@ def cache_folder() -> Path:
 
 def make_sources(job: Job, cache: Path | None = None) -> tuple[Source, Source, Tokenizer | None]:
     """The training samples, the validation samples (maybe none) and the tokenizer, where one is known."""
+    if isinstance(job.model, DLRM):
+        return *clicks_of(job), None
+    if job.data.source == "criteo":
+        raise DataError(f"data.source = 'criteo' has clicks, but model.name = {job.model.name!r} reads tokens.")
     if job.data.source == "synthetic":
         return *_synthetic(job), None
     if isinstance(job.model, ResNet):
@@ -81,6 +86,31 @@ def made_up(job: Job, count: int) -> Source:
     if isinstance(model, ResNet):
         return Drawn(count, model.image, model.classes, job.seed)
     return Synthetic(count, model.window, model.vocab - model.spare, job.seed)
+
+
+def clicks_of(job: Job) -> tuple[Source, Source]:
+    """Of a DLRM: rows of a generated log, or of Criteo's, of which the last ones are held out."""
+    model, count = job.model, job.data.samples
+    assert isinstance(model, DLRM)
+    if job.data.source == "synthetic":
+        held = _held(count + 1, job.data.validation)
+        return Generated(model, 0, count, job.seed), Generated(model, count, held, job.seed)
+    if job.data.source != "criteo":
+        raise DataError(
+            f"data.source = {job.data.source!r} has no clicks, which a DLRM reads; use 'synthetic', or 'criteo' with "
+            "the file as data.path."
+        )
+    if (model.tables, model.features) != (CATEGORIES, COUNTS):
+        raise DataError(
+            f"Criteo's rows have {CATEGORIES} categories and {COUNTS} counts, but model.tables is {model.tables} and "
+            f"model.features is {model.features}; set them to {CATEGORIES} and {COUNTS}."
+        )
+    if not job.data.path:
+        raise DataError("data.source = 'criteo' reads a file of Criteo's rows; give it as data.path.")
+    path = Path(job.data.path)
+    offsets, lines = open_criteo(path)
+    first = lines - _held(lines, job.data.validation)
+    return Criteo(model, path, offsets, 0, first), Criteo(model, path, offsets, first, lines - first)
 
 
 def _held(count: int, share: float) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -35,6 +36,13 @@ class Samples:
         return Samples(*(t.to(device, non_blocking=True) for t in (self.tokens, self.targets, self.ids)))
 
 
+@runtime_checkable
+class Packed(Protocol):
+    """A source whose samples are no tokens with targets beside them: it makes them itself."""
+
+    def samples(self, indices: np.ndarray, places: np.ndarray) -> Samples: ...
+
+
 class Stream:
     def __init__(self, source: Source, seed: int, shuffle: bool = True, objective: Objective = shifted):
         self.source, self.seed, self.shuffle, self.objective = source, seed, shuffle, objective
@@ -53,6 +61,8 @@ class Stream:
         return found
 
     def read(self, places: np.ndarray) -> Samples:
+        if isinstance(self.source, Packed):
+            return self.source.samples(self.indices(places), places)
         made = [
             self.objective(self._sample(int(index)), int(place))
             for index, place in zip(self.indices(places), places, strict=True)

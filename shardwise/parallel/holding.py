@@ -39,6 +39,8 @@ class Holding:
     gradient may be its own."""
     current: bool = False
     """Whether the optimizer has rounded the updated piece already."""
+    where: tuple[tuple[int, ...], list[int]] | None = None
+    """Start and size of the piece, where no axis cuts it (`shardwise.parallel.placement`)."""
 
     @property
     def grad(self) -> Tensor:
@@ -56,6 +58,8 @@ class Holding:
 
 def place(holding: Holding, mesh: Mesh) -> tuple[tuple[int, ...], list[int]]:
     """Start and size of this rank's piece inside its parameter."""
+    if holding.where is not None:
+        return holding.where
     start, size = [0] * len(holding.shape), list(holding.shape)
     for dim, axis in cuts_of(holding, mesh):
         first, size[dim] = axis.span(size[dim])

@@ -19,7 +19,7 @@ from torch import Tensor
 from shardwise.data.stream import Samples
 from shardwise.errors import JobError, LayoutError
 from shardwise.job import Job
-from shardwise.kinds import Named, ResNet
+from shardwise.kinds import DLRM, Named, ResNet
 from shardwise.layout import Batch, Layout, solve_batch
 from shardwise.models.chain import Chain
 from shardwise.models.families import chain_of, cost_of
@@ -104,6 +104,10 @@ KEPT_NARROW = 1.0  # in 8 bits what is kept is half as large, and less would hav
 
 def check(job: Job, layout: Layout) -> Batch:
     """Raises, before any process starts, for a layout that this job's model and batch cannot have."""
+    if isinstance(job.model, DLRM):
+        from shardwise.parallel import recommender  # here: it builds on this file
+
+        return recommender.check(job, layout)
     norm.check(job.built(), layout)
     chain = build(job, torch.float32)
     tensor.check(chain.rules, shapes_of(chain), job.model.length, layout.tensor)
@@ -141,6 +145,10 @@ def parallelize(
 ) -> Engine:  # fmt: skip
     """This rank's part of the job. A dry run gives a `memory` in which weights have shapes and no numbers; who runs
     `schedule=auto` gives the `order` that was made for it (`shardwise.planner.plan.order_of`)."""
+    if isinstance(job.model, DLRM):
+        from shardwise.parallel import recommender
+
+        return recommender.parallelize(job, layout, device, memory)
     batch = check(job, layout)
     choose_attention(job.attention, device)
     mesh = Mesh(layout, device)

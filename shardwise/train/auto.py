@@ -12,7 +12,7 @@ from typing import Any
 from shardwise.cluster import GIB
 from shardwise.errors import LayoutError
 from shardwise.job import Job
-from shardwise.kinds import T5, ResNet
+from shardwise.kinds import DLRM, T5, ResNet
 from shardwise.layout import Layout
 from shardwise.models.families import cost_of
 from shardwise.parallel.balance import cut_stages
@@ -77,13 +77,17 @@ def unplanned(job: Job) -> Layout | None:
     return layout if isinstance(job.model, T5) and layout.pipeline * layout.tensor > 1 else None
 
 
+def _stages(job: Job, layout: Layout) -> list[list[int]]:
+    return [list(span) for span in cut_stages(layout, cost_of(job.built()))]
+
+
 def cut_record(job: Job, layout: Layout) -> dict[str, Any]:
     """What `plan.toml` says of the cut itself."""
     batch = check(job, layout)
     return {
         "layout": str(layout),
         "world": layout.world,
-        "stages": [list(span) for span in cut_stages(layout, cost_of(job.built()))],
+        "stages": [] if isinstance(job.model, DLRM) else _stages(job, layout),
         "micro_batch": batch.micro_batch,
         "micro_batches": batch.micro_batches,
     }

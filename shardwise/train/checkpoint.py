@@ -216,8 +216,10 @@ def pieces_of(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Pie
             if value.dim() == 0:
                 pieces[name] = Piece(value, (), value.shape)
             else:
-                assert list(value.shape) == size, f"{name}: {list(value.shape)} does not lie as its weight, {size}"
-                pieces[name] = Piece(value, start, holding.shape)
+                dims = value.dim()  # a table's state may have one number for a row
+                lies = list(value.shape) == size[:dims]
+                assert lies, f"{name}: {list(value.shape)} does not lie as its weight, {size}"
+                pieces[name] = Piece(value, start[:dims], holding.shape[:dims])
     for chain in engine.chains:
         for name, value in chain.named_buffers():  # every rank has the same
             pieces[f"buffers.{name}"] = Piece(value, (0,) * value.dim(), value.shape)
@@ -255,6 +257,8 @@ def make_state(index: Index, optimizer: torch.optim.Optimizer, holdings: list[Ho
             entries.setdefault(owner, {})[key] = entry
     beside = {id(p): g.get("fused") or g.get("capturable") for g in optimizer.param_groups for p in g["params"]}
     for holding in holdings:
+        if holding.where is not None:
+            continue  # a table's state is there from the start
         weight, state = holding.tensor, optimizer.state[holding.tensor]
         state.clear()
         for key, entry in entries.get(holding.name, {}).items():

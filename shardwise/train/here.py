@@ -72,7 +72,7 @@ def _cpu(processes: int) -> Cluster:
     cpu = CLUSTERS["cpu"]
     turns = max(1.0, processes / _cores())
     peak = {word: rate / turns for word, rate in cpu.device.peak.items()}
-    device = replace(cpu.device, peak=peak, bandwidth=cpu.device.bandwidth / turns, memory=_host_memory() / processes)
+    device = replace(cpu.device, peak=peak, bandwidth=cpu.device.bandwidth / turns, memory=host_memory() / processes)
     slower = {key: cpu.measured[key] * turns for key in ("launch", "start", "latency")}
     return replace(cpu, device=device, domain=processes, measured={**cpu.measured, **slower, "shared": turns})
 
@@ -91,7 +91,7 @@ def gpu_here() -> tuple[str, float]:
     return name.value.decode(errors="replace") or "GPU", float(memory[0])
 
 
-def _host_memory() -> float:
+def host_memory() -> float:
     """Bytes of this machine, or of the container that we are in."""
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.is_file() else ""

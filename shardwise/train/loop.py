@@ -6,6 +6,7 @@ import math
 import os
 import resource
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,16 +19,18 @@ from shardwise.comm.collectives import all_reduce
 from shardwise.data.loader import Loader
 from shardwise.data.make import make_sources
 from shardwise.data.objectives import objective_of
-from shardwise.data.stream import Stream
+from shardwise.data.stream import Samples, Stream
 from shardwise.errors import RunError
 from shardwise.job import Job
-from shardwise.kinds import MoE
+from shardwise.kinds import DLRM, MoE
 from shardwise.layout import MADE, Layout
+from shardwise.models import dlrm
 from shardwise.models.families import cost_of
-from shardwise.optim import learning_rate, make_optimizer, set_learning_rate
+from shardwise.optim import learning_rate, set_learning_rate
 from shardwise.parallel.expert import imbalance
 from shardwise.parallel.parallelize import Engine, parallelize
 from shardwise.parallel.pipeline import Order
+from shardwise.parallel.recommender import Recommender, optimizer_of
 from shardwise.planner.plan import order_of
 from shardwise.step import Outcome, taker
 from shardwise.train.checkpoint import Checkpoints
@@ -67,7 +70,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.engine = parallelize(self.job, self.layout, self.device, order=self._order())
-        self.optimizer = make_optimizer(self.job.optimizer, self.engine.holdings)
+        self.optimizer = optimizer_of(self.job, self.engine)
         compiled = self.job.compiles(self.device.type, self.layout)
         self.step = taker(self.engine, self.optimizer, self.job.optimizer.clip, compiled)
         self.main = self.engine.mesh.rank == 0
@@ -75,7 +78,7 @@ class Trainer:
         self.checkpoints = Checkpoints(self.folder.checkpoints, keep, asynchronous)
         self.progress = Progress(self.job.total_steps, self.main, self.job.model.unit)
         self.training, self.held_out, self.tokenizer = make_sources(self.job)
-        self.step_flops = 3 * sum(cost_of(self.job.built())) * self.job.samples
+        self.step_flops = 3 * flops_of(self.job) * self.job.samples
         self.peak = peak_rate(self.device, self.job.precision)
         self.skipped_in_a_row = 0
 
@@ -98,10 +101,14 @@ class Trainer:
             stream, self.job.samples, data.size, data.index, first,
             workers=self.job.data.workers, prefetch=self.job.data.prefetch, device=self.device,
         )  # fmt: skip
+        batches: Iterator[tuple[int, Samples]] = iter(loader)
+        ahead = self.job.embedding.ahead
+        if isinstance(self.engine, Recommender) and (self.device.type == "cuda" if ahead == "auto" else ahead):
+            batches = self.engine.coming(loader, last - first)
         try:
             for number in range(first, last):
                 begin, waited = time.perf_counter(), loader.wait_seconds
-                samples = next(loader)[1].to(self.device)
+                samples = next(batches)[1].to(self.device)
                 rate = learning_rate(self.job.optimizer, number, last)
                 set_learning_rate(self.optimizer, rate)
                 outcome = self.step(samples)
@@ -156,7 +163,7 @@ class Trainer:
         """Writes down what a step gave. Returns the signal that told any rank to stop, 0 for none."""
         engine = self.engine
         values = [outcome.loss, outcome.grad_norm, outcome.skipped, engine.scale.value, self.stop.agreed(engine)]
-        model = self.job.built()
+        model = self.job.model
         if isinstance(model, MoE):
             values.append(imbalance(model, engine.chains, engine.mesh["world"], self.device))
         loss, norm, skipped, scale, told, *more = torch.stack(values).tolist()  # the one wait for the device in a step
@@ -197,6 +204,11 @@ class Trainer:
         if self.main:
             self.folder.event(kind, message, **facts)
             self.progress.say(kind, message)
+
+
+def flops_of(job: Job) -> float:
+    """Floating-point operations of a sample's forward."""
+    return dlrm.cost(job.model) if isinstance(job.model, DLRM) else sum(cost_of(job.built()))
 
 
 def _due(done: int, every: int) -> bool:

@@ -16,10 +16,13 @@ from shardwise.data.tokenizer import Subwords
 from shardwise.errors import JobError
 from shardwise.files import write_text
 from shardwise.job import Job, load_job
+from shardwise.kinds import DLRM
 from shardwise.layout import MADE, Layout
+from shardwise.parallel import recommender
 from shardwise.parallel.parallelize import build, check, shapes_of
 from shardwise.train.auto import check_memory, choose_plan, cut_record, plan_record, reason, unplanned
 from shardwise.train.folder import RunFolder
+from shardwise.train.here import host_memory
 from shardwise.train.launch import check_world, joined_world, launch
 from shardwise.train.summary import finished, summarize
 from shardwise.train.worker import join
@@ -29,7 +32,7 @@ DEMO = Path(__file__).parent.parent / "demo.toml"
 # What may change when a run goes on; all other keys are what the run is.
 FREE = (
     "layout", "steps", "tokens", "compile", "data.workers", "data.prefetch", "checkpoint.*", "validation.*",
-    "run.device", "run.processes", "run.cluster",
+    "run.device", "run.processes", "run.cluster", "embedding.cut", "embedding.ahead",
 )  # fmt: skip
 
 
@@ -38,8 +41,14 @@ def start_training(job_file: Path | None, settings: list[str], resume: Path | No
     job = load_job(job_file or (old.path / "job.toml" if old else DEMO), settings)
     before = old.job() if old is not None else job
     _same_run(before, job)
+    given = None if job.layout == "auto" else Layout.parse(job.layout)
+    if given is not None and isinstance(job.model, DLRM):
+        check(job, given)  # here in its own words: the planner has another list of what it can weigh
     layout, record, why = _planned(job)
     check_world(layout, job)
+    if isinstance(job.model, DLRM):
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", layout.world))
+        recommender.check_room(job, layout, host_memory() / here)
     # Here, so that a missing file or a wrong vocabulary is told before processes start, and text is encoded once.
     _, _, tokenizer = make_sources(job)
     folder = _folder(job, old, layout)
@@ -79,9 +88,12 @@ def _planned(job: Job) -> tuple[Layout, dict[str, Any], str]:
 
 
 def _introduce(job: Job, layout: Layout, say: Callable[[str], None]) -> None:
-    parameters = sum(shape.numel() for shape in shapes_of(build(job, torch.float32)).values())
-    batch, tokens = check(job, layout), f"{job.samples} x {job.model.length} tokens"
-    tokens = tokens if job.model.unit == "tokens" else counted(job.samples, "sample")
+    if isinstance(job.model, DLRM):
+        parameters = recommender.parameters(job.model)
+    else:
+        parameters = sum(shape.numel() for shape in shapes_of(build(job, torch.float32)).values())
+    tokens = f"{job.samples} x {job.model.length} tokens" if job.model.unit == "tokens" else f"{job.samples} samples"
+    batch = check(job, layout)
     say(f"job:    {job.model.name}, {_short(parameters)} parameters, {job.precision}, on {job.data.source}")
     say(f"        {counted(job.total_steps, 'step')} of {tokens}, {job.optimizer.name} at {job.optimizer.lr:g}")
     parts = f"{counted(batch.micro_batches, 'micro-batch')} of {batch.micro_batch}"

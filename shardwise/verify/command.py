@@ -7,9 +7,10 @@ from pathlib import Path
 
 from shardwise.errors import UserError
 from shardwise.job import BatchSize, Job, load_job
-from shardwise.kinds import T5, MoE, ResNet
+from shardwise.kinds import DLRM, T5, MoE, ResNet
 from shardwise.layout import Layout
 from shardwise.parallel.parallelize import check
+from shardwise.verify import clicks
 from shardwise.verify.parity import Record, verify
 
 # One layout for each axis, and products of them, up to 8 processes.
@@ -34,7 +35,8 @@ def verify_job(
     """Proves the given layouts, or those of the default set that this job can have."""
     job = load_job(job_file, ["precision=float64", *settings])
     asked = layouts or ([job.layout] if job.layout != "auto" else [])
-    chosen = [Layout.parse(text) for text in asked or DEFAULT]
+    usual = clicks.LAYOUTS if isinstance(job.model, DLRM) else DEFAULT
+    chosen = [Layout.parse(text) for text in asked or usual]
     if shrink:
         job = with_small_batch(shrunk(job), chosen)
     if not asked:
@@ -52,6 +54,8 @@ def _possible(job: Job, layout: Layout) -> bool:
 
 def shrunk(job: Job) -> Job:
     """The same kind of model, small: few layers and heads, narrow, a short sequence; an odd vocabulary stays odd."""
+    if isinstance(job.model, DLRM):
+        return job.model_copy(update={"model": clicks.shrunk(job.model)})
     model = job.built()
     if isinstance(model, ResNet):
         less = {"width": min(model.width, 8), "image": min(model.image, 32), "classes": min(model.classes, 10)}

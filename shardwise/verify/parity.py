@@ -31,18 +31,20 @@ from shardwise.data.source import Source
 from shardwise.data.stream import Stream, share
 from shardwise.errors import RunError
 from shardwise.job import Job
-from shardwise.kinds import ResNet
+from shardwise.kinds import DLRM, ResNet
 from shardwise.layout import Layout
 from shardwise.models.chain import IGNORED, Chain
-from shardwise.optim import learning_rate, make_optimizer, set_learning_rate
+from shardwise.optim import learning_rate, set_learning_rate
 from shardwise.parallel.holding import cuts_of
 from shardwise.parallel.mesh import Axis
 from shardwise.parallel.parallelize import Engine, check, parallelize
 from shardwise.parallel.precision import Precision
+from shardwise.parallel.recommender import Recommender, optimizer_of
 from shardwise.planner.plan import order_of
 from shardwise.random import key_of, normal_
 from shardwise.step import Outcome, step
 from shardwise.train.here import check_compiler
+from shardwise.verify import clicks
 from shardwise.verify.truth import truth
 
 LIMIT = {"float64": 1e-10, "float32": 1e-3, "bf16": 1e-1, "fp16": 1e-2, "fp8": 3e-1}
@@ -139,6 +141,8 @@ class Gaps:
 
 def make_stream(job: Job) -> Stream:
     """Short enough that three steps see more than one epoch."""
+    if isinstance(job.model, DLRM):
+        return clicks.make_stream(job)
     source = made_up(job, max(1, 2 * job.samples - 1))
     whole = isinstance(job.model, ResNet)  # an image is one target
     return Stream(source if whole else Gaps(source), job.seed, objective=objective_of(job.model, job.seed))
@@ -149,7 +153,8 @@ def _rates(job: Job, steps: int) -> list[float]:
 
 
 def _truth(job: Job, steps: int) -> list[dict[str, Any]]:
-    records = truth(job, make_stream(job), _rates(job, steps), watch, Precision(job.precision).master)
+    truly = clicks.truth if isinstance(job.model, DLRM) else truth
+    records = truly(job, make_stream(job), _rates(job, steps), watch, Precision(job.precision).master)
     for record in records:
         record["seen"] = {name: fingerprint(outputs) for name, outputs in record["seen"].items()}
     return records
@@ -218,8 +223,10 @@ def error_of(value: Tensor, expected: Tensor, floor: float = 0.0) -> float:
 
 
 def _compare(job: Job, layout: Layout, reference: list[dict[str, Any]], steps: int) -> Record:
-    engine = parallelize(job, layout, torch.device("cpu"), order=order_of(job, layout, CLUSTERS["cpu"]))
-    optimizer = make_optimizer(job.optimizer, engine.holdings)
+    order = None if isinstance(job.model, DLRM) else order_of(job, layout, CLUSTERS["cpu"])
+    engine = parallelize(job, layout, torch.device("cpu"), order=order)
+    optimizer = optimizer_of(job, engine)
+    dense = clicks.without_tables(engine)
     stream = make_stream(job)
     comparison = Comparison(job.precision)
     for number, rate in enumerate(_rates(job, steps)):
@@ -235,15 +242,19 @@ def _compare(job: Job, layout: Layout, reference: list[dict[str, Any]], steps: i
                 _compare_outputs(comparison, number, engine, seen, expected["seen"])
             comparison.add(number, "loss", 0, "loss", error_of(outcome.loss, expected["loss"]))
             comparison.add(number, "grad_norm", 0, "grad_norm", error_of(outcome.grad_norm, expected["norm"]))
-            gradients = [h.grad.to(engine.scale.value.dtype) / engine.scale.value for h in engine.holdings]
-            _compare_pieces(comparison, number, "gradient", engine, gradients, expected["gradients"])
+            gradients = [h.grad.to(engine.scale.value.dtype) / engine.scale.value for h in dense.holdings]
+            _compare_pieces(comparison, number, "gradient", dense, gradients, expected["gradients"])
+            if isinstance(engine, Recommender):
+                clicks.compare_tables(comparison, number, "gradient", engine, expected["gradients"])
 
         step(engine, optimizer, samples, job.optimizer.clip, observe)
         for handle in handles:
             handle.remove()
-        weights = [holding.tensor.detach() for holding in engine.holdings]
-        _compare_pieces(comparison, number, "weight", engine, weights, expected["weights"])
-        _compare_whole(comparison, number, engine, expected["weights"])
+        weights = [holding.tensor.detach() for holding in dense.holdings]
+        _compare_pieces(comparison, number, "weight", dense, weights, expected["weights"])
+        _compare_whole(comparison, number, dense, expected["weights"])
+        if isinstance(engine, Recommender):
+            clicks.compare_tables(comparison, number, "weight", engine, expected["weights"])
     return comparison.record(layout)
 
 
