@@ -90,9 +90,7 @@ def read_csv(path: Path, counts: str = "all") -> Runs:
     if len(lines) < 2:
         raise DataError(f"{path} holds no runs: a first line with column names and a line for each run belong there.")
     columns = _columns(path, lines[0])
-    return _made(
-        [_row(path, number, line, columns) for number, line in enumerate(lines[1:], start=2) if line], counts
-    )
+    return _made([_row(path, number, line, columns) for number, line in enumerate(lines[1:], start=2) if line], counts)
 
 
 def _columns(path: Path, head: Sequence[str]) -> dict[str, int]:
@@ -112,7 +110,9 @@ def _columns(path: Path, head: Sequence[str]) -> dict[str, int]:
     return found
 
 
-def _row(path: Path, number: int, line: Sequence[str], columns: dict[str, int]) -> tuple[str, float, float, float, float]:
+def _row(
+    path: Path, number: int, line: Sequence[str], columns: dict[str, int]
+) -> tuple[str, float, float, float, float]:
     values = {}
     for what, place in columns.items():
         text = line[place].strip() if place < len(line) else ""

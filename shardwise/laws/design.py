@@ -84,7 +84,9 @@ def template_of(kind: str, settings: Sequence[str], flops: float) -> Job:
     """The job that all of the grid have in common."""
     template = load_job(None, [f"model.name={kind}", *settings])
     model = template.decoder()
-    taken = sorted(set(CHOSEN) & model.model_fields_set) + sorted({"steps", "tokens", "batch"} & template.model_fields_set)
+    taken = sorted(set(CHOSEN) & model.model_fields_set) + sorted(
+        {"steps", "tokens", "batch"} & template.model_fields_set
+    )
     if kind != "gpt" or taken:
         what = f"--set {taken[0]}" if taken else f"--model {kind}"
         raise JobError(f"{what}: sizes, batch and tokens are chosen here, for 'gpt'; set anything else.")
