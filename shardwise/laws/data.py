@@ -72,8 +72,9 @@ def read_runs(paths: Sequence[Path], counts: str = "all") -> Runs:
 
 
 def _made(rows: Sequence[tuple[str, float, float, float, float]], counts: str) -> Runs:
-    names, *columns = zip(*rows)
-    return Runs(tuple(names), *(np.array(column, dtype=float) for column in columns), counts)
+    names = tuple(name for name, *_ in rows)
+    parameters, tokens, loss, flops = np.array([values for _, *values in rows], dtype=float).T
+    return Runs(names, parameters, tokens, loss, flops, counts)
 
 
 # A file
