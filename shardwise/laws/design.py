@@ -3,7 +3,8 @@
 Budgets are counted as the planner counts (`Shape.flops`: every product of forward and backward, half of the causal
 square, the head). Sizes lie around 20 tokens for each parameter (Hoffmann et al. 2022), so that each budget has runs on
 both sides of its optimum. Batch and learning rate follow the budget C as DeepSeek-AI 2024 found (arXiv 2401.02954,
-section 3.1, fitted there from 1e17 to 2e19 FLOPs): 0.3118 / C^0.125, and 0.2920 C^0.3271 tokens.
+section 3.1, fitted there from 1e17 to 2e19 FLOPs): 0.2920 C^0.3271 tokens, and 0.3118 / C^0.125. Where that batch would
+leave fewer than a thousand steps it is smaller, and the rate falls with the root of it, as is usual for Adam.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from shardwise.laws.data import parameters_of
 from shardwise.planner.shape import shape_of
 
 TOKENS_PER_PARAMETER = 20.0
-STEPS = 100  # at least: a batch is smaller where there would be fewer
+STEPS = 1000  # at least, if a batch has a sample: one that leaves fewer is made smaller
+SHALLOW = 2  # layers at least: attention in one layer cannot build on another's, and learns far worse
 HELD_OUT = 256  # samples whose loss is a run's result
 CHOSEN = ("layers", "width", "heads", "kv_heads", "head_size", "ffn")
 LONG, SHORT = 2048, 256  # tokens in a sample, from 1e17 FLOPs on and below
@@ -105,23 +107,27 @@ def _designed(template: Job, model: Model, flops: float, counts: str, folder: Pa
     keys = {key: getattr(model, key) for key in (*CHOSEN, "sequence")}
     values["model"] = {**values.get("model", {}), **keys, "name": "gpt"}
     values["batch"] = {"samples": samples}
-    values["optimizer"] = {"lr": float(f"{rate_of(flops):.3g}"), **values.get("optimizer", {})}
+    values["optimizer"] = {"lr": rate_of(flops, samples * model.sequence), **values.get("optimizer", {})}
     values["validation"] = {"samples": HELD_OUT, **values.get("validation", {})}
     values["run"] = {"folder": str(folder / "runs" / name), **values.get("run", {})}
     return Designed(name, values, make_job(values, name), flops, parameters)
 
 
-def rate_of(flops: float) -> float:
-    """The highest learning rate for a budget."""
-    return float(0.3118 * flops**-0.125)
+def rate_of(flops: float, batch: float) -> float:
+    """The highest learning rate for a budget and the tokens of a batch."""
+    rate = 0.3118 * flops**-0.125 * min(1.0, math.sqrt(batch / _batch_tokens(flops)))
+    return float(f"{rate:.3g}")
 
 
 def batch_of(flops: float, tokens: float, sequence: int, devices: int = 1) -> int:
     """Samples in a batch for a budget: a power of two, times the odd part of the devices that share it."""
     odd = devices // (devices & -devices)
-    most = tokens / STEPS / sequence
-    wanted = min(0.2920 * flops**0.3271 / sequence, most)
-    return odd * 2 ** max(0, round(math.log2(max(1.0, wanted / odd))))
+    wanted, most = (size / sequence / odd for size in (_batch_tokens(flops), tokens / STEPS))
+    return odd * 2 ** max(0, min(round(math.log2(wanted)), math.floor(math.log2(most))))
+
+
+def _batch_tokens(flops: float) -> float:
+    return float(0.2920 * flops**0.3271)
 
 
 def sized(template: Job, parameters: float, counts: str) -> Model:
@@ -130,11 +136,10 @@ def sized(template: Job, parameters: float, counts: str) -> Model:
     aspect = min(128.0, 32.0 * (parameters / 1e5) ** 0.1)  # of width over depth: 32 at 0.1M, 64 at 100M, 128 at 100B
     best, model = math.inf, None
     for width in _widths(parameters):
-        one = _shaped(base, width, 1)
-        first = parameters_of(one, counts)
-        each = parameters_of(_shaped(base, width, 2), counts) - first
-        layers = max(1, round(1 + (parameters - first) / each))
-        off = abs(math.log((first + (layers - 1) * each) / parameters))
+        first = parameters_of(_shaped(base, width, SHALLOW), counts)
+        each = parameters_of(_shaped(base, width, SHALLOW + 1), counts) - first
+        layers = SHALLOW + max(0, round((parameters - first) / each))
+        off = abs(math.log((first + (layers - SHALLOW) * each) / parameters))
         score = off + 0.1 * abs(math.log(width / layers / aspect))
         if score < best:
             best, model, error = score, (width, layers), off
@@ -147,12 +152,12 @@ def sized(template: Job, parameters: float, counts: str) -> Model:
 
 
 def _widths(parameters: float) -> Iterator[int]:
-    """Multiples of 16, then of 64, 256 and 1024, up to far more than the aspect asks for."""
+    """Multiples of 8, then of 16, 64, 256 and 1024, up to far more than the aspect asks for."""
     most = max(64.0, 2 * (128 * parameters / 12) ** (1 / 3))
     width = 16
     while width <= most:
         yield width
-        width += 16 if width < 256 else 64 if width < 1024 else 256 if width < 4096 else 1024
+        width += 8 if width < 64 else 16 if width < 256 else 64 if width < 1024 else 256 if width < 4096 else 1024
 
 
 def _shaped(base: dict[str, Any], width: int, layers: int) -> Model:

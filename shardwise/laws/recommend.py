@@ -205,5 +205,6 @@ def job_for(found: Recommendation, devices: int, settings: Sequence[str]) -> Job
     batch = template.batch.model_copy(update={"samples": samples, "tokens": None})
     values: dict[str, Any] = {"model": model, "batch": batch, "tokens": round(found.tokens), "steps": None}
     if "lr" not in template.optimizer.model_fields_set:
-        values["optimizer"] = template.optimizer.model_copy(update={"lr": float(f"{rate_of(found.flops):.3g}")})
+        rate = rate_of(found.flops, samples * model.sequence)
+        values["optimizer"] = template.optimizer.model_copy(update={"lr": rate})
     return template.model_copy(update=values)
