@@ -41,7 +41,7 @@ def trained(job: Job, layout: Layout) -> tuple[float, float]:
     """The loss of the third step, and the seconds that it took."""
     engine = parallelize(job, layout, torch.device("cpu"))
     optimizer = make_optimizer(job.optimizer, engine.holdings)
-    stream = Stream(Synthetic(16, job.model.sequence, job.decoder().vocab, 0), 0)
+    stream = Stream(Synthetic(16, job.model.sequence, job.built().vocab, 0), 0)
     loss, begin = torch.zeros(()), 0.0
     for number in range(3):
         begin = time.perf_counter()
@@ -50,7 +50,7 @@ def trained(job: Job, layout: Layout) -> tuple[float, float]:
 
 
 def formula(job: Job, layout: Layout) -> int:
-    model, c = job.decoder(), layout.context
+    model, c = job.built(), layout.context
     queries, keys = model.heads * model.head_size, model.kv_heads * model.head_size
     if layout.context_by == "ring":
         numbers = (3 * c - 2) * 2 * keys

@@ -39,7 +39,7 @@ def jobs(samples: int) -> tuple[Job, Job]:
 
 
 def formula(job: Job, layout: Layout) -> int:
-    model, batch = job.decoder(), solve_batch(layout, job.samples)
+    model, batch = job.built(), solve_batch(layout, job.samples)
     rows = batch.micro_batch * model.sequence * EXPERTS["experts_per_token"]  # type: ignore[operator]
     once = 4 * rows * model.width * 4 + 8 * EXPERTS["experts"]  # type: ignore[operator]
     return batch.micro_batches * model.layers // layout.pipeline * once
@@ -57,7 +57,7 @@ def times(sparse: Job, dense: Job, layout: Layout, plain: Layout) -> tuple[float
     runs = []
     for job, cut in ((sparse, layout), (dense, plain)):
         engine = parallelize(job, cut, torch.device("cpu"))
-        stream = Stream(Synthetic(4096, job.model.sequence, job.decoder().vocab, 0), 0)
+        stream = Stream(Synthetic(4096, job.model.sequence, job.built().vocab, 0), 0)
         samples = stream.read(share(0, job.samples, cut.data, engine.mesh["data"].index))
         runs.append((engine, make_optimizer(job.optimizer, engine.holdings), samples))
     for turn in range(TURNS + 2):

@@ -57,7 +57,7 @@ def train(
     short = [f"layout={layout}"] * bool(layout) + [f"run.cluster={cluster}"] * bool(cluster)
     settings = [*(settings or []), *short]
     if resume is None:
-        load_job(job_file, settings).decoder()  # a typo is told at once, before PyTorch is imported
+        load_job(job_file, settings).built()  # a typo is told at once, before PyTorch is imported
 
     from shardwise.train.start import start_training
 
@@ -74,7 +74,7 @@ def verify(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON record per layout.")] = False,
 ) -> None:
     """Proves that layouts compute what one device computes."""
-    load_job(job_file, settings or []).decoder()
+    load_job(job_file, settings or []).built()
 
     from shardwise.verify.command import verify_job
 
@@ -136,7 +136,7 @@ def dryrun(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON record per rank.")] = False,
 ) -> None:
     """Takes a step as some ranks of any world, without its devices: exact memory and traffic."""
-    load_job(job_file, settings or []).decoder()
+    load_job(job_file, settings or []).built()
 
     from shardwise.planner.dryrun_command import describe, dryrun_job
 
@@ -173,7 +173,7 @@ def bench_step(
     """Takes steps of a job on one device with random tokens: tokens/s, memory, and where the time goes."""
     short = [f"model.name={model}"] * bool(model) + [f"batch.samples={batch}"] * bool(batch)
     job = load_job(job_file, [*(settings or []), *short])
-    job.decoder()
+    job.built()
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own talk
 
     import torch

@@ -15,7 +15,7 @@ import tomli_w
 from pydantic import Field, ValidationError, model_validator
 
 from shardwise.errors import JobError, LayoutError, nearest
-from shardwise.kinds import KINDS, AnyModel, Bert, Count, Model, MoE, Section, kind_of
+from shardwise.kinds import KINDS, T5, AnyModel, Bert, Count, Model, MoE, ResNet, Section
 from shardwise.layout import Layout
 
 PRECISIONS = ("float64", "float32", "bf16", "fp16", "fp8")
@@ -154,9 +154,9 @@ class Job(Section):
             return max(1, -(-self.tokens // (self.samples * self.model.sequence)))
         return self.steps if self.steps is not None else 200
 
-    def decoder(self) -> Model:
+    def built(self) -> Model | T5 | ResNet:
         """The model, where it is of a kind that is built; whatever runs a job asks for it here."""
-        if kind_of(self.model) not in ("gpt", "moe") or not isinstance(self.model, Model):
+        if not isinstance(self.model, Model | T5 | ResNet):
             raise JobError(
                 f"model.name = {self.model.name!r}: this version plans {self.model.what}, it cannot train one yet; "
                 "use `shardwise plan`."
@@ -166,7 +166,19 @@ class Job(Section):
                 f"model.name = {self.model.name!r}: this version plans latent attention (model.kv_rank), it cannot "
                 "train it yet; use `shardwise plan`."
             )
+        if isinstance(self.model, Bert) and self.model.short_sequence:
+            raise JobError(
+                "model.short_sequence: two parts of a training with samples of different length can be planned, not "
+                "trained in one run; train each as a run of its own."
+            )
         return self.model
+
+    def decoder(self) -> Model:
+        """The model, where it is one that writes text."""
+        model = self.built()
+        if isinstance(model, T5 | Bert | ResNet):
+            raise JobError(f"model.name = {model.name!r}: {model.what} does not write text; this needs a decoder.")
+        return model
 
     def phases(self) -> list[tuple[int, Job]]:
         """Steps, and the job that takes them: those with short samples, where there are any, then the others."""

@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 
 from shardwise.errors import nearest
 from shardwise.presets import PRESETS
+from shardwise.words import counted
 
 _SUFFIX = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
@@ -46,6 +47,21 @@ class Named(Section):
     unit: ClassVar[str] = "tokens"
     """What is counted of a sample."""
     name: str
+
+    @property
+    def length(self) -> int:
+        """Positions of a sample in the model."""
+        return getattr(self, "sequence", 1)
+
+    @property
+    def window(self) -> int:
+        """Tokens of text that a sample is made from."""
+        return self.length
+
+    @property
+    def spare(self) -> int:
+        """Ids at the end of the vocabulary that no text has."""
+        return 0
 
     @model_validator(mode="before")
     @classmethod
@@ -168,10 +184,33 @@ class Bert(Model):
     bias: bool = True
     masked: float = Field(0.15, gt=0.0, le=1.0)
     """Share of the tokens that are predicted; only they reach the head."""
+    mask_id: int = Field(-1, ge=-1)
+    """The id that hides a token; -1: the last of the vocabulary, which no text may then have."""
     short_sequence: int = Field(0, ge=0)
     """Tokens in a sample of the first part of the training; 0: there is no such part."""
     short_share: float = Field(0.9, ge=0.0, le=1.0)
     """Share of the steps that the first part takes, where there is one."""
+
+    @property
+    def mask(self) -> int:
+        return self.vocab - 1 if self.mask_id < 0 else self.mask_id
+
+    @property
+    def spare(self) -> int:
+        return int(self.mask_id < 0)
+
+    @property
+    def predicted(self) -> int:
+        """Positions of a sample that are predicted."""
+        return max(1, round(self.masked * self.sequence))
+
+    @model_validator(mode="after")
+    def _bert(self) -> Bert:
+        if self.mask_id >= self.vocab:
+            raise ValueError(f"mask_id ({self.mask_id}) is not below vocab ({self.vocab})")
+        if self.kv_heads != self.heads or self.positions != "learned" or self.norm != "layer" or not self.bias:
+            raise ValueError("a BERT has learned positions, layer norms, biases, and a key for each query's head")
+        return self
 
 
 class T5(Named):
@@ -196,19 +235,74 @@ class T5(Named):
     """Of the feed-forward part."""
     tied: bool = True
     """Whether the head uses the token embedding's weights."""
+    dropout: float = Field(0.0, ge=0.0, lt=1.0)
+    """Dropout of embeddings and of what each block adds to the stream."""
+    left_out: float = Field(0.15, gt=0.0, lt=1.0)
+    """Share of the text that the decoder is to write."""
+    span: float = Field(3.0, ge=1.0)
+    """Tokens that are left out in a row, in the mean."""
+    buckets: int = Field(32, ge=4)
+    """Distances that attention tells apart: near ones one by one, farther ones in ever wider groups."""
+    farthest: int = Field(128, ge=2)
+    """The distance from which on all are one group."""
+    norm_eps: float = Field(1e-6, gt=0.0)
+
+    @property
+    def length(self) -> int:
+        return self.sequence + self.targets
+
+    def noise(self, tokens: int) -> tuple[int, int]:
+        """Of so many tokens, how many are left out, in how many runs."""
+        out = min(tokens - 1, max(1, round(self.left_out * tokens)))
+        return out, max(1, min(round(out / self.span), tokens - out))
+
+    @property
+    def window(self) -> int:
+        """The most tokens of which what is left, with a mark for each run and one for the end, fits the encoder."""
+        tokens = self.sequence
+        while True:
+            out, spans = self.noise(tokens + 1)
+            if tokens + 1 - out + spans + 1 > self.sequence:
+                return tokens
+            tokens += 1
+
+    @property
+    def spare(self) -> int:
+        return self.noise(self.window)[1] + 1
+
+    @model_validator(mode="after")
+    def _t5(self) -> T5:
+        out, spans = self.noise(self.window)
+        if self.window - out + spans + 1 > self.sequence:
+            raise ValueError(f"sequence ({self.sequence}) is too short for a text with runs left out; give at least 8")
+        if out + spans + 1 > self.targets:
+            raise ValueError(
+                f"targets ({self.targets}) is too short: of {self.window} tokens {out} are left out in "
+                f"{counted(spans, 'run')}, which take {out + spans + 1}; set targets = {out + spans + 1}"
+            )
+        return self
 
 
 class ResNet(Named):
-    """A residual network of bottleneck blocks, for images."""
+    """A residual network, for images."""
 
     what = "a ResNet"
     unit = "samples"
     name: str = "resnet"
-    depth: Literal[50, 101, 152] = 50
+    depth: Literal[18, 34, 50, 101, 152] = 50
     """Convolutions in a row, and the last product."""
-    image: int = Field(224, ge=32)
+    stem: Literal["imagenet", "cifar"] = "imagenet"
+    """The first convolution: 7 x 7 in steps of two and pooled, or 3 x 3."""
+    width: int = Field(64, ge=1)
+    """Channels of the first blocks; each of the three stages after them has twice as many."""
+    image: int = Field(224, ge=8)
     """Pixels of a side."""
     classes: int = Field(1000, ge=1)
+
+    @property
+    def deep(self) -> bool:
+        """Whether blocks are bottlenecks."""
+        return self.depth >= 50
 
     @property
     def sequence(self) -> int:

@@ -103,10 +103,10 @@ def _attend(kind: str) -> list[torch.Tensor]:
     k, v = torch.randn(2, 3, 24, 8), torch.randn(2, 3, 24, 8)
     where = context.positions(24, axis, kind)
     whole = [x.clone().requires_grad_() for x in (q, k, v)]
-    expected = attend(*whole)
+    expected = attend(*whole, True)
     expected.square().sum().backward()
     own = [x[:, :, where].clone().requires_grad_() for x in (q, k, v)]
-    found = (context.Ring(axis) if kind == "ring" else context.Heads(axis))(*own)
+    found = (context.Ring(axis) if kind == "ring" else context.Heads(axis))(*own, True)
     found.square().sum().backward()
     pairs = [(found, expected[:, :, where]), *((a.grad, b.grad[:, :, where]) for a, b in zip(own, whole, strict=True))]
     return [float((a - b).abs().max()) for a, b in pairs]

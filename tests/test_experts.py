@@ -41,7 +41,7 @@ def small(samples: int = 8, **more: Any) -> Job:
 
 
 def experts(**more: Any) -> Experts:
-    chain = gpt(small(**more).decoder(), 0).double()
+    chain = gpt(small(**more).built(), 0).double()
     reset(chain, 0)
     return next(module for module in chain.modules() if isinstance(module, Experts))
 
@@ -159,16 +159,16 @@ def test_a_dry_run_and_its_costs() -> None:
         # Half of the experts' gradients of two layers: up, gate and down of 2 experts.
         times = 1 if zero == 1 else 2
         assert sent["alike", "reduce-scatter"] == times * 2 * 3 * 2 * 24 * 16 * 8
-    sparse, plain = cost(job.decoder())[2], cost(job.decoder())[1]
+    sparse, plain = cost(job.built())[2], cost(job.built())[1]
     assert sparse != plain
-    model = job.decoder()
+    model = job.built()
     assert isinstance(model, MoE)
     assert sparse - plain == 2.0 * 8 * 16 * 3 * (2 * 24 + 8 - model.ffn)
 
 
 def test_what_cannot_be_trained_yet() -> None:
     with pytest.raises(JobError, match="latent attention"):
-        load_job(None, ["model.name=deepseek-v3"]).decoder()
+        load_job(None, ["model.name=deepseek-v3"]).built()
     for text, words in {
         "shard=2 expert=2": "5 experts do not divide over 2 ranks; use expert=1",
         "shard=3 expert=5": "shard=3 does not divide by it; use shard=5",
@@ -266,7 +266,7 @@ def load_of(text: str) -> list[float]:
     job = small(8, experts=4)
     engine = parallelize(job, Layout.parse(text), torch.device("cpu"))
     optimizer = make_optimizer(job.optimizer, engine.holdings)
-    ranks, model, found = engine.mesh["data"], job.decoder(), []
+    ranks, model, found = engine.mesh["data"], job.built(), []
     assert isinstance(model, MoE)
     for number in range(3):
         if number < 2:

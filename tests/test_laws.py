@@ -69,7 +69,8 @@ def test_numbers_checked_by_hand() -> None:
 
 
 def test_repeated_tokens_are_worth_less() -> None:
-    N, D = 1e9, 2e10
+    D = 2e10
+    N = TRUTH.parameters_for(D)
     assert TRUTH.repeated_loss(N, D, unique=D) == pytest.approx(TRUTH.loss(N, D))
     once, four, forty = (TRUTH.worth(N, times * D, D)[1] / D for times in (1, 4, 40))
     # By hand: 1 + 15.387756 (1 - exp(-3 / 15.387756)) = 3.726; no number of repetitions is worth more than 16.39.

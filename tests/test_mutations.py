@@ -411,7 +411,7 @@ def gradients_not_summed_over_the_parts_of_a_sequence(patch: Patch) -> None:
 @caught("context=4", "output", "block0.attention")
 def keys_of_the_back_chunk_seen_from_before_it(patch: Patch) -> None:
     everything = slice(None)
-    patch.setattr(context, "seen", lambda axis, turn, length: (everything, everything, turn == 0))
+    patch.setattr(context, "seen", lambda axis, turn, length, causal: (everything, everything, turn == 0))
 
 
 @caught("context=2", "output", "block0.attention")

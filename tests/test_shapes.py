@@ -272,7 +272,7 @@ def test_flops_of_a_resnet_and_a_t5() -> None:
 # Jobs
 
 
-@pytest.mark.parametrize("name", [kind for kind in KINDS if kind not in ("gpt", "moe")])
+@pytest.mark.parametrize("name", ["dlrm"])
 @pytest.mark.parametrize("command", ["train", "verify", "dryrun"])
 def test_what_cannot_be_trained_is_refused_in_a_sentence(name: str, command: str, tmp_path: Path) -> None:
     job = tmp_path / "job.toml"
@@ -289,7 +289,7 @@ def test_what_cannot_be_trained_is_refused_in_a_sentence(name: str, command: str
         ({"name": "moe", "expert": 4}, ["model.expert", "'experts'"]),
         ({"experts": 4}, ["model.experts", "'moe'", "not of 'gpt'"]),
         ({"name": "resnet", "layers": 4}, ["model.layers", "not of 'resnet'", "depth"]),
-        ({"name": "resnet", "depth": 18}, ["model.depth", "50"]),
+        ({"name": "resnet", "depth": 19}, ["model.depth", "50"]),
         ({"name": "dlrm", "bottom": [0]}, ["model.bottom.0"]),
         ({"name": "mixtral-8x7", "layers": 2}, ["mixtral-8x7b"]),
         ({"name": "moe", "experts_per_token": 9}, ["experts_per_token (9)", "experts (8)"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -17,13 +18,14 @@ import torch
 from shardwise.comm.world import run_world
 from shardwise.data.tokens import write_tokens
 from shardwise.errors import DataError, JobError, RunError
-from shardwise.job import Job, make_job
+from shardwise.job import BatchSize, Job, load_job, make_job
 from shardwise.layout import Layout
 from shardwise.train.folder import RunFolder
 from shardwise.train.generate import sample_run
 from shardwise.train.loop import Trainer
 from shardwise.train.start import start_training
 from shardwise.train.summary import summarize
+from shardwise.verify.command import shrunk
 
 SMALL = {
     "precision": "float64", "steps": 20,
@@ -260,3 +262,28 @@ def test_under_torchrun_it_joins_that_world_and_sample_writes_text(tmp_path: Pat
     )  # fmt: skip
     assert text.returncode == 0, text.stderr
     assert text.stdout.startswith("to be")
+
+
+EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.toml"))
+
+
+def trainable(example: Path) -> bool:
+    try:
+        load_job(example).built()
+    except JobError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("example", [path for path in EXAMPLES if trainable(path)], ids=lambda path: path.stem)
+def test_every_example_takes_steps(example: Path, tmp_path: Path) -> None:
+    """Models of their kind and shape, small, on random walks."""
+    job = shrunk(load_job(example, ["steps=3", "precision=float32", "data.source=synthetic", "data.samples=64"]))
+    job = job.model_copy(
+        update={
+            "batch": BatchSize(samples=8), "run": job.run.model_copy(update={"folder": str(tmp_path / "run")}),
+            "checkpoint": job.checkpoint.model_copy(update={"every": 0}),
+        }
+    )  # fmt: skip
+    run = train(job, "pipeline=2")
+    assert len(losses(run)) == 3 and all(math.isfinite(loss) for loss in losses(run))

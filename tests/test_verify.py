@@ -95,7 +95,7 @@ def fits(case: Case) -> bool:
     if layout is None or layout.stage_count > case["layers"] + 2:
         return False
     try:
-        context.check(job_of(case, layout).decoder(), layout)
+        context.check(job_of(case, layout).built(), layout)
     except LayoutError:
         return False
     return True

@@ -20,12 +20,14 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from shardwise.cluster import GIB, peak_rate
-from shardwise.data.source import Synthetic
+from shardwise.data.make import made_up
+from shardwise.data.objectives import objective_of
 from shardwise.data.stream import Samples, Stream, share
 from shardwise.errors import LayoutError
 from shardwise.job import Job
 from shardwise.layout import Layout
-from shardwise.models.gpt import Head, cost
+from shardwise.models import bert, gpt, t5
+from shardwise.models.families import cost_of
 from shardwise.optim import make_optimizer
 from shardwise.parallel.parallelize import Engine, parallelize
 from shardwise.step import Recorded, step, taker
@@ -99,7 +101,8 @@ def bench_step(job: Job, device: torch.device, steps: int = 10, warm: int = WARM
         torch.cuda.reset_peak_memory_stats()
     engine = parallelize(job, layout, device)
     optimizer = make_optimizer(job.optimizer, engine.holdings)
-    stream = Stream(Synthetic(4 * job.samples, job.model.sequence, job.decoder().vocab, job.seed), job.seed)
+    model = job.built()
+    stream = Stream(made_up(job, 4 * job.samples), job.seed, objective=objective_of(model, job.seed))
     batches = [stream.read(share(number, job.samples, 1, 0)).to(device) for number in range(4)]
 
     for number in range(warm):
@@ -120,7 +123,7 @@ def bench_step(job: Job, device: torch.device, steps: int = 10, warm: int = WARM
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return StepReport(
         name, str(layout), compiled, isinstance(take, Recorded), job.samples * job.model.sequence, middle,
-        (quarters[2] - quarters[0]) / middle, 3 * sum(cost(job.decoder())) * job.samples / middle,
+        (quarters[2] - quarters[0]) / middle, 3 * sum(cost_of(model)) * job.samples / middle,
         peak_rate(device, job.precision) or 0.0, peak, parts,
     )  # fmt: skip
 
@@ -185,7 +188,12 @@ def _marked(engine: Engine) -> Iterator[None]:
     def end(*args: Any) -> None:
         marks.pop().__exit__(None, None, None)
 
-    heads = [module for chain in engine.chains for module in chain.modules() if isinstance(module, Head)]
+    heads = [
+        module
+        for chain in engine.chains
+        for module in chain.modules()
+        if isinstance(module, gpt.Head | bert.Head | t5.Head)
+    ]
     handles = [handle for head in heads
                for handle in (head.register_forward_pre_hook(begin), head.register_forward_hook(end))]  # fmt: skip
     try:

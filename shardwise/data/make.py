@@ -20,6 +20,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from shardwise.data.encode import encode_files, name_of, size_and_time, tokenizer_for
+from shardwise.data.images import Drawn
 from shardwise.data.source import Part, Source, Synthetic
 from shardwise.data.text import find_files
 from shardwise.data.tokenizer import Bytes, Tokenizer, bpe_size, fingerprint, load_tokenizer
@@ -27,6 +28,7 @@ from shardwise.data.tokens import RAW, TokenFile, open_raw, open_tokens
 from shardwise.data.windows import Windows
 from shardwise.errors import DataError
 from shardwise.job import Data, Job
+from shardwise.kinds import ResNet
 from shardwise.words import counted
 
 try:
@@ -47,14 +49,19 @@ def make_sources(job: Job, cache: Path | None = None) -> tuple[Source, Source, T
     """The training samples, the validation samples (maybe none) and the tokenizer, where one is known."""
     if job.data.source == "synthetic":
         return *_synthetic(job), None
+    if isinstance(job.model, ResNet):
+        raise DataError(
+            f"data.source = {job.data.source!r} is text, and {job.model.what} reads images; use "
+            'data.source = "synthetic", which draws some.'
+        )
     files, tokenizer = _token_files(job) if job.data.source == "tokens" else _encoded(job, cache or cache_folder())
-    source = Windows(files, job.model.sequence)
+    source = Windows(files, job.model.window)
     if not len(source):
         longest = max(file.count for file in files)
         among = "the longest of its files has" if len(files) > 1 else "it has"
         raise DataError(
             f"{name_of(job.data)} is too short for one sample: {among} {counted(longest, 'token')}, and a sample needs "
-            f"model.sequence + 1 = {job.model.sequence + 1}. Give more text or a shorter model.sequence."
+            f"{job.model.window + 1}. Give more text or a shorter model.sequence."
         )
     first_held = len(source) - _held(len(source), job.data.validation)
     return Part(source, 0, first_held), Part(source, first_held, len(source)), tokenizer
@@ -64,8 +71,16 @@ def _synthetic(job: Job) -> tuple[Source, Source]:
     # Validation goes on where training ends: other walks under the same rule. Under a second seed's rule nothing that
     # was learned would hold.
     count = job.data.samples
-    longer = Synthetic(count + _held(count + 1, job.data.validation), job.model.sequence, job.decoder().vocab, job.seed)
+    longer = made_up(job, count + _held(count + 1, job.data.validation))
     return Part(longer, 0, count), Part(longer, count, len(longer))
+
+
+def made_up(job: Job, count: int) -> Source:
+    """Samples that need no files, for any kind of model."""
+    model = job.built()
+    if isinstance(model, ResNet):
+        return Drawn(count, model.image, model.classes, job.seed)
+    return Synthetic(count, model.window, model.vocab - model.spare, job.seed)
 
 
 def _held(count: int, share: float) -> int:
@@ -82,7 +97,9 @@ def _token_files(job: Job) -> tuple[list[TokenFile], Tokenizer | None]:
         if path.endswith(f":{known}"):
             path, kind = path.removesuffix(f":{known}"), known
     found = find_files("tokens", path)
-    files = [open_raw(file, kind, job.decoder().vocab) if kind else open_tokens(file) for file in found]
+    model = job.built()
+    assert not isinstance(model, ResNet)
+    files = [open_raw(file, kind, model.vocab - model.spare) if kind else open_tokens(file) for file in found]
     for file in files:
         _check_vocab(f"the token file {file.path}", file.vocab, job)
     return files, _tokenizer_of(0 if kind else max(file.vocab for file in files), job)
@@ -153,5 +170,9 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _check_vocab(who: str, ids: int, job: Job) -> None:
-    if ids > job.decoder().vocab:
-        raise DataError(f"{who} has {ids} ids but model.vocab is {job.decoder().vocab}; set model.vocab = {ids}.")
+    model = job.built()
+    assert not isinstance(model, ResNet)
+    if ids + model.spare > model.vocab:
+        own = f", and {model.what} needs {model.spare} of its own" if model.spare else ""
+        needed = ids + model.spare
+        raise DataError(f"{who} has {ids} ids but model.vocab is {model.vocab}{own}; set model.vocab = {needed}.")

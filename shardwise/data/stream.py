@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardwise.data.objectives import Objective, shifted
 from shardwise.data.source import Source
 from shardwise.errors import DataError
 from shardwise.random import Permutation
@@ -35,8 +36,8 @@ class Samples:
 
 
 class Stream:
-    def __init__(self, source: Source, seed: int, shuffle: bool = True):
-        self.source, self.seed, self.shuffle = source, seed, shuffle
+    def __init__(self, source: Source, seed: int, shuffle: bool = True, objective: Objective = shifted):
+        self.source, self.seed, self.shuffle, self.objective = source, seed, shuffle, objective
         self._orders: dict[int, Permutation] = {}
 
     def indices(self, places: np.ndarray) -> np.ndarray:
@@ -52,10 +53,12 @@ class Stream:
         return found
 
     def read(self, places: np.ndarray) -> Samples:
-        rows = np.stack([self._sample(int(index)) for index in self.indices(places)])
-        both = torch.from_numpy(rows)
-        tokens = both[:, :-1].clamp(min=0).contiguous()  # an ignored target is still some input
-        return Samples(tokens, both[:, 1:].contiguous(), torch.from_numpy(places.astype(np.int64)))
+        made = [
+            self.objective(self._sample(int(index)), int(place))
+            for index, place in zip(self.indices(places), places, strict=True)
+        ]
+        tokens, targets = (torch.from_numpy(np.stack(rows)) for rows in zip(*made, strict=True))
+        return Samples(tokens, targets, torch.from_numpy(places.astype(np.int64)))
 
     def _sample(self, index: int) -> np.ndarray:
         try:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.kinds import Model, MoE
+from shardwise.kinds import T5, Model, MoE, Named
 from shardwise.models import fp8
 from shardwise.models.chain import Chain, Cut, Init, Region, Rules, Table, Uneven
 from shardwise.models.chain import Head as HeadRule
@@ -37,8 +37,8 @@ def sparse(model: Model, layer: int) -> bool:
 
 
 def prepare(
-    chain: Chain, model: Model, device: torch.device, dtype: torch.dtype, *, pipelined: bool, narrow: bool, chunk: int,
-    weigh: Callable[[], Tensor],
+    chain: Chain, model: Named, device: torch.device, dtype: torch.dtype, *, pipelined: bool, narrow: bool,
+    chunk: int, weigh: Callable[[], Tensor],
 ) -> None:  # fmt: skip
     """Gives a chain whose weights have memory what does not change from step to step: one rotation for all blocks, how
     many positions' logits the loss holds at once (all in a pipeline), whether products are in 8 bits, and what weighs
@@ -51,7 +51,7 @@ def prepare(
         if isinstance(module, Project):
             module.rows = 0 if pipelined else chunk or module.rows
     found = [module for module in chain.modules() if isinstance(module, Attention) and module.theta is not None]
-    if found:
+    if found and isinstance(model, Model):
         cos, sin = rotation(model.sequence, model.head_size, model.rope_theta, device)
         wide = torch.promote_types(dtype, torch.float32)
         turn = cos.to(wide), sin.to(wide)
@@ -188,15 +188,16 @@ class RMSNorm(nn.RMSNorm):
 
 
 class Attention(nn.Module):
-    """Causal attention with grouped queries; the number of heads is read off the weights it is given."""
+    """Attention with grouped queries; the number of heads is read off the weights it is given."""
 
-    def __init__(self, model: Model):
+    def __init__(self, model: Model, causal: bool = True):
         super().__init__()
+        self.causal = causal
         self.group = model.heads // model.kv_heads
         self.head_size = model.head_size
         self.theta = model.rope_theta if model.positions == "rotary" else None
         self.turn: tuple[Tensor, Tensor] | None = None
-        self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = attend
+        self.attend: Callable[[Tensor, Tensor, Tensor, bool], Tensor] = attend
         """Another where a rank has only a part of the sequence (`shardwise.parallel.context`)."""
         self.qkv = Product(model.width, (model.heads + 2 * model.kv_heads) * model.head_size, bias=model.bias)
         self.out = Product(model.heads * model.head_size, model.width, bias=model.bias)
@@ -209,12 +210,12 @@ class Attention(nn.Module):
             turn = self.turn or rotation(x.shape[1], self.head_size, self.theta, x.device)
             q, k = rotate(q, turn), rotate(k, turn)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # B KG S H, as seen; in memory S comes first
-        return self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
+        return self.out(self.attend(q, k, v, self.causal).transpose(1, 2).flatten(2))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of (B, heads, S, H); keys and values may have fewer heads."""
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """Attention of (B, heads, S, H); keys and values may have fewer heads."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def rotation(length: int, size: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -244,13 +245,14 @@ class SwiGLU(nn.Module):
 
 
 class GELU(nn.Module):
-    def __init__(self, model: Model):
+    def __init__(self, model: Model, approximate: str = "tanh"):
         super().__init__()
+        self.approximate = approximate
         self.up = Product(model.width, model.ffn, bias=model.bias)
         self.down = Product(model.ffn, model.width, bias=model.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
+        return self.down(F.gelu(self.up(x), approximate=self.approximate))
 
 
 class Head(nn.Module):
@@ -268,7 +270,7 @@ class Head(nn.Module):
 class Project(nn.Module):
     """Logits, or the loss summed over the targets where they are given."""
 
-    def __init__(self, model: Model):
+    def __init__(self, model: Model | T5):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(model.vocab, model.width))
         self.part: Vocabulary | None = None

@@ -20,7 +20,7 @@ from torch import Tensor
 from shardwise.comm.collectives import all_reduce, all_to_all, all_to_all_with_grad
 from shardwise.data.stream import Samples
 from shardwise.errors import LayoutError
-from shardwise.kinds import Model
+from shardwise.kinds import Model, Named
 from shardwise.layout import Layout
 from shardwise.models.chain import Chain, Placed
 from shardwise.models.experts import Experts
@@ -28,11 +28,13 @@ from shardwise.models.gpt import Attention, attend
 from shardwise.parallel.mesh import Axis, Mesh
 
 
-def check(model: Model, layout: Layout) -> None:
+def check(model: Named, layout: Layout) -> None:
     """Raises for a degree that the sequence or the heads do not allow."""
     degree, tensor = layout.context, layout.tensor
     if degree == 1:
         return
+    if not isinstance(model, Model):
+        raise LayoutError(f"context={degree}: {model.what} is not cut along its sequence; leave context at 1.")
     ring = layout.context_by == "ring"
     unit = math.lcm((2 if ring else 1) * degree, degree * tensor)
     if model.sequence % unit:
@@ -100,7 +102,7 @@ class Heads:
         self.axis = axis
 
     @torch.compiler.disable
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         """(B, heads, own positions, H), as many out."""
         ranks = self.axis.size
         if k.shape[1] % ranks:  # too few heads of keys and values to deal out: each query's head with its own
@@ -108,7 +110,8 @@ class Heads:
         sizes = [x.shape[1] // ranks for x in (q, k, v)]
         parts = [torch.cat(part, 1) for part in zip(*(x.chunk(ranks, 1) for x in (q, k, v)), strict=True)]
         both = self._exchange(torch.stack(parts))
-        y = attend(*torch.cat(both.unbind(), 2).split(sizes, 1))
+        q, k, v = torch.cat(both.unbind(), 2).split(sizes, 1)
+        y = attend(q, k, v, causal)
         back = self._exchange(torch.stack(y.chunk(ranks, 2)))
         return torch.cat(back.unbind(), 1)
 
@@ -125,19 +128,19 @@ class Ring:
         self.axis = axis
 
     @torch.compiler.disable
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         """(B, heads, own positions, H), as many out."""
-        return Round.apply(q, k, v, self.axis)  # type: ignore[no-any-return]
+        return Round.apply(q, k, v, self.axis, causal)  # type: ignore[no-any-return]
 
 
-def seen(axis: Axis, turn: int, length: int) -> tuple[slice, slice, bool]:
+def seen(axis: Axis, turn: int, length: int, causal: bool) -> tuple[slice, slice, bool]:
     """In which turn this rank's queries, of which of them, see which of the keys that are there; and whether masked.
 
     The keys of turn n come from the n-th rank before this one. Its front chunk lies before ours where its number is
     lower, and its back chunk then behind ours."""
     everything, half = slice(None), length // 2
-    if turn == 0:
-        return everything, everything, True
+    if turn == 0 or not causal:
+        return everything, everything, causal
     if turn <= axis.index:
         return everything, slice(half), False
     return slice(half, None), everything, False
@@ -147,7 +150,7 @@ class Round(torch.autograd.Function):
     """Attention over all keys and values of the ring."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, masked: bool) -> Tensor:
         kernel = kernel_of(q)
         group, length = q.shape[1] // k.shape[1], q.shape[2]
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -155,7 +158,7 @@ class Round(torch.autograd.Function):
         there = torch.stack((k, v))
         for turn in range(axis.size):
             coming = Passing(there, axis) if turn + 1 < axis.size else None
-            own, keys, causal = seen(axis, turn, length)
+            own, keys, causal = seen(axis, turn, length, masked)
             part, logs = kernel.forward(q[:, :, own], *_spread(there[:, :, :, keys], group), causal)
             if turn == 0:
                 out, total = part.to(wide, copy=True), logs.to(wide, copy=True)
@@ -167,19 +170,19 @@ class Round(torch.autograd.Function):
             there = coming.arrived() if coming else there
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, total)
-        ctx.axis = axis
+        ctx.axis, ctx.masked = axis, masked
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, out, total = ctx.saved_tensors
-        axis, kernel, grad = ctx.axis, kernel_of(q), grads[0]
+        axis, masked, kernel, grad = ctx.axis, ctx.masked, kernel_of(q), grads[0]
         group, length = q.shape[1] // k.shape[1], q.shape[2]
         dq, there = torch.zeros_like(q), torch.stack((k, v))
         behind: Passing | None = None  # the gradient of keys and values follows them round, one turn later, and home
         for turn in range(axis.size):
             coming = Passing(there, axis) if turn + 1 < axis.size else None
-            own, keys, causal = seen(axis, turn, length)
+            own, keys, causal = seen(axis, turn, length, masked)
             key, value = _spread(there[:, :, :, keys], group)
             parts = kernel.backward(grad[:, :, own], q[:, :, own], key, value, out[:, :, own], total[:, :, own], causal)
             dq[:, :, own] += parts[0]
@@ -189,7 +192,7 @@ class Round(torch.autograd.Function):
             there = coming.arrived() if coming else there
         assert behind is not None
         dk, dv = behind.arrived()
-        return dq, dk, dv, None
+        return dq, dk, dv, None, None
 
 
 def _spread(both: Tensor, group: int) -> tuple[Tensor, Tensor]:

@@ -221,7 +221,7 @@ class Bucketed(DataParallel):
     def hold(self, cuts: Cuts) -> list[Holding]:
         group = self.mesh["replicate"].group
         self.ddp = DistributedDataParallel(
-            self.chains[0], process_group=group, init_sync=False, gradient_as_bucket_view=True
+            self.chains[0], process_group=group, init_sync=False, gradient_as_bucket_view=True, broadcast_buffers=False
         )
         self.ddp.register_comm_hook(group, _sum)  # the sum; DDP by itself gives the mean
         self.modules = [self.ddp]

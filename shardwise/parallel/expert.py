@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from shardwise.comm.collectives import all_reduce, all_to_all, all_to_all_with_grad
 from shardwise.errors import LayoutError
-from shardwise.kinds import Model, MoE
+from shardwise.kinds import MoE, Named
 from shardwise.layout import Layout
 from shardwise.models.chain import Chain
 from shardwise.models.experts import Experts, Permuted, is_fake, sizes_of
 from shardwise.parallel.mesh import Axis
 
 
-def check(model: Model, layout: Layout) -> None:
+def check(model: Named, layout: Layout) -> None:
     """Raises for a degree that model or layout do not allow."""
     degree = layout.expert
     if degree == 1:

@@ -19,10 +19,12 @@ from torch import Tensor
 from shardwise.data.stream import Samples
 from shardwise.errors import JobError, LayoutError
 from shardwise.job import Job
+from shardwise.kinds import ResNet
 from shardwise.layout import Batch, Layout, solve_batch
 from shardwise.models.chain import Chain
-from shardwise.models.gpt import cost, gpt, prepare
-from shardwise.parallel import context, expert, recompute, tensor
+from shardwise.models.families import chain_of, cost_of
+from shardwise.models.gpt import prepare
+from shardwise.parallel import context, expert, norm, recompute, tensor
 from shardwise.parallel.balance import cut_stages
 from shardwise.parallel.data import Alone, Bucketed, Cuts, DataParallel, Sharded, Whole
 from shardwise.parallel.holding import Holding, start
@@ -90,7 +92,7 @@ def shapes_of(chain: Chain) -> dict[str, torch.Size]:
 def build(job: Job, dtype: torch.dtype) -> Chain:
     """The whole model on the meta device."""
     with torch.device("meta"):
-        return gpt(job.decoder(), job.seed).to(dtype)
+        return chain_of(job.built(), job.seed).to(dtype)
 
 
 # Of what a compiled block would keep for its backward, the share that it may; the rest, operators that are cheap, it
@@ -101,11 +103,12 @@ KEPT_NARROW = 1.0  # in 8 bits what is kept is half as large, and less would hav
 
 def check(job: Job, layout: Layout) -> Batch:
     """Raises, before any process starts, for a layout that this job's model and batch cannot have."""
+    norm.check(job.built(), layout)
     chain = build(job, torch.float32)
-    tensor.check(chain.rules, shapes_of(chain), job.model.sequence, layout.tensor)
-    expert.check(job.decoder(), layout)
-    context.check(job.decoder(), layout)
-    cut_stages(layout, cost(job.decoder()))
+    tensor.check(chain.rules, shapes_of(chain), job.model.length, layout.tensor)
+    expert.check(job.built(), layout)
+    context.check(job.built(), layout)
+    cut_stages(layout, cost_of(job.built()))
     found = support(layout, job.precision)
     if found.verdict == REFUSED:
         raise LayoutError(f"layout '{layout}': {found.sentence}")
@@ -114,7 +117,9 @@ def check(job: Job, layout: Layout) -> Batch:
             f"compile = true with schedule {layout.schedule}: PyTorch cannot split the backward of compiled blocks; "
             "use schedule=1f1b or interleaved, or compile = false."
         )
-    return solve_batch(layout, job.samples)
+    batch = solve_batch(layout, job.samples)
+    norm.check_batch(job.built(), batch)
+    return batch
 
 
 def choose_attention(kind: str, device: torch.device) -> None:
@@ -143,7 +148,7 @@ def parallelize(
     whole = build(job, precision.compute if alone else precision.master)
     shapes = shapes_of(whole)
 
-    spans = cut_stages(layout, cost(job.decoder()))
+    spans = cut_stages(layout, cost_of(job.built()))
     chains = [whole.part(*spans[index]) for index in layout.stages_of(mesh["pipeline"].index)]
 
     cuts: Cuts = {}
@@ -184,10 +189,11 @@ def parallelize(
             if not sharded:
                 chain.tie()  # PyTorch gives each name memory of its own; FSDP does not
             prepare(
-                chain, job.decoder(), device, precision.compute, pipelined=layout.pipeline > 1,
+                chain, job.built(), device, precision.compute, pipelined=layout.pipeline > 1,
                 narrow=precision.narrow, chunk=job.loss.chunk, weigh=weigh,
             )  # fmt: skip
-            context.apply(chain, layout, mesh, job.model.sequence, device)
+            context.apply(chain, layout, mesh, job.model.length, device)
+            norm.apply(chain, mesh["data"])
         holdings = data.hold(cuts)
         if memory is None:
             for holding in holdings:
@@ -196,12 +202,14 @@ def parallelize(
 
     pipeline = None
     if layout.pipeline > 1:
-        length = job.model.sequence // layout.context
+        length = job.model.length // layout.context
+        model = job.built()
+        assert not isinstance(model, ResNet)
         pipeline = Pipeline(
             data.modules, layout, mesh, batch.micro_batches, (batch.micro_batch, length),
-            (batch.micro_batch, length // layout.tensor, job.decoder().width), precision.compute, order,
+            (batch.micro_batch, length // layout.tensor, model.width), precision.compute, order,
         )  # fmt: skip
     where = None
     if layout.context > 1:
-        where = context.positions(job.model.sequence, mesh["context"], layout.context_by).to(device)
+        where = context.positions(job.model.length, mesh["context"], layout.context_by).to(device)
     return Engine(mesh, batch, chains, data, pipeline, holdings, scale, where)

@@ -50,10 +50,13 @@ def check(rules: Rules, shapes: dict[str, torch.Size], sequence: int, degree: in
             f"tensor={degree} cuts activations along the sequence, but a sequence of {sequence} does not divide by it; "
             f"the nearest that does: {max(degree, round(sequence / degree) * degree)}."
         )
-    for name, shape in shapes.items():
-        cut = rules.cut_of(name)
-        if cut is None:
-            continue
+    cuts = {name: cut for name in shapes if (cut := rules.cut_of(name)) is not None}
+    for name, cut in cuts.items():
+        units = shapes[name][cut.dim] // cut.unit
+        if cut.uneven is None and cut.unit > 1 and units % degree:
+            raise LayoutError(f"tensor={degree} does not divide the {units} heads of {name}; use one that does.")
+    for name, cut in cuts.items():
+        shape = shapes[name]
         if divides(cut, shape, degree):
             parts, what, empty = shape[cut.dim], "row", -(-shape[cut.dim] // degree) * (degree - 1) >= shape[cut.dim]
         else:

@@ -18,6 +18,7 @@ from itertools import pairwise
 
 from shardwise.kinds import DLRM, T5, Model, ResNet
 from shardwise.layout import Layout, keep_share
+from shardwise.models.resnet import shapes
 from shardwise.planner.cost import Cut, Seconds
 from shardwise.planner.memory import Held, Weights
 from shardwise.planner.pieces import Attention, Piece, Product, mean_of, seconds_of
@@ -146,31 +147,38 @@ class ListedEstimator(Estimator):
 
 
 def resnet(model: ResNet, size: int, samples: int) -> Iterator[Piece]:
-    """Bottleneck blocks; the stride of a block is in its 3 x 3 convolution."""
-    counts = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}[model.depth]
-    side = -(-model.image // 2)
+    """The stride of a bottleneck is in its 3 x 3 convolution."""
+    imagenet = model.stem == "imagenet"
+    side = -(-model.image // 2) if imagenet else model.image
     pixels = samples * 3 * model.image**2
-    stem = _convolution(size, samples, side, 3, 64, 7, pixels)
-    small = -(-side // 2)
-    pooled = size * samples * 64 * small**2
-    yield _block("stem", [stem], pooled, stem.output + 8 * pooled // size, stem.output + pooled, 1)  # places of maxima
-    side, wide = small, 64
-    for stage, count in enumerate(counts):
-        inner = 64 * 2**stage
-        for place in range(count):
-            inputs, before = samples * wide * side**2, side
-            side = -(-side // 2) if stage and not place else side
+    stem = _convolution(size, samples, side, 3, model.width, 7 if imagenet else 3, pixels)
+    if imagenet:
+        side = -(-side // 2)
+        pooled = size * samples * model.width * side**2
+        # Places of maxima.
+        yield _block("stem", [stem], pooled, stem.output + 8 * pooled // size, stem.output + pooled, 1)
+    else:
+        yield _block("stem", [stem], stem.output, 0, 0, 0)
+    for number, (wide, inner, stride) in enumerate(shapes(model)):
+        inputs, before, side = samples * wide * side**2, side, -(-side // stride)
+        if model.deep:
             rows = [
                 _convolution(size, samples, before, wide, inner, 1, inputs),
                 _convolution(size, samples, side, inner, inner, 3, samples * inner * before**2),
                 _convolution(size, samples, side, inner, 4 * inner, 1, samples * inner * side**2, relu=False),
             ]
-            if wide != 4 * inner:
-                rows.append(_convolution(size, samples, side, wide, 4 * inner, 1, 0, relu=False))  # of the same input
-            wide = 4 * inner
-            out = size * samples * wide * side**2
-            # The sum of both ways, and an activation in place, whose output the next block keeps.
-            yield _block(f"block{stage}.{place}", rows, out, 0, 5 * out, 2)
+        else:
+            rows = [
+                _convolution(size, samples, side, wide, inner, 3, inputs),
+                _convolution(size, samples, side, inner, inner, 3, samples * inner * side**2, relu=False),
+            ]
+        wide_out = inner * (4 if model.deep else 1)
+        if stride > 1 or wide != wide_out:
+            rows.append(_convolution(size, samples, side, wide, wide_out, 1, 0, relu=False))  # of the same input
+        out = size * samples * wide_out * side**2
+        # The sum of both ways, and an activation in place, whose output the next block keeps.
+        yield _block(f"block{number}", rows, out, 0, 5 * out, 2)
+    wide = 8 * model.width * (4 if model.deep else 1)
     weights = (wide + 1) * model.classes
     yield Piece(
         name="head", parameters=weights, parameter_bytes=weights * size, output=samples * model.classes * size,

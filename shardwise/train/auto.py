@@ -12,8 +12,9 @@ from typing import Any
 from shardwise.cluster import GIB
 from shardwise.errors import LayoutError
 from shardwise.job import Job
+from shardwise.kinds import T5, ResNet
 from shardwise.layout import Layout
-from shardwise.models.gpt import cost
+from shardwise.models.families import cost_of
 from shardwise.parallel.balance import cut_stages
 from shardwise.parallel.parallelize import check
 from shardwise.planner.plan import Plan, make_plan
@@ -33,6 +34,8 @@ def choose_plan(job: Job, world: int | None = None) -> tuple[Plan, str]:
     for devices in [most] if world else range(most, 0, -1):
         cluster, source = cluster_here(job, here or devices)
         try:
+            if isinstance(job.model, ResNet):  # whose batch is one micro-batch, which the search does not try
+                return make_plan(job, cluster, layout=f"replicate={devices}"), source
             return make_plan(job, cluster, devices, runnable=True), source
         except LayoutError as error:
             last = error
@@ -68,17 +71,30 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
-def plan_record(job: Job, plan: Plan, source: str) -> dict[str, Any]:
-    """What `plan.toml` holds."""
-    best, layout = plan.best, plan.best.layout
+def unplanned(job: Job) -> Layout | None:
+    """The given layout, where the planner cannot weigh it: it knows a T5 along the data axes only."""
+    layout = Layout.parse(job.layout) if job.layout != "auto" else Layout()
+    return layout if isinstance(job.model, T5) and layout.pipeline * layout.tensor > 1 else None
+
+
+def cut_record(job: Job, layout: Layout) -> dict[str, Any]:
+    """What `plan.toml` says of the cut itself."""
     batch = check(job, layout)
-    others = zip(plan.layouts[1:], plan.reasons[1:], strict=True)
     return {
         "layout": str(layout),
         "world": layout.world,
-        "stages": [list(span) for span in cut_stages(layout, cost(job.decoder()))],
+        "stages": [list(span) for span in cut_stages(layout, cost_of(job.built()))],
         "micro_batch": batch.micro_batch,
         "micro_batches": batch.micro_batches,
+    }
+
+
+def plan_record(job: Job, plan: Plan, source: str) -> dict[str, Any]:
+    """What `plan.toml` holds."""
+    best = plan.best
+    others = zip(plan.layouts[1:], plan.reasons[1:], strict=True)
+    return {
+        **cut_record(job, best.layout),
         "reason": reason(plan, source),
         "predicted": {
             "device": plan.cluster.device.name, "described_by": source, "step_seconds": best.seconds,

@@ -218,6 +218,9 @@ def pieces_of(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Pie
             else:
                 assert list(value.shape) == size, f"{name}: {list(value.shape)} does not lie as its weight, {size}"
                 pieces[name] = Piece(value, start, holding.shape)
+    for chain in engine.chains:
+        for name, value in chain.named_buffers():  # every rank has the same
+            pieces[f"buffers.{name}"] = Piece(value, (0,) * value.dim(), value.shape)
     if engine.scale.dynamic:
         for key, value in engine.scale.state().items():
             pieces[f"scale.{key}"] = Piece(value, (), value.shape)

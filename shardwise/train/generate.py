@@ -22,6 +22,7 @@ def sample_run(run: Path, prompt: str, tokens: int, temperature: float, seed: in
     """What `shardwise sample` writes."""
     folder = RunFolder.open(run)
     job = folder.job()
+    job.decoder()
     tokenizer = tokenizer_of(folder, job)
     model = load_model(folder, job, torch.device(pick_device(job)))
     return generate(model, tokenizer, prompt, tokens, job.model.sequence, temperature, seed)

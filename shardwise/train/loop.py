@@ -17,12 +17,13 @@ from shardwise.cluster import peak_rate
 from shardwise.comm.collectives import all_reduce
 from shardwise.data.loader import Loader
 from shardwise.data.make import make_sources
+from shardwise.data.objectives import objective_of
 from shardwise.data.stream import Stream
 from shardwise.errors import RunError
 from shardwise.job import Job
 from shardwise.kinds import MoE
 from shardwise.layout import MADE, Layout
-from shardwise.models.gpt import cost
+from shardwise.models.families import cost_of
 from shardwise.optim import learning_rate, make_optimizer, set_learning_rate
 from shardwise.parallel.expert import imbalance
 from shardwise.parallel.parallelize import Engine, parallelize
@@ -72,9 +73,9 @@ class Trainer:
         self.main = self.engine.mesh.rank == 0
         keep, asynchronous = self.job.checkpoint.keep, self.job.checkpoint.asynchronous
         self.checkpoints = Checkpoints(self.folder.checkpoints, keep, asynchronous)
-        self.progress = Progress(self.job.total_steps, enabled=self.main)
+        self.progress = Progress(self.job.total_steps, self.main, self.job.model.unit)
         self.training, self.held_out, self.tokenizer = make_sources(self.job)
-        self.step_flops = 3 * sum(cost(self.job.decoder())) * self.job.samples
+        self.step_flops = 3 * sum(cost_of(self.job.built())) * self.job.samples
         self.peak = peak_rate(self.device, self.job.precision)
         self.skipped_in_a_row = 0
 
@@ -91,7 +92,7 @@ class Trainer:
     def run(self) -> None:
         first = self._restore()
         last = self.job.total_steps
-        stream = Stream(self.training, self.job.seed)
+        stream = Stream(self.training, self.job.seed, objective=objective_of(self.job.model, self.job.seed))
         data = self.engine.mesh["data"]
         loader = Loader(
             stream, self.job.samples, data.size, data.index, first,
@@ -155,7 +156,7 @@ class Trainer:
         """Writes down what a step gave. Returns the signal that told any rank to stop, 0 for none."""
         engine = self.engine
         values = [outcome.loss, outcome.grad_norm, outcome.skipped, engine.scale.value, self.stop.agreed(engine)]
-        model = self.job.decoder()
+        model = self.job.built()
         if isinstance(model, MoE):
             values.append(imbalance(model, engine.chains, engine.mesh["world"], self.device))
         loss, norm, skipped, scale, told, *more = torch.stack(values).tolist()  # the one wait for the device in a step

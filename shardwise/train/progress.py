@@ -15,8 +15,8 @@ QUIET = {"checkpoint"}  # events that need no line of their own on a terminal
 
 
 class Progress:
-    def __init__(self, total: int, enabled: bool):
-        self.total, self.enabled = total, enabled
+    def __init__(self, total: int, enabled: bool, unit: str = "tokens"):
+        self.total, self.enabled, self.unit = total, enabled, unit
         self.console = Console(highlight=False)
         self.terminal = enabled and self.console.file.isatty()
         self._live: Live | None = None
@@ -44,7 +44,7 @@ class Progress:
         left = f"{_clock((self.total - done) * seconds / steps)} left" if steps else ""
         loss = record["loss"] if isinstance(record["loss"], str) else f"{record['loss']:.4f}"
         place = f"step {done:>{len(str(self.total))}}/{self.total}"
-        return f"{place}  loss {loss}  {record['tokens_per_s']:,.0f} tokens/s  {left}".rstrip()
+        return f"{place}  loss {loss}  {record['tokens_per_s']:,.0f} {self.unit}/s  {left}".rstrip()
 
     def say(self, kind: str, message: str) -> None:
         if not self.enabled or kind in QUIET:

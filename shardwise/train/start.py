@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from shardwise.files import write_text
 from shardwise.job import Job, load_job
 from shardwise.layout import MADE, Layout
 from shardwise.parallel.parallelize import build, check, shapes_of
-from shardwise.train.auto import check_memory, choose_plan, plan_record, reason
+from shardwise.train.auto import check_memory, choose_plan, cut_record, plan_record, reason, unplanned
 from shardwise.train.folder import RunFolder
 from shardwise.train.launch import check_world, joined_world, launch
 from shardwise.train.summary import finished, summarize
@@ -37,23 +38,20 @@ def start_training(job_file: Path | None, settings: list[str], resume: Path | No
     job = load_job(job_file or (old.path / "job.toml" if old else DEMO), settings)
     before = old.job() if old is not None else job
     _same_run(before, job)
-    plan, source = choose_plan(job, joined_world())
-    given = None if job.layout == "auto" else Layout.parse(job.layout)
-    layout = given if given is not None and given.schedule not in MADE else plan.best.layout
+    layout, record, why = _planned(job)
     check_world(layout, job)
-    check_memory(job, plan)
     # Here, so that a missing file or a wrong vocabulary is told before processes start, and text is encoded once.
     _, _, tokenizer = make_sources(job)
     folder = _folder(job, old, layout)
     if _main():
         write_text(folder.path / "job.toml", job.text())
-        folder.write_plan(plan_record(job, plan, source))
+        folder.write_plan(record)
         if isinstance(tokenizer, Subwords):
             tokenizer.save(folder.tokenizer)
         if job_file is None and old is None:
             say("no job file given: training the built-in demo")
         _introduce(job, layout, say)
-        say(f"        {reason(plan, source)}")
+        say(f"        {why}")
         if job.total_steps != before.total_steps:
             change = f"{counted(job.total_steps, 'step')} instead of {before.total_steps}; the learning rate follows."
             folder.event("changed", change, steps=job.total_steps)
@@ -67,9 +65,23 @@ def start_training(job_file: Path | None, settings: list[str], resume: Path | No
         say(f"go on with: shardwise train --resume {folder.path}")
 
 
+def _planned(job: Job) -> tuple[Layout, dict[str, Any], str]:
+    """The layout to train in, what is written down of its plan, and a line about it."""
+    layout = unplanned(job)
+    if layout is not None:
+        why = f"no prediction: {job.model.what} is planned along the data axes only"
+        return layout, {**cut_record(job, layout), "reason": why}, why
+    plan, source = choose_plan(job, joined_world())
+    check_memory(job, plan)
+    given = None if job.layout == "auto" else Layout.parse(job.layout)
+    layout = given if given is not None and given.schedule not in MADE else plan.best.layout
+    return layout, plan_record(job, plan, source), reason(plan, source)
+
+
 def _introduce(job: Job, layout: Layout, say: Callable[[str], None]) -> None:
     parameters = sum(shape.numel() for shape in shapes_of(build(job, torch.float32)).values())
-    batch, tokens = check(job, layout), f"{job.samples} x {job.model.sequence} tokens"
+    batch, tokens = check(job, layout), f"{job.samples} x {job.model.length} tokens"
+    tokens = tokens if job.model.unit == "tokens" else counted(job.samples, "sample")
     say(f"job:    {job.model.name}, {_short(parameters)} parameters, {job.precision}, on {job.data.source}")
     say(f"        {counted(job.total_steps, 'step')} of {tokens}, {job.optimizer.name} at {job.optimizer.lr:g}")
     parts = f"{counted(batch.micro_batches, 'micro-batch')} of {batch.micro_batch}"

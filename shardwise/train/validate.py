@@ -8,10 +8,12 @@ import numpy as np
 import torch
 
 from shardwise.comm.collectives import all_reduce
+from shardwise.data.objectives import objective_of
 from shardwise.data.source import Source
 from shardwise.data.stream import Samples, Stream, share
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.job import Job
+from shardwise.kinds import T5
 from shardwise.models.chain import IGNORED
 from shardwise.parallel.parallelize import Engine
 
@@ -22,7 +24,8 @@ def validate(engine: Engine, job: Job, source: Source, tokenizer: Tokenizer | No
     count = min(job.validation.samples, len(source))
     if count == 0:
         return None
-    stream, data = Stream(source, job.seed, shuffle=False), engine.mesh["data"]
+    data, text = engine.mesh["data"], not isinstance(job.model, T5)  # whose targets are marks too
+    stream = Stream(source, job.seed, shuffle=False, objective=objective_of(job.model, job.seed))
     sums = torch.zeros(3, dtype=torch.float64)  # loss, targets, bytes
     for chain in engine.chains:
         chain.eval()
@@ -34,7 +37,7 @@ def validate(engine: Engine, job: Job, source: Source, tokenizer: Tokenizer | No
         if engine.counts_samples:
             counted = samples.targets[samples.targets != IGNORED]
             sums[1] += counted.numel()
-            sums[2] += tokenizer.bytes_of(counted.numpy()) if tokenizer is not None else 0
+            sums[2] += tokenizer.bytes_of(counted.numpy()) if tokenizer is not None and text else 0
     for chain in engine.chains:
         chain.train()
     if engine.mesh["world"].size > 1:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shardwise.errors import UserError
 from shardwise.job import BatchSize, Job, load_job
-from shardwise.kinds import MoE
+from shardwise.kinds import T5, MoE, ResNet
 from shardwise.layout import Layout
 from shardwise.parallel.parallelize import check
 from shardwise.verify.parity import Record, verify
@@ -52,7 +52,17 @@ def _possible(job: Job, layout: Layout) -> bool:
 
 def shrunk(job: Job) -> Job:
     """The same kind of model, small: few layers and heads, narrow, a short sequence; an odd vocabulary stays odd."""
-    model = job.decoder()
+    model = job.built()
+    if isinstance(model, ResNet):
+        less = {"width": min(model.width, 8), "image": min(model.image, 32), "classes": min(model.classes, 10)}
+        return job.model_copy(update={"model": ResNet(**model.model_dump() | less)})
+    if isinstance(model, T5):
+        heads, size = min(model.heads, 4), min(model.head_size, 8)
+        small = {
+            "layers": min(model.layers, 3), "heads": heads, "head_size": size, "width": min(model.width, 32),
+            "ffn": min(model.ffn, 48), "vocab": min(model.vocab, 128 + model.vocab % 2), "sequence": 24, "targets": 8,
+        }  # fmt: skip
+        return job.model_copy(update={"model": T5(**model.model_dump() | small)})
     group = model.heads // model.kv_heads
     kv_heads = min(model.kv_heads, max(1, 4 // group) if group < 4 else 2)
     heads = kv_heads * min(group, 4)

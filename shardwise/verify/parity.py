@@ -25,10 +25,13 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.cluster import CLUSTERS
 from shardwise.comm.world import run_world
-from shardwise.data.source import Source, Synthetic
+from shardwise.data.make import made_up
+from shardwise.data.objectives import objective_of
+from shardwise.data.source import Source
 from shardwise.data.stream import Stream, share
 from shardwise.errors import RunError
 from shardwise.job import Job
+from shardwise.kinds import ResNet
 from shardwise.layout import Layout
 from shardwise.models.chain import IGNORED, Chain
 from shardwise.optim import learning_rate, make_optimizer, set_learning_rate
@@ -136,8 +139,9 @@ class Gaps:
 
 def make_stream(job: Job) -> Stream:
     """Short enough that three steps see more than one epoch."""
-    source = Synthetic(max(1, 2 * job.samples - 1), job.model.sequence, job.decoder().vocab, job.seed)
-    return Stream(Gaps(source), job.seed)
+    source = made_up(job, max(1, 2 * job.samples - 1))
+    whole = isinstance(job.model, ResNet)  # an image is one target
+    return Stream(source if whole else Gaps(source), job.seed, objective=objective_of(job.model, job.seed))
 
 
 def _rates(job: Job, steps: int) -> list[float]:

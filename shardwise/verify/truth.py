@@ -15,12 +15,12 @@ from torch import Tensor
 from shardwise.data.stream import Stream
 from shardwise.job import Job
 from shardwise.models.chain import IGNORED, reset
-from shardwise.models.gpt import gpt
+from shardwise.models.families import chain_of
 
 
 def truth(job: Job, stream: Stream, rates: list[float], watch: Any, dtype: torch.dtype) -> list[dict[str, Any]]:
     """One record per step: loss, norm, gradients before clipping, and weights after the update."""
-    model = gpt(job.decoder(), job.seed).to(dtype)
+    model = chain_of(job.built(), job.seed).to(dtype)
     reset(model, job.seed)
     weights: dict[str, Any] = dict(model.named_parameters())
     matrices = [weight for weight in weights.values() if weight.dim() > 1]
@@ -37,8 +37,9 @@ def truth(job: Job, stream: Stream, rates: list[float], watch: Any, dtype: torch
         samples = stream.read(places.numpy())
         seen: dict[str, list[Tensor]] = {}
         handles = watch(model, seen)
-        logits = model(samples.tokens, ids=samples.ids).flatten(0, 1)
-        loss = F.cross_entropy(logits, samples.targets.flatten(), ignore_index=IGNORED)
+        logits = model(samples.tokens, ids=samples.ids)
+        targets = samples.targets[:, -logits.shape[1] :]  # of a T5 those of the decoder
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
         extra: list[Any] = [getattr(module, "extra", None) for module in model.modules()]
         (loss + sum(one for one in extra if one is not None) / job.samples).backward()
         for handle in handles:
