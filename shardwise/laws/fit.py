@@ -34,6 +34,7 @@ SIZES = 3  # different numbers of parameters, and of tokens: a power with an off
 FAR = 11.0  # robust standard deviations from the law beyond which a run is an outlier ...
 FAR_SHARE = 0.02  # ... if it is also off by this share: where runs lie close to the law, any error is many deviations
 FEW = 20  # one outlier at most among so many runs is left out on its own account
+ROUGH, KEPT = 25, 8  # steps of the search from every start, and how many of the best are searched to the end
 BOUNDS = [(-12.0, 6.0), (-16.0, 6.0), (-16.0, 6.0), (0.0, 4.0), (0.0, 4.0)]
 
 
@@ -116,8 +117,8 @@ def _different(values: Array) -> int:
 def best_fit(runs: Runs) -> tuple[Law, float, Array]:
     """The best of many starts: the law, its objective, and the point of the search that it is."""
     seen = _Seen.of(runs)
-    found = [_search(seen, start) for start in _starts(runs)]
-    best = min(found, key=lambda result: result.fun)
+    found = sorted((_search(seen, start, steps=ROUGH) for start in _starts(runs)), key=lambda result: float(result.fun))
+    best = min((_search(seen, rough.x) for rough in found[:KEPT]), key=lambda result: float(result.fun))
     return seen.law(best.x), float(best.fun) * DELTA, best.x
 
 
@@ -166,8 +167,8 @@ class _Seen:
         return float((weights * huber(DELTA, error)).sum() / DELTA), gradient
 
 
-def _search(seen: _Seen, start: Any, weights: Any = 1.0) -> Any:
-    limits = {"maxiter": 1000, "ftol": 1e-12, "gtol": 1e-8, "maxcor": 20}
+def _search(seen: _Seen, start: Any, weights: Any = 1.0, steps: int = 1000) -> Any:
+    limits = {"maxiter": steps, "ftol": 1e-12, "gtol": 1e-8, "maxcor": 20}
     return minimize(seen.objective, start, (weights,), jac=True, method="L-BFGS-B", bounds=BOUNDS, options=limits)
 
 
