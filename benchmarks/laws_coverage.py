@@ -23,9 +23,9 @@ from shardwise.laws.law import NAMES, Law
 
 TRUTH = Law(1.8, 480.0, 2000.0, 0.35, 0.366)
 DESIGNS = {
-    "iso-FLOP, 9 budgets x 12 sizes, noise 0.5%": ("iso", 9, 12, 0.005),
     "iso-FLOP, 6 budgets x 7 sizes, noise 0.5%": ("iso", 6, 7, 0.005),
     "scattered, 100 runs, noise 1%": ("scattered", 10, 10, 0.01),
+    "iso-FLOP, 9 budgets x 12 sizes, noise 0.5%": ("iso", 9, 12, 0.005),
 }
 ALLOWED = 0.90, 0.99
 
