@@ -61,8 +61,7 @@ class Runs:
 
 def read_runs(paths: Sequence[Path], counts: str = "all") -> Runs:
     """Runs from one CSV file, or from run folders and folders that hold some."""
-    if counts not in COUNTS:
-        raise DataError(f"--count {counts!r}: parameters are counted as {' or '.join(COUNTS)}.")
+    check_counts(counts)
     if len(paths) == 1 and not paths[0].is_dir():
         return read_csv(paths[0], counts)
     folders = [folder for path in paths for folder in _folders(path)]
@@ -166,6 +165,11 @@ def _final(folder: RunFolder, job: Job) -> tuple[float, int]:
     last = records[-max(1, round(LAST * len(records))) :]
     loss = held_out[-1] if held_out else sum(record["loss"] for record in last) / len(last)
     return float(loss), int(records[-1]["samples"])
+
+
+def check_counts(counts: str) -> None:
+    if counts not in COUNTS:
+        raise DataError(f"--count {counts!r}: it is {' or '.join(map(repr, COUNTS))}.")
 
 
 def parameters_of(model: Model, counts: str) -> int:

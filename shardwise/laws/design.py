@@ -22,7 +22,7 @@ from shardwise.errors import JobError
 from shardwise.files import write_text
 from shardwise.job import Job, load_job, make_job
 from shardwise.kinds import Model
-from shardwise.laws.data import parameters_of
+from shardwise.laws.data import check_counts, parameters_of
 from shardwise.planner.shape import shape_of
 
 TOKENS_PER_PARAMETER = 20.0
@@ -49,6 +49,7 @@ def design(
     folder: Path,
 ) -> list[Designed]:  # fmt: skip
     """Jobs from the lowest budget to the highest, smallest model first; sizes go from 1/spread to spread."""
+    check_counts(counts)
     template = template_of(kind, settings, high)
     found = []
     for flops in np.geomspace(low, high, budgets) if budgets > 1 else [high]:

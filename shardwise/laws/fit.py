@@ -35,7 +35,7 @@ FAR = 11.0  # robust standard deviations from the law beyond which a run is an o
 FAR_SHARE = 0.02  # ... if it is also off by this share: where runs lie close to the law, any error is many deviations
 FEW = 20  # one outlier at most among so many runs is left out on its own account
 ROUGH, KEPT = 25, 8  # steps of the search from every start, and how many of the best are searched to the end
-BOUNDS = [(-12.0, 6.0), (-16.0, 6.0), (-16.0, 6.0), (0.0, 4.0), (0.0, 4.0)]
+BOUNDS = [(-12.0, 6.0), (-16.0, 6.0), (-16.0, 6.0), (1e-4, 4.0), (1e-4, 4.0)]
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,15 @@ def residuals(law: Law, runs: Runs) -> Array:
 def fit(runs: Runs, drop: int | None = None, draws: int = DRAWS, seed: int = 0) -> Fit:
     """Fits a law. `drop`: leaves out so many of the highest losses; None: those that no law near the others allows."""
     check(runs if drop is None else _without_highest(runs, drop))
-    kept = _follow(runs) if drop is None else np.argsort(runs.loss, kind="stable")[: len(runs) - drop]
+    best = best_fit(runs) if not drop else None
+    kept = np.arange(len(runs))
+    if best is None:
+        kept = np.argsort(runs.loss, kind="stable")[: len(runs) - (drop or 0)]
+    elif drop is None:
+        kept = _follow(runs, best)
     inside = np.isin(np.arange(len(runs)), kept)
     used = runs.some(inside)
-    law, objective, point = best_fit(used)
+    law, objective, point = best if best is not None and inside.all() else best_fit(used)
     if point[3] < 1e-3 or point[4] < 1e-3:
         what = "parameters" if point[3] < point[4] else "tokens"
         raise DataError(f"the loss of these runs does not fall with their {what}, so no law can be fitted; "
@@ -192,21 +197,16 @@ def outliers(law: Law, runs: Runs) -> NDArray[np.intp]:
     return far[np.argsort(-off[far])]
 
 
-def _follow(runs: Runs) -> NDArray[np.intp]:
+def _follow(runs: Runs, best: tuple[Law, float, Array]) -> NDArray[np.intp]:
     """The places of runs without outliers. One goes at a time, the farthest, since it bends the law for the others."""
-    kept = np.arange(len(runs))
-    point = None
+    kept, (law, _, point) = np.arange(len(runs)), best
     for _ in range(len(runs) // FEW):
-        some = runs.some(kept)
-        if point is None:
-            law, _, point = best_fit(some)
-        else:
-            seen = _Seen.of(some)
-            law = seen.law(_search(seen, point).x)
-        far = outliers(law, some)
+        far = outliers(law, runs.some(kept))
         if not len(far):
             break
         kept = np.delete(kept, far[0])
+        seen = _Seen.of(runs.some(kept))
+        law = seen.law(_search(seen, point).x)
     return kept
 
 

@@ -26,7 +26,8 @@ from shardwise.planner.plan import Plan, make_plan
 
 BEYOND = 100.0  # times the fitted range, from where on a prediction is flagged
 FLAT = 0.005  # share of the loss within which sizes count as equally good
-SMALLER = (1, 2, 4, 8)  # how many times smaller the models are whose over-training is priced
+WIDE = 30.0  # logarithm of the factor up to which sizes are looked at
+SMALLER = (2, 4, 8)  # how many times smaller the models are whose over-training is priced
 DAY = 86_400.0
 CLOSE = 0.02  # how near the planned days must come to those asked for
 TRIES = 6
@@ -105,7 +106,7 @@ def recommend(known: Known, flops: float, unique: float | None = None) -> Recomm
     return Recommendation(
         known, flops, N, D, loss, prediction(known, N, D), interval(known.draws.optimum(flops)[0]),
         (_edge(law, flops, N, loss, -1), _edge(law, flops, N, loss, 1)),
-        tuple(one for one in smaller[1:] if math.isfinite(one.tokens)),
+        tuple(one for one in smaller if math.isfinite(one.tokens)),
         None if unique is None or unique >= D else _repeated(law, flops, N, D, unique), warnings(known, N, D),
     )  # fmt: skip
 
@@ -132,9 +133,8 @@ def warnings(known: Known, N: float, D: float) -> tuple[str, ...]:
 def _smaller(law: Law, best: float, N: float, loss: float) -> Smaller:
     tokens = float(law.tokens_for(N, loss))
     flops = 6 * N * tokens
-    saved = 2 * (best - N)
     more = flops - 6 * best * float(law.tokens_for(best, loss))
-    return Smaller(N, tokens, flops, more / saved if saved else 0.0)
+    return Smaller(N, tokens, flops, more / (2 * (best - N)))
 
 
 def _edge(law: Law, flops: float, best: float, loss: float, side: int) -> float:
@@ -144,7 +144,8 @@ def _edge(law: Law, flops: float, best: float, loss: float, side: int) -> float:
         N = best * math.exp(side * away)
         return float(law.loss(N, flops / 6 / N) - (1 + FLAT) * loss)
 
-    return float(best * math.exp(side * brentq(above, 0.0, 30.0)))
+    away = brentq(above, 0.0, WIDE) if above(WIDE) > 0 else WIDE
+    return float(best * math.exp(side * away))
 
 
 def _repeated(law: Law, flops: float, N: float, D: float, unique: float) -> Repeated:
