@@ -132,7 +132,7 @@ def test_intervals_hold_the_truth_about_as_often_as_they_say() -> None:
     """A small version of `benchmarks/laws_coverage.py`."""
     from laws_coverage import holds
 
-    held = np.array([holds(("scattered", 6, 7, 0.01), 40, trial) for trial in range(6)])
+    held = np.array([holds(("scattered", 6, 7, 0.01), 30, trial) for trial in range(4)])
     assert held.mean() >= 0.75
 
 
@@ -292,7 +292,8 @@ def test_designs_that_cannot_be(tmp_path: Path) -> None:
 def test_batches_suit_the_devices() -> None:
     assert batch_of(1e24, 1e12, 4096, 1024) % 1024 == 0
     assert batch_of(1e24, 1e12, 4096, 96) % 96 == 0
-    assert batch_of(1e12, 1e6, 128) == 16
+    assert batch_of(1e12, 1e8, 128) == 16  # 2457 tokens by the rule
+    assert batch_of(1e12, 1e6, 128) == 4  # 7 would leave a thousand steps
 
 
 # The recommendation
@@ -302,7 +303,8 @@ def test_a_recommendation_in_numbers() -> None:
     found = recommend(published(), 5.9e23, unique=3e11)
     assert found.parameters == pytest.approx(73.1e9, rel=0.01) and found.tokens == pytest.approx(1.344e12, rel=0.01)
     low, high = found.loss_interval
-    assert low < found.loss == pytest.approx(1.974, abs=1e-3) < high and high - low < 0.1
+    assert found.loss == pytest.approx(1.974, abs=1e-3)
+    assert low < found.loss < high < low + 0.1
     law = found.known.law
     for edge in found.flat:
         assert law.loss(edge, 5.9e23 / 6 / edge) == pytest.approx(1.005 * found.loss, rel=1e-6)
