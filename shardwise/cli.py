@@ -211,6 +211,86 @@ def data(
     say(write_data(job_file, settings or [], out))
 
 
+laws = typer.Typer(no_args_is_help=True, help="How big, how long: scaling laws.", rich_markup_mode="markdown")
+app.add_typer(laws, name="laws")
+Counts = Annotated[
+    str, typer.Option("--count", help="Parameters: all, or those of the blocks without embeddings and head.")
+]
+
+
+@laws.command("design")
+def laws_design(
+    budget: Annotated[str, typer.Option(metavar="LOW:HIGH", help="FLOPs of the smallest and the largest runs.")],
+    model: Annotated[str, typer.Option(help="The kind of model; gpt is the one that is known.")] = "gpt",
+    budgets: Annotated[int, typer.Option(min=1, help="How many budgets.")] = 3,
+    sizes: Annotated[int, typer.Option(min=1, help="Models for each.")] = 5,
+    spread: Annotated[float, typer.Option(min=1.0, help="The largest over the middle one.")] = 4.0,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The folder for job files and runs.")] = Path("laws"),
+    settings: Settings = None,
+    counts: Counts = "all",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON list.")] = False,
+) -> None:
+    """Writes a grid of small jobs to fit a law to: some budgets, and at each models of several sizes."""
+    from shardwise.laws.command import design_text
+
+    say(design_text(budget, budgets, sizes, spread, model, out, settings or [], counts, as_json))
+
+
+@laws.command("fit")
+def laws_fit(
+    runs: Annotated[list[Path], typer.Argument(help="A CSV file, or run folders and folders of them.")],
+    drop: Annotated[
+        int | None,
+        typer.Option(
+            "--drop-highest",
+            min=0,
+            help="Leaves out so many highest losses, and nothing else; without it: runs far off the law.",
+            show_default=False,
+        ),
+    ] = None,
+    draws: Annotated[int, typer.Option(min=20, help="Fits of reweighted runs behind the intervals.")] = 400,
+    seed: Annotated[int, typer.Option(min=0, help="Of the weights.")] = 0,
+    counts: Counts = "all",
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Writes the fit to this file (JSON).")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draws the fit into this file (SVG).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Fits L(N, D) = E + A / N^alpha + B / D^beta to runs, with intervals, residuals and outliers."""
+    from shardwise.laws.command import fit_text
+
+    say(fit_text(runs, drop, draws, seed, counts, out, plot, as_json))
+
+
+@laws.command("recommend")
+def laws_recommend(
+    flops: Annotated[float | None, typer.Option(help="The budget, as 6 x parameters x tokens.")] = None,
+    devices: Annotated[int | None, typer.Option(min=1, help="How many train it.")] = None,
+    cluster: Annotated[str | None, typer.Option(help="A known machine (h100, ...) or a calibrated file.")] = None,
+    days: Annotated[float | None, typer.Option(help="The budget, as days of all devices.")] = None,
+    law: Annotated[Path | None, typer.Option(help="A fit that was saved; without it, the built-in law.")] = None,
+    unique: Annotated[float | None, typer.Option("--unique-tokens", help="Different tokens that there are.")] = None,
+    settings: Settings = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Says which size and how many tokens a budget should buy, the loss, and what other choices cost."""
+    from shardwise.laws.command import recommend_text
+
+    say(recommend_text(law, flops, days, devices, cluster, unique, settings or [], as_json))
+
+
+@laws.command("noise")
+def laws_noise(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders with a checkpoint.")],
+    batches: Annotated[int, typer.Option(min=2, help="Batches to read.")] = 16,
+    samples: Annotated[int, typer.Option(min=1, help="Samples in each.")] = 8,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON list.")] = False,
+) -> None:
+    """Estimates the critical batch size of runs from the noise of their gradients."""
+    from shardwise.laws.command import noise_text
+
+    say(noise_text(runs, batches, samples, as_json))
+
+
 def main() -> None:
     """The entry point: errors that we raise on purpose are told in a sentence, never as a traceback."""
     try:

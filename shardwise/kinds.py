@@ -102,10 +102,14 @@ class Model(Named):
     rope_theta: float = Field(10_000.0, gt=0.0)
     norm_eps: float = Field(1e-5, gt=0.0)
     init_std: float = Field(0.02, gt=0.0)
+    mup_base_width: int = Field(0, ge=0)
+    """The width at which the learning rate was found, for it to hold at this width too (muP); 0: off."""
 
     @model_validator(mode="after")
     def _shape(self) -> Model:
         fill = {}
+        if self.mup_base_width and type(self) is not Model:
+            raise ValueError(f"mup_base_width is for 'gpt', not for {self.what}; leave it out")
         if not self.kv_heads:
             fill["kv_heads"] = self.heads
         if not self.head_size:

@@ -106,3 +106,47 @@ def test_cost_counts_products() -> None:
     pieces = cost(model)
     assert len(pieces) == model.layers + 2
     assert pieces[-1] == 2 * 16 * 32 * 61
+
+
+# muP
+
+
+def mup_model(width: int, base: int) -> Model:
+    return Model(layers=2, width=width, heads=width // 16, ffn=3 * width, vocab=64, sequence=16, mup_base_width=base)
+
+
+def test_mup_moves_hidden_weights_by_the_rate_over_the_widening() -> None:
+    """What a weight does to its input is its value times the scale: the first step of Adam moves each by the rate."""
+    model = mup_model(128, 32)
+    chain = gpt(model, 0)
+    reset(chain, 0)
+    before = {name: weight.detach().clone() for name, weight in chain.named_parameters()}
+    optimizer = torch.optim.AdamW(chain.parameters(), lr=0.01, eps=1e-30, weight_decay=0.0)
+    tokens = torch.arange(64).view(4, 16)
+    chain(tokens, ids=torch.arange(4)).logsumexp(-1).sum().backward()
+    optimizer.step()
+    after = dict(chain.named_parameters())
+    moved = (after["block0.mlp.up.weight"].detach() - before["block0.mlp.up.weight"]).abs().median() / 4
+    assert float(moved) == pytest.approx(0.01 / 4, rel=1e-3)
+    assert float(before["block0.mlp.up.weight"].std() / 4) == pytest.approx(model.init_std / 2, rel=0.05)
+    assert float(before["embed.tokens.weight"].std()) == pytest.approx(model.init_std, rel=0.05)
+
+
+@pytest.mark.parametrize("base", [0, 32])
+def test_with_mup_activations_move_alike_at_every_width(base: int) -> None:
+    """After some steps of one learning rate, how far logits moved: without muP the more the wider, with it alike."""
+    moved = []
+    for width in (32, 256):
+        chain = gpt(mup_model(width, base), 0)
+        reset(chain, 0)
+        optimizer = torch.optim.AdamW(chain.parameters(), lr=0.01)
+        tokens = torch.randint(64, (8, 17), generator=torch.Generator().manual_seed(0))
+        first = chain(tokens[:, :-1], ids=torch.arange(8)).detach()
+        for _ in range(4):
+            logits = chain(tokens[:, :-1], ids=torch.arange(8))
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            optimizer.step()
+        moved.append(float((chain(tokens[:, :-1], ids=torch.arange(8)) - first).square().mean().sqrt()))
+    ratio = moved[1] / moved[0]
+    assert 0.5 < ratio < 2.0 if base else ratio > 3.0, moved

@@ -189,6 +189,14 @@ def test_products_in_8_bits_within_their_rounding() -> None:
         assert record.ok and record.grad > 0.01, record.sentence()
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_mup(shape: str) -> None:
+    """The truth knows nothing of it: it is a property of the model alone."""
+    job = tiny(4, layers=4, **SHAPES[shape] | {"mup_base_width": 8})
+    for record in verify(job, [Layout.parse("pipeline=2 tensor=2 micro_batch=1"), Layout.parse("shard=2 zero=3")]):
+        assert_exact(record)
+
+
 def test_without_clipping_and_without_dropout() -> None:
     job = tiny(4, layers=4, **SHAPES["Llama"] | {"dropout": 0.0})
     job = job.model_copy(update={"optimizer": job.optimizer.model_copy(update={"clip": 0.0})})

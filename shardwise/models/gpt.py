@@ -30,7 +30,23 @@ from shardwise.random import Dropout
 def gpt(model: Model, seed: int) -> Chain:
     """The chain embed, block0, block1, ..., head."""
     blocks = [(f"block{i}", Block(model, f"block{i}", seed, sparse(model, i))) for i in range(model.layers)]
-    return Chain([("embed", Embed(model, seed)), *blocks, ("head", Head(model))], rules(model))
+    chain = Chain([("embed", Embed(model, seed)), *blocks, ("head", Head(model))], rules(model))
+    for module in chain.modules():
+        if isinstance(module, Product | Project):
+            module.scale = 1.0 / widening(model)
+        if isinstance(module, Attention) and model.mup_base_width:
+            module.scale = module.head_size**-0.5  # scores are divided by the head's size, not by its root
+    return chain
+
+
+def widening(model: Model) -> float:
+    """How many times wider a model is than the one its learning rate was found for (muP, Yang et al. 2022).
+
+    Theirs gives hidden matrices an initial deviation that falls with the root of this, and a learning rate that falls
+    with it; logits are divided by it. Adam does not see the scale of a gradient, so the same comes of one learning rate
+    for all, hidden products divided by it, and an initial deviation that grows with its root: no optimizer need know.
+    """
+    return model.width / model.mup_base_width if model.mup_base_width else 1.0
 
 
 def sparse(model: Model, layer: int) -> bool:
@@ -66,7 +82,8 @@ def prepare(
 def rules(model: Model) -> Rules:
     group_rows = (model.heads // model.kv_heads + 2) * model.head_size
     value_rows = model.heads // model.kv_heads * model.head_size
-    shrink = 1.0 / math.sqrt(2 * model.layers)
+    hidden = model.init_std * math.sqrt(widening(model))
+    last = hidden / math.sqrt(2 * model.layers)  # of what a block adds to the stream
     by_query = [_query_rows(model, query) for query in range(model.heads)]
     queries = Uneven("head", tuple(rows for rows, _ in by_query))
     values = Uneven("head", tuple(columns for _, columns in by_query))
@@ -98,11 +115,13 @@ def rules(model: Model) -> Rules:
         init=(
             ("*norm*.weight", Init("ones")),
             ("*.bias", Init("zeros")),
-            ("*.attention.out.weight", Init("normal", model.init_std * shrink)),
-            ("*.mlp.down.weight", Init("normal", model.init_std * shrink)),
-            ("*.mlp.shared.down.weight", Init("normal", model.init_std * shrink)),
-            ("*.mlp.bank.down", Init("normal", model.init_std * shrink)),
-            ("*", Init("normal", model.init_std)),
+            ("*.attention.out.weight", Init("normal", last)),
+            ("*.mlp.down.weight", Init("normal", last)),
+            ("*.mlp.shared.down.weight", Init("normal", last)),
+            ("*.mlp.bank.down", Init("normal", last)),
+            ("embed.*", Init("normal", model.init_std)),
+            ("head.*", Init("normal", model.init_std)),
+            ("*", Init("normal", hidden)),
         ),
         watched=("embed", "block*.norm1", "block*.attention", "block*.norm2", "block*.mlp", "block*", "head.norm"),
     )
@@ -189,6 +208,7 @@ class Attention(nn.Module):
         self.head_size = model.head_size
         self.theta = model.rope_theta if model.positions == "rotary" else None
         self.turn: tuple[Tensor, Tensor] | None = None
+        self.scale = 1.0
         self.attend: Callable[[Tensor, Tensor, Tensor, bool], Tensor] = attend
         """Another where a rank has only a part of the sequence (`shardwise.parallel.context`)."""
         self.qkv = Product(model.width, (model.heads + 2 * model.kv_heads) * model.head_size, bias=model.bias)
@@ -201,6 +221,7 @@ class Attention(nn.Module):
         if self.theta is not None:
             turn = self.turn or rotation(x.shape[1], self.head_size, self.theta, x.device)
             q, k = rotate(q, turn), rotate(k, turn)
+        q = q if self.scale == 1.0 else q * self.scale
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # B KG S H, as seen; in memory S comes first
         return self.out(self.attend(q, k, v, self.causal).transpose(1, 2).flatten(2))
 
@@ -254,8 +275,10 @@ class Project(nn.Module):
         self.rows = rows_at_once(model.vocab)
         """Positions whose logits are held at once; 0: all."""
         self.narrow = False
+        self.scale = 1.0
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        x = x if self.scale == 1.0 else x * self.scale
         if targets is None:
             return F.linear(x, self.weight)
         return linear_loss(x.flatten(0, 1), self.weight, targets.flatten(), self.part, self.rows, self.narrow)

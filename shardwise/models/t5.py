@@ -230,7 +230,7 @@ class Project(gpt.Project):
         self.border, self.scale = model.sequence, model.width**-0.5 if model.tied else 1.0
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        return super().forward(x[:, self.border :] * self.scale, None if targets is None else targets[:, self.border :])
+        return super().forward(x[:, self.border :], None if targets is None else targets[:, self.border :])
 
 
 def cost(model: T5) -> list[float]:

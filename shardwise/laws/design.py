@@ -1,0 +1,186 @@
+"""A grid of small jobs to fit a law to: at each of some budgets, models of several sizes, each trained on what is left.
+
+Budgets are counted as the planner counts (`Shape.flops`: every product of forward and backward, half of the causal
+square, the head). Sizes lie around 20 tokens for each parameter (Hoffmann et al. 2022), so that each budget has runs on
+both sides of its optimum. Batch and learning rate follow the budget C as DeepSeek-AI 2024 found (arXiv 2401.02954,
+section 3.1, fitted there from 1e17 to 2e19 FLOPs): 0.2920 C^0.3271 tokens, and 0.3118 / C^0.125. Where that batch would
+leave fewer than a thousand steps it is smaller, and the rate falls with the root of it, as is usual for Adam.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tomli_w
+
+from shardwise.errors import JobError
+from shardwise.files import write_text
+from shardwise.job import Job, load_job, make_job
+from shardwise.kinds import Model
+from shardwise.laws.data import check_counts, parameters_of
+from shardwise.planner.shape import shape_of
+
+TOKENS_PER_PARAMETER = 20.0
+STEPS = 1000  # at least, if a batch has a sample: one that leaves fewer is made smaller
+SHALLOW = 2  # layers at least: attention in one layer cannot build on another's, and learns far worse
+HELD_OUT = 256  # samples whose loss is a run's result
+CHOSEN = ("layers", "width", "heads", "kv_heads", "head_size", "ffn")
+LONG, SHORT = 2048, 256  # tokens in a sample, from 1e17 FLOPs on and below
+
+
+@dataclass(frozen=True)
+class Designed:
+    """A job of the grid, and what it is to show."""
+
+    name: str
+    values: dict[str, Any]
+    job: Job
+    flops: float
+    parameters: int
+
+
+def design(
+    low: float, high: float, budgets: int, sizes: int, spread: float, kind: str, settings: Sequence[str], counts: str,
+    folder: Path,
+) -> list[Designed]:  # fmt: skip
+    """Jobs from the lowest budget to the highest, smallest model first; sizes go from 1/spread to spread."""
+    check_counts(counts)
+    template = template_of(kind, settings, high)
+    found = []
+    for flops in np.geomspace(low, high, budgets) if budgets > 1 else [high]:
+        middle = math.sqrt(flops / 6 / TOKENS_PER_PARAMETER)
+        seen: set[tuple[int, int]] = set()
+        for factor in np.geomspace(1 / spread, spread, sizes) if sizes > 1 else [1.0]:
+            model = sized(template, middle * factor, counts)
+            if (model.width, model.layers) not in seen:
+                found.append(_designed(template, model, float(flops), counts, folder))
+            seen.add((model.width, model.layers))
+    return found
+
+
+def write_design(jobs: Sequence[Designed], folder: Path) -> list[Path]:
+    """A job file for each, checked as `shardwise train` will check it."""
+    paths = []
+    for one in jobs:
+        path = folder / f"{one.name}.toml"
+        tokens = one.job.total_steps * one.job.samples * one.job.model.sequence
+        head = (
+            f"# A run of an iso-FLOP grid: {one.flops:.3g} FLOPs as the planner counts, {one.parameters:,} parameters, "
+            f"{tokens:,} tokens.\n#\n#   shardwise train {path}\n\n"
+        )
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_text(path, head + tomli_w.dumps(one.values))
+        except OSError as error:
+            raise JobError(f"{path} cannot be written: {error.strerror}.") from None
+        load_job(path)
+        paths.append(path)
+    return paths
+
+
+def template_of(kind: str, settings: Sequence[str], flops: float) -> Job:
+    """The job that all of the grid have in common."""
+    template = load_job(None, [f"model.name={kind}", *settings])
+    model = template.decoder()
+    taken = sorted(set(CHOSEN) & model.model_fields_set) + sorted(
+        {"steps", "tokens", "batch"} & template.model_fields_set
+    )
+    if kind != "gpt" or taken:
+        what = f"--set {taken[0]}" if taken else f"--model {kind}"
+        raise JobError(f"{what}: sizes, batch and tokens are chosen here, for 'gpt'; set anything else.")
+    if "sequence" not in model.model_fields_set:
+        model = model.model_copy(update={"sequence": LONG if flops >= 1e17 else SHORT})
+    return template.model_copy(update={"model": model})
+
+
+def _designed(template: Job, model: Model, flops: float, counts: str, folder: Path) -> Designed:
+    shape, parameters = shape_of(model), parameters_of(model, counts)
+    tokens = flops / (shape.flops(1) / model.sequence)
+    samples = batch_of(flops, tokens, model.sequence)
+    name = f"c{flops:.2g}-n{_short(parameters)}".replace("+", "")
+    values = template.model_dump(exclude_unset=True)
+    values["tokens"] = max(1, round(tokens / (samples * model.sequence))) * samples * model.sequence
+    keys = {key: getattr(model, key) for key in (*CHOSEN, "sequence")}
+    values["model"] = {**values.get("model", {}), **keys, "name": "gpt"}
+    values["batch"] = {"samples": samples}
+    values["optimizer"] = {"lr": rate_of(flops, samples * model.sequence), **values.get("optimizer", {})}
+    values["validation"] = {"samples": HELD_OUT, **values.get("validation", {})}
+    values["run"] = {"folder": str(folder / "runs" / name), **values.get("run", {})}
+    return Designed(name, values, make_job(values, name), flops, parameters)
+
+
+def rate_of(flops: float, batch: float) -> float:
+    """The highest learning rate for a budget and the tokens of a batch."""
+    rate = 0.3118 * flops**-0.125 * min(1.0, math.sqrt(batch / _batch_tokens(flops)))
+    return float(f"{rate:.3g}")
+
+
+def batch_of(flops: float, tokens: float, sequence: int, devices: int = 1) -> int:
+    """Samples in a batch for a budget: a power of two, times the odd part of the devices that share it."""
+    odd = devices // (devices & -devices)
+    wanted, most = (size / sequence / odd for size in (_batch_tokens(flops), tokens / STEPS))
+    return odd * 2 ** max(0, min(round(math.log2(wanted)), math.floor(math.log2(most))))
+
+
+def _batch_tokens(flops: float) -> float:
+    return float(0.2920 * flops**0.3271)
+
+
+def sized(template: Job, parameters: float, counts: str) -> Model:
+    """The decoder of about so many parameters whose depth suits its width."""
+    base = template.model.model_dump(exclude=set(CHOSEN))
+    aspect = min(128.0, 32.0 * (parameters / 1e5) ** 0.1)  # of width over depth: 32 at 0.1M, 64 at 100M, 128 at 100B
+    best, model = math.inf, None
+    for width in _widths(parameters):
+        first = parameters_of(_shaped(base, width, SHALLOW), counts)
+        each = parameters_of(_shaped(base, width, SHALLOW + 1), counts) - first
+        layers = SHALLOW + max(0, round((parameters - first) / each))
+        off = abs(math.log((first + (layers - SHALLOW) * each) / parameters))
+        score = off + 0.1 * abs(math.log(width / layers / aspect))
+        if score < best:
+            best, model, error = score, (width, layers), off
+    if model is None or error > 0.35:
+        raise JobError(
+            f"no decoder with a vocabulary of {template.decoder().vocab:,} has about {parameters:,.0f} parameters; "
+            "give a larger budget or a smaller model.vocab."
+        )
+    return _shaped(base, *model)
+
+
+def _widths(parameters: float) -> Iterator[int]:
+    """Multiples of 8, then of 16, 64, 256 and 1024, up to far more than the aspect asks for."""
+    most = max(64.0, 2 * (128 * parameters / 12) ** (1 / 3))
+    width = 16
+    while width <= most:
+        yield width
+        width += 8 if width < 64 else 16 if width < 256 else 64 if width < 1024 else 256 if width < 4096 else 1024
+
+
+def _shaped(base: dict[str, Any], width: int, layers: int) -> Model:
+    size = 16 if width < 128 else 32 if width < 512 else 64 if width < 2048 else 128
+    size = math.gcd(size, width)
+    return Model.model_validate({**base, "width": width, "layers": layers, "heads": width // size})
+
+
+def _short(number: float) -> str:
+    for value, suffix in ((1e9, "b"), (1e6, "m"), (1e3, "k")):
+        if number >= value:
+            return f"{number / value:.3g}{suffix}"
+    return f"{number:.0f}"
+
+
+def parse_budget(text: str) -> tuple[float, float]:
+    """`1e18:1e20`, or one budget alone."""
+    low, _, high = text.partition(":")
+    try:
+        found = float(low), float(high or low)
+    except ValueError:
+        raise JobError(f"--budget {text!r}: write two numbers of FLOPs, as in 1e18:1e20.") from None
+    if not 0 < found[0] <= found[1] < math.inf:
+        raise JobError(f"--budget {text!r}: the lowest must be above 0 and not above the highest.")
+    return found

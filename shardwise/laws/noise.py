@@ -1,0 +1,79 @@
+"""The critical batch size of a run, from the noise of its gradients (McCandlish et al. 2018, arXiv 1812.06162).
+
+The squared norm of a gradient of b samples is, in the mean, |G|^2 + S / b: that of the true gradient, and the summed
+variance of one sample's gradient. Two batch sizes give both, and S / |G|^2 is the batch (the paper's simple noise
+scale) around which larger ones begin to waste tokens. Assumed: plain gradients, as if the optimizer did not rescale
+them.
+
+`metrics.jsonl` has the norm for one batch size only. So some more batches are read with the run's last weights: their
+gradients are the small ones, and the mean of them all is the large one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from shardwise.data.make import make_sources
+from shardwise.data.stream import Stream
+from shardwise.errors import DataError
+from shardwise.models.chain import IGNORED
+from shardwise.train.folder import RunFolder
+from shardwise.train.generate import load_model
+from shardwise.train.here import pick_device
+
+
+@dataclass(frozen=True)
+class Noise:
+    run: str
+    samples: float
+    """The critical batch."""
+    sequence: int
+    gradient: float
+    """|G|^2."""
+    variance: float
+    """S."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"run": self.run, "critical_batch_samples": self.samples,
+                "critical_batch_tokens": self.samples * self.sequence, "gradient_squared": self.gradient,
+                "variance": self.variance}  # fmt: skip
+
+
+def solve_noise(small: float, large: float, few: float, many: float) -> tuple[float, float]:
+    """|G|^2 and S from the mean squared norms of gradients of `few` and of `many` samples."""
+    return (many * large - few * small) / (many - few), (small - large) / (1 / few - 1 / many)
+
+
+def measure_noise(run: Path, batches: int = 16, samples: int = 8) -> Noise:
+    """Reads `batches` batches of `samples` samples that follow those the run was trained on."""
+    folder = RunFolder.open(run)
+    job = folder.job()
+    device = torch.device(pick_device(job))
+    model = load_model(folder, job, device).requires_grad_(True)
+    stream = Stream(make_sources(job)[0], job.seed)
+    first = job.total_steps * job.samples
+    total: dict[str, torch.Tensor] = {}
+    small = 0.0
+    for number in range(batches):
+        read = stream.read(np.arange(first + number * samples, first + (number + 1) * samples)).to(device)
+        model.zero_grad()
+        logits = model(read.tokens, ids=read.ids).flatten(0, 1)
+        F.cross_entropy(logits, read.targets.flatten(), ignore_index=IGNORED).backward()
+        gradients = {name: weight.grad.double() for name, weight in model.named_parameters() if weight.grad is not None}
+        small += _squared(gradients) / batches
+        total = {name: total.get(name, 0.0) + gradient / batches for name, gradient in gradients.items()}
+    gradient, variance = solve_noise(small, _squared(total), samples, batches * samples)
+    if gradient <= 0 or variance <= 0:
+        raise DataError(f"{run}: {batches * samples} samples are too few to tell its gradient from noise; "
+                        "give more --batches.")  # fmt: skip
+    return Noise(run.name, variance / gradient, job.model.sequence, gradient, variance)
+
+
+def _squared(gradients: dict[str, torch.Tensor]) -> float:
+    return float(sum(gradient.square().sum() for gradient in gradients.values()))
