@@ -84,9 +84,9 @@ def _fit_lines(found: Fit) -> Iterator[str]:
     yield f"best size for a budget C: N = k C^{power:.3f} by the law"
     top = float(runs.flops.max())
     N, D = law.optimum(top)
-    for one in estimates(runs):
-        yield (f"  {one.way}: N = k C^{one.power:.3f} through {counted(len(one.points), 'point')}; "
-               f"at {top:.2g} FLOPs {_size(one.parameters(top))}, the law {_size(N)}")  # fmt: skip
+    for other in estimates(runs):
+        yield (f"  {other.way}: N = k C^{other.power:.3f} through {counted(len(other.points), 'point')}; "
+               f"at {top:.2g} FLOPs {_size(other.parameters(top))}, the law {_size(N)}")  # fmt: skip
     yield f"tokens for each parameter at {top:.2g} FLOPs: {D / N:.3g}"
 
 
