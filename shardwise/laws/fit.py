@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize
 from scipy.special import huber
 from scipy.stats import median_abs_deviation
+from threadpoolctl import threadpool_limits
 
 from shardwise.errors import DataError
 from shardwise.laws.data import Runs
@@ -82,6 +83,7 @@ def residuals(law: Law, runs: Runs) -> Array:
     return np.asarray(np.log(runs.loss) - np.log(law.loss(runs.parameters, runs.tokens)))
 
 
+@threadpool_limits.wrap(limits=1)  # the search's matrices are of 5 numbers: threads for them cost 15 times the search
 def fit(runs: Runs, drop: int | None = None, draws: int = DRAWS, seed: int = 0) -> Fit:
     """Fits a law. `drop`: leaves out so many of the highest losses; None: those that no law near the others allows."""
     check(runs if drop is None else _without_highest(runs, drop))
