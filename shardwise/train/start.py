@@ -42,7 +42,7 @@ def start_training(job_file: Path | None, settings: list[str], resume: Path | No
     before = old.job() if old is not None else job
     _same_run(before, job)
     given = None if job.layout == "auto" else Layout.parse(job.layout)
-    if given is not None and isinstance(job.model, DLRM):
+    if given is not None:
         check(job, given)  # here in its own words: the planner has another list of what it can weigh
     layout, record, why = _planned(job)
     check_world(layout, job)
