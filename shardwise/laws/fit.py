@@ -133,7 +133,7 @@ def bootstrap(runs: Runs, point: Array, draws: int, seed: int) -> Law:
     """Constants of fits to runs with random weights, each search started at the best fit of all.
 
     Weights are exponential (Rubin 1981) rather than counts of runs drawn with replacement: these leave a third of the
-    runs out each time, and with some dozens of runs that makes intervals a quarter too wide.
+    runs out each time, and with some dozens of runs that makes intervals a fifth too wide.
     """
     chance, seen = np.random.default_rng(seed), _Seen.of(runs)
     found = []
