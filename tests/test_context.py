@@ -26,8 +26,8 @@ def job(model: dict[str, object], **more: object) -> Job:
 
 
 @pytest.mark.parametrize("layout", [
-    "context=2", "context=3", "context=4 context_by=heads", "context=2 tensor=2", "shard=2 context=2 zero=3",
-    "context=2 recompute=selective", "pipeline=2 context=2 schedule=zbv recompute=full",
+    "context=3", "context=4 context_by=heads", "shard=2 context=2 zero=3", "context=2 recompute=selective",
+    "pipeline=2 context=2 schedule=zbv recompute=full",
     "pipeline=2 context=2 tensor=2 schedule=interleaved", "replicate=2 shard=2 context=2 zero=3",
 ])  # fmt: skip
 def test_a_cut_sequence_computes_what_one_process_does(layout):

@@ -177,7 +177,7 @@ CUTS = [(cut, optimizer) for cut in placement.WAYS for optimizer in ("adagrad", 
 @pytest.mark.parametrize(("cut", "optimizer"), CUTS)
 def test_every_cut_computes_what_one_process_computes(cut: str, optimizer: str) -> None:
     job = small(24, {"cut": cut, "optimizer": optimizer, "rate": 3.0})
-    prove(job, "shard=1", "shard=2", "replicate=3", "shard=4 zero=3 micro_batch=2", "shard=8")
+    prove(job, "shard=1", "replicate=3", "shard=4 zero=3 micro_batch=2", *(["shard=8"] if cut == "row" else []))
 
 
 @pytest.mark.parametrize(

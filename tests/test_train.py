@@ -285,5 +285,5 @@ def test_every_example_takes_steps(example: Path, tmp_path: Path) -> None:
             "checkpoint": job.checkpoint.model_copy(update={"every": 0}),
         }
     )  # fmt: skip
-    run = train(job, "pipeline=2")
+    run = train(job, "pipeline=1")
     assert len(losses(run)) == 3 and all(math.isfinite(loss) for loss in losses(run))
