@@ -47,11 +47,31 @@ LAYOUTS = [
     ("pipeline=2 shard=2 zero=3 schedule=interleaved virtual=2", []),
     ("shard=2 tensor=2 zero=2", []),
     ("shard=2 expert=2", EXPERTS),
+    ("context=2 tensor=2", []),
+    ("context=2 pipeline=2 context_by=heads", []),
 ]
+CLICKS = """
+steps = 4
+precision = "float64"
+[model]
+name = "dlrm"
+tables = 5
+rows = 400
+width = 8
+bottom = [16]
+top = [16]
+[data]
+source = "synthetic"
+samples = 64
+[batch]
+samples = 16
+[checkpoint]
+every = 0
+"""
 
 
-def losses(folder: Path, device: str, layout: str, settings: list[str]) -> list[tuple[float, float]]:
-    (folder / "job.toml").write_text(JOB)
+def losses(folder: Path, device: str, layout: str, settings: list[str], job: str = JOB) -> list[tuple[float, float]]:
+    (folder / "job.toml").write_text(job)
     run = folder / f"{device}-{layout.replace(' ', '-')}"
     asked = [f"run.device={device}", f"run.folder={run}", "run.processes=4", f"layout={layout}", *settings]
     command = [sys.executable, "-m", "shardwise", "train", str(folder / "job.toml")]
@@ -73,6 +93,27 @@ def test_processes_that_share_a_gpu_compute_what_one_cpu_does(layout, settings, 
     assert len(found) == len(expected) == 4
     for one, other in zip(found, expected, strict=True):
         assert one == pytest.approx(other, rel=1e-10)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("layout", ["", "shard=2", "replicate=2"])
+def test_tables_in_host_memory_beside_a_gpu_train_as_on_a_cpu(layout, tmp_path):
+    expected = losses(tmp_path, "cpu", "", [], CLICKS)
+    found = losses(tmp_path, "cuda", layout, [], CLICKS)
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-10)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("way", ["ring", "heads"])
+def test_a_sequence_cut_over_ranks_goes_through_the_gpus_kernels(way, tmp_path):
+    narrow = ["precision=bf16", "model.width=128", "model.sequence=256", "model.dropout=0"]
+    expected = losses(tmp_path, "cuda", "", narrow)
+    found = losses(tmp_path, "cuda", f"context=2 context_by={way}", narrow)
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=2e-2)
 
 
 @pytest.mark.parametrize(

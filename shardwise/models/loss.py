@@ -74,6 +74,7 @@ class LinearLoss(torch.autograd.Function):
                 else:
                     grad_x[chunk] = back(grad)
                 add_product(grad_weight, grad.t(), x[chunk])
+            del logits, grad  # before the next ones are made
         if learns:
             ctx.save_for_backward(grad_x, grad_weight)
         return loss
