@@ -174,11 +174,6 @@ class Job(Section):
                 f"model.name = {self.model.name!r}: this is for models of one chain; {self.model.what} can be planned, "
                 "trained and verified."
             )
-        if not isinstance(self.model, Model | T5 | ResNet):
-            raise JobError(
-                f"model.name = {self.model.name!r}: this version plans {self.model.what}, it cannot train one yet; "
-                "use `shardwise plan`."
-            )
         if isinstance(self.model, Bert) and self.model.short_sequence:
             raise JobError(
                 "model.short_sequence: two parts of a training with samples of different length can be planned, not "
@@ -189,7 +184,7 @@ class Job(Section):
     def decoder(self) -> Model:
         """The model, where it is one that writes text."""
         model = self.built()
-        if isinstance(model, T5 | Bert | ResNet):
+        if not isinstance(model, Model) or not model.writes:
             raise JobError(f"model.name = {model.name!r}: {model.what} does not write text; this needs a decoder.")
         return model
 

@@ -1,13 +1,12 @@
 """The `[model]` section of a job: one class for each kind of model, chosen by `name`.
 
-`gpt` and `dlrm` are trained today, and `moe` where its attention is not latent. The others are planned: their keys are
-checked and `shardwise plan` weighs them, but nothing builds them yet (`Job.decoder` says so).
+A kind knows what its samples are made of and how it is made small for a proof; `shardwise/models/` builds it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
@@ -46,7 +45,17 @@ class Named(Section):
     """The kind, in words."""
     unit: ClassVar[str] = "tokens"
     """What is counted of a sample."""
+    writes: ClassVar[bool] = False
+    """Whether it goes on with a text."""
     name: str
+
+    def small(self) -> Self:
+        """The same kind of model, small: few layers and heads, narrow, a short sequence; what is odd stays odd."""
+        return self.model_validate(self.model_dump() | self._less())
+
+    def _less(self) -> dict[str, Any]:
+        """The values that are others in a small one."""
+        raise NotImplementedError
 
     @property
     def length(self) -> int:
@@ -78,6 +87,7 @@ class Model(Named):
     """A row of equal blocks: a decoder, where no kind below says otherwise."""
 
     what = "a decoder"
+    writes = True
     name: str = "gpt"
     layers: int = Field(8, ge=1, le=10_000)
     width: int = Field(256, ge=1)
@@ -135,6 +145,16 @@ class Model(Named):
             )
         return self
 
+    def _less(self) -> dict[str, Any]:
+        group = self.heads // self.kv_heads
+        kv_heads = min(self.kv_heads, max(1, 4 // group) if group < 4 else 2)
+        heads = kv_heads * min(group, 4)
+        return {
+            "layers": min(self.layers, 6), "heads": heads, "kv_heads": kv_heads, "head_size": 8, "width": 8 * heads,
+            "ffn": min(self.ffn, 16 * heads + self.ffn % 2), "vocab": min(self.vocab, 128 + self.vocab % 2),
+            "sequence": min(self.sequence, 32),
+        }  # fmt: skip
+
 
 class MoE(Model):
     """A decoder with experts, of which each token uses some; its attention may be latent."""
@@ -184,11 +204,22 @@ class MoE(Model):
             )
         return self
 
+    def _less(self) -> dict[str, Any]:
+        narrow = {key: min(getattr(self, key), 24) for key in ("expert_ffn", "shared_ffn")}
+        ranks = {key: min(getattr(self, key), 16) for key in ("q_rank", "kv_rank", "rope_size")}
+        less = super()._less() | narrow | ranks
+        return less | {
+            "dense_layers": min(self.dense_layers, less["layers"] - 1),
+            "experts": self.experts if self.experts <= 8 else 8 + self.experts % 2,
+            "experts_per_token": min(self.experts_per_token, 3),
+        }
+
 
 class Bert(Model):
     """An encoder that predicts masked tokens."""
 
     what = "a BERT"
+    writes = False
     name: str = "bert"
     positions: Literal["learned", "rotary"] = "learned"
     norm: Literal["layer", "rms"] = "layer"
@@ -294,6 +325,13 @@ class T5(Named):
             )
         return self
 
+    def _less(self) -> dict[str, Any]:
+        return {
+            "layers": min(self.layers, 3), "heads": min(self.heads, 4), "head_size": min(self.head_size, 8),
+            "width": min(self.width, 32), "ffn": min(self.ffn, 48), "vocab": min(self.vocab, 128 + self.vocab % 2),
+            "sequence": 24, "targets": 8,
+        }  # fmt: skip
+
 
 class ResNet(Named):
     """A residual network, for images."""
@@ -320,6 +358,9 @@ class ResNet(Named):
     def sequence(self) -> int:
         return 1
 
+    def _less(self) -> dict[str, Any]:
+        return {"width": min(self.width, 8), "image": min(self.image, 32), "classes": min(self.classes, 10)}
+
 
 class DLRM(Named):
     """A recommender: a row of a table for each category, and two rows of products (Naumov et al. 2019)."""
@@ -345,6 +386,13 @@ class DLRM(Named):
     @property
     def sequence(self) -> int:
         return 1
+
+    def _less(self) -> dict[str, Any]:
+        return {
+            "tables": min(self.tables, 5), "rows": min(self.rows, 41), "width": min(self.width, 8),
+            "lookups": min(self.lookups, 3), "bottom": [min(size, 16) for size in self.bottom[:2]],
+            "top": [min(size, 16) for size in self.top[:2]],
+        }  # fmt: skip
 
 
 KINDS: dict[str, type[Named]] = {"gpt": Model, "moe": MoE, "bert": Bert, "t5": T5, "resnet": ResNet, "dlrm": DLRM}

@@ -20,8 +20,8 @@ from shardwise.data.stream import Samples
 from shardwise.models.chain import IGNORED
 from shardwise.optim.adamw import AdamW
 from shardwise.parallel.data import Alone
+from shardwise.parallel.engine import Engine
 from shardwise.parallel.expert import rebalance
-from shardwise.parallel.parallelize import Engine
 
 
 @dataclass(frozen=True)

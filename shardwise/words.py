@@ -22,6 +22,14 @@ def counted(number: int, thing: str) -> str:
     return f"{number:,} {thing}{ending}"
 
 
+def short(number: float) -> str:
+    """Three figures and a unit: `2.31M`, `70B`."""
+    for size, unit in ((1e15, "Q"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= 0.9995 * size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.3g}"
+
+
 def signal_name(number: int) -> str:
     name = signal.Signals(number).name
     return f"Ctrl-C ({name})" if number == signal.SIGINT else name

@@ -25,7 +25,8 @@ from shardwise.errors import CheckpointError, RunError
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.optim import make_optimizer
-from shardwise.parallel.parallelize import Engine, build, parallelize
+from shardwise.parallel.engine import Engine
+from shardwise.parallel.parallelize import build, parallelize
 from shardwise.step import step
 from shardwise.train import stored
 from shardwise.train.checkpoint import Checkpoints, good_checkpoints, load_weights

@@ -18,7 +18,8 @@ from shardwise.data.stream import share
 from shardwise.errors import LayoutError
 from shardwise.job import Job, make_job
 from shardwise.layout import MADE, Layout, micro_batch_rule
-from shardwise.parallel.parallelize import Engine, parallelize
+from shardwise.parallel.engine import Engine
+from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.pipeline import SCHEDULE, Pipeline, named_order
 from shardwise.planner.closed import bound, closed_form
 from shardwise.planner.greedy import LOOP, Task, V

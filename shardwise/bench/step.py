@@ -29,7 +29,8 @@ from shardwise.layout import Layout
 from shardwise.models import bert, gpt, t5
 from shardwise.models.families import cost_of
 from shardwise.optim import make_optimizer
-from shardwise.parallel.parallelize import Engine, parallelize
+from shardwise.parallel.engine import Engine
+from shardwise.parallel.parallelize import parallelize
 from shardwise.step import Recorded, step, taker
 
 WARM = 3  # steps in which blocks are compiled and states made

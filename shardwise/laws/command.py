@@ -15,7 +15,7 @@ from shardwise.laws.estimates import estimates
 from shardwise.laws.fit import Fit, fit, outliers
 from shardwise.laws.plot import write_plot
 from shardwise.laws.saved import as_dict, published, read_law
-from shardwise.words import counted
+from shardwise.words import counted, short
 
 if TYPE_CHECKING:  # both bring PyTorch, which a fit does not wait for
     from shardwise.laws.recommend import Recommendation
@@ -86,7 +86,7 @@ def _fit_lines(found: Fit) -> Iterator[str]:
     N, D = law.optimum(top)
     for other in estimates(runs):
         yield (f"  {other.way}: N = k C^{other.power:.3f} through {counted(len(other.points), 'point')}; "
-               f"at {top:.2g} FLOPs {_size(other.parameters(top))}, the law {_size(N)}")  # fmt: skip
+               f"at {top:.2g} FLOPs {short(other.parameters(top))}, the law {short(N)}")  # fmt: skip
     yield f"tokens for each parameter at {top:.2g} FLOPs: {D / N:.3g}"
 
 
@@ -109,19 +109,19 @@ def _recommend_lines(found: Recommendation) -> Iterator[str]:
     yield f"law:      {found.known.source}; N: {COUNTED[found.known.counts]}"
     yield f"budget:   {found.flops:.3g} FLOPs, counted as 6 N D"
     low, high = found.parameters_interval
-    sizes = f"{_size(N)} parameters (95%: {_size(low)} to {_size(high)})"
-    yield f"best:     {sizes}, {_size(D)} tokens, {D / N:.3g} for each"
+    sizes = f"{short(N)} parameters (95%: {short(low)} to {short(high)})"
+    yield f"best:     {sizes}, {short(D)} tokens, {D / N:.3g} for each"
     low, high = found.loss_interval
     yield f"loss:     {found.loss:.4g} (of a run, 95%: {low:.4g} to {high:.4g}); {law.E:.4g} of it stays for ever"
     low, high = found.flat
-    yield f"flat:     from {_size(low)} to {_size(high)} parameters the loss is within {100 * FLAT:g}%"
+    yield f"flat:     from {short(low)} to {short(high)} parameters the loss is within {100 * FLAT:g}%"
     for one in found.smaller:
-        what = f"{_size(one.parameters)} parameters reach the same loss with {_size(one.tokens)} tokens"
-        price = f"{one.flops / found.flops:.3g} times the training, repaid after {_size(one.break_even)} tokens in use"
+        what = f"{short(one.parameters)} parameters reach the same loss with {short(one.tokens)} tokens"
+        price = f"{one.flops / found.flops:.3g} times the training, repaid after {short(one.break_even)} tokens in use"
         yield f"smaller:  {what}: {price}"
     if (again := found.repeated) is not None:
-        what = f"{_size(again.unique)} different tokens, {D / again.unique:.3g} times each: loss {again.loss:.4g}"
-        best = f"{_size(again.parameters)} parameters and {_size(again.tokens)} tokens: {again.best_loss:.4g}"
+        what = f"{short(again.unique)} different tokens, {D / again.unique:.3g} times each: loss {again.loss:.4g}"
+        best = f"{short(again.parameters)} parameters and {short(again.tokens)} tokens: {again.best_loss:.4g}"
         yield f"repeated: {what}; the best then is {best}"
     if found.plan is not None:
         yield from _plan_lines(found.plan, found.as_dict()["plan"])
@@ -130,7 +130,7 @@ def _recommend_lines(found: Recommendation) -> Iterator[str]:
 def _plan_lines(plan: Plan, facts: dict[str, Any]) -> Iterator[str]:
     model = plan.job.decoder()
     shape = f"width {model.width}, {model.layers} layers, {model.heads} heads, vocabulary {model.vocab}"
-    yield f"model:    {shape}: {_size(facts['parameters'])} parameters"
+    yield f"model:    {shape}: {short(facts['parameters'])} parameters"
     yield f"batch:    {plan.job.samples} samples of {model.sequence} tokens, learning rate {facts['lr']:g}"
     fits = "" if facts["fits"] else ", which does not fit"
     share = f"{100 * facts['utilisation']:.3g}% of the peak"
@@ -146,11 +146,4 @@ def noise_text(runs: Sequence[Path], batches: int, samples: int, as_json: bool) 
     if as_json:
         return json.dumps([one.as_dict() for one in found])
     size = "{}: critical batch {:.3g} samples, {} tokens"
-    return "\n".join(size.format(one.run, one.samples, _size(one.samples * one.sequence)) for one in found)
-
-
-def _size(number: float) -> str:
-    for value, suffix in ((1e15, "Q"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= value:
-            return f"{number / value:.3g}{suffix}"
-    return f"{number:.3g}"
+    return "\n".join(size.format(one.run, one.samples, short(one.samples * one.sequence)) for one in found)

@@ -24,6 +24,7 @@ from shardwise.job import Job, load_job, make_job
 from shardwise.kinds import Model
 from shardwise.laws.data import check_counts, parameters_of
 from shardwise.planner.shape import shape_of
+from shardwise.words import short
 
 TOKENS_PER_PARAMETER = 20.0
 STEPS = 1000  # at least, if a batch has a sample: one that leaves fewer is made smaller
@@ -102,7 +103,7 @@ def _designed(template: Job, model: Model, flops: float, counts: str, folder: Pa
     shape, parameters = shape_of(model), parameters_of(model, counts)
     tokens = flops / (shape.flops(1) / model.sequence)
     samples = batch_of(flops, tokens, model.sequence)
-    name = f"c{flops:.2g}-n{_short(parameters)}".replace("+", "")
+    name = f"c{flops:.2g}-n{short(parameters).lower()}".replace("+", "")
     values = template.model_dump(exclude_unset=True)
     values["tokens"] = max(1, round(tokens / (samples * model.sequence))) * samples * model.sequence
     keys = {key: getattr(model, key) for key in (*CHOSEN, "sequence")}
@@ -165,13 +166,6 @@ def _shaped(base: dict[str, Any], width: int, layers: int) -> Model:
     size = 16 if width < 128 else 32 if width < 512 else 64 if width < 2048 else 128
     size = math.gcd(size, width)
     return Model.model_validate({**base, "width": width, "layers": layers, "heads": width // size})
-
-
-def _short(number: float) -> str:
-    for value, suffix in ((1e9, "b"), (1e6, "m"), (1e3, "k")):
-        if number >= value:
-            return f"{number / value:.3g}{suffix}"
-    return f"{number:.0f}"
 
 
 def parse_budget(text: str) -> tuple[float, float]:

@@ -54,6 +54,7 @@ def measure_noise(run: Path, batches: int = 16, samples: int = 8) -> Noise:
     """Reads `batches` batches of `samples` samples that follow those the run was trained on."""
     folder = RunFolder.open(run)
     job = folder.job()
+    job.decoder()  # whose loss is that of the next token
     device = torch.device(pick_device(job))
     model = load_model(folder, job, device).requires_grad_(True)
     stream = Stream(make_sources(job)[0], job.seed)

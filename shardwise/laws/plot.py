@@ -14,6 +14,7 @@ from shardwise.errors import DataError
 from shardwise.files import write_text
 from shardwise.laws.estimates import budgets
 from shardwise.laws.fit import Fit, residuals
+from shardwise.words import short
 
 SIDE, HIGH, EDGE, GAP = 420, 360, 60, 90  # pixels: width and height of a panel, room around it and between two
 CURVES = 9
@@ -45,7 +46,7 @@ class Panel:
         for value in _decades(self.x0, self.x1):
             x, _ = self.place(value, 10**self.y0 if self.log_y else self.y0)
             yield f'<path d="M{x:.1f} {EDGE / 2:.0f}V{bottom:.0f}" class="grid"/>'
-            yield _text(x, bottom + 18, _power(value), "middle")
+            yield _text(x, bottom + 18, short(value), "middle")
         for value in _steps(self.y0, self.y1, self.log_y):
             _, y = self.place(10**self.x0, value)
             yield f'<path d="M{self.left:.0f} {y:.1f}h{SIDE}" class="grid"/>'
@@ -124,13 +125,6 @@ def _steps(low: float, high: float, log: bool) -> list[float]:
     rough = (last - first) / 6
     step = next(f * 10.0 ** floor(log10(rough)) for f in (1, 2, 5, 10) if f * 10.0 ** floor(log10(rough)) >= rough)
     return [round(n * step, 10) for n in range(ceil(first / step), floor(last / step) + 1)]
-
-
-def _power(value: float) -> str:
-    for size, word in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:g}{word}"
-    return f"{value:g}"
 
 
 def _path(points: list[tuple[float, float]]) -> str:

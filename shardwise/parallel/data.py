@@ -29,10 +29,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.comm.collectives import all_gather, all_reduce, reduce_scatter
 from shardwise.errors import RunError
+from shardwise.layout import Batch, Layout
 from shardwise.models.chain import Chain
 from shardwise.models.experts import Bank
 from shardwise.parallel.holding import Holding
 from shardwise.parallel.mesh import Axis, Mesh
+from shardwise.parallel.precision import Precision
 
 # By parameter: the whole shape, the dimension cut over the tensor axis, whether its experts are cut.
 Cuts = dict[str, tuple[torch.Size, int | None, bool]]
@@ -300,3 +302,23 @@ class Sharded(DataParallel):
 def _local(tensor: Tensor | None) -> Tensor:
     assert isinstance(tensor, DTensor)
     return tensor.to_local()
+
+
+def is_alone(layout: Layout, precision: Precision) -> bool:
+    return layout.world == 1 and precision.mixed
+
+
+def is_sharded(layout: Layout) -> bool:
+    return layout.shard > 1 and layout.zero > 1
+
+
+def data_parallel(
+    chains: list[Chain], layout: Layout, mesh: Mesh, precision: Precision, batch: Batch
+) -> DataParallel:  # fmt: skip
+    if is_alone(layout, precision):
+        return Alone(chains, mesh, precision.master, batch.micro_batches)
+    if is_sharded(layout):
+        return Sharded(chains, mesh, precision.fsdp_policy())
+    if layout.replicate == layout.world > 1:
+        return Bucketed(chains, mesh)
+    return Whole(chains, mesh)

@@ -9,81 +9,28 @@ Training and verification both come through here.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch._functorch.config as functorch
 from torch import Tensor
 
-from shardwise.data.stream import Samples
 from shardwise.errors import JobError, LayoutError
 from shardwise.job import Job
-from shardwise.kinds import DLRM, Named, ResNet
+from shardwise.kinds import DLRM, ResNet
 from shardwise.layout import Batch, Layout, solve_batch
 from shardwise.models.chain import Chain
 from shardwise.models.families import chain_of, cost_of
 from shardwise.models.gpt import prepare
-from shardwise.parallel import context, expert, norm, recompute, tensor
+from shardwise.parallel import context, expert, norm, recommender, recompute, tensor
 from shardwise.parallel.balance import cut_stages
-from shardwise.parallel.data import Alone, Bucketed, Cuts, DataParallel, Sharded, Whole
-from shardwise.parallel.holding import Holding, start
+from shardwise.parallel.data import Cuts, data_parallel, is_alone, is_sharded
+from shardwise.parallel.engine import Engine
+from shardwise.parallel.holding import start
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline import Order, Pipeline
 from shardwise.parallel.precision import LossScale, Precision
 from shardwise.support import REFUSED, support
-
-
-@dataclass
-class Engine:
-    """What one rank needs for a step."""
-
-    model: Named
-    mesh: Mesh
-    batch: Batch
-    chains: list[Chain]
-    data: DataParallel
-    pipeline: Pipeline | None
-    holdings: list[Holding]
-    scale: LossScale
-    positions: Tensor | None = None
-    """Of each sequence, which this rank holds; None: all."""
-
-    @property
-    def tied(self) -> list[Holding]:
-        """Holdings of weights that a stage elsewhere, or another stage of this rank, holds too."""
-        if self.pipeline is None:
-            return []
-        return [holding for holding in self.holdings if holding.name in self.chains[0].rules.tied]
-
-    def run(self, samples: Samples, scale: Tensor) -> Tensor:
-        """Forward and backward of all micro-batches; the gradients are left in the parameters.
-
-        Returns this rank's share of the loss: summed over all ranks of one tensor index it is the loss of the batch.
-        """
-        samples = context.cut(samples, self.positions)
-        if self.pipeline is not None:
-            return self.pipeline.run(samples, scale)
-        total = torch.zeros_like(scale)
-        for number, part in enumerate(samples.split(self.batch.micro_batch), start=1):
-            with self.data.micro_batch(last=number == self.batch.micro_batches):
-                loss = self.data.modules[0](part.tokens, ids=part.ids, targets=part.targets) * scale
-                loss.backward()
-            total += loss.detach()
-        return total
-
-    def evaluate(self, samples: Samples) -> Tensor:
-        """This rank's share of the summed loss, forward only."""
-        samples = context.cut(samples, self.positions)
-        if self.pipeline is not None:
-            return self.pipeline.evaluate(samples)
-        parts = samples.split(self.batch.micro_batch)
-        return torch.stack([self.chains[0](p.tokens, ids=p.ids, targets=p.targets) for p in parts]).sum()
-
-    @property
-    def counts_samples(self) -> bool:
-        """Whether this rank is the one of its data index that speaks for its samples."""
-        return all(self.mesh[axis].index == 0 for axis in ("pipeline", "context", "tensor"))
 
 
 def shapes_of(chain: Chain) -> dict[str, torch.Size]:
@@ -105,8 +52,6 @@ KEPT_NARROW = 1.0  # in 8 bits what is kept is half as large, and less would hav
 def check(job: Job, layout: Layout) -> Batch:
     """Raises, before any process starts, for a layout that this job's model and batch cannot have."""
     if isinstance(job.model, DLRM):
-        from shardwise.parallel import recommender  # here: it builds on this file
-
         return recommender.check(job, layout)
     norm.check(job.built(), layout)
     chain = build(job, torch.float32)
@@ -146,14 +91,12 @@ def parallelize(
     """This rank's part of the job. A dry run gives a `memory` in which weights have shapes and no numbers; who runs
     `schedule=auto` gives the `order` that was made for it (`shardwise.planner.plan.order_of`)."""
     if isinstance(job.model, DLRM):
-        from shardwise.parallel import recommender
-
         return recommender.parallelize(job, layout, device, memory)
     batch = check(job, layout)
     choose_attention(job.attention, device)
     mesh = Mesh(layout, device)
     precision = Precision(job.precision)
-    alone = layout.world == 1 and precision.mixed
+    alone = is_alone(layout, precision)
     whole = build(job, precision.compute if alone else precision.master)
     shapes = shapes_of(whole)
 
@@ -166,7 +109,7 @@ def parallelize(
         for name, dim in tensor.apply(chain, mesh["tensor"]).items():
             cuts[name] = (shapes[name], dim, name in experts)
 
-    sharded = layout.shard > 1 and layout.zero > 1
+    sharded = is_sharded(layout)
     for chain in chains:
         if not sharded and not alone:
             precision.apply(chain)
@@ -176,15 +119,7 @@ def parallelize(
             for block in chain.blocks():
                 block.compile()
 
-    data: DataParallel
-    if alone:
-        data = Alone(chains, mesh, precision.master, batch.micro_batches)
-    elif sharded:
-        data = Sharded(chains, mesh, precision.fsdp_policy())
-    elif layout.replicate == layout.world > 1:
-        data = Bucketed(chains, mesh)
-    else:
-        data = Whole(chains, mesh)
+    data = data_parallel(chains, layout, mesh, precision, batch)
 
     scale = LossScale(precision, device)
 

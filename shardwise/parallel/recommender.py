@@ -25,11 +25,11 @@ from shardwise.layout import Batch, Layout, solve_batch
 from shardwise.models.dlrm import dlrm, table_std
 from shardwise.optim import make_optimizer
 from shardwise.optim.sparse import Joined
-from shardwise.parallel.data import Alone, Bucketed, Cuts, DataParallel, Sharded, Whole
+from shardwise.parallel.data import Cuts, data_parallel, is_alone, is_sharded
 from shardwise.parallel.embedding import Ahead, Bags, Route, Tables, sum_bags
+from shardwise.parallel.engine import Engine
 from shardwise.parallel.holding import Holding, start
 from shardwise.parallel.mesh import Axis, Mesh
-from shardwise.parallel.parallelize import Engine
 from shardwise.parallel.placement import Shard, Table, place_tables
 from shardwise.parallel.precision import LossScale, Precision
 from shardwise.support import REFUSED, support
@@ -180,21 +180,12 @@ def parallelize(
     """This rank's part of the job."""
     batch = check(job, layout)
     model, mesh, precision = model_of(job), Mesh(layout, device), Precision(job.precision)
-    alone = layout.world == 1 and precision.mixed
+    alone = is_alone(layout, precision)
     with torch.device("meta"):
         chain = dlrm(model).to(precision.compute if alone else precision.master)
-    sharded = layout.shard > 1 and layout.zero > 1
-    if not sharded and not alone:
+    if not is_sharded(layout) and not alone:
         precision.apply(chain)
-    data: DataParallel
-    if alone:
-        data = Alone([chain], mesh, precision.master, batch.micro_batches)
-    elif sharded:
-        data = Sharded([chain], mesh, precision.fsdp_policy())
-    elif layout.replicate == layout.world > 1:
-        data = Bucketed([chain], mesh)
-    else:
-        data = Whole([chain], mesh)
+    data = data_parallel([chain], layout, mesh, precision, batch)
     shapes: Cuts = {name: (weight.shape, None, False) for name, weight in chain.named_weights()}
     with memory or nullcontext():
         chain.to_empty(device=device)

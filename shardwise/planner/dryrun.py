@@ -44,7 +44,8 @@ from shardwise.job import BatchSize, Job
 from shardwise.layout import MADE, V_SHAPED, Layout, solve_batch
 from shardwise.models import loss
 from shardwise.optim import make_optimizer
-from shardwise.parallel.parallelize import Engine, check, parallelize
+from shardwise.parallel.engine import Engine
+from shardwise.parallel.parallelize import check, parallelize
 from shardwise.planner.ledger import ROLES, Bytes, Ledger, Moment, axes_of
 from shardwise.planner.plan import order_of
 from shardwise.step import step

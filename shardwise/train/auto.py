@@ -12,7 +12,7 @@ from typing import Any
 from shardwise.cluster import GIB
 from shardwise.errors import LayoutError
 from shardwise.job import Job
-from shardwise.kinds import DLRM, T5, ResNet
+from shardwise.kinds import DLRM, ResNet
 from shardwise.layout import Layout
 from shardwise.models.families import cost_of
 from shardwise.parallel.balance import cut_stages
@@ -69,12 +69,6 @@ def reason(plan: Plan, source: str) -> str:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
-
-
-def unplanned(job: Job) -> Layout | None:
-    """The given layout, where the planner cannot weigh it: it knows a T5 along the data axes only."""
-    layout = Layout.parse(job.layout) if job.layout != "auto" else Layout()
-    return layout if isinstance(job.model, T5) and layout.pipeline * layout.tensor > 1 else None
 
 
 def _stages(job: Job, layout: Layout) -> list[list[int]]:

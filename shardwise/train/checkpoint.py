@@ -33,8 +33,8 @@ from torch import Tensor
 
 from shardwise.errors import CheckpointError, RunError
 from shardwise.files import put_in_place
+from shardwise.parallel.engine import Engine
 from shardwise.parallel.holding import Holding, place
-from shardwise.parallel.parallelize import Engine
 from shardwise.train.pieces import Index, Piece, dtype_of, read_index, read_pieces, write_pieces
 from shardwise.train.stored import (
     Peers,

@@ -27,8 +27,9 @@ from shardwise.layout import MADE, Layout
 from shardwise.models import dlrm
 from shardwise.models.families import cost_of
 from shardwise.optim import learning_rate, set_learning_rate
+from shardwise.parallel.engine import Engine
 from shardwise.parallel.expert import imbalance
-from shardwise.parallel.parallelize import Engine, parallelize
+from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.pipeline import Order
 from shardwise.parallel.recommender import Recommender, optimizer_of
 from shardwise.planner.plan import order_of

@@ -13,20 +13,20 @@ import torch.distributed as dist
 
 from shardwise.data.make import make_sources
 from shardwise.data.tokenizer import Subwords
-from shardwise.errors import JobError
+from shardwise.errors import JobError, LayoutError
 from shardwise.files import write_text
 from shardwise.job import Job, load_job
 from shardwise.kinds import DLRM
 from shardwise.layout import MADE, Layout
 from shardwise.parallel import recommender
 from shardwise.parallel.parallelize import build, check, shapes_of
-from shardwise.train.auto import check_memory, choose_plan, cut_record, plan_record, reason, unplanned
+from shardwise.train.auto import check_memory, choose_plan, cut_record, plan_record, reason
 from shardwise.train.folder import RunFolder
 from shardwise.train.here import host_memory
 from shardwise.train.launch import check_world, joined_world, launch
 from shardwise.train.summary import finished, summarize
 from shardwise.train.worker import join
-from shardwise.words import counted
+from shardwise.words import counted, short
 
 DEMO = Path(__file__).parent.parent / "demo.toml"
 # What may change when a run goes on; all other keys are what the run is.
@@ -76,13 +76,15 @@ def start_training(job_file: Path | None, settings: list[str], resume: Path | No
 
 def _planned(job: Job) -> tuple[Layout, dict[str, Any], str]:
     """The layout to train in, what is written down of its plan, and a line about it."""
-    layout = unplanned(job)
-    if layout is not None:
-        why = f"no prediction: {job.model.what} is planned along the data axes only"
-        return layout, {**cut_record(job, layout), "reason": why}, why
-    plan, source = choose_plan(job, joined_world())
-    check_memory(job, plan)
     given = None if job.layout == "auto" else Layout.parse(job.layout)
+    try:
+        plan, source = choose_plan(job, joined_world())
+    except LayoutError as error:
+        if given is None or given.schedule in MADE:
+            raise
+        why = f"no prediction: {error}"  # the layout runs; the planner cannot weigh it
+        return given, {**cut_record(job, given), "reason": why}, why
+    check_memory(job, plan)
     layout = given if given is not None and given.schedule not in MADE else plan.best.layout
     return layout, plan_record(job, plan, source), reason(plan, source)
 
@@ -94,7 +96,7 @@ def _introduce(job: Job, layout: Layout, say: Callable[[str], None]) -> None:
         parameters = sum(shape.numel() for shape in shapes_of(build(job, torch.float32)).values())
     tokens = f"{job.samples} x {job.model.length} tokens" if job.model.unit == "tokens" else f"{job.samples} samples"
     batch = check(job, layout)
-    say(f"job:    {job.model.name}, {_short(parameters)} parameters, {job.precision}, on {job.data.source}")
+    say(f"job:    {job.model.name}, {short(parameters)} parameters, {job.precision}, on {job.data.source}")
     say(f"        {counted(job.total_steps, 'step')} of {tokens}, {job.optimizer.name} at {job.optimizer.lr:g}")
     parts = f"{counted(batch.micro_batches, 'micro-batch')} of {batch.micro_batch}"
     say(f"layout: {layout} ({counted(layout.world, 'process')}, {parts})")
@@ -142,10 +144,3 @@ def _values(job: Job) -> dict[str, object]:
     for key, value in job.model_dump().items():
         found |= {f"{key}.{name}": one for name, one in value.items()} if isinstance(value, dict) else {key: value}
     return found
-
-
-def _short(number: int) -> str:
-    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
-        if number >= size:
-            return f"{number / size:.1f}{unit}"
-    return str(number)

@@ -12,7 +12,7 @@ from shardwise.data.make import make_sources
 from shardwise.data.source import Source
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.job import Job
-from shardwise.kinds import T5, Bert
+from shardwise.kinds import T5
 from shardwise.train.folder import RunFolder
 from shardwise.train.generate import generate, load_model
 from shardwise.train.validate import byte_frequency_bits
@@ -31,7 +31,7 @@ def summarize(folder: RunFolder, job: Job, say: Callable[[str], None]) -> None:
     if tokenizer is not None and len(held_out) and not isinstance(job.model, T5):
         bits = _table_bits(job, training, held_out, tokenizer)
         say(f"for comparison: a table of byte frequencies reaches {bits:.3f} bits per byte")
-    if tokenizer is not None and not isinstance(job.model, Bert | T5):
+    if tokenizer is not None and job.model.writes:
         known = held_out if len(held_out) else training
         prompt = "def " if job.data.source == "stdlib" else _some_words(known, tokenizer)
         model = load_model(folder, job, torch.device("cpu"))

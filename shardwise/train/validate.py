@@ -15,7 +15,7 @@ from shardwise.data.tokenizer import Tokenizer
 from shardwise.job import Job
 from shardwise.kinds import T5
 from shardwise.models.chain import IGNORED
-from shardwise.parallel.parallelize import Engine
+from shardwise.parallel.engine import Engine
 
 
 @torch.no_grad()

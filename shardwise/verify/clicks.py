@@ -29,16 +29,6 @@ LAYOUTS = (
 )  # fmt: skip
 
 
-def shrunk(model: DLRM) -> DLRM:
-    """The same kind of model, small; odd rows, so that runs are uneven."""
-    values = model.model_dump() | {
-        "tables": min(model.tables, 5), "rows": min(model.rows, 41), "width": min(model.width, 8),
-        "lookups": min(model.lookups, 3), "bottom": [min(size, 16) for size in model.bottom[:2]],
-        "top": [min(size, 16) for size in model.top[:2]],
-    }  # fmt: skip
-    return DLRM(**values)
-
-
 def make_stream(job: Job) -> Stream:
     """Short enough that three steps see more than one epoch."""
     assert isinstance(job.model, DLRM)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shardwise.errors import UserError
 from shardwise.job import BatchSize, Job, load_job
-from shardwise.kinds import DLRM, T5, MoE, ResNet
+from shardwise.kinds import DLRM
 from shardwise.layout import Layout
 from shardwise.parallel.parallelize import check
 from shardwise.verify import clicks
@@ -53,35 +53,7 @@ def _possible(job: Job, layout: Layout) -> bool:
 
 
 def shrunk(job: Job) -> Job:
-    """The same kind of model, small: few layers and heads, narrow, a short sequence; an odd vocabulary stays odd."""
-    if isinstance(job.model, DLRM):
-        return job.model_copy(update={"model": clicks.shrunk(job.model)})
-    model = job.built()
-    if isinstance(model, ResNet):
-        less = {"width": min(model.width, 8), "image": min(model.image, 32), "classes": min(model.classes, 10)}
-        return job.model_copy(update={"model": ResNet(**model.model_dump() | less)})
-    if isinstance(model, T5):
-        heads, size = min(model.heads, 4), min(model.head_size, 8)
-        small = {
-            "layers": min(model.layers, 3), "heads": heads, "head_size": size, "width": min(model.width, 32),
-            "ffn": min(model.ffn, 48), "vocab": min(model.vocab, 128 + model.vocab % 2), "sequence": 24, "targets": 8,
-        }  # fmt: skip
-        return job.model_copy(update={"model": T5(**model.model_dump() | small)})
-    group = model.heads // model.kv_heads
-    kv_heads = min(model.kv_heads, max(1, 4 // group) if group < 4 else 2)
-    heads = kv_heads * min(group, 4)
-    values = model.model_dump() | {
-        "layers": min(model.layers, 6), "heads": heads, "kv_heads": kv_heads, "head_size": 8, "width": 8 * heads,
-        "ffn": min(model.ffn, 16 * heads + model.ffn % 2), "vocab": min(model.vocab, 128 + model.vocab % 2),
-        "sequence": min(model.sequence, 32),
-    }  # fmt: skip
-    if isinstance(model, MoE):
-        values |= {key: min(values[key], 24) for key in ("expert_ffn", "shared_ffn")}
-        values["dense_layers"] = min(model.dense_layers, values["layers"] - 1)
-        values["experts"] = model.experts if model.experts <= 8 else 8 + model.experts % 2
-        values["experts_per_token"] = min(model.experts_per_token, 3)
-        values |= {key: min(values[key], 16) for key in ("q_rank", "kv_rank", "rope_size")}
-    return job.model_copy(update={"model": type(model)(**values)})
+    return job.model_copy(update={"model": (job.model if isinstance(job.model, DLRM) else job.built()).small()})
 
 
 def with_small_batch(job: Job, layouts: list[Layout]) -> Job:

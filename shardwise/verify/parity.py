@@ -35,9 +35,10 @@ from shardwise.kinds import DLRM, ResNet
 from shardwise.layout import Layout
 from shardwise.models.chain import IGNORED, Chain
 from shardwise.optim import learning_rate, set_learning_rate
+from shardwise.parallel.engine import Engine
 from shardwise.parallel.holding import cuts_of
 from shardwise.parallel.mesh import Axis
-from shardwise.parallel.parallelize import Engine, check, parallelize
+from shardwise.parallel.parallelize import check, parallelize
 from shardwise.parallel.precision import Precision
 from shardwise.parallel.recommender import Recommender, optimizer_of
 from shardwise.planner.plan import order_of
