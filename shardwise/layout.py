@@ -47,7 +47,7 @@ class Layout:
     tensor: int = 1
     """Ranks that each hold a part of every matrix; activations between matrices are cut along the sequence."""
     expert: int = 1
-    """Ranks that share the experts, folded over shard x context."""
+    """Ranks that share the experts, folded over shard x context, and over tensor where these do not suffice."""
     schedule: str = "1f1b"
     """The order of forwards and backwards in a pipeline."""
     virtual: int = 0
@@ -109,6 +109,11 @@ class Layout:
     def data(self) -> int:
         """Groups of processes that see different samples."""
         return self.replicate * self.shard
+
+    @cached_property
+    def expert_ranks(self) -> int:
+        """Of the expert degree, what lies on shard x context; the rest lies on the tensor axis."""
+        return self.expert if self.shard * self.context % self.expert == 0 else self.expert // self.tensor
 
     @cached_property
     def stages_per_rank(self) -> int:

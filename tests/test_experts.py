@@ -109,7 +109,7 @@ LAYOUTS = [
 
 CUT = [
     "shard=2 expert=2", "shard=4 expert=2 zero=2 micro_batch=1", "replicate=2 shard=2 expert=2 zero=3",
-    "tensor=2 shard=4 expert=4", "pipeline=2 tensor=2 shard=2 expert=2 zero=3 recompute=full micro_batch=1",
+    "tensor=2 shard=2 expert=4", "tensor=2 expert=2 micro_batch=1", "context=2 tensor=2 expert=4", "pipeline=2 tensor=2 shard=2 expert=2 zero=3 recompute=full micro_batch=1",
     "pipeline=2 schedule=zbv shard=2 expert=2 micro_batch=1",
     "pipeline=2 schedule=zbv shard=4 expert=2 zero=3 micro_batch=1",
 ]  # fmt: skip
@@ -169,7 +169,7 @@ def test_a_dry_run_and_its_costs() -> None:
 def test_what_does_not_divide_is_told() -> None:
     for text, words in {
         "shard=2 expert=2": "5 experts do not divide over 2 ranks; use expert=1",
-        "shard=3 expert=5": "3 x 1 does not divide by it; use shard=5",
+        "shard=3 expert=5": "3 x 1 x 1 cannot be cut so; use shard=5",
     }.items():
         with pytest.raises(LayoutError, match=words):
             road.check(small(15), Layout.parse(text))

@@ -7,15 +7,18 @@ that failed first, by its own clock, not of those that lost a neighbour because 
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +29,7 @@ from shardwise.errors import RunError, ShardwiseError
 
 
 def run_world(
-    function: Callable[..., Any], size: int, *args: Any, timeout: float = 300.0, backend: str = "gloo"
+    function: Callable[..., Any], size: int, *args: Any, timeout: float = 240.0, backend: str = "gloo"
 ) -> list[Any]:
     """Runs `function(*args)` in `size` processes that form one world; returns what each gave, by rank."""
     context = multiprocessing.get_context("fork")
@@ -43,7 +46,7 @@ def run_world(
             workers.append(worker)
             ends.append(here)
         try:
-            return _collect(ends, workers, timeout)
+            return _collect(ends, workers, timeout, Path(folder))
         finally:
             for worker in workers:
                 if worker.is_alive():
@@ -56,6 +59,7 @@ def _work(
     function: Callable[..., Any], args: tuple[Any, ...], rank: int, size: int, folder: str, end: Connection,
     backend: str,
 ) -> None:  # fmt: skip
+    faulthandler.register(signal.SIGUSR1, open(os.path.join(folder, f"stack{rank}"), "w"))  # noqa: SIM115
     torch.set_num_threads(1)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these worlds compute on the CPU, and CUDA does not survive a fork
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # nor does the compiler's pool of processes
@@ -78,7 +82,7 @@ def _work(
     os._exit(0)
 
 
-def _collect(ends: list[Connection], workers: list[Any], timeout: float) -> list[Any]:
+def _collect(ends: list[Connection], workers: list[Any], timeout: float, folder: Path) -> list[Any]:
     results: dict[int, Any] = {}
     failures: list[tuple[int, int, Any]] = []
     deadline = time.monotonic() + timeout
@@ -105,5 +109,14 @@ def _collect(ends: list[Connection], workers: list[Any], timeout: float) -> list
         _, rank, answer = min(failures, key=lambda failure: failure[0])
         raise answer if isinstance(answer, ShardwiseError) else RunError(str(answer))
     if waiting:
-        raise RunError(f"ranks {sorted(waiting.values())} did not finish within {timeout:.0f} s.")
+        late = sorted(waiting.values())
+        stacks = "\n".join(f"rank {rank}:\n{_stack(workers[rank].pid, folder / f'stack{rank}')}" for rank in late)
+        raise RunError(f"ranks {late} did not finish within {timeout:.0f} s.\n{stacks}")
     return [results[rank] for rank in range(len(ends))]
+
+
+def _stack(process: int, file: Path) -> str:
+    """Where a process is that does not end."""
+    os.kill(process, signal.SIGUSR1)
+    time.sleep(0.3)
+    return file.read_text()

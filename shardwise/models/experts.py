@@ -42,6 +42,8 @@ class Experts(nn.Module):
         self.parts = 1
         """In which sequences are cut over ranks; `total` sums over these."""
         self.total: Callable[[Tensor], Any] | None = None
+        self.served: tuple[int, int] | None = None
+        """The first expert and how many, whose rows this rank takes care of; of others it gives zeros. None: all."""
         self.travel: Any = None
         """Takes rows to experts that other ranks hold (`shardwise.parallel.expert`); None: all are here."""
 
@@ -96,15 +98,27 @@ class Experts(nn.Module):
             if self.recent is not None:
                 self.recent.add_(counts)
         rows = tokens.repeat_interleave(self.active, 0)
-        if self.capacity and not is_fake(chosen):
-            kept = within(chosen.reshape(samples, -1), self.router.shape[0], self.capacity)
-            order = order[kept[order]]
-            found = self._through(rows.index_select(0, order), _count(chosen.flatten()[kept], self.router.shape[0]))
+        kept = self._kept(chosen, samples)
+        if kept is not None:
+            first, count = self.served or (0, self.router.shape[0])
+            order = order[: len(order) * count // len(counts)] if is_fake(chosen) else order[kept[order]]
+            found = self._through(rows.index_select(0, order), _count(chosen.flatten()[order] - first, count))
             rows = torch.zeros_like(rows).index_copy(0, order, found)
         else:
             back = order.argsort()
             rows = Permuted.apply(self._through(Permuted.apply(rows, order, back), counts), back, order)
         return (rows.unflatten(0, chosen.shape) * weights.unsqueeze(-1)).sum(1)
+
+    def _kept(self, chosen: Tensor, samples: int) -> Tensor | None:
+        """Which of all choices are served here; None: all of them."""
+        kept = None
+        if self.capacity and not is_fake(chosen):
+            kept = within(chosen.reshape(samples, -1), self.router.shape[0], self.capacity)
+        if self.served is not None:
+            first, count = self.served
+            own = ((chosen >= first) & (chosen < first + count)).flatten()
+            kept = own if kept is None else kept & own
+        return kept
 
     def _through(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Rows that lie by expert, through the experts, wherever they are."""

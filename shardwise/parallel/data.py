@@ -257,7 +257,7 @@ class Sharded(DataParallel):
         for chain in chains:
             tied = {name.partition(".")[0] for pair in chain.rules.ties for name in pair}
             pieces = dict(chain.named_children())
-            if mesh.layout.expert > 1:
+            if mesh.layout.expert_ranks > 1:
                 for module in chain.modules():
                     if isinstance(module, Bank):
                         self._shard(module, policy, mesh.fsdp_experts)

@@ -1,10 +1,13 @@
 """Expert parallelism: each rank of the expert axis holds some of the experts, and tokens travel to theirs and back.
 
 The axis is folded over shard x context: it needs no ranks of its own, and what is not an expert knows nothing of it.
+Where these ranks do not suffice, the tensor axis cuts between experts too, instead of each of them within. Its ranks
+see the same tokens, so each serves the choices of its own experts, and the sum at the end of a region joins them.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -14,9 +17,9 @@ from shardwise.comm.collectives import all_reduce, all_to_all, all_to_all_with_g
 from shardwise.errors import LayoutError
 from shardwise.kinds import MoE, Named
 from shardwise.layout import Layout
-from shardwise.models.chain import Chain
+from shardwise.models.chain import Chain, Cut
 from shardwise.models.experts import Experts, Permuted, is_fake, sizes_of
-from shardwise.parallel.mesh import Axis
+from shardwise.parallel.mesh import Axis, Mesh
 
 
 def check(model: Named, layout: Layout) -> None:
@@ -31,18 +34,28 @@ def check(model: Named, layout: Layout) -> None:
         raise LayoutError(
             f"expert={degree}: {model.experts} experts do not divide over {degree} ranks; use expert={near}."
         )
-    if layout.shard * layout.context % degree:
+    ranks = layout.shard * layout.context
+    if ranks % degree and (degree % layout.tensor or ranks % (degree // layout.tensor)):
         raise LayoutError(
-            f"expert={degree} lies on ranks of shard x context, but {layout.shard} x {layout.context} does not divide "
-            f"by it; use shard={degree} or a multiple of it."
+            f"expert={degree} lies on ranks of shard x context, and with all of the tensor axis where these do not "
+            f"suffice, but {layout.shard} x {layout.context} x {layout.tensor} cannot be cut so; use shard={degree} or "
+            "a multiple of it."
         )
 
 
-def apply(chain: Chain, axis: Axis) -> set[str]:
-    """Cuts the experts of a chain on the meta device. Returns the names of the parameters that were cut."""
+def apply(chain: Chain, layout: Layout, mesh: Mesh) -> set[str]:
+    """Cuts the experts of a chain on the meta device. Returns the names of the parameters that were cut over ranks of
+    shard x context; what the tensor axis cuts is told to it."""
     cut: set[str] = set()
+    axis, between = mesh["expert"], layout.expert_ranks < layout.expert
+    if between:
+        chain.rules = replace(chain.rules, cuts=(Cut("block*.mlp.bank.*", 0), *chain.rules.cuts))
     for name, module in chain.named_modules():
-        if axis.size == 1 or not isinstance(module, Experts):
+        if not isinstance(module, Experts):
+            continue
+        if between:
+            module.served = mesh["tensor"].span(module.router.shape[0])
+        if axis.size == 1:
             continue
         for leaf, whole in module.bank.named_parameters():
             size = whole.shape[0] // axis.size, *whole.shape[1:]

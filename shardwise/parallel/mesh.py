@@ -6,7 +6,7 @@ Beside the axes of the layout there are some that follow from them:
     shared  ranks that share weights and states: shard x context where there is `shard`, otherwise none
     same    ranks that hold the same weights: replicate, and context where nothing is shared
     joint   ranks over which anything but a matrix's sides is cut: shard x context
-    expert  ranks that share the experts: neighbours in it
+    expert  ranks that share the experts, but for those of the tensor axis: neighbours in it
     alike   ranks of it with the same experts, which share those
 
 A world of one has no process group at all: every group is None and every collective is skipped, so that one device
@@ -59,6 +59,8 @@ class Mesh:
         place = [int(index) for index in (grid == self.rank).nonzero()[0]]
         self._axes = dict.fromkeys((*AXES, "data", "shared", "same", "joint", "world", "expert", "alike"), ALONE)
         self.devices: DeviceMesh | None = None
+        self.joined: DeviceMesh | None = None
+        """With shard and context as one axis, where there are both."""
         self.folded: DeviceMesh | None = None
         self.ends: Axis = ALONE
         if world == 1:
@@ -75,17 +77,21 @@ class Mesh:
         self._axes["shared"], self._axes["same"] = self["shard"], self["replicate"]
         joint = place[2] * layout.context + place[3]  # in shard x context
         if layout.context > 1:
-            name, number = ("shared", joint) if layout.shard > 1 else ("same", place[1] * layout.context + place[3])
-            flat = self.devices[("shard", "context") if layout.shard > 1 else ("replicate", "context")]._flatten(name)
-            self._axes[name] = Axis(flat.size(), number, flat.get_group())
+            if layout.shard > 1:
+                names = ("pipeline", "replicate", "shared", "tensor")
+                self.joined = DeviceMesh(device.type, grid.flatten(2, 3), mesh_dim_names=names)
+                self._axes["shared"] = Axis(layout.shard * layout.context, joint, self.joined.get_group("shared"))
+            else:
+                flat = self.devices["replicate", "context"]._flatten("same")
+                self._axes["same"] = Axis(flat.size(), place[1] * layout.context + place[3], flat.get_group())
         self._axes["joint"] = self["shared"] if layout.shard > 1 else self["context"]
         self._axes["alike"] = self["shared"]
-        if layout.expert > 1:
+        if layout.expert_ranks > 1:
             self._fold(grid, joint)
 
     def _fold(self, grid: torch.Tensor, joint: int) -> None:
         """Makes `expert` and `alike`."""
-        expert = self.layout.expert
+        expert = self.layout.expert_ranks
         self.folded = DeviceMesh(
             self.device.type, grid.flatten(2, 3).unflatten(2, (-1, expert)),
             mesh_dim_names=("pipeline", "replicate", "alike", "expert", "tensor"),
@@ -113,9 +119,9 @@ class Mesh:
     @cached_property
     def fsdp(self) -> DeviceMesh:
         """The mesh that FSDP shards over: (replicate, shared), or shared alone."""
-        assert self.devices is not None
-        shared = "shared" if self.layout.context > 1 else "shard"
-        return self.devices["replicate", shared] if self.layout.replicate > 1 else self.devices[shared]
+        mesh, shared = (self.devices, "shard") if self.joined is None else (self.joined, "shared")
+        assert mesh is not None
+        return mesh["replicate", shared] if self.layout.replicate > 1 else mesh[shared]
 
     @cached_property
     def fsdp_experts(self) -> DeviceMesh:

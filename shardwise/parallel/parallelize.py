@@ -105,7 +105,7 @@ def parallelize(
 
     cuts: Cuts = {}
     for chain in chains:
-        experts = expert.apply(chain, mesh["expert"])
+        experts = expert.apply(chain, layout, mesh)
         for name, dim in tensor.apply(chain, mesh["tensor"]).items():
             cuts[name] = (shapes[name], dim, name in experts)
 
