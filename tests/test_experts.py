@@ -109,7 +109,8 @@ LAYOUTS = [
 
 CUT = [
     "shard=2 expert=2", "shard=4 expert=2 zero=2 micro_batch=1", "replicate=2 shard=2 expert=2 zero=3",
-    "tensor=2 shard=2 expert=4", "tensor=2 expert=2 micro_batch=1", "context=2 tensor=2 expert=4", "pipeline=2 tensor=2 shard=2 expert=2 zero=3 recompute=full micro_batch=1",
+    "tensor=2 shard=2 expert=4", "tensor=2 expert=2 micro_batch=1", "context=2 tensor=2 expert=4",
+    "pipeline=2 tensor=2 shard=2 expert=2 zero=3 recompute=full micro_batch=1",
     "pipeline=2 schedule=zbv shard=2 expert=2 micro_batch=1",
     "pipeline=2 schedule=zbv shard=4 expert=2 zero=3 micro_batch=1",
 ]  # fmt: skip
@@ -259,9 +260,9 @@ def test_planted_bugs_are_caught(plant: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert record.problem is not None or (first is not None and first.kind == kind), record.sentence()
 
 
-def load_of(text: str) -> list[float]:
+def load_of(text: str, capacity: float = 0.0) -> list[expert.Routing]:
     """Of two steps; nothing has run since the second."""
-    job = small(8, experts=4)
+    job = small(8, experts=4, capacity=capacity)
     engine = parallelize(job, Layout.parse(text), torch.device("cpu"))
     optimizer = make_optimizer(job.optimizer, engine.holdings)
     ranks, model, found = engine.mesh["data"], job.built(), []
@@ -269,12 +270,22 @@ def load_of(text: str) -> list[float]:
     for number in range(3):
         if number < 2:
             step(engine, optimizer, make_stream(job).read(share(number, 8, ranks.size, ranks.index)), 1.0)
-        found.append(float(expert.imbalance(model, engine.chains, engine.mesh["world"], torch.device("cpu"))))
+        told = expert.routing(model, engine.chains, engine.mesh["world"], torch.device("cpu"))
+        found.append(expert.Routing.of(told.tolist()))
     return found
 
 
 def test_the_load_of_experts_is_that_of_all_ranks() -> None:
-    alone = run_world(load_of, 1, "micro_batch=2")[0]
-    assert all(1.0 <= one < 4.0 for one in alone[:2]) and alone[2] == 0.0
-    for text in ("shard=2 expert=2", "pipeline=2 tensor=2 micro_batch=1 recompute=full"):
-        assert all(found == alone for found in run_world(load_of, Layout.parse(text).world, text))
+    for capacity in (0.0, 0.75):
+        (alone,) = run_world(load_of, 1, "micro_batch=2", capacity)
+        assert all(1.0 <= one.imbalance < 4.0 and sum(one.load) == pytest.approx(1) for one in alone[:2])
+        assert alone[2].imbalance == 0.0 and all((one.dropped > 0) == (capacity > 0) for one in alone[:2])
+        for text in ("shard=2 expert=2", "pipeline=2 tensor=2 micro_batch=1 recompute=full"):
+            for found in run_world(load_of, Layout.parse(text).world, text, capacity):
+                for one, other in zip(found, alone, strict=True):
+                    assert [one.imbalance, *one.load] == pytest.approx([other.imbalance, *other.load])
+                    assert one.dropped == pytest.approx(other.dropped)
+                # Whole rows of 16 numbers, there and back, in the forward and in the backward.
+                row = 4 * 16 * 8
+                assert all((one.sent > 0) == ("expert" in text) and one.sent % row == 0 for one in found[:2])
+                assert found[2].sent == 0

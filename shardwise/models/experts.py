@@ -39,6 +39,8 @@ class Experts(nn.Module):
         self.extra: Tensor | None = None
         self.load: Tensor | None = None
         """Rows that each expert got since this was last set to zero; what is computed again counts again."""
+        self.dropped: Tensor | None = None
+        """Choices that found no room, counted alike."""
         self.parts = 1
         """In which sequences are cut over ranks; `total` sums over these."""
         self.total: Callable[[Tensor], Any] | None = None
@@ -93,12 +95,13 @@ class Experts(nn.Module):
         order = chosen.flatten().argsort(stable=True)
         counts = _count(chosen.flatten(), self.router.shape[0])
         # Not when a block is computed again in the backward.
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        first_time = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+        if first_time:
             self.load = counts.clone() if self.load is None else self.load.add_(counts)
             if self.recent is not None:
                 self.recent.add_(counts)
         rows = tokens.repeat_interleave(self.active, 0)
-        kept = self._kept(chosen, samples)
+        kept = self._kept(chosen, samples, first_time)
         if kept is not None:
             first, count = self.served or (0, self.router.shape[0])
             order = order[: len(order) * count // len(counts)] if is_fake(chosen) else order[kept[order]]
@@ -109,11 +112,14 @@ class Experts(nn.Module):
             rows = Permuted.apply(self._through(Permuted.apply(rows, order, back), counts), back, order)
         return (rows.unflatten(0, chosen.shape) * weights.unsqueeze(-1)).sum(1)
 
-    def _kept(self, chosen: Tensor, samples: int) -> Tensor | None:
+    def _kept(self, chosen: Tensor, samples: int, first_time: bool) -> Tensor | None:
         """Which of all choices are served here; None: all of them."""
         kept = None
         if self.capacity and not is_fake(chosen):
             kept = within(chosen.reshape(samples, -1), self.router.shape[0], self.capacity)
+            if first_time:
+                dropped = (~kept).sum()
+                self.dropped = dropped if self.dropped is None else self.dropped.add_(dropped)
         if self.served is not None:
             first, count = self.served
             own = ((chosen >= first) & (chosen < first + count)).flatten()

@@ -7,13 +7,14 @@ see the same tokens, so each serves the choices of its own experts, and the sum 
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.collectives import all_reduce, all_to_all, all_to_all_with_grad
+from shardwise.comm.collectives import all_reduce, all_to_all
+from shardwise.comm.meter import METER
 from shardwise.errors import LayoutError
 from shardwise.kinds import MoE, Named
 from shardwise.layout import Layout
@@ -65,19 +66,48 @@ def apply(chain: Chain, layout: Layout, mesh: Mesh) -> set[str]:
     return cut
 
 
-def imbalance(model: MoE, chains: list[Chain], world: Axis, device: torch.device) -> Tensor:
-    """Of all layers and ranks since the last call: the rows of the busiest expert over the mean, in the mean over
-    layers. 1: all were used alike."""
+@dataclass
+class Routing:
+    """Where the tokens of a step went, in all layers and ranks."""
+
+    imbalance: float
+    """Rows of the busiest expert over the mean, in the mean over layers. 1: all were used alike."""
+    dropped: float
+    """Share of the choices that found no room."""
+    sent: float
+    """Bytes that left a rank for another."""
+    waited: float
+    """Seconds that a rank waited for them, in the mean over ranks."""
+    load: list[float]
+    """By expert, its share of all choices."""
+
+    @classmethod
+    def of(cls, values: list[float]) -> Routing:
+        imbalance, dropped, sent, waited, *load = values
+        return cls(imbalance, dropped, sent, waited, load)
+
+
+def routing(model: MoE, chains: list[Chain], world: Axis, device: torch.device) -> Tensor:
+    """The numbers of a `Routing`, of what was done since the last call."""
     loads = torch.zeros(model.layers, model.experts, device=device)
+    rest = torch.zeros(3, device=device)
     for chain in chains:
         for name, module in chain.named_modules():
             if isinstance(module, Experts) and module.load is not None:
                 loads[_layer(name)] = module.load.to(loads.dtype)
                 module.load.zero_()
+                if module.dropped is not None:
+                    rest[0] += module.dropped
+                    module.dropped.zero_()
+    sent, waited = METER.read("expert")
+    rest[1], rest[2] = sent, waited / world.size
     if world.size > 1:
-        all_reduce(loads, group=world.group)
-    sparse = loads[model.dense_layers :]
-    return (sparse.amax(1) / sparse.mean(1).clamp(min=1e-9)).mean()
+        both = torch.cat((loads.flatten(), rest))
+        all_reduce(both, group=world.group)
+        loads, rest = both[:-3].view_as(loads), both[-3:]
+    sparse, every = loads[model.dense_layers :], loads.sum().clamp(min=1e-9)
+    busiest = (sparse.amax(1) / sparse.mean(1).clamp(min=1e-9)).mean()
+    return torch.cat((torch.stack((busiest, rest[0] / every, rest[1], rest[2])), sparse.sum(0) / every))
 
 
 def rebalance(model: Named, chains: list[Chain], world: Axis, device: torch.device) -> None:
@@ -114,7 +144,7 @@ class Travel:
         all_to_all(theirs, counts, group=self.axis.group)
         by_rank = theirs.view(ranks, -1)  # source, expert
         sent, received = sizes_of(counts.view(ranks, -1).sum(1), rows), sizes_of(by_rank.sum(1), rows)
-        rows = all_to_all_with_grad(rows, received, sent, self.axis.group)
+        rows = Exchange.apply(rows, received, sent, self.axis)
         if is_fake(counts):
             order = torch.arange(rows.shape[0], device=rows.device)
         else:
@@ -125,7 +155,28 @@ class Travel:
 
     def back(self, rows: Tensor, journey: Journey) -> Tensor:
         rows = Permuted.apply(rows, journey.back, journey.order)
-        return all_to_all_with_grad(rows, journey.sent, journey.received, self.axis.group)
+        return Exchange.apply(rows, journey.sent, journey.received, self.axis)  # type: ignore[no-any-return]
+
+
+class Exchange(torch.autograd.Function):
+    """Runs of rows to other ranks, and as many from them; the gradients go the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, received: list[int], sent: list[int], axis: Axis) -> Tensor:
+        ctx.sizes = sent, received, axis
+        return _exchange(rows, received, sent, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchange(grads[0].contiguous(), *ctx.sizes), None, None, None
+
+
+def _exchange(rows: Tensor, received: list[int], sent: list[int], axis: Axis) -> Tensor:
+    found = rows.new_empty(sum(received), *rows.shape[1:])
+    leaving = (sum(sent) - sent[axis.index]) * rows.shape[1] * rows.element_size()
+    with METER.over("expert", leaving, rows.device):
+        all_to_all(found, rows, received, sent, group=axis.group)
+    return found
 
 
 class Journey(NamedTuple):

@@ -28,7 +28,7 @@ from shardwise.models import dlrm
 from shardwise.models.families import cost_of
 from shardwise.optim import learning_rate, set_learning_rate
 from shardwise.parallel.engine import Engine
-from shardwise.parallel.expert import imbalance
+from shardwise.parallel.expert import Routing, routing
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.pipeline import Order
 from shardwise.parallel.recommender import Recommender, optimizer_of
@@ -166,7 +166,7 @@ class Trainer:
         values = [outcome.loss, outcome.grad_norm, outcome.skipped, engine.scale.value, self.stop.agreed(engine)]
         model = self.job.model
         if isinstance(model, MoE):
-            values.append(imbalance(model, engine.chains, engine.mesh["world"], self.device))
+            values.extend(routing(model, engine.chains, engine.mesh["world"], self.device))
         loss, norm, skipped, scale, told, *more = torch.stack(values).tolist()  # the one wait for the device in a step
         seconds = time.perf_counter() - begin
         self._watch_over(done, bool(skipped), norm)
@@ -186,7 +186,7 @@ class Trainer:
         if engine.scale.dynamic:
             record["loss_scale"] = scale
         if more:
-            record["expert_imbalance"] = more[0]
+            record |= _told(Routing.of(more))
         self.folder.metric(record)
         self.progress.show(record)
         return int(told)
@@ -205,6 +205,13 @@ class Trainer:
         if self.main:
             self.folder.event(kind, message, **facts)
             self.progress.say(kind, message)
+
+
+def _told(routing: Routing) -> dict[str, Any]:
+    record: dict[str, Any] = {"expert_imbalance": routing.imbalance, "expert_dropped": routing.dropped}
+    if routing.sent:
+        record |= {"expert_bytes": int(routing.sent), "expert_seconds": routing.waited}
+    return {**record, "expert_load": [round(share, 5) for share in routing.load]}
 
 
 def flops_of(job: Job) -> float:
