@@ -112,6 +112,8 @@ class Model(Named):
     rope_theta: float = Field(10_000.0, gt=0.0)
     norm_eps: float = Field(1e-5, gt=0.0)
     init_std: float = Field(0.02, gt=0.0)
+    document_end: int = Field(-1, ge=-1)
+    """The id that ends a document; tokens do not attend to documents before their own. -1: they do."""
     mup_base_width: int = Field(0, ge=0)
     """The width at which the learning rate was found, for it to hold at this width too (muP); 0: off."""
 
@@ -120,6 +122,10 @@ class Model(Named):
         fill = {}
         if self.mup_base_width and type(self) is not Model:
             raise ValueError(f"mup_base_width is for 'gpt', not for {self.what}; leave it out")
+        if self.document_end >= self.vocab:
+            raise ValueError(f"document_end ({self.document_end}) is not below vocab ({self.vocab})")
+        if self.document_end >= 0 and not self.writes:
+            raise ValueError(f"document_end is for decoders, not for {self.what}; leave it out")
         if not self.kv_heads:
             fill["kv_heads"] = self.heads
         if not self.head_size:
@@ -152,7 +158,7 @@ class Model(Named):
         return {
             "layers": min(self.layers, 6), "heads": heads, "kv_heads": kv_heads, "head_size": 8, "width": 8 * heads,
             "ffn": min(self.ffn, 16 * heads + self.ffn % 2), "vocab": min(self.vocab, 128 + self.vocab % 2),
-            "sequence": min(self.sequence, 32),
+            "sequence": min(self.sequence, 32), "document_end": min(self.document_end, 5),
         }  # fmt: skip
 
 

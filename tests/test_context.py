@@ -9,7 +9,9 @@ from shardwise.comm.world import run_world
 from shardwise.errors import LayoutError
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
-from shardwise.models.gpt import attend
+from shardwise.models.chain import reset
+from shardwise.models.gpt import gpt
+from shardwise.models.parts import attend
 from shardwise.parallel import context
 from shardwise.parallel.mesh import Axis
 from shardwise.parallel.parallelize import check
@@ -50,11 +52,47 @@ def test_experts_beside_a_cut_sequence(layout):
     assert record.ok, record.sentence()
 
 
+@pytest.mark.parametrize(("model", "layout"), [
+    (LLAMA, "context=2"), (LLAMA, "context=2 tensor=2 context_by=heads"), (LLAMA, "pipeline=2 context=2 schedule=zbv"),
+    (LLAMA, "shard=2 tensor=2 zero=3 recompute=full"), (GPT2, "context=3 recompute=selective"),
+    (MOE | {"q_rank": 12, "kv_rank": 8, "rope_size": 4}, "pipeline=2 tensor=2"),
+])  # fmt: skip
+def test_documents_do_not_see_one_another(model, layout):
+    (record,) = verify(job(model | {"document_end": 3}), [Layout.parse(layout)])
+    assert record.ok, record.sentence()
+
+
+def test_a_document_is_read_as_if_it_stood_alone():
+    shape = job({**LLAMA, "document_end": 3, "dropout": 0.0}).built()
+    model = gpt(shape, 0).double()
+    reset(model, 0)
+    tokens = torch.tensor([[5, 9, 3, 7, 3, 3, 11, 2, 8]])
+    ids = torch.zeros(1, dtype=torch.int64)
+    whole = context.Samples(tokens, tokens, ids).apart(3)
+    assert whole.documents.tolist() == [[0, 0, 0, 1, 1, 2, 3, 3, 3]]
+    found = model(tokens, **whole.batch)
+    for first, last in ((0, 3), (3, 5), (5, 6), (6, 9)):
+        assert torch.allclose(found[:, first:last], model(tokens[:, first:last], ids=ids), rtol=1e-10)
+    assert not torch.allclose(found[:, 6:], model(tokens, ids=ids)[:, 6:], rtol=1e-3)
+
+
+@pytest.mark.parametrize("way", ["ring", "heads"])
+def test_documents_that_are_seen_after_all_are_caught(way, monkeypatch):
+    """Planted: a rank takes the documents of its own positions for those of the keys that come round, or of none."""
+    if way == "ring":
+        right = context.strangers
+        monkeypatch.setattr(context, "strangers", lambda documents, axis, turn, *rest: right(documents, axis, 0, *rest))
+    else:
+        monkeypatch.setattr(context, "attend", lambda q, k, v, causal, documents: attend(q, k, v, causal))
+    (record,) = verify(job(LLAMA | {"document_end": 3}), [Layout.parse(f"context=2 context_by={way}")])
+    assert not record.ok
+
+
 @pytest.mark.parametrize(("model", "layout", "said"), [
     (LLAMA, "context=5", "a sequence of 24 does not divide by 10; the nearest that does: 20"),
     (LLAMA, "context=4 tensor=4", "a sequence of 24 does not divide by 16"),
     (LLAMA, "context=3 context_by=heads", "use context_by=ring"),
-    (MOE, "context=2 expert=4", "shard x context, but 1 x 2 does not divide"),
+    (MOE, "context=2 expert=4", "1 x 2 x 1 cannot be cut so"),
 ])  # fmt: skip
 def test_what_cannot_be_cut_is_told_before_the_run(model, layout, said):
     with pytest.raises(LayoutError, match=said):

@@ -7,7 +7,7 @@ data rank reads in which step is arithmetic (`share`).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -27,10 +27,26 @@ class Samples:
     tokens: Tensor
     targets: Tensor
     ids: Tensor
+    documents: Tensor | None = None
+    """Of every position of whole sequences, the number of its document (B, S); None: all are one."""
 
     def split(self, size: int) -> Iterator[Samples]:
         parts = zip(self.tokens.split(size), self.targets.split(size), self.ids.split(size), strict=True)
-        return (Samples(*part) for part in parts)
+        if self.documents is None:
+            return (Samples(*part) for part in parts)
+        return (Samples(*part, apart) for part, apart in zip(parts, self.documents.split(size), strict=True))
+
+    @property
+    def batch(self) -> dict[str, Tensor]:
+        """What a model is given by keyword, but for targets."""
+        return {"ids": self.ids} if self.documents is None else {"ids": self.ids, "documents": self.documents}
+
+    def apart(self, end: int) -> Samples:
+        """The same samples with their documents numbered; `end` is the last token of one, -1: none is."""
+        if end < 0:
+            return self
+        ends = (self.tokens == end).int()
+        return replace(self, documents=ends.cumsum(1, dtype=torch.int32) - ends)
 
     def to(self, device: torch.device) -> Samples:
         return Samples(*(t.to(device, non_blocking=True) for t in (self.tokens, self.targets, self.ids)))

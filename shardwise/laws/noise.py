@@ -54,7 +54,7 @@ def measure_noise(run: Path, batches: int = 16, samples: int = 8) -> Noise:
     """Reads `batches` batches of `samples` samples that follow those the run was trained on."""
     folder = RunFolder.open(run)
     job = folder.job()
-    job.decoder()  # whose loss is that of the next token
+    end = job.decoder().document_end  # of a decoder: the loss is that of the next token
     device = torch.device(pick_device(job))
     model = load_model(folder, job, device).requires_grad_(True)
     stream = Stream(make_sources(job)[0], job.seed)
@@ -64,7 +64,7 @@ def measure_noise(run: Path, batches: int = 16, samples: int = 8) -> Noise:
     for number in range(batches):
         read = stream.read(np.arange(first + number * samples, first + (number + 1) * samples)).to(device)
         model.zero_grad()
-        logits = model(read.tokens, ids=read.ids).flatten(0, 1)
+        logits = model(read.tokens, **read.apart(end).batch).flatten(0, 1)
         F.cross_entropy(logits, read.targets.flatten(), ignore_index=IGNORED).backward()
         gradients = {name: weight.grad.double() for name, weight in model.named_parameters() if weight.grad is not None}
         small += _squared(gradients) / batches

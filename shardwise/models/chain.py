@@ -149,10 +149,13 @@ class Chain(nn.Module):
         """The repeated pieces, which are recomputed and compiled one by one."""
         return [piece for name, piece in self.named_children() if fnmatchcase(name, self.rules.block)]
 
-    def forward(self, x: Tensor, ids: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
-        """Tokens in; out comes the summed loss where targets are given, the logits where not."""
+    def forward(
+        self, x: Tensor, ids: Tensor | None = None, targets: Tensor | None = None, **more: Tensor
+    ) -> Tensor:  # fmt: skip
+        """Tokens in; out comes the summed loss where targets are given, the logits where not. `more`: what only some
+        kinds of models know."""
         for piece in self.children():
-            x = piece(x, ids=ids, targets=targets)
+            x = piece(x, ids=ids, targets=targets, **more)
         return x
 
 

@@ -23,7 +23,7 @@ from shardwise.models.chain import Head as HeadRule
 from shardwise.models.experts import Experts
 from shardwise.models.latent import Latent
 from shardwise.models.loss import Vocabulary, linear_loss, rows_at_once
-from shardwise.models.parts import Product, RMSNorm, rotate, rotation
+from shardwise.models.parts import Product, RMSNorm, attend, rotate, rotation
 from shardwise.random import Dropout
 
 
@@ -143,7 +143,9 @@ class Embed(nn.Module):
         self.positions = Positions(model.sequence, model.width) if model.positions == "learned" else None
         self.dropout = Dropout(model.dropout, "embed", seed)
 
-    def forward(self, tokens: Tensor, ids: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, ids: Tensor | None = None, targets: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:  # fmt: skip
         x = self.tokens(tokens)
         if self.positions is not None:
             x = x + self.positions(x.shape[1])
@@ -172,8 +174,10 @@ class Block(nn.Module):
         self.mlp = mixture(model) if sparse and isinstance(model, MoE) else dense(model)
         self.dropout2 = Dropout(model.dropout, f"{name}.2", seed)
 
-    def forward(self, x: Tensor, ids: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
-        x = x + self.dropout1(self.attention(self.norm1(x)), ids)
+    def forward(
+        self, x: Tensor, ids: Tensor | None = None, targets: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:  # fmt: skip
+        x = x + self.dropout1(self.attention(self.norm1(x), documents), ids)
         return x + self.dropout2(self.mlp(self.norm2(x)), ids)
 
 
@@ -209,12 +213,12 @@ class Attention(nn.Module):
         self.theta = model.rope_theta if model.positions == "rotary" else None
         self.turn: tuple[Tensor, Tensor] | None = None
         self.scale = 1.0
-        self.attend: Callable[[Tensor, Tensor, Tensor, bool], Tensor] = attend
+        self.attend: Callable[[Tensor, Tensor, Tensor, bool, Tensor | None], Tensor] = attend
         """Another where a rank has only a part of the sequence (`shardwise.parallel.context`)."""
         self.qkv = Product(model.width, (model.heads + 2 * model.kv_heads) * model.head_size, bias=model.bias)
         self.out = Product(model.heads * model.head_size, model.width, bias=model.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (-1, self.group + 2, self.head_size))  # B S K G+2 H
         q = qkv[..., : self.group, :].flatten(2, 3)  # B S KG H
         k, v = qkv[..., self.group, :], qkv[..., self.group + 1, :]  # B S K H
@@ -223,12 +227,7 @@ class Attention(nn.Module):
             q, k = rotate(q, turn), rotate(k, turn)
         q = q if self.scale == 1.0 else q * self.scale
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # B KG S H, as seen; in memory S comes first
-        return self.out(self.attend(q, k, v, self.causal).transpose(1, 2).flatten(2))
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Attention of (B, heads, S, H); keys and values may have fewer heads."""
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+        return self.out(self.attend(q, k, v, self.causal, documents).transpose(1, 2).flatten(2))
 
 
 class SwiGLU(nn.Module):
@@ -261,7 +260,9 @@ class Head(nn.Module):
         self.norm = make_norm(model)
         self.project = Project(model)
 
-    def forward(self, x: Tensor, ids: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, ids: Tensor | None = None, targets: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:  # fmt: skip
         return self.project(self.norm(x), targets)
 
 

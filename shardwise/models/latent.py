@@ -7,7 +7,6 @@ the latter are the same for all heads. Letters in shapes as in `gpt`; R features
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.kinds import MoE
@@ -28,7 +27,7 @@ class Latent(nn.Module):
         self.kv_up = parts.Product(model.kv_rank, 2 * model.heads * model.head_size, bias=False)
         self.out = parts.Product(model.heads * model.head_size, model.width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
         q = self.q_up(self.q_norm(self.q_down(x))).unflatten(-1, (-1, self.size + self.rope))  # B S heads H+R
         few, place = self.kv_down(x).split((self.kv_rank, self.rope), -1)
         k, v = self.kv_up(self.kv_norm(few)).unflatten(-1, (-1, 2 * self.size)).chunk(2, -1)  # B S heads H
@@ -38,5 +37,5 @@ class Latent(nn.Module):
             q = torch.cat((plain, parts.rotate(turned, turn)), -1)
             k = torch.cat((k, parts.rotate(place.unsqueeze(2), turn).expand(-1, -1, k.shape[2], -1)), -1)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = parts.attend(q, k, v, True, documents)
         return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.models import fp8
@@ -43,3 +44,13 @@ def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = (t[: x.shape[-3], None].to(wide) for t in turn)
     a, b = x.to(wide).chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, documents: Tensor | None = None) -> Tensor:
+    """Attention of (B, heads, S, H), within documents; keys and values may have fewer heads."""
+    mask = None
+    if documents is not None:
+        mask = (documents.unsqueeze(1) == documents.unsqueeze(2)).unsqueeze(1)
+        mask, causal = mask.tril() if causal else mask, False
+    few = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=few)

@@ -12,6 +12,7 @@ the softmax and its backward are PyTorch's flash kernels where there is one for 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +25,8 @@ from shardwise.kinds import Model, MoE, Named
 from shardwise.layout import Layout
 from shardwise.models.chain import Chain, Placed
 from shardwise.models.experts import Experts
-from shardwise.models.gpt import Attention, attend
+from shardwise.models.gpt import Attention
+from shardwise.models.parts import attend
 from shardwise.parallel.mesh import Axis, Mesh
 
 
@@ -92,10 +94,12 @@ def apply(chain: Chain, layout: Layout, mesh: Mesh, length: int, device: torch.d
 
 
 def cut(samples: Samples, where: Tensor | None) -> Samples:
-    """This rank's positions of some samples."""
+    """This rank's positions of some samples; the documents of all of them."""
     if where is None:
         return samples
-    return Samples(samples.tokens[:, where].contiguous(), samples.targets[:, where].contiguous(), samples.ids)
+    return replace(
+        samples, tokens=samples.tokens[:, where].contiguous(), targets=samples.targets[:, where].contiguous()
+    )  # fmt: skip
 
 
 class Heads:
@@ -105,7 +109,7 @@ class Heads:
         self.axis = axis
 
     @torch.compiler.disable
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, documents: Tensor | None = None) -> Tensor:
         """(B, heads, own positions, H), as many out."""
         ranks = self.axis.size
         if k.shape[1] % ranks:  # too few heads of keys and values to deal out: each query's head with its own
@@ -114,7 +118,7 @@ class Heads:
         parts = [torch.cat(part, 1) for part in zip(*(x.chunk(ranks, 1) for x in (q, k, v)), strict=True)]
         both = self._exchange(torch.stack(parts))
         q, k, v = torch.cat(both.unbind(), 2).split(sizes, 1)
-        y = attend(q, k, v, causal)
+        y = attend(q, k, v, causal, documents)
         back = self._exchange(torch.stack(y.chunk(ranks, 2)))
         return torch.cat(back.unbind(), 1)
 
@@ -131,9 +135,18 @@ class Ring:
         self.axis = axis
 
     @torch.compiler.disable
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, documents: Tensor | None = None) -> Tensor:
         """(B, heads, own positions, H), as many out."""
-        return Round.apply(q, k, v, self.axis, causal)  # type: ignore[no-any-return]
+        return Round.apply(q, k, v, self.axis, causal, documents)  # type: ignore[no-any-return]
+
+
+def strangers(documents: Tensor | None, axis: Axis, turn: int, own: slice, keys: slice) -> Tensor | None:
+    """Which keys of a turn lie in another document than a query (B, queries, keys); None: there is only one."""
+    if documents is None:
+        return None
+    before = Axis(axis.size, (axis.index - turn) % axis.size, axis.group)
+    mine, theirs = (documents[:, positions(documents.shape[1], one, "ring")] for one in (axis, before))
+    return mine[:, own].unsqueeze(2) != theirs[:, keys].unsqueeze(1)
 
 
 def seen(axis: Axis, turn: int, length: int, causal: bool) -> tuple[slice, slice, bool]:
@@ -153,8 +166,10 @@ class Round(torch.autograd.Function):
     """Attention over all keys and values of the ring."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, masked: bool) -> Tensor:
-        kernel = kernel_of(q)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, masked: bool, documents: Tensor | None
+    ) -> Tensor:  # fmt: skip
+        kernel = kernel_of(q, documents)
         group, length = q.shape[1] // k.shape[1], q.shape[2]
         wide = torch.promote_types(q.dtype, torch.float32)
         out, total = torch.empty(0), torch.empty(0)
@@ -162,6 +177,7 @@ class Round(torch.autograd.Function):
         for turn in range(axis.size):
             coming = Passing(there, axis) if turn + 1 < axis.size else None
             own, keys, causal = seen(axis, turn, length, masked)
+            kernel.strangers = strangers(documents, axis, turn, own, keys)
             part, logs = kernel.forward(q[:, :, own], *_spread(there[:, :, :, keys], group), causal)
             if turn == 0:
                 out, total = part.to(wide, copy=True), logs.to(wide, copy=True)
@@ -173,13 +189,13 @@ class Round(torch.autograd.Function):
             there = coming.arrived() if coming else there
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, total)
-        ctx.axis, ctx.masked = axis, masked
+        ctx.axis, ctx.masked, ctx.documents = axis, masked, documents
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         q, k, v, out, total = ctx.saved_tensors
-        axis, masked, kernel, grad = ctx.axis, ctx.masked, kernel_of(q), grads[0]
+        axis, masked, kernel, grad = ctx.axis, ctx.masked, kernel_of(q, ctx.documents), grads[0]
         group, length = q.shape[1] // k.shape[1], q.shape[2]
         dq, there = torch.zeros_like(q), torch.stack((k, v))
         behind: Passing | None = None  # the gradient of keys and values follows them round, one turn later, and home
@@ -187,6 +203,7 @@ class Round(torch.autograd.Function):
             coming = Passing(there, axis) if turn + 1 < axis.size else None
             own, keys, causal = seen(axis, turn, length, masked)
             key, value = _spread(there[:, :, :, keys], group)
+            kernel.strangers = strangers(ctx.documents, axis, turn, own, keys)
             parts = kernel.backward(grad[:, :, own], q[:, :, own], key, value, out[:, :, own], total[:, :, own], causal)
             dq[:, :, own] += parts[0]
             given = behind.arrived() if behind else torch.zeros_like(there)
@@ -195,7 +212,7 @@ class Round(torch.autograd.Function):
             there = coming.arrived() if coming else there
         assert behind is not None
         dk, dv = behind.arrived()
-        return dq, dk, dv, None, None
+        return dq, dk, dv, None, None, None
 
 
 def _spread(both: Tensor, group: int) -> tuple[Tensor, Tensor]:
@@ -223,6 +240,9 @@ class Passing:
 class Kernel(Protocol):
     """A part of attention: the softmax over some keys only, with the logarithm of its sum (B, heads, queries)."""
 
+    strangers: Tensor | None
+    """Keys that a query does not see (B, queries, keys)."""
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]: ...
 
     def backward(
@@ -231,7 +251,9 @@ class Kernel(Protocol):
         """Given output and logarithm of the sum over all keys: the gradients of queries, keys and values."""
 
 
-def kernel_of(q: Tensor) -> Kernel:
+def kernel_of(q: Tensor, documents: Tensor | None) -> Kernel:
+    if documents is not None:
+        return Plain()
     if q.device.type == "cpu":
         return OnCPU()
     return Flash() if q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256 else Plain()
@@ -239,6 +261,8 @@ def kernel_of(q: Tensor) -> Kernel:
 
 class Plain:
     """By the definition."""
+
+    strangers: Tensor | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         scores = self._scores(q, k, causal)
@@ -252,9 +276,11 @@ class Plain:
         inner = likely * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
         return inner @ k, inner.mT @ q, likely.mT @ grad
 
-    @staticmethod
-    def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    def _scores(self, q: Tensor, k: Tensor, causal: bool) -> Tensor:
         scores = q @ k.mT / math.sqrt(q.shape[-1])
+        if self.strangers is not None:
+            # Not infinite: a query may see none of these keys. It always sees itself, so these count for nothing.
+            scores = scores.masked_fill(self.strangers.unsqueeze(1), torch.finfo(scores.dtype).min / 4)
         if not causal:
             return scores
         return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
@@ -262,6 +288,8 @@ class Plain:
 
 class OnCPU:
     """PyTorch's flash attention for CPUs."""
+
+    strangers: Tensor | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         out, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
@@ -276,6 +304,8 @@ class OnCPU:
 
 class Flash:
     """PyTorch's flash attention for GPUs, in 16 bits."""
+
+    strangers: Tensor | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False)

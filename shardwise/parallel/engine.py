@@ -46,24 +46,28 @@ class Engine:
 
         Returns this rank's share of the loss: summed over all ranks of one tensor index it is the loss of the batch.
         """
-        samples = context.cut(samples, self.positions)
+        samples = self._prepared(samples)
         if self.pipeline is not None:
             return self.pipeline.run(samples, scale)
         total = torch.zeros_like(scale)
         for number, part in enumerate(samples.split(self.batch.micro_batch), start=1):
             with self.data.micro_batch(last=number == self.batch.micro_batches):
-                loss = self.data.modules[0](part.tokens, ids=part.ids, targets=part.targets) * scale
+                loss = self.data.modules[0](part.tokens, targets=part.targets, **part.batch) * scale
                 loss.backward()
             total += loss.detach()
         return total
 
     def evaluate(self, samples: Samples) -> Tensor:
         """This rank's share of the summed loss, forward only."""
-        samples = context.cut(samples, self.positions)
+        samples = self._prepared(samples)
         if self.pipeline is not None:
             return self.pipeline.evaluate(samples)
         parts = samples.split(self.batch.micro_batch)
-        return torch.stack([self.chains[0](p.tokens, ids=p.ids, targets=p.targets) for p in parts]).sum()
+        return torch.stack([self.chains[0](p.tokens, targets=p.targets, **p.batch) for p in parts]).sum()
+
+    def _prepared(self, samples: Samples) -> Samples:
+        """This rank's positions, with documents told apart where the model asks for it."""
+        return context.cut(samples.apart(getattr(self.model, "document_end", -1)), self.positions)
 
     @property
     def counts_samples(self) -> bool:

@@ -189,7 +189,7 @@ class Pipeline:
         self._scale = scale
         losses: list[Tensor] = []
         inputs = (samples.tokens,) if self.first else ()
-        batch = {"ids": samples.ids, "targets": samples.targets} if self.last else {"ids": samples.ids}
+        batch = samples.batch | ({"targets": samples.targets} if self.last else {})
         target = samples.targets if self.last else None
         self.schedule.step(*inputs, target=target, losses=losses, return_outputs=False, **batch)
         return torch.stack([loss.detach() for loss in losses]).sum() if self.last else torch.zeros_like(scale)
@@ -208,7 +208,7 @@ class Pipeline:
                 if before is not None and before != stage.group_rank:
                     x = torch.empty_like(self.stream, device=part.tokens.device, requires_grad=False)
                     dist.recv(x, group=group, group_src=before)
-                x = stage.submod(x, ids=part.ids, targets=part.targets)
+                x = stage.submod(x, targets=part.targets, **part.batch)
                 if after is None:
                     total += x
                 elif after != stage.group_rank:

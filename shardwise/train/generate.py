@@ -8,9 +8,11 @@ import numpy as np
 import torch
 
 from shardwise.data.make import make_sources
+from shardwise.data.stream import Samples
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer
 from shardwise.errors import CheckpointError, DataError
 from shardwise.job import Job
+from shardwise.kinds import Model
 from shardwise.models.chain import Chain
 from shardwise.parallel.parallelize import build
 from shardwise.train.checkpoint import load_weights
@@ -22,10 +24,10 @@ def sample_run(run: Path, prompt: str, tokens: int, temperature: float, seed: in
     """What `shardwise sample` writes."""
     folder = RunFolder.open(run)
     job = folder.job()
-    job.decoder()
+    decoder = job.decoder()
     tokenizer = tokenizer_of(folder, job)
     model = load_model(folder, job, torch.device(pick_device(job)))
-    return generate(model, tokenizer, prompt, tokens, job.model.sequence, temperature, seed)
+    return generate(model, tokenizer, prompt, tokens, decoder, temperature, seed)
 
 
 def tokenizer_of(folder: RunFolder, job: Job) -> Tokenizer:
@@ -54,7 +56,7 @@ def load_model(folder: RunFolder, job: Job, device: torch.device) -> Chain:
 
 @torch.no_grad()
 def generate(
-    model: Chain, tokenizer: Tokenizer, prompt: str, count: int, sequence: int, temperature: float, seed: int
+    model: Chain, tokenizer: Tokenizer, prompt: str, count: int, of: Model, temperature: float, seed: int
 ) -> str:
     """`count` more tokens after `prompt`; with temperature 0 always the likeliest."""
     device = next(model.parameters()).device
@@ -62,8 +64,9 @@ def generate(
     start = tokenizer.encode(prompt)
     tokens = [int(token) for token in start] or [0]
     for _ in range(count):
-        window = torch.tensor([tokens[-sequence:]], device=device)
-        logits = model(window)[0, -1].float().cpu()
+        window = torch.tensor([tokens[-of.sequence :]], device=device)
+        read = Samples(window, window, torch.zeros(1, dtype=torch.int64, device=device))
+        logits = model(window, **read.apart(of.document_end).batch)[0, -1].float().cpu()
         if temperature <= 0:
             tokens.append(int(logits.argmax()))
         else:

@@ -35,7 +35,7 @@ def summarize(folder: RunFolder, job: Job, say: Callable[[str], None]) -> None:
         known = held_out if len(held_out) else training
         prompt = "def " if job.data.source == "stdlib" else _some_words(known, tokenizer)
         model = load_model(folder, job, torch.device("cpu"))
-        text = generate(model, tokenizer, prompt, 160, job.model.sequence, temperature=0.7, seed=job.seed)
+        text = generate(model, tokenizer, prompt, 160, job.decoder(), temperature=0.7, seed=job.seed)
         say(f"a sample of what it writes after {prompt!r}:")
         say("\n".join(f"  | {line}" for line in text.splitlines()))
         say(f"more text:  shardwise sample {folder.path} --prompt {shlex.quote(prompt)}")

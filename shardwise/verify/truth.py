@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardwise.data.stream import Stream
 from shardwise.job import Job
+from shardwise.kinds import Model
 from shardwise.models.chain import IGNORED, reset
 from shardwise.models.experts import Experts
 from shardwise.models.families import chain_of
@@ -38,7 +39,10 @@ def truth(job: Job, stream: Stream, rates: list[float], watch: Any, dtype: torch
         samples = stream.read(places.numpy())
         seen: dict[str, list[Tensor]] = {}
         handles = watch(model, seen)
-        logits = model(samples.tokens, ids=samples.ids)
+        more = {}
+        if isinstance(job.model, Model) and job.model.document_end >= 0:
+            more["documents"] = torch.tensor([numbered(row, job.model.document_end) for row in samples.tokens.tolist()])
+        logits = model(samples.tokens, ids=samples.ids, **more)
         targets = samples.targets[:, -logits.shape[1] :]  # of a T5 those of the decoder
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
         extra: list[Any] = [getattr(module, "extra", None) for module in model.modules()]
@@ -60,3 +64,12 @@ def truth(job: Job, stream: Stream, rates: list[float], watch: Any, dtype: torch
         after = {name: weight.detach().clone() for name, weight in weights.items()}
         records.append({"loss": loss.detach(), "norm": norm, "seen": seen, "gradients": gradients, "weights": after})
     return records
+
+
+def numbered(row: list[int], end: int) -> list[int]:
+    """Of each token, the number of its document."""
+    found, document = [], 0
+    for token in row:
+        found.append(document)
+        document += token == end
+    return found
