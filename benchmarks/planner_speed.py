@@ -25,7 +25,7 @@ def main() -> None:
         begin = time.process_time()
         found = search(estimator, devices)
         seconds = time.process_time() - begin
-        space = sum(1 for base in bases(estimator, devices, False) for _ in variants(estimator, base))
+        space = sum(1 for base in bases(estimator, devices) for _ in variants(estimator, base))
         each = 1e6 * seconds / found.evaluated
         print(f"{name:<12}{devices:>8}  {cluster:<10}{space:>9}{found.evaluated:>11}{seconds:>9.2f}{each:>11.1f}")
         print(f"    {found.best[0].layout}: {found.best[0].seconds:.2f} s a step")

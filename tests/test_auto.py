@@ -138,9 +138,9 @@ def test_a_calibrated_machine_is_planned_for(tmp_path: Path, monkeypatch: pytest
 def test_the_search_is_exact_where_processes_share_processors() -> None:
     shared = replace(CLUSTERS["cpu"], measured={**CLUSTERS["cpu"].measured, "shared": 2.5})
     judge = estimator_of(job_of(batch={"samples": 16}, model=SMALL | {"layers": 6}), shared)
-    every = [judge.predict(layout) for base in bases(judge, 4, True) for layout in variants(judge, base)]
+    every = [judge.predict(layout) for base in bases(judge, 4) for layout in variants(judge, base)]
     fitting = sorted(one.seconds for one in every if one.peak <= shared.device.memory)
-    assert [one.seconds for one in search(judge, 4, runnable=True).best] == pytest.approx(fitting[:10])
+    assert [one.seconds for one in search(judge, 4).best] == pytest.approx(fitting[:10])
     alone = estimator_of(judge_job := job_of(batch={"samples": 16}, model=SMALL | {"layers": 6}), CLUSTERS["cpu"])
     pipeline = judged(judge_job, alone.work.shape, Layout.parse("pipeline=4"))
     assert judge.predict(pipeline).seconds < alone.predict(pipeline).seconds

@@ -68,6 +68,7 @@ def fake_profiles(cases: list[tuple[Job, Layout]], ranks: tuple[int, ...]) -> li
         "pipeline=2 shard=2 zero=2 schedule=interleaved",
         "pipeline=2 shard=2 zero=3 schedule=zero-bubble",
         "pipeline=2 tensor=2 schedule=zbv",
+        "pipeline=2 context=2",
     ],
     ["pipeline=2 tensor=2 shard=2 zero=1", "pipeline=2 tensor=2 shard=2 zero=3"],
 ])  # fmt: skip

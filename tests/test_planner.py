@@ -68,7 +68,7 @@ def test_blocks_are_spread_evenly(layers: int, pipeline: int) -> None:
 def test_the_search_is_exact(cluster: str, devices: int, samples: int) -> None:
     """It finds what looking at every layout finds."""
     judge = estimator(cluster=cluster, samples=samples)
-    every = [judge.predict(layout) for base in bases(judge, devices, False) for layout in variants(judge, base)]
+    every = [judge.predict(layout) for base in bases(judge, devices) for layout in variants(judge, base)]
     fitting = sorted(p.seconds for p in every if p.peak <= judge.machine.device.memory)
     found = search(judge, devices)
     assert found.evaluated <= len(every)
@@ -80,7 +80,7 @@ def test_the_search_is_exact(cluster: str, devices: int, samples: int) -> None:
 
 def test_no_layout_of_a_class_is_below_its_bound() -> None:
     judge = estimator("llama3-70b", samples=128)
-    for base in bases(judge, 64, True):
+    for base in bases(judge, 64):
         least = bound(judge, base)
         for layout in variants(judge, base):
             assert judge.predict(layout).seconds >= least
@@ -88,7 +88,7 @@ def test_no_layout_of_a_class_is_below_its_bound() -> None:
 
 def test_the_quick_peak_is_that_of_the_fullest_rank() -> None:
     judge = estimator("llama3-70b", samples=128)
-    for base in bases(judge, 64, True):
+    for base in bases(judge, 64):
         for layout in list(variants(judge, base))[::7]:
             assert judge.peak(layout) == pytest.approx(judge.predict(layout).peak)
 

@@ -45,11 +45,11 @@ def test_the_search_finds_what_simulating_everything_finds(
 ) -> None:
     estimator = judge(layers, samples, memory)
     times: dict[Layout, float] = {}
-    for base in bases(estimator, devices, True):
+    for base in bases(estimator, devices):
         for layout in variants(estimator, base):
             if estimator.predict(layout).peak <= memory * GIB:
                 times[layout] = estimator.step(layout, simulated(estimator, layout))
-    found = search(estimator, devices, keep=5, runnable=True)
+    found = search(estimator, devices, keep=5)
     if times:
         best = sorted(times, key=lambda layout: times[layout])
         assert [one.seconds for one in found.best] == pytest.approx([times[layout] for layout in best[:5]], rel=1e-12)
@@ -69,7 +69,7 @@ def simulated(estimator: Estimator, layout: Layout) -> float:
 
 def test_no_bound_is_above_what_a_layout_takes() -> None:
     estimator = judge(14, 64, 80)
-    for base in bases(estimator, 16, True):
+    for base in bases(estimator, 16):
         for layout in list(variants(estimator, base))[::5]:
             seconds = estimator.predict(layout).seconds * (1 + 1e-12)
             assert bound(estimator, base) <= estimator.time(layout).seconds <= seconds

@@ -39,7 +39,7 @@ from shardwise.parallel.mesh import Mesh
 
 ROLES = ("weights", "copies", "gradients", "optimizer", "activations", "buffers")
 Bytes = Counter[str]  # by role
-AXIS_NAMES = (*AXES, "expert", "alike", "data", "ties", "world", "other")
+AXIS_NAMES = (*AXES, "shard x context", "replicate x context", "expert", "alike", "data", "ties", "world", "other")
 
 
 class Block:
@@ -179,7 +179,7 @@ class Ledger(TorchDispatchMode):
             if isinstance(arg, torch.ScriptObject):
                 arg = dist.ProcessGroup.unbox(arg)
             if isinstance(arg, dist.ProcessGroup):
-                arg = arg.group_name
+                return self.axes.get(arg.group_name, "other")  # other objects follow
             if isinstance(arg, str) and arg in self.axes:
                 return self.axes[arg]
         return "other"
@@ -235,7 +235,10 @@ def axes_of(mesh: Mesh) -> dict[str, str]:
     """By name of its process group, each axis; where axes share a group, the first of them in the mesh."""
     axes = [
         ("ties", mesh.ends),
-        *((name, mesh[name]) for name in ("alike", "expert", "world", "data", *reversed(AXES))),
+        ("alike", mesh["alike"]),
+        ("replicate x context", mesh["same"]),
+        ("shard x context", mesh["shared"]),
+        *((name, mesh[name]) for name in ("expert", "world", "data", *reversed(AXES))),
     ]
     return {axis.group.group_name: name for name, axis in axes if axis.group is not None}
 

@@ -137,7 +137,7 @@ def _best(job: Job, estimator: Estimator, devices: int) -> Found:
 def _trainable(job: Job, estimator: Estimator, devices: int) -> Found:
     keep, first = 10, None
     while first is None:
-        found = search(estimator, devices, keep, runnable=True)
+        found = search(estimator, devices, keep)
         known = {one.layout for one in found.best}
         every = [*found.best, *(one for one in _copies(job, estimator, devices) if one.layout not in known)]
         least = min(one.seconds for one in every)

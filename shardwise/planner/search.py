@@ -41,10 +41,10 @@ class Found:
     seconds: float
 
 
-def search(estimator: Estimator, devices: int, keep: int = 10, runnable: bool = False) -> Found:
-    """The `keep` best layouts. `runnable`: only such as `train` can run today (no context, no expert axis)."""
+def search(estimator: Estimator, devices: int, keep: int = 10) -> Found:
+    """The `keep` best layouts."""
     begin = time.perf_counter()
-    every = [(bound(estimator, base), base) for base in bases(estimator, devices, runnable)]
+    every = [(bound(estimator, base), base) for base in bases(estimator, devices)]
     if not every:
         raise LayoutError(f"no layout of {devices} devices can serve a batch of {estimator.work.samples} samples.")
     every.sort(key=lambda pair: pair[0])
@@ -113,7 +113,7 @@ def bound(estimator: Estimator, base: Layout) -> float:
     return estimator.micro_batches(base) * busy
 
 
-def bases(estimator: Estimator, devices: int, runnable: bool) -> Iterator[Layout]:
+def bases(estimator: Estimator, devices: int) -> Iterator[Layout]:
     """One layout per class: degrees and micro-batch; all data ranks replicate."""
     shape, samples = estimator.work.shape, estimator.work.samples
     for tensor in _divisors(devices):
@@ -123,14 +123,14 @@ def bases(estimator: Estimator, devices: int, runnable: bool) -> Iterator[Layout
             if pipeline > shape.stages:
                 continue
             rest = devices // tensor // pipeline
-            for context in [1] if runnable else _contexts(shape, rest):
+            for context in _contexts(shape, rest):
                 data = rest // context
                 if samples % data:
                     continue
                 for micro_batch in MICRO_BATCHES:
                     if samples // data % micro_batch or (micro_batch > 32 and micro_batch * shape.sequence > 2**16):
                         break
-                    for expert in [1] if runnable or not shape.experts else _experts(shape, data * context):
+                    for expert in _experts(shape, data * context) if shape.experts else [1]:
                         yield Layout(
                             pipeline=pipeline, replicate=data, context=context, tensor=tensor, expert=expert,
                             micro_batch=micro_batch,
@@ -148,10 +148,11 @@ def variants(estimator: Estimator, base: Layout) -> Iterator[Layout]:
 def _cuts(estimator: Estimator, base: Layout) -> Iterator[Layout]:
     """How the data ranks share weights, gradients and optimizer state."""
     data, domain = base.data, estimator.machine.cluster.domain // (base.tensor * base.context)
-    yield base
+    if base.context % base.expert == 0:
+        yield base
     near = max((n for n in _divisors(data) if n <= domain), default=1)
     for shard in {data, near} - {1}:
-        for zero in (1, 2, 3):
+        for zero in (1, 2, 3) if shard * base.context % base.expert == 0 else ():
             yield replace(base, replicate=data // shard, shard=shard, zero=zero)
 
 
