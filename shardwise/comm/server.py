@@ -1,8 +1,8 @@
 """A parameter server, to compare all-reduce with: some ranks, or all, hold a slice of the weights each.
 
-Synchronous (`exchange`): everyone sends a server its slice of the gradient, gets back the sum; a schedule like those of
-`shardwise.comm.allreduce`. Asynchronous (`Server`, `Worker`): a server updates its weights as gradients come and answers
-with what it has, but lets nobody run more than `staleness` rounds ahead of the slowest (Ho et al., 2013).
+Synchronous (`exchange`): everyone sends a server its slice of the gradient and gets back the sum; a schedule like those
+of `shardwise.comm.allreduce`. Asynchronous (`Server`, `Worker`): a server updates its weights as gradients come and
+answers with what it has, but lets nobody run more than `staleness` rounds ahead of the slowest (Ho et al., 2013).
 """
 
 from __future__ import annotations
