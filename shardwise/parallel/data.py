@@ -20,6 +20,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -269,7 +270,7 @@ def _sum_at_once(state, bucket):  # type: ignore[no-untyped-def]
     sum_over, group = state
     buffer = bucket.buffer()
     sum_over(buffer, group)
-    done = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
+    done: Any = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
     done.set_result(buffer)
     return done
 
