@@ -38,6 +38,7 @@ from shardwise.words import counted
 
 SMALLEST, FACTOR = 1 << 10, 4
 LIBRARY = "library"
+UNSEEN = 1e15  # bytes a second: larger messages did not take longer
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class CommReport:
 
 
 def _fit_words(found: Fit) -> str:
-    rate = f"{found.bandwidth / 1e6:.4g} MB/s" if np.isfinite(found.bandwidth) else "too little to see a bandwidth"
+    rate = f"{found.bandwidth / 1e6:.4g} MB/s" if found.bandwidth < UNSEEN else "messages too small for a bandwidth"
     return f"{1e3 * found.latency:.3g} ms a step, {rate}; off by {100 * found.off:.0f}%"
 
 
@@ -120,7 +121,7 @@ def fit(steps: list[int], sent: list[int], seconds: list[float]) -> Fit:
     found, _ = nnls(matrix / scale, np.ones(len(measured)))
     latency, each = found / scale
     off = float(np.median(np.abs(matrix @ (latency, each) - 1.0)))
-    return Fit(float(latency), float(1.0 / each) if each else float("inf"), off)
+    return Fit(float(latency), 1.0 / max(float(each), 1.0 / UNSEEN), off)
 
 
 # Measuring

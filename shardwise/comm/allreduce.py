@@ -23,7 +23,7 @@ from torch import Tensor
 
 from shardwise.errors import RunError
 
-SEGMENT = 1 << 23  # bytes
+SEGMENT = 1 << 22  # bytes
 Bounds = list[int]
 
 
