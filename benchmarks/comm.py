@@ -116,7 +116,7 @@ def lay(nodes: int, rate: int) -> None:
         for namespace, device in ((here, "up"), (here, "lo"), (NAME, port)):
             sh(f"ip -n {namespace} link set dev {device} up")
         for namespace, device in ((here, "up"), (NAME, port)):
-            bucket = f"rate {rate}mbit burst 256kb limit 8mb"
+            bucket = f"rate {rate}mbit burst 96kb limit 8mb"
             sh(f"tc -n {namespace} qdisc add dev {device} root tbf {bucket}")
 
 

@@ -234,21 +234,20 @@ def run(
     # Segments that are under way at the same moment never share a place in it.
     spare = [flat.new_empty(_largest(plans)) for _ in range(min(depth, len(plans)))]
     for moment in range(depth + len(plans) - 1):
-        moves, landed = [], []
+        takes, sends, sums = [], [], []
         for part in range(max(0, moment - depth + 1), min(moment + 1, len(plans))):
             step, start = plans[part][moment - part], bounds[part]
             if step.take and step.take.first < step.take.last:
                 there = flat[start + step.take.first : start + step.take.last]
                 place = spare[part % len(spare)][: there.numel()] if step.adds else there
-                moves.append(dist.P2POp(dist.irecv, place, group=group, group_peer=step.take.peer))
-                landed.append((there, place) if step.adds else None)
+                takes.append(dist.P2POp(dist.irecv, place, group=group, group_peer=step.take.peer))
+                sums.append((there, place) if step.adds else None)
             if step.send and step.send.first < step.send.last:
                 sent = flat[start + step.send.first : start + step.send.last]
-                moves.append(dist.P2POp(dist.isend, sent, group=group, group_peer=step.send.peer))
-                landed.append(None)
+                sends.append(dist.P2POp(dist.isend, sent, group=group, group_peer=step.send.peer))
                 total += sent.numel() * sent.element_size()
-        if moves:
-            _move(moves, landed, f"{word}, step {moment + 1} of {depth + len(plans) - 1}")
+        if takes or sends:
+            _move(takes, sends, sums, f"{word}, step {moment + 1} of {depth + len(plans) - 1}")
     return total
 
 
@@ -256,7 +255,12 @@ def _largest(plans: list[list[Step]]) -> int:
     return max((s.take.last - s.take.first for steps in plans for s in steps if s.take and s.adds), default=0)
 
 
-def _move(moves: list[dist.P2POp], landed: list[tuple[Tensor, Tensor] | None], word: str) -> None:
+def _move(
+    takes: list[dist.P2POp], sends: list[dist.P2POp], sums: list[tuple[Tensor, Tensor] | None], word: str
+) -> None:
+    """Sends and takes at once, and adds up as it comes. Takes are first: gloo tells a sender that its peer is ready in
+    the same stream, where the word would wait behind what is sent."""
+    moves = takes + sends
     peer = moves[0].peer
     try:
         works = dist.batch_isend_irecv(moves)
@@ -264,12 +268,12 @@ def _move(moves: list[dist.P2POp], landed: list[tuple[Tensor, Tensor] | None], w
             for work in works:
                 work.wait()
             works = []
-        for place, (move, sums) in enumerate(zip(moves, landed)):
+        for place, move in enumerate(moves):
             peer = move.peer
             if works:
                 works[place].wait()
-            if sums:
-                sums[0].add_(sums[1])
+            if place < len(sums) and (both := sums[place]):
+                both[0].add_(both[1])
     except RuntimeError as error:
         raise RunError(f"rank {blamed(peer)} does not answer ({word}).") from error
 
