@@ -61,6 +61,10 @@ def test_sums_are_exact_and_traffic_is_the_formula(ranks: int) -> None:
     assert run_world(sums, ranks) == [[]] * ranks
 
 
+def test_tensors_that_go_through_the_host() -> None:
+    assert run_world(sums, 3, backend="staged") == [[]] * 3
+
+
 def rounded(count: int) -> list[tuple[list[int], float]]:
     """The bits of sums that are rounded, and how far they are from the sum in float64."""
     found = []

@@ -24,7 +24,7 @@ def job_with(reduce: str, node: int = 0, samples: int = 12) -> Job:
         ("ring", 0, ["replicate=3 micro_batch=2", "replicate=2 tensor=2", "shard=2 zero=1"]),
         ("halving", 0, ["replicate=6", "shard=3 zero=1"]),
         ("tree", 0, ["replicate=4", "replicate=2 pipeline=2", "replicate=2 shard=2 zero=1"]),
-        ("two-level", 2, ["replicate=4", "replicate=2 shard=2 zero=1", "replicate=4 context=2"]),
+        ("two-level", 2, ["replicate=4", "replicate=2 shard=2 zero=1", "replicate=2 context=2"]),
         ("two-level", 0, ["replicate=2"]),
     ],
 )
