@@ -185,6 +185,37 @@ def bench_step(
     say(json.dumps(report.as_dict()) if as_json else report.text())
 
 
+@bench.command("comm")
+def bench_comm(
+    processes: Annotated[int, typer.Option(min=2, help="Processes to start; under torchrun, those that it made.")] = 4,
+    node: Annotated[
+        int | None,
+        typer.Option(
+            min=1, show_default=False, help="Processes on a node; without it, as torchrun says, or half of all."
+        ),
+    ] = None,
+    largest: Annotated[int, typer.Option(min=1, metavar="MIB", help="The largest message, in MiB.")] = 16,
+    turns: Annotated[int, typer.Option(min=1, help="Times that each is measured.")] = 7,
+    plot: Annotated[Path | None, typer.Option(help="Draws times and fits into this file (SVG).")] = None,
+    write: Annotated[
+        Path | None, typer.Option(help="Puts the links into this cluster file (TOML), for `plan --cluster`.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Sums messages over processes by ring, halving, tree, two levels and parameter server, beside PyTorch's own."""
+    from shardwise.bench import comm
+    from shardwise.draw import write_svg
+
+    report = comm.bench_comm(processes, node, largest << 20, turns)
+    if report is None:
+        return
+    say(json.dumps(report.as_dict()) if as_json else report.text())
+    if plot is not None:
+        write_svg(comm.draw(report), plot)
+    if write is not None:
+        comm.write_links(report, write)
+
+
 @app.command()
 def sample(
     run: Annotated[Path, typer.Argument(help="A run folder.")],

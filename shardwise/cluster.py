@@ -10,13 +10,15 @@ A calibrated file (`shardwise calibrate`) has the same fields as TOML, with meas
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import tomli_w
 import torch
 from pydantic import TypeAdapter, ValidationError
 
 from shardwise.errors import JobError, nearest
+from shardwise.files import write_text
 
 GB, TB, TERA = 1e9, 1e12, 1e12
 GIB = 2**30
@@ -170,6 +172,10 @@ def read_cluster(path: Path) -> Cluster:
     if min(*sizes, *cluster.device.peak.values(), *(link.bandwidth for link in links)) <= 0:
         raise JobError(f"{path}: domain, memory, units, peaks and bandwidths must be above 0.")
     return cluster
+
+
+def write_cluster(cluster: Cluster, path: Path) -> None:
+    write_text(path, tomli_w.dumps(asdict(cluster)))
 
 
 def known_device(name: str, memory: float = 0.0) -> Device | None:

@@ -83,6 +83,13 @@ class Embedding(Section):
     The results are the same."""
 
 
+class Gradient(Section):
+    reduce: Literal["library", "ring", "halving", "tree", "two-level"] = "library"
+    """How whole gradients are summed over data ranks: by PyTorch, or by an algorithm of our own over messages."""
+    node: int = Field(0, ge=0)
+    """Processes on a node, for `two-level`; 0: as many as were started together on each."""
+
+
 class Loss(Section):
     chunk: int = Field(0, ge=0)
     """Positions whose logits are held at once, without a pipeline; 0: as many as take a gibibyte in bf16."""
@@ -128,6 +135,7 @@ class Job(Section):
     model: AnyModel = Model()
     embedding: Embedding = Embedding()
     loss: Loss = Loss()
+    gradient: Gradient = Gradient()
     data: Data = Data()
     batch: BatchSize = BatchSize()
     optimizer: Optimizer = Optimizer()

@@ -1,11 +1,15 @@
-"""What `shardwise bench step` says of a small job."""
+"""What `shardwise bench` says of a small job, and of sums over processes."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
 
+from shardwise.bench import comm
 from shardwise.bench.step import StepReport, bench_step, kind_of_work
+from shardwise.cluster import CLUSTERS, find_cluster
 from shardwise.comm.world import run_world
 from shardwise.errors import JobError, LayoutError
 from shardwise.job import make_job
@@ -45,3 +49,49 @@ def test_what_cannot_be_measured() -> None:
         bench_step(make_job({"layout": "tensor=2"}), torch.device("cpu"))
     with pytest.raises(JobError, match="a kernel for GPUs"):
         bench_step(make_job({"attention": "cudnn", "model": MODEL}), torch.device("cpu"))
+
+
+def made_up() -> comm.CommReport:
+    """A network of 0.1 ms and 1 GB/s, on which a tree takes half as long for what is small, and twice for the rest."""
+    sizes = [1 << 10, 1 << 16, 1 << 24]
+    ring = [1e-4 * 6 + 1.5 * size / 1e9 for size in sizes]
+    tree = [time * factor for time, factor in zip(ring, (0.5, 0.5, 2.0))]
+    link = comm.Fit(1e-4, 1e9, 0.0)
+    return comm.CommReport(
+        4, 2, sizes, {"library": ring, "ring": ring, "tree": tree},
+        {name: [size * 3 // 2 for size in sizes] for name in ("library", "ring", "tree")},
+        {name: [6] * 3 for name in ("library", "ring", "tree")}, {"inner": link, "outer": comm.Fit(1e-3, 1e8, 0.0)},
+    )  # fmt: skip
+
+
+def test_a_network_is_found_and_told_in_words() -> None:
+    report = made_up()
+    assert report.fits["ring"].latency == pytest.approx(1e-4) and report.fits["ring"].off < 1e-9
+    assert report.fits["ring"].bandwidth == pytest.approx(1e9)
+    assert report.verdict() == [
+        "1 KiB to 64 KiB: tree is the fastest of ours, 0.50 times the library's time.",
+        "16 MiB: ring is the fastest of ours, 1.00 times the library's time.",
+    ]
+    assert "inner link     0.1 ms a step, 1000 MB/s" in report.text()
+    assert comm.draw(report).count("<circle") == 9
+
+
+def test_links_go_into_a_cluster_file(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    comm.write_links(made_up(), file)
+    found = find_cluster(str(file))
+    assert (found.domain, found.inner.bandwidth, found.outer.latency) == (2, 1e9, 1e-3)
+    assert found.device == CLUSTERS["cpu"].device
+    with pytest.raises(JobError, match="there is no folder"):
+        comm.write_links(made_up(), tmp_path / "nowhere" / "cluster.toml")
+
+
+def test_sums_are_measured() -> None:
+    report = comm.bench_comm(3, None, 1 << 12, turns=1)
+    assert report is not None and report.sizes == [1 << 10, 1 << 12] and report.node == 1
+    assert set(report.seconds) == {"library", "ring", "halving", "tree", "two-level", "server", "servers"}
+    assert all(time > 0 for times in report.seconds.values() for time in times)
+    assert report.sent["server"][0] == 2 << 10 and report.steps["ring"][0] == 4
+    assert set(report.links) == {"outer"} and report.as_dict()["fits"]["ring"]
+    with pytest.raises(JobError, match="do not divide into nodes of 2"):
+        comm.bench_comm(3, 2, 1 << 12, turns=1)

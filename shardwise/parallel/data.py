@@ -4,7 +4,8 @@
     Whole    weights and gradients whole; one sum per step over all samples. With `shard` the sum is a reduce-scatter,
              each rank updates its rows and the rows are gathered again: ZeRO 1. Knows nothing of autograd, so it is
              right under every pipeline schedule. `replicate` beside tensor or pipeline comes here too.
-    Bucketed PyTorch's DDP: `replicate` alone, the sum overlaps the last backward.
+    Bucketed PyTorch's DDP: `replicate` alone, the sum overlaps the last backward; one by `gradient.reduce` waits for
+             its end.
     Sharded  PyTorch's FSDP2: ZeRO 2 (gradients reduce-scattered after each backward) and 3 (weights too are freed
              after each forward and backward), on the (replicate, shard) mesh.
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +31,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.comm.collectives import all_gather, all_reduce, reduce_scatter
 from shardwise.errors import RunError
+from shardwise.job import Gradient
 from shardwise.layout import Batch, Layout
 from shardwise.models.chain import Chain
 from shardwise.models.experts import Bank
+from shardwise.parallel.gradient import Sum
 from shardwise.parallel.holding import Holding
 from shardwise.parallel.mesh import Axis, Mesh
 from shardwise.parallel.precision import Precision
@@ -139,6 +143,10 @@ def _adder(wide: Tensor) -> Callable[[Tensor], None]:
 class Whole(DataParallel):
     """Whole weights and gradients on every rank."""
 
+    def __init__(self, chains: list[Chain], mesh: Mesh, sum_over: Sum):
+        super().__init__(chains, mesh)
+        self.sum_over = sum_over
+
     def piece(self, weight: nn.Parameter, axis: Axis) -> Tensor:
         if axis.size == 1:
             return weight
@@ -167,11 +175,14 @@ class Whole(DataParallel):
             for weight, _ in bucket:
                 weight.grad = None
             own = packed[0]
-            if shard.size > 1:
+            if shard.size > 1 and self.sum_over.library:
                 own = torch.empty_like(packed[0])
                 reduce_scatter(own, packed.view(-1), group=shard.group)
+            elif shard.size > 1:
+                self.sum_over(packed, shard.group)
+                own = packed[shard.index].clone()
             if same.size > 1:
-                all_reduce(own, group=same.group)
+                self.sum_over(own, same.group)
             for (_, holding), piece in zip(bucket, own.split(sizes), strict=True):
                 holding.tensor.grad = piece[: holding.tensor.numel()].view(holding.tensor.shape)
 
@@ -220,12 +231,17 @@ def _padded(tensor: Tensor | None, size: int) -> Tensor:
 class Bucketed(DataParallel):
     """PyTorch's DDP: `replicate` alone."""
 
+    def __init__(self, chains: list[Chain], mesh: Mesh, sum_over: Sum):
+        super().__init__(chains, mesh)
+        self.sum_over = sum_over
+
     def hold(self, cuts: Cuts) -> list[Holding]:
         group = self.mesh["replicate"].group
         self.ddp = DistributedDataParallel(
             self.chains[0], process_group=group, init_sync=False, gradient_as_bucket_view=True, broadcast_buffers=False
         )
-        self.ddp.register_comm_hook(group, _sum)  # the sum; DDP by itself gives the mean
+        # The sum; DDP by itself gives the mean.
+        self.ddp.register_comm_hook((self.sum_over, group), _sum_beside if self.sum_over.library else _sum_at_once)
         self.modules = [self.ddp]
         return super().hold(cuts)
 
@@ -243,10 +259,20 @@ class Bucketed(DataParallel):
 
 
 # Without annotations: DDP compares them with classes, and here they would be text.
-def _sum(group, bucket):  # type: ignore[no-untyped-def]
+def _sum_beside(state, bucket):  # type: ignore[no-untyped-def]
+    _, group = state
     buffer = bucket.buffer()
     work = all_reduce(buffer, group=group, async_op=True)
     return work.get_future().then(lambda future: buffer)
+
+
+def _sum_at_once(state, bucket):  # type: ignore[no-untyped-def]
+    sum_over, group = state
+    buffer = bucket.buffer()
+    sum_over(buffer, group)
+    done: Any = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
+    done.set_result(buffer)
+    return done
 
 
 class Sharded(DataParallel):
@@ -313,12 +339,12 @@ def is_sharded(layout: Layout) -> bool:
 
 
 def data_parallel(
-    chains: list[Chain], layout: Layout, mesh: Mesh, precision: Precision, batch: Batch
+    chains: list[Chain], layout: Layout, mesh: Mesh, precision: Precision, batch: Batch, gradient: Gradient
 ) -> DataParallel:  # fmt: skip
     if is_alone(layout, precision):
         return Alone(chains, mesh, precision.master, batch.micro_batches)
     if is_sharded(layout):
         return Sharded(chains, mesh, precision.fsdp_policy())
     if layout.replicate == layout.world > 1:
-        return Bucketed(chains, mesh)
-    return Whole(chains, mesh)
+        return Bucketed(chains, mesh, Sum(gradient))
+    return Whole(chains, mesh, Sum(gradient))

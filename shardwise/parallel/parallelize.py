@@ -22,7 +22,7 @@ from shardwise.layout import Batch, Layout, solve_batch
 from shardwise.models.chain import Chain
 from shardwise.models.families import chain_of, cost_of
 from shardwise.models.gpt import prepare
-from shardwise.parallel import context, expert, norm, recommender, recompute, tensor
+from shardwise.parallel import context, expert, gradient, norm, recommender, recompute, tensor
 from shardwise.parallel.balance import cut_stages
 from shardwise.parallel.data import Cuts, data_parallel, is_alone, is_sharded
 from shardwise.parallel.engine import Engine
@@ -58,6 +58,7 @@ def check(job: Job, layout: Layout) -> Batch:
     tensor.check(chain.rules, shapes_of(chain), job.model.length, layout.tensor)
     expert.check(job.built(), layout)
     context.check(job.built(), layout)
+    gradient.check(job.gradient, layout)
     cut_stages(layout, cost_of(job.built()))
     found = support(layout, job.precision)
     if found.verdict == REFUSED:
@@ -119,7 +120,7 @@ def parallelize(
             for block in chain.blocks():
                 block.compile()
 
-    data = data_parallel(chains, layout, mesh, precision, batch)
+    data = data_parallel(chains, layout, mesh, precision, batch, job.gradient)
 
     scale = LossScale(precision, device)
 

@@ -28,6 +28,7 @@ from shardwise.optim.sparse import Joined
 from shardwise.parallel.data import Cuts, data_parallel, is_alone, is_sharded
 from shardwise.parallel.embedding import Ahead, Bags, Route, Tables, sum_bags
 from shardwise.parallel.engine import Engine
+from shardwise.parallel.gradient import check as check_gradient
 from shardwise.parallel.holding import Holding, start
 from shardwise.parallel.mesh import Axis, Mesh
 from shardwise.parallel.placement import Shard, Table, place_tables
@@ -70,6 +71,7 @@ def check(job: Job, layout: Layout) -> Batch:
         raise JobError("compile = true: a DLRM has no blocks to compile; leave compile out.")
     if job.precision in ("fp8", "fp16"):
         raise JobError(f"precision = {job.precision!r}: a DLRM is trained in bf16, float32 or float64.")
+    check_gradient(job.gradient, layout)
     found = support(layout, job.precision)
     if found.verdict == REFUSED:
         raise LayoutError(f"layout '{layout}': {found.sentence}")
@@ -185,7 +187,7 @@ def parallelize(
         chain = dlrm(model).to(precision.compute if alone else precision.master)
     if not is_sharded(layout) and not alone:
         precision.apply(chain)
-    data = data_parallel([chain], layout, mesh, precision, batch)
+    data = data_parallel([chain], layout, mesh, precision, batch, job.gradient)
     shapes: Cuts = {name: (weight.shape, None, False) for name, weight in chain.named_weights()}
     with memory or nullcontext():
         chain.to_empty(device=device)

@@ -12,13 +12,12 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import log2
 from pathlib import Path
 from typing import Any
 
 import psutil
-import tomli_w
 import torch
 import torch._functorch.config as functorch
 import torch.distributed as dist
@@ -26,11 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.bench.step import bench_step
-from shardwise.cluster import CLUSTERS, Cluster, Device, Link, known_device
+from shardwise.cluster import CLUSTERS, Cluster, Device, Link, known_device, write_cluster
 from shardwise.comm.collectives import all_gather, reduce_scatter
 from shardwise.comm.world import run_world
 from shardwise.errors import JobError, nearest
-from shardwise.files import write_text
 from shardwise.job import Model, make_job
 from shardwise.models.chain import reset
 from shardwise.models.gpt import Block, gpt
@@ -78,7 +76,7 @@ def calibrate_machine(out: Path, processes: int, device: str) -> str:
     if not out.parent.is_dir():
         raise JobError(f"{out}: there is no folder {out.parent}.")
     cluster = calibrate("cuda" if there and device != "cpu" else "cpu", processes)
-    save(cluster, out)
+    write_cluster(cluster, out)
     peaks = ", ".join(f"{word} {rate / 1e12:.3g} TFLOP/s" for word, rate in cluster.device.peak.items())
     shares = ", ".join(f"{key} {cluster.measured[key]:.2f}" for key in ("product", "attention", "memory"))
     return (
@@ -102,10 +100,6 @@ def calibrate(kind: str, processes: int, tell: Callable[[str], None] = lambda _:
     links = run_world(_links, processes, ON_CPU.messages)
     values |= {key: statistics.mean(one[key] for one in links) for key in links[0]}
     return _cluster(kind, processes, values, Link(values["link"], values["hop"]))
-
-
-def save(cluster: Cluster, path: Path) -> None:
-    write_text(path, tomli_w.dumps(asdict(cluster)))
 
 
 def _cluster(kind: str, processes: int, values: dict[str, float], link: Link | None) -> Cluster:

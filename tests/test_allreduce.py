@@ -1,0 +1,195 @@
+"""Every all-reduce algorithm gives the exact sum, the same bits everywhere and the traffic of its formula; who does not
+answer is named. A parameter server gives the same sums, and lets nobody run ahead."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.comm import allreduce
+from shardwise.comm.allreduce import algorithm, all_reduce, sent_bytes
+from shardwise.comm.server import Worker, exchange, exchange_count
+from shardwise.comm.world import run_world
+from shardwise.errors import RunError
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
+COUNTS = (0, 1, 2, 7, 12, 61)
+SEGMENT = 96  # bytes: some messages are cut into many
+
+
+def schedules(ranks: int) -> dict[str, tuple[Any, Any]]:
+    found = {name: algorithm(name) for name in allreduce.ALGORITHMS}
+    for node in range(1, ranks + 1):
+        if ranks % node == 0:
+            found[f"two-level {node}"] = algorithm("two-level", node)
+    for servers in {1, (ranks + 1) // 2, ranks}:
+        found[f"server {servers}"] = partial(exchange, servers=servers), partial(exchange_count, servers=servers)
+    return found
+
+
+def sums() -> list[str]:
+    """What goes wrong on one rank, over all algorithms, sizes and types."""
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    wrong = []
+    for name, (schedule, count_of) in schedules(ranks).items():
+        for number, count in enumerate(COUNTS):
+            for dtype in (DTYPES[(number + shift) % len(DTYPES)] for shift in (0, 3)):
+                places = torch.arange(count)
+                tensor = ((places + rank) % 7).to(dtype)
+                expected = sum(((places + other) % 7 for other in range(ranks)), start=places * 0).to(dtype)
+                sent = allreduce.run(tensor, schedule, name, segment=SEGMENT)
+                if not torch.equal(tensor, expected):
+                    wrong.append(f"{name}, {count} x {dtype}: {tensor}, not {expected}")
+                formula = sent_bytes(count_of, rank, ranks, count, tensor.element_size(), SEGMENT)
+                if sent != formula:
+                    wrong.append(f"{name}, {count} x {dtype}: sent {sent} bytes, not {formula}")
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_sums_are_exact_and_traffic_is_the_formula(ranks: int) -> None:
+    assert run_world(sums, ranks) == [[]] * ranks
+
+
+def test_tensors_that_go_through_the_host() -> None:
+    assert run_world(sums, 3, backend="staged") == [[]] * 3
+
+
+def rounded(count: int) -> list[tuple[list[int], float]]:
+    """The bits of sums that are rounded, and how far they are from the sum in float64."""
+    found = []
+    for name, (schedule, _) in schedules(dist.get_world_size()).items():
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        tensor = torch.randn(count, generator=generator)
+        wide = tensor.double()
+        dist.all_reduce(wide)
+        allreduce.run(tensor, schedule, name, segment=1 << 10)
+        found.append((tensor.view(torch.int32).tolist(), float((tensor - wide).abs().max())))
+    return found
+
+
+def test_all_ranks_get_the_same_bits() -> None:
+    first, *others = run_world(rounded, 6, 1001)
+    assert all(error < 1e-5 for _, error in first)
+    assert all(bits == theirs for other in others for (bits, _), (theirs, _) in zip(first, other, strict=True))
+
+
+def in_a_group() -> tuple[list[float], int]:
+    """Two groups of a world at the same time, whose ranks are not those of the world; a matrix; in place."""
+    groups = [dist.new_group([1, 3, 5]), dist.new_group([0, 4, 2])]
+    group = groups[dist.get_rank() % 2 == 0]
+    matrix = torch.full((3, 5), float(dist.get_rank()))
+    sent = all_reduce(matrix, "ring", group)
+    return matrix.unique().tolist(), sent
+
+
+def test_groups_of_a_world() -> None:
+    found = run_world(in_a_group, 6)
+    assert [sums for sums, _ in found] == [[6.0], [9.0]] * 3
+    assert [sent for _, sent in found] == [2 * 2 * 5 * 4] * 6
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 7, 8, 64, 1000])
+def test_closed_forms(ranks: int) -> None:
+    """Where the message divides; the sum over all ranks of what is sent at least."""
+    count = 7 * 8 * 125 * 64
+    for name in ("ring", "two-level"):
+        shares = {algorithm(name, 1)[1](rank, ranks, count) / count for rank in range(ranks)}
+        assert max(shares) == pytest.approx(2 * (ranks - 1) / ranks, rel=1e-3)
+    assert sum(algorithm("tree")[1](rank, ranks, count) for rank in range(ranks)) == 2 * (ranks - 1) * count
+    if ranks & (ranks - 1) == 0:
+        assert algorithm("halving")[1](0, ranks, count) == 2 * (ranks - 1) * count // ranks
+
+
+def lose(rank: int, name: str, how: signal.Signals, folder: str, end: Any) -> None:
+    """A rank of four; rank 2 goes in the middle of a sum of many segments."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", 4)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timedelta(seconds=2))
+    tensor = torch.ones(1 << 16)
+    all_reduce(tensor, name, node=2)
+    if rank == 2:
+        add = torch.Tensor.add_
+        calls: list[int] = []
+
+        def go(*args: Any) -> Any:
+            calls.append(1)
+            if len(calls) == 3:
+                os.kill(os.getpid(), how)
+            return add(*args)
+
+        torch.Tensor.add_ = go  # type: ignore[method-assign, assignment]
+    begin = time.monotonic()
+    try:
+        all_reduce(tensor, name, node=2, segment=1 << 12)
+        end.send(("no error", 0.0))
+    except RunError as error:
+        end.send((str(error), time.monotonic() - begin))
+    os._exit(0)
+
+
+@pytest.mark.parametrize(
+    ("name", "how"), [("ring", signal.SIGKILL), ("halving", signal.SIGSTOP), ("tree", signal.SIGKILL),
+                      ("two-level", signal.SIGSTOP)]
+)  # fmt: skip
+def test_who_does_not_answer_is_named(name: str, how: signal.Signals, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    ends, workers = [], []
+    for rank in range(4):
+        here, there = context.Pipe(duplex=False)
+        workers.append(context.Process(target=lose, args=(rank, name, how, str(tmp_path), there), daemon=True))
+        workers[-1].start()
+        there.close()
+        ends.append(here)
+    try:
+        for rank in (0, 1, 3):
+            assert ends[rank].poll(20)
+            said, seconds = ends[rank].recv()
+            assert said.startswith(f"rank 2 does not answer ({name} all-reduce, step "), (rank, said)
+            assert seconds < 2 + 2 * allreduce.GRACE + 1
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.join()
+
+
+def descend(servers: int, staleness: int, rounds: int) -> tuple[float, int, list[float]]:
+    """Ranks that each pull the weights towards their own target, rank 0 slowly: how far from the middle they end."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    weights = torch.zeros(11, dtype=torch.float64)
+    worker = Worker(weights, lambda own, gradient: own.sub_(gradient, alpha=0.05), servers, staleness, rounds)
+    for _ in range(rounds):
+        if rank == 0:
+            time.sleep(0.005)
+        worker.round((weights - rank) / ranks)
+    worker.finish()
+    dist.barrier()
+    middle = (ranks - 1) / 2
+    return float((weights - middle).abs().max()), worker.server.widest if worker.server else 0, weights.tolist()
+
+
+@pytest.mark.parametrize(("servers", "staleness"), [(1, 0), (2, 2), (3, 5)])
+def test_asynchronous_server_bounds_staleness(servers: int, staleness: int) -> None:
+    found = run_world(descend, 3, servers, staleness, 150)
+    assert all(distance < 0.3 for distance, _, _ in found)
+    widest = max(ahead for _, ahead, _ in found)
+    assert widest <= staleness and (widest > 0) == (staleness > 0)
+
+
+def too_many() -> None:
+    Worker(torch.zeros(3), lambda own, gradient: None, 3, 0, 1)
+
+
+def test_more_servers_than_ranks() -> None:
+    with pytest.raises(RunError, match="3 servers among 2 ranks"):
+        run_world(too_many, 2)
