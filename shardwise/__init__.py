@@ -17,7 +17,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "Engine": "shardwise.parallel.parallelize",
+    "Engine": "shardwise.parallel.engine",
     "Job": "shardwise.job",
     "Layout": "shardwise.layout",
     "Outcome": "shardwise.step",

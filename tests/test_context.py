@@ -85,7 +85,7 @@ def test_documents_that_are_seen_after_all_are_caught(way, monkeypatch):
     else:
         monkeypatch.setattr(context, "attend", lambda q, k, v, causal, documents: attend(q, k, v, causal))
     (record,) = verify(job(LLAMA | {"document_end": 3}), [Layout.parse(f"context=2 context_by={way}")])
-    assert not record.ok
+    assert not record.ok and record.problem is None, record.sentence()
 
 
 @pytest.mark.parametrize(("model", "layout", "said"), [

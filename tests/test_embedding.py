@@ -419,7 +419,7 @@ def test_planted_bugs_are_caught(plant: Any, monkeypatch: pytest.MonkeyPatch) ->
     job = small(24, {"cut": cut, "optimizer": optimizer, "rate": 30.0})
     plant(monkeypatch)
     (record,) = verify(job, [Layout.parse("shard=2")], steps=3)
-    assert not record.ok
+    assert not record.ok and record.problem is None, record.sentence()
     first = record.first_difference
     assert record.problem is None and first is not None, record.sentence()
     assert first.kind == kind, record.sentence()

@@ -83,7 +83,7 @@ def test_a_count_that_recomputation_doubles_is_caught(monkeypatch):
 
     monkeypatch.setattr(Experts, "mix", twice)
     (record,) = verify(job(BIASED), [Layout.parse("pipeline=2")], steps=4)
-    assert not record.ok
+    assert not record.ok and record.problem is None, record.sentence()
 
 
 def test_room():
