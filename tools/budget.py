@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 CORE = 15_000
-WHOLE = 20_000
+WHOLE = 25_000
 AROUND = ("planner", "bench", "laws", "watch")
 LONGEST = 450
 

@@ -11,6 +11,7 @@ largest of theirs, within 3%. Runs that are finished are not trained again; the 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -24,8 +25,8 @@ from shardwise.laws.plot import write_plot
 from shardwise.laws.recommend import prediction
 from shardwise.laws.saved import known
 
-GRID = {"low": 5e10, "high": 3e11, "budgets": 3, "sizes": 4, "spread": 2.0}
-LARGEST = 9e11
+GRID = {"low": 2e11, "high": 1.6e12, "budgets": 3, "sizes": 4, "spread": 2.0}
+LARGEST = 4e12
 SETTINGS = ["model.sequence=128", "layout=replicate=1", "data.source=stdlib", "run.device=cpu"]
 ALLOWED = 0.03
 
@@ -36,7 +37,7 @@ def train(path: Path, folder: Path) -> None:
         print(f"{folder} is there already", flush=True)
         return
     command = [sys.executable, "-m", "shardwise", "train", str(path)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     if done.returncode:
         sys.exit(done.stdout)
     print(f"{folder} trained", flush=True)
