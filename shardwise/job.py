@@ -6,6 +6,7 @@ resolved copy that is saved with the run. The section of the model is in `shardw
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -88,6 +89,20 @@ class Gradient(Section):
     """How whole gradients are summed over data ranks: by PyTorch, or by an algorithm of our own over messages."""
     node: int = Field(0, ge=0)
     """Processes on a node, for `two-level`; 0: as many as were started together on each."""
+    compress: str = ""
+    """How gradients are made small before they travel, what is lost being added to the next: `fp16`, `bf16`, `int8`,
+    `onebit`, `topk:0.01` (the largest hundredth) or `powersgd:rank=4`; empty: not at all."""
+
+    @model_validator(mode="after")
+    def _way(self) -> Gradient:
+        if not re.fullmatch(r"|fp16|bf16|int8|onebit|topk:0?\.\d*[1-9]\d*|powersgd(:rank=[1-9]\d*)?", self.compress):
+            raise ValueError(
+                f"compress = {self.compress!r} is no way to compress; use fp16, bf16, int8, onebit, topk:0.01 (a share "
+                "between 0 and 1) or powersgd:rank=4"
+            )
+        if self.compress and self.reduce != "library":
+            raise ValueError("compress and reduce are two ways to sum; leave one of them out")
+        return self
 
 
 class Loss(Section):
@@ -147,6 +162,8 @@ class Job(Section):
     def _consistent(self) -> Job:
         if self.steps is not None and self.tokens is not None:
             raise ValueError("give steps or tokens, not both")
+        if self.gradient.compress and self.precision == "fp16":
+            raise ValueError("gradient.compress: with fp16 the loss scale moves under what is owed; use bf16")
         if self.layout != "auto":
             try:
                 Layout.parse(self.layout)

@@ -37,7 +37,9 @@ def train(path: Path, folder: Path) -> None:
         print(f"{folder} is there already", flush=True)
         return
     command = [sys.executable, "-m", "shardwise", "train", str(path)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     if done.returncode:
         sys.exit(done.stdout)
     print(f"{folder} trained", flush=True)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,6 +36,7 @@ from shardwise.job import Gradient
 from shardwise.layout import Batch, Layout
 from shardwise.models.chain import Chain
 from shardwise.models.experts import Bank
+from shardwise.parallel.compress import Compressor, Way
 from shardwise.parallel.gradient import Sum
 from shardwise.parallel.holding import Holding
 from shardwise.parallel.mesh import Axis, Mesh
@@ -53,6 +55,7 @@ class DataParallel(ABC):
         self.chains, self.mesh = chains, mesh
         self.modules: list[nn.Module] = list(chains)
         self.pairs: Pairs = []
+        self.compressor: Compressor | None = None
 
     def hold(self, cuts: Cuts) -> list[Holding]:
         """The holdings, once the parameters have memory."""
@@ -68,6 +71,13 @@ class DataParallel(ABC):
                 piece = self.piece(weight, axis)
                 self.pairs.append((weight, Holding(name, piece, shape, cut, axis.size > 1, copies, expert)))
         return [holding for _, holding in self.pairs]
+
+    def compresses(self, holding: Holding) -> bool:
+        """Whether the gradient of a weight travels compressed: it is large, and nothing but a sum over samples."""
+        layout = self.mesh.layout
+        whole = layout.tensor == 1 or holding.tensor_dim is not None
+        tied = layout.pipeline > 1 and holding.name in self.chains[0].rules.tied
+        return self.compressor is not None and len(holding.shape) > 1 and whole and not tied
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         """To be entered around the forward and backward of one micro-batch."""
@@ -168,6 +178,11 @@ class Whole(DataParallel):
     def _sum_over(self, shard: Axis, same: Axis, pairs: Pairs) -> None:
         if shard.size == same.size == 1:
             return  # a holding is its weight
+        few = [pair for pair in pairs if self.compresses(pair[1])]
+        if same.size == 1:
+            for bucket in _buckets(few):
+                self._scatter(shard, bucket)
+            pairs, few = [pair for pair in pairs if not self.compresses(pair[1])], []
         for bucket in _buckets(pairs):
             sizes = [_piece_size(weight, shard) for weight, _ in bucket]
             rows = [_padded(w.grad, size * shard.size).view(shard.size, size) for (w, _), size in zip(bucket, sizes)]
@@ -181,10 +196,23 @@ class Whole(DataParallel):
             elif shard.size > 1:
                 self.sum_over(packed, shard.group)
                 own = packed[shard.index].clone()
-            if same.size > 1:
+            if same.size > 1 and not few:
                 self.sum_over(own, same.group)
             for (_, holding), piece in zip(bucket, own.split(sizes), strict=True):
                 holding.tensor.grad = piece[: holding.tensor.numel()].view(holding.tensor.shape)
+        if few:
+            everywhere(self, [(holding, holding.grad) for _, holding in pairs], same)
+
+    def _scatter(self, shard: Axis, bucket: Pairs) -> None:
+        """Of each weight of a bucket, the compressed sum of this rank's rows."""
+        assert self.compressor is not None
+        sizes = [_piece_size(weight, shard) for weight, _ in bucket]
+        rows = [_padded(w.grad, size * shard.size).view(shard.size, size) for (w, _), size in zip(bucket, sizes)]
+        shapes = [weight.shape for weight, _ in bucket]
+        sums = self.compressor.scatter([holding.name for _, holding in bucket], rows, shapes, shard)
+        for (weight, holding), piece in zip(bucket, sums, strict=True):
+            weight.grad = None
+            holding.tensor.grad = piece[: holding.tensor.numel()].view(holding.tensor.shape)
 
     @torch.no_grad()
     def spread_weights(self) -> None:
@@ -201,6 +229,22 @@ class Whole(DataParallel):
             columns = whole.view(shard.size, -1).split(sizes, dim=1)
             for (weight, _), column in zip(bucket, columns, strict=True):
                 weight.detach().copy_(column.reshape(-1)[: weight.numel()].view(weight.shape))
+
+
+def everywhere(data: DataParallel, gradients: list[tuple[Holding, Tensor]], same: Axis) -> None:
+    """Sums over replicas, in place: compressed where it is worth it."""
+    few = [(holding, gradient) for holding, gradient in gradients if data.compresses(holding) and gradient.numel()]
+    rest = [gradient for holding, gradient in gradients if not data.compresses(holding)]
+    if few:
+        assert data.compressor is not None
+        sums = data.compressor.everywhere([h.name for h, _ in few], [gradient for _, gradient in few], same)
+        for (_, gradient), found in zip(few, sums, strict=True):
+            gradient.copy_(found)
+    if rest:
+        flat = torch.cat([gradient.reshape(-1) for gradient in rest])
+        all_reduce(flat, group=same.group)
+        for gradient, found in zip(rest, flat.split([gradient.numel() for gradient in rest]), strict=True):
+            gradient.copy_(found.view(gradient.shape))
 
 
 def _buckets(pairs: Pairs) -> Iterator[Pairs]:
@@ -278,8 +322,13 @@ def _sum_at_once(state, bucket):  # type: ignore[no-untyped-def]
 class Sharded(DataParallel):
     """PyTorch's FSDP2."""
 
-    def __init__(self, chains: list[Chain], mesh: Mesh, policy: MixedPrecisionPolicy):
+    def __init__(
+        self, chains: list[Chain], mesh: Mesh, policy: MixedPrecisionPolicy, compressor: Compressor | None = None
+    ):
         super().__init__(chains, mesh)
+        self.compressor = compressor
+        self.shapes = {name: weight.shape for chain in chains for name, weight in chain.named_weights()}
+        """Of the weights of this tensor rank."""
         for chain in chains:
             tied = {name.partition(".")[0] for pair in chain.rules.ties for name in pair}
             pieces = dict(chain.named_children())
@@ -304,11 +353,37 @@ class Sharded(DataParallel):
 
     def _shard(self, module: nn.Module, policy: MixedPrecisionPolicy, mesh: DeviceMesh) -> None:
         free = self.mesh.layout.zero == 3
+        far = self.compressor is not None and self.mesh.layout.replicate > 1
+        if far:
+            mesh = mesh["shard"]  # the sum over replicas is ours
         fully_shard(module, mesh=mesh, reshard_after_forward=free, mp_policy=policy)
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo knows no premultiplied sum
         module.set_reshard_after_backward(free, recurse=False)
+        if far:
+            module.set_all_reduce_hook(lambda flat: self._sum_far(module, flat))
+        elif self.compressor is not None:
+            module.set_custom_reduce_scatter(Scatter(self, module))
+
+    def group_of(self, module: FSDPModule) -> list[tuple[Holding, int]]:
+        """The weights whose gradients FSDP reduces for a module, in its order, with the size of their pieces."""
+        state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        holdings = {id(weight): holding for weight, holding in self.pairs}
+        return [
+            (holdings[id(param.sharded_param)], param.padded_sharded_param_size.numel())
+            for group in groups for param in group.fsdp_params
+        ]  # fmt: skip
+
+    def _sum_far(self, module: FSDPModule, flat: Tensor) -> None:
+        known = self.group_of(module)
+        pieces = flat.split([size for _, size in known])
+        shaped = [
+            (holding, piece[: holding.tensor.numel()].view(holding.tensor.shape))
+            for (holding, _), piece in zip(known, pieces, strict=True)
+        ]
+        everywhere(self, shaped, self.mesh["replicate"])
 
     def piece(self, weight: nn.Parameter, axis: Axis) -> Tensor:
         return _local(weight.detach())
@@ -325,6 +400,33 @@ class Sharded(DataParallel):
                     module.reshard()  # whole weights of before the update must not be used again
 
 
+class Scatter(DefaultReduceScatter):
+    """What FSDP calls to sum the gradients of a module."""
+
+    def __init__(self, data: Sharded, module: FSDPModule):
+        self.data, self.module = data, module
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        data, shard = self.data, self.data.mesh["shard"]
+        assert data.compressor is not None
+        known = data.group_of(self.module)
+        parts = input_tensor.view(shard.size, -1).split([size for _, size in known], 1)
+        pieces = output_tensor.split([size for _, size in known])
+        every = list(zip(known, parts, pieces, strict=True))
+        few = [(holding, part, piece) for (holding, _), part, piece in every if data.compresses(holding)]
+        rest = [(part, piece) for (holding, _), part, piece in every if not data.compresses(holding)]
+        if few:
+            shapes = [data.shapes[holding.name] for holding, _, _ in few]
+            sums = data.compressor.scatter([h.name for h, _, _ in few], [part for _, part, _ in few], shapes, shard)
+            for (_, _, piece), found in zip(few, sums, strict=True):
+                piece.copy_(found)
+        if rest:
+            own = rest[0][0].new_empty(sum(part.shape[1] for part, _ in rest))
+            reduce_scatter(own, torch.cat([part for part, _ in rest], 1).view(-1), group=shard.group)
+            for (_, piece), found in zip(rest, own.split([part.shape[1] for part, _ in rest]), strict=True):
+                piece.copy_(found)
+
+
 def _local(tensor: Tensor | None) -> Tensor:
     assert isinstance(tensor, DTensor)
     return tensor.to_local()
@@ -339,12 +441,15 @@ def is_sharded(layout: Layout) -> bool:
 
 
 def data_parallel(
-    chains: list[Chain], layout: Layout, mesh: Mesh, precision: Precision, batch: Batch, gradient: Gradient
+    chains: list[Chain], layout: Layout, mesh: Mesh, precision: Precision, batch: Batch, gradient: Gradient, seed: int
 ) -> DataParallel:  # fmt: skip
+    compressor = Compressor(Way.parse(gradient.compress), seed) if gradient.compress and layout.data > 1 else None
     if is_alone(layout, precision):
         return Alone(chains, mesh, precision.master, batch.micro_batches)
     if is_sharded(layout):
-        return Sharded(chains, mesh, precision.fsdp_policy())
-    if layout.replicate == layout.world > 1:
+        return Sharded(chains, mesh, precision.fsdp_policy(), compressor)
+    if layout.replicate == layout.world > 1 and compressor is None:
         return Bucketed(chains, mesh, Sum(gradient))
-    return Whole(chains, mesh, Sum(gradient))
+    whole = Whole(chains, mesh, Sum(gradient))
+    whole.compressor = compressor
+    return whole

@@ -14,10 +14,12 @@ from shardwise.comm.collectives import all_reduce
 from shardwise.errors import LayoutError
 from shardwise.job import Gradient
 from shardwise.layout import AXES, Layout
+from shardwise.parallel import compress
 
 
 def check(gradient: Gradient, layout: Layout) -> None:
     """Raises for a way of summing that the layout has no use for, or whose nodes it does not fill evenly."""
+    compress.check(gradient.compress, layout)
     if gradient.reduce == "library":
         return
     if layout.shard > 1 and layout.zero > 1:

@@ -120,7 +120,7 @@ def parallelize(
             for block in chain.blocks():
                 block.compile()
 
-    data = data_parallel(chains, layout, mesh, precision, batch, job.gradient)
+    data = data_parallel(chains, layout, mesh, precision, batch, job.gradient, job.seed)
 
     scale = LossScale(precision, device)
 

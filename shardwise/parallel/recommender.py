@@ -187,7 +187,7 @@ def parallelize(
         chain = dlrm(model).to(precision.compute if alone else precision.master)
     if not is_sharded(layout) and not alone:
         precision.apply(chain)
-    data = data_parallel([chain], layout, mesh, precision, batch, job.gradient)
+    data = data_parallel([chain], layout, mesh, precision, batch, job.gradient, job.seed)
     shapes: Cuts = {name: (weight.shape, None, False) for name, weight in chain.named_weights()}
     with memory or nullcontext():
         chain.to_empty(device=device)

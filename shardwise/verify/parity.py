@@ -32,7 +32,7 @@ from shardwise.data.stream import Stream, share
 from shardwise.errors import RunError
 from shardwise.job import Job
 from shardwise.kinds import DLRM, ResNet
-from shardwise.layout import Layout
+from shardwise.layout import Layout, solve_batch
 from shardwise.models.chain import IGNORED, Chain
 from shardwise.optim import learning_rate, set_learning_rate
 from shardwise.parallel.engine import Engine
@@ -46,6 +46,7 @@ from shardwise.random import key_of, normal_
 from shardwise.step import Outcome, step
 from shardwise.train.here import check_compiler
 from shardwise.verify import clicks
+from shardwise.verify.compressed import Sums
 from shardwise.verify.truth import truth
 
 LIMIT = {"float64": 1e-10, "float32": 1e-3, "bf16": 1e-1, "fp16": 1e-2, "fp8": 3e-1}
@@ -107,6 +108,8 @@ def verify(
     reference = run_world(_truth, 1, job, steps)[0]
     records = []
     for layout in layouts:
+        if job.gradient.compress:
+            reference = run_world(_truth, 1, job, steps, layout)[0]
         try:
             record = run_world(_compare, layout.world, job, layout, reference, steps)[0]
         except RunError as error:
@@ -153,9 +156,17 @@ def _rates(job: Job, steps: int) -> list[float]:
     return [learning_rate(job.optimizer, number, steps) for number in range(steps)]
 
 
-def _truth(job: Job, steps: int) -> list[dict[str, Any]]:
-    truly = clicks.truth if isinstance(job.model, DLRM) else truth
-    records = truly(job, make_stream(job), _rates(job, steps), watch, Precision(job.precision).master)
+def _truth(job: Job, steps: int, layout: Layout | None = None) -> list[dict[str, Any]]:
+    """What one process computes; with a layout, how it sums in it."""
+    given = job, make_stream(job), _rates(job, steps), watch, Precision(job.precision).master
+    if isinstance(job.model, DLRM):
+        records = clicks.truth(*given)
+    elif layout is None or layout.data == 1:
+        records = truth(*given)
+    else:
+        # ZeRO 2 and 3 sum after each micro-batch.
+        parts = solve_batch(layout, job.samples).micro_batches if layout.shard > 1 and layout.zero > 1 else 1
+        records = truth(*given, (layout.data, parts), lambda chain: Sums(job, layout, chain))
     for record in records:
         record["seen"] = {name: fingerprint(outputs) for name, outputs in record["seen"].items()}
     return records

@@ -6,22 +6,28 @@ wrong.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.data.stream import Stream
+from shardwise.data.stream import Samples, Stream
 from shardwise.job import Job
 from shardwise.kinds import Model
-from shardwise.models.chain import IGNORED, reset
+from shardwise.models.chain import IGNORED, Chain, reset
 from shardwise.models.experts import Experts
 from shardwise.models.families import chain_of
 
 
-def truth(job: Job, stream: Stream, rates: list[float], watch: Any, dtype: torch.dtype) -> list[dict[str, Any]]:
-    """One record per step: loss, norm, gradients before clipping, and weights after the update."""
+def truth(
+    job: Job, stream: Stream, rates: list[float], watch: Any, dtype: torch.dtype,
+    ranks: tuple[int, int] = (1, 1), sums: Callable[[Chain], Callable[[str, list[Tensor]], Tensor]] | None = None,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """One record per step: loss, norm, gradients before clipping, and weights after the update. `sums` adds up the
+    gradients of a weight that so many ranks made, after each of so many parts of their samples, where it is no plain
+    sum."""
     model = chain_of(job.built(), job.seed).to(dtype)
     reset(model, job.seed)
     weights: dict[str, Any] = dict(model.named_parameters())
@@ -33,6 +39,7 @@ def truth(job: Job, stream: Stream, rates: list[float], watch: Any, dtype: torch
         groups,
         weight_decay=settings.weight_decay, betas=settings.betas, eps=settings.eps, foreach=False,
     )  # fmt: skip
+    adder = sums(model) if sums is not None else None
     records = []
     for number, rate in enumerate(rates):
         places = torch.arange(job.samples) + number * job.samples
@@ -49,6 +56,8 @@ def truth(job: Job, stream: Stream, rates: list[float], watch: Any, dtype: torch
         (loss + sum(one for one in extra if one is not None) / job.samples).backward()
         for handle in handles:
             handle.remove()
+        if adder is not None:
+            apart(job, model, samples, ranks, adder)
         norm = torch.stack([w.grad.square().sum() for w in weights.values()]).sum().sqrt()
         gradients = {name: weight.grad.clone() for name, weight in weights.items()}
         if settings.clip and norm > settings.clip:
@@ -64,6 +73,28 @@ def truth(job: Job, stream: Stream, rates: list[float], watch: Any, dtype: torch
         after = {name: weight.detach().clone() for name, weight in weights.items()}
         records.append({"loss": loss.detach(), "norm": norm, "seen": seen, "gradients": gradients, "weights": after})
     return records
+
+
+def apart(
+    job: Job, model: Chain, samples: Samples, ranks: tuple[int, int], adder: Callable[[str, list[Tensor]], Tensor]
+) -> None:
+    """The gradients again, of each rank's samples by themselves, added up by `adder`."""
+    weights, count = dict(model.named_parameters()), (samples.targets != IGNORED).sum()
+    shares = [list(share.split(share.ids.numel() // ranks[1])) for share in samples.split(job.samples // ranks[0])]
+    for weight in weights.values():
+        weight.grad = torch.zeros_like(weight)
+    for parts in zip(*shares, strict=True):
+        found: list[tuple[Tensor, ...]] = []
+        for part in parts:
+            logits = model(part.tokens, ids=part.ids)
+            targets = part.targets[:, -logits.shape[1] :]
+            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+            extra: list[Any] = [getattr(module, "extra", None) for module in model.modules()]
+            whole = loss / count + sum(one for one in extra if one is not None) / job.samples
+            found.append(torch.autograd.grad(whole, list(weights.values())))
+        for (name, weight), gradients in zip(weights.items(), zip(*found, strict=True), strict=True):
+            assert weight.grad is not None
+            weight.grad += adder(name, list(gradients))
 
 
 def numbered(row: list[int], end: int) -> list[int]:
