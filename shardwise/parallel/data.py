@@ -36,7 +36,7 @@ from shardwise.layout import Batch, Layout
 from shardwise.models.chain import Chain
 from shardwise.models.experts import Bank
 from shardwise.parallel.gradient import Sum
-from shardwise.parallel.holding import Holding
+from shardwise.parallel.holding import Holding, cuts_of
 from shardwise.parallel.mesh import Axis, Mesh
 from shardwise.parallel.precision import Precision
 
@@ -65,8 +65,10 @@ class DataParallel(ABC):
                 )
                 if self.mesh["pipeline"].size > 1 and name in chain.rules.tied:
                     copies *= 2  # the first stage and the last
-                piece = self.piece(weight, axis)
-                self.pairs.append((weight, Holding(name, piece, shape, cut, axis.size > 1, copies, expert)))
+                holding = Holding(name, self.piece(weight, axis), shape, cut, axis.size > 1, copies, expert)
+                holding.cuts = tuple((dim, axis) for dim, axis in cuts_of(holding, self.mesh) if axis.size > 1)
+                holding.matrix = chain.rules.is_matrix(name, len(shape))
+                self.pairs.append((weight, holding))
         return [holding for _, holding in self.pairs]
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:

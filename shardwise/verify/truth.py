@@ -1,4 +1,5 @@
-"""The truth: one process, a plain loop. Imports the model, the samples and torch.optim, nothing else of ours.
+"""The truth: one process, a plain loop. Imports the model, the samples and torch.optim, nothing else of ours
+(but what `torch.optim` lacks, written out beside it).
 
 It knows nothing of layouts, micro-batches, holdings, our step or our loss; what `verify` finds different from it is
 wrong.
@@ -18,6 +19,7 @@ from shardwise.kinds import Model
 from shardwise.models.chain import IGNORED, reset
 from shardwise.models.experts import Experts
 from shardwise.models.families import chain_of
+from shardwise.verify.plain import optimizers_of
 
 
 def truth(job: Job, stream: Stream, rates: list[float], watch: Any, dtype: torch.dtype) -> list[dict[str, Any]]:
@@ -25,14 +27,8 @@ def truth(job: Job, stream: Stream, rates: list[float], watch: Any, dtype: torch
     model = chain_of(job.built(), job.seed).to(dtype)
     reset(model, job.seed)
     weights: dict[str, Any] = dict(model.named_parameters())
-    matrices = [weight for weight in weights.values() if weight.dim() > 1]
-    vectors = [weight for weight in weights.values() if weight.dim() == 1]
     settings = job.optimizer
-    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(
-        groups,
-        weight_decay=settings.weight_decay, betas=settings.betas, eps=settings.eps, foreach=False,
-    )  # fmt: skip
+    optimizers = optimizers_of(job, weights)
     records = []
     for number, rate in enumerate(rates):
         places = torch.arange(job.samples) + number * job.samples
@@ -54,10 +50,11 @@ def truth(job: Job, stream: Stream, rates: list[float], watch: Any, dtype: torch
         if settings.clip and norm > settings.clip:
             for weight in weights.values():
                 weight.grad.mul_(settings.clip / norm)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+            optimizer.zero_grad()
         for module in model.modules():
             if isinstance(module, Experts) and module.recent is not None:
                 module.rebalance(module.recent)
