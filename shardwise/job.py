@@ -62,8 +62,9 @@ class Optimizer(Section):
     """Other weight decays, by pattern of parameter names (`"embed.*" = 0.0`); the first that matches counts."""
     momentum: float = Field(0.95, ge=0.0, lt=1.0)
     """Of sgd and muon."""
-    states: Literal["float32", "bf16"] = "float32"
-    """What Adam's two averages are kept in; bf16 halves them, and rounds them in every step."""
+    states: Literal["float32", "bf16", "8bit"] = "float32"
+    """What AdamW's two averages are kept in; bf16 halves them, 8bit (blocks of 256 with a scale) makes a quarter of
+    them; both round in every step."""
     clip: float = Field(1.0, ge=0.0)
     """The largest global gradient norm; 0: no clipping."""
     schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"

@@ -16,6 +16,7 @@ from shardwise.optim.pieces import Piece, Pieced, squares, total
 
 DECAY = -0.8  # the share of the newest square in step t is t^DECAY
 LEAST = 1e-3  # weights shorter than this count as so long
+SMALLEST = 2.0**-23  # PyTorch's for float32. Its own for float64 would turn the rounding of a zero into a step.
 
 Member = tuple[Piece, dict[str, Tensor], dict[str, Any]]
 
@@ -71,9 +72,8 @@ class Adafactor(Pieced):
     def _update(self, member: Member, means: dict[int, Tensor]) -> Tensor:
         """Made twice, once for its length, for the sake of memory."""
         piece, state, _ = member
-        least = torch.finfo(piece.tensor.dtype).eps
         if id(piece) in means:
-            square = state["row_var"] @ state["col_var"] / means[id(piece)].clamp(min=least)
+            square = state["row_var"] @ state["col_var"] / means[id(piece)].clamp(min=SMALLEST)
         else:
             square = state["variance"]
-        return square.clamp(min=least * least).rsqrt_() * self.gradient(piece)
+        return square.clamp(min=SMALLEST**2).rsqrt_() * self.gradient(piece)

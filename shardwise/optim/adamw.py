@@ -48,7 +48,7 @@ class AdamW(Pieced):
                 if weight.is_cuda and weight.dtype == torch.float32:
                     self._kernel(piece, state, group, rate)
                 else:
-                    _plain(piece, state, group, self.grad_scale, self.found_inf)
+                    plain_(piece, state, group, self.grad_scale, self.found_inf)
                 piece.current = piece.rounded is not None
 
     def _kernel(self, piece: Piece, state: dict[str, Tensor], group: dict[str, Any], rate: Tensor) -> None:
@@ -68,7 +68,7 @@ class AdamW(Pieced):
             state["exp_avg_sq"] = torch.zeros_like(weight, dtype=self.states)
 
 
-def _plain(
+def plain_(
     piece: Piece, state: dict[str, Tensor], group: dict[str, Any], scale: Tensor | None, skip: Tensor | None
 ) -> None:
     weight, averages = piece.tensor.detach(), (state["exp_avg"], state["exp_avg_sq"])

@@ -11,6 +11,7 @@ import torch
 from shardwise.job import Optimizer
 from shardwise.optim.adafactor import Adafactor
 from shardwise.optim.adamw import AdamW
+from shardwise.optim.eight import AdamW8
 from shardwise.optim.lamb import LAMB
 from shardwise.optim.muon import Muon
 from shardwise.optim.pieces import Piece
@@ -38,6 +39,8 @@ def _adamw(settings: Optimizer, pieces: Sequence[Piece]) -> torch.optim.Optimize
     """It works element by element, so pieces are all it needs: PyTorch's own where it can."""
     groups = _groups(settings, pieces)
     common: dict[str, Any] = {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps}
+    if settings.states == "8bit":
+        return AdamW8(groups, common, pieces)
     if settings.states == "bf16" or any(piece.rounded is not None for piece in pieces):
         states = torch.bfloat16 if settings.states == "bf16" else None
         return AdamW(groups, common, pieces, states)

@@ -74,6 +74,13 @@ class Pieced(torch.optim.Optimizer):
         self.grad_scale: Tensor | None = None
         self.found_inf: Tensor | None = None
 
+    def saved(self, weight: Tensor) -> dict[str, Tensor]:
+        """The state of a piece as a checkpoint has it."""
+        return self.state.get(weight, {})
+
+    def loaded(self) -> None:
+        """To be called when a checkpoint has filled the states."""
+
     def members(self) -> Iterator[tuple[Piece, dict[str, Tensor], dict[str, Any]]]:
         """Each piece with its state and its settings."""
         for group in self.param_groups:

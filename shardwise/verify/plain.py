@@ -31,7 +31,7 @@ def optimizers_of(job: Job, weights: dict[str, Any]) -> list[torch.optim.Optimiz
     if settings.name == "sgd":
         return [torch.optim.SGD(groups, momentum=settings.momentum, foreach=False)]
     if settings.name == "adafactor":
-        return [torch.optim.Adafactor(groups, foreach=False)]
+        return [torch.optim.Adafactor(groups, eps=(2.0**-23, 1e-3), foreach=False)]
     if settings.name == "lamb":
         return [LAMB(groups, adam)]
     adamw = torch.optim.AdamW(groups, **adam, foreach=False)
