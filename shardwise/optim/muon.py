@@ -53,8 +53,8 @@ class Muon(Pieced):
 
 
 def rounded(tensor: Tensor) -> Tensor:
-    """To what the products are computed in: bf16 as in PyTorch's, unless training itself is in float64."""
-    return tensor if tensor.dtype == torch.float64 else tensor.bfloat16()
+    """As it goes into the products: on a GPU in bf16, as in PyTorch's; on a CPU, which may not know it, unchanged."""
+    return tensor.bfloat16() if tensor.is_cuda and tensor.dtype == torch.float32 else tensor
 
 
 def newton_schulz(x: Tensor) -> Tensor:
