@@ -161,6 +161,8 @@ class Job(Section):
             raise ValueError("give steps or tokens, not both")
         if self.optimizer.name == "muon" and isinstance(self.model, DLRM | ResNet):
             raise ValueError(f"optimizer.name = 'muon' is for matrices of blocks, and {self.model.what} has none")
+        if self.optimizer.name != "adamw" and isinstance(self.model, Model) and self.model.mup_base_width:
+            raise ValueError(f"mup_base_width is worked out for adamw's steps, not for {self.optimizer.name}'s")
         if self.layout != "auto":
             try:
                 Layout.parse(self.layout)

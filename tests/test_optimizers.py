@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardwise.cluster import find_cluster
 from shardwise.comm.world import run_world
 from shardwise.data.stream import share
 from shardwise.errors import JobError
@@ -19,6 +20,8 @@ from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.optim import adafactor, eight, lamb, make_optimizer, muon, pieces, set_learning_rate
 from shardwise.parallel.parallelize import Engine, parallelize
+from shardwise.planner.dryrun import measure, nobody
+from shardwise.planner.plan import estimator_of
 from shardwise.step import step
 from shardwise.train.checkpoint import Checkpoints
 from shardwise.verify.parity import Record, make_stream, verify
@@ -253,9 +256,11 @@ def test_does_nothing_where_the_norm_is_not_finite(name: str) -> None:
 def test_8_bits_rounded_again_stay() -> None:
     wide = torch.randn(5, 700, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 2, 700)
     for values, signed in ((wide, True), (wide.square(), False)):
-        codes, scale = eight.narrow(values, signed)
-        back = eight.widen(codes, scale, signed)
-        again = eight.narrow(back, signed)
+        table = torch.tensor(eight.values_of(signed))
+        assert len(table.unique()) == 256
+        codes, scale = eight.narrow(values, table)
+        back = eight.widen(codes, scale, table)
+        again = eight.narrow(back, table)
         assert torch.equal(codes, again[0]) and torch.equal(scale, again[1]) and scale.shape == (5, 3)
         assert float((back - values).norm() / values.norm()) < 0.02
 
@@ -273,11 +278,34 @@ class _Axis:
     group: None = None
 
 
+def planned() -> dict[str, tuple[float, float]]:
+    """By optimizer: bytes of its states in a dry run, and as the planner has them, over those of AdamW."""
+    layout, found = Layout.parse("pipeline=2 shard=2 tensor=2 zero=2 micro_batch=1"), {}
+    model = {"layers": 2, "width": 256, "heads": 4, "vocab": 512, "sequence": 16}
+    for text in ("adamw float32", "adamw 8bit", "lamb float32", "adafactor float32", "muon float32", "sgd float32"):
+        name, states = text.split()
+        optimizer = {"name": name, "states": states}
+        job = make_job({"model": model, "batch": {"samples": 4}, "optimizer": optimizer})
+        with nobody(layout.world, 0):
+            held = measure(job, layout).memory["optimizer"]
+        found[text] = float(held), estimator_of(job, find_cluster("cpu")).memory(layout, 0).optimizer
+    return found
+
+
+def test_states_are_as_large_as_planned() -> None:
+    found = run_world(planned, 1)[0]
+    all_of_them = found["adamw float32"][0]
+    for text, (held, expected) in found.items():
+        assert abs(held - expected) < 0.1 * all_of_them, text
+        assert held < 0.65 * all_of_them or text in ("adamw float32", "lamb float32")
+
+
 @pytest.mark.parametrize(
     ("values", "word"),
     [
         ({"optimizer": {"name": "lamb", "states": "bf16"}}, "states = 'bf16' is for adamw"),
         ({"optimizer": {"name": "muon"}, "model": {"name": "resnet"}}, "'muon' is for matrices of blocks"),
+        ({"optimizer": {"name": "sgd"}, "model": {"mup_base_width": 64}}, "mup_base_width is worked out for adamw"),
         ({"optimizer": {"decays": {"embed.*": -1.0}}}, "optimizer.decays.embed"),
         ({"optimizer": {"name": "adam"}}, "optimizer.name = 'adam'"),
     ],

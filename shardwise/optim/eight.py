@@ -8,7 +8,9 @@ same codes, and any layout, or another kind of states, can go on from them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +25,10 @@ AVERAGES = {"exp_avg": True, "exp_avg_sq": False}  # whether it has a sign
 
 
 class AdamW8(Pieced):
+    def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any], pieces: Sequence[Piece]):
+        super().__init__(groups, defaults, pieces)
+        self.values: dict[tuple[str, torch.device], Tensor] = {}
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for piece, state, group in self.members():
@@ -54,41 +60,46 @@ class AdamW8(Pieced):
         state = self.state[piece.tensor]
         state[key] = wide
         if len(piece.shape) > 1 and piece.shape.numel() >= SMALL:
-            state[key], state[f"{key}_scale"] = narrow(wide, AVERAGES[key])
+            state[key], state[f"{key}_scale"] = narrow(wide, self._values(key, wide.device))
+
+    def _values(self, key: str, device: torch.device) -> Tensor:
+        if (key, device) not in self.values:
+            self.values[key, device] = torch.tensor(values_of(AVERAGES[key]), device=device)
+        return self.values[key, device]
 
     def _wide(self, piece: Piece, key: str, device: torch.device | None = None) -> Tensor:
         state = self.state[piece.tensor]
         if f"{key}_scale" not in state:
             return state[key]
         codes, scale = (state[name].to(device or piece.tensor.device) for name in (key, f"{key}_scale"))
-        return widen(codes, scale, AVERAGES[key]).to(piece.tensor.dtype)
+        return widen(codes, scale, self._values(key, codes.device)).to(piece.tensor.dtype)
 
 
 @cache
-def code(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The 256 values, and what lies between them: finer where they are larger, over seven powers of ten."""
+def values_of(signed: bool) -> tuple[float, ...]:
+    """The 256 values: finer where they are larger, over seven powers of ten."""
     values = [0.0, 1.0]
     for power in range(7):
-        edges = torch.linspace(0.1, 1.0, 2**power + 1 if signed else 2 ** (power + 1) + 1, dtype=torch.float64)
-        middles = (10.0 ** (power - 6) * (edges[:-1] + edges[1:]) / 2).tolist()
+        steps = 2**power if signed else 2 ** (power + 1)
+        middles = [10.0 ** (power - 6) * (0.1 + 0.9 * (number + 0.5) / steps) for number in range(steps)]
         values += middles + ([-middle for middle in middles] if signed else [])
-    table = torch.tensor(sorted(values), dtype=torch.float32)
-    if signed:
-        table[0] = -1.0  # the largest of a block is kept as it is, whatever its sign
-    return table.to(device), ((table[1:] + table[:-1]) / 2).to(device)
+    values.sort()
+    # The largest of a block is kept as it is, whatever its sign.
+    return (-1.0, *values[1:]) if signed else tuple(values)
 
 
-def narrow(wide: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
+def narrow(wide: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Codes, of the same shape, and the scale of each block."""
     rows = wide.float().flatten(0, -2)
     runs = F.pad(rows, (0, -rows.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
     scale = runs.abs().amax(2)
     tiny = torch.finfo(torch.float32).tiny
-    codes = torch.bucketize(runs / scale.clamp(min=tiny)[..., None], code(signed, wide.device)[1], out_int32=True)
+    between = (values[1:] + values[:-1]) / 2
+    codes = torch.bucketize(runs / scale.clamp(min=tiny)[..., None], between, out_int32=True)
     return codes.to(torch.uint8).flatten(1)[:, : rows.shape[1]].reshape(wide.shape), scale
 
 
-def widen(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
-    values = code(signed, codes.device)[0][codes.flatten(0, -2).int()]
-    spread = scale.repeat_interleave(BLOCK, 1)[:, : values.shape[1]]
-    return (values * spread).view(codes.shape)
+def widen(codes: Tensor, scale: Tensor, values: Tensor) -> Tensor:
+    found = values[codes.flatten(0, -2).int()]
+    spread = scale.repeat_interleave(BLOCK, 1)[:, : found.shape[1]]
+    return (found * spread).view(codes.shape)
