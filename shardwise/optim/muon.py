@@ -1,15 +1,17 @@
 """Muon (Jordan et al. 2024) for the matrices of blocks, AdamW for all else: `torch.optim.Muon` over pieces.
 
 A matrix's averaged gradient is made orthogonal as a whole. Each matrix goes to one of the ranks that hold its pieces,
-is made orthogonal there and goes back: work and memory are shared, nothing is done twice in a group. A stack of experts
-is as many matrices; what is one weight (queries, keys and values in one) is one matrix, as PyTorch's would have it.
-Steps have the length of AdamW's (PyTorch's `match_rms_adamw`), so one learning rate serves both.
+is made orthogonal there and goes back; ranks that hold copies do each a part of them. So work and memory are shared. A
+stack of experts is as many matrices; what is one weight (queries, keys and values in one) is one matrix, as PyTorch's
+would have it. Steps have the length of AdamW's (PyTorch's `match_rms_adamw`), so one learning rate
+serves both.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -72,66 +74,96 @@ def newton_schulz(x: Tensor) -> Tensor:
     return x.mT if flip else x
 
 
-def orthogonal(parts: list[Tensor], pieces: Sequence[Piece]) -> list[Tensor]:
+@dataclass(frozen=True)
+class Part:
+    """Of a matrix, or of a stack of them: what is held here, and how the rest lies."""
+
+    tensor: Tensor
+    shape: torch.Size
+    cuts: tuple[tuple[int, Axis], ...]
+    same: Axis | None
+
+    @property
+    def cost(self) -> int:
+        return self.shape.numel() * min(self.shape[-2:])
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those that are cut and copied over the same ranks travel together."""
+        return *(id(axis.group) for _, axis in self.cuts), id(self.same)
+
+
+def orthogonal(tensors: list[Tensor], pieces: Sequence[Piece]) -> list[Tensor]:
     """Each piece of what its whole matrix becomes."""
-    cuts = [[(dim, axis) for dim, axis in piece.cuts if dim >= len(piece.shape) - 2] for piece in pieces]
-    alike: dict[tuple[int, ...], list[int]] = {}  # those that are cut over the same ranks travel together
-    for number, own in enumerate(cuts):
-        alike.setdefault(tuple(id(axis.group) for _, axis in own), []).append(number)
-    found = list(parts)
-    for numbers in alike.values():
-        some = [(parts[n], pieces[n].shape, cuts[n]) for n in numbers]
-        for number, done in zip(numbers, _by_owner(some, newton_schulz), strict=True):
+    alike: dict[tuple[int, ...], list[tuple[int, Part]]] = {}
+    for number, (tensor, piece) in enumerate(zip(tensors, pieces, strict=True)):
+        cuts = tuple((dim, axis) for dim, axis in piece.cuts if dim >= len(piece.shape) - 2)
+        part = Part(tensor, piece.shape, cuts, piece.same)
+        alike.setdefault(part.ranks, []).append((number, part))
+    found = list(tensors)
+    for group in alike.values():
+        for (number, _), done in zip(group, _by_owner([part for _, part in group]), strict=True):
             found[number] = done
     return found
 
 
-def _by_owner(
-    some: list[tuple[Tensor, torch.Size, list[tuple[int, Axis]]]], work: Callable[[Tensor], Tensor]
-) -> list[Tensor]:
+def _by_owner(some: list[Part]) -> list[Tensor]:
     """Puts pieces together along their last cut, each on one rank of it, and so on for the cuts before; works; takes
     everything apart again."""
-    if not some or not some[0][2]:
-        return [work(part) for part, _, _ in some]
-    axis = some[0][2][-1][1]
-    dims = [cuts[-1][0] for _, _, cuts in some]
-    sizes = [_sizes(shape[cuts[-1][0]], cuts) for _, shape, cuts in some]
-    owners = _owners([shape.numel() * min(shape[-2:]) for _, shape, _ in some], axis.size)
-    mine = [number for number, owner in enumerate(owners) if owner == axis.index]
+    if not some or not some[0].cuts:
+        return _by_copies(some)
+    axis = some[0].cuts[-1][1]
+    dims = [part.cuts[-1][0] for part in some]
+    sizes = [_sizes(part.shape[dim], part.cuts) for part, dim in zip(some, dims)]
+    going = _shares([part.cost for part in some], axis.size)
+    mine = going[axis.index]
 
     def shape_of(number: int, rank: int) -> list[int]:
-        shape = list(some[number][0].shape)
+        shape = list(some[number].tensor.shape)
         shape[dims[number]] = sizes[number][rank]
         return shape
 
-    going = [[number for number, owner in enumerate(owners) if owner == rank] for rank in range(axis.size)]
-    sent = [some[number][0] for numbers in going for number in numbers]
-    there = [sum(some[number][0].numel() for number in numbers) for numbers in going]
-    shapes = [shape_of(number, rank) for rank in range(axis.size) for number in mine]
-    here = [sum(math.prod(shape_of(number, rank)) for number in mine) for rank in range(axis.size)]
-    got = _travel(some[0][0], sent, shapes, there, here, axis)
-    whole = [torch.cat(got[place :: len(mine)], dims[number]) for place, number in enumerate(mine)]
-
-    outer = [(part, some[number][1], some[number][2][:-1]) for part, number in zip(whole, mine, strict=True)]
-    done = [part.split(sizes[n], dims[n]) for part, n in zip(_by_owner(outer, work), mine, strict=True)]
-
-    back = [parts[rank] for rank in range(axis.size) for parts in done]
-    order = [number for numbers in going for number in numbers]
-    returned = _travel(some[0][0], back, [list(some[number][0].shape) for number in order], here, there, axis)
-    return [part for _, part in sorted(zip(order, returned), key=lambda pair: pair[0])]
+    sent = [[some[number].tensor for number in numbers] for numbers in going]
+    shapes = [[shape_of(number, rank) for number in mine] for rank in range(axis.size)]
+    got = _travel(sent, shapes, axis, some[0].tensor)
+    whole = [torch.cat(parts, dims[number]) for parts, number in zip(zip(*got), mine)]
+    outer = [replace(some[n], tensor=tensor, cuts=some[n].cuts[:-1]) for n, tensor in zip(mine, whole, strict=True)]
+    done = [tensor.split(sizes[n], dims[n]) for tensor, n in zip(_by_owner(outer), mine, strict=True)]
+    back = [[parts[rank] for parts in done] for rank in range(axis.size)]
+    shapes = [[shape_of(number, axis.index) for number in numbers] for numbers in going]
+    return _in_order(going, _travel(back, shapes, axis, some[0].tensor))
 
 
-def _travel(
-    like: Tensor, sent: list[Tensor], shapes: list[list[int]], there: list[int], here: list[int], axis: Axis
-) -> list[Tensor]:
-    """Tensors of the given shapes, in the order of the ranks that they come from."""
-    flat = torch.cat([like.new_empty(0), *(tensor.reshape(-1) for tensor in sent)])
+def _by_copies(some: list[Part]) -> list[Tensor]:
+    """Works on this rank's share of what all ranks of an axis have, and hands around what comes of it."""
+    axis = some[0].same if some else None
+    if axis is None:
+        return [newton_schulz(part.tensor) for part in some]
+    going = _shares([part.cost for part in some], axis.size)
+    done = [newton_schulz(some[number].tensor) for number in going[axis.index]]
+    shapes = [[list(some[number].tensor.shape) for number in numbers] for numbers in going]
+    return _in_order(going, _travel([done] * axis.size, shapes, axis, some[0].tensor))
+
+
+def _in_order(places: list[list[int]], found: list[list[Tensor]]) -> list[Tensor]:
+    pairs = [pair for numbers, some in zip(places, found) for pair in zip(numbers, some, strict=True)]
+    return [tensor for _, tensor in sorted(pairs, key=lambda pair: pair[0])]
+
+
+def _travel(sent: list[list[Tensor]], shapes: list[list[list[int]]], axis: Axis, like: Tensor) -> list[list[Tensor]]:
+    """Sends each rank its tensors; gives those from each, which are of the given shapes. `like`: of their type."""
+    flat = torch.cat([like.new_empty(0), *(tensor.reshape(-1) for tensors in sent for tensor in tensors)])
+    there = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
+    here = [sum(map(math.prod, each)) for each in shapes]
     got = flat.new_empty(sum(here))
     all_to_all(got, flat, here, there, group=axis.group)
-    return [part.view(shape) for part, shape in zip(got.split([math.prod(s) for s in shapes]), shapes, strict=True)]
+    return [
+        [tensor.view(shape) for tensor, shape in zip(run.split([*map(math.prod, each)]), each, strict=True)]
+        for run, each in zip(got.split(here), shapes, strict=True)
+    ]
 
 
-def _sizes(length: int, cuts: list[tuple[int, Axis]]) -> list[int]:
+def _sizes(length: int, cuts: Sequence[tuple[int, Axis]]) -> list[int]:
     """How the last cut parts what those before it, along the same side, leave of a length."""
     *before, (dim, axis) = cuts
     for other, earlier in before:
@@ -141,10 +173,11 @@ def _sizes(length: int, cuts: list[tuple[int, Axis]]) -> list[int]:
     return [max(0, min(most, length - rank * most)) for rank in range(axis.size)]
 
 
-def _owners(costs: list[int], ranks: int) -> list[int]:
-    """Who works on each: the costliest first, to whom has least to do."""
-    loads, owners = [0] * ranks, [0] * len(costs)
+def _shares(costs: list[int], ranks: int) -> list[list[int]]:
+    """What each rank works on: the costliest is given out first, to whom has least to do."""
+    loads, shares = [0] * ranks, [list[int]() for _ in range(ranks)]
     for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
-        owners[number] = loads.index(min(loads))
-        loads[owners[number]] += costs[number]
-    return owners
+        rank = loads.index(min(loads))
+        loads[rank] += costs[number]
+        shares[rank].append(number)
+    return shares

@@ -47,6 +47,9 @@ class Piece(Protocol):
     def cuts(self) -> Sequence[tuple[int, Axis]]: ...
 
     @property
+    def same(self) -> Axis | None: ...
+
+    @property
     def matrix(self) -> bool: ...
 
     @property
