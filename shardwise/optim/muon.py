@@ -2,9 +2,8 @@
 
 A matrix's averaged gradient is made orthogonal as a whole. Each matrix goes to one of the ranks that hold its pieces,
 is made orthogonal there and goes back; ranks that hold copies do each a part of them. So work and memory are shared. A
-stack of experts is as many matrices; what is one weight (queries, keys and values in one) is one matrix, as PyTorch's
-would have it. Steps have the length of AdamW's (PyTorch's `match_rms_adamw`), so one learning rate
-serves both.
+stack of experts is as many matrices; what is one weight (queries, keys and values in one) is one matrix, as it would be
+for PyTorch. Steps have the length of AdamW's (PyTorch's `match_rms_adamw`), so one learning rate serves both.
 """
 
 from __future__ import annotations
