@@ -282,7 +282,7 @@ class _Axis:
 
 def planned() -> dict[str, tuple[float, float]]:
     """By optimizer: bytes of its states in a dry run, and as the planner has them, over those of AdamW."""
-    layout, found = Layout.parse("shard=2 tensor=2"), {}
+    layout, found = Layout.parse("shard=2 tensor=2 micro_batch=1"), {}
     model = {"layers": 1, "width": 256, "heads": 4, "vocab": 512, "sequence": 16}
     for text in ("adamw float32", "adamw 8bit", "adafactor float32", "muon float32"):
         name, states = text.split()
