@@ -52,14 +52,20 @@ class BatchSize(Section):
 
 
 class Optimizer(Section):
-    name: Literal["adamw"] = "adamw"
+    name: Literal["adamw", "lamb", "adafactor", "muon", "sgd"] = "adamw"
+    """See [optimizers](../explanation/optimizers.md) for what each does."""
     lr: float = Field(3e-4, ge=0.0)
     betas: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(ge=0.0, lt=1.0)]] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0.0)
     weight_decay: float = Field(0.1, ge=0.0)
     """For matrices; biases and norms are not decayed."""
-    states: Literal["float32", "bf16"] = "float32"
-    """What Adam's two averages are kept in; bf16 halves them, and rounds them in every step."""
+    decays: dict[str, Annotated[float, Field(ge=0.0)]] = {}
+    """Other weight decays, by pattern of parameter names (`"embed.*" = 0.0`); the first that matches counts."""
+    momentum: float = Field(0.95, ge=0.0, lt=1.0)
+    """Of sgd and muon."""
+    states: Literal["float32", "bf16", "8bit"] = "float32"
+    """What AdamW's two averages are kept in; bf16 halves them, 8bit (blocks of 256 with a scale) makes a quarter of
+    them; both round in every step."""
     clip: float = Field(1.0, ge=0.0)
     """The largest global gradient norm; 0: no clipping."""
     schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
@@ -70,6 +76,12 @@ class Optimizer(Section):
     """Steps of the final decay of `wsd`; below 1: the share of all steps."""
     final: float = Field(0.1, ge=0.0, le=1.0)
     """The last learning rate over the highest."""
+
+    @model_validator(mode="after")
+    def _states(self) -> Optimizer:
+        if self.states != "float32" and self.name != "adamw":
+            raise ValueError(f"states = {self.states!r} is for adamw, not for {self.name}; leave it out")
+        return self
 
 
 class Embedding(Section):
@@ -164,6 +176,10 @@ class Job(Section):
             raise ValueError("give steps or tokens, not both")
         if self.gradient.compress and self.precision == "fp16":
             raise ValueError("gradient.compress: with fp16 the loss scale moves under what is owed; use bf16")
+        if self.optimizer.name == "muon" and isinstance(self.model, DLRM | ResNet):
+            raise ValueError(f"optimizer.name = 'muon' is for matrices of blocks, and {self.model.what} has none")
+        if self.optimizer.name != "adamw" and isinstance(self.model, Model) and self.model.mup_base_width:
+            raise ValueError(f"mup_base_width is worked out for adamw's steps, not for {self.optimizer.name}'s")
         if self.layout != "auto":
             try:
                 Layout.parse(self.layout)

@@ -31,6 +31,8 @@ class Part:
     decays: bool
     grad: torch.Tensor
     current: bool = False
+    matrix: bool = False
+    name: str = ""
 
 
 def parts(device: str, narrow: bool) -> list[Part]:

@@ -107,6 +107,12 @@ class Rules:
     def init_of(self, parameter: str) -> Init:
         return next(init for pattern, init in self.init if fnmatchcase(parameter, pattern))
 
+    def is_matrix(self, parameter: str, dims: int) -> bool:
+        """Whether it is the matrix of a product in a block, or a stack of them; a router or a table is none."""
+        piece, _, leaf = parameter.partition(".")
+        product = (dims == 2 and leaf.endswith(".weight")) or (dims == 3 and ".bank." in leaf)
+        return product and fnmatchcase(piece, self.block)
+
     @property
     def tied(self) -> set[str]:
         """Parameters that both ends of the chain use."""

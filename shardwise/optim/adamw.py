@@ -8,57 +8,23 @@ time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.job import Optimizer
+from shardwise.optim.pieces import Piece, Pieced
 
 
-class Piece(Protocol):
-    """What an optimizer needs to know of a part of a weight (see `shardwise.parallel.holding`)."""
-
-    current: bool
-
-    @property
-    def tensor(self) -> Tensor: ...
-
-    @property
-    def rounded(self) -> Tensor | None: ...
-
-    @property
-    def grad(self) -> Tensor: ...
-
-    @property
-    def decays(self) -> bool: ...
-
-
-def make_optimizer(settings: Optimizer, pieces: Sequence[Piece]) -> torch.optim.Optimizer:
-    """AdamW on the local pieces: it works element by element, so pieces are all it needs."""
-    groups: list[dict[str, Any]] = [
-        {"params": [piece.tensor for piece in pieces if piece.decays], "weight_decay": settings.weight_decay},
-        {"params": [piece.tensor for piece in pieces if not piece.decays], "weight_decay": 0.0},
-    ]
-    used = [group for group in groups if group["params"]]
-    common: dict[str, Any] = {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps}
-    if settings.states == "bf16" or any(piece.rounded is not None for piece in pieces):
-        states = torch.bfloat16 if settings.states == "bf16" else None
-        return AdamW(used, {"fused": True, **common}, {piece.tensor: piece for piece in pieces}, states)
-    return torch.optim.AdamW(used, fused=True, **common)
-
-
-class AdamW(torch.optim.Optimizer):
-    """Our own. States have PyTorch's names; `grad_scale` and `found_inf` mean what they mean to its fused ones."""
+class AdamW(Pieced):
+    """Our own. States have PyTorch's names."""
 
     def __init__(
-        self, groups: list[dict[str, Any]], defaults: dict[str, Any], pieces: dict[Tensor, Piece],
+        self, groups: list[dict[str, Any]], defaults: dict[str, Any], pieces: Sequence[Piece],
         states: torch.dtype | None,
     ):  # fmt: skip
-        super().__init__(groups, defaults)
-        self.pieces, self.states = pieces, states
-        self.grad_scale: Tensor | None = None
-        self.found_inf: Tensor | None = None
+        super().__init__(groups, defaults, pieces)
+        self.states = states
         self.rates = [torch.zeros((), device=group["params"][0].device) for group in self.param_groups]
 
     def set_rates(self) -> None:
@@ -82,7 +48,7 @@ class AdamW(torch.optim.Optimizer):
                 if weight.is_cuda and weight.dtype == torch.float32:
                     self._kernel(piece, state, group, rate)
                 else:
-                    _plain(piece, state, group, self.grad_scale, self.found_inf)
+                    plain_(piece, state, group, self.grad_scale, self.found_inf)
                 piece.current = piece.rounded is not None
 
     def _kernel(self, piece: Piece, state: dict[str, Tensor], group: dict[str, Any], rate: Tensor) -> None:
@@ -102,7 +68,7 @@ class AdamW(torch.optim.Optimizer):
             state["exp_avg_sq"] = torch.zeros_like(weight, dtype=self.states)
 
 
-def _plain(
+def plain_(
     piece: Piece, state: dict[str, Tensor], group: dict[str, Any], scale: Tensor | None, skip: Tensor | None
 ) -> None:
     weight, averages = piece.tensor.detach(), (state["exp_avg"], state["exp_avg_sq"])

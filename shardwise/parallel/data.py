@@ -38,7 +38,7 @@ from shardwise.models.chain import Chain
 from shardwise.models.experts import Bank
 from shardwise.parallel.compress import Compressor, Way
 from shardwise.parallel.gradient import Sum
-from shardwise.parallel.holding import Holding
+from shardwise.parallel.holding import Holding, cuts_of
 from shardwise.parallel.mesh import Axis, Mesh
 from shardwise.parallel.precision import Precision
 
@@ -63,13 +63,15 @@ class DataParallel(ABC):
             for name, weight in chain.named_weights():
                 shape, cut, expert = cuts[name]
                 axis = self.mesh["alike" if expert else "shared"]
-                copies = self.mesh["replicate" if expert else "same"].size * (
-                    self.mesh["tensor"].size if cut is None else 1
-                )
+                same = self.mesh["replicate" if expert else "same"]
+                copies = same.size * (self.mesh["tensor"].size if cut is None else 1)
                 if self.mesh["pipeline"].size > 1 and name in chain.rules.tied:
                     copies *= 2  # the first stage and the last
-                piece = self.piece(weight, axis)
-                self.pairs.append((weight, Holding(name, piece, shape, cut, axis.size > 1, copies, expert)))
+                holding = Holding(name, self.piece(weight, axis), shape, cut, axis.size > 1, copies, expert)
+                holding.cuts = tuple((dim, axis) for dim, axis in cuts_of(holding, self.mesh) if axis.size > 1)
+                holding.same = same if same.size > 1 else None
+                holding.matrix = chain.rules.is_matrix(name, len(shape))
+                self.pairs.append((weight, holding))
         return [holding for _, holding in self.pairs]
 
     def compresses(self, holding: Holding) -> bool:

@@ -39,6 +39,12 @@ class Holding:
     gradient may be its own."""
     current: bool = False
     """Whether the optimizer has rounded the updated piece already."""
+    cuts: tuple[tuple[int, Axis], ...] = ()
+    """How the parameter is cut (see `cuts_of`), over axes of more than one rank."""
+    same: Axis | None = None
+    """Ranks of other samples that hold this very piece, where there are any."""
+    matrix: bool = False
+    """Whether it is a product's matrix in a block, or a stack of them: what Muon is for."""
     where: tuple[tuple[int, ...], list[int]] | None = None
     """Start and size of the piece, where no axis cuts it (`shardwise.parallel.placement`)."""
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from shardwise.job import Optimizer
 from shardwise.layout import Layout, keep_share
 from shardwise.planner.cost import Setting
 from shardwise.planner.shape import Shape
@@ -52,12 +53,22 @@ class Habit:
     """Driver, kernels, communication buffers."""
 
 
-def ours(precision: str) -> Habit:
+def state_of(settings: Optimizer, wide: float) -> float:
+    """Bytes of optimizer state per weight. Adafactor's rows and columns count for nothing, and under Muon embedding and
+    head for as much as matrices."""
+    if settings.name == "adamw":
+        return {"float32": 2 * wide, "bf16": 4.0, "8bit": 2.0}[settings.states]
+    momentum = wide if settings.momentum else 0.0
+    return {"lamb": 2 * wide, "adafactor": 0.0, "muon": wide, "sgd": momentum}[settings.name]
+
+
+def ours(precision: str, optimizer: Optimizer = Optimizer()) -> Habit:  # noqa: B008  (it cannot change)
     """What our own engine keeps: weights in the master type, and beside them, for the products, rounded ones."""
     wide = 8.0 if precision == "float64" else 4.0
     mixed = precision not in ("float64", "float32")
     return Habit(
-        weight=wide, sharded=wide, copies=2.0 if mixed else 0.0, gradient=wide, state=2 * wide,
+        weight=wide, sharded=wide, copies=2.0 if mixed else 0.0, gradient=wide,
+        state=state_of(optimizer, wide),
         logits=12.0 if mixed else 2 * wide, gathered=True, unfused=True, keeps_products=True, receives=True,
         cast=16.0 if mixed else 0.0, update=10 * wide, spare=0.03, fixed=1.5 * 2**30,
     )  # fmt: skip

@@ -105,12 +105,12 @@ class Own:
             self._kept[key] = Kept.of(self, layout)
         return self._kept[key]
 
-    def least(self, layout: Layout, parts: Sequence[Part], micro_batches: int) -> float:
+    def least(self, layout: Layout, parts: Sequence[Part], micro_batches: int, state: float) -> float:
         """Bytes that the fullest of some ranks holds at least: weights, gradients, optimizer states, and, if there are
-        more to come, what the blocks keep of one micro-batch."""
+        more to come, what the blocks keep of one micro-batch. `state`: bytes of states per weight."""
         (embed, block, head), k = self.sizes(layout.tensor), self.kept(layout)
         whole = 2 if layout.zero == 1 or layout.shard == 1 else 0  # weights and gradients that are not cut
-        each = self.wide * (whole + (4 - whole) / (layout.shard * layout.context))
+        each = self.wide * whole + (self.wide * (2 - whole) + state) / (layout.shard * layout.context)
         stays = {"none": k.every, "selective": k.selective}.get(layout.recompute, k.stream)
         kept = block * each + (stays if micro_batches > 1 and layout.context == layout.expert == 1 else 0.0)
         return max([n * kept + each * ((embed if a else 0) + (head if b else 0)) for n, a, b in parts])
@@ -142,7 +142,7 @@ class Own:
             weights, gradients = float((w + s) * own), float((s if micro_batches == 1 else w) * own)
         if fsdp:
             weights = w * cut + (0 if three else s * own)
-        state = 2 * w * cut
+        state = habit.state * cut
         buffers = self.neighbours(layout, rank) * k.stream * micro_batches + 16 * k.samples * micro_batches
         moments = _Moments(self, k, layout, parts)
         held = max(moments.all(points))

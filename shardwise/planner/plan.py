@@ -192,7 +192,7 @@ def estimator_of(job: Job, cluster: Cluster) -> Estimator:
     kind = ListedEstimator if isinstance(shape, Listed) else Estimator
     compiled = bool(cluster.measured.get("compiled")) and job.compile is not False
     own = Own(job.decoder(), job.precision, compiled) if kind_of(job.model) == "gpt" else None
-    habit = ours(job.precision)
+    habit = ours(job.precision, job.optimizer)
     if cluster.device.family == "cpu":
         habit = replace(habit, fixed=CPU_PROCESS)
     return kind(machine, Work(shape, setting, job.samples, habit, own=own))

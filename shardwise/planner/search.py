@@ -84,7 +84,8 @@ def _finalists(
                     busy = micro_batches * load.busiest(stages) / estimator.efficiency.shared
                     floor = (busy + estimator.efficiency.fixed) * jitter
                     if floor > ceilings[-1] or (
-                        own is not None and own.least(part, stages.parts, micro_batches) > limit
+                        own is not None
+                        and own.least(part, stages.parts, micro_batches, estimator.work.habit.state) > limit
                     ):
                         continue
                     layout = replace(part, schedule=schedule, virtual=virtual)

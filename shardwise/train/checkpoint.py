@@ -33,6 +33,7 @@ from torch import Tensor
 
 from shardwise.errors import CheckpointError, RunError
 from shardwise.files import put_in_place
+from shardwise.optim.pieces import Pieced
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.holding import Holding, place
 from shardwise.train.pieces import Index, Piece, dtype_of, read_index, read_pieces, write_pieces
@@ -209,17 +210,22 @@ def pieces_of(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Pie
             continue
         start, size = place(holding, engine.mesh)
         values = {f"weights.{holding.name}": holding.tensor.detach()}
-        for key, value in optimizer.state.get(holding.tensor, {}).items():
+        ours = pieced(optimizer)
+        state = optimizer.state.get(holding.tensor, {}) if ours is None else ours.saved(holding.tensor)
+        for key, value in state.items():
             assert isinstance(value, Tensor), f"the optimizer keeps {key} of {holding.name} as {value!r}, no tensor"
             values[f"optimizer.{holding.name}.{key}"] = value
         for name, value in values.items():
             if value.dim() == 0:
                 pieces[name] = Piece(value, (), value.shape)
-            else:
-                dims = value.dim()  # a table's state may have one number for a row
-                lies = list(value.shape) == size[:dims]
-                assert lies, f"{name}: {list(value.shape)} does not lie as its weight, {size}"
-                pieces[name] = Piece(value, start[:dims], holding.shape[:dims])
+                continue
+            dims = value.dim()  # a table's state may have one number for a row
+            begin, part, whole = list(start[:dims]), size[:dims], list(holding.shape[:dims])
+            side = collapsed(optimizer, name)
+            if side is not None:
+                begin[side], part[side], whole[side] = 0, 1, 1
+            assert list(value.shape) == part, f"{name}: {list(value.shape)} does not lie as its weight, {size}"
+            pieces[name] = Piece(value, tuple(begin), torch.Size(whole))
     for chain in engine.chains:
         for name, value in chain.named_buffers():  # every rank has the same
             pieces[f"buffers.{name}"] = Piece(value, (0,) * value.dim(), value.shape)
@@ -227,6 +233,18 @@ def pieces_of(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Pie
         for key, value in engine.scale.state().items():
             pieces[f"scale.{key}"] = Piece(value, (), value.shape)
     return pieces
+
+
+def collapsed(optimizer: torch.optim.Optimizer, name: str) -> int | None:
+    """The side of a weight along which this state of its optimizer has a single number, if there is one."""
+    ours = pieced(optimizer)
+    return ours.collapsed.get(name.rpartition(".")[2]) if ours is not None and name.startswith("optimizer.") else None
+
+
+def pieced(optimizer: torch.optim.Optimizer) -> Pieced | None:
+    """The optimizer of dense weights, where it is one of ours."""
+    dense = getattr(optimizer, "dense", optimizer)
+    return dense if isinstance(dense, Pieced) else None
 
 
 @torch.no_grad()
@@ -244,6 +262,9 @@ def restore(path: Path, engine: Engine, optimizer: torch.optim.Optimizer, peers:
             holding.tensor.detach().copy_(source)
             for key, value in optimizer.state[source].items():
                 optimizer.state[holding.tensor][key].copy_(value)
+    ours = pieced(optimizer)
+    if ours is not None:
+        ours.loaded()
     engine.data.publish()
 
 
@@ -268,7 +289,10 @@ def make_state(index: Index, optimizer: torch.optim.Optimizer, holdings: list[Ho
                 state[key] = torch.zeros((), dtype=dtype_of(entry), device=device)
             else:
                 same = entry["dtype"] == index[f"weights.{holding.name}"]["dtype"]
-                state[key] = torch.zeros_like(weight, dtype=weight.dtype if same else dtype_of(entry))
+                size, side = list(weight.shape), collapsed(optimizer, f"optimizer.{holding.name}.{key}")
+                if side is not None:
+                    size[side] = 1
+                state[key] = weight.new_zeros(size, dtype=weight.dtype if same else dtype_of(entry))
 
 
 def demand_fit(path: Path, index: Index, needed: dict[str, torch.Size], peers: Peers) -> None:

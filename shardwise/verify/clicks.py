@@ -22,6 +22,7 @@ from shardwise.kinds import DLRM
 from shardwise.models.chain import reset
 from shardwise.models.dlrm import dlrm, table_std
 from shardwise.random import key_of, normal_
+from shardwise.verify.plain import optimizers_of
 
 LAYOUTS = (
     "replicate=2", "shard=2 zero=1", "shard=2 zero=2", "shard=3 zero=3", "replicate=2 shard=2 zero=2",
@@ -49,12 +50,7 @@ def truth(job: Job, stream: Stream, rates: list[float], watch: Any, dtype: torch
         bags.append(bag)
     weights: dict[str, Any] = dict(dense.named_parameters())
     tables: dict[str, Any] = {f"table{number}": bag.weight for number, bag in enumerate(bags)}
-    decays = [weight for weight in weights.values() if weight.dim() > 1]
-    others = [weight for weight in weights.values() if weight.dim() == 1]
-    groups: list[dict[str, Any]] = [{"params": decays}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(
-        groups, weight_decay=settings.weight_decay, betas=settings.betas, eps=settings.eps, foreach=False
-    )
+    (optimizer,) = optimizers_of(job, weights)
     sparse = torch.optim.SparseAdam(list(tables.values()), betas=settings.betas, eps=settings.eps)
     sums = {name: torch.zeros(model.rows, dtype=dtype) for name in tables}
     records = []

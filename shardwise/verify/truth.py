@@ -1,4 +1,5 @@
-"""The truth: one process, a plain loop. Imports the model, the samples and torch.optim, nothing else of ours.
+"""The truth: one process, a plain loop. Imports the model, the samples and torch.optim, nothing else of ours
+(but what `torch.optim` lacks, written out beside it).
 
 It knows nothing of layouts, micro-batches, holdings, our step or our loss; what `verify` finds different from it is
 wrong.
@@ -19,6 +20,7 @@ from shardwise.kinds import Model
 from shardwise.models.chain import IGNORED, Chain, reset
 from shardwise.models.experts import Experts
 from shardwise.models.families import chain_of
+from shardwise.verify.plain import optimizers_of
 
 
 def truth(
@@ -31,14 +33,8 @@ def truth(
     model = chain_of(job.built(), job.seed).to(dtype)
     reset(model, job.seed)
     weights: dict[str, Any] = dict(model.named_parameters())
-    matrices = [weight for weight in weights.values() if weight.dim() > 1]
-    vectors = [weight for weight in weights.values() if weight.dim() == 1]
     settings = job.optimizer
-    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(
-        groups,
-        weight_decay=settings.weight_decay, betas=settings.betas, eps=settings.eps, foreach=False,
-    )  # fmt: skip
+    optimizers = optimizers_of(job, weights)
     adder = sums(model) if sums is not None else None
     records = []
     for number, rate in enumerate(rates):
@@ -63,10 +59,11 @@ def truth(
         if settings.clip and norm > settings.clip:
             for weight in weights.values():
                 weight.grad.mul_(settings.clip / norm)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+            optimizer.zero_grad()
         for module in model.modules():
             if isinstance(module, Experts) and module.recent is not None:
                 module.rebalance(module.recent)
