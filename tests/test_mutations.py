@@ -22,6 +22,7 @@ import shardwise.parallel.gradient as gradient
 import shardwise.parallel.holding as holding
 import shardwise.parallel.parallelize as parallelize
 import shardwise.parallel.pipeline as pipeline
+import shardwise.parallel.sharded as sharded
 import shardwise.parallel.tensor as tensor
 import shardwise.step as step
 import shardwise.verify.parity as parity
@@ -322,7 +323,7 @@ def stale_weights_after_the_step(patch: Patch) -> None:
 
         return spread
 
-    for kind in (data.Whole, data.Sharded):
+    for kind in (data.Whole, sharded.Sharded):
         patch.setattr(kind, "spread_weights", once(kind.spread_weights))
 
 

@@ -24,12 +24,13 @@ from shardwise.models.families import chain_of, cost_of
 from shardwise.models.gpt import prepare
 from shardwise.parallel import context, expert, gradient, norm, recommender, recompute, tensor
 from shardwise.parallel.balance import cut_stages
-from shardwise.parallel.data import Cuts, data_parallel, is_alone, is_sharded
+from shardwise.parallel.data import Cuts
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.holding import start
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline import Order, Pipeline
 from shardwise.parallel.precision import LossScale, Precision
+from shardwise.parallel.sharded import data_parallel, is_alone, is_sharded
 from shardwise.support import REFUSED, support
 
 

@@ -25,7 +25,7 @@ from shardwise.layout import Batch, Layout, solve_batch
 from shardwise.models.dlrm import dlrm, table_std
 from shardwise.optim import make_optimizer
 from shardwise.optim.sparse import Joined
-from shardwise.parallel.data import Cuts, data_parallel, is_alone, is_sharded
+from shardwise.parallel.data import Cuts
 from shardwise.parallel.embedding import Ahead, Bags, Route, Tables, sum_bags
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.gradient import check as check_gradient
@@ -33,6 +33,7 @@ from shardwise.parallel.holding import Holding, start
 from shardwise.parallel.mesh import Axis, Mesh
 from shardwise.parallel.placement import Shard, Table, place_tables
 from shardwise.parallel.precision import LossScale, Precision
+from shardwise.parallel.sharded import data_parallel, is_alone, is_sharded
 from shardwise.support import REFUSED, support
 
 

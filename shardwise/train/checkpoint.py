@@ -36,6 +36,7 @@ from shardwise.files import put_in_place
 from shardwise.optim.pieces import Pieced
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.holding import Holding, place
+from shardwise.train import owed
 from shardwise.train.pieces import Index, Piece, dtype_of, read_index, read_pieces, write_pieces
 from shardwise.train.stored import (
     Peers,
@@ -232,7 +233,7 @@ def pieces_of(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Pie
     if engine.scale.dynamic:
         for key, value in engine.scale.state().items():
             pieces[f"scale.{key}"] = Piece(value, (), value.shape)
-    return pieces
+    return pieces | owed.owed(engine)
 
 
 def collapsed(optimizer: torch.optim.Optimizer, name: str) -> int | None:
@@ -253,8 +254,10 @@ def restore(path: Path, engine: Engine, optimizer: torch.optim.Optimizer, peers:
     index = read_index(path)
     demand_fit(path, index, {f"weights.{holding.name}": holding.shape for holding in engine.holdings}, peers)
     make_state(index, optimizer, engine.holdings)
-    pieces = pieces_of(engine, optimizer)
-    read_pieces(path, index, {name: piece for name, piece in pieces.items() if name in index}, peers)
+    debts = owed.wanted(engine, index)
+    pieces = {name: piece for name, piece in pieces_of(engine, optimizer).items() if name in index}
+    read_pieces(path, index, pieces | debts, peers)
+    owed.take(engine, debts)
     first: dict[str, Tensor] = {}
     for holding in engine.holdings:
         source = first.setdefault(holding.name, holding.tensor)

@@ -1,0 +1,119 @@
+"""Compressed gradients: against one process that compresses alike, through checkpoints, with bugs planted."""
+
+import pytest
+import torch
+from test_train import train
+
+from shardwise.comm.meter import METER
+from shardwise.comm.world import run_world
+from shardwise.errors import JobError, LayoutError, RunError
+from shardwise.job import Job, make_job
+from shardwise.layout import Layout
+from shardwise.parallel import compress
+from shardwise.parallel.compress import Way, decode, encode, length
+from shardwise.parallel.parallelize import check
+from shardwise.verify.parity import verify
+
+MODEL = {"layers": 3, "width": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 61, "sequence": 16}
+WAYS = ["fp16", "bf16", "int8", "onebit", "topk:0.1", "powersgd:rank=2"]
+
+
+def job(way: str, samples: int = 12, **more: object) -> Job:
+    return make_job({"precision": "float64", "model": MODEL, "batch": {"samples": samples},
+                     "gradient": {"compress": way}, **more})  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_sums_are_those_of_one_process(way):
+    texts = ["replicate=3", "shard=2 tensor=2 zero=1", "shard=2 zero=3 micro_batch=3"]
+    if way in ("int8", "topk:0.1", "powersgd:rank=2"):
+        texts += ["pipeline=2 replicate=2 shard=2 zero=2"]
+    for record in verify(job(way), [Layout.parse(text) for text in texts]):
+        assert record.ok, record.sentence()
+
+
+@pytest.mark.parametrize("way", WAYS[:-1])
+@pytest.mark.parametrize("size", [1, 7, 1024, 2500])
+def test_bytes_there_and_back(way, size):
+    rows, how = torch.randn(3, size, dtype=torch.float64), Way.parse(way)
+    rows[1] = 0.0
+    sent = encode(how, rows)
+    assert sent.dtype == torch.uint8 and sent.shape == (3, length(how, size, rows.dtype))
+    found = decode(how, sent, size, rows.dtype)
+    worst = {"fp16": 1e-3, "bf16": 1e-2, "int8": 0.01, "onebit": 1.0, "topk:0.1": 1.0}[way]
+    assert torch.all(found[1] == 0) and float((found - rows).norm() / rows.norm()) <= worst
+
+
+def sent_by(way: str, text: str) -> int:
+    from shardwise.data.stream import share
+    from shardwise.optim import make_optimizer
+    from shardwise.parallel.parallelize import parallelize
+    from shardwise.step import step
+    from shardwise.verify.parity import make_stream
+
+    asked = job(way)
+    engine = parallelize(asked, Layout.parse(text), torch.device("cpu"))
+    METER.read("data")
+    data = engine.mesh["data"]
+    samples = make_stream(asked).read(share(0, asked.samples, data.size, data.index))
+    step(engine, make_optimizer(asked.optimizer, engine.holdings), samples, 1.0)
+    return METER.read("data")[0]
+
+
+def test_bytes_are_what_the_formula_says():
+    shapes = [weight for weight in run_world(shapes_of_it, 1)[0] if len(weight) > 1]
+    whole = sum(rows * columns for rows, columns in shapes)
+    (first, second) = run_world(sent_by, 2, "onebit", "replicate=2")
+    blocks = sum(-(-rows * columns // 1024) for rows, columns in shapes)
+    assert first == second == blocks * (4 + 128)
+    padded = sum(-(-rows // 2) * columns for rows, columns in shapes)
+    assert run_world(sent_by, 2, "bf16", "shard=2") == [2 * padded] * 2
+    thin = sum(2 * (rows + columns) for rows, columns in shapes)
+    for rank in run_world(sent_by, 2, "powersgd:rank=2", "replicate=2"):
+        assert rank == 8 * thin < 8 * whole / 4
+
+
+def shapes_of_it() -> list[torch.Size]:
+    from shardwise.parallel.parallelize import build, shapes_of
+
+    return list(shapes_of(build(job("bf16"), torch.float32)).values())
+
+
+@pytest.mark.parametrize(("way", "layout", "other"), [
+    ("topk:0.05", "replicate=2", "shard=3 zero=1"), ("powersgd:rank=2", "shard=2 zero=2", "replicate=3"),
+])  # fmt: skip
+def test_debts_are_kept(way, layout, other, tmp_path):
+    """A run that goes on in the same layout is the same run; in another it goes on owing as much."""
+    more = {"data": {"source": "synthetic", "samples": 96}, "steps": 6, "checkpoint": {"every": 3},
+            "optimizer": {"schedule": "constant", "warmup": 0, "lr": 3e-3}}  # fmt: skip
+    runs = [job(way, **more, run={"folder": str(tmp_path / name), "device": "cpu"}) for name in ("a", "b", "c")]
+    whole = [record["loss"] for record in train(runs[0], layout).metrics()]
+    for one, text in zip(runs[1:], (layout, other), strict=True):
+        with pytest.raises(RunError):
+            train(one, layout, die_after=3)
+        found = [record["loss"] for record in train(one, text, resume=True).metrics()]
+        assert found == (whole if text == layout else pytest.approx(whole, rel=0.02))
+
+
+def test_debts_that_are_forgotten_are_caught(monkeypatch):
+    right = compress.Compressor._with_feedback
+
+    def careless(self, name, rows, numbers):
+        self.residual.clear()
+        return right(self, name, rows, numbers)
+
+    monkeypatch.setattr(compress.Compressor, "_with_feedback", careless)
+    (record,) = verify(job("topk:0.1"), [Layout.parse("replicate=2")])
+    assert record.problem is None and record.first_difference is not None
+    assert (record.first_difference.step, record.first_difference.kind) == (1, "gradient")
+
+
+def test_what_cannot_be_had():
+    with pytest.raises(JobError, match="'topk' is no way to compress; use fp16"):
+        job("topk")
+    with pytest.raises(JobError, match="leave one of them out"):
+        make_job({"gradient": {"compress": "int8", "reduce": "ring"}})
+    with pytest.raises(JobError, match="use bf16"):
+        make_job({"precision": "fp16", "gradient": {"compress": "int8"}})
+    with pytest.raises(LayoutError, match="beside context=2"):
+        check(job("int8"), Layout.parse("context=2"))
