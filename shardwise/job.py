@@ -117,6 +117,25 @@ class Gradient(Section):
         return self
 
 
+class Sync(Section):
+    every: int = Field(1, ge=1)
+    """Steps after which replicas average their weights; until then they train apart. 1: they never do."""
+    outer: Literal["", "nesterov"] = ""
+    """An outer step from where replicas last met, with their mean change as its gradient (DiLoCo); empty: none."""
+    rate: float = Field(0.7, gt=0.0)
+    """Learning rate of the outer step."""
+    momentum: float = Field(0.9, ge=0.0, lt=1.0)
+    """Momentum of the outer step."""
+    parts: int = Field(1, ge=1)
+    """In how many parts the blocks meet, one after the other, between two meetings of the first."""
+
+    @model_validator(mode="after")
+    def _parts(self) -> Sync:
+        if self.parts > self.every:
+            raise ValueError(f"parts ({self.parts}) is above every ({self.every}): at most one part meets in a step")
+        return self
+
+
 class Loss(Section):
     chunk: int = Field(0, ge=0)
     """Positions whose logits are held at once, without a pipeline; 0: as many as take a gibibyte in bf16."""
@@ -162,6 +181,7 @@ class Job(Section):
     model: AnyModel = Model()
     embedding: Embedding = Embedding()
     loss: Loss = Loss()
+    sync: Sync = Sync()
     gradient: Gradient = Gradient()
     data: Data = Data()
     batch: BatchSize = BatchSize()

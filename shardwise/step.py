@@ -22,6 +22,7 @@ from shardwise.optim.adamw import AdamW
 from shardwise.parallel.data import Alone
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.expert import rebalance
+from shardwise.parallel.mesh import Axis
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,13 @@ class Outcome:
     """Before clipping, over every parameter once."""
     skipped: Tensor
     """Whether the norm was not finite, so that nothing was updated."""
+
+    def mean_over(self, replicas: Axis) -> Outcome:
+        """Of replicas that train apart; skipped where one of them did."""
+        values = torch.stack((self.loss, self.grad_norm, self.skipped.to(self.loss.dtype)))
+        all_reduce(values, group=replicas.group)
+        loss, norm, skipped = values / replicas.size
+        return Outcome(loss, norm, skipped > 0)
 
 
 def step(

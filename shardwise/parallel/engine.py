@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,8 @@ class Engine:
     scale: LossScale
     positions: Tensor | None = None
     """Of each sequence, which this rank holds; None: all."""
+    meeting: Any = None
+    """Of replicas that train apart (`shardwise.parallel.sync`)."""
 
     @property
     def tied(self) -> list[Holding]:

@@ -8,6 +8,9 @@ Beside the axes of the layout there are some that follow from them:
     joint   ranks over which anything but a matrix's sides is cut: shard x context
     expert  ranks that share the experts, but for those of the tensor axis: neighbours in it
     alike   ranks of it with the same experts, which share those
+    apart   replicas that train apart (`shardwise.parallel.sync`), where they do: then replicate is an axis of one, and
+            data and world are those of a replica
+    reads   data, over all replicas
 
 A world of one has no process group at all: every group is None and every collective is skipped, so that one device
 walks the same road. All processes build the same groups in the same order.
@@ -44,12 +47,13 @@ class Axis:
 
 
 ALONE = Axis(1, 0, None)
+DERIVED = ("data", "shared", "same", "joint", "world", "expert", "alike", "apart", "reads")
 
 
 class Mesh:
     """The axes of a layout over the processes of the default group."""
 
-    def __init__(self, layout: Layout, device: torch.device):
+    def __init__(self, layout: Layout, device: torch.device, apart: bool = False):
         self.layout, self.device = layout, device
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         world = dist.get_world_size() if dist.is_initialized() else 1
@@ -57,7 +61,7 @@ class Mesh:
         sizes = tuple(getattr(layout, axis) for axis in AXES)
         grid = torch.arange(world).reshape(sizes)
         place = [int(index) for index in (grid == self.rank).nonzero()[0]]
-        self._axes = dict.fromkeys((*AXES, "data", "shared", "same", "joint", "world", "expert", "alike"), ALONE)
+        self._axes = dict.fromkeys((*AXES, *DERIVED), ALONE)
         self.devices: DeviceMesh | None = None
         self.joined: DeviceMesh | None = None
         """With shard and context as one axis, where there are both."""
@@ -88,6 +92,19 @@ class Mesh:
         self._axes["alike"] = self["shared"]
         if layout.expert_ranks > 1:
             self._fold(grid, joint)
+        self._axes["reads"] = self["data"]
+        if apart:
+            self._part(grid, place)
+
+    def _part(self, grid: torch.Tensor, place: list[int]) -> None:
+        """Makes a replica a world of its own."""
+        self._axes["apart"], self._axes["replicate"] = self["replicate"], ALONE
+        self._axes["data"] = self["shard"]
+        self._axes["same"] = ALONE if self.layout.shard > 1 else self["context"]
+        for index, ranks in enumerate(grid.movedim(1, 0).flatten(1).tolist()):
+            group = dist.new_group(ranks) if len(ranks) > 1 else None
+            if index == place[1]:
+                self._axes["world"] = Axis(len(ranks), ranks.index(self.rank), group)
 
     def _fold(self, grid: torch.Tensor, joint: int) -> None:
         """Makes `expert` and `alike`."""
@@ -121,10 +138,10 @@ class Mesh:
         """The mesh that FSDP shards over: (replicate, shared), or shared alone."""
         mesh, shared = (self.devices, "shard") if self.joined is None else (self.joined, "shared")
         assert mesh is not None
-        return mesh["replicate", shared] if self.layout.replicate > 1 else mesh[shared]
+        return mesh["replicate", shared] if self["replicate"].size > 1 else mesh[shared]
 
     @cached_property
     def fsdp_experts(self) -> DeviceMesh:
         """The same for experts that are cut."""
         assert self.folded is not None
-        return self.folded["replicate", "alike"] if self.layout.replicate > 1 else self.folded["alike"]
+        return self.folded["replicate", "alike"] if self["replicate"].size > 1 else self.folded["alike"]

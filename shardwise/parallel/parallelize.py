@@ -22,7 +22,7 @@ from shardwise.layout import Batch, Layout, solve_batch
 from shardwise.models.chain import Chain
 from shardwise.models.families import chain_of, cost_of
 from shardwise.models.gpt import prepare
-from shardwise.parallel import context, expert, gradient, norm, recommender, recompute, tensor
+from shardwise.parallel import context, expert, gradient, norm, recommender, recompute, sync, tensor
 from shardwise.parallel.balance import cut_stages
 from shardwise.parallel.data import Cuts
 from shardwise.parallel.engine import Engine
@@ -60,6 +60,7 @@ def check(job: Job, layout: Layout) -> Batch:
     expert.check(job.built(), layout)
     context.check(job.built(), layout)
     gradient.check(job.gradient, layout)
+    sync.check(job, layout)
     cut_stages(layout, cost_of(job.built()))
     found = support(layout, job.precision)
     if found.verdict == REFUSED:
@@ -96,7 +97,8 @@ def parallelize(
         return recommender.parallelize(job, layout, device, memory)
     batch = check(job, layout)
     choose_attention(job.attention, device)
-    mesh = Mesh(layout, device)
+    apart = job.sync.every > 1
+    mesh = Mesh(layout, device, apart)
     precision = Precision(job.precision)
     alone = is_alone(layout, precision)
     whole = build(job, precision.compute if alone else precision.master)
@@ -127,7 +129,7 @@ def parallelize(
 
     def weigh() -> Tensor:
         """Of a loss that is a sum over samples, and that every tensor rank computes."""
-        return scale.value / (job.samples * layout.tensor)
+        return scale.value * mesh["apart"].size / (job.samples * layout.tensor)
 
     with memory or nullcontext():
         for chain in chains:
@@ -158,4 +160,7 @@ def parallelize(
     where = None
     if layout.context > 1:
         where = context.positions(job.model.length, mesh["context"], layout.context_by).to(device)
-    return Engine(job.model, mesh, batch, chains, data, pipeline, holdings, scale, where)
+    engine = Engine(job.model, mesh, batch, chains, data, pipeline, holdings, scale, where)
+    if apart:
+        engine.meeting = sync.Meeting(job.sync, engine)
+    return engine

@@ -34,6 +34,7 @@ from shardwise.parallel.mesh import Axis, Mesh
 from shardwise.parallel.placement import Shard, Table, place_tables
 from shardwise.parallel.precision import LossScale, Precision
 from shardwise.parallel.sharded import data_parallel, is_alone, is_sharded
+from shardwise.parallel.sync import check as check_sync
 from shardwise.support import REFUSED, support
 
 
@@ -73,6 +74,7 @@ def check(job: Job, layout: Layout) -> Batch:
     if job.precision in ("fp8", "fp16"):
         raise JobError(f"precision = {job.precision!r}: a DLRM is trained in bf16, float32 or float64.")
     check_gradient(job.gradient, layout)
+    check_sync(job, layout)
     found = support(layout, job.precision)
     if found.verdict == REFUSED:
         raise LayoutError(f"layout '{layout}': {found.sentence}")

@@ -153,7 +153,7 @@ def data_parallel(
         return Alone(chains, mesh, precision.master, batch.micro_batches)
     if is_sharded(layout):
         return Sharded(chains, mesh, precision.fsdp_policy(), compressor)
-    if layout.replicate == layout.world > 1 and compressor is None:
+    if mesh["replicate"].size == layout.world > 1 and compressor is None:
         return Bucketed(chains, mesh, Sum(gradient))
     whole = Whole(chains, mesh, Sum(gradient))
     whole.compressor = compressor

@@ -74,7 +74,7 @@ class Checkpoints:
         Waits for the save before this one and, if it failed, raises and begins nothing.
         """
         self.finish()
-        pieces = pieces_of(engine, optimizer)
+        pieces = owned(pieces_of(engine, optimizer), engine.mesh["apart"].index)
         about = json.dumps({"step": step, "layout": str(engine.mesh.layout), "state": {"step": step, **state}})
         if not self.asynchronous:
             self._write(step, pieces, about)
@@ -233,7 +233,18 @@ def pieces_of(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Pie
     if engine.scale.dynamic:
         for key, value in engine.scale.state().items():
             pieces[f"scale.{key}"] = Piece(value, (), value.shape)
+    if engine.meeting is not None:
+        for number, holding in enumerate(engine.holdings):
+            for key, value in engine.meeting.kept(number).items():
+                pieces[f"outer.{holding.name}.{key}"] = Piece(value, place(holding, engine.mesh)[0], holding.shape)
     return pieces | owed.owed(engine)
+
+
+def owned(pieces: dict[str, Piece], replica: int) -> dict[str, Piece]:
+    """What a replica that trains apart saves: the first under plain names, others what differs from it under theirs."""
+    if not replica:
+        return pieces
+    return {f"replica{replica}.{name}": piece for name, piece in pieces.items() if not name.startswith("outer.")}
 
 
 def collapsed(optimizer: torch.optim.Optimizer, name: str) -> int | None:
@@ -255,7 +266,10 @@ def restore(path: Path, engine: Engine, optimizer: torch.optim.Optimizer, peers:
     demand_fit(path, index, {f"weights.{holding.name}": holding.shape for holding in engine.holdings}, peers)
     make_state(index, optimizer, engine.holdings)
     debts = owed.wanted(engine, index)
-    pieces = {name: piece for name, piece in pieces_of(engine, optimizer).items() if name in index}
+    # A replica that was not there before goes on from the first.
+    own = f"replica{engine.mesh['apart'].index}."
+    named = {own + name if own + name in index else name: piece for name, piece in pieces_of(engine, optimizer).items()}
+    pieces = {name: piece for name, piece in named.items() if name in index}
     read_pieces(path, index, pieces | debts, peers)
     owed.take(engine, debts)
     first: dict[str, Tensor] = {}

@@ -53,7 +53,7 @@ class StopFlag:
     def agreed(self, engine: Engine) -> Tensor:
         """The highest signal of all ranks, still on the device."""
         flag = torch.full((), float(self.number), device=engine.mesh.device)
-        if engine.mesh["world"].size > 1:
+        if engine.mesh.layout.world > 1:
             all_reduce(flag, dist.ReduceOp.MAX)
         return flag
 
@@ -97,7 +97,7 @@ class Trainer:
         first = self._restore()
         last = self.job.total_steps
         stream = Stream(self.training, self.job.seed, objective=objective_of(self.job.model, self.job.seed))
-        data = self.engine.mesh["data"]
+        data = self.engine.mesh["reads"]
         loader = Loader(
             stream, self.job.samples, data.size, data.index, first,
             workers=self.job.data.workers, prefetch=self.job.data.prefetch, device=self.device,
@@ -114,6 +114,8 @@ class Trainer:
                 set_learning_rate(self.optimizer, rate)
                 outcome = self.step(samples)
                 done = number + 1
+                if self.engine.meeting is not None:
+                    self.engine.meeting.after(done, last)
                 told = self._measure(done, outcome, rate, begin, loader.wait_seconds - waited)
                 if _due(done, self.job.validation.every) and done < last:
                     self._validate(done)
@@ -163,6 +165,9 @@ class Trainer:
     def _measure(self, done: int, outcome: Outcome, rate: float, begin: float, waited: float) -> int:
         """Writes down what a step gave. Returns the signal that told any rank to stop, 0 for none."""
         engine = self.engine
+        apart = engine.mesh["apart"]
+        if apart.size > 1:
+            outcome = outcome.mean_over(apart)
         values = [outcome.loss, outcome.grad_norm, outcome.skipped, engine.scale.value, self.stop.agreed(engine)]
         model = self.job.model
         if isinstance(model, MoE):

@@ -40,7 +40,7 @@ def validate(engine: Engine, job: Job, source: Source, tokenizer: Tokenizer | No
             sums[2] += tokenizer.bytes_of(counted.numpy()) if tokenizer is not None and text else 0
     for chain in engine.chains:
         chain.train()
-    if engine.mesh["world"].size > 1:
+    if engine.mesh.layout.world > 1:
         sums = sums.to(engine.mesh.device)
         all_reduce(sums)
     total, targets, size = sums.tolist()

@@ -47,6 +47,7 @@ from shardwise.step import Outcome, step
 from shardwise.train.here import check_compiler
 from shardwise.verify import clicks
 from shardwise.verify.compressed import Sums
+from shardwise.verify.replicas import replicas
 from shardwise.verify.truth import truth
 
 LIMIT = {"float64": 1e-10, "float32": 1e-3, "bf16": 1e-1, "fp16": 1e-2, "fp8": 3e-1}
@@ -108,7 +109,7 @@ def verify(
     reference = run_world(_truth, 1, job, steps)[0]
     records = []
     for layout in layouts:
-        if job.gradient.compress:
+        if job.gradient.compress or job.sync.every > 1:
             reference = run_world(_truth, 1, job, steps, layout)[0]
         try:
             record = run_world(_compare, layout.world, job, layout, reference, steps)[0]
@@ -161,6 +162,8 @@ def _truth(job: Job, steps: int, layout: Layout | None = None) -> list[dict[str,
     given = job, make_stream(job), _rates(job, steps), watch, Precision(job.precision).master
     if isinstance(job.model, DLRM):
         records = clicks.truth(*given)
+    elif layout is not None and job.sync.every > 1:
+        records = _joined(replicas(job, layout.replicate, *given[1:]))
     elif layout is None or layout.data == 1:
         records = truth(*given)
     else:
@@ -168,8 +171,14 @@ def _truth(job: Job, steps: int, layout: Layout | None = None) -> list[dict[str,
         parts = solve_batch(layout, job.samples).micro_batches if layout.shard > 1 and layout.zero > 1 else 1
         records = truth(*given, (layout.data, parts), lambda chain: Sums(job, layout, chain))
     for record in records:
-        record["seen"] = {name: fingerprint(outputs) for name, outputs in record["seen"].items()}
+        for one in record.get("replicas", [record]):
+            one["seen"] = {name: fingerprint(outputs) for name, outputs in one["seen"].items()}
     return records
+
+
+def _joined(each: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Of replicas that train apart: step by step the records of all."""
+    return [{"replicas": list(records)} for records in zip(*each, strict=True)]
 
 
 # Outputs as fingerprints
@@ -243,7 +252,9 @@ def _compare(job: Job, layout: Layout, reference: list[dict[str, Any]], steps: i
     comparison = Comparison(job.precision)
     for number, rate in enumerate(_rates(job, steps)):
         expected = reference[number]
-        samples = stream.read(share(number, job.samples, layout.data, engine.mesh["data"].index))
+        if engine.meeting is not None:
+            expected = expected["replicas"][engine.mesh["apart"].index]
+        samples = stream.read(share(number, job.samples, layout.data, engine.mesh["reads"].index))
         set_learning_rate(optimizer, rate)
         seen: dict[str, list[Tensor]] = {}
         # A hook would be compiled into its block: blocks would be compiled anew in each step, and differ from training.
@@ -260,6 +271,8 @@ def _compare(job: Job, layout: Layout, reference: list[dict[str, Any]], steps: i
                 clicks.compare_tables(comparison, number, "gradient", engine, expected["gradients"])
 
         step(engine, optimizer, samples, job.optimizer.clip, observe)
+        if engine.meeting is not None:
+            engine.meeting.after(number + 1, steps)
         for handle in handles:
             handle.remove()
         weights = [holding.tensor.detach() for holding in dense.holdings]
@@ -273,7 +286,7 @@ def _compare(job: Job, layout: Layout, reference: list[dict[str, Any]], steps: i
 def _compare_outputs(
     comparison: Comparison, number: int, engine: Engine, seen: dict[str, list[Tensor]], expected: dict[str, Tensor]
 ) -> None:
-    everyone: list[Any] = [set(seen)] * engine.mesh["world"].size
+    everyone: list[Any] = [set(seen)] * engine.mesh.layout.world
     if len(everyone) > 1:
         dist.all_gather_object(everyone, set(seen))
     anywhere = set().union(*everyone)

@@ -7,7 +7,7 @@ wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,22 +23,27 @@ from shardwise.models.families import chain_of
 from shardwise.verify.plain import optimizers_of
 
 
-def truth(
+def truth(*given: Any) -> list[dict[str, Any]]:
+    """One record per step: loss, norm, gradients before clipping, and weights after the update."""
+    return [record for record, _ in walk(*given)]
+
+
+def walk(
     job: Job, stream: Stream, rates: list[float], watch: Any, dtype: torch.dtype,
     ranks: tuple[int, int] = (1, 1), sums: Callable[[Chain], Callable[[str, list[Tensor]], Tensor]] | None = None,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """One record per step: loss, norm, gradients before clipping, and weights after the update. `sums` adds up the
-    gradients of a weight that so many ranks made, after each of so many parts of their samples, where it is no plain
-    sum."""
+    share: tuple[int, int] = (1, 0),
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:  # fmt: skip
+    """Step by step, a record and the weights themselves. `sums` adds up the gradients of a weight that so many ranks
+    made, after each of so many parts of their samples, where it is no plain sum. `share`: of so many equal parts of
+    each batch, which one is read."""
     model = chain_of(job.built(), job.seed).to(dtype)
     reset(model, job.seed)
     weights: dict[str, Any] = dict(model.named_parameters())
-    settings = job.optimizer
+    settings, own = job.optimizer, job.samples // share[0]
     optimizers = optimizers_of(job, weights)
     adder = sums(model) if sums is not None else None
-    records = []
     for number, rate in enumerate(rates):
-        places = torch.arange(job.samples) + number * job.samples
+        places = torch.arange(own) + number * job.samples + share[1] * own
         samples = stream.read(places.numpy())
         seen: dict[str, list[Tensor]] = {}
         handles = watch(model, seen)
@@ -49,7 +54,7 @@ def truth(
         targets = samples.targets[:, -logits.shape[1] :]  # of a T5 those of the decoder
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
         extra: list[Any] = [getattr(module, "extra", None) for module in model.modules()]
-        (loss + sum(one for one in extra if one is not None) / job.samples).backward()
+        (loss + sum(one for one in extra if one is not None) / own).backward()
         for handle in handles:
             handle.remove()
         if adder is not None:
@@ -68,8 +73,7 @@ def truth(
             if isinstance(module, Experts) and module.recent is not None:
                 module.rebalance(module.recent)
         after = {name: weight.detach().clone() for name, weight in weights.items()}
-        records.append({"loss": loss.detach(), "norm": norm, "seen": seen, "gradients": gradients, "weights": after})
-    return records
+        yield {"loss": loss.detach(), "norm": norm, "seen": seen, "gradients": gradients, "weights": after}, weights
 
 
 def apart(
