@@ -17,6 +17,7 @@ ZeRO 1 is written here.
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -33,6 +34,9 @@ from shardwise.parallel.compress import Compressor
 from shardwise.parallel.gradient import Sum
 from shardwise.parallel.holding import Holding, cuts_of
 from shardwise.parallel.mesh import Axis, Mesh
+
+# Meant for later versions of PyTorch; what it says to use instead does something else.
+warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
 
 # By parameter: the whole shape, the dimension cut over the tensor axis, whether its experts are cut.
 Cuts = dict[str, tuple[torch.Size, int | None, bool]]
