@@ -21,7 +21,7 @@ import time
 import weakref
 from collections.abc import Generator
 from contextlib import closing
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import count
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
@@ -154,7 +154,7 @@ def _finish(thread: threading.Thread, stop: threading.Event, slots: threading.Se
 
 
 def _pinned(batch: Samples) -> Samples:
-    return Samples(*(getattr(batch, field.name).pin_memory() for field in fields(batch)))
+    return Samples(batch.tokens.pin_memory(), batch.targets.pin_memory(), batch.ids.pin_memory())
 
 
 def _from_here(own: _Share, first_step: int) -> Batches:
