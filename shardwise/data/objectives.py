@@ -5,9 +5,7 @@
     Spans     T5: runs of tokens left out; the encoder reads the rest with a mark for each run, the decoder writes marks
               and runs. Encoder and decoder lie one behind the other in one row.
 
-    pictured  ResNet: the class of an image
-
-What is drawn depends on the seed and the sample's place in the stream alone.
+Images and clicks come with their targets. What is drawn depends on the seed and the sample's place in the stream alone.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from shardwise.kinds import T5, Bert, Named, ResNet
+from shardwise.kinds import T5, Bert, Named
 from shardwise.models.chain import IGNORED
 
 
@@ -26,8 +24,6 @@ class Objective(Protocol):
 
 
 def objective_of(model: Named, seed: int) -> Objective:
-    if isinstance(model, ResNet):
-        return pictured
     if isinstance(model, Bert):
         return Masked(model, seed)
     return Spans(model, seed) if isinstance(model, T5) else shifted
@@ -35,12 +31,6 @@ def objective_of(model: Named, seed: int) -> Objective:
 
 def shifted(row: np.ndarray, place: int) -> tuple[np.ndarray, np.ndarray]:
     return row[:-1].clip(min=0), row[1:]  # an ignored target is still some input
-
-
-def pictured(row: np.ndarray, place: int) -> tuple[np.ndarray, np.ndarray]:
-    """An image (3, side, side), and its class, which lies behind it."""
-    side = round((len(row) // 3) ** 0.5)
-    return row[:-1].reshape(3, side, side), row[-1:].astype(np.int64)
 
 
 class Masked:
