@@ -19,8 +19,9 @@ from shardwise.models.chain import IGNORED
 
 
 class Objective(Protocol):
-    def __call__(self, row: np.ndarray, place: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and targets of one sample (`row`: one token more than its source's length); -100 does not count."""
+    def __call__(self, rows: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and targets of some samples (`rows`: one token more than their source's length); -100 does not
+        count."""
 
 
 def objective_of(model: Named, seed: int) -> Objective:
@@ -29,15 +30,27 @@ def objective_of(model: Named, seed: int) -> Objective:
     return Spans(model, seed) if isinstance(model, T5) else shifted
 
 
-def shifted(row: np.ndarray, place: int) -> tuple[np.ndarray, np.ndarray]:
-    return row[:-1].clip(min=0), row[1:]  # an ignored target is still some input
+def shifted(rows: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return rows[:, :-1].clip(min=0), np.ascontiguousarray(rows[:, 1:])  # an ignored target is still some input
 
 
-class Masked:
+class Each:
+    """Sample by sample."""
+
+    def __call__(self, rows: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        made = [self.one(row, place) for row, place in zip(rows, places.tolist(), strict=True)]
+        tokens, targets = map(np.stack, zip(*made, strict=True))
+        return tokens, targets
+
+    def one(self, row: np.ndarray, place: int) -> tuple[np.ndarray, np.ndarray]:
+        raise NotImplementedError
+
+
+class Masked(Each):
     def __init__(self, model: Bert, seed: int):
         self.model, self.seed = model, seed
 
-    def __call__(self, row: np.ndarray, place: int) -> tuple[np.ndarray, np.ndarray]:
+    def one(self, row: np.ndarray, place: int) -> tuple[np.ndarray, np.ndarray]:
         model, draw = self.model, np.random.default_rng((self.seed, 1, place))
         row = row[: model.sequence]
         chosen = draw.permutation(model.sequence)[: model.predicted]
@@ -50,11 +63,11 @@ class Masked:
         return tokens, targets
 
 
-class Spans:
+class Spans(Each):
     def __init__(self, model: T5, seed: int):
         self.model, self.seed = model, seed
 
-    def __call__(self, row: np.ndarray, place: int) -> tuple[np.ndarray, np.ndarray]:
+    def one(self, row: np.ndarray, place: int) -> tuple[np.ndarray, np.ndarray]:
         model, draw = self.model, np.random.default_rng((self.seed, 2, place))
         row = row[: model.window]
         noise, spans = model.noise(len(row))

@@ -97,12 +97,9 @@ class Stream:
     def read(self, places: np.ndarray) -> Samples:
         if isinstance(self.source, Packed):
             return self.source.samples(self.indices(places), places)
-        made = [
-            self.objective(self._sample(int(index)), int(place))
-            for index, place in zip(self.indices(places), places, strict=True)
-        ]
-        tokens, targets = (torch.from_numpy(np.stack(rows)) for rows in zip(*made, strict=True))
-        return Samples(tokens, targets, torch.from_numpy(places.astype(np.int64)))
+        rows = np.stack([self._sample(index) for index in self.indices(places).tolist()])
+        parts = (*self.objective(rows, places), places.astype(np.int64))
+        return Samples(*(torch.from_numpy(part) for part in parts))
 
     def _sample(self, index: int) -> np.ndarray:
         try:
