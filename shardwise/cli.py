@@ -185,6 +185,26 @@ def bench_step(
     say(json.dumps(report.as_dict()) if as_json else report.text())
 
 
+@bench.command("data")
+def bench_data(
+    job_file: JobFile = None,
+    settings: Settings = None,
+    steps: Annotated[int, typer.Option(min=2, help="Steps to measure.")] = 10,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Says how long a step of a job waits for data on one device, and which stage of a batch takes longest."""
+    job = load_job(job_file, settings or [])
+    job.demand_known()
+
+    import torch
+
+    from shardwise.bench.data import bench_data as measure
+    from shardwise.train.here import pick_device
+
+    report = measure(job, torch.device(pick_device(job)), steps)
+    say(json.dumps(report.as_dict()) if as_json else report.text())
+
+
 @bench.command("comm")
 def bench_comm(
     processes: Annotated[int, typer.Option(min=2, help="Processes to start; under torchrun, those that it made.")] = 4,

@@ -23,9 +23,12 @@ PRECISIONS = ("float64", "float32", "bf16", "fp16", "fp8")
 
 
 class Data(Section):
-    source: Literal["stdlib", "text", "jsonl", "tokens", "synthetic", "criteo"] = "stdlib"
+    source: Literal["stdlib", "text", "jsonl", "tokens", "mix", "synthetic", "criteo", "cifar10"] = "stdlib"
     path: str = ""
-    """A file, folder or glob for text, jsonl and tokens; a file for criteo."""
+    """A file, folder or glob for text, jsonl and tokens; a file for criteo; a folder for cifar10."""
+    mix: dict[str, Annotated[float, Field(gt=0.0)]] = {}
+    """Of the source `mix`: paths, and how many samples come from each over those from the others. The name's end tells
+    its kind (`.jsonl`, `.bin`, else text), or a word before a colon (`jsonl:folder`); `stdlib` is one too."""
     field: str = "text"
     """The field of a jsonl record that holds the text."""
     tokenizer: str = "bytes"
@@ -38,6 +41,16 @@ class Data(Section):
     """Batches prepared ahead."""
     samples: Count = Field(4096, ge=1)
     """Samples in an epoch of the synthetic source."""
+    augment: tuple[Literal["crop", "flip", "colour", "cutout", "mixup"], ...] = ()
+    """What is done to training images on the fly."""
+    bad: Literal["stop", "skip"] = "stop"
+    """Whether a record of jsonl, criteo or cifar10 that cannot be read ends the run or is passed over and told."""
+
+    @model_validator(mode="after")
+    def _mixed(self) -> Data:
+        if bool(self.mix) != (self.source == "mix"):
+            raise ValueError('a mixture has source = "mix" and its paths below [data.mix]; give both or neither')
+        return self
 
 
 class BatchSize(Section):
@@ -200,6 +213,8 @@ class Job(Section):
             raise ValueError(f"optimizer.name = 'muon' is for matrices of blocks, and {self.model.what} has none")
         if self.optimizer.name != "adamw" and isinstance(self.model, Model) and self.model.mup_base_width:
             raise ValueError(f"mup_base_width is worked out for adamw's steps, not for {self.optimizer.name}'s")
+        if self.data.augment and not isinstance(self.model, ResNet):
+            raise ValueError(f"data.augment changes images, and {self.model.what} reads none; leave it out")
         if self.layout != "auto":
             try:
                 Layout.parse(self.layout)

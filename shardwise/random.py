@@ -5,6 +5,7 @@ Every random number is a hash of what it is for, so a rank can make just the one
     initial weights   (seed, parameter name, index in the whole tensor)   `normal_`
     sample order      (seed, epoch, place in the epoch)                   `Permutation`
     dropout           (seed, site, sample, position, feature)             `Dropout`
+    clicks, images    (seed, what for, index or place)                    `mixed`, `unit`
 
 PyTorch's generators are streams: what they give depends on how much was drawn before and on the shape drawn at once,
 which is why this is written by hand. The mixers are the finalisers of splitmix64 (Steele, Lea, Flood 2014) and
@@ -47,6 +48,23 @@ def mix32(x: Tensor) -> Tensor:
     x = (x ^ ((x >> 16) & 0xFFFF)) * _signed(0x7FEB352D, 32)
     x = (x ^ ((x >> 15) & 0x1FFFF)) * _signed(0x846CA68B, 32)
     return x ^ ((x >> 16) & 0xFFFF)
+
+
+def word_key(*parts: object) -> np.uint64:
+    """A key for words of numpy's."""
+    return np.uint64(key_of(*parts) & 0xFFFFFFFFFFFFFFFF)
+
+
+def mixed(x: np.ndarray) -> np.ndarray:
+    """Splitmix64's finaliser on numpy's words."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def unit(words: np.ndarray) -> np.ndarray:
+    """From 0 to before 1."""
+    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 # Initial weights

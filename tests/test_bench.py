@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from shardwise.bench import comm
+from shardwise.bench.data import DataReport, Stopwatch, bench_data
 from shardwise.bench.step import StepReport, bench_step, kind_of_work
 from shardwise.cluster import CLUSTERS, find_cluster
 from shardwise.comm.world import run_world
@@ -28,6 +30,31 @@ def test_where_the_time_goes() -> None:
     text = report.text()
     assert "tokens/s" in text and "matrix products" in text and "GiB" not in text
     assert report.as_dict()["tokens_per_second"] == pytest.approx(64 / report.seconds)
+
+
+def fed(kind: str) -> DataReport:
+    images = {"name": "resnet", "depth": 18, "stem": "cifar", "width": 2, "image": 8, "classes": 3}
+    data = {"source": "synthetic", "augment": ["flip", "mixup"] if kind == "images" else []}
+    job = make_job({"model": images if kind == "images" else MODEL, "batch": {"samples": 2}, "data": data})
+    return bench_data(job, torch.device("cpu"), steps=3)
+
+
+@pytest.mark.parametrize(("kind", "stages"), [
+    ("tokens", ["order", "read", "objective", "collate", "transfer"]),
+    ("images", ["order", "read", "decode", "augment", "collate", "transfer"]),
+])  # fmt: skip
+def test_what_a_step_waits_for(kind: str, stages: list[str]) -> None:
+    report = run_world(fed, 1, kind)[0]
+    assert list(report.stages) == stages and all(report.stages.values())
+    assert 0 <= report.share < 1 and report.loader > 0 and report.slowest in stages
+    assert f"most of it {report.slowest}" in report.text() and report.as_dict()["share"] == report.share
+
+
+def test_a_stage_does_not_count_what_it_calls() -> None:
+    watch = Stopwatch()
+    inner = watch.timed("inner", lambda: time.sleep(0.02))
+    watch.timed("outer", lambda: (inner(), inner()))()
+    assert watch.seconds["inner"] >= 0.04 > 0.02 > watch.seconds["outer"]
 
 
 @pytest.mark.parametrize(

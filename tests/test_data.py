@@ -8,6 +8,7 @@ import os
 import struct
 import threading
 import time
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -19,17 +20,20 @@ from data_marks import Marks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.data.bad import Bad
+from shardwise.data.criteo import Criteo, open_criteo
 from shardwise.data.encode import encode, write_data
 from shardwise.data.loader import Loader, _context, _Share, _start
 from shardwise.data.make import make_sources
-from shardwise.data.source import Source, Synthetic
+from shardwise.data.source import Mixture, Source, Synthetic
 from shardwise.data.stream import Samples, Stream, share
 from shardwise.data.text import find_files, read_pieces
 from shardwise.data.tokenizer import END, Bytes, Subwords, load_tokenizer, train_bpe
 from shardwise.data.tokens import MAGIC, TokenFile, open_raw, open_tokens, write_tokens
 from shardwise.data.windows import Windows
-from shardwise.errors import DataError
+from shardwise.errors import DataError, JobError
 from shardwise.job import Data, Job, make_job
+from shardwise.kinds import DLRM
 from shardwise.random import Permutation
 
 TEXTS = ["first document\nwith two lines\n", "der zweite: äöü, 世界, 👍\n", "third " * 40]
@@ -518,3 +522,98 @@ def test_workers_do_not_outlive_their_owner() -> None:
 def test_uneven_batches_are_refused() -> None:
     with pytest.raises(DataError, match="10 samples does not divide among 4 data ranks; use 8"):
         Loader(Stream(Marks(4), 0), 10, ranks=4)
+
+
+# Mixtures
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    weights=st.lists(st.floats(0.01, 10), min_size=1, max_size=5), first=st.integers(0, 10**11), n=st.integers(1, 400)
+)
+def test_a_mixture_gives_each_source_its_share(weights: list[float], first: int, n: int) -> None:
+    mixture = Mixture([Marks(5) for _ in weights], weights)
+    which, own = mixture.split(np.arange(first, first + n))
+    for number, weight in enumerate(weights):
+        mine = own[which == number]
+        assert (
+            mine.tolist() == list(range(mine[0], mine[0] + len(mine))) if len(mine) else True
+        )  # none lost, none twice
+        expected = weight / sum(weights) * n
+        assert abs(len(mine) - expected) <= number + 2
+    reached = mixture.split(np.arange(n))
+    assert all((reached[1][reached[0] == k] == np.arange((reached[0] == k).sum())).all() for k in range(len(weights)))
+
+
+def test_sources_of_a_mixture_keep_their_own_epochs() -> None:
+    mixture = Mixture([Marks(7), Marks(40)], [3, 1])
+    stream = Stream(mixture, seed=1)
+    found = stream.indices(np.arange(160))
+    small, large = found[found < 7], found[found >= 7]
+    assert len(small) == 120 and sorted(large.tolist()) == list(range(7, 47))
+    epochs = small[:119].reshape(17, 7).tolist()
+    assert all(sorted(epoch) == list(range(7)) for epoch in epochs) and len({tuple(e) for e in epochs}) > 10
+    assert stream.indices(np.arange(90, 100)).tolist() == found[90:100].tolist()
+
+
+def test_a_mixture_from_files_in_any_share(tmp_path: Path) -> None:
+    folder_of(tmp_path / "texts", ["a" * 400])
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "b" * 900}) + "\n")
+    write_tokens(tmp_path / "c.bin", iter([np.full(300, ord("c"))]), 256)
+    mix = {str(tmp_path / "texts"): 0.5, str(tmp_path / "b.jsonl"): 0.3, f"tokens:{tmp_path / 'c.bin'}": 0.2}
+    job = job_of("mix", mix=mix, validation=0.1)
+    training, held, tokenizer = make_sources(job, tmp_path / "cache")
+    assert isinstance(tokenizer, Bytes) and make_job(tomllib.loads(job.text())) == job
+    stream = Stream(training, seed=0)
+    whole = stream.read(np.arange(100))
+    letters = [chr(int(row.bincount().argmax())) for row in whole.tokens]
+    assert [letters.count(letter) for letter in "abc"] == [50, 30, 20]
+    assert {chr(int(row[0])) for row in Stream(held, 0, shuffle=False).read(np.arange(10)).tokens} == set("abc")
+    for ranks, workers, first in ((2, 0, 3), (4, 2, 0)):
+        for rank in range(ranks):
+            with Loader(stream, 20, ranks, rank, first_step=first, workers=workers) as loader:
+                step, batch = next(loader)
+                assert torch.equal(batch.tokens, whole.tokens[share(step, 20, ranks, rank)])
+    with pytest.raises(DataError, match="train one with `shardwise data`"):
+        make_sources(job_of("mix", mix=mix, tokenizer="bpe:300", vocab=300), tmp_path / "cache")
+    for wrong in ({"source": "mix"}, {"mix": {"a": 1}}, {"source": "mix", "mix": {"a": 0}}):
+        with pytest.raises(JobError):
+            make_job({"data": wrong})
+
+
+# Bad records
+
+
+def test_bad_lines_are_named_counted_and_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    good = [json.dumps({"text": text}) for text in TEXTS]
+    path.write_text("\n".join([good[0], "{", good[1], '{"txt": "x"}', "[]", good[2], '{"text": 5}']), encoding="utf-8")
+    with pytest.raises(DataError, match='in.jsonl, line 2: not valid JSON .*With data.bad = "skip"'):
+        make_sources(job_of("jsonl", path), tmp_path / "cache")
+    for _ in range(2):  # encoded, and from the cache
+        bad = Bad(skip=True, log=tmp_path / "bad.txt")
+        training, _, _ = make_sources(job_of("jsonl", path, bad="skip", validation=0), tmp_path / "cache", bad)
+        assert len(bad.seen) == 4 and bad.words().startswith("4 bad records passed over. ")
+        assert "line 2" in bad.words() and "line 5" in bad.words() and bad.words().endswith("And 1 more.")
+    (tmp_path / "good.jsonl").write_text("\n".join(good), encoding="utf-8")
+    plain, _, _ = make_sources(job_of("jsonl", tmp_path / "good.jsonl", validation=0), tmp_path / "cache")
+    assert all_of(training) == all_of(plain)
+    asked = [f"data.path={path}", "data.source=jsonl", "data.bad=skip"]
+    assert "4 bad records passed over" in write_data(None, asked, tmp_path / "out.bin")
+    with pytest.raises(DataError, match="line 2"):  # a cache with gaps is no cache of the whole
+        make_sources(job_of("jsonl", path), tmp_path / "cache")
+
+
+def test_bad_rows_of_clicks_keep_their_place_and_do_not_count(tmp_path: Path) -> None:
+    line = "\t".join(["1", *(str(n) for n in range(13)), *(f"{n:08x}" for n in range(26))])
+    (tmp_path / "day.tsv").write_text("\n".join([line, "1\tx", line, line.replace("1", "7", 1)]) + "\n")
+    offsets, lines = open_criteo(tmp_path / "day.tsv")
+    bad = Bad(skip=True, log=tmp_path / "bad.txt")
+    source = Criteo(DLRM(rows=64, width=4), tmp_path / "day.tsv", offsets, 0, lines, bad)
+    for workers in (0, 1):  # a worker writes the same file
+        with Loader(Stream(source, 0, shuffle=False), 4, workers=workers) as loader:
+            batches = [next(loader)[1] for _ in range(2)]
+        assert all(batch.targets[:, 0].tolist() == [1, -100, 1, -100] for batch in batches)
+        assert (
+            bad.words().startswith("2 bad records passed over. ") and "day.tsv, row 2: it has 2 fields" in bad.words()
+        )

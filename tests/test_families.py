@@ -77,7 +77,7 @@ def test_masked_tokens():
     model = job({**BERT, "sequence": 200, "vocab": 50}).model
     assert isinstance(model, Bert) and model.predicted == 30 and model.mask == 49
     row = np.arange(201) % 49
-    made = [Masked(model, 0)(row, place) for place in range(300)]
+    made = [Masked(model, 0).one(row, place) for place in range(300)]
     for tokens, targets in made:
         chosen = targets != IGNORED
         assert chosen.sum() == 30
@@ -86,7 +86,7 @@ def test_masked_tokens():
     hidden = np.concatenate([tokens[targets != IGNORED] for tokens, targets in made])
     as_it_was = np.concatenate([(tokens == row[:200])[targets != IGNORED] for tokens, targets in made])
     assert abs((hidden == 49).mean() - 0.8) < 0.02 and abs(as_it_was.mean() - 0.1) < 0.02
-    again = Masked(model, 0)(row, 7)
+    again = Masked(model, 0).one(row, 7)
     assert (again[0] == made[7][0]).all() and (again[1] == made[7][1]).all()
 
 
@@ -95,7 +95,7 @@ def test_runs_left_out():
     assert isinstance(model, T5)
     assert (model.window, *model.noise(model.window)) == (568, 85, 28)  # as the paper's 512 and 114
     row = np.arange(569) + 1000
-    tokens, targets = Spans(model, 0)(row, 3)
+    tokens, targets = Spans(model, 0).one(row, 3)
     assert len(tokens) == len(targets) == model.length == 626
     marks = [model.vocab - 1 - number for number in range(28)]
     end = model.vocab - 29

@@ -164,12 +164,14 @@ def value_of(field: FieldInfo) -> str:
     if type(None) in get_args(kind):
         kind = inner[0]
     if get_origin(kind) is typing.Literal:
-        return ", ".join(code(f'"{word}"' if isinstance(word, str) else word) for word in get_args(kind))
+        return _words(get_args(kind))
     counts = kind is Count or any(part is Count for part in inner) or _is_count(field)
     if get_origin(kind) is typing.Annotated:
         kind = get_args(kind)[0]
+    if get_origin(kind) is dict:
+        return "a table of numbers, above 0"
     if get_origin(kind) is tuple and ... in get_args(kind):
-        return "whole numbers, from 1"
+        return "whole numbers, from 1" if not (words := get_args(inner[0])) or int in words else _words(words)
     if get_origin(kind) is tuple:
         return "two numbers, 0 to below 1"
     if kind is str:
@@ -178,6 +180,10 @@ def value_of(field: FieldInfo) -> str:
         return "`true`, `false`"
     what = "number" if kind is float else "whole number"
     return f"{what}{_limits(field)}" + (', or `"0.5M"`' if counts else "")
+
+
+def _words(known: Sequence[object]) -> str:
+    return ", ".join(code(f'"{word}"' if isinstance(word, str) else word) for word in known)
 
 
 def _is_count(field: FieldInfo) -> bool:

@@ -18,10 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardwise.data.bad import Bad
 from shardwise.data.stream import Samples
 from shardwise.errors import DataError
 from shardwise.kinds import DLRM
-from shardwise.random import key_of
+from shardwise.models.chain import IGNORED
+from shardwise.random import mixed, unit, word_key
 
 COUNTS, CATEGORIES = 13, 26
 BLOCK = 16  # lines between two offsets that are kept
@@ -85,18 +87,6 @@ def _packed(labels: np.ndarray, categories: np.ndarray, weights: np.ndarray, num
 # Generated
 
 
-def _mixed(x: np.ndarray) -> np.ndarray:
-    """Splitmix64's finaliser, as in `shardwise.random`."""
-    x = (x ^ (x >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> _U64(27))) * _U64(0x94D049BB133111EB)
-    return x ^ (x >> _U64(31))
-
-
-def _unit(bits: np.ndarray) -> np.ndarray:
-    """From 0 to before 1."""
-    return (bits >> _U64(11)).astype(np.float64) * 2.0**-53
-
-
 class Generated(ClickSource):
     """A log by hash of (seed, index). How often a category comes falls with a power of its rank (Zipf, exponent
     `skew`); which rows the frequent ones are is mixed by table. Each category, and each number, pulls a click up or
@@ -107,10 +97,10 @@ class Generated(ClickSource):
 
     def __init__(self, model: DLRM, first: int, count: int, seed: int):
         super().__init__(model, first, count)
-        self.key = _U64(key_of("clicks", seed) & 0xFFFFFFFFFFFFFFFF)
+        self.key = word_key("clicks", seed)
         tables = np.arange(model.tables, dtype=_U64)
-        self.turn = _coprime(_mixed(tables + self.key) % _U64(max(1, model.rows)), model.rows)
-        self.shift = _mixed(~(tables + self.key)) % _U64(model.rows)
+        self.turn = _coprime(mixed(tables + self.key) % _U64(max(1, model.rows)), model.rows)
+        self.shift = mixed(~(tables + self.key)) % _U64(model.rows)
         self.pull = np.linspace(-0.5, 0.5, model.features)
 
     def rows(self, indices: np.ndarray) -> np.ndarray:
@@ -118,18 +108,18 @@ class Generated(ClickSource):
         shape = (len(indices), model.tables, model.lookups)
         size = model.tables * model.lookups
         steps = np.arange(2 * size + model.tables + model.features + 1, dtype=_U64) * _U64(0x9E3779B97F4A7C15)
-        drawn = _mixed(_mixed(indices.astype(_U64) ^ self.key)[:, None] + steps)
+        drawn = mixed(mixed(indices.astype(_U64) ^ self.key)[:, None] + steps)
         which, weights, fill, noise, last = np.split(drawn, np.cumsum((size, size, model.tables, model.features)), 1)
-        rank = _zipf(_unit(which), model.rows, self.skew).astype(_U64).reshape(shape)
+        rank = _zipf(unit(which), model.rows, self.skew).astype(_U64).reshape(shape)
         categories = ((rank * self.turn[:, None] + self.shift[:, None]) % _U64(model.rows)).astype(np.int64)
-        lengths = np.where(_unit(fill) < 0.02, 0, 1 + (fill % _U64(model.lookups)).astype(np.int64))
+        lengths = np.where(unit(fill) < 0.02, 0, 1 + (fill % _U64(model.lookups)).astype(np.int64))
         there = np.arange(model.lookups) < lengths[:, :, None]
-        factors = there * (0.5 + _unit(weights).reshape(shape) if model.lookups > 1 else 1.0)
-        numbers = np.log1p(np.floor(-20.0 * np.log1p(-_unit(noise))))
+        factors = there * (0.5 + unit(weights).reshape(shape) if model.lookups > 1 else 1.0)
+        numbers = np.log1p(np.floor(-20.0 * np.log1p(-unit(noise))))
         tables = np.arange(model.tables, dtype=_U64)[:, None] << _U64(40)
-        pulls = 2.0 * _unit(_mixed((categories.astype(_U64) + tables) ^ ~self.key)) - 1.0
+        pulls = 2.0 * unit(mixed((categories.astype(_U64) + tables) ^ ~self.key)) - 1.0
         logits = 3.0 * (pulls * factors).sum((1, 2)) / np.sqrt(size) + (self.pull * (numbers - 2.5)).sum(1) - 1.0
-        labels = _unit(last[:, 0]) < 1.0 / (1.0 + np.exp(-logits))
+        labels = unit(last[:, 0]) < 1.0 / (1.0 + np.exp(-logits))
         return _packed(labels, np.where(there, categories, -1), factors, numbers)
 
 
@@ -154,15 +144,24 @@ def _coprime(values: np.ndarray, count: int) -> np.ndarray:
 
 
 class Criteo(ClickSource):
-    """One file, found through the offsets of some of its lines."""
+    """One file, found through the offsets of some of its lines. A bad row that is passed over keeps its place in the
+    stream as a sample that does not count."""
 
-    def __init__(self, model: DLRM, path: Path, offsets: np.ndarray, first: int, count: int):
+    def __init__(self, model: DLRM, path: Path, offsets: np.ndarray, first: int, count: int, bad: Bad | None = None):
         super().__init__(model, first, count)
-        self.path, self.offsets = path, offsets
+        self.path, self.offsets, self.bad = path, offsets, bad or Bad()
 
     def rows(self, indices: np.ndarray) -> np.ndarray:
         with self.path.open("rb") as file:
-            return np.concatenate([parse(self._line(file, int(i)), self.path, int(i) + 1, self.model) for i in indices])
+            return np.concatenate([self._row(self._line(file, index), index) for index in indices.tolist()])
+
+    def _row(self, line: bytes, index: int) -> np.ndarray:
+        try:
+            return parse(line, self.path, index + 1, self.model)
+        except DataError as error:
+            self.bad.tell(error)
+        categories = np.full((1, CATEGORIES, self.model.lookups), -1, np.int64)
+        return _packed(np.array([IGNORED]), categories, 0.0 * categories, np.zeros((1, COUNTS)))
 
     def _line(self, file: BinaryIO, index: int) -> bytes:
         begin, end = self.offsets[index // BLOCK : index // BLOCK + 2].tolist()

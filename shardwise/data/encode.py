@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
+from shardwise.data.bad import Bad
 from shardwise.data.text import Piece, find_files, read_pieces
 from shardwise.data.tokenizer import Tokenizer, bpe_size, load_tokenizer, train_bpe
 from shardwise.data.tokens import write_tokens
@@ -35,6 +36,8 @@ class Summary:
     vocab: int
     tokenizer: Path | None = None
     """Where the tokenizer was saved, if one was trained: what `data.tokenizer` must be to use the tokens."""
+    bad: str = ""
+    """What was passed over, in words."""
 
 
 def write_data(job_file: Path | None, settings: list[str], out: Path) -> str:
@@ -44,18 +47,20 @@ def write_data(job_file: Path | None, settings: list[str], out: Path) -> str:
     words = f"{out}: {summary.tokens:,} tokens of a vocabulary of {summary.vocab:,} from {size}"
     if summary.tokenizer is not None:
         words += f"\n{summary.tokenizer}: the tokenizer that was trained on it, for data.tokenizer"
-    return words
+    return f"{words}\n{summary.bad}" if summary.bad else words
 
 
 def encode(data: Data, out: Path, progress: Progress | None = None) -> Summary:
     """Writes the source's text as a token file; a `bpe:SIZE` tokenizer is trained and saved beside it."""
-    if data.source in ("tokens", "synthetic"):
+    if data.source not in ("stdlib", "text", "jsonl"):
         raise DataError(f"data.source = {data.source!r} has no text to encode; use stdlib, text or jsonl.")
     files = find_files(data.source, data.path)
     saved = out.with_suffix(".tokenizer.json") if bpe_size(data.tokenizer) else None
     if saved:
         saved.unlink(missing_ok=True)  # it may have been trained on other text
-    return encode_files(data, files, tokenizer_for(data, files, saved), out, progress, saved)
+    bad = Bad(data.bad == "skip")
+    summary = encode_files(data, files, tokenizer_for(data, files, saved, bad), out, bad, progress)
+    return replace(summary, tokenizer=saved, bad=bad.words())
 
 
 def encode_files(
@@ -63,8 +68,8 @@ def encode_files(
     files: Sequence[Path],
     tokenizer: Tokenizer,
     out: Path,
+    bad: Bad,
     progress: Progress | None = None,
-    saved: Path | None = None,
 ) -> Summary:
     total = sum(size_and_time(file)[0] for file in files)
     documents = size = 0
@@ -72,7 +77,7 @@ def encode_files(
     def arrays() -> Iterator[np.ndarray]:
         nonlocal documents, size
         separator = np.array([tokenizer.separator], np.uint32)
-        for group in _groups(_text(data, files)):
+        for group in _groups(_text(data, files, bad)):
             texts = [piece.text for piece in group]
             for piece, ids in zip(group, tokenizer.encode_all(texts), strict=True):
                 yield ids
@@ -88,11 +93,11 @@ def encode_files(
             )
 
     written = write_tokens(out, arrays(), tokenizer.vocab)
-    return Summary(written.count, documents, size, tokenizer.vocab, saved)
+    return Summary(written.count, documents, size, tokenizer.vocab)
 
 
-def _text(data: Data, files: Sequence[Path]) -> Iterator[Piece]:
-    return read_pieces(data.source, data.path, data.field, files)
+def _text(data: Data, files: Sequence[Path], bad: Bad) -> Iterator[Piece]:
+    return read_pieces(data.source, data.path, data.field, files, bad)
 
 
 def _groups(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
@@ -108,14 +113,14 @@ def _groups(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
         yield group
 
 
-def tokenizer_for(data: Data, files: Sequence[Path], saved: Path | None) -> Tokenizer:
+def tokenizer_for(data: Data, files: Sequence[Path], saved: Path | None, bad: Bad) -> Tokenizer:
     """The tokenizer that the job names; pairs are trained once and kept at `saved`."""
     size = bpe_size(data.tokenizer)
     if size is None or saved is None:
         return load_tokenizer(data.tokenizer)
     if not saved.exists():
         every = -(-sum(size_and_time(file)[0] for file in files) // TRAINING)
-        train_bpe((piece.text for piece in islice(_text(data, files), 0, None, max(1, every))), size).save(saved)
+        train_bpe((piece.text for piece in islice(_text(data, files, bad), 0, None, max(1, every))), size).save(saved)
     return load_tokenizer(str(saved))
 
 

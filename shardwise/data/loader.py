@@ -154,7 +154,7 @@ def _finish(thread: threading.Thread, stop: threading.Event, slots: threading.Se
 
 
 def _pinned(batch: Samples) -> Samples:
-    return Samples(batch.tokens.pin_memory(), batch.targets.pin_memory(), batch.ids.pin_memory())
+    return Samples(*(part.pin_memory() for part in batch.parts))
 
 
 def _from_here(own: _Share, first_step: int) -> Batches:
@@ -213,7 +213,7 @@ def _work(pipe: Connection, own: _Share, first_step: int, stride: int) -> None:
             except Exception as error:
                 return pipe.send(f"{error}" if isinstance(error, DataError) else f"{type(error).__name__}: {error}")
             # As arrays: tensors would travel through shared memory, whose files outlive a killed process.
-            pipe.send([getattr(batch, field.name).numpy() for field in fields(batch)])
+            pipe.send([part.numpy() for part in batch.parts])
     except (BrokenPipeError, ConnectionResetError):
         return None  # the loader is gone
 

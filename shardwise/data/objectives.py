@@ -5,9 +5,7 @@
     Spans     T5: runs of tokens left out; the encoder reads the rest with a mark for each run, the decoder writes marks
               and runs. Encoder and decoder lie one behind the other in one row.
 
-    pictured  ResNet: the class of an image
-
-What is drawn depends on the seed and the sample's place in the stream alone.
+Images and clicks come with their targets. What is drawn depends on the seed and the sample's place in the stream alone.
 """
 
 from __future__ import annotations
@@ -16,38 +14,43 @@ from typing import Protocol
 
 import numpy as np
 
-from shardwise.kinds import T5, Bert, Named, ResNet
+from shardwise.kinds import T5, Bert, Named
 from shardwise.models.chain import IGNORED
 
 
 class Objective(Protocol):
-    def __call__(self, row: np.ndarray, place: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and targets of one sample (`row`: one token more than its source's length); -100 does not count."""
+    def __call__(self, rows: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and targets of some samples (`rows`: one token more than their source's length); -100 does not
+        count."""
 
 
 def objective_of(model: Named, seed: int) -> Objective:
-    if isinstance(model, ResNet):
-        return pictured
     if isinstance(model, Bert):
         return Masked(model, seed)
     return Spans(model, seed) if isinstance(model, T5) else shifted
 
 
-def shifted(row: np.ndarray, place: int) -> tuple[np.ndarray, np.ndarray]:
-    return row[:-1].clip(min=0), row[1:]  # an ignored target is still some input
+def shifted(rows: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return rows[:, :-1].clip(min=0), np.ascontiguousarray(rows[:, 1:])  # an ignored target is still some input
 
 
-def pictured(row: np.ndarray, place: int) -> tuple[np.ndarray, np.ndarray]:
-    """An image (3, side, side), and its class, which lies behind it."""
-    side = round((len(row) // 3) ** 0.5)
-    return row[:-1].reshape(3, side, side), row[-1:].astype(np.int64)
+class Each:
+    """Sample by sample."""
+
+    def __call__(self, rows: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        made = [self.one(row, place) for row, place in zip(rows, places.tolist(), strict=True)]
+        tokens, targets = map(np.stack, zip(*made, strict=True))
+        return tokens, targets
+
+    def one(self, row: np.ndarray, place: int) -> tuple[np.ndarray, np.ndarray]:
+        raise NotImplementedError
 
 
-class Masked:
+class Masked(Each):
     def __init__(self, model: Bert, seed: int):
         self.model, self.seed = model, seed
 
-    def __call__(self, row: np.ndarray, place: int) -> tuple[np.ndarray, np.ndarray]:
+    def one(self, row: np.ndarray, place: int) -> tuple[np.ndarray, np.ndarray]:
         model, draw = self.model, np.random.default_rng((self.seed, 1, place))
         row = row[: model.sequence]
         chosen = draw.permutation(model.sequence)[: model.predicted]
@@ -60,11 +63,11 @@ class Masked:
         return tokens, targets
 
 
-class Spans:
+class Spans(Each):
     def __init__(self, model: T5, seed: int):
         self.model, self.seed = model, seed
 
-    def __call__(self, row: np.ndarray, place: int) -> tuple[np.ndarray, np.ndarray]:
+    def one(self, row: np.ndarray, place: int) -> tuple[np.ndarray, np.ndarray]:
         model, draw = self.model, np.random.default_rng((self.seed, 2, place))
         row = row[: model.window]
         noise, spans = model.noise(len(row))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
@@ -37,6 +40,49 @@ class Part:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         return self.source[self.first + index]
+
+
+class Mixture:
+    """Several sources in one stream, each with its share of the places; behind one another as a list.
+
+    Which source a place gets is arithmetic: the first has its share of all places, evenly spread, the next its share of
+    those that are left, and so on. So among any first places each has its share to within one for each source before
+    it, and its samples come in an order and in epochs of its own.
+    """
+
+    BITS = 24  # of a share; with places below 2^39 products fit 64 bits
+
+    def __init__(self, parts: Sequence[Source], weights: Sequence[float]):
+        self.parts = tuple(parts)
+        self.length, self.vocab = parts[0].length, max(part.vocab for part in parts)
+        self.ends = list(accumulate(map(len, parts)))
+        left = list(accumulate(reversed(weights)))[::-1]
+        self._shares = [max(1, round(one / rest * 2**self.BITS)) for one, rest in zip(weights, left, strict=True)]
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        which = bisect_right(self.ends, index)
+        return self.parts[which][index - self.first(which)]
+
+    def first(self, which: int) -> int:
+        """Where a source begins in the list."""
+        return self.ends[which - 1] if which else 0
+
+    def split(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of each place its source, and the place in that source's own stream."""
+        which, own = np.full_like(places, len(self.parts) - 1), places.copy()
+        left = np.ones(len(places), bool)
+        for number, share in enumerate(self._shares[:-1]):
+            before, after = (own * share) >> self.BITS, ((own + 1) * share) >> self.BITS
+            taken = left & (after > before)
+            which[taken] = number
+            own = np.where(taken, before, np.where(left, own - before, own))
+            left &= ~taken
+        return which, own
 
 
 class Synthetic:

@@ -1,7 +1,7 @@
 """The endless stream of samples of a run. Its state is one integer: how many samples were consumed.
 
-Place `p` of the stream is sample `order(p mod n)` of epoch `p div n`, whatever the number of ranks. Which places a
-data rank reads in which step is arithmetic (`share`).
+Place `p` of the stream is sample `order(p mod n)` of epoch `p div n`, whatever the number of ranks; of a mixture, place
+`p` is a place in the stream of one of its sources. Which places a data rank reads when is arithmetic (`share`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwise.data.objectives import Objective, shifted
-from shardwise.data.source import Source
+from shardwise.data.source import Mixture, Source
 from shardwise.errors import DataError
 from shardwise.random import Permutation
 
@@ -29,6 +29,11 @@ class Samples:
     ids: Tensor
     documents: Tensor | None = None
     """Of every position of whole sequences, the number of its document (B, S); None: all are one."""
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What a loader makes; documents are told apart on the device."""
+        return self.tokens, self.targets, self.ids
 
     def split(self, size: int) -> Iterator[Samples]:
         parts = zip(self.tokens.split(size), self.targets.split(size), self.ids.split(size), strict=True)
@@ -49,7 +54,7 @@ class Samples:
         return replace(self, documents=ends.cumsum(1, dtype=torch.int32) - ends)
 
     def to(self, device: torch.device) -> Samples:
-        return Samples(*(t.to(device, non_blocking=True) for t in (self.tokens, self.targets, self.ids)))
+        return Samples(*(t.to(device, non_blocking=True) for t in self.parts))
 
 
 @runtime_checkable
@@ -62,16 +67,29 @@ class Packed(Protocol):
 class Stream:
     def __init__(self, source: Source, seed: int, shuffle: bool = True, objective: Objective = shifted):
         self.source, self.seed, self.shuffle, self.objective = source, seed, shuffle, objective
-        self._orders: dict[int, Permutation] = {}
+        self._orders: dict[tuple[int, ...], Permutation] = {}
 
     def indices(self, places: np.ndarray) -> np.ndarray:
         """The samples at some places of the stream."""
-        count = len(self.source)
+        if not isinstance(self.source, Mixture):
+            return self._ordered(places, len(self.source))
+        which, own = self.source.split(places)
+        found = np.empty_like(places)
+        for number, part in enumerate(self.source.parts):
+            here = which == number
+            found[here] = self.source.first(number) + self._ordered(own[here], len(part), number)
+        return found
+
+    def _ordered(self, places: np.ndarray, count: int, *which: int) -> np.ndarray:
+        """Samples of one source at places of its own stream."""
         if not self.shuffle:
             return places % count
         found = np.empty_like(places)
-        for epoch in np.unique(places // count):
-            order = self._orders.setdefault(int(epoch), Permutation(count, "order", self.seed, int(epoch)))
+        for epoch in np.unique(places // count).tolist():
+            key = (epoch, *which)
+            if key not in self._orders:
+                self._orders[key] = Permutation(count, "order", self.seed, *key)
+            order = self._orders[key]
             here = places // count == epoch
             found[here] = order(places[here] % count)
         return found
@@ -79,12 +97,9 @@ class Stream:
     def read(self, places: np.ndarray) -> Samples:
         if isinstance(self.source, Packed):
             return self.source.samples(self.indices(places), places)
-        made = [
-            self.objective(self._sample(int(index)), int(place))
-            for index, place in zip(self.indices(places), places, strict=True)
-        ]
-        tokens, targets = (torch.from_numpy(np.stack(rows)) for rows in zip(*made, strict=True))
-        return Samples(tokens, targets, torch.from_numpy(places.astype(np.int64)))
+        rows = np.stack([self._sample(index) for index in self.indices(places).tolist()])
+        parts = (*self.objective(rows, places), places.astype(np.int64))
+        return Samples(*(torch.from_numpy(part) for part in parts))
 
     def _sample(self, index: int) -> np.ndarray:
         try:

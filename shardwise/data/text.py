@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from shardwise.data.bad import Bad
 from shardwise.errors import DataError, nearest
 
 PIECE = 1 << 20
@@ -77,13 +78,13 @@ def _stdlib() -> list[Path]:
     return found
 
 
-def read_pieces(source: str, path: str, field: str, files: Sequence[Path]) -> Iterator[Piece]:
+def read_pieces(source: str, path: str, field: str, files: Sequence[Path], bad: Bad | None = None) -> Iterator[Piece]:
     """The text of `files`, document by document."""
     named = source == "text" and os.path.isfile(os.path.expanduser(path))
     for file in files:
         try:
             if source == "jsonl":
-                yield from _records(file, field)
+                yield from _records(file, field, bad or Bad())
             elif _is_text(file):
                 yield from _pieces(file)
             elif named:
@@ -117,10 +118,15 @@ def _pieces(path: Path) -> Iterator[Piece]:
             text = after
 
 
-def _records(path: Path, field: str) -> Iterator[Piece]:
+def _records(path: Path, field: str, bad: Bad) -> Iterator[Piece]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if line.strip() and (text := _record(line, field, f"{path}, line {number}")):
+            try:
+                text = _record(line, field, f"{path}, line {number}") if line.strip() else ""
+            except DataError as error:
+                bad.tell(error)
+                continue
+            if text:
                 yield Piece(text, ends=True)
 
 

@@ -58,7 +58,8 @@ class TokenFile:
     def _map(self) -> np.ndarray:
         if not self.count:  # an empty range cannot be mapped
             return np.empty(0, self.dtype)
-        return np.memmap(self.path, dtype=self.dtype, mode="r", offset=self.offset, shape=(self.count,))
+        # As a plain array: slices of a memory map take several times as long to make.
+        return np.asarray(np.memmap(self.path, dtype=self.dtype, mode="r", offset=self.offset, shape=(self.count,)))
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_map"}

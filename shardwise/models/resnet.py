@@ -20,6 +20,9 @@ from shardwise.models.chain import IGNORED, Chain, Init, Rules
 
 BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 MOMENTUM = 0.1
+# A target is a class, or two classes of a blend in one number: from bit 24 on the second, from bit 48 on its share in
+# parts of 32,768. A plain class is thus one whose second has no share.
+SECOND, SHARE, WHOLE = 24, 48, 1 << 15
 
 
 def resnet(model: ResNet, seed: int) -> Chain:
@@ -137,13 +140,27 @@ class Head(nn.Module):
     def __init__(self, wide: int, classes: int):
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.empty(classes, wide)), nn.Parameter(torch.empty(classes))
+        self.right: Tensor | None = None
+        """Of the last samples outside training, how many had their class as the likeliest."""
 
     def forward(self, x: Tensor, ids: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
         logits = F.linear(x.mean((2, 3)), self.weight, self.bias).unsqueeze(1)
         if targets is None:
             return logits
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
+        counts = targets.flatten() != IGNORED
+        first, second, share = classes_of(targets.flatten())
+        if not self.training:
+            self.right = ((wide.argmax(-1) == first) & counts).sum()
+        lost = [F.cross_entropy(wide, which.where(counts, IGNORED), ignore_index=IGNORED, reduction="none")
+                for which in (first, second)]  # fmt: skip
+        return (lost[0] * (1 - share) + lost[1] * share).sum()
+
+
+def classes_of(targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Both classes of each target, and the second's share."""
+    mask = (1 << SECOND) - 1
+    return targets & mask, (targets >> SECOND) & mask, (targets >> SHARE).clamp(min=0) / WHOLE
 
 
 def cost(model: ResNet) -> list[float]:

@@ -5,7 +5,7 @@ What lies in it:
     job.toml         the resolved job          plan.toml      layout, stages and batch arithmetic
     metrics.jsonl    one object per step       events.jsonl   what happened, in words
     checkpoints/     see `checkpoint`          errors/        what a worker said when it failed
-    tokenizer.json   where it is not `bytes`
+    tokenizer.json   where it is not `bytes`   bad-records.txt  what `data.bad = "skip"` passed over
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.errors = path / "errors"
         self.tokenizer = path / "tokenizer.json"
+        self.bad = path / "bad-records.txt"
 
     @classmethod
     def create(cls, job: Job) -> RunFolder:

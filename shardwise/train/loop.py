@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shardwise.cluster import peak_rate
 from shardwise.comm.collectives import all_reduce
+from shardwise.data.bad import Bad
 from shardwise.data.loader import Loader
 from shardwise.data.make import make_sources
 from shardwise.data.objectives import objective_of
@@ -78,7 +79,10 @@ class Trainer:
         keep, asynchronous = self.job.checkpoint.keep, self.job.checkpoint.asynchronous
         self.checkpoints = Checkpoints(self.folder.checkpoints, keep, asynchronous)
         self.progress = Progress(self.job.total_steps, self.main, self.job.model.unit)
-        self.training, self.held_out, self.tokenizer = make_sources(self.job)
+        # What is found while sources are opened every rank finds; what is found in the stream, one.
+        self.bad = Bad(self.job.data.bad == "skip", self.folder.bad if self.main else None)
+        self.training, self.held_out, self.tokenizer = make_sources(self.job, bad=self.bad)
+        self.bad.log = self.folder.bad
         self.step_flops = 3 * flops_of(self.job) * self.job.samples
         self.peak = peak_rate(self.device, self.job.precision)
         self.skipped_in_a_row = 0
@@ -128,6 +132,8 @@ class Trainer:
             else:
                 self._validate(last)
                 self.checkpoints.finish()
+                if words := self.bad.words():
+                    self._event("bad records", words, step=last)
                 self._event("finished", "all steps are done.", step=last)
             self.checkpoints.finish()
         finally:
@@ -160,7 +166,9 @@ class Trainer:
         result = validate(self.engine, self.job, self.held_out, self.tokenizer)
         if result is not None:
             bits = f", {result['bits_per_byte']:.3f} bits per byte" if "bits_per_byte" in result else ""
-            self._event("validation", f"loss {result['loss']:.4f}{bits} after step {done}.", step=done, **result)
+            right = f", {100 * result['accuracy']:.1f}% right" if "accuracy" in result else ""
+            told = f"loss {result['loss']:.4f}{bits}{right} after step {done}."
+            self._event("validation", told, step=done, **result)
 
     def _measure(self, done: int, outcome: Outcome, rate: float, begin: float, waited: float) -> int:
         """Writes down what a step gave. Returns the signal that told any rank to stop, 0 for none."""

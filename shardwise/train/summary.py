@@ -10,6 +10,7 @@ import torch
 
 from shardwise.data.make import make_sources
 from shardwise.data.source import Source
+from shardwise.data.stream import Stream
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.job import Job
 from shardwise.kinds import T5
@@ -44,7 +45,8 @@ def summarize(folder: RunFolder, job: Job, say: Callable[[str], None]) -> None:
 
 def _table_bits(job: Job, training: Source, held_out: Source, tokenizer: Tokenizer) -> float:
     spread = np.linspace(0, len(training) - 1, min(SAMPLES, len(training))).astype(int)
-    same = np.arange(min(job.validation.samples, len(held_out)))  # the samples that the model was tried on
+    # The samples that the model was tried on.
+    same = Stream(held_out, job.seed, shuffle=False).indices(np.arange(min(job.validation.samples, len(held_out))))
     return byte_frequency_bits(_text(training, tokenizer, spread), _text(held_out, tokenizer, same))
 
 

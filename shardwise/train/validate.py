@@ -15,18 +15,21 @@ from shardwise.data.tokenizer import Tokenizer
 from shardwise.job import Job
 from shardwise.kinds import T5
 from shardwise.models.chain import IGNORED
+from shardwise.models.resnet import Head
 from shardwise.parallel.engine import Engine
 
 
 @torch.no_grad()
 def validate(engine: Engine, job: Job, source: Source, tokenizer: Tokenizer | None) -> dict[str, float] | None:
-    """Mean loss per target over the first `validation.samples` held-out samples; bits per byte where text has bytes."""
+    """Mean loss per target over the first `validation.samples` held-out samples; bits per byte where text has bytes,
+    the share of images whose class was the likeliest."""
     count = min(job.validation.samples, len(source))
     if count == 0:
         return None
     data, text = engine.mesh["data"], not isinstance(job.model, T5)  # whose targets are marks too
     stream = Stream(source, job.seed, shuffle=False, objective=objective_of(job.model, job.seed))
-    sums = torch.zeros(3, dtype=torch.float64)  # loss, targets, bytes
+    sums = torch.zeros(4, dtype=torch.float64)  # loss, targets, bytes, images that were right
+    heads = [module for chain in engine.chains for module in chain.modules() if isinstance(module, Head)]
     for chain in engine.chains:
         chain.eval()
     for number in range(-(-count // job.samples)):
@@ -34,6 +37,7 @@ def validate(engine: Engine, job: Job, source: Source, tokenizer: Tokenizer | No
         samples = _blank_after(stream.read(np.minimum(places, len(source) - 1)), places, count)
         loss = engine.evaluate(samples.to(engine.mesh.device))
         sums[0] += loss.double().cpu() / engine.mesh["tensor"].size
+        sums[3] += sum(int(head.right) for head in heads if head.right is not None)
         if engine.counts_samples:
             counted = samples.targets[samples.targets != IGNORED]
             sums[1] += counted.numel()
@@ -43,8 +47,10 @@ def validate(engine: Engine, job: Job, source: Source, tokenizer: Tokenizer | No
     if engine.mesh.layout.world > 1:
         sums = sums.to(engine.mesh.device)
         all_reduce(sums)
-    total, targets, size = sums.tolist()
+    total, targets, size, right = sums.tolist()
     result = {"loss": total / targets}
+    if heads:
+        result["accuracy"] = right / targets
     if size:
         result["bits_per_byte"] = total / math.log(2) / size
     return result

@@ -20,6 +20,7 @@ from shardwise.kinds import Model
 from shardwise.models.chain import IGNORED, Chain, reset
 from shardwise.models.experts import Experts
 from shardwise.models.families import chain_of
+from shardwise.models.resnet import classes_of
 from shardwise.verify.plain import optimizers_of
 
 
@@ -52,7 +53,7 @@ def walk(
             more["documents"] = torch.tensor([numbered(row, job.model.document_end) for row in samples.tokens.tolist()])
         logits = model(samples.tokens, ids=samples.ids, **more)
         targets = samples.targets[:, -logits.shape[1] :]  # of a T5 those of the decoder
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+        loss = lost(job, logits.flatten(0, 1), targets.flatten()) / (targets != IGNORED).sum()
         extra: list[Any] = [getattr(module, "extra", None) for module in model.modules()]
         (loss + sum(one for one in extra if one is not None) / own).backward()
         for handle in handles:
@@ -89,13 +90,22 @@ def apart(
         for part in parts:
             logits = model(part.tokens, ids=part.ids)
             targets = part.targets[:, -logits.shape[1] :]
-            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+            loss = lost(job, logits.flatten(0, 1), targets.flatten())
             extra: list[Any] = [getattr(module, "extra", None) for module in model.modules()]
             whole = loss / count + sum(one for one in extra if one is not None) / job.samples
             found.append(torch.autograd.grad(whole, list(weights.values())))
         for (name, weight), gradients in zip(weights.items(), zip(*found, strict=True), strict=True):
             assert weight.grad is not None
             weight.grad += adder(name, list(gradients))
+
+
+def lost(job: Job, logits: Tensor, targets: Tensor) -> Tensor:
+    """The loss summed over the targets; that of a blend of two images is the same blend."""
+    if "mixup" not in job.data.augment:
+        return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+    first, second, share = classes_of(targets)
+    each = [F.cross_entropy(logits, which, reduction="none") for which in (first, second)]
+    return ((1 - share) * each[0] + share * each[1]).sum()
 
 
 def numbered(row: list[int], end: int) -> list[int]:

@@ -1,0 +1,165 @@
+"""Ways for four processes to train one model on CIFAR-10, each with its share of every batch, in one table:
+
+    all-reduce           gradients are summed over all in every step (`layout replicate=4`)
+    every 20 steps       each goes its own way in between (`sync.every=20`)
+    server, together     one process adds up all gradients, the others wait for the sum
+    server, alone        one process updates the weights as gradients come; nobody runs more than 2 rounds ahead
+
+Sent bytes are those of gradients and weights. All-reduce takes norms over the whole batch, and so computes what one
+device would; with servers each rank has norms of its own images. Without a folder of the published files, files in the
+same format are generated: a wave pattern for each class under noise, easier than photographs.
+
+Run: python examples/cifar10/compare.py [--data FOLDER] [--steps 100]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwise.comm import allreduce
+from shardwise.comm.server import Worker, exchange, exchange_count
+from shardwise.comm.world import run_world
+from shardwise.data.cifar import TEST, TRAINING
+from shardwise.data.images import Drawn
+from shardwise.data.make import make_sources
+from shardwise.data.stream import Stream, share
+from shardwise.errors import JobError
+from shardwise.job import Job, load_job
+from shardwise.models.chain import reset
+from shardwise.models.families import chain_of
+from shardwise.models.resnet import Head
+
+HERE = Path(__file__).parent
+RANKS, EVERY, STALENESS = 4, 20, 2
+WARM = 3  # steps that are not timed
+
+
+def generate(folder: Path, each: int = 600) -> None:
+    """Six files in CIFAR-10's binary format."""
+    for number, name in enumerate((*TRAINING, TEST)):
+        images, classes = Drawn(each, 32, 10, seed=0, first=number * each).pictures(np.arange(each))
+        pixels = (images * 48 + 128).clip(0, 255).astype(np.uint8).reshape(each, -1)
+        (folder / f"{name}.bin").write_bytes(np.hstack([classes[:, None].astype(np.uint8), pixels]).tobytes())
+
+
+def trained(settings: list[str]) -> tuple[float, float]:
+    """Steps a second and accuracy of `shardwise train`."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "shardwise", "train", str(HERE / "compare.toml"), "--layout", "replicate=4"]
+        for setting in (*settings, f"run.folder={folder}/run", "run.device=cpu"):
+            command += ["--set", setting]
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        if done.returncode:
+            raise JobError(done.stderr.strip())
+        files = (Path(folder, "run", name).read_text().splitlines() for name in ("metrics.jsonl", "events.jsonl"))
+        metrics, events = ([json.loads(line) for line in lines] for lines in files)
+    times = [record["seconds"] for record in metrics[WARM:]]
+    return len(times) / sum(times), next(event["accuracy"] for event in events[::-1] if "accuracy" in event)
+
+
+def served(job: Job, alone: bool) -> tuple[float, float]:
+    """The same with a parameter server on rank 0; one rank's work."""
+    rank = torch.distributed.get_rank()
+    training, held_out, _ = make_sources(job)
+    stream = Stream(training, job.seed)
+    model = chain_of(job.built(), job.seed)
+    reset(model, job.seed)
+    weights = torch.cat([weight.detach().view(-1) for weight in model.parameters()])
+    settings = job.optimizer
+    optimizers: list[torch.optim.Optimizer] = []
+
+    def update(held: Tensor, gradient: Tensor) -> None:
+        if not optimizers:  # where each gradient is an update, there are as many as ranks in a step
+            rate = settings.lr / (RANKS if alone else 1)
+            optimizers.append(torch.optim.AdamW([held], rate, settings.betas, settings.eps, weight_decay=0.0))
+        held.grad = gradient
+        optimizers[0].step()
+
+    worker = Worker(weights, update, 1, STALENESS, job.total_steps) if alone else None
+    begin = time.perf_counter()
+    for number in range(job.total_steps):
+        if number == WARM:
+            begin = time.perf_counter()
+        samples = stream.read(share(number, job.samples, RANKS, rank))
+        (model(samples.tokens, targets=samples.targets) / len(samples.targets)).backward()
+        gradient = torch.cat([weight.grad.view(-1) for weight in model.parameters()])
+        if worker is not None:
+            worker.round(gradient)
+        else:
+            allreduce.run(gradient, partial(exchange, servers=1), "server")
+            update(weights, gradient / RANKS)
+        put(weights, model)
+    if worker is not None:
+        worker.finish()
+        if worker.server is not None:
+            put(worker.server.weights, model)
+    rate = (job.total_steps - WARM) / (time.perf_counter() - begin)
+    return rate, accuracy(model, Stream(held_out, job.seed, shuffle=False), job)
+
+
+@torch.no_grad()
+def put(weights: Tensor, model: torch.nn.Module) -> None:
+    parts = weights.split([weight.numel() for weight in model.parameters()])
+    for weight, part in zip(model.parameters(), parts, strict=True):
+        weight.copy_(part.view_as(weight))
+        weight.grad = None
+
+
+@torch.no_grad()
+def accuracy(model: torch.nn.Module, stream: Stream, job: Job) -> float:
+    count = min(job.validation.samples, len(stream.source))
+    model.eval()
+    samples = stream.read(np.arange(count))
+    model(samples.tokens, targets=samples.targets)
+    (head,) = [module for module in model.modules() if isinstance(module, Head)]
+    assert head.right is not None
+    return int(head.right) / count
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="a folder with CIFAR-10's files")
+    parser.add_argument("--steps", type=int, default=100)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as made:
+        if given.data is None:
+            generate(Path(made))
+            print("no --data: generated images in CIFAR-10's format, easier than the real ones")
+        settings = [f"data.path={given.data or made}", f"steps={given.steps}"]
+        job = load_job(HERE / "compare.toml", settings)
+        size = 4 * sum(weight.numel() for weight in chain_of(job.built(), 0).parameters())
+        ring = [4 * allreduce.ring_count(rank, RANKS, size // 4) for rank in range(RANKS)]
+        server = [4 * exchange_count(rank, RANKS, size // 4, 1) for rank in range(RANKS)]
+        print(f"{RANKS} processes, {job.total_steps} steps of {job.samples} images, {size / 1e6:.2f} MB of weights")
+        print(f"{'':20s} {'steps/s':>8s} {'MB sent in a step by':>28s} {'accuracy':>9s}")
+        print(f"{'':20s} {'':8s} {'each':>14s} {'the busiest':>13s}")
+
+        def show(name: str, result: tuple[float, float], sent: list[int], every: int = 1) -> None:
+            mean, most = (number / every / 1e6 for number in (sum(sent) / RANKS, max(sent)))
+            print(f"{name:20s} {result[0]:8.2f} {mean:14.3f} {most:13.3f} {100 * result[1]:8.1f}%", flush=True)
+
+        show("all-reduce", trained(settings), ring)
+        try:
+            show(f"every {EVERY} steps", trained([*settings, f"sync.every={EVERY}"]), ring, EVERY)
+        except JobError as error:
+            why = "sync.every is no key here" if "'sync'" in str(error) else str(error).splitlines()[0]
+            print(f"every {EVERY} steps: left out, {why}")
+        show("server, together", run_world(served, RANKS, job, False, timeout=3600)[0], server)
+        show("server, alone", run_world(served, RANKS, job, True, timeout=3600)[0], server)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,265 @@
+"""CIFAR-10's files in both versions, images changed on the fly, and what is done about bad records."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shardwise.comm.world import run_world
+from shardwise.data.augment import Augment
+from shardwise.data.bad import Bad
+from shardwise.data.cifar import MEAN, SPREAD, TEST, TRAINING, open_cifar
+from shardwise.data.images import Drawn
+from shardwise.data.loader import Loader
+from shardwise.data.make import make_sources
+from shardwise.data.stream import Samples, Stream, share
+from shardwise.errors import DataError, JobError
+from shardwise.job import make_job
+from shardwise.layout import Layout
+from shardwise.models.chain import IGNORED
+from shardwise.models.resnet import Head, classes_of
+from shardwise.train.folder import RunFolder
+from shardwise.train.loop import Trainer
+from shardwise.verify.parity import verify
+
+ALL = ("crop", "flip", "colour", "cutout", "mixup")
+MODEL = {"name": "resnet", "depth": 18, "width": 4, "stem": "cifar", "image": 32, "classes": 10}
+
+
+def written(folder: Path, kind: str, count: int = 12) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Six small files as they are published; returns what is in them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {}
+    for number, name in enumerate((*TRAINING, TEST)):
+        draw = np.random.default_rng(number)
+        images, classes = draw.integers(0, 256, (count, 3072)).astype(np.uint8), draw.integers(0, 10, count)
+        content[name] = images, classes
+        if kind == "bin":
+            (folder / f"{name}.bin").write_bytes(np.hstack([classes[:, None].astype(np.uint8), images]).tobytes())
+        else:
+            record = {"batch_label": b"batch", "labels": classes.tolist(), "data": images, "filenames": [b"a.png"]}
+            keyed: dict[Any, Any] = {key.encode(): value for key, value in record.items()}
+            (folder / name).write_bytes(pickle.dumps(keyed, protocol=int(kind)))
+    return content
+
+
+def same(a: Samples, b: Samples) -> bool:
+    return all(torch.equal(getattr(a, name), getattr(b, name)) for name in ("tokens", "targets", "ids"))
+
+
+@pytest.mark.parametrize("kind", ["bin", "2", "3", "5"])
+def test_both_versions_are_read(tmp_path: Path, kind: str) -> None:
+    below = "cifar-10-batches-bin" if kind == "bin" else "cifar-10-batches-py"
+    content = written(tmp_path / below, kind)
+    for path in (tmp_path, tmp_path / below):
+        training, test = open_cifar(str(path), Bad(), None)
+        assert (len(training), len(test), training.length, training.vocab) == (60, 12, 3072, 10)
+    images, classes = training.pictures(np.array([0, 59, 13]))
+    for image, label, (name, place) in zip(images, classes, [(0, 0), (4, 11), (1, 1)], strict=True):
+        raw, known = content[TRAINING[name]]
+        plain = (raw[place].reshape(3, 32, 32) / 255 - MEAN) / SPREAD
+        assert label == known[place] and np.allclose(image, plain, atol=1e-5)
+    assert test.pictures(np.arange(12))[1].tolist() == content[TEST][1].tolist()
+    again = pickle.loads(pickle.dumps(training))  # as it goes to a worker
+    assert np.array_equal(again.pictures(np.arange(60))[0], training.pictures(np.arange(60))[0])
+    assert len(pickle.dumps(training)) < 20_000
+
+
+def test_the_pickles_of_python_2_are_read(tmp_path: Path) -> None:
+    """As published: protocol 2 with short byte strings, which today's pickle does not write."""
+    written(tmp_path, "2", count=1)
+    pixels = bytes(range(256)) * 12
+    stream = (
+        b"\x80\x02}(U\x04datacnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85U\x01b\x87R"
+        b"(K\x01K\x01M\x00\x0c\x86cnumpy\ndtype\nU\x02u1K\x00K\x01\x87R(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
+        b"\x89T\x00\x0c\x00\x00" + pixels + b"tbU\x06labels]K\x07au."
+    )
+    (tmp_path / TEST).write_bytes(stream)
+    _, test = open_cifar(str(tmp_path), Bad(), None)
+    assert test.raw(np.array([0]))[0][0].tobytes() == pixels and test.raw(np.array([0]))[1].tolist() == [7]
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("ran",)
+
+
+@pytest.mark.parametrize(("content", "said"), [
+    ({b"data": Evil(), b"labels": []}, "it asks for posix.mkdir"),
+    ({b"data": np.zeros((2, 3072), np.uint8), b"labels": [1]}, "2 images but 1 labels"),
+    ({b"data": np.zeros((2, 3072), np.float64), b"labels": [1, 2]}, "no array of bytes"),
+    ({b"data": np.zeros((1, 3072), object), b"labels": [1]}, "no array of bytes"),
+    ([1, 2], "no file of CIFAR-10"),
+])  # fmt: skip
+def test_a_pickle_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: Any, said: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path, "2")
+    (tmp_path / TRAINING[1]).write_bytes(pickle.dumps(content, protocol=2))
+    with pytest.raises(DataError, match=said):
+        open_cifar(str(tmp_path), Bad(skip=True), None)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_what_is_missing_is_told(tmp_path: Path) -> None:
+    for path in ("", str(tmp_path / "none")):
+        with pytest.raises(DataError, match="cs.toronto.edu/~kriz/cifar.html, unpack it into"):
+            open_cifar(path, Bad(), None)
+    written(tmp_path, "bin")
+    (tmp_path / "data_batch_3.bin").unlink()
+    with pytest.raises(DataError, match="data_batch_3.bin is missing beside data_batch_1.bin"):
+        open_cifar(str(tmp_path), Bad(), None)
+    data = {"source": "cifar10", "path": str(tmp_path)}
+    with pytest.raises(DataError, match="set them to 32 and 10"):
+        make_sources(make_job({"model": {**MODEL, "image": 64}, "data": data}))
+    with pytest.raises(DataError, match="has images, but model.name = 'gpt'"):
+        make_sources(make_job({"data": data}))
+    with pytest.raises(JobError, match="data.augment changes images, and a decoder reads none"):
+        make_job({"data": {"augment": ["flip"]}})
+
+
+@pytest.mark.parametrize("kind", ["bin", "5"])
+def test_bad_images_are_named_and_passed_over(tmp_path: Path, kind: str) -> None:
+    content = written(tmp_path, kind)
+    name, (images, classes) = TRAINING[2], content[TRAINING[2]]
+    classes = classes.copy()
+    classes[[3, 7]] = 200, 10
+    if kind == "bin":
+        records = np.hstack([classes[:, None].astype(np.uint8), images])
+        (tmp_path / f"{name}.bin").write_bytes(records.tobytes() + b"rest")
+    else:
+        (tmp_path / name).write_bytes(pickle.dumps({b"data": images, b"labels": classes.tolist()}, protocol=5))
+    place = r" \(byte 9,219\)" if kind == "bin" else ""
+    with pytest.raises(DataError, match=rf"data_batch_3\S*, record 4{place}: class 200, .*data.bad = \"skip\""):
+        open_cifar(str(tmp_path), Bad(), None)
+    bad = Bad(skip=True, log=tmp_path / "bad.txt")
+    training, _ = open_cifar(str(tmp_path), bad, None)
+    assert len(training) == 58 and len((tmp_path / "bad.txt").read_text().splitlines()) == 2 + (kind == "bin")
+    kept = np.delete(content[name][1], [3, 7])
+    assert training.pictures(np.arange(24, 34))[1].tolist() == kept.tolist()
+    expected = "3 bad records passed over" if kind == "bin" else "2 bad records passed over"
+    assert bad.words().startswith(expected) and ("ends after 4 of 3,073 bytes" in bad.words()) == (kind == "bin")
+
+
+# Augmentation
+
+
+def test_each_change_does_what_it_says() -> None:
+    plain = Drawn(40, 16, 5, seed=1)
+    images, classes = plain.pictures(np.arange(40))
+    places = np.arange(40) + 7
+    moved = Augment(["crop"], 0).change(images, places)
+    wider = np.pad(images, ((0, 0), (0, 0), (2, 2), (2, 2)))
+    parts = [[wider[:, :, y : y + 16, x : x + 16] for x in range(5)] for y in range(5)]
+    found = [
+        {(y, x) for y in range(5) for x in range(5) if np.array_equal(moved[i], parts[y][x][i])} for i in range(40)
+    ]
+    assert all(len(one) == 1 for one in found) and len(set.union(*found)) > 10
+    flipped = Augment(["flip"], 0).change(images, places)
+    mirrored = [np.array_equal(a, b[:, :, ::-1]) for a, b in zip(flipped, images, strict=True)]
+    kept = [np.array_equal(a, b) for a, b in zip(flipped, images, strict=True)]
+    assert all(a != b for a, b in zip(mirrored, kept, strict=True)) and 8 < sum(mirrored) < 32
+    coloured = Augment(["colour"], 0).change(images, places)
+    assert 0.01 < np.abs(coloured - images).mean() < 0.3
+    cut = Augment(["cutout"], 0).change(images, places)
+    holes = (cut == 0).all(1).sum((1, 2))
+    assert np.array_equal(cut[cut != 0], images[cut != 0]) and holes.max() == 64 and holes.min() >= 16
+    mixed = Drawn(40, 16, 5, seed=1, augment=Augment(["mixup"], 0)).samples(np.arange(40), places)
+    first, second, part = classes_of(mixed.targets[:, 0])
+    others, shares = Augment(["mixup"], 0).partners(places, 40)
+    assert first.tolist() == classes.tolist() and second.tolist() == classes[others].tolist()
+    assert torch.equal(part, torch.from_numpy(shares).float() / 32768) and 0.3 < part.mean() < 0.7
+    blend = images * (1 - part.numpy())[:, None, None, None] + images[others] * part.numpy()[:, None, None, None]
+    assert np.allclose(mixed.tokens.numpy(), blend, atol=1e-6)
+
+
+def test_samples_depend_on_their_place_alone(tmp_path: Path) -> None:
+    """Ranks, workers, batch sizes and a resume change nothing; another epoch or seed does."""
+    written(tmp_path, "bin")
+    augment = Augment(ALL, seed=3)
+    stream = Stream(open_cifar(str(tmp_path), Bad(), augment)[0], seed=3)
+    whole = stream.read(np.arange(96))
+    for place in (0, 17, 95):
+        assert same(
+            stream.read(np.array([place])),
+            Samples(*(t[place : place + 1] for t in (whole.tokens, whole.targets, whole.ids))),
+        )
+    for ranks, workers, first in ((1, 2, 0), (4, 0, 2), (2, 1, 1)):
+        for rank in range(ranks):
+            with Loader(stream, 24, ranks, rank, first_step=first, workers=workers) as loader:
+                for number, batch in (next(loader) for _ in range(2)):
+                    places = share(number, 24, ranks, rank)
+                    assert torch.equal(batch.tokens, whole.tokens[places]) and torch.equal(
+                        batch.targets, whole.targets[places]
+                    )
+    again = stream.indices(np.arange(120)).tolist()
+    place = again.index(again[5], 60)
+    assert not torch.equal(stream.read(np.array([place])).tokens[0], whole.tokens[5])
+    assert not np.array_equal(
+        Augment(ALL, 4).change(whole.tokens.numpy(), np.arange(96)), augment.change(whole.tokens.numpy(), np.arange(96))
+    )
+
+
+def test_the_loss_of_a_blend() -> None:
+    head = Head(6, 5).double()
+    torch.nn.init.normal_(head.weight), torch.nn.init.normal_(head.bias)
+    x = torch.randn(4, 6, 2, 2, dtype=torch.float64)
+    first, second, part = torch.tensor([0, 4, 2, 1]), torch.tensor([3, 0, 2, 1]), torch.tensor([0, 8192, 16384, 1])
+    targets = (first | second << 24 | part << 48)[:, None]
+    soft = torch.zeros(4, 5, dtype=torch.float64)
+    for row, (a, b, w) in enumerate(zip(first, second, part / 32768, strict=True)):
+        soft[row, a] += 1 - w
+        soft[row, b] += w
+    assert torch.allclose(head(x, targets=targets), F.cross_entropy(head(x)[:, 0], soft, reduction="sum"))
+    targets[2] = IGNORED
+    keep = torch.tensor([0, 1, 3])
+    assert torch.allclose(head(x, targets=targets), F.cross_entropy(head(x)[keep, 0], soft[keep], reduction="sum"))
+
+
+def test_layouts_agree_on_augmented_images() -> None:
+    model = {**MODEL, "image": 8, "classes": 5}
+    job = make_job(
+        {
+            "precision": "float64",
+            "model": model,
+            "batch": {"samples": 12},
+            "data": {"source": "synthetic", "augment": ALL},
+        }
+    )
+    records = verify(job, [Layout.parse(text) for text in ("replicate=3", "shard=2 zero=3")])
+    assert all(record.ok for record in records), [record.sentence() for record in records]
+
+
+# Training
+
+
+def train(folder: Path, job: Any, layout: str) -> None:
+    Trainer(job, Layout.parse(layout), RunFolder(folder), torch.device("cpu")).run()
+
+
+def test_accuracy_and_bad_records_of_a_run(tmp_path: Path) -> None:
+    written(tmp_path / "data", "bin")
+    with (tmp_path / "data" / "data_batch_1.bin").open("ab") as file:
+        file.write(b"torn")
+    data = {"source": "cifar10", "path": str(tmp_path / "data"), "augment": ["crop", "flip"], "bad": "skip"}
+    job = make_job({"steps": 2, "model": MODEL, "data": data, "batch": {"samples": 8}, "validation": {"samples": 12}})
+    told = []
+    for layout in ("pipeline=1", "replicate=2"):
+        folder = tmp_path / layout
+        folder.mkdir()
+        run_world(train, Layout.parse(layout).world, folder, job, layout)
+        events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+        (validation,) = [event for event in events if event["event"] == "validation"]
+        assert f"{100 * validation['accuracy']:.1f}% right" in validation["message"]
+        assert (validation["accuracy"] * 12).is_integer()
+        (bad,) = [event for event in events if event["event"] == "bad records"]
+        assert "1 bad record passed over" in bad["message"] and "data_batch_1.bin, record 13" in bad["message"]
+        told.append((validation["accuracy"], validation["loss"]))
+    assert told[0] == pytest.approx(told[1], rel=1e-4)
