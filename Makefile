@@ -10,7 +10,7 @@ demo: $(STAMP)
 	$(BIN)/shardwise train
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
