@@ -63,14 +63,14 @@ def worker() -> None:
     for turn in range(TURNS + 1):
         for way, (job, engine, optimizer) in takers.items():
             samples = stream.read(share(turn, job.samples, ranks, dist.get_rank()))
-            METER.read("data")
+            METER.read()
             dist.barrier()
             before, begin = int(counter.read_text()), time.perf_counter()
             step(engine, optimizer, samples, 1.0)
             dist.barrier()
             seconds[way].append(time.perf_counter() - begin)
             wire[way].append(int(counter.read_text()) - before)
-            said[way] = METER.read("data")[0]
+            said[way] = METER.read()[0].get("data", 0)
     if dist.get_rank() == 0:
         found = {
             way: (statistics.median(seconds[way][1:]), statistics.median(wire[way][1:]), said[way]) for way in WAYS
@@ -136,10 +136,10 @@ def loss_of(way: str, steps: int) -> tuple[float, int]:
     losses = []
     for number in range(steps):
         set_learning_rate(optimizer, learning_rate(job.optimizer, number, steps))
-        METER.read("data")
+        METER.read()
         outcome = step(engine, optimizer, stream.read(share(number, 8, 2, dist.get_rank())), 1.0)
         losses.append(float(outcome.loss))
-    return statistics.mean(losses[-steps // 10 :]), METER.read("data")[0]
+    return statistics.mean(losses[-steps // 10 :]), METER.read()[0].get("data", 0)
 
 
 def convergence(steps: int) -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import shardwise.step as step_file
+from shardwise.comm.meter import METER
 from shardwise.comm.world import run_world
 from shardwise.data.stream import share
 from shardwise.errors import LayoutError
@@ -270,7 +271,8 @@ def load_of(text: str, capacity: float = 0.0) -> list[expert.Routing]:
     for number in range(3):
         if number < 2:
             step(engine, optimizer, make_stream(job).read(share(number, 8, ranks.size, ranks.index)), 1.0)
-        told = expert.routing(model, engine.chains, engine.mesh["world"], torch.device("cpu"))
+        sent, waited = (counts.get("expert", 0.0) for counts in METER.read())
+        told = expert.routing(model, engine.chains, engine.mesh["world"], torch.device("cpu"), sent, waited)
         found.append(expert.Routing.of(told.tolist()))
     return found
 

@@ -1,44 +1,108 @@
-"""Collectives under one name for all PyTorch versions that we run on (2.13 renamed some of them)."""
+"""Collectives under one name for all PyTorch versions that we run on (2.13 renamed some of them), each measured: how
+long a rank waits for it is told to the meter, by axis. Those that go on beside other work are not; nor are those in
+compiled code."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as functional
+
+from shardwise.comm.meter import METER
 
 
 def _either(module: Any, new: str, old: str) -> Any:
     return getattr(module, new, None) or getattr(module, old)
 
 
-all_reduce = dist.all_reduce
-all_gather = _either(dist, "all_gather_single", "all_gather_into_tensor")
-reduce_scatter = _either(dist, "reduce_scatter_single", "reduce_scatter_tensor")
+def _metered(collective: Any) -> Any:
+    def call(tensor: Tensor, *args: Any, group: Any = None, async_op: bool = False, **more: Any) -> Any:
+        if async_op or torch.compiler.is_compiling():
+            return collective(tensor, *args, group=group, async_op=async_op, **more)
+        with METER.waiting(group, tensor.device):
+            return collective(tensor, *args, group=group, **more)
 
-all_to_all = dist.all_to_all_single
+    return call
+
+
+all_reduce = _metered(dist.all_reduce)
+all_gather = _metered(_either(dist, "all_gather_single", "all_gather_into_tensor"))
+reduce_scatter = _metered(_either(dist, "reduce_scatter_single", "reduce_scatter_tensor"))
+all_to_all = _metered(dist.all_to_all_single)
 
 
 def _waited(collective: Any) -> Any:
     """PyTorch hands out what is still on its way as a tensor that waits when it is used. One that is dropped before
     anyone used it is written to after its memory was freed (gloo), so we wait at once; a GPU's stream does anyway."""
 
-    def wait(*args: Any) -> Tensor:
-        found: Any = collective(*args)
-        if isinstance(found, functional.AsyncCollectiveTensor):
-            found.trigger_wait()
-        return found
+    def wait(x: Tensor, *args: Any) -> Tensor:
+        if torch.compiler.is_compiling():
+            return collective(x, *args)  # type: ignore[no-any-return]
+        with METER.waiting(args[-1], x.device):
+            found: Any = collective(x, *args)
+            return found.wait() if isinstance(found, functional.AsyncCollectiveTensor) else found
 
     return wait
 
 
+_gather = _waited(_either(functional, "all_gather_single", "all_gather_tensor"))
+_scatter = _waited(_either(functional, "reduce_scatter_single", "reduce_scatter_tensor"))
+_exchange = _waited(functional.all_to_all_single)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: Any) -> Tensor:
+        ctx.way = dim, group
+        return _gather(x, dim, group)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        dim, group = ctx.way
+        return _scatter(grads[0].contiguous(), "sum", dim, group), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: Any) -> Tensor:
+        ctx.way = dim, group
+        return _scatter(x, "sum", dim, group)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        dim, group = ctx.way
+        return _gather(grads[0].contiguous(), dim, group), None, None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, received: list[int], sent: list[int], group: Any) -> Tensor:
+        ctx.way = sent, received, group
+        return _exchange(x, received, sent, group)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchange(grads[0].contiguous(), *ctx.way), None, None, None
+
+
 # With a gradient: each of the first two is the other's backward, the third its own, with sizes the other way round.
-all_gather_with_grad = _waited(_either(functional, "all_gather_single_autograd", "all_gather_tensor_autograd"))
-reduce_scatter_with_grad = _waited(
-    _either(functional, "reduce_scatter_single_autograd", "reduce_scatter_tensor_autograd")
-)
-all_to_all_with_grad = _waited(functional.all_to_all_single_autograd)
+
+
+def all_gather_with_grad(x: Tensor, dim: int, group: Any) -> Tensor:
+    return _Gather.apply(x, dim, group)  # type: ignore[no-any-return]
+
+
+def reduce_scatter_with_grad(x: Tensor, dim: int, group: Any) -> Tensor:
+    """The sum."""
+    return _Scatter.apply(x, dim, group)  # type: ignore[no-any-return]
+
+
+def all_to_all_with_grad(x: Tensor, received: list[int], sent: list[int], group: Any) -> Tensor:
+    return _Exchange.apply(x, received, sent, group)  # type: ignore[no-any-return]
+
 
 __all__ = [
     "all_gather", "all_gather_with_grad", "all_reduce", "all_to_all", "all_to_all_with_grad", "reduce_scatter",

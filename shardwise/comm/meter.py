@@ -1,4 +1,8 @@
-"""What this rank sent over an axis and how long it waited for it, since it was last asked."""
+"""How long this rank waited for others, by axis, and what it was told of bytes that it sent, since it was last asked.
+
+On a CPU a wait is what a collective takes; on a GPU what it takes in the stream that computes. Waits for what goes on
+beside other work are not measured here: sums of DDP, gathers of FSDP.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,16 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 
 class Meter:
     def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.axes: dict[str, str] = {}
+        """By name of a process group, the axis that it is of."""
         self.sent: Counter[str] = Counter()
         """Bytes, by axis."""
         self.waited: defaultdict[str, float] = defaultdict(float)
@@ -19,9 +27,20 @@ class Meter:
         self.open: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
-    def over(self, axis: str, sent: int, device: torch.device) -> Iterator[None]:
-        """To be entered around what sends `sent` bytes to other ranks."""
-        self.sent[axis] += sent
+    def waiting(self, group: Any, device: torch.device) -> Iterator[None]:
+        """To be entered around what waits for other ranks of a group."""
+        name = "world" if group is None else getattr(group, "group_name", group)
+        with self._timed(self.axes.get(name, "world"), device):
+            yield
+
+    @contextmanager
+    def over(self, axis: str) -> Iterator[None]:
+        """To be entered around what waits for other ranks of an axis."""
+        with self._timed(axis, self.device):
+            yield
+
+    @contextmanager
+    def _timed(self, axis: str, device: torch.device) -> Iterator[None]:
         if device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
@@ -33,16 +52,19 @@ class Meter:
             yield
             self.waited[axis] += time.perf_counter() - start
 
-    def read(self, axis: str) -> tuple[int, float]:
-        """Bytes and seconds; of a GPU, the seconds of what it has done by now: the rest comes with the next."""
+    def read(self) -> tuple[dict[str, int], dict[str, float]]:
+        """Bytes and seconds by axis; of a GPU, the seconds of what it has done by now: the rest comes with the next."""
         later = []
         for name, begin, end in self.open:
             if end.query():
                 self.waited[name] += begin.elapsed_time(end) / 1e3
             else:
                 later.append((name, begin, end))
+        found = dict(self.sent), dict(self.waited)
         self.open = later
-        return self.sent.pop(axis, 0), self.waited.pop(axis, 0.0)
+        self.sent.clear()
+        self.waited.clear()
+        return found
 
 
 METER = Meter()

@@ -187,15 +187,15 @@ class Compressor:
     @staticmethod
     def _exchange(sent: Tensor, axis: Axis) -> Tensor:
         came = torch.empty_like(sent)
-        with METER.over("data", sent.numel() * (axis.size - 1) // axis.size, sent.device):
-            all_to_all(came, sent.contiguous(), group=axis.group)
+        METER.sent["data"] += sent.numel() * (axis.size - 1) // axis.size
+        all_to_all(came, sent.contiguous(), group=axis.group)
         return came
 
     @staticmethod
     def _gathered(sent: Tensor, axis: Axis) -> Tensor:
         came = sent.new_empty(axis.size * sent.shape[0], sent.shape[1])
-        with METER.over("data", sent.numel() * (axis.size - 1), sent.device):
-            all_gather(came, sent.contiguous(), group=axis.group)
+        METER.sent["data"] += sent.numel() * (axis.size - 1)
+        all_gather(came, sent.contiguous(), group=axis.group)
         return came
 
     def _thin(self, names: Sequence[str], matrices: Sequence[Tensor], axis: Axis) -> list[Tensor]:
@@ -226,8 +226,8 @@ class Compressor:
     def _summed(parts: list[Tensor], axis: Axis) -> list[Tensor]:
         flat = torch.cat([part.reshape(-1) for part in parts])
         moved = 2 * (axis.size - 1) * flat.numel() * flat.element_size() // axis.size
-        with METER.over("data", moved, flat.device):
-            all_reduce(flat, dist.ReduceOp.SUM, group=axis.group)
+        METER.sent["data"] += moved
+        all_reduce(flat, dist.ReduceOp.SUM, group=axis.group)
         found = flat.split([part.numel() for part in parts])
         return [one.view(part.shape) for one, part in zip(found, parts, strict=True)]
 

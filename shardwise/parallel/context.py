@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.collectives import all_reduce, all_to_all, all_to_all_with_grad
+from shardwise.comm.meter import METER
 from shardwise.data.stream import Samples
 from shardwise.errors import LayoutError
 from shardwise.kinds import Model, MoE, Named
@@ -229,11 +230,13 @@ class Passing:
         size = self.sent.numel()
         to, source = [0] * axis.size, [0] * axis.size
         to[(axis.index + 1) % axis.size] = source[(axis.index - 1) % axis.size] = size
+        self.group = axis.group
         self.work = all_to_all(self.found.view(-1), self.sent.view(-1), source, to, group=axis.group, async_op=True)
 
     def arrived(self) -> Tensor:
         if self.work is not None:
-            self.work.wait()
+            with METER.waiting(self.group, self.found.device):
+                self.work.wait()
         return self.found
 
 

@@ -87,8 +87,10 @@ class Routing:
         return cls(imbalance, dropped, sent, waited, load)
 
 
-def routing(model: MoE, chains: list[Chain], world: Axis, device: torch.device) -> Tensor:
-    """The numbers of a `Routing`, of what was done since the last call."""
+def routing(
+    model: MoE, chains: list[Chain], world: Axis, device: torch.device, sent: float = 0.0, waited: float = 0.0
+) -> Tensor:
+    """The numbers of a `Routing`, of what was done since the last call; `sent`, `waited`: of this rank."""
     loads = torch.zeros(model.layers, model.experts, device=device)
     rest = torch.zeros(3, device=device)
     for chain in chains:
@@ -99,7 +101,6 @@ def routing(model: MoE, chains: list[Chain], world: Axis, device: torch.device) 
                 if module.dropped is not None:
                     rest[0] += module.dropped
                     module.dropped.zero_()
-    sent, waited = METER.read("expert")
     rest[1], rest[2] = sent, waited / world.size
     if world.size > 1:
         both = torch.cat((loads.flatten(), rest))
@@ -174,8 +175,8 @@ class Exchange(torch.autograd.Function):
 def _exchange(rows: Tensor, received: list[int], sent: list[int], axis: Axis) -> Tensor:
     found = rows.new_empty(sum(received), *rows.shape[1:])
     leaving = (sum(sent) - sent[axis.index]) * rows.shape[1] * rows.element_size()
-    with METER.over("expert", leaving, rows.device):
-        all_to_all(found, rows, received, sent, group=axis.group)
+    METER.sent["expert"] += leaving
+    all_to_all(found, rows, received, sent, group=axis.group)
     return found
 
 

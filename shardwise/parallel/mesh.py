@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.comm.meter import METER
 from shardwise.layout import AXES, Layout
 
 
@@ -95,6 +96,12 @@ class Mesh:
         self._axes["reads"] = self["data"]
         if apart:
             self._part(grid, place)
+        METER.device = device
+        METER.axes.clear()
+        spoken = {"alike": "expert", "shared": "shard", "same": "replicate", "joint": "context", "reads": "data"}
+        for name in (*DERIVED, *AXES):
+            if self[name].group is not None:
+                METER.axes[self[name].group.group_name] = spoken.get(name, name)  # type: ignore[union-attr]
 
     def _part(self, grid: torch.Tensor, place: list[int]) -> None:
         """Makes a replica a world of its own."""

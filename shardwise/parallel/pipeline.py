@@ -27,6 +27,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
+    schedules,
 )
 from torch.distributed.pipelining.schedules import (
     FORWARD,
@@ -38,6 +39,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
+from shardwise.comm.meter import METER
 from shardwise.data.stream import Samples
 from shardwise.errors import LayoutError
 from shardwise.layout import MADE, Layout
@@ -80,6 +82,17 @@ def named_order(schedule: str, ranks: int, virtual: int, micro_batches: int) -> 
         numbers = iter(range(micro_batches))
         found[ranks - 1] = [a._replace(microbatch_index=next(numbers)) if a[1] == FORWARD else a for a in last]
     return found
+
+
+def _metered(wait: Any) -> Any:
+    def waits(*args: Any, **keys: Any) -> Any:
+        with METER.over("pipeline"):
+            return wait(*args, **keys)
+
+    return waits
+
+
+schedules._wait_batch_p2p = _metered(schedules._wait_batch_p2p)  # type: ignore[assignment]
 
 
 class Stage(nn.Module):

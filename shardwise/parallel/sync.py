@@ -89,7 +89,7 @@ class Meeting:
 
     def _means(self, tensors: list[Tensor]) -> list[Tensor]:
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        with METER.over("sync", 2 * (self.axis.size - 1) * flat.nbytes // self.axis.size, flat.device):
-            all_reduce(flat, group=self.axis.group)
+        METER.sent["apart"] += 2 * (self.axis.size - 1) * flat.nbytes // self.axis.size
+        all_reduce(flat, group=self.axis.group)
         parts = (flat / self.axis.size).split([tensor.numel() for tensor in tensors])
         return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

@@ -136,7 +136,7 @@ def gather(x: Tensor, axis: Axis) -> Tensor:
 
 def scatter_sum(x: Tensor, axis: Axis) -> Tensor:
     """The sum over ranks, cut along the sequence; the gradient is gathered."""
-    return reduce_scatter_with_grad(x.contiguous(), "sum", SEQUENCE, axis.group)
+    return reduce_scatter_with_grad(x.contiguous(), SEQUENCE, axis.group)
 
 
 def _region(module: nn.Module, row: nn.Module | None, axis: Axis) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shardwise.cluster import peak_rate
 from shardwise.comm.collectives import all_reduce
+from shardwise.comm.meter import METER
 from shardwise.data.bad import Bad
 from shardwise.data.loader import Loader
 from shardwise.data.make import make_sources
@@ -177,9 +178,10 @@ class Trainer:
         if apart.size > 1:
             outcome = outcome.mean_over(apart)
         values = [outcome.loss, outcome.grad_norm, outcome.skipped, engine.scale.value, self.stop.agreed(engine)]
-        model = self.job.model
+        model, (sent, seconds_by_axis) = self.job.model, METER.read()
         if isinstance(model, MoE):
-            values.extend(routing(model, engine.chains, engine.mesh["world"], self.device))
+            own = sent.get("expert", 0), seconds_by_axis.get("expert", 0.0)
+            values.extend(routing(model, engine.chains, engine.mesh["world"], self.device, *own))
         loss, norm, skipped, scale, told, *more = torch.stack(values).tolist()  # the one wait for the device in a step
         seconds = time.perf_counter() - begin
         self._watch_over(done, bool(skipped), norm)
@@ -192,6 +194,10 @@ class Trainer:
             "flops_per_s": self.step_flops / seconds, "data_wait": waited,
             "memory_gib": peak_memory(self.device) / 2**30,
         }  # fmt: skip
+        if seconds_by_axis:
+            record["waited"] = {axis: round(value, 6) for axis, value in sorted(seconds_by_axis.items())}
+        if "data" in sent:
+            record["gradient_bytes"] = sent["data"]
         if self.peak:
             record["utilisation"] = self.step_flops / seconds / self.layout.world / self.peak
         if skipped:
