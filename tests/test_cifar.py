@@ -218,6 +218,10 @@ def test_the_loss_of_a_blend() -> None:
         soft[row, a] += 1 - w
         soft[row, b] += w
     assert torch.allclose(head(x, targets=targets), F.cross_entropy(head(x)[:, 0], soft, reduction="sum"))
+    head.eval()
+    for _ in range(2):  # as a validation in two micro-batches
+        head(x, targets=targets)
+    assert int(head.right) == 2 * int((head(x)[:, 0].argmax(-1) == first).sum())
     targets[2] = IGNORED
     keep = torch.tensor([0, 1, 3])
     assert torch.allclose(head(x, targets=targets), F.cross_entropy(head(x)[keep, 0], soft[keep], reduction="sum"))

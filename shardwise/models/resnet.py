@@ -140,8 +140,8 @@ class Head(nn.Module):
     def __init__(self, wide: int, classes: int):
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.empty(classes, wide)), nn.Parameter(torch.empty(classes))
-        self.right: Tensor | None = None
-        """Of the last samples outside training, how many had their class as the likeliest."""
+        self.right: int | Tensor = 0
+        """Of all samples outside training since it was last set to 0, how many had their class as the likeliest."""
 
     def forward(self, x: Tensor, ids: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
         logits = F.linear(x.mean((2, 3)), self.weight, self.bias).unsqueeze(1)
@@ -151,7 +151,7 @@ class Head(nn.Module):
         counts = targets.flatten() != IGNORED
         first, second, share = classes_of(targets.flatten())
         if not self.training:
-            self.right = ((wide.argmax(-1) == first) & counts).sum()
+            self.right = self.right + ((wide.argmax(-1) == first) & counts).sum()
         lost = [F.cross_entropy(wide, which.where(counts, IGNORED), ignore_index=IGNORED, reduction="none")
                 for which in (first, second)]  # fmt: skip
         return (lost[0] * (1 - share) + lost[1] * share).sum()

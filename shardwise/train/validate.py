@@ -37,13 +37,15 @@ def validate(engine: Engine, job: Job, source: Source, tokenizer: Tokenizer | No
         samples = _blank_after(stream.read(np.minimum(places, len(source) - 1)), places, count)
         loss = engine.evaluate(samples.to(engine.mesh.device))
         sums[0] += loss.double().cpu() / engine.mesh["tensor"].size
-        sums[3] += sum(int(head.right) for head in heads if head.right is not None)
         if engine.counts_samples:
             counted = samples.targets[samples.targets != IGNORED]
             sums[1] += counted.numel()
             sums[2] += tokenizer.bytes_of(counted.numpy()) if tokenizer is not None and text else 0
     for chain in engine.chains:
         chain.train()
+    for head in heads:
+        sums[3] += int(head.right)
+        head.right = 0
     if engine.mesh.layout.world > 1:
         sums = sums.to(engine.mesh.device)
         all_reduce(sums)
