@@ -25,8 +25,8 @@ from shardwise.laws.plot import write_plot
 from shardwise.laws.recommend import prediction
 from shardwise.laws.saved import known
 
-GRID = {"low": 2e11, "high": 1.6e12, "budgets": 3, "sizes": 4, "spread": 2.0}
-LARGEST = 4e12
+GRID = {"low": 5e10, "high": 3e11, "budgets": 3, "sizes": 4, "spread": 2.0}
+LARGEST = 9e11
 SETTINGS = ["model.sequence=128", "layout=replicate=1", "data.source=stdlib", "run.device=cpu"]
 ALLOWED = 0.03
 
