@@ -171,6 +171,10 @@ class Run(Section):
     Where they are more than there are GPUs, they share these."""
     cluster: str = ""
     """What the planner takes this machine for: a file that `calibrate` wrote, or a name; empty: by its data sheet."""
+    restarts: int = Field(3, ge=0)
+    """How often all workers begin again from the newest good checkpoint, in a row, without getting any further."""
+    patience: float = Field(300.0, gt=0)
+    """Seconds without progress of any worker, after which the one that the others wait for counts as stuck."""
 
 
 class Validation(Section):

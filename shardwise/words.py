@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Sequence
 
 
 def say(text: str) -> None:
@@ -33,3 +34,9 @@ def short(number: float) -> str:
 def signal_name(number: int) -> str:
     name = signal.Signals(number).name
     return f"Ctrl-C ({name})" if number == signal.SIGINT else name
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0, 1 and 3`."""
+    *most, last = map(str, ranks)
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"

@@ -18,6 +18,7 @@ import torch
 from shardwise.comm.world import run_world
 from shardwise.data.tokens import write_tokens
 from shardwise.errors import DataError, JobError, RunError
+from shardwise.guard.beat import read_beats
 from shardwise.job import BatchSize, Job, load_job, make_job
 from shardwise.layout import Layout
 from shardwise.train.folder import RunFolder
@@ -232,13 +233,12 @@ def test_a_closed_output_ends_no_training(tmp_path: Path) -> None:
 
 def test_a_killed_worker_is_named(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(JOB_TOML)
-    process = command("train", "job.toml", "--set", "steps=1000000", folder=tmp_path)
+    process = command("train", "job.toml", "--set", "steps=1000000", "--set", "run.restarts=0", folder=tmp_path)
     wait_for_step(tmp_path / "run", 3, process)
-    workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
-    os.kill(int(workers[-1]), signal.SIGKILL)
+    os.kill(read_beats(tmp_path / "run")[1]["pid"], signal.SIGKILL)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 1, said
-    assert "was killed by SIGKILL" in said and "Traceback" not in said
+    assert "rank 1 was killed by SIGKILL" in said and "Traceback" not in said
 
 
 def test_under_torchrun_it_joins_that_world_and_sample_writes_text(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ class Mesh:
         columns = grid.flatten(1)
         for column in range(columns.shape[1]):
             ranks = [int(columns[0, column]), int(columns[-1, column])]
-            group = dist.new_group(ranks)
+            group = dist.new_group(ranks, group_desc="tied stages")
             if self.rank in ranks:
                 ends = Axis(2, ranks.index(self.rank), group)
         return ends

@@ -1,35 +1,33 @@
-"""Starting a training world: alone, through PyTorch's elastic agent, or as part of a world that exists already.
+"""Starting a training world: alone, under our supervisor, or as part of a world that exists already.
 
+PyTorch's elastic agent is not used: it does not know which worker failed first, sees none that is stopped or stuck,
+imports PyTorch in each anew, and its restarts share a store, in which workers read the addresses of dead ones.
 What went wrong is told once, in the words of the worker that failed first.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
-import tempfile
 import time
-import uuid
 from types import FrameType
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from shardwise.errors import LayoutError, RunError, UserError
+from shardwise.errors import LayoutError
+from shardwise.guard.nursery import Nursery
+from shardwise.guard.supervise import Supervisor
 from shardwise.job import Job
 from shardwise.layout import Layout
 from shardwise.train.folder import RunFolder
 from shardwise.train.here import check_compiler, pick_device
 from shardwise.train.worker import work
-from shardwise.words import counted, signal_name
+from shardwise.words import counted, say
 
+WORKER = "shardwise.train.worker:main"
 # Slurm's names for what torchrun calls RANK and so on.
 _SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
 
@@ -66,8 +64,13 @@ def check_world(layout: Layout, job: Job) -> None:
         )
 
 
-def launch(folder: RunFolder, layout: Layout, resume: bool) -> None:
-    """Runs the world to its end. Raises the first failure."""
+def launch(
+    folder: RunFolder, layout: Layout, resume: bool, entry: str = WORKER, nursery: Nursery | None = None
+) -> None:
+    """Runs the world to its end, through restarts. Raises the failure that they did not help against.
+
+    `entry`: what a worker calls. `nursery`: where workers come from, if there is one already.
+    """
     if joined_world() is not None:
         _join_in(folder, layout, resume)
         return
@@ -75,33 +78,26 @@ def launch(folder: RunFolder, layout: Layout, resume: bool) -> None:
     if layout.world == 1:
         work(folder, layout, resume)
         return
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    told: list[int] = []
+    job = folder.job()
+
+    def tell(kind: str, message: str, **facts: Any) -> None:
+        folder.event(kind, message, **facts)
+        say(f"{kind}: {message}")
+
+    watch = Supervisor(folder.path, layout.world, job.run.restarts, job.run.patience, folder, tell)
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        """A signal to the launcher is one to every worker; the agent then sees them end by themselves."""
-        told.append(number)
-        for child in psutil.Process().children():
-            child.send_signal(number)
+        watch.pass_on(number)
 
     previous = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
-    command = ["-u", "-m", "shardwise.train.worker", str(folder.path), str(layout), *(["--resume"] if resume else [])]
-    with tempfile.TemporaryDirectory(prefix="shardwise-") as logs:
-        config = LaunchConfig(
-            min_nodes=1, max_nodes=1, nproc_per_node=layout.world, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1, local_addr="localhost",
-            signals_to_handle="SIGQUIT", logs_specs=DefaultLogsSpecs(log_dir=logs),
-        )  # fmt: skip
-        try:
-            elastic_launch(config, sys.executable)(*command)
-        except ChildFailedError as failure:
-            if told and not folder.error_records():
-                raise RunError(f"told to stop by {signal_name(told[0])} before training began.") from None
-            raise first_failure(folder, failure) from None
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+    own = Nursery(WORKER.partition(":")[0]) if nursery is None else nursery
+    try:
+        watch.supervise(own, entry, [str(folder.path), str(layout)], resume)
+    finally:
+        if nursery is None:
+            own.close()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _join_in(folder: RunFolder, layout: Layout, resume: bool) -> None:
@@ -122,17 +118,3 @@ def last_words(record: dict[str, Any]) -> str:
     """A worker's last words: the sentence of an error that we raise on purpose, the trace of any other."""
     said = record["trace"] or record["message"]
     return str(said) if record["exit_code"] == 2 else f"rank {record['rank']} failed: {said.rstrip()}"
-
-
-def first_failure(folder: RunFolder, failure: ChildFailedError) -> Exception:
-    """The error of the worker that failed first. One that was killed could write nothing, so it comes before all."""
-    records = folder.error_records()
-    heard = {record["rank"] for record in records}
-    for rank, process in sorted(failure.failures.items()):
-        if rank not in heard and process.exitcode < 0 and process.exitcode != -signal.SIGTERM:
-            name = signal.Signals(-process.exitcode).name
-            return RunError(f"rank {rank} was killed by {name}; the others ended because of it.")
-    if not records:
-        return RunError(f"the workers ended without a word: {failure.get_first_failure()}")
-    first = records[0]
-    return (UserError if first["exit_code"] == 2 else RunError)(last_words(first))

@@ -6,7 +6,7 @@ import math
 import os
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +70,8 @@ class Trainer:
     device: torch.device
     resume: bool = False
     stop: StopFlag = field(default_factory=StopFlag)
+    mark: Callable[[str, int], None] = lambda phase, step: None
+    """Told where this rank is: a phase, and the step that it belongs to."""
 
     def __post_init__(self) -> None:
         self.engine = parallelize(self.job, self.layout, self.device, order=self._order())
@@ -114,7 +116,9 @@ class Trainer:
         try:
             for number in range(first, last):
                 begin, waited = time.perf_counter(), loader.wait_seconds
+                self.mark("data", number + 1)
                 samples = next(batches)[1].to(self.device)
+                self.mark("computing", number + 1)
                 rate = learning_rate(self.job.optimizer, number, last)
                 set_learning_rate(self.optimizer, rate)
                 outcome = self.step(samples)
@@ -132,6 +136,7 @@ class Trainer:
                     break
             else:
                 self._validate(last)
+                self.mark("saving", last)
                 self.checkpoints.finish()
                 if words := self.bad.words():
                     self._event("bad records", words, step=last)
@@ -146,6 +151,7 @@ class Trainer:
         if not self.resume:
             self._event("started", f"training in layout '{self.layout}'.", layout=str(self.layout), step=0)
             return 0
+        self.mark("loading", 0)
         state = self.checkpoints.load(self.engine, self.optimizer)
         for sentence in self.checkpoints.damaged:
             self._event("damaged checkpoint", sentence)
@@ -159,11 +165,13 @@ class Trainer:
     def _save(self, done: int) -> None:
         state = {"step": done, "samples": done * self.job.samples, "layout": str(self.layout), "seed": self.job.seed}
         begin = time.perf_counter()
+        self.mark("saving", done)
         self.checkpoints.save(done, self.engine, self.optimizer, state)
         stall = round(time.perf_counter() - begin, 4)
         self._event("checkpoint", f"saving step {done}.", step=done, stall_seconds=stall)
 
     def _validate(self, done: int) -> None:
+        self.mark("validating", done)
         result = validate(self.engine, self.job, self.held_out, self.tokenizer)
         if result is not None:
             bits = f", {result['bits_per_byte']:.3f} bits per byte" if "bits_per_byte" in result else ""

@@ -44,7 +44,7 @@ class Peers:
     def of_the_world(cls) -> Peers:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls()
-        return cls(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo"))
+        return cls(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo", group_desc="checkpoint"))
 
     def all(self, value: T) -> list[T]:
         """The values of all ranks, on every rank."""

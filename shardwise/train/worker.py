@@ -1,29 +1,27 @@
-"""One process of a training world: `python -m shardwise.train.worker RUN LAYOUT [--resume]`.
+"""One process of a training world.
 
-Started by our own launcher, by torchrun, by Slurm or alone. Whatever kills it is written down, with the time, before
-it dies: PyTorch's agent does not know who failed first, these records do.
+Forked by our own launcher's nursery, or started by torchrun, by Slurm or alone. Whatever ends it is written down, with
+the time, before it dies: nobody else knows who failed first.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
 import time
 import traceback
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until we listen, Ctrl-C ends a worker without a traceback
 
 import torch
 import torch.distributed as dist
 
 from shardwise.comm import staged
 from shardwise.errors import ShardwiseError
+from shardwise.guard.beat import Beat
 from shardwise.job import Job
 from shardwise.layout import Layout
 from shardwise.train.folder import RunFolder
@@ -34,29 +32,31 @@ TIMEOUT = timedelta(minutes=10)
 
 
 def main(arguments: list[str]) -> None:
-    """The command of a worker that our launcher started."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # no worker outlives a launcher that is killed outright
+    """A worker that our launcher started: RUN LAYOUT STORE [--resume]."""
     folder, layout = RunFolder.open(Path(arguments[0])), Layout.parse(arguments[1])
     try:
-        work(folder, layout, resume="--resume" in arguments[2:])
+        work(folder, layout, resume="--resume" in arguments[3:], store=arguments[2])
     except BaseException as error:  # noqa: BLE001 - it is written down already, and told by the launcher
         # Peers wait in collectives: leave at once, without the tear-down that would wait for them.
         sys.stdout.flush()
         os._exit(getattr(error, "exit_code", 1))
 
 
-def work(folder: RunFolder, layout: Layout, resume: bool) -> None:
+def work(folder: RunFolder, layout: Layout, resume: bool, store: str | None = None) -> None:
     """Trains as the rank that the environment names. What goes wrong is written to the run folder, then raised."""
     rank = int(os.environ.get("RANK", "0"))
     stop = StopFlag()
     listen(stop)
+    beat = Beat(folder.path, rank)
     try:
         job = folder.job()
-        device = join(layout.world, job)
-        Trainer(job, layout, folder, device, resume, stop).run()
+        device = join(layout.world, job, store)
+        Trainer(job, layout, folder, device, resume, stop, beat.mark).run()
     except BaseException as error:  # noqa: BLE001 - a KeyboardInterrupt or a DCP exception is to be told too
         known = isinstance(error, ShardwiseError)
+        if not known:
+            with suppress(OSError):
+                beat.tell_waits()
         folder.write_error(
             rank,
             {
@@ -67,8 +67,10 @@ def work(folder: RunFolder, layout: Layout, resume: bool) -> None:
         raise
 
 
-def join(world: int, job: Job) -> torch.device:
-    """Joins the world that the environment describes (torchrun's names, or Slurm's), and picks this rank's device."""
+def join(world: int, job: Job, store: str | None = None) -> torch.device:
+    """Joins the world that the environment describes (torchrun's names, or Slurm's), and picks this rank's device.
+
+    `store`: a file through which the ranks of this machine find each other, instead of a port."""
     kind, local = pick_device(job), int(os.environ.get("LOCAL_RANK", "0"))
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device, shared = torch.device("cpu"), False
@@ -82,7 +84,12 @@ def join(world: int, job: Job) -> torch.device:
     if world > 1 and not dist.is_initialized():
         staged.register()
         backend = "gloo" if device.type == "cpu" else staged.BACKEND if shared else "nccl"
-        dist.init_process_group(backend, timeout=TIMEOUT)
+        if store is None:
+            dist.init_process_group(backend, timeout=TIMEOUT)
+        else:
+            file = dist.FileStore(store, world)
+            rank = int(os.environ["RANK"])
+            dist.init_process_group(backend, timeout=TIMEOUT, store=file, rank=rank, world_size=world)
     return device
 
 
@@ -94,7 +101,3 @@ def listen(stop: StopFlag) -> None:
 
     signal.signal(signal.SIGTERM, told)
     signal.signal(signal.SIGINT, told)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

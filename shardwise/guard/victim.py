@@ -1,0 +1,184 @@
+"""A worker with faults planted in it, for `chaos` and the tests: real signals, real hangs, real damage.
+
+`faults.json` in the run folder lists them, `{"kind": "kill", "rank": 1, "step": 7, "phase": "backward"}`. Each happens
+once: its rank first writes `faults/NUMBER` with the time, and does nothing where that file is there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise import step as stepping
+from shardwise.data.stream import Stream
+from shardwise.files import write_text
+from shardwise.train import checkpoint, worker
+from shardwise.train.loop import Trainer
+from shardwise.train.stored import good_checkpoints
+
+PHASES = ("data", "forward", "backward", "optimizer", "save", "load")
+
+
+@dataclass(frozen=True)
+class Fault:
+    kind: str
+    """kill, stop, flip, nan, loop, sleep, raise, skip or mismatch."""
+    rank: int
+    step: int
+    phase: str = "data"
+    number: int = 0
+
+
+def plant(run: Path, faults: list[Fault]) -> None:
+    write_text(run / "faults.json", json.dumps([asdict(fault) for fault in faults]))
+    (run / "faults").mkdir(exist_ok=True)
+
+
+def planted(run: Path) -> list[Fault]:
+    return [Fault(**fault) for fault in json.loads((run / "faults.json").read_text())]
+
+
+def happened(run: Path) -> dict[int, float]:
+    """When each fault happened, by its number."""
+    return {int(path.name): float(path.read_text()) for path in (run / "faults").glob("[0-9]*")}
+
+
+def main(arguments: list[str]) -> None:
+    run, rank = Path(arguments[0]), int(os.environ["RANK"])
+    done = happened(run)
+    own = [fault for fault in planted(run) if fault.rank == rank and fault.number not in done]
+    if own:
+        begin = Trainer.run
+
+        def begin_harmed(trainer: Trainer) -> None:
+            _Harm(run, trainer, own).install()
+            begin(trainer)
+
+        Trainer.run = begin_harmed  # type: ignore[assignment, method-assign]
+    worker.main(arguments)
+
+
+class _Harm:
+    def __init__(self, run: Path, trainer: Trainer, faults: list[Fault]):
+        self.run, self.trainer, self.faults, self.step = run, trainer, faults, 0
+
+    def install(self) -> None:
+        trainer, mark = self.trainer, self.trainer.mark
+
+        def note(phase: str, step: int) -> None:
+            self.step = step
+            mark(phase, step)
+            if phase in ("data", "loading"):
+                self.fire("load" if phase == "loading" else phase)
+
+        trainer.mark = note
+        engine = trainer.engine
+        for module in engine.chains[:1]:
+            module.register_forward_hook(self._forward)
+        trainer.optimizer.register_step_pre_hook(lambda *_: self.fire("optimizer"))
+        _after(checkpoint, "write_pieces", lambda: self.fire("save"))
+        _after(engine.data, "reduce", self._poison)
+        if any(fault.kind == "sleep" for fault in self.faults):
+            _before(Stream, "read", self._sleep)
+        if any(fault.kind in ("skip", "mismatch") for fault in self.faults):
+            self._disorder()
+
+    def due(self, *kinds: str, phase: str | None = None) -> Fault | None:
+        """The fault of these kinds whose time has come, marked as happened."""
+        for fault in self.faults:
+            now = phase == "load" or self.step >= fault.step
+            if fault.kind in kinds and now and phase in (None, fault.phase):
+                try:
+                    with (self.run / "faults" / str(fault.number)).open("x") as file:
+                        file.write(repr(time.time()))
+                except FileExistsError:
+                    continue
+                return fault
+        return None
+
+    def fire(self, phase: str) -> None:
+        fault = self.due("kill", "stop", "flip", "loop", "raise", phase=phase)
+        if fault is None:
+            return
+        if fault.kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif fault.kind == "loop":
+            while True:
+                pass
+        elif fault.kind == "raise":
+            raise ValueError(f"planted at step {self.step}")
+        else:
+            if fault.kind == "flip":
+                flip_bit(self.run, fault.number)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _forward(self, module: torch.nn.Module, given: Any, output: Any) -> None:
+        self.fire("forward")
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(lambda gradient: self.fire("backward"))
+
+    def _poison(self) -> None:
+        if self.due("nan"):
+            self.trainer.engine.holdings[0].grad.view(-1)[:1] = float("nan")
+
+    def _sleep(self, stream: Stream, places: Any) -> None:
+        if places[0] // self.trainer.job.samples >= self.faults[0].step - 1 and self.due_now("sleep"):
+            time.sleep(3600)
+
+    def due_now(self, kind: str) -> bool:
+        self.step = max(self.step, max(fault.step for fault in self.faults))
+        return self.due(kind) is not None
+
+    def _disorder(self) -> None:
+        """Has the first sum of a step left out, or made with another size."""
+        real = stepping.all_reduce
+
+        def disordered(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self.due("skip"):
+                return None
+            return real(tensor.new_zeros(77) if self.due("mismatch") else tensor, *args, **kwargs)
+
+        stepping.all_reduce = disordered
+
+
+def _after(owner: Any, name: str, act: Callable[[], None]) -> None:
+    real = getattr(owner, name)
+
+    def both(*args: Any, **kwargs: Any) -> Any:
+        result = real(*args, **kwargs)
+        act()
+        return result
+
+    setattr(owner, name, both)
+
+
+def _before(owner: Any, name: str, act: Callable[..., None]) -> None:
+    real = getattr(owner, name)
+
+    def both(*args: Any, **kwargs: Any) -> Any:
+        act(*args, **kwargs)
+        return real(*args, **kwargs)
+
+    setattr(owner, name, both)
+
+
+def flip_bit(run: Path, seed: int) -> None:
+    """One bit of one file of the newest checkpoint, where there is another one before it."""
+    good = good_checkpoints(run / "checkpoints")
+    if len(good) < 2:
+        return
+    draw = random.Random(seed)
+    path = draw.choice(sorted(good[0][1].iterdir()))
+    content = bytearray(path.read_bytes())
+    content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    path.write_bytes(content)

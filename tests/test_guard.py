@@ -1,0 +1,91 @@
+"""A run comes back from real faults: what happened is named, and the curve is that of an undisturbed run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import RunError
+from shardwise.guard.nursery import Nursery
+from shardwise.guard.victim import Fault, happened, plant
+from shardwise.job import Job, make_job
+from shardwise.layout import Layout
+from shardwise.train.folder import RunFolder
+from shardwise.train.launch import launch
+
+SMALL = {
+    "precision": "float64", "steps": 12, "model": {"layers": 2, "width": 16, "heads": 2, "vocab": 61, "sequence": 8},
+    "data": {"source": "synthetic"}, "batch": {"samples": 4}, "checkpoint": {"every": 4}, "validation": {"samples": 4},
+}  # fmt: skip
+VICTIM = "shardwise.guard.victim:main"
+
+
+def small_job(folder: Path, run: dict[str, object] | None = None, **changes: object) -> Job:
+    return make_job(SMALL | changes | {"run": {"folder": str(folder), "device": "cpu", **(run or {})}})
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    one = Nursery("shardwise.guard.victim")
+    yield one
+    one.close()
+
+
+def train(nursery: Nursery, job: Job, layout: str, *faults: Fault) -> RunFolder:
+    folder = RunFolder.create(job)
+    plant(folder.path, list(faults))
+    launch(folder, Layout.parse(layout), resume=False, entry=VICTIM, nursery=nursery)
+    return folder
+
+
+def curve(folder: RunFolder) -> list[tuple[int, int, float, float]]:
+    return [(r["step"], r["samples"], r["loss"], r["grad_norm"]) for r in folder.metrics()]
+
+
+def events(folder: RunFolder, kind: str) -> list[dict[str, object]]:
+    return [event for event in folder.events() if event["event"] == kind]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    return train(nursery, small_job(tmp_path_factory.mktemp("runs") / "run"), "shard=2")
+
+
+def test_killed_and_stopped_ranks_are_named_and_the_curve_stays(
+    undisturbed: RunFolder, nursery: Nursery, tmp_path: Path
+) -> None:
+    faults = [
+        Fault("kill", 1, 6, "backward", 0), Fault("stop", 0, 7, "forward", 1), Fault("kill", 0, 8, "save", 2),
+        Fault("kill", 1, 0, "load", 3), Fault("kill", 0, 10, "optimizer", 4),
+    ]  # fmt: skip
+    job = small_job(tmp_path / "run", run={"restarts": 5})
+    run = train(nursery, job, "shard=2", *faults)
+    assert curve(run) == curve(undisturbed)
+    told = [event for kind in ("killed", "stopped") for event in events(run, kind)]
+    times = happened(run.path)
+    assert len(times) == len(told) == len(faults)
+    at = {(fault.rank, times[fault.number]) for fault in faults}
+    for event in told:
+        assert any(rank == event["rank"] and 0 < event["time"] - when < 5 for rank, when in at)  # type: ignore[operator]
+        assert str(event["message"]).startswith(f"rank {event['rank']} ")
+    assert "is stopped (SIGSTOP)" in str(events(run, "stopped")[0]["message"])
+    assert events(run, "resumed")[-1]["step"] in (4, 8)
+
+
+def test_a_crash_loop_ends_with_its_cause(nursery: Nursery, tmp_path: Path) -> None:
+    faults = [Fault("raise", 1, 2, "data", number) for number in range(3)]
+    with pytest.raises(RunError, match="rank 1 failed(.|\n)*planted at step 2(.|\n)*happened before at step 2"):
+        train(nursery, small_job(tmp_path / "run"), "shard=2", *faults)
+    run = RunFolder.open(tmp_path / "run")
+    assert len(events(run, "failed")) == 1 and len(happened(run.path)) == 2
+    found = json.loads(sorted((run.path / "doctor").glob("*/found.json"))[-1].read_text())
+    assert found["culprits"] == [1]
+
+
+def test_restarts_that_get_no_further_are_bounded(nursery: Nursery, tmp_path: Path) -> None:
+    faults = [Fault("kill", 0, 3, "forward", number) for number in range(3)]
+    with pytest.raises(RunError, match="rank 0 was killed by SIGKILL. Given up after 1 restart that got no further."):
+        train(nursery, small_job(tmp_path / "run", run={"restarts": 1}), "shard=2", *faults)
