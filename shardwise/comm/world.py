@@ -1,8 +1,8 @@
 """Worlds of processes on this machine, forked from one that has torch imported already.
 
 For verify and the tests, where a world lives for seconds. Training starts its workers under a supervisor
-(`shardwise.guard.supervise`). A worker that fails ends the world at once; the error that is raised is that of the worker
-that failed first, by its own clock, not of those that lost a neighbour because of it.
+(`shardwise.guard.supervise`). A worker that fails ends the world at once; the error that is raised is that of the
+worker that failed first, by its own clock, not of those that lost a neighbour because of it.
 """
 
 from __future__ import annotations
