@@ -237,6 +237,15 @@ def bench_comm(
 
 
 @app.command()
+def doctor(run: Annotated[Path, typer.Argument(help="A run folder, of a run that is under way or not.")]) -> None:
+    """Explains a run that hangs or died: which rank, in which operation, where in the code; who waits for it."""
+    from shardwise.guard.doctor import examine
+
+    for line in examine(run):
+        say(line)
+
+
+@app.command()
 def sample(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
     prompt: Annotated[str, typer.Option(help="What the text starts with.")] = "",

@@ -87,5 +87,8 @@ def test_a_crash_loop_ends_with_its_cause(nursery: Nursery, tmp_path: Path) -> N
 
 def test_restarts_that_get_no_further_are_bounded(nursery: Nursery, tmp_path: Path) -> None:
     faults = [Fault("kill", 0, 3, "forward", number) for number in range(3)]
-    with pytest.raises(RunError, match="rank 0 was killed by SIGKILL. Given up after 1 restart that got no further."):
+    with pytest.raises(
+        RunError,
+        match="rank 0 was killed by SIGKILL, in step 3, computing. Given up after 1 restart that got no further.",
+    ):
         train(nursery, small_job(tmp_path / "run", run={"restarts": 1}), "shard=2", *faults)

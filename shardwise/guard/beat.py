@@ -41,6 +41,7 @@ class Beat:
         self._stack = open(folder / f"rank-{rank}.stack", "w")  # noqa: SIM115 - for as long as the process lives
         self.waits.unlink(missing_ok=True)
         faulthandler.register(signal.SIGUSR1, self._stack)
+        faulthandler.enable(self._stack)  # of a crash in C code, too
         self._write()
         threading.Thread(target=self._live, name="shardwise-beat", daemon=True).start()
 

@@ -22,13 +22,15 @@ from typing import Any
 
 import psutil
 
-from shardwise.errors import RunError
+from shardwise.errors import JobError
 from shardwise.files import write_text
 from shardwise.guard.beat import beats, read_beats
 from shardwise.words import ranks_text
 
 FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
-PACKAGE = str(Path(__file__).parent.parent.parent) + os.sep
+PACKAGE = str(Path(__file__).parent.parent) + os.sep
+LEFT = "left the order of collectives that all follow"
+OWN = "shardwise/guard/beat.py"  # where a rank that fails writes down what it knows
 KEPT = 8  # findings that a run folder keeps
 
 
@@ -60,14 +62,27 @@ class Rank:
             return False
         if any("/torch/distributed/" in file for file, _, _ in self.frames[:3]):
             return True
-        inside = bool(self.frames) and self.frames[0][0].endswith(("/torch/autograd/graph.py", "/train/loop.py"))
-        return inside and self.pending is not None  # in C++, below a backward or a copy from the device
+        inside = bool(self.frames) and ("/torch/" in self.frames[0][0] or self.frames[0][0].endswith("/train/loop.py"))
+        return inside and self.pending is not None  # in C++, below an operator, a backward or a copy from the device
 
     @property
-    def strayed(self) -> bool:
-        """Whether its last collective follows on another one that it never followed on before."""
-        pairs = [(_kind(a), _kind(b)) for a, b in zip(self.own, self.own[1:], strict=False)]
-        return bool(pairs) and pairs[-1] not in pairs[:-1]
+    def upset(self) -> bool:
+        """Whether another rank may have ended it: the library gives up on a message that it did not expect."""
+        return "SIGABRT" in self.fate or self.fate.startswith("failed with RuntimeError")
+
+    @cached_property
+    def strayed(self) -> str:
+        """Which collective of this step follows on one that it never followed on before, and what used to."""
+        usual: dict[tuple[str, ...], dict[str, Any]] = {}
+        pairs = set()
+        for one, then in zip(self.own, self.own[1:], strict=False):
+            pair = (_kind(one), _kind(then))
+            if pair not in pairs and then["time"] >= self.beat["since"]:
+                before = f", where {_told(usual[pair[0]])} used to be" if pair[0] in usual else ""
+                return f"{_told(then)}{before}"
+            pairs.add(pair)
+            usual[pair[0]] = then
+        return ""
 
     @property
     def place(self) -> str:
@@ -87,7 +102,7 @@ def _kind(flight: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _short(file: str) -> str:
-    return file.removeprefix(PACKAGE).rpartition("site-packages/")[2]
+    return file.replace(PACKAGE, "shardwise/").rpartition("site-packages/")[2]
 
 
 @dataclass(frozen=True)
@@ -119,7 +134,7 @@ def _frames(path: Path) -> list[tuple[str, int, str]]:
     """Of the main thread, which is the last in the last of the dumps."""
     with suppress(OSError):
         last = re.split(r"^(?:Current thread|Thread) ", path.read_text(errors="replace"), flags=re.MULTILINE)[-1]
-        return [(file, int(line), name) for file, line, name in FRAME.findall(last)]
+        return [(file, int(line), name) for file, line, name in FRAME.findall(last) if not file.endswith(OWN)]
     return []
 
 
@@ -128,7 +143,12 @@ def diagnose(ranks: dict[int, Rank], now: float) -> Finding:
     gone = [one for one in ranks.values() if one.fate]
     waiting = [one for one in ranks.values() if one.waits]
     busy = [one for one in ranks.values() if not one.fate and not one.waits]
-    if gone:
+    strayed = [one for one in ranks.values() if one.strayed]
+    if gone and all(one.upset for one in gone) and 0 < len(strayed) < len(ranks):
+        culprits = strayed
+        fates = " and ".join(f"rank {one.rank} {one.fate}" for one in gone if one not in strayed)
+        said = [f"rank {one.rank} {LEFT} with {one.strayed}; {fates}" for one in strayed]
+    elif gone:
         culprits = gone
         said = [f"rank {one.rank} {one.fate}, in step {one.beat['step']}, {_phase(one)}" for one in gone]
     elif waiting and busy:
@@ -136,7 +156,7 @@ def diagnose(ranks: dict[int, Rank], now: float) -> Finding:
         said = [f"rank {one.rank} is stuck {_since(one, now)}" for one in busy]
     elif waiting:
         culprits, why = _apart(waiting)
-        said = [f"rank {one.rank} {why}: {_collective(one)}{_at(one)}" for one in culprits]
+        said = [f"rank {one.rank} {why} with {one.strayed or _collective(one)}{_at(one)}" for one in culprits]
     else:
         culprits = sorted(busy, key=lambda one: one.beat["since"])[:1]
         said = [f"no rank waits for another; rank {one.rank} is longest {_since(one, now)}" for one in culprits]
@@ -153,13 +173,13 @@ def _apart(waiting: list[Rank]) -> tuple[list[Rank], str]:
     """Of ranks that all wait, those that left the common order."""
     strayed = [one for one in waiting if one.strayed]
     if 0 < len(strayed) < len(waiting):
-        return strayed, "left the order of collectives that all follow"
+        return strayed, LEFT
     kinds = [_kind(one.own[-1]) if one.own else () for one in waiting]
     rare = min((kinds.count(kind) for kind in kinds), default=0)
     odd = [one for one, kind in zip(waiting, kinds, strict=True) if kinds.count(kind) == rare]
     if len(odd) < len(waiting):
-        return odd, "is in another collective than most"
-    return waiting, "waits for the others, and they for it"
+        return odd, "differs from most"
+    return waiting, "waits for others that wait for it, all"
 
 
 def _alike(waiting: list[Rank]) -> dict[str, list[Rank]]:
@@ -173,10 +193,14 @@ def _collective(one: Rank) -> str:
     flight = one.pending or (one.own[-1] if one.own and not one.frames else None)
     if flight is None:
         names = [name for file, _, name in one.frames if "/torch/distributed/" in file]
-        return names[-1] if names else "a collective"
-    size = " x ".join(map(str, flight["sizes"][0])) if flight["sizes"] and flight["sizes"][0] else "1"
+        return "a message of axis pipeline" if "_wait_batch_p2p" in names else names[0] if names else "a collective"
+    return _told(flight)
+
+
+def _told(flight: dict[str, Any]) -> str:
+    size = " x ".join(map(str, flight["sizes"][0])) if flight["sizes"] and flight["sizes"][0] else "scalar"
     number = "" if flight["pair"] else f" number {flight['number']}"
-    return f"{flight['what']}{number} of {size} over axis {flight['axis']}"
+    return f"{flight['what']}{number} ({size}) over axis {flight['axis']}"
 
 
 def _at(one: Rank) -> str:
@@ -198,15 +222,20 @@ def _since(one: Rank, now: float) -> str:
 
 def ask(run: Path, pids: dict[int, int], seconds: float) -> None:
     """Has these ranks write down their stacks and collectives, and waits for it at most so long."""
-    for path in beats(run).glob("rank-*.waits"):
-        path.unlink(missing_ok=True)
+    asked = time.time()
     for pid in pids.values():
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)
     deadline = time.monotonic() + seconds
     files = [beats(run) / f"rank-{rank}.waits" for rank in pids]
-    while time.monotonic() < deadline and not all(file.exists() for file in files):
+    while time.monotonic() < deadline and not all(_written(file, asked) for file in files):
         time.sleep(0.02)
+
+
+def _written(file: Path, asked: float) -> bool:
+    with suppress(OSError):
+        return file.stat().st_mtime > asked - 1.0
+    return False
 
 
 def is_stopped(pid: int) -> bool:
@@ -231,7 +260,7 @@ def keep(run: Path, finding: Finding, kind: str, fates: dict[int, str]) -> None:
 def examine(run: Path) -> list[str]:
     """What `shardwise doctor` says: of a run that is under way, how it stands; of any other, what was found last."""
     if not (run / "job.toml").is_file():
-        raise RunError(f"{run} is no run folder: it has no job.toml.")
+        raise JobError(f"{run} is no run folder: it has no job.toml.")
     here = {rank: beat for rank, beat in read_beats(run).items() if beat["host"] == socket.gethostname()}
     alive = {rank: beat["pid"] for rank, beat in here.items() if _is_worker(beat)}
     if alive:

@@ -29,6 +29,7 @@ from shardwise.words import counted, signal_name
 
 GLANCE = 0.1
 LOOKS = 3  # in a row that find a rank stopped; Ctrl-Z stops and wakes all at once, but not in one instant
+START = 60.0  # seconds of patience at least, until a step is done: the first ones build, compile and connect
 LAST_WORDS = 0.5  # seconds that others get to write down why they end
 PAUSE, LONGEST = 0.5, 60.0  # seconds before another try; doubled each time, up to the second
 
@@ -132,6 +133,8 @@ class Supervisor:
             words = nursery.heard(GLANCE)
             if words is None:
                 raise RunError("the process that starts workers was killed; the workers ended with it.")
+            if words and not self.world.pids:
+                watch = Watch(self.patience)  # until now PyTorch was imported
             self.world.hear(words)
             if self.told and not watch.told:
                 watch.told = True
@@ -142,13 +145,14 @@ class Supervisor:
                 return None
             seen = read_beats(self.run)
             stopped = watch.stopped(self.world.alive)
-            if stopped or watch.stuck(seen):
+            if stopped or (self.world.pids and watch.stuck(seen)):
                 return self._halted(nursery, stopped)
 
     def _ended(self, nursery: Nursery) -> Fault:
         """A rank is dead. One that was killed could write nothing, so it comes before all; then who was first."""
         first = list(self.world.broken)
-        doctor.ask(self.run, self.world.alive, 0.0)
+        aborted = any(self.world.codes[rank] == -signal.SIGABRT for rank in first)  # perhaps another's mistake
+        doctor.ask(self.run, self.world.alive, 2.0 if aborted else 0.0)
         self._drain(nursery, LAST_WORDS)
         records = self.written.error_records()
         heard = {record["rank"] for record in records}
@@ -159,15 +163,16 @@ class Supervisor:
             rank = (silent or first)[0]
             code = self.world.codes[rank]
             fate = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-            self._keep("killed", {rank: fate})
-            fault = Fault("killed", rank, beat.get(rank, {}).get("step", 0), f"rank {rank} {fate}.")
+            finding = self._keep("killed", {rank: fate})
+            rank, sentence = (finding.culprits or [rank])[0], finding.sentence
+            fault = Fault("killed", rank, beat.get(rank, {}).get("step", 0), sentence)
         else:
             one = records[0]
             rank, said, code = one["rank"], one["trace"] or one["message"], one["exit_code"]
             said = said if code == 2 else f"rank {rank} failed: {said.rstrip()}"
             last = one["message"].strip().splitlines()[:1]
-            sentence = f"rank {rank} failed with {one['kind']}: {' '.join(last)}"
-            self._keep("failed", {rank: f"failed with {one['kind']}: {' '.join(last)}"})
+            finding = self._keep("failed", {rank: f"failed with {one['kind']}: {' '.join(last)}"})
+            rank, sentence = (finding.culprits or [rank])[0], finding.sentence
             fault = Fault("failed", rank, beat.get(rank, {}).get("step", 0), sentence, said, one["trace"] is None, code)
         self._end(nursery)
         return fault
@@ -249,4 +254,5 @@ class Watch:
         gap, self._last = time.monotonic() - self._last, time.monotonic()
         if gap > 20 * GLANCE:  # we were stopped ourselves, and the workers with us
             self._since += gap
-        return time.monotonic() - self._since > self.patience
+        begun = any(beat["step"] > 1 for beat in seen.values())
+        return time.monotonic() - self._since > (self.patience if begun else max(self.patience, START))

@@ -1,0 +1,50 @@
+"""The doctor names the planted culprit of a hang: rank, operation, axis, place."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_guard import small_job, train
+
+from shardwise.errors import JobError, RunError
+from shardwise.guard import doctor
+from shardwise.guard.nursery import Nursery
+from shardwise.guard.victim import Fault
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    one = Nursery("shardwise.guard.victim")
+    yield one
+    one.close()
+
+
+@pytest.mark.parametrize("layout", ["shard=2 tensor=2", "pipeline=2 replicate=2"])
+@pytest.mark.parametrize("kind", ["loop", "sleep", "stop", "skip", "mismatch"])
+def test_the_culprit_is_named(kind: str, layout: str, nursery: Nursery, tmp_path: Path) -> None:
+    job = small_job(tmp_path / "run", run={"patience": 3.0, "restarts": 0}, validation={"samples": 1})
+    with pytest.raises(RunError, match="rank 1 "):
+        train(nursery, job, layout, Fault(kind, 1, 4, "forward"))
+    (found,) = (tmp_path / "run" / "doctor").glob("*/found.json")
+    assert json.loads(found.read_text())["culprits"] == [1], found.read_text()
+    said = "\n".join(doctor.examine(tmp_path / "run"))
+    print(said)
+    expected = {
+        "loop": "rank 1 is stuck in step 4, computing, since .*guard/victim.py:.*fire", "stop": "rank 1 is stopped",
+        "sleep": "rank 1 is stuck in step 4, data, since .*loader.py:.*__next__",
+        "skip": r"rank 1 left the order .* where all_reduce number 3 \(scalar\) over axis data used to be",
+        "mismatch": r"rank 1 left the order .* with all_reduce number 4 \(77\) over axis data, where",
+    }[kind]  # fmt: skip
+    assert re.search(expected, said)
+    assert kind == "mismatch" or re.search(r"ranks? 0.* waits? in all_reduce number .* over axis", said)
+
+
+def test_a_run_that_is_fine_has_no_findings(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text("")
+    assert doctor.examine(tmp_path) == ["no rank is alive here, and nothing was found wrong with this run."]
+    with pytest.raises(JobError, match="is no run folder"):
+        doctor.examine(tmp_path / "none")
