@@ -10,7 +10,9 @@ import random
 import resource
 import shutil
 import signal
+import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -427,6 +429,44 @@ def test_a_limit_and_a_missing_folder_are_named(tmp_path: Path) -> None:
     assert "step 2" in too_large and "File too large" in too_large
     assert "step 3" in gone and "No such file or directory" in gone
     assert names(tmp_path / "checkpoints-gone") == ["step-00000001"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def fill_then_freeze(folder: Path) -> tuple[int, str, list[str], str, Any, set[float]]:
+    """Saves until the disk is full, then once more while it is read-only, and loads."""
+    engine, optimizer = start(JOB, ALONE)
+    train(JOB, engine, optimizer, 0, 1)
+    checkpoints, last, messages = Checkpoints(folder, 1000, asynchronous=False), 0, []
+    for number in range(1, 1000):
+        mark(engine, optimizer, number)
+        try:
+            checkpoints.save(number, engine, optimizer, {})
+        except RunError as error:
+            messages.append(str(error))
+            if len(messages) == 2:
+                break
+            there = [path.name for path in folder.iterdir()]
+            subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
+        else:
+            last = number
+    return last, messages[0], there, messages[1], checkpoints.load(engine, optimizer), marks(engine, optimizer)
+
+
+def test_a_disk_that_is_full_and_then_read_only(small_disk: Path) -> None:
+    ((last, full, there, frozen, state, found),) = run_world(fill_then_freeze, 1, small_disk)
+    assert last > 1 and len(there) == last and not any("partial" in name for name in there)
+    assert "No space left on device" in full and f"step {last + 1} " in full
+    assert "Read-only file system" in frozen and f"step {last + 2} " in frozen
+    assert state["step"] == last and found == {float(last)}
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
