@@ -246,6 +246,24 @@ def doctor(run: Annotated[Path, typer.Argument(help="A run folder, of a run that
 
 
 @app.command()
+def chaos(
+    job_file: JobFile = None,
+    settings: Settings = None,
+    layout: Annotated[str | None, typer.Option(help="Short for --set layout=...")] = None,
+    faults: Annotated[int, typer.Option(min=1, help="How many faults.")] = 10,
+    seed: Annotated[int, typer.Option(min=0, help="Of the draw of faults.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Runs a job twice, once under random real faults (kill -9, SIGSTOP, flipped bits, NaN), and prints the tally."""
+    from shardwise.guard.chaos import chaos_job
+
+    tally = chaos_job(job_file, [*(settings or []), *[f"layout={layout}"] * bool(layout)], faults, seed, say)
+    say(json.dumps(tally.as_dict()) if as_json else tally.text())
+    if not tally.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
 def sample(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
     prompt: Annotated[str, typer.Option(help="What the text starts with.")] = "",

@@ -175,6 +175,12 @@ class Run(Section):
     """How often all workers begin again from the newest good checkpoint, in a row, without getting any further."""
     patience: float = Field(300.0, gt=0)
     """Seconds without progress of any worker, after which the one that the others wait for counts as stuck."""
+    on_nan: Literal["skip", "rollback", "stop"] = "skip"
+    """After a step whose gradients are not finite and update nothing: go on, go back to the last checkpoint and try
+    once more, or end the run. Under a loss scale that moves it is always skip."""
+    spike: float = Field(0.0, ge=0)
+    """Deviations above the median of the last losses from which a loss is a spike: the run goes back to the last
+    checkpoint and leaves out the batches since; 0: none is looked for."""
 
 
 class Validation(Section):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from shardwise.errors import RunError
+from shardwise.guard.numbers import Spikes
 from shardwise.guard.nursery import Nursery
 from shardwise.guard.victim import Fault, happened, plant
 from shardwise.job import Job, make_job
@@ -92,3 +94,52 @@ def test_restarts_that_get_no_further_are_bounded(nursery: Nursery, tmp_path: Pa
         match="rank 0 was killed by SIGKILL, in step 3, computing. Given up after 1 restart that got no further.",
     ):
         train(nursery, small_job(tmp_path / "run", run={"restarts": 1}), "shard=2", *faults)
+
+
+def test_a_passing_nan_is_rolled_back_and_leaves_no_trace(
+    undisturbed: RunFolder, nursery: Nursery, tmp_path: Path
+) -> None:
+    run = train(nursery, small_job(tmp_path / "run", run={"on_nan": "rollback"}), "shard=2", Fault("nan", 1, 7))
+    assert curve(run) == curve(undisturbed)
+    (event,) = events(run, "rollback")
+    assert event["message"] == (
+        "step 7 had a gradient norm of nan: nothing was updated; taken again the step is finite, so what was wrong has "
+        "passed; going back to step 4."
+    )
+
+
+@pytest.mark.parametrize("layout", ["shard=2", "pipeline=2", "tensor=2"])
+def test_infinity_is_traced_to_its_module_and_rank(layout: str, nursery: Nursery, tmp_path: Path) -> None:
+    job = small_job(tmp_path / "run", run={"on_nan": "stop"})
+    with pytest.raises(
+        RunError, match=r'step 3 .*: nothing was updated; it begins in the output of [\w.]*up on rank 1. .*"stop"'
+    ):
+        train(nursery, job, layout, Fault("inf", 1, 3, "up"))
+
+
+def test_a_step_that_is_never_finite_is_skipped_after_a_second_try(nursery: Nursery, tmp_path: Path) -> None:
+    run = train(nursery, small_job(tmp_path / "run", run={"on_nan": "rollback"}), "shard=2", Fault("inf", 0, 6, "up"))
+    assert len(events(run, "rollback")) == len(events(run, "skipped")) == 1
+    assert [record["step"] for record in run.metrics()] == list(range(1, 13))
+
+
+def test_a_spike_is_left_out_with_the_batches_since_the_checkpoint(nursery: Nursery, tmp_path: Path) -> None:
+    changes = {"steps": 24, "checkpoint": {"every": 18}}
+    job = small_job(tmp_path / "run", run={"spike": 10.0}, **changes)
+    run = train(nursery, job, "shard=2", Fault("spike", 0, 20), Fault("spike", 1, 20, number=1))
+    (event,) = events(run, "rollback")
+    assert str(event["message"]).startswith("step 20 had a loss of 1000, ")
+    assert str(event["message"]).endswith("going back to step 18 and leaving out the 2 batches since.")
+    assert run.skips() == [(18, 2)]
+    other = small_job(tmp_path / "other", run={"folder": str(tmp_path / "other")}, **changes)
+    RunFolder(tmp_path / "other").path.mkdir()
+    RunFolder(tmp_path / "other").add_skip(18, 2)
+    assert curve(train(nursery, other, "shard=2")) == curve(run)
+
+
+def test_spikes_are_told_from_noise() -> None:
+    draw = random.Random(0)
+    clean = [3.0 * 0.999**step + draw.gauss(0, 0.05) for step in range(10_000)]
+    spikes = Spikes(10.0)
+    assert not any(spikes.judge(loss) for loss in clean)
+    assert spikes.judge(2.0) and spikes.judge(2.0) and not spikes.judge(clean[-1])

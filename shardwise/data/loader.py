@@ -19,7 +19,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import count
@@ -35,6 +35,8 @@ from shardwise.data.stream import Samples, Stream, share
 from shardwise.errors import DataError
 from shardwise.words import counted
 
+Skips = Sequence[tuple[int, int]]
+"""Batches that are left out: from which step on, and how many."""
 Batches = Generator[tuple[int, Samples], None, None]
 Ready = queue.SimpleQueue[tuple[int, Samples] | BaseException | None]
 _CPU = torch.device("cpu")
@@ -50,8 +52,10 @@ class _Share:
     samples: int
     ranks: int
     rank: int
+    skips: Skips = ()
 
     def places(self, step: int) -> np.ndarray:
+        step += sum(batches for at, batches in self.skips if at <= step)
         return share(step, self.samples, self.ranks, self.rank)
 
     def read(self, step: int) -> Samples:
@@ -71,6 +75,7 @@ class Loader:
         workers: int = 0,
         prefetch: int = 2,
         device: torch.device = _CPU,
+        skips: Skips = (),
     ):
         """`samples_per_batch` counts the whole batch of all `ranks` together. For CUDA devices memory is pinned."""
         if samples_per_batch % ranks:
@@ -83,7 +88,7 @@ class Loader:
         self._ready: Ready = queue.SimpleQueue()
         self._slots = threading.Semaphore(prefetch)
         self._failure: BaseException | None = None
-        own = _Share(stream, samples_per_batch, ranks, rank)
+        own = _Share(stream, samples_per_batch, ranks, rank, skips)
         stop = threading.Event()
         batches = _from_workers(own, first_step, workers, stop) if workers else _from_here(own, first_step)
         # The thread must not hold the loader itself, or one that is dropped without a close would never be collected.

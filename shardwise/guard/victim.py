@@ -23,7 +23,7 @@ from shardwise import step as stepping
 from shardwise.data.stream import Stream
 from shardwise.files import write_text
 from shardwise.train import checkpoint, worker
-from shardwise.train.loop import Trainer
+from shardwise.train.loop import Told, Trainer
 from shardwise.train.stored import good_checkpoints
 
 PHASES = ("data", "forward", "backward", "optimizer", "save", "load")
@@ -32,7 +32,7 @@ PHASES = ("data", "forward", "backward", "optimizer", "save", "load")
 @dataclass(frozen=True)
 class Fault:
     kind: str
-    """kill, stop, flip, nan, loop, sleep, raise, skip or mismatch."""
+    """kill, stop, flip, nan, inf, spike, loop, sleep, raise, skip or mismatch."""
     rank: int
     step: int
     phase: str = "data"
@@ -88,6 +88,13 @@ class _Harm:
         trainer.optimizer.register_step_pre_hook(lambda *_: self.fire("optimizer"))
         _after(checkpoint, "write_pieces", lambda: self.fire("save"))
         _after(engine.data, "reduce", self._poison)
+        if any(fault.kind == "inf" for fault in self.faults):
+            for name, module in engine.chains[-1].named_modules():
+                if not list(module.children()) and name.endswith(self.faults[0].phase):
+                    module.register_forward_hook(self._blow_up)
+                    break
+        if any(fault.kind == "spike" for fault in self.faults):
+            _after(trainer, "_measure", self._raise_loss)
         if any(fault.kind == "sleep" for fault in self.faults):
             _before(Stream, "read", self._sleep)
         if any(fault.kind in ("skip", "mismatch") for fault in self.faults):
@@ -130,6 +137,14 @@ class _Harm:
     def _poison(self) -> None:
         if self.due("nan"):
             self.trainer.engine.holdings[0].grad.view(-1)[:1] = float("nan")
+
+    def _blow_up(self, module: torch.nn.Module, given: Any, output: Any) -> Any:
+        """At its step a module gives infinity, as often as the step is taken."""
+        return output * float("inf") if self.step == self.faults[0].step else None
+
+    def _raise_loss(self) -> None:
+        if self.step >= self.faults[0].step and self.due("spike"):
+            self.trainer.last = Told(1e3, 1.0, False)
 
     def _sleep(self, stream: Stream, places: Any) -> None:
         if places[0] // self.trainer.job.samples >= self.faults[0].step - 1 and self.due_now("sleep"):

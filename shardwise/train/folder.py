@@ -6,6 +6,8 @@ What lies in it:
     metrics.jsonl    one object per step       events.jsonl   what happened, in words
     checkpoints/     see `checkpoint`          errors/        what a worker said when it failed
     tokenizer.json   where it is not `bytes`   bad-records.txt  what `data.bad = "skip"` passed over
+    beats/           signs of life of ranks    doctor/        what was found when ranks died or hung
+    skips.json       batches left out after a spike of the loss
 """
 
 from __future__ import annotations
@@ -77,6 +79,14 @@ class RunFolder:
         kept = [json.dumps(record) + "\n" for record in self.metrics() if record.get("step", 0) <= step]
         if (self.path / "metrics.jsonl").exists():
             write_text(self.path / "metrics.jsonl", "".join(kept))
+
+    def skips(self) -> list[tuple[int, int]]:
+        """Batches that the run leaves out: from which step on, and how many."""
+        path = self.path / "skips.json"
+        return [(step, count) for step, count in json.loads(path.read_text())] if path.exists() else []
+
+    def add_skip(self, step: int, count: int) -> None:
+        write_text(self.path / "skips.json", json.dumps([*self.skips(), (step, count)]))
 
     def write_error(self, rank: int, record: dict[str, Any]) -> None:
         self.errors.mkdir(parents=True, exist_ok=True)

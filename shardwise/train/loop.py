@@ -23,6 +23,7 @@ from shardwise.data.make import make_sources
 from shardwise.data.objectives import objective_of
 from shardwise.data.stream import Samples, Stream
 from shardwise.errors import RunError
+from shardwise.guard.numbers import Spikes, trace
 from shardwise.job import Job
 from shardwise.kinds import DLRM, MoE
 from shardwise.layout import MADE, Layout
@@ -41,9 +42,10 @@ from shardwise.train.folder import RunFolder
 from shardwise.train.here import cluster_here
 from shardwise.train.progress import Progress
 from shardwise.train.validate import validate
-from shardwise.words import signal_name
+from shardwise.words import counted, signal_name
 
 PATIENCE = 10  # steps in a row without a finite gradient, after which a run is given up
+ROLLBACKS = 5  # spikes of the loss in a run that are left out
 
 
 @dataclass
@@ -58,6 +60,23 @@ class StopFlag:
         if engine.mesh.layout.world > 1:
             all_reduce(flag, dist.ReduceOp.MAX)
         return flag
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the last step gave, read from the device; the same on every rank."""
+
+    loss: float
+    norm: float
+    skipped: bool
+
+
+class GoBack(Exception):
+    """A step after which this run goes back to the last checkpoint."""
+
+    def __init__(self, done: int, why: str, leave_out: bool):
+        super().__init__(why)
+        self.done, self.leave_out = done, leave_out
 
 
 @dataclass
@@ -76,8 +95,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self.engine = parallelize(self.job, self.layout, self.device, order=self._order())
         self.optimizer = optimizer_of(self.job, self.engine)
-        compiled = self.job.compiles(self.device.type, self.layout)
-        self.step = taker(self.engine, self.optimizer, self.job.optimizer.clip, compiled)
+        self.step = self._taker()
         self.main = self.engine.mesh.rank == 0
         keep, asynchronous = self.job.checkpoint.keep, self.job.checkpoint.asynchronous
         self.checkpoints = Checkpoints(self.folder.checkpoints, keep, asynchronous)
@@ -89,6 +107,13 @@ class Trainer:
         self.step_flops = 3 * flops_of(self.job) * self.job.samples
         self.peak = peak_rate(self.device, self.job.precision)
         self.skipped_in_a_row = 0
+        self.spikes = Spikes(self.job.run.spike)
+        self.retried: set[int] = set()
+        self.last = Told(math.nan, math.nan, False)
+
+    def _taker(self) -> Callable[[Samples], Outcome]:
+        compiled = self.job.compiles(self.device.type, self.layout)
+        return taker(self.engine, self.optimizer, self.job.optimizer.clip, compiled)
 
     def _order(self) -> Order | None:
         """Of a schedule that is made: the first rank's, so that all have the same however their machines differ."""
@@ -102,12 +127,24 @@ class Trainer:
 
     def run(self) -> None:
         first = self._restore()
+        try:
+            while True:
+                try:
+                    return self._train(first)
+                except GoBack as reason:
+                    first = self._go_back(reason)
+        finally:
+            self.progress.close()
+
+    def _train(self, first: int) -> None:
+        """Takes all steps from `first` on, or until it is told to stop."""
         last = self.job.total_steps
         stream = Stream(self.training, self.job.seed, objective=objective_of(self.job.model, self.job.seed))
         data = self.engine.mesh["reads"]
         loader = Loader(
             stream, self.job.samples, data.size, data.index, first,
             workers=self.job.data.workers, prefetch=self.job.data.prefetch, device=self.device,
+            skips=self.folder.skips(),
         )  # fmt: skip
         batches: Iterator[tuple[int, Samples]] = iter(loader)
         ahead = self.job.embedding.ahead
@@ -126,6 +163,7 @@ class Trainer:
                 if self.engine.meeting is not None:
                     self.engine.meeting.after(done, last)
                 told = self._measure(done, outcome, rate, begin, loader.wait_seconds - waited)
+                self._watch_over(done, samples)
                 if _due(done, self.job.validation.every) and done < last:
                     self._validate(done)
                 if _due(done, self.job.checkpoint.every) or done == last or told:
@@ -144,7 +182,6 @@ class Trainer:
             self.checkpoints.finish()
         finally:
             loader.close()
-            self.progress.close()
 
     def _restore(self) -> int:
         """The step to go on from."""
@@ -192,7 +229,7 @@ class Trainer:
             values.extend(routing(model, engine.chains, engine.mesh["world"], self.device, *own))
         loss, norm, skipped, scale, told, *more = torch.stack(values).tolist()  # the one wait for the device in a step
         seconds = time.perf_counter() - begin
-        self._watch_over(done, bool(skipped), norm)
+        self.last = Told(loss, norm, bool(skipped))
         if not self.main:
             return int(told)
         record: dict[str, Any] = {
@@ -218,15 +255,59 @@ class Trainer:
         self.progress.show(record)
         return int(told)
 
-    def _watch_over(self, done: int, skipped: bool, norm: float) -> None:
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
-        if skipped:
-            self._event("skipped", f"step {done} had a gradient norm of {norm}: nothing was updated.", step=done)
+    def _watch_over(self, done: int, samples: Samples) -> None:
+        """Judges the last step, on every rank alike."""
+        told = self.last
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if told.skipped else 0
+        if told.skipped:
+            self._judge_skipped(done, told.norm, samples)
+        elif spike := self.spikes.judge(told.loss):
+            if len(self.folder.skips()) < ROLLBACKS:
+                raise GoBack(done, f"step {done} had {spike}", leave_out=True)
+            self._event("spike", f"step {done} had {spike}; {ROLLBACKS} were left out already.", step=done)
+
+    def _judge_skipped(self, done: int, norm: float, samples: Samples) -> None:
+        message = f"step {done} had a gradient norm of {norm}: nothing was updated"
+        policy, moving = self.job.run.on_nan, self.engine.scale.dynamic
+        if self.skipped_in_a_row == 1 and not moving and self._traceable():
+            message += f"; {trace(self.engine, samples)}"
+        if policy == "stop" and not moving:
+            raise RunError(f'{message}. The run ends here because of run.on_nan = "stop".')
+        if policy == "rollback" and not moving and done not in self.retried:
+            self.retried.add(done)
+            raise GoBack(done, message, leave_out=False)
+        self._event("skipped", f"{message}.", step=done)
         if self.skipped_in_a_row >= PATIENCE:
             raise RunError(
                 f"the gradients of {PATIENCE} steps in a row, up to step {done}, were not finite; "
                 "lower the learning rate, or use precision bf16 or float32."
             )
+
+    def _traceable(self) -> bool:
+        """Whether a step can be taken again without a trace of its own: no tables, no debts, no compiled blocks."""
+        compiled = self.job.compiles(self.device.type, self.layout)
+        return not (compiled or isinstance(self.engine, Recommender) or self.job.gradient.compress)
+
+    def _go_back(self, reason: GoBack) -> int:
+        """Loads the last checkpoint. Returns the step to go on from."""
+        state = None if isinstance(self.engine, Recommender) else self.checkpoints.load(self.engine, self.optimizer)
+        if state is None:
+            self._event("trouble", f"{reason}; there is no checkpoint to go back to.", step=reason.done)
+            return reason.done
+        first = int(state["step"])
+        how = f"going back to step {first}"
+        if reason.leave_out:
+            how += f" and leaving out the {counted(reason.done - first, 'batch')} since"
+            if self.main:
+                self.folder.add_skip(first, reason.done - first)
+        if self.main:
+            self.folder.forget_after(first)
+        if self.engine.mesh["world"].size > 1:
+            dist.barrier()  # all read the same list of what is left out
+        self._event("rollback", f"{reason}; {how}.", step=reason.done)
+        self.step = self._taker()
+        self.spikes = Spikes(self.job.run.spike)
+        return first
 
     def _event(self, kind: str, message: str, **facts: Any) -> None:
         if self.main:

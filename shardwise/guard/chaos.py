@@ -1,0 +1,155 @@
+"""A job under random real faults, beside the same job undisturbed: what was noticed, how fast, and what came of it."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import JobError
+from shardwise.guard.nursery import Nursery
+from shardwise.guard.victim import PHASES, Fault, happened, plant
+from shardwise.job import Job, load_job
+from shardwise.layout import Layout
+from shardwise.parallel.parallelize import check
+from shardwise.train.folder import RunFolder
+from shardwise.train.launch import launch
+
+VICTIM = "shardwise.guard.victim"
+KINDS = ("kill", "kill", "kill", "stop", "flip", "nan")  # the first is drawn half of the time
+NOTICED = ("killed", "stopped", "stuck", "failed", "rollback")
+
+
+@dataclass(frozen=True)
+class Tale:
+    """What became of one fault."""
+
+    fault: Fault
+    noticed: str
+    """The event that names it, empty where there is none."""
+    seconds: float
+    named: bool
+    """Whether the event names its rank, or for a NaN its step."""
+
+
+@dataclass(frozen=True)
+class Tally:
+    layout: str
+    tales: list[Tale]
+    finished: bool
+    equal: bool
+    """Whether loss and gradient norm of every step are those of the undisturbed run, bit by bit."""
+    lost: int
+    repeated: int
+    flips: int
+    refused: int
+    """Damaged checkpoints that were made, and that were refused when a run wanted to load them."""
+
+    @property
+    def ok(self) -> bool:
+        return (
+            self.finished and self.equal and not self.lost and not self.repeated and all(t.noticed for t in self.tales)
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"ok": self.ok}
+
+    def text(self) -> str:
+        rows = ["fault  rank  step  phase      noticed   after", "-----  ----  ----  ---------  --------  ------"]
+        for tale in self.tales:
+            fault, after = tale.fault, f"{tale.seconds:.2f} s" if tale.noticed else ""
+            where = f"{fault.kind:<5}  {fault.rank:>4}  {fault.step:>4}  {fault.phase:<9}"
+            rows.append(f"{where}  {tale.noticed or 'NOT':<8}  {after}")
+        named = sum(tale.named for tale in self.tales)
+        slowest = max((tale.seconds for tale in self.tales if tale.noticed), default=0.0)
+        rows += [
+            f"layout '{self.layout}': {len(self.tales)} faults, {named} named rightly, the slowest after {slowest:.2f} s;",
+            f"the run {'finished' if self.finished else 'DID NOT FINISH'}; its curve "
+            f"{'equals' if self.equal else 'DIFFERS FROM'} that of the undisturbed run, bit by bit;",
+            f"samples lost: {self.lost}, repeated: {self.repeated}; damaged checkpoints refused: {self.refused}, "
+            f"loaded: {0 if self.equal else 'unknown'}.",
+        ]
+        return "\n".join(rows)
+
+
+def draw_faults(count: int, seed: int, world: int, job: Job) -> list[Fault]:
+    """Faults at random ranks, steps and phases, in the order of their steps; none in the first two steps."""
+    draw = random.Random(seed)
+    every = job.checkpoint.every
+    if job.total_steps < 4 or not every:
+        raise JobError("chaos needs at least 4 steps, and checkpoint.every above 0.")
+    steps = sorted(draw.randint(3, job.total_steps - 1) for _ in range(count))
+    faults = []
+    for number, step in enumerate(steps):
+        kind, rank = draw.choice(KINDS), draw.randrange(world)
+        phase = "data" if kind == "flip" else "gradient" if kind == "nan" else draw.choice(PHASES)
+        faults.append(Fault(kind, rank, step, phase, number))
+    return faults
+
+
+def chaos_job(
+    job_file: Path | None, settings: list[str], faults: int, seed: int, say: Callable[[str], None]
+) -> Tally:  # fmt: skip
+    """Runs a job twice in its layout, the second time with faults planted, and compares."""
+    job = load_job(job_file, settings)
+    if job.layout == "auto":
+        raise JobError("chaos needs a layout of more than one process; give one with --layout, such as 'shard=2'.")
+    layout = Layout.parse(job.layout)
+    check(job, layout)
+    if layout.world == 1:
+        raise JobError(f"layout '{layout}' has one process, which nobody supervises; chaos needs two or more.")
+    base = RunFolder.create(_beneath(job, "undisturbed", faults))
+    nursery = Nursery(VICTIM)
+    try:
+        plant(base.path, [])
+        say("the undisturbed run:")
+        launch(base, layout, resume=False, entry=f"{VICTIM}:main", nursery=nursery)
+        say(f"the same with {faults} faults:")
+        harmed = RunFolder.create(_beneath(job, "harmed", faults))
+        drawn = draw_faults(faults, seed, layout.world, job)
+        plant(harmed.path, drawn)
+        launch(harmed, layout, resume=False, entry=f"{VICTIM}:main", nursery=nursery)
+    finally:
+        nursery.close()
+    return judge(str(layout), drawn, harmed, base)
+
+
+def _beneath(job: Job, name: str, faults: int) -> Job:
+    """The job in a folder of its own, with as many restarts as there are faults."""
+    folder = str(Path(job.run.folder or "runs/chaos") / name)
+    kept = max(2, job.checkpoint.keep)
+    run = job.run.model_copy(update={"folder": folder, "restarts": faults + 1, "on_nan": "rollback"})
+    return job.model_copy(update={"run": run, "checkpoint": job.checkpoint.model_copy(update={"keep": kept})})
+
+
+def judge(layout: str, faults: list[Fault], harmed: RunFolder, base: RunFolder) -> Tally:
+    times = happened(harmed.path)
+    left = [event for event in harmed.events() if event["event"] in NOTICED]
+    tales = []
+    for fault in sorted((fault for fault in faults if fault.number in times), key=lambda one: times[one.number]):
+        when = times[fault.number]
+        event = next((event for event in left if event["time"] >= when), None)
+        if event is None:
+            tales.append(Tale(fault, "", 0.0, False))
+            continue
+        left.remove(event)
+        named = "step" in event if fault.kind == "nan" else event.get("rank") == fault.rank
+        tales.append(Tale(fault, event["event"], event["time"] - when, named))
+    ours, theirs = _curve(harmed), _curve(base)
+    steps = [record[0] for record in ours]
+    batch = harmed.job().samples
+    damaged = [event for event in harmed.events() if event["event"] == "damaged checkpoint"]
+    return Tally(
+        layout, tales, any(event["event"] == "finished" for event in harmed.events()), ours == theirs,
+        lost=batch * len({record[0] for record in theirs} - set(steps)),
+        repeated=batch * (len(steps) - len(set(steps))),
+        flips=sum(tale.fault.kind == "flip" for tale in tales), refused=len(damaged),
+    )  # fmt: skip
+
+
+def _curve(run: RunFolder) -> list[tuple[int, int, str]]:
+    """Step, samples, and loss and norm to the last bit."""
+    return [(r["step"], r["samples"], json.dumps([r["loss"], r["grad_norm"]])) for r in run.metrics()]
