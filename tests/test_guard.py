@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import RunError
+from shardwise.guard.chaos import chaos_job
 from shardwise.guard.numbers import Spikes
 from shardwise.guard.nursery import Nursery
 from shardwise.guard.victim import Fault, happened, plant
@@ -143,3 +144,13 @@ def test_spikes_are_told_from_noise() -> None:
     spikes = Spikes(10.0)
     assert not any(spikes.judge(loss) for loss in clean)
     assert spikes.judge(2.0) and spikes.judge(2.0) and not spikes.judge(clean[-1])
+
+
+def test_chaos_in_short(tmp_path: Path) -> None:
+    job = small_job(tmp_path, steps=14, checkpoint={"every": 3}).text()
+    (tmp_path / "job.toml").write_text(job)
+    tally = chaos_job(tmp_path / "job.toml", ["layout=shard=2"], 4, 175, print)
+    print(tally.text())
+    assert {tale.fault.kind for tale in tally.tales} == {"kill", "stop", "flip", "nan"}
+    assert tally.ok, tally.text()
+    assert tally.flips == tally.refused == 1

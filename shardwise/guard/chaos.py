@@ -11,16 +11,17 @@ from typing import Any
 
 from shardwise.errors import JobError
 from shardwise.guard.nursery import Nursery
-from shardwise.guard.victim import PHASES, Fault, happened, plant
+from shardwise.guard.victim import PHASES, Fault, happened, plant, samples_of
 from shardwise.job import Job, load_job
 from shardwise.layout import Layout
 from shardwise.parallel.parallelize import check
 from shardwise.train.folder import RunFolder
 from shardwise.train.launch import launch
+from shardwise.words import counted
 
 VICTIM = "shardwise.guard.victim"
 KINDS = ("kill", "kill", "kill", "stop", "flip", "nan")  # the first is drawn half of the time
-NOTICED = ("killed", "stopped", "stuck", "failed", "rollback")
+EVENT = {"kill": "killed", "stop": "stopped", "flip": "killed", "nan": "rollback"}
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,14 @@ class Tally:
             rows.append(f"{where}  {tale.noticed or 'NOT':<8}  {after}")
         named = sum(tale.named for tale in self.tales)
         slowest = max((tale.seconds for tale in self.tales if tale.noticed), default=0.0)
+        verdict = "equals" if self.equal else "DIFFERS FROM"
         rows += [
-            f"layout '{self.layout}': {len(self.tales)} faults, {named} named rightly, the slowest after {slowest:.2f} s;",
-            f"the run {'finished' if self.finished else 'DID NOT FINISH'}; its curve "
-            f"{'equals' if self.equal else 'DIFFERS FROM'} that of the undisturbed run, bit by bit;",
-            f"samples lost: {self.lost}, repeated: {self.repeated}; damaged checkpoints refused: {self.refused}, "
-            f"loaded: {0 if self.equal else 'unknown'}.",
+            f"layout '{self.layout}': {counted(len(self.tales), 'fault')}, {named} named rightly, the slowest after "
+            f"{slowest:.2f} s;",
+            f"the run {'finished' if self.finished else 'DID NOT FINISH'}; its curve {verdict} that of the undisturbed "
+            "run, bit by bit;",
+            f"samples lost: {self.lost}, repeated: {self.repeated}; checkpoints damaged: {self.flips}, refused: "
+            f"{self.refused}.",
         ]
         return "\n".join(rows)
 
@@ -85,6 +88,8 @@ def draw_faults(count: int, seed: int, world: int, job: Job) -> list[Fault]:
     faults = []
     for number, step in enumerate(steps):
         kind, rank = draw.choice(KINDS), draw.randrange(world)
+        if kind == "flip" and step < 2 * every + 3:
+            kind = "kill"  # there is no second checkpoint yet to fall back on
         phase = "data" if kind == "flip" else "gradient" if kind == "nan" else draw.choice(PHASES)
         faults.append(Fault(kind, rank, step, phase, number))
     return faults
@@ -127,26 +132,23 @@ def _beneath(job: Job, name: str, faults: int) -> Job:
 
 def judge(layout: str, faults: list[Fault], harmed: RunFolder, base: RunFolder) -> Tally:
     times = happened(harmed.path)
-    left = [event for event in harmed.events() if event["event"] in NOTICED]
+    left = list(harmed.events())
     tales = []
     for fault in sorted((fault for fault in faults if fault.number in times), key=lambda one: times[one.number]):
-        when = times[fault.number]
-        event = next((event for event in left if event["time"] >= when), None)
+        when, kind = times[fault.number], EVENT[fault.kind]
+        event = next((event for event in left if event["time"] >= when and event["event"] == kind), None)
         if event is None:
             tales.append(Tale(fault, "", 0.0, False))
             continue
         left.remove(event)
-        named = "step" in event if fault.kind == "nan" else event.get("rank") == fault.rank
-        tales.append(Tale(fault, event["event"], event["time"] - when, named))
-    ours, theirs = _curve(harmed), _curve(base)
-    steps = [record[0] for record in ours]
-    batch = harmed.job().samples
-    damaged = [event for event in harmed.events() if event["event"] == "damaged checkpoint"]
+        named = event["step"] >= fault.step if fault.kind == "nan" else event.get("rank") == fault.rank
+        tales.append(Tale(fault, kind, event["time"] - when, named))
+    wanted, taken = ([place for ids in samples_of(run.path).values() for place in ids] for run in (base, harmed))
+    kinds = [event["event"] for event in harmed.events()]
     return Tally(
-        layout, tales, any(event["event"] == "finished" for event in harmed.events()), ours == theirs,
-        lost=batch * len({record[0] for record in theirs} - set(steps)),
-        repeated=batch * (len(steps) - len(set(steps))),
-        flips=sum(tale.fault.kind == "flip" for tale in tales), refused=len(damaged),
+        layout, tales, "finished" in kinds, _curve(harmed) == _curve(base),
+        lost=len(set(wanted) - set(taken)), repeated=len(taken) - len(set(taken)),
+        flips=len(list((harmed.path / "faults").glob("flipped-*"))), refused=kinds.count("damaged checkpoint"),
     )  # fmt: skip
 
 

@@ -151,9 +151,11 @@ class Supervisor:
     def _ended(self, nursery: Nursery) -> Fault:
         """A rank is dead. One that was killed could write nothing, so it comes before all; then who was first."""
         first = list(self.world.broken)
-        aborted = any(self.world.codes[rank] == -signal.SIGABRT for rank in first)  # perhaps another's mistake
-        doctor.ask(self.run, self.world.alive, 2.0 if aborted else 0.0)
-        self._drain(nursery, LAST_WORDS)
+        codes = [self.world.codes[rank] for rank in first]
+        aborted = -signal.SIGABRT in codes  # perhaps another's mistake
+        killed = min(codes) < 0 and not aborted
+        doctor.ask(self.run, self.world.alive, 2.0 if aborted else 0.2 if killed else 0.0)
+        self._drain(nursery, GLANCE if killed else LAST_WORDS)
         records = self.written.error_records()
         heard = {record["rank"] for record in records}
         silent = [rank for rank in self.world.broken if rank not in heard and self.world.codes[rank] < 0]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardwise import step as stepping
-from shardwise.data.stream import Stream
+from shardwise.data.stream import Samples, Stream
 from shardwise.files import write_text
 from shardwise.train import checkpoint, worker
 from shardwise.train.loop import Told, Trainer
@@ -57,15 +57,27 @@ def main(arguments: list[str]) -> None:
     run, rank = Path(arguments[0]), int(os.environ["RANK"])
     done = happened(run)
     own = [fault for fault in planted(run) if fault.rank == rank and fault.number not in done]
-    if own:
-        begin = Trainer.run
+    begin = Trainer.run
 
-        def begin_harmed(trainer: Trainer) -> None:
-            _Harm(run, trainer, own).install()
-            begin(trainer)
+    def begin_harmed(trainer: Trainer) -> None:
+        _Harm(run, trainer, own).install()
+        begin(trainer)
 
-        Trainer.run = begin_harmed  # type: ignore[assignment, method-assign]
+    Trainer.run = begin_harmed  # type: ignore[assignment, method-assign]
     worker.main(arguments)
+
+
+def samples_of(run: Path) -> dict[int, list[int]]:
+    """Which samples each step was at last taken with, by place in the stream, in order."""
+    taken: dict[tuple[int, str], list[int]] = {}
+    for path in (run / "faults").glob("samples-*"):
+        for line in path.read_text().splitlines():
+            step, *ids = map(int, line.split())
+            taken[step, path.name] = ids
+    found: dict[int, list[int]] = {}
+    for (step, _), ids in taken.items():
+        found[step] = sorted(found.get(step, []) + ids)
+    return found
 
 
 class _Harm:
@@ -83,6 +95,10 @@ class _Harm:
 
         trainer.mark = note
         engine = trainer.engine
+        if engine.counts_samples:
+            _before(engine, "run", self._note_samples)
+        if not self.faults:
+            return
         for module in engine.chains[:1]:
             module.register_forward_hook(self._forward)
         trainer.optimizer.register_step_pre_hook(lambda *_: self.fire("optimizer"))
@@ -99,6 +115,10 @@ class _Harm:
             _before(Stream, "read", self._sleep)
         if any(fault.kind in ("skip", "mismatch") for fault in self.faults):
             self._disorder()
+
+    def _note_samples(self, samples: Samples, scale: Tensor) -> None:
+        with (self.run / "faults" / f"samples-{self.trainer.engine.mesh.rank}").open("a") as file:
+            file.write(" ".join(map(str, [self.step, *samples.ids.flatten().tolist()])) + "\n")
 
     def due(self, *kinds: str, phase: str | None = None) -> Fault | None:
         """The fault of these kinds whose time has come, marked as happened."""
@@ -197,3 +217,4 @@ def flip_bit(run: Path, seed: int) -> None:
     content = bytearray(path.read_bytes())
     content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
     path.write_bytes(content)
+    (run / "faults" / f"flipped-{seed}").write_text(f"{path.parent.name}/{path.name}")

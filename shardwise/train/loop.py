@@ -291,12 +291,12 @@ class Trainer:
     def _go_back(self, reason: GoBack) -> int:
         """Loads the last checkpoint. Returns the step to go on from."""
         state = None if isinstance(self.engine, Recommender) else self.checkpoints.load(self.engine, self.optimizer)
-        if state is None:
-            self._event("trouble", f"{reason}; there is no checkpoint to go back to.", step=reason.done)
-            return reason.done
-        first = int(state["step"])
-        how = f"going back to step {first}"
-        if reason.leave_out:
+        # Without a checkpoint: a step that updated nothing can be taken again, one that did is left as it is.
+        first = int(state["step"]) if state is not None else reason.done - (not reason.leave_out)
+        how = (
+            f"going back to step {first}" if state is not None else f"without a checkpoint, going on from step {first}"
+        )
+        if reason.leave_out and state is not None:
             how += f" and leaving out the {counted(reason.done - first, 'batch')} since"
             if self.main:
                 self.folder.add_skip(first, reason.done - first)
