@@ -31,6 +31,7 @@ FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 PACKAGE = str(Path(__file__).parent.parent) + os.sep
 LEFT = "left the order of collectives that all follow"
 OWN = "shardwise/guard/beat.py"  # where a rank that fails writes down what it knows
+WRAPPER = "comm/collectives.py"  # who calls a collective is of interest, not what it goes through
 KEPT = 8  # findings that a run folder keeps
 
 
@@ -87,7 +88,7 @@ class Rank:
     @property
     def place(self) -> str:
         """Where in the code, the innermost line of ours and, of a rank that does not wait, the innermost of all."""
-        ours = [frame for frame in self.frames if frame[0].startswith(PACKAGE)]
+        ours = [frame for frame in self.frames if frame[0].startswith(PACKAGE) and not frame[0].endswith(WRAPPER)]
         if not self.frames:
             return ""
         innermost = self.frames[0]
