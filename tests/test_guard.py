@@ -67,14 +67,14 @@ def test_killed_and_stopped_ranks_are_named_and_the_curve_stays(
     job = small_job(tmp_path / "run", run={"restarts": 5})
     run = train(nursery, job, "shard=2", *faults)
     assert curve(run) == curve(undisturbed)
-    told = [event for kind in ("killed", "stopped") for event in events(run, kind)]
+    told = [event for kind in ("killed", "halted") for event in events(run, kind)]
     times = happened(run.path)
     assert len(times) == len(told) == len(faults)
     at = {(fault.rank, times[fault.number]) for fault in faults}
     for event in told:
         assert any(rank == event["rank"] and 0 < event["time"] - when < 5 for rank, when in at)  # type: ignore[operator]
         assert str(event["message"]).startswith(f"rank {event['rank']} ")
-    assert "is stopped (SIGSTOP)" in str(events(run, "stopped")[0]["message"])
+    assert "is stopped (SIGSTOP)" in str(events(run, "halted")[0]["message"])
     assert events(run, "resumed")[-1]["step"] in (4, 8)
 
 

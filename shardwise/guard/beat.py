@@ -36,6 +36,7 @@ class Beat:
         folder.mkdir(parents=True, exist_ok=True)
         self.rank, self.waits = rank, folder / f"rank-{rank}.waits"
         self._phase, self._step, self._since = "starting", 0, time.time()
+        self._who = {"rank": rank, "pid": os.getpid(), "host": socket.gethostname()}
         self._lock = threading.Lock()
         self._file = os.open(folder / f"rank-{rank}.json", os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
         self._stack = open(folder / f"rank-{rank}.stack", "w")  # noqa: SIM115 - for as long as the process lives
@@ -57,10 +58,8 @@ class Beat:
         between.replace(self.waits)
 
     def _write(self) -> None:
-        now = {
-            "rank": self.rank, "pid": os.getpid(), "host": socket.gethostname(), "step": self._step,
-            "phase": self._phase, "since": round(self._since, 3), "beat": round(time.time(), 3),
-        }  # fmt: skip
+        where = {"step": self._step, "phase": self._phase, "since": round(self._since, 3)}
+        now = {**self._who, **where, "beat": round(time.time(), 3)}
         with self._lock, suppress(OSError):  # a disk that is gone is told by what needs it
             os.pwrite(self._file, json.dumps(now).ljust(WIDTH - 1)[: WIDTH - 1].encode() + b"\n", 0)
 

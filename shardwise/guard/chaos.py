@@ -21,7 +21,7 @@ from shardwise.words import counted
 
 VICTIM = "shardwise.guard.victim"
 KINDS = ("kill", "kill", "kill", "stop", "flip", "nan")  # the first is drawn half of the time
-EVENT = {"kill": "killed", "stop": "stopped", "flip": "killed", "nan": "rollback"}
+EVENT = {"kill": "killed", "stop": "halted", "flip": "killed", "nan": "rollback"}
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ PAUSE, LONGEST = 0.5, 60.0  # seconds before another try; doubled each time, up 
 @dataclass(frozen=True)
 class Fault:
     kind: str
-    """killed, stopped, stuck or failed."""
+    """killed, halted, stuck or failed."""
     rank: int
     step: int
     sentence: str
@@ -182,7 +182,7 @@ class Supervisor:
     def _halted(self, nursery: Nursery, stopped: list[int]) -> Fault:
         """A rank is stopped or stuck."""
         fates = dict.fromkeys(stopped, "is stopped (SIGSTOP)")
-        kind = "stopped" if stopped else "stuck"
+        kind = "halted" if stopped else "stuck"
         wait = 0.5 if stopped else 2.0
         doctor.ask(self.run, {rank: pid for rank, pid in self.world.alive.items() if rank not in fates}, wait)
         finding = self._keep(kind, fates)
