@@ -22,6 +22,7 @@ from shardwise.words import counted
 VICTIM = "shardwise.guard.victim"
 KINDS = ("kill", "kill", "kill", "stop", "flip", "nan")  # the first is drawn half of the time
 EVENT = {"kill": "killed", "stop": "halted", "flip": "killed", "nan": "rollback"}
+ENDS = ("killed", "halted", "stuck", "failed", "rollback")
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,10 @@ class Tale:
 
     fault: Fault
     noticed: str
-    """The event that names it, empty where there is none."""
+    """The event that names it; "together": that of another fault that ended the same attempt; empty: none does."""
     seconds: float
     named: bool
-    """Whether the event names its rank, or for a NaN its step."""
+    """Whether the event is of its kind and names its rank, or for a NaN its step."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,12 @@ class Tally:
             where = f"{fault.kind:<5}  {fault.rank:>4}  {fault.step:>4}  {fault.phase:<9}"
             rows.append(f"{where}  {tale.noticed or 'NOT':<8}  {after}")
         named = sum(tale.named for tale in self.tales)
-        slowest = max((tale.seconds for tale in self.tales if tale.noticed), default=0.0)
+        together = sum(tale.noticed == "together" for tale in self.tales)
+        seconds = sorted(tale.seconds for tale in self.tales if tale.named) or [0.0]
         verdict = "equals" if self.equal else "DIFFERS FROM"
         rows += [
-            f"layout '{self.layout}': {counted(len(self.tales), 'fault')}, {named} named rightly, the slowest after "
-            f"{slowest:.2f} s;",
+            f"layout '{self.layout}': {counted(len(self.tales), 'fault')}, {named} named rightly, {together} together "
+            f"with another; after {seconds[len(seconds) // 2]:.2f} s in the median, {seconds[-1]:.2f} s at most;",
             f"the run {'finished' if self.finished else 'DID NOT FINISH'}; its curve {verdict} that of the undisturbed "
             "run, bit by bit;",
             f"samples lost: {self.lost}, repeated: {self.repeated}; checkpoints damaged: {self.flips}, refused: "
@@ -132,17 +134,16 @@ def _beneath(job: Job, name: str, faults: int) -> Job:
 
 def judge(layout: str, faults: list[Fault], harmed: RunFolder, base: RunFolder) -> Tally:
     times = happened(harmed.path)
-    left = list(harmed.events())
+    came = sorted((fault for fault in faults if fault.number in times), key=lambda one: times[one.number])
+    ends = [event for event in harmed.events() if event["event"] in ENDS]
+    by = {one.number: next((end for end in ends if end["time"] >= times[one.number]), None) for one in came}
+    named = {one.number for one in came if _names(by[one.number], one)}
     tales = []
-    for fault in sorted((fault for fault in faults if fault.number in times), key=lambda one: times[one.number]):
-        when, kind = times[fault.number], EVENT[fault.kind]
-        event = next((event for event in left if event["time"] >= when and event["event"] == kind), None)
-        if event is None:
-            tales.append(Tale(fault, "", 0.0, False))
-            continue
-        left.remove(event)
-        named = event["step"] >= fault.step if fault.kind == "nan" else event.get("rank") == fault.rank
-        tales.append(Tale(fault, kind, event["time"] - when, named))
+    for fault in came:
+        end = by[fault.number]
+        others = [one for one in came if by[one.number] is end and one.number in named]
+        word = "" if end is None else end["event"] if fault.number in named else "together" if others else ""
+        tales.append(Tale(fault, word, end["time"] - times[fault.number] if end else 0.0, fault.number in named))
     wanted, taken = ([place for ids in samples_of(run.path).values() for place in ids] for run in (base, harmed))
     kinds = [event["event"] for event in harmed.events()]
     return Tally(
@@ -150,6 +151,12 @@ def judge(layout: str, faults: list[Fault], harmed: RunFolder, base: RunFolder) 
         lost=len(set(wanted) - set(taken)), repeated=len(taken) - len(set(taken)),
         flips=len(list((harmed.path / "faults").glob("flipped-*"))), refused=kinds.count("damaged checkpoint"),
     )  # fmt: skip
+
+
+def _names(end: dict[str, Any] | None, fault: Fault) -> bool:
+    if end is None or end["event"] != EVENT[fault.kind]:
+        return False
+    return bool(end["step"] >= fault.step) if fault.kind == "nan" else fault.rank in end["ranks"]
 
 
 def _curve(run: RunFolder) -> list[tuple[int, int, str]]:

@@ -113,7 +113,8 @@ class Finding:
 
     @property
     def sentence(self) -> str:
-        return self.sentences[0]
+        """About the culprits."""
+        return " ".join(self.sentences[: max(1, len(self.culprits))])
 
 
 def look(folder: Path, fates: dict[int, str]) -> dict[int, Rank]:

@@ -38,7 +38,7 @@ PAUSE, LONGEST = 0.5, 60.0  # seconds before another try; doubled each time, up 
 class Fault:
     kind: str
     """killed, halted, stuck or failed."""
-    rank: int
+    ranks: list[int]
     step: int
     sentence: str
     said: str = ""
@@ -162,20 +162,17 @@ class Supervisor:
         silent = sorted(silent, key=lambda rank: rank not in first)
         beat = read_beats(self.run)
         if silent or not records:
-            rank = (silent or first)[0]
-            code = self.world.codes[rank]
-            fate = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-            finding = self._keep("killed", {rank: fate})
-            rank, sentence = (finding.culprits or [rank])[0], finding.sentence
-            fault = Fault("killed", rank, beat.get(rank, {}).get("step", 0), sentence)
+            finding = self._keep("killed", {rank: _fate(self.world.codes[rank]) for rank in silent or first[:1]})
+            ranks = finding.culprits or first[:1]
+            fault = Fault("killed", ranks, beat.get(ranks[0], {}).get("step", 0), finding.sentence)
         else:
             one = records[0]
             rank, said, code = one["rank"], one["trace"] or one["message"], one["exit_code"]
             said = said if code == 2 else f"rank {rank} failed: {said.rstrip()}"
             last = one["message"].strip().splitlines()[:1]
             finding = self._keep("failed", {rank: f"failed with {one['kind']}: {' '.join(last)}"})
-            rank, sentence = (finding.culprits or [rank])[0], finding.sentence
-            fault = Fault("failed", rank, beat.get(rank, {}).get("step", 0), sentence, said, one["trace"] is None, code)
+            ranks, step = finding.culprits or [rank], beat.get(rank, {}).get("step", 0)
+            fault = Fault("failed", ranks, step, finding.sentence, said, one["trace"] is None, code)
         self._end(nursery)
         return fault
 
@@ -186,10 +183,10 @@ class Supervisor:
         wait = 0.5 if stopped else 2.0
         doctor.ask(self.run, {rank: pid for rank, pid in self.world.alive.items() if rank not in fates}, wait)
         finding = self._keep(kind, fates)
-        rank = (finding.culprits or [0])[0]
-        step = read_beats(self.run).get(rank, {}).get("step", 0)
+        ranks = finding.culprits or [0]
+        step = read_beats(self.run).get(ranks[0], {}).get("step", 0)
         self._end(nursery)
-        return Fault(kind, rank, step, finding.sentence)
+        return Fault(kind, ranks, step, finding.sentence)
 
     def _keep(self, kind: str, fates: dict[int, str]) -> doctor.Finding:
         finding = doctor.diagnose(doctor.look(beats(self.run), fates), time.time())
@@ -229,8 +226,12 @@ class Supervisor:
         pause = 0.0 if self.tries == 1 else min(LONGEST, PAUSE * 2.0 ** (self.tries - 2))
         after = f" after {pause:g} s" if pause else ""
         message = f"{fault.sentence} All begin again{after} from the newest good checkpoint."
-        self.tell(fault.kind, message, rank=fault.rank, step=fault.step, restart=self.tries)
+        self.tell(fault.kind, message, ranks=fault.ranks, step=fault.step, restart=self.tries)
         time.sleep(pause)
+
+
+def _fate(code: int) -> str:
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
 
 @dataclass
