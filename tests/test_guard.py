@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from shardwise.errors import RunError
+from shardwise.guard.beat import read_beats
 from shardwise.guard.chaos import chaos_job
 from shardwise.guard.numbers import Spikes
 from shardwise.guard.nursery import Nursery
@@ -154,3 +159,20 @@ def test_chaos_in_short(tmp_path: Path) -> None:
     assert {tale.fault.kind for tale in tally.tales} == {"kill", "stop", "flip", "nan"}
     assert tally.ok, tally.text()
     assert tally.flips == tally.refused == 1
+
+
+def test_a_launcher_that_is_killed_leaves_a_checkpoint_and_no_orphans(tmp_path: Path) -> None:
+    job = small_job(tmp_path / "run", layout="shard=2", steps=1_000_000, checkpoint={"every": 0})
+    (tmp_path / "job.toml").write_text(job.text())
+    launcher = subprocess.Popen([sys.executable, "-m", "shardwise", "train", tmp_path / "job.toml"])
+    run, deadline = RunFolder(tmp_path / "run"), time.monotonic() + 120
+    while len(list(run.metrics())) < 3:
+        assert launcher.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    workers = [beat["pid"] for beat in read_beats(run.path).values()]
+    launcher.kill()
+    launcher.wait()
+    while any(psutil.pid_exists(pid) for pid in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert events(run, "stopped") and list(run.checkpoints.glob("step-*"))

@@ -20,10 +20,12 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
 
+GRACE = 60.0  # seconds that workers have to save when their launcher was killed outright
 Entry = Callable[[list[str]], None]
 
 
@@ -85,8 +87,13 @@ def serve(link: socket.socket) -> None:
                 pids = [_fork(link, rank, order) for rank in range(order["world"])]
                 children.update(pids)
                 _say(link, {"pids": pids})
+    # The caller is gone: workers save and end. Those that do not end with us.
     for pid in children:
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + GRACE
+    while children and time.monotonic() < deadline:
+        children = {pid for pid in children if not os.waitpid(pid, os.WNOHANG)[0]}
+        time.sleep(0.05)
 
 
 def _say(link: socket.socket, word: dict[str, Any]) -> None:

@@ -212,6 +212,8 @@ class Supervisor:
         if self.told:
             if fault.kind == "failed":
                 raise fault.error()
+            if not fault.step:
+                raise RunError(f"told to stop by {signal_name(self.told)} before training began.")
             raise RunError(f"told to stop by {signal_name(self.told)}, but {fault.sentence}")
         reached = max((beat["step"] for beat in read_beats(self.run).values()), default=0)
         self.tries = 1 if reached > self.furthest else self.tries + 1
