@@ -127,6 +127,7 @@ def test_the_plan_of_a_run(text: str) -> None:
 def test_a_calibrated_machine_is_planned_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "LEAST", 0.01)
     monkeypatch.setattr(calibrate, "CALLS", 4)
+    monkeypatch.setattr(calibrate, "FRESH", False)
     said = calibrate.calibrate_machine(tmp_path / "here.toml", processes=3, device="cpu")
     assert "3 x CPU" in said
     cluster = find_cluster(str(tmp_path / "here.toml"))

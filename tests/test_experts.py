@@ -263,6 +263,7 @@ def test_planted_bugs_are_caught(plant: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 def load_of(text: str, capacity: float = 0.0) -> list[expert.Routing]:
     """Of two steps; nothing has run since the second."""
+    METER.read()
     job = small(8, experts=4, capacity=capacity)
     engine = parallelize(job, Layout.parse(text), torch.device("cpu"))
     optimizer = make_optimizer(job.optimizer, engine.holdings)

@@ -29,9 +29,12 @@ from shardwise.errors import RunError, ShardwiseError
 
 
 def run_world(
-    function: Callable[..., Any], size: int, *args: Any, timeout: float = 240.0, backend: str = "gloo"
-) -> list[Any]:
-    """Runs `function(*args)` in `size` processes that form one world; returns what each gave, by rank."""
+    function: Callable[..., Any], size: int, *args: Any, timeout: float = 240.0, backend: str = "gloo",
+    fresh: bool = False,
+) -> list[Any]:  # fmt: skip
+    """Runs `function(*args)` in `size` processes that form one world; returns what each gave, by rank. `fresh`: this
+    process has computed nothing yet, so oneDNN has no threads in it; on ARM its products wait for ever for those that a
+    fork has left behind, so children of others do without it."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         workers, ends = [], []
@@ -39,7 +42,7 @@ def run_world(
         sys.stderr.flush()
         for rank in range(size):
             here, there = context.Pipe(duplex=False)
-            given = (function, args, rank, size, folder, there, backend)
+            given = (function, args, rank, size, folder, there, backend, fresh)
             worker = context.Process(target=_work, args=given, daemon=True)
             worker.start()
             there.close()
@@ -57,10 +60,11 @@ def run_world(
 
 def _work(
     function: Callable[..., Any], args: tuple[Any, ...], rank: int, size: int, folder: str, end: Connection,
-    backend: str,
+    backend: str, fresh: bool,
 ) -> None:  # fmt: skip
     faulthandler.register(signal.SIGUSR1, open(os.path.join(folder, f"stack{rank}"), "w"))  # noqa: SIM115
     torch.set_num_threads(1)
+    torch.backends.mkldnn.set_flags(fresh)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these worlds compute on the CPU, and CUDA does not survive a fork
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # nor does the compiler's pool of processes
     try:

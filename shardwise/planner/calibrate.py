@@ -39,6 +39,7 @@ from shardwise.planner.efficiency import efficiency_of
 from shardwise.planner.shape import shape_of
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FRESH = True  # nothing was computed in this process
 CALLS = 30  # of each collective: a count, as all ranks must make as many
 LEAST = 0.3  # seconds of any other work on a CPU
 CUT = Cut(tensor=1, context=1, expert=1, micro_batch=1)
@@ -92,12 +93,12 @@ def calibrate(kind: str, processes: int, tell: Callable[[str], None] = lambda _:
         tell("measuring one GPU")
         return _cluster(kind, torch.cuda.device_count(), _measure(kind), None)
     tell(f"measuring {processes} processes at once")
-    found = run_world(_measure, processes, kind)
+    found = run_world(_measure, processes, kind, fresh=FRESH)
     values = {key: statistics.mean(one[key] for one in found) for key in found[0]}
     if processes == 1:
         return _cluster(kind, processes, values, None)
     tell("measuring collectives")
-    links = run_world(_links, processes, ON_CPU.messages)
+    links = run_world(_links, processes, ON_CPU.messages, fresh=FRESH)
     values |= {key: statistics.mean(one[key] for one in links) for key in links[0]}
     return _cluster(kind, processes, values, Link(values["link"], values["hop"]))
 
