@@ -32,6 +32,7 @@ PACKAGE = str(Path(__file__).parent.parent) + os.sep
 LEFT = "left the order of collectives that all follow"
 OWN = "shardwise/guard/beat.py"  # where a rank that fails writes down what it knows
 WRAPPER = "comm/collectives.py"  # who calls a collective is of interest, not what it goes through
+LOOK = 2.0  # seconds in which a rank of a run that is well comes to something new
 KEPT = 8  # findings that a run folder keeps
 
 
@@ -266,11 +267,16 @@ def examine(run: Path) -> list[str]:
     here = {rank: beat for rank, beat in read_beats(run).items() if beat["host"] == socket.gethostname()}
     alive = {rank: beat["pid"] for rank, beat in here.items() if _is_worker(beat)}
     if alive:
+        time.sleep(LOOK)
+        later = read_beats(run)
+        step = max(beat["step"] for beat in here.values())
+        if all(later.get(rank, beat)["since"] != beat["since"] for rank, beat in here.items()):
+            return [f"the run is under way, at step {step}, and every rank makes progress."]
         fates = {rank: "is stopped" for rank, pid in alive.items() if is_stopped(pid)}
         fates |= dict.fromkeys(here.keys() - alive.keys(), "is gone")
         ask(run, {rank: pid for rank, pid in alive.items() if rank not in fates}, 2.0)
         now = time.time()
-        first = f"the run is under way, last at step {max(beat['step'] for beat in here.values())}; as it stands:"
+        first = f"the run is under way, at step {step}, but not every rank has made progress for {LOOK:g} s:"
         return [first, *diagnose(look(beats(run), fates), now).sentences]
     found = sorted((run / "doctor").glob("*/found.json"))
     if not found:
