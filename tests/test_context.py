@@ -33,13 +33,13 @@ def job(model: dict[str, object], **more: object) -> Job:
     "pipeline=2 context=2 tensor=2 schedule=interleaved", "replicate=2 shard=2 context=2 zero=3",
 ])  # fmt: skip
 def test_a_cut_sequence_computes_what_one_process_does(layout):
-    (record,) = verify(job(LLAMA), [Layout.parse(layout)])
+    (record,) = verify(job(LLAMA), [Layout.parse(layout)], steps=2)
     assert record.ok, record.sentence()
 
 
 @pytest.mark.parametrize("layout", ["context=3", "context=2 tensor=2 context_by=heads", "pipeline=2 context=2"])
 def test_learned_positions_and_dropout_lie_where_they_should(layout):
-    (record,) = verify(job(GPT2), [Layout.parse(layout)])
+    (record,) = verify(job(GPT2), [Layout.parse(layout)], steps=2)
     assert record.ok, record.sentence()
 
 
@@ -48,7 +48,7 @@ def test_learned_positions_and_dropout_lie_where_they_should(layout):
     "pipeline=2 context=2 tensor=2 expert=2 schedule=zbv",
 ])  # fmt: skip
 def test_experts_beside_a_cut_sequence(layout):
-    (record,) = verify(job(MOE), [Layout.parse(layout)])
+    (record,) = verify(job(MOE), [Layout.parse(layout)], steps=2)
     assert record.ok, record.sentence()
 
 
@@ -58,7 +58,7 @@ def test_experts_beside_a_cut_sequence(layout):
     (MOE | {"q_rank": 12, "kv_rank": 8, "rope_size": 4}, "pipeline=2 tensor=2"),
 ])  # fmt: skip
 def test_documents_do_not_see_one_another(model, layout):
-    (record,) = verify(job(model | {"document_end": 3}), [Layout.parse(layout)])
+    (record,) = verify(job(model | {"document_end": 3}), [Layout.parse(layout)], steps=2)
     assert record.ok, record.sentence()
 
 

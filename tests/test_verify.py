@@ -125,7 +125,7 @@ def assert_exact(record: Record) -> None:
 def test_pairwise(case: Case) -> None:
     layout = layout_of(case)
     assert layout is not None
-    assert_exact(*verify(job_of(case, layout), [layout]))
+    assert_exact(*verify(job_of(case, layout), [layout], steps=2))
 
 
 def test_every_pair_is_there() -> None:
