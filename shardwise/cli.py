@@ -14,6 +14,7 @@ from rich.table import Table
 
 from shardwise import __version__
 from shardwise.errors import JobError, ShardwiseError
+from shardwise.files import demand_folder
 from shardwise.job import load_job
 from shardwise.words import say
 
@@ -226,6 +227,7 @@ def bench_comm(
     from shardwise.bench import comm
     from shardwise.draw import write_svg
 
+    demand_folder(plot, write)
     report = comm.bench_comm(processes, node, largest << 20, turns)
     if report is None:
         return
@@ -255,7 +257,7 @@ def chaos(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Runs a job twice, once under random real faults (kill -9, SIGSTOP, flipped bits, NaN), and prints the tally."""
-    from shardwise.guard.chaos import chaos_job
+    from shardwise.chaos.run import chaos_job
 
     tally = chaos_job(job_file, [*(settings or []), *[f"layout={layout}"] * bool(layout)], faults, seed, say)
     say(json.dumps(tally.as_dict()) if as_json else tally.text())

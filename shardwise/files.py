@@ -9,6 +9,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from shardwise.errors import JobError
+
+
+def demand_folder(*paths: Path | None) -> None:
+    """Raises where the folder of a file that is to be written is not there: before the work, not after it."""
+    for path in paths:
+        if path is not None and not path.parent.is_dir():
+            raise JobError(f"{path}: there is no folder {path.parent}.")
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from test_guard import small_job, train
 
+from shardwise.chaos.victim import Fault
 from shardwise.errors import JobError, RunError
 from shardwise.guard import doctor
 from shardwise.guard.nursery import Nursery
-from shardwise.guard.victim import Fault
 
 
 @pytest.fixture(scope="module")
 def nursery() -> Iterator[Nursery]:
-    one = Nursery("shardwise.guard.victim")
+    one = Nursery("shardwise.chaos.victim")
     yield one
     one.close()
 
@@ -34,7 +34,7 @@ def test_the_culprit_is_named(kind: str, layout: str, nursery: Nursery, tmp_path
     said = "\n".join(doctor.examine(tmp_path / "run"))
     print(said)
     expected = {
-        "loop": "rank 1 is stuck in step 4, computing, since .*guard/victim.py:.*fire", "stop": "rank 1 is stopped",
+        "loop": "rank 1 is stuck in step 4, computing, since .*chaos/victim.py:.*fire", "stop": "rank 1 is stopped",
         "sleep": "rank 1 is stuck in step 4, data, since .*loader.py:.*__next__",
         "skip": r"rank 1 left the order .* where all_reduce number 3 \(scalar\) over axis data used to be",
         "mismatch": r"rank 1 left the order .* with all_reduce number 4 \(77\) over axis data, where",

@@ -13,12 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from shardwise.chaos.run import chaos_job
+from shardwise.chaos.victim import Fault, happened, plant
 from shardwise.errors import RunError
 from shardwise.guard.beat import read_beats
-from shardwise.guard.chaos import chaos_job
 from shardwise.guard.numbers import Spikes
 from shardwise.guard.nursery import Nursery
-from shardwise.guard.victim import Fault, happened, plant
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.train.folder import RunFolder
@@ -28,7 +28,7 @@ SMALL = {
     "precision": "float64", "steps": 12, "model": {"layers": 2, "width": 16, "heads": 2, "vocab": 61, "sequence": 8},
     "data": {"source": "synthetic"}, "batch": {"samples": 4}, "checkpoint": {"every": 4}, "validation": {"samples": 4},
 }  # fmt: skip
-VICTIM = "shardwise.guard.victim:main"
+VICTIM = "shardwise.chaos.victim:main"
 
 
 def small_job(folder: Path, run: dict[str, object] | None = None, **changes: object) -> Job:
@@ -37,7 +37,7 @@ def small_job(folder: Path, run: dict[str, object] | None = None, **changes: obj
 
 @pytest.fixture(scope="module")
 def nursery() -> Iterator[Nursery]:
-    one = Nursery("shardwise.guard.victim")
+    one = Nursery("shardwise.chaos.victim")
     yield one
     one.close()
 

@@ -19,6 +19,7 @@ from shardwise.comm.world import run_world
 from shardwise.data.tokens import write_tokens
 from shardwise.errors import DataError, JobError, RunError
 from shardwise.guard.beat import read_beats
+from shardwise.guard.judge import Told
 from shardwise.job import BatchSize, Job, load_job, make_job
 from shardwise.layout import Layout
 from shardwise.train.folder import RunFolder
@@ -61,16 +62,16 @@ def _train(folder: str, layout: str, resume: bool, die_after: int | None) -> Non
     run = RunFolder.open(Path(folder))
     trainer = Trainer(run.job(), Layout.parse(layout), run, torch.device("cpu"), resume)
     if die_after is not None:
-        measure = trainer._measure
+        measure = trainer.measure.take
 
-        def fatal(done: int, *rest: object) -> int:
+        def fatal(done: int, *rest: object) -> Told:
             told = measure(done, *rest)  # type: ignore[arg-type]
             if done == die_after:
                 trainer.checkpoints.finish()
                 os.kill(os.getpid(), signal.SIGKILL)
             return told
 
-        trainer._measure = fatal  # type: ignore[method-assign]
+        trainer.measure.take = fatal  # type: ignore[method-assign]
     trainer.run()
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 CORE = 15_000
 WHOLE = 25_000
-AROUND = ("planner", "bench", "laws", "watch", "guard")
+AROUND = ("planner", "bench", "laws", "watch", "guard", "chaos")
 LONGEST = 450
 
 root = Path(__file__).parent.parent / "shardwise"

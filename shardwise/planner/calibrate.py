@@ -29,6 +29,7 @@ from shardwise.cluster import CLUSTERS, Cluster, Device, Link, known_device, wri
 from shardwise.comm.collectives import all_gather, reduce_scatter
 from shardwise.comm.world import run_world
 from shardwise.errors import JobError, nearest
+from shardwise.files import demand_folder
 from shardwise.job import Model, make_job
 from shardwise.models.chain import reset
 from shardwise.models.gpt import Block, gpt
@@ -74,8 +75,7 @@ def calibrate_machine(out: Path, processes: int, device: str) -> str:
     there = torch.cuda.is_available()
     if device == "cuda" and not there:
         raise JobError("--device cuda: PyTorch sees no GPU here.")
-    if not out.parent.is_dir():
-        raise JobError(f"{out}: there is no folder {out.parent}.")
+    demand_folder(out)
     cluster = calibrate("cuda" if there and device != "cpu" else "cpu", processes)
     write_cluster(cluster, out)
     peaks = ", ".join(f"{word} {rate / 1e12:.3g} TFLOP/s" for word, rate in cluster.device.peak.items())

@@ -11,8 +11,8 @@ from html import escape
 from pathlib import Path
 
 from shardwise.cluster import GIB
-from shardwise.errors import JobError, LayoutError
-from shardwise.files import write_text
+from shardwise.errors import LayoutError
+from shardwise.files import demand_folder, write_text
 from shardwise.layout import micro_batch_rule
 from shardwise.planner.memory import Memory
 from shardwise.planner.plan import Plan, estimator_of, parts
@@ -67,8 +67,7 @@ def page(plan: Plan) -> str:
 
 
 def write_page(plan: Plan, path: Path) -> None:
-    if not path.parent.is_dir():
-        raise JobError(f"{path}: there is no folder {path.parent}.")
+    demand_folder(path)
     write_text(path, page(plan))
 
 

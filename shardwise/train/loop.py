@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import os
-import resource
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -12,26 +10,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from shardwise.cluster import peak_rate
-from shardwise.comm.collectives import all_reduce
-from shardwise.comm.meter import METER
 from shardwise.data.bad import Bad
 from shardwise.data.loader import Loader
 from shardwise.data.make import make_sources
 from shardwise.data.objectives import objective_of
 from shardwise.data.stream import Samples, Stream
-from shardwise.errors import RunError
-from shardwise.guard.numbers import Spikes, trace
+from shardwise.guard.judge import GoBack, Judge
 from shardwise.job import Job
-from shardwise.kinds import DLRM, MoE
 from shardwise.layout import MADE, Layout
-from shardwise.models import dlrm
-from shardwise.models.families import cost_of
 from shardwise.optim import learning_rate, set_learning_rate
-from shardwise.parallel.engine import Engine
-from shardwise.parallel.expert import Routing, routing
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.pipeline import Order
 from shardwise.parallel.recommender import Recommender, optimizer_of
@@ -40,43 +28,10 @@ from shardwise.step import Outcome, taker
 from shardwise.train.checkpoint import Checkpoints
 from shardwise.train.folder import RunFolder
 from shardwise.train.here import cluster_here
+from shardwise.train.measure import Measure, StopFlag
 from shardwise.train.progress import Progress
 from shardwise.train.validate import validate
 from shardwise.words import counted, signal_name
-
-PATIENCE = 10  # steps in a row without a finite gradient, after which a run is given up
-ROLLBACKS = 5  # spikes of the loss in a run that are left out
-
-
-@dataclass
-class StopFlag:
-    """The signal that told this rank to stop, 0 for none; the world agrees on it at the end of each step."""
-
-    number: int = 0
-
-    def agreed(self, engine: Engine) -> Tensor:
-        """The highest signal of all ranks, still on the device."""
-        flag = torch.full((), float(self.number), device=engine.mesh.device)
-        if engine.mesh.layout.world > 1:
-            all_reduce(flag, dist.ReduceOp.MAX)
-        return flag
-
-
-@dataclass(frozen=True)
-class Told:
-    """What the last step gave, read from the device; the same on every rank."""
-
-    loss: float
-    norm: float
-    skipped: bool
-
-
-class GoBack(Exception):
-    """A step after which this run goes back to the last checkpoint."""
-
-    def __init__(self, done: int, why: str, leave_out: bool):
-        super().__init__(why)
-        self.done, self.leave_out = done, leave_out
 
 
 @dataclass
@@ -104,12 +59,8 @@ class Trainer:
         self.bad = Bad(self.job.data.bad == "skip", self.folder.bad if self.main else None)
         self.training, self.held_out, self.tokenizer = make_sources(self.job, bad=self.bad)
         self.bad.log = self.folder.bad
-        self.step_flops = 3 * flops_of(self.job) * self.job.samples
-        self.peak = peak_rate(self.device, self.job.precision)
-        self.skipped_in_a_row = 0
-        self.spikes = Spikes(self.job.run.spike)
-        self.retried: set[int] = set()
-        self.last = Told(math.nan, math.nan, False)
+        self.measure = Measure(self.job, self.engine, self.folder, self.progress, self.stop)
+        self.judge = Judge(self.job, self.engine, self._traceable(), lambda: len(self.folder.skips()), self._event)
 
     def _taker(self) -> Callable[[Samples], Outcome]:
         compiled = self.job.compiles(self.device.type, self.layout)
@@ -162,14 +113,14 @@ class Trainer:
                 done = number + 1
                 if self.engine.meeting is not None:
                     self.engine.meeting.after(done, last)
-                told = self._measure(done, outcome, rate, begin, loader.wait_seconds - waited)
-                self._watch_over(done, samples)
+                told = self.measure.take(done, outcome, rate, begin, loader.wait_seconds - waited)
+                self.judge.judge(done, told, samples)
                 if _due(done, self.job.validation.every) and done < last:
                     self._validate(done)
-                if _due(done, self.job.checkpoint.every) or done == last or told:
+                if _due(done, self.job.checkpoint.every) or done == last or told.signal:
                     self._save(done)
-                if told and done < last:
-                    reason = f"told to stop by {signal_name(told)}"
+                if told.signal and done < last:
+                    reason = f"told to stop by {signal_name(told.signal)}"
                     self._event("stopped", f"{reason}: saved step {done} and ended.", step=done)
                     break
             else:
@@ -216,73 +167,6 @@ class Trainer:
             told = f"loss {result['loss']:.4f}{bits}{right} after step {done}."
             self._event("validation", told, step=done, **result)
 
-    def _measure(self, done: int, outcome: Outcome, rate: float, begin: float, waited: float) -> int:
-        """Writes down what a step gave. Returns the signal that told any rank to stop, 0 for none."""
-        engine = self.engine
-        apart = engine.mesh["apart"]
-        if apart.size > 1:
-            outcome = outcome.mean_over(apart)
-        values = [outcome.loss, outcome.grad_norm, outcome.skipped, engine.scale.value, self.stop.agreed(engine)]
-        model, (sent, seconds_by_axis) = self.job.model, METER.read()
-        if isinstance(model, MoE):
-            own = sent.get("expert", 0), seconds_by_axis.get("expert", 0.0)
-            values.extend(routing(model, engine.chains, engine.mesh["world"], self.device, *own))
-        loss, norm, skipped, scale, told, *more = torch.stack(values).tolist()  # the one wait for the device in a step
-        seconds = time.perf_counter() - begin
-        self.last = Told(loss, norm, bool(skipped))
-        if not self.main:
-            return int(told)
-        record: dict[str, Any] = {
-            "step": done, "samples": done * self.job.samples,
-            "loss": _plain(loss), "grad_norm": _plain(norm), "lr": rate,
-            "tokens_per_s": self.job.samples * self.job.model.sequence / seconds, "seconds": seconds,
-            "flops_per_s": self.step_flops / seconds, "data_wait": waited,
-            "memory_gib": peak_memory(self.device) / 2**30,
-        }  # fmt: skip
-        if seconds_by_axis:
-            record["waited"] = {axis: round(value, 6) for axis, value in sorted(seconds_by_axis.items())}
-        if "data" in sent:
-            record["gradient_bytes"] = sent["data"]
-        if self.peak:
-            record["utilisation"] = self.step_flops / seconds / self.layout.world / self.peak
-        if skipped:
-            record["skipped"] = True
-        if engine.scale.dynamic:
-            record["loss_scale"] = scale
-        if more:
-            record |= _told(Routing.of(more))
-        self.folder.metric(record)
-        self.progress.show(record)
-        return int(told)
-
-    def _watch_over(self, done: int, samples: Samples) -> None:
-        """Judges the last step, on every rank alike."""
-        told = self.last
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if told.skipped else 0
-        if told.skipped:
-            self._judge_skipped(done, told.norm, samples)
-        elif spike := self.spikes.judge(told.loss):
-            if len(self.folder.skips()) < ROLLBACKS:
-                raise GoBack(done, f"step {done} had {spike}", leave_out=True)
-            self._event("spike", f"step {done} had {spike}; {ROLLBACKS} were left out already.", step=done)
-
-    def _judge_skipped(self, done: int, norm: float, samples: Samples) -> None:
-        message = f"step {done} had a gradient norm of {norm}: nothing was updated"
-        policy, moving = self.job.run.on_nan, self.engine.scale.dynamic
-        if self.skipped_in_a_row == 1 and not moving and self._traceable():
-            message += f"; {trace(self.engine, samples)}"
-        if policy == "stop" and not moving:
-            raise RunError(f'{message}. The run ends here because of run.on_nan = "stop".')
-        if policy == "rollback" and not moving and done not in self.retried:
-            self.retried.add(done)
-            raise GoBack(done, message, leave_out=False)
-        self._event("skipped", f"{message}.", step=done)
-        if self.skipped_in_a_row >= PATIENCE:
-            raise RunError(
-                f"the gradients of {PATIENCE} steps in a row, up to step {done}, were not finite; "
-                "lower the learning rate, or use precision bf16 or float32."
-            )
-
     def _traceable(self) -> bool:
         """Whether a step can be taken again without a trace of its own: no tables, no debts, no compiled blocks."""
         compiled = self.job.compiles(self.device.type, self.layout)
@@ -306,7 +190,6 @@ class Trainer:
             dist.barrier()  # all read the same list of what is left out
         self._event("rollback", f"{reason}; {how}.", step=reason.done)
         self.step = self._taker()
-        self.spikes = Spikes(self.job.run.spike)
         return first
 
     def _event(self, kind: str, message: str, **facts: Any) -> None:
@@ -315,29 +198,5 @@ class Trainer:
             self.progress.say(kind, message)
 
 
-def _told(routing: Routing) -> dict[str, Any]:
-    record: dict[str, Any] = {"expert_imbalance": routing.imbalance, "expert_dropped": routing.dropped}
-    if routing.sent:
-        record |= {"expert_bytes": int(routing.sent), "expert_seconds": routing.waited}
-    return {**record, "expert_load": [round(share, 5) for share in routing.load]}
-
-
-def flops_of(job: Job) -> float:
-    """Floating-point operations of a sample's forward."""
-    return dlrm.cost(job.model) if isinstance(job.model, DLRM) else sum(cost_of(job.built()))
-
-
 def _due(done: int, every: int) -> bool:
     return bool(every) and done % every == 0
-
-
-def _plain(value: float) -> float | str:
-    """JSON has no NaN and no infinity."""
-    return value if math.isfinite(value) else str(value)
-
-
-def peak_memory(device: torch.device) -> int:
-    """The most bytes that this process has held: on the device, or in all where there is none."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

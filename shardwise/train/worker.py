@@ -26,7 +26,8 @@ from shardwise.job import Job
 from shardwise.layout import Layout
 from shardwise.train.folder import RunFolder
 from shardwise.train.here import pick_device
-from shardwise.train.loop import StopFlag, Trainer
+from shardwise.train.loop import Trainer
+from shardwise.train.measure import StopFlag
 
 TIMEOUT = timedelta(minutes=10)
 

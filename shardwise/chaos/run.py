@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.chaos.victim import PHASES, Fault, happened, plant, samples_of
 from shardwise.errors import JobError
 from shardwise.guard.nursery import Nursery
-from shardwise.guard.victim import PHASES, Fault, happened, plant, samples_of
 from shardwise.job import Job, load_job
 from shardwise.layout import Layout
 from shardwise.parallel.parallelize import check
@@ -19,7 +19,7 @@ from shardwise.train.folder import RunFolder
 from shardwise.train.launch import launch
 from shardwise.words import counted
 
-VICTIM = "shardwise.guard.victim"
+VICTIM = "shardwise.chaos.victim"
 KINDS = ("kill", "kill", "kill", "stop", "flip", "nan")  # the first is drawn half of the time
 EVENT = {"kill": "killed", "stop": "halted", "flip": "killed", "nan": "rollback"}
 ENDS = ("killed", "halted", "stuck", "failed", "rollback")

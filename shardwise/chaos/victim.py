@@ -22,8 +22,9 @@ from torch import Tensor
 from shardwise import step as stepping
 from shardwise.data.stream import Samples, Stream
 from shardwise.files import write_text
+from shardwise.guard.judge import Told
 from shardwise.train import checkpoint, worker
-from shardwise.train.loop import Told, Trainer
+from shardwise.train.loop import Trainer
 from shardwise.train.stored import good_checkpoints
 
 PHASES = ("data", "forward", "backward", "optimizer", "save", "load")
@@ -110,7 +111,7 @@ class _Harm:
                     module.register_forward_hook(self._blow_up)
                     break
         if any(fault.kind == "spike" for fault in self.faults):
-            _after(trainer, "_measure", self._raise_loss)
+            self._raise_loss()
         if any(fault.kind == "sleep" for fault in self.faults):
             _before(Stream, "read", self._sleep)
         if any(fault.kind in ("skip", "mismatch") for fault in self.faults):
@@ -163,8 +164,13 @@ class _Harm:
         return output * float("inf") if self.step == self.faults[0].step else None
 
     def _raise_loss(self) -> None:
-        if self.step >= self.faults[0].step and self.due("spike"):
-            self.trainer.last = Told(1e3, 1.0, False)
+        judge = self.trainer.judge
+        real = judge.judge
+
+        def misled(done: int, told: Told, samples: Samples) -> None:
+            real(done, Told(1e3, 1.0, False) if self.due("spike") else told, samples)
+
+        judge.judge = misled  # type: ignore[method-assign]
 
     def _sleep(self, stream: Stream, places: Any) -> None:
         if places[0] // self.trainer.job.samples >= self.faults[0].step - 1 and self.due_now("sleep"):

@@ -1,0 +1,1 @@
+"""Faults planted on purpose, and what came of them."""
