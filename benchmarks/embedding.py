@@ -31,7 +31,8 @@ from shardwise.data.stream import Samples, Stream, share
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.parallel import embedding
-from shardwise.parallel.embedding import Bags, Tables, sum_bags
+from shardwise.parallel.bags import Bags, sum_bags
+from shardwise.parallel.embedding import Tables
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.recommender import Recommender, model_of, optimizer_of
 from shardwise.step import step

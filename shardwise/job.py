@@ -104,6 +104,8 @@ class Embedding(Section):
     """Row-wise AdaGrad (one number a row) or sparse Adam (two for each number); only rows of the batch are updated."""
     rate: float = Field(1.0, gt=0.0)
     """The tables' learning rate over that of the dense weights."""
+    cache: Count = Field(0, ge=0)
+    """Rows, of those that are used most, that every device keeps too, with their states."""
     ahead: bool | Literal["auto"] = "auto"
     """Whether the next batch's rows are fetched while this one computes; auto: where a GPU leaves the CPU time to.
     The results are the same."""

@@ -376,8 +376,8 @@ class DLRM(Named):
     name: str = "dlrm"
     tables: int = Field(26, ge=1)
     """Categories, each with a table of its own, kept in the hosts' memory."""
-    rows: Count = Field(1_000_000, ge=1)
-    """Rows of one table."""
+    rows: Annotated[Count, Field(ge=1)] | tuple[Annotated[Count, Field(ge=1)], ...] = 1_000_000
+    """Rows of each table, or a list with those of every one."""
     width: int = Field(128, ge=1)
     """Numbers in a row."""
     lookups: int = Field(1, ge=1)
@@ -389,13 +389,26 @@ class DLRM(Named):
     top: tuple[Annotated[int, Field(ge=1)], ...] = (1024, 1024, 512, 256)
     """Hidden features of the products after tables and features have met."""
 
+    @model_validator(mode="after")
+    def _every_table(self) -> DLRM:
+        if isinstance(self.rows, tuple) and len(self.rows) != self.tables:
+            raise ValueError(f"rows has {len(self.rows)} numbers, but there are {self.tables} tables; give each one.")
+        return self
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Rows of every table."""
+        return self.rows if isinstance(self.rows, tuple) else (self.rows,) * self.tables
+
     @property
     def sequence(self) -> int:
         return 1
 
     def _less(self) -> dict[str, Any]:
+        tables = min(self.tables, 5)
+        few = [min(size, 41) for size in self.sizes[:tables]]
         return {
-            "tables": min(self.tables, 5), "rows": min(self.rows, 41), "width": min(self.width, 8),
+            "tables": tables, "rows": few if isinstance(self.rows, tuple) else few[0], "width": min(self.width, 8),
             "lookups": min(self.lookups, 3), "bottom": [min(size, 16) for size in self.bottom[:2]],
             "top": [min(size, 16) for size in self.top[:2]],
         }  # fmt: skip

@@ -40,6 +40,11 @@ PRESETS: dict[str, dict[str, object]] = {
     "bert-large":  {**_BERT, "layers": 24, "width": 1024, "heads": 16},
     # Raffel et al. 2020
     "t5-11b":      {"kind": "t5", "layers": 24, "width": 1024, "heads": 128, "head_size": 128, "ffn": 65536},
+    # Criteo's terabyte of clicks, ids modulo 40 million, as in MLCommons' training benchmark 0.7 to 2.1
+    "dlrm-mlperf": {"kind": "dlrm", "tables": 26, "width": 128, "bottom": [512, 256],
+                    "top": [1024, 1024, 512, 256], "rows": [
+                        39884406, 39043, 17289, 7420, 20263, 3, 7120, 1543, 63, 38532951, 2953546, 403346, 10, 2208,
+                        11938, 155, 4, 976, 14, 39979771, 25641295, 39664984, 585935, 12972, 108, 36]},
     # He et al. 2015, table 1
     "resnet-50":   {"kind": "resnet", "depth": 50},
     "resnet-101":  {"kind": "resnet", "depth": 101},

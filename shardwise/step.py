@@ -170,9 +170,7 @@ def update(engine: Engine, optimizer: torch.optim.Optimizer, outcome: Outcome, c
     if divisor.dtype == torch.float32:
         optimizer.grad_scale = divisor  # type: ignore[attr-defined]  # the fused kernel divides as it goes, in 32 bits
     else:
-        for device in {holding.tensor.device for holding in engine.holdings}:
-            here = [holding.grad for holding in engine.holdings if holding.tensor.device == device]
-            torch._foreach_div_(here, divisor.to(device))
+        engine.divide(divisor)
     # The word by which PyTorch's fused optimizers are told to do nothing, decided on the device.
     optimizer.found_inf = outcome.skipped.float()  # type: ignore[attr-defined]
     optimizer.step()

@@ -26,8 +26,10 @@ from shardwise.kinds import DLRM
 from shardwise.layout import Layout
 from shardwise.models.dlrm import Meeting, dlrm
 from shardwise.optim import sparse
-from shardwise.parallel import embedding, placement, recommender
-from shardwise.parallel.embedding import Bags, Tables
+from shardwise.parallel import bags, embedding, placement, recommender
+from shardwise.parallel.bags import Bags
+from shardwise.parallel.embedding import Tables
+from shardwise.parallel.hot import Hot, most_used
 from shardwise.parallel.mesh import ALONE, Mesh
 from shardwise.parallel.parallelize import check, parallelize
 from shardwise.parallel.placement import Shard, Table, place_tables
@@ -105,7 +107,7 @@ def test_bags_are_weighted_sums_with_empty_ones_zero() -> None:
     ids = torch.tensor([[[1, 1, -1], [-1, -1, -1]], [[6, -1, 0], [4, 2, 4]]])
     weights = torch.tensor([[[0.5, 2.0, 9.0], [9.0, 9.0, 9.0]], [[1.0, 9.0, 3.0], [1.0, -1.0, 0.25]]])
     route = tables.route(Bags.of(ids, weights), torch.arange(2))
-    found = embedding.sum_bags(tables.fetch(route), route.places, route.offsets, route.weights).view(2, 2, 3)
+    found = bags.sum_bags(tables.fetch(route), route.places, route.offsets, route.weights).view(2, 2, 3)
     a, b = tables.memory[0][:7], tables.memory[0][7:]
     expected = [[2.5 * a[1], torch.zeros(3)], [a[6] + 3 * a[0], 1.25 * b[4] - b[2]]]
     for sample in range(2):
@@ -178,6 +180,26 @@ CUTS = [(cut, optimizer) for cut in placement.WAYS for optimizer in ("adagrad", 
 def test_every_cut_computes_what_one_process_computes(cut: str, optimizer: str) -> None:
     job = small(24, {"cut": cut, "optimizer": optimizer, "rate": 3.0})
     prove(job, "shard=1", "replicate=3", "shard=4 zero=3 micro_batch=2", *(["shard=8"] if cut == "row" else []))
+
+
+@pytest.mark.parametrize(("cut", "optimizer"), CUTS)
+def test_rows_that_every_device_keeps(cut: str, optimizer: str) -> None:
+    """Of 5 x 23 rows some, or all."""
+    job = small(24, {"cut": cut, "optimizer": optimizer, "rate": 3.0, "cache": 30})
+    prove(job, "shard=1", "replicate=3", "shard=4 zero=3 micro_batch=2")
+    prove(small(24, {"cut": cut, "optimizer": optimizer, "cache": 1000}), "shard=2")
+
+
+def test_the_rows_that_are_used_most() -> None:
+    ids = torch.tensor([7, 3, 3, 9, 9, 9, 4, 4, 8])
+    assert most_used(ids, 2).tolist() == [3, 9]  # of 3 and 4 the smaller number
+    assert most_used(ids, 10).tolist() == [3, 4, 9]  # what comes once is not used much
+
+
+@pytest.mark.parametrize("cut", placement.WAYS)
+def test_tables_of_many_sizes(cut: str) -> None:
+    job = small(24, {"cut": cut, "cache": 9 if cut == "auto" else 0}, rows=[41, 1, 100, 3, 23])
+    prove(job, "shard=1", "shard=4", "replicate=2 shard=2 zero=2")
 
 
 @pytest.mark.parametrize(
@@ -268,7 +290,8 @@ def test_rows_that_are_not_refreshed_are_seen(monkeypatch: pytest.MonkeyPatch) -
 
 
 def half(folder: str, text: str, cut: str, optimizer: str, first: int, last: int) -> list[float]:
-    job = small(12, {"cut": cut, "optimizer": optimizer})
+    cache = 0 if cut == "table" else 10 + first
+    job = small(12, {"cut": cut, "optimizer": optimizer, "cache": cache})
     layout = Layout.parse(text)
     engine = parallelize(job, layout, torch.device("cpu"))
     taken, stream = optimizer_of(job, engine), make_stream(job)
@@ -276,6 +299,7 @@ def half(folder: str, text: str, cut: str, optimizer: str, first: int, last: int
     if first:
         state = checkpoints.load(engine, taken)
         assert state is not None and state["step"] == first
+    engine.keep(stream, cache)
     found = []
     for number in range(first, last):
         for group in taken.param_groups:
@@ -330,7 +354,7 @@ def plant_scaled_by_world(patch: pytest.MonkeyPatch) -> None:
 
 
 def plant_weights_ignored(patch: pytest.MonkeyPatch) -> None:
-    real = embedding.sum_bags
+    real = bags.sum_bags
     patch.setattr(recommender, "sum_bags", lambda r, p, o, weights: real(r, p, o, torch.ones_like(weights)))
 
 
@@ -363,7 +387,7 @@ def plant_left_out_of_norm(patch: pytest.MonkeyPatch) -> None:
 
 
 def plant_unclipped(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(torch, "_foreach_div_", lambda grads, by: [g.div_(by) for g in grads[:8]])
+    patch.setattr(Tables, "divide", lambda self, by: None)
 
 
 def plant_start_by_rank(patch: pytest.MonkeyPatch) -> None:
@@ -398,6 +422,36 @@ def plant_steps_not_counted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(embedding, "adam_", lambda t, a, r, g, number, *rest: real(t, a, r, g, 1, *rest))
 
 
+def plant_kept_alone(patch: pytest.MonkeyPatch) -> None:
+    """Every rank updates the rows that it keeps by its own samples."""
+    patch.setattr("shardwise.parallel.hot.all_reduce", lambda *args, **more: None)
+
+
+def plant_kept_left_out(patch: pytest.MonkeyPatch) -> None:
+    """The norm does not know of them."""
+    real = Tables.gradient_of
+
+    def gradient_of(self: Tables, shard: Shard) -> Any:
+        hot, self.hot = self.hot, None
+        try:
+            return real(self, shard)
+        finally:
+            self.hot = hot
+
+    patch.setattr(Tables, "gradient_of", gradient_of)
+
+
+def plant_kept_not_written(patch: pytest.MonkeyPatch) -> None:
+    real = Hot.update
+
+    def update(self: Hot, lr: float) -> None:
+        held, self.tables.held = self.tables.held, []
+        real(self, lr)
+        self.tables.held = held
+
+    patch.setattr(Hot, "update", update)
+
+
 # Bug: cut, optimizer, what differs first.
 PLANTED: dict[Any, tuple[str, str, str]] = {
     plant_duplicate_once: ("row", "adagrad", "gradient"),
@@ -410,13 +464,17 @@ PLANTED: dict[Any, tuple[str, str, str]] = {
     plant_column_squares: ("column", "adagrad", "weight"),
     plant_stale_rows: ("row", "adagrad", "output"),
     plant_steps_not_counted: ("row", "adam", "weight"),
+    plant_kept_alone: ("row", "adagrad", "gradient"),
+    plant_kept_left_out: ("row", "adagrad", "gradient"),
+    plant_kept_not_written: ("row", "adam", "weight"),
 }
 
 
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
 def test_planted_bugs_are_caught(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cut, optimizer, kind = PLANTED[plant]
-    job = small(24, {"cut": cut, "optimizer": optimizer, "rate": 30.0})
+    cache = 30 if plant.__name__.startswith("plant_kept") else 0
+    job = small(24, {"cut": cut, "optimizer": optimizer, "rate": 30.0, "cache": cache})
     plant(monkeypatch)
     (record,) = verify(job, [Layout.parse("shard=2")], steps=3)
     assert not record.ok and record.problem is None, record.sentence()
@@ -557,7 +615,7 @@ def shardwise(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 def test_the_example_trains_learns_and_goes_on_elsewhere(tmp_path: Path) -> None:
     quick = ["--set", "batch.samples=64", "--set", "data.samples=2048", "--set", "run.folder=r", "--set", "steps=20"]
-    quick += ["--set", "embedding.ahead=true"]
+    quick += ["--set", "embedding.ahead=true", "--set", "embedding.cache=5000"]
     done = shardwise("train", str(ROOT / "examples/dlrm.toml"), *quick, "--layout", "shard=2", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     done = shardwise("train", "--resume", "r", "--layout", "replicate=1", "--set", "steps=40", folder=tmp_path)

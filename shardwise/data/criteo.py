@@ -10,6 +10,7 @@ missing one 0; a category becomes its hash modulo the rows of its table, a missi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -99,8 +100,9 @@ class Generated(ClickSource):
         super().__init__(model, first, count)
         self.key = word_key("clicks", seed)
         tables = np.arange(model.tables, dtype=_U64)
-        self.turn = _coprime(mixed(tables + self.key) % _U64(max(1, model.rows)), model.rows)
-        self.shift = mixed(~(tables + self.key)) % _U64(model.rows)
+        self.sizes = np.array(model.sizes, dtype=_U64)[:, None]
+        self.turn = _coprime(mixed(tables + self.key) % self.sizes[:, 0], model.sizes)
+        self.shift = mixed(~(tables + self.key)) % self.sizes[:, 0]
         self.pull = np.linspace(-0.5, 0.5, model.features)
 
     def rows(self, indices: np.ndarray) -> np.ndarray:
@@ -110,8 +112,8 @@ class Generated(ClickSource):
         steps = np.arange(2 * size + model.tables + model.features + 1, dtype=_U64) * _U64(0x9E3779B97F4A7C15)
         drawn = mixed(mixed(indices.astype(_U64) ^ self.key)[:, None] + steps)
         which, weights, fill, noise, last = np.split(drawn, np.cumsum((size, size, model.tables, model.features)), 1)
-        rank = _zipf(unit(which), model.rows, self.skew).astype(_U64).reshape(shape)
-        categories = ((rank * self.turn[:, None] + self.shift[:, None]) % _U64(model.rows)).astype(np.int64)
+        rank = _zipf(unit(which).reshape(shape), self.sizes, self.skew)
+        categories = ((rank * self.turn[:, None] + self.shift[:, None]) % self.sizes).astype(np.int64)
         lengths = np.where(unit(fill) < 0.02, 0, 1 + (fill % _U64(model.lookups)).astype(np.int64))
         there = np.arange(model.lookups) < lengths[:, :, None]
         factors = there * (0.5 + unit(weights).reshape(shape) if model.lookups > 1 else 1.0)
@@ -123,17 +125,17 @@ class Generated(ClickSource):
         return _packed(labels, np.where(there, categories, -1), factors, numbers)
 
 
-def _zipf(u: np.ndarray, count: int, skew: float) -> np.ndarray:
+def _zipf(u: np.ndarray, counts: np.ndarray, skew: float) -> np.ndarray:
     """Ranks from 0 on whose frequency falls as rank^-skew: the inverse of the continuous law's distribution."""
     power = 1.0 - skew
-    ranks = ((float(count + 1) ** power - 1.0) * u + 1.0) ** (1.0 / power) - 1.0
-    return np.minimum(ranks.astype(np.int64), count - 1)
+    ranks = (((counts + _U64(1)).astype(np.float64) ** power - 1.0) * u + 1.0) ** (1.0 / power) - 1.0
+    return np.minimum(ranks.astype(_U64), counts - _U64(1))
 
 
-def _coprime(values: np.ndarray, count: int) -> np.ndarray:
-    """The next number from each value on that shares no factor with `count`: multiples of it visit every row once."""
+def _coprime(values: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+    """The next number from each value on that shares no factor with its count: multiples of it visit every row once."""
     found = []
-    for value in values.tolist():
+    for value, count in zip(values.tolist(), counts, strict=True):
         while np.gcd(value, count) != 1:
             value += 1
         found.append(value)
@@ -209,7 +211,7 @@ def parse(line: bytes, path: Path, number: int, model: DLRM) -> np.ndarray:
     categories = np.full((CATEGORIES, model.lookups), -1, np.int64)
     for place, text in enumerate(fields[1 + COUNTS :]):
         try:
-            categories[place, 0] = int(text, 16) % model.rows if text else -1
+            categories[place, 0] = int(text, 16) % model.sizes[place] if text else -1
         except ValueError:
             raise DataError(
                 f"{where}, field {place + 2 + COUNTS} (category {place + 1}): {text!r} is no hexadecimal number."

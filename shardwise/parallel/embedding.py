@@ -1,6 +1,6 @@
 """Embedding tables over the host memory of all ranks: looked up by all-to-all, updated where the rows live.
 
-A step, on each rank:
+A step, on each rank, for all rows but those that every device keeps (`shardwise.parallel.hot`):
 
     route      the distinct rows that its samples use are told to the ranks that hold them: counts, then row numbers
     fetch      those ranks send the rows; bags are then weighted sums over them, with PyTorch's own gradient
@@ -28,55 +28,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.comm.collectives import all_to_all
-from shardwise.errors import DataError
 from shardwise.optim.sparse import adagrad_, adam_
+from shardwise.parallel.bags import Bags, check_ids
+from shardwise.parallel.hot import Hot
 from shardwise.parallel.mesh import Axis
 from shardwise.parallel.placement import Shard, Table
 from shardwise.random import key_of, normal_
 
-
-@dataclass(frozen=True)
-class Bags:
-    """What samples look up. Bag b is of sample b div tables and table b mod tables, and has the ids from `offsets[b]`
-    to before `offsets[b + 1]`, maybe none; its vector is the sum of their rows times `weights`."""
-
-    ids: Tensor
-    """(N,) int64"""
-    offsets: Tensor
-    """(bags + 1,) int64"""
-    weights: Tensor
-    """(N,)"""
-
-    @classmethod
-    def of(cls, ids: Tensor, weights: Tensor) -> Bags:
-        """From (sample, table, place) with -1 where there is none."""
-        there = ids != -1
-        counts = there.sum(2).flatten()
-        offsets = torch.zeros(counts.numel() + 1, dtype=torch.int64)
-        torch.cumsum(counts, 0, out=offsets[1:])
-        return cls(ids[there], offsets, weights[there])
-
-
-def check_ids(bags: Bags, tables: Sequence[Table], places: Tensor) -> Tensor:
-    """The table of each id. Raises for one that is outside of its table; `places` are the samples' in the stream."""
-    counts = bags.offsets.diff()
-    numbers = torch.arange(counts.numel()).repeat_interleave(counts)
-    table = numbers % len(tables)
-    rows = torch.tensor([one.rows for one in tables])[table]
-    wrong = ((bags.ids < 0) | (bags.ids >= rows)).nonzero()
-    if wrong.numel():
-        first = int(wrong[0])
-        which = tables[int(table[first])]
-        sample = int(places[int(numbers[first]) // len(tables)])
-        raise DataError(
-            f"sample {sample}, {which.name}: id {int(bags.ids[first])} is outside of its table, which has rows 0 to "
-            f"{which.rows - 1}; give ids modulo the rows, or a table with more."
-        )
-    return table
+Numbers = list[list[Tensor]]  # rows, by rank and its banks
 
 
 class Bank:
@@ -106,12 +68,15 @@ class Route:
     offsets: Tensor
     weights: Tensor
     places: Tensor
-    """Of each id, its row among the distinct ones."""
+    """Of each id, its row among the distinct ones: first those that are fetched, then those that are kept here."""
     distinct: int
-    asked: list[list[Tensor]]
-    """By rank and its banks: which of the distinct rows come from there."""
-    wanted: list[list[Tensor]]
-    """By rank and bank of ours: the rows that it asks for."""
+    """Rows that are fetched."""
+    kept: Tensor
+    """The others, by their places among the kept ones."""
+    asked: Numbers
+    """Which of the distinct rows come from there."""
+    wanted: Numbers
+    """By rank and bank of ours: which rows it asks for."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +126,7 @@ class Tables:
         self.touched: list[Touched] = []
         self.changed = [torch.empty(0, dtype=torch.int64) for _ in self.own]
         """By bank: the rows of the last update."""
+        self.hot: Hot | None = None
         self.cut_columns = any(shard.columns != (0, self.width) for shard in self.shards)
 
     def _pieces(self) -> Iterator[Held]:
@@ -183,7 +149,15 @@ class Tables:
         """Tells each rank which of its rows this rank's samples use; `ids` are the samples' places in the stream."""
         table = check_ids(bags, self.tables, ids)
         distinct, places = torch.unique(bags.ids + torch.tensor(self.bases)[table], return_inverse=True)
-        asked: list[list[Tensor]] = []
+        kept = distinct[:0]
+        if self.hot is not None:
+            distinct, places, kept = self.hot.part(distinct, places)
+        asked, wanted = self._ask(distinct, group)
+        return Route(ids, bags.offsets, bags.weights, places, distinct.numel(), kept, asked, wanted)
+
+    def _ask(self, distinct: Tensor, group: dist.ProcessGroup | None = None) -> tuple[Numbers, Numbers]:
+        """Tells who holds them which rows are needed here; hears which of ours are needed elsewhere."""
+        asked: Numbers = []
         rows: list[Tensor] = []
         for banks in self.banks:
             asked.append([])
@@ -197,10 +171,9 @@ class Tables:
                     numbers.append(distinct[begin:end] - (base + shard.rows[0] - first))
                 asked[-1].append(torch.cat(which))
                 rows.append(torch.cat(numbers))
-        wanted = self._tell(asked, torch.cat(rows), group)
-        return Route(ids, bags.offsets, bags.weights, places, distinct.numel(), asked, wanted)
+        return asked, self._tell(asked, _joined(rows, torch.int64), group)
 
-    def _tell(self, asked: list[list[Tensor]], rows: Tensor, group: dist.ProcessGroup | None) -> list[list[Tensor]]:
+    def _tell(self, asked: Numbers, rows: Tensor, group: dist.ProcessGroup | None) -> Numbers:
         counts = torch.tensor([which.numel() for banks in asked for which in banks], dtype=torch.int64)
         mine = len(self.own)
         theirs = self._exchange(counts, [len(banks) for banks in asked], [mine] * self.axis.size, group)
@@ -210,12 +183,14 @@ class Tables:
         parts = iter(came.split([size for one in sizes for size in one]))
         return [[next(parts) for _ in one] for one in sizes]
 
-    def fetch(self, route: Route, group: dist.ProcessGroup | None = None) -> Tensor:
-        """The distinct rows of this rank's samples, as they are now."""
+    def fetch(
+        self, route: Route, group: dist.ProcessGroup | None = None, memory: Sequence[Tensor] | None = None
+    ) -> Tensor:
+        """The distinct rows of this rank's samples, as they are now; or what another `memory` has in their place."""
         parts = [
-            rows.index_select(0, numbers).view(-1)
+            rows.index_select(0, numbers).reshape(-1)
             for wanted in route.wanted
-            for rows, numbers in zip(self.memory, wanted, strict=True)
+            for rows, numbers in zip(memory or self.memory, wanted, strict=True)
         ]
         came = self._vectors(_joined(parts, self.dtype), route, back=False, group=group)
         rows = torch.empty(route.distinct, self.width, dtype=self.dtype)
@@ -226,6 +201,18 @@ class Tables:
             rows[:, bank.columns[0] : bank.columns[1]].index_copy_(0, which, part)
             start += size
         return rows
+
+    def look(self, rows: Tensor, memory: Sequence[Tensor] | None = None) -> Tensor:
+        """Rows by their number through all tables, in order, or what lies in another memory in their place."""
+        none = rows[:0]
+        return self.fetch(Route(none, none, none, none, rows.numel(), none, *self._ask(rows)), memory=memory)
+
+    def look_states(self, rows: Tensor) -> dict[str, Tensor]:
+        """The optimizer's states of some rows."""
+        if self.optimizer == "adagrad":
+            sums = [state["sum"][:, None].expand(-1, bank.width) for bank, state in zip(self.own, self.state)]
+            return {"sum": self.look(rows, sums)[:, 0].contiguous()}
+        return {key: self.look(rows, [one[key] for one in self.state]) for key in ("exp_avg", "exp_avg_sq")}
 
     def refresh(self, route: Route, rows: Tensor) -> None:
         """Brings rows that were fetched before or during the last update up to date: those that it changed come again,
@@ -305,31 +292,46 @@ class Tables:
                 first = bank.firsts[bank.shards.index(shard)]
                 last = first + shard.rows[1] - shard.rows[0]
                 begin, end = torch.searchsorted(touched.rows, torch.tensor([first, last])).tolist()
-                return touched.rows[begin:end] - first, touched.gradient[begin:end]
+                rows, gradient = touched.rows[begin:end] - first, touched.gradient[begin:end]
+                if self.hot is not None:
+                    kept, theirs = self.hot.gradient_of(shard)
+                    rows, gradient = torch.cat((rows, kept)), torch.cat((gradient, theirs))
+                return rows, gradient
         raise KeyError(shard)
+
+    def divide(self, by: float) -> None:
+        """Divides all gradients."""
+        for gradient in [*(one.gradient for one in self.touched), *([self.hot.gradient] if self.hot else [])]:
+            gradient.div_(by)
 
     def states(self) -> dict[Tensor, dict[str, Tensor]]:
         return {held.rows: held.state for held in self.held}
 
     @torch.no_grad()
     def update(self, lr: float, scale: float) -> None:
-        """Takes the step of all touched rows; their gradients are divided by `scale` first."""
+        """Takes the step of all touched rows; gradients are divided by `scale` first."""
         self.count["step"] += 1
         if scale != 1.0:
-            for touched in self.touched:
-                touched.gradient.div_(scale)
-        if self.optimizer == "adagrad":
-            squares = self._mean_squares()
-            for rows, state, touched, square in zip(self.memory, self.state, self.touched, squares, strict=True):
-                adagrad_(rows, state["sum"], touched.rows, touched.gradient, square, lr, self.eps)
-        else:
-            for rows, state, touched in zip(self.memory, self.state, self.touched, strict=True):
-                averages, number = (state["exp_avg"], state["exp_avg_sq"]), int(self.count["step"])
-                adam_(rows, averages, touched.rows, touched.gradient, number, lr, self.betas, self.eps)
+            self.divide(scale)
+        squares = self._mean_squares() if self.optimizer == "adagrad" else [None] * len(self.own)
+        for rows, state, touched, square in zip(self.memory, self.state, self.touched, squares, strict=True):
+            self.step_rows(rows, state, touched.rows, touched.gradient, square, lr)
+        if self.hot is not None:
+            self.hot.update(lr)
         self.changed = [touched.rows for touched in self.touched]
         self.touched = []
 
-    def _mean_squares(self) -> list[Tensor]:
+    def step_rows(
+        self, rows: Tensor, state: dict[str, Tensor], which: Tensor, gradient: Tensor, square: Tensor | None, lr: float
+    ) -> None:
+        """One update of some rows; `square`: for AdaGrad, the mean of each one's whole gradient."""
+        if square is not None:
+            adagrad_(rows, state["sum"], which, gradient, square, lr, self.eps)
+        else:
+            averages, number = (state["exp_avg"], state["exp_avg_sq"]), int(self.count["step"])
+            adam_(rows, averages, which, gradient, number, lr, self.betas, self.eps)
+
+    def _mean_squares(self) -> list[Tensor | None]:
         """Of each touched row's whole gradient. Ranks with other columns of a row touch it too, so each sends its sum
         of squares to the others; all add them up in the order of the columns and come to the same number."""
         sums = [touched.gradient.square().sum(1) for touched in self.touched]
@@ -372,15 +374,6 @@ def _numbers(rows: list[Tensor], banks: list[Bank]) -> int:
 
 def _joined(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
-
-
-def sum_bags(rows: Tensor, places: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
-    """Each bag's vector, from the distinct rows: a weighted sum, zero where the bag is empty."""
-    if not rows.shape[0]:
-        return rows.new_zeros(offsets.numel() - 1, rows.shape[1])
-    return F.embedding_bag(
-        places, rows, offsets, mode="sum", per_sample_weights=weights.to(rows.dtype), include_last_offset=True
-    )
 
 
 class Ahead:

@@ -68,6 +68,12 @@ class Engine:
         parts = samples.split(self.batch.micro_batch)
         return torch.stack([self.chains[0](p.tokens, targets=p.targets, **p.batch) for p in parts]).sum()
 
+    def divide(self, by: Tensor) -> None:
+        """Divides all gradients."""
+        for device in {holding.tensor.device for holding in self.holdings}:
+            here = [holding.grad for holding in self.holdings if holding.tensor.device == device]
+            torch._foreach_div_(here, by.to(device))
+
     def _prepared(self, samples: Samples) -> Samples:
         """This rank's positions, with documents told apart where the model asks for it."""
         return context.cut(samples.apart(getattr(self.model, "document_end", -1)), self.positions)

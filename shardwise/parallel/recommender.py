@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.data.criteo import Clicks
-from shardwise.data.stream import Samples
+from shardwise.data.stream import Samples, Stream
 from shardwise.errors import JobError, LayoutError
 from shardwise.job import Job
 from shardwise.kinds import DLRM
@@ -25,17 +26,21 @@ from shardwise.layout import Batch, Layout, solve_batch
 from shardwise.models.dlrm import dlrm, table_std
 from shardwise.optim import make_optimizer
 from shardwise.optim.sparse import Joined
+from shardwise.parallel.bags import Bags, check_ids, sum_bags
 from shardwise.parallel.data import Cuts
-from shardwise.parallel.embedding import Ahead, Bags, Route, Tables, sum_bags
+from shardwise.parallel.embedding import Ahead, Route, Tables
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.gradient import check as check_gradient
 from shardwise.parallel.holding import Holding, start
+from shardwise.parallel.hot import Hot, most_used
 from shardwise.parallel.mesh import Axis, Mesh
 from shardwise.parallel.placement import Shard, Table, place_tables
 from shardwise.parallel.precision import LossScale, Precision
 from shardwise.parallel.sharded import data_parallel, is_alone, is_sharded
 from shardwise.parallel.sync import check as check_sync
 from shardwise.support import REFUSED, support
+
+SEEN = 32_768  # samples from which the rows are picked that are used most
 
 
 def model_of(job: Job) -> DLRM:
@@ -47,11 +52,11 @@ def parameters(model: DLRM) -> int:
     """Numbers in tables and products."""
     with torch.device("meta"):
         dense = sum(weight.numel() for weight in dlrm(model).parameters())
-    return dense + model.tables * model.rows * model.width
+    return dense + sum(model.sizes) * model.width
 
 
 def tables_of(model: DLRM) -> list[Table]:
-    return [Table(f"table{i}", model.rows, model.width, model.lookups) for i in range(model.tables)]
+    return [Table(f"table{i}", rows, model.width, model.lookups) for i, rows in enumerate(model.sizes)]
 
 
 def shards_of(job: Job, ranks: int) -> list[Shard]:
@@ -127,7 +132,7 @@ class Recommender(Engine):
         else:
             route = self._route(samples)
             found = self.tables.fetch(route)
-        rows = found.to(self.mesh.device).requires_grad_()
+        rows = self._all(route, found).requires_grad_()
         total = torch.zeros_like(scale)
         for number, (part, vectors) in enumerate(self._parts(samples, route, rows), start=1):
             with self.data.micro_batch(last=number == self.batch.micro_batches):
@@ -135,14 +140,35 @@ class Recommender(Engine):
                 loss.backward()
             total += loss.detach()
         gradient = torch.zeros_like(rows) if rows.grad is None else rows.grad
-        self.tables.give_back(route, gradient.cpu())
+        self.tables.give_back(route, gradient[: route.distinct].cpu())
+        if self.tables.hot is not None:
+            self.tables.hot.give(route.kept, gradient[route.distinct :])
         return total
 
     def evaluate(self, samples: Samples) -> Tensor:
         route = self._route(samples)
-        rows = self.tables.fetch(route).to(self.mesh.device)
+        rows = self._all(route, self.tables.fetch(route))
         parts = self._parts(samples, route, rows)
         return torch.stack([self._loss(self.chains[0], part, vectors) for part, vectors in parts]).sum()
+
+    def _all(self, route: Route, found: Tensor) -> Tensor:
+        """A batch's rows on the device: those that were fetched, then those that are kept there."""
+        rows, hot = found.to(self.mesh.device), self.tables.hot
+        return rows if hot is None else torch.cat((rows, hot.values[route.kept.to(rows.device)]))
+
+    def keep(self, stream: Stream, count: int) -> None:
+        """Keeps the `count` rows that the first samples use most on every device, as they are now."""
+        self.tables.hot = None
+        if count:
+            bags = self._bags(stream.read(np.arange(SEEN)))
+            table = check_ids(bags, self.tables.tables, torch.arange(SEEN))
+            rows = most_used(bags.ids + torch.tensor(self.tables.bases)[table], count)
+            if rows.numel():
+                self.tables.hot = Hot(self.tables, rows, self.mesh["data"], self.mesh.device)
+
+    def divide(self, by: Tensor) -> None:
+        torch._foreach_div_([one.grad for one in self.holdings if not isinstance(one, TablePiece)], by)
+        self.tables.divide(float(by))
 
     def coming(self, batches: Iterator[tuple[int, Samples]], count: int) -> Iterator[tuple[int, Samples]]:
         """The batches of `count` steps; while one is computed with, the rows of the next are fetched."""
@@ -230,7 +256,7 @@ def make_tables(job: Job, mesh: Mesh, dtype: torch.dtype) -> Tables:
         tables_of(model), shards_of(job, axis.size), axis, dtype, settings.optimizer, job.optimizer.betas,
         job.optimizer.eps, pinned=on_gpu,
     )  # fmt: skip
-    tables.start(job.seed, [table_std(model.rows)] * model.tables)
+    tables.start(job.seed, [table_std(rows) for rows in model.sizes])
     return tables
 
 

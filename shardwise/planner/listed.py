@@ -90,7 +90,7 @@ def form_of(model: Model | T5 | ResNet | DLRM, size: int) -> Shape:
         return listed(make)
     row = 4.0 * model.width
     sums = model.tables * row
-    return listed(make, Tables(bytes=sums * model.rows, rows=sums * model.lookups, sums=sums))
+    return listed(make, Tables(bytes=row * sum(model.sizes), rows=sums * model.lookups, sums=sums))
 
 
 @lru_cache(maxsize=64)

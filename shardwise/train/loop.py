@@ -99,8 +99,10 @@ class Trainer:
         )  # fmt: skip
         batches: Iterator[tuple[int, Samples]] = iter(loader)
         ahead = self.job.embedding.ahead
-        if isinstance(self.engine, Recommender) and (self.device.type == "cuda" if ahead == "auto" else ahead):
-            batches = self.engine.coming(loader, last - first)
+        if isinstance(self.engine, Recommender):
+            self.engine.keep(stream, self.job.embedding.cache)
+            if self.device.type == "cuda" if ahead == "auto" else ahead:
+                batches = self.engine.coming(loader, last - first)
         try:
             for number in range(first, last):
                 begin, waited = time.perf_counter(), loader.wait_seconds

@@ -33,7 +33,7 @@ DEMO = Path(__file__).parent.parent / "demo.toml"
 FREE = (
     "layout", "steps", "tokens", "compile", "data.workers", "data.prefetch", "checkpoint.*", "validation.*",
     "run.device", "run.processes", "run.cluster", "run.restarts", "run.patience", "run.on_nan", "run.spike",
-    "embedding.cut", "embedding.ahead",
+    "embedding.cut", "embedding.cache", "embedding.ahead",
 )  # fmt: skip
 
 

@@ -43,16 +43,16 @@ def truth(job: Job, stream: Stream, rates: list[float], watch: Any, dtype: torch
     dense = dlrm(model).to(dtype)
     reset(dense, job.seed)
     bags = []
-    for number in range(model.tables):
-        bag = nn.EmbeddingBag(model.rows, model.width, mode="sum", sparse=True, dtype=dtype)
+    for number, rows in enumerate(model.sizes):
+        bag = nn.EmbeddingBag(rows, model.width, mode="sum", sparse=True, dtype=dtype)
         key = key_of("init", job.seed, f"table{number}")
-        normal_(bag.weight.data, key, bag.weight.shape, (0, 0), table_std(model.rows))
+        normal_(bag.weight.data, key, bag.weight.shape, (0, 0), table_std(rows))
         bags.append(bag)
     weights: dict[str, Any] = dict(dense.named_parameters())
     tables: dict[str, Any] = {f"table{number}": bag.weight for number, bag in enumerate(bags)}
     (optimizer,) = optimizers_of(job, weights)
     sparse = torch.optim.SparseAdam(list(tables.values()), betas=settings.betas, eps=settings.eps)
-    sums = {name: torch.zeros(model.rows, dtype=dtype) for name in tables}
+    sums = {name: torch.zeros(table.shape[0], dtype=dtype) for name, table in tables.items()}
     records = []
     for step, rate in enumerate(rates):
         samples = stream.read((torch.arange(job.samples) + step * job.samples).numpy())

@@ -249,6 +249,8 @@ def _compare(job: Job, layout: Layout, reference: list[dict[str, Any]], steps: i
     optimizer = optimizer_of(job, engine)
     dense = clicks.without_tables(engine)
     stream = make_stream(job)
+    if isinstance(engine, Recommender):
+        engine.keep(stream, job.embedding.cache)
     comparison = Comparison(job.precision)
     for number, rate in enumerate(_rates(job, steps)):
         expected = reference[number]
