@@ -338,14 +338,7 @@ def test_a_checkpoint_is_cut_anew(optimizer: str, before: Any, after: Any, tmp_p
 
 def plant_duplicate_once(patch: pytest.MonkeyPatch) -> None:
     """Of several gradients for one row, the last wins."""
-    real = Tables.give_back
-
-    def give_back(self: Tables, *args: Any) -> None:
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(torch.Tensor, "index_add_", lambda t, dim, i, v, alpha=1: t.index_copy_(dim, i, v))
-            real(self, *args)
-
-    patch.setattr(Tables, "give_back", give_back)
+    patch.setattr(embedding, "add_rows_", lambda table, rows, more: table.index_copy_(0, rows, more))
 
 
 def plant_scaled_by_world(patch: pytest.MonkeyPatch) -> None:
@@ -445,9 +438,8 @@ def plant_kept_not_written(patch: pytest.MonkeyPatch) -> None:
     real = Hot.update
 
     def update(self: Hot, lr: float) -> None:
-        held, self.tables.held = self.tables.held, []
+        self.home = [torch.full_like(home, -1) for home in self.home]
         real(self, lr)
-        self.tables.held = held
 
     patch.setattr(Hot, "update", update)
 

@@ -165,6 +165,10 @@ def value_of(field: FieldInfo) -> str:
         kind = inner[0]
     if get_origin(kind) is typing.Literal:
         return _words(get_args(kind))
+    if bool in inner:
+        return "`true`, `false`, " + _words([word for part in inner for word in get_args(part)])
+    if any(get_origin(part) is tuple for part in inner):
+        return "whole number, from 1, or a list of such"
     counts = kind is Count or any(part is Count for part in inner) or _is_count(field)
     if get_origin(kind) is typing.Annotated:
         kind = get_args(kind)[0]

@@ -13,13 +13,18 @@ import torch
 from torch import Tensor
 
 
+def add_rows_(table: Tensor, rows: Tensor, more: Tensor) -> None:
+    """As `index_add_` along rows, in half of its time on CPU."""
+    table.scatter_add_(0, rows[:, None].expand_as(more), more)
+
+
 def adagrad_(
     table: Tensor, sums: Tensor, rows: Tensor, gradient: Tensor, squares: Tensor, lr: float, eps: float
 ) -> None:
     """`squares`: the mean square of each touched row's whole gradient, of which `gradient` may be some columns."""
     sums.index_add_(0, rows, squares)
     divisor = sums.index_select(0, rows).sqrt_().add_(eps)
-    table.index_add_(0, rows, gradient / divisor[:, None], alpha=-lr)
+    add_rows_(table, rows, (gradient / divisor[:, None]).mul_(-lr))
 
 
 def adam_(
@@ -33,7 +38,7 @@ def adam_(
     averages[0].index_copy_(0, rows, first)
     averages[1].index_copy_(0, rows, second)
     rate = lr * (1.0 - betas[1] ** number) ** 0.5 / (1.0 - betas[0] ** number)
-    table.index_add_(0, rows, first / second.sqrt_().add_(eps), alpha=-rate)
+    add_rows_(table, rows, (first / second.sqrt_().add_(eps)).mul_(-rate))
 
 
 class Joined(torch.optim.Optimizer):

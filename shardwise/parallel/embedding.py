@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm.collectives import all_to_all
-from shardwise.optim.sparse import adagrad_, adam_
+from shardwise.optim.sparse import adagrad_, adam_, add_rows_
 from shardwise.parallel.bags import Bags, check_ids
 from shardwise.parallel.hot import Hot
 from shardwise.parallel.mesh import Axis
@@ -264,7 +264,8 @@ class Tables:
         for number, found in enumerate(parts):
             rows, places = torch.unique(torch.cat([wanted[number] for wanted in route.wanted]), return_inverse=True)
             total = torch.zeros(rows.numel(), self.own[number].width, dtype=self.dtype)
-            self.touched.append(Touched(rows, total.index_add_(0, places, torch.cat(found))))
+            add_rows_(total, places, torch.cat(found))
+            self.touched.append(Touched(rows, total))
 
     def _in_turn(self, route: Route) -> Iterator[tuple[Bank, Tensor]]:
         for banks, asked in zip(self.banks, route.asked, strict=True):

@@ -20,7 +20,7 @@ from shardwise.parallel.mesh import Axis
 from shardwise.parallel.placement import Shard
 
 if TYPE_CHECKING:
-    from shardwise.parallel.embedding import Tables
+    from shardwise.parallel.embedding import Bank, Tables
 
 
 def most_used(ids: Tensor, count: int) -> Tensor:
@@ -36,9 +36,22 @@ class Hot:
         self.tables, self.rows, self.axis, self.device = tables, rows, axis, device
         self.values = tables.look(rows).to(device)
         self.state = {key: value.to(device) for key, value in tables.look_states(rows).items()}
-        self.gradient = torch.zeros_like(self.values)
-        self.touched = torch.empty(0, dtype=torch.int64, device=device)
-        """Places of the rows that the last batch used."""
+        self.home = [self._rows_of(bank) for bank in tables.own]
+        """By bank of ours: where in it each kept row lives, -1 where it does not."""
+        self._take(rows[:0].to(device), self.values[:0])
+
+    def _rows_of(self, bank: Bank) -> Tensor:
+        home = torch.full_like(self.rows, -1)
+        for shard, first in zip(bank.shards, bank.firsts):
+            begin, end, start = self._span(shard, self.rows)
+            home[begin:end] = self.rows[begin:end] - start + first
+        return home
+
+    def _span(self, shard: Shard, rows: Tensor) -> tuple[int, int, int]:
+        """Which of some rows are of a piece, from a place to before another; and the number of its first row."""
+        first, last = (self.tables.bases[shard.table] + row for row in shard.rows)
+        begin, end = torch.searchsorted(rows, torch.tensor([first, last])).tolist()
+        return begin, end, first
 
     def part(self, distinct: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of a batch's distinct rows: those that are not kept; the ids' places when the kept ones come after these; the
@@ -51,35 +64,38 @@ class Hot:
 
     def give(self, places: Tensor, gradient: Tensor) -> None:
         """Takes this rank's gradients of kept rows, and adds up those of all ranks."""
+        if self.axis.size == 1:
+            self._take(places.to(self.device), gradient)
+            return
         width = gradient.shape[1]
         total = gradient.new_zeros(self.rows.numel(), width + 1)  # the last column: who touched a row
         total.index_copy_(0, places.to(self.device), torch.cat((gradient, torch.ones_like(gradient[:, :1])), dim=1))
-        if self.axis.size > 1:
-            all_reduce(total, group=self.axis.group)
-        self.touched = total[:, width].nonzero()[:, 0]
-        self.gradient = total[:, :width].index_select(0, self.touched)
+        all_reduce(total, group=self.axis.group)
+        touched = total[:, width].nonzero()[:, 0]
+        self._take(touched, total[:, :width].index_select(0, touched))
+
+    def _take(self, touched: Tensor, gradient: Tensor) -> None:
+        """The kept rows that the whole batch uses, and their gradient; in host memory, too."""
+        self.touched, self.gradient = touched, gradient
+        self.touched_here, self.gradient_here = touched.cpu(), gradient.cpu()
 
     def gradient_of(self, shard: Shard) -> tuple[Tensor, Tensor]:
         """Of a piece of a table: its kept rows that were touched, counted from its first, and their gradient."""
-        rows, some = self._within(shard)
-        return rows, self.gradient[some, slice(*shard.columns)].cpu()
-
-    def _within(self, shard: Shard) -> tuple[Tensor, Tensor]:
-        """The touched rows of a piece: counted from its first, and as places among the touched."""
-        base = self.tables.bases[shard.table]
-        rows = self.rows[self.touched.cpu()]
-        ends = torch.tensor([base + shard.rows[0], base + shard.rows[1]])
-        begin, end = torch.searchsorted(rows, ends).tolist()
-        return rows[begin:end] - ends[0], torch.arange(begin, end, device=self.device)
+        rows = self.rows[self.touched_here]
+        begin, end, first = self._span(shard, rows)
+        return rows[begin:end] - first, self.gradient_here[begin:end, slice(*shard.columns)]
 
     def update(self, lr: float) -> None:
         """Takes the step of all touched rows, and writes this rank's back to where they live."""
-        square = self.gradient.square().mean(1) if self.tables.optimizer == "adagrad" else None
-        self.tables.step_rows(self.values, self.state, self.touched, self.gradient, square, lr)
-        for held in self.tables.held:
-            rows, some = self._within(held.shard)
-            places = self.touched[some]
-            held.rows.index_copy_(0, rows, self.values[places, slice(*held.shard.columns)].cpu())
+        tables = self.tables
+        square = self.gradient.square().mean(1) if tables.optimizer == "adagrad" else None
+        tables.step_rows(self.values, self.state, self.touched, self.gradient, square, lr)
+        for bank, memory, state, home in zip(tables.own, tables.memory, tables.state, self.home, strict=True):
+            rows = home[self.touched_here]
+            ours = rows >= 0
+            places = self.touched[ours.to(self.device)]
+            columns = slice(*bank.columns)
+            memory.index_copy_(0, rows[ours], self.values[places][:, columns].cpu())
             for key, value in self.state.items():
-                new = value[places] if value.dim() == 1 else value[places, slice(*held.shard.columns)]
-                held.state[key].index_copy_(0, rows, new.cpu())
+                new = value[places] if value.dim() == 1 else value[places][:, columns]
+                state[key].index_copy_(0, rows[ours], new.cpu())
