@@ -32,13 +32,16 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.cluster import CLUSTERS
-from shardwise.data.stream import Samples
+from shardwise.data.make import made_up
+from shardwise.data.objectives import objective_of
+from shardwise.data.stream import Samples, Stream
 from shardwise.errors import LayoutError, RunError
 from shardwise.job import BatchSize, Job
 from shardwise.layout import MADE, V_SHAPED, Layout, solve_batch
@@ -252,6 +255,8 @@ def _watched_step(job: Job, layout: Layout, micro_batches: int, fake: bool) -> N
     ledger = Ledger()
     modes = [FakeTensorMode(allow_non_fake_inputs=True), ledger] if fake else [ledger]
     order = order_of(job, layout, CLUSTERS["h100"])
+    one = Stream(made_up(job, 1), job.seed, objective=objective_of(job.model, job.seed)).read(np.arange(1))
+    like = one.tokens, one.targets, one.ids
     engine = parallelize(job, layout, torch.device("cpu"), _all(modes), order)
     ledger.axes = axes_of(engine.mesh)
     forwards: list[Moment] = []
@@ -266,8 +271,8 @@ def _watched_step(job: Job, layout: Layout, micro_batches: int, fake: bool) -> N
             bare = ledger.now()
             if engine.pipeline is not None:
                 engine.pipeline.prepare()
-            size = (micro_batches * engine.batch.micro_batch, job.model.sequence)
-            samples = Samples(*(torch.zeros(s, dtype=torch.int64) for s in (size, size, size[:1])))
+            count = micro_batches * engine.batch.micro_batch
+            samples = Samples(*(torch.zeros(count, *one.shape[1:], dtype=one.dtype) for one in like))
             begin = ledger.now()
             ledger.default = "activations"
             step(engine, optimizer, samples, job.optimizer.clip, lambda _: _mark_gradients(engine, ledger))

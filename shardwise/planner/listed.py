@@ -1,8 +1,9 @@
 """Models that are no row of equal blocks, as lists of pieces: T5, ResNet, DLRM; or any module, by its trace.
 
-They are planned along the data axes only: whole on each rank, or in pieces by ZeRO. The same `Estimator` and search
-serve; to them such a model is a row of mean pieces that nothing cuts. The lists are of operators that run one by one:
-norms, activations and sums each read and write memory.
+The same `Estimator` and search serve; to them such a model is a row of mean pieces. All are planned along the data
+axes, whole on each rank or in pieces by ZeRO; T5 over tensor and pipeline ranks, too. Its stages are taken to be even
+in time, as our engine cuts them, and as large in memory as if all blocks were like the largest. The lists are of
+operators that run one by one: norms, activations and sums each read and write memory.
 
 The tables of a DLRM lie in the hosts' memory, dealt over the data ranks. Each step every rank reads the rows that the
 samples of all ranks ask of it, sends them over the host's link and to the rank whose sample it is, and takes gradients
@@ -11,10 +12,11 @@ back the same way; nothing hides that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import pairwise
+from statistics import fmean as mean
 
 from shardwise.kinds import DLRM, T5, Model, ResNet
 from shardwise.layout import Layout, keep_share
@@ -42,14 +44,20 @@ class Tables:
 
 @dataclass(frozen=True, kw_only=True)
 class Listed(Shape):
-    """A model as its pieces. To the search it has one head and one position, so that only the data axes cut it."""
+    """A model as its pieces. To the search it has one head and one position, unless tensor ranks can cut it."""
 
-    make: Callable[[int], tuple[Piece, ...]]
-    """The pieces for a micro-batch of some samples."""
+    make: Callable[..., tuple[Piece, ...]]
+    """The pieces for a micro-batch of some samples, and for so many tensor ranks where there is more than one head."""
     tables: Tables | None = None
+    ends: bool = False
+    """Whether the first and the last piece are ends of a row of blocks that a pipeline can cut."""
 
     @property
     def stages(self) -> int:
+        return self.layers if self.ends else 1
+
+    @property
+    def contexts(self) -> int:
         return 1
 
     @cached_property
@@ -72,11 +80,14 @@ class Listed(Shape):
         return samples * sum(piece.flops for piece in self.make(1))
 
 
-def listed(make: Callable[[int], tuple[Piece, ...]], tables: Tables | None = None) -> Listed:
+def listed(
+    make: Callable[..., tuple[Piece, ...]], tables: Tables | None = None, heads: int = 1, sequence: int = 1,
+    ends: bool = False,
+) -> Listed:  # fmt: skip
     """A model that `make` gives for any micro-batch: a closed list, or `lambda n: trace(module, inputs(n))`."""
     return Listed(
-        layers=len(make(1)), width=1, heads=1, kv_heads=1, head_size=1, ffn=0, vocab=0, sequence=1, make=make,
-        tables=tables,
+        layers=len(make(1)) - 2 * ends, width=1, heads=heads, kv_heads=1, head_size=1, ffn=0, vocab=0,
+        sequence=sequence, make=make, tables=tables, ends=ends,
     )  # fmt: skip
 
 
@@ -86,6 +97,8 @@ def form_of(model: Model | T5 | ResNet | DLRM, size: int) -> Shape:
         return shape_of(model)
     lists: dict[type, Callable[..., Iterator[Piece]]] = {T5: t5, ResNet: resnet, DLRM: dlrm}
     make = partial(_made, lists[type(model)], model, size)
+    if isinstance(model, T5):
+        return listed(make, heads=model.heads, sequence=model.sequence + model.targets, ends=True)
     if not isinstance(model, DLRM):
         return listed(make)
     row = 4.0 * model.width
@@ -94,8 +107,10 @@ def form_of(model: Model | T5 | ResNet | DLRM, size: int) -> Shape:
 
 
 @lru_cache(maxsize=64)
-def _made(pieces: Callable[..., Iterator[Piece]], model: Model, size: int, samples: int) -> tuple[Piece, ...]:
-    return tuple(pieces(model, size, samples))
+def _made(
+    pieces: Callable[..., Iterator[Piece]], model: Model, size: int, samples: int, tensor: int = 1
+) -> tuple[Piece, ...]:
+    return tuple(pieces(model, size, samples, tensor) if tensor > 1 else pieces(model, size, samples))
 
 
 class ListedEstimator(Estimator):
@@ -108,27 +123,44 @@ class ListedEstimator(Estimator):
 
     def pieces(self, cut: Cut) -> tuple[Seconds, Seconds, Seconds]:
         if cut not in self._pieces:
-            rows = self.model.make(cut.micro_batch)
-            mean = mean_of([seconds_of(self.machine, self.work.setting, piece) for piece in rows])
-            self._pieces[cut] = mean, Seconds(), Seconds()
+            first, rows, last = self._parts(cut.micro_batch, cut.tensor)
+            blocks, *ends = (
+                [seconds_of(self.machine, self.work.setting, piece, cut.tensor) for piece in part]
+                for part in (rows, first, last)
+            )
+            self._pieces[cut] = mean_of(blocks), mean_of(ends[0]), mean_of(ends[1])
         return self._pieces[cut]
 
+    def _parts(self, micro_batch: int, tensor: int) -> tuple[Sequence[Piece], Sequence[Piece], Sequence[Piece]]:
+        """First piece, blocks and last piece; all are blocks where there are no ends."""
+        rows = self.model.make(micro_batch, *([tensor] if tensor > 1 else []))
+        return (rows[:1], rows[1:-1], rows[-1:]) if self.model.ends else ((), rows, ())
+
+    def passed(self, layout: Layout) -> float:
+        return self.held(layout).passed
+
     def held(self, layout: Layout) -> Held:
-        key = layout.micro_batch, layout.recompute
+        key = layout.micro_batch, layout.recompute, layout.tensor, layout.pipeline > 1
         if key not in self._held:
-            rows, size = self.model.make(layout.micro_batch), self.work.setting.bytes
-            mean = Weights(sum(piece.parameters for piece in rows) / len(rows), 0.0, 0.0, 0.0)
-            every, inputs = (sum(bytes_) / len(rows) for bytes_ in zip(*((p.saved, p.output) for p in rows)))
-            products = sum(size * p.groups * p.rows * p.columns for piece in rows for p in piece.products) / len(rows)
+            first, rows, last = self._parts(layout.micro_batch, layout.tensor)
+            size = self.work.setting.bytes
+            typical = max if layout.pipeline > 1 else mean  # some stage has the largest blocks alone
+            weights = Weights(
+                typical(piece.parameters for piece in rows), 0.0, sum(p.parameters for p in first),
+                sum(p.parameters for p in last),
+            )  # fmt: skip
+            every, inputs = typical(p.saved for p in rows), typical(p.output for p in rows)
+            products = typical(sum(size * p.groups * p.rows * p.columns for p in piece.products) for piece in rows)
             share = keep_share(layout.recompute)
             kept = float(layout.recompute != "full") if share is None else share
             stays = min(every, products + inputs) if layout.recompute == "selective" else kept * every
             stays += (1 - kept) * inputs
             again = max(piece.saved for piece in rows) if layout.recompute != "none" else 0.0
-            stream = max(piece.output for piece in rows)
+            stream = max(piece.output for piece in (*first, *rows))
+            logits = sum(piece.saved for piece in last)
             self._held[key] = Held(
-                weights=mean, habit=self.work.habit, size=size, stays=stays, again=again, logits=0.0, stream=stream,
-                passed=stream, kept=kept, table=0.0,
+                weights=weights, habit=self.work.habit, size=size, stays=stays, again=again, logits=logits,
+                stream=stream, passed=stream, kept=kept, table=weights.first,
             )  # fmt: skip
         return self._held[key]
 
@@ -206,56 +238,60 @@ def _block(name: str, rows: list[Piece], output: int, saved: int, moved: int, ca
         name=name, parameters=sum(p.parameters for p in rows), parameter_bytes=sum(p.parameter_bytes for p in rows),
         output=output, saved=saved + sum(p.saved for p in rows), moved=moved + sum(p.moved for p in rows),
         calls=calls + sum(p.calls for p in rows), products=tuple(q for p in rows for q in p.products),
-        attention=tuple(q for p in rows for q in p.attention),
+        attention=tuple(q for p in rows for q in p.attention), summed=sum(p.summed for p in rows),
     )  # fmt: skip
 
 
-def t5(model: T5, size: int, samples: int) -> Iterator[Piece]:
-    """Pre-norm blocks without biases; the position's bias is added inside of a fused attention."""
+def t5(model: T5, size: int, samples: int, tensor: int = 1) -> Iterator[Piece]:
+    """Pre-norm blocks without biases; the position's bias is added inside of a fused attention. Over tensor ranks are
+    cut: heads, hidden features, words, and between the cut products the positions."""
     read, made = samples * model.sequence, samples * model.targets
-    table = model.vocab * model.width
+    table = model.vocab * model.width // tensor
     stream = (read + made) * model.width * size
-    yield Piece(name="embed", parameters=table, parameter_bytes=table * size, output=stream, saved=(read + made) * 8,
-                moved=2 * stream, calls=2)  # fmt: skip
+    yield Piece(name="embed", parameters=table, parameter_bytes=table * size, output=stream // tensor, calls=2,
+                saved=(read + made) * 8, moved=2 * stream // tensor, summed=stream / 2)  # fmt: skip
     for place in range(model.layers):
-        parts = [_attend(model, size, read, read, samples, False), _feed(model, size, read)]
-        yield _block(f"encoder{place}", parts, read * model.width * size, 0, 0, 0)
+        parts = [_attend(model, size, read, read, samples, tensor, False), _feed(model, size, read, tensor)]
+        yield _block(f"encoder{place}", parts, read * model.width * size // tensor, 0, 0, 0)
     for place in range(model.layers):
-        own, other = _attend(model, size, made, made, samples, True), _attend(model, size, made, read, samples, False)
-        yield _block(f"decoder{place}", [own, other, _feed(model, size, made)], made * model.width * size, 0, 0, 0)
-    logits = made * model.vocab
+        own = _attend(model, size, made, made, samples, tensor, True)
+        parts = [own, _attend(model, size, made, read, samples, tensor, False), _feed(model, size, made, tensor)]
+        yield _block(f"decoder{place}", parts, made * model.width * size // tensor, 0, 0, 0)
+    logits = made * model.vocab // tensor
     weights = 0 if model.tied else table
     # The loss in 32 bits: logits are widened, normalised, gathered from.
     yield Piece(
         name="head", parameters=weights, parameter_bytes=weights * size, output=4,
         saved=made * model.width * size + 8 * logits, moved=logits * (size + 12), calls=6,
-        products=(Product(made, model.width, model.vocab),),
+        products=(Product(made, model.width, -(-model.vocab // tensor)),), summed=made * model.width * size / 2,
     )  # fmt: skip
 
 
-def _attend(model: T5, size: int, queries: int, keys: int, samples: int, causal: bool) -> Piece:
+def _attend(model: T5, size: int, queries: int, keys: int, samples: int, tensor: int, causal: bool) -> Piece:
     width, head = model.width, model.head_size
-    wide = model.heads * head
+    wide = model.heads * head // tensor
     products = Product(queries, width, wide), Product(keys, width, 2 * wide), Product(queries, wide, width)
-    square = Attention(samples * model.heads, queries // samples, keys // samples, head, head, causal)
+    heads = samples * model.heads // tensor
+    square = Attention(heads, queries // samples, keys // samples, head, head, causal)
     weights = 4 * width * wide + width
-    stream, inside = queries * width, (2 * queries + 2 * keys) * wide
+    stream, inside = queries * width // tensor, (2 * queries + 2 * keys) * wide
     return Piece(
         name="", parameters=weights, parameter_bytes=weights * size, output=stream * size,
         saved=size * (2 * stream + inside), moved=size * (6 * stream + inside), calls=8, products=products,
-        attention=(square,),
+        attention=(square,), summed=size * width * (queries + keys * (keys != queries) / 2),
     )  # fmt: skip
 
 
-def _feed(model: T5, size: int, tokens: int) -> Piece:
+def _feed(model: T5, size: int, tokens: int, tensor: int) -> Piece:
     gates = 2 if model.activation == "geglu" else 1
-    width, ffn = model.width, model.ffn
+    width, ffn = model.width, model.ffn // tensor
     weights = (gates + 1) * width * ffn + width
-    stream, hidden = tokens * width, tokens * ffn
+    stream, hidden = tokens * width // tensor, tokens * ffn
     return Piece(
         name="", parameters=weights, parameter_bytes=weights * size, output=stream * size,
         saved=size * (2 * stream + (2 * gates) * hidden), moved=size * (6 * stream + (1 + 2 * gates) * hidden),
         calls=5 + gates, products=(Product(tokens, width, gates * ffn), Product(tokens, ffn, width)),
+        summed=size * width * tokens,
     )  # fmt: skip
 
 

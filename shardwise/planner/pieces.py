@@ -75,14 +75,16 @@ class Piece:
     attention: tuple[Attention, ...] = ()
     backward: float = 0.0
     """Floating-point operations of the backward, attention apart."""
+    summed: float = 0.0
+    """Bytes that a forward sums over the tensor ranks, where there are some."""
 
     @property
     def flops(self) -> float:
         return sum(product.flops for product in self.products) + sum(one.flops for one in self.attention)
 
 
-def seconds_of(machine: Machine, setting: Setting, piece: Piece) -> Seconds:
-    """One forward and one backward of a piece on one rank."""
+def seconds_of(machine: Machine, setting: Setting, piece: Piece, tensor: int = 1) -> Seconds:
+    """One forward and one backward of a piece on one rank, one of `tensor` that the piece was cut for."""
     forward = backward = weight = core = 0.0
     for p in piece.products:
         sides = (p.rows, p.inner, p.columns), (p.rows, p.columns, p.inner), (p.inner, p.rows, p.columns)
@@ -97,6 +99,7 @@ def seconds_of(machine: Machine, setting: Setting, piece: Piece) -> Seconds:
     return Seconds(
         forward=forward + steady, backward=backward + 2 * steady, weight=weight, core=core, moved=piece.moved,
         host=piece.calls * machine.efficiency.launch,
+        tensor=machine.reduce(piece.summed, tensor, 1) * (1.0 - machine.efficiency.hidden_tensor * setting.overlapped),
     )  # fmt: skip
 
 

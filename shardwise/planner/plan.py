@@ -234,7 +234,7 @@ def judged(job: Job, shape: Shape, layout: Layout) -> Layout:
         return replace(layout, micro_batch=check(job, layout).micro_batch)
     if Estimator.is_made(layout):
         raise LayoutError(f"schedule={layout.schedule}: orders are made for gpt only as yet; give a schedule's name.")
-    limits = {"tensor": shape.heads, "pipeline": shape.stages, "context": shape.sequence, "expert": shape.experts or 1}
+    limits = {"tensor": shape.heads, "pipeline": shape.stages, "context": shape.contexts, "expert": shape.experts or 1}
     for axis, most in limits.items():
         degree = getattr(layout, axis)
         if degree > most or (axis != "pipeline" and most % degree):

@@ -373,14 +373,17 @@ class Estimator:
         """Exposed transfers between stages, of one micro-batch on one rank."""
         if layout.pipeline == 1:
             return 0.0
-        work = self.work
-        tokens = layout.micro_batch * work.shape.sequence / layout.context
-        size = work.setting.bytes * tokens * work.shape.width / layout.tensor
         stride = layout.world // layout.pipeline
-        transfer = self.machine.transfer(size, min(stride, self.machine.cluster.domain))
+        transfer = self.machine.transfer(self.passed(layout), min(stride, self.machine.cluster.domain))
         # Between stages of one rank's own there is other work to do while a transfer is under way.
         hidden = self.efficiency.hidden_transfer if layout.stages_per_rank == 1 else self.efficiency.hidden_interleaved
         return 2 * layout.stages_per_rank * transfer * (1.0 - hidden)
+
+    def passed(self, layout: Layout) -> float:
+        """Bytes of a micro-batch from stage to stage."""
+        shape = self.work.shape
+        tokens = layout.micro_batch * shape.sequence / layout.context
+        return self.work.setting.bytes * tokens * shape.width / layout.tensor
 
     def data(self, layout: Layout, own: float, experts: float, last_pass: float) -> float:
         """Exposed traffic of the data axes once a step: gradients to their sums, updated weights back."""

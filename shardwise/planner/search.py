@@ -173,7 +173,7 @@ def _schedules(estimator: Estimator, base: Layout) -> Iterator[tuple[str, int]]:
 
 def _contexts(shape: Shape, most: int) -> list[int]:
     """Parts of a sequence of at least 2048 tokens each."""
-    return [n for n in _divisors(most) if n == 1 or (shape.sequence % n == 0 and shape.sequence // n >= 2048)]
+    return [n for n in _divisors(most) if n == 1 or (shape.contexts % n == 0 and shape.contexts // n >= 2048)]
 
 
 def _experts(shape: Shape, most: int) -> list[int]:

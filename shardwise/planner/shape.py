@@ -49,6 +49,11 @@ class Shape:
         """Into how many a pipeline can cut it."""
         return self.layers
 
+    @property
+    def contexts(self) -> int:
+        """Positions that context ranks can share."""
+        return self.sequence
+
     def precision(self, asked: str) -> str:
         """Of the products, in a job that asks for one."""
         return asked
