@@ -27,7 +27,7 @@ from shardwise.laws.saved import known
 
 GRID = {"low": 5e10, "high": 3e11, "budgets": 3, "sizes": 4, "spread": 2.0}
 LARGEST = 9e11
-SETTINGS = ["model.sequence=128", "layout=replicate=1", "data.source=stdlib", "run.device=cpu"]
+SETTINGS = ["model.sequence=32", "validation.samples=2048", "layout=replicate=1", "data.source=stdlib", "run.device=cpu"]
 ALLOWED = 0.03
 
 
@@ -48,12 +48,13 @@ def train(path: Path, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("runs/laws"), help="for job files and runs")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and of the order of samples")
     parser.add_argument("--plot", type=Path, help="an SVG file for the drawing")
     options = parser.parse_args()
     folder: Path = options.folder
-    common = {"kind": "gpt", "settings": SETTINGS, "counts": "all", "folder": folder}
-    grid = design(**GRID, **common)  # type: ignore[arg-type]
-    (largest,) = design(LARGEST, LARGEST, 1, 1, 1.0, "gpt", SETTINGS, "all", folder)
+    settings = [*SETTINGS, f"seed={options.seed}"]
+    grid = design(**GRID, kind="gpt", settings=settings, counts="all", folder=folder)  # type: ignore[arg-type]
+    (largest,) = design(LARGEST, LARGEST, 1, 1, 1.0, "gpt", settings, "all", folder)
     jobs = [largest, *grid]
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(train, write_design(jobs, folder), [folder / "runs" / one.name for one in jobs]))
