@@ -27,7 +27,9 @@ from shardwise.laws.saved import known
 
 GRID = {"low": 5e10, "high": 3e11, "budgets": 3, "sizes": 4, "spread": 2.0}
 LARGEST = 9e11
-SETTINGS = ["model.sequence=32", "validation.samples=2048", "layout=replicate=1", "data.source=stdlib", "run.device=cpu"]
+SETTINGS = [
+    "model.sequence=32", "validation.samples=2048", "layout=replicate=1", "data.source=stdlib", "run.device=cpu",
+]  # fmt: skip
 ALLOWED = 0.03
 
 

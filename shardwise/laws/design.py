@@ -6,9 +6,9 @@ both sides of its optimum. Batch and learning rate follow the budget C as DeepSe
 section 3.1, fitted there from 1e17 to 2e19 FLOPs): 0.2920 C^0.3271 tokens, and 0.3118 / C^0.125. Where that batch would
 leave fewer than a thousand steps it is smaller, and the rate falls with the root of it, as is usual for Adam.
 
-One size must look like the next, or the law sees what is not the size: depth by width, heads of one size, the same share
-of the feed-forward part. Weights start with the root of 2 / (5 width) (Nguyen and Salazar 2019, arXiv 1910.05895), which
-is the usual 0.02 at width 1000: with 0.02 at width 32 hidden products all but vanish, and when a run gets going is chance.
+One size must look like the next, or the law sees more than size: depth by width, heads of one size, the same share of
+the feed-forward part. Weights start with the root of 2 / (5 width) (Nguyen and Salazar 2019, arXiv 1910.05895), the
+usual 0.02 at width 1000: with 0.02 at width 32 hidden products all but vanish, and when a run gets going is chance.
 """
 
 from __future__ import annotations
