@@ -64,8 +64,8 @@ def test_bytes_are_what_the_formula_says():
     shapes = [weight for weight in run_world(shapes_of_it, 1)[0] if len(weight) > 1]
     whole = sum(rows * columns for rows, columns in shapes)
     (first, second) = run_world(sent_by, 2, "onebit", "replicate=2")
-    blocks = sum(-(-rows * columns // 1024) for rows, columns in shapes)
-    assert first == second == blocks * (4 + 128)
+    blocks = sum(-(-rows * columns // 64) for rows, columns in shapes)
+    assert first == second == blocks * (4 + 8)
     padded = sum(-(-rows // 2) * columns for rows, columns in shapes)
     assert run_world(sent_by, 2, "bf16", "shard=2") == [2 * padded] * 2
     thin = sum(2 * (rows + columns) for rows, columns in shapes)
