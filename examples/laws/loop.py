@@ -4,8 +4,8 @@
     python examples/laws/loop.py --plot law.svg    draws the fit too
 
 Twelve decoders of 10 to 114 thousand parameters learn the text of Python's standard library, byte by byte, at three
-budgets. The law fitted to them must foretell the loss of a thirteenth run, whose budget is more than three times the
-largest of theirs, within 3%. Runs that are finished are not trained again; the script ends with 1 if the law is off.
+budgets. The law fitted to them must foretell the loss of a thirteenth run, whose budget is three times the largest
+of theirs, within 3%. Runs that are finished are not trained again; the script ends with 1 if the law is off.
 """
 
 from __future__ import annotations
