@@ -34,16 +34,20 @@ from shardwise.layout import Layout
 from shardwise.optim import learning_rate, make_optimizer, set_learning_rate
 from shardwise.parallel.parallelize import build, parallelize, shapes_of
 from shardwise.step import step
+from shardwise.train.validate import validate
 
 WAYS = ("", "fp16", "bf16", "int8", "topk:0.01", "onebit", "powersgd:rank=4")
 TURNS = 5
 MODEL = {"layers": 4, "width": 256, "heads": 4, "sequence": 64}
-SMALL = {"layers": 3, "width": 96, "heads": 4, "sequence": 128}
+SMALL = {"layers": 2, "width": 64, "heads": 4, "sequence": 32, "init_std": 0.079}
+RIVALS = ("fp16", "bf16", "int8", "onebit", "topk:0.1", "topk:0.01", "powersgd:rank=8", "powersgd:rank=4")
+SEEDS = 3  # of uncompressed runs, whose losses tell what is chance
 
 
-def job_of(way: str, model: dict[str, object], samples: int, steps: int = 1) -> Job:
-    return make_job({"model": model, "batch": {"samples": samples}, "gradient": {"compress": way}, "steps": steps,
-                     "optimizer": {"lr": 2e-3}})  # fmt: skip
+def job_of(way: str, model: dict[str, object], samples: int, steps: int = 1, after: float = 0.0, seed: int = 0) -> Job:
+    return make_job({"model": model, "batch": {"samples": samples}, "steps": steps, "optimizer": {"lr": 2e-3},
+                     "gradient": {"compress": way, "compress_after": after}, "validation": {"samples": 2048},
+                     "seed": seed})  # fmt: skip
 
 
 def worker() -> None:
@@ -128,29 +132,32 @@ def alone() -> float:
     return statistics.median(taken[1:])
 
 
-def loss_of(way: str, steps: int) -> tuple[float, int]:
-    """The mean loss of the last tenth of a run over two ranks, and the bytes that a rank sent in a step."""
-    job = job_of(way, SMALL, 8, steps)
+def loss_of(way: str, steps: int, after: float, seed: int = 0) -> tuple[float, int]:
+    """The held-out loss after a run over two ranks, and the bytes that a rank sent in a compressed step."""
+    torch.set_num_threads(1)
+    job = job_of(way, SMALL, 8, steps, after, seed)
     engine = parallelize(job, Layout.parse("replicate=2"), torch.device("cpu"))
-    optimizer, stream = make_optimizer(job.optimizer, engine.holdings), Stream(make_sources(job)[0], 0)
-    losses = []
+    training, held_out, tokenizer = make_sources(job)
+    optimizer, stream = make_optimizer(job.optimizer, engine.holdings), Stream(training, seed)
     for number in range(steps):
         set_learning_rate(optimizer, learning_rate(job.optimizer, number, steps))
+        engine.data.plain = number < job.gradient.plain_steps(steps)
         METER.read()
-        outcome = step(engine, optimizer, stream.read(share(number, 8, 2, dist.get_rank())), 1.0)
-        losses.append(float(outcome.loss))
-    return statistics.mean(losses[-steps // 10 :]), METER.read()[0].get("data", 0)
+        step(engine, optimizer, stream.read(share(number, 8, 2, dist.get_rank())), 1.0)
+    sent = METER.read()[0].get("data", 0)
+    found = validate(engine, job, held_out, tokenizer)
+    assert found is not None
+    return found["loss"], sent
 
 
-def convergence(steps: int) -> None:
+def convergence(steps: int, after: float) -> None:
     weights = 4 * sum(shape.numel() for shape in shapes_of(build(job_of("", SMALL, 8), torch.float32)).values())
-    print(f"\nloss after {steps} steps on the standard library's text, 2 ranks, {weights / 1e6:.2f} MB of gradients")
-    plain = 0.0
-    for way in WAYS:
-        loss, sent = run_world(loss_of, 2, way, steps, timeout=3000.0)[0]
-        plain = plain or loss
-        ratio = f"{weights / sent:.1f} times smaller" if sent else ""
-        print(f"{way or 'uncompressed':16s} {loss:.4f} {loss / plain - 1:+7.2%}  {ratio}", flush=True)
+    print(f"\nheld-out loss after {steps} steps, {after:g} of them plain, 2 ranks, {weights / 1e6:.2f} MB of gradients")
+    plain = [run_world(loss_of, 2, "", steps, 0.0, seed, timeout=3000.0)[0][0] for seed in range(SEEDS)]
+    print("uncompressed, by seed:", ", ".join(f"{loss:.4f}" for loss in plain), flush=True)
+    for way in RIVALS:
+        loss, sent = run_world(loss_of, 2, way, steps, after, timeout=3000.0)[0]
+        print(f"{way:16s} {loss:.4f} {loss / plain[0] - 1:+7.2%}  {weights / sent:.1f} times smaller", flush=True)
 
 
 def main() -> None:
@@ -158,6 +165,7 @@ def main() -> None:
     parser.add_argument("--rates", type=int, nargs="*", default=[1000, 100], help="Mbit/s")
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--steps", type=int, default=400, help="of the runs whose losses are compared; 0: none")
+    parser.add_argument("--after", type=float, default=0.2, help="share of plain steps (gradient.compress_after)")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
@@ -169,7 +177,7 @@ def main() -> None:
     for rate in given.rates:
         over_links(rate, given.nodes)
     if given.steps:
-        convergence(given.steps)
+        convergence(given.steps, given.after)
 
 
 if __name__ == "__main__":

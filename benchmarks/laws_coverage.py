@@ -25,7 +25,8 @@ TRUTH = Law(1.8, 480.0, 2000.0, 0.35, 0.366)
 DESIGNS = {
     "iso-FLOP, 6 budgets x 7 sizes, noise 0.5%": ("iso", 6, 7, 0.005),
     "scattered, 100 runs, noise 1%": ("scattered", 10, 10, 0.01),
-    "iso-FLOP, 9 budgets x 12 sizes, noise 0.5%": ("iso", 9, 12, 0.005),
+    "iso-FLOP, 5 budgets x 6 sizes, noise 1%": ("iso", 5, 6, 0.01),
+    "iso-FLOP, 12 budgets x 20 sizes, noise 0.5%": ("iso", 12, 20, 0.005),
 }
 ALLOWED = 0.90, 0.99
 
@@ -54,10 +55,11 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=200)
     parser.add_argument("--draws", type=int, default=400)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--designs", type=int, nargs="*", default=list(range(len(DESIGNS))), help="which, from 0 on")
     options = parser.parse_args()
     bad = False
     with ProcessPoolExecutor(options.processes) as pool:
-        for name, design in DESIGNS.items():
+        for name, design in (list(DESIGNS.items())[number] for number in options.designs):
             begin = time.perf_counter()
             held = list(pool.map(partial(holds, design, options.draws), range(options.trials), chunksize=5))
             shares = np.mean(held, axis=0)

@@ -119,6 +119,11 @@ class Gradient(Section):
     compress: str = ""
     """How gradients are made small before they travel, what is lost being added to the next: `fp16`, `bf16`, `int8`,
     `onebit`, `topk:0.01` (the largest hundredth) or `powersgd:rank=4`; empty: not at all."""
+    compress_after: float = Field(0.2, ge=0.0)
+    """Steps with plain sums before `compress` begins; below 1: the share of all steps."""
+
+    def plain_steps(self, total: int) -> int:
+        return round(self.compress_after * total if self.compress_after < 1 else self.compress_after)
 
     @model_validator(mode="after")
     def _way(self) -> Gradient:

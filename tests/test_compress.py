@@ -18,9 +18,9 @@ MODEL = {"layers": 3, "width": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab"
 WAYS = ["fp16", "bf16", "int8", "onebit", "topk:0.1", "powersgd:rank=2"]
 
 
-def job(way: str, samples: int = 12, **more: object) -> Job:
+def job(way: str, samples: int = 12, after: float = 0.2, **more: object) -> Job:
     return make_job({"precision": "float64", "model": MODEL, "batch": {"samples": samples},
-                     "gradient": {"compress": way}, **more})  # fmt: skip
+                     "gradient": {"compress": way, "compress_after": after}, **more})  # fmt: skip
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -64,8 +64,8 @@ def test_bytes_are_what_the_formula_says():
     shapes = [weight for weight in run_world(shapes_of_it, 1)[0] if len(weight) > 1]
     whole = sum(rows * columns for rows, columns in shapes)
     (first, second) = run_world(sent_by, 2, "onebit", "replicate=2")
-    blocks = sum(-(-rows * columns // 1024) for rows, columns in shapes)
-    assert first == second == blocks * (4 + 128)
+    blocks = sum(-(-rows * columns // 64) for rows, columns in shapes)
+    assert first == second == blocks * (4 + 8)
     padded = sum(-(-rows // 2) * columns for rows, columns in shapes)
     assert run_world(sent_by, 2, "bf16", "shard=2") == [2 * padded] * 2
     thin = sum(2 * (rows + columns) for rows, columns in shapes)
@@ -79,15 +79,20 @@ def shapes_of_it() -> list[torch.Size]:
     return list(shapes_of(build(job("bf16"), torch.float32)).values())
 
 
-@pytest.mark.parametrize(("way", "layout", "other"), [
-    ("topk:0.05", "replicate=2", "shard=3 zero=1"), ("powersgd:rank=2", "shard=2 zero=2", "replicate=3"),
+@pytest.mark.parametrize(("way", "after", "layout", "other"), [
+    ("topk:0.05", 0, "replicate=2", "shard=3 zero=1"), ("powersgd:rank=2", 1, "shard=2 zero=2", "replicate=3"),
+    ("onebit", 4, "shard=2 zero=1", "replicate=2"),
 ])  # fmt: skip
-def test_debts_are_kept(way, layout, other, tmp_path):
-    """A run that goes on in the same layout is the same run; in another it goes on owing as much."""
+def test_debts_are_kept(way, after, layout, other, tmp_path):
+    """A run that goes on in the same layout is the same run; in another it goes on owing as much. The first `after`
+    steps are plain."""
     more = {"data": {"source": "synthetic", "samples": 96}, "steps": 6, "checkpoint": {"every": 3},
             "optimizer": {"schedule": "constant", "warmup": 0, "lr": 3e-3}}  # fmt: skip
-    runs = [job(way, **more, run={"folder": str(tmp_path / name), "device": "cpu"}) for name in ("a", "b", "c")]
-    whole = [record["loss"] for record in train(runs[0], layout).metrics()]
+    folders = [{"folder": str(tmp_path / name), "device": "cpu"} for name in ("a", "b", "c")]
+    runs = [job(way, after=after, **more, run=folder) for folder in folders]
+    records = list(train(runs[0], layout).metrics())
+    assert [record["step"] for record in records if "gradient_bytes" in record] == list(range(after + 1, 7))
+    whole = [record["loss"] for record in records]
     for one, text in zip(runs[1:], (layout, other), strict=True):
         with pytest.raises(RunError):
             train(one, layout, die_after=3)
@@ -105,12 +110,14 @@ def test_debts_that_are_forgotten_are_caught(monkeypatch):
     monkeypatch.setattr(compress.Compressor, "_with_feedback", careless)
     (record,) = verify(job("topk:0.1"), [Layout.parse("replicate=2")])
     assert record.problem is None and record.first_difference is not None
-    assert (record.first_difference.step, record.first_difference.kind) == (1, "gradient")
+    assert (record.first_difference.step, record.first_difference.kind) == (2, "gradient")  # the first is plain
 
 
 def test_what_cannot_be_had():
     with pytest.raises(JobError, match="'topk' is no way to compress; use fp16"):
         job("topk")
+    with pytest.raises(JobError, match="compress_after"):
+        job("int8", after=-1)
     with pytest.raises(JobError, match="leave one of them out"):
         make_job({"gradient": {"compress": "int8", "reduce": "ring"}})
     with pytest.raises(JobError, match="use bf16"):

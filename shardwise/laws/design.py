@@ -5,6 +5,10 @@ square, the head). Sizes lie around 20 tokens for each parameter (Hoffmann et al
 both sides of its optimum. Batch and learning rate follow the budget C as DeepSeek-AI 2024 found (arXiv 2401.02954,
 section 3.1, fitted there from 1e17 to 2e19 FLOPs): 0.2920 C^0.3271 tokens, and 0.3118 / C^0.125. Where that batch would
 leave fewer than a thousand steps it is smaller, and the rate falls with the root of it, as is usual for Adam.
+
+One size must look like the next, or the law sees more than size: depth by width, heads of one size, the same share of
+the feed-forward part. Weights start with the root of 2 / (5 width) (Nguyen and Salazar 2019, arXiv 1910.05895), the
+usual 0.02 at width 1000: with 0.02 at width 32 hidden products all but vanish, and when a run gets going is chance.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from shardwise.words import short
 TOKENS_PER_PARAMETER = 20.0
 STEPS = 1000  # at least, if a batch has a sample: one that leaves fewer is made smaller
 SHALLOW = 2  # layers at least: attention in one layer cannot build on another's, and learns far worse
+SHAPE = 0.5  # what a wrong aspect weighs beside a wrong size: sizes need not be met, but one must look like the next
 HELD_OUT = 256  # samples whose loss is a run's result
 CHOSEN = ("layers", "width", "heads", "kv_heads", "head_size", "ffn")
 LONG, SHORT = 2048, 256  # tokens in a sample, from 1e17 FLOPs on and below
@@ -106,7 +111,7 @@ def _designed(template: Job, model: Model, flops: float, counts: str, folder: Pa
     name = f"c{flops:.2g}-n{short(parameters).lower()}".replace("+", "")
     values = template.model_dump(exclude_unset=True)
     values["tokens"] = max(1, round(tokens / (samples * model.sequence))) * samples * model.sequence
-    keys = {key: getattr(model, key) for key in (*CHOSEN, "sequence")}
+    keys = {key: getattr(model, key) for key in (*CHOSEN, "init_std", "sequence")}
     values["model"] = {**values.get("model", {}), **keys, "name": "gpt"}
     values["batch"] = {"samples": samples}
     values["optimizer"] = {"lr": rate_of(flops, samples * model.sequence), **values.get("optimizer", {})}
@@ -134,7 +139,7 @@ def _batch_tokens(flops: float) -> float:
 
 def sized(template: Job, parameters: float, counts: str) -> Model:
     """The decoder of about so many parameters whose depth suits its width."""
-    base = template.model.model_dump(exclude=set(CHOSEN))
+    base = template.model.model_dump(exclude={*CHOSEN, "init_std"} - template.model.model_fields_set)
     aspect = min(128.0, 32.0 * (parameters / 1e5) ** 0.1)  # of width over depth: 32 at 0.1M, 64 at 100M, 128 at 100B
     best, model = math.inf, None
     for width in _widths(parameters):
@@ -142,7 +147,7 @@ def sized(template: Job, parameters: float, counts: str) -> Model:
         each = parameters_of(_shaped(base, width, SHALLOW + 1), counts) - first
         layers = SHALLOW + max(0, round((parameters - first) / each))
         off = abs(math.log((first + (layers - SHALLOW) * each) / parameters))
-        score = off + 0.1 * abs(math.log(width / layers / aspect))
+        score = off + SHAPE * abs(math.log(width / layers / aspect))
         if score < best:
             best, model, error = score, (width, layers), off
     if model is None or error > 0.35:
@@ -154,18 +159,25 @@ def sized(template: Job, parameters: float, counts: str) -> Model:
 
 
 def _widths(parameters: float) -> Iterator[int]:
-    """Multiples of 8, then of 16, 64, 256 and 1024, up to far more than the aspect asks for."""
+    """Multiples of a head, from 1024 on of 256 and from 4096 on of 1024, up to far more than the aspect asks for."""
     most = max(64.0, 2 * (128 * parameters / 12) ** (1 / 3))
     width = 16
     while width <= most:
         yield width
-        width += 8 if width < 64 else 16 if width < 256 else 64 if width < 1024 else 256 if width < 4096 else 1024
+        width += _head(width) if width < 1024 else 256 if width < 4096 else 1024
+
+
+def _head(width: int) -> int:
+    return 8 if width < 128 else 32 if width < 512 else 64 if width < 2048 else 128
 
 
 def _shaped(base: dict[str, Any], width: int, layers: int) -> Model:
-    size = 16 if width < 128 else 32 if width < 512 else 64 if width < 2048 else 128
-    size = math.gcd(size, width)
-    return Model.model_validate({**base, "width": width, "layers": layers, "heads": width // size})
+    """Of all widths alike: 8/3 of it in the feed-forward part, which 64s would round by half where it is narrow."""
+    found = {"width": width, "layers": layers, "heads": width // _head(width)}
+    if width < 512 and base["activation"] != "gelu":
+        found["ffn"] = 8 * round(width / 3)
+    start = float(f"{math.sqrt(0.4 / (base['mup_base_width'] or width)):.3g}")
+    return Model.model_validate({"init_std": start, **base, **found})
 
 
 def parse_budget(text: str) -> tuple[float, float]:

@@ -93,7 +93,7 @@ class Recommendation:
                 "planner_flops": plan.shape.flops(plan.job.samples) * plan.job.total_steps,
                 "batch_samples": plan.job.samples, "lr": plan.job.optimizer.lr,
                 "parameters": parameters_of(model, self.known.counts),
-                "model": {key: getattr(model, key) for key in (*CHOSEN, "vocab", "sequence")},
+                "model": {key: getattr(model, key) for key in (*CHOSEN, "init_std", "vocab", "sequence")},
             }  # fmt: skip
         return values
 

@@ -2,8 +2,8 @@
 
     fp16, bf16       rounded
     int8             127 steps up and down to the largest of each 1024 numbers
-    onebit           the sign, and the mean size of each 1024 numbers
-    topk:0.01        the largest hundredth, with its places
+    onebit           the sign, and the mean size of each 64 numbers
+    topk:0.01        the largest hundredth of each 256 numbers (3 of them), with its places
     powersgd:rank=4  a matrix as a product of two thin ones (Vogels et al. 2019, arXiv 1905.13727)
 
 A unit of compression is what one rank sends another of one weight, so buckets and other weights change nothing. A sum
@@ -32,7 +32,9 @@ from shardwise.layout import Layout
 from shardwise.parallel.mesh import Axis
 from shardwise.random import key_of, normal_
 
-BLOCK = 1024  # numbers that share a scale
+# Numbers that share a scale, or of which the largest are sent. A weight has rows of very different sizes: signs have
+# nothing but the scale to tell them by, and among all numbers the small ones would wait long. 256: a place is a byte.
+BLOCK = {"int8": 1024, "onebit": 64, "topk": 256}
 STEPS = 127.0
 
 
@@ -75,10 +77,12 @@ def encode(way: Way, rows: Tensor) -> Tensor:
     """Rows (n, size) as bytes (n, as many for all)."""
     if way.kind in ("fp16", "bf16"):
         return rows.to(torch.float16 if way.kind == "fp16" else torch.bfloat16).view(torch.uint8)
+    block = BLOCK[way.kind]
+    blocks = torch.nn.functional.pad(rows, (0, -rows.shape[1] % block)).unflatten(1, (-1, block))
     if way.kind == "topk":
-        places = rows.abs().topk(_kept(way, rows.shape[1]), 1).indices
-        return torch.cat((rows.gather(1, places).view(torch.uint8), places.int().view(torch.uint8)), 1)
-    blocks = torch.nn.functional.pad(rows, (0, -rows.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+        places = blocks.abs().topk(_kept(way), 2).indices
+        values = blocks.gather(2, places).flatten(1)
+        return torch.cat((values.view(torch.uint8), places.flatten(1).to(torch.uint8)), 1)
     if way.kind == "int8":
         scale = (blocks.abs().amax(2) / STEPS).float()
         steps = blocks / scale.clamp(min=torch.finfo(torch.float32).tiny).to(rows.dtype).unsqueeze(2)
@@ -92,32 +96,34 @@ def decode(way: Way, sent: Tensor, size: int, dtype: torch.dtype) -> Tensor:
     """Rows (n, `size`) from their bytes."""
     if way.kind in ("fp16", "bf16"):
         return _view(sent, torch.float16 if way.kind == "fp16" else torch.bfloat16).to(dtype)
+    block = BLOCK[way.kind]
+    count = -(-size // block)
     if way.kind == "topk":
-        kept = _kept(way, size)
-        values, places = sent.split((kept * dtype.itemsize, 4 * kept), 1)
-        found = torch.zeros(sent.shape[0], size, dtype=dtype, device=sent.device)
-        return found.scatter_(1, _view(places, torch.int32).long(), _view(values, dtype))
-    scales = 4 * -(-size // BLOCK)
+        kept = count * _kept(way)
+        values, places = (part.unflatten(1, (count, -1)) for part in (_view(sent[:, :-kept], dtype), sent[:, -kept:]))
+        found = torch.zeros(sent.shape[0], count, block, dtype=dtype, device=sent.device)
+        return found.scatter_(2, places.long(), values).flatten(1)[:, :size]
+    scales = 4 * count
     scale = _view(sent[:, :scales], torch.float32).to(dtype).unsqueeze(2)
     if way.kind == "int8":
-        blocks = _view(sent[:, scales:], torch.int8).to(dtype).unflatten(1, (-1, BLOCK))
+        blocks = _view(sent[:, scales:], torch.int8).to(dtype).unflatten(1, (-1, block))
     else:
         bits = (sent[:, scales:].unsqueeze(2) >> _bit(sent.device)) & 1
-        blocks = (2.0 * bits.to(dtype) - 1.0).flatten(1).unflatten(1, (-1, BLOCK))
+        blocks = (2.0 * bits.to(dtype) - 1.0).flatten(1).unflatten(1, (-1, block))
     return (blocks * scale).flatten(1)[:, :size]
 
 
 def length(way: Way, size: int, dtype: torch.dtype) -> int:
     """Bytes of a row."""
-    blocks = -(-size // BLOCK)
-    return {
-        "fp16": 2 * size, "bf16": 2 * size, "int8": blocks * (4 + BLOCK), "onebit": blocks * (4 + BLOCK // 8),
-        "topk": _kept(way, size) * (dtype.itemsize + 4),
-    }[way.kind]  # fmt: skip
+    if way.kind not in BLOCK:
+        return 2 * size
+    block = BLOCK[way.kind]
+    each = {"int8": 4 + block, "onebit": 4 + block // 8, "topk": _kept(way) * (dtype.itemsize + 1)}
+    return -(-size // block) * each[way.kind]
 
 
-def _kept(way: Way, size: int) -> int:
-    return min(size, max(1, math.ceil(way.share * size)))
+def _kept(way: Way) -> int:
+    return math.ceil(way.share * BLOCK["topk"])
 
 
 def _bit(device: torch.device) -> Tensor:

@@ -52,6 +52,8 @@ class DataParallel(ABC):
         self.modules: list[nn.Module] = list(chains)
         self.pairs: Pairs = []
         self.compressor: Compressor | None = None
+        self.plain = False
+        """Whether sums are plain for now, in the steps before `gradient.compress_after`."""
 
     def hold(self, cuts: Cuts) -> list[Holding]:
         """The holdings, once the parameters have memory."""
@@ -75,7 +77,8 @@ class DataParallel(ABC):
         layout = self.mesh.layout
         whole = layout.tensor == 1 or holding.tensor_dim is not None
         tied = layout.pipeline > 1 and holding.name in self.chains[0].rules.tied
-        return self.compressor is not None and len(holding.shape) > 1 and whole and not tied
+        compressed = self.compressor is not None and not self.plain
+        return compressed and len(holding.shape) > 1 and whole and not tied
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         """To be entered around the forward and backward of one micro-batch."""

@@ -82,6 +82,8 @@ def take(engine: Engine, pieces: dict[str, Piece]) -> None:
     data = engine.data
     if data.compressor is None:
         return
+    data.compressor.residual.clear()  # of a run that goes back to before its first debt
+    data.compressor.thin.clear()
     for holding in engine.holdings:
         piece = pieces.get(f"owed.{holding.name}")
         if piece is not None:

@@ -129,16 +129,17 @@ def eighths(x: Tensor) -> Tensor:
 
 def signs(x: Tensor) -> Tensor:
     found = torch.zeros_like(x)
-    for first in range(0, len(x), 1024):
-        block = x[first : first + 1024]
-        size = (block.abs().sum() / 1024).float().to(x.dtype)  # zeros fill up the last block
-        found[first : first + 1024] = torch.where(block >= 0, size, -size)
+    for first in range(0, len(x), 64):
+        block = x[first : first + 64]
+        size = (block.abs().sum() / 64).float().to(x.dtype)  # zeros fill up the last block
+        found[first : first + 64] = torch.where(block >= 0, size, -size)
     return found
 
 
 def largest(x: Tensor, share: float) -> Tensor:
-    kept = min(len(x), max(1, math.ceil(share * len(x))))
     found = torch.zeros_like(x)
-    for place in x.abs().argsort(descending=True, stable=True)[:kept]:
-        found[place] = x[place]
+    for first in range(0, len(x), 256):
+        order = x[first : first + 256].abs().argsort(descending=True, stable=True)
+        for place in first + order[: math.ceil(share * 256)]:
+            found[place] = x[place]
     return found

@@ -258,6 +258,7 @@ def _compare(job: Job, layout: Layout, reference: list[dict[str, Any]], steps: i
             expected = expected["replicas"][engine.mesh["apart"].index]
         samples = stream.read(share(number, job.samples, layout.data, engine.mesh["reads"].index))
         set_learning_rate(optimizer, rate)
+        engine.data.plain = number < job.gradient.plain_steps(steps)
         seen: dict[str, list[Tensor]] = {}
         # A hook would be compiled into its block: blocks would be compiled anew in each step, and differ from training.
         handles = [] if job.compile is True else [handle for chain in engine.chains for handle in watch(chain, seen)]

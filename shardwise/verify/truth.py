@@ -58,7 +58,7 @@ def walk(
         (loss + sum(one for one in extra if one is not None) / own).backward()
         for handle in handles:
             handle.remove()
-        if adder is not None:
+        if adder is not None and number >= job.gradient.plain_steps(len(rates)):
             apart(job, model, samples, ranks, adder)
         norm = torch.stack([w.grad.square().sum() for w in weights.values()]).sum().sqrt()
         gradients = {name: weight.grad.clone() for name, weight in weights.items()}
