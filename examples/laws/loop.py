@@ -5,7 +5,7 @@
 
 Twelve decoders of 10 to 114 thousand parameters learn the text of Python's standard library, byte by byte, at three
 budgets. The law fitted to them must foretell the loss of a thirteenth run, whose budget is three times the largest
-of theirs, within 3%. Runs that are finished are not trained again; the script ends with 1 if the law is off.
+of theirs, within 3%. Runs that are finished are not trained again, others go on. Ends with 1 if the law is off.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from shardwise.errors import DataError
 from shardwise.laws.command import fit_text
 from shardwise.laws.data import read_runs
 from shardwise.laws.design import design, write_design
@@ -35,16 +36,24 @@ ALLOWED = 0.03
 
 def train(path: Path, folder: Path) -> None:
     """One run, in a process of its own."""
-    if (folder / "checkpoints").exists() and any((folder / "checkpoints").iterdir()):
+    begun = (folder / "job.toml").exists()
+    if begun and finished(folder):
         print(f"{folder} is there already", flush=True)
         return
-    command = [sys.executable, "-m", "shardwise", "train", str(path)]
+    command = [sys.executable, "-m", "shardwise", "train", *(["--resume", str(folder)] if begun else [str(path)])]
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     if done.returncode:
         sys.exit(done.stdout)
     print(f"{folder} trained", flush=True)
+
+
+def finished(folder: Path) -> bool:
+    try:
+        return bool(read_runs([folder]))
+    except DataError:
+        return False
 
 
 def main() -> None:
