@@ -23,6 +23,7 @@ from shardwise import step as stepping
 from shardwise.data.stream import Samples, Stream
 from shardwise.files import write_text
 from shardwise.guard.judge import Told
+from shardwise.guard.sums import INTEGER, Kept, gradients_of, states_of, weights_of
 from shardwise.train import checkpoint, worker
 from shardwise.train.loop import Trainer
 from shardwise.train.stored import good_checkpoints
@@ -33,7 +34,8 @@ PHASES = ("data", "forward", "backward", "optimizer", "save", "load")
 @dataclass(frozen=True)
 class Fault:
     kind: str
-    """kill, stop, flip, nan, inf, spike, loop, sleep, raise, skip or mismatch."""
+    """kill, stop, flip (a checkpoint), weight, state or gradient (a bit of one), nan, inf, spike, loop, sleep, raise,
+    skip or mismatch."""
     rank: int
     step: int
     phase: str = "data"
@@ -105,6 +107,7 @@ class _Harm:
         trainer.optimizer.register_step_pre_hook(lambda *_: self.fire("optimizer"))
         _after(checkpoint, "write_pieces", lambda: self.fire("save"))
         _after(engine.data, "reduce", self._poison)
+        _before(stepping, "measure", lambda *_: self._flip(lambda: gradients_of(engine), "gradient"))
         if any(fault.kind == "inf" for fault in self.faults):
             for name, module in engine.chains[-1].named_modules():
                 if not list(module.children()) and name.endswith(self.faults[0].phase):
@@ -135,6 +138,9 @@ class _Harm:
         return None
 
     def fire(self, phase: str) -> None:
+        engine, optimizer = self.trainer.engine, self.trainer.optimizer
+        self._flip(lambda: weights_of(engine), "weight", phase)
+        self._flip(lambda: states_of(engine, optimizer)[:-1], "state", phase)
         fault = self.due("kill", "stop", "flip", "loop", "raise", phase=phase)
         if fault is None:
             return
@@ -149,6 +155,15 @@ class _Harm:
             if fault.kind == "flip":
                 flip_bit(self.run, fault.number)
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def _flip(self, kept: Callable[[], list[Kept]], kind: str, phase: str | None = None) -> None:
+        """The sign or a bit of the exponent of one number."""
+        fault = self.due(kind, phase=phase)
+        if fault is not None:
+            draw = random.Random(fault.number)
+            chosen = draw.choice([one for one in kept() if one.tensor.numel()])
+            flip_number(chosen.tensor, draw)
+            (self.run / "faults" / f"number-{fault.number}").write_text(chosen.label)
 
     def _forward(self, module: torch.nn.Module, given: Any, output: Any) -> None:
         self.fire("forward")
@@ -211,6 +226,15 @@ def _before(owner: Any, name: str, act: Callable[..., None]) -> None:
         return real(*args, **kwargs)
 
     setattr(owner, name, both)
+
+
+def flip_number(tensor: Tensor, draw: random.Random) -> None:
+    """The sign, or a bit of the exponent, half of the time each; of integers any bit."""
+    size = 8 * tensor.element_size()
+    low = {torch.float64: 52, torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}.get(tensor.dtype, 0)
+    bit = draw.choice((size - 1, draw.randrange(low, size - 1)))
+    flat = tensor.detach().view(-1).view(INTEGER[tensor.element_size()])
+    flat[draw.randrange(flat.numel())] ^= -(2**bit) if bit == size - 1 else 2**bit
 
 
 def flip_bit(run: Path, seed: int) -> None:

@@ -1,0 +1,121 @@
+"""Checksums of tensors, and which ranks must have the same ones.
+
+A checksum is the sum of a tensor's raw bits as 64-bit integers that wrap around: exact, on the tensor's own device, and
+different after any single flipped bit. Of all that a rank keeps from one step to the next there is one each, in a fixed
+order; those that other ranks have copies of are mixed to one number for each kind of copies, which is what travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwise.layout import AXES, Layout
+from shardwise.parallel.data import Whole
+from shardwise.parallel.engine import Engine
+from shardwise.parallel.holding import Holding
+
+INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+KINDS = ("copies", "experts", "whole", "tensor", "ends")
+"""Of copies: of pieces; of pieces of experts that are cut; of weights that are kept whole though their updates are
+shared; of what the tensor axis does not cut; of weights that the first and the last stage share."""
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().reshape(-1)
+    if flat.storage_offset() * flat.element_size() % 8:
+        flat = flat.clone()
+    whole = flat.numel() * flat.element_size() % 8 == 0
+    return flat.view(torch.int64 if whole else INTEGER[flat.element_size()]).sum()
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One tensor of this rank."""
+
+    label: str
+    tensor: Tensor
+    kinds: frozenset[str] = frozenset()
+
+
+def sums_of(kept: Sequence[Kept], device: torch.device) -> Tensor:
+    found = [checksum(one.tensor).to(device) for one in kept]
+    return torch.stack(found) if found else torch.zeros(0, dtype=torch.int64, device=device)
+
+
+def weights_of(engine: Engine) -> list[Kept]:
+    """What modules compute with, and the pieces that are updated where these are tensors of their own. Tables in host
+    memory are left out: they are too large to be read in every step."""
+    found = []
+    whole = isinstance(engine.data, Whole) and engine.mesh["shared"].size > 1
+    for weight, holding in engine.data.pairs:
+        kinds = kinds_of(engine, holding)
+        if whole and not holding.expert:
+            kinds = kinds - {"copies"} | {"whole"}
+        if holding.rounded is not None:
+            found.append(Kept(f"the rounded weight {holding.name}", holding.rounded))
+        tensor = weight if isinstance(engine.data, Whole) else holding.tensor
+        found.append(Kept(f"the weight {holding.name}", tensor, kinds))
+    return found
+
+
+def states_of(engine: Engine, optimizer: torch.optim.Optimizer) -> list[Kept]:
+    """Counts of steps, which have one number each, are looked at together."""
+    found, numbers = [], list[Tensor]()
+    for _, holding in engine.data.pairs:
+        for key, value in optimizer.state.get(holding.tensor, {}).items():
+            if value.dim():
+                found.append(Kept(f"the state {key} of {holding.name}", value, kinds_of(engine, holding)))
+            else:
+                numbers.append(value)
+    return [*found, Kept("the optimizer's counts of steps", torch.stack(numbers))] if numbers else found
+
+
+def gradients_of(engine: Engine) -> list[Kept]:
+    """Of weights that other ranks hold too."""
+    pairs = [(holding, kinds_of(engine, holding)) for _, holding in engine.data.pairs]
+    return [Kept(f"the gradient of {holding.name}", holding.grad, kinds) for holding, kinds in pairs if kinds]
+
+
+def kinds_of(engine: Engine, holding: Holding) -> frozenset[str]:
+    found = set()
+    if holding.same is not None:
+        found.add("experts" if holding.expert else "copies")
+    if holding.tensor_dim is None and engine.mesh["tensor"].size > 1:
+        found.add("tensor")
+    names = [one.name for one in engine.tied]
+    if names.count(holding.name) == 1 and engine.mesh.ends.size > 1:
+        found.add("ends")
+    return frozenset(found)
+
+
+def mixer(kinds: Sequence[frozenset[str]]) -> Tensor:
+    """For each kind of copies a factor for each checksum; the sum of the products stands for all of the kind."""
+    factors = torch.zeros(len(KINDS), len(kinds), dtype=torch.int64)
+    for row, kind in enumerate(KINDS):
+        members = [number for number, own in enumerate(kinds) if kind in own]
+        for place, number in enumerate(members):
+            factors[row, number] = (0x9E3779B97F4A7C15 * (2 * place + 1) % 2**64) - 2**63 | 1
+    return factors
+
+
+def firsts(layout: Layout, apart: bool) -> Tensor:
+    """For each rank and kind of copies the first rank with the same; a rank without others is its own."""
+    grid = torch.arange(layout.world).reshape([getattr(layout, axis) for axis in AXES])
+    replicate = [] if apart else ["replicate"]
+    over = {
+        "copies": [*replicate, *(["context"] if layout.shard == 1 else [])], "experts": replicate,
+        "whole": [*replicate, "shard", "context"], "tensor": ["tensor"],
+    }  # fmt: skip
+    found = []
+    for kind in KINDS:
+        first = grid.clone()
+        for axis in over.get(kind, []):
+            first = first.narrow(AXES.index(axis), 0, 1).expand_as(grid)
+        if kind == "ends":
+            first[-1] = first[0]
+        found.append(first.reshape(-1))
+    return torch.stack(found, 1)
