@@ -181,9 +181,9 @@ class Run(Section):
     spike: float = Field(0.0, ge=0)
     """Deviations above the median of the last losses from which a loss is a spike: the run goes back to the last
     checkpoint and leaves out the batches since; 0: none is looked for."""
-    check: bool = True
-    """Whether checksums of weights, optimizer states and summed gradients are compared in every step; what has changed
-    by itself is named, and the run goes back to the last checkpoint."""
+    check: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    """In how many steps checksums of all weights and optimizer states are compared once, a part in each; what changed
+    by itself is named, and the run goes back. 0: never; auto: as few as keep it below a hundredth of a step."""
     corruptions: int = Field(3, ge=0)
     """How often a rank may be found with changed or differing numbers before the run ends and names it."""
 

@@ -44,12 +44,9 @@ class Outcome:
         return Outcome(loss, norm, skipped > 0)
 
 
-Observer = Callable[[Outcome], None]
-
-
 def step(
     engine: Engine, optimizer: torch.optim.Optimizer, samples: Samples, clip: float,
-    observe: Observer | None = None,
+    observe: Callable[[Outcome], None] | None = None,
 ) -> Outcome:  # fmt: skip
     """Trains on this data rank's share of one global batch. `observe` is called when gradients and norm are ready."""
     loss = backward(engine, samples)
@@ -65,16 +62,15 @@ class Recorded:
     """Steps of one process on a GPU as one CUDA graph: recorded once what must be made is made, replayed from then on,
     so that nothing waits for the host to start its kernels."""
 
-    def __init__(self, engine: Engine, optimizer: AdamW, clip: float, before: int, observe: Observer | None = None):
+    def __init__(self, engine: Engine, optimizer: AdamW, clip: float, before: int):
         """`before`: steps without it, in which blocks are compiled and states made."""
         self.engine, self.optimizer, self.clip, self.before = engine, optimizer, clip, before
-        self.observe = observe
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, samples: Samples) -> Outcome:
         if self.before:
             self.before -= 1
-            return step(self.engine, self.optimizer, samples, self.clip, self.observe)
+            return step(self.engine, self.optimizer, samples, self.clip)
         if self.graph is None:
             self._record(samples)
         assert self.graph is not None
@@ -94,18 +90,18 @@ class Recorded:
         torch.cuda.empty_cache()  # a graph has memory of its own
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
-            self.outcome = step(self.engine, self.optimizer, self.samples, self.clip, self.observe)
+            self.outcome = step(self.engine, self.optimizer, self.samples, self.clip)
 
 
 def taker(
     engine: Engine, optimizer: torch.optim.Optimizer, clip: float, compiled: bool, before: int = 3,
-    observe: Observer | None = None,
+    observe: Callable[[Outcome], None] | None = None,
 ) -> Callable[[Samples], Outcome]:  # fmt: skip
     """What takes the steps of a run: recorded where the blocks are compiled and a step does the same every time, with
     no other process, no loss scale that moves, and no sizes of experts that the host must know."""
     alone = isinstance(engine.data, Alone) and engine.mesh.device.type == "cuda" and not engine.scale.dynamic
     if compiled and alone and isinstance(optimizer, AdamW):
-        return Recorded(engine, optimizer, clip, before, observe)
+        return Recorded(engine, optimizer, clip, before)
     return lambda samples: step(engine, optimizer, samples, clip, observe)
 
 

@@ -23,7 +23,7 @@ from shardwise import step as stepping
 from shardwise.data.stream import Samples, Stream
 from shardwise.files import write_text
 from shardwise.guard.judge import Told
-from shardwise.guard.sums import INTEGER, Kept, gradients_of, states_of, weights_of
+from shardwise.guard.sums import INTEGER, Kept
 from shardwise.train import checkpoint, worker
 from shardwise.train.loop import Trainer
 from shardwise.train.stored import good_checkpoints
@@ -107,7 +107,7 @@ class _Harm:
         trainer.optimizer.register_step_pre_hook(lambda *_: self.fire("optimizer"))
         _after(checkpoint, "write_pieces", lambda: self.fire("save"))
         _after(engine.data, "reduce", self._poison)
-        _before(stepping, "measure", lambda *_: self._flip(lambda: gradients_of(engine), "gradient"))
+        _before(stepping, "measure", lambda *_: self._flip(trainer.witness.books.gradients, "gradient"))
         if any(fault.kind == "inf" for fault in self.faults):
             for name, module in engine.chains[-1].named_modules():
                 if not list(module.children()) and name.endswith(self.faults[0].phase):
@@ -138,9 +138,9 @@ class _Harm:
         return None
 
     def fire(self, phase: str) -> None:
-        engine, optimizer = self.trainer.engine, self.trainer.optimizer
-        self._flip(lambda: weights_of(engine), "weight", phase)
-        self._flip(lambda: states_of(engine, optimizer)[:-1], "state", phase)
+        books = self.trainer.witness.books
+        self._flip(books.weights, "weight", phase)
+        self._flip(lambda: books.states()[:-1], "state", phase)
         fault = self.due("kill", "stop", "flip", "loop", "raise", phase=phase)
         if fault is None:
             return

@@ -46,50 +46,52 @@ def sums_of(kept: Sequence[Kept], device: torch.device) -> Tensor:
     return torch.stack(found) if found else torch.zeros(0, dtype=torch.int64, device=device)
 
 
-def weights_of(engine: Engine) -> list[Kept]:
-    """What modules compute with, and the pieces that are updated where these are tensors of their own. Tables in host
-    memory are left out: they are too large to be read in every step."""
-    found = []
-    whole = isinstance(engine.data, Whole) and engine.mesh["shared"].size > 1
-    for weight, holding in engine.data.pairs:
-        kinds = kinds_of(engine, holding)
-        if whole and not holding.expert:
-            kinds = kinds - {"copies"} | {"whole"}
-        if holding.rounded is not None:
-            found.append(Kept(f"the rounded weight {holding.name}", holding.rounded))
-        tensor = weight if isinstance(engine.data, Whole) else holding.tensor
-        found.append(Kept(f"the weight {holding.name}", tensor, kinds))
-    return found
+class Books:
+    """What there is on this rank, with its kinds of copies."""
 
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer):
+        self.engine, self.optimizer = engine, optimizer
+        tied = [one.name for one in engine.tied] if engine.mesh.ends.size > 1 else []
+        self.kinds = [self._kinds(holding, tied) for _, holding in engine.data.pairs]
+        self.whole = isinstance(engine.data, Whole)
+        """Whether a weight is kept whole, and a holding is the part of it that is updated here."""
 
-def states_of(engine: Engine, optimizer: torch.optim.Optimizer) -> list[Kept]:
-    """Counts of steps, which have one number each, are looked at together."""
-    found, numbers = [], list[Tensor]()
-    for _, holding in engine.data.pairs:
-        for key, value in optimizer.state.get(holding.tensor, {}).items():
-            if value.dim():
-                found.append(Kept(f"the state {key} of {holding.name}", value, kinds_of(engine, holding)))
-            else:
-                numbers.append(value)
-    return [*found, Kept("the optimizer's counts of steps", torch.stack(numbers))] if numbers else found
+    def _kinds(self, holding: Holding, tied: list[str]) -> frozenset[str]:
+        found = {"experts" if holding.expert else "copies"} if holding.same is not None else set()
+        if holding.tensor_dim is None and self.engine.mesh["tensor"].size > 1:
+            found.add("tensor")
+        if tied.count(holding.name) == 1:  # in a V both are here
+            found.add("ends")
+        return frozenset(found)
 
+    def weights(self) -> list[Kept]:
+        """What modules compute with, and the pieces that are updated where these are tensors of their own. Tables in
+        host memory are not among them: they are too large to be read in every step."""
+        found = []
+        shared = self.whole and self.engine.mesh["shared"].size > 1
+        for (weight, holding), kinds in zip(self.engine.data.pairs, self.kinds, strict=True):
+            if holding.rounded is not None:
+                found.append(Kept(f"the rounded weight {holding.name}", holding.rounded))
+            if shared and not holding.expert:
+                kinds = kinds - {"copies"} | {"whole"}
+            found.append(Kept(f"the weight {holding.name}", weight if self.whole else holding.tensor, kinds))
+        return found
 
-def gradients_of(engine: Engine) -> list[Kept]:
-    """Of weights that other ranks hold too."""
-    pairs = [(holding, kinds_of(engine, holding)) for _, holding in engine.data.pairs]
-    return [Kept(f"the gradient of {holding.name}", holding.grad, kinds) for holding, kinds in pairs if kinds]
+    def states(self) -> list[Kept]:
+        """Those of the optimizer. Counts of steps, which have one number each, are looked at together, last."""
+        found, numbers = [], list[Tensor]()
+        for (_, holding), kinds in zip(self.engine.data.pairs, self.kinds, strict=True):
+            for key, value in self.optimizer.state.get(holding.tensor, {}).items():
+                if value.dim():
+                    found.append(Kept(f"the state {key} of {holding.name}", value, kinds))
+                else:
+                    numbers.append(value)
+        return [*found, Kept("the optimizer's counts of steps", torch.stack(numbers))] if numbers else found
 
-
-def kinds_of(engine: Engine, holding: Holding) -> frozenset[str]:
-    found = set()
-    if holding.same is not None:
-        found.add("experts" if holding.expert else "copies")
-    if holding.tensor_dim is None and engine.mesh["tensor"].size > 1:
-        found.add("tensor")
-    names = [one.name for one in engine.tied]
-    if names.count(holding.name) == 1 and engine.mesh.ends.size > 1:
-        found.add("ends")
-    return frozenset(found)
+    def gradients(self) -> list[Kept]:
+        """Sums, of weights that other ranks hold too."""
+        pairs = zip(self.engine.data.pairs, self.kinds, strict=True)
+        return [Kept(f"the gradient of {one.name}", one.grad, kinds) for (_, one), kinds in pairs if kinds]
 
 
 def mixer(kinds: Sequence[frozenset[str]]) -> Tensor:

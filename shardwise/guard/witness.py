@@ -8,13 +8,18 @@
 
 Nothing waits for it: checksums stay on the device, one small row of each rank travels with the signal to stop, and
 whether anything is wrong is read with the loss. All ranks come to the same verdict. The run then goes back to the last
-checkpoint; a checkpoint is confirmed when it was copied, so none of a changed state stays. The tensors of a rank are in
+checkpoint; a checkpoint is confirmed when it was copied, so none of a changed state stays.
+
+Where reading all tensors twice a step would take more than a hundredth of it, each step looks at a part of them in
+turn: copies that differ stay different, so they are found within one round, but what only one rank has is found only
+where it is just looked at. After the first find all are looked at in each step. The tensors of a rank are in
 `shardwise.guard.sums`.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import socket
 import time
 from collections import Counter
@@ -31,13 +36,16 @@ from shardwise.comm.collectives import all_gather
 from shardwise.errors import RunError
 from shardwise.files import write_text
 from shardwise.guard.judge import GoBack
-from shardwise.guard.sums import KINDS, Kept, firsts, gradients_of, mixer, states_of, sums_of, weights_of
+from shardwise.guard.sums import KINDS, Books, Kept, firsts, mixer, sums_of
 from shardwise.job import Job
 from shardwise.parallel.engine import Engine
-from shardwise.parallel.recommender import Recommender
 from shardwise.words import counted, ranks_text
 
 SIGNAL, CHANGED, COPIES = 0, 1, 2  # places in a rank's row
+SHARE = 0.008  # of a step that checksums may take
+OPERATIONS = {"cpu": 1.5, "cuda": 120.0}  # that a device computes while it reads a byte, as measured
+About = list[tuple[str, frozenset[str]]]
+"""What checksums are of, each with its kinds of copies."""
 
 
 @dataclass(frozen=True)
@@ -52,20 +60,24 @@ class Find:
 
 class Witness:
     def __init__(
-        self, job: Job, engine: Engine, optimizer: torch.optim.Optimizer, run: Path, tell: Callable[..., None]
-    ):
-        """Keeps in `run` which ranks were found corrupt."""
-        self.job, self.engine, self.optimizer, self.tell = job, engine, optimizer, tell
+        self, job: Job, engine: Engine, optimizer: torch.optim.Optimizer, run: Path, flops: float,
+        tell: Callable[..., None],
+    ):  # fmt: skip
+        """`flops`: of a step of this rank, 0 where steps are not to be watched. Which ranks were found corrupt is kept
+        in `run`."""
+        self.job, self.engine, self.flops, self.tell = job, engine, flops, tell
+        self.books = Books(engine, optimizer)
         self.device, self.world = engine.mesh.device, engine.mesh.layout.world
-        self.on = job.run.check and not isinstance(engine, Recommender)
-        self.quarantine = run / "quarantine.json"
+        self.on = bool(job.run.check and flops)
+        self.parts = job.run.check if isinstance(job.run.check, int) else 0
+        self.turn = 0
+        self.quarantine, self.hosts = run / "quarantine.json", [socket.gethostname()]
         self.firsts = firsts(engine.mesh.layout, engine.mesh["apart"].size > 1).to(self.device)
-        self.mixer: Tensor | None = None
-        self.about: list[tuple[str, frozenset[str]]] = []
-        """What `sums` are of: gradients, and weights and states after the last step; with the kinds of copies."""
-        self.about_gradients = self.about
+        self.mixers: dict[tuple[int, int], Tensor] = {}
+        self.about = self.about_gradients = self.kept_of = self.changed_of = About()
         none = torch.zeros(0, dtype=torch.int64, device=self.device)
-        self.sums = self.kept = self.seen = self.gradients = none
+        self.sums = self.gradients = self.kept = self.seen = none
+        """Of all that is looked at in a step: gradients, and the state after it (`kept`); that before it."""
         self.changed = none.bool()
         self.open: tuple[Find, int] | None = None
         """A find that is to be settled when its step is taken again, and what the checksum was here."""
@@ -73,35 +85,37 @@ class Witness:
     def forget(self) -> None:
         """To be called when weights and states were made or loaded."""
         if self.on:
-            self.seen = self.kept = sums_of(self._state(), self.device)
+            self.parts = self.parts or self._affordable()
+            self._keep(self._part(self._state()))
+            self.seen = self.kept
 
-    def before(self, outcome: Any) -> None:
+    def before(self) -> None:
         """To be called when gradients are summed and nothing is updated yet."""
         if self.on:
-            self.seen = sums_of(self._state(), self.device)
-            gradients = gradients_of(self.engine)
+            gradients = self._part(self.books.gradients())
+            self.seen = sums_of(self._part(self._state()), self.device)
             self.gradients = sums_of(gradients, self.device)
             self.about_gradients = [(one.label, one.kinds) for one in gradients]
 
     def after(self) -> None:
         """To be called when all is updated."""
-        if not self.on:
-            return
-        state = self._state()
-        self.changed = self.seen[: len(self.kept)] != self.kept  # states are made in the first step, after weights
-        self.kept = sums_of(state, self.device)
-        self.sums = torch.cat((self.gradients, self.kept))
-        if self.mixer is None or self.mixer.shape[1] != len(self.sums):
-            self.about = self.about_gradients + [(one.label, one.kinds) for one in state]
-            self.mixer = mixer([kinds for _, kinds in self.about]).to(self.device)
+        if self.on:
+            # States are made in the first step, and come after weights.
+            self.changed, self.changed_of = self.seen[: len(self.kept)] != self.kept, self.kept_of
+            self.turn = (self.turn + 1) % self.parts
+            self._keep(self._part(self._state()))
+            self.sums, self.about = torch.cat((self.gradients, self.kept)), self.about_gradients + self.kept_of
 
     def agreed(self, signal: int) -> Tensor:
         """The highest signal that any rank was sent, and whether anything is wrong on any; still on the device."""
         row = torch.zeros(COPIES + len(KINDS), dtype=torch.int64, device=self.device)
         row[SIGNAL] = signal
-        if self.mixer is not None:
+        if len(self.sums):
+            key = self.turn, len(self.sums)
+            if key not in self.mixers:
+                self.mixers[key] = mixer([kinds for _, kinds in self.about]).to(self.device)
             row[CHANGED] = self.changed.any()
-            row[COPIES:] = (self.mixer * self.sums).sum(1)
+            row[COPIES:] = (self.mixers[key] * self.sums).sum(1)
         table = row[None]
         if self.world > 1:
             table = row.new_empty(self.world, len(row))
@@ -113,32 +127,50 @@ class Witness:
     def judge(self, done: int, wrong: bool) -> None:
         """Raises `GoBack` where something is wrong, or `RunError` where a rank was found corrupt too often."""
         if self.open is not None and self.open[0].step == done:
-            self._settle(*self.open)
+            find, before = self.open
             self.open = None
+            self._settle(find, before)
         if wrong:
             self._tell(self._find(done))
 
     def confirm(self, done: int) -> None:
-        """To be called when a checkpoint was copied: raises `GoBack` where the state is not that of its step."""
+        """To be called when a checkpoint was copied: raises `GoBack` where the state is not that of its step, or
+        differs between ranks that hold the same."""
         if not self.on:
             return
-        self.changed = sums_of(self._state(), self.device) != self.kept
-        bad = self.changed.any().long()
-        if self.world > 1:
-            dist.all_reduce(bad, dist.ReduceOp.MAX)
-        if bad:
+        state = self._state()
+        self.changed, self.changed_of = sums_of(self._part(state), self.device) != self.kept, self.kept_of
+        if self.parts > 1:
+            self.sums, self.about = sums_of(state, self.device), [(one.label, one.kinds) for one in state]
+            self.mixers.pop((self.turn, len(self.sums)), None)
+        if self.agreed(0)[1]:
             self._tell(self._find(done))
 
     # Behind the scenes
 
+    def _keep(self, state: list[Kept]) -> None:
+        self.kept, self.kept_of = sums_of(state, self.device), [(one.label, one.kinds) for one in state]
+
     def _state(self) -> list[Kept]:
-        return weights_of(self.engine) + states_of(self.engine, self.optimizer)
+        return self.books.weights() + self.books.states()
+
+    def _part(self, kept: list[Kept]) -> list[Kept]:
+        """What is looked at in this turn."""
+        return kept[self.turn :: self.parts]
+
+    def _affordable(self) -> int:
+        """In how many parts it takes no more than its share of a step, on the rank that has most to read."""
+        weights = sum(one.tensor.nbytes for one in self.books.weights())
+        read = torch.tensor(2.0 * 3 * weights + weights, device=self.device)  # two averages of each, twice; gradients
+        if self.world > 1:
+            dist.all_reduce(read, dist.ReduceOp.MAX)
+        return max(1, math.ceil(OPERATIONS[self.device.type] * float(read) / (SHARE * self.flops)))
 
     def _find(self, done: int) -> list[Find]:
         """Who has what is wrong, from what all ranks know."""
         mine = {
             "host": socket.gethostname(), "sums": self.sums.tolist(), "about": self.about,
-            "changed": [one.label for one, bad in zip(self._state(), self.changed.tolist()) if bad],
+            "changed": [label for (label, _), bad in zip(self.changed_of, self.changed.tolist()) if bad],
         }  # fmt: skip
         everyone = self._everyone(mine)
         self.hosts = [one["host"] for one in everyone]
@@ -166,24 +198,27 @@ class Witness:
                     if len(count) > 1:
                         right = count[0][0] if 2 * count[0][1] > len(group) else None
                         suspects.append({rank for rank, value in group.items() if value != right})
-                        same |= {rank for rank, value in group.items() if value == right}
+                        same |= group.keys()
             if suspects:
                 ranks = sorted(set.intersection(*suspects) or set.union(*suspects))
-                others = f"{ranks_text(sorted(same))}, with the same samples" if same else "each other"
-                verb = "has" if len(ranks) == 1 else "have"
-                words = f"{ranks_text(ranks)} {verb} another result for {label} in step {done} than {others}"
-                return [Find(done, ranks, label, words)]
+                if others := sorted(same - set(ranks)):
+                    verb = "has" if len(ranks) == 1 else "have"
+                    words = f"{ranks_text(ranks)} {verb} another result for {label} in step {done} than "
+                    return [Find(done, ranks, label, words + ranks_text(others))]
+                return [Find(done, ranks, label, f"{ranks_text(ranks)} do not agree on {label} in step {done}")]
         raise RunError(f"step {done}: checksums that were mixed differ between ranks, those of single tensors do not.")
 
     def _tell(self, finds: list[Find]) -> None:
         for find in finds:
             decided = len(find.ranks) == 1
-            later = "" if decided else "; which of them is wrong shows when the step is taken again"
+            settles = not decided and self.parts == 1
+            later = "; which of them is wrong shows when the step is taken again" if settles else ""
             self.tell("corruption", f"{find.words}{later}.", step=find.step, ranks=find.ranks, tensor=find.label)
             if decided:
                 self._note(find)
-            else:
+            elif settles:
                 self.open = find, self._own(find.label)
+        self.parts, self.turn = 1, 0
         words = " and ".join(ranks_text(find.ranks) for find in finds)
         raise GoBack(finds[0].step, f"{words} cannot be trusted with step {finds[0].step}", leave_out=False, sure=True)
 
@@ -207,8 +242,7 @@ class Witness:
         known: dict[str, list[Any]] = json.loads(self.quarantine.read_text()) if self.quarantine.exists() else {}
         if self.world > 1:
             dist.barrier()  # all have read it
-        found = known.setdefault(str(rank), [])
-        host = self.hosts[rank]
+        found, host = known.setdefault(str(rank), []), self.hosts[rank]
         found.append({"time": round(time.time(), 3), "step": find.step, "tensor": find.label, "host": host})
         if self.engine.mesh.rank == 0:
             write_text(self.quarantine, json.dumps(known, indent=1))

@@ -25,11 +25,11 @@ from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.pipeline import Order
 from shardwise.parallel.recommender import Recommender, optimizer_of
 from shardwise.planner.plan import order_of
-from shardwise.step import Outcome, taker
+from shardwise.step import Outcome, Recorded, taker
 from shardwise.train.checkpoint import Checkpoints
 from shardwise.train.folder import RunFolder
 from shardwise.train.here import cluster_here
-from shardwise.train.measure import Measure, StopFlag
+from shardwise.train.measure import Measure, StopFlag, flops_of
 from shardwise.train.progress import Progress
 from shardwise.train.validate import validate
 from shardwise.words import counted, signal_name
@@ -51,8 +51,10 @@ class Trainer:
     def __post_init__(self) -> None:
         self.engine = parallelize(self.job, self.layout, self.device, order=self._order())
         self.optimizer = optimizer_of(self.job, self.engine)
-        self.witness = Witness(self.job, self.engine, self.optimizer, self.folder.path, self._event)
         self.step = self._taker()
+        watched = not isinstance(self.engine, Recommender) and not isinstance(self.step, Recorded)
+        flops = watched * 3 * flops_of(self.job) * self.job.samples / self.layout.world
+        self.witness = Witness(self.job, self.engine, self.optimizer, self.folder.path, flops, self._event)
         self.main = self.engine.mesh.rank == 0
         keep, asynchronous = self.job.checkpoint.keep, self.job.checkpoint.asynchronous
         self.checkpoints = Checkpoints(self.folder.checkpoints, keep, asynchronous)
@@ -66,7 +68,10 @@ class Trainer:
 
     def _taker(self) -> Callable[[Samples], Outcome]:
         compiled = self.job.compiles(self.device.type, self.layout)
-        return taker(self.engine, self.optimizer, self.job.optimizer.clip, compiled, observe=self.witness.before)
+        return taker(self.engine, self.optimizer, self.job.optimizer.clip, compiled, observe=self._observe)
+
+    def _observe(self, outcome: Outcome) -> None:
+        self.witness.before()
 
     def _order(self) -> Order | None:
         """Of a schedule that is made: the first rank's, so that all have the same however their machines differ."""
