@@ -184,6 +184,8 @@ class Run(Section):
     check: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """In how many steps checksums of all weights and optimizer states are compared once, a part in each; what changed
     by itself is named, and the run goes back. 0: never; auto: as few as keep it below a hundredth of a step."""
+    rerun: int = Field(500, ge=0)
+    """Steps between those in which a micro-batch is computed by all data ranks and the results compared; 0: none is."""
     corruptions: int = Field(3, ge=0)
     """How often a rank may be found with changed or differing numbers before the run ends and names it."""
 

@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ PHASES = ("data", "forward", "backward", "optimizer", "save", "load")
 class Fault:
     kind: str
     """kill, stop, flip (a checkpoint), weight, state or gradient (a bit of one), nan, inf, spike, loop, sleep, raise,
-    skip or mismatch."""
+    skip, mismatch, or slip (a block computes wrongly once)."""
     rank: int
     step: int
     phase: str = "data"
@@ -86,6 +87,7 @@ def samples_of(run: Path) -> dict[int, list[int]]:
 class _Harm:
     def __init__(self, run: Path, trainer: Trainer, faults: list[Fault]):
         self.run, self.trainer, self.faults, self.step = run, trainer, faults, 0
+        self.forwards: Counter[int] = Counter()
 
     def install(self) -> None:
         trainer, mark = self.trainer, self.trainer.mark
@@ -113,6 +115,8 @@ class _Harm:
                 if not list(module.children()) and name.endswith(self.faults[0].phase):
                     module.register_forward_hook(self._blow_up)
                     break
+        if any(fault.kind == "slip" for fault in self.faults):
+            engine.chains[0].blocks()[-1].register_forward_hook(self._slip)
         if any(fault.kind == "spike" for fault in self.faults):
             self._raise_loss()
         if any(fault.kind == "sleep" for fault in self.faults):
@@ -177,6 +181,12 @@ class _Harm:
     def _blow_up(self, module: torch.nn.Module, given: Any, output: Any) -> Any:
         """At its step a module gives infinity, as often as the step is taken."""
         return output * float("inf") if self.step == self.faults[0].step else None
+
+    def _slip(self, module: torch.nn.Module, given: Any, output: Tensor) -> Tensor | None:
+        """A result that is off, in the first or the second forward of a step."""
+        self.forwards[self.step] += 1
+        fault = self.due("slip", phase={1: "first", 2: "second"}.get(self.forwards[self.step], ""))
+        return output * 1.25 if fault is not None else None
 
     def _raise_loss(self) -> None:
         judge = self.trainer.judge

@@ -20,6 +20,7 @@ from shardwise.parallel.holding import Holding
 
 INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 KINDS = ("copies", "experts", "whole", "tensor", "ends")
+READ = "read"  # the kind of what all ranks should have that read different samples
 """Of copies: of pieces; of pieces of experts that are cut; of weights that are kept whole though their updates are
 shared; of what the tensor axis does not cut; of weights that the first and the last stage share."""
 
@@ -105,15 +106,16 @@ def mixer(kinds: Sequence[frozenset[str]]) -> Tensor:
 
 
 def firsts(layout: Layout, apart: bool) -> Tensor:
-    """For each rank and kind of copies the first rank with the same; a rank without others is its own."""
+    """For each rank the first one that should have the same, by kind of copies, and twice of those that read; a rank
+    without others is its own."""
     grid = torch.arange(layout.world).reshape([getattr(layout, axis) for axis in AXES])
     replicate = [] if apart else ["replicate"]
     over = {
         "copies": [*replicate, *(["context"] if layout.shard == 1 else [])], "experts": replicate,
-        "whole": [*replicate, "shard", "context"], "tensor": ["tensor"],
+        "whole": [*replicate, "shard", "context"], "tensor": ["tensor"], READ: [*replicate, "shard"],
     }  # fmt: skip
     found = []
-    for kind in KINDS:
+    for kind in (*KINDS, READ, READ):
         first = grid.clone()
         for axis in over.get(kind, []):
             first = first.narrow(AXES.index(axis), 0, 1).expand_as(grid)

@@ -5,6 +5,7 @@
 - What several ranks hold (copies of weights, states and summed gradients) has the same checksums on all of them after
   each update. If not, one of them computed something else: most are right, and of two the one that is wrong shows when
   the step is taken again, which gives what it should have given.
+- What a rank computes from its own samples is computed again by others, now and then (`shardwise.guard.again`).
 
 Nothing waits for it: checksums stay on the device, one small row of each rank travels with the signal to stop, and
 whether anything is wrong is read with the loss. All ranks come to the same verdict. The run then goes back to the last
@@ -27,14 +28,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm.collectives import all_gather
+from shardwise.data.stream import Samples
 from shardwise.errors import RunError
 from shardwise.files import write_text
+from shardwise.guard.again import Again
 from shardwise.guard.judge import GoBack
 from shardwise.guard.sums import KINDS, Books, Kept, firsts, mixer, sums_of
 from shardwise.job import Job
@@ -44,6 +48,8 @@ from shardwise.words import counted, ranks_text
 SIGNAL, CHANGED, COPIES = 0, 1, 2  # places in a rank's row
 SHARE = 0.008  # of a step that checksums may take
 OPERATIONS = {"cpu": 1.5, "cuda": 120.0}  # that a device computes while it reads a byte, as measured
+MOST = 100  # parts
+CALL = {"cpu": 4e5, "cuda": 6e9}  # and while a checksum is begun
 About = list[tuple[str, frozenset[str]]]
 """What checksums are of, each with its kinds of copies."""
 
@@ -66,7 +72,7 @@ class Witness:
         """`flops`: of a step of this rank, 0 where steps are not to be watched. Which ranks were found corrupt is kept
         in `run`."""
         self.job, self.engine, self.flops, self.tell = job, engine, flops, tell
-        self.books = Books(engine, optimizer)
+        self.books, self.again = Books(engine, optimizer), Again(job, engine)
         self.device, self.world = engine.mesh.device, engine.mesh.layout.world
         self.on = bool(job.run.check and flops)
         self.parts = job.run.check if isinstance(job.run.check, int) else 0
@@ -89,6 +95,11 @@ class Witness:
             self._keep(self._part(self._state()))
             self.seen = self.kept
 
+    def ahead(self, done: int, samples: Samples) -> None:
+        """To be called before step `done` is taken."""
+        if self.on:
+            self.again.ahead(done, samples)
+
     def before(self) -> None:
         """To be called when gradients are summed and nothing is updated yet."""
         if self.on:
@@ -108,14 +119,15 @@ class Witness:
 
     def agreed(self, signal: int) -> Tensor:
         """The highest signal that any rank was sent, and whether anything is wrong on any; still on the device."""
-        row = torch.zeros(COPIES + len(KINDS), dtype=torch.int64, device=self.device)
+        row = torch.zeros(COPIES + len(KINDS) + 2, dtype=torch.int64, device=self.device)
         row[SIGNAL] = signal
         if len(self.sums):
             key = self.turn, len(self.sums)
             if key not in self.mixers:
                 self.mixers[key] = mixer([kinds for _, kinds in self.about]).to(self.device)
             row[CHANGED] = self.changed.any()
-            row[COPIES:] = (self.mixers[key] * self.sums).sum(1)
+            row[COPIES:-2] = (self.mixers[key] * self.sums).sum(1)
+            row[-2], row[-1] = self.again.second, self.again.first
         table = row[None]
         if self.world > 1:
             table = row.new_empty(self.world, len(row))
@@ -155,21 +167,25 @@ class Witness:
         return self.books.weights() + self.books.states()
 
     def _part(self, kept: list[Kept]) -> list[Kept]:
-        """What is looked at in this turn."""
-        return kept[self.turn :: self.parts]
+        """What is looked at in this turn, on all ranks that hold it."""
+        if self.parts == 1:
+            return kept
+        return [one for one in kept if crc32(one.label.encode()) % self.parts == self.turn]
 
     def _affordable(self) -> int:
         """In how many parts it takes no more than its share of a step, on the rank that has most to read."""
-        weights = sum(one.tensor.nbytes for one in self.books.weights())
-        read = torch.tensor(2.0 * 3 * weights + weights, device=self.device)  # two averages of each, twice; gradients
+        weights, kind = [one.tensor.nbytes for one in self.books.weights()], self.device.type
+        once = OPERATIONS[kind] * sum(weights) + CALL[kind] * len(weights)
+        cost = torch.tensor(7.0 * once, device=self.device)  # weights and two averages, twice; gradients
         if self.world > 1:
-            dist.all_reduce(read, dist.ReduceOp.MAX)
-        return max(1, math.ceil(OPERATIONS[self.device.type] * float(read) / (SHARE * self.flops)))
+            dist.all_reduce(cost, dist.ReduceOp.MAX)
+        return min(max(1, math.ceil(float(cost) / (SHARE * self.flops))), MOST)
 
     def _find(self, done: int) -> list[Find]:
         """Who has what is wrong, from what all ranks know."""
         mine = {
             "host": socket.gethostname(), "sums": self.sums.tolist(), "about": self.about,
+            "again": (int(self.again.second), int(self.again.first)),
             "changed": [label for (label, _), bad in zip(self.changed_of, self.changed.tolist()) if bad],
         }  # fmt: skip
         everyone = self._everyone(mine)
@@ -180,7 +196,19 @@ class Witness:
                 others = f", and {len(one['changed']) - 1} more" if len(one["changed"]) > 1 else ""
                 words = f"rank {rank}: {one['changed'][0]} has changed since step {done - 1}, without an update{others}"
                 finds.append(Find(done, [rank], one["changed"][0], words))
-        return finds or self._compare(done, everyone)
+        return finds or self._rerun(done, [one["again"] for one in everyone]) or self._compare(done, everyone)
+
+    def _rerun(self, done: int, votes: Sequence[tuple[int, int]]) -> list[Find]:
+        """Who computed a micro-batch otherwise than the others; of a tensor group that is all of it."""
+        groups: dict[int, list[int]] = {}
+        for rank, first in enumerate(self.firsts[:, -1].tolist()):
+            groups.setdefault(first, []).append(rank)
+        ranks = sorted({g[number] for g in groups.values() for number in self.again.wrong([votes[r] for r in g])})
+        if not ranks:
+            return []
+        verb = "computes" if len(ranks) == 1 else "compute"
+        words = f"{ranks_text(ranks)} {verb} another result for a micro-batch of step {done} than others that took it"
+        return [Find(done, ranks, "a micro-batch", words)]
 
     def _compare(self, done: int, everyone: Sequence[dict[str, Any]]) -> list[Find]:
         """The first tensor, gradients before all, of which ranks that should have the same do not."""

@@ -117,6 +117,7 @@ class Trainer:
                 self.mark("computing", number + 1)
                 rate = learning_rate(self.job.optimizer, number, last)
                 set_learning_rate(self.optimizer, rate)
+                self.witness.ahead(number + 1, samples)
                 outcome = self.step(samples)
                 done = number + 1
                 if self.engine.meeting is not None:
