@@ -36,7 +36,7 @@ PHASES = ("data", "forward", "backward", "optimizer", "save", "load")
 class Fault:
     kind: str
     """kill, stop, flip (a checkpoint), weight, state or gradient (a bit of one), nan, inf, spike, loop, sleep, raise,
-    skip, mismatch, or slip (a block computes wrongly once)."""
+    skip, mismatch, slip (a block computes wrongly once) or slow (a block, from then on)."""
     rank: int
     step: int
     phase: str = "data"
@@ -115,6 +115,8 @@ class _Harm:
                 if not list(module.children()) and name.endswith(self.faults[0].phase):
                     module.register_forward_hook(self._blow_up)
                     break
+        if any(fault.kind == "slow" for fault in self.faults):
+            engine.chains[0].blocks()[-1].register_forward_pre_hook(self._slow)
         if any(fault.kind == "slip" for fault in self.faults):
             engine.chains[0].blocks()[-1].register_forward_hook(self._slip)
         if any(fault.kind == "spike" for fault in self.faults):
@@ -188,6 +190,11 @@ class _Harm:
         fault = self.due("slip", phase={1: "first", 2: "second"}.get(self.forwards[self.step], ""))
         return output * 1.25 if fault is not None else None
 
+    def _slow(self, module: torch.nn.Module, given: Any) -> None:
+        """From its step on, in each."""
+        if any(fault.kind == "slow" and self.step >= fault.step for fault in self.faults):
+            time.sleep(0.02)
+
     def _raise_loss(self) -> None:
         judge = self.trainer.judge
         real = judge.judge
@@ -243,7 +250,7 @@ def flip_number(tensor: Tensor, draw: random.Random) -> None:
     size = 8 * tensor.element_size()
     low = {torch.float64: 52, torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}.get(tensor.dtype, 0)
     bit = draw.choice((size - 1, draw.randrange(low, size - 1)))
-    flat = tensor.detach().view(-1).view(INTEGER[tensor.element_size()])
+    flat = tensor.data.view(-1).view(INTEGER[tensor.element_size()])  # behind the back of autograd, which would tell
     flat[draw.randrange(flat.numel())] ^= -(2**bit) if bit == size - 1 else 2**bit
 
 
