@@ -50,7 +50,7 @@ WARM = 5  # steps of each kind that are not counted: they make states, compile a
 
 
 def train(nursery: Nursery, folder: Path, layout: str, steps: int, faults: list[Fault]) -> RunFolder:
-    run = {"folder": str(folder), "device": "cpu", "corruptions": 1000}
+    run = {"folder": str(folder), "device": "cpu", "corruptions": 1000, "check": 1, "rerun": 20}
     job = make_job(SMALL | {"steps": steps, "checkpoint": {"every": EVERY if steps < 1000 else 0}, "run": run})
     made = RunFolder.create(job)
     plant(made.path, faults)

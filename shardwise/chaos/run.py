@@ -129,7 +129,7 @@ def chaos_job(
 
 
 def _beneath(job: Job, name: str, faults: int) -> Job:
-    """The job in a folder of its own, with as many restarts as there are faults."""
+    """The job in a folder of its own, with as many restarts as there are faults, and all looked at in each step."""
     folder = str(Path(job.run.folder or "runs/chaos") / name)
     kept = max(2, job.checkpoint.keep)
     run = job.run.model_copy(
