@@ -16,7 +16,9 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -85,19 +87,28 @@ def flips(nursery: Nursery, folder: Path, layout: str, count: int, seed: int) ->
 
 
 def compare(job: Job, layout: Layout, turns: int, device: str) -> list[float]:
-    """Median seconds of a step with checksums and of one without, on the clock and of the processor."""
+    """Median seconds of a step with checksums and of one without, of the processor for the latter and for checksums."""
     engine = parallelize(job, layout, torch.device(device))
     optimizer = make_optimizer(job.optimizer, engine.holdings)
     flops = 3 * flops_of(job) * job.samples / layout.world
     witness = Witness(job, engine, optimizer, Path(), flops, print)
+    spent = 0.0
+
+    def timed(act: Callable[..., Any], *args: Any) -> Any:
+        nonlocal spent
+        begin = time.thread_time()
+        result = act(*args)
+        spent += time.thread_time() - begin
+        return result
+
     compiled = job.compiles(device, layout)
     bare = taker(engine, optimizer, job.optimizer.clip, compiled)
-    watched = taker(engine, optimizer, job.optimizer.clip, compiled, observe=lambda outcome: witness.before())
+    watched = taker(engine, optimizer, job.optimizer.clip, compiled, observe=lambda outcome: timed(witness.before))
     stream, data = Stream(Synthetic(4096, job.model.sequence, job.model.vocab, 0), 0), engine.mesh["data"]
     batches = [stream.read(share(n, job.samples, data.size, data.index)).to(torch.device(device)) for n in range(4)]
-    taken: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+    taken: dict[bool, list[tuple[float, float, float]]] = {False: [], True: []}
     for turn in range(2 * (turns + WARM)):
-        ours = bool(turn % 2) ^ bool(turn // 2 % 2)
+        ours, spent = bool(turn % 2) ^ bool(turn // 2 % 2), 0.0
         if ours:
             witness.forget()
         if layout.world > 1:
@@ -105,8 +116,8 @@ def compare(job: Job, layout: Layout, turns: int, device: str) -> list[float]:
         begin = time.perf_counter(), time.process_time()
         outcome = (watched if ours else bare)(batches[turn % 4])
         if ours:
-            witness.after()
-            told = torch.stack([outcome.loss, *witness.agreed(0)]).tolist()
+            timed(witness.after)
+            told = torch.stack([outcome.loss, *timed(witness.agreed, 0)]).tolist()
             assert not told[2], "a false alarm"
         else:
             flag = torch.zeros((), device=device)
@@ -114,8 +125,9 @@ def compare(job: Job, layout: Layout, turns: int, device: str) -> list[float]:
                 all_reduce(flag, dist.ReduceOp.MAX)
             torch.stack([outcome.loss, flag]).tolist()
         if turn >= 2 * WARM:
-            taken[ours].append((time.perf_counter() - begin[0], time.process_time() - begin[1]))
-    return [statistics.median(times) for ours in (True, False) for times in zip(*taken[ours], strict=True)]
+            taken[ours].append((time.perf_counter() - begin[0], time.process_time() - begin[1], spent))
+    (ours_, _, checks), (bare_, busy, _) = (map(statistics.median, zip(*taken[k], strict=True)) for k in (True, False))
+    return [ours_, bare_, busy, checks, float(witness.parts)]
 
 
 def main() -> None:
@@ -146,16 +158,17 @@ def main() -> None:
     finally:
         nursery.close()
     if given.turns:
-        print("\n| layout | a step with checksums | without | overhead | of processor time |")
-        print("| --- | --- | --- | --- | --- |")
+        print("\n| layout | looked at in a step | with checksums | without | overhead | of processor time |")
+        print("| --- | --- | --- | --- | --- | --- |")
         job = make_job(
             {"model": {"layers": 6, "width": 256, "heads": 8, "vocab": 1024, "sequence": 128}, "batch": {"samples": 16}}
         )
         for layout in layouts:
             parsed = Layout.parse(layout)
-            ours, busy, bare, bare_busy = run_world(compare, parsed.world, job, parsed, given.turns, given.device)[0]
-            shares = f"{100 * (ours / bare - 1):.2f}% | {100 * (busy / bare_busy - 1):.2f}%"
-            print(f"| `{layout}` | {ours * 1e3:.1f} ms | {bare * 1e3:.1f} ms | {shares} |", flush=True)
+            ours, bare, busy, own, parts = run_world(compare, parsed.world, job, parsed, given.turns, given.device)[0]
+            shares = f"{100 * (ours / bare - 1):.2f}% | {100 * own / busy:.2f}%"
+            part = "all" if parts == 1 else f"1/{parts:.0f}"
+            print(f"| `{layout}` | {part} | {ours * 1e3:.1f} ms | {bare * 1e3:.1f} ms | {shares} |", flush=True)
 
 
 if __name__ == "__main__":
