@@ -61,11 +61,14 @@ class Tally:
         return asdict(self) | {"ok": self.ok}
 
     def text(self) -> str:
-        rows = ["fault  rank  step  phase      noticed   after", "-----  ----  ----  ---------  --------  ------"]
+        rows = [
+            "fault     rank  step  phase      noticed     after",
+            "--------  ----  ----  ---------  ----------  ------",
+        ]
         for tale in self.tales:
             fault, after = tale.fault, f"{tale.seconds:.2f} s" if tale.noticed else ""
-            where = f"{fault.kind:<5}  {fault.rank:>4}  {fault.step:>4}  {fault.phase:<9}"
-            rows.append(f"{where}  {tale.noticed or 'NOT':<8}  {after}")
+            where = f"{fault.kind:<8}  {fault.rank:>4}  {fault.step:>4}  {fault.phase:<9}"
+            rows.append(f"{where}  {tale.noticed or 'NOT':<10}  {after}")
         named = sum(tale.named for tale in self.tales)
         together = sum(tale.noticed == "together" for tale in self.tales)
         seconds = sorted(tale.seconds for tale in self.tales if tale.named) or [0.0]
