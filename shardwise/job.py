@@ -188,6 +188,13 @@ class Run(Section):
     spike: float = Field(0.0, ge=0)
     """Deviations above the median of the last losses from which a loss is a spike: the run goes back to the last
     checkpoint and leaves out the batches since; 0: none is looked for."""
+    check: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    """In how many steps checksums of all weights and optimizer states are compared once, a part in each; what changed
+    by itself is named, and the run goes back. 0: never; auto: as few as keep it below a hundredth of a step."""
+    rerun: int = Field(500, ge=0)
+    """Steps between those in which a micro-batch is computed by all data ranks and the results compared; 0: none is."""
+    corruptions: int = Field(3, ge=0)
+    """How often a rank may be found with changed or differing numbers before the run ends and names it."""
 
 
 class Validation(Section):

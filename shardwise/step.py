@@ -94,14 +94,15 @@ class Recorded:
 
 
 def taker(
-    engine: Engine, optimizer: torch.optim.Optimizer, clip: float, compiled: bool, before: int = 3
-) -> Callable[[Samples], Outcome]:
+    engine: Engine, optimizer: torch.optim.Optimizer, clip: float, compiled: bool, before: int = 3,
+    observe: Callable[[Outcome], None] | None = None,
+) -> Callable[[Samples], Outcome]:  # fmt: skip
     """What takes the steps of a run: recorded where the blocks are compiled and a step does the same every time, with
     no other process, no loss scale that moves, and no sizes of experts that the host must know."""
     alone = isinstance(engine.data, Alone) and engine.mesh.device.type == "cuda" and not engine.scale.dynamic
     if compiled and alone and isinstance(optimizer, AdamW):
         return Recorded(engine, optimizer, clip, before)
-    return lambda samples: step(engine, optimizer, samples, clip)
+    return lambda samples: step(engine, optimizer, samples, clip, observe)
 
 
 def backward(engine: Engine, samples: Samples) -> Tensor:

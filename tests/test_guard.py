@@ -152,11 +152,11 @@ def test_spikes_are_told_from_noise() -> None:
 
 
 def test_chaos_in_short(tmp_path: Path) -> None:
-    job = small_job(tmp_path, steps=14, checkpoint={"every": 3}).text()
+    job = small_job(tmp_path, steps=16, checkpoint={"every": 3}).text()
     (tmp_path / "job.toml").write_text(job)
-    tally = chaos_job(tmp_path / "job.toml", ["layout=shard=2"], 4, 175, print)
+    tally = chaos_job(tmp_path / "job.toml", ["layout=shard=2"], 6, 178, print)
     print(tally.text())
-    assert {tale.fault.kind for tale in tally.tales} == {"kill", "stop", "flip", "nan"}
+    assert {tale.fault.kind for tale in tally.tales} == {"kill", "stop", "flip", "nan", "weight", "state"}
     assert tally.ok, tally.text()
     assert tally.flips == tally.refused == 1
 

@@ -20,9 +20,10 @@ from shardwise.train.launch import launch
 from shardwise.words import counted
 
 VICTIM = "shardwise.chaos.victim"
-KINDS = ("kill", "kill", "kill", "stop", "flip", "nan")  # the first is drawn half of the time
-EVENT = {"kill": "killed", "stop": "halted", "flip": "killed", "nan": "rollback"}
-ENDS = ("killed", "halted", "stuck", "failed", "rollback")
+NUMBERS = ("weight", "state", "gradient")  # of which a bit is flipped
+KINDS = ("kill", "kill", "kill", "stop", "flip", "nan", *NUMBERS)
+EVENT = {"kill": "killed", "stop": "halted", "flip": "killed", "nan": "rollback"} | dict.fromkeys(NUMBERS, "corruption")
+ENDS = ("killed", "halted", "stuck", "failed", "rollback", "corruption")
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,14 @@ class Tally:
         return asdict(self) | {"ok": self.ok}
 
     def text(self) -> str:
-        rows = ["fault  rank  step  phase      noticed   after", "-----  ----  ----  ---------  --------  ------"]
+        rows = [
+            "fault     rank  step  phase      noticed     after",
+            "--------  ----  ----  ---------  ----------  ------",
+        ]
         for tale in self.tales:
             fault, after = tale.fault, f"{tale.seconds:.2f} s" if tale.noticed else ""
-            where = f"{fault.kind:<5}  {fault.rank:>4}  {fault.step:>4}  {fault.phase:<9}"
-            rows.append(f"{where}  {tale.noticed or 'NOT':<8}  {after}")
+            where = f"{fault.kind:<8}  {fault.rank:>4}  {fault.step:>4}  {fault.phase:<9}"
+            rows.append(f"{where}  {tale.noticed or 'NOT':<10}  {after}")
         named = sum(tale.named for tale in self.tales)
         together = sum(tale.noticed == "together" for tale in self.tales)
         seconds = sorted(tale.seconds for tale in self.tales if tale.named) or [0.0]
@@ -80,7 +84,7 @@ class Tally:
         return "\n".join(rows)
 
 
-def draw_faults(count: int, seed: int, world: int, job: Job) -> list[Fault]:
+def draw_faults(count: int, seed: int, layout: Layout, job: Job) -> list[Fault]:
     """Faults at random ranks, steps and phases, in the order of their steps; none in the first two steps."""
     draw = random.Random(seed)
     every = job.checkpoint.every
@@ -89,10 +93,13 @@ def draw_faults(count: int, seed: int, world: int, job: Job) -> list[Fault]:
     steps = sorted(draw.randint(3, job.total_steps - 1) for _ in range(count))
     faults = []
     for number, step in enumerate(steps):
-        kind, rank = draw.choice(KINDS), draw.randrange(world)
-        if kind == "flip" and step < 2 * every + 3:
-            kind = "kill"  # there is no second checkpoint yet to fall back on
-        phase = "data" if kind == "flip" else "gradient" if kind == "nan" else draw.choice(PHASES)
+        kind, rank = draw.choice(KINDS), draw.randrange(layout.world)
+        if (kind == "flip" and step < 2 * every + 3) or (kind in NUMBERS and step < every + 3):
+            kind = "kill"  # there is no checkpoint yet to fall back on
+        if kind == "gradient" and layout.replicate == 1:
+            kind = "weight"  # a sum that nobody else has
+        phase = "data" if kind == "flip" else "gradient" if kind in ("nan", "gradient") else draw.choice(PHASES)
+        phase = draw.choice(PHASES[:3]) if kind in ("weight", "state") else phase
         faults.append(Fault(kind, rank, step, phase, number))
     return faults
 
@@ -116,7 +123,7 @@ def chaos_job(
         launch(base, layout, resume=False, entry=f"{VICTIM}:main", nursery=nursery)
         say(f"the same with {faults} faults:")
         harmed = RunFolder.create(_beneath(job, "harmed", faults))
-        drawn = draw_faults(faults, seed, layout.world, job)
+        drawn = draw_faults(faults, seed, layout, job)
         plant(harmed.path, drawn)
         launch(harmed, layout, resume=False, entry=f"{VICTIM}:main", nursery=nursery)
     finally:
@@ -125,17 +132,19 @@ def chaos_job(
 
 
 def _beneath(job: Job, name: str, faults: int) -> Job:
-    """The job in a folder of its own, with as many restarts as there are faults."""
+    """The job in a folder of its own, with as many restarts as there are faults, and all looked at in each step."""
     folder = str(Path(job.run.folder or "runs/chaos") / name)
     kept = max(2, job.checkpoint.keep)
-    run = job.run.model_copy(update={"folder": folder, "restarts": faults + 1, "on_nan": "rollback"})
+    run = job.run.model_copy(
+        update={"folder": folder, "restarts": faults + 1, "on_nan": "rollback", "corruptions": faults}
+    )
     return job.model_copy(update={"run": run, "checkpoint": job.checkpoint.model_copy(update={"keep": kept})})
 
 
 def judge(layout: str, faults: list[Fault], harmed: RunFolder, base: RunFolder) -> Tally:
     times = happened(harmed.path)
     came = sorted((fault for fault in faults if fault.number in times), key=lambda one: times[one.number])
-    ends = [event for event in harmed.events() if event["event"] in ENDS]
+    ends = [event for event in harmed.events() if event["event"] in ENDS and "settled" not in event]
     by = {one.number: next((end for end in ends if end["time"] >= times[one.number]), None) for one in came}
     named = {one.number for one in came if _names(by[one.number], one)}
     tales = []

@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from shardwise import step as stepping
 from shardwise.data.stream import Samples, Stream
 from shardwise.files import write_text
 from shardwise.guard.judge import Told
+from shardwise.guard.sums import INTEGER, Kept
 from shardwise.train import checkpoint, worker
 from shardwise.train.loop import Trainer
 from shardwise.train.stored import good_checkpoints
@@ -33,7 +35,8 @@ PHASES = ("data", "forward", "backward", "optimizer", "save", "load")
 @dataclass(frozen=True)
 class Fault:
     kind: str
-    """kill, stop, flip, nan, inf, spike, loop, sleep, raise, skip or mismatch."""
+    """kill, stop, flip (a checkpoint), weight, state or gradient (a bit of one), nan, inf, spike, loop, sleep, raise,
+    skip, mismatch, slip (a block computes wrongly once) or slow (a block, from then on)."""
     rank: int
     step: int
     phase: str = "data"
@@ -84,6 +87,7 @@ def samples_of(run: Path) -> dict[int, list[int]]:
 class _Harm:
     def __init__(self, run: Path, trainer: Trainer, faults: list[Fault]):
         self.run, self.trainer, self.faults, self.step = run, trainer, faults, 0
+        self.forwards: Counter[int] = Counter()
 
     def install(self) -> None:
         trainer, mark = self.trainer, self.trainer.mark
@@ -105,11 +109,16 @@ class _Harm:
         trainer.optimizer.register_step_pre_hook(lambda *_: self.fire("optimizer"))
         _after(checkpoint, "write_pieces", lambda: self.fire("save"))
         _after(engine.data, "reduce", self._poison)
+        _before(stepping, "measure", lambda *_: self._flip(trainer.witness.books.gradients, "gradient"))
         if any(fault.kind == "inf" for fault in self.faults):
             for name, module in engine.chains[-1].named_modules():
                 if not list(module.children()) and name.endswith(self.faults[0].phase):
                     module.register_forward_hook(self._blow_up)
                     break
+        if any(fault.kind == "slow" for fault in self.faults):
+            engine.chains[0].blocks()[-1].register_forward_pre_hook(self._slow)
+        if any(fault.kind == "slip" for fault in self.faults):
+            engine.chains[0].blocks()[-1].register_forward_hook(self._slip)
         if any(fault.kind == "spike" for fault in self.faults):
             self._raise_loss()
         if any(fault.kind == "sleep" for fault in self.faults):
@@ -135,6 +144,9 @@ class _Harm:
         return None
 
     def fire(self, phase: str) -> None:
+        books = self.trainer.witness.books
+        self._flip(books.weights, "weight", phase)
+        self._flip(lambda: books.states()[:-1], "state", phase)
         fault = self.due("kill", "stop", "flip", "loop", "raise", phase=phase)
         if fault is None:
             return
@@ -150,6 +162,15 @@ class _Harm:
                 flip_bit(self.run, fault.number)
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def _flip(self, kept: Callable[[], list[Kept]], kind: str, phase: str | None = None) -> None:
+        """The sign or a bit of the exponent of one number."""
+        fault = self.due(kind, phase=phase)
+        if fault is not None:
+            draw = random.Random(fault.number)
+            chosen = draw.choice([one for one in kept() if one.tensor.numel()])
+            flip_number(chosen.tensor, draw)
+            (self.run / "faults" / f"number-{fault.number}").write_text(chosen.label)
+
     def _forward(self, module: torch.nn.Module, given: Any, output: Any) -> None:
         self.fire("forward")
         if isinstance(output, Tensor) and output.requires_grad:
@@ -162,6 +183,17 @@ class _Harm:
     def _blow_up(self, module: torch.nn.Module, given: Any, output: Any) -> Any:
         """At its step a module gives infinity, as often as the step is taken."""
         return output * float("inf") if self.step == self.faults[0].step else None
+
+    def _slip(self, module: torch.nn.Module, given: Any, output: Tensor) -> Tensor | None:
+        """A result that is off, in the first or the second forward of a step."""
+        self.forwards[self.step] += 1
+        fault = self.due("slip", phase={1: "first", 2: "second"}.get(self.forwards[self.step], ""))
+        return output * 1.25 if fault is not None else None
+
+    def _slow(self, module: torch.nn.Module, given: Any) -> None:
+        """From its step on, in each."""
+        if any(fault.kind == "slow" and self.step >= fault.step for fault in self.faults):
+            time.sleep(0.02)
 
     def _raise_loss(self) -> None:
         judge = self.trainer.judge
@@ -211,6 +243,15 @@ def _before(owner: Any, name: str, act: Callable[..., None]) -> None:
         return real(*args, **kwargs)
 
     setattr(owner, name, both)
+
+
+def flip_number(tensor: Tensor, draw: random.Random) -> None:
+    """The sign, or a bit of the exponent, half of the time each; of integers any bit."""
+    size = 8 * tensor.element_size()
+    low = {torch.float64: 52, torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}.get(tensor.dtype, 0)
+    bit = draw.choice((size - 1, draw.randrange(low, size - 1)))
+    flat = tensor.data.view(-1).view(INTEGER[tensor.element_size()])  # behind the back of autograd, which would tell
+    flat[draw.randrange(flat.numel())] ^= -(2**bit) if bit == size - 1 else 2**bit
 
 
 def flip_bit(run: Path, seed: int) -> None:

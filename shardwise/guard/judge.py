@@ -24,14 +24,18 @@ class Told:
     skipped: bool
     signal: int = 0
     """That told any rank to stop; 0: none did."""
+    wrong: bool = False
+    """Whether checksums tell of corruption on any rank (`shardwise.guard.witness`)."""
 
 
 class GoBack(Exception):
     """A step after which this run goes back to the last checkpoint."""
 
-    def __init__(self, done: int, why: str, leave_out: bool):
+    def __init__(self, done: int, why: str, leave_out: bool, sure: bool = False):
+        """`leave_out`: the batches since then are not taken again. `sure`: what is in memory cannot be gone on with,
+        and a checkpoint of the step itself cannot be trusted."""
         super().__init__(why)
-        self.done, self.leave_out = done, leave_out
+        self.done, self.leave_out, self.sure = done, leave_out, sure
 
 
 class Judge:

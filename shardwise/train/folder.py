@@ -8,6 +8,7 @@ What lies in it:
     tokenizer.json   where it is not `bytes`   bad-records.txt  what `data.bad = "skip"` passed over
     beats/           signs of life of ranks    doctor/        what was found when ranks died or hung
     skips.json       batches left out after a spike of the loss
+    quarantine.json  ranks whose numbers went wrong by themselves
 """
 
 from __future__ import annotations

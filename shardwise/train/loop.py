@@ -17,6 +17,7 @@ from shardwise.data.make import make_sources
 from shardwise.data.objectives import objective_of
 from shardwise.data.stream import Samples, Stream
 from shardwise.guard.judge import GoBack, Judge
+from shardwise.guard.witness import Witness
 from shardwise.job import Job
 from shardwise.layout import MADE, Layout
 from shardwise.optim import learning_rate, set_learning_rate
@@ -24,11 +25,11 @@ from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.pipeline import Order
 from shardwise.parallel.recommender import Recommender, optimizer_of
 from shardwise.planner.plan import order_of
-from shardwise.step import Outcome, taker
+from shardwise.step import Outcome, Recorded, taker
 from shardwise.train.checkpoint import Checkpoints
 from shardwise.train.folder import RunFolder
 from shardwise.train.here import cluster_here
-from shardwise.train.measure import Measure, StopFlag
+from shardwise.train.measure import Measure, StopFlag, flops_of
 from shardwise.train.progress import Progress
 from shardwise.train.validate import validate
 from shardwise.words import counted, signal_name
@@ -51,6 +52,9 @@ class Trainer:
         self.engine = parallelize(self.job, self.layout, self.device, order=self._order())
         self.optimizer = optimizer_of(self.job, self.engine)
         self.step = self._taker()
+        watched = not isinstance(self.engine, Recommender) and not isinstance(self.step, Recorded)
+        flops = watched * 3 * flops_of(self.job) * self.job.samples / self.layout.world
+        self.witness = Witness(self.job, self.engine, self.optimizer, self.folder.path, flops, self._event)
         self.main = self.engine.mesh.rank == 0
         keep, asynchronous = self.job.checkpoint.keep, self.job.checkpoint.asynchronous
         self.checkpoints = Checkpoints(self.folder.checkpoints, keep, asynchronous)
@@ -59,12 +63,15 @@ class Trainer:
         self.bad = Bad(self.job.data.bad == "skip", self.folder.bad if self.main else None)
         self.training, self.held_out, self.tokenizer = make_sources(self.job, bad=self.bad)
         self.bad.log = self.folder.bad
-        self.measure = Measure(self.job, self.engine, self.folder, self.progress, self.stop)
+        self.measure = Measure(self.job, self.engine, self.folder, self.progress, self.witness, self.stop)
         self.judge = Judge(self.job, self.engine, self._traceable(), lambda: len(self.folder.skips()), self._event)
 
     def _taker(self) -> Callable[[Samples], Outcome]:
         compiled = self.job.compiles(self.device.type, self.layout)
-        return taker(self.engine, self.optimizer, self.job.optimizer.clip, compiled)
+        return taker(self.engine, self.optimizer, self.job.optimizer.clip, compiled, observe=self._observe)
+
+    def _observe(self, outcome: Outcome) -> None:
+        self.witness.before()
 
     def _order(self) -> Order | None:
         """Of a schedule that is made: the first rank's, so that all have the same however their machines differ."""
@@ -81,6 +88,7 @@ class Trainer:
         try:
             while True:
                 try:
+                    self.witness.forget()
                     return self._train(first)
                 except GoBack as reason:
                     first = self._go_back(reason)
@@ -112,11 +120,14 @@ class Trainer:
                 rate = learning_rate(self.job.optimizer, number, last)
                 set_learning_rate(self.optimizer, rate)
                 self.engine.data.plain = number < self.job.gradient.plain_steps(last)
+                self.witness.ahead(number + 1, samples)
                 outcome = self.step(samples)
                 done = number + 1
                 if self.engine.meeting is not None:
                     self.engine.meeting.after(done, last)
+                self.witness.after()
                 told = self.measure.take(done, outcome, rate, begin, loader.wait_seconds - waited)
+                self.witness.judge(done, told.wrong)
                 self.judge.judge(done, told, samples)
                 if _due(done, self.job.validation.every) and done < last:
                     self._validate(done)
@@ -158,6 +169,7 @@ class Trainer:
         begin = time.perf_counter()
         self.mark("saving", done)
         self.checkpoints.save(done, self.engine, self.optimizer, state)
+        self.witness.confirm(done)
         stall = round(time.perf_counter() - begin, 4)
         self._event("checkpoint", f"saving step {done}.", step=done, stall_seconds=stall)
 
@@ -177,7 +189,11 @@ class Trainer:
 
     def _go_back(self, reason: GoBack) -> int:
         """Loads the last checkpoint. Returns the step to go on from."""
+        if reason.sure:
+            self.checkpoints.rewind(reason.done - 1)
         state = None if isinstance(self.engine, Recommender) else self.checkpoints.load(self.engine, self.optimizer)
+        if state is None and reason.sure:
+            raise RuntimeError(f"{reason}, and there is no checkpoint to go back to")  # all begin again
         # Without a checkpoint: a step that updated nothing can be taken again, one that did is left as it is.
         first = int(state["step"]) if state is not None else reason.done - (not reason.leave_out)
         how = (

@@ -9,13 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from shardwise.cluster import peak_rate
-from shardwise.comm.collectives import all_reduce
 from shardwise.comm.meter import METER
 from shardwise.guard.judge import Told
+from shardwise.guard.witness import Witness
 from shardwise.job import Job
 from shardwise.kinds import DLRM, MoE
 from shardwise.models import dlrm
@@ -33,13 +31,6 @@ class StopFlag:
 
     number: int = 0
 
-    def agreed(self, engine: Engine) -> Tensor:
-        """The highest signal of all ranks, still on the device."""
-        flag = torch.full((), float(self.number), device=engine.mesh.device)
-        if engine.mesh.layout.world > 1:
-            all_reduce(flag, dist.ReduceOp.MAX)
-        return flag
-
 
 @dataclass
 class Measure:
@@ -47,6 +38,7 @@ class Measure:
     engine: Engine
     folder: RunFolder
     progress: Progress
+    witness: Witness
     stop: StopFlag = field(default_factory=StopFlag)
 
     def __post_init__(self) -> None:
@@ -60,12 +52,13 @@ class Measure:
         apart = engine.mesh["apart"]
         if apart.size > 1:
             outcome = outcome.mean_over(apart)
-        values = [outcome.loss, outcome.grad_norm, outcome.skipped, engine.scale.value, self.stop.agreed(engine)]
+        values = [outcome.loss, outcome.grad_norm, outcome.skipped, engine.scale.value]
+        values.extend(self.witness.agreed(self.stop.number))
         model, (sent, seconds_by_axis) = self.job.model, METER.read()
         if isinstance(model, MoE):
             own = sent.get("expert", 0), seconds_by_axis.get("expert", 0.0)
             values.extend(routing(model, engine.chains, self.world, self.device, *own))
-        loss, norm, skipped, scale, told, *more = torch.stack(values).tolist()  # the one wait for the device in a step
+        loss, norm, skipped, scale, told, wrong, *more = torch.stack(values).tolist()  # the one wait for the device
         seconds = time.perf_counter() - begin
         if self.world.index == 0:
             record: dict[str, Any] = {
@@ -89,7 +82,7 @@ class Measure:
                 record |= _told(Routing.of(more))
             self.folder.metric(record)
             self.progress.show(record)
-        return Told(loss, norm, bool(skipped), int(told))
+        return Told(loss, norm, bool(skipped), int(told), bool(wrong))
 
 
 def _told(routing: Routing) -> dict[str, Any]:

@@ -1,0 +1,175 @@
+"""Bits that flip by themselves are found in the step in which it happens, and leave no trace in the curve."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from test_guard import VICTIM, curve, events, small_job
+
+from shardwise.chaos.run import draw_faults
+from shardwise.chaos.victim import Fault, flip_number, plant
+from shardwise.errors import RunError
+from shardwise.guard.nursery import Nursery
+from shardwise.guard.pace import LOOKS, WINDOW, Pace
+from shardwise.guard.sums import KINDS, checksum, firsts
+from shardwise.job import Job
+from shardwise.layout import Layout
+from shardwise.parallel.engine import Engine
+from shardwise.train.folder import RunFolder
+from shardwise.train.launch import launch
+
+LAYOUTS = [
+    "replicate=2", "shard=2 zero=1", "shard=2 zero=2", "shard=2 zero=3", "shard=2 tensor=2", "pipeline=2 replicate=2",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    one = Nursery("shardwise.chaos.victim")
+    yield one
+    one.close()
+
+
+def job_of(folder: Path, run: dict[str, object] | None = None, **changes: object) -> Job:
+    return small_job(folder, run={"check": 1, "corruptions": 20, **(run or {})}, batch={"samples": 8}, **changes)
+
+
+def train(nursery: Nursery, job: Job, layout: str, *faults: Fault) -> RunFolder:
+    folder = RunFolder.create(job)
+    plant(folder.path, list(faults))
+    launch(folder, Layout.parse(layout), resume=False, entry=VICTIM, nursery=nursery)
+    return folder
+
+
+def label_of(run: RunFolder, fault: Fault) -> str:
+    """The tensor that a fault has hit."""
+    return (run.path / "faults" / f"number-{fault.number}").read_text()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_flipped_bits_are_named_and_leave_no_trace(layout: str, nursery: Nursery, tmp_path: Path) -> None:
+    world, copied = Layout.parse(layout).world, "replicate" in layout
+    faults = [
+        Fault("weight", world - 1, 6, "data", 0), Fault("state", 0, 7, "forward", 1),
+        Fault("weight", 0, 9, "backward", 2), Fault("state", world - 1, 10, "data", 3),
+        *([Fault("gradient", 1, 11, "gradient", 4)] if copied else []),
+    ]  # fmt: skip
+    undisturbed = train(nursery, job_of(tmp_path / "undisturbed", run={"check": 0}), layout)
+    run = train(nursery, job_of(tmp_path / "run", run={"rerun": 4}), layout, *faults)
+    assert curve(run) == curve(undisturbed)
+    told = events(run, "corruption")
+    for fault in faults:
+        (event,) = [e for e in told if e["step"] == fault.step and e["ranks"] == [fault.rank]]
+        assert event["tensor"] == label_of(run, fault)
+    assert len(events(run, "rollback")) == len(faults)
+    unsettled = [event for event in told if len(event["ranks"]) > 1]  # type: ignore[arg-type]
+    assert len(told) == len(faults) + len(unsettled) and len(unsettled) <= copied
+    found = json.loads((run.path / "quarantine.json").read_text())
+    assert {int(rank): len(finds) for rank, finds in found.items()} == {
+        rank: sum(fault.rank == rank for fault in faults) for rank in {fault.rank for fault in faults}
+    }
+
+
+def test_in_parts_copies_that_differ_are_found_within_a_round(nursery: Nursery, tmp_path: Path) -> None:
+    undisturbed = train(nursery, job_of(tmp_path / "undisturbed", steps=20), "replicate=2")
+    run = train(nursery, job_of(tmp_path / "run", run={"check": 6}, steps=20), "replicate=2", Fault("weight", 1, 6))
+    assert curve(run) == curve(undisturbed)
+    first = events(run, "corruption")[0]
+    assert 1 in first["ranks"] and 6 <= first["step"] <= 12  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("layout", ["replicate=2", "shard=2 zero=3", "shard=2 tensor=2"])
+def test_a_micro_batch_that_another_rank_computes_otherwise(layout: str, nursery: Nursery, tmp_path: Path) -> None:
+    parsed = Layout.parse(layout)
+    owner = random.Random("0 6").randrange(parsed.data) * parsed.tensor
+    faults = [Fault("slip", owner, 6, "second", 0), Fault("slip", 0, 9, "first", 1)]
+    undisturbed = train(nursery, job_of(tmp_path / "undisturbed", run={"rerun": 0}), layout)
+    run = train(nursery, job_of(tmp_path / "run", run={"rerun": 3}), layout, *faults)
+    assert curve(run) == curve(undisturbed)
+    told = events(run, "corruption")
+    assert [event["step"] for event in told] == [6, 9]
+    for fault, event in zip(faults, told, strict=True):
+        assert event["tensor"] == "a micro-batch"
+        first = fault.rank // parsed.tensor * parsed.tensor
+        assert event["ranks"] == list(range(first, first + parsed.tensor))
+
+
+def test_a_rank_that_is_found_too_often_ends_the_run(nursery: Nursery, tmp_path: Path) -> None:
+    faults = [Fault("state", 1, step, "data", step) for step in (6, 7)]
+    with pytest.raises(RunError, match=r"rank 1 on .* was found corrupt 2 times, last by this: rank 1: the state "):
+        train(nursery, job_of(tmp_path / "run", run={"corruptions": 1}), "shard=2", *faults)
+
+
+def test_without_a_checkpoint_all_begin_again(nursery: Nursery, tmp_path: Path) -> None:
+    job = job_of(tmp_path / "run", checkpoint={"every": 0}, steps=6)
+    run = train(nursery, job, "shard=2", Fault("weight", 0, 3))
+    other = train(nursery, job_of(tmp_path / "other", checkpoint={"every": 0}, steps=6), "shard=2")
+    assert curve(run) == curve(other)
+    assert "there is no checkpoint to go back to" in str(events(run, "failed")[0]["message"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8])
+@pytest.mark.parametrize("size", [1, 7, 64, 1001])
+def test_any_single_flip_changes_a_checksum(dtype: torch.dtype, size: int) -> None:
+    draw = random.Random(size)
+    for offset in (0, 1):
+        tensor = torch.randint(0, 100, (size + offset,)).to(dtype)[offset:]
+        before, again = checksum(tensor), checksum(tensor.clone())
+        assert before == again  # wherever it lies in memory
+        for _ in range(20):
+            flip_number(tensor, draw)
+            after = checksum(tensor)
+            assert after != before
+            before = after
+
+
+def test_who_should_have_the_same() -> None:
+    layout = Layout.parse("pipeline=2 replicate=2 shard=2 tensor=2")
+    table = dict(zip((*KINDS, "second", "first"), firsts(layout, apart=False).T.tolist(), strict=True))
+    assert table["copies"] == [0, 1, 2, 3, 0, 1, 2, 3, 8, 9, 10, 11, 8, 9, 10, 11]
+    assert table["whole"] == [0, 1] * 4 + [8, 9] * 4
+    assert table["tensor"] == [rank // 2 * 2 for rank in range(16)]
+    assert table["ends"] == list(range(8)) * 2
+    assert table["first"] == table["whole"]
+
+
+def test_chaos_draws_flips_only_where_they_can_be_found() -> None:
+    job = small_job(Path("x"), steps=200)
+    kinds = {layout: draw_faults(300, 0, Layout.parse(layout), job) for layout in ("shard=2", "replicate=2")}
+    assert {fault.kind for fault in kinds["replicate=2"]} >= {"weight", "state", "gradient"}
+    assert "gradient" not in {fault.kind for fault in kinds["shard=2"]}
+
+
+class _Blocks:
+    """Of an engine what a pace asks for."""
+
+    def __init__(self, layout: str):
+        self.mesh = type("Mesh", (), {"layout": Layout.parse(layout), "device": torch.device("cpu"), "rank": 0})()
+        self.chains: list[object] = []
+
+
+def test_a_slow_rank_is_told_once_and_noise_is_not() -> None:
+    told: list[tuple[str, dict[str, object]]] = []
+    engine: Engine = _Blocks("pipeline=2 replicate=4")  # type: ignore[assignment]
+    pace = Pace(small_job(Path("x")), engine, lambda kind, message, **facts: told.append((message, facts)))
+    draw = random.Random(0)
+    for step in range(1, 1001):
+        # The second stage has twice the work; now and then a rank is late, as on a machine with other work.
+        pace.judge(step, [round(1000 * (1 + rank // 4) * draw.choice((1, 1, 1, 1.1, 2))) for rank in range(8)])
+    assert not told
+    for step in range(1001, 1001 + 3 * WINDOW):
+        pace.judge(step, [1000 * (1 + rank // 4) * (1 + (rank == 6)) for rank in range(8)])
+    ((message, facts),) = told
+    assert facts["ranks"] == [6] and message.startswith("rank 6 is slow: its blocks took 4 ms forward")
+    assert 1001 + WINDOW // 2 <= int(str(facts["step"])) <= 1001 + WINDOW + LOOKS
+
+
+def test_a_rank_that_is_slow_is_named_not_those_that_wait(nursery: Nursery, tmp_path: Path) -> None:
+    job = job_of(tmp_path / "run", steps=60, checkpoint={"every": 0})
+    run = train(nursery, job, "replicate=2", Fault("slow", 1, 4))
+    assert [event["ranks"] for event in events(run, "slow")] == [[1]]
