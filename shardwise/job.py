@@ -175,6 +175,9 @@ class Run(Section):
     """How often all workers begin again from the newest good checkpoint, in a row, without getting any further."""
     patience: float = Field(300.0, gt=0)
     """Seconds without progress of any worker, after which the one that the others wait for counts as stuck."""
+    standby: bool = True
+    """Whether, once steps are under way, a second world of workers waits to take over after a fault: forked and, on a
+    CPU, with the model built, so that it costs the weights once more."""
     on_nan: Literal["skip", "rollback", "stop"] = "skip"
     """After a step whose gradients are not finite and update nothing: go on, go back to the last checkpoint and try
     once more, or end the run. Under a loss scale that moves it is always skip."""

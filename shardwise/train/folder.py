@@ -75,10 +75,13 @@ class RunFolder:
         return _records(self.path / "events.jsonl")
 
     def forget_after(self, step: int) -> None:
-        """Drops metrics of steps that will be taken again, so that each step stands once."""
-        kept = [json.dumps(record) + "\n" for record in self.metrics() if record.get("step", 0) <= step]
-        if (self.path / "metrics.jsonl").exists():
-            write_text(self.path / "metrics.jsonl", "".join(kept))
+        """Drops metrics of steps that will be taken again, so that each step stands once; they stand in order."""
+        path, kept = self.path / "metrics.jsonl", 0
+        for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
+            if (record := _record(line.decode(errors="replace"))) is not None and record.get("step", 0) > step:
+                os.truncate(path, kept)
+                return
+            kept += len(line)
 
     def skips(self) -> list[tuple[int, int]]:
         """Batches that the run leaves out: from which step on, and how many."""
@@ -106,12 +109,16 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(record, dict):
+        if (record := _record(line)) is not None:
             yield record
+
+
+def _record(line: str) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return record if isinstance(record, dict) else None
 
 
 def _append(path: Path, record: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import LayoutError
+from shardwise.guard.crew import Crew
 from shardwise.guard.nursery import Nursery
 from shardwise.guard.supervise import Supervisor
 from shardwise.job import Job
@@ -84,16 +85,21 @@ def launch(
         folder.event(kind, message, **facts)
         say(f"{kind}: {message}")
 
-    watch = Supervisor(folder.path, layout.world, job.run.restarts, job.run.patience, folder, tell)
+    own = Nursery(WORKER.partition(":")[0]) if nursery is None else nursery
+    crew = Crew(own, layout.world)
+    watch = Supervisor(
+        folder.path, crew, entry, str(layout), layout.world, job.run.restarts, job.run.patience, folder, tell,
+        standby=job.run.standby and job.run.restarts > 0,
+    )  # fmt: skip
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         watch.pass_on(number)
 
     previous = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
-    own = Nursery(WORKER.partition(":")[0]) if nursery is None else nursery
     try:
-        watch.supervise(own, entry, [str(folder.path), str(layout)], resume)
+        watch.supervise(resume)
     finally:
+        crew.close()
         if nursery is None:
             own.close()
         for number, handler in previous.items():

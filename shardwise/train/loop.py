@@ -20,6 +20,7 @@ from shardwise.guard.judge import GoBack, Judge
 from shardwise.job import Job
 from shardwise.layout import MADE, Layout
 from shardwise.optim import learning_rate, set_learning_rate
+from shardwise.parallel.engine import Engine
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.pipeline import Order
 from shardwise.parallel.recommender import Recommender, optimizer_of
@@ -34,6 +35,17 @@ from shardwise.train.validate import validate
 from shardwise.words import counted, signal_name
 
 
+def make_engine(job: Job, layout: Layout, device: torch.device) -> Engine:
+    """Of a schedule that is made, with the first rank's order, so that all have the same however machines differ."""
+    told: list[Order | None] = [None]
+    if layout.pipeline > 1 and layout.schedule in MADE:
+        if dist.get_rank() == 0:
+            here = int(os.environ.get("LOCAL_WORLD_SIZE", layout.world))
+            told = [order_of(job, layout, cluster_here(job, here)[0])]
+        dist.broadcast_object_list(told, device=device)
+    return parallelize(job, layout, device, order=told[0])
+
+
 @dataclass
 class Trainer:
     """One rank of one run."""
@@ -46,9 +58,11 @@ class Trainer:
     stop: StopFlag = field(default_factory=StopFlag)
     mark: Callable[[str, int], None] = lambda phase, step: None
     """Told where this rank is: a phase, and the step that it belongs to."""
+    built: Engine | None = None
+    """The engine, where it was made before."""
 
     def __post_init__(self) -> None:
-        self.engine = parallelize(self.job, self.layout, self.device, order=self._order())
+        self.engine = self.built or make_engine(self.job, self.layout, self.device)
         self.optimizer = optimizer_of(self.job, self.engine)
         self.step = self._taker()
         self.main = self.engine.mesh.rank == 0
@@ -65,16 +79,6 @@ class Trainer:
     def _taker(self) -> Callable[[Samples], Outcome]:
         compiled = self.job.compiles(self.device.type, self.layout)
         return taker(self.engine, self.optimizer, self.job.optimizer.clip, compiled)
-
-    def _order(self) -> Order | None:
-        """Of a schedule that is made: the first rank's, so that all have the same however their machines differ."""
-        told: list[Order | None] = [None]
-        if self.layout.pipeline > 1 and self.layout.schedule in MADE:
-            if dist.get_rank() == 0:
-                here = int(os.environ.get("LOCAL_WORLD_SIZE", self.layout.world))
-                told = [order_of(self.job, self.layout, cluster_here(self.job, here)[0])]
-            dist.broadcast_object_list(told, device=self.device)
-        return told[0]
 
     def run(self) -> None:
         first = self._restore()

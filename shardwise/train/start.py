@@ -32,8 +32,8 @@ DEMO = Path(__file__).parent.parent / "demo.toml"
 # What may change when a run goes on; all other keys are what the run is.
 FREE = (
     "layout", "steps", "tokens", "compile", "data.workers", "data.prefetch", "checkpoint.*", "validation.*",
-    "run.device", "run.processes", "run.cluster", "run.restarts", "run.patience", "run.on_nan", "run.spike",
-    "embedding.cut", "embedding.ahead",
+    "run.device", "run.processes", "run.cluster", "run.restarts", "run.patience", "run.standby",
+    "run.on_nan", "run.spike", "embedding.cut", "embedding.ahead",
 )  # fmt: skip
 
 
