@@ -160,6 +160,8 @@ class Checkpoint(Section):
     keep: int = Field(2, ge=1)
     """How many of the newest stay."""
     asynchronous: bool = True
+    snapshot: int = Field(10, ge=0)
+    """Steps between snapshots in memory that outlives a worker, for restarts in the same layout; 0: none."""
 
 
 class Run(Section):

@@ -9,14 +9,17 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 
 from shardwise.chaos.run import chaos_job
 from shardwise.chaos.victim import Fault, happened, plant
 from shardwise.errors import RunError
 from shardwise.guard.beat import read_beats
+from shardwise.guard.memory import Memory, memory_of
 from shardwise.guard.numbers import Spikes
 from shardwise.guard.nursery import Nursery
 from shardwise.job import Job, make_job
@@ -176,3 +179,27 @@ def test_a_launcher_that_is_killed_leaves_a_checkpoint_and_no_orphans(tmp_path: 
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert events(run, "stopped") and list(run.checkpoints.glob("step-*"))
+
+
+def test_a_restart_goes_on_from_memory_and_the_curve_stays(
+    undisturbed: RunFolder, nursery: Nursery, tmp_path: Path
+) -> None:
+    job = small_job(tmp_path / "run", checkpoint={"every": 0, "snapshot": 1})
+    run = train(nursery, job, "shard=2", Fault("kill", 1, 8, "data"), Fault("kill", 0, 11, "forward", 1))
+    assert curve(run) == curve(undisturbed)
+    assert [event["source"] for event in events(run, "resumed")] == ["memory", "memory"]
+    assert not Path(memory_of(run.path, 0)).exists()
+
+
+def test_a_snapshot_with_a_flipped_bit_is_not_loaded(undisturbed: RunFolder, nursery: Nursery, tmp_path: Path) -> None:
+    job = small_job(tmp_path / "run", checkpoint={"every": 4, "snapshot": 3})
+    run = train(nursery, job, "shard=2", Fault("flip memory", 1, 8, "data"))
+    assert curve(run) == curve(undisturbed)
+    assert [event["source"] for event in events(run, "resumed")] == ["disk"]
+
+
+def test_snapshots_without_room_are_refused_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=4096))
+    memory = Memory(tmp_path / "memory", "shard=2", lambda one: [one])
+    problem = memory.room({"weights.a": torch.zeros(1024)})
+    assert problem.startswith("no snapshots are taken: this machine's ranks need ") and "can be had in" in problem

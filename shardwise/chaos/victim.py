@@ -33,7 +33,7 @@ PHASES = ("data", "forward", "backward", "optimizer", "save", "load")
 @dataclass(frozen=True)
 class Fault:
     kind: str
-    """kill, stop, flip, nan, inf, spike, loop, sleep, raise, skip or mismatch."""
+    """kill, stop, flip, flip memory, nan, inf, spike, loop, sleep, raise, skip or mismatch."""
     rank: int
     step: int
     phase: str = "data"
@@ -135,7 +135,7 @@ class _Harm:
         return None
 
     def fire(self, phase: str) -> None:
-        fault = self.due("kill", "stop", "flip", "loop", "raise", phase=phase)
+        fault = self.due("kill", "stop", "flip", "flip memory", "loop", "raise", phase=phase)
         if fault is None:
             return
         if fault.kind == "stop":
@@ -148,6 +148,8 @@ class _Harm:
         else:
             if fault.kind == "flip":
                 flip_bit(self.run, fault.number)
+            elif fault.kind == "flip memory":
+                flip_memory(Path(self.trainer.memory), fault.rank)
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _forward(self, module: torch.nn.Module, given: Any, output: Any) -> None:
@@ -224,3 +226,12 @@ def flip_bit(run: Path, seed: int) -> None:
     content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
     path.write_bytes(content)
     (run / "faults" / f"flipped-{seed}").write_text(f"{path.parent.name}/{path.name}")
+
+
+def flip_memory(folder: Path, rank: int) -> None:
+    """One bit in each snapshot of a rank."""
+    for path in folder.glob(f"rank-{rank}.[0-9]"):
+        with path.open("r+b") as file:
+            byte = file.read(1)[0]
+            file.seek(0)
+            file.write(bytes([byte ^ 64]))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import RunError
+from shardwise.guard.memory import memory_of
 from shardwise.guard.nursery import Lines, Nursery, Word
 
 
@@ -63,10 +64,10 @@ class World:
 
 
 class Crew:
-    """The places that there are. `nursery`: where workers of this machine come from."""
+    """The places that a run has. `nursery`: where workers of this machine come from."""
 
-    def __init__(self, nursery: Nursery, slots: int):
-        self.places = [Place(0, nursery, list(range(slots)))]
+    def __init__(self, run: Path, nursery: Nursery, slots: int):
+        self.run, self.places = run, [Place(0, nursery, list(range(slots)))]
         self._folder = tempfile.TemporaryDirectory(prefix="shardwise-")
         self._worlds: dict[str, World] = {}
 
@@ -81,7 +82,7 @@ class Crew:
     def environment(self, place: Place) -> dict[str, str]:
         return {}
 
-    def fork(self, name: str, layout: str, size: int, entry: str, arguments: list[str], held: bool) -> World:
+    def fork(self, name: str, layout: str, size: int, entry: str, more: list[str], held: bool) -> World:
         """Starts the workers of a world, or stand-bys for it, on the first slots that there are."""
         shares, first = {}, 0
         for place in self.places:
@@ -90,13 +91,19 @@ class Crew:
             first += count
         assert first == size, f"{size} workers, but {self.size} slots"
         order = {"fork": name, "size": size, "entry": entry, "held": held}
-        words = [arguments[0], layout, self.store(name), *arguments[1:]]
+        words = [str(self.run), layout, self.store(name), *more]
         for place in self.places:
             if ranks := shares[place.node]:
                 own: dict[str, Any] = {"ranks": ranks, "slots": place.slots[: len(ranks)], "arguments": words}
-                place.lines.say(order | own | {"environment": self.environment(place)})
+                own |= {"memory": memory_of(self.run, place.node), "environment": self.environment(place)}
+                place.lines.say(order | own)
         self._worlds[name] = World(name, layout, size, shares)
         return self._worlds[name]
+
+    def forget(self) -> None:
+        """The snapshots of this run: what is left of an earlier start, or of this one at its end."""
+        for place in self.places:
+            place.lines.say({"forget": memory_of(self.run, place.node)})
 
     def release(self, world: World) -> None:
         for place in self.places:

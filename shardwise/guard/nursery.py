@@ -9,6 +9,7 @@ Run: python -m shardwise.guard.nursery SOCKET MODULE ... with modules to import.
     {"fork": "world 1", "ranks": [0, 1], "size": 2, "entry": "module:function", "arguments": [...], "held": false, ...}
     {"release": "world 2"}                          workers that were held, as stand-bys, go on
     {"kill": "world 1", "number": 9, "ranks": [0]}  a signal
+    {"forget": "/dev/shm/..."}                      the snapshots of a run, see `shardwise.guard.memory`
 
 and says `{"world": "world 1", "pids": {"0": 7, "1": 8}}`, `{"world": "world 1", "rank": 0, "stopped": true}` or false,
 and `{"world": "world 1", "rank": 0, "code": -9}` of a worker that ended. It ends when its caller does.
@@ -21,6 +22,7 @@ import importlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -34,6 +36,7 @@ from typing import Any
 
 GRACE = 60.0  # seconds that workers have to save when their launcher was killed outright
 HELD = "--held="  # before the number of the file that a stand-by reads from
+MEMORY = "--memory="  # before the folder of snapshots
 Entry = Callable[[list[str]], None]
 Word = dict[str, Any]
 
@@ -93,7 +96,7 @@ def serve(link: socket.socket) -> None:
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    lines, worlds = Lines(link), dict[str, _World]()
+    lines, worlds, memories = Lines(link), dict[str, _World](), set[str]()
     while True:
         ready = select.select([link.fileno(), woken], [], [])[0]
         if woken in ready:
@@ -106,6 +109,7 @@ def serve(link: socket.socket) -> None:
             if orders is None:
                 break
             for order in orders:
+                memories.add(order.get("memory", ""))
                 _obey(order, worlds, lines)
     # The caller is gone: workers save and end, those that were held at once. Those that do not end with us.
     _signal([pid for world in worlds.values() for pid in world.pids.values()], signal.SIGTERM)
@@ -114,6 +118,8 @@ def serve(link: socket.socket) -> None:
         for world in worlds.values():
             list(_changes(world))
         time.sleep(0.05)
+    for memory in memories:
+        _forget(memory)
 
 
 def _obey(order: Word, worlds: dict[str, _World], lines: Lines) -> None:
@@ -121,11 +127,18 @@ def _obey(order: Word, worlds: dict[str, _World], lines: Lines) -> None:
         name = order["fork"]
         worlds[name] = world = _fork_all(order, lines)
         lines.say({"world": name, "pids": world.pids})
+    elif "forget" in order:
+        _forget(order["forget"])
     elif "release" in order:
         worlds[order["release"]].release()
     else:
         pids = worlds[order["kill"]].pids if order["kill"] in worlds else {}
         _signal([pid for rank, pid in pids.items() if rank in order.get("ranks", pids)], order["number"])
+
+
+def _forget(memory: str) -> None:
+    if memory:
+        shutil.rmtree(memory, ignore_errors=True)
 
 
 def _signal(pids: Iterable[int], number: int) -> None:
@@ -151,7 +164,8 @@ def _changes(world: _World) -> Iterable[Word]:
 
 def _fork_all(order: Word, lines: Lines) -> _World:
     read, write = os.pipe() if order.get("held") else (-1, -1)
-    arguments = [*order["arguments"], *([f"{HELD}{read}"] if read >= 0 else [])]
+    arguments = [*order["arguments"], f"{MEMORY}{order.get('memory', '')}"]
+    arguments += [f"{HELD}{read}"] if read >= 0 else []
 
     def release() -> None:
         os.write(write, b"." * len(order["ranks"]))
@@ -204,6 +218,10 @@ def wait_held(arguments: list[str]) -> Callable[[], None] | None:
 
             return wait
     return None
+
+
+def given_memory(arguments: list[str]) -> str:
+    return next((one.removeprefix(MEMORY) for one in arguments if one.startswith(MEMORY)), "")
 
 
 def end_with_parent() -> None:

@@ -89,6 +89,7 @@ class Supervisor:
 
     def supervise(self, resume: bool) -> None:
         """Runs the world to its end. Raises the fault that nothing helps against."""
+        self.crew.forget()
         try:
             while True:
                 fault = self._attempt(resume)
@@ -99,6 +100,7 @@ class Supervisor:
         finally:
             for world in (self.world, self.waiting):
                 self.crew.end(world)
+            self.crew.forget()
 
     def _attempt(self, resume: bool) -> Fault | None:
         """One attempt. Returns what ended it, None where all is done."""
@@ -138,7 +140,7 @@ class Supervisor:
     def _fork(self, more: list[str], held: bool) -> World:
         self.number += 1
         name = f"world-{self.number}-{time.monotonic_ns()}"
-        return self.crew.fork(name, self.layout, self.size, self.entry, [str(self.run), *more], held)
+        return self.crew.fork(name, self.layout, self.size, self.entry, more, held)
 
     def _stand_by(self) -> None:
         if self.waiting is not None and self.waiting.codes:

@@ -21,9 +21,11 @@ Saved are `weights.<name>`, `optimizer.<name>.<key>` and, where the loss scale m
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from torch import Tensor
 
 from shardwise.errors import CheckpointError, RunError
 from shardwise.files import put_in_place
+from shardwise.guard.memory import Memory
 from shardwise.optim.pieces import Pieced
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.holding import Holding, place
@@ -50,18 +53,27 @@ from shardwise.train.stored import (
     write_manifest,
 )
 
+SHARE = 0.01  # of the time, for snapshots
+
 __all__ = ["Checkpoints", "good_checkpoints", "load_weights"]
 
 
 class Checkpoints:
     """The checkpoints of one run. Every rank makes one, and calls the same methods in the same order."""
 
-    def __init__(self, folder: Path, keep: int, asynchronous: bool):
+    def __init__(
+        self, folder: Path, keep: int, asynchronous: bool, memory: Path | None = None, layout: str = ""
+    ):  # fmt: skip
         assert keep >= 1, "the newest good checkpoint is never removed"
         self.folder, self.keep, self.asynchronous = folder, keep, asynchronous
         self.damaged: list[str] = []
         """What was wrong with the checkpoints that the last `load` passed over, a sentence each."""
+        self.source = ""
+        """Where the last `load` took it from: memory, disk or, where there was none, nowhere."""
         self._peers = Peers.of_the_world()
+        self.memory = None if memory is None else Memory(memory, layout, self._peers.all)
+        """Snapshots, where there is room for them."""
+        self._taken, self._last, self._spacing = 0, (0, 0.0), 1
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._memory: dict[str, Tensor] = {}
@@ -93,21 +105,81 @@ class Checkpoints:
     def load(self, engine: Engine, optimizer: torch.optim.Optimizer, step: int | None = None) -> dict[str, Any] | None:
         """Loads the newest good checkpoint, or that of `step`. Returns its state, or None where there is none."""
         self._wait()
+        self.damaged = []
+        kept = self.memory.newest() if self.memory is not None and step is None else None
+        if kept is not None and all(number <= kept["step"] for number, _ in self._peers.first(self._saved)):
+            return self._recall(kept, engine, optimizer)
         choice = newest_good(self.folder, self._peers, step)
         self.damaged = [sentence for _, sentence in choice.damaged]
         self._bad.update(path for path, _ in choice.damaged)
+        if kept is not None and (choice.path is None or choice.manifest["step"] < kept["step"]):
+            return self._recall(kept, engine, optimizer)
+        self.source = "disk" if choice.path is not None else ""
         if choice.path is None:
             return None
-        restore(choice.path, engine, optimizer, self._peers)
+        path, peers, index = choice.path, self._peers, read_index(choice.path)
+        demand_fit(path, index, {f"weights.{holding.name}": holding.shape for holding in engine.holdings}, peers)
+        restore(index, engine, optimizer, lambda pieces: read_pieces(path, index, pieces, peers))
         state: dict[str, Any] = choice.manifest["state"]
         return state
+
+    def snapshot(self, step: int, engine: Engine, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> str:
+        """Copies everything to memory. Gives a sentence, on every rank, where there is no room and never will be.
+
+        From the second on it is known how long that takes, and the next come so late that it is `SHARE` of all time.
+        """
+        assert self.memory is not None
+        pieces = pieces_of(engine, optimizer)
+        tensors = {name: piece.tensor for name, piece in pieces.items()}
+        begin = time.perf_counter()
+        if not self._taken:
+            self._wait()
+            problems = [problem for problem in self._peers.all(self.memory.room(tensors)) if problem]
+            if problems:
+                self.memory = None
+                return problems[0]
+        index = {
+            name: {"dtype": str(piece.tensor.dtype).removeprefix("torch."), "shape": list(piece.shape)}
+            for name, piece in pieces.items()
+        }
+        self.memory.put(step, tensors, {"index": index, "state": {"step": step, **state}})
+        self._taken += 1
+        if self._taken == 2:
+            self._wait()
+            steps, seconds = step - self._last[0], begin - self._last[1]
+            stalls = self._peers.all((time.perf_counter() - begin) * steps / seconds)
+            self._spacing = math.ceil(max(stalls) / SHARE)
+        self._last = step, begin
+        return ""
+
+    def snapshot_due(self, step: int, every: int) -> bool:
+        return self.memory is not None and step % max(every, self._spacing) == 0
 
     def rewind(self, step: int) -> None:
         """Removes every checkpoint newer than `step`, for a run that goes back to take another way."""
         self._wait()
+        if self.memory is not None:
+            self.memory.forget_after(step)
         self._peers.first(lambda: self._remove_after(step))
 
     # Behind the scenes, on rank 0 where it is about the folder
+
+    def _saved(self) -> list[tuple[int, Path]]:
+        return saved(self.folder)
+
+    @torch.no_grad()
+    def _recall(self, kept: dict[str, Any], engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        assert self.memory is not None
+        tensors = self.memory.tensors(kept)
+
+        def read(pieces: dict[str, Piece]) -> None:
+            for name, piece in pieces.items():
+                piece.tensor.copy_(tensors[name])
+
+        restore(kept["index"], engine, optimizer, read)
+        self.source = "memory"
+        state: dict[str, Any] = kept["state"]
+        return state
 
     def _start(self) -> None:
         try:
@@ -260,17 +332,17 @@ def pieced(optimizer: torch.optim.Optimizer) -> Pieced | None:
 
 
 @torch.no_grad()
-def restore(path: Path, engine: Engine, optimizer: torch.optim.Optimizer, peers: Peers) -> None:
-    """Fills an engine and its optimizer from a checkpoint that was examined."""
-    index = read_index(path)
-    demand_fit(path, index, {f"weights.{holding.name}": holding.shape for holding in engine.holdings}, peers)
+def restore(
+    index: Index, engine: Engine, optimizer: torch.optim.Optimizer, read: Callable[[dict[str, Piece]], None]
+) -> None:
+    """Fills an engine and its optimizer from a checkpoint that was examined. `read` fills pieces."""
     make_state(index, optimizer, engine.holdings)
     debts = owed.wanted(engine, index)
     # A replica that was not there before goes on from the first.
     own = f"replica{engine.mesh['apart'].index}."
     named = {own + name if own + name in index else name: piece for name, piece in pieces_of(engine, optimizer).items()}
     pieces = {name: piece for name, piece in named.items() if name in index}
-    read_pieces(path, index, pieces | debts, peers)
+    read(pieces | debts)
     owed.take(engine, debts)
     first: dict[str, Tensor] = {}
     for holding in engine.holdings:

@@ -86,7 +86,7 @@ def launch(
         say(f"{kind}: {message}")
 
     own = Nursery(WORKER.partition(":")[0]) if nursery is None else nursery
-    crew = Crew(own, layout.world)
+    crew = Crew(folder.path, own, layout.world)
     watch = Supervisor(
         folder.path, crew, entry, str(layout), layout.world, job.run.restarts, job.run.patience, folder, tell,
         standby=job.run.standby and job.run.restarts > 0,

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,6 +61,8 @@ class Trainer:
     """Told where this rank is: a phase, and the step that it belongs to."""
     built: Engine | None = None
     """The engine, where it was made before."""
+    memory: str = ""
+    """The folder of snapshots; empty: nothing that would outlive this process."""
 
     def __post_init__(self) -> None:
         self.engine = self.built or make_engine(self.job, self.layout, self.device)
@@ -67,7 +70,9 @@ class Trainer:
         self.step = self._taker()
         self.main = self.engine.mesh.rank == 0
         keep, asynchronous = self.job.checkpoint.keep, self.job.checkpoint.asynchronous
-        self.checkpoints = Checkpoints(self.folder.checkpoints, keep, asynchronous)
+        fast = self.job.checkpoint.snapshot and not isinstance(self.engine, Recommender)  # tables are too large
+        memory = Path(self.memory) if self.memory and fast else None
+        self.checkpoints = Checkpoints(self.folder.checkpoints, keep, asynchronous, memory, str(self.layout))
         self.progress = Progress(self.job.total_steps, self.main, self.job.model.unit)
         # What is found while sources are opened every rank finds; what is found in the stream, one.
         self.bad = Bad(self.job.data.bad == "skip", self.folder.bad if self.main else None)
@@ -123,6 +128,12 @@ class Trainer:
                     self._validate(done)
                 if _due(done, self.job.checkpoint.every) or done == last or told.signal:
                     self._save(done)
+                if (
+                    done < last
+                    and not told.signal
+                    and self.checkpoints.snapshot_due(done, self.job.checkpoint.snapshot)
+                ):
+                    self._snapshot(done)
                 if told.signal and done < last:
                     reason = f"told to stop by {signal_name(told.signal)}"
                     self._event("stopped", f"{reason}: saved step {done} and ended.", step=done)
@@ -151,14 +162,22 @@ class Trainer:
         if self.main:
             self.folder.forget_after(first)
         message = f"going on from step {first} in layout '{self.layout}'."
-        self._event("resumed", message, layout=str(self.layout), step=first)
+        source = self.checkpoints.source
+        self._event("resumed", message, layout=str(self.layout), step=first, source=source)
         return first
 
+    def _snapshot(self, done: int) -> None:
+        self.mark("saving", done)
+        if problem := self.checkpoints.snapshot(done, self.engine, self.optimizer, self._state(done)):
+            self._event("no snapshots", problem, step=done)
+
+    def _state(self, done: int) -> dict[str, Any]:
+        return {"step": done, "samples": done * self.job.samples, "layout": str(self.layout), "seed": self.job.seed}
+
     def _save(self, done: int) -> None:
-        state = {"step": done, "samples": done * self.job.samples, "layout": str(self.layout), "seed": self.job.seed}
         begin = time.perf_counter()
         self.mark("saving", done)
-        self.checkpoints.save(done, self.engine, self.optimizer, state)
+        self.checkpoints.save(done, self.engine, self.optimizer, self._state(done))
         stall = round(time.perf_counter() - begin, 4)
         self._event("checkpoint", f"saving step {done}.", step=done, stall_seconds=stall)
 

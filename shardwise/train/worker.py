@@ -23,7 +23,7 @@ import torch.distributed as dist
 from shardwise.comm import staged
 from shardwise.errors import ShardwiseError
 from shardwise.guard.beat import Beat
-from shardwise.guard.nursery import wait_held
+from shardwise.guard.nursery import given_memory, wait_held
 from shardwise.job import Job
 from shardwise.layout import Layout
 from shardwise.train.folder import RunFolder
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> None:
     """A worker that our launcher started: RUN LAYOUT STORE [--resume] [--held=FILE]."""
     folder, layout = RunFolder.open(Path(arguments[0])), Layout.parse(arguments[1])
     try:
-        work(folder, layout, "--resume" in arguments[3:], arguments[2], wait_held(arguments))
+        work(folder, layout, "--resume" in arguments[3:], arguments[2], wait_held(arguments), given_memory(arguments))
     except BaseException as error:  # noqa: BLE001 - it is written down already, and told by the launcher
         # Peers wait in collectives: leave at once, without the tear-down that would wait for them.
         sys.stdout.flush()
@@ -46,8 +46,9 @@ def main(arguments: list[str]) -> None:
 
 
 def work(
-    folder: RunFolder, layout: Layout, resume: bool, store: str | None = None, held: Callable[[], None] | None = None
-) -> None:
+    folder: RunFolder, layout: Layout, resume: bool, store: str | None = None,
+    held: Callable[[], None] | None = None, memory: str = "",
+) -> None:  # fmt: skip
     """Trains as the rank that the environment names. What goes wrong is written to the run folder, then raised.
 
     A stand-by is `held` until the world before it has ended. By then, on a CPU, it has joined the others and built the
@@ -65,7 +66,7 @@ def work(
     try:
         job = folder.job()
         device = join(layout.world, job, store)
-        Trainer(job, layout, folder, device, resume, stop, beat.mark, engine).run()
+        Trainer(job, layout, folder, device, resume, stop, beat.mark, engine, memory).run()
     except BaseException as error:  # noqa: BLE001 - a KeyboardInterrupt or a DCP exception is to be told too
         known = isinstance(error, ShardwiseError)
         if not known:
