@@ -180,6 +180,9 @@ class Run(Section):
     standby: bool = True
     """Whether, once steps are under way, a second world of workers waits to take over after a fault: forked and, on a
     CPU, with the model built, so that it costs the weights once more."""
+    elastic: bool = False
+    """Whether a run whose rank cannot be brought back by restarts, or whose node is lost, goes on with the processes
+    that are left, in a layout that is planned for them."""
     on_nan: Literal["skip", "rollback", "stop"] = "skip"
     """After a step whose gradients are not finite and update nothing: go on, go back to the last checkpoint and try
     once more, or end the run. Under a loss scale that moves it is always skip."""

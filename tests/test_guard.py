@@ -203,3 +203,31 @@ def test_snapshots_without_room_are_refused_in_a_sentence(tmp_path: Path, monkey
     memory = Memory(tmp_path / "memory", "shard=2", lambda one: [one])
     problem = memory.room({"weights.a": torch.zeros(1024)})
     assert problem.startswith("no snapshots are taken: this machine's ranks need ") and "can be had in" in problem
+
+
+def test_a_place_that_is_given_up_leaves_fewer_processes_in_a_new_layout(
+    undisturbed: RunFolder, nursery: Nursery, tmp_path: Path
+) -> None:
+    job = small_job(tmp_path / "run", run={"restarts": 1, "elastic": True}, checkpoint={"every": 4, "snapshot": 0})
+    faults = [Fault("kill", 2, 6, "forward", number) for number in range(2)]
+    run = train(nursery, job, "replicate=2 tensor=2", *faults)
+    (event,) = events(run, "fewer")
+    assert event["ranks"] == [2] and "going on with " in str(event["message"])
+    layout = Layout.parse(str(event["layout"]))
+    assert layout.world < 4 and events(run, "resumed")[-1]["layout"] == str(layout)
+    for ours, theirs in zip(curve(run), curve(undisturbed), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-10)
+
+
+def test_a_run_goes_on_with_another_number_of_processes(
+    undisturbed: RunFolder, nursery: Nursery, tmp_path: Path
+) -> None:
+    job = small_job(tmp_path / "run", run={"restarts": 0}, checkpoint={"every": 4, "asynchronous": False})
+    with pytest.raises(RunError, match="planted at step 6"):
+        train(nursery, job, "replicate=2 tensor=2", Fault("raise", 3, 6))
+    run = RunFolder(tmp_path / "run")
+    subprocess.run([sys.executable, "-m", "shardwise", "train", "--resume", run.path, "--processes", "2"], check=True)
+    (event,) = events(run, "resumed")
+    assert event["step"] == 4 and Layout.parse(str(event["layout"])).world == 2
+    for ours, theirs in zip(curve(run), curve(undisturbed), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-10)

@@ -71,16 +71,33 @@ class Nursery(Lines):
 
     def __init__(self, *modules: str):
         ours, theirs = socket.socketpair()
-        self.process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "shardwise.guard.nursery", str(theirs.fileno()), *modules],
-            pass_fds=[theirs.fileno()], env={"OMP_NUM_THREADS": "1", **os.environ},
-        )  # fmt: skip
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if all(module in sys.modules for module in modules) and _single():
+            self.pid = os.fork()  # all is imported here already, and nothing computed yet
+            if not self.pid:
+                ours.close()
+                _live(theirs)
+        else:
+            self.pid = subprocess.Popen(
+                [sys.executable, "-u", "-m", "shardwise.guard.nursery", str(theirs.fileno()), *modules],
+                pass_fds=[theirs.fileno()], env={"OMP_NUM_THREADS": "1", **os.environ},
+            ).pid  # fmt: skip
         theirs.close()
         super().__init__(ours)
 
     def close(self) -> None:
         self.link.close()
-        self.process.wait()
+        with suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+
+
+def _single() -> bool:
+    """Whether this process has one thread, also counting those of libraries: then what is forked is whole."""
+    try:
+        return len(os.listdir("/proc/self/task")) == 1
+    except OSError:
+        return False
 
 
 @dataclass
@@ -236,10 +253,21 @@ def find(entry: str) -> Entry:
     return function
 
 
-if __name__ == "__main__":
+def _live(link: socket.socket) -> None:
+    """All that a nursery does; it does not return."""
     for given in (signal.SIGINT, signal.SIGTERM):  # they go to the whole group; the caller decides
+        signal.signal(given, signal.SIG_IGN)
+    try:
+        serve(link)
+    except BaseException:  # noqa: BLE001 - nobody else is left to tell it
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    for given in (signal.SIGINT, signal.SIGTERM):
         signal.signal(given, signal.SIG_IGN)
     for module in sys.argv[2:]:
         importlib.import_module(module)
-    serve(socket.socket(fileno=int(sys.argv[1])))
-    os._exit(0)
+    _live(socket.socket(fileno=int(sys.argv[1])))

@@ -23,7 +23,7 @@ from shardwise.errors import RunError, ShardwiseError, UserError
 from shardwise.guard import doctor
 from shardwise.guard.beat import beats, forget_beats, read_beats
 from shardwise.guard.crew import Crew, World
-from shardwise.words import counted, signal_name
+from shardwise.words import counted, ranks_text, signal_name
 
 GLANCE = 0.1
 STOPPED = 0.2  # seconds that a rank is stopped; Ctrl-Z stops and wakes all at once, but not in one instant
@@ -70,6 +70,8 @@ class Supervisor:
     written: Written
     tell: Callable[..., None]
     """Takes a kind of event, a message, and facts."""
+    replan: Callable[[int], tuple[str, int]] | None = None
+    """Of a run that may go on with fewer processes: a layout for at most so many, and how many it uses."""
     standby: bool = False
     """Whether a second world of workers waits, ready but for the state, while the first one trains."""
     told: int = 0
@@ -79,6 +81,8 @@ class Supervisor:
     furthest: int = -1
     tries: int = 0
     before: Fault | None = None
+    blamed: set[int] = field(default_factory=set)
+    """Ranks that were at fault in every try since the run last got further."""
     number: int = 0
 
     def pass_on(self, number: int) -> None:
@@ -206,6 +210,7 @@ class Supervisor:
                 raise RunError(f"told to stop by {signal_name(self.told)} before training began.")
             raise RunError(f"told to stop by {signal_name(self.told)}, but {fault.sentence}")
         reached = max((beat["step"] for beat in read_beats(self.run).values()), default=0)
+        self.blamed = set(fault.ranks) if reached > self.furthest else self.blamed & set(fault.ranks)
         self.tries = 1 if reached > self.furthest else self.tries + 1
         before, self.before, self.furthest = self.before, fault, max(self.furthest, reached)
         again = before is not None and before.kind == "failed" and before.sentence == fault.sentence
@@ -213,6 +218,9 @@ class Supervisor:
             raise fault.error("" if fault.known else "The others ended because of it.")
         if again and before is not None and before.step == fault.step:
             raise fault.error(f"The same happened before at step {fault.step}, so it is not tried again.")
+        if self.tries > self.restarts and fault.kind != "failed" and 0 < len(self.blamed) < self.size:
+            self._go_on_without(sorted(self.blamed), fault)
+            return
         if self.tries > self.restarts:
             raise fault.error(f"Given up after {counted(self.restarts, 'restart')} that got no further.")
         pause = 0.0 if self.tries == 1 else min(LONGEST, PAUSE * 2.0 ** (self.tries - 2))
@@ -220,6 +228,24 @@ class Supervisor:
         message = f"{fault.sentence} All begin again{after} from the newest good checkpoint."
         self.tell(fault.kind, message, ranks=fault.ranks, step=fault.step, restart=self.tries)
         time.sleep(pause)
+
+    def _go_on_without(self, ranks: list[int], fault: Fault) -> None:
+        """Takes their places from the run, and a layout for those that are left; raises where that may not be."""
+        given_up = f"Given up after {counted(self.restarts, 'restart')} that got no further."
+        if self.replan is None or self.world is None:
+            raise fault.error(given_up)
+        self.crew.drop(self.world, ranks)
+        try:
+            self.layout, self.size = self.replan(self.crew.size)
+        except ShardwiseError as error:
+            raise fault.error(f"{given_up} Without {ranks_text(ranks)} there is no layout: {error}") from None
+        self.tries, self.blamed = 0, set()
+        self.tell(
+            "fewer",
+            f"{fault.sentence} The place of {ranks_text(ranks)} is given up after {counted(self.restarts, 'restart')}; "
+            f"going on with {counted(self.size, 'process')} in layout '{self.layout}'.",
+            ranks=ranks, step=fault.step, layout=self.layout,
+        )  # fmt: skip
 
 
 def _fate(code: int) -> str:

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -23,6 +24,7 @@ from shardwise.guard.nursery import Nursery
 from shardwise.guard.supervise import Supervisor
 from shardwise.job import Job
 from shardwise.layout import Layout
+from shardwise.train.auto import choose_plan, plan_record
 from shardwise.train.folder import RunFolder
 from shardwise.train.here import check_compiler, pick_device
 from shardwise.train.worker import work
@@ -76,9 +78,6 @@ def launch(
         _join_in(folder, layout, resume)
         return
     folder.clear_errors()
-    if layout.world == 1:
-        work(folder, layout, resume)
-        return
     job = folder.job()
 
     def tell(kind: str, message: str, **facts: Any) -> None:
@@ -89,6 +88,7 @@ def launch(
     crew = Crew(folder.path, own, layout.world)
     watch = Supervisor(
         folder.path, crew, entry, str(layout), layout.world, job.run.restarts, job.run.patience, folder, tell,
+        replan=partial(replan, folder, job) if job.run.elastic else None,
         standby=job.run.standby and job.run.restarts > 0,
     )  # fmt: skip
 
@@ -104,6 +104,20 @@ def launch(
             own.close()
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def replan(folder: RunFolder, job: Job, processes: int) -> tuple[str, int]:
+    """The best layout of at most so many processes for a run that goes on, and how many it uses."""
+    for count in range(processes, 0, -1):
+        try:
+            plan, source = choose_plan(job.model_copy(update={"layout": "auto"}), count)
+        except LayoutError as error:
+            last = error
+            continue
+        layout = plan.best.layout
+        folder.write_plan(plan_record(job, plan, source))
+        return str(layout), layout.world
+    raise last if processes else LayoutError("no process is left.")
 
 
 def _join_in(folder: RunFolder, layout: Layout, resume: bool) -> None:

@@ -15,6 +15,7 @@ from shardwise.data.make import make_sources
 from shardwise.data.tokenizer import Subwords
 from shardwise.errors import JobError, LayoutError
 from shardwise.files import write_text
+from shardwise.guard.nursery import Nursery
 from shardwise.job import Job, load_job
 from shardwise.kinds import DLRM
 from shardwise.layout import MADE, Layout
@@ -23,7 +24,7 @@ from shardwise.parallel.parallelize import build, check, shapes_of
 from shardwise.train.auto import check_memory, choose_plan, cut_record, plan_record, reason
 from shardwise.train.folder import RunFolder
 from shardwise.train.here import host_memory
-from shardwise.train.launch import check_world, joined_world, launch
+from shardwise.train.launch import WORKER, check_world, joined_world, launch
 from shardwise.train.summary import finished, summarize
 from shardwise.train.worker import join
 from shardwise.words import counted, short
@@ -32,12 +33,26 @@ DEMO = Path(__file__).parent.parent / "demo.toml"
 # What may change when a run goes on; all other keys are what the run is.
 FREE = (
     "layout", "steps", "tokens", "compile", "data.workers", "data.prefetch", "checkpoint.*", "validation.*",
-    "run.device", "run.processes", "run.cluster", "run.restarts", "run.patience", "run.standby",
+    "run.device", "run.processes", "run.cluster", "run.restarts", "run.patience", "run.standby", "run.elastic",
     "run.on_nan", "run.spike", "embedding.cut", "embedding.ahead",
 )  # fmt: skip
 
 
 def start_training(job_file: Path | None, settings: list[str], resume: Path | None, say: Callable[[str], None]) -> None:
+    if joined_world() is not None:
+        _start(job_file, settings, resume, say, None)
+        return
+    nursery = Nursery(WORKER.partition(":")[0])  # first of all: it forks best from a process that has done nothing yet
+    try:
+        _start(job_file, settings, resume, say, nursery)
+    finally:
+        nursery.close()
+
+
+def _start(
+    job_file: Path | None, settings: list[str], resume: Path | None, say: Callable[[str], None],
+    nursery: Nursery | None,
+) -> None:  # fmt: skip
     old = RunFolder.open(resume) if resume is not None else None
     job = load_job(job_file or (old.path / "job.toml" if old else DEMO), settings)
     before = old.job() if old is not None else job
@@ -66,7 +81,7 @@ def start_training(job_file: Path | None, settings: list[str], resume: Path | No
             change = f"{counted(job.total_steps, 'step')} instead of {before.total_steps}; the learning rate follows."
             folder.event("changed", change, steps=job.total_steps)
             say(f"changed: {change}")
-    launch(folder, layout, resume=old is not None)
+    launch(folder, layout, resume=old is not None, nursery=nursery)
     if not _main():
         return
     if finished(folder):
