@@ -55,6 +55,10 @@ def train(
         typer.Option(min=1, help="Plans a layout for so many; short for --set run.processes=... layout=auto."),
     ] = None,
     resume: Annotated[Path | None, typer.Option(help="Goes on with this run folder, in any layout.")] = None,
+    node: Annotated[
+        str | None, typer.Option(metavar="K/N", help="Which of several machines this is; 0 leads, and has the job.")
+    ] = None,
+    address: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where the first machine listens.")] = None,
 ) -> None:
     """Trains a job; with no job file, the built-in demo on this machine."""
     if resume is not None and job_file is not None:
@@ -70,9 +74,10 @@ def train(
     if resume is None:
         load_job(job_file, settings).demand_known()  # a typo is told at once, before PyTorch is imported
 
+    from shardwise.guard.nodes import Node
     from shardwise.train.start import start_training
 
-    start_training(job_file, settings, resume, say)
+    start_training(job_file, settings, resume, say, Node.parse(node, address) if node is not None else None)
 
 
 @app.command()

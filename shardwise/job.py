@@ -180,6 +180,8 @@ class Run(Section):
     standby: bool = True
     """Whether, once steps are under way, a second world of workers waits to take over after a fault: forked and, on a
     CPU, with the model built, so that it costs the weights once more."""
+    rejoin: float = Field(30.0, ge=0)
+    """Seconds that a lost node has to come back before the run goes on without it or, if not elastic, ends."""
     elastic: bool = False
     """Whether a run whose rank cannot be brought back by restarts, or whose node is lost, goes on with the processes
     that are left, in a layout that is planned for them."""

@@ -23,6 +23,7 @@ class Place:
     node: int
     lines: Lines
     slots: list[int]
+    host: str = ""
 
 
 @dataclass
@@ -38,6 +39,8 @@ class World:
     codes: dict[int, int] = field(default_factory=dict)
     stopped: dict[int, float] = field(default_factory=dict)
     """Ranks that are stopped, and since when."""
+    lost: dict[int, str] = field(default_factory=dict)
+    """Ranks whose machine is not heard of any more, and what is known of it."""
 
     @property
     def alive(self) -> list[int]:
@@ -117,16 +120,25 @@ class Crew:
 
     def hear(self, seconds: float) -> None:
         """Takes in what workers did, after a wait of at most so long for the first word."""
-        for place in select.select(self.places_by_file(), [], [], seconds)[0]:
-            self.take(place)
+        for lines in select.select(self.files(), [], [], seconds)[0]:
+            self.take(lines)
 
-    def places_by_file(self) -> list[Any]:
+    def files(self) -> list[Any]:
         return [place.lines for place in self.places]
+
+    def worlds(self) -> list[World]:
+        return list(self._worlds.values())
+
+    def wait_for(self, size: int, seconds: float) -> None:
+        """Waits for machines that may come back, at most so long, until there are so many slots."""
 
     def take(self, lines: Lines) -> None:
         words = lines.heard()
         if words is None:
             raise RunError("the process that starts workers was killed; the workers ended with it.")
+        self.deal(words)
+
+    def deal(self, words: list[Word]) -> None:
         for word in words:
             if word.get("world") in self._worlds:
                 self._worlds[word["world"]].hear(word)

@@ -9,6 +9,7 @@ Run: python -m shardwise.guard.nursery SOCKET MODULE ... with modules to import.
     {"fork": "world 1", "ranks": [0, 1], "size": 2, "entry": "module:function", "arguments": [...], "held": false, ...}
     {"release": "world 2"}                          workers that were held, as stand-bys, go on
     {"kill": "world 1", "number": 9, "ranks": [0]}  a signal
+    {"grace": 0}                                    seconds that workers have when their caller is gone
     {"forget": "/dev/shm/..."}                      the snapshots of a run, see `shardwise.guard.memory`
 
 and says `{"world": "world 1", "pids": {"0": 7, "1": 8}}`, `{"world": "world 1", "rank": 0, "stopped": true}` or false,
@@ -113,7 +114,7 @@ def serve(link: socket.socket) -> None:
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    lines, worlds, memories = Lines(link), dict[str, _World](), set[str]()
+    lines, worlds, memories, grace = Lines(link), dict[str, _World](), set[str](), GRACE
     while True:
         ready = select.select([link.fileno(), woken], [], [])[0]
         if woken in ready:
@@ -127,10 +128,11 @@ def serve(link: socket.socket) -> None:
                 break
             for order in orders:
                 memories.add(order.get("memory", ""))
+                grace = order.get("grace", grace)
                 _obey(order, worlds, lines)
     # The caller is gone: workers save and end, those that were held at once. Those that do not end with us.
     _signal([pid for world in worlds.values() for pid in world.pids.values()], signal.SIGTERM)
-    deadline = time.monotonic() + GRACE
+    deadline = time.monotonic() + grace
     while any(world.pids for world in worlds.values()) and time.monotonic() < deadline:
         for world in worlds.values():
             list(_changes(world))
@@ -148,7 +150,7 @@ def _obey(order: Word, worlds: dict[str, _World], lines: Lines) -> None:
         _forget(order["forget"])
     elif "release" in order:
         worlds[order["release"]].release()
-    else:
+    elif "kill" in order:
         pids = worlds[order["kill"]].pids if order["kill"] in worlds else {}
         _signal([pid for rank, pid in pids.items() if rank in order.get("ranks", pids)], order["number"])
 

@@ -36,7 +36,7 @@ PAUSE, LONGEST = 0.5, 60.0  # seconds before another try; doubled each time, up 
 @dataclass(frozen=True)
 class Fault:
     kind: str
-    """killed, halted, stuck or failed."""
+    """killed, halted, stuck, failed or lost."""
     ranks: list[int]
     step: int
     sentence: str
@@ -72,6 +72,8 @@ class Supervisor:
     """Takes a kind of event, a message, and facts."""
     replan: Callable[[int], tuple[str, int]] | None = None
     """Of a run that may go on with fewer processes: a layout for at most so many, and how many it uses."""
+    rejoin: float = 0.0
+    """Seconds that a lost machine has to come back."""
     standby: bool = False
     """Whether a second world of workers waits, ready but for the state, while the first one trains."""
     told: int = 0
@@ -84,6 +86,10 @@ class Supervisor:
     blamed: set[int] = field(default_factory=set)
     """Ranks that were at fault in every try since the run last got further."""
     number: int = 0
+    growing: bool = False
+
+    def __post_init__(self) -> None:
+        self.wanted = self.layout, self.size
 
     def pass_on(self, number: int) -> None:
         """A signal to the launcher is one to every worker; they end by themselves."""
@@ -120,10 +126,15 @@ class Supervisor:
             if self.told and not watch.told:
                 watch.told = True
                 self.crew.kill(world, self.told)  # also those that were just born
+            if world.lost:
+                return self._lost(world)
             if world.broken:
                 return self._ended(world)
             if world.born and not world.alive:
-                return None
+                return self._attempt(resume=True) if self._grown() else None
+            if self.size < self.wanted[1] <= self.crew.size and watch.stepping and not self.growing:
+                self.growing = True
+                self.crew.kill(world, signal.SIGTERM)  # they save, and end
             now = time.monotonic()
             stopped = [rank for rank, since in world.stopped.items() if now - since >= STOPPED]
             seen = read_beats(self.run)
@@ -131,6 +142,15 @@ class Supervisor:
                 return self._halted(world, stopped)
             if self.standby and watch.stepping > STEPPING and not self.told:
                 self._stand_by()
+
+    def _grown(self) -> bool:
+        """Whether workers ended to make room for more."""
+        if not self.growing or self.told:
+            return False
+        self.growing, (self.layout, self.size) = False, self.wanted
+        message = f"a node is back: going on with {counted(self.size, 'process')} in layout '{self.layout}'."
+        self.tell("more", message, layout=self.layout)
+        return True
 
     def _begin(self, resume: bool) -> World:
         """The stand-bys, where they are well; else a world of its own."""
@@ -192,6 +212,15 @@ class Supervisor:
         self.crew.end(world)
         return Fault(kind, ranks, step, finding.sentence)
 
+    def _lost(self, world: World) -> Fault:
+        """A machine is gone, or cut off."""
+        self._keep("lost", world.lost)
+        ranks, step = sorted(world.lost), max((beat["step"] for beat in read_beats(self.run).values()), default=0)
+        whys = sorted(set(world.lost.values()))
+        verb = whys[0] if len(ranks) == 1 else whys[0].replace("is cut off", "are cut off")
+        self.crew.end(world)
+        return Fault("lost", ranks, step, f"{ranks_text(ranks)} {verb}, in step {step}.")
+
     def _ask(self, world: World, ranks: list[int], seconds: float) -> None:
         doctor.ask(self.run, ranks, seconds, lambda: self.crew.kill(world, signal.SIGUSR1, ranks))
 
@@ -223,11 +252,27 @@ class Supervisor:
             return
         if self.tries > self.restarts:
             raise fault.error(f"Given up after {counted(self.restarts, 'restart')} that got no further.")
+        if fault.kind == "lost" and self.crew.size < self.size:
+            self._wait_for_nodes(fault)
+            return
         pause = 0.0 if self.tries == 1 else min(LONGEST, PAUSE * 2.0 ** (self.tries - 2))
         after = f" after {pause:g} s" if pause else ""
         message = f"{fault.sentence} All begin again{after} from the newest good checkpoint."
         self.tell(fault.kind, message, ranks=fault.ranks, step=fault.step, restart=self.tries)
         time.sleep(pause)
+
+    def _wait_for_nodes(self, fault: Fault) -> None:
+        """Until lost machines are back; goes on without them where that may be."""
+        wait = f"Waiting at most {self.rejoin:g} s for it to come back."
+        self.tell("lost", f"{fault.sentence} {wait}", ranks=fault.ranks, step=fault.step, restart=self.tries)
+        self.crew.wait_for(self.size, self.rejoin)
+        if self.crew.size >= self.size:
+            return
+        if self.replan is None:
+            raise fault.error(f"It did not come back within {self.rejoin:g} s; start it again and go on with --resume.")
+        self.layout, self.size = self.replan(self.crew.size)
+        message = f"going on without {ranks_text(fault.ranks)}, with {counted(self.size, 'process')} in layout "
+        self.tell("fewer", f"{message}'{self.layout}'.", ranks=fault.ranks, step=fault.step, layout=self.layout)
 
     def _go_on_without(self, ranks: list[int], fault: Fault) -> None:
         """Takes their places from the run, and a layout for those that are left; raises where that may not be."""

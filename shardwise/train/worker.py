@@ -85,7 +85,7 @@ def work(
 def join(world: int, job: Job, store: str | None = None) -> torch.device:
     """Joins the world that the environment describes (torchrun's names, or Slurm's), and picks this rank's device.
 
-    `store`: a file through which the ranks of this machine find each other, instead of a port."""
+    `store`: a file through which the ranks of this machine find each other, or tcp:HOST:PORT:NAME."""
     kind, local = pick_device(job), int(os.environ.get("LOCAL_RANK", "0"))
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device, shared = torch.device("cpu"), False
@@ -102,10 +102,16 @@ def join(world: int, job: Job, store: str | None = None) -> torch.device:
         if store is None:
             dist.init_process_group(backend, timeout=TIMEOUT)
         else:
-            file = dist.FileStore(store, world)
             rank = int(os.environ["RANK"])
-            dist.init_process_group(backend, timeout=TIMEOUT, store=file, rank=rank, world_size=world)
+            dist.init_process_group(backend, timeout=TIMEOUT, store=_store(store, world), rank=rank, world_size=world)
     return device
+
+
+def _store(text: str, world: int) -> dist.Store:
+    if not text.startswith("tcp:"):
+        return dist.FileStore(text, world)
+    _, host, port, name = text.split(":")  # a name of its own for each attempt: nobody reads addresses of dead ones
+    return dist.PrefixStore(name, dist.TCPStore(host, int(port), None, False))
 
 
 def listen(stop: StopFlag) -> None:
