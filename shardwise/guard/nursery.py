@@ -86,9 +86,16 @@ class Nursery(Lines):
             ).pid  # fmt: skip
         theirs.close()
         super().__init__(ours)
+        self.used = False
+
+    def say(self, word: Word) -> None:
+        self.used = True
+        super().say(word)
 
     def close(self) -> None:
         self.link.close()
+        if not self.used:
+            os.kill(self.pid, signal.SIGKILL)  # perhaps in the middle of imports
         with suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
 
