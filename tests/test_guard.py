@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -203,6 +204,26 @@ def test_snapshots_without_room_are_refused_in_a_sentence(tmp_path: Path, monkey
     memory = Memory(tmp_path / "memory", "shard=2", lambda one: [one])
     problem = memory.room({"weights.a": torch.zeros(1024)})
     assert problem.startswith("no snapshots are taken: this machine's ranks need ") and "can be had in" in problem
+
+
+def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
+    undisturbed: RunFolder, nursery: Nursery, tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    small = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", tmp_path / "run"]
+    if os.geteuid() != 0 or subprocess.run(small, capture_output=True).returncode:
+        pytest.skip("a small disk cannot be mounted here")
+    try:
+        job = small_job(tmp_path / "run", checkpoint={"every": 4, "snapshot": 0, "asynchronous": False})
+        faults = Fault("fill", 0, 7), Fault("kill", 1, 8, "optimizer", 1), Fault("free", 0, 11, number=2)
+        run = train(nursery, job, "shard=2", *faults)
+        assert curve(run) == curve(undisturbed)
+        (event,) = events(run, "no checkpoint")
+        said = str(event["message"])
+        assert said.startswith("the checkpoint of step 8 could not be written to ") and "No space left" in said
+        assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step-00000004", "step-00000012"]
+    finally:
+        subprocess.run(["umount", tmp_path / "run"], check=True)
 
 
 def test_a_place_that_is_given_up_leaves_fewer_processes_in_a_new_layout(

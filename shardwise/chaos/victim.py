@@ -33,7 +33,7 @@ PHASES = ("data", "forward", "backward", "optimizer", "save", "load")
 @dataclass(frozen=True)
 class Fault:
     kind: str
-    """kill, stop, flip, flip memory, nan, inf, spike, loop, sleep, raise, skip or mismatch."""
+    """kill, stop, flip, flip memory, fill, free, nan, inf, spike, loop, sleep, raise, skip or mismatch."""
     rank: int
     step: int
     phase: str = "data"
@@ -135,8 +135,11 @@ class _Harm:
         return None
 
     def fire(self, phase: str) -> None:
-        fault = self.due("kill", "stop", "flip", "flip memory", "loop", "raise", phase=phase)
+        fault = self.due("kill", "stop", "flip", "flip memory", "fill", "free", "loop", "raise", phase=phase)
         if fault is None:
+            return
+        if fault.kind in ("fill", "free"):
+            fill_disk(self.run, fault.kind == "fill")
             return
         if fault.kind == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -235,3 +238,14 @@ def flip_memory(folder: Path, rank: int) -> None:
             byte = file.read(1)[0]
             file.seek(0)
             file.write(bytes([byte ^ 64]))
+
+
+def fill_disk(run: Path, full: bool) -> None:
+    """Leaves room for some lines and no checkpoint, on a disk of the run's own; or gives the room back."""
+    ballast = run / "faults" / "ballast"
+    if not full:
+        ballast.unlink()
+        return
+    disk = os.statvfs(run)
+    with ballast.open("wb") as file:
+        file.write(bytes(max(0, disk.f_bavail * disk.f_frsize - (32 << 10))))

@@ -12,6 +12,7 @@ What lies in it:
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -24,6 +25,8 @@ import tomli_w
 from shardwise.errors import JobError, RunError
 from shardwise.files import write_text
 from shardwise.job import Job, load_job
+
+PATIENCE = 5.0  # seconds with a full disk: a checkpoint that finds no room is removed again
 
 
 class RunFolder:
@@ -122,12 +125,17 @@ def _record(line: str) -> dict[str, Any] | None:
 
 
 def _append(path: Path, record: dict[str, Any]) -> None:
-    try:
-        with open(path, "ab+") as file:
-            torn = file.tell() > 0 and file.seek(-1, os.SEEK_END) is not None and file.read(1) != b"\n"
-            file.write((b"\n" if torn else b"") + json.dumps(record).encode() + b"\n")
-    except OSError as error:
-        raise RunError(f"{path} cannot be written: {error}.") from None
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            with open(path, "ab+") as file:
+                torn = file.tell() > 0 and file.seek(-1, os.SEEK_END) is not None and file.read(1) != b"\n"
+                file.write((b"\n" if torn else b"") + json.dumps(record).encode() + b"\n")
+            return
+        except OSError as error:
+            if error.errno != errno.ENOSPC or time.monotonic() > deadline:
+                raise RunError(f"{path} cannot be written: {error}.") from None
+            time.sleep(0.05)
 
 
 def _next_folder(parent: Path) -> Path:

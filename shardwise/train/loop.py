@@ -17,6 +17,7 @@ from shardwise.data.loader import Loader
 from shardwise.data.make import make_sources
 from shardwise.data.objectives import objective_of
 from shardwise.data.stream import Samples, Stream
+from shardwise.errors import RunError
 from shardwise.guard.judge import GoBack, Judge
 from shardwise.job import Job
 from shardwise.layout import MADE, Layout
@@ -177,7 +178,17 @@ class Trainer:
     def _save(self, done: int) -> None:
         begin = time.perf_counter()
         self.mark("saving", done)
-        self.checkpoints.save(done, self.engine, self.optimizer, self._state(done))
+        try:
+            self.checkpoints.finish()
+        except RunError as error:  # of the save before this one
+            self._event("no checkpoint", f"{error} The run goes on.", step=done)
+        try:
+            self.checkpoints.save(done, self.engine, self.optimizer, self._state(done))
+        except RunError as error:
+            if done == self.job.total_steps:
+                raise
+            self._event("no checkpoint", f"{error} The run goes on.", step=done)
+            return
         stall = round(time.perf_counter() - begin, 4)
         self._event("checkpoint", f"saving step {done}.", step=done, stall_seconds=stall)
 
