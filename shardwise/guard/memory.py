@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 import torch
@@ -31,6 +33,7 @@ from shardwise.files import write_text
 SHARED = Path("/dev/shm")
 SLOTS = 2
 ALIGN = 64
+SHARE = 0.01  # of the time, for snapshots
 Gather = Callable[[Any], list[Any]]
 """The values of all ranks, on every rank."""
 
@@ -39,6 +42,16 @@ def memory_of(run: Path, node: int) -> str:
     """Where a machine keeps the snapshots of a run; nowhere if it has no such memory."""
     key = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:12]
     return str(SHARED / f"shardwise-{key}-{node}") if SHARED.is_dir() else ""
+
+
+class Piece(Protocol):
+    """See `shardwise.train.pieces`."""
+
+    @property
+    def tensor(self) -> Tensor: ...
+
+    @property
+    def shape(self) -> torch.Size: ...
 
 
 class Memory:
@@ -55,7 +68,7 @@ class Memory:
         self.keeper = (self.rank + here) % self.size
         self.ward = (self.rank - here) % self.size
         """The ranks that keep our snapshots, and whose we keep: the same place on the next machine, and the last."""
-        self._slot = 0
+        self._slot, self._taken, self._last, self._spacing = 0, 0, (0, 0.0), 1
         self._thread: threading.Thread | None = None
 
     def room(self, tensors: Mapping[str, Tensor]) -> str:
@@ -74,6 +87,41 @@ class Memory:
             f"no snapshots are taken: this machine's ranks need {need / 2**30:.3g} GiB for theirs, and "
             f"{free / 2**30:.3g} can be had in {self.folder.parent}; restarts go on from checkpoints on the disk."
         )
+
+    def due(self, step: int, every: int) -> bool:
+        return step % max(every, self._spacing) == 0
+
+    @property
+    def talks(self) -> bool:
+        """Whether ranks talk to each other when the next one is taken."""
+        return self._taken < 2
+
+    def take(self, step: int, pieces: Mapping[str, Piece], state: Mapping[str, Any]) -> str:
+        """A snapshot. Gives a sentence, on every rank, where there is no room and never will be.
+
+        From the second on it is known how long one takes, and others come so late that it is `SHARE` of all time.
+        """
+        begin = time.perf_counter()
+        tensors = {name: piece.tensor for name, piece in pieces.items()}
+        problems = [problem for problem in self.gather(self.room(tensors)) if problem] if not self._taken else []
+        if problems:
+            return str(problems[0])
+        kinds = {name: str(piece.tensor.dtype).removeprefix("torch.") for name, piece in pieces.items()}
+        index = {name: {"dtype": kinds[name], "shape": list(piece.shape)} for name, piece in pieces.items()}
+        self.put(step, tensors, {"index": index, "state": state})
+        self._taken += 1
+        if self._taken == 2:
+            steps, seconds = step - self._last[0], begin - self._last[1]
+            stalls = self.gather((time.perf_counter() - begin) * steps / seconds)
+            self._spacing = math.ceil(max(stalls) / SHARE)
+        self._last = step, begin
+        return ""
+
+    @torch.no_grad()
+    def fill(self, head: Mapping[str, Any], pieces: Mapping[str, Piece]) -> None:
+        tensors = self.tensors(head)
+        for name, piece in pieces.items():
+            piece.tensor.copy_(tensors[name])
 
     def put(self, step: int, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
         """Copies the tensors. They count as a snapshot when the thread behind this has summed them up."""

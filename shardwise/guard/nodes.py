@@ -176,6 +176,14 @@ class Nodes(Crew):
         super().close()
 
 
+def open_store(text: str, world: int) -> dist.Store:
+    """Where the ranks of a world find each other, as a crew has told it."""
+    if not text.startswith("tcp:"):
+        return dist.FileStore(text, world)
+    _, host, port, name = text.split(":")  # a name of its own for each attempt: nobody reads addresses of dead ones
+    return dist.PrefixStore(name, dist.TCPStore(host, int(port), None, False))
+
+
 def interface(address: str) -> dict[str, str]:
     """What tells gloo by which network it reaches the others: by default it takes the one of the host's name."""
     for name, addresses in psutil.net_if_addrs().items():

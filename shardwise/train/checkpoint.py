@@ -21,12 +21,11 @@ Saved are `weights.<name>`, `optimizer.<name>.<key>` and, where the loss scale m
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +52,6 @@ from shardwise.train.stored import (
     write_manifest,
 )
 
-SHARE = 0.01  # of the time, for snapshots
-
 __all__ = ["Checkpoints", "good_checkpoints", "load_weights"]
 
 
@@ -73,7 +70,6 @@ class Checkpoints:
         self._peers = Peers.of_the_world()
         self.memory = None if memory is None else Memory(memory, layout, self._peers.all)
         """Snapshots, where there is room for them."""
-        self._taken, self._last, self._spacing = 0, (0, 0.0), 1
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._memory: dict[str, Tensor] = {}
@@ -107,7 +103,9 @@ class Checkpoints:
         self._wait()
         self.damaged = []
         kept = self.memory.newest() if self.memory is not None and step is None else None
-        if kept is not None and all(number <= kept["step"] for number, _ in self._peers.first(self._saved)):
+        if kept is not None and all(
+            number <= kept["step"] for number, _ in self._peers.first(lambda: saved(self.folder))
+        ):
             return self._recall(kept, engine, optimizer)
         choice = newest_good(self.folder, self._peers, step)
         self.damaged = [sentence for _, sentence in choice.damaged]
@@ -124,36 +122,14 @@ class Checkpoints:
         return state
 
     def snapshot(self, step: int, engine: Engine, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> str:
-        """Copies everything to memory. Gives a sentence, on every rank, where there is no room and never will be.
-
-        From the second on it is known how long that takes, and the next come so late that it is `SHARE` of all time.
-        """
+        """Copies everything to memory. Gives a sentence, on every rank, where there is no room and never will be."""
         assert self.memory is not None
-        pieces = pieces_of(engine, optimizer)
-        tensors = {name: piece.tensor for name, piece in pieces.items()}
-        begin = time.perf_counter()
-        if not self._taken:
-            self._wait()
-            problems = [problem for problem in self._peers.all(self.memory.room(tensors)) if problem]
-            if problems:
-                self.memory = None
-                return problems[0]
-        index = {
-            name: {"dtype": str(piece.tensor.dtype).removeprefix("torch."), "shape": list(piece.shape)}
-            for name, piece in pieces.items()
-        }
-        self.memory.put(step, tensors, {"index": index, "state": {"step": step, **state}})
-        self._taken += 1
-        if self._taken == 2:
-            self._wait()
-            steps, seconds = step - self._last[0], begin - self._last[1]
-            stalls = self._peers.all((time.perf_counter() - begin) * steps / seconds)
-            self._spacing = math.ceil(max(stalls) / SHARE)
-        self._last = step, begin
-        return ""
-
-    def snapshot_due(self, step: int, every: int) -> bool:
-        return self.memory is not None and step % max(every, self._spacing) == 0
+        if self.memory.talks:
+            self._wait()  # it talks over the group that writes use
+        problem = self.memory.take(step, pieces_of(engine, optimizer), {"step": step, **state})
+        if problem:
+            self.memory = None
+        return problem
 
     def rewind(self, step: int) -> None:
         """Removes every checkpoint newer than `step`, for a run that goes back to take another way."""
@@ -164,19 +140,9 @@ class Checkpoints:
 
     # Behind the scenes, on rank 0 where it is about the folder
 
-    def _saved(self) -> list[tuple[int, Path]]:
-        return saved(self.folder)
-
-    @torch.no_grad()
     def _recall(self, kept: dict[str, Any], engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         assert self.memory is not None
-        tensors = self.memory.tensors(kept)
-
-        def read(pieces: dict[str, Piece]) -> None:
-            for name, piece in pieces.items():
-                piece.tensor.copy_(tensors[name])
-
-        restore(kept["index"], engine, optimizer, read)
+        restore(kept["index"], engine, optimizer, partial(self.memory.fill, kept))
         self.source = "memory"
         state: dict[str, Any] = kept["state"]
         return state

@@ -129,11 +129,8 @@ class Trainer:
                     self._validate(done)
                 if _due(done, self.job.checkpoint.every) or done == last or told.signal:
                     self._save(done)
-                if (
-                    done < last
-                    and not told.signal
-                    and self.checkpoints.snapshot_due(done, self.job.checkpoint.snapshot)
-                ):
+                memory = self.checkpoints.memory
+                if memory is not None and memory.due(done, self.job.checkpoint.snapshot) and done < last:
                     self._snapshot(done)
                 if told.signal and done < last:
                     reason = f"told to stop by {signal_name(told.signal)}"

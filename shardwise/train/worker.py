@@ -23,6 +23,7 @@ import torch.distributed as dist
 from shardwise.comm import staged
 from shardwise.errors import ShardwiseError
 from shardwise.guard.beat import Beat
+from shardwise.guard.nodes import open_store
 from shardwise.guard.nursery import given_memory, wait_held
 from shardwise.job import Job
 from shardwise.layout import Layout
@@ -103,15 +104,10 @@ def join(world: int, job: Job, store: str | None = None) -> torch.device:
             dist.init_process_group(backend, timeout=TIMEOUT)
         else:
             rank = int(os.environ["RANK"])
-            dist.init_process_group(backend, timeout=TIMEOUT, store=_store(store, world), rank=rank, world_size=world)
+            dist.init_process_group(
+                backend, timeout=TIMEOUT, store=open_store(store, world), rank=rank, world_size=world
+            )
     return device
-
-
-def _store(text: str, world: int) -> dist.Store:
-    if not text.startswith("tcp:"):
-        return dist.FileStore(text, world)
-    _, host, port, name = text.split(":")  # a name of its own for each attempt: nobody reads addresses of dead ones
-    return dist.PrefixStore(name, dist.TCPStore(host, int(port), None, False))
 
 
 def listen(stop: StopFlag) -> None:
