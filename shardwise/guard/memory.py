@@ -94,12 +94,12 @@ class Memory:
     @property
     def talks(self) -> bool:
         """Whether ranks talk to each other when the next one is taken."""
-        return self._taken < 2
+        return self._taken in (0, SLOTS)
 
     def take(self, step: int, pieces: Mapping[str, Piece], state: Mapping[str, Any]) -> str:
         """A snapshot. Gives a sentence, on every rank, where there is no room and never will be.
 
-        From the second on it is known how long one takes, and others come so late that it is `SHARE` of all time.
+        Once each slot has its memory it is known how long one takes; more come so late that it is `SHARE` of all time.
         """
         begin = time.perf_counter()
         tensors = {name: piece.tensor for name, piece in pieces.items()}
@@ -110,7 +110,7 @@ class Memory:
         index = {name: {"dtype": kinds[name], "shape": list(piece.shape)} for name, piece in pieces.items()}
         self.put(step, tensors, {"index": index, "state": state})
         self._taken += 1
-        if self._taken == 2:
+        if self._taken == SLOTS + 1:
             steps, seconds = step - self._last[0], begin - self._last[1]
             stalls = self.gather((time.perf_counter() - begin) * steps / seconds)
             self._spacing = math.ceil(max(stalls) / SHARE)

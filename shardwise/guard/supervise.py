@@ -179,7 +179,7 @@ class Supervisor:
         codes = [world.codes[rank] for rank in first]
         aborted = -signal.SIGABRT in codes  # perhaps another's mistake
         killed = min(codes) < 0 and not aborted
-        self._ask(world, world.alive, 2.0 if aborted else 0.2 if killed else 0.0)
+        self._ask(world, world.alive, 2.0 if aborted else 0.1 if killed else 0.0)
         self.crew.drain(world, GLANCE if killed else LAST_WORDS)
         records = self.written.error_records()
         heard = {record["rank"] for record in records}
