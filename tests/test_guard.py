@@ -156,7 +156,7 @@ def test_spikes_are_told_from_noise() -> None:
 
 
 def test_chaos_in_short(tmp_path: Path) -> None:
-    job = small_job(tmp_path, steps=14, checkpoint={"every": 3}).text()
+    job = small_job(tmp_path, steps=14, checkpoint={"every": 3, "snapshot": 0}).text()
     (tmp_path / "job.toml").write_text(job)
     tally = chaos_job(tmp_path / "job.toml", ["layout=shard=2"], 4, 175, print)
     print(tally.text())
