@@ -50,19 +50,34 @@ def train(
     settings: Settings = None,
     layout: Annotated[str | None, typer.Option(help="Short for --set layout=...")] = None,
     cluster: Annotated[str | None, typer.Option(help="Short for --set run.cluster=...")] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Plans a layout for so many; short for --set run.processes=... layout=auto."),
+    ] = None,
     resume: Annotated[Path | None, typer.Option(help="Goes on with this run folder, in any layout.")] = None,
+    node: Annotated[
+        str | None, typer.Option(metavar="K/N", help="Which of several machines this is; 0 leads, and has the job.")
+    ] = None,
+    address: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where the first machine listens.")] = None,
 ) -> None:
     """Trains a job; with no job file, the built-in demo on this machine."""
     if resume is not None and job_file is not None:
         raise JobError("--resume takes its job from the run folder; leave the job file out.")
+    if processes is not None and layout is not None:
+        raise JobError("--processes plans a layout of its own; leave it or --layout out.")
     short = [f"layout={layout}"] * bool(layout) + [f"run.cluster={cluster}"] * bool(cluster)
+    short += ["layout=auto", f"run.processes={processes}"] if processes is not None else []
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", "1"
+    )  # of this process, which forks workers; they have threads of their own
     settings = [*(settings or []), *short]
     if resume is None:
         load_job(job_file, settings).demand_known()  # a typo is told at once, before PyTorch is imported
 
+    from shardwise.guard.nodes import Node
     from shardwise.train.start import start_training
 
-    start_training(job_file, settings, resume, say)
+    start_training(job_file, settings, resume, say, Node.parse(node, address) if node is not None else None)
 
 
 @app.command()

@@ -167,6 +167,8 @@ class Checkpoint(Section):
     keep: int = Field(2, ge=1)
     """How many of the newest stay."""
     asynchronous: bool = True
+    snapshot: int = Field(10, ge=0)
+    """Steps between snapshots in memory that outlives a worker, for restarts in the same layout; 0: none."""
 
 
 class Run(Section):
@@ -182,6 +184,14 @@ class Run(Section):
     """How often all workers begin again from the newest good checkpoint, in a row, without getting any further."""
     patience: float = Field(300.0, gt=0)
     """Seconds without progress of any worker, after which the one that the others wait for counts as stuck."""
+    standby: bool = True
+    """Whether, once steps are under way, a second world of workers waits to take over after a fault: forked and, on a
+    CPU, with the model built, so that it costs the weights once more."""
+    rejoin: float = Field(30.0, ge=0)
+    """Seconds that a lost node has to come back before the run goes on without it or, if not elastic, ends."""
+    elastic: bool = False
+    """Whether a run whose rank cannot be brought back by restarts, or whose node is lost, goes on with the processes
+    that are left, in a layout that is planned for them."""
     on_nan: Literal["skip", "rollback", "stop"] = "skip"
     """After a step whose gradients are not finite and update nothing: go on, go back to the last checkpoint and try
     once more, or end the run. Under a loss scale that moves it is always skip."""

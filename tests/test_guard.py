@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 
 from shardwise.chaos.run import chaos_job
 from shardwise.chaos.victim import Fault, happened, plant
 from shardwise.errors import RunError
 from shardwise.guard.beat import read_beats
+from shardwise.guard.memory import Memory, memory_of
 from shardwise.guard.numbers import Spikes
 from shardwise.guard.nursery import Nursery
 from shardwise.job import Job, make_job
@@ -152,7 +156,7 @@ def test_spikes_are_told_from_noise() -> None:
 
 
 def test_chaos_in_short(tmp_path: Path) -> None:
-    job = small_job(tmp_path, steps=16, checkpoint={"every": 3}).text()
+    job = small_job(tmp_path, steps=16, checkpoint={"every": 3, "snapshot": 0}).text()
     (tmp_path / "job.toml").write_text(job)
     tally = chaos_job(tmp_path / "job.toml", ["layout=shard=2"], 6, 178, print)
     print(tally.text())
@@ -176,3 +180,75 @@ def test_a_launcher_that_is_killed_leaves_a_checkpoint_and_no_orphans(tmp_path: 
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert events(run, "stopped") and list(run.checkpoints.glob("step-*"))
+
+
+def test_a_restart_goes_on_from_memory_and_the_curve_stays(
+    undisturbed: RunFolder, nursery: Nursery, tmp_path: Path
+) -> None:
+    job = small_job(tmp_path / "run", checkpoint={"every": 0, "snapshot": 1})
+    run = train(nursery, job, "shard=2", Fault("kill", 1, 8, "data"), Fault("kill", 0, 11, "forward", 1))
+    assert curve(run) == curve(undisturbed)
+    assert [event["source"] for event in events(run, "resumed")] == ["memory", "memory"]
+    assert not Path(memory_of(run.path, 0)).exists()
+
+
+def test_a_snapshot_with_a_flipped_bit_is_not_loaded(undisturbed: RunFolder, nursery: Nursery, tmp_path: Path) -> None:
+    job = small_job(tmp_path / "run", checkpoint={"every": 4, "snapshot": 3})
+    run = train(nursery, job, "shard=2", Fault("flip memory", 1, 8, "data"))
+    assert curve(run) == curve(undisturbed)
+    assert [event["source"] for event in events(run, "resumed")] == ["disk"]
+
+
+def test_snapshots_without_room_are_refused_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=4096))
+    memory = Memory(tmp_path / "memory", "shard=2", lambda one: [one])
+    problem = memory.room({"weights.a": torch.zeros(1024)})
+    assert problem.startswith("no snapshots are taken: this machine's ranks need ") and "can be had in" in problem
+
+
+def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
+    undisturbed: RunFolder, nursery: Nursery, tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    small = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", tmp_path / "run"]
+    if os.geteuid() != 0 or subprocess.run(small, capture_output=True).returncode:
+        pytest.skip("a small disk cannot be mounted here")
+    try:
+        job = small_job(tmp_path / "run", checkpoint={"every": 4, "snapshot": 0, "asynchronous": False})
+        faults = Fault("fill", 0, 7), Fault("kill", 1, 8, "optimizer", 1), Fault("free", 0, 11, number=2)
+        run = train(nursery, job, "shard=2", *faults)
+        assert curve(run) == curve(undisturbed)
+        (event,) = events(run, "no checkpoint")
+        said = str(event["message"])
+        assert said.startswith("the checkpoint of step 8 could not be written to ") and "No space left" in said
+        assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step-00000004", "step-00000012"]
+    finally:
+        subprocess.run(["umount", tmp_path / "run"], check=True)
+
+
+def test_a_place_that_is_given_up_leaves_fewer_processes_in_a_new_layout(
+    undisturbed: RunFolder, nursery: Nursery, tmp_path: Path
+) -> None:
+    job = small_job(tmp_path / "run", run={"restarts": 1, "elastic": True}, checkpoint={"every": 4, "snapshot": 0})
+    faults = [Fault("kill", 2, 6, "forward", number) for number in range(2)]
+    run = train(nursery, job, "replicate=2 tensor=2", *faults)
+    (event,) = events(run, "fewer")
+    assert event["ranks"] == [2] and "going on with " in str(event["message"])
+    layout = Layout.parse(str(event["layout"]))
+    assert layout.world < 4 and events(run, "resumed")[-1]["layout"] == str(layout)
+    for ours, theirs in zip(curve(run), curve(undisturbed), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-10)
+
+
+def test_a_run_goes_on_with_another_number_of_processes(
+    undisturbed: RunFolder, nursery: Nursery, tmp_path: Path
+) -> None:
+    job = small_job(tmp_path / "run", run={"restarts": 0}, checkpoint={"every": 4, "asynchronous": False})
+    with pytest.raises(RunError, match="planted at step 6"):
+        train(nursery, job, "replicate=2 tensor=2", Fault("raise", 3, 6))
+    run = RunFolder(tmp_path / "run")
+    subprocess.run([sys.executable, "-m", "shardwise", "train", "--resume", run.path, "--processes", "2"], check=True)
+    (event,) = events(run, "resumed")
+    assert event["step"] == 4 and Layout.parse(str(event["layout"])).world == 2
+    for ours, theirs in zip(curve(run), curve(undisturbed), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-10)

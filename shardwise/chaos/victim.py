@@ -35,8 +35,9 @@ PHASES = ("data", "forward", "backward", "optimizer", "save", "load")
 @dataclass(frozen=True)
 class Fault:
     kind: str
-    """kill, stop, flip (a checkpoint), weight, state or gradient (a bit of one), nan, inf, spike, loop, sleep, raise,
-    skip, mismatch, slip (a block computes wrongly once) or slow (a block, from then on)."""
+    """kill, stop, flip (a checkpoint), flip memory (a snapshot), weight, state or gradient (a bit of one), nan, inf,
+    spike, fill or free (the disk), loop, sleep, raise, skip, mismatch, slip (a block computes wrongly once) or slow (a
+    block, from then on)."""
     rank: int
     step: int
     phase: str = "data"
@@ -147,8 +148,11 @@ class _Harm:
         books = self.trainer.witness.books
         self._flip(books.weights, "weight", phase)
         self._flip(lambda: books.states()[:-1], "state", phase)
-        fault = self.due("kill", "stop", "flip", "loop", "raise", phase=phase)
+        fault = self.due("kill", "stop", "flip", "flip memory", "fill", "free", "loop", "raise", phase=phase)
         if fault is None:
+            return
+        if fault.kind in ("fill", "free"):
+            fill_disk(self.run, fault.kind == "fill")
             return
         if fault.kind == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -160,6 +164,8 @@ class _Harm:
         else:
             if fault.kind == "flip":
                 flip_bit(self.run, fault.number)
+            elif fault.kind == "flip memory":
+                flip_memory(Path(self.trainer.memory), fault.rank)
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _flip(self, kept: Callable[[], list[Kept]], kind: str, phase: str | None = None) -> None:
@@ -265,3 +271,23 @@ def flip_bit(run: Path, seed: int) -> None:
     content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
     path.write_bytes(content)
     (run / "faults" / f"flipped-{seed}").write_text(f"{path.parent.name}/{path.name}")
+
+
+def flip_memory(folder: Path, rank: int) -> None:
+    """One bit in each snapshot of a rank."""
+    for path in folder.glob(f"rank-{rank}.[0-9]"):
+        with path.open("r+b") as file:
+            byte = file.read(1)[0]
+            file.seek(0)
+            file.write(bytes([byte ^ 64]))
+
+
+def fill_disk(run: Path, full: bool) -> None:
+    """Leaves room for some lines and no checkpoint, on a disk of the run's own; or gives the room back."""
+    ballast = run / "faults" / "ballast"
+    if not full:
+        ballast.unlink()
+        return
+    disk = os.statvfs(run)
+    with ballast.open("wb") as file:
+        file.write(bytes(max(0, disk.f_bavail * disk.f_frsize - (32 << 10))))

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 INTERVAL = 0.2
+LISTEN = 0.05  # seconds between looks whether somebody asked
 WIDTH = 256  # bytes of a beat: rewritten in place, it has to have one length
 
 
@@ -64,10 +65,12 @@ class Beat:
             os.pwrite(self._file, json.dumps(now).ljust(WIDTH - 1)[: WIDTH - 1].encode() + b"\n", 0)
 
     def _live(self) -> None:
-        asked = 0
+        asked, turns = 0, 0
         while True:
-            time.sleep(INTERVAL)
-            self._write()
+            time.sleep(LISTEN)
+            turns += 1
+            if turns % round(INTERVAL / LISTEN) == 0:
+                self._write()
             size = os.fstat(self._stack.fileno()).st_size
             if size != asked:  # somebody sent the signal
                 asked = size

@@ -14,6 +14,7 @@ import shutil
 import signal
 import socket
 import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +24,6 @@ from typing import Any
 import psutil
 
 from shardwise.errors import JobError
-from shardwise.files import write_text
 from shardwise.guard.beat import beats, read_beats
 from shardwise.words import ranks_text
 
@@ -223,16 +223,20 @@ def _since(one: Rank, now: float) -> str:
 # Asking ranks that live
 
 
-def ask(run: Path, pids: dict[int, int], seconds: float) -> None:
-    """Has these ranks write down their stacks and collectives, and waits for it at most so long."""
+def ask(run: Path, ranks: Iterable[int], seconds: float, send: Callable[[], None]) -> None:
+    """Has these ranks write down their stacks and collectives, and waits for it at most so long. `send`: SIGUSR1."""
     asked = time.time()
-    for pid in pids.values():
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGUSR1)
+    send()
     deadline = time.monotonic() + seconds
-    files = [beats(run) / f"rank-{rank}.waits" for rank in pids]
+    files = [beats(run) / f"rank-{rank}.waits" for rank in ranks]
     while time.monotonic() < deadline and not all(_written(file, asked) for file in files):
-        time.sleep(0.02)
+        time.sleep(0.01)
+
+
+def signal_all(pids: Iterable[int], number: int) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def _written(file: Path, asked: float) -> bool:
@@ -257,7 +261,7 @@ def keep(run: Path, finding: Finding, kind: str, fates: dict[int, str]) -> None:
     own = folder / f"{int(there[-1].name) + 1 if there else 1:04d}"
     shutil.copytree(beats(run), own)
     record = {"time": round(time.time(), 3), "kind": kind, "culprits": finding.culprits, "found": finding.sentences}
-    write_text(own / "found.json", json.dumps(record | {"fates": fates}, indent=1))
+    (own / "found.json").write_text(json.dumps(record | {"fates": fates}, indent=1))
 
 
 def examine(run: Path) -> list[str]:
@@ -274,7 +278,8 @@ def examine(run: Path) -> list[str]:
             return [f"the run is under way, at step {step}, and every rank makes progress."]
         fates = {rank: "is stopped" for rank, pid in alive.items() if is_stopped(pid)}
         fates |= dict.fromkeys(here.keys() - alive.keys(), "is gone")
-        ask(run, {rank: pid for rank, pid in alive.items() if rank not in fates}, 2.0)
+        well = {rank: pid for rank, pid in alive.items() if rank not in fates}
+        ask(run, well, 2.0, lambda: signal_all(well.values(), signal.SIGUSR1))
         now = time.time()
         first = f"the run is under way, at step {step}, but not every rank has made progress for {LOOK:g} s:"
         return [first, *diagnose(look(beats(run), fates), now).sentences]

@@ -17,6 +17,7 @@ from shardwise.layout import Layout, keep_share, solve_batch
 from shardwise.parallel.parallelize import check
 from shardwise.parallel.pipeline import Order
 from shardwise.planner.cost import Machine, Setting
+from shardwise.planner.effective import Effective, effective
 from shardwise.planner.efficiency import efficiency_of
 from shardwise.planner.listed import Listed, ListedEstimator, form_of
 from shardwise.planner.memory import ours
@@ -80,6 +81,12 @@ class Plan:
         """Seconds of the whole training with the best layout."""
         return sum(steps * seconds for steps, _, seconds in self.phases)
 
+    @property
+    def effective(self) -> Effective:
+        """With the best layout: what failures leave of the time."""
+        held = max(rank.weights + rank.optimizer for rank in self.best.memory)
+        return effective(self.devices, self.best.seconds, self.job.checkpoint.every, held)
+
     def as_dict(self) -> dict[str, Any]:
         return {
             "search_seconds": self.seconds, "evaluated": self.evaluated,
@@ -98,6 +105,7 @@ class Plan:
                 "steps": sum(steps for steps, _, _ in self.phases), "hours": self.training / 3600,
                 "device_hours": self.training / 3600 * self.devices,
             },
+            "effective": self.effective.as_dict(),
         }  # fmt: skip
 
 

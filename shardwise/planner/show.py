@@ -30,6 +30,7 @@ def show_plan(plan: Plan, console: Console) -> None:
     console.print(budget(plan), highlight=False)
     for line in plan.lost:
         console.print(f"  {line}", highlight=False)
+    console.print(f"Faults: {plan.effective.sentence(plan.best.seconds)}", highlight=False)
     console.print(SENTENCE, highlight=False)
     if plan.evaluated > 1:
         console.print(f"{plan.evaluated} layouts judged in {plan.seconds:.2f} s.", highlight=False)

@@ -23,8 +23,9 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from torch import Tensor
 
 from shardwise.errors import CheckpointError, RunError
 from shardwise.files import put_in_place
+from shardwise.guard.memory import Memory
 from shardwise.optim.pieces import Pieced
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.holding import Holding, place
@@ -56,12 +58,18 @@ __all__ = ["Checkpoints", "good_checkpoints", "load_weights"]
 class Checkpoints:
     """The checkpoints of one run. Every rank makes one, and calls the same methods in the same order."""
 
-    def __init__(self, folder: Path, keep: int, asynchronous: bool):
+    def __init__(
+        self, folder: Path, keep: int, asynchronous: bool, memory: Path | None = None, layout: str = ""
+    ):  # fmt: skip
         assert keep >= 1, "the newest good checkpoint is never removed"
         self.folder, self.keep, self.asynchronous = folder, keep, asynchronous
         self.damaged: list[str] = []
         """What was wrong with the checkpoints that the last `load` passed over, a sentence each."""
+        self.source = ""
+        """Where the last `load` took it from: memory, disk or, where there was none, nowhere."""
         self._peers = Peers.of_the_world()
+        self.memory = None if memory is None else Memory(memory, layout, self._peers.all)
+        """Snapshots, where there is room for them."""
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._memory: dict[str, Tensor] = {}
@@ -93,21 +101,51 @@ class Checkpoints:
     def load(self, engine: Engine, optimizer: torch.optim.Optimizer, step: int | None = None) -> dict[str, Any] | None:
         """Loads the newest good checkpoint, or that of `step`. Returns its state, or None where there is none."""
         self._wait()
+        self.damaged = []
+        kept = self.memory.newest() if self.memory is not None and step is None else None
+        if kept is not None and all(
+            number <= kept["step"] for number, _ in self._peers.first(lambda: saved(self.folder))
+        ):
+            return self._recall(kept, engine, optimizer)
         choice = newest_good(self.folder, self._peers, step)
         self.damaged = [sentence for _, sentence in choice.damaged]
         self._bad.update(path for path, _ in choice.damaged)
+        if kept is not None and (choice.path is None or choice.manifest["step"] < kept["step"]):
+            return self._recall(kept, engine, optimizer)
+        self.source = "disk" if choice.path is not None else ""
         if choice.path is None:
             return None
-        restore(choice.path, engine, optimizer, self._peers)
+        path, peers, index = choice.path, self._peers, read_index(choice.path)
+        demand_fit(path, index, {f"weights.{holding.name}": holding.shape for holding in engine.holdings}, peers)
+        restore(index, engine, optimizer, lambda pieces: read_pieces(path, index, pieces, peers))
         state: dict[str, Any] = choice.manifest["state"]
         return state
+
+    def snapshot(self, step: int, engine: Engine, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> str:
+        """Copies everything to memory. Gives a sentence, on every rank, where there is no room and never will be."""
+        assert self.memory is not None
+        if self.memory.talks:
+            self._wait()  # it talks over the group that writes use
+        problem = self.memory.take(step, pieces_of(engine, optimizer), {"step": step, **state})
+        if problem:
+            self.memory = None
+        return problem
 
     def rewind(self, step: int) -> None:
         """Removes every checkpoint newer than `step`, for a run that goes back to take another way."""
         self._wait()
+        if self.memory is not None:
+            self.memory.forget_after(step)
         self._peers.first(lambda: self._remove_after(step))
 
     # Behind the scenes, on rank 0 where it is about the folder
+
+    def _recall(self, kept: dict[str, Any], engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        assert self.memory is not None
+        restore(kept["index"], engine, optimizer, partial(self.memory.fill, kept))
+        self.source = "memory"
+        state: dict[str, Any] = kept["state"]
+        return state
 
     def _start(self) -> None:
         try:
@@ -260,17 +298,17 @@ def pieced(optimizer: torch.optim.Optimizer) -> Pieced | None:
 
 
 @torch.no_grad()
-def restore(path: Path, engine: Engine, optimizer: torch.optim.Optimizer, peers: Peers) -> None:
-    """Fills an engine and its optimizer from a checkpoint that was examined."""
-    index = read_index(path)
-    demand_fit(path, index, {f"weights.{holding.name}": holding.shape for holding in engine.holdings}, peers)
+def restore(
+    index: Index, engine: Engine, optimizer: torch.optim.Optimizer, read: Callable[[dict[str, Piece]], None]
+) -> None:
+    """Fills an engine and its optimizer from a checkpoint that was examined. `read` fills pieces."""
     make_state(index, optimizer, engine.holdings)
     debts = owed.wanted(engine, index)
     # A replica that was not there before goes on from the first.
     own = f"replica{engine.mesh['apart'].index}."
     named = {own + name if own + name in index else name: piece for name, piece in pieces_of(engine, optimizer).items()}
     pieces = {name: piece for name, piece in named.items() if name in index}
-    read_pieces(path, index, pieces | debts, peers)
+    read(pieces | debts)
     owed.take(engine, debts)
     first: dict[str, Tensor] = {}
     for holding in engine.holdings:

@@ -13,6 +13,7 @@ What lies in it:
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -25,6 +26,8 @@ import tomli_w
 from shardwise.errors import JobError, RunError
 from shardwise.files import write_text
 from shardwise.job import Job, load_job
+
+PATIENCE = 5.0  # seconds with a full disk: a checkpoint that finds no room is removed again
 
 
 class RunFolder:
@@ -76,10 +79,13 @@ class RunFolder:
         return _records(self.path / "events.jsonl")
 
     def forget_after(self, step: int) -> None:
-        """Drops metrics of steps that will be taken again, so that each step stands once."""
-        kept = [json.dumps(record) + "\n" for record in self.metrics() if record.get("step", 0) <= step]
-        if (self.path / "metrics.jsonl").exists():
-            write_text(self.path / "metrics.jsonl", "".join(kept))
+        """Drops metrics of steps that will be taken again, so that each step stands once; they stand in order."""
+        path, kept = self.path / "metrics.jsonl", 0
+        for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
+            if (record := _record(line.decode(errors="replace"))) is not None and record.get("step", 0) > step:
+                os.truncate(path, kept)
+                return
+            kept += len(line)
 
     def skips(self) -> list[tuple[int, int]]:
         """Batches that the run leaves out: from which step on, and how many."""
@@ -107,21 +113,30 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(record, dict):
+        if (record := _record(line)) is not None:
             yield record
 
 
-def _append(path: Path, record: dict[str, Any]) -> None:
+def _record(line: str) -> dict[str, Any] | None:
     try:
-        with open(path, "ab+") as file:
-            torn = file.tell() > 0 and file.seek(-1, os.SEEK_END) is not None and file.read(1) != b"\n"
-            file.write((b"\n" if torn else b"") + json.dumps(record).encode() + b"\n")
-    except OSError as error:
-        raise RunError(f"{path} cannot be written: {error}.") from None
+        record = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _append(path: Path, record: dict[str, Any]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            with open(path, "ab+") as file:
+                torn = file.tell() > 0 and file.seek(-1, os.SEEK_END) is not None and file.read(1) != b"\n"
+                file.write((b"\n" if torn else b"") + json.dumps(record).encode() + b"\n")
+            return
+        except OSError as error:
+            if error.errno != errno.ENOSPC or time.monotonic() > deadline:
+                raise RunError(f"{path} cannot be written: {error}.") from None
+            time.sleep(0.05)
 
 
 def _next_folder(parent: Path) -> Path:

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -18,10 +19,13 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import LayoutError
+from shardwise.guard.crew import Crew
+from shardwise.guard.nodes import Node, Nodes
 from shardwise.guard.nursery import Nursery
 from shardwise.guard.supervise import Supervisor
 from shardwise.job import Job
 from shardwise.layout import Layout
+from shardwise.train.auto import choose_plan, plan_record
 from shardwise.train.folder import RunFolder
 from shardwise.train.here import check_compiler, pick_device
 from shardwise.train.worker import work
@@ -47,15 +51,19 @@ def joined_world() -> int | None:
     return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
 
 
-def check_world(layout: Layout, job: Job) -> None:
+def check_world(layout: Layout, job: Job, nodes: int = 1) -> None:
     """Raises where this world, or this machine, does not have what a layout and a job need."""
     if job.compile is True and pick_device(job) == "cpu":
         check_compiler()
     world = joined_world()
+    if layout.world % nodes:
+        raise LayoutError(
+            f"layout '{layout}' has {counted(layout.world, 'process')}, which {nodes} nodes cannot share."
+        )
     if world is not None and world != layout.world:
         raise LayoutError(f"layout '{layout}' needs {counted(layout.world, 'process')}, but this world has {world}.")
     most = max(job.run.processes, torch.cuda.device_count()) if pick_device(job) == "cuda" else layout.world
-    if world is None and layout.world > most:
+    if world is None and layout.world > most * nodes:
         raise LayoutError(
             f"layout '{layout}' needs {counted(layout.world, 'process')}, but this machine has "
             f"{counted(torch.cuda.device_count(), 'GPU')}; "
@@ -65,8 +73,9 @@ def check_world(layout: Layout, job: Job) -> None:
 
 
 def launch(
-    folder: RunFolder, layout: Layout, resume: bool, entry: str = WORKER, nursery: Nursery | None = None
-) -> None:
+    folder: RunFolder, layout: Layout, resume: bool, entry: str = WORKER, nursery: Nursery | None = None,
+    node: Node | None = None,
+) -> None:  # fmt: skip
     """Runs the world to its end, through restarts. Raises the failure that they did not help against.
 
     `entry`: what a worker calls. `nursery`: where workers come from, if there is one already.
@@ -75,29 +84,49 @@ def launch(
         _join_in(folder, layout, resume)
         return
     folder.clear_errors()
-    if layout.world == 1:
-        work(folder, layout, resume)
-        return
     job = folder.job()
 
     def tell(kind: str, message: str, **facts: Any) -> None:
         folder.event(kind, message, **facts)
         say(f"{kind}: {message}")
 
-    watch = Supervisor(folder.path, layout.world, job.run.restarts, job.run.patience, folder, tell)
+    own = Nursery(WORKER.partition(":")[0]) if nursery is None else nursery
+    crew = Crew(folder.path, own, layout.world)
+    if node is not None:
+        say(f"waiting for {counted(node.count - 1, 'other node')} at {node.host}:{node.port}")
+        crew = Nodes(folder.path, own, layout.world // node.count, node)
+    watch = Supervisor(
+        folder.path, crew, entry, str(layout), layout.world, job.run.restarts, job.run.patience, folder, tell,
+        replan=partial(replan, folder, job) if job.run.elastic else None,
+        rejoin=job.run.rejoin, standby=job.run.standby and job.run.restarts > 0,
+    )  # fmt: skip
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         watch.pass_on(number)
 
     previous = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
-    own = Nursery(WORKER.partition(":")[0]) if nursery is None else nursery
     try:
-        watch.supervise(own, entry, [str(folder.path), str(layout)], resume)
+        watch.supervise(resume)
     finally:
+        crew.close()
         if nursery is None:
             own.close()
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def replan(folder: RunFolder, job: Job, processes: int) -> tuple[str, int]:
+    """The best layout of at most so many processes for a run that goes on, and how many it uses."""
+    for count in range(processes, 0, -1):
+        try:
+            plan, source = choose_plan(job.model_copy(update={"layout": "auto"}), count)
+        except LayoutError as error:
+            last = error
+            continue
+        layout = plan.best.layout
+        folder.write_plan(plan_record(job, plan, source))
+        return str(layout), layout.world
+    raise last if processes else LayoutError("no process is left.")
 
 
 def _join_in(folder: RunFolder, layout: Layout, resume: bool) -> None:

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,11 +17,13 @@ from shardwise.data.loader import Loader
 from shardwise.data.make import make_sources
 from shardwise.data.objectives import objective_of
 from shardwise.data.stream import Samples, Stream
+from shardwise.errors import RunError
 from shardwise.guard.judge import GoBack, Judge
 from shardwise.guard.witness import Witness
 from shardwise.job import Job
 from shardwise.layout import MADE, Layout
 from shardwise.optim import learning_rate, set_learning_rate
+from shardwise.parallel.engine import Engine
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.pipeline import Order
 from shardwise.parallel.recommender import Recommender, optimizer_of
@@ -35,6 +38,17 @@ from shardwise.train.validate import validate
 from shardwise.words import counted, signal_name
 
 
+def make_engine(job: Job, layout: Layout, device: torch.device) -> Engine:
+    """Of a schedule that is made, with the first rank's order, so that all have the same however machines differ."""
+    told: list[Order | None] = [None]
+    if layout.pipeline > 1 and layout.schedule in MADE:
+        if dist.get_rank() == 0:
+            here = int(os.environ.get("LOCAL_WORLD_SIZE", layout.world))
+            told = [order_of(job, layout, cluster_here(job, here)[0])]
+        dist.broadcast_object_list(told, device=device)
+    return parallelize(job, layout, device, order=told[0])
+
+
 @dataclass
 class Trainer:
     """One rank of one run."""
@@ -47,9 +61,13 @@ class Trainer:
     stop: StopFlag = field(default_factory=StopFlag)
     mark: Callable[[str, int], None] = lambda phase, step: None
     """Told where this rank is: a phase, and the step that it belongs to."""
+    built: Engine | None = None
+    """The engine, where it was made before."""
+    memory: str = ""
+    """The folder of snapshots; empty: nothing that would outlive this process."""
 
     def __post_init__(self) -> None:
-        self.engine = parallelize(self.job, self.layout, self.device, order=self._order())
+        self.engine = self.built or make_engine(self.job, self.layout, self.device)
         self.optimizer = optimizer_of(self.job, self.engine)
         self.step = self._taker()
         watched = not isinstance(self.engine, Recommender) and not isinstance(self.step, Recorded)
@@ -57,7 +75,9 @@ class Trainer:
         self.witness = Witness(self.job, self.engine, self.optimizer, self.folder.path, flops, self._event)
         self.main = self.engine.mesh.rank == 0
         keep, asynchronous = self.job.checkpoint.keep, self.job.checkpoint.asynchronous
-        self.checkpoints = Checkpoints(self.folder.checkpoints, keep, asynchronous)
+        fast = self.job.checkpoint.snapshot and not isinstance(self.engine, Recommender)  # tables are too large
+        memory = Path(self.memory) if self.memory and fast else None
+        self.checkpoints = Checkpoints(self.folder.checkpoints, keep, asynchronous, memory, str(self.layout))
         self.progress = Progress(self.job.total_steps, self.main, self.job.model.unit)
         # What is found while sources are opened every rank finds; what is found in the stream, one.
         self.bad = Bad(self.job.data.bad == "skip", self.folder.bad if self.main else None)
@@ -72,16 +92,6 @@ class Trainer:
 
     def _observe(self, outcome: Outcome) -> None:
         self.witness.before()
-
-    def _order(self) -> Order | None:
-        """Of a schedule that is made: the first rank's, so that all have the same however their machines differ."""
-        told: list[Order | None] = [None]
-        if self.layout.pipeline > 1 and self.layout.schedule in MADE:
-            if dist.get_rank() == 0:
-                here = int(os.environ.get("LOCAL_WORLD_SIZE", self.layout.world))
-                told = [order_of(self.job, self.layout, cluster_here(self.job, here)[0])]
-            dist.broadcast_object_list(told, device=self.device)
-        return told[0]
 
     def run(self) -> None:
         first = self._restore()
@@ -133,6 +143,9 @@ class Trainer:
                     self._validate(done)
                 if _due(done, self.job.checkpoint.every) or done == last or told.signal:
                     self._save(done)
+                memory = self.checkpoints.memory
+                if memory is not None and memory.due(done, self.job.checkpoint.snapshot) and done < last:
+                    self._snapshot(done)
                 if told.signal and done < last:
                     reason = f"told to stop by {signal_name(told.signal)}"
                     self._event("stopped", f"{reason}: saved step {done} and ended.", step=done)
@@ -161,14 +174,33 @@ class Trainer:
         if self.main:
             self.folder.forget_after(first)
         message = f"going on from step {first} in layout '{self.layout}'."
-        self._event("resumed", message, layout=str(self.layout), step=first)
+        source = self.checkpoints.source
+        self._event("resumed", message, layout=str(self.layout), step=first, source=source)
         return first
 
+    def _snapshot(self, done: int) -> None:
+        self.mark("saving", done)
+        if problem := self.checkpoints.snapshot(done, self.engine, self.optimizer, self._state(done)):
+            self._event("no snapshots", problem, step=done)
+        self.witness.confirm(done)
+
+    def _state(self, done: int) -> dict[str, Any]:
+        return {"step": done, "samples": done * self.job.samples, "layout": str(self.layout), "seed": self.job.seed}
+
     def _save(self, done: int) -> None:
-        state = {"step": done, "samples": done * self.job.samples, "layout": str(self.layout), "seed": self.job.seed}
         begin = time.perf_counter()
         self.mark("saving", done)
-        self.checkpoints.save(done, self.engine, self.optimizer, state)
+        try:
+            self.checkpoints.finish()
+        except RunError as error:  # of the save before this one
+            self._event("no checkpoint", f"{error} The run goes on.", step=done)
+        try:
+            self.checkpoints.save(done, self.engine, self.optimizer, self._state(done))
+        except RunError as error:
+            if done == self.job.total_steps:
+                raise
+            self._event("no checkpoint", f"{error} The run goes on.", step=done)
+            return
         self.witness.confirm(done)
         stall = round(time.perf_counter() - begin, 4)
         self._event("checkpoint", f"saving step {done}.", step=done, stall_seconds=stall)

@@ -15,6 +15,8 @@ from shardwise.data.make import make_sources
 from shardwise.data.tokenizer import Subwords
 from shardwise.errors import JobError, LayoutError
 from shardwise.files import write_text
+from shardwise.guard.nodes import Member, Node
+from shardwise.guard.nursery import Nursery
 from shardwise.job import Job, load_job
 from shardwise.kinds import DLRM
 from shardwise.layout import MADE, Layout
@@ -22,8 +24,8 @@ from shardwise.parallel import recommender
 from shardwise.parallel.parallelize import build, check, shapes_of
 from shardwise.train.auto import check_memory, choose_plan, cut_record, plan_record, reason
 from shardwise.train.folder import RunFolder
-from shardwise.train.here import host_memory
-from shardwise.train.launch import check_world, joined_world, launch
+from shardwise.train.here import host_memory, local_processes
+from shardwise.train.launch import WORKER, check_world, joined_world, launch
 from shardwise.train.summary import finished, summarize
 from shardwise.train.worker import join
 from shardwise.words import counted, short
@@ -32,12 +34,33 @@ DEMO = Path(__file__).parent.parent / "demo.toml"
 # What may change when a run goes on; all other keys are what the run is.
 FREE = (
     "layout", "steps", "tokens", "compile", "data.workers", "data.prefetch", "checkpoint.*", "validation.*",
-    "run.device", "run.processes", "run.cluster", "run.restarts", "run.patience", "run.on_nan", "run.spike",
+    "run.device", "run.processes", "run.cluster", "run.restarts", "run.patience", "run.standby",
+    "run.elastic", "run.rejoin", "run.on_nan", "run.spike", "run.check", "run.rerun", "run.corruptions",
     "embedding.cut", "embedding.cache", "embedding.ahead",
 )  # fmt: skip
 
 
-def start_training(job_file: Path | None, settings: list[str], resume: Path | None, say: Callable[[str], None]) -> None:
+def start_training(
+    job_file: Path | None, settings: list[str], resume: Path | None, say: Callable[[str], None],
+    node: Node | None = None,
+) -> None:  # fmt: skip
+    if joined_world() is not None:
+        _start(job_file, settings, resume, say, None, None)
+        return
+    nursery = Nursery(WORKER.partition(":")[0])  # first of all: it forks best from a process that has done nothing yet
+    try:
+        if node is not None and node.index > 0:
+            Member(node, nursery).attend()
+        else:
+            _start(job_file, settings, resume, say, nursery, node)
+    finally:
+        nursery.close()
+
+
+def _start(
+    job_file: Path | None, settings: list[str], resume: Path | None, say: Callable[[str], None],
+    nursery: Nursery | None, node: Node | None,
+) -> None:  # fmt: skip
     old = RunFolder.open(resume) if resume is not None else None
     job = load_job(job_file or (old.path / "job.toml" if old else DEMO), settings)
     before = old.job() if old is not None else job
@@ -45,8 +68,9 @@ def start_training(job_file: Path | None, settings: list[str], resume: Path | No
     given = None if job.layout == "auto" else Layout.parse(job.layout)
     if given is not None:
         check(job, given)  # here in its own words: the planner has another list of what it can weigh
-    layout, record, why = _planned(job)
-    check_world(layout, job)
+    nodes = node.count if node is not None else 1
+    layout, record, why = _planned(job, nodes)
+    check_world(layout, job, nodes)
     if isinstance(job.model, DLRM):
         here = int(os.environ.get("LOCAL_WORLD_SIZE", layout.world))
         recommender.check_room(job, layout, host_memory() / here)
@@ -66,7 +90,7 @@ def start_training(job_file: Path | None, settings: list[str], resume: Path | No
             change = f"{counted(job.total_steps, 'step')} instead of {before.total_steps}; the learning rate follows."
             folder.event("changed", change, steps=job.total_steps)
             say(f"changed: {change}")
-    launch(folder, layout, resume=old is not None)
+    launch(folder, layout, resume=old is not None, nursery=nursery, node=node)
     if not _main():
         return
     if finished(folder):
@@ -75,11 +99,11 @@ def start_training(job_file: Path | None, settings: list[str], resume: Path | No
         say(f"go on with: shardwise train --resume {folder.path}")
 
 
-def _planned(job: Job) -> tuple[Layout, dict[str, Any], str]:
+def _planned(job: Job, nodes: int) -> tuple[Layout, dict[str, Any], str]:
     """The layout to train in, what is written down of its plan, and a line about it."""
     given = None if job.layout == "auto" else Layout.parse(job.layout)
     try:
-        plan, source = choose_plan(job, joined_world())
+        plan, source = choose_plan(job, joined_world() or (local_processes(job) * nodes if nodes > 1 else None))
     except LayoutError as error:
         if given is None or given.schedule in MADE:
             raise

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -22,37 +23,51 @@ import torch.distributed as dist
 from shardwise.comm import staged
 from shardwise.errors import ShardwiseError
 from shardwise.guard.beat import Beat
+from shardwise.guard.nodes import open_store
+from shardwise.guard.nursery import given_memory, wait_held
 from shardwise.job import Job
 from shardwise.layout import Layout
 from shardwise.train.folder import RunFolder
 from shardwise.train.here import pick_device
-from shardwise.train.loop import Trainer
+from shardwise.train.loop import Trainer, make_engine
 from shardwise.train.measure import StopFlag
 
 TIMEOUT = timedelta(minutes=10)
 
 
 def main(arguments: list[str]) -> None:
-    """A worker that our launcher started: RUN LAYOUT STORE [--resume]."""
+    """A worker that our launcher started: RUN LAYOUT STORE [--resume] [--held=FILE]."""
     folder, layout = RunFolder.open(Path(arguments[0])), Layout.parse(arguments[1])
     try:
-        work(folder, layout, resume="--resume" in arguments[3:], store=arguments[2])
+        work(folder, layout, "--resume" in arguments[3:], arguments[2], wait_held(arguments), given_memory(arguments))
     except BaseException as error:  # noqa: BLE001 - it is written down already, and told by the launcher
         # Peers wait in collectives: leave at once, without the tear-down that would wait for them.
         sys.stdout.flush()
         os._exit(getattr(error, "exit_code", 1))
 
 
-def work(folder: RunFolder, layout: Layout, resume: bool, store: str | None = None) -> None:
-    """Trains as the rank that the environment names. What goes wrong is written to the run folder, then raised."""
+def work(
+    folder: RunFolder, layout: Layout, resume: bool, store: str | None = None,
+    held: Callable[[], None] | None = None, memory: str = "",
+) -> None:  # fmt: skip
+    """Trains as the rank that the environment names. What goes wrong is written to the run folder, then raised.
+
+    A stand-by is `held` until the world before it has ended. By then, on a CPU, it has joined the others and built the
+    model; a GPU it leaves to those who train.
+    """
     rank = int(os.environ.get("RANK", "0"))
+    engine = None
+    if held is not None:
+        if pick_device(folder.job()) == "cpu":
+            engine = make_engine(folder.job(), layout, join(layout.world, folder.job(), store))
+        held()
     stop = StopFlag()
     listen(stop)
     beat = Beat(folder.path, rank)
     try:
         job = folder.job()
         device = join(layout.world, job, store)
-        Trainer(job, layout, folder, device, resume, stop, beat.mark).run()
+        Trainer(job, layout, folder, device, resume, stop, beat.mark, engine, memory).run()
     except BaseException as error:  # noqa: BLE001 - a KeyboardInterrupt or a DCP exception is to be told too
         known = isinstance(error, ShardwiseError)
         if not known:
@@ -71,7 +86,7 @@ def work(folder: RunFolder, layout: Layout, resume: bool, store: str | None = No
 def join(world: int, job: Job, store: str | None = None) -> torch.device:
     """Joins the world that the environment describes (torchrun's names, or Slurm's), and picks this rank's device.
 
-    `store`: a file through which the ranks of this machine find each other, instead of a port."""
+    `store`: a file through which the ranks of this machine find each other, or tcp:HOST:PORT:NAME."""
     kind, local = pick_device(job), int(os.environ.get("LOCAL_RANK", "0"))
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device, shared = torch.device("cpu"), False
@@ -88,9 +103,10 @@ def join(world: int, job: Job, store: str | None = None) -> torch.device:
         if store is None:
             dist.init_process_group(backend, timeout=TIMEOUT)
         else:
-            file = dist.FileStore(store, world)
             rank = int(os.environ["RANK"])
-            dist.init_process_group(backend, timeout=TIMEOUT, store=file, rank=rank, world_size=world)
+            dist.init_process_group(
+                backend, timeout=TIMEOUT, store=open_store(store, world), rank=rank, world_size=world
+            )
     return device
 
 

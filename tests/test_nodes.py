@@ -1,0 +1,155 @@
+"""A run on two machines: real agents, each in a network of its own, whose link is slowed and cut, and whose processes
+are killed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import JobError
+from shardwise.guard.memory import memory_of
+from shardwise.guard.nodes import Node
+from shardwise.job import Job, make_job
+from shardwise.train.folder import RunFolder
+
+NAME = f"swnode{os.getpid()}"
+PORT = 29471
+STEPS = 40
+
+
+def job_of(folder: Path, **run: object) -> Job:
+    return make_job(
+        {
+            "precision": "float64", "steps": STEPS, "layout": "replicate=2 tensor=2",
+            "model": {"layers": 2, "width": 16, "heads": 2, "vocab": 61, "sequence": 8}, "batch": {"samples": 4},
+            "data": {"source": "synthetic"}, "validation": {"samples": 4}, "checkpoint": {"every": 10, "snapshot": 2},
+            "run": {"folder": str(folder), "device": "cpu", "rejoin": 60, "standby": False, **run},
+        }
+    )  # fmt: skip
+
+
+def sh(command: str) -> None:
+    subprocess.run(command.split(), check=True, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def link() -> Iterator[None]:
+    """Two namespaces joined by a pair of interfaces, both named `wire`."""
+    if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"):
+        pytest.skip("networks of one's own need root, `ip` and `tc`")
+    try:
+        for number in range(2):
+            sh(f"ip netns add {NAME}{number}")
+        sh(f"ip -n {NAME}0 link add wire type veth peer name wire netns {NAME}1")
+        for number in range(2):
+            sh(f"ip -n {NAME}{number} addr add 10.78.0.{number + 1}/24 dev wire")
+            sh(f"ip -n {NAME}{number} link set dev wire up")
+            sh(f"ip -n {NAME}{number} link set dev lo up")
+        yield
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"no networks of one's own can be had here: {error.stderr}")
+    finally:
+        for number in range(2):
+            subprocess.run(["ip", "netns", "del", f"{NAME}{number}"], capture_output=True)
+
+
+def agent(number: int, *words: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "shardwise", "train", *words]
+    where = ["ip", "netns", "exec", f"{NAME}{number}"]
+    return subprocess.Popen(
+        [*where, *command, "--node", f"{number}/2", "--address", f"10.78.0.1:{PORT}"], start_new_session=True
+    )
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """All processes of an agent at once, as when a machine goes dark."""
+    for pid in [process.pid]:
+        os.killpg(pid, signal.SIGKILL)
+    process.wait()
+
+
+def wait(what: Callable[[], object], lead: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 150
+    while not what():
+        assert lead.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def curve(folder: RunFolder) -> list[tuple[int, int, float, float]]:
+    return [(r["step"], r["samples"], r["loss"], r["grad_norm"]) for r in folder.metrics()]
+
+
+def kinds(run: RunFolder) -> list[str]:
+    return [event["event"] for event in run.events()]
+
+
+def test_a_slow_link_a_cut_link_and_a_lost_node(link: None, tmp_path: Path) -> None:
+    run, plain = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "plain")
+    for folder in (run, plain):
+        (tmp_path / f"{folder.path.name}.toml").write_text(job_of(folder.path).text())
+    begin = [sys.executable, "-m", "shardwise", "train", str(tmp_path / "plain.toml")]
+    undisturbed = subprocess.Popen(begin, stdout=subprocess.DEVNULL)
+    for number in range(2):
+        sh(f"tc -n {NAME}{number} qdisc add dev wire root tbf rate 10mbit burst 16kb limit 1mb")
+    member, lead = agent(1), agent(0, str(tmp_path / "run.toml"))
+    try:
+        wait(lambda: len(list(run.metrics())) >= 3, lead)
+        cut = time.time()
+        sh(f"ip -n {NAME}1 link set dev wire down")
+        wait(lambda: "lost" in kinds(run), lead)
+        sh(f"ip -n {NAME}1 link set dev wire up")
+        wait(lambda: "resumed" in kinds(run) and len(list(run.metrics())) >= 13, lead)
+        end(member)
+        shutil.rmtree(memory_of(run.path, 1))  # as after a new start of that machine
+        for number in range(2):
+            sh(f"tc -n {NAME}{number} qdisc del dev wire root")
+        wait(lambda: kinds(run).count("lost") == 2, lead)
+        member = agent(1)
+        assert lead.wait(150) == 0 and member.wait(20) == 0 and undisturbed.wait(100) == 0
+    finally:
+        for process in (member, lead):
+            if process.poll() is None:
+                end(process)
+    lost = [event for event in run.events() if event["event"] == "lost"]
+    assert [event["ranks"] for event in lost] == [[2, 3], [2, 3]]
+    assert "ranks 2 and 3 are cut off: node 1 (10.78.0.2) has not been heard of for 0." in lost[0]["message"]
+    assert 0 < lost[0]["time"] - cut < 5
+    assert [event["source"] for event in run.events() if event["event"] == "resumed"] == ["memory", "memory"]
+    assert curve(run) == curve(plain) and len(curve(run)) == STEPS
+    assert not Path(memory_of(run.path, 0)).exists() and not Path(memory_of(run.path, 1)).exists()
+
+
+def test_without_a_lost_node_a_run_goes_on_with_fewer_and_then_with_all(link: None, tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    (tmp_path / "run.toml").write_text(job_of(run.path, rejoin=0.5, elastic=True).text())
+    member, lead = agent(1), agent(0, str(tmp_path / "run.toml"), "--set", "steps=1000000")
+    try:
+        wait(lambda: len(list(run.metrics())) >= 3, lead)
+        end(member)
+        wait(lambda: "resumed" in kinds(run), lead)
+        member = agent(1)
+        wait(lambda: "more" in kinds(run) and "resumed" in kinds(run)[kinds(run).index("more") :], lead)
+        lead.send_signal(signal.SIGTERM)
+        assert lead.wait(60) == 0 and member.wait(20) == 0
+    finally:
+        for process in (member, lead):
+            if process.poll() is None:
+                end(process)
+    layouts = [event["layout"] for event in run.events() if event["event"] == "resumed"]
+    assert layouts[0] != layouts[1] == "replicate=2 tensor=2"
+    assert [record["samples"] for record in run.metrics()] == [4 * (n + 1) for n in range(len(curve(run)))]
+
+
+def test_a_node_that_is_none_is_refused_in_a_sentence() -> None:
+    assert Node.parse("1/2", "10.0.0.1:29400") == Node(1, 2, "10.0.0.1", 29400)
+    for text, address in (("2/2", "a:1"), ("one", "a:1"), ("0/2", None), ("0/2", "a")):
+        with pytest.raises(JobError, match="write --node 0/2 --address HOST:PORT"):
+            Node.parse(text, address)
