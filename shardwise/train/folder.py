@@ -8,6 +8,7 @@ What lies in it:
     tokenizer.json   where it is not `bytes`   bad-records.txt  what `data.bad = "skip"` passed over
     beats/           signs of life of ranks    doctor/        what was found when ranks died or hung
     skips.json       batches left out after a spike of the loss
+    ranks.jsonl      each rank's time and memory   timeline/       actions of the pipeline in some steps
 """
 
 from __future__ import annotations
@@ -68,6 +69,10 @@ class RunFolder:
     def metric(self, record: dict[str, Any]) -> None:
         _append(self.path / "metrics.jsonl", record)
 
+    def timeline(self, rank: int, record: dict[str, Any]) -> None:
+        (self.path / "timeline").mkdir(exist_ok=True)
+        _append(self.path / "timeline" / f"rank-{rank}.jsonl", record)
+
     def metrics(self) -> Iterator[dict[str, Any]]:
         return _records(self.path / "metrics.jsonl")
 
@@ -76,9 +81,10 @@ class RunFolder:
 
     def forget_after(self, step: int) -> None:
         """Drops metrics of steps that will be taken again, so that each step stands once."""
-        kept = [json.dumps(record) + "\n" for record in self.metrics() if record.get("step", 0) <= step]
-        if (self.path / "metrics.jsonl").exists():
-            write_text(self.path / "metrics.jsonl", "".join(kept))
+        for path in (self.path / "metrics.jsonl", self.path / "ranks.jsonl"):
+            kept = [json.dumps(record) + "\n" for record in _records(path) if record.get("step", 0) <= step]
+            if path.exists():
+                write_text(path, "".join(kept))
 
     def skips(self) -> list[tuple[int, int]]:
         """Batches that the run leaves out: from which step on, and how many."""
