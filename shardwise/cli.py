@@ -16,6 +16,7 @@ from shardwise import __version__
 from shardwise.errors import JobError, ShardwiseError
 from shardwise.files import demand_folder
 from shardwise.job import load_job
+from shardwise.watch import command as watch
 from shardwise.words import say
 
 app = typer.Typer(
@@ -247,61 +248,8 @@ def doctor(run: Annotated[Path, typer.Argument(help="A run folder, of a run that
         say(line)
 
 
-RunFolders = Annotated[list[Path], typer.Argument(help="Run folders.")]
-
-
-@app.command()
-def watch(
-    run: Annotated[Path | None, typer.Argument(help="A run folder; without it, all below runs/.")] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: one that is free.")] = 8080,
-    host: Annotated[str, typer.Option(help="The address to serve on; others than this machine's can be reached.")] = (
-        "127.0.0.1"
-    ),
-) -> None:
-    """Serves a live page of a run, or of all runs, on this machine."""
-    from shardwise.watch.serve import watch as serve
-
-    serve(run, port, host, say)
-
-
-@app.command()
-def report(run: Annotated[Path, typer.Argument(help="A run folder.")]) -> None:
-    """Writes the page of a run as one file, report.html in its folder."""
-    from shardwise.watch.page import write_report
-
-    say(str(write_report(run)))
-
-
-@app.command()
-def compare(
-    runs: RunFolders,
-    html: Annotated[Path | None, typer.Option(help="Writes a page with curves to this file too.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
-) -> None:
-    """Lays runs side by side: what their jobs differ in, loss over samples and over time, throughput."""
-    from shardwise.watch.compare import compare as side_by_side
-    from shardwise.watch.compare import tables
-    from shardwise.watch.page import write_document
-
-    found = side_by_side(runs)
-    if html is not None:
-        write_document(found, "Runs compared", html)
-    for table in [] if as_json else tables(found):
-        Console().print(table)
-    if as_json:
-        say(json.dumps(found))
-
-
-@app.command()
-def trace(
-    run: Annotated[Path, typer.Argument(help="A run folder.")],
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Without it: trace.json in the run folder.")] = None,
-) -> None:
-    """Writes a trace for Perfetto or chrome://tracing, all ranks on one clock."""
-    from shardwise.watch.trace import write_trace
-
-    path, boxes = write_trace(run, out)
-    say(f"{path}: {boxes:,} boxes; open it at ui.perfetto.dev or chrome://tracing")
+for _command in watch.COMMANDS:
+    app.command()(_command)
 
 
 @app.command()

@@ -69,10 +69,6 @@ class RunFolder:
     def metric(self, record: dict[str, Any]) -> None:
         _append(self.path / "metrics.jsonl", record)
 
-    def timeline(self, rank: int, record: dict[str, Any]) -> None:
-        (self.path / "timeline").mkdir(exist_ok=True)
-        _append(self.path / "timeline" / f"rank-{rank}.jsonl", record)
-
     def metrics(self) -> Iterator[dict[str, Any]]:
         return _records(self.path / "metrics.jsonl")
 

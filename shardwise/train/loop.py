@@ -105,10 +105,10 @@ class Trainer:
         ahead = self.job.embedding.ahead
         if isinstance(self.engine, Recommender) and (self.device.type == "cuda" if ahead == "auto" else ahead):
             batches = self.engine.coming(loader, last - first)
-        self.measure.start()
+        self.measure.ranks.start()
         try:
             for number in range(first, last):
-                self.measure.begin(number)
+                self.measure.ranks.begin(number)
                 begin, waited = time.perf_counter(), loader.wait_seconds
                 self._mark("data", number + 1)
                 samples = next(batches)[1].to(self.device)
@@ -137,7 +137,7 @@ class Trainer:
                     self._event("bad records", words, step=last)
                 self._event("finished", "all steps are done.", step=last)
             self.checkpoints.finish()
-            self.measure.finish()
+            self.measure.ranks.finish()
         finally:
             loader.close()
 

@@ -4,16 +4,13 @@ its time went is told by the meter, and by every rank to the first."""
 from __future__ import annotations
 
 import math
-import resource
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from shardwise.cluster import peak_rate
-from shardwise.comm.collectives import all_gather
 from shardwise.comm.meter import METER
 from shardwise.guard.judge import Told
 from shardwise.job import Job
@@ -25,7 +22,8 @@ from shardwise.parallel.expert import Routing, routing
 from shardwise.step import Outcome
 from shardwise.train.folder import RunFolder
 from shardwise.train.progress import Progress
-from shardwise.watch.rows import Row, Rows, clock_offset, held, slowest
+from shardwise.watch.ranks import Ranks, peak_memory
+from shardwise.watch.track import Tracker
 
 
 @dataclass
@@ -45,87 +43,15 @@ class Measure:
     stop: StopFlag = field(default_factory=StopFlag)
 
     def __post_init__(self) -> None:
-        mesh = self.engine.mesh
-        self.device, self.world = mesh.device, mesh["world"]
+        self.device, self.world = self.engine.mesh.device, self.engine.mesh["world"]
         self.step_flops = 3 * flops_of(self.job) * self.job.samples
         self.peak = peak_rate(self.device, self.job.precision)
-        self.main, self.ranks, self.before, self.row = mesh.rank == 0, mesh.layout.world, 0, Row()
-        self.held: dict[str, float] = {}
-        self._hook = self.optimizer.register_step_pre_hook(self._hold)
-        stage = self.ranks // mesh.layout.pipeline
-        alike = [range(first, first + stage) for first in range(0, self.ranks, stage)]
-        self.rows = Rows(self.folder.path / "ranks.jsonl", self.job.total_steps, alike)
-        self.offset = clock_offset(all_gather, self.device, self.ranks, mesh.rank) if self.ranks > 1 else 0.0
-        self.sampled = max(10, self.job.total_steps // 50)
-        first = all(mesh[axis].index == 0 for axis in ("reads", "context", "tensor"))
-        self.timeline = self.engine.pipeline is not None and first
+        self.ranks = Ranks(self.job, self.engine, self.optimizer, self.folder.path, self._alert)
+        self.track = Tracker(self.job, self.folder.path, self._alert)
 
-    def start(self) -> None:
-        """Steps begin, or begin again: what is known of one that came before is of no step that counts."""
-        METER.begin()
-        self.before = 0
-
-    def begin(self, done: int) -> None:
-        """A step begins, after `done` others; the one before is over."""
-        if self.before:
-            self._close()
-        METER.begin()
-        self.start_time, self.clock = time.time() - self.offset, time.perf_counter()
-        if self.timeline and done % self.sampled == 2:
-            METER.record()
-
-    def _close(self) -> None:
-        """Makes the row of the step that is over."""
-        METER.phase("")
-        spent, waited = METER.so_far()
-        if "weights" not in self.held:
-            states = [value for state in self.optimizer.state.values() for value in state.values()]
-            states = [value for value in states if isinstance(value, Tensor)]
-            self.held |= held({"weights": self._weights(), "optimizer": states})
-        seconds = time.perf_counter() - self.clock
-        self.row = Row(self.start_time, seconds, spent, waited, peak_memory(self.device), self.held)
-        if actions := METER.recorded():
-            moved = [[*what, round(a - self.offset, 6), round(b - self.offset, 6)] for *what, a, b in actions]
-            self.folder.timeline(self.engine.mesh.rank, {"step": self.before, "actions": moved})
-
-    def _hold(self, *_: Any) -> None:
-        """Before the first update, when there are gradients."""
-        self._hook.remove()
-        self.held = held({"gradients": [w.grad for w in self._weights() if w.grad is not None]})
-
-    def _weights(self) -> list[Tensor]:
-        inside = [w for chain in self.engine.chains for w in (*chain.parameters(), *chain.buffers())]
-        return inside + [holding.tensor for holding in self.engine.holdings]
-
-    def finish(self) -> None:
-        """After the last step, on all ranks: what is left to tell is written down."""
-        if not self.before:
-            return
-        self._close()
-        rows = self._exchange()[1]
-        if self.main:
-            self.rows.add(self.before, [Row.of(numbers) for numbers in rows.tolist()])
-            self.rows.flush(self.before)
-
-    def _exchange(self) -> tuple[Tensor, Tensor]:
-        """The highest signal of all ranks, still on the device; and the row of each for the step before."""
-        mine = torch.tensor([self.stop.number, *self.row.numbers()], dtype=torch.float64, device=self.device)
-        every = mine.new_empty(self.ranks, mine.numel())
-        if self.ranks > 1:
-            all_gather(every.view(-1), mine)
-        else:
-            every = mine.unsqueeze(0)
-        return every[:, 0].max(), every[:, 1:]
-
-    def _tell(self, rows: Tensor) -> dict[str, Any]:
-        """The first rank writes down the rows of the step before. Returns who was slowest in it."""
-        if not self.before or not self.main:
-            return {}
-        found = [Row.of(numbers) for numbers in rows.tolist()]
-        for words in self.rows.add(self.before, found):
-            self.folder.event("slow", words, step=self.before)
-            self.progress.say("slow", words)
-        return {"step": self.before, **slowest(found)} if self.ranks > 1 else {}
+    def _alert(self, kind: str, words: str) -> None:
+        self.folder.event(kind, words, step=self.ranks.before)
+        self.progress.say(kind, words)
 
     def take(self, done: int, outcome: Outcome, rate: float, begin: float, waited: float) -> Told:
         """Writes down what a step gave that began at `begin` and waited so long for data."""
@@ -134,20 +60,19 @@ class Measure:
         apart = engine.mesh["apart"]
         if apart.size > 1:
             outcome = outcome.mean_over(apart)
-        signal, rows = self._exchange()
+        signal, rows = self.ranks.exchange(self.stop.number)
         values = [outcome.loss, outcome.grad_norm, outcome.skipped, engine.scale.value, signal]
         model, sent = self.job.model, dict(METER.sent)
         METER.sent.clear()
         if isinstance(model, MoE):
-            now = METER.waited if self.device.type == "cpu" else self.row.waited  # a GPU is not there yet
+            now = METER.waited if self.device.type == "cpu" else self.ranks.row.waited  # a GPU is not there yet
             values.extend(
                 routing(model, engine.chains, self.world, self.device, sent.get("expert", 0), now.get("expert", 0.0))
             )
         loss, norm, skipped, scale, told, *more = torch.stack(values).tolist()  # the one wait for the device in a step
         seconds = time.perf_counter() - begin
-        behind = self._tell(rows)
-        self.before = done
-        if self.main:
+        behind = self.ranks.keep(rows, done)
+        if self.ranks.main:
             spent, waits = METER.so_far()
             record: dict[str, Any] = {
                 "step": done, "samples": done * self.job.samples,
@@ -165,7 +90,7 @@ class Measure:
             if "data" in sent:
                 record |= {"gradient_bytes": sent["data"], "gradient_ratio": round(sent["whole"] / sent["data"], 3)}
             if self.peak:
-                record["utilisation"] = self.step_flops / seconds / self.ranks / self.peak
+                record["utilisation"] = self.step_flops / seconds / self.ranks.world / self.peak
             if skipped:
                 record["skipped"] = True
             if engine.scale.dynamic:
@@ -173,6 +98,7 @@ class Measure:
             if more:
                 record |= _told(Routing.of(more))
             self.folder.metric(record)
+            self.track(record)
             self.progress.show(record)
         return Told(loss, norm, bool(skipped), int(told))
 
@@ -192,10 +118,3 @@ def flops_of(job: Job) -> float:
 def _plain(value: float) -> float | str:
     """JSON has no NaN and no infinity."""
     return value if math.isfinite(value) else str(value)
-
-
-def peak_memory(device: torch.device) -> int:
-    """The most bytes that this process has held: on the device, or in all where there is none."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -26,12 +26,14 @@ from shardwise.train.here import host_memory
 from shardwise.train.launch import check_world, joined_world, launch
 from shardwise.train.summary import finished, summarize
 from shardwise.train.worker import join
+from shardwise.watch.end import at_end
+from shardwise.watch.track import check_tracker
 from shardwise.words import counted, short
 
 DEMO = Path(__file__).parent.parent / "demo.toml"
 # What may change when a run goes on; all other keys are what the run is.
 FREE = (
-    "layout", "steps", "tokens", "compile", "data.workers", "data.prefetch", "checkpoint.*", "validation.*",
+    "layout", "steps", "tokens", "compile", "track", "data.workers", "data.prefetch", "checkpoint.*", "validation.*",
     "run.device", "run.processes", "run.cluster", "run.restarts", "run.patience", "run.on_nan", "run.spike",
     "embedding.cut", "embedding.ahead",
 )  # fmt: skip
@@ -47,6 +49,7 @@ def start_training(job_file: Path | None, settings: list[str], resume: Path | No
         check(job, given)  # here in its own words: the planner has another list of what it can weigh
     layout, record, why = _planned(job)
     check_world(layout, job)
+    check_tracker(job.track)
     if isinstance(job.model, DLRM):
         here = int(os.environ.get("LOCAL_WORLD_SIZE", layout.world))
         recommender.check_room(job, layout, host_memory() / here)
@@ -69,6 +72,7 @@ def start_training(job_file: Path | None, settings: list[str], resume: Path | No
     launch(folder, layout, resume=old is not None)
     if not _main():
         return
+    at_end(folder.path, say)
     if finished(folder):
         summarize(folder, job, say)
     else:

@@ -13,7 +13,7 @@ from shardwise.layout import AXES, Layout
 from shardwise.watch.goodput import Goodput, goodput
 from shardwise.watch.pipeline import pipeline_of
 from shardwise.watch.read import PARTS, Run, listed, means, thin, unit_of
-from shardwise.watch.rows import SHARE, Row, alerts
+from shardwise.watch.rows import HELD, SHARE, Row, alerts
 
 POINTS = 800  # of a curve
 COLUMNS, ROWS = 240, 128  # of the heat map
@@ -175,7 +175,7 @@ def memory(run: Run) -> dict[str, Any]:
     each = layout.world // layout.pipeline if layout is not None else 1
     rows = []
     for rank in thin(len(peak), ROWS).tolist():
-        known = {name: run.memory[name][rank] for name in ("weights", "gradients", "optimizer") if name in run.memory}
+        known: dict[str, float] = {name: run.memory[name][rank] for name in HELD if name in run.memory}
         row: dict[str, Any] = {"rank": rank, **known, "the rest": max(0.0, peak[rank] - sum(known.values()))}
         place = rank // each
         if place < len(planned):
