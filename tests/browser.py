@@ -109,8 +109,8 @@ class Browser:
             time.sleep(0.1)
 
     def shoot(self, path: Path, selector: str = "html") -> None:
-        box = self.js(f"(() => {{ const b = document.querySelector('{selector}').getBoundingClientRect(); "
-                      "return { x: b.x + scrollX, y: b.y + scrollY, width: b.width, height: b.height } })()")  # fmt: skip
+        place = f"document.querySelector('{selector}').getBoundingClientRect()"
+        box = self.js(f"(b => ({{ x: b.x + scrollX, y: b.y + scrollY, width: b.width, height: b.height }}))({place})")
         clip = {**box, "scale": 1}
         found = self.ask("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
         path.write_bytes(base64.b64decode(found["data"]))

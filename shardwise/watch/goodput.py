@@ -53,7 +53,7 @@ def goodput(run: Run) -> Goodput:
     last = max(float(ends[-1]), run.events[-1]["time"] if run.events else 0.0)
     edges = [begin, *ends.tolist()]
     starts = [*(ends - seconds).tolist(), last]
-    place, away = 0, 0.0
+    place = 0
     # Time between the end of a step (or the start of the run) and the begin of the next (or the end).
     for number, (gap_begin, gap_end) in enumerate(zip(edges, starts, strict=True)):
         first = place
@@ -63,8 +63,7 @@ def goodput(run: Run) -> Goodput:
         gap = max(0.0, gap_end - gap_begin)
         for before, after in zip(between, between[1:]):
             if before["event"] in ENDS and after["event"] in ("resumed", "changed"):
-                off = max(0.0, after["time"] - before["time"])
-                away, gap = away + off, gap - off
+                gap -= max(0.0, after["time"] - before["time"])  # it was not running
         for event in between:
             for kind, key in (("checkpoint", "stall_seconds"), ("validation", "seconds")):
                 if event["event"] == kind and isinstance(event.get(key), int | float):

@@ -162,9 +162,10 @@ def number(value: object) -> float:
 
 def plan_of(path: Path) -> Record:
     try:
-        return tomllib.loads((path / "plan.toml").read_text(encoding="utf-8"))
+        found = tomllib.loads((path / "plan.toml").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
+    return found if isinstance(found.get("predicted", {}), dict) else {}
 
 
 def timelines(path: Path) -> dict[int, dict[int, list[list[Any]]]]:
@@ -184,6 +185,13 @@ def unit_of(job: Job) -> str:
 def thin(count: int, most: int) -> np.ndarray:
     """Where each of at most `most` equal pieces of a row begins."""
     return np.unique(np.linspace(0, count, min(count, most), endpoint=False).astype(int))
+
+
+def even(steps: list[int], most: int) -> np.ndarray:
+    """The same of rows whose places are steps, by these."""
+    if len(steps) <= most:
+        return np.arange(len(steps))
+    return np.unique(np.searchsorted(steps, np.linspace(steps[0], steps[-1], most, endpoint=False)))
 
 
 def means(values: np.ndarray, begins: np.ndarray) -> np.ndarray:

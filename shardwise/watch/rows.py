@@ -1,7 +1,8 @@
 """Where the time of each rank's steps went: a row of numbers of each rank and step, kept in `ranks.jsonl`.
 
 The ranks give each other the row of their last step with the signal to stop, in one collective of each step. The first
-rank writes the rows of some steps as one line, sums of them: a run has about a thousand lines however long it is.
+rank writes the rows of some steps as one line, sums of them: few at first, more as the run gets on, so that it has some
+two thousand lines however long it is.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import torch
 OWN = ("compute", "optimizer", "data", "checkpoint", "validation")
 AXES = ("pipeline", "tensor", "context", "expert", "shard", "replicate", "data", "apart", "world")
 HELD = ("weights", "gradients", "optimizer")
-LINES = 1000  # of a run
+LINES = 1000  # of a run whose lines are all as long as the last
+FINE = 200  # lines for what a run has taken so far, at least
 ALERT = 20  # steps that are looked at together
 SLOW = 1.5  # times the others' median from which a rank is slow ...
 SHARE = 0.2  # ... and the share of the step that it costs them; of a wait for data, too
@@ -70,7 +72,6 @@ class Rows:
     """Ranks that should take as long as each other: those of one pipeline stage."""
 
     def __post_init__(self) -> None:
-        self.every = max(1, self.total // LINES)
         self.window: list[list[Row]] = []
         self.looked: list[list[Row]] = []
         self.told: set[str] = set()
@@ -78,7 +79,7 @@ class Rows:
     def add(self, step: int, rows: list[Row]) -> list[str]:
         """Takes in a step. Returns what there is to tell about the last ones, in words."""
         self.window.append(rows)
-        if len(self.window) >= self.every:
+        if len(self.window) >= min(self.total // LINES, step // FINE):
             self.flush(step)
         self.looked.append(rows)
         if len(self.looked) < ALERT:

@@ -12,7 +12,7 @@ from shardwise.errors import LayoutError
 from shardwise.layout import AXES, Layout
 from shardwise.watch.goodput import Goodput, goodput
 from shardwise.watch.pipeline import pipeline_of
-from shardwise.watch.read import PARTS, Run, listed, means, thin, unit_of
+from shardwise.watch.read import PARTS, Run, even, listed, means, thin, unit_of
 from shardwise.watch.rows import HELD, SHARE, Row, alerts
 
 POINTS = 800  # of a curve
@@ -43,6 +43,8 @@ def state(run: Run) -> dict[str, Any]:
 
 
 def seconds_text(seconds: float) -> str:
+    if not np.isfinite(seconds):
+        return "unknown"
     if seconds < 1:
         return f"{1e3 * seconds:.3g} ms"
     minutes, rest = divmod(round(seconds), 60)
@@ -66,9 +68,9 @@ def tiles(run: Run, good: Goodput) -> list[list[str]]:
     if not run.steps:
         return [["steps", "none yet"]]
     done, total = run.steps[-1], run.job.total_steps
-    loss = run.last.get("loss")
+    loss = run.last.get("loss", "unknown")
     step = recent(run.column("seconds"))
-    found = [["step", f"{done:,} of {total:,}"], ["loss", loss if isinstance(loss, str) else f"{loss:.4f}"]]
+    found = [["step", f"{done:,} of {total:,}"], ["loss", f"{loss:.4f}" if isinstance(loss, float) else str(loss)]]
     found += [
         ["step time", seconds_text(step)],
         [f"{unit_of(run.job)}/s", f"{recent(run.column('tokens_per_s')):,.0f}"],
@@ -113,7 +115,7 @@ def _lines(run: Run) -> np.ndarray:
 def parts(run: Run) -> dict[str, Any]:
     """Seconds of a step by what they went to, in the mean over ranks."""
     every = _lines(run).mean(2) if run.spent else np.zeros((0, len(PARTS)))
-    begins = thin(len(every), POINTS // 2)
+    begins = even([step for step, _ in run.lines], POINTS // 2)
     names = [place for place in range(len(PARTS)) if len(every) and every[:, place].max() > 1e-4 * every.sum(1).max()]
     return {
         "step": [run.lines[begin][0] for begin in begins], "names": [label(*PARTS[place]) for place in names],
@@ -156,7 +158,8 @@ def heat(run: Run) -> dict[str, Any]:
         if kind == "spent" and name in ("compute", "optimizer", "data")
     ]
     work = every[:, own].sum(1)
-    begins, ranks = thin(len(work), COLUMNS), thin(work.shape[1], ROWS)
+    lasts = [step for step, _ in run.lines]
+    begins, ranks = even(lasts, COLUMNS), thin(work.shape[1], ROWS)
     if not work.size:
         return {"ranks": [], "step": [], "values": []}
     work = np.maximum.reduceat(np.add.reduceat(work, begins) / np.diff([*begins, len(work)])[:, None], ranks, axis=1)
@@ -214,7 +217,11 @@ def plan(run: Run) -> dict[str, Any]:
     def row(what: str, predicted: float | None, measured: float | None, unit: str, scale: float = 1.0) -> None:
         if predicted is not None and measured is not None and np.isfinite(measured):
             off = f"{100 * (predicted / measured - 1):+.0f}%" if measured else ""
-            rows.append([what, f"{predicted * scale:.3g} {unit}", f"{measured * scale:.3g} {unit}", off])
+            both = (
+                f"{value * scale:,.0f}" if value > 1e3 else f"{value * scale:.3g} {unit}"
+                for value in (predicted, measured)
+            )
+            rows.append([what, *both, off])
 
     row("step", told.get("step_seconds"), recent(run.column("seconds")), "s")
     row(f"{unit_of(run.job)}/s", told.get("tokens_per_s"), recent(run.column("tokens_per_s")), "")
@@ -223,8 +230,11 @@ def plan(run: Run) -> dict[str, Any]:
     exposed = told.get("exposed_seconds", {})
     step = statistics.mean(per_rank(run).sum(0)) if share else 0.0
     for axis, seconds in exposed.items() if isinstance(exposed, dict) else ():
+        # The plan has one word for all sums over samples.
+        axes = ("shard", "replicate", "data") if axis == "shard" else (axis,)
+        measured = step * sum(share.get(f"waiting: {one}", 0.0) for one in axes)
         if axis != "pipeline":
-            row(f"waiting: {axis}", seconds, share.get(f"waiting: {axis}", 0.0) * step, "s")
+            row(f"waiting: {'sums over samples' if axis == 'shard' else axis}", seconds, measured, "s")
     found = pipeline_of(run)
     if found and "measured" in found:
         row("bubble", found.get("predicted", {}).get("bubble"), found["measured"]["bubble"], "%", 100.0)

@@ -39,9 +39,10 @@ function table(heads, rows, { slow, text } = {}) {
     el("tbody", {}, rows.map((row) => el("tr", slow && slow(row) ? { class: "slow" } : {}, row.map((one, n) => el("td", side(n), short(one)))))));
 }
 
+const opened = new Set();  // what the reader has unfolded stays so when a panel is drawn anew
+
 function folded(id, words, inside) {
-  const before = document.getElementById(id);
-  return el("details", before && before.open ? { id, open: "" } : { id }, el("summary", {}, words), el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": words }, inside));
+  return el("details", opened.has(id) ? { id, open: "" } : { id }, el("summary", {}, words), el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": words }, inside));
 }
 
 function sparse(count, most) {
@@ -132,7 +133,7 @@ function loss(at, run) {
   }
   curve("loss", box, [s.step, s.loss_high, s.loss_low, s.loss, held], [
     { label: "most", stroke: "#9ecae9", width: 0.5 }, { label: "least", stroke: "#9ecae9", width: 0.5 },
-    { label: "loss", stroke: "#4e79a7" },
+    { label: "loss", stroke: "#4f8fd0" },
     { label: "validation", stroke: "#f28e2b", width: 0, points: { show: true, size: 7, fill: "#f28e2b" }, spanGaps: false },
   ], { bands: [{ series: [1, 2], fill: "#9ecae955" }], height: 280, draw: (u) => events_on(u, run.events) });
   if (s.broken.length) at.append(el("p", { class: "small" }, "Not a number: ", s.broken.map(([step, word]) => `${word} in step ${step}`).join(", "), "."));
@@ -304,7 +305,7 @@ function curves(at, run) {
     const words = `${heading}: last ${short(there[there.length - 1])}, least ${short(Math.min(...there))}, most ${short(Math.max(...there))}.`;
     const [whole, box] = figure(`${name}-curve`, heading, words, table(["step", heading], sparse(s.step.length, 30).map((n) => [s.step[n], s[name][n]])));
     at.append(whole);
-    curve(name, box, [s.step, s[name]], [{ label: heading, stroke: "#4e79a7" }], { height: 150 });
+    curve(name, box, [s.step, s[name]], [{ label: heading, stroke: "#4f8fd0" }], { height: 150 });
   }
   if (run.experts.length) {
     const most = Math.max(...run.experts);
@@ -350,12 +351,13 @@ function show(run) {
       panel = el("section", { id, "aria-labelledby": `${id}-title`, class: wide ? "wide" : "" });
       main.append(panel);
     }
-    const body = el("div");
-    const old = panel.querySelector(":scope > div");
-    if (old) panel.style.minHeight = `${panel.offsetHeight}px`;
+    const body = el("div"), focus = panel.contains(document.activeElement) && document.activeElement.closest("details");
+    for (const one of panel.querySelectorAll("details")) opened[one.open ? "add" : "delete"](one.id);
+    panel.style.minHeight = `${panel.offsetHeight}px`;  // so that nothing below jumps
     panel.replaceChildren(el("h2", { id: `${id}-title` }, title), body);
     draw(body, run);
     panel.style.minHeight = "";
+    if (focus && document.getElementById(focus.id)) document.getElementById(focus.id).querySelector("summary").focus();
   }
 }
 
