@@ -361,6 +361,8 @@ def test_the_server_shows_runs_and_nothing_else(
         status, text = get(address + path)
         assert status == 404 and "secret" not in text
     assert get(f"{address}/", Host="evil.example")[0] == 403
+    with pytest.raises(JobError, match="--port"):
+        make_server(None, int(address.rpartition(":")[2]))
     one = serve(tmp_path / "runs" / "0001")
     assert get(f"{one}/")[0] == 200 and get(f"{one}/run/%3Cb%3E0002")[0] == 404
 

@@ -22,7 +22,7 @@ from shardwise.parallel.expert import Routing, routing
 from shardwise.step import Outcome
 from shardwise.train.folder import RunFolder
 from shardwise.train.progress import Progress
-from shardwise.watch.ranks import Ranks, peak_memory
+from shardwise.watch.ranks import Ranks
 from shardwise.watch.track import Tracker
 
 
@@ -79,7 +79,7 @@ class Measure:
                 "loss": _plain(loss), "grad_norm": _plain(norm), "lr": rate,
                 "tokens_per_s": self.job.samples * self.job.model.sequence / seconds, "seconds": seconds,
                 "flops_per_s": self.step_flops / seconds, "data_wait": waited,
-                "memory_gib": peak_memory(self.device) / 2**30, "time": round(time.time(), 3),
+                "memory_gib": self.ranks.memory() / 2**30, "time": round(time.time(), 3),
             }  # fmt: skip
             spent["other"] = seconds - sum(spent.values()) - sum(waits.values())
             record["spent"] = {part: round(value, 6) for part, value in spent.items()}

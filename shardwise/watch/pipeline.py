@@ -70,10 +70,13 @@ def _drawn(simulation: Simulation) -> dict[str, Any]:
 def _measured(run: Run, layout: Layout) -> dict[int, list[list[Any]]]:
     """By step, the actions of all pipeline ranks; steps of which some rank's are missing are left out."""
     each = layout.world // layout.pipeline
+    first = max(
+        (event.get("step", 0) for event in run.of_kind("resumed")), default=0
+    )  # before, in another layout perhaps
     found = {}
     for step, ranks in timelines(run.path).items():
         rows = {rank // each: actions for rank, actions in ranks.items() if rank < layout.world}
-        if len(rows) == layout.pipeline:
+        if len(rows) == layout.pipeline and step > first:
             found[step] = [[rank, *action] for rank, actions in sorted(rows.items()) for action in actions]
     return found
 

@@ -6,6 +6,7 @@ import json
 import resource
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ class Ranks:
         self.before, self.row = 0, Row()
         """The last step that was taken, 0 for none that counts; the row of the last that is over."""
         self.held: dict[str, float] = {}
+        self._asked, self._most = -1.0, 0.0
         self._hook = optimizer.register_step_pre_hook(self._hold)
         stage = world // mesh.layout.pipeline
         self.rows = Rows(
@@ -61,22 +63,29 @@ class Ranks:
         METER.phase("")
         spent, waited = METER.so_far()
         if "weights" not in self.held:
+            self._hook.remove()
             states = [value for state in self.optimizer.state.values() for value in state.values()]
             states = [value for value in states if isinstance(value, Tensor)]
             self.held |= held({"weights": self._weights(), "optimizer": states})
         seconds = time.perf_counter() - self._clock
-        self.row = Row(self._start, seconds, spent, waited, peak_memory(self.device), self.held)
+        self.row = Row(self._start, seconds, spent, waited, self.memory(), self.held)
         if actions := METER.recorded():
-            folder = self.run / "timeline"
-            folder.mkdir(exist_ok=True)
             moved = [[*what, round(a - self.offset, 6), round(b - self.offset, 6)] for *what, a, b in actions]
-            with (folder / f"rank-{self.rank}.jsonl").open("a") as file:
-                file.write(json.dumps({"step": self.before, "actions": moved}) + "\n")
+            path = self.run / "timeline" / f"rank-{self.rank}.jsonl"
+            with suppress(OSError):
+                path.parent.mkdir(exist_ok=True)
+                with path.open("a") as file:
+                    file.write(json.dumps({"step": self.before, "actions": moved}) + "\n")
+
+    def memory(self) -> float:
+        """The most bytes held so far; of a CPU as of the last second, because asking the system takes its time."""
+        if self.device.type == "cuda" or time.monotonic() - self._asked >= 1.0:
+            self._asked, self._most = time.monotonic(), peak_memory(self.device)
+        return self._most
 
     def _hold(self, *_: Any) -> None:
         """Before the first update, when there are gradients."""
-        self._hook.remove()
-        self.held = held({"gradients": [w.grad for w in self._weights() if w.grad is not None]})
+        self.held = self.held or held({"gradients": [w.grad for w in self._weights() if w.grad is not None]})
 
     def _weights(self) -> list[Tensor]:
         inside = [w for chain in self.engine.chains for w in (*chain.parameters(), *chain.buffers())]
@@ -105,6 +114,7 @@ class Ranks:
         """After the last step, on all ranks: what is left is written down."""
         if not self.before:
             return
+        self._asked = -1.0
         self._close()
         rows = self.exchange()[1]
         if self.main:

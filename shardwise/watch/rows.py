@@ -11,6 +11,7 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,7 @@ class Rows:
         """Writes down what was taken in up to a step."""
         if self.window:
             ranks = [joined(rank) for rank in zip(*self.window)]
-            with self.path.open("a") as file:
+            with suppress(OSError), self.path.open("a") as file:  # a full disk is told by what a run cannot do without
                 file.write(json.dumps(line(step, len(self.window), ranks)) + "\n")
             self.window = []
 

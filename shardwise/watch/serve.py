@@ -1,7 +1,8 @@
 """The live page: a server on this machine that shows run folders, and nothing else of the disk.
 
-Names in an address are looked up among the runs that there are; none of them becomes a path. It answers only those who
-call it by a name of this machine, so that no page elsewhere can read it through the browser (DNS rebinding).
+Names in an address are looked up among the runs that there are; none of them becomes a path. On this machine's own
+address it answers only those who call it by a name of that, so that no page elsewhere can read it through the browser
+(DNS rebinding).
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Watched:
         self._told: dict[str, tuple[tuple[int, ...], str]] = {}
         self._lock = threading.Lock()
         if one is not None:
-            self._open[Run(one).name] = Run(one)
+            run = Run(one)
+            self._open[run.name] = run
         elif not below.is_dir():
             raise JobError(f"there is no folder {below}; name a run folder: shardwise watch RUN.")
 
@@ -65,7 +67,7 @@ class Watched:
 
     def rows(self) -> list[dict[str, Any]]:
         found = []
-        for name, path in self.paths().items():
+        for name in self.paths():
             try:
                 run = self.find(name)
                 assert run is not None
@@ -74,7 +76,7 @@ class Watched:
                 about = {"layout": run.plan.get("layout", ""), "step": step, "loss": run.last.get("loss", "")}
                 found.append({"name": name, "status": run.status, **about})
             except ShardwiseError as error:
-                found.append({"name": name, "status": str(error), "layout": "", "step": "", "loss": path.name and ""})
+                found.append({"name": name, "status": str(error), "layout": "", "step": "", "loss": ""})
         return found
 
 
@@ -94,7 +96,7 @@ def handler(watched: Watched, own: str) -> type[BaseHTTPRequestHandler]:
 
         def _answer(self) -> None:
             host = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
-            if host not in (*LOOPBACK, own):
+            if own in LOOPBACK and host not in LOOPBACK:
                 return self._send(f"{host!r} is no name of this machine.", "text/plain", HTTPStatus.FORBIDDEN)
             url = urlsplit(self.path)
             parts = [unquote(part) for part in url.path.split("/") if part]

@@ -73,7 +73,7 @@ function curve(id, box, data, lines, more) {
   const axis = { stroke: () => css("--dim"), grid: { stroke: () => css("--edge"), width: 1 }, ticks: { stroke: () => css("--edge"), width: 1 }, font: "11px system-ui" };
   told.plot = new uPlot({
     width: Math.max(240, box.clientWidth), height: (more && more.height) || 240, scales: { x: { time: false }, ...(more && more.zero ? { y: { range: (u, low, high) => [0, high * 1.05] } } : {}) },
-    legend: { live: true }, cursor: { drag: { x: true, y: false } }, padding: [8, 8, 0, 0],
+    legend: { live: true }, cursor: { drag: { x: true, y: false } }, padding: [8, 16, 0, 0],
     axes: [{ ...axis, values: (u, all) => all.map(short) }, { ...axis, size: 58, values: (u, all) => all.map(short) }],
     bands: (more && more.bands) || [],
     series: [{ label: (more && more.x) || "step", value: (u, v) => short(v) }, ...lines.map((one) => ({
@@ -146,7 +146,7 @@ function band(at, run) {
   const stacked = p.values.map((row) => row.map((value, n) => sums[n] += value || 0));
   const shares = p.values.map((row) => row.reduce((a, b) => a + b, 0)), all = shares.reduce((a, b) => a + b, 0);
   const words = "Seconds of a step, in the mean over ranks: " + p.names.map((name, n) => `${name} ${percent(shares[n] / all)}`).join(", ") + ".";
-  const [whole, box] = figure("band-plot", "", words, table(["step", ...p.names], sparse(p.step.length, 40).map((n) => [p.step[n], ...p.values.map((row) => row[n])])));
+  const [whole, box] = figure("band-plot", "seconds, in the mean over ranks", words, table(["step", ...p.names], sparse(p.step.length, 40).map((n) => [p.step[n], ...p.values.map((row) => row[n])])));
   at.append(whole);
   const order = p.names.map((_, n) => p.names.length - 1 - n);  // the whole first, so that lower ones lie above it
   curve("band", box, [p.step, ...order.map((n) => stacked[n])], order.map((n) => ({
@@ -292,7 +292,7 @@ function mesh(at, run) {
 
 function plan(at, run) {
   if (run.plan.reason) at.append(el("p", { class: "small" }, run.plan.reason));
-  at.append(table(["", "predicted", "measured", "prediction off by"], run.plan.rows));
+  at.append(table(["", "predicted", "measured", "off by"], run.plan.rows));
   if (!run.plan.rows.length) at.append(el("p", { class: "dim" }, "Nothing to compare yet."));
   if (run.plan.rejected.length) at.append(folded("rejected", "What lost, and why", el("ul", {}, run.plan.rejected.map((one) => el("li", {}, el("code", {}, one.layout || one.choice || ""), `: ${one.reason || ""}`)))));
 }
