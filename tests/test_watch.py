@@ -192,7 +192,7 @@ def test_rows_of_long_runs_are_sums_of_windows(tmp_path: Path) -> None:
     words = []
     for step in range(1, 2001):
         each = [Row(step, 1.0, {**spent, "compute": 0.2}), Row(step, 1.0, {**spent, "compute": 0.9})]
-        words += rows.add(step, [Row.of(row.numbers()) for row in each])
+        words += rows.add(step, np.array([row.numbers() for row in each]))
     rows.flush(2000)
     lines = [json.loads(line) for line in (tmp_path / "ranks.jsonl").read_text().splitlines()]
     assert lines[0]["steps"] == 1 and lines[-2]["steps"] == 5 and len(lines) < 1000

@@ -105,7 +105,7 @@ class Ranks:
         step, self.before = self.before, done
         if not step or not self.main:
             return {}
-        found = [Row.of(numbers) for numbers in rows.tolist()]
+        found = rows.cpu().numpy()
         for words in self.rows.add(step, found):
             self.tell("slow", words)
         return {"step": step, **slowest(found)} if self.world > 1 else {}
@@ -118,7 +118,7 @@ class Ranks:
         self._close()
         rows = self.exchange()[1]
         if self.main:
-            self.rows.add(self.before, [Row.of(numbers) for numbers in rows.tolist()])
+            self.rows.add(self.before, rows.cpu().numpy())
             self.rows.flush(self.before)
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 OWN = ("compute", "optimizer", "data", "checkpoint", "validation")
@@ -26,6 +27,13 @@ FINE = 200  # lines for what a run has taken so far, at least
 ALERT = 20  # steps that are looked at together
 SLOW = 1.5  # times the others' median from which a rank is slow ...
 SHARE = 0.2  # ... and the share of the step that it costs them; of a wait for data, too
+
+
+# Places in a row: when the step began, how long it took, what that went to, and what was held.
+START, SECONDS, FIRST_OWN = 0, 1, 2
+FIRST_WAIT = FIRST_OWN + len(OWN)
+MEMORY = FIRST_WAIT + len(AXES)
+WIDTH = MEMORY + 1 + len(HELD)
 
 
 @dataclass
@@ -49,22 +57,10 @@ class Row:
         waits = [self.waited.get(axis, 0.0) for axis in AXES]
         return [self.start, self.seconds, *own, *waits, self.memory, *(self.held.get(part, 0.0) for part in HELD)]
 
-    @classmethod
-    def of(cls, numbers: Sequence[float]) -> Row:
-        start, seconds, *rest = numbers
-        waits, memory = len(OWN), len(OWN) + len(AXES)
-        return cls(
-            start, seconds, dict(zip(OWN, rest)), dict(zip(AXES, rest[waits:memory])), rest[memory],
-            dict(zip(HELD, rest[memory + 1 :])),
-        )  # fmt: skip
-
-
-WIDTH = len(Row().numbers())
-
 
 @dataclass
 class Rows:
-    """Of the first rank: the rows of all ranks, step by step."""
+    """Of the first rank: the rows of all ranks, step by step, each step a table (ranks, `WIDTH`)."""
 
     path: Path
     total: int
@@ -73,19 +69,20 @@ class Rows:
     """Ranks that should take as long as each other: those of one pipeline stage."""
 
     def __post_init__(self) -> None:
-        self.window: list[list[Row]] = []
-        self.looked: list[list[Row]] = []
+        self.window: list[np.ndarray] = []
+        self.looked: list[np.ndarray] = []
         self.told: set[str] = set()
 
-    def add(self, step: int, rows: list[Row]) -> list[str]:
+    def add(self, step: int, rows: np.ndarray) -> list[str]:
         """Takes in a step. Returns what there is to tell about the last ones, in words."""
         self.window.append(rows)
-        if len(self.window) >= min(self.total // LINES, step // FINE):
+        # A line of many ranks is long: there are fewer of them.
+        if len(self.window) >= max(1 + len(rows) // 32, min(self.total // LINES, step // FINE)):
             self.flush(step)
         self.looked.append(rows)
         if len(self.looked) < ALERT:
             return []
-        found = dict(alerts([joined(rank) for rank in zip(*self.looked)], self.alike))
+        found = dict(alerts(joined(self.looked), self.alike))
         self.looked = []
         new = [words for key, words in found.items() if key not in self.told]
         self.told = set(found)
@@ -94,67 +91,57 @@ class Rows:
     def flush(self, step: int) -> None:
         """Writes down what was taken in up to a step."""
         if self.window:
-            ranks = [joined(rank) for rank in zip(*self.window)]
+            text = json.dumps(line(step, len(self.window), joined(self.window)))
             with suppress(OSError), self.path.open("a") as file:  # a full disk is told by what a run cannot do without
-                file.write(json.dumps(line(step, len(self.window), ranks)) + "\n")
+                file.write(text + "\n")
             self.window = []
 
 
-def joined(rows: Sequence[Row]) -> Row:
-    """Steps of one rank as one; what it holds is that of the last."""
-
-    def summed(parts: list[dict[str, float]]) -> dict[str, float]:
-        return {name: sum(one[name] for one in parts) for name in parts[0]}
-
-    seconds = sum(row.seconds for row in rows)
-    spent, waited = summed([row.spent for row in rows]), summed([row.waited for row in rows])
-    return Row(rows[0].start, seconds, spent, waited, rows[-1].memory, rows[-1].held)
+def joined(steps: list[np.ndarray]) -> np.ndarray:
+    """Some steps as one; what is held is that of the last."""
+    whole = np.sum(steps, axis=0)
+    whole[:, START], whole[:, MEMORY:] = steps[0][:, START], steps[-1][:, MEMORY:]
+    return np.asarray(whole)
 
 
-def line(step: int, steps: int, ranks: list[Row]) -> dict[str, Any]:
-    def column(values: Sequence[float], digits: int = 5) -> list[float]:
-        return [round(value, digits) for value in values]
-
-    def columns(parts: list[dict[str, float]], scale: float = 1.0) -> dict[str, list[float]]:
-        found = {name: [one[name] / scale for one in parts] for name in parts[0]}
-        return {name: column(values) for name, values in found.items() if any(values)}
+def line(step: int, steps: int, ranks: np.ndarray) -> dict[str, Any]:
+    def columns(names: Sequence[str], first: int, scale: float = 1.0) -> dict[str, list[float]]:
+        values = ranks[:, first : first + len(names)].T / scale
+        return {name: row.round(5).tolist() for name, row in zip(names, values, strict=True) if row.any()}
 
     gib = 2.0**30
     return {
-        "step": step, "steps": steps, "start": column([row.start for row in ranks], 4),
-        "seconds": column([row.seconds for row in ranks]), "spent": columns([row.spent for row in ranks]),
-        "waited": columns([row.waited for row in ranks]),
-        "memory_gib": column([row.memory / gib for row in ranks], 4),
-        "held_gib": columns([row.held for row in ranks], gib),
+        "step": step, "steps": steps, "start": ranks[:, START].round(4).tolist(),
+        "seconds": ranks[:, SECONDS].round(5).tolist(), "spent": columns(OWN, FIRST_OWN),
+        "waited": columns(AXES, FIRST_WAIT), "memory_gib": (ranks[:, MEMORY] / gib).round(4).tolist(),
+        "held_gib": columns(HELD, MEMORY + 1, gib),
     }  # fmt: skip
 
 
-def slowest(rows: list[Row]) -> dict[str, Any]:
+def slowest(rows: np.ndarray) -> dict[str, Any]:
     """The rank, and its work, that took most above the median of all."""
-    worst: dict[str, Any] = {}
-    for part in OWN:
-        times = [row.spent[part] for row in rows]
-        most, middle = max(times), statistics.median_low(times)
-        if not worst or most - middle > worst["seconds"] - worst["median"]:
-            worst = {"rank": times.index(most), "part": part, "seconds": round(most, 6), "median": round(middle, 6)}
-    return worst
+    own = rows[:, FIRST_OWN:FIRST_WAIT]
+    middle = np.sort(own, axis=0)[(len(own) - 1) // 2]
+    rank, part = np.unravel_index(int((own - middle).argmax()), own.shape)
+    seconds, median = float(own[rank, part]), float(middle[part])
+    return {"rank": int(rank), "part": OWN[part], "seconds": round(seconds, 6), "median": round(median, 6)}
 
 
-def alerts(ranks: list[Row], alike: Sequence[Sequence[int]]) -> list[tuple[str, str]]:
+def alerts(rows: np.ndarray, alike: Sequence[Sequence[int]]) -> list[tuple[str, str]]:
     """What is wrong with some steps: a word for it, and a sentence."""
     found = []
+    work, seconds = rows[:, FIRST_OWN : FIRST_OWN + 2].sum(1), np.maximum(rows[:, SECONDS], 1e-9)
     for group in alike:
-        for rank in group if len(group) > 1 else ():
-            work = {one: ranks[one].spent["compute"] + ranks[one].spent["optimizer"] for one in group}
-            own, step = work.pop(rank), ranks[rank].seconds
-            middle = statistics.median(work.values())
-            if own > SLOW * middle and own - middle > SHARE * step:
-                words = f"rank {rank} computes {own / middle:.1f} times as long as those that do the same"
-                cost = f"the others wait {100 * (own - middle) / step:.0f}% of a step for it"
-                found.append((f"slow {rank}", f"{words}: {cost}."))
-    data = [row.spent["data"] / row.seconds if row.seconds else 0.0 for row in ranks]
-    if max(data) > SHARE:
-        rank = data.index(max(data))
+        middle = float(np.sort(work[list(group)])[(len(group) - 1) // 2])  # of two the quicker
+        for rank in group:
+            more = float(work[rank]) - middle
+            if work[rank] > SLOW * middle and more > SHARE * seconds[rank]:
+                times = f"{work[rank] / max(middle, 1e-9):.1f} times as long as those that do the same"
+                cost = f"the others wait {100 * more / seconds[rank]:.0f}% of a step for it"
+                found.append((f"slow {rank}", f"rank {rank} computes {times}: {cost}."))
+    data = rows[:, FIRST_OWN + OWN.index("data")] / seconds
+    rank = int(data.argmax())
+    if data[rank] > SHARE:
         words = f"rank {rank} spends {100 * data[rank]:.0f}% of its steps waiting for data"
         found.append((f"data {rank}", f"{words}; more data.workers would help, or a faster source."))
     return found

@@ -13,7 +13,7 @@ from shardwise.layout import AXES, Layout
 from shardwise.watch.goodput import Goodput, goodput
 from shardwise.watch.pipeline import pipeline_of
 from shardwise.watch.read import PARTS, Run, even, listed, means, thin, unit_of
-from shardwise.watch.rows import HELD, SHARE, Row, alerts
+from shardwise.watch.rows import FIRST_OWN, FIRST_WAIT, HELD, OWN, SECONDS, SHARE, WIDTH, alerts
 
 POINTS = 800  # of a curve
 COLUMNS, ROWS = 240, 128  # of the heat map
@@ -247,12 +247,10 @@ def told(run: Run) -> list[dict[str, Any]]:
     if not table.size:
         return []
     each = table.shape[1] // layout.pipeline if layout is not None else table.shape[1]
-    own = {name: place for place, (kind, name) in enumerate(PARTS) if kind == "spent"}
-    ranks = [
-        Row(0.0, float(column.sum()), {name: float(column[place]) for name, place in own.items()}) for column in table.T
-    ]
+    rows = np.zeros((table.shape[1], WIDTH))
+    rows[:, SECONDS], rows[:, FIRST_OWN:FIRST_WAIT] = table.sum(0), table[: len(OWN)].T
     alike = [range(first, first + each) for first in range(0, table.shape[1], each)]
-    return [{"rank": int(key.split()[1]), "words": sentence} for key, sentence in alerts(ranks, alike)]
+    return [{"rank": int(key.split()[1]), "words": sentence} for key, sentence in alerts(rows, alike)]
 
 
 def words(run: Run, good: Goodput) -> list[str]:
