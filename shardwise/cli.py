@@ -16,6 +16,7 @@ from shardwise import __version__
 from shardwise.errors import JobError, ShardwiseError
 from shardwise.files import demand_folder
 from shardwise.job import load_job
+from shardwise.watch import command as watch
 from shardwise.words import say
 
 app = typer.Typer(
@@ -260,6 +261,10 @@ def doctor(run: Annotated[Path, typer.Argument(help="A run folder, of a run that
 
     for line in examine(run):
         say(line)
+
+
+for _command in watch.COMMANDS:
+    app.command()(_command)
 
 
 @app.command()

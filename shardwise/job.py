@@ -223,6 +223,8 @@ class Job(Section):
     precision: Literal["float64", "float32", "bf16", "fp16", "fp8"] = "float32"
     compile: bool | Literal["auto"] = "auto"
     """Whether each block is compiled; auto: on a GPU, unless the schedule runs backwards in two halves."""
+    track: Literal["", "csv", "tensorboard", "wandb", "prometheus"] = ""
+    """Where metrics go beside `metrics.jsonl`; see [watch a run](../how-to/watch-a-run.md)."""
     attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"
     """Which of PyTorch's attention kernels; auto: PyTorch chooses by head size and device."""
     model: AnyModel = Model()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm.collectives import all_reduce
+from shardwise.comm.meter import METER
 from shardwise.data.stream import Samples
 from shardwise.models.chain import IGNORED
 from shardwise.optim.adamw import AdamW
@@ -158,13 +160,16 @@ def measure(engine: Engine, loss: Tensor) -> Outcome:
     own_loss = loss / engine.mesh["tensor"].size
     both = torch.stack((own_loss.to(dtype), torch.stack(squares).sum()))
     if engine.mesh["world"].size > 1:
-        all_reduce(both, group=engine.mesh["world"].group)
+        # Gradients are summed by now: who waits here in a pipeline waits for a stage that ends later.
+        with METER.over("pipeline") if engine.pipeline is not None else nullcontext():
+            all_reduce(both, group=engine.mesh["world"].group)
     norm = both[1].sqrt() / engine.scale.value
     return Outcome(both[0] / engine.scale.value, norm, ~norm.isfinite())
 
 
 def update(engine: Engine, optimizer: torch.optim.Optimizer, outcome: Outcome, clip: float) -> None:
     """Clips, unscales and updates, or does nothing if the norm is not finite."""
+    METER.phase("optimizer")
     divisor = engine.scale.value
     if clip > 0.0:
         divisor = divisor * (outcome.grad_norm / clip).clamp(min=1.0)

@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwise.bench.server import Worker, exchange, exchange_count
 from shardwise.comm import allreduce
 from shardwise.comm.allreduce import algorithm, all_reduce, sent_bytes
-from shardwise.comm.server import Worker, exchange, exchange_count
 from shardwise.comm.world import run_world
 from shardwise.errors import RunError
 

@@ -15,11 +15,9 @@ from shardwise.chaos.run import draw_faults
 from shardwise.chaos.victim import Fault, flip_number, plant
 from shardwise.errors import RunError
 from shardwise.guard.nursery import Nursery
-from shardwise.guard.pace import LOOKS, WINDOW, Pace
 from shardwise.guard.sums import KINDS, checksum, firsts
 from shardwise.job import Job
 from shardwise.layout import Layout
-from shardwise.parallel.engine import Engine
 from shardwise.train.folder import RunFolder
 from shardwise.train.launch import launch
 
@@ -143,33 +141,3 @@ def test_chaos_draws_flips_only_where_they_can_be_found() -> None:
     kinds = {layout: draw_faults(300, 0, Layout.parse(layout), job) for layout in ("shard=2", "replicate=2")}
     assert {fault.kind for fault in kinds["replicate=2"]} >= {"weight", "state", "gradient"}
     assert "gradient" not in {fault.kind for fault in kinds["shard=2"]}
-
-
-class _Blocks:
-    """Of an engine what a pace asks for."""
-
-    def __init__(self, layout: str):
-        self.mesh = type("Mesh", (), {"layout": Layout.parse(layout), "device": torch.device("cpu"), "rank": 0})()
-        self.chains: list[object] = []
-
-
-def test_a_slow_rank_is_told_once_and_noise_is_not() -> None:
-    told: list[tuple[str, dict[str, object]]] = []
-    engine: Engine = _Blocks("pipeline=2 replicate=4")  # type: ignore[assignment]
-    pace = Pace(small_job(Path("x")), engine, lambda kind, message, **facts: told.append((message, facts)))
-    draw = random.Random(0)
-    for step in range(1, 1001):
-        # The second stage has twice the work; now and then a rank is late, as on a machine with other work.
-        pace.judge(step, [round(1000 * (1 + rank // 4) * draw.choice((1, 1, 1, 1.1, 2))) for rank in range(8)])
-    assert not told
-    for step in range(1001, 1001 + 3 * WINDOW):
-        pace.judge(step, [1000 * (1 + rank // 4) * (1 + (rank == 6)) for rank in range(8)])
-    ((message, facts),) = told
-    assert facts["ranks"] == [6] and message.startswith("rank 6 is slow: its blocks took 4 ms forward")
-    assert 1001 + WINDOW // 2 <= int(str(facts["step"])) <= 1001 + WINDOW + LOOKS
-
-
-def test_a_rank_that_is_slow_is_named_not_those_that_wait(nursery: Nursery, tmp_path: Path) -> None:
-    job = job_of(tmp_path / "run", steps=60, checkpoint={"every": 0})
-    run = train(nursery, job, "replicate=2", Fault("slow", 1, 4))
-    assert [event["ranks"] for event in events(run, "slow")] == [[1]]

@@ -128,3 +128,30 @@ def test_what_travels_through_the_host_arrives(layout, monkeypatch):
     job = make_job({"precision": "float64", "batch": {"samples": 8}, "model": {**model, **experts}})
     (record,) = verify(job, [Layout.parse(layout)])
     assert record.ok, record.sentence()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("layout", ["pipeline=1", "replicate=2", "shard=2 zero=3", "pipeline=2", "tensor=2"])
+@pytest.mark.parametrize("compiled", ["false", "auto"])
+def test_the_parts_of_a_step_add_up_on_a_gpu(layout, compiled, tmp_path):
+    (tmp_path / "job.toml").write_text(JOB.replace('"float64"', '"bf16"').replace("compile = false\n", ""))
+    world = Layout.parse(layout).world
+    settings = [f"compile={compiled}", "steps=12", "model.width=256", "model.sequence=256", f"run.processes={world}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "shardwise", "train", "job.toml", "--layout", layout, "--set", "run.folder=run",
+         *[part for setting in settings for part in ("--set", setting)]],
+        cwd=tmp_path, text=True, capture_output=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    for record in records[6:]:
+        parts = record["spent"] | {f"waited {axis}": value for axis, value in record.get("waited", {}).items()}
+        assert sum(parts.values()) == pytest.approx(record["seconds"], rel=1e-3)
+        assert min(parts.values()) > -0.01 * record["seconds"], parts
+        assert parts["compute"] > 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "ranks.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 13)) and len(rows[-1]["seconds"]) == world
+    if world > 1:
+        assert any(rows[-2]["waited"].values())
+    assert (tmp_path / "run" / "report.html").exists()

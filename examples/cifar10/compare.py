@@ -28,8 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardwise.bench.server import Worker, exchange, exchange_count
 from shardwise.comm import allreduce
-from shardwise.comm.server import Worker, exchange, exchange_count
 from shardwise.comm.world import run_world
 from shardwise.data.cifar import TEST, TRAINING
 from shardwise.data.images import Drawn

@@ -26,11 +26,11 @@ import torch.distributed as dist
 from scipy.optimize import nnls
 from torch import Tensor
 
+from shardwise.bench.server import exchange, exchange_count
 from shardwise.cluster import CLUSTERS, Link, read_cluster, write_cluster
 from shardwise.comm import allreduce
 from shardwise.comm.allreduce import Count, Schedule, algorithm, segments, sent_bytes
 from shardwise.comm.collectives import all_reduce
-from shardwise.comm.server import exchange, exchange_count
 from shardwise.comm.world import run_world
 from shardwise.draw import COLOURS, EDGE, HIGH, SIDE, Panel, dot, path, svg, text
 from shardwise.errors import JobError

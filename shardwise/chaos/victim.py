@@ -36,8 +36,7 @@ PHASES = ("data", "forward", "backward", "optimizer", "save", "load")
 class Fault:
     kind: str
     """kill, stop, flip (a checkpoint), flip memory (a snapshot), weight, state or gradient (a bit of one), nan, inf,
-    spike, fill or free (the disk), loop, sleep, raise, skip, mismatch, slip (a block computes wrongly once) or slow (a
-    block, from then on)."""
+    spike, fill or free (the disk), loop, sleep, raise, skip, mismatch or slip (a block computes wrongly once)."""
     rank: int
     step: int
     phase: str = "data"
@@ -116,8 +115,6 @@ class _Harm:
                 if not list(module.children()) and name.endswith(self.faults[0].phase):
                     module.register_forward_hook(self._blow_up)
                     break
-        if any(fault.kind == "slow" for fault in self.faults):
-            engine.chains[0].blocks()[-1].register_forward_pre_hook(self._slow)
         if any(fault.kind == "slip" for fault in self.faults):
             engine.chains[0].blocks()[-1].register_forward_hook(self._slip)
         if any(fault.kind == "spike" for fault in self.faults):
@@ -195,11 +192,6 @@ class _Harm:
         self.forwards[self.step] += 1
         fault = self.due("slip", phase={1: "first", 2: "second"}.get(self.forwards[self.step], ""))
         return output * 1.25 if fault is not None else None
-
-    def _slow(self, module: torch.nn.Module, given: Any) -> None:
-        """From its step on, in each."""
-        if any(fault.kind == "slow" and self.step >= fault.step for fault in self.faults):
-            time.sleep(0.02)
 
     def _raise_loss(self) -> None:
         judge = self.trainer.judge

@@ -7,10 +7,9 @@
   the step is taken again, which gives what it should have given.
 - What a rank computes from its own samples is computed again by others, now and then (`shardwise.guard.again`).
 
-Nothing waits for it: checksums stay on the device, one small row of each rank travels with the signal to stop (and the
-rank's pace, see `shardwise.guard.pace`), and whether anything is wrong is read with the loss. All ranks come to the
-same verdict. The run then goes back to the last checkpoint; a checkpoint is confirmed when it was copied, so none of a
-changed state stays.
+Nothing waits for it: checksums stay on the device, one small row of each rank travels with the signal to stop, and
+whether anything is wrong is read with the loss. All ranks come to the same verdict. The run then goes back to the last
+checkpoint; a checkpoint is confirmed when it was copied, so none of a changed state stays.
 
 Where reading all tensors twice a step would take more than a hundredth of it, each step looks at a part of them in
 turn: copies that differ stay different, so they are found within one round, but what only one rank has is found only
@@ -41,13 +40,12 @@ from shardwise.errors import RunError
 from shardwise.files import write_text
 from shardwise.guard.again import Again
 from shardwise.guard.judge import GoBack
-from shardwise.guard.pace import Pace
 from shardwise.guard.sums import KINDS, Books, Kept, firsts, mixer, sums_of
 from shardwise.job import Job
 from shardwise.parallel.engine import Engine
 from shardwise.words import counted, ranks_text
 
-SIGNAL, PACE, CHANGED, COPIES = 0, 1, 2, 3  # places in a rank's row
+SIGNAL, CHANGED, COPIES = 0, 1, 2  # places in a rank's row
 SHARE = 0.008  # of a step that checksums may take
 OPERATIONS = {"cpu": 1.5, "cuda": 120.0}  # that a device computes while it reads a byte, as measured
 MOST = 100  # parts
@@ -75,7 +73,7 @@ class Witness:
         """`flops`: of a step of this rank, 0 where steps are not to be watched. Which ranks were found corrupt is kept
         in `run`."""
         self.job, self.engine, self.flops, self.tell = job, engine, flops, tell
-        self.books, self.again, self.pace = Books(engine, optimizer), Again(job, engine), Pace(job, engine, tell)
+        self.books, self.again = Books(engine, optimizer), Again(job, engine)
         self.device, self.world = engine.mesh.device, engine.mesh.layout.world
         self.on = bool(job.run.check and flops)
         self.parts = job.run.check if isinstance(job.run.check, int) else 0
@@ -123,7 +121,7 @@ class Witness:
     def agreed(self, signal: int) -> Tensor:
         """The highest signal that any rank was sent, and whether anything is wrong on any; still on the device."""
         row = torch.zeros(COPIES + len(KINDS) + 2, dtype=torch.int64, device=self.device)
-        row[SIGNAL], row[PACE] = signal, self.pace.taken()
+        row[SIGNAL] = signal
         if len(self.sums):
             key = self.turn, len(self.sums)
             if key not in self.mixers:
@@ -135,14 +133,12 @@ class Witness:
         if self.world > 1:
             table = row.new_empty(self.world, len(row))
             all_gather(table.view(-1), row)
-        self.paces, copies = table[:, PACE], table[:, COPIES:]
+        copies = table[:, COPIES:]
         wrong = table[:, CHANGED].any() | (copies != copies.gather(0, self.firsts)).any()
         return torch.stack((table[:, SIGNAL].max(), wrong.long()))
 
     def judge(self, done: int, wrong: bool) -> None:
         """Raises `GoBack` where something is wrong, or `RunError` where a rank was found corrupt too often."""
-        if self.pace.on and self.engine.mesh.rank == 0:  # whose word is told
-            self.pace.judge(done, self.paces.tolist())
         if self.open is not None and self.open[0].step == done:
             find, before = self.open
             self.open = None

@@ -151,6 +151,7 @@ class Compressor:
     ) -> list[Tensor]:  # fmt: skip
         """Of each weight's rows (ranks, size), which zeros may fill up, the sum of the row of this rank; `shapes`: of
         the weights."""
+        METER.sent["whole"] += sum(one.nbytes for one in rows) * (axis.size - 1) // axis.size
         if self.way.kind == "powersgd":
             matrices = [one.reshape(-1, math.prod(shape[1:])) for one, shape in zip(rows, shapes, strict=True)]
             return [sums.view(axis.size, -1)[axis.index].clone() for sums in self._thin(names, matrices, axis)]
@@ -160,6 +161,7 @@ class Compressor:
 
     def everywhere(self, names: Sequence[str], values: Sequence[Tensor], axis: Axis) -> list[Tensor]:
         """The sum of each weight's numbers, in its shape, on every rank."""
+        METER.sent["whole"] += 2 * sum(value.nbytes for value in values) * (axis.size - 1) // axis.size
         if self.way.kind == "powersgd":
             sums = self._thin(names, [value.view(value.shape[0], -1) for value in values], axis)
             return [found.view(value.shape) for found, value in zip(sums, values, strict=True)]

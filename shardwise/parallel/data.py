@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.comm.collectives import all_gather, all_reduce, reduce_scatter
+from shardwise.comm.meter import METER
 from shardwise.errors import RunError
 from shardwise.models.chain import Chain
 from shardwise.parallel.compress import Compressor
@@ -297,7 +298,8 @@ class Bucketed(DataParallel):
         return nullcontext() if last else self.ddp.no_sync()
 
     def sum_gradients(self) -> None:
-        """Was done in the backward."""
+        """Was done in the backward, which is over only when the last bucket is there."""
+        METER.since("replicate")
 
     def spread_weights(self) -> None:
         """Every rank took the same step."""
@@ -308,6 +310,7 @@ def _sum_beside(state, bucket):  # type: ignore[no-untyped-def]
     _, group = state
     buffer = bucket.buffer()
     work = all_reduce(buffer, group=group, async_op=True)
+    METER.mark()  # the last bucket is full when the last gradient is made
     return work.get_future().then(lambda future: buffer)
 
 

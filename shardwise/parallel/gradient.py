@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardwise.comm import allreduce
 from shardwise.comm.collectives import all_reduce
+from shardwise.comm.meter import METER
 from shardwise.errors import LayoutError
 from shardwise.job import Gradient
 from shardwise.layout import AXES, Layout
@@ -74,4 +75,5 @@ class Sum:
         node = 1
         if self.gradient.reduce == "two-level":
             node = on_a_node(dist.get_process_group_ranks(group), node_of(self.gradient, dist.get_world_size()))
-        allreduce.all_reduce(tensor, self.gradient.reduce, group, node)
+        with METER.waiting(group, tensor.device):
+            allreduce.all_reduce(tensor, self.gradient.reduce, group, node)

@@ -102,6 +102,8 @@ class Mesh:
         for name in (*DERIVED, *AXES):
             if self[name].group is not None:
                 METER.axes[self[name].group.group_name] = spoken.get(name, name)  # type: ignore[union-attr]
+        if self.ends.group is not None:
+            METER.axes[self.ends.group.group_name] = "pipeline"
 
     def _part(self, grid: torch.Tensor, place: list[int]) -> None:
         """Makes a replica a world of its own."""

@@ -107,7 +107,7 @@ class Stage(nn.Module):
 
 
 class Peer(PipelineStage):
-    """PyTorch's stage, mended in three places."""
+    """PyTorch's stage, mended in three places; its actions are timed."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
         """Warms up no link to its own rank: in a V two neighbours share one, and gloo knows no such link."""
@@ -117,6 +117,18 @@ class Peer(PipelineStage):
         """Each stage knows its shapes, so the vote on it (2.13) has one outcome, which a fake tensor could not tell."""
         super()._warmup_backward_result(received_result)
         return torch.tensor([1], dtype=torch.int32, device=self.device)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with METER.action("F", self.stage_index, fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with METER.action("B" if kwargs.get("full_backward", True) else "I", self.stage_index, bwd_chunk_id):
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with METER.action("W", self.stage_index, bwd_chunk_id):
+            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_maybe_with_nosync(self, backward_type: str, *args: Any, **kwargs: Any) -> Any:
         """With FSDP, half a backward finds weights whole; gradients are summed after the half that makes them."""

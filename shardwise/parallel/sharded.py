@@ -9,9 +9,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.collectives import reduce_scatter
+from shardwise.comm.meter import METER
 from shardwise.job import Gradient
 from shardwise.layout import Batch, Layout
 from shardwise.models.chain import Chain
@@ -22,6 +24,19 @@ from shardwise.parallel.gradient import Sum
 from shardwise.parallel.holding import Holding
 from shardwise.parallel.mesh import Axis, Mesh
 from shardwise.parallel.precision import Precision
+
+
+def _metered(act: Any) -> Any:
+    def acts(group: Any, *args: Any, **keys: Any) -> Any:
+        with METER.waiting(group._reduce_scatter_process_group, group.device):
+            return act(group, *args, **keys)
+
+    return acts
+
+
+# What gathers weights and sums gradients: on a GPU in streams of their own, for which the one that computes waits here.
+for _name in ("unshard", "wait_for_unshard", "post_backward", "finalize_backward"):
+    setattr(FSDPParamGroup, _name, _metered(getattr(FSDPParamGroup, _name)))
 
 
 class Sharded(DataParallel):

@@ -17,7 +17,7 @@ from shardwise.layout import Layout
 from shardwise.models.families import cost_of
 from shardwise.parallel.balance import cut_stages
 from shardwise.parallel.parallelize import check
-from shardwise.planner.plan import Plan, make_plan
+from shardwise.planner.plan import Plan, estimator_of, make_plan
 from shardwise.train.here import cluster_here, local_processes
 from shardwise.words import counted
 
@@ -87,18 +87,30 @@ def cut_record(job: Job, layout: Layout) -> dict[str, Any]:
     }
 
 
+def _pipeline(job: Job, plan: Plan) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of a pipeline: the predicted seconds of its stages, and its order where that has no name."""
+    layout, estimator = plan.best.layout, estimator_of(job, plan.cluster)
+    if layout.pipeline == 1:
+        return {}, {}
+    stages = {part: list(seconds) for part, seconds in vars(estimator.costs(layout)).items()}
+    rows = estimator.made(layout).simulation.program.order if estimator.is_made(layout) else {}
+    order = [[[action.stage, action.kind, action.micro_batch] for action in row] for row in rows.values()]
+    return {"stage_seconds": stages}, {"order": order} if order else {}
+
+
 def plan_record(job: Job, plan: Plan, source: str) -> dict[str, Any]:
     """What `plan.toml` holds."""
     best = plan.best
     others = zip(plan.layouts[1:], plan.reasons[1:], strict=True)
+    stages, order = _pipeline(job, plan)
     return {
-        **cut_record(job, best.layout),
+        **cut_record(job, best.layout), **order,
         "reason": reason(plan, source),
         "predicted": {
             "device": plan.cluster.device.name, "described_by": source, "step_seconds": best.seconds,
             "tokens_per_s": plan.tokens_per_second(best) * plan.devices, "bubble": best.bubble,
             "peak_memory_gib": best.peak / GIB, "device_memory_gib": plan.cluster.device.memory / GIB,
-            "layouts_judged": plan.evaluated, "exposed_seconds": best.exposed,
+            "layouts_judged": plan.evaluated, "exposed_seconds": best.exposed, **stages,
             "memory_gib": [
                 {"pipeline_rank": rank, **{part: size / GIB for part, size in vars(held).items()}}
                 for rank, held in enumerate(best.memory)

@@ -9,6 +9,7 @@ What lies in it:
     beats/           signs of life of ranks    doctor/        what was found when ranks died or hung
     skips.json       batches left out after a spike of the loss
     quarantine.json  ranks whose numbers went wrong by themselves
+    ranks.jsonl      each rank's time and memory   timeline/       actions of the pipeline in some steps
 """
 
 from __future__ import annotations
@@ -80,12 +81,13 @@ class RunFolder:
 
     def forget_after(self, step: int) -> None:
         """Drops metrics of steps that will be taken again, so that each step stands once; they stand in order."""
-        path, kept = self.path / "metrics.jsonl", 0
-        for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
-            if (record := _record(line.decode(errors="replace"))) is not None and record.get("step", 0) > step:
-                os.truncate(path, kept)
-                return
-            kept += len(line)
+        for name in ("metrics.jsonl", "ranks.jsonl"):
+            path, kept = self.path / name, 0
+            for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
+                if (record := _record(line.decode(errors="replace"))) is not None and record.get("step", 0) > step:
+                    os.truncate(path, kept)
+                    break
+                kept += len(line)
 
     def skips(self) -> list[tuple[int, int]]:
         """Batches that the run leaves out: from which step on, and how many."""

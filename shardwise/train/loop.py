@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.meter import METER
 from shardwise.data.bad import Bad
 from shardwise.data.loader import Loader
 from shardwise.data.make import make_sources
@@ -36,6 +37,9 @@ from shardwise.train.measure import Measure, StopFlag, flops_of
 from shardwise.train.progress import Progress
 from shardwise.train.validate import validate
 from shardwise.words import counted, signal_name
+
+# By what a rank is doing, what its time counts for.
+PHASES = {"data": "data", "computing": "compute", "validating": "validation", "saving": "checkpoint"}
 
 
 def make_engine(job: Job, layout: Layout, device: torch.device) -> Engine:
@@ -83,7 +87,9 @@ class Trainer:
         self.bad = Bad(self.job.data.bad == "skip", self.folder.bad if self.main else None)
         self.training, self.held_out, self.tokenizer = make_sources(self.job, bad=self.bad)
         self.bad.log = self.folder.bad
-        self.measure = Measure(self.job, self.engine, self.folder, self.progress, self.witness, self.stop)
+        self.measure = Measure(
+            self.job, self.engine, self.optimizer, self.folder, self.progress, self.witness, self.stop
+        )
         self.judge = Judge(self.job, self.engine, self._traceable(), lambda: len(self.folder.skips()), self._event)
 
     def _taker(self) -> Callable[[Samples], Outcome]:
@@ -121,12 +127,14 @@ class Trainer:
             self.engine.keep(stream, self.job.embedding.cache)
             if self.device.type == "cuda" if ahead == "auto" else ahead:
                 batches = self.engine.coming(loader, last - first)
+        self.measure.ranks.start()
         try:
             for number in range(first, last):
+                self.measure.ranks.begin(number)
                 begin, waited = time.perf_counter(), loader.wait_seconds
-                self.mark("data", number + 1)
+                self._mark("data", number + 1)
                 samples = next(batches)[1].to(self.device)
-                self.mark("computing", number + 1)
+                self._mark("computing", number + 1)
                 rate = learning_rate(self.job.optimizer, number, last)
                 set_learning_rate(self.optimizer, rate)
                 self.engine.data.plain = number < self.job.gradient.plain_steps(last)
@@ -152,12 +160,13 @@ class Trainer:
                     break
             else:
                 self._validate(last)
-                self.mark("saving", last)
+                self._mark("saving", last)
                 self.checkpoints.finish()
                 if words := self.bad.words():
                     self._event("bad records", words, step=last)
                 self._event("finished", "all steps are done.", step=last)
             self.checkpoints.finish()
+            self.measure.ranks.finish()
         finally:
             loader.close()
 
@@ -166,7 +175,7 @@ class Trainer:
         if not self.resume:
             self._event("started", f"training in layout '{self.layout}'.", layout=str(self.layout), step=0)
             return 0
-        self.mark("loading", 0)
+        self._mark("loading", 0)
         state = self.checkpoints.load(self.engine, self.optimizer)
         for sentence in self.checkpoints.damaged:
             self._event("damaged checkpoint", sentence)
@@ -179,7 +188,7 @@ class Trainer:
         return first
 
     def _snapshot(self, done: int) -> None:
-        self.mark("saving", done)
+        self._mark("saving", done)
         if problem := self.checkpoints.snapshot(done, self.engine, self.optimizer, self._state(done)):
             self._event("no snapshots", problem, step=done)
         self.witness.confirm(done)
@@ -189,7 +198,7 @@ class Trainer:
 
     def _save(self, done: int) -> None:
         begin = time.perf_counter()
-        self.mark("saving", done)
+        self._mark("saving", done)
         try:
             self.checkpoints.finish()
         except RunError as error:  # of the save before this one
@@ -206,13 +215,15 @@ class Trainer:
         self._event("checkpoint", f"saving step {done}.", step=done, stall_seconds=stall)
 
     def _validate(self, done: int) -> None:
-        self.mark("validating", done)
+        self._mark("validating", done)
+        begin = time.perf_counter()
         result = validate(self.engine, self.job, self.held_out, self.tokenizer)
         if result is not None:
             bits = f", {result['bits_per_byte']:.3f} bits per byte" if "bits_per_byte" in result else ""
             right = f", {100 * result['accuracy']:.1f}% right" if "accuracy" in result else ""
             told = f"loss {result['loss']:.4f}{bits}{right} after step {done}."
-            self._event("validation", told, step=done, **result)
+            took = round(time.perf_counter() - begin, 4)
+            self._event("validation", told, step=done, seconds=took, **result)
 
     def _traceable(self) -> bool:
         """Whether a step can be taken again without a trace of its own: no tables, no debts, no compiled blocks."""
@@ -242,6 +253,10 @@ class Trainer:
         self._event("rollback", f"{reason}; {how}.", step=reason.done)
         self.step = self._taker()
         return first
+
+    def _mark(self, phase: str, step: int) -> None:
+        self.mark(phase, step)
+        METER.phase(PHASES.get(phase, ""))
 
     def _event(self, kind: str, message: str, **facts: Any) -> None:
         if self.main:

@@ -28,12 +28,14 @@ from shardwise.train.here import host_memory, local_processes
 from shardwise.train.launch import WORKER, check_world, joined_world, launch
 from shardwise.train.summary import finished, summarize
 from shardwise.train.worker import join
+from shardwise.watch.end import at_end
+from shardwise.watch.track import check_tracker
 from shardwise.words import counted, short
 
 DEMO = Path(__file__).parent.parent / "demo.toml"
 # What may change when a run goes on; all other keys are what the run is.
 FREE = (
-    "layout", "steps", "tokens", "compile", "data.workers", "data.prefetch", "checkpoint.*", "validation.*",
+    "layout", "steps", "tokens", "compile", "track", "data.workers", "data.prefetch", "checkpoint.*", "validation.*",
     "run.device", "run.processes", "run.cluster", "run.restarts", "run.patience", "run.standby",
     "run.elastic", "run.rejoin", "run.on_nan", "run.spike", "run.check", "run.rerun", "run.corruptions",
     "embedding.cut", "embedding.cache", "embedding.ahead",
@@ -71,6 +73,7 @@ def _start(
     nodes = node.count if node is not None else 1
     layout, record, why = _planned(job, nodes)
     check_world(layout, job, nodes)
+    check_tracker(job.track)
     if isinstance(job.model, DLRM):
         here = int(os.environ.get("LOCAL_WORLD_SIZE", layout.world))
         recommender.check_room(job, layout, host_memory() / here)
@@ -93,6 +96,7 @@ def _start(
     launch(folder, layout, resume=old is not None, nursery=nursery, node=node)
     if not _main():
         return
+    at_end(folder.path, say)
     if finished(folder):
         summarize(folder, job, say)
     else:

@@ -1,0 +1,66 @@
+"""The commands that show runs: parse, call, print."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from shardwise.words import say
+
+RunFolder = Annotated[Path, typer.Argument(help="A run folder.")]
+
+
+def watch(
+    run: Annotated[Path | None, typer.Argument(help="A run folder; without it, all below runs/.")] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: one that is free.")] = 8080,
+    host: Annotated[str, typer.Option(help="The address to serve on; any but this machine's own can be reached.")] = (
+        "127.0.0.1"
+    ),
+) -> None:
+    """Serves a live page of a run, or of all runs, on this machine."""
+    from shardwise.watch.serve import watch as serve
+
+    serve(run, port, host, say)
+
+
+def report(run: RunFolder) -> None:
+    """Writes the page of a run as one file, report.html in its folder."""
+    from shardwise.watch.page import write_report
+
+    say(str(write_report(run)))
+
+
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders.")],
+    html: Annotated[Path | None, typer.Option(help="Writes a page with curves to this file too.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Lays runs side by side: what their jobs differ in, loss over samples and over time, throughput."""
+    from shardwise.watch import compare
+    from shardwise.watch.page import write_document
+
+    found = compare.compare(runs)
+    if html is not None:
+        write_document(found, "Runs compared", html)
+    if as_json:
+        say(json.dumps(found))
+    else:
+        Console().print(*compare.tables(found))
+
+
+def trace(
+    run: RunFolder,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Without it: trace.json in the run folder.")] = None,
+) -> None:
+    """Writes a trace for Perfetto or chrome://tracing, all ranks on one clock."""
+    from shardwise.watch.trace import write_trace
+
+    path, boxes = write_trace(run, out)
+    say(f"{path}: {boxes:,} boxes; open it at ui.perfetto.dev or chrome://tracing")
+
+
+COMMANDS = (watch, report, compare, trace)

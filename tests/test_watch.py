@@ -1,0 +1,482 @@
+"""What a run shows of itself: time goes to the right cause and rank, pages are whole, bad input is a sentence."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+import statistics
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from shardwise.cli import app
+from shardwise.comm import staged
+from shardwise.comm.meter import METER, Meter
+from shardwise.comm.world import run_world
+from shardwise.data.stream import Stream
+from shardwise.errors import JobError
+from shardwise.job import Job, make_job
+from shardwise.layout import Layout
+from shardwise.train.auto import choose_plan, plan_record
+from shardwise.train.folder import RunFolder
+from shardwise.train.loop import Trainer
+from shardwise.watch.goodput import goodput
+from shardwise.watch.page import document, write_report
+from shardwise.watch.pipeline import pipeline_of
+from shardwise.watch.read import PARTS, Run
+from shardwise.watch.rows import OWN, Row, Rows
+from shardwise.watch.serve import make_server
+from shardwise.watch.state import per_rank, state
+from shardwise.watch.track import Prometheus, check_tracker
+
+SMALL = {
+    "steps": 8, "model": {"layers": 2, "width": 32, "heads": 2, "vocab": 61, "sequence": 16},
+    "data": {"source": "synthetic"}, "batch": {"samples": 8}, "validation": {"samples": 4},
+}  # fmt: skip
+PLANTED = 0.3  # seconds, in each step; a step without takes a tenth of it
+
+
+def make_run(folder: Path, layout: str, fault: str, **changes: Any) -> Run:
+    """A whole run with a planted fault."""
+    job = make_job(SMALL | {"layout": layout, "run": {"folder": str(folder), "device": "cpu"}} | changes)
+    run = RunFolder.create(job)
+    plan, source = choose_plan(job)
+    run.write_plan(plan_record(job, plan, source))
+    backend = staged.BACKEND if fault == "link" else "gloo"
+    run_world(_train, Layout.parse(layout).world, str(run.path), layout, fault, backend=backend)
+    return Run(run.path)
+
+
+def _train(folder: str, layout: str, fault: str) -> None:
+    run = RunFolder.open(Path(folder))
+    trainer = Trainer(run.job(), Layout.parse(layout), run, torch.device("cpu"))
+    if fault == "straggler" and trainer.engine.mesh.rank == 1:
+        compute = trainer.engine.run
+
+        def slow(*args: Any) -> Any:
+            time.sleep(PLANTED)
+            return compute(*args)
+
+        trainer.engine.run = slow  # type: ignore[method-assign]
+    if fault == "data" and trainer.engine.mesh.rank == 1:
+        read = Stream.read
+
+        def late(stream: Stream, places: Any) -> Any:
+            time.sleep(PLANTED)
+            return read(stream, places)
+
+        Stream.read = late  # type: ignore[method-assign]
+    if fault == "link":  # in the transport, below everything that measures
+        for name in (
+            "allreduce",
+            "_allgather_base",
+            "all_gather_single",
+            "_reduce_scatter_base",
+            "reduce_scatter_single",
+        ):
+            _slow_link(name)
+    trainer.run()
+
+
+def _slow_link(name: str) -> None:
+    send = getattr(staged.Staged, name)
+
+    def late(group: Any, *args: Any) -> Any:
+        if METER.axes.get(group.group_name) == "tensor":
+            time.sleep(PLANTED / 10)
+        return send(group, *args)
+
+    setattr(staged.Staged, name, late)
+
+
+def seconds(run: Run) -> dict[str, list[float]]:
+    """Of a step, by part, of each rank: the median over the run but its first step, so that noise is left out."""
+    middle = np.median(np.stack(run.spent[1:]), axis=0)
+    return {f"{kind} {name}": row.tolist() for (kind, name), row in zip(PARTS, middle, strict=True)}
+
+
+def waits(run: Run, rank: int) -> float:
+    return sum(row[rank] for name, row in seconds(run).items() if name.startswith("waited"))
+
+
+def slowest(run: Run) -> list[tuple[int, str]]:
+    records = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+    return [(record["slowest"]["rank"], record["slowest"]["part"]) for record in records if "slowest" in record]
+
+
+# Known truth
+
+
+@pytest.mark.parametrize("layout", ["replicate=2", "shard=2", "shard=2 zero=3", "tensor=2"])
+def test_a_straggler_shows_by_its_own_time_and_the_others_by_waiting(layout: str, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", layout, "straggler")
+    spent = seconds(run)
+    quick, slow = spent["spent compute"]
+    assert slow - quick > 0.5 * PLANTED
+    assert waits(run, 0) - waits(run, 1) > 0.5 * PLANTED
+    assert statistics.mode(slowest(run)) == (1, "compute")
+    told = state(run)
+    assert told["ranks"]["slow"] == [1] and any("rank 1 computes" in words.lower() for words in told["words"])
+
+
+def test_a_data_stall_is_data_on_its_rank(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "replicate=2", "data")
+    quick, slow = seconds(run)["spent data"]
+    assert slow > 0.5 * PLANTED > quick and waits(run, 0) > 0.5 * PLANTED
+    assert statistics.mode(slowest(run)) == (1, "data")
+    assert any("rank 1 spends" in words.lower() and "data" in words for words in state(run)["words"])
+
+
+def test_a_slow_link_is_its_axis_and_no_rank(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "replicate=2 tensor=2", "link")
+    spent = seconds(run)
+    step = sum(row[0] for row in spent.values())
+    for rank in range(4):
+        assert spent["waited tensor"][rank] > 0.5 * step
+        others = [row[rank] for name, row in spent.items() if name.startswith("waited") and "tensor" not in name]
+        assert max(others) < 0.5 * spent["waited tensor"][rank]
+    assert max(spent["spent compute"]) < 0.5 * min(spent["waited tensor"])
+    assert any("over the axis tensor" in words for words in state(run)["words"])
+    last = json.loads((run.path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["waited"]["tensor"] > 0.5 * last["seconds"]
+
+
+def test_an_uneven_stage_computes_and_the_other_has_the_bubble(tmp_path: Path) -> None:
+    shape = {"layers": 12, "width": 96, "heads": 4, "vocab": 61, "sequence": 64}
+    run = make_run(tmp_path / "run", "pipeline=2 stages=2,10 micro_batch=1", "", model=shape, steps=13)
+    spent = seconds(run)
+    light, heavy = spent["spent compute"]
+    assert heavy > 1.5 * light
+    assert spent["waited pipeline"][0] > 2 * spent["waited pipeline"][1]
+    assert statistics.mode(slowest(run)) == (1, "compute")
+    found = pipeline_of(run)
+    assert found is not None and found["measured"]["steps"] == 2
+    assert len(found["measured"]["actions"]) == len(found["predicted"]["actions"]) == 2 * 2 * 8
+    assert found["measured"]["bubble"] > 0.2
+    assert abs(found["measured"]["bubble"] - found["simulated"]["bubble"]) < 0.2
+    rows = {row[0]: row for row in state(run)["plan"]["rows"]}
+    assert "bubble" in rows and rows["bubble"][1].endswith("%")
+
+
+@pytest.mark.parametrize("layout", ["pipeline=1", "replicate=2", "pipeline=2 schedule=zbv", "shard=2 zero=2"])
+def test_parts_add_up_to_the_step(layout: str, tmp_path: Path) -> None:
+    shape = {"layers": 4, "width": 128, "heads": 4, "vocab": 256, "sequence": 128}
+    run = make_run(tmp_path / "run", layout, "", model=shape, checkpoint={"every": 3})
+    table = per_rank(run)
+    rows = [json.loads(line) for line in (run.path / "ranks.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert table[-1].sum() < 0.03 * table.sum()  # what no part has
+    assert (table > -1e-4).all()
+    assert table[OWN.index("checkpoint")][0] > 0
+    for record in map(json.loads, (run.path / "metrics.jsonl").read_text().splitlines()):
+        parts = [*record["spent"].values(), *record.get("waited", {}).values()]
+        assert sum(parts) == pytest.approx(record["seconds"], rel=1e-3)
+    held = run.memory
+    assert all(0 < held["weights"][0] < held["peak"][0] and held[part][0] > 0 for part in ("gradients", "optimizer"))
+
+
+def test_rows_of_long_runs_are_sums_of_windows(tmp_path: Path) -> None:
+    rows = Rows(tmp_path / "ranks.jsonl", 5000, [range(2)])
+    spent = dict.fromkeys(("compute", "optimizer", "data", "checkpoint", "validation"), 0.0)
+    words = []
+    for step in range(1, 2001):
+        each = [Row(step, 1.0, {**spent, "compute": 0.2}), Row(step, 1.0, {**spent, "compute": 0.9})]
+        words += rows.add(step, np.array([row.numbers() for row in each]))
+    rows.flush(2000)
+    lines = [json.loads(line) for line in (tmp_path / "ranks.jsonl").read_text().splitlines()]
+    assert lines[0]["steps"] == 1 and lines[-2]["steps"] == 5 and len(lines) < 1000
+    assert sum(line["steps"] for line in lines) == sum(line["seconds"][1] for line in lines) == 2000
+    assert lines[-2]["spent"] == {"compute": [1.0, 4.5]}
+    assert words == [
+        "rank 1 computes 4.5 times as long as those that do the same: the others wait 70% of a step for it."
+    ]
+
+
+class Tick:
+    """An event of a GPU whose clock is told."""
+
+    clock = 0.0
+
+    def __init__(self, enable_timing: bool = False):
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = Tick.clock
+
+    def query(self) -> bool:
+        return self.at <= Tick.clock
+
+    def elapsed_time(self, end: Tick) -> float:
+        return 1e3 * (end.at - self.at)
+
+
+def test_the_meter_of_a_gpu_counts_spans_between_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Tick)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    meter = Meter()
+    meter.device = torch.device("cuda")
+    meter.begin()
+    meter.phase("compute")
+    Tick.clock = 1.0
+    with meter.over("tensor"):
+        Tick.clock = 1.5
+        with meter.over("shard"):  # within a wait: none of its own
+            Tick.clock = 2.0
+    meter.mark()
+    Tick.clock = 2.25
+    meter.since("replicate")
+    meter.phase("optimizer")
+    Tick.clock = 3.0
+    meter.phase("")
+    spent, waited = meter.so_far()
+    assert waited == {"tensor": 1.0, "replicate": 0.25} and spent == {"compute": 1.0, "optimizer": 0.75}
+
+
+# Goodput
+
+
+def write_run(folder: Path, metrics: list[dict[str, Any]], events: list[dict[str, Any]]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "job.toml").write_text(make_job(SMALL).text())
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in metrics))
+    (folder / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in events))
+    return folder
+
+
+def step(number: int, at: float, seconds: float = 1.0) -> dict[str, Any]:
+    record = {"step": number, "samples": 8 * number, "loss": 5.0 / number, "tokens_per_s": 100.0}
+    return {**record, "seconds": seconds, "time": at}
+
+
+def test_goodput_by_cause(tmp_path: Path) -> None:
+    metrics = [step(1, 13.0, 3.0), step(2, 14.0), step(3, 17.5), step(4, 27.5), step(5, 130.5)]
+    events = [
+        {"time": 8.0, "event": "started", "message": ""},
+        {"time": 16.0, "event": "checkpoint", "message": "", "stall_seconds": 1.5},
+        {"time": 20.0, "event": "killed", "message": ""}, {"time": 25.0, "event": "resumed", "message": ""},
+        {"time": 28.0, "event": "stopped", "message": ""}, {"time": 128.0, "event": "resumed", "message": ""},
+        {"time": 131.5, "event": "validation", "message": "", "seconds": 1.0},
+    ]  # fmt: skip
+    found = goodput(Run(write_run(tmp_path / "run", metrics, events)))
+    assert found.counted == pytest.approx(5.0)
+    expected = {"start": 4.0, "checkpoint": 1.5, "between steps": 1.0, "restart": 11.0, "validation": 1.0}
+    assert found.losses == pytest.approx(expected)
+    assert found.wall == pytest.approx(131.5 - 8.0 - 100.0, abs=0.01)  # the time in which it was stopped does not count
+
+
+# Pages
+
+
+def long_run(folder: Path, ranks: int = 100, steps: int = 100_000, lines: int = 1000) -> Path:
+    write_run(folder, [], [{"time": 1.0, "event": "started", "message": "", "step": 0}])
+    with (folder / "metrics.jsonl").open("w") as file:
+        for number in range(1, steps + 1):
+            loss = 50.0 if number == 54_321 else 3.0 + math.sin(number / 1000)
+            file.write(json.dumps({**step(number, number * 0.1, 0.1), "loss": loss}) + "\n")
+    with (folder / "ranks.jsonl").open("w") as file:
+        for number in range(1, lines + 1):
+            compute = [6.0 + 4.0 * (rank == 42) for rank in range(ranks)]
+            line = {
+                "step": number * steps // lines, "steps": steps // lines, "start": [number * 10.0] * ranks,
+                "seconds": [10.0] * ranks, "spent": {"compute": compute},
+                "waited": {"shard": [10.0 - one for one in compute]}, "memory_gib": [1.0] * ranks, "held_gib": {},
+            }  # fmt: skip
+            file.write(json.dumps(line) + "\n")
+    return folder
+
+
+def test_a_hundred_ranks_and_a_hundred_thousand_steps_stay_small(tmp_path: Path) -> None:
+    run = Run(long_run(tmp_path / "run"))
+    told = state(run)
+    assert len(json.dumps(told)) < 1_500_000
+    assert len(told["series"]["step"]) <= 800 and max(told["series"]["loss_high"]) == 50.0  # a spike of one step
+    assert len(told["heat"]["values"]) == 100 and told["ranks"]["slow"] == [42]
+    before = run.logs[0].place
+    with (run.path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(step(100_001, 10_001.0)) + '\n{"step": 100002, "lo')
+    run.read()
+    assert run.steps[-1] == 100_001 and run.logs[0].place > before
+    (run.path / "metrics.jsonl").write_text(json.dumps(step(1, 1.0)) + "\n")  # the run begins again
+    run.read()
+    assert list(run.steps) == [1]
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Path | None], str]]:
+    servers = []
+
+    def start(run: Path | None) -> str:
+        server = make_server(run, 0)
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        return f"http://127.0.0.1:{server.server_address[1]}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def get(url: str, **headers: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=20) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_the_server_shows_runs_and_nothing_else(
+    serve: Callable[[Path | None], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "secret.txt").write_text("secret")
+    for name in ("0001", "<b>0002"):
+        write_run(tmp_path / "runs" / name, [step(1, 1.0)], [])
+    (tmp_path / "runs" / "broken").mkdir()
+    (tmp_path / "runs" / "broken" / "job.toml").write_text("steps = [")
+    address = serve(None)
+    status, text = get(f"{address}/")
+    assert (
+        status == 200 and "0001" in text and "&lt;b&gt;0002" in text and "<b>" not in text and "not valid TOML" in text
+    )
+    assert get(f"{address}/run/0001")[0] == 200 and get(f"{address}/run/%3Cb%3E0002")[0] == 200
+    status, text = get(f"{address}/run/0001/data")
+    version = json.loads(text)["version"]
+    assert get(f"{address}/run/0001/data?have={version}") == (204, "")
+    for path in (
+        "/secret.txt", "/run/../secret.txt", "/run/..%2f..%2fsecret.txt", "/run/0001/../../secret.txt", "/run/%2e%2e",
+        "/run/0001/job.toml", "/run//etc/passwd", "/run/0001/data/more", "/etc/passwd", "/run/0003",
+    ):  # fmt: skip
+        status, text = get(address + path)
+        assert status == 404 and "secret" not in text
+    assert get(f"{address}/", Host="evil.example")[0] == 403
+    with pytest.raises(JobError, match="--port"):
+        make_server(None, int(address.rpartition(":")[2]))
+    one = serve(tmp_path / "runs" / "0001")
+    assert get(f"{one}/")[0] == 200 and get(f"{one}/run/%3Cb%3E0002")[0] == 404
+
+
+def test_the_report_is_one_file_and_markup_is_text(tmp_path: Path) -> None:
+    evil = "</script><img src=x onerror=alert(1)>"
+    folder = write_run(tmp_path / "a<b>run", [step(1, 1.0)], [{"time": 1.0, "event": evil, "message": evil, "step": 1}])
+    text = write_report(folder).read_text()
+    assert evil not in text and "<b>run" not in text and "onerror=alert(1)>" in text
+    assert not re.search(r"(src|href)=['\"](?!data:,)", text) and "@import" not in text
+    assert "NaN" not in json.loads(re.search(r'id="state">(.*?)</script>', text, re.DOTALL)[1])["name"]  # type: ignore[index]
+    assert document({"a": "<"}, "<")  # nothing in it is taken for markup
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    found = CliRunner().invoke(app, list(arguments))
+    if isinstance(found.exception, JobError):
+        return found.exception.exit_code, str(found.exception)
+    assert found.exception is None or isinstance(found.exception, SystemExit), found.exception
+    return found.exit_code, found.output
+
+
+def test_bad_folders_are_a_sentence(tmp_path: Path) -> None:
+    nothing, empty = tmp_path / "no", write_run(tmp_path / "empty", [], [])
+    for command in (["report"], ["watch"], ["trace"], ["compare", str(empty)]):
+        code, text = invoke(*command, str(nothing))
+        assert code == 2 and "is no run folder" in text
+    assert invoke("report", str(empty))[0] == 0
+    code, text = invoke("trace", str(empty))
+    assert code == 2 and "no steps of ranks" in text
+    assert invoke("compare", str(empty))[0] == 2
+    assert invoke("compare", str(empty), str(empty))[0] == 0
+    code, text = invoke("compare", str(empty), str(empty), "--html", str(tmp_path / "no" / "page.html"))
+    assert code == 2 and "there is no folder" in text
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "job.toml").write_text("model = 3")
+    assert invoke("report", str(tmp_path / "job"))[0] == 2
+    lines = [
+        "{",
+        "3",
+        "null",
+        '{"step": "x"}',
+        '{"step": 1}',
+        '{"step": 2, "loss": "nan", "seconds": null}',
+        '{"step": 3, "lo',
+    ]
+    (empty / "metrics.jsonl").write_text("\n".join(lines))
+    (empty / "ranks.jsonl").write_text('{"step": 1, "steps": 1}\n{"step": 2, "steps": 1, "seconds": "x"}\n')
+    (empty / "events.jsonl").write_text('{"event": 3}\n{"time": 1, "event": 3}\n')
+    (empty / "plan.toml").write_text("layout = 3\npredicted = {}\n")
+    assert invoke("report", str(empty))[0] == 0
+    assert list(Run(empty).steps) == [1, 2]
+
+
+# Elsewhere
+
+
+@pytest.fixture(scope="module")
+def pipelined(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return make_run(tmp_path_factory.mktemp("runs") / "piped", "pipeline=2", "", track="csv", steps=5)
+
+
+def test_the_trace_has_all_ranks_on_one_clock(pipelined: Run, tmp_path: Path) -> None:
+    code, text = invoke("trace", str(pipelined.path), "--out", str(tmp_path / "trace.json"))
+    assert code == 0 and "boxes" in text
+    boxes = [one for one in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if one["ph"] == "X"]
+    steps = [[one for one in boxes if one["pid"] == rank and one["tid"] == 0] for rank in (0, 1)]
+    assert [len(row) for row in steps] == [5, 5] and all(one["ts"] >= 0 for one in boxes)
+    for mine, other in zip(*steps, strict=True):  # steps of two ranks of one machine lie over each other
+        assert abs(mine["ts"] - other["ts"]) < 0.5 * mine["dur"]
+    actions = [one for one in boxes if one["tid"] == 2]
+    span = next(one for one in steps[0] if one["name"] == "step 3")
+    assert len(actions) == 2 * 2 * 8  # ranks, a forward and a backward, micro-batches
+    assert all(span["ts"] - 5e4 <= one["ts"] <= span["ts"] + span["dur"] + 5e4 for one in actions)
+
+
+def test_runs_are_compared(pipelined: Run, tmp_path: Path) -> None:
+    other = write_run(tmp_path / "other", [step(n, float(n)) for n in range(1, 7)], [])
+    code, text = invoke("compare", str(pipelined.path), str(other), "--html", str(tmp_path / "both.html"))
+    assert code == 0 and "layout" in text and "track" in text and "loss over samples" in text
+    assert "piped" in (tmp_path / "both.html").read_text()
+    found = json.loads(invoke("compare", str(pipelined.path), str(other), "--json")[1])
+    assert found["runs"][1]["samples"] == [8, 16, 24, 32, 40, 48] and found["runs"][1]["loss"][1] == 2.5
+    assert ["track", "csv", ""] in found["differences"]
+
+
+def test_trackers(pipelined: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (pipelined.path / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == [1, 2, 3, 4, 5]
+    assert float(rows[2]["spent.compute"]) > 0 and float(rows[2]["waited.pipeline"]) >= 0 and float(rows[4]["loss"]) > 0
+    out = Prometheus(make_job(SMALL), tmp_path)
+    out({"step": 1, "loss": 2.5, "lr": 1e-3, "spent": {"compute": 0.5}, "slowest": {"rank": 1}})
+    text = (tmp_path / "metrics.prom").read_text()
+    assert re.search(r'^shardwise_loss\{run="[^"]*"\} 2.5$', text, re.MULTILINE)
+    assert 'part="compute"} 0.5' in text and all(re.fullmatch(r"#.*|\w+\{.*\} \S+", line) for line in text.splitlines())
+    for name in ("tensorboard", "wandb"):
+        monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
+        with pytest.raises(JobError, match=f"needs the package {name}"):
+            check_tracker(name)
+    with pytest.raises(JobError, match="track"):
+        make_job(SMALL | {"track": "csw"})
+
+
+def test_a_tracker_that_breaks_does_not_end_the_run(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.csv").mkdir()  # so that it cannot be written
+    run = make_run_in(
+        tmp_path / "run", make_job(SMALL | {"track": "csv", "steps": 3, "run": {"folder": str(tmp_path / "run")}})
+    )
+    assert len(run.steps) == 3 and [one["event"] for one in run.events].count("tracking") == 1
+
+
+def make_run_in(folder: Path, job: Job) -> Run:
+    RunFolder.create(job)
+    run_world(_train, 1, str(folder), "pipeline=1", "")
+    return Run(folder)

@@ -1,0 +1,31 @@
+"""Pictures of the page of a run for the documentation, by Chromium. Run: python tools/screens.py RUN"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from browser import Browser  # noqa: E402
+
+from shardwise.watch.page import write_report  # noqa: E402
+
+WIDE = 1000
+
+
+def main() -> None:
+    path = write_report(Path(sys.argv[1]).resolve())
+    for name, dark, hidden in (
+        ("watch-light", False, "#memory, #mesh, #plan, #goodput, #curves, #events, #job"),
+        ("watch-dark", True, "header, #loss, #time, #heat, #pipeline, #job"),
+    ):
+        with Browser(WIDE, 900, dark) as browser:
+            browser.open(f"file://{path}")
+            browser.js(f"for (const one of document.querySelectorAll('{hidden}')) one.hidden = true")
+            browser.shoot(ROOT / "docs" / f"{name}.png")
+
+
+if __name__ == "__main__":
+    main()
