@@ -125,6 +125,25 @@ def clear(nodes: int) -> None:
         subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
+def in_namespaces(command: list[str], nodes: int, node: int, seconds: float = 500) -> list[str]:
+    """What the processes of a world say, each in its node's namespace. The links are taken down at the end."""
+    names = {
+        "WORLD_SIZE": nodes * node, "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": 29511, "GLOO_SOCKET_IFNAME": "up",
+        "PYTHONPATH": ROOT, "OMP_NUM_THREADS": 1, "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }  # fmt: skip
+    workers = []
+    try:
+        for rank in range(nodes * node):
+            words = ["ip", "netns", "exec", f"{NAME}{rank // node}", sys.executable, *command]
+            environment = {**os.environ, **{key: str(value) for key, value in {**names, "RANK": rank}.items()}}
+            workers.append(subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True))
+        return [one.communicate(timeout=seconds)[0] for one in workers]
+    finally:
+        for one in workers:
+            one.kill()
+        clear(nodes)
+
+
 def over_links(rate: int, nodes: int, node: int) -> None:
     print(f"\n{nodes} nodes of {node} on links of {rate} Mbit/s")
     ranks = nodes * node
@@ -134,23 +153,7 @@ def over_links(rate: int, nodes: int, node: int) -> None:
         clear(nodes)
         print(f"left out: no namespaces or token buckets can be had here ({getattr(error, 'stderr', error)}).")
         return
-    try:
-        workers = []
-        for rank in range(ranks):
-            names = {
-                "RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": 29511,
-                "GLOO_SOCKET_IFNAME": "up", "PYTHONPATH": ROOT, "OMP_NUM_THREADS": 1,
-                "TORCH_CPP_LOG_LEVEL": "ERROR",
-            }  # fmt: skip
-            words = [sys.executable, __file__, "--worker", str(node), str(rate)]
-            command = ["ip", "netns", "exec", f"{NAME}{rank // node}", *words]
-            environment = {**os.environ, **{key: str(value) for key, value in names.items()}}
-            workers.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-        said = [one.communicate(timeout=500)[0] for one in workers]
-    finally:
-        for one in workers:
-            one.kill()
-        clear(nodes)
+    said = in_namespaces([__file__, "--worker", str(node), str(rate)], nodes, node)
     show(json.loads(said[0]), rate * 1e6 / 8, ranks, node)
 
 

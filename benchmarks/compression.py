@@ -17,7 +17,6 @@ import os
 import shutil
 import statistics
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -90,21 +89,7 @@ def over_links(rate: int, nodes: int) -> None:
         comm.clear(nodes)
         print(f"left out: no namespaces or token buckets can be had here ({getattr(error, 'stderr', error)}).")
         return
-    workers = []
-    try:
-        for rank in range(nodes):
-            names = {
-                "RANK": rank, "WORLD_SIZE": nodes, "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": 29512,
-                "GLOO_SOCKET_IFNAME": "up", "PYTHONPATH": comm.ROOT, "OMP_NUM_THREADS": 1,
-            }  # fmt: skip
-            command = ["ip", "netns", "exec", f"{comm.NAME}{rank}", sys.executable, __file__, "--worker"]
-            environment = {**os.environ, **{key: str(value) for key, value in names.items()}}
-            workers.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-        said = [one.communicate(timeout=900)[0] for one in workers]
-    finally:
-        for one in workers:
-            one.kill()
-        comm.clear(nodes)
+    said = comm.in_namespaces([__file__, "--worker"], nodes, 1, seconds=900)
     found = json.loads(said[0])
     weights = 4 * sum(shape.numel() for shape in shapes_of(build(job_of("", MODEL, 2), torch.float32)).values())
     plain, own = found[""][0], run_world(alone, 1)[0]

@@ -9,7 +9,7 @@ const COLOURS = {
 };
 const RUNS = ["#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#9c755f", "#76b7b2", "#e8c547"];
 const KINDS = { F: ["forward", "#9ecae9"], B: ["backward", "#ffbf79"], I: ["backward: inputs", "#ffbf79"], W: ["backward: weights", "#a5d69a"] };
-const LOUD = ["killed", "halted", "stuck", "failed", "rollback", "spike", "skipped", "stopped", "slow", "damaged checkpoint"];
+const LOUD = ["killed", "halted", "stuck", "failed", "rollback", "spike", "skipped", "stopped", "slow", "damaged checkpoint", "corruption", "lost", "fewer", "no checkpoint"];
 const NAMES = {
   loss: "loss", grad_norm: "gradient norm", lr: "learning rate", utilisation: "share of the peak FLOP/s",
   memory_gib: "memory of rank 0, GiB", loss_scale: "loss scale", gradient_ratio: "compression of gradients",
