@@ -34,6 +34,7 @@ from shardwise.comm.collectives import all_reduce
 from shardwise.comm.world import run_world
 from shardwise.draw import COLOURS, EDGE, HIGH, SIDE, Panel, dot, path, svg, text
 from shardwise.errors import JobError
+from shardwise.files import demand_folder
 from shardwise.words import counted
 
 SMALLEST, FACTOR = 1 << 10, 4
@@ -219,6 +220,7 @@ def _there_and_back(tensor: Tensor, other: int) -> None:
 
 def write_links(report: CommReport, file: Path) -> None:
     """Puts the links into a cluster file, or into a new one that is this machine's processors by their preset."""
+    demand_folder(file)
     base = read_cluster(file) if file.exists() else CLUSTERS["cpu"]
     inner, outer = (report.links.get(name) for name in ("inner", "outer"))
     found = [Link(one.bandwidth, one.latency) for one in (inner or outer, outer or inner) if one is not None]

@@ -58,6 +58,9 @@ class Joined(torch.optim.Optimizer):
         self.grad_scale: Tensor | None = None
         self.found_inf: Tensor | None = None
 
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        return self.dense.register_step_pre_hook(hook)
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for word in ("grad_scale", "found_inf"):
