@@ -182,12 +182,13 @@ def test_every_cut_computes_what_one_process_computes(cut: str, optimizer: str) 
     prove(job, "shard=1", "replicate=3", "shard=4 zero=3 micro_batch=2", *(["shard=8"] if cut == "row" else []))
 
 
-@pytest.mark.parametrize(("cut", "optimizer"), CUTS)
+@pytest.mark.parametrize(("cut", "optimizer"), CUTS[::3] + CUTS[4:5])
 def test_rows_that_every_device_keeps(cut: str, optimizer: str) -> None:
     """Of 5 x 23 rows some, or all."""
     job = small(24, {"cut": cut, "optimizer": optimizer, "rate": 3.0, "cache": 30})
     prove(job, "shard=1", "replicate=3", "shard=4 zero=3 micro_batch=2")
-    prove(small(24, {"cut": cut, "optimizer": optimizer, "cache": 1000}), "shard=2")
+    if cut == "row":
+        prove(small(24, {"cut": cut, "optimizer": optimizer, "cache": 1000}), "shard=2")
 
 
 def test_the_rows_that_are_used_most() -> None:
