@@ -64,6 +64,8 @@ def train(
     """Trains a job; with no job file, the built-in demo on this machine."""
     if resume is not None and job_file is not None:
         raise JobError("--resume takes its job from the run folder; leave the job file out.")
+    if address is not None and node is None:
+        raise JobError("--address is where the first of several machines listens; say which one this is: --node 0/2.")
     if processes is not None and layout is not None:
         raise JobError("--processes plans a layout of its own; leave it or --layout out.")
     short = [f"layout={layout}"] * bool(layout) + [f"run.cluster={cluster}"] * bool(cluster)
@@ -400,6 +402,11 @@ def main() -> None:
         if os.environ.get("RANK", "0") == "0":
             print(f"shardwise: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except (PermissionError, IsADirectoryError) as error:
+        if error.filename is None:
+            raise
+        print(f"shardwise: {error.filename} cannot be used: {error.strerror}.", file=sys.stderr)
+        sys.exit(2)
     except typer.Abort:
         sys.exit(130)
     except Exception as error:

@@ -15,6 +15,8 @@ from shardwise.errors import JobError
 def demand_folder(*paths: Path | None) -> None:
     """Raises where the folder of a file that is to be written is not there: before the work, not after it."""
     for path in paths:
+        if path is not None and path.is_dir():
+            raise JobError(f"{path} is a folder; name a file.")
         if path is not None and not path.parent.is_dir():
             raise JobError(f"{path}: there is no folder {path.parent}.")
 

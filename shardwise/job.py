@@ -119,7 +119,7 @@ class Gradient(Section):
     compress: str = ""
     """How gradients are made small before they travel, what is lost being added to the next: `fp16`, `bf16`, `int8`,
     `onebit`, `topk:0.01` (the largest hundredth) or `powersgd:rank=4`; empty: not at all."""
-    compress_after: float = Field(0.2, ge=0.0)
+    compress_after: float = Field(0.2, ge=0.0, allow_inf_nan=False)
     """Steps with plain sums before `compress` begins; below 1: the share of all steps."""
 
     def plain_steps(self, total: int) -> int:
@@ -340,8 +340,15 @@ def make_job(values: Mapping[str, Any], where: str = "the job") -> Job:
     try:
         return Job(**values)
     except ValidationError as error:
-        problems = [_sentence(problem) for problem in error.errors()]
-        raise JobError("\n".join(f"{where}: {problem}" for problem in problems)) from None
+        problems: dict[str, list[str]] = {}
+        for problem in error.errors():
+            place, _, words = _sentence(problem).partition(": ")
+            problems.setdefault(place, []).append(words)
+        # Of a value that may be of several kinds, what each kind asks for is one problem.
+        joined = {place: ", or ".join(one.rstrip(".") for one in words[:-1]) for place, words in problems.items()}
+        ends = {place: ", or " * bool(joined[place]) + words[-1] for place, words in problems.items()}
+        sentences = [f"{place}: {joined[place]}{ends[place]}".removesuffix(": ") for place in problems]
+        raise JobError("\n".join(f"{where}: {sentence}" for sentence in sentences)) from None
     except TypeError as error:
         raise JobError(f"{where}: {error}.") from None
 
@@ -371,6 +378,9 @@ def _override(values: dict[str, Any], override: str) -> None:
 def _sentence(problem: Any) -> str:
     where = list(problem["loc"])
     kind = where.pop(1) if where[:1] == ["model"] else ""  # of the model: chosen by its name, no part of the place
+    # Which of several kinds of value was tried is no part of the place either.
+    tried = ("bool", "int", "float", "str", "constrained-int", "constrained-float")
+    where = [part for part in where if part not in tried and "[" not in str(part)]
     place = ".".join(map(str, where))
     if problem["type"] == "extra_forbidden":
         return f"unknown key {place!r}; {_meant(where, kind)}"

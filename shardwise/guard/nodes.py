@@ -47,7 +47,7 @@ class Node:
         try:
             index, count = map(int, text.split("/"))
             host, _, port = (address or "").rpartition(":")
-            if not 0 <= index < count or not host:
+            if not 0 <= index < count or not host or not 0 < int(port) < 65536:
                 raise ValueError
             return cls(index, count, host, int(port))
         except ValueError:
@@ -101,7 +101,10 @@ class Nodes(Crew):
     def __init__(self, run: Path, nursery: Nursery, slots: int, node: Node):
         super().__init__(run.resolve(), nursery, slots)
         self.node, self.each = node, slots
-        self._listener = socket.create_server((node.host, node.port), reuse_port=False)
+        try:
+            self._listener = socket.create_server((node.host, node.port), reuse_port=False)
+        except OSError as error:
+            raise JobError(f"--address {node.host}:{node.port} cannot be listened on: {error.strerror}.") from None
         self._store = dist.TCPStore(node.host, 0, None, True, wait_for_workers=False)
         self.wait_for(slots * node.count, JOIN)
         if self.size < slots * node.count:

@@ -10,7 +10,7 @@ import torch
 from shardwise.data.make import make_sources
 from shardwise.data.stream import Samples
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer
-from shardwise.errors import CheckpointError, DataError
+from shardwise.errors import CheckpointError, DataError, RunError
 from shardwise.job import Job
 from shardwise.kinds import Model
 from shardwise.models.chain import Chain
@@ -67,6 +67,8 @@ def generate(
         window = torch.tensor([tokens[-of.sequence :]], device=device)
         read = Samples(window, window, torch.zeros(1, dtype=torch.int64, device=device))
         logits = model(window, **read.apart(of.document_end).batch)[0, -1].float().cpu()
+        if not logits.isfinite().all():
+            raise RunError("what the model computes is not finite, so it writes nothing; look at the run's loss.")
         if temperature <= 0:
             tokens.append(int(logits.argmax()))
         else:

@@ -33,7 +33,7 @@ from shardwise.step import Outcome, Recorded, taker
 from shardwise.train.checkpoint import Checkpoints
 from shardwise.train.folder import RunFolder
 from shardwise.train.here import cluster_here
-from shardwise.train.measure import Measure, StopFlag, flops_of
+from shardwise.train.measure import Measure, StopFlag, flops_of, plain
 from shardwise.train.progress import Progress
 from shardwise.train.validate import validate
 from shardwise.words import counted, signal_name
@@ -223,7 +223,8 @@ class Trainer:
             right = f", {100 * result['accuracy']:.1f}% right" if "accuracy" in result else ""
             told = f"loss {result['loss']:.4f}{bits}{right} after step {done}."
             took = round(time.perf_counter() - begin, 4)
-            self._event("validation", told, step=done, seconds=took, **result)
+            found = {key: plain(value) for key, value in result.items()}
+            self._event("validation", told, step=done, seconds=took, **found)
 
     def _traceable(self) -> bool:
         """Whether a step can be taken again without a trace of its own: no tables, no debts, no compiled blocks."""

@@ -79,7 +79,7 @@ class Measure:
             spent, waits = METER.so_far()
             record: dict[str, Any] = {
                 "step": done, "samples": done * self.job.samples,
-                "loss": _plain(loss), "grad_norm": _plain(norm), "lr": rate,
+                "loss": plain(loss), "grad_norm": plain(norm), "lr": rate,
                 "tokens_per_s": self.job.samples * self.job.model.sequence / seconds, "seconds": seconds,
                 "flops_per_s": self.step_flops / seconds, "data_wait": waited,
                 "memory_gib": self.ranks.memory() / 2**30, "time": round(time.time(), 3),
@@ -118,6 +118,6 @@ def flops_of(job: Job) -> float:
     return dlrm.cost(job.model) if isinstance(job.model, DLRM) else sum(cost_of(job.built()))
 
 
-def _plain(value: float) -> float | str:
+def plain(value: float) -> float | str:
     """JSON has no NaN and no infinity."""
     return value if math.isfinite(value) else str(value)

@@ -12,6 +12,7 @@ from shardwise.data.make import make_sources
 from shardwise.data.source import Source
 from shardwise.data.stream import Stream
 from shardwise.data.tokenizer import Tokenizer
+from shardwise.errors import RunError
 from shardwise.job import Job
 from shardwise.kinds import T5
 from shardwise.planner.effective import useful
@@ -37,7 +38,10 @@ def summarize(folder: RunFolder, job: Job, say: Callable[[str], None]) -> None:
         known = held_out if len(held_out) else training
         prompt = "def " if job.data.source == "stdlib" else _some_words(known, tokenizer)
         model = load_model(folder, job, torch.device("cpu"))
-        text = generate(model, tokenizer, prompt, 160, job.decoder(), temperature=0.7, seed=job.seed)
+        try:
+            text = generate(model, tokenizer, prompt, 160, job.decoder(), temperature=0.7, seed=job.seed)
+        except RunError as error:
+            text = str(error)
         say(f"a sample of what it writes after {prompt!r}:")
         say("\n".join(f"  | {line}" for line in text.splitlines()))
         say(f"more text:  shardwise sample {folder.path} --prompt {shlex.quote(prompt)}")

@@ -94,7 +94,7 @@ def join(world: int, job: Job, store: str | None = None) -> torch.device:
         count = torch.cuda.device_count()
         device, shared = torch.device("cuda", local % count), here > count
         torch.cuda.set_device(device)
-    elif "OMP_NUM_THREADS" not in os.environ:  # what the user said is kept
+    else:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // here))
     if world > 1 and not dist.is_initialized():

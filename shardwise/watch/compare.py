@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.markup import escape
 from rich.table import Table
 
 from shardwise.errors import JobError
@@ -74,15 +75,15 @@ def _flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:
 
 def tables(found: dict[str, Any]) -> list[Table]:
     """For a terminal: a column for each run."""
-    names = [run["name"] for run in found["runs"]]
+    names = [escape(run["name"]) for run in found["runs"]]
     whole = Table("", *names, title="runs side by side")
     for place, head in enumerate(HEADS[1:], start=1):
-        whole.add_row(head, *(row[place] for row in found["rows"]))
+        whole.add_row(head, *(escape(row[place]) for row in found["rows"]))
     jobs = Table("key", *names, title="what the jobs differ in")
     for row in found["differences"]:
-        jobs.add_row(*row)
+        jobs.add_row(*map(escape, row))
     curves = Table("samples", *names, title="loss over samples")
-    places = sorted({place for run in found["runs"] for place in run["samples"]})
+    places = sorted({place for run in found["runs"] for place in run["samples"] if place is not None})
     for place in [places[n] for n in thin(len(places), 10)]:
         values = (dict(zip(run["samples"], run["loss"])).get(place) for run in found["runs"])
         curves.add_row(f"{place:,.0f}", *(_number(value, ".4f") for value in values))

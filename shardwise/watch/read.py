@@ -51,10 +51,10 @@ class Log:
         self.place += whole
         for line in text[:whole].splitlines():
             try:
-                record = json.loads(line)
+                record = json.loads(line, parse_constant=str)
                 if isinstance(record, dict):
                     self.add(record)
-            except (ValueError, TypeError, KeyError, AttributeError):
+            except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError):
                 continue
 
 
@@ -64,7 +64,8 @@ class Run:
     def __init__(self, path: Path):
         if not (path / "job.toml").is_file():
             raise JobError(f"{path} is no run folder: it has no job.toml.")
-        self.path, self.job, self.plan = path, load_job(path / "job.toml"), plan_of(path)
+        self.path, self.made = path, ""
+        self._open()
         self._no_metrics()
         self._no_ranks()
         self._no_events()
@@ -79,7 +80,15 @@ class Run:
     def name(self) -> str:
         return self.path.resolve().name
 
+    def _open(self) -> None:
+        """Job and plan; read again when the run goes on with others."""
+        files = [self.path / name for name in ("job.toml", "plan.toml")]
+        made = "-".join(str(file.stat().st_mtime_ns) for file in files if file.is_file())
+        if made != self.made:
+            self.job, self.plan, self.made = load_job(self.path / "job.toml"), plan_of(self.path), made
+
     def read(self) -> None:
+        self._open()
         for log in self.logs:
             log.read()
 
@@ -95,9 +104,10 @@ class Run:
         step = int(record["step"])
         if self.steps and step <= self.steps[-1]:
             return
+        values = {name: number(record.get(name)) for name in SCALARS}
         self.steps.append(step)
-        for name in SCALARS:
-            self.columns[name].append(number(record.get(name)))
+        for name, value in values.items():
+            self.columns[name].append(value)
         if isinstance(record.get("loss"), str):
             self.losses_as_text.append((step, record["loss"]))
         self.last = record

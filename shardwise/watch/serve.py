@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
-from shardwise.errors import JobError, ShardwiseError
+from shardwise.errors import JobError
 from shardwise.watch.page import POLICY, document, listing
 from shardwise.watch.read import Run
 from shardwise.watch.state import state
@@ -30,7 +30,7 @@ class Watched:
     def __init__(self, one: Path | None, below: Path = Path("runs")):
         self.one, self.below = one, below
         self._open: dict[str, Run] = {}
-        self._told: dict[str, tuple[tuple[int, ...], str]] = {}
+        self._told: dict[str, tuple[tuple[Any, ...], str]] = {}
         self._lock = threading.Lock()
         if one is not None:
             run = Run(one)
@@ -59,7 +59,7 @@ class Watched:
             return None
         with self._lock:
             run.read()
-            version = tuple(log.place for log in run.logs)
+            version = (*(log.place for log in run.logs), run.status.replace(" ", "_"), run.made)
             if name not in self._told or self._told[name][0] != version:
                 words = "-".join(map(str, version))
                 self._told[name] = version, json.dumps(state(run) | {"version": words}, allow_nan=False)
@@ -75,7 +75,7 @@ class Watched:
                 step = f"{run.steps[-1] if run.steps else 0} of {run.job.total_steps}"
                 about = {"layout": run.plan.get("layout", ""), "step": step, "loss": run.last.get("loss", "")}
                 found.append({"name": name, "status": run.status, **about})
-            except ShardwiseError as error:
+            except Exception as error:  # noqa: BLE001 - one bad folder must not hide the others
                 found.append({"name": name, "status": str(error), "layout": "", "step": "", "loss": ""})
         return found
 
@@ -89,7 +89,7 @@ def handler(watched: Watched, own: str) -> type[BaseHTTPRequestHandler]:
                 self._answer()
             except (BrokenPipeError, ConnectionResetError):
                 pass  # whoever asked has gone
-            except ShardwiseError as error:
+            except Exception as error:  # noqa: BLE001 - a file or a request that nobody thought of
                 self._send(str(error), "text/plain", HTTPStatus.INTERNAL_SERVER_ERROR)
 
         do_HEAD = do_GET
