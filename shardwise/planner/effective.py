@@ -14,7 +14,6 @@ its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -80,19 +79,6 @@ def effective(devices: int, step: float, every: int, bytes_a_rank: float, recove
     return Effective(
         between / 3600, stall, recover, best, share(best, stall, recover, between), own, kept
     )  # fmt: skip
-
-
-def useful(events: Sequence[Mapping[str, Any]], metrics: Iterable[Mapping[str, Any]]) -> str:
-    """How much of its time a run that was disturbed spent in steps that counted; empty for one that was not."""
-    restarts = sum(event["event"] == "resumed" for event in events)
-    if not restarts:
-        return ""
-    whole, steps = events[-1]["time"] - events[0]["time"], sum(record["seconds"] for record in metrics)
-    stalls = sum(event.get("stall_seconds", 0.0) for event in events)
-    return (
-        f"useful steps took {steps:.1f} s of {whole:.1f} ({100 * steps / max(whole, steps):.1f}%); begun again: "
-        f"{restarts}; saves stalled it for {stalls:.2f} s"
-    )
 
 
 def _time(seconds: float) -> str:

@@ -15,7 +15,6 @@ from shardwise.data.tokenizer import Tokenizer
 from shardwise.errors import RunError
 from shardwise.job import Job
 from shardwise.kinds import T5
-from shardwise.planner.effective import useful
 from shardwise.train.folder import RunFolder
 from shardwise.train.generate import generate, load_model
 from shardwise.train.validate import byte_frequency_bits
@@ -45,8 +44,6 @@ def summarize(folder: RunFolder, job: Job, say: Callable[[str], None]) -> None:
         say(f"a sample of what it writes after {prompt!r}:")
         say("\n".join(f"  | {line}" for line in text.splitlines()))
         say(f"more text:  shardwise sample {folder.path} --prompt {shlex.quote(prompt)}")
-    if line := useful(list(folder.events()), folder.metrics()):
-        say(line)
     say(f"run folder: {folder.path}")
 
 

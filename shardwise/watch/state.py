@@ -259,7 +259,7 @@ def words(run: Run, good: Goodput) -> list[str]:
         return ["No step has been measured yet."]
     share = sorted(shares(run).items(), key=lambda one: -one[1])
     parts = ", ".join(f"{100 * value:.0f}% {name}" for name, value in share if value >= 0.01)
-    found = [f"A step takes {seconds_text(recent(run.column('seconds')))}: {parts}."] if parts else []
+    found = [f"A step takes {seconds_text(recent(run.column('seconds')))}; of all time: {parts}."] if parts else []
     found += [one["words"][0].upper() + one["words"][1:] for one in told(run)]
     for name, value in share:
         if value > SHARE and name.startswith("waiting: "):
