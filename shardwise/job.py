@@ -378,12 +378,12 @@ def _override(values: dict[str, Any], override: str) -> None:
 def _sentence(problem: Any) -> str:
     where = list(problem["loc"])
     kind = where.pop(1) if where[:1] == ["model"] else ""  # of the model: chosen by its name, no part of the place
+    if problem["type"] == "extra_forbidden":
+        return f"unknown key {'.'.join(map(str, where))!r}; {_meant(where, kind)}"
     # Which of several kinds of value was tried is no part of the place either.
     tried = ("bool", "int", "float", "str", "constrained-int", "constrained-float")
     where = [part for part in where if part not in tried and "[" not in str(part)]
     place = ".".join(map(str, where))
-    if problem["type"] == "extra_forbidden":
-        return f"unknown key {place!r}; {_meant(where, kind)}"
     message = problem["msg"].removeprefix("Value error, ").rstrip(".")
     message += "" if message.endswith("?") else "."
     if problem["type"] == "value_error":
