@@ -70,9 +70,8 @@ def train(
         raise JobError("--processes plans a layout of its own; leave it or --layout out.")
     short = [f"layout={layout}"] * bool(layout) + [f"run.cluster={cluster}"] * bool(cluster)
     short += ["layout=auto", f"run.processes={processes}"] if processes is not None else []
-    os.environ.setdefault(
-        "OMP_NUM_THREADS", "1"
-    )  # of this process, which forks workers; they have threads of their own
+    # Of this process, which forks workers; they have threads of their own.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     settings = [*(settings or []), *short]
     if resume is None:
         load_job(job_file, settings).demand_known()  # a typo is told at once, before PyTorch is imported
@@ -411,7 +410,7 @@ def main() -> None:
         sys.exit(130)
     except Exception as error:
         if hasattr(error, "show") and hasattr(error, "exit_code"):  # a wrong option or argument, told by the parser
-            error.show()
+            print(f"shardwise: {error.format_message()}", file=sys.stderr)  # type: ignore[attr-defined]
             sys.exit(error.exit_code)
         raise
 

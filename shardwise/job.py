@@ -186,7 +186,7 @@ class Run(Section):
     """Seconds without progress of any worker, after which the one that the others wait for counts as stuck."""
     standby: bool = True
     """Whether, once steps are under way, a second world of workers waits to take over after a fault: forked and, on a
-    CPU, with the model built, so that it costs the weights once more."""
+    CPU, with the model built, where that takes at most a tenth of the memory."""
     rejoin: float = Field(30.0, ge=0)
     """Seconds that a lost node has to come back before the run goes on without it or, if not elastic, ends."""
     elastic: bool = False

@@ -6,8 +6,10 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +18,7 @@ import pytest
 
 from shardwise.errors import JobError
 from shardwise.guard.memory import memory_of
-from shardwise.guard.nodes import Node
+from shardwise.guard.nodes import Link, Node, _introduction
 from shardwise.job import Job, make_job
 from shardwise.train.folder import RunFolder
 
@@ -25,12 +27,12 @@ PORT = 29471
 STEPS = 40
 
 
-def job_of(folder: Path, **run: object) -> Job:
+def job_of(folder: Path, saved: int = 10, **run: object) -> Job:
     return make_job(
         {
             "precision": "float64", "steps": STEPS, "layout": "replicate=2 tensor=2",
             "model": {"layers": 2, "width": 16, "heads": 2, "vocab": 61, "sequence": 8}, "batch": {"samples": 4},
-            "data": {"source": "synthetic"}, "validation": {"samples": 4}, "checkpoint": {"every": 10, "snapshot": 2},
+            "data": {"source": "synthetic"}, "validation": {"samples": 4}, "checkpoint": {"every": saved, "snapshot": 2},
             "run": {"folder": str(folder), "device": "cpu", "rejoin": 60, "standby": False, **run},
         }
     )  # fmt: skip
@@ -94,19 +96,20 @@ def kinds(run: RunFolder) -> list[str]:
 def test_a_slow_link_a_cut_link_and_a_lost_node(link: None, tmp_path: Path) -> None:
     run, plain = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "plain")
     for folder in (run, plain):
-        (tmp_path / f"{folder.path.name}.toml").write_text(job_of(folder.path).text())
+        text = job_of(folder.path, saved=STEPS).text()  # memory is all there is
+        (tmp_path / f"{folder.path.name}.toml").write_text(text)
     begin = [sys.executable, "-m", "shardwise", "train", str(tmp_path / "plain.toml")]
     undisturbed = subprocess.Popen(begin, stdout=subprocess.DEVNULL)
     for number in range(2):
         sh(f"tc -n {NAME}{number} qdisc add dev wire root tbf rate 10mbit burst 16kb limit 1mb")
     member, lead = agent(1), agent(0, str(tmp_path / "run.toml"))
     try:
-        wait(lambda: len(list(run.metrics())) >= 3, lead)
+        wait(lambda: len(list(run.metrics())) >= 5, lead)
         cut = time.time()
         sh(f"ip -n {NAME}1 link set dev wire down")
         wait(lambda: "lost" in kinds(run), lead)
         sh(f"ip -n {NAME}1 link set dev wire up")
-        wait(lambda: "resumed" in kinds(run) and len(list(run.metrics())) >= 13, lead)
+        wait(lambda: "resumed" in kinds(run) and len(list(run.metrics())) >= 15, lead)
         end(member)
         shutil.rmtree(memory_of(run.path, 1))  # as after a new start of that machine
         for number in range(2):
@@ -153,3 +156,20 @@ def test_a_node_that_is_none_is_refused_in_a_sentence() -> None:
     for text, address in (("2/2", "a:1"), ("one", "a:1"), ("0/2", None), ("0/2", "a")):
         with pytest.raises(JobError, match="write --node 0/2 --address HOST:PORT"):
             Node.parse(text, address)
+
+
+@pytest.mark.parametrize(
+    "said, heard", [(b'{"node": 1}\n', 1), (b"GET / HTTP/1.1\r\n\r\n", -1), (b"7\n", -1), (b"", -1)]
+)
+def test_a_link_says_who_it_is_after_a_sign_of_life_or_is_none_of_ours(said: bytes, heard: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        theirs = socket.create_connection(door.getsockname())
+        ours, _ = door.accept()
+    lines = Link(ours)
+    try:
+        theirs.sendall(b'{"beat": 1}\n')
+        threading.Timer(0.2, lambda: (theirs.sendall(said), theirs.shutdown(socket.SHUT_WR))).start()
+        assert _introduction(lines) == heard
+    finally:
+        lines.close()
+        theirs.close()

@@ -11,7 +11,6 @@ of theirs, within 3%. Runs that are finished are not trained again, others go on
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -41,9 +40,7 @@ def train(path: Path, folder: Path) -> None:
         print(f"{folder} is there already", flush=True)
         return
     command = [sys.executable, "-m", "shardwise", "train", *(["--resume", str(folder)] if begun else [str(path)])]
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         sys.exit(done.stdout)
     print(f"{folder} trained", flush=True)

@@ -31,6 +31,7 @@ from shardwise.guard.nursery import Lines, Nursery, Word
 BEAT = 0.1
 LOST = 0.7  # seconds of silence
 JOIN = 300.0  # seconds that agents wait for each other at the start
+REFUSALS = 5  # in a row, after which a member does not ask again
 
 
 @dataclass(frozen=True)
@@ -150,9 +151,8 @@ class Nodes(Crew):
     def _admit(self) -> None:
         link, (host, *_) = self._listener.accept()
         link.settimeout(2.0)
-        lines, index = Link(link), -1
-        for word in lines.heard() or []:
-            index = word.get("node", index)
+        lines = Link(link)
+        index = _introduction(lines)
         link.settimeout(None)
         if not 0 < index < self.node.count or any(place.node == index for place in self.places):
             lines.say({"refused": f"node {index} of {self.node.count} is not wanted here, or here already."})
@@ -179,6 +179,17 @@ class Nodes(Crew):
         super().close()
 
 
+def _introduction(lines: Link) -> int:
+    """Which node a new link says that it is; -1 where it is none of ours."""
+    deadline = time.monotonic() + 2.0
+    with suppress(ValueError, TypeError, AttributeError):
+        while time.monotonic() < deadline and (words := lines.heard()) is not None:
+            for word in words:  # a sign of life may come first
+                if "node" in word:
+                    return int(word["node"])
+    return -1
+
+
 def open_store(text: str, world: int) -> dist.Store:
     """Where the ranks of a world find each other, as a crew has told it."""
     if not text.startswith("tcp:"):
@@ -202,6 +213,7 @@ class Member:
     node: Node
     nursery: Nursery
     worlds: set[str] = field(default_factory=set)
+    refused: int = 0
 
     def attend(self) -> None:
         """Until the leader says that all is done. Raises where it cannot be reached."""
@@ -249,10 +261,14 @@ class Member:
                     if "end" in order:
                         return True
                     if "refused" in order:
+                        self.refused += 1  # one that comes back may be here before it counts as lost
+                        if self.refused > REFUSALS:
+                            raise RunError(f"the first node says: {order['refused']}")
                         time.sleep(1.0)
                         return False
                     if "fork" in order:
                         self.worlds.add(order["fork"])
+                        self.refused = 0
                         order["environment"] = network
                     if "beat" not in order:
                         self.nursery.say(order)

@@ -116,7 +116,10 @@ class Supervisor:
         """One attempt. Returns what ended it, None where all is done."""
         forget_beats(self.run)
         self.written.clear_errors()
-        self.world = world = self._begin(resume)
+        ready = self._ready(resume)
+        if self.crew.size < self.size:
+            return Fault("lost", [], max(self.furthest, 0), "a node was lost while all began again.")
+        self.world = world = ready or self._fork(["--resume"] if resume else [], held=False)
         watch = Watch(self.patience)
         while True:
             born = world.born
@@ -152,14 +155,14 @@ class Supervisor:
         self.tell("more", message, layout=self.layout)
         return True
 
-    def _begin(self, resume: bool) -> World:
-        """The stand-bys, where they are well; else a world of its own."""
+    def _ready(self, resume: bool) -> World | None:
+        """The stand-bys, where they are well; else they are ended."""
         ready, self.waiting = self.waiting, None
         if ready is not None and resume and ready.layout == self.layout and not ready.codes:
             self.crew.release(ready)
             return ready
         self.crew.end(ready)
-        return self._fork(["--resume"] if resume else [], held=False)
+        return None
 
     def _fork(self, more: list[str], held: bool) -> World:
         self.number += 1
@@ -181,6 +184,8 @@ class Supervisor:
         killed = min(codes) < 0 and not aborted
         self._ask(world, world.alive, 2.0 if aborted else 0.1 if killed else 0.0)
         self.crew.drain(world, GLANCE if killed else LAST_WORDS)
+        if world.lost:  # its machine was heard of last, but was first
+            return self._lost(world)
         records = self.written.error_records()
         heard = {record["rank"] for record in records}
         silent = [rank for rank in world.broken if rank not in heard and world.codes[rank] < 0]
@@ -252,7 +257,7 @@ class Supervisor:
             return
         if self.tries > self.restarts:
             raise fault.error(f"Given up after {counted(self.restarts, 'restart')} that got no further.")
-        if fault.kind == "lost" and self.crew.size < self.size:
+        if self.crew.size < self.size:
             self._wait_for_nodes(fault)
             return
         pause = 0.0 if self.tries == 1 else min(LONGEST, PAUSE * 2.0 ** (self.tries - 2))
@@ -271,8 +276,8 @@ class Supervisor:
         if self.replan is None:
             raise fault.error(f"It did not come back within {self.rejoin:g} s; start it again and go on with --resume.")
         self.layout, self.size = self.replan(self.crew.size)
-        message = f"going on without {ranks_text(fault.ranks)}, with {counted(self.size, 'process')} in layout "
-        self.tell("fewer", f"{message}'{self.layout}'.", ranks=fault.ranks, step=fault.step, layout=self.layout)
+        message = f"going on without it, with {counted(self.size, 'process')} in layout '{self.layout}'."
+        self.tell("fewer", message, ranks=fault.ranks, step=fault.step, layout=self.layout)
 
     def _go_on_without(self, ranks: list[int], fault: Fault) -> None:
         """Takes their places from the run, and a layout for those that are left; raises where that may not be."""

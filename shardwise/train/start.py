@@ -52,6 +52,7 @@ def start_training(
     nursery = Nursery(WORKER.partition(":")[0])  # first of all: it forks best from a process that has done nothing yet
     try:
         if node is not None and node.index > 0:
+            say(f"waiting for the first node at {node.host}:{node.port}")
             Member(node, nursery).attend()
         else:
             _start(job_file, settings, resume, say, nursery, node)

@@ -26,9 +26,11 @@ from shardwise.guard.beat import Beat
 from shardwise.guard.nodes import open_store
 from shardwise.guard.nursery import given_memory, wait_held
 from shardwise.job import Job
+from shardwise.kinds import DLRM
 from shardwise.layout import Layout
+from shardwise.parallel.parallelize import build, shapes_of
 from shardwise.train.folder import RunFolder
-from shardwise.train.here import pick_device
+from shardwise.train.here import host_memory, pick_device
 from shardwise.train.loop import Trainer, make_engine
 from shardwise.train.measure import StopFlag
 
@@ -53,12 +55,12 @@ def work(
     """Trains as the rank that the environment names. What goes wrong is written to the run folder, then raised.
 
     A stand-by is `held` until the world before it has ended. By then, on a CPU, it has joined the others and built the
-    model; a GPU it leaves to those who train.
+    model, if that is light; a GPU it leaves to those who train.
     """
     rank = int(os.environ.get("RANK", "0"))
     engine = None
     if held is not None:
-        if pick_device(folder.job()) == "cpu":
+        if pick_device(folder.job()) == "cpu" and _light(folder.job()):
             engine = make_engine(folder.job(), layout, join(layout.world, folder.job(), store))
         held()
     stop = StopFlag()
@@ -81,6 +83,14 @@ def work(
             },
         )  # fmt: skip
         raise
+
+
+def _light(job: Job) -> bool:
+    """Whether a second copy of every rank's weights is at most a tenth of the machine's memory. Tables never are."""
+    if isinstance(job.model, DLRM):
+        return False
+    numbers = sum(shape.numel() for shape in shapes_of(build(job, torch.float32)).values())
+    return 8 * numbers * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= host_memory() / 10
 
 
 def join(world: int, job: Job, store: str | None = None) -> torch.device:

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from shardwise.errors import DataError
 from shardwise.words import say
 
 RunFolder = Annotated[Path, typer.Argument(help="A run folder.")]
+
+
+@contextmanager
+def _shown(*runs: Path) -> Iterator[None]:
+    """Files of a run are written by us, but anybody may have changed them since."""
+    try:
+        yield
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        names = ", ".join(map(str, runs))
+        raise DataError(f"{names}: a file there holds what no run writes ({type(error).__name__}: {error}).") from None
 
 
 def watch(
@@ -31,7 +44,8 @@ def report(run: RunFolder) -> None:
     """Writes the page of a run as one file, report.html in its folder."""
     from shardwise.watch.page import write_report
 
-    say(str(write_report(run)))
+    with _shown(run):
+        say(str(write_report(run)))
 
 
 def compare(
@@ -43,13 +57,14 @@ def compare(
     from shardwise.watch import compare
     from shardwise.watch.page import write_document
 
-    found = compare.compare(runs)
-    if html is not None:
-        write_document(found, "Runs compared", html)
-    if as_json:
-        say(json.dumps(found))
-    else:
-        Console().print(*compare.tables(found))
+    with _shown(*runs):
+        found = compare.compare(runs)
+        if html is not None:
+            write_document(found, "Runs compared", html)
+        if as_json:
+            say(json.dumps(found))
+        else:
+            Console().print(*compare.tables(found))
 
 
 def trace(
@@ -59,7 +74,8 @@ def trace(
     """Writes a trace for Perfetto or chrome://tracing, all ranks on one clock."""
     from shardwise.watch.trace import write_trace
 
-    path, boxes = write_trace(run, out)
+    with _shown(run):
+        path, boxes = write_trace(run, out)
     say(f"{path}: {boxes:,} boxes; open it at ui.perfetto.dev or chrome://tracing")
 
 

@@ -10,6 +10,7 @@ import json
 from html import escape
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from shardwise.files import demand_folder, write_text
 from shardwise.watch.read import Run
@@ -51,7 +52,8 @@ def listing(runs: list[dict[str, Any]]) -> str:
     for run in runs:
         name = escape(run["name"], quote=True)
         cells = "".join(f"<td>{escape(str(run[head]))}</td>" for head in heads[1:])
-        rows.append(f'<tr><td><a href="/run/{name}">{name}</a></td>{cells}</tr>')
+        place = quote(run["name"], safe="")
+        rows.append(f'<tr><td><a href="/run/{place}">{name}</a></td>{cells}</tr>')
     table = f"<table><thead><tr>{first}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     head += f'<meta http-equiv="refresh" content="5"><meta http-equiv="Content-Security-Policy" content="{POLICY}">'
