@@ -32,7 +32,8 @@ def job_of(folder: Path, saved: int = 10, **run: object) -> Job:
         {
             "precision": "float64", "steps": STEPS, "layout": "replicate=2 tensor=2",
             "model": {"layers": 2, "width": 16, "heads": 2, "vocab": 61, "sequence": 8}, "batch": {"samples": 4},
-            "data": {"source": "synthetic"}, "validation": {"samples": 4}, "checkpoint": {"every": saved, "snapshot": 2},
+            "data": {"source": "synthetic"}, "validation": {"samples": 4},
+            "checkpoint": {"every": saved, "snapshot": 2},
             "run": {"folder": str(folder), "device": "cpu", "rejoin": 60, "standby": False, **run},
         }
     )  # fmt: skip
