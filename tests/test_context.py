@@ -84,7 +84,7 @@ def test_documents_that_are_seen_after_all_are_caught(way, monkeypatch):
         monkeypatch.setattr(context, "strangers", lambda documents, axis, turn, *rest: right(documents, axis, 0, *rest))
     else:
         monkeypatch.setattr(context, "attend", lambda q, k, v, causal, documents: attend(q, k, v, causal))
-    (record,) = verify(job(LLAMA | {"document_end": 3}), [Layout.parse(f"context=2 context_by={way}")])
+    (record,) = verify(job(LLAMA | {"document_end": 3}), [Layout.parse(f"context=2 context_by={way}")], steps=2)
     assert not record.ok and record.problem is None, record.sentence()
 
 

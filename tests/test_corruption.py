@@ -22,7 +22,7 @@ from shardwise.train.folder import RunFolder
 from shardwise.train.launch import launch
 
 LAYOUTS = [
-    "replicate=2", "shard=2 zero=1", "shard=2 zero=2", "shard=2 zero=3", "shard=2 tensor=2", "pipeline=2 replicate=2",
+    "replicate=2", "shard=2 zero=2", "shard=2 tensor=2 zero=3", "pipeline=2 replicate=2",
 ]  # fmt: skip
 
 

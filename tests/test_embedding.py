@@ -54,7 +54,7 @@ def small(samples: int = 24, settings: dict[str, Any] | None = None, **more: Any
     )  # fmt: skip
 
 
-def prove(job: Job, *layouts: str, steps: int = 3) -> None:
+def prove(job: Job, *layouts: str, steps: int = 2) -> None:
     for record in verify(job, [Layout.parse(text) for text in layouts], steps=steps):
         assert record.ok, record.sentence()
         assert max(record.loss, record.grad_norm, record.grad, record.weight) <= 1e-10

@@ -120,14 +120,14 @@ CUT = [
 @pytest.mark.parametrize("text", CUT)
 def test_experts_on_other_ranks_compute_what_one_process_computes(text: str) -> None:
     layout = Layout.parse(text)
-    (record,) = verify(small(2 * layout.data, experts=4, tied="tensor" in text), [layout])
+    (record,) = verify(small(2 * layout.data, experts=4, tied="tensor" in text), [layout], steps=2)
     assert record.ok, record.sentence()
 
 
 @pytest.mark.parametrize("text", LAYOUTS)
 def test_layouts_compute_what_one_process_computes(text: str) -> None:
     layout = Layout.parse(text)
-    (record,) = verify(small(4 * layout.data, tied="tensor" in text, z_loss=0.01), [layout])
+    (record,) = verify(small(4 * layout.data, tied="tensor" in text, z_loss=0.01), [layout], steps=2)
     assert record.ok, record.sentence()
 
 

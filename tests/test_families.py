@@ -31,7 +31,7 @@ def job(model: dict[str, object], samples: int = 8) -> Job:
     "pipeline=2 shard=2 context=2 context_by=heads",
 ])  # fmt: skip
 def test_bert_in_any_layout(layout):
-    (record,) = verify(job(BERT), [Layout.parse(layout)])
+    (record,) = verify(job(BERT), [Layout.parse(layout)], steps=2)
     assert record.ok, record.sentence()
 
 
@@ -40,12 +40,14 @@ def test_bert_in_any_layout(layout):
     "pipeline=3 schedule=interleaved virtual=2", "pipeline=2 shard=2 tensor=2 zero=2",
 ])  # fmt: skip
 def test_t5_in_any_layout(layout):
-    (record,) = verify(job(SPANS, 12), [Layout.parse(layout)])
+    (record,) = verify(job(SPANS, 12), [Layout.parse(layout)], steps=2)
     assert record.ok, record.sentence()
 
 
 def test_an_untied_t5_with_relu():
-    (record,) = verify(job({**SPANS, "tied": False, "activation": "relu"}), [Layout.parse("pipeline=2 tensor=2")])
+    (record,) = verify(
+        job({**SPANS, "tied": False, "activation": "relu"}), [Layout.parse("pipeline=2 tensor=2")], steps=2
+    )
     assert record.ok, record.sentence()
 
 
@@ -184,7 +186,7 @@ IMAGES = {"name": "resnet", "depth": 18, "width": 4, "stem": "cifar", "image": 8
 
 @pytest.mark.parametrize("layout", ["replicate=3", "shard=2 zero=1", "replicate=2 shard=2 zero=3"])
 def test_resnet_in_any_layout(layout):
-    (record,) = verify(job(IMAGES, 12), [Layout.parse(layout)])
+    (record,) = verify(job(IMAGES, 12), [Layout.parse(layout)], steps=2)
     assert record.ok, record.sentence()
 
 

@@ -29,7 +29,7 @@ def job_with(reduce: str, node: int = 0, samples: int = 12) -> Job:
     ],
 )
 def test_training_is_that_of_one_process(reduce: str, node: int, layouts: list[str]) -> None:
-    records = verify(job_with(reduce, node), [Layout.parse(text) for text in layouts])
+    records = verify(job_with(reduce, node), [Layout.parse(text) for text in layouts], steps=2)
     assert [record.sentence() for record in records if not record.ok] == []
 
 
@@ -39,7 +39,7 @@ def test_recommenders_too() -> None:
         "precision": "float64", "model": model, "batch": {"samples": 6}, "data": {"source": "synthetic"},
         "gradient": {"reduce": "halving"},
     })  # fmt: skip
-    assert all(record.ok for record in verify(job, [Layout.parse("replicate=3")]))
+    assert all(record.ok for record in verify(job, [Layout.parse("replicate=3")], steps=2))
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,6 @@ def held(moments: Moments, role: str, *names: str) -> set[int]:
 
 
 CUTS = {
-    "shard=2": 2,
     "shard=4": 4,
     "pipeline=2 shard=2": 2,
     "pipeline=2 shard=2 schedule=interleaved": 2,

@@ -40,7 +40,7 @@ def test_experts_balanced_by_a_bias(layout):
 
 @pytest.mark.parametrize("layout", ["shard=2 tensor=2 expert=2 zero=2", "pipeline=2"])
 def test_experts_with_a_capacity(layout):
-    (record,) = verify(job(TIGHT), [Layout.parse(layout)])
+    (record,) = verify(job(TIGHT), [Layout.parse(layout)], steps=2)
     assert record.ok, record.sentence()
 
 
@@ -48,7 +48,7 @@ def test_experts_with_a_capacity(layout):
     "tensor=4", "shard=2 expert=2 zero=3", "pipeline=2 schedule=zbv", "shard=2 tensor=2 expert=2 recompute=selective",
 ])  # fmt: skip
 def test_latent_attention(layout):
-    (record,) = verify(job(LATENT), [Layout.parse(layout)])
+    (record,) = verify(job(LATENT), [Layout.parse(layout)], steps=2)
     assert record.ok, record.sentence()
 
 
