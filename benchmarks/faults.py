@@ -150,8 +150,8 @@ def links(folder: Path, rounds: int) -> bool:
     named.sort()
     sources = [event["source"] for event in run.events() if event["event"] == "resumed"]
     print(
-        f"links: {rounds} times each slowed to 10 Mbit/s, cut, a machine lost; {len(named)} of {2 * rounds} losses named"
-        f" with their ranks, after {named[len(named) // 2]:.2f} s in the median, {named[-1]:.2f} s at most; from memory "
+        f"links: {rounds} times each slowed to 10 Mbit/s, cut, a machine lost: {len(named)} of {2 * rounds} losses"
+        f" named with ranks, after {named[len(named) // 2]:.2f} s in the median, {named[-1]:.2f} s at most; memory "
         f"{sources.count('memory')} of {len(sources)} times; curve: {'same bits' if same else 'DIFFERS'}",
         flush=True,
     )
