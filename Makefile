@@ -4,13 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint docs clean
+.PHONY: demo test test-all lint docs clean
 
 demo: $(STAMP)
 	$(BIN)/shardwise train
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n auto --maxprocesses 4
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+
+test-all: $(STAMP)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal --all
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -5,6 +5,9 @@ run was measured and not built: starting a world costs 0.05 s (2 processes) to 0
 takes, the rest is the work itself on the cores that there are; a second case in the same world ran 4 to 7% faster.
 """
 
+from collections import Counter
+
+import pytest
 import torch
 from hypothesis import settings
 
@@ -14,3 +17,33 @@ torch.set_num_threads(1)
 # The same examples in every run, and no verdict by time.
 settings.register_profile("shardwise", derandomize=True, deadline=None)
 settings.load_profile("shardwise")
+
+# Of tests with many cases of one kind every so-manieth is in the suite; `make test-all` takes them all.
+THINNED = {
+    "test_pairwise": 3, "test_named": 2, "test_any_layout_gives_the_same_run": 2, "test_kill_and_resume_elsewhere": 2,
+    "test_kill_and_resume_in_place_is_bitwise": 2, "test_every_cut_computes_what_one_process_computes": 2,
+    "test_rows_that_every_device_keeps": 2, "test_tables_of_many_sizes": 2, "test_a_checkpoint_is_cut_anew": 2,
+    "test_flipped_bits_are_named_and_leave_no_trace": 2, "test_between_the_halves_of_a_split_backward": 2,
+    "test_goes_on_in_another_layout": 2, "test_a_checkpoint_of_one_cut_loads_into_another": 2,
+    "test_experts_on_other_ranks_compute_what_one_process_computes": 2, "test_documents_do_not_see_one_another": 2,
+    "test_a_cut_sequence_computes_what_one_process_does": 2, "test_experts_beside_a_cut_sequence": 2,
+    "test_t5_in_any_layout": 2, "test_bert_in_any_layout": 2, "test_parts_add_up_to_the_step": 2,
+    "test_a_straggler_shows_by_its_own_time_and_the_others_by_waiting": 2, "test_replicas_are_those_of_one_process": 2,
+}  # fmt: skip
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="every case of every test")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--all"):
+        return
+    seen: Counter[str] = Counter()
+    kept, left = [], []
+    for item in items:
+        name = getattr(item, "originalname", item.name)
+        (left if seen[name] % THINNED.get(name, 1) else kept).append(item)
+        seen[name] += 1
+    config.hook.pytest_deselected(items=left)
+    items[:] = kept

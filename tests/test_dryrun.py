@@ -261,7 +261,7 @@ def test_the_plan_is_what_the_engine_does() -> None:
         for rank, (report, memory) in enumerate(zip(reports, prediction.memory, strict=True)):
             error = (memory.total - memory.reserve) / report.total - 1
             # The order of a V of our own may have all micro-batches in flight before there are gradients.
-            assert -0.05 < error < (0.15 if "auto-v" in case else 0.05), (case, rank)
+            assert -0.05 < error < (0.2 if "auto-v" in case else 0.05), (case, rank)
             program = estimator.made(layout).simulation.program if estimator.is_made(layout) else None
             found = traffic(own, layout, rank, report.micro_batches, program)
             assert found == {(entry.axis, entry.kind): entry.bytes for entry in report.traffic}, (case, rank)

@@ -123,7 +123,7 @@ def assert_exact(record: Record) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_pairwise(case: Case) -> None:
-    """Every third takes a second step: what the first leaves behind."""
+    """Every third, which is in the suite, takes a second step: what the first leaves behind."""
     layout = layout_of(case)
     assert layout is not None
     assert_exact(*verify(job_of(case, layout), [layout], steps=1 if CASES.index(case) % 3 else 2))

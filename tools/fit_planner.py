@@ -32,11 +32,11 @@ from shardwise.planner.efficiency import Efficiency  # noqa: E402
 
 # Before any run is seen: what such kernels and links are known to reach.
 PRIOR = {
-    "product": 0.75, "narrow": 0.6, "attention": 0.5, "memory": 0.6, "inner": 0.7, "outer": 0.7, "launch": 2e-5,
+    "product": 0.75, "narrow": 0.6, "attention": 0.5, "memory": 0.6, "inner": 0.7, "outer": 0.7, "launch": 1.6e-5,
     "attention_backward": 0.8, "depth": 100.0, "wave": 0.8, "ragged": 0.8, "hidden_tensor": 0.2, "hidden_data": 0.8,
     "contention": 0.1, "hidden_expert": 0.4, "hidden_transfer": 0.4, "hidden_interleaved": 0.8, "grouped": 0.8,
     "jitter": 0.005, "latency": 0.5, "apart": 3.0, "fixed": 0.005, "routing": 100.0,
-    "eager": 2.0, "scores": 4.5, "start": 3e-5,
+    "eager": 2.0, "scores": 4.5, "logits": 60.0, "added": 8.0, "start": 3e-5,
 }  # fmt: skip
 FAMILY = ("product", "narrow", "attention", "memory", "inner", "outer", "launch", "hidden_tensor")
 COMMON = tuple(key for key in PRIOR if key not in FAMILY)
@@ -50,10 +50,14 @@ POSITIVE = (
     "routing",
     "eager",
     "scores",
+    "logits",
+    "added",
 )  # the others are shares
 PULL = 0.06
-FIRMER = {"product": 8.0}  # times as strongly: what large products reach is known from timing them alone
+# Times as strongly: what large products reach, and how fast a host starts kernels, is known from timing them alone.
+FIRMER = {"product": 8.0, "launch": 16.0}
 GROUPED = 1.5
+SCALE = 0.15  # errors far above it count less
 
 Run = tuple[Row, Layout]
 
@@ -133,7 +137,7 @@ class Fit:
         for _ in range(rounds):
             slopes = np.stack([self.terms(self.slope(x, errors, n)) for n in range(len(x))], axis=1)
             terms = self.terms(errors)
-            trust = 1 / np.sqrt(1 + (terms / 0.1) ** 2)
+            trust = 1 / np.sqrt(1 + (terms / SCALE) ** 2)
             matrix = slopes.T @ (trust[:, None] * slopes) + np.diag(self.pull)
             vector = slopes.T @ (trust * terms) + self.pull * (x - self.prior)
             while damping < 1e4:
@@ -153,8 +157,8 @@ class Fit:
         return np.where(self.of == family, difference, 0.0) / by if family else difference / by
 
     def cost(self, errors: np.ndarray, x: np.ndarray) -> float:
-        terms = self.terms(errors) / 0.1
-        return float(np.sum(2 * 0.01 * (np.sqrt(1 + terms**2) - 1)) + np.sum(self.pull * (x - self.prior) ** 2))
+        terms = self.terms(errors) / SCALE
+        return float(np.sum(2 * SCALE**2 * (np.sqrt(1 + terms**2) - 1)) + np.sum(self.pull * (x - self.prior) ** 2))
 
 
 def check(runs: list[Run], rounds: int) -> dict[str, float]:

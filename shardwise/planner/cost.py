@@ -16,6 +16,7 @@ from shardwise.planner.shape import Shape
 NARROW = ("fp8", "fp4")
 RAGGED_HEADS = 8.0  # times as long, batched products of heads whose size is no multiple of 8; from published runs
 TILES = ((256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.6))  # sides, and rate against the largest
+HEAD = 60  # kernels of norm, logits and loss in PyTorch's own operators, one way
 ENQUEUED = 5  # kernels that the host could start in the time it takes to start one collective
 SHORTEST = 4e-6  # seconds of the shortest kernel
 
@@ -31,7 +32,7 @@ class Setting:
     eager: bool = False
     """Whether operators between the products are PyTorch's own, started one by one."""
     loss: float = 16.0
-    """Bytes moved per logit in forward and backward of the loss."""
+    """Bytes moved per logit in forward and backward of the loss; 0: as many as PyTorch's own operators move."""
     overlapped: bool = True
     """Whether gradient sums and tensor traffic hide behind computation."""
 
@@ -121,6 +122,14 @@ class Machine:
         waves = ceil(m / high) * ceil(n / wide) * groups / self.device.units
         used = groups * m * n / (ceil(waves) * self.device.units * high * wide)
         return rate * (1.0 - self.efficiency.wave * (1.0 - used))
+
+    def felt(self, device: float, host: float) -> float:
+        """Seconds of a pass: the device's or the host's, whichever is longer, and more where both are about alike, as
+        each waits for the other in parts of it."""
+        if not host:
+            return device
+        power = self.efficiency.apart
+        return (device**power + host**power) ** (1.0 / power)
 
     def linear(self, m: float, k: float, n: float, precision: str, groups: float = 1.0) -> tuple[float, float, float]:
         """Seconds of a layer's product, and of those for the gradients of its input and of its weights."""
@@ -217,6 +226,7 @@ def block(machine: Machine, shape: Shape, setting: Setting, cut: Cut, sparse: bo
             forward, backward, weight = forward + own, backward + back + gradient, weight + gradient
         spread = size * used * (6 * shape.width + (shape.matrices + 1) * shape.expert_ffn)
         forward, backward = forward + machine.move(spread), backward + 2 * machine.move(spread)
+        moved += spread
         expert = 2 * machine.exchange(size * used * shape.width, cut.expert, t if cut.expert > 1 else 1)
         expert *= 1.0 - e.hidden_expert
         kernels += e.routing
@@ -271,9 +281,11 @@ def head(machine: Machine, shape: Shape, setting: Setting, cut: Cut) -> Seconds:
     precision = "bf16" if setting.precision in NARROW else setting.precision
     tokens = shape.predicted * cut.micro_batch * shape.sequence / cut.context
     own, back, gradient = machine.linear(tokens, shape.width, ceil(shape.vocab / t), precision)
-    loss = machine.stream(tokens * shape.vocab / t * setting.loss / 2)
+    loss = machine.stream(tokens * shape.vocab / t * (setting.loss or machine.efficiency.logits) / 2)
+    host = HEAD * machine.efficiency.launch if setting.eager and not setting.loss else 0.0
     tensor = machine.reduce(setting.bytes * tokens * shape.width, t, 1) / 2 if t > 1 else 0.0
-    return Seconds(forward=own + loss, backward=back + gradient + loss, weight=gradient, tensor=tensor)
+    forward, backward = machine.felt(own + loss, host), machine.felt(back + gradient + loss, host)
+    return Seconds(forward=forward, backward=backward, weight=gradient, tensor=tensor)
 
 
 def embedding(machine: Machine, shape: Shape, setting: Setting, cut: Cut) -> Seconds:

@@ -338,9 +338,10 @@ class Estimator:
         beside = inner.traffic
         if self.work.habit.cast and not self.alone(layout):
             weights = self.held(layout).weights
-            beside += self.machine.stream(self.work.habit.cast * (weights.block + weights.experts))
-        forward = self._felt(inner.forward + inner.traffic, inner.host)
-        backward = self._felt(inner.backward + beside, 2 * inner.host) + again * forward
+            moved = self.work.habit.cast if self.work.habit.cast > 0 else self.efficiency.added
+            beside += self.machine.stream(moved * (weights.block + weights.experts))
+        forward = self.machine.felt(inner.forward + inner.traffic, inner.host)
+        backward = self.machine.felt(inner.backward + beside, 2 * inner.host) + again * forward
         if layout.recompute == "selective":
             backward += self.machine.move(inner.moved) if self.work.habit.keeps_products else inner.core
         exposed = {axis: (2.0 + again) * getattr(inner, axis) for axis in AXES}
@@ -354,12 +355,6 @@ class Estimator:
 
     def alone(self, layout: Layout) -> bool:
         return self.work.own is not None and self.work.own.alone(layout)
-
-    def _felt(self, device: float, host: float) -> float:
-        """Seconds of a pass: the device's or the host's, whichever is longer, and more where both are about alike, as
-        each waits for the other in parts of it."""
-        power = self.efficiency.apart
-        return (device**power + host**power) ** (1.0 / power)
 
     def _gather(self, layout: Layout) -> float:
         """Seconds to gather the weights of a block over the shard axis, or to sum its gradients over it."""
