@@ -24,6 +24,7 @@ from shardwise.comm.meter import METER
 from shardwise.comm.world import run_world
 from shardwise.data.source import Synthetic
 from shardwise.data.stream import Stream, share
+from shardwise.guard.witness import Witness
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.parallel.parallelize import parallelize
@@ -43,7 +44,8 @@ def compare(job: Job, layout: Layout, turns: int, folder: str) -> tuple[Times, T
     """Steps with and without metrics."""
     engine = parallelize(job, layout, torch.device("cpu"))
     optimizer = optimizer_of(job, engine)
-    measure = Measure(job, engine, optimizer, RunFolder(Path(folder)), Progress(turns, False))
+    witness = Witness(job, engine, optimizer, Path(folder), 0.0, lambda *_, **__: None)  # not measured here
+    measure = Measure(job, engine, optimizer, RunFolder(Path(folder)), Progress(turns, False), witness)
     stream = Stream(Synthetic(4096, job.model.sequence, job.model.vocab, 0), 0)
     data = engine.mesh["data"]
     batches = [stream.read(share(number, job.samples, data.size, data.index)) for number in range(4)]
