@@ -5,9 +5,9 @@
     python benchmarks/faults.py disk links                 some of: processes, disk, links
 
 Processes: what `shardwise chaos` draws (kill -9, SIGSTOP, NaN, flipped bits of checkpoints, weights, states and summed
-gradients), in five layouts. Disk: a small one fills up and a rank is killed, again and again. Links: two agents, each
-in a network of its own; their link is slowed, cut, and one machine's processes are all killed and its memory emptied.
-The last two need root (`mount`, `ip`, `tc`).
+gradients), in five layouts and once without snapshots in memory. Disk: a small one fills up and a rank is killed, again
+and again. Links: two agents, each in a network of its own; their link is slowed, cut, and one machine's processes are
+all killed and its memory emptied. The last two need root (`mount`, `ip`, `tc`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,11 @@ from shardwise.layout import Layout
 from shardwise.train.folder import RunFolder
 from shardwise.train.launch import launch
 
-LAYOUTS = ("shard=2", "pipeline=2", "replicate=2 tensor=2", "shard=2 zero=3", "pipeline=2 replicate=2")
+# And steps between snapshots in memory; without them a restart loads from the disk.
+LAYOUTS = [
+    ("shard=2", 2), ("pipeline=2", 2), ("replicate=2 tensor=2", 2), ("shard=2 zero=3", 2),
+    ("pipeline=2 replicate=2", 2), ("shard=2", 0),
+]  # fmt: skip
 NAME, PORT = f"swfault{os.getpid()}", 29473
 HEAD = (
     "layout", "faults", "named rightly", "with another", "noticed: median, most", "killed or stopped, later than 1 s",
@@ -58,15 +62,16 @@ def curve(run: RunFolder) -> list[Any]:
 def processes(folder: Path, count: int) -> bool:
     print(f"| {' | '.join(HEAD)} |\n|{' --- |' * len(HEAD)}", flush=True)
     fine = True
-    for seed, layout in enumerate(LAYOUTS, 1):
-        path = folder / f"{seed}.toml"
-        path.write_text(job_of(folder / f"run-{seed}", 2 * count, layout=layout).text())
+    for seed, (layout, snapshot) in enumerate(LAYOUTS, 1):
+        path, checkpoint = folder / f"{seed}.toml", {"every": 6, "snapshot": snapshot}
+        path.write_text(job_of(folder / f"run-{seed}", 2 * count, layout=layout, checkpoint=checkpoint).text())
         tally = chaos_job(path, [], count, seed, lambda _: None)
         named = [tale for tale in tally.tales if tale.named]
         seconds = sorted(tale.seconds for tale in named) or [0.0]
         dead = [tale.seconds for tale in named if tale.fault.kind in ("kill", "stop", "flip")]
         cells = (
-            f"`{layout}`", len(tally.tales), len(named), sum(tale.noticed == "together" for tale in tally.tales),
+            f"`{layout}`{'' if snapshot else ', no snapshots'}", len(tally.tales), len(named),
+            sum(tale.noticed == "together" for tale in tally.tales),
             f"{seconds[len(seconds) // 2]:.2f} s, {seconds[-1]:.2f} s", f"{len(dead)}, {sum(one > 1 for one in dead)}",
             "same bits" if tally.equal and tally.finished else "DIFFERS", f"{tally.lost}, {tally.repeated}",
             f"{tally.flips}, {tally.refused}",

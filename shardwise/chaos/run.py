@@ -136,7 +136,7 @@ def _beneath(job: Job, name: str, faults: int) -> Job:
     folder = str(Path(job.run.folder or "runs/chaos") / name)
     kept = max(2, job.checkpoint.keep)
     run = job.run.model_copy(
-        update={"folder": folder, "restarts": faults + 1, "on_nan": "rollback", "corruptions": faults}
+        update={"folder": folder, "restarts": faults + 1, "on_nan": "rollback", "corruptions": faults, "check": 1}
     )
     return job.model_copy(update={"run": run, "checkpoint": job.checkpoint.model_copy(update={"keep": kept})})
 
@@ -163,9 +163,12 @@ def judge(layout: str, faults: list[Fault], harmed: RunFolder, base: RunFolder) 
 
 
 def _names(end: dict[str, Any] | None, fault: Fault) -> bool:
-    if end is None or end["event"] != EVENT[fault.kind]:
+    if end is None:
         return False
-    return bool(end["step"] >= fault.step) if fault.kind == "nan" else fault.rank in end["ranks"]
+    if fault.kind == "nan" and end["event"] == "rollback":
+        return bool(end["step"] >= fault.step)
+    found = "corruption" if fault.kind == "nan" else EVENT[fault.kind]  # a NaN that a replica does not have
+    return end["event"] == found and fault.rank in end["ranks"]
 
 
 def _curve(run: RunFolder) -> list[tuple[int, int, str]]:
