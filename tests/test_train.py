@@ -142,6 +142,29 @@ def test_kill_and_resume_in_place_is_bitwise(layout: str, tmp_path: Path) -> Non
     assert losses(train(job, layout, resume=True)) == losses(whole)
 
 
+@pytest.mark.parametrize("kind", ["mixture", "images"])
+def test_what_data_is_made_of_goes_on_elsewhere(kind: str, tmp_path: Path) -> None:
+    """Weighted sources, and images that are changed on the fly: killed, then gone on with by three ranks."""
+    given: dict[str, object] = {"steps": 6, "checkpoint": {"every": 2}, "batch": {"samples": 12}}
+    if kind == "mixture":
+        for letter in "abc":
+            text = "".join(f"{letter}{n} " for n in range(400))
+            (tmp_path / f"{letter}.jsonl").write_text(json.dumps({"text": text}) + "\n")
+        mix = {str(tmp_path / f"{letter}.jsonl"): weight for letter, weight in zip("abc", (0.5, 0.3, 0.2), strict=True)}
+        given |= {"model": SMALL["model"] | {"vocab": 256}, "data": {"source": "mix", "mix": mix}}  # type: ignore[operator]
+    else:
+        ways = ["crop", "flip", "colour", "cutout", "mixup"]
+        given |= {"model": {"name": "resnet", "depth": 18, "width": 4, "image": 8, "classes": 5, "stem": "cifar"},
+                  "data": {"source": "synthetic", "augment": ways}}  # fmt: skip
+    whole = train(small_job(tmp_path / "whole", **given), "pipeline=1")
+    job = small_job(tmp_path / "run", **given)
+    with pytest.raises(RunError, match="-9"):
+        train(job, "replicate=2", die_after=5)
+    run = train(job, "shard=3 micro_batch=2", resume=True)
+    found, expected = ([record["loss"] for record in one.metrics()] for one in (run, whole))
+    assert found == pytest.approx(expected, rel=1e-10) and len(found) == 6
+
+
 def test_lower_precision_follows_float64(tmp_path: Path) -> None:
     """Every engine keeps master weights: losses stay near the exact ones, and near each other."""
     few = {"steps": 6, "optimizer": {"lr": 3e-3, "schedule": "constant", "warmup": 0}, "checkpoint": {"every": 0}}
