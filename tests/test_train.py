@@ -160,7 +160,7 @@ def test_what_data_is_made_of_goes_on_elsewhere(kind: str, tmp_path: Path) -> No
     job = small_job(tmp_path / "run", **given)
     with pytest.raises(RunError, match="-9"):
         train(job, "replicate=2", die_after=5)
-    run = train(job, "shard=3 micro_batch=2", resume=True)
+    run = train(job, "shard=3", resume=True)
     found, expected = ([record["loss"] for record in one.metrics()] for one in (run, whole))
     assert found == pytest.approx(expected, rel=1e-10) and len(found) == 6
 
