@@ -193,3 +193,38 @@ def too_many() -> None:
 def test_more_servers_than_ranks() -> None:
     with pytest.raises(RunError, match="3 servers among 2 ranks"):
         run_world(too_many, 2)
+
+
+def leave(rank: int, victim: int, folder: str, end: Any) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 4), rank=rank, world_size=4)
+    weights, said = torch.zeros(11, dtype=torch.float64), ""
+    try:
+        worker = Worker(weights, lambda own, gradient: own.sub_(gradient, alpha=0.05), 2, 1, 20)
+        for number in range(20):
+            if rank == victim and number == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            worker.round(weights - rank)
+        worker.finish()
+    except RunError as error:
+        said = str(error)
+    end.send(said)
+    time.sleep(1)  # others may still ask
+    os._exit(0)
+
+
+@pytest.mark.parametrize("victim", [1, 3])
+def test_an_asynchronous_server_names_who_is_gone(victim: int, tmp_path: Path) -> None:
+    """Ranks 0 and 1 serve. Without a worker all others make their rounds; without a server nobody does."""
+    context = multiprocessing.get_context("fork")
+    ends = {}
+    for rank in range(4):
+        here, there = context.Pipe(duplex=False)
+        context.Process(target=leave, args=(rank, victim, str(tmp_path), there), daemon=True).start()
+        there.close()
+        ends[rank] = here
+    said = {rank: end.recv() for rank, end in ends.items() if rank != victim and end.poll(20)}
+    gone = f"rank {victim} does not answer (asynchronous server, after round 5)."
+    if victim == 3:
+        assert said == {0: gone, 1: gone, 2: ""}
+    else:
+        assert set(said) == {0, 2, 3} and all(word.startswith("rank 1 does not answer") for word in said.values())

@@ -3,6 +3,7 @@
 Synchronous (`exchange`): everyone sends a server its slice of the gradient and gets back the sum; a schedule like those
 of `shardwise.comm.allreduce`. Asynchronous (`Server`, `Worker`): a server updates its weights as gradients come and
 answers with what it has, but lets nobody run more than `staleness` rounds ahead of the slowest (Ho et al., 2013).
+A rank that dies is left behind, and named at the end; one that served a slice is named at once by those who ask it.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ class Server:
         self.done = [0] * dist.get_world_size()
         self.widest = 0
         """The most rounds that one rank was ever ahead of another."""
+        self.lost: dict[int, int] = {}
+        """Ranks that do not answer, and after how many rounds."""
         self.changed = threading.Condition()
         others = [rank for rank in range(len(self.done)) if rank != dist.get_rank()]
         self.threads = [threading.Thread(target=self._serve, args=(rank,), daemon=True) for rank in others]
@@ -64,19 +67,34 @@ class Server:
             self.update(self.weights, gradient)
             self.done[rank] += 1
             self.changed.notify_all()
-            self.changed.wait_for(lambda: self.done[rank] - min(self.done) <= self.staleness)
-            self.widest = max(self.widest, self.done[rank] - min(self.done))
+            self.changed.wait_for(lambda: self._ahead(rank) <= self.staleness)
+            self.widest = max(self.widest, self._ahead(rank))
             return self.weights.clone()
+
+    def _ahead(self, rank: int) -> int:
+        """Rounds before the slowest that still answers."""
+        return self.done[rank] - min(done for other, done in enumerate(self.done) if other not in self.lost)
 
     def _serve(self, rank: int) -> None:
         gradient = torch.empty_like(self.weights)
-        for _ in range(self.rounds):
-            dist.recv(gradient, rank, tag=PUSH)
-            dist.send(self.take(rank, gradient), rank, tag=PULL)
+        try:
+            for _ in range(self.rounds):
+                dist.recv(gradient, rank, tag=PUSH)
+                dist.send(self.take(rank, gradient), rank, tag=PULL)
+        except RuntimeError:
+            with self.changed:
+                self.lost[rank] = self.done[rank]
+                self.changed.notify_all()
 
     def finish(self) -> None:
         for thread in self.threads:
             thread.join()
+        if self.lost:
+            raise RunError(" ".join(_silent(rank, done) for rank, done in sorted(self.lost.items())))
+
+
+def _silent(rank: int, done: int) -> str:
+    return f"rank {rank} does not answer (asynchronous server, after round {done})."
 
 
 class Worker:
@@ -90,18 +108,28 @@ class Worker:
         self.spans = [slice(*ends) for ends in zip(bounds, bounds[1:])]
         own = self.weights[self.spans[self.rank]].clone() if self.rank < servers else None
         self.server = Server(own, update, staleness, rounds) if own is not None else None
+        self.done = 0
 
     def round(self, gradient: Tensor) -> None:
         """Sends a gradient; puts what the servers answer into the weights."""
         flat, waits = gradient.view(-1), []
         for server, span in enumerate(self.spans):
             if server != self.rank:
-                waits += [dist.isend(flat[span], server, tag=PUSH), dist.irecv(self.weights[span], server, tag=PULL)]
+                try:
+                    sent = dist.isend(flat[span], server, tag=PUSH)
+                    waits.append((server, sent, dist.irecv(self.weights[span], server, tag=PULL)))
+                except RuntimeError:
+                    raise RunError(_silent(server, self.done)) from None
         if self.server is not None:
             self.weights[self.spans[self.rank]] = self.server.take(self.rank, flat[self.spans[self.rank]])
-        for wait in waits:
-            assert wait is not None
-            wait.wait()
+        for server, sent, answer in waits:
+            assert sent is not None and answer is not None
+            try:
+                sent.wait()
+                answer.wait()
+            except RuntimeError:
+                raise RunError(_silent(server, self.done)) from None
+        self.done += 1
 
     def finish(self) -> None:
         """Until every rank has made its rounds."""
