@@ -29,7 +29,8 @@ THINNED = {
     "test_a_cut_sequence_computes_what_one_process_does": 2, "test_experts_beside_a_cut_sequence": 2,
     "test_t5_in_any_layout": 2, "test_bert_in_any_layout": 2, "test_parts_add_up_to_the_step": 2,
     "test_a_straggler_shows_by_its_own_time_and_the_others_by_waiting": 2, "test_replicas_are_those_of_one_process": 2,
-    "test_layouts_compute_what_one_process_computes": 2, "test_odd_shapes": 2, "test_a_signal_saves_and_ends_cleanly": 2,
+    "test_layouts_compute_what_one_process_computes": 2, "test_odd_shapes": 2,
+    "test_a_signal_saves_and_ends_cleanly": 2,
     "test_zero_1_holds_whole_weights_and_gradients": 2, "test_zero_2_holds_whole_weights_and_pieces_of_gradients": 2,
     "test_zero_3_holds_pieces_of_weights_and_gradients": 2,
 }  # fmt: skip

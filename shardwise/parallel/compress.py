@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.collectives import all_gather, all_reduce, all_to_all
+from shardwise.comm.collectives import all_reduce, rows_to_all
 from shardwise.comm.meter import METER
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
@@ -196,14 +196,14 @@ class Compressor:
     def _exchange(sent: Tensor, axis: Axis) -> Tensor:
         came = torch.empty_like(sent)
         METER.sent["data"] += sent.numel() * (axis.size - 1) // axis.size
-        all_to_all(came, sent.contiguous(), group=axis.group)
+        rows_to_all(came, sent, axis.group)
         return came
 
     @staticmethod
     def _gathered(sent: Tensor, axis: Axis) -> Tensor:
-        came = sent.new_empty(axis.size * sent.shape[0], sent.shape[1])
+        came = sent.new_empty(axis.size, sent.shape[1])
         METER.sent["data"] += sent.numel() * (axis.size - 1)
-        all_gather(came, sent.contiguous(), group=axis.group)
+        rows_to_all(came, sent.expand(axis.size, -1), axis.group)
         return came
 
     def _thin(self, names: Sequence[str], matrices: Sequence[Tensor], axis: Axis) -> list[Tensor]:
