@@ -196,7 +196,7 @@ def test_a_restart_goes_on_from_memory_and_the_curve_stays(
 
 
 def test_a_snapshot_with_a_flipped_bit_is_not_loaded(undisturbed: RunFolder, nursery: Nursery, tmp_path: Path) -> None:
-    job = small_job(tmp_path / "run", checkpoint={"every": 4, "snapshot": 3})
+    job = small_job(tmp_path / "run", checkpoint={"every": 4, "snapshot": 3, "asynchronous": False})
     run = train(nursery, job, "shard=2", Fault("flip memory", 1, 8, "data"))
     assert curve(run) == curve(undisturbed)
     assert [event["source"] for event in events(run, "resumed")] == ["disk"]
