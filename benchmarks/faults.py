@@ -1,6 +1,6 @@
 """The whole chaos suite: real faults of every kind, each run held against an undisturbed one bit by bit.
 
-    python benchmarks/faults.py                            all: over 200 faults, most of an hour on two cores
+    python benchmarks/faults.py                            all: over 200 faults, some ten minutes on two cores
     python benchmarks/faults.py --faults 10 --rounds 1     in short
     python benchmarks/faults.py disk links                 some of: processes, disk, links
 
