@@ -61,7 +61,7 @@ class Row:
 # What kinds of software keep: DeepSpeed and Megatron-LM of the fp16 time; PyTorch's own operators, where the ZeRO stage
 # is stated, and FSDP with a fused loss for stage 3; XLA on TPUs; Megatron-Core with Transformer Engine, where the stage
 # is not stated (gradients stay in 16 bits there).
-OLD = Habit(gradient=2.0, state=16.0, cast=-1.0, dropout=True, logits=10.0, spare=0.2, fixed=5.2 * 2**30)
+OLD = Habit(gradient=2.0, state=16.0, cast=None, dropout=True, logits=10.0, spare=0.2, fixed=5.2 * 2**30)
 EAGER = Habit(gradient=4.0, gathered=True, unfused=True, logits=8.0, spare=0.25, fixed=3.2 * 2**30)
 FSDP = Habit(gradient=4.0, logits=6.0, spare=0.03, fixed=1.5 * 2**30)
 XLA = Habit(gradient=2.0, logits=4.0, spare=0.0, fixed=0.5 * 2**30)
@@ -200,7 +200,7 @@ def parse(v: dict[str, str]) -> Row:
     else:
         habit = replace(FUSED, keeps_products=not recompute)
     eager = old or (bool(v["zero_stage"]) and cluster.device.family != "tpu")
-    setting = Setting(precision, fused=not old, overlapped=not old, eager=eager, loss=0.0 if old else 16.0)
+    setting = Setting(precision, fused=not old, overlapped=not old, eager=eager, loss=None if old else 16.0)
     return Row(v["source"], v.get("quality", ""), cluster, shape, setting, layout, samples, sp, habit, bool(recompute),
                measured_seconds(v, shape, gpus, samples, bool(recompute == "full")),
                number(v, "peak_mem_gib", 0.0) or None, v)  # fmt: skip

@@ -31,8 +31,8 @@ class Setting:
     """Whether attention never writes its square of scores to memory."""
     eager: bool = False
     """Whether operators between the products are PyTorch's own, started one by one."""
-    loss: float = 16.0
-    """Bytes moved per logit in forward and backward of the loss; 0: as many as PyTorch's own operators move."""
+    loss: float | None = 16.0
+    """Bytes moved per logit in forward and backward of the loss; None: as many as PyTorch's own operators move."""
     overlapped: bool = True
     """Whether gradient sums and tensor traffic hide behind computation."""
 
@@ -281,8 +281,9 @@ def head(machine: Machine, shape: Shape, setting: Setting, cut: Cut) -> Seconds:
     precision = "bf16" if setting.precision in NARROW else setting.precision
     tokens = shape.predicted * cut.micro_batch * shape.sequence / cut.context
     own, back, gradient = machine.linear(tokens, shape.width, ceil(shape.vocab / t), precision)
-    loss = machine.stream(tokens * shape.vocab / t * (setting.loss or machine.efficiency.logits) / 2)
-    host = HEAD * machine.efficiency.launch if setting.eager and not setting.loss else 0.0
+    moved = machine.efficiency.logits if setting.loss is None else setting.loss
+    loss = machine.stream(tokens * shape.vocab / t * moved / 2)
+    host = HEAD * machine.efficiency.launch if setting.loss is None else 0.0
     tensor = machine.reduce(setting.bytes * tokens * shape.width, t, 1) / 2 if t > 1 else 0.0
     forward, backward = machine.felt(own + loss, host), machine.felt(back + gradient + loss, host)
     return Seconds(forward=forward, backward=backward, weight=gradient, tensor=tensor)

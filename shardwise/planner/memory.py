@@ -43,9 +43,9 @@ class Habit:
     attention again."""
     receives: bool = False
     """Whether a pipeline rank has a buffer for what it receives in every micro-batch of a step."""
-    cast: float = 0.0
+    cast: float | None = 0.0
     """Bytes moved per weight and micro-batch to round weights for the products and to widen or add their gradients;
-    below 0: as many as software that adds them one by one (`Efficiency.added`)."""
+    None: as many as software that adds them one by one (`Efficiency.added`)."""
     update: float = 30.0
     """Bytes moved per weight in the update: four numbers read, three written, the copy of 16 bits."""
     spare: float = 0.04

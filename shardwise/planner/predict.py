@@ -336,9 +336,9 @@ class Estimator:
         share = keep_share(layout.recompute)
         again = 1.0 - share if share is not None else float(layout.recompute == "full")
         beside = inner.traffic
-        if self.work.habit.cast and not self.alone(layout):
+        moved = self.efficiency.added if self.work.habit.cast is None else self.work.habit.cast
+        if moved and not self.alone(layout):
             weights = self.held(layout).weights
-            moved = self.work.habit.cast if self.work.habit.cast > 0 else self.efficiency.added
             beside += self.machine.stream(moved * (weights.block + weights.experts))
         forward = self.machine.felt(inner.forward + inner.traffic, inner.host)
         backward = self.machine.felt(inner.backward + beside, 2 * inner.host) + again * forward
