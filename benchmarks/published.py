@@ -5,7 +5,8 @@ Where a source does not say something, the assumption stands here and nowhere el
 - `precision` fp16, or a tensor axis with `sp` 0, marks software of before fused attention and overlapped gradient sums
   (Megatron-LM of 2020 to 2022, DeepSpeed): the square of scores is written. All else: fused, overlapped.
 - `recompute` not given: full where FLOP/s count it, else the least that fits into the memory. `micro_batch` not given:
-  1 in a pipeline, else the largest of 16, 8, 4, 2, 1 that fits; on TPUs, where nobody accumulates, all of it.
+  1 in a pipeline (with ZeRO 3: as many micro-batches as ranks of it), else the largest of 16, 8, 4, 2, 1 that fits; on TPUs, where nobody accumulates, all of it.
+  `compile` not given: operators one by one where the ZeRO stage is stated, but not in 8 bits (Transformer Engine).
 - `zero_stage` not given: 3 on TPUs and where no layout is given at all, 0 in software of the fp16 time, else 1.
   `sp` not given: on, where the tensor axis cuts and the run is not fp16.
   A note "zero1=8" says that optimizer states are sharded over 8 ranks. `virtual_pp` not given: 1, but a stage per
@@ -35,7 +36,7 @@ GPUS = {
     "A100-40GB": "a100-40g", "V100-32GB": "v100-32g", "V100-16GB": "v100-16g", "H200-SXM-141GB": "h200",
     "B200-SXM": "b200", "B300-SXM": "b300", "GB200-NVL72": "gb200", "GB300-NVL72": "gb300", "MI250X-GCD": "mi250x",
     "TPU-v4": "tpu-v4", "TPU-v5e": "tpu-v5e", "TPU-v5p": "tpu-v5p", "TPU-v7x-Ironwood": "tpu-v7x",
-    "H100-NVL-94GB": "h100-94g", "H100-94GB-HBM2e": "h100-94g", "GH200-96GB": "h100-96g",
+    "H100-NVL-94GB": "h100-94g", "H100-94GB-HBM2e": "h100-hbm2e", "H100-96GB-HBM2e": "h100-hbm2e", "GH200-96GB": "h100-96g",
 }  # fmt: skip
 
 
@@ -178,12 +179,20 @@ def parse(v: dict[str, str]) -> Row:
     shard = min(shard, dp)
     micro = int(number(v, "micro_batch", 0))
     samples = int(number(v, "global_batch", dp * max(1, micro)))
+    if not micro and zero == 3 and pp > 1:  # PyTorch's own pipelines: as many micro-batches as stages
+        micro = max(1, samples // dp // pp)
     virtual = int(number(v, "virtual_pp", 0)) if pp > 1 else 1
     if not virtual:
-        waits = not old and samples // dp // max(1, micro) < 4 * pp and shape.layers % pp == 0
+        waits = not old and samples // dp // max(1, micro) < 4 * pp
         virtual = shape.layers // pp if waits else 1
     schedule = "interleaved" if virtual > 1 else "1f1b"
     recompute = v["recompute"] or ("full" if v["tflops_kind"] == "hardware" else "")
+    compiled = v.get("compile", "")
+    if zero == 3 and not old and cluster.device.family != "tpu":
+        if recompute == "selective":  # PyTorch's own keeps every second layer, or every second product
+            recompute = "0.5"
+        if pp > 1:  # weights stay gathered from micro-batch to micro-batch
+            zero = 1
     layout = Layout(
         pipeline=pp, tensor=tp, context=cp, expert=ep, shard=shard, replicate=dp // shard, zero=max(1, zero),
         schedule=schedule, virtual=virtual if virtual > 1 else 0, micro_batch=micro, recompute=recompute or "none",
@@ -193,14 +202,22 @@ def parse(v: dict[str, str]) -> Row:
         habit = OLD
         if precision == "bf16":  # a second set of gradients, of 32 bits, to which each micro-batch's are added
             habit = replace(habit, gradient=6.0, cast=16.0)
+        elif v["sp"] == "1":  # Megatron-LM since 2022 adds gradients in the kernels that make them
+            habit = replace(habit, cast=0.0)
     elif cluster.device.family == "tpu":
         habit = XLA
     elif v["zero_stage"]:
-        habit = FSDP if zero == 3 else EAGER
+        habit = FSDP if v["zero_stage"] == "3" else EAGER
+        if compiled:
+            habit = replace(habit, logits=12.0)
     else:
         habit = replace(FUSED, keeps_products=not recompute)
-    eager = old or (bool(v["zero_stage"]) and cluster.device.family != "tpu")
-    setting = Setting(precision, fused=not old, overlapped=not old, eager=eager, loss=None if old else 16.0)
+    # Transformer Engine, if nobody speaks of compiling, or PyTorch's own operators.
+    native = bool(v["zero_stage"]) and cluster.device.family != "tpu" and (precision == "bf16" or bool(compiled))
+    eager = old or (native and compiled in ("", "0"))
+    setting = Setting(
+        precision, fused=not old, older=native and not old, overlapped=not old, eager=eager, loss=None if old else 16.0
+    )
     return Row(v["source"], v.get("quality", ""), cluster, shape, setting, layout, samples, sp, habit, bool(recompute),
                measured_seconds(v, shape, gpus, samples, bool(recompute == "full")),
                number(v, "peak_mem_gib", 0.0) or None, v)  # fmt: skip

@@ -82,7 +82,8 @@ def _device(
 
 # Data sheets: NVIDIA V100, A100, H100, H200, DGX B200 and B300, GB200 and GB300 NVL72; AMD CDNA 2 white paper;
 # Google Cloud's TPU pages. Memory is what the driver gives to programs. The B300's and GB300's fp8 rate is that of the
-# B200. A GB200 runs at a higher power limit than a B200.
+# B200. A GB200 runs at a higher power limit than a B200. The H100 with HBM2e of Meta's Grand Teton (torchtitan's
+# benchmarks) has no data sheet: its peak is "between SXM and NVL", taken as the middle.
 # fmt: off
 DEVICES = {device.name: device for device in (
     _device("V100-16GB", "volta", 15.8, 900, 125, 80, float32=15.7, bf16=15.7),
@@ -92,6 +93,7 @@ DEVICES = {device.name: device for device in (
     _device("H100-80GB", "hopper", 79.2, 3352, 989, 132, float32=67, tf32=494, fp8=1979),
     _device("H100-94GB", "hopper", 93.1, 3900, 989, 132, float32=67, tf32=494, fp8=1979),
     _device("H100-96GB", "hopper", 94.5, 4000, 989, 132, float32=67, tf32=494, fp8=1979),
+    _device("H100-HBM2e", "hopper", 95.0, 2400, 912, 132, float32=62, tf32=456, fp8=1825),
     _device("H200", "hopper", 139.8, 4800, 989, 132, float32=67, tf32=494, fp8=1979),
     _device("B200", "blackwell", 178.4, 7700, 2250, 148, float32=75, tf32=1125, fp8=4500, fp4=9000),
     _device("B300", "blackwell-ultra", 267.0, 7700, 2250, 148, float32=75, tf32=1125, fp8=4500, fp4=13500),
@@ -133,6 +135,7 @@ CLUSTERS = {
     "h100":     Cluster(DEVICES["H100-80GB"], 8, _nvlink(450), _PORT[400]),
     "h100-94g": Cluster(DEVICES["H100-94GB"], 8, _nvlink(300), _PORT[200]),
     "h100-96g": Cluster(DEVICES["H100-96GB"], 1, _nvlink(450), _PORT[400]),
+    "h100-hbm2e": Cluster(DEVICES["H100-HBM2e"], 8, _nvlink(450), _PORT[400]),
     "h200":     Cluster(DEVICES["H200"], 8, _nvlink(450), _PORT[400]),
     "b200":     Cluster(DEVICES["B200"], 8, _nvlink(900), _PORT[400]),
     "b300":     Cluster(DEVICES["B300"], 8, _nvlink(900), _PORT[800]),

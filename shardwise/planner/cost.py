@@ -29,6 +29,8 @@ class Setting:
     """Of the products; accumulation and norms are wider."""
     fused: bool = True
     """Whether attention never writes its square of scores to memory."""
+    older: bool = False
+    """Whether that attention is FlashAttention 2 or before."""
     eager: bool = False
     """Whether operators between the products are PyTorch's own, started one by one."""
     loss: float | None = 16.0
@@ -209,6 +211,8 @@ def block(machine: Machine, shape: Shape, setting: Setting, cut: Cut, sparse: bo
     moved += size * tokens * hidden / t * (shape.matrices + 1)
     if precision in NARROW:
         moved += tokens * (4 * shape.width + 2 * (shape.attended + hidden) / t)
+    if setting.eager and setting.fused:
+        moved *= e.loose
     steady = machine.move(moved)
     forward, backward = forward + steady, backward + 2 * steady
     kernels = 60.0 if _whole_softmax(shape, cut) else 80.0
@@ -254,6 +258,7 @@ def attention(machine: Machine, shape: Shape, setting: Setting, cut: Cut) -> tup
     if setting.fused:
         flops = 2.0 * heads * queries * shape.sequence * deep * (0.5 if shape.causal else 1.0)
         rate = machine.device.rate("bf16" if setting.precision in NARROW else setting.precision) * e.attention
+        rate *= e.older if setting.older else 1.0
         rate *= shape.sequence / (shape.sequence + 512)  # short rows fill no tile
         rate *= min(1.0, 0.5 + shape.head_size / 256)
         forward = flops / rate

@@ -19,57 +19,61 @@ class Efficiency:
     """Of the peak rate, in large products of 8 bits or fewer, scaling and casts included."""
     attention: float = 0.55
     """Of the 16-bit peak, in the forward of fused attention; the backward reaches `attention_backward` of that."""
-    attention_backward: float = 0.839
+    attention_backward: float = 0.804
     memory: float = 0.7
     """Of the memory's bandwidth, in operators that only move numbers."""
     bulk: float = 0.0
     """Of the memory's bandwidth, in one large operator such as the update; 0: as `memory`."""
-    eager: float = 1.92
+    eager: float = 1.94
     """How many times as many kernels a block takes in PyTorch's own operators, against fused ones."""
-    scores: float = 3.13
+    loose: float = 0.977
+    """How many times as many bytes such operators move, against fused ones."""
+    older: float = 0.559
+    """Rate of FlashAttention 2 and before it, against today's fused attention."""
+    scores: float = 2.85
     """How often each number of the square of scores is moved in a forward, where attention is not fused."""
-    logits: float = 114
+    logits: float = 97.3
     """Bytes moved per logit in forward and backward of a loss of PyTorch's own operators."""
-    added: float = 10.5
+    added: float = 11.7
     """Bytes moved per weight and micro-batch where PyTorch's own operators add gradients, one weight after another."""
     inner: float = 0.7
     """Of the inner link's bandwidth, in large collectives."""
     outer: float = 0.7
     """Of the outer link's bandwidth."""
-    latency: float = 2.74
+    latency: float = 3.47
     """Of the links' latency, felt in each hop of a collective."""
-    start: float = 4.29e-05
+    start: float = 4.04e-05
     """Seconds until the ranks of a collective are all there and it runs, for each doubling of their number."""
     launch: float = 1e-5
     """Seconds of the host to start one kernel."""
-    apart: float = 3.72
+    apart: float = 3.9
     """How sharply a pass is either the host's or the device's: seconds are the norm of both of this power."""
-    depth: float = 50.3
+    depth: float = 76.1
     """Length of the inner sum at which a product runs at half of its rate."""
-    wave: float = 0.785
+    wave: float = 0.797
     """How much of a last, partly filled wave of tiles is felt."""
-    ragged: float = 0.829
+    ragged: float = 0.787
     """Rate of products whose sides are no multiples of 64 numbers."""
     odd: float = 0.3
     """Rate of products whose sides are no multiples of 8 numbers."""
     hidden_tensor: float = 0.3
     """Share of the tensor axis' traffic that hides behind products, where software overlaps it."""
-    hidden_data: float = 0.944
+    hidden_data: float = 0.892
     """Share of a backward that can hide gradient sums; share of a pass that can hide the gathering of weights."""
-    contention: float = 0.0746
+    contention: float = 0.099
     """What hidden traffic costs all the same, as a share of its time."""
-    hidden_expert: float = 0.593
-    hidden_transfer: float = 0.536
+    hidden_expert: float = 0.578
+    hidden_transfer: float = 0.383
     """Share of the transfers between stages that hides, with one stage a rank."""
-    hidden_interleaved: float = 0.81
+    hidden_interleaved: float = 0.8
     """The same with several stages a rank."""
-    grouped: float = 0.575
+    grouped: float = 0.623
     """Rate of many small products side by side, of experts, against one."""
-    routing: float = 123
+    routing: float = 127
     """Kernels that the host starts to send tokens to experts and back, in a forward."""
-    jitter: float = 0.00252
+    jitter: float = 0.00666
     """What each doubling of the number of domains adds to a step, waiting for the slowest."""
-    fixed: float = 0.00478
+    fixed: float = 0.00464
     """Seconds of a step that depend on nothing."""
     compiled: float = 0.0
     """1 where blocks were compiled, and steps recorded, when the rest was measured."""
@@ -83,12 +87,12 @@ _KEYS = (
     "product", "narrow", "attention", "memory", "inner", "outer", "launch", "hidden_tensor",
 )
 _VALUES = {
-    "ampere":           (0.754, 0.6, 0.43, 0.718, 0.7, 0.757, 1.54e-05, 0.201),
-    "blackwell":        (0.632, 0.687, 0.273, 0.706, 0.721, 0.425, 1.32e-05, 0.173),
-    "blackwell-ultra":  (0.682, 0.769, 0.546, 0.765, 0.802, 0.289, 1.87e-05, 0.224),
-    "hopper":           (0.733, 0.815, 0.369, 0.452, 0.801, 0.873, 1.69e-05, 0.39),
-    "tpu":              (0.849, 0.657, 0.488, 0.569, 0.922, 0.704, 1.6e-05, 0.603),
-    "volta":            (0.796, 0.6, 0.5, 0.828, 0.11, 0.085, 1.68e-05, 0.2),
+    "ampere":           (0.829, 0.6, 0.747, 0.611, 0.654, 0.686, 1.55e-05, 0.202),
+    "blackwell":        (0.706, 0.751, 0.265, 0.633, 0.677, 0.471, 1.41e-05, 0.17),
+    "blackwell-ultra":  (0.761, 0.805, 0.515, 0.702, 0.761, 0.581, 1.78e-05, 0.211),
+    "hopper":           (0.789, 0.798, 0.394, 0.509, 0.776, 0.825, 1.66e-05, 0.316),
+    "tpu":              (0.951, 0.699, 0.447, 0.476, 0.886, 0.701, 1.6e-05, 0.385),
+    "volta":            (0.753, 0.6, 0.5, 0.775, 0.124, 0.661, 1.62e-05, 0.2),
 }
 
 FAMILIES = {family: dict(zip(_KEYS, values, strict=True)) for family, values in _VALUES.items()}

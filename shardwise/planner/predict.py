@@ -22,7 +22,8 @@ from shardwise.planner.simulate import Costs, step_seconds
 from shardwise.planner.synthesize import Synthesis
 from shardwise.planner.traffic import by_axis
 
-BUCKET = 1e8  # bytes of gradients that travel at once
+BUCKET = 1e8  # bytes of gradients that travel at once,
+ALIKE = 40  # in up to so many data ranks; as many times more in larger worlds, as in Megatron-Core
 # Bytes moved to update a weight of one process: itself, two averages, the gradient twice, the rounded copy.
 UPDATED = 34.0
 ADDED = 8.0  # and to add the gradient of one of several micro-batches
@@ -385,18 +386,21 @@ class Estimator:
         stride = layout.tensor * layout.context
         alike = max(1, layout.data * layout.context // layout.expert)  # ranks with the same experts
         shard = min(alike, max(1, layout.shard * layout.context // layout.expert)) if layout.shard > 1 else 1
-        traffic = self._sums(layout, own, layout.shard, layout.replicate, stride)
-        traffic += self._sums(layout, experts, shard, alike // shard, stride * layout.expert)
-        return self._exposed(traffic, last_pass)
+        there, back = self._sums(layout, own, layout.shard, layout.replicate, stride)
+        more, again = self._sums(layout, experts, shard, alike // shard, stride * layout.expert)
+        if self.work.setting.eager:  # nothing is computed before all weights are back
+            return self._exposed(there + more, last_pass) + back + again
+        return self._exposed(there + more + back + again, last_pass)
 
-    def _sums(self, layout: Layout, numbers: float, shard: int, replicate: int, stride: int) -> float:
-        """Seconds to sum gradients over shard and replicate ranks and to gather the updated weights, but for what
+    def _sums(self, layout: Layout, numbers: float, shard: int, replicate: int, stride: int) -> tuple[float, float]:
+        """Seconds to sum gradients over shard and replicate ranks, and to gather the updated weights; but for what
         ZeRO 2 and 3 have done after each micro-batch."""
         gradient, size = min(4.0, self.work.habit.gradient), self.work.setting.bytes
         among, across = self.machine.gather, self.machine.reduce
-        there = among(gradient * numbers, shard, stride, BUCKET) if layout.zero == 1 else 0.0
-        back = among(size * numbers, shard, stride, BUCKET) if layout.zero < 3 else 0.0
-        return there + back + across(gradient * numbers / shard, replicate, stride * shard, BUCKET)
+        bucket = BUCKET * max(1.0, layout.data / ALIKE)
+        there = among(gradient * numbers, shard, stride, bucket) if layout.zero == 1 else 0.0
+        back = among(size * numbers, shard, stride, bucket) if layout.zero < 3 else 0.0
+        return there + across(gradient * numbers / shard, replicate, stride * shard, bucket), back
 
     def _exposed(self, traffic: float, beside: float) -> float:
         """What is left of traffic that can hide behind `beside` seconds of work."""
