@@ -157,6 +157,8 @@ def parse(v: dict[str, str]) -> Row:
         cluster = replace(cluster, outer=Link(int(found[1]) * int(found[2]) / 8 * GB / per_node, 8e-6))
     if "Jean Zay A100" in note:  # four Omni-Path ports of 100 Gbit/s for eight devices
         cluster = replace(cluster, outer=Link(4 * 12.5 * GB / 8, 8e-6))
+    if cluster.device.family == "volta" and per_node == 4:  # no switch: two links of 25 GB/s between any two devices
+        cluster = replace(cluster, inner=Link(50 * GB, cluster.inner.latency))
     shape = shape_of_row(v)
     gpus = int(number(v, "gpus"))
     tp, pp, cp = int(number(v, "tp", 1)), int(number(v, "pp", 1)), int(number(v, "cp", 1))

@@ -36,7 +36,7 @@ PRIOR = {
     "attention_backward": 0.8, "depth": 100.0, "wave": 0.8, "ragged": 0.8, "hidden_tensor": 0.2, "hidden_data": 0.8,
     "contention": 0.1, "hidden_expert": 0.4, "hidden_transfer": 0.4, "hidden_interleaved": 0.8, "grouped": 0.8,
     "jitter": 0.005, "latency": 0.5, "apart": 3.0, "fixed": 0.005, "routing": 100.0,
-    "eager": 2.0, "loose": 1.5, "older": 0.7, "scores": 4.5, "logits": 60.0, "added": 8.0, "start": 3e-5,
+    "eager": 2.0, "older": 0.7, "scores": 4.5, "logits": 60.0, "added": 8.0, "start": 3e-5, "waits": 2e-4,
 }  # fmt: skip
 # Of some families more is known. Products: the best that anybody measured of one alone (Bekman, ml-engineering, "Maximum
 # Achievable Matmul FLOPS", 2026), and near all on a TPU's systolic arrays. Attention: FlashAttention 2 and 3, their papers.
@@ -58,15 +58,16 @@ POSITIVE = (
     "fixed",
     "routing",
     "eager",
-    "loose",
     "scores",
     "logits",
     "added",
+    "start",
+    "waits",
 )  # the others are shares
-PULL = 0.06
+PULL = 0.1
 # Times as strongly: what large products reach, and how fast a host starts kernels, is known from timing them alone.
 FIRMER = {"product": 8.0, "launch": 16.0}
-GROUPED = 1.5
+GROUPED = 2.5
 SCALE = 0.15  # errors far above it count less
 
 Run = tuple[Row, Layout]

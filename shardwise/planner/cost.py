@@ -7,7 +7,7 @@ that cut it and on the device, not on the pipeline or on the other pieces.
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass
-from math import ceil, inf, log2
+from math import ceil, inf
 
 from shardwise.cluster import Cluster
 from shardwise.planner.efficiency import Efficiency
@@ -159,18 +159,22 @@ class Machine:
 
     def gather(self, whole: float, ranks: int, stride: int, bucket: float = inf) -> float:
         """All-gather or reduce-scatter of `whole` bytes in all, in pieces of at most `bucket`."""
+        return self._around(1, whole, ranks, stride, bucket)
+
+    def reduce(self, whole: float, ranks: int, stride: int, bucket: float = inf) -> float:
+        """All-reduce."""
+        return self._around(2, whole, ranks, stride, bucket)
+
+    def _around(self, times: int, whole: float, ranks: int, stride: int, bucket: float) -> float:
+        """One collective that goes so often around the ring."""
         if ranks == 1 or not whole:
             return 0.0
         c = self.cluster
         domains = max(1, ranks * stride // c.domain)
         hops = (ranks - domains) * c.inner.latency + (domains - 1) * c.outer.latency  # once around the ring
         sent = whole * (ranks - 1) / ranks
-        once = self.efficiency.start * log2(ranks) + self.efficiency.latency * hops
-        return sent / self.bandwidth(ranks, stride) + once * max(1, ceil(whole / bucket))
-
-    def reduce(self, whole: float, ranks: int, stride: int, bucket: float = inf) -> float:
-        """All-reduce."""
-        return 2.0 * self.gather(whole, ranks, stride, bucket)
+        once = self.efficiency.start + times * self.efficiency.latency * hops
+        return times * sent / self.bandwidth(ranks, stride) + once * max(1, ceil(whole / bucket))
 
     def exchange(self, whole: float, ranks: int, stride: int) -> float:
         """All-to-all: each rank sends `whole` bytes in all."""
@@ -211,8 +215,6 @@ def block(machine: Machine, shape: Shape, setting: Setting, cut: Cut, sparse: bo
     moved += size * tokens * hidden / t * (shape.matrices + 1)
     if precision in NARROW:
         moved += tokens * (4 * shape.width + 2 * (shape.attended + hidden) / t)
-    if setting.eager and setting.fused:
-        moved *= e.loose
     steady = machine.move(moved)
     forward, backward = forward + steady, backward + 2 * steady
     kernels = 60.0 if _whole_softmax(shape, cut) else 80.0
@@ -238,7 +240,7 @@ def block(machine: Machine, shape: Shape, setting: Setting, cut: Cut, sparse: bo
     if t > 1:
         kernels += 2 * ENQUEUED
         tensor = 2 * machine.reduce(size * tokens * shape.width, t, 1)
-        tensor *= 1.0 - (e.hidden_tensor if setting.overlapped else 0.0)
+        tensor = tensor * (1.0 - e.hidden_tensor) if setting.overlapped else tensor + 2 * e.waits
     context = 0.0
     if c > 1:
         kv = size * 2 * cut.micro_batch * shape.sequence * shape.kv_heads * shape.head_size / t
@@ -286,7 +288,8 @@ def head(machine: Machine, shape: Shape, setting: Setting, cut: Cut) -> Seconds:
     precision = "bf16" if setting.precision in NARROW else setting.precision
     tokens = shape.predicted * cut.micro_batch * shape.sequence / cut.context
     own, back, gradient = machine.linear(tokens, shape.width, ceil(shape.vocab / t), precision)
-    moved = machine.efficiency.logits if setting.loss is None else setting.loss
+    whole = setting.loss is None and t == 1
+    moved = machine.efficiency.logits if whole else 16.0 if setting.loss is None else setting.loss
     loss = machine.stream(tokens * shape.vocab / t * moved / 2)
     host = HEAD * machine.efficiency.launch if setting.loss is None else 0.0
     tensor = machine.reduce(setting.bytes * tokens * shape.width, t, 1) / 2 if t > 1 else 0.0

@@ -19,61 +19,61 @@ class Efficiency:
     """Of the peak rate, in large products of 8 bits or fewer, scaling and casts included."""
     attention: float = 0.55
     """Of the 16-bit peak, in the forward of fused attention; the backward reaches `attention_backward` of that."""
-    attention_backward: float = 0.804
+    attention_backward: float = 0.807
     memory: float = 0.7
     """Of the memory's bandwidth, in operators that only move numbers."""
     bulk: float = 0.0
     """Of the memory's bandwidth, in one large operator such as the update; 0: as `memory`."""
-    eager: float = 1.94
+    eager: float = 2
     """How many times as many kernels a block takes in PyTorch's own operators, against fused ones."""
-    loose: float = 0.977
-    """How many times as many bytes such operators move, against fused ones."""
-    older: float = 0.559
+    older: float = 0.562
     """Rate of FlashAttention 2 and before it, against today's fused attention."""
-    scores: float = 2.85
+    scores: float = 2.87
     """How often each number of the square of scores is moved in a forward, where attention is not fused."""
-    logits: float = 97.3
+    logits: float = 111
     """Bytes moved per logit in forward and backward of a loss of PyTorch's own operators."""
-    added: float = 11.7
+    added: float = 18
     """Bytes moved per weight and micro-batch where PyTorch's own operators add gradients, one weight after another."""
     inner: float = 0.7
     """Of the inner link's bandwidth, in large collectives."""
     outer: float = 0.7
     """Of the outer link's bandwidth."""
-    latency: float = 3.47
+    latency: float = 3.83
     """Of the links' latency, felt in each hop of a collective."""
-    start: float = 4.04e-05
-    """Seconds until the ranks of a collective are all there and it runs, for each doubling of their number."""
+    start: float = 5.03e-05
+    """Seconds until the ranks of a collective are all there and it runs."""
+    waits: float = 0.000285
+    """Seconds that ranks of the tensor axis wait for each other at a sum, where nothing overlaps it."""
     launch: float = 1e-5
     """Seconds of the host to start one kernel."""
-    apart: float = 3.9
+    apart: float = 12.2
     """How sharply a pass is either the host's or the device's: seconds are the norm of both of this power."""
-    depth: float = 76.1
+    depth: float = 62.8
     """Length of the inner sum at which a product runs at half of its rate."""
-    wave: float = 0.797
+    wave: float = 0.811
     """How much of a last, partly filled wave of tiles is felt."""
-    ragged: float = 0.787
+    ragged: float = 0.794
     """Rate of products whose sides are no multiples of 64 numbers."""
     odd: float = 0.3
     """Rate of products whose sides are no multiples of 8 numbers."""
     hidden_tensor: float = 0.3
     """Share of the tensor axis' traffic that hides behind products, where software overlaps it."""
-    hidden_data: float = 0.892
+    hidden_data: float = 0.92
     """Share of a backward that can hide gradient sums; share of a pass that can hide the gathering of weights."""
-    contention: float = 0.099
+    contention: float = 0.1
     """What hidden traffic costs all the same, as a share of its time."""
-    hidden_expert: float = 0.578
-    hidden_transfer: float = 0.383
+    hidden_expert: float = 0.533
+    hidden_transfer: float = 0.403
     """Share of the transfers between stages that hides, with one stage a rank."""
-    hidden_interleaved: float = 0.8
+    hidden_interleaved: float = 0.792
     """The same with several stages a rank."""
-    grouped: float = 0.623
+    grouped: float = 0.608
     """Rate of many small products side by side, of experts, against one."""
-    routing: float = 127
+    routing: float = 161
     """Kernels that the host starts to send tokens to experts and back, in a forward."""
-    jitter: float = 0.00666
+    jitter: float = 0.00443
     """What each doubling of the number of domains adds to a step, waiting for the slowest."""
-    fixed: float = 0.00464
+    fixed: float = 0.00364
     """Seconds of a step that depend on nothing."""
     compiled: float = 0.0
     """1 where blocks were compiled, and steps recorded, when the rest was measured."""
@@ -87,12 +87,12 @@ _KEYS = (
     "product", "narrow", "attention", "memory", "inner", "outer", "launch", "hidden_tensor",
 )
 _VALUES = {
-    "ampere":           (0.829, 0.6, 0.747, 0.611, 0.654, 0.686, 1.55e-05, 0.202),
-    "blackwell":        (0.706, 0.751, 0.265, 0.633, 0.677, 0.471, 1.41e-05, 0.17),
-    "blackwell-ultra":  (0.761, 0.805, 0.515, 0.702, 0.761, 0.581, 1.78e-05, 0.211),
-    "hopper":           (0.789, 0.798, 0.394, 0.509, 0.776, 0.825, 1.66e-05, 0.316),
-    "tpu":              (0.951, 0.699, 0.447, 0.476, 0.886, 0.701, 1.6e-05, 0.385),
-    "volta":            (0.753, 0.6, 0.5, 0.775, 0.124, 0.661, 1.62e-05, 0.2),
+    "ampere":           (0.833, 0.6, 0.749, 0.6, 0.604, 0.732, 1.58e-05, 0.197),
+    "blackwell":        (0.661, 0.748, 0.259, 0.668, 0.577, 0.42, 1.32e-05, 0.139),
+    "blackwell-ultra":  (0.747, 0.817, 0.472, 0.716, 0.794, 0.355, 1.93e-05, 0.223),
+    "hopper":           (0.777, 0.788, 0.39, 0.514, 0.76, 0.845, 1.65e-05, 0.211),
+    "tpu":              (0.95, 0.734, 0.446, 0.461, 0.901, 0.702, 1.6e-05, 0.394),
+    "volta":            (0.779, 0.6, 0.5, 0.843, 0.307, 0.697, 1.6e-05, 0.2),
 }
 
 FAMILIES = {family: dict(zip(_KEYS, values, strict=True)) for family, values in _VALUES.items()}

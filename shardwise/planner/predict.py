@@ -397,7 +397,7 @@ class Estimator:
         ZeRO 2 and 3 have done after each micro-batch."""
         gradient, size = min(4.0, self.work.habit.gradient), self.work.setting.bytes
         among, across = self.machine.gather, self.machine.reduce
-        bucket = BUCKET * max(1.0, layout.data / ALIKE)
+        bucket = BUCKET if self.work.setting.eager else BUCKET * max(1.0, layout.data / ALIKE)
         there = among(gradient * numbers, shard, stride, bucket) if layout.zero == 1 else 0.0
         back = among(size * numbers, shard, stride, bucket) if layout.zero < 3 else 0.0
         return there + across(gradient * numbers / shard, replicate, stride * shard, bucket), back
