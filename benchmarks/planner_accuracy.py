@@ -12,8 +12,8 @@ says OUT OF MEMORY, or whose file is named so, must be said not to fit. What is 
 the head of `benchmarks/published.py`.
 
 Errors are |predicted / measured - 1|. Regret: over groups of at least three rows with the same model, machine, number
-of devices and global batch, the measured time of the layout predicted fastest over that of the fastest, minus 1; a
-layout that was measured in several releases counts with its fastest run.
+of devices, global batch and precision, the measured time of the row predicted fastest over that of the fastest, minus
+1; of rows that are predicted alike (one layout in several releases) the first counts.
 """
 
 from __future__ import annotations
@@ -71,7 +71,15 @@ def memory_errors(results: list[dict[str, Any]]) -> list[float]:
 
 
 def group_key(row: Row) -> tuple[Any, ...]:
-    return row.source, row.values["model"], row.shape, row.cluster, row.layout.world, row.samples, row.values["precision"]
+    return (
+        row.source,
+        row.values["model"],
+        row.shape,
+        row.cluster,
+        row.layout.world,
+        row.samples,
+        row.values["precision"],
+    )
 
 
 def regret(results: list[dict[str, Any]]) -> dict[str, float]:
@@ -82,9 +90,8 @@ def regret(results: list[dict[str, Any]]) -> dict[str, float]:
     losses = []
     for group in groups.values():
         if len(group) >= 3:
-            chosen = min(group, key=lambda r: r["seconds"])["layout"]
-            reached = min(r["row"].seconds for r in group if r["layout"] == chosen)
-            losses.append(reached / min(r["row"].seconds for r in group) - 1)
+            chosen = min(group, key=lambda r: r["seconds"])["row"]
+            losses.append(chosen.seconds / min(r["row"].seconds for r in group) - 1)
     if not losses:
         return {"groups": 0}
     return {"groups": len(losses), "mean": statistics.mean(losses), "max": max(losses)}

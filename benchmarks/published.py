@@ -4,16 +4,21 @@ Where a source does not say something, the assumption stands here and nowhere el
 
 - `precision` fp16, or a tensor axis with `sp` 0, marks software of before fused attention and overlapped gradient sums
   (Megatron-LM of 2020 to 2022, DeepSpeed): the square of scores is written. All else: fused, overlapped.
+- A stated `zero_stage` marks PyTorch's own operators, one by one unless `compile` says otherwise, and FlashAttention 2;
+  not in 8 bits without a word on compiling (Transformer Engine). There "selective" recomputes half of the blocks, ZeRO 3
+  keeps weights gathered in a pipeline, and with a word on compiling (torchtitan) the loss is PyTorch's own. GPT-OSS,
+  whose attention has sinks, has no newer attention either.
 - `recompute` not given: full where FLOP/s count it, else the least that fits into the memory. `micro_batch` not given:
-  1 in a pipeline (with ZeRO 3: as many micro-batches as ranks of it), else the largest of 16, 8, 4, 2, 1 that fits; on TPUs, where nobody accumulates, all of it.
-  `compile` not given: operators one by one where the ZeRO stage is stated, but not in 8 bits (Transformer Engine).
+  1 in a pipeline (with ZeRO 3: as many micro-batches as ranks of it), else the largest of 16, 8, 4, 2, 1 that fits; on
+  TPUs, where nobody accumulates, all of it.
 - `zero_stage` not given: 3 on TPUs and where no layout is given at all, 0 in software of the fp16 time, else 1.
-  `sp` not given: on, where the tensor axis cuts and the run is not fp16.
-  A note "zero1=8" says that optimizer states are sharded over 8 ranks. `virtual_pp` not given: 1, but a stage per
-  layer where fewer than four micro-batches per stage would leave a large bubble. `ep` not given: experts over 8 ranks.
+  `sp` not given: on, where the tensor axis cuts and the run is not fp16. A note "zero1=8" says that optimizer states
+  are sharded over 8 ranks. `virtual_pp` not given: 1, but a stage per layer where fewer than four micro-batches per
+  stage would leave a large bubble. `ep` not given: experts over 8 ranks.
 - `global_batch` not given: one micro-batch per data rank. `vocab` not given: 51,200; padded to a multiple of 128.
   `head_size`: width / heads, or that of the public model.
 - Step time: as given, else from tokens a second, else from FLOP/s by the source's way of counting (`tflops_kind`).
+- V100 nodes of four have two NVLinks between any two devices. "H100-94GB-HBM2e" is Meta's Grand Teton (torchtitan).
 """
 
 from __future__ import annotations
@@ -36,7 +41,8 @@ GPUS = {
     "A100-40GB": "a100-40g", "V100-32GB": "v100-32g", "V100-16GB": "v100-16g", "H200-SXM-141GB": "h200",
     "B200-SXM": "b200", "B300-SXM": "b300", "GB200-NVL72": "gb200", "GB300-NVL72": "gb300", "MI250X-GCD": "mi250x",
     "TPU-v4": "tpu-v4", "TPU-v5e": "tpu-v5e", "TPU-v5p": "tpu-v5p", "TPU-v7x-Ironwood": "tpu-v7x",
-    "H100-NVL-94GB": "h100-94g", "H100-94GB-HBM2e": "h100-hbm2e", "H100-96GB-HBM2e": "h100-hbm2e", "GH200-96GB": "h100-96g",
+    "H100-NVL-94GB": "h100-94g", "H100-94GB-HBM2e": "h100-hbm2e", "H100-96GB-HBM2e": "h100-hbm2e",
+    "GH200-96GB": "h100-96g",
 }  # fmt: skip
 
 
@@ -193,7 +199,7 @@ def parse(v: dict[str, str]) -> Row:
     if zero == 3 and not old and cluster.device.family != "tpu":
         if recompute == "selective":  # PyTorch's own keeps every second layer, or every second product
             recompute = "0.5"
-        if pp > 1:  # weights stay gathered from micro-batch to micro-batch
+        if pp > 1 and dp > 1:  # weights stay gathered from micro-batch to micro-batch
             zero = 1
     layout = Layout(
         pipeline=pp, tensor=tp, context=cp, expert=ep, shard=shard, replicate=dp // shard, zero=max(1, zero),
@@ -210,16 +216,18 @@ def parse(v: dict[str, str]) -> Row:
         habit = XLA
     elif v["zero_stage"]:
         habit = FSDP if v["zero_stage"] == "3" else EAGER
-        if compiled:
-            habit = replace(habit, logits=12.0)
+        if compiled:  # torchtitan: PyTorch's own loss, and memory as the allocator reserves it
+            habit = replace(habit, logits=12.0, spare=0.13)
     else:
         habit = replace(FUSED, keeps_products=not recompute)
+    model = v["model"].lower().replace(" ", "-")  # whose attention has sinks, which the newest kernels had not
     # Transformer Engine, if nobody speaks of compiling, or PyTorch's own operators.
     native = bool(v["zero_stage"]) and cluster.device.family != "tpu" and (precision == "bf16" or bool(compiled))
     eager = old or (native and compiled in ("", "0"))
     setting = Setting(
-        precision, fused=not old, older=native and not old, overlapped=not old, eager=eager, loss=None if old else 16.0
-    )
+        precision, fused=not old, older=not old and (native or "gpt-oss" in model), overlapped=not old, eager=eager,
+        loss=None if old else 16.0,
+    )  # fmt: skip
     return Row(v["source"], v.get("quality", ""), cluster, shape, setting, layout, samples, sp, habit, bool(recompute),
                measured_seconds(v, shape, gpus, samples, bool(recompute == "full")),
                number(v, "peak_mem_gib", 0.0) or None, v)  # fmt: skip

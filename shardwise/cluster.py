@@ -108,6 +108,8 @@ DEVICES = {device.name: device for device in (
 )}
 # fmt: on
 
+# A TPU's inner link is what all its links send together: six of 45 GB/s (v4), four of 45 (v5e), six of 90 (v5p),
+# 9.6 Tbit/s in all (v7x).
 # Rail-optimised InfiniBand of the usual machines: one port per device, of 100, 200, 400 or 800 Gbit/s.
 _PORT = {100: Link(12.5 * GB, 5e-6), 200: Link(25 * GB, 5e-6), 400: Link(50 * GB, 5e-6), 800: Link(100 * GB, 5e-6)}
 
@@ -142,10 +144,10 @@ CLUSTERS = {
     "gb200":    Cluster(DEVICES["GB200"], 72, _nvlink(900), _PORT[400]),
     "gb300":    Cluster(DEVICES["GB300"], 72, _nvlink(900), _PORT[800]),
     "mi250x":   Cluster(DEVICES["MI250X-GCD"], 8, Link(50 * GB, 8e-6), _PORT[100]),
-    "tpu-v4":   Cluster(DEVICES["TPU-v4"], 4096, Link(135 * GB, 1e-6), Link(3 * GB, 5e-5), "torus3"),
-    "tpu-v5e":  Cluster(DEVICES["TPU-v5e"], 256, Link(100 * GB, 1e-6), Link(3 * GB, 5e-5), "torus2"),
-    "tpu-v5p":  Cluster(DEVICES["TPU-v5p"], 6144, Link(300 * GB, 1e-6), Link(6 * GB, 5e-5), "torus3"),
-    "tpu-v7x":  Cluster(DEVICES["TPU-v7x"], 9216, Link(600 * GB, 1e-6), Link(12 * GB, 5e-5), "torus3"),
+    "tpu-v4":   Cluster(DEVICES["TPU-v4"], 4096, Link(270 * GB, 1e-6), Link(3 * GB, 5e-5), "torus3"),
+    "tpu-v5e":  Cluster(DEVICES["TPU-v5e"], 256, Link(180 * GB, 1e-6), Link(3 * GB, 5e-5), "torus2"),
+    "tpu-v5p":  Cluster(DEVICES["TPU-v5p"], 6144, Link(540 * GB, 1e-6), Link(6 * GB, 5e-5), "torus3"),
+    "tpu-v7x":  Cluster(DEVICES["TPU-v7x"], 9216, Link(1200 * GB, 1e-6), Link(12 * GB, 5e-5), "torus3"),
     "cpu":      Cluster(DEVICES["CPU"], 1024, Link(0.8 * GB, 4e-4), Link(0.1 * GB, 1e-3), measured=CPU_CORE),
 }
 # fmt: on

@@ -118,6 +118,7 @@ def test_a_sequence_cut_over_ranks_goes_through_the_gpus_kernels(way, tmp_path):
         assert one == pytest.approx(other, rel=2e-2)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="computes on CPU processes, forked from one that uses CUDA")
 @pytest.mark.parametrize(
     "layout", ["tensor=2", "shard=2 zero=3", "shard=2 expert=2", "pipeline=2 shard=2 schedule=zbv", "replicate=2"]
 )

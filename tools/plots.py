@@ -129,11 +129,11 @@ def percent(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.1f}%"
 
 
-def page(results: Sequence[Result]) -> str:
+def page(results: Sequence[Result], others: Sequence[Result]) -> str:
     """The generated part of the page."""
     node = [one for one in results if one["row"].source == "vtrain-single"]
     many = [one for one in results if one["row"].source != "vtrain-single"]
-    columns = [summary(list(some)) for some in (many, node)]
+    columns = [summary(list(some)) for some in (many, node, others)]
     rows = [("runs", *(str(one["used"]) for one in columns))]
     for what in ("time", "memory"):
         for key, word in (("median", "median error"), ("p90", "90th percentile"), ("bias", "bias")):
@@ -144,9 +144,10 @@ def page(results: Sequence[Result]) -> str:
     rows.append(
         ("regret of the layout it would choose, mean", *(percent(one["regret"].get("mean")) for one in columns))
     )
-    parts = [*_table(("", "published runs", "one node"), rows), "", "By source:", ""]
+    parts = [*_table(("", "published runs", "one node", "not fitted to"), rows), "", "By source:", ""]
     parts += _table(
-        ("source", "runs", "step time: median", "90th percentile", "bias", "memory: median"), _sources(results)
+        ("source", "runs", "step time: median", "90th percentile", "bias", "memory: median"),
+        _sources([*results, *others]),
     )
     return "\n".join(parts) + "\n"
 
@@ -185,8 +186,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="exit 1 if something is stale")
     options = parser.parse_args()
-    path = ROOT / "benchmarks" / "runs.csv"
-    results = [result for values in read(path) if "skipped" not in (result := predict_row(path, values))]
+    results, others = (
+        [result for values in read(path) if "skipped" not in (result := predict_row(path, values))]
+        for path in (ROOT / "benchmarks" / "runs.csv", ROOT / "benchmarks" / "unseen.csv")
+    )
     words, numbers = DOCS / "planner.md", ROOT / "shardwise" / "planner" / "stated.py"
     old = words.read_text(encoding="utf-8")
     if not MARK.search(old):
@@ -194,7 +197,7 @@ def main() -> None:
     made = {
         DOCS / "planner-time.svg": plot(pairs_of(results, "seconds"), "step time", "seconds"),
         DOCS / "planner-memory.svg": plot(pairs_of(results, "memory"), "peak memory", "GiB"),
-        words: MARK.sub(lambda match: match[1] + page(results) + match[2], old),
+        words: MARK.sub(lambda match: match[1] + page(results, others) + match[2], old),
         numbers: stated(results, numbers.read_text(encoding="utf-8")),
     }
     stale = [path for path, text in made.items() if not path.exists() or path.read_text(encoding="utf-8") != text]

@@ -35,6 +35,8 @@ def run_world(
     """Runs `function(*args)` in `size` processes that form one world; returns what each gave, by rank. `fresh`: this
     process has computed nothing yet, so oneDNN has no threads in it; on ARM its products wait for ever for those that a
     fork has left behind, so children of others do without it."""
+    if torch.cuda.is_initialized():
+        raise RunError("this process has used CUDA, which does not survive a fork: start one of its own for this.")
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         workers, ends = [], []

@@ -183,7 +183,7 @@ class Machine:
         c, e = self.cluster, self.efficiency
         inside = min(ranks, max(1, c.domain // stride))
         near = whole * (inside - 1) / ranks / (c.inner.bandwidth * e.inner)
-        far = whole * (ranks - inside) / ranks / (c.outer.bandwidth * e.outer)
+        far = whole * (ranks - inside) / ranks / (c.outer.bandwidth * e.outer * e.scattered)
         return max(near, far) + c.inner.latency * 2 + (c.outer.latency if far else 0.0)
 
     def transfer(self, size: float, stride: int) -> float:

@@ -17,17 +17,21 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import inf
+from typing import Any
 
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout, micro_batch_rule
-from shardwise.planner.predict import Estimator, Prediction
+from shardwise.planner.predict import Estimator, Prediction, Stages
 from shardwise.planner.shape import Shape
 
 MICRO_BATCHES = tuple(2**n for n in range(17))  # those above 32 only while they have no more than 65536 positions
 VIRTUAL = (2, 3, 4, 6, 8)
 RECOMPUTE = ("none", "selective", "full")
+
+
+FIELDS = tuple(each.name for each in fields(Layout))
 
 
 @dataclass(frozen=True)
@@ -68,18 +72,21 @@ def _finalists(
     limit, evaluated = estimator.machine.device.memory, 0
     jitter = estimator.jitter(classes[0][1].world)
     found: list[tuple[float, Layout]] = []
+    orders: dict[tuple[int, int], list[tuple[str, int, Stages]]] = {}
     ceilings = [inf] * keep  # what the best so far take at most
     for least, base in classes:
         if least >= ceilings[-1]:
             break
         own, micro_batches = estimator.work.own, estimator.micro_batches(base)
-        schedules = [(*each, estimator.stages(replace(base, schedule=each[0], virtual=each[1])))
-                     for each in _schedules(estimator, base)]  # fmt: skip
+        key = base.pipeline, micro_batches
+        if key not in orders:
+            orders[key] = [(*each, estimator.stages(replace(base, schedule=each[0], virtual=each[1])))
+                           for each in _schedules(estimator, base)]  # fmt: skip
         for cut in _cuts(estimator, base):
             for recompute in RECOMPUTE:
-                part = replace(cut, recompute=recompute)
+                part = _but(cut, recompute=recompute)
                 load = estimator.load(part)
-                for schedule, virtual, stages in schedules:
+                for schedule, virtual, stages in orders[key]:
                     evaluated += 1
                     busy = micro_batches * load.busiest(stages) / estimator.efficiency.shared
                     floor = (busy + estimator.efficiency.fixed) * jitter
@@ -88,7 +95,7 @@ def _finalists(
                         and own.least(part, stages.parts, micro_batches, estimator.work.habit.state) > limit
                     ):
                         continue
-                    layout = replace(part, schedule=schedule, virtual=virtual)
+                    layout = _but(part, schedule=schedule, virtual=virtual)
                     if not estimator.fits(layout):
                         continue
                     found.append((estimator.time(layout).seconds, layout))
@@ -96,6 +103,13 @@ def _finalists(
                     del ceilings[keep:]
     found.sort(key=lambda pair: pair[0])
     return found, evaluated
+
+
+def _but(layout: Layout, **values: Any) -> Layout:
+    """`replace`, without the checks of what was checked before."""
+    made = object.__new__(Layout)
+    made.__dict__.update({name: layout.__dict__[name] for name in FIELDS}, **values)
+    return made
 
 
 def _smallest(estimator: Estimator, classes: Sequence[tuple[float, Layout]]) -> Layout:
