@@ -5,7 +5,7 @@ Where a source does not say something, the assumption stands here and nowhere el
 - `precision` fp16, or a tensor axis with `sp` 0, marks software of before fused attention and overlapped gradient sums
   (Megatron-LM of 2020 to 2022, DeepSpeed): the square of scores is written. All else: fused, overlapped.
 - A stated `zero_stage` marks PyTorch's own operators, one by one unless `compile` says otherwise, and FlashAttention 2;
-  not in 8 bits without a word on compiling (Transformer Engine). There "selective" recomputes half of the blocks, ZeRO 3
+  not in 8 bits without a word on compiling (Transformer Engine). There "selective" recomputes half of it all, ZeRO 3
   keeps weights gathered in a pipeline, and with a word on compiling (torchtitan) the loss is PyTorch's own. GPT-OSS,
   whose attention has sinks, has no newer attention either.
 - `recompute` not given: full where FLOP/s count it, else the least that fits into the memory. `micro_batch` not given:
