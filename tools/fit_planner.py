@@ -73,7 +73,7 @@ FIRMER = {
     "product": 4.0, "launch": 8.0, "inner": 4.0, "outer": 4.0, "logits": 6.0, "added": 2.0, "scores": 2.0, "waits": 4.0,
     "contention": 2.0, "latency": 2.0,
 }  # fmt: skip
-GROUPED = 4.0
+GROUPED = 5.0
 SCALE = 0.2  # errors far above it count less
 
 Run = tuple[Row, Layout]

@@ -13,7 +13,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import log2
 from pathlib import Path
 from typing import Any
 
@@ -304,8 +303,8 @@ def _links(messages: tuple[int, ...]) -> dict[str, float]:
     """Of one process of a world: seconds of a block while all others wait, of collectives, of transfers.
 
     Half of the collectives that training uses gather and half sum, so both are measured, for the whole world and, where
-    it has more, for pairs side by side. From both follow what a collective costs to start, for each doubling of its
-    ranks, and what for each hop; from the largest message the bandwidth.
+    it has more, for pairs side by side. From both follow what a collective costs to start, and what for each hop; from
+    the largest message the bandwidth.
     """
     size, rank, device = dist.get_world_size(), dist.get_rank(), torch.device("cpu")
     small, large = messages[0], messages[-1]
@@ -322,10 +321,9 @@ def _links(messages: tuple[int, ...]) -> dict[str, float]:
     hop = pair = all_small / (size - 1)
     if mine is not None:
         hop, pair = _transfer(small, rank, mine), _collective(small, 2, mine)
-    # A collective of n ranks takes start x log2(n) + latency x hop x (n - 1).
-    doublings, hops = log2(size), size - 1
-    each = max(0.0, (all_small - doublings * pair) / (hops - doublings)) if size > 2 else 0.0
-    start = min(max(0.0, pair - each), all_small / doublings)
+    # A collective of n ranks takes start + latency x hop x (n - 1).
+    each = max(0.0, (all_small - pair) / (size - 2)) if size > 2 else 0.0
+    start = min(max(0.0, pair - each), all_small)
     dist.barrier()
     return {**values, "hop": hop, "start": start, "latency": each / hop}
 

@@ -159,22 +159,18 @@ class Machine:
 
     def gather(self, whole: float, ranks: int, stride: int, bucket: float = inf) -> float:
         """All-gather or reduce-scatter of `whole` bytes in all, in pieces of at most `bucket`."""
-        return self._around(1, whole, ranks, stride, bucket)
-
-    def reduce(self, whole: float, ranks: int, stride: int, bucket: float = inf) -> float:
-        """All-reduce."""
-        return self._around(2, whole, ranks, stride, bucket)
-
-    def _around(self, times: int, whole: float, ranks: int, stride: int, bucket: float) -> float:
-        """One collective that goes so often around the ring."""
         if ranks == 1 or not whole:
             return 0.0
         c = self.cluster
         domains = max(1, ranks * stride // c.domain)
         hops = (ranks - domains) * c.inner.latency + (domains - 1) * c.outer.latency  # once around the ring
         sent = whole * (ranks - 1) / ranks
-        once = self.efficiency.start + times * self.efficiency.latency * hops
-        return times * sent / self.bandwidth(ranks, stride) + once * max(1, ceil(whole / bucket))
+        once = self.efficiency.start + self.efficiency.latency * hops
+        return sent / self.bandwidth(ranks, stride) + once * max(1, ceil(whole / bucket))
+
+    def reduce(self, whole: float, ranks: int, stride: int, bucket: float = inf) -> float:
+        """All-reduce."""
+        return 2.0 * self.gather(whole, ranks, stride, bucket)
 
     def exchange(self, whole: float, ranks: int, stride: int) -> float:
         """All-to-all: each rank sends `whole` bytes in all."""

@@ -19,63 +19,63 @@ class Efficiency:
     """Of the peak rate, in large products of 8 bits or fewer, scaling and casts included."""
     attention: float = 0.55
     """Of the 16-bit peak, in the forward of fused attention; the backward reaches `attention_backward` of that."""
-    attention_backward: float = 0.763
+    attention_backward: float = 0.758
     memory: float = 0.7
     """Of the memory's bandwidth, in operators that only move numbers."""
     bulk: float = 0.0
     """Of the memory's bandwidth, in one large operator such as the update; 0: as `memory`."""
     eager: float = 2
     """How many times as many kernels a block takes in PyTorch's own operators, against fused ones."""
-    older: float = 0.592
+    older: float = 0.602
     """Rate of FlashAttention 2 and before it, against today's fused attention."""
-    scores: float = 2.91
+    scores: float = 2.79
     """How often each number of the square of scores is moved in a forward, where attention is not fused."""
-    logits: float = 89.1
+    logits: float = 94.6
     """Bytes moved per logit in forward and backward of a loss of PyTorch's own operators."""
-    added: float = 17.3
+    added: float = 18.7
     """Bytes moved per weight and micro-batch where PyTorch's own operators add gradients, one weight after another."""
     inner: float = 0.7
     """Of the inner link's bandwidth, in large collectives."""
     outer: float = 0.7
     """Of the outer link's bandwidth."""
-    scattered: float = 0.653
+    scattered: float = 0.642
     """Of that, where everybody sends to everybody."""
-    latency: float = 3.12
+    latency: float = 3.25
     """Of the links' latency, felt in each hop of a collective."""
-    start: float = 4.16e-05
+    start: float = 4.73e-05
     """Seconds until the ranks of a collective are all there and it runs."""
-    waits: float = 0.000261
+    waits: float = 0.000235
     """Seconds that ranks of the tensor axis wait for each other at a sum, where nothing overlaps it."""
     launch: float = 1e-5
     """Seconds of the host to start one kernel."""
-    apart: float = 10.2
+    apart: float = 13.2
     """How sharply a pass is either the host's or the device's: seconds are the norm of both of this power."""
-    depth: float = 92.3
+    depth: float = 89.8
     """Length of the inner sum at which a product runs at half of its rate."""
-    wave: float = 0.82
+    wave: float = 0.821
     """How much of a last, partly filled wave of tiles is felt."""
-    ragged: float = 0.793
+    ragged: float = 0.796
     """Rate of products whose sides are no multiples of 64 numbers."""
     odd: float = 0.3
     """Rate of products whose sides are no multiples of 8 numbers."""
     hidden_tensor: float = 0.3
     """Share of the tensor axis' traffic that hides behind products, where software overlaps it."""
-    hidden_data: float = 0.833
+    hidden_data: float = 0.834
     """Share of a backward that can hide gradient sums; share of a pass that can hide the gathering of weights."""
-    contention: float = 0.106
+    contention: float = 0.104
     """What hidden traffic costs all the same, as a share of its time."""
-    hidden_expert: float = 0.595
-    hidden_transfer: float = 0.405
+    hidden_expert: float = 0.587
+    hidden_transfer: float = 0.411
     """Share of the transfers between stages that hides, with one stage a rank."""
     hidden_interleaved: float = 0.795
     """The same with several stages a rank."""
-    grouped: float = 0.687
+    grouped: float = 0.665
     """Rate of many small products side by side, of experts, against one."""
-    routing: float = 159
+    routing: float = 162
     """Kernels that the host starts to send tokens to experts and back, in a forward."""
-    jitter: float = 0.00655
+    jitter: float = 0.00641
     """What each doubling of the number of domains adds to a step, waiting for the slowest."""
-    fixed: float = 0.00426
+    fixed: float = 0.00369
     """Seconds of a step that depend on nothing."""
     compiled: float = 0.0
     """1 where blocks were compiled, and steps recorded, when the rest was measured."""
@@ -89,12 +89,12 @@ _KEYS = (
     "product", "narrow", "attention", "memory", "inner", "outer", "launch", "hidden_tensor",
 )
 _VALUES = {
-    "ampere":           (0.854, 0.6, 0.726, 0.559, 0.694, 0.71, 1.57e-05, 0.201),
-    "blackwell":        (0.681, 0.738, 0.31, 0.568, 0.687, 0.682, 1.35e-05, 0.167),
-    "blackwell-ultra":  (0.762, 0.818, 0.527, 0.672, 0.715, 0.689, 1.88e-05, 0.214),
-    "hopper":           (0.772, 0.777, 0.415, 0.554, 0.707, 0.739, 1.72e-05, 0.212),
-    "tpu":              (0.95, 0.639, 0.428, 0.47, 0.718, 0.7, 1.6e-05, 0.216),
-    "volta":            (0.721, 0.6, 0.5, 0.745, 0.651, 0.696, 1.6e-05, 0.2),
+    "ampere":           (0.856, 0.6, 0.719, 0.563, 0.696, 0.711, 1.57e-05, 0.2),
+    "blackwell":        (0.674, 0.754, 0.312, 0.569, 0.687, 0.681, 1.32e-05, 0.163),
+    "blackwell-ultra":  (0.761, 0.828, 0.53, 0.67, 0.718, 0.687, 1.9e-05, 0.219),
+    "hopper":           (0.769, 0.784, 0.415, 0.561, 0.714, 0.742, 1.73e-05, 0.241),
+    "tpu":              (0.95, 0.64, 0.432, 0.478, 0.719, 0.7, 1.6e-05, 0.219),
+    "volta":            (0.722, 0.6, 0.5, 0.762, 0.646, 0.696, 1.6e-05, 0.2),
 }
 
 FAMILIES = {family: dict(zip(_KEYS, values, strict=True)) for family, values in _VALUES.items()}
