@@ -71,15 +71,8 @@ def memory_errors(results: list[dict[str, Any]]) -> list[float]:
 
 
 def group_key(row: Row) -> tuple[Any, ...]:
-    return (
-        row.source,
-        row.values["model"],
-        row.shape,
-        row.cluster,
-        row.layout.world,
-        row.samples,
-        row.values["precision"],
-    )
+    written = row.values["model"], row.values["precision"]
+    return row.source, row.shape, row.cluster, row.layout.world, row.samples, *written
 
 
 def regret(results: list[dict[str, Any]]) -> dict[str, float]:

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from shardwise.cluster import CLUSTERS, GB, Cluster, Link
 from shardwise.layout import Layout
-from shardwise.planner.cost import Machine, Setting
+from shardwise.planner.cost import FUSED_LOSS, Machine, Setting
 from shardwise.planner.efficiency import Efficiency, efficiency_of
 from shardwise.planner.memory import Habit
 from shardwise.planner.predict import Estimator, Prediction, Work
@@ -199,7 +199,7 @@ def parse(v: dict[str, str]) -> Row:
     if zero == 3 and not old and cluster.device.family != "tpu":
         if recompute == "selective":  # PyTorch's own keeps every second layer, or every second product
             recompute = "0.5"
-        if pp > 1 and dp > 1:  # weights stay gathered from micro-batch to micro-batch
+        if pp > 1:  # weights stay gathered from micro-batch to micro-batch
             zero = 1
     layout = Layout(
         pipeline=pp, tensor=tp, context=cp, expert=ep, shard=shard, replicate=dp // shard, zero=max(1, zero),
@@ -215,7 +215,10 @@ def parse(v: dict[str, str]) -> Row:
     elif cluster.device.family == "tpu":
         habit = XLA
     elif v["zero_stage"]:
-        habit = FSDP if v["zero_stage"] == "3" else EAGER
+        zero_3 = v["zero_stage"] == "3"
+        habit = FSDP if zero_3 else EAGER
+        if zero_3 and dp == 1:  # FSDP shards over the ranks of the context too
+            habit = replace(habit, state=habit.state / cp)
         if compiled:  # torchtitan: PyTorch's own loss, and memory as the allocator reserves it
             habit = replace(habit, logits=12.0, spare=0.13)
     else:
@@ -226,7 +229,7 @@ def parse(v: dict[str, str]) -> Row:
     eager = old or (native and compiled in ("", "0"))
     setting = Setting(
         precision, fused=not old, older=not old and (native or "gpt-oss" in model), overlapped=not old, eager=eager,
-        loss=None if old else 16.0,
+        loss=None if old else FUSED_LOSS,
     )  # fmt: skip
     return Row(v["source"], v.get("quality", ""), cluster, shape, setting, layout, samples, sp, habit, bool(recompute),
                measured_seconds(v, shape, gpus, samples, bool(recompute == "full")),

@@ -241,7 +241,7 @@ def hold(held: Held, layout: Layout, rank: int, part: Part, micro_batches: int) 
 
 def shards(layout: Layout) -> int:
     """Ranks that share the optimizer state of a weight."""
-    return layout.shard * (layout.context if layout.shard > 1 or layout.zero == 3 else 1)
+    return layout.shard * (layout.context if layout.shard > 1 else 1)
 
 
 def expert_shards(layout: Layout) -> int:

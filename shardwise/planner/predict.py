@@ -22,8 +22,8 @@ from shardwise.planner.simulate import Costs, step_seconds
 from shardwise.planner.synthesize import Synthesis
 from shardwise.planner.traffic import by_axis
 
-BUCKET = 1e8  # bytes of gradients that travel at once,
-ALIKE = 40  # in up to so many data ranks; as many times more in larger worlds, as in Megatron-Core
+BUCKET = 1e8  # bytes of gradients that travel at once
+BUCKET_RANKS = 40  # data ranks beyond which buckets grow with their number in Megatron-Core
 # Bytes moved to update a weight of one process: itself, two averages, the gradient twice, the rounded copy.
 UPDATED = 34.0
 ADDED = 8.0  # and to add the gradient of one of several micro-batches
@@ -397,7 +397,8 @@ class Estimator:
         ZeRO 2 and 3 have done after each micro-batch."""
         gradient, size = min(4.0, self.work.habit.gradient), self.work.setting.bytes
         among, across = self.machine.gather, self.machine.reduce
-        bucket = BUCKET if self.work.setting.eager else BUCKET * max(1.0, layout.data / ALIKE)
+        grows = self.work.own is None and not self.work.setting.eager
+        bucket = BUCKET * max(1.0, layout.data / BUCKET_RANKS) if grows else BUCKET
         there = among(gradient * numbers, shard, stride, bucket) if layout.zero == 1 else 0.0
         back = among(size * numbers, shard, stride, bucket) if layout.zero < 3 else 0.0
         return there + across(gradient * numbers / shard, replicate, stride * shard, bucket), back

@@ -29,8 +29,6 @@ from shardwise.planner.shape import Shape
 MICRO_BATCHES = tuple(2**n for n in range(17))  # those above 32 only while they have no more than 65536 positions
 VIRTUAL = (2, 3, 4, 6, 8)
 RECOMPUTE = ("none", "selective", "full")
-
-
 FIELDS = tuple(each.name for each in fields(Layout))
 
 
