@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from shardwise.bench import comm
 from shardwise.comm import allreduce
-from shardwise.comm.allreduce import SEGMENT, Schedule, segments
+from shardwise.comm.allreduce import SEGMENT_BYTES, Schedule, segment_bounds
 
 ROOT = Path(__file__).parent.parent
 SIZES = (1 << 10, 1 << 18, 1 << 22, 1 << 24)  # the last for links of 1000 Mbit/s and more
@@ -39,7 +39,7 @@ NAME = "swbench"
 
 def moments(schedule: Schedule, ranks: int, node: int, size: int) -> list[int]:
     """For each moment of a schedule, the most bytes that leave or enter a node."""
-    bounds = segments(size // 4, 4, SEGMENT)
+    bounds = segment_bounds(size // 4, 4, SEGMENT_BYTES)
     parts = [last - first for first, last in zip(bounds, bounds[1:])]
     plans = [[schedule(rank, ranks, count) for rank in range(ranks)] for count in parts]
     depth = len(plans[0][0])
@@ -50,8 +50,8 @@ def moments(schedule: Schedule, ranks: int, node: int, size: int) -> list[int]:
             for rank in range(ranks):
                 send = plans[part][rank][moment - part].send
                 if send and send.peer // node != rank // node:
-                    out[rank // node] += 4 * (send.last - send.first)
-                    into[send.peer // node] += 4 * (send.last - send.first)
+                    out[rank // node] += 4 * (send.stop - send.start)
+                    into[send.peer // node] += 4 * (send.stop - send.start)
         found.append(max(out + into))
     return found
 
@@ -59,12 +59,12 @@ def moments(schedule: Schedule, ranks: int, node: int, size: int) -> list[int]:
 def leaving(schedule: Schedule, ranks: int, node: int, size: int) -> int:
     """Bytes that leave the busiest node."""
     total = [0] * (ranks // node)
-    bounds = segments(size // 4, 4, SEGMENT)
+    bounds = segment_bounds(size // 4, 4, SEGMENT_BYTES)
     for count in (last - first for first, last in zip(bounds, bounds[1:])):
         for rank in range(ranks):
             for step in schedule(rank, ranks, count):
                 if step.send and step.send.peer // node != rank // node:
-                    total[rank // node] += 4 * (step.send.last - step.send.first)
+                    total[rank // node] += 4 * (step.send.stop - step.send.start)
     return max(total)
 
 
@@ -79,7 +79,7 @@ def worker(node: int, rate: int) -> None:
         tensor = torch.zeros(size // 4)
         works: dict[str, Any] = {comm.LIBRARY: partial(dist.all_reduce, tensor)}
         for name, (schedule, _) in comm._schedules(ranks, node).items():
-            works[name] = partial(allreduce.run, tensor, schedule, name)
+            works[name] = partial(allreduce.run_schedule, tensor, schedule, name)
         for name, work in works.items():
             taken, wire = [], []
             for _ in range(TURNS + 1):
@@ -164,7 +164,7 @@ def show(found: list[Any], rate: float, ranks: int, node: int) -> None:
     print("ms of a step: " + ", ".join(f"{name} {1e3 * one:.2f}" for name, one in latency.items()))
     print(f"{'bytes':>9s} {'':10s} {'ms':>8s} {'formula':>8s} {'ratio':>6s} {'left the node':>15s} {'formula':>11s}")
     for size, name, taken, wire in found:
-        line = f"{comm.size_word(size):>9s} {name:10s} {1e3 * taken:8.1f}"
+        line = f"{comm.format_bytes(size):>9s} {name:10s} {1e3 * taken:8.1f}"
         if name in schedules:
             schedule = schedules[name][0]
             formula = sum(latency[name] + most / rate for most in moments(schedule, ranks, node, size))

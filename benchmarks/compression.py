@@ -5,7 +5,7 @@
 
 Slow links are network namespaces (`benchmarks/comm.py`; needs root, and is left out in words where it cannot be had).
 All ways take turns in one world. Beside the bytes that left a node, as its interface counted them, stands what
-`shardwise/parallel/compress.py` says; beside the time, that of one process alone plus bytes over the link's rate, which
+`shardwise/parallel/gradient_compression.py` says; beside the time, that of one process alone plus bytes over the link's rate, which
 is the planner's formula for a sum that hides behind nothing.
 """
 
@@ -24,14 +24,14 @@ import comm
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.meter import METER
+from shardwise.comm.step_timer import STEP_TIMER
 from shardwise.comm.world import run_world
-from shardwise.data.make import make_sources
-from shardwise.data.stream import Stream, share
+from shardwise.data.make_sources import make_sources
+from shardwise.data.sample_stream import SampleStream, rank_positions
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.optim import learning_rate, make_optimizer, set_learning_rate
-from shardwise.parallel.parallelize import build, parallelize, shapes_of
+from shardwise.parallel.parallelize import build_on_meta, parallelize, parameter_shapes
 from shardwise.step import step
 from shardwise.train.validate import validate
 
@@ -58,22 +58,22 @@ def worker() -> None:
     for way in WAYS:
         job = job_of(way, MODEL, 2 * ranks)
         engine = parallelize(job, Layout.parse(f"replicate={ranks}"), torch.device("cpu"))
-        takers[way] = job, engine, make_optimizer(job.optimizer, engine.holdings)
-    stream = Stream(make_sources(job_of("", MODEL, 2 * ranks))[0], 0)
+        takers[way] = job, engine, make_optimizer(job.optimizer, engine.param_shards)
+    stream = SampleStream(make_sources(job_of("", MODEL, 2 * ranks))[0], 0)
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     wire: dict[str, list[float]] = {way: [] for way in WAYS}
     said: dict[str, int] = {}
     for turn in range(TURNS + 1):
         for way, (job, engine, optimizer) in takers.items():
-            samples = stream.read(share(turn, job.samples, ranks, dist.get_rank()))
-            METER.read()
+            samples = stream.read(rank_positions(turn, job.samples, ranks, dist.get_rank()))
+            STEP_TIMER.read_and_reset()
             dist.barrier()
             before, begin = int(counter.read_text()), time.perf_counter()
             step(engine, optimizer, samples, 1.0)
             dist.barrier()
             seconds[way].append(time.perf_counter() - begin)
             wire[way].append(int(counter.read_text()) - before)
-            said[way] = METER.read()[0].get("data", 0)
+            said[way] = STEP_TIMER.read_and_reset()[0].get("data", 0)
     if dist.get_rank() == 0:
         found = {
             way: (statistics.median(seconds[way][1:]), statistics.median(wire[way][1:]), said[way]) for way in WAYS
@@ -91,7 +91,9 @@ def over_links(rate: int, nodes: int) -> None:
         return
     said = comm.in_namespaces([__file__, "--worker"], nodes, 1, seconds=900)
     found = json.loads(said[0])
-    weights = 4 * sum(shape.numel() for shape in shapes_of(build(job_of("", MODEL, 2), torch.float32)).values())
+    weights = 4 * sum(
+        shape.numel() for shape in parameter_shapes(build_on_meta(job_of("", MODEL, 2), torch.float32)).values()
+    )
     plain, own = found[""][0], run_world(alone, 1)[0]
     print(f"\n{nodes} processes, {weights / 1e6:.1f} MB of gradients, links of {rate} Mbit/s; alone {1e3 * own:.0f} ms")
     print(f"{'':16s} {'ms':>7s} {'formula':>8s} {'of DDP':>7s} {'MB sent':>8s} {'said':>7s} {'smaller':>8s}")
@@ -107,12 +109,12 @@ def alone() -> float:
     """Seconds of a step of one rank's samples without any link."""
     job = job_of("", MODEL, 2)
     engine = parallelize(job, Layout(), torch.device("cpu"))
-    optimizer = make_optimizer(job.optimizer, engine.holdings)
-    stream = Stream(make_sources(job)[0], 0)
+    optimizer = make_optimizer(job.optimizer, engine.param_shards)
+    stream = SampleStream(make_sources(job)[0], 0)
     taken = []
     for turn in range(TURNS + 1):
         begin = time.perf_counter()
-        step(engine, optimizer, stream.read(share(turn, 2, 1, 0)), 1.0)
+        step(engine, optimizer, stream.read(rank_positions(turn, 2, 1, 0)), 1.0)
         taken.append(time.perf_counter() - begin)
     return statistics.median(taken[1:])
 
@@ -123,20 +125,22 @@ def loss_of(way: str, steps: int, after: float, seed: int = 0) -> tuple[float, i
     job = job_of(way, SMALL, 8, steps, after, seed)
     engine = parallelize(job, Layout.parse("replicate=2"), torch.device("cpu"))
     training, held_out, tokenizer = make_sources(job)
-    optimizer, stream = make_optimizer(job.optimizer, engine.holdings), Stream(training, seed)
+    optimizer, stream = make_optimizer(job.optimizer, engine.param_shards), SampleStream(training, seed)
     for number in range(steps):
         set_learning_rate(optimizer, learning_rate(job.optimizer, number, steps))
-        engine.data.plain = number < job.gradient.plain_steps(steps)
-        METER.read()
-        step(engine, optimizer, stream.read(share(number, 8, 2, dist.get_rank())), 1.0)
-    sent = METER.read()[0].get("data", 0)
+        engine.data.compression_paused = number < job.gradient.uncompressed_steps(steps)
+        STEP_TIMER.read_and_reset()
+        step(engine, optimizer, stream.read(rank_positions(number, 8, 2, dist.get_rank())), 1.0)
+    sent = STEP_TIMER.read_and_reset()[0].get("data", 0)
     found = validate(engine, job, held_out, tokenizer)
     assert found is not None
     return found["loss"], sent
 
 
 def convergence(steps: int, after: float) -> None:
-    weights = 4 * sum(shape.numel() for shape in shapes_of(build(job_of("", SMALL, 8), torch.float32)).values())
+    weights = 4 * sum(
+        shape.numel() for shape in parameter_shapes(build_on_meta(job_of("", SMALL, 8), torch.float32)).values()
+    )
     print(f"\nheld-out loss after {steps} steps, {after:g} of them plain, 2 ranks, {weights / 1e6:.2f} MB of gradients")
     plain = [run_world(loss_of, 2, "", steps, 0.0, seed, timeout=3000.0)[0][0] for seed in range(SEEDS)]
     print("uncompressed, by seed:", ", ".join(f"{loss:.4f}" for loss in plain), flush=True)

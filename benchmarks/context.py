@@ -18,41 +18,41 @@ import time
 import torch
 
 from shardwise.comm.world import run_world
-from shardwise.data.source import Synthetic
-from shardwise.data.stream import Stream, share
+from shardwise.data.sample_stream import SampleStream, rank_positions
+from shardwise.data.source import SyntheticTokens
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.optim import make_optimizer
 from shardwise.parallel.parallelize import parallelize
-from shardwise.planner.dryrun import measure
+from shardwise.planner.dryrun.dry_run import measure_rank
 from shardwise.step import step
 
-SHAPE = {"layers": 2, "width": 64, "heads": 8, "kv_heads": 4, "ffn": 128, "vocab": 256}
+SHAPE = {"layers": 2, "width": 64, "ulysses": 8, "kv_heads": 4, "ffn": 128, "vocab": 256}
 MIB = 2**20
 
 
 def counted(job: Job, layout: Layout) -> tuple[int, int]:
     """Bytes of activations at the fullest moment, and of what the ring or the exchange moves."""
-    report = measure(job, layout, fake=False, whole=True)
+    report = measure_rank(job, layout, fake=False, all_micro_batches=True)
     return report.memory["activations"], sum(e.bytes for e in report.traffic if e.kind == "all-to-all")
 
 
 def trained(job: Job, layout: Layout) -> tuple[float, float]:
     """The loss of the third step, and the seconds that it took."""
     engine = parallelize(job, layout, torch.device("cpu"))
-    optimizer = make_optimizer(job.optimizer, engine.holdings)
-    stream = Stream(Synthetic(16, job.model.sequence, job.built().vocab, 0), 0)
+    optimizer = make_optimizer(job.optimizer, engine.param_shards)
+    stream = SampleStream(SyntheticTokens(16, job.model.sequence, job.require_chain_model().vocab, 0), 0)
     loss, begin = torch.zeros(()), 0.0
     for number in range(3):
         begin = time.perf_counter()
-        loss = step(engine, optimizer, stream.read(share(number, job.samples, 1, 0)), 1.0).loss
+        loss = step(engine, optimizer, stream.read(rank_positions(number, job.samples, 1, 0)), 1.0).loss
     return float(loss), time.perf_counter() - begin
 
 
 def formula(job: Job, layout: Layout) -> int:
-    model, c = job.built(), layout.context
-    queries, keys = model.heads * model.head_size, model.kv_heads * model.head_size
-    if layout.context_by == "ring":
+    model, c = job.require_chain_model(), layout.context
+    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    if layout.context_method == "ring":
         numbers = (3 * c - 2) * 2 * keys
     else:
         numbers = 2 * (2 * queries + 2 * (queries if model.kv_heads % c else keys))
@@ -70,7 +70,7 @@ def main() -> None:
     heads = ("layout", "activations", "x ranks / one", "sent", "/ formula", "step")
     print("{:34s} {:>12s} {:>14s} {:>12s} {:>10s} {:>8s}  loss".format(*heads))
     alone = 0
-    for text in ("", *(f"context={c} context_by={way}" for c in (2, 4) for way in ("ring", "heads"))):
+    for text in ("", *(f"context={c} context_method={way}" for c in (2, 4) for way in ("ring", "ulysses"))):
         layout = Layout.parse(text)
         held, sent = max(run_world(counted, layout.world, job, layout))
         loss, seconds = run_world(trained, layout.world, job, layout)[0]

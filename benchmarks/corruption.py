@@ -23,26 +23,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.chaos.victim import Fault, happened, plant
+from shardwise.chaos.faulty_worker import Fault, inject_faults, trigger_times
 from shardwise.comm.collectives import all_reduce
 from shardwise.comm.world import run_world
-from shardwise.data.source import Synthetic
-from shardwise.data.stream import Stream, share
-from shardwise.guard.nursery import Nursery
-from shardwise.guard.witness import Witness
+from shardwise.data.sample_stream import SampleStream, rank_positions
+from shardwise.data.source import SyntheticTokens
+from shardwise.integrity.corruption_detector import CorruptionDetector
 from shardwise.job import Job, make_job
+from shardwise.launch.launch import launch
 from shardwise.layout import Layout
 from shardwise.optim import make_optimizer
 from shardwise.parallel.parallelize import parallelize
-from shardwise.step import taker
-from shardwise.train.folder import RunFolder
-from shardwise.train.launch import launch
-from shardwise.train.measure import flops_of
+from shardwise.step import make_step_fn
+from shardwise.train.metrics_processor import forward_flops
+from shardwise.train.run_folder import RunFolder
+from shardwise.workers.fork_server import ForkServer
 
 LAYOUTS = (
     "replicate=2", "shard=2 zero=1", "shard=2 zero=2", "shard=2 zero=3", "shard=2 tensor=2", "pipeline=2 replicate=2",
 )  # fmt: skip
-VICTIM = "shardwise.chaos.victim"
+FAULTY_WORKER = "shardwise.chaos.faulty_worker"
 SMALL = {
     "precision": "float32", "model": {"layers": 2, "width": 32, "heads": 2, "vocab": 101, "sequence": 16},
     "data": {"source": "synthetic"}, "batch": {"samples": 8},
@@ -51,12 +51,18 @@ EVERY = 4
 WARM = 5  # steps of each kind that are not counted: they make states, compile and record
 
 
-def train(nursery: Nursery, folder: Path, layout: str, steps: int, faults: list[Fault]) -> RunFolder:
-    run = {"folder": str(folder), "device": "cpu", "corruptions": 1000, "check": 1, "rerun": 20}
+def train(fork_server: ForkServer, folder: Path, layout: str, steps: int, faults: list[Fault]) -> RunFolder:
+    run = {
+        "folder": str(folder),
+        "device": "cpu",
+        "max_corruptions": 1000,
+        "checksum_every": 1,
+        "redundant_compute_every": 20,
+    }
     job = make_job(SMALL | {"steps": steps, "checkpoint": {"every": EVERY if steps < 1000 else 0}, "run": run})
     made = RunFolder.create(job)
-    plant(made.path, faults)
-    launch(made, Layout.parse(layout), resume=False, entry=f"{VICTIM}:main", nursery=nursery)
+    inject_faults(made.path, faults)
+    launch(made, Layout.parse(layout), resume=False, entry=f"{FAULTY_WORKER}:main", fork_server=fork_server)
     return made
 
 
@@ -64,7 +70,7 @@ def curve(run: RunFolder) -> list[tuple[int, float, float]]:
     return [(record["step"], record["loss"], record["grad_norm"]) for record in run.metrics()]
 
 
-def flips(nursery: Nursery, folder: Path, layout: str, count: int, seed: int) -> str:
+def flips(fork_server: ForkServer, folder: Path, layout: str, count: int, seed: int) -> str:
     draw, world = random.Random(seed), Layout.parse(layout).world
     kinds = ["weight", "state", *(["gradient"] if "replicate" in layout else [])]
     faults = []
@@ -73,10 +79,10 @@ def flips(nursery: Nursery, folder: Path, layout: str, count: int, seed: int) ->
         phase = "gradient" if kind == "gradient" else draw.choice(["data", "forward", "backward"])
         faults.append(Fault(kind, draw.randrange(world), EVERY + 2 + 2 * number, phase, 1000 * seed + number))
     steps = EVERY + 2 * count + 4
-    base = train(nursery, folder / f"base-{seed}", layout, steps, [])
-    run = train(nursery, folder / f"flips-{seed}", layout, steps, faults)
+    base = train(fork_server, folder / f"base-{seed}", layout, steps, [])
+    run = train(fork_server, folder / f"flips-{seed}", layout, steps, faults)
     events = [event for event in run.events() if event["event"] == "corruption"]
-    times, found, named = happened(run.path), 0, 0
+    times, found, named = trigger_times(run.path), 0, 0
     for fault in faults:
         label = (run.path / "faults" / f"number-{fault.number}").read_text()
         told = [event for event in events if (event["step"], event["tensor"]) == (fault.step, label)]
@@ -89,9 +95,9 @@ def flips(nursery: Nursery, folder: Path, layout: str, count: int, seed: int) ->
 def compare(job: Job, layout: Layout, turns: int, device: str) -> list[float]:
     """Median seconds of a step with checksums and of one without, of the processor for the latter and for checksums."""
     engine = parallelize(job, layout, torch.device(device))
-    optimizer = make_optimizer(job.optimizer, engine.holdings)
-    flops = 3 * flops_of(job) * job.samples / layout.world
-    witness = Witness(job, engine, optimizer, Path(), flops, print)
+    optimizer = make_optimizer(job.optimizer, engine.param_shards)
+    flops = 3 * forward_flops(job) * job.samples / layout.world
+    detector = CorruptionDetector(job, engine, optimizer, Path(), flops, print)
     spent = 0.0
 
     def timed(act: Callable[..., Any], *args: Any) -> Any:
@@ -101,23 +107,27 @@ def compare(job: Job, layout: Layout, turns: int, device: str) -> list[float]:
         spent += time.thread_time() - begin
         return result
 
-    compiled = job.compiles(device, layout)
-    bare = taker(engine, optimizer, job.optimizer.clip, compiled)
-    watched = taker(engine, optimizer, job.optimizer.clip, compiled, observe=lambda outcome: timed(witness.before))
-    stream, data = Stream(Synthetic(4096, job.model.sequence, job.model.vocab, 0), 0), engine.mesh["data"]
-    batches = [stream.read(share(n, job.samples, data.size, data.index)).to(torch.device(device)) for n in range(4)]
+    compiled = job.should_compile(device, layout)
+    bare = make_step_fn(engine, optimizer, job.optimizer.clip, compiled)
+    watched = make_step_fn(
+        engine, optimizer, job.optimizer.clip, compiled, on_grads_ready=lambda outcome: timed(detector.before_update)
+    )
+    stream, data = SampleStream(SyntheticTokens(4096, job.model.sequence, job.model.vocab, 0), 0), engine.mesh["data"]
+    batches = [
+        stream.read(rank_positions(n, job.samples, data.size, data.index)).to(torch.device(device)) for n in range(4)
+    ]
     taken: dict[bool, list[tuple[float, float, float]]] = {False: [], True: []}
     for turn in range(2 * (turns + WARM)):
         ours, spent = bool(turn % 2) ^ bool(turn // 2 % 2), 0.0
         if ours:
-            witness.forget()
+            detector.reset()
         if layout.world > 1:
             dist.barrier()
         begin = time.perf_counter(), time.process_time()
         outcome = (watched if ours else bare)(batches[turn % 4])
         if ours:
-            timed(witness.after)
-            told = torch.stack([outcome.loss, *timed(witness.agreed, 0)]).tolist()
+            timed(detector.after_step)
+            told = torch.stack([outcome.loss, *timed(detector.reduce_flags, 0)]).tolist()
             assert not told[2], "a false alarm"
         else:
             flag = torch.zeros((), device=device)
@@ -127,7 +137,7 @@ def compare(job: Job, layout: Layout, turns: int, device: str) -> list[float]:
         if turn >= 2 * WARM:
             taken[ours].append((time.perf_counter() - begin[0], time.process_time() - begin[1], spent))
     (ours_, _, checks), (bare_, busy, _) = (map(statistics.median, zip(*taken[k], strict=True)) for k in (True, False))
-    return [ours_, bare_, busy, checks, float(witness.parts)]
+    return [ours_, bare_, busy, checks, float(detector.parts)]
 
 
 def main() -> None:
@@ -139,7 +149,7 @@ def main() -> None:
     parser.add_argument("--layout", action="append")
     given = parser.parse_args()
     layouts = given.layout or list(LAYOUTS)
-    nursery = Nursery(VICTIM)
+    fork_server = ForkServer(FAULTY_WORKER)
     try:
         with tempfile.TemporaryDirectory() as name:
             if given.flips:
@@ -147,16 +157,16 @@ def main() -> None:
                 print("| --- | --- | --- | --- | --- |")
                 for seed, layout in enumerate(layouts):
                     count = given.flips // len(layouts) + (seed < given.flips % len(layouts))
-                    print(flips(nursery, Path(name), layout, count, seed), flush=True)
+                    print(flips(fork_server, Path(name), layout, count, seed), flush=True)
             if given.clean:
                 print("\n| layout | clean steps | alarms |\n| --- | --- | --- |")
                 for number, layout in enumerate(layouts):
                     steps = -(-given.clean // len(layouts))
-                    run = train(nursery, Path(name) / f"clean-{number}", layout, steps, [])
+                    run = train(fork_server, Path(name) / f"clean-{number}", layout, steps, [])
                     alarms = sum(event["event"] in ("corruption", "rollback") for event in run.events())
                     print(f"| `{layout}` | {len(list(run.metrics()))} | {alarms} |", flush=True)
     finally:
-        nursery.close()
+        fork_server.close()
     if given.turns:
         print("\n| layout | looked at in a step | with checksums | without | overhead | of processor time |")
         print("| --- | --- | --- | --- | --- | --- |")

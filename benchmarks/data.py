@@ -25,13 +25,13 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from shardwise.data.augment import Augment
-from shardwise.data.bad import Bad
-from shardwise.data.cifar import MEAN, SPREAD, TEST, TRAINING, open_cifar
+from shardwise.data.augment import ImageAugmentation
+from shardwise.data.bad_records import BadRecords
+from shardwise.data.cifar10 import MEAN, STD, TEST_FILE, TRAIN_FILES, open_cifar10
 from shardwise.data.loader import Loader
-from shardwise.data.stream import Stream
-from shardwise.data.tokens import open_tokens, write_tokens
-from shardwise.data.windows import Windows
+from shardwise.data.sample_stream import SampleStream
+from shardwise.data.token_file import open_token_file, write_token_arrays
+from shardwise.data.token_windows import TokenWindows
 
 WINDOW = 1024
 ROOT = Path(__file__).parent.parent
@@ -58,7 +58,7 @@ class PlainImages(Dataset):
     """As one would write it without a library of transforms: bytes in memory, a padded crop, a flip, normalised."""
 
     def __init__(self, folder: Path):
-        records = [np.fromfile(folder / f"{name}.bin", np.uint8).reshape(-1, 3073) for name in TRAINING]
+        records = [np.fromfile(folder / f"{name}.bin", np.uint8).reshape(-1, 3073) for name in TRAIN_FILES]
         whole = np.concatenate(records)
         self.images, self.classes = whole[:, 1:].reshape(-1, 3, 32, 32), whole[:, 0]
 
@@ -66,7 +66,7 @@ class PlainImages(Dataset):
         return len(self.images)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        image = (self.images[index].astype(np.float32) / 255 - MEAN) / SPREAD
+        image = (self.images[index].astype(np.float32) / 255 - MEAN) / STD
         image = np.pad(image, ((0, 0), (4, 4), (4, 4)))
         top, left, mirror = torch.randint(9, (3,)).tolist()
         image = image[:, top : top + 32, left : left + 32]
@@ -79,8 +79,8 @@ def endless(loader: DataLoader) -> Iterator[Any]:
 
 def files(folder: Path) -> None:
     draw = np.random.default_rng(0)
-    write_tokens(folder / "tokens.bin", iter([draw.integers(0, 50_000, 1 << 24)]), 50_000)
-    for name in (*TRAINING, TEST):
+    write_token_arrays(folder / "tokens.bin", iter([draw.integers(0, 50_000, 1 << 24)]), 50_000)
+    for name in (*TRAIN_FILES, TEST_FILE):
         records = draw.integers(0, 256, (2000, 3073)).astype(np.uint8)
         records[:, 0] %= 10
         (folder / f"{name}.bin").write_bytes(records.tobytes())
@@ -90,10 +90,10 @@ def compare(kind: str, folder: Path, workers: int, turns: int, batches: int) -> 
     """Samples a second of ours and of PyTorch's."""
     size = 32 if kind == "tokens" else 128
     if kind == "tokens":
-        stream = Stream(Windows([open_tokens(folder / "tokens.bin")], WINDOW), 0)
+        stream = SampleStream(TokenWindows([open_token_file(folder / "tokens.bin")], WINDOW), 0)
         plain: Dataset = PlainTokens(folder / "tokens.bin")
     else:
-        stream = Stream(open_cifar(str(folder), Bad(), Augment(["crop", "flip"], 0))[0], 0)
+        stream = SampleStream(open_cifar10(str(folder), BadRecords(), ImageAugmentation(["crop", "flip"], 0))[0], 0)
         plain = PlainImages(folder)
     theirs = endless(DataLoader(plain, size, shuffle=True, num_workers=workers, drop_last=True))
     times: dict[str, list[float]] = {"ours": [], "theirs": []}
@@ -125,8 +125,8 @@ def main() -> None:
                 print(f"{kind}, {who}: ours {ours:,.0f} samples/s, DataLoader {theirs:,.0f}, ratio {ours / theirs:.2f}")
     command = [sys.executable, "-m", "shardwise", "bench", "data", str(ROOT / "shardwise" / "demo.toml"), "--json"]
     report = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout)
-    waits = f"{1e3 * report['wait']:.3f} ms of {1e3 * report['seconds']:.0f} ms"
-    print(f"the demo: a step waits {waits}, {100 * report['share']:.2f}%")
+    waits = f"{1e3 * report['wait_seconds']:.3f} ms of {1e3 * report['step_seconds']:.0f} ms"
+    print(f"the demo: a step waits {waits}, {100 * report['wait_fraction']:.2f}%")
 
 
 if __name__ == "__main__":

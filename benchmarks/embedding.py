@@ -26,15 +26,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.comm.world import run_world
-from shardwise.data.criteo import Clicks, Generated
-from shardwise.data.stream import Samples, Stream, share
+from shardwise.data.criteo import ClickBatch, SyntheticClicks
+from shardwise.data.sample_stream import Samples, SampleStream, rank_positions
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
-from shardwise.parallel import embedding
-from shardwise.parallel.bags import Bags, sum_bags
-from shardwise.parallel.embedding import Tables
 from shardwise.parallel.parallelize import parallelize
-from shardwise.parallel.recommender import Recommender, model_of, optimizer_of
+from shardwise.parallel.tables import sharded_tables
+from shardwise.parallel.tables.bags import Bags, sum_bags
+from shardwise.parallel.tables.sharded_tables import ShardedTables
+from shardwise.parallel.tables.table_engine import TableEngine, dlrm_config, make_engine_optimizer
 from shardwise.step import step
 
 GIB = 2**30
@@ -49,21 +49,24 @@ def make(rows: int, samples: int, cut: str) -> Job:
     }  # fmt: skip
     return make_job(
         {
-            "model": model, "batch": {"samples": samples}, "data": {"source": "synthetic"}, "embedding": {"cut": cut},
+            "model": model,
+            "batch": {"samples": samples},
+            "data": {"source": "synthetic"},
+            "embedding_tables": {"sharding": cut},
             "optimizer": {"lr": LR, "clip": 0.0, "weight_decay": 0.0},
         }
-    )  # fmt: skip
+    )
 
 
 def batches(job: Job, ranks: int, rank: int) -> list[Samples]:
-    stream = Stream(Generated(model_of(job), 0, 1 << 20, job.seed), job.seed)
-    return [stream.read(share(turn, job.samples, ranks, rank)) for turn in range(TURNS + 1)]
+    stream = SampleStream(SyntheticClicks(dlrm_config(job), 0, 1 << 20, job.seed), job.seed)
+    return [stream.read(rank_positions(turn, job.samples, ranks, rank)) for turn in range(TURNS + 1)]
 
 
 def distinct_rows(job: Job, ranks: int) -> float:
     """What a rank's samples use of all tables, on average."""
-    model = model_of(job)
-    power = 1.0 - Generated.skew
+    model = dlrm_config(job)
+    power = 1.0 - SyntheticClicks.zipf_exponent
     edges = np.arange(1.0, model.rows + 2.0) ** power
     likely = np.diff(edges) / (edges[-1] - 1.0)
     ids = job.samples / ranks * 0.98 * (1 + model.lookups) / 2
@@ -75,30 +78,30 @@ def distinct_rows(job: Job, ranks: int) -> float:
 
 def ours(job: Job, layout: Layout) -> dict[str, Any]:
     sent = [0]
-    real = embedding.all_to_all
+    real = sharded_tables.all_to_all
 
     def counted(out: Tensor, given: Tensor, received: Any, sizes: list[int], group: Any) -> None:
         sent[0] += given.element_size() * (sum(sizes) - sizes[dist.get_rank()])
         real(out, given, received, sizes, group=group)
 
-    embedding.all_to_all = counted
-    Tables.start = lambda self, seed, std: [rows.fill_(START) for rows in self.memory]  # type: ignore[method-assign,assignment,return-value]
+    sharded_tables.all_to_all = counted
+    ShardedTables.init_weights = lambda self, seed, std: [rows.fill_(START) for rows in self.storage]  # type: ignore[method-assign,assignment,return-value]
     engine = parallelize(job, layout, torch.device("cpu"))
-    assert isinstance(engine, Recommender)
+    assert isinstance(engine, TableEngine)
     found: dict[str, Any] = {"lookup": [], "update": [], "ids": [], "rows": [], "sent": []}
     given = batches(job, layout.world, dist.get_rank())
     for samples in given:
         one_turn(engine, samples, found, sent)
-    found["held"] = sum(rows.numel() * rows.element_size() for rows in engine.tables.memory)
-    engine.tables.start(job.seed, [])  # the turns above moved rows by no loss
-    optimizer = optimizer_of(job, engine)
+    found["held"] = sum(rows.numel() * rows.element_size() for rows in engine.tables.storage)
+    engine.tables.init_weights(job.seed, [])  # the turns above moved rows by no loss
+    optimizer = make_engine_optimizer(job, engine)
     for group in optimizer.param_groups:
         group["lr"] = 0.003
     found["losses"] = []
     for words, ahead in (("step", False), ("ahead", True)):
         source = iter(enumerate(given))
         found[words] = []
-        for _, samples in engine.coming(source, len(given)) if ahead else source:
+        for _, samples in engine.prefetched_batches(source, len(given)) if ahead else source:
             dist.barrier()
             begin = time.perf_counter()
             found["losses"].append(float(step(engine, optimizer, samples, 0.0).loss))
@@ -107,21 +110,21 @@ def ours(job: Job, layout: Layout) -> dict[str, Any]:
     return found
 
 
-def one_turn(engine: Recommender, samples: Samples, found: dict[str, Any], sent: list[int]) -> None:
-    clicks = Clicks.of(samples, engine.model)
-    bags = Bags.of(clicks.categories, clicks.weights)
+def one_turn(engine: TableEngine, samples: Samples, found: dict[str, Any], sent: list[int]) -> None:
+    clicks = ClickBatch.of(samples, engine.model)
+    bags = Bags.of(clicks.sparse_ids, clicks.weights)
     before = sent[0]
     dist.barrier()
     begin = time.perf_counter()
     route = engine.tables.route(bags, samples.ids)
     rows = engine.tables.fetch(route).requires_grad_()
-    vectors = sum_bags(rows, route.places, route.offsets, route.weights)
+    vectors = sum_bags(rows, route.inverse_indices, route.offsets, route.weights)
     dist.barrier()
     middle = time.perf_counter()
     vectors.backward(torch.full_like(vectors, 1e-3))
     assert rows.grad is not None
-    engine.tables.give_back(route, rows.grad)
-    touched = sum(one.rows.numel() for one in engine.tables.touched)
+    engine.tables.push_gradients(route, rows.grad)
+    touched = sum(one.rows.numel() for one in engine.tables.row_gradients)
     engine.tables.update(LR, 1.0)
     dist.barrier()
     found["lookup"].append(middle - begin)
@@ -136,7 +139,7 @@ def one_turn(engine: Recommender, samples: Samples, found: dict[str, Any], sent:
 
 def theirs(job: Job) -> dict[str, Any]:
     torch.set_num_threads(2)
-    model = model_of(job)
+    model = dlrm_config(job)
     bags = []
     for _ in range(model.tables):
         weight = torch.full((model.rows, model.width), START)
@@ -144,10 +147,10 @@ def theirs(job: Job) -> dict[str, Any]:
     sums = [torch.zeros(model.rows) for _ in bags]
     found: dict[str, Any] = {"lookup": [], "update": [], "ids": [], "rows": []}
     for samples in batches(job, 1, 0):
-        clicks = Clicks.of(samples, model)
+        clicks = ClickBatch.of(samples, model)
         given = []
         for number in range(model.tables):
-            one = Bags.of(clicks.categories[:, number : number + 1], clicks.weights[:, number : number + 1])
+            one = Bags.of(clicks.sparse_ids[:, number : number + 1], clicks.weights[:, number : number + 1])
             given.append((one.ids, one.offsets[:-1], one.weights.float()))
         begin = time.perf_counter()
         vectors = [bag(*inputs) for bag, inputs in zip(bags, given, strict=True)]
@@ -192,7 +195,7 @@ def main() -> None:
     parser.add_argument("--cut", default="auto")
     options = parser.parse_args()
     job, layout = make(options.rows, options.samples, options.cut), Layout(shard=options.ranks)
-    model = model_of(job)
+    model = dlrm_config(job)
     size = 4 * model.tables * model.rows * model.width
     print(f"{model.tables} tables of {model.rows:,} rows of {model.width} numbers in float32: {size / GIB:.2f} GiB")
     print(f"batch of {job.samples} samples, {options.ranks} processes, cut {options.cut}")

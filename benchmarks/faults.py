@@ -24,14 +24,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shardwise.chaos.run import VICTIM, chaos_job
-from shardwise.chaos.victim import Fault, plant
-from shardwise.guard.memory import memory_of
-from shardwise.guard.nursery import Nursery
+from shardwise.chaos.faulty_worker import Fault, inject_faults
+from shardwise.chaos.run import FAULTY_WORKER, run_chaos
 from shardwise.job import Job, make_job
+from shardwise.launch.launch import launch
 from shardwise.layout import Layout
-from shardwise.train.folder import RunFolder
-from shardwise.train.launch import launch
+from shardwise.train.run_folder import RunFolder
+from shardwise.workers.fork_server import ForkServer
+from shardwise.workers.snapshots import snapshot_folder
 
 # And steps between snapshots in memory; without them a restart loads from the disk.
 LAYOUTS = [
@@ -46,11 +46,11 @@ HEAD = (
 
 
 def job_of(folder: Path, steps: int, **changes: Any) -> Job:
-    run = {"folder": str(folder), "device": "cpu", "restarts": 1000, "rejoin": 120} | changes.pop("run", {})
+    run = {"folder": str(folder), "device": "cpu", "max_restarts": 1000, "rejoin_timeout": 120} | changes.pop("run", {})
     model = {"layers": 2, "width": 32, "heads": 2, "vocab": 61, "sequence": 16}
     given = {
         "precision": "float64", "steps": steps, "model": model, "data": {"source": "synthetic"},
-        "batch": {"samples": 8}, "validation": {"samples": 4}, "checkpoint": {"every": 6, "snapshot": 2},
+        "batch": {"samples": 8}, "validation": {"samples": 4}, "checkpoint": {"every": 6, "snapshot_every": 2},
     }  # fmt: skip
     return make_job(given | changes | {"run": run})
 
@@ -63,28 +63,35 @@ def processes(folder: Path, count: int) -> bool:
     print(f"| {' | '.join(HEAD)} |\n|{' --- |' * len(HEAD)}", flush=True)
     fine = True
     for seed, (layout, snapshot) in enumerate(LAYOUTS, 1):
-        path, checkpoint = folder / f"{seed}.toml", {"every": 6, "snapshot": snapshot}
-        path.write_text(job_of(folder / f"run-{seed}", 2 * count, layout=layout, checkpoint=checkpoint).text())
-        tally = chaos_job(path, [], count, seed, lambda _: None)
-        named = [tale for tale in tally.tales if tale.named]
-        seconds = sorted(tale.seconds for tale in named) or [0.0]
-        dead = [tale.seconds for tale in named if tale.fault.kind in ("kill", "stop", "flip")]
+        path, checkpoint = folder / f"{seed}.toml", {"every": 6, "snapshot_every": snapshot}
+        path.write_text(job_of(folder / f"run-{seed}", 2 * count, layout=layout, checkpoint=checkpoint).to_toml())
+        report = run_chaos(path, [], count, seed, lambda _: None)
+        named = [outcome for outcome in report.outcomes if outcome.is_attributed]
+        seconds = sorted(outcome.seconds for outcome in named) or [0.0]
+        dead = [outcome.seconds for outcome in named if outcome.fault.kind in ("kill", "stop", "flip")]
         cells = (
-            f"`{layout}`{'' if snapshot else ', no snapshots'}", len(tally.tales), len(named),
-            sum(tale.noticed == "together" for tale in tally.tales),
-            f"{seconds[len(seconds) // 2]:.2f} s, {seconds[-1]:.2f} s", f"{len(dead)}, {sum(one > 1 for one in dead)}",
-            "same bits" if tally.equal and tally.finished else "DIFFERS", f"{tally.lost}, {tally.repeated}",
-            f"{tally.flips}, {tally.refused}",
-        )  # fmt: skip
+            f"`{layout}`{'' if snapshot else ', no snapshots'}",
+            len(report.outcomes),
+            len(named),
+            sum(outcome.detected_as == "together" for outcome in report.outcomes),
+            f"{seconds[len(seconds) // 2]:.2f} s, {seconds[-1]:.2f} s",
+            f"{len(dead)}, {sum(one > 1 for one in dead)}",
+            "same bits" if report.matches_baseline and report.finished else "DIFFERS",
+            f"{report.lost_samples}, {report.repeated_samples}",
+            f"{report.corrupted_checkpoints}, {report.rejected_checkpoints}",
+        )
         print(f"| {' | '.join(map(str, cells))} |", flush=True)
-        fine &= tally.ok
+        fine &= report.ok
     return fine
 
 
 def disk(folder: Path, rounds: int) -> bool:
     """Full at one step, a kill at the next one, room again some steps later."""
-    steps, nursery = 8 * rounds + 8, Nursery(VICTIM)
-    given: dict[str, Any] = {"checkpoint": {"every": 4, "snapshot": 0, "asynchronous": False}, "layout": "shard=2"}
+    steps, fork_server = 8 * rounds + 8, ForkServer(FAULTY_WORKER)
+    given: dict[str, Any] = {
+        "checkpoint": {"every": 4, "snapshot_every": 0, "asynchronous": False},
+        "layout": "shard=2",
+    }
     small = folder / "small"
     small.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", small], check=True)
@@ -92,16 +99,19 @@ def disk(folder: Path, rounds: int) -> bool:
         runs = []
         for name, faults in ((folder / "large", []), (small, _full(rounds))):
             run = RunFolder.create(job_of(name, steps, **given))
-            plant(run.path, faults)
-            launch(run, Layout.parse("shard=2"), resume=False, entry=f"{VICTIM}:main", nursery=nursery)
+            inject_faults(run.path, faults)
+            launch(run, Layout.parse("shard=2"), resume=False, entry=f"{FAULTY_WORKER}:main", fork_server=fork_server)
             runs.append(run)
         told = [event["event"] for event in runs[1].events()]
         same = curve(runs[0]) == curve(runs[1]) and len(curve(runs[1])) == steps
-        print(f"disk full: {rounds} times, and {told.count('killed')} kills; checkpoints that found no room: "
-              f"{told.count('no checkpoint')}; curve: {'same bits' if same else 'DIFFERS'}", flush=True)  # fmt: skip
-        return same and told.count("no checkpoint") >= rounds
+        print(
+            f"disk full: {rounds} times, and {told.count('killed')} kills; checkpoints that found no room: "
+            f"{told.count('checkpoint_failed')}; curve: {'same bits' if same else 'DIFFERS'}",
+            flush=True,
+        )
+        return same and told.count("checkpoint_failed") >= rounds
     finally:
-        nursery.close()
+        fork_server.close()
         subprocess.run(["umount", small], check=True)
 
 
@@ -120,7 +130,7 @@ def sh(command: str) -> None:
 
 def agent(number: int, *words: str) -> subprocess.Popen[bytes]:
     command = ["ip", "netns", "exec", f"{NAME}{number}", sys.executable, "-m", "shardwise", "train", *words]
-    place = ["--node", f"{number}/2", "--address", f"10.79.0.1:{PORT}"]
+    place = ["--node", f"{number}/2", "--rdzv-endpoint", f"10.79.0.1:{PORT}"]
     return subprocess.Popen([*command, *place], start_new_session=True, stdout=subprocess.DEVNULL)
 
 
@@ -135,7 +145,7 @@ def links(folder: Path, rounds: int) -> bool:
     steps, layout = 14 * rounds + 20, "replicate=2 tensor=2"
     run, plain = RunFolder(folder / "two"), RunFolder(folder / "plain")
     for one in (run, plain):
-        (folder / f"{one.path.name}.toml").write_text(job_of(one.path, steps, layout=layout).text())
+        (folder / f"{one.path.name}.toml").write_text(job_of(one.path, steps, layout=layout).to_toml())
     subprocess.run(
         [sys.executable, "-m", "shardwise", "train", folder / "plain.toml"], check=True, stdout=subprocess.DEVNULL
     )
@@ -169,7 +179,7 @@ def _harm(run: RunFolder, job: Path, rounds: int) -> list[float]:
     seconds = []
 
     def lost() -> list[dict[str, Any]]:
-        return [event for event in run.events() if event["event"] == "lost"]
+        return [event for event in run.events() if event["event"] == "node_lost"]
 
     def on(steps: int) -> None:
         reached = len(curve(run)) + steps
@@ -188,7 +198,7 @@ def _harm(run: RunFolder, job: Path, rounds: int) -> list[float]:
                 else:
                     os.killpg(member.pid, signal.SIGKILL)
                     member.wait()
-                    shutil.rmtree(memory_of(run.path, 1), ignore_errors=True)
+                    shutil.rmtree(snapshot_folder(run.path, 1), ignore_errors=True)
                 wait(lambda before=before: len(lost()) > before, lead)
                 if lost()[-1]["ranks"] == [2, 3]:
                     seconds.append(lost()[-1]["time"] - begin)

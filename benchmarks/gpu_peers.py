@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from shardwise.bench.step import bench_step
+from shardwise.bench.train_step import bench_step
 from shardwise.cluster import GIB
 from shardwise.job import make_job
 
@@ -36,7 +36,7 @@ SHAPES["1.5b-moe"] = {**SHAPES["1.5b"], "name": "moe", "experts": 8, "experts_pe
 BATCH = {"1.5b": 4, "3.6b": 2, "8b": 1, "1.5b-128k": 1, "1.5b-moe": 4}
 # What a shape needs to fit beside the defaults.
 NEEDS: dict[str, dict[str, Any]] = {
-    "8b": {"optimizer": {"states": "bf16"}},
+    "8b": {"optimizer": {"state_dtype": "bf16"}},
     "1.5b-128k": {"layout": "recompute=full"},
 }
 STEPS, WARM = 12, 5
@@ -50,7 +50,7 @@ def ours(shape: str, batch: int, precision: str) -> dict[str, float]:
     )
     report = bench_step(job, torch.device("cuda"), LONG.get(shape, STEPS))
     return {"tokens_per_second": report.tokens_per_second, "peak_memory_gib": report.peak_memory_gib,
-            "flops": report.flops, "utilisation": report.utilisation, "parts": report.parts}  # type: ignore[dict-item]  # fmt: skip
+            "flops": report.flops_per_second, "utilisation": report.mfu, "parts": report.time_breakdown}  # type: ignore[dict-item]  # fmt: skip
 
 
 def hugging_face(shape: str, batch: int, liger: bool) -> dict[str, float]:

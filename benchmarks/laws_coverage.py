@@ -17,11 +17,11 @@ from functools import partial
 
 import numpy as np
 
-from shardwise.laws.data import Runs
-from shardwise.laws.fit import fit
-from shardwise.laws.law import NAMES, Law
+from shardwise.laws.fit import fit_scaling_law
+from shardwise.laws.runs import Runs
+from shardwise.laws.scaling_law import CONSTANTS, ScalingLaw
 
-TRUTH = Law(1.8, 480.0, 2000.0, 0.35, 0.366)
+TRUTH = ScalingLaw(1.8, 480.0, 2000.0, 0.35, 0.366)
 DESIGNS = {
     "iso-FLOP, 6 budgets x 7 sizes, noise 0.5%": ("iso", 6, 7, 0.005),
     "scattered, 100 runs, noise 1%": ("scattered", 10, 10, 0.01),
@@ -46,8 +46,8 @@ def made(kind: str, budgets: int, sizes: int, noise: float, trial: int) -> Runs:
 
 def holds(design: tuple[str, int, int, float], draws: int, trial: int) -> list[bool]:
     """For each constant, whether its interval holds the truth."""
-    constants = fit(made(*design, trial), draws=draws, seed=trial).constants()
-    return [constants[name]["low"] <= getattr(TRUTH, name) <= constants[name]["high"] for name in NAMES]
+    constants = fit_scaling_law(made(*design, trial), bootstrap_samples=draws, seed=trial).constants()
+    return [constants[name]["low"] <= getattr(TRUTH, name) <= constants[name]["high"] for name in CONSTANTS]
 
 
 def main() -> None:
@@ -63,7 +63,7 @@ def main() -> None:
             begin = time.perf_counter()
             held = list(pool.map(partial(holds, design, options.draws), range(options.trials), chunksize=5))
             shares = np.mean(held, axis=0)
-            words = ", ".join(f"{constant} {100 * share:.1f}%" for constant, share in zip(NAMES, shares))
+            words = ", ".join(f"{constant} {100 * share:.1f}%" for constant, share in zip(CONSTANTS, shares))
             print(f"{name}: {words} ({time.perf_counter() - begin:.0f} s)", flush=True)
             bad = bad or not all(ALLOWED[0] <= share <= ALLOWED[1] for share in shares)
     sys.exit(bad)

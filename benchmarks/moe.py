@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.world import run_world
-from shardwise.data.source import Synthetic
-from shardwise.data.stream import Stream, share
+from shardwise.data.sample_stream import SampleStream, rank_positions
+from shardwise.data.source import SyntheticTokens
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout, solve_batch
 from shardwise.optim import make_optimizer
 from shardwise.parallel.parallelize import parallelize
-from shardwise.planner.dryrun import measure
+from shardwise.planner.dryrun.dry_run import measure_rank
 from shardwise.step import step
 
 SHAPE = {"layers": 4, "width": 256, "heads": 8, "vocab": 256, "sequence": 256}
@@ -39,7 +39,7 @@ def jobs(samples: int) -> tuple[Job, Job]:
 
 
 def formula(job: Job, layout: Layout) -> int:
-    model, batch = job.built(), solve_batch(layout, job.samples)
+    model, batch = job.require_chain_model(), solve_batch(layout, job.samples)
     rows = batch.micro_batch * model.sequence * EXPERTS["experts_per_token"]  # type: ignore[operator]
     once = 4 * rows * model.width * 4 + 8 * EXPERTS["experts"]  # type: ignore[operator]
     return batch.micro_batches * model.layers // layout.pipeline * once
@@ -47,7 +47,7 @@ def formula(job: Job, layout: Layout) -> int:
 
 def sent(job: Job, layout: Layout) -> int:
     """Bytes of this rank's all-to-alls in a real step; the larger side of each."""
-    report = measure(job, layout, fake=False, whole=True)
+    report = measure_rank(job, layout, fake=False, all_micro_batches=True)
     return sum(entry.bytes for entry in report.traffic if entry.kind == "all-to-all")
 
 
@@ -57,9 +57,9 @@ def times(sparse: Job, dense: Job, layout: Layout, plain: Layout) -> tuple[float
     runs = []
     for job, cut in ((sparse, layout), (dense, plain)):
         engine = parallelize(job, cut, torch.device("cpu"))
-        stream = Stream(Synthetic(4096, job.model.sequence, job.built().vocab, 0), 0)
-        samples = stream.read(share(0, job.samples, cut.data, engine.mesh["data"].index))
-        runs.append((engine, make_optimizer(job.optimizer, engine.holdings), samples))
+        stream = SampleStream(SyntheticTokens(4096, job.model.sequence, job.require_chain_model().vocab, 0), 0)
+        samples = stream.read(rank_positions(0, job.samples, cut.data, engine.mesh["data"].index))
+        runs.append((engine, make_optimizer(job.optimizer, engine.param_shards), samples))
     for turn in range(TURNS + 2):
         for place, (engine, optimizer, samples) in enumerate(runs):
             dist.barrier()

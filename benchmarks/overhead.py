@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.comm.world import run_world
-from shardwise.data.source import Synthetic
-from shardwise.data.stream import Samples, Stream, share
+from shardwise.data.sample_stream import Samples, SampleStream, rank_positions
+from shardwise.data.source import SyntheticTokens
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
-from shardwise.models.chain import reset
-from shardwise.models.gpt import gpt
+from shardwise.models.chain import init_weights
+from shardwise.models.gpt import build_gpt
 from shardwise.optim import make_optimizer
 from shardwise.parallel.parallelize import parallelize
 from shardwise.step import step
@@ -33,8 +33,8 @@ from shardwise.step import step
 
 def bare_step(job: Job, world: int) -> Callable[[Samples], Tensor]:
     """What one would write by hand: model, DDP where there are two, AdamW, clipping."""
-    model = gpt(job.model, job.seed)
-    reset(model, job.seed)
+    model = build_gpt(job.model, job.seed)
+    init_weights(model, job.seed)
     module: torch.nn.Module = model
     if world > 1:
         module = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -53,15 +53,15 @@ def bare_step(job: Job, world: int) -> Callable[[Samples], Tensor]:
 
 def our_step(job: Job, layout: Layout) -> Callable[[Samples], Tensor]:
     engine = parallelize(job, layout, torch.device("cpu"))
-    optimizer = make_optimizer(job.optimizer, engine.holdings)
+    optimizer = make_optimizer(job.optimizer, engine.param_shards)
     return lambda samples: step(engine, optimizer, samples, job.optimizer.clip).loss
 
 
 def compare(job: Job, layout: Layout, turns: int) -> tuple[float, float]:
     """Median seconds of our step and of the bare one."""
-    stream = Stream(Synthetic(4096, job.model.sequence, job.model.vocab, 0), 0)
+    stream = SampleStream(SyntheticTokens(4096, job.model.sequence, job.model.vocab, 0), 0)
     rank = dist.get_rank() if layout.world > 1 else 0
-    batches = [stream.read(share(number, job.samples, layout.data, rank)) for number in range(4)]
+    batches = [stream.read(rank_positions(number, job.samples, layout.data, rank)) for number in range(4)]
     ours, bare = our_step(job, layout), bare_step(job, layout.world)
     times: dict[str, list[float]] = {"ours": [], "bare": []}
     for turn in range(turns + 2):

@@ -26,9 +26,9 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-from published import Row, Skip, evaluate, parse, read
+from published import MeasuredRun, SkipRow, evaluate_run, parse_row, read_rows
 
-UNDER = -0.05
+UNDERESTIMATE = -0.05
 
 
 def out_of_memory(path: Path, values: dict[str, str]) -> bool:
@@ -37,22 +37,22 @@ def out_of_memory(path: Path, values: dict[str, str]) -> bool:
 
 def predict_row(path: Path, values: dict[str, str]) -> dict[str, Any]:
     """Predicted seconds, memory and verdict, beside what was measured; or why the row was skipped."""
-    lost = out_of_memory(path, values)
+    is_oom = out_of_memory(path, values)
     try:
-        row = parse(values)
-        if row.seconds is None and row.memory is None and not lost:
-            raise Skip("neither time nor memory was measured")
-        found, layout = evaluate(row, may_recompute=not lost)
-    except Skip as reason:
+        row = parse_row(values)
+        if row.seconds is None and row.memory is None and not is_oom:
+            raise SkipRow("neither time nor memory was measured")
+        found, layout = evaluate_run(row, may_recompute=not is_oom)
+    except SkipRow as reason:
         return {"skipped": str(reason)}
     limit = row.cluster.device.memory
     return {
-        "row": row, "layout": str(layout), "seconds": found.seconds, "memory": found.peak / 2**30,
-        "fits": found.peak <= limit, "lost": lost,
+        "row": row, "layout": str(layout), "seconds": found.seconds, "memory": found.peak_memory / 2**30,
+        "fits": found.peak_memory <= limit, "is_oom": is_oom,
     }  # fmt: skip
 
 
-def errors(pairs: list[float]) -> dict[str, float]:
+def error_summary(pairs: list[float]) -> dict[str, float]:
     if not pairs:
         return {}
     ordered = sorted(map(abs, pairs))
@@ -63,14 +63,14 @@ def errors(pairs: list[float]) -> dict[str, float]:
 
 
 def time_errors(results: list[dict[str, Any]]) -> list[float]:
-    return [r["seconds"] / r["row"].seconds - 1 for r in results if r["row"].seconds and not r["lost"]]
+    return [r["seconds"] / r["row"].seconds - 1 for r in results if r["row"].seconds and not r["is_oom"]]
 
 
 def memory_errors(results: list[dict[str, Any]]) -> list[float]:
-    return [r["memory"] / r["row"].memory - 1 for r in results if r["row"].memory and not r["lost"]]
+    return [r["memory"] / r["row"].memory - 1 for r in results if r["row"].memory and not r["is_oom"]]
 
 
-def group_key(row: Row) -> tuple[Any, ...]:
+def group_key(row: MeasuredRun) -> tuple[Any, ...]:
     written = row.values["model"], row.values["precision"]
     return row.source, row.shape, row.cluster, row.layout.world, row.samples, *written
 
@@ -78,7 +78,7 @@ def group_key(row: Row) -> tuple[Any, ...]:
 def regret(results: list[dict[str, Any]]) -> dict[str, float]:
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
     for result in results:
-        if result["row"].seconds and not result["lost"]:
+        if result["row"].seconds and not result["is_oom"]:
             groups[repr(group_key(result["row"]))].append(result)  # type: ignore[index]
     losses = []
     for group in groups.values():
@@ -92,28 +92,37 @@ def regret(results: list[dict[str, Any]]) -> dict[str, float]:
 
 def summary(all_results: list[dict[str, Any]]) -> dict[str, Any]:
     results = [r for r in all_results if "skipped" not in r]
-    ran, lost = [r for r in results if not r["lost"]], [r for r in results if r["lost"]]
+    ran, oom_results = [r for r in results if not r["is_oom"]], [r for r in results if r["is_oom"]]
     memory = memory_errors(results)
     fits: dict[str, float] = {}
     if ran:
         fits["ran_ok"] = sum(r["fits"] for r in ran) / len(ran)
-    if lost:
-        fits["oom_ok"] = sum(not r["fits"] for r in lost) / len(lost)
+    if oom_results:
+        fits["oom_ok"] = sum(not r["fits"] for r in oom_results) / len(oom_results)
     by: dict[str, dict[str, list[dict[str, Any]]]] = {"by_source": defaultdict(list), "by_device": defaultdict(list)}
     for result in results:
         by["by_source"][result["row"].source].append(result)
         by["by_device"][result["row"].cluster.device.name].append(result)
     return {
-        "rows": len(all_results), "used": len(results), "time": errors(time_errors(results)),
-        "memory": {**errors(memory), "under": sum(e < UNDER for e in memory) / len(memory)} if memory else {},
-        "fits": fits, "regret": regret(results),
+        "rows": len(all_results),
+        "used": len(results),
+        "time": error_summary(time_errors(results)),
+        "memory": {**error_summary(memory), "under": sum(e < UNDERESTIMATE for e in memory) / len(memory)}
+        if memory
+        else {},
+        "fits": fits,
+        "regret": regret(results),
         "skipped": dict(Counter(r["skipped"] for r in all_results if "skipped" in r)),
-        **{word: {name: {"rows": len(rows), **errors(time_errors(rows))} for name, rows in sorted(groups.items())}
-           for word, groups in by.items()},
-    }  # fmt: skip
+        **{
+            word: {
+                name: {"rows": len(rows), **error_summary(time_errors(rows))} for name, rows in sorted(groups.items())
+            }
+            for word, groups in by.items()
+        },
+    }
 
 
-def show(report: dict[str, Any]) -> None:
+def print_report(report: dict[str, Any]) -> None:
     def percent(values: dict[str, float]) -> str:
         return ", ".join(f"{key} {100 * value:+.1f}%" if key == "bias" else f"{key} {100 * value:.1f}%"
                          for key, value in values.items() if key not in ("rows", "groups"))  # fmt: skip
@@ -153,7 +162,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rows", type=Path, metavar="OUT.csv")
     options = parser.parse_args()
-    rows = read(options.file)
+    rows = read_rows(options.file)
     results = [predict_row(options.file, values) for values in rows]
     report = summary(results)
     if options.rows:
@@ -161,7 +170,7 @@ def main() -> None:
     if options.json:
         print(json.dumps(report))
     else:
-        show(report)
+        print_report(report)
 
 
 if __name__ == "__main__":

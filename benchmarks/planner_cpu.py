@@ -19,14 +19,14 @@ import torch.distributed as dist
 
 from shardwise.cluster import Cluster, find_cluster
 from shardwise.comm.world import run_world
-from shardwise.data.source import Synthetic
-from shardwise.data.stream import Stream, share
+from shardwise.data.sample_stream import SampleStream, rank_positions
+from shardwise.data.source import SyntheticTokens
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.optim import make_optimizer
 from shardwise.parallel.parallelize import parallelize
 from shardwise.planner.calibrate import calibrate
-from shardwise.planner.plan import estimator_of, judged
+from shardwise.planner.plan import make_estimator, resolve_layout
 from shardwise.step import step
 
 PROCESSES = 4
@@ -49,13 +49,13 @@ def measure(layouts: list[str], rounds: int) -> list[list[float]]:
     """Seconds of each round by layout, on one rank of the world; the first round is for warming up."""
     job, device = the_job(), torch.device("cpu")
     engines = [parallelize(job, Layout.parse(text), device) for text in layouts]
-    optimizers = [make_optimizer(job.optimizer, engine.holdings) for engine in engines]
-    stream = Stream(Synthetic(256, job.model.sequence, job.model.vocab, 0), 0)
+    optimizers = [make_optimizer(job.optimizer, engine.param_shards) for engine in engines]
+    stream = SampleStream(SyntheticTokens(256, job.model.sequence, job.model.vocab, 0), 0)
     times: list[list[float]] = [[] for _ in layouts]
     for number in range(rounds + 1):
         for place, (engine, optimizer) in enumerate(zip(engines, optimizers, strict=True)):
             data = engine.mesh["data"]
-            samples = stream.read(share(number, job.samples, data.size, data.index))
+            samples = stream.read(rank_positions(number, job.samples, data.size, data.index))
             dist.barrier()
             begin = time.perf_counter()
             step(engine, optimizer, samples, job.optimizer.clip)
@@ -79,8 +79,10 @@ def spearman(a: list[float], b: list[float]) -> float:
 
 def predict(cluster: Cluster, layouts: list[str]) -> list[float]:
     job = the_job()
-    estimator = estimator_of(job, cluster)
-    return [estimator.predict(judged(job, estimator.work.shape, Layout.parse(text))).seconds for text in layouts]
+    estimator = make_estimator(job, cluster)
+    return [
+        estimator.predict(resolve_layout(job, estimator.work.shape, Layout.parse(text))).seconds for text in layouts
+    ]
 
 
 def main() -> None:

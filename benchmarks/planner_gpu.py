@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 
-from shardwise.bench.step import bench_step
+from shardwise.bench.train_step import bench_step
 from shardwise.cluster import Cluster
 from shardwise.job import make_job
 from shardwise.layout import Layout
 from shardwise.planner.calibrate import calibrate
-from shardwise.planner.plan import estimator_of, judged
+from shardwise.planner.plan import make_estimator, resolve_layout
 
 GIB = 2**30
 JOBS: dict[str, tuple[dict[str, object], int, str]] = {
@@ -38,8 +38,8 @@ JOBS: dict[str, tuple[dict[str, object], int, str]] = {
 def compare(name: str, cluster: Cluster) -> dict[str, object]:
     model, samples, text = JOBS[name]
     job = make_job({"precision": "bf16", "model": model, "batch": {"samples": samples}})
-    estimator = estimator_of(job, cluster)
-    layout = judged(job, estimator.work.shape, Layout.parse(text))
+    estimator = make_estimator(job, cluster)
+    layout = resolve_layout(job, estimator.work.shape, Layout.parse(text))
     predicted = estimator.predict(layout)
     held = predicted.memory[0]
     report = bench_step(job.model_copy(update={"layout": str(layout)}), torch.device("cuda"))
@@ -51,7 +51,7 @@ def compare(name: str, cluster: Cluster) -> dict[str, object]:
         "job": name, "layout": str(layout), "seconds": seconds, "predicted_seconds": predicted.seconds,
         "time_error": predicted.seconds / seconds - 1, "gib": peak / GIB,
         "predicted_gib": (held.total - held.reserve) / GIB, "memory_error": (held.total - held.reserve) / peak - 1,
-        "parts": report.parts, "held": {key: value / GIB for key, value in vars(held).items()},
+        "parts": report.time_breakdown, "held": {key: value / GIB for key, value in vars(held).items()},
     }  # fmt: skip
 
 

@@ -11,8 +11,8 @@ import time
 
 from shardwise.cluster import find_cluster
 from shardwise.job import make_job
-from shardwise.planner.plan import estimator_of
-from shardwise.planner.search import bases, search, variants
+from shardwise.planner.plan import make_estimator
+from shardwise.planner.search import class_layouts, layout_classes, search
 
 JOBS = (("gpt-1t", 3072, 3072, "a100-80g"), ("llama3-70b", 2048, 512, "h100"), ("llama3-8b", 512, 64, "h100"))
 
@@ -21,11 +21,11 @@ def main() -> None:
     print(f"{'model':<12}{'devices':>8}  {'cluster':<10}{'layouts':>9}{'looked at':>11}{'seconds':>9}{'us/layout':>11}")
     for name, samples, devices, cluster in JOBS:
         job = make_job({"model": {"name": name}, "batch": {"samples": samples}, "precision": "bf16"})
-        estimator = estimator_of(job, find_cluster(cluster))
+        estimator = make_estimator(job, find_cluster(cluster))
         begin = time.process_time()
         found = search(estimator, devices)
         seconds = time.process_time() - begin
-        space = sum(1 for base in bases(estimator, devices) for _ in variants(estimator, base))
+        space = sum(1 for base in layout_classes(estimator, devices) for _ in class_layouts(estimator, base))
         each = 1e6 * seconds / found.evaluated
         print(f"{name:<12}{devices:>8}  {cluster:<10}{space:>9}{found.evaluated:>11}{seconds:>9.2f}{each:>11.1f}")
         print(f"    {found.best[0].layout}: {found.best[0].seconds:.2f} s a step")

@@ -28,13 +28,13 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardwise.cluster import CLUSTERS, GB, Cluster, Link
+from shardwise.cluster import CLUSTERS, GB, Cluster, LinkSpec
 from shardwise.layout import Layout
-from shardwise.planner.cost import FUSED_LOSS, Machine, Setting
-from shardwise.planner.efficiency import Efficiency, efficiency_of
-from shardwise.planner.memory import Habit
-from shardwise.planner.predict import Estimator, Prediction, Work
-from shardwise.planner.shape import Shape
+from shardwise.planner.costs.block_time import FUSED_LOSS_BYTES, KernelProfile, Machine
+from shardwise.planner.costs.efficiency import Efficiency, efficiency_of
+from shardwise.planner.costs.memory_model import FrameworkProfile
+from shardwise.planner.costs.model_shape import ModelShape
+from shardwise.planner.estimate import Estimator, Prediction, Workload
 
 GPUS = {
     "H100-SXM-80GB": "h100", "A100-80GB": "a100-80g", "A800-80GB": "a100-80g", "A100": "a100-80g",
@@ -47,18 +47,18 @@ GPUS = {
 
 
 @dataclass(frozen=True)
-class Row:
+class MeasuredRun:
     """One measured run."""
 
     source: str
     quality: str
     cluster: Cluster
-    shape: Shape
-    setting: Setting
+    shape: ModelShape
+    kernel_profile: KernelProfile
     layout: Layout
     samples: int
     sequence_parallel: bool
-    habit: Habit
+    framework_profile: FrameworkProfile
     recompute_known: bool
     seconds: float | None
     memory: float | None
@@ -68,42 +68,57 @@ class Row:
 # What kinds of software keep: DeepSpeed and Megatron-LM of the fp16 time; PyTorch's own operators, where the ZeRO stage
 # is stated, and FSDP with a fused loss for stage 3; XLA on TPUs; Megatron-Core with Transformer Engine, where the stage
 # is not stated (gradients stay in 16 bits there).
-OLD = Habit(gradient=2.0, state=16.0, cast=None, dropout=True, logits=10.0, spare=0.2, fixed=5.2 * 2**30)
-EAGER = Habit(gradient=4.0, gathered=True, unfused=True, logits=8.0, spare=0.25, fixed=3.2 * 2**30)
-FSDP = Habit(gradient=4.0, logits=6.0, spare=0.03, fixed=1.5 * 2**30)
-XLA = Habit(gradient=2.0, logits=4.0, spare=0.0, fixed=0.5 * 2**30)
-FUSED = Habit(gradient=2.0, spare=0.04, fixed=2 * 2**30)
+LEGACY_MEGATRON = FrameworkProfile(
+    gradient_bytes=2.0,
+    optimizer_bytes=16.0,
+    cast_bytes=None,
+    keeps_dropout_masks=True,
+    logits=10.0,
+    fragmentation=0.2,
+    fixed_bytes=5.2 * 2**30,
+)
+PYTORCH_EAGER = FrameworkProfile(
+    gradient_bytes=4.0,
+    keeps_gathered_inputs=True,
+    has_unfused_activation=True,
+    logits=8.0,
+    fragmentation=0.25,
+    fixed_bytes=3.2 * 2**30,
+)
+PYTORCH_FSDP = FrameworkProfile(gradient_bytes=4.0, logits=6.0, fragmentation=0.03, fixed_bytes=1.5 * 2**30)
+XLA_TPU = FrameworkProfile(gradient_bytes=2.0, logits=4.0, fragmentation=0.0, fixed_bytes=0.5 * 2**30)
+MEGATRON_CORE = FrameworkProfile(gradient_bytes=2.0, fragmentation=0.04, fixed_bytes=2 * 2**30)
 
 
-class Skip(Exception):
+class SkipRow(Exception):
     """Why a row cannot be used."""
 
 
-def number(values: dict[str, str], key: str, default: float | None = None) -> float:
+def parse_number(values: dict[str, str], key: str, default: float | None = None) -> float:
     text = values.get(key) or ""
     if not text.strip():
         if default is None:
-            raise Skip(f"{key} is not given")
+            raise SkipRow(f"{key} is not given")
         return default
     return float(text)
 
 
-def read(path: Path) -> list[dict[str, str]]:
+def read_rows(path: Path) -> list[dict[str, str]]:
     with path.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
 
-def shape_of_row(v: dict[str, str]) -> Shape:
-    layers, width = int(number(v, "layers")), int(number(v, "hidden"))
+def model_shape_of_row(v: dict[str, str]) -> ModelShape:
+    layers, width = int(parse_number(v, "layers")), int(parse_number(v, "hidden"))
     model = v["model"].lower()
-    heads = int(number(v, "heads", max(1, width // 128)))
-    kv = int(number(v, "kv_heads", heads))
-    ffn = int(number(v, "ffn_hidden", 4 * width))
+    heads = int(parse_number(v, "heads", max(1, width // 128)))
+    kv = int(parse_number(v, "kv_heads", heads))
+    ffn = int(parse_number(v, "ffn_hidden", 4 * width))
     size = width // heads
-    sequence = int(number(v, "seq_len"))
-    total = number(v, "params_b", 0.0) * 1e9
-    vocab = -(-int(number(v, "vocab", 51200)) // 128) * 128  # everybody pads the vocabulary
-    experts, chosen = int(number(v, "experts", 0)), int(number(v, "experts_per_token", 0))
+    sequence = int(parse_number(v, "seq_len"))
+    total = parse_number(v, "params_b", 0.0) * 1e9
+    vocab = -(-int(parse_number(v, "vocab", 51200)) // 128) * 128  # everybody pads the vocabulary
+    experts, chosen = int(parse_number(v, "experts", 0)), int(parse_number(v, "experts_per_token", 0))
     more: dict[str, int] = {}
     if "qwen3" in model or "maxtext" in model:
         size = 128
@@ -111,14 +126,14 @@ def shape_of_row(v: dict[str, str]) -> Shape:
         size = 64
     if "deepseek" in model or "kimi" in model:
         size = 128
-        more = {"q_rank": 1536, "kv_rank": 512, "rope_size": 64}
+        more = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
     # Whether the feed-forward part is gated shows in the number of parameters, or in a hidden size off 4 x width.
     gated = ffn != 4 * width
     if total and not experts:
         attention = 2 * width * size * (heads + kv) + 0
         per_layer = (total - vocab * width * 1.5) / layers - attention
         gated = per_layer / (width * ffn) > 2.5
-    shape = Shape(layers=layers, width=width, heads=heads, kv_heads=kv, head_size=size, ffn=ffn, vocab=vocab,
+    shape = ModelShape(layers=layers, width=width, heads=heads, kv_heads=kv, head_dim=size, ffn=ffn, vocab=vocab,
                   sequence=sequence, gated=gated or bool(experts), **more)  # fmt: skip
     if total and not experts:
         tied = abs(shape.parameters - vocab * width - total) < abs(shape.parameters - total)
@@ -144,59 +159,76 @@ def shape_of_row(v: dict[str, str]) -> Shape:
         if key in model:
             expert_ffn, shared = own, common
     dense_ffn = 16384 if "maverick" in model else ffn
-    return replace(shape, ffn=dense_ffn, experts=experts, chosen=chosen, expert_ffn=expert_ffn, shared_ffn=shared,
-                   sparse_layers=sparse)  # fmt: skip
+    return replace(
+        shape,
+        ffn=dense_ffn,
+        experts=experts,
+        experts_per_token=chosen,
+        expert_ffn=expert_ffn,
+        shared_expert_ffn=shared,
+        sparse_layers=sparse,
+    )
 
 
-def parse(v: dict[str, str]) -> Row:
+def parse_row(v: dict[str, str]) -> MeasuredRun:
     if v["gpu"] not in GPUS:
-        raise Skip(f"no data sheet for {v['gpu']}")
+        raise SkipRow(f"no data sheet for {v['gpu']}")
     if "lora" in v["model"].lower():
-        raise Skip("trains adapters only")
+        raise SkipRow("trains adapters only")
     cluster = CLUSTERS[GPUS[v["gpu"]]]
-    per_node = int(number(v, "gpus_per_node", cluster.domain))
-    if cluster.topology == "switch" and cluster.domain <= 8:
-        cluster = replace(cluster, domain=min(per_node, 8))
+    per_node = int(parse_number(v, "gpus_per_node", cluster.domain_size))
+    if cluster.topology == "switch" and cluster.domain_size <= 8:
+        cluster = replace(cluster, domain_size=min(per_node, 8))
     note = v.get("note", "")
     found = re.search(r"(\d+) ?x ?(\d+) ?Gb", note)
     if found:
-        cluster = replace(cluster, outer=Link(int(found[1]) * int(found[2]) / 8 * GB / per_node, 8e-6))
+        cluster = replace(cluster, outer=LinkSpec(int(found[1]) * int(found[2]) / 8 * GB / per_node, 8e-6))
     if "Jean Zay A100" in note:  # four Omni-Path ports of 100 Gbit/s for eight devices
-        cluster = replace(cluster, outer=Link(4 * 12.5 * GB / 8, 8e-6))
+        cluster = replace(cluster, outer=LinkSpec(4 * 12.5 * GB / 8, 8e-6))
     if cluster.device.family == "volta" and per_node == 4:  # no switch: two links of 25 GB/s between any two devices
-        cluster = replace(cluster, inner=Link(50 * GB, cluster.inner.latency))
-    shape = shape_of_row(v)
-    gpus = int(number(v, "gpus"))
-    tp, pp, cp = int(number(v, "tp", 1)), int(number(v, "pp", 1)), int(number(v, "cp", 1))
-    ep = int(number(v, "ep", min(shape.experts, 8, gpus // (tp * pp)) or 1))
+        cluster = replace(cluster, inner=LinkSpec(50 * GB, cluster.inner.latency))
+    shape = model_shape_of_row(v)
+    gpus = int(parse_number(v, "gpus"))
+    tp, pp, cp = int(parse_number(v, "tp", 1)), int(parse_number(v, "pp", 1)), int(parse_number(v, "cp", 1))
+    ep = int(parse_number(v, "ep", min(shape.experts, 8, gpus // (tp * pp)) or 1))
     dp = gpus // (tp * pp * cp)
     if dp < 1 or dp * tp * pp * cp != gpus:
-        raise Skip("tensor x pipeline x context does not divide the devices")
+        raise SkipRow("tensor x pipeline x context does not divide the devices")
     if v.get("flag"):
-        raise Skip(f"flagged: {v['flag']}")
-    word = v["precision"].lower()
-    precision = "fp16" if word == "fp16" else "fp4" if "fp4" in word else "fp8" if "fp8" in word else "bf16"
-    old = precision == "fp16" or (v["sp"] == "0" and tp > 1)
-    unknown = not (v["tp"] or v["pp"] or v["dp"])
-    zero = int(number(v, "zero_stage", 3 if unknown or cluster.device.family == "tpu" else 0 if old else 1))
-    shard = int(number(v, "fsdp", dp))
+        raise SkipRow(f"flagged: {v['flag']}")
+    precision_text = v["precision"].lower()
+    precision = (
+        "fp16"
+        if precision_text == "fp16"
+        else "fp4"
+        if "fp4" in precision_text
+        else "fp8"
+        if "fp8" in precision_text
+        else "bf16"
+    )
+    is_legacy = precision == "fp16" or (v["sp"] == "0" and tp > 1)
+    has_no_layout = not (v["tp"] or v["pp"] or v["dp"])
+    zero = int(
+        parse_number(v, "zero_stage", 3 if has_no_layout or cluster.device.family == "tpu" else 0 if is_legacy else 1)
+    )
+    shard = int(parse_number(v, "fsdp", dp))
     if sharded := re.search(r"zero1=(\d+)", note):
         shard = int(sharded[1])
     if zero == 0 or dp == 1:
         shard = 1
     shard = min(shard, dp)
-    micro = int(number(v, "micro_batch", 0))
-    samples = int(number(v, "global_batch", dp * max(1, micro)))
+    micro = int(parse_number(v, "micro_batch", 0))
+    samples = int(parse_number(v, "global_batch", dp * max(1, micro)))
     if not micro and zero == 3 and pp > 1:  # PyTorch's own pipelines: as many micro-batches as stages
         micro = max(1, samples // dp // pp)
-    virtual = int(number(v, "virtual_pp", 0)) if pp > 1 else 1
+    virtual = int(parse_number(v, "virtual_pp", 0)) if pp > 1 else 1
     if not virtual:
-        waits = not old and samples // dp // max(1, micro) < 4 * pp
+        waits = not is_legacy and samples // dp // max(1, micro) < 4 * pp
         virtual = shape.layers // pp if waits else 1
     schedule = "interleaved" if virtual > 1 else "1f1b"
     recompute = v["recompute"] or ("full" if v["tflops_kind"] == "hardware" else "")
     compiled = v.get("compile", "")
-    if zero == 3 and not old and cluster.device.family != "tpu":
+    if zero == 3 and not is_legacy and cluster.device.family != "tpu":
         if recompute == "selective":  # PyTorch's own keeps every second layer, or every second product
             recompute = "0.5"
         if pp > 1:  # weights stay gathered from micro-batch to micro-batch
@@ -205,38 +237,58 @@ def parse(v: dict[str, str]) -> Row:
         pipeline=pp, tensor=tp, context=cp, expert=ep, shard=shard, replicate=dp // shard, zero=max(1, zero),
         schedule=schedule, virtual=virtual if virtual > 1 else 0, micro_batch=micro, recompute=recompute or "none",
     )  # fmt: skip
-    sp = v["sp"] == "1" if v["sp"] else (not old and tp > 1)
-    if old:
-        habit = OLD
+    sp = v["sp"] == "1" if v["sp"] else (not is_legacy and tp > 1)
+    if is_legacy:
+        framework_profile = LEGACY_MEGATRON
         if precision == "bf16":  # a second set of gradients, of 32 bits, to which each micro-batch's are added
-            habit = replace(habit, gradient=6.0, cast=16.0)
+            framework_profile = replace(framework_profile, gradient_bytes=6.0, cast_bytes=16.0)
         elif v["sp"] == "1":  # Megatron-LM since 2022 adds gradients in the kernels that make them
-            habit = replace(habit, cast=0.0)
+            framework_profile = replace(framework_profile, cast_bytes=0.0)
     elif cluster.device.family == "tpu":
-        habit = XLA
+        framework_profile = XLA_TPU
     elif v["zero_stage"]:
         zero_3 = v["zero_stage"] == "3"
-        habit = FSDP if zero_3 else EAGER
+        framework_profile = PYTORCH_FSDP if zero_3 else PYTORCH_EAGER
         if zero_3 and dp == 1:  # FSDP shards over the ranks of the context too
-            habit = replace(habit, state=habit.state / cp)
+            framework_profile = replace(framework_profile, optimizer_bytes=framework_profile.optimizer_bytes / cp)
         if compiled:  # torchtitan: PyTorch's own loss, and memory as the allocator reserves it
-            habit = replace(habit, logits=12.0, spare=0.13)
+            framework_profile = replace(framework_profile, logits=12.0, fragmentation=0.13)
     else:
-        habit = replace(FUSED, keeps_products=not recompute)
+        framework_profile = replace(MEGATRON_CORE, selective_keeps_matmuls=not recompute)
     model = v["model"].lower().replace(" ", "-")  # whose attention has sinks, which the newest kernels had not
     # Transformer Engine, if nobody speaks of compiling, or PyTorch's own operators.
-    native = bool(v["zero_stage"]) and cluster.device.family != "tpu" and (precision == "bf16" or bool(compiled))
-    eager = old or (native and compiled in ("", "0"))
-    setting = Setting(
-        precision, fused=not old, older=not old and (native or "gpt-oss" in model), overlapped=not old, eager=eager,
-        loss=None if old else FUSED_LOSS,
-    )  # fmt: skip
-    return Row(v["source"], v.get("quality", ""), cluster, shape, setting, layout, samples, sp, habit, bool(recompute),
-               measured_seconds(v, shape, gpus, samples, bool(recompute == "full")),
-               number(v, "peak_mem_gib", 0.0) or None, v)  # fmt: skip
+    is_pytorch_native = (
+        bool(v["zero_stage"]) and cluster.device.family != "tpu" and (precision == "bf16" or bool(compiled))
+    )
+    eager = is_legacy or (is_pytorch_native and compiled in ("", "0"))
+    kernel_profile = KernelProfile(
+        precision,
+        fused_attention=not is_legacy,
+        flash_attention_2=not is_legacy and (is_pytorch_native or "gpt-oss" in model),
+        overlap_comm=not is_legacy,
+        eager=eager,
+        loss_bytes_per_logit=None if is_legacy else FUSED_LOSS_BYTES,
+    )
+    return MeasuredRun(
+        v["source"],
+        v.get("quality", ""),
+        cluster,
+        shape,
+        kernel_profile,
+        layout,
+        samples,
+        sp,
+        framework_profile,
+        bool(recompute),
+        measured_seconds(v, shape, gpus, samples, bool(recompute == "full")),
+        parse_number(v, "peak_mem_gib", 0.0) or None,
+        v,
+    )
 
 
-def measured_seconds(v: dict[str, str], shape: Shape, gpus: int, samples: int, full: bool) -> float | None:
+def measured_seconds(
+    v: dict[str, str], shape: ModelShape, gpus: int, samples: int, is_full_recompute: bool
+) -> float | None:
     if v["iter_time_s"]:
         return float(v["iter_time_s"])
     if v["tokens_per_s_per_gpu"]:
@@ -244,47 +296,57 @@ def measured_seconds(v: dict[str, str], shape: Shape, gpus: int, samples: int, f
     if not v["tflops_per_gpu"]:
         return None
     tokens = samples * shape.sequence
-    square = 12 * tokens * shape.layers * shape.sequence * shape.attended
+    square = 12 * tokens * shape.layers * shape.sequence * shape.attention_width
     flops = 6 * shape.active_parameters * tokens + square
     if v["tflops_kind"] == "hardware":
         head = 6 * shape.vocab * shape.width * tokens
-        flops = (flops - head) * (4 / 3 if full else 1) + head
+        flops = (flops - head) * (4 / 3 if is_full_recompute else 1) + head
     return flops / (float(v["tflops_per_gpu"]) * 1e12 * gpus)
 
 
-def evaluate(row: Row, efficiency: Efficiency | None = None, may_recompute: bool = True) -> tuple[Prediction, Layout]:
+def evaluate_run(
+    row: MeasuredRun, efficiency: Efficiency | None = None, may_recompute: bool = True
+) -> tuple[Prediction, Layout]:
     """The prediction, and the layout with its micro-batch and recomputation filled in."""
     e = efficiency or efficiency_of(row.cluster.device.family, row.cluster.measured)
-    e = replace(e, odd=e.ragged)  # everybody rounds sides up to multiples of 8
+    e = replace(e, unaligned_8=e.unaligned_64)  # everybody rounds sides up to multiples of 8
     machine, limit = Machine(row.cluster, e), row.cluster.device.memory
     layout = row.layout
     if not layout.micro_batch:
-        local = max(1, row.samples // layout.data)
-        sizes = [n for n in (16, 8, 4, 2) if local % n == 0] if layout.pipeline == 1 else []
-        least = local if row.cluster.device.family == "tpu" else 1
-        layout = next((tried for n in sizes if (tried := replace(layout, micro_batch=n)) and
-                       _predict(row, machine, tried).peak <= limit), replace(layout, micro_batch=least))  # fmt: skip
-    found = _predict(row, machine, layout)
-    if row.recompute_known or found.peak <= limit or not may_recompute:
-        return found, layout
+        samples_per_rank = max(1, row.samples // layout.data)
+        sizes = [n for n in (16, 8, 4, 2) if samples_per_rank % n == 0] if layout.pipeline == 1 else []
+        min_micro_batch = samples_per_rank if row.cluster.device.family == "tpu" else 1
+        layout = next(
+            (
+                tried
+                for n in sizes
+                if (tried := replace(layout, micro_batch=n)) and _predict(row, machine, tried).peak_memory <= limit
+            ),
+            replace(layout, micro_batch=min_micro_batch),
+        )
+    prediction = _predict(row, machine, layout)
+    if row.recompute_known or prediction.peak_memory <= limit or not may_recompute:
+        return prediction, layout
     # The least recomputation that fits: the share of blocks that keeps everything follows from the memory.
     for recompute in ("selective", *(f"{share / 10:.1f}" for share in range(9, 0, -1)), "full"):
         layout = replace(layout, recompute=recompute)
-        found = _predict(row, machine, layout)
-        if found.peak <= limit:
+        prediction = _predict(row, machine, layout)
+        if prediction.peak_memory <= limit:
             break
-    return found, layout
+    return prediction, layout
 
 
-def seconds_of(row: Row, layout: Layout, efficiency: Efficiency) -> float:
+def predicted_seconds(row: MeasuredRun, layout: Layout, efficiency: Efficiency) -> float:
     """Step time alone, of a layout that is filled in."""
-    estimator = Estimator(Machine(row.cluster, replace(efficiency, odd=efficiency.ragged)), _work(row))
-    return estimator.time(layout).seconds
+    estimator = Estimator(
+        Machine(row.cluster, replace(efficiency, unaligned_8=efficiency.unaligned_64)), _workload(row)
+    )
+    return estimator.step_timing(layout).seconds
 
 
-def _work(row: Row) -> Work:
-    return Work(row.shape, row.setting, row.samples, row.habit, row.sequence_parallel)
+def _workload(row: MeasuredRun) -> Workload:
+    return Workload(row.shape, row.kernel_profile, row.samples, row.framework_profile, row.sequence_parallel)
 
 
-def _predict(row: Row, machine: Machine, layout: Layout) -> Prediction:
-    return Estimator(machine, _work(row)).predict(layout)
+def _predict(row: MeasuredRun, machine: Machine, layout: Layout) -> Prediction:
+    return Estimator(machine, _workload(row)).predict(layout)

@@ -26,23 +26,24 @@ from typing import Any
 
 import torch
 
-from shardwise.chaos import victim
-from shardwise.chaos.victim import Fault, happened, plant
-from shardwise.guard.beat import Beat
-from shardwise.guard.nursery import Nursery
+from shardwise.chaos import faulty_worker
+from shardwise.chaos.faulty_worker import Fault, inject_faults, trigger_times
 from shardwise.job import Job, make_job
+from shardwise.launch import worker
+from shardwise.launch.launch import launch
 from shardwise.layout import Layout
-from shardwise.train import checkpoint, worker
-from shardwise.train.folder import RunFolder
-from shardwise.train.launch import launch
+from shardwise.train import checkpoint
 from shardwise.train.loop import Trainer
+from shardwise.train.run_folder import RunFolder
+from shardwise.workers.fork_server import ForkServer
+from shardwise.workers.heartbeat import Heartbeat
 
 MODEL = {"layers": 4, "width": 128, "heads": 4, "vocab": 512, "sequence": 64}
 PHASES = ("detect", "restart", "load", "first step")
 
 
 def job_of(folder: Path, steps: int, model: dict[str, int] = MODEL, **changes: Any) -> Job:
-    run = {"folder": str(folder), "device": "cpu", "restarts": 100} | changes.pop("run", {})
+    run = {"folder": str(folder), "device": "cpu", "max_restarts": 100} | changes.pop("run", {})
     given = {"steps": steps, "model": model, "data": {"source": "synthetic"}, "batch": {"samples": 8},
              "validation": {"samples": 8}, "checkpoint": {"every": 5}} | changes  # fmt: skip
     return make_job(given | {"run": run})
@@ -54,7 +55,7 @@ def main_of_a_worker(arguments: list[str]) -> None:
     begin = Trainer.run
 
     def run(trainer: Trainer) -> None:
-        mark, measure = trainer.mark, trainer.measure.take
+        mark, measure = trainer.set_phase, trainer.metrics.log_step
 
         def note(phase: str, step: int) -> None:
             mark(phase, step)
@@ -65,11 +66,11 @@ def main_of_a_worker(arguments: list[str]) -> None:
             _write(times, "done")
             return told
 
-        trainer.mark, trainer.measure.take = note, take  # type: ignore[method-assign]
+        trainer.set_phase, trainer.metrics.log_step = note, take  # type: ignore[method-assign]
         begin(trainer)
 
     Trainer.run = run  # type: ignore[method-assign]
-    victim.main(arguments)
+    faulty_worker.main(arguments)
 
 
 def _write(path: Path, what: str) -> None:
@@ -100,13 +101,13 @@ def recovery(kills: int, layout: str, changes: list[str]) -> None:
         every = 20
         folder = RunFolder.create(job_of(Path(scratch) / "run", every * (kills + 1), **settings))
         faults = [Fault("kill", 1, every * (number + 1) + 1, "backward", number) for number in range(kills)]
-        plant(folder.path, faults)
-        nursery = Nursery("recovery")
+        inject_faults(folder.path, faults)
+        fork_server = ForkServer("recovery")
         try:
-            launch(folder, Layout.parse(layout), False, entry="recovery:main_of_a_worker", nursery=nursery)
+            launch(folder, Layout.parse(layout), False, entry="recovery:main_of_a_worker", fork_server=fork_server)
         finally:
-            nursery.close()
-        found = [_phases(folder, when, world) for when in sorted(happened(folder.path).values())]
+            fork_server.close()
+        found = [_phases(folder, when, world) for when in sorted(trigger_times(folder.path).values())]
         cold = _cold(folder, layout)
     print(f"\nkill -9 to the next step, {world} processes, '{layout}', {len(found)} kills; seconds")
     print(f"{'':12s} {'median':>8s} {'most':>8s}")
@@ -146,11 +147,11 @@ def main_of_a_saver(arguments: list[str]) -> None:
     """A worker that writes down how long saves hold up training; with PLAIN, by torch.save instead of ours."""
     stalls = Path(arguments[0]) / f"stalls-{os.environ['RANK']}"
     if os.environ.get("PLAIN"):
-        checkpoint.Checkpoints.save = plain_save  # type: ignore[method-assign]
-        checkpoint.Checkpoints.finish = lambda self: None  # type: ignore[method-assign]
+        checkpoint.CheckpointManager.save = plain_save  # type: ignore[method-assign]
+        checkpoint.CheckpointManager.finish = lambda self: None  # type: ignore[method-assign]
 
     def timed(name: str) -> None:
-        real = getattr(checkpoint.Checkpoints, name)
+        real = getattr(checkpoint.CheckpointManager, name)
 
         def both(*args: Any) -> Any:
             begin = time.perf_counter()
@@ -159,7 +160,7 @@ def main_of_a_saver(arguments: list[str]) -> None:
                 file.write(f"{name} {time.perf_counter() - begin}\n")
             return result
 
-        setattr(checkpoint.Checkpoints, name, both)
+        setattr(checkpoint.CheckpointManager, name, both)
 
     timed("save")
     timed("snapshot")
@@ -168,7 +169,7 @@ def main_of_a_saver(arguments: list[str]) -> None:
 
 def plain_save(self: Any, step: int, engine: Any, optimizer: Any, state: Any) -> None:
     """What many write: a file of each rank, in place of the last one."""
-    tensors = {name: piece.tensor for name, piece in checkpoint.pieces_of(engine, optimizer).items()}
+    tensors = {name: piece.tensor for name, piece in checkpoint.collect_pieces(engine, optimizer).items()}
     torch.save({"step": step, "tensors": tensors}, self.folder / f"rank-{engine.mesh.rank}.pt")
 
 
@@ -183,11 +184,11 @@ def stall(layout: str = "shard=2") -> None:
             every = 0 if "snapshot" in settings else 4
             given = {"every": every, "keep": 1, "snapshot": 0} | settings
             job = job_of(Path(scratch) / "run", 17, STATE, checkpoint=given, run={"standby": False})
-            folder, nursery = RunFolder.create(job), Nursery("recovery")
+            folder, fork_server = RunFolder.create(job), ForkServer("recovery")
             try:
-                launch(folder, Layout.parse(layout), False, entry="recovery:main_of_a_saver", nursery=nursery)
+                launch(folder, Layout.parse(layout), False, entry="recovery:main_of_a_saver", fork_server=fork_server)
             finally:
-                nursery.close()
+                fork_server.close()
             wanted = "snapshot" if "snapshot" in settings else "save"
             lines = [line.split() for line in (folder.path / "stalls-0").read_text().splitlines()]
             size = sum(path.stat().st_size for path in folder.checkpoints.rglob("*.distcp")) or size
@@ -201,12 +202,12 @@ def stall(layout: str = "shard=2") -> None:
 def watch(marks: int = 20_000) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         begin, used = time.perf_counter(), time.process_time()
-        beat = Beat(Path(scratch), 0)
+        heartbeat = Heartbeat(Path(scratch), 0)
         time.sleep(2.0)
         idle = (time.process_time() - used) / (time.perf_counter() - begin)
         begin = time.perf_counter()
         for number in range(marks):
-            beat.mark("computing", number)
+            heartbeat.set_phase("computing", number)
         each = (time.perf_counter() - begin) / marks
     print(f"\na sign of life: {1e6 * each:.0f} us, twice a step; its thread: {100 * idle:.2f}% of a core;")
     print(f"together {100 * (2 * each / 0.1 + idle):.2f}% of a step of 0.1 s")

@@ -20,19 +20,19 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.collectives import all_reduce
-from shardwise.comm.meter import METER
+from shardwise.comm.step_timer import STEP_TIMER
 from shardwise.comm.world import run_world
-from shardwise.data.source import Synthetic
-from shardwise.data.stream import Stream, share
-from shardwise.guard.witness import Witness
+from shardwise.data.sample_stream import SampleStream, rank_positions
+from shardwise.data.source import SyntheticTokens
+from shardwise.integrity.corruption_detector import CorruptionDetector
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.parallel.parallelize import parallelize
-from shardwise.parallel.recommender import optimizer_of
+from shardwise.parallel.tables.table_engine import make_engine_optimizer
 from shardwise.step import step
-from shardwise.train.folder import RunFolder
-from shardwise.train.measure import Measure
+from shardwise.train.metrics_processor import MetricsProcessor
 from shardwise.train.progress import Progress
+from shardwise.train.run_folder import RunFolder
 
 LAYOUTS = ("pipeline=1", "replicate=2", "shard=2 zero=3", "tensor=2", "pipeline=2 micro_batch=2")
 
@@ -43,26 +43,28 @@ Times = list[tuple[float, float]]  # seconds on the wall, and of the processor
 def compare(job: Job, layout: Layout, turns: int, folder: str) -> tuple[Times, Times]:
     """Steps with and without metrics."""
     engine = parallelize(job, layout, torch.device("cpu"))
-    optimizer = optimizer_of(job, engine)
-    witness = Witness(job, engine, optimizer, Path(folder), 0.0, lambda *_, **__: None)  # not measured here
-    measure = Measure(job, engine, optimizer, RunFolder(Path(folder)), Progress(turns, False), witness)
-    stream = Stream(Synthetic(4096, job.model.sequence, job.model.vocab, 0), 0)
+    optimizer = make_engine_optimizer(job, engine)
+    detector = CorruptionDetector(job, engine, optimizer, Path(folder), 0.0, lambda *_, **__: None)  # not measured here
+    metrics_processor = MetricsProcessor(
+        job, engine, optimizer, RunFolder(Path(folder)), Progress(turns, False), detector
+    )
+    stream = SampleStream(SyntheticTokens(4096, job.model.sequence, job.model.vocab, 0), 0)
     data = engine.mesh["data"]
-    batches = [stream.read(share(number, job.samples, data.size, data.index)) for number in range(4)]
+    batches = [stream.read(rank_positions(number, job.samples, data.size, data.index)) for number in range(4)]
     times: dict[bool, Times] = {True: [], False: []}
     for turn in range(turns + 3):
         for metrics in (True, False) if turn % 2 else (False, True):
-            METER.on = metrics
+            STEP_TIMER.enabled = metrics
             if layout.world > 1:
                 dist.barrier()
             begin, used = time.perf_counter(), time.process_time()
             if metrics:
-                measure.ranks.begin(turn)
-                METER.phase("data")
-                METER.phase("compute")
+                metrics_processor.ranks.begin(turn)
+                STEP_TIMER.begin_phase("data")
+                STEP_TIMER.begin_phase("compute")
             outcome = step(engine, optimizer, batches[turn % 4], job.optimizer.clip)
             if metrics:
-                measure.take(turn + 1, outcome, 0.0, begin, 0.0)
+                metrics_processor.log_step(turn + 1, outcome, 0.0, begin, 0.0)
             else:
                 flag = torch.zeros(())
                 if layout.world > 1:

@@ -16,23 +16,23 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_HOME = {
+_PUBLIC_NAMES = {
     "Engine": "shardwise.parallel.engine",
     "Job": "shardwise.job",
     "Layout": "shardwise.layout",
-    "Outcome": "shardwise.step",
-    "Record": "shardwise.verify.parity",
-    "Samples": "shardwise.data.stream",
+    "StepResult": "shardwise.step",
+    "VerifyResult": "shardwise.verify.parity",
+    "Samples": "shardwise.data.sample_stream",
     "ShardwiseError": "shardwise.errors",
     "UserError": "shardwise.errors",
     "load_job": "shardwise.job",
     "make_optimizer": "shardwise.optim",
     "parallelize": "shardwise.parallel.parallelize",
 }
-__all__ = [*_HOME, "__version__"]
+__all__ = [*_PUBLIC_NAMES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _PUBLIC_NAMES:
         raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    return getattr(import_module(_PUBLIC_NAMES[name]), name)

@@ -2,7 +2,7 @@
 
 A `Cluster` is a device, how many of them a fast domain (a node, an NVLink rack, a torus pod) holds, and the two links:
 within a domain and between domains. Bandwidths are per device and direction, in bytes a second; rates are dense.
-What software reaches of these peaks is no property of the hardware: see `shardwise.planner.efficiency`.
+What software reaches of these peaks is no property of the hardware: see `shardwise.planner.costs.efficiency`.
 
 A calibrated file (`shardwise calibrate`) has the same fields as TOML, with measured efficiencies beside them.
 """
@@ -17,7 +17,7 @@ import tomli_w
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from shardwise.errors import JobError, nearest
+from shardwise.errors import JobError, suggest
 from shardwise.files import write_text
 
 GB, TB, TERA = 1e9, 1e12, 1e12
@@ -25,7 +25,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceSpec:
     """One accelerator, by its data sheet."""
 
     name: str
@@ -35,25 +35,25 @@ class Device:
     """Bytes."""
     bandwidth: float
     """Of that memory, bytes a second."""
-    peak: dict[str, float]
+    peak_by_precision: dict[str, float]
     """FLOP/s of dense matrix products by precision."""
-    units: int
+    compute_units: int
     """Processors that work on one product side by side."""
 
-    def rate(self, precision: str) -> float:
+    def peak_flops(self, precision: str) -> float:
         """The peak for products in a precision; one that the device lacks runs at the next wider that it has."""
-        wider = {"fp4": "fp8", "fp8": "bf16", "bf16": "fp16", "fp16": "float32", "float32": "float64"}
-        wider["tf32"] = "float32"
-        word = precision
-        while word not in self.peak:
-            if word not in wider:
-                return min(self.peak.values())
-            word = wider[word]
-        return self.peak[word]
+        next_wider = {"fp4": "fp8", "fp8": "bf16", "bf16": "fp16", "fp16": "float32", "float32": "float64"}
+        next_wider["tf32"] = "float32"
+        name = precision
+        while name not in self.peak_by_precision:
+            if name not in next_wider:
+                return min(self.peak_by_precision.values())
+            name = next_wider[name]
+        return self.peak_by_precision[name]
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkSpec:
     """One level of the network."""
 
     bandwidth: float
@@ -62,22 +62,22 @@ class Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    device: Device
-    domain: int
+    device: DeviceSpec
+    domain_size: int
     """Devices that the inner link joins."""
-    inner: Link
-    outer: Link
+    inner: LinkSpec
+    outer: LinkSpec
     topology: str = "switch"
     """Of the inner link: `switch`, or `torus2`, `torus3` with that many dimensions."""
     measured: dict[str, float] = field(default_factory=dict)
     """Efficiencies that `shardwise calibrate` found here; they take the place of those of the device's family."""
 
 
-def _device(
-    name: str, family: str, memory_gib: float, bandwidth: float, half: float, units: int, **more: float
-) -> Device:
-    peak = {"fp16": half * TERA, "bf16": half * TERA, **{k: v * TERA for k, v in more.items()}}
-    return Device(name, family, memory_gib * GIB, bandwidth * GB, peak, units)
+def _device_spec(
+    name: str, family: str, memory_gib: float, bandwidth: float, half_tflops: float, units: int, **other_tflops: float
+) -> DeviceSpec:
+    peak = {"fp16": half_tflops * TERA, "bf16": half_tflops * TERA, **{k: v * TERA for k, v in other_tflops.items()}}
+    return DeviceSpec(name, family, memory_gib * GIB, bandwidth * GB, peak, units)
 
 
 # Data sheets: NVIDIA V100, A100, H100, H200, DGX B200 and B300, GB200 and GB300 NVL72; AMD CDNA 2 white paper;
@@ -86,69 +86,92 @@ def _device(
 # benchmarks) has no data sheet: its peak is "between SXM and NVL", taken as the middle.
 # fmt: off
 DEVICES = {device.name: device for device in (
-    _device("V100-16GB", "volta", 15.8, 900, 125, 80, float32=15.7, bf16=15.7),
-    _device("V100-32GB", "volta", 31.7, 900, 125, 80, float32=15.7, bf16=15.7),
-    _device("A100-40GB", "ampere", 39.4, 1555, 312, 108, float32=19.5, tf32=156),
-    _device("A100-80GB", "ampere", 79.2, 2039, 312, 108, float32=19.5, tf32=156),
-    _device("H100-80GB", "hopper", 79.2, 3352, 989, 132, float32=67, tf32=494, fp8=1979),
-    _device("H100-94GB", "hopper", 93.1, 3900, 989, 132, float32=67, tf32=494, fp8=1979),
-    _device("H100-96GB", "hopper", 94.5, 4000, 989, 132, float32=67, tf32=494, fp8=1979),
-    _device("H100-HBM2e", "hopper", 95.0, 2400, 912, 132, float32=62, tf32=456, fp8=1825),
-    _device("H200", "hopper", 139.8, 4800, 989, 132, float32=67, tf32=494, fp8=1979),
-    _device("B200", "blackwell", 178.4, 7700, 2250, 148, float32=75, tf32=1125, fp8=4500, fp4=9000),
-    _device("B300", "blackwell-ultra", 267.0, 7700, 2250, 148, float32=75, tf32=1125, fp8=4500, fp4=13500),
-    _device("GB200", "blackwell", 184.0, 8000, 2450, 152, float32=80, tf32=1225, fp8=4900, fp4=9800),
-    _device("GB300", "blackwell-ultra", 276.0, 8000, 2450, 152, float32=80, tf32=1225, fp8=4900, fp4=14700),
-    _device("MI250X-GCD", "cdna2", 63.9, 1638, 191.5, 110, float32=23.9),
-    _device("TPU-v4", "tpu", 31.7, 1228, 275, 2, float32=69),
-    _device("TPU-v5e", "tpu", 15.7, 819, 197, 1, float32=49),
-    _device("TPU-v5p", "tpu", 94.7, 2765, 459, 2, float32=115),
-    _device("TPU-v7x", "tpu", 191.7, 7370, 2307, 2, float32=577, fp8=4614),
-    Device("CPU", "cpu", 8 * GIB, 20 * GB, {"float64": 1.7e10, "float32": 3.4e10}, 1),
+    _device_spec("V100-16GB", "volta", 15.8, 900, 125, 80, float32=15.7, bf16=15.7),
+    _device_spec("V100-32GB", "volta", 31.7, 900, 125, 80, float32=15.7, bf16=15.7),
+    _device_spec("A100-40GB", "ampere", 39.4, 1555, 312, 108, float32=19.5, tf32=156),
+    _device_spec("A100-80GB", "ampere", 79.2, 2039, 312, 108, float32=19.5, tf32=156),
+    _device_spec("H100-80GB", "hopper", 79.2, 3352, 989, 132, float32=67, tf32=494, fp8=1979),
+    _device_spec("H100-94GB", "hopper", 93.1, 3900, 989, 132, float32=67, tf32=494, fp8=1979),
+    _device_spec("H100-96GB", "hopper", 94.5, 4000, 989, 132, float32=67, tf32=494, fp8=1979),
+    _device_spec("H100-HBM2e", "hopper", 95.0, 2400, 912, 132, float32=62, tf32=456, fp8=1825),
+    _device_spec("H200", "hopper", 139.8, 4800, 989, 132, float32=67, tf32=494, fp8=1979),
+    _device_spec("B200", "blackwell", 178.4, 7700, 2250, 148, float32=75, tf32=1125, fp8=4500, fp4=9000),
+    _device_spec("B300", "blackwell-ultra", 267.0, 7700, 2250, 148, float32=75, tf32=1125, fp8=4500, fp4=13500),
+    _device_spec("GB200", "blackwell", 184.0, 8000, 2450, 152, float32=80, tf32=1225, fp8=4900, fp4=9800),
+    _device_spec("GB300", "blackwell-ultra", 276.0, 8000, 2450, 152, float32=80, tf32=1225, fp8=4900, fp4=14700),
+    _device_spec("MI250X-GCD", "cdna2", 63.9, 1638, 191.5, 110, float32=23.9),
+    _device_spec("TPU-v4", "tpu", 31.7, 1228, 275, 2, float32=69),
+    _device_spec("TPU-v5e", "tpu", 15.7, 819, 197, 1, float32=49),
+    _device_spec("TPU-v5p", "tpu", 94.7, 2765, 459, 2, float32=115),
+    _device_spec("TPU-v7x", "tpu", 191.7, 7370, 2307, 2, float32=577, fp8=4614),
+    DeviceSpec("CPU", "cpu", 8 * GIB, 20 * GB, {"float64": 1.7e10, "float32": 3.4e10}, 1),
 )}
 # fmt: on
 
 # A TPU's inner link is what all its links send together: six of 45 GB/s (v4), four of 45 (v5e), six of 90 (v5p),
 # 9.6 Tbit/s in all (v7x).
 # Rail-optimised InfiniBand of the usual machines: one port per device, of 100, 200, 400 or 800 Gbit/s.
-_PORT = {100: Link(12.5 * GB, 5e-6), 200: Link(25 * GB, 5e-6), 400: Link(50 * GB, 5e-6), 800: Link(100 * GB, 5e-6)}
+_INFINIBAND = {
+    100: LinkSpec(12.5 * GB, 5e-6),
+    200: LinkSpec(25 * GB, 5e-6),
+    400: LinkSpec(50 * GB, 5e-6),
+    800: LinkSpec(100 * GB, 5e-6),
+}
 
 
-def _nvlink(bandwidth: float) -> Link:
-    return Link(bandwidth * GB, 1.5e-6)
+def _nvlink(bandwidth: float) -> LinkSpec:
+    return LinkSpec(bandwidth * GB, 1.5e-6)
 
 
 # A process on a core of its own, its neighbours reached by gloo, as `calibrate --processes 2` found them on a server of
 # 2020. Operators that only move numbers reach little of a copy's bandwidth; nothing hides behind anything. Above 1
 # where the model's rule for short samples is a GPU's.
-CPU_CORE = {
-    "product": 1.0, "depth": 0.0, "wave": 0.0, "ragged": 1.0, "odd": 0.9, "attention": 1.8, "attention_backward": 1.15,
-    "memory": 0.08, "bulk": 1.0, "inner": 1.0, "outer": 1.0, "latency": 0.5, "start": 5e-4, "launch": 3.4e-5,
-    "apart": 1.0, "jitter": 0.0, "fixed": 0.0, "contention": 0.0, "hidden_data": 0.0, "hidden_tensor": 0.0,
-    "hidden_transfer": 0.0, "hidden_interleaved": 0.0,
-}  # fmt: skip
+CPU_EFFICIENCIES = {
+    "matmul": 1.0,
+    "matmul_half_rate_depth": 0.0,
+    "wave_quantization": 0.0,
+    "unaligned_64": 1.0,
+    "unaligned_8": 0.9,
+    "attention": 1.8,
+    "attention_backward": 1.15,
+    "memory": 0.08,
+    "bulk_memory": 1.0,
+    "inner": 1.0,
+    "outer": 1.0,
+    "latency": 0.5,
+    "collective_start": 5e-4,
+    "kernel_launch": 3.4e-5,
+    "overlap_sharpness": 1.0,
+    "jitter": 0.0,
+    "fixed_seconds": 0.0,
+    "contention": 0.0,
+    "overlap_data": 0.0,
+    "overlap_tensor": 0.0,
+    "overlap_p2p": 0.0,
+    "overlap_p2p_interleaved": 0.0,
+}
 
 # fmt: off
 CLUSTERS = {
-    "v100-16g": Cluster(DEVICES["V100-16GB"], 8, _nvlink(150), _PORT[100]),
-    "v100-32g": Cluster(DEVICES["V100-32GB"], 8, _nvlink(150), _PORT[100]),
-    "a100-40g": Cluster(DEVICES["A100-40GB"], 8, _nvlink(300), _PORT[200]),
-    "a100-80g": Cluster(DEVICES["A100-80GB"], 8, _nvlink(300), _PORT[200]),
-    "h100":     Cluster(DEVICES["H100-80GB"], 8, _nvlink(450), _PORT[400]),
-    "h100-94g": Cluster(DEVICES["H100-94GB"], 8, _nvlink(300), _PORT[200]),
-    "h100-96g": Cluster(DEVICES["H100-96GB"], 1, _nvlink(450), _PORT[400]),
-    "h100-hbm2e": Cluster(DEVICES["H100-HBM2e"], 8, _nvlink(450), _PORT[400]),
-    "h200":     Cluster(DEVICES["H200"], 8, _nvlink(450), _PORT[400]),
-    "b200":     Cluster(DEVICES["B200"], 8, _nvlink(900), _PORT[400]),
-    "b300":     Cluster(DEVICES["B300"], 8, _nvlink(900), _PORT[800]),
-    "gb200":    Cluster(DEVICES["GB200"], 72, _nvlink(900), _PORT[400]),
-    "gb300":    Cluster(DEVICES["GB300"], 72, _nvlink(900), _PORT[800]),
-    "mi250x":   Cluster(DEVICES["MI250X-GCD"], 8, Link(50 * GB, 8e-6), _PORT[100]),
-    "tpu-v4":   Cluster(DEVICES["TPU-v4"], 4096, Link(270 * GB, 1e-6), Link(3 * GB, 5e-5), "torus3"),
-    "tpu-v5e":  Cluster(DEVICES["TPU-v5e"], 256, Link(180 * GB, 1e-6), Link(3 * GB, 5e-5), "torus2"),
-    "tpu-v5p":  Cluster(DEVICES["TPU-v5p"], 6144, Link(540 * GB, 1e-6), Link(6 * GB, 5e-5), "torus3"),
-    "tpu-v7x":  Cluster(DEVICES["TPU-v7x"], 9216, Link(1200 * GB, 1e-6), Link(12 * GB, 5e-5), "torus3"),
-    "cpu":      Cluster(DEVICES["CPU"], 1024, Link(0.8 * GB, 4e-4), Link(0.1 * GB, 1e-3), measured=CPU_CORE),
+    "v100-16g": Cluster(DEVICES["V100-16GB"], 8, _nvlink(150), _INFINIBAND[100]),
+    "v100-32g": Cluster(DEVICES["V100-32GB"], 8, _nvlink(150), _INFINIBAND[100]),
+    "a100-40g": Cluster(DEVICES["A100-40GB"], 8, _nvlink(300), _INFINIBAND[200]),
+    "a100-80g": Cluster(DEVICES["A100-80GB"], 8, _nvlink(300), _INFINIBAND[200]),
+    "h100":     Cluster(DEVICES["H100-80GB"], 8, _nvlink(450), _INFINIBAND[400]),
+    "h100-94g": Cluster(DEVICES["H100-94GB"], 8, _nvlink(300), _INFINIBAND[200]),
+    "h100-96g": Cluster(DEVICES["H100-96GB"], 1, _nvlink(450), _INFINIBAND[400]),
+    "h100-hbm2e": Cluster(DEVICES["H100-HBM2e"], 8, _nvlink(450), _INFINIBAND[400]),
+    "h200":     Cluster(DEVICES["H200"], 8, _nvlink(450), _INFINIBAND[400]),
+    "b200":     Cluster(DEVICES["B200"], 8, _nvlink(900), _INFINIBAND[400]),
+    "b300":     Cluster(DEVICES["B300"], 8, _nvlink(900), _INFINIBAND[800]),
+    "gb200":    Cluster(DEVICES["GB200"], 72, _nvlink(900), _INFINIBAND[400]),
+    "gb300":    Cluster(DEVICES["GB300"], 72, _nvlink(900), _INFINIBAND[800]),
+    "mi250x":   Cluster(DEVICES["MI250X-GCD"], 8, LinkSpec(50 * GB, 8e-6), _INFINIBAND[100]),
+    "tpu-v4":   Cluster(DEVICES["TPU-v4"], 4096, LinkSpec(270 * GB, 1e-6), LinkSpec(3 * GB, 5e-5), "torus3"),
+    "tpu-v5e":  Cluster(DEVICES["TPU-v5e"], 256, LinkSpec(180 * GB, 1e-6), LinkSpec(3 * GB, 5e-5), "torus2"),
+    "tpu-v5p":  Cluster(DEVICES["TPU-v5p"], 6144, LinkSpec(540 * GB, 1e-6), LinkSpec(6 * GB, 5e-5), "torus3"),
+    "tpu-v7x":  Cluster(DEVICES["TPU-v7x"], 9216, LinkSpec(1200 * GB, 1e-6), LinkSpec(12 * GB, 5e-5), "torus3"),
+    "cpu":      Cluster(DEVICES["CPU"], 1024, LinkSpec(0.8 * GB, 4e-4), LinkSpec(0.1 * GB, 1e-3), measured=CPU_EFFICIENCIES),
 }
 # fmt: on
 
@@ -159,7 +182,7 @@ def find_cluster(name: str) -> Cluster:
         return CLUSTERS[name]
     path = Path(name)
     if path.suffix != ".toml" and not path.exists():
-        raise JobError(f"cluster {name!r}: {nearest(name, CLUSTERS)}; or give the file that `calibrate` wrote.")
+        raise JobError(f"cluster {name!r}: {suggest(name, CLUSTERS)}; or give the file that `calibrate` wrote.")
     return read_cluster(path)
 
 
@@ -170,11 +193,13 @@ def read_cluster(path: Path) -> Cluster:
         raise JobError(f"{path} cannot be read: {error.strerror}.") from None
     except (tomllib.TOMLDecodeError, ValidationError, UnicodeDecodeError) as error:
         first = error.errors()[0] if isinstance(error, ValidationError) else None
-        what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else str(error)
-        raise JobError(f"{path} is no cluster file ({what}); write one with `shardwise calibrate -o FILE`.") from None
+        problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else str(error)
+        raise JobError(
+            f"{path} is no cluster file ({problem}); write one with `shardwise calibrate -o FILE`."
+        ) from None
     links = cluster.inner, cluster.outer
-    sizes = [cluster.domain, cluster.device.memory, cluster.device.bandwidth, cluster.device.units]
-    if min(*sizes, *cluster.device.peak.values(), *(link.bandwidth for link in links)) <= 0:
+    sizes = [cluster.domain_size, cluster.device.memory, cluster.device.bandwidth, cluster.device.compute_units]
+    if min(*sizes, *cluster.device.peak_by_precision.values(), *(link.bandwidth for link in links)) <= 0:
         raise JobError(f"{path}: domain, memory, units, peaks and bandwidths must be above 0.")
     return cluster
 
@@ -183,26 +208,26 @@ def write_cluster(cluster: Cluster, path: Path) -> None:
     write_text(path, tomli_w.dumps(asdict(cluster)))
 
 
-def known_device(name: str, memory: float = 0.0) -> Device | None:
+def device_by_driver_name(name: str, memory: float = 0.0) -> DeviceSpec | None:
     """The data sheet of the device that a driver calls `name`; of several, the one whose memory is nearest."""
-    words = name.upper().replace("_", " ").replace("-", " ").split()
+    name_parts = name.upper().replace("_", " ").replace("-", " ").split()
     for key in ("GB300", "GB200", "B300", "B200", "H200", "H100", "GH200", "A100", "A800", "V100"):
-        if any(word.startswith(key) for word in words):
-            alike = {"GH200": "H100", "A800": "A100"}.get(key, key)
-            sheets = [device for device in DEVICES.values() if device.name.startswith(alike)]
-            return min(sheets, key=lambda d: abs(d.memory - memory) if memory else d.name != f"{alike}-80GB")
+        if any(word.startswith(key) for word in name_parts):
+            model = {"GH200": "H100", "A800": "A100"}.get(key, key)
+            candidates = [device for device in DEVICES.values() if device.name.startswith(model)]
+            return min(candidates, key=lambda d: abs(d.memory - memory) if memory else d.name != f"{model}-80GB")
     return None
 
 
-def known_cluster(name: str, memory: float = 0.0) -> Cluster | None:
+def cluster_by_driver_name(name: str, memory: float = 0.0) -> Cluster | None:
     """The usual machine of the device that a driver calls `name`."""
-    device = known_device(name, memory)
+    device = device_by_driver_name(name, memory)
     return next((cluster for cluster in CLUSTERS.values() if cluster.device is device), None)
 
 
-def peak_rate(device: torch.device, precision: str) -> float | None:
+def device_peak_flops(device: torch.device, precision: str) -> float | None:
     """The device's peak for products in this precision, where it is known."""
     if device.type != "cuda" or precision not in ("bf16", "fp16", "fp8"):
         return None
-    known = known_device(torch.cuda.get_device_name(device))
-    return known.rate(precision) if known else None
+    spec = device_by_driver_name(torch.cuda.get_device_name(device))
+    return spec.peak_flops(precision) if spec else None

@@ -7,12 +7,17 @@ from html import escape
 from math import ceil, floor, log10
 from pathlib import Path
 
+from shardwise.console import format_count
 from shardwise.errors import DataError
 from shardwise.files import write_text
-from shardwise.words import short
 
-SIDE, HIGH, EDGE, GAP = 420, 360, 60, 90  # pixels: width and height of a panel, room around it and between two
-COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#9c755f", "#76b7b2", "#e8c547", "#7f7f7f")
+PANEL_WIDTH, PANEL_HEIGHT, MARGIN, GAP = (
+    420,
+    360,
+    60,
+    90,
+)  # pixels: width and height of a panel, room around it and between two
+COLORS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#9c755f", "#76b7b2", "#e8c547", "#7f7f7f")
 STYLE = """text { font: 13px system-ui, sans-serif; fill: #1f2933 } .grid { stroke: #d5dbe1 } .axis { stroke: #52606d }
 .curve { fill: none; stroke-width: 1.5 } .zero { stroke: #52606d; stroke-dasharray: 4 4 } .left { fill: none }
 @media (prefers-color-scheme: dark) {
@@ -27,31 +32,31 @@ class Panel:
         self.left, self.log_y = left, log_y
         self.x0, self.x1 = log10(x[0]) - 0.05, log10(x[1]) + 0.05
         low, high = (log10(y[0]), log10(y[1])) if log_y else y
-        room = 0.04 * (high - low) or 0.01
-        self.y0, self.y1 = low - room, high + room
+        padding = 0.04 * (high - low) or 0.01
+        self.y0, self.y1 = low - padding, high + padding
 
-    def place(self, x: float, y: float) -> tuple[float, float]:
+    def to_pixels(self, x: float, y: float) -> tuple[float, float]:
         up = log10(y) if self.log_y else y
-        return (self.left + SIDE * (log10(x) - self.x0) / (self.x1 - self.x0),
-                EDGE / 2 + HIGH * (1 - (up - self.y0) / (self.y1 - self.y0)))  # fmt: skip
+        return (self.left + PANEL_WIDTH * (log10(x) - self.x0) / (self.x1 - self.x0),
+                MARGIN / 2 + PANEL_HEIGHT * (1 - (up - self.y0) / (self.y1 - self.y0)))  # fmt: skip
 
-    def frame(self, right: str, up: str) -> Iterator[str]:
-        bottom = EDGE / 2 + HIGH
-        for value in _decades(self.x0, self.x1):
-            x, _ = self.place(value, 10**self.y0 if self.log_y else self.y0)
-            yield f'<path d="M{x:.1f} {EDGE / 2:.0f}V{bottom:.0f}" class="grid"/>'
-            yield text(x, bottom + 18, short(value), "middle")
-        for value in _steps(self.y0, self.y1, self.log_y):
-            _, y = self.place(10**self.x0, value)
-            yield f'<path d="M{self.left:.0f} {y:.1f}h{SIDE}" class="grid"/>'
-            yield text(self.left - 8, y + 4, f"{value:g}", "end")
-        yield f'<path d="M{self.left:.0f} {EDGE / 2:.0f}v{HIGH}h{SIDE}" class="axis" fill="none"/>'
-        yield text(self.left + SIDE / 2, bottom + 40, right, "middle")
-        yield text(self.left, EDGE / 2 - 8, up, "start")
+    def axes(self, x_label: str, y_label: str) -> Iterator[str]:
+        bottom = MARGIN / 2 + PANEL_HEIGHT
+        for value in _log_ticks(self.x0, self.x1):
+            x, _ = self.to_pixels(value, 10**self.y0 if self.log_y else self.y0)
+            yield f'<path d="M{x:.1f} {MARGIN / 2:.0f}V{bottom:.0f}" class="grid"/>'
+            yield svg_text(x, bottom + 18, format_count(value), "middle")
+        for value in _linear_ticks(self.y0, self.y1, self.log_y):
+            _, y = self.to_pixels(10**self.x0, value)
+            yield f'<path d="M{self.left:.0f} {y:.1f}h{PANEL_WIDTH}" class="grid"/>'
+            yield svg_text(self.left - 8, y + 4, f"{value:g}", "end")
+        yield f'<path d="M{self.left:.0f} {MARGIN / 2:.0f}v{PANEL_HEIGHT}h{PANEL_WIDTH}" class="axis" fill="none"/>'
+        yield svg_text(self.left + PANEL_WIDTH / 2, bottom + 40, x_label, "middle")
+        yield svg_text(self.left, MARGIN / 2 - 8, y_label, "start")
 
 
-def svg(lines: Iterable[str], wide: float, high: float, title: str) -> str:
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" role="img" '
+def svg_document(lines: Iterable[str], width: float, height: float, title: str) -> str:
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
             f'aria-label="{escape(title)}">\n<title>{escape(title)}</title>\n<style>{STYLE}</style>\n'
             + "\n".join(lines) + "\n</svg>\n")  # fmt: skip
 
@@ -65,29 +70,31 @@ def write_svg(drawing: str, path: Path) -> None:
         raise DataError(f"{path} cannot be written: {error.strerror}.") from None
 
 
-def _decades(low: float, high: float) -> Iterator[float]:
+def _log_ticks(low: float, high: float) -> Iterator[float]:
     factors = (1,) if high - low > 2 else (1, 2, 5)
     for power in range(floor(low), ceil(high) + 1):
         yield from (f * 10.0**power for f in factors if low <= log10(f * 10.0**power) <= high)
 
 
-def _steps(low: float, high: float, log: bool) -> list[float]:
+def _linear_ticks(low: float, high: float, log: bool) -> list[float]:
     """About six round numbers."""
     if log and high - low > 1:
-        return list(_decades(low, high))
+        return list(_log_ticks(low, high))
     first, last = (10**low, 10**high) if log else (low, high)
     rough = (last - first) / 6
     step = next(f * 10.0 ** floor(log10(rough)) for f in (1, 2, 5, 10) if f * 10.0 ** floor(log10(rough)) >= rough)
     return [round(n * step, 10) for n in range(ceil(first / step), floor(last / step) + 1)]
 
 
-def path(points: list[tuple[float, float]]) -> str:
+def line_path(points: list[tuple[float, float]]) -> str:
     return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points) if points else ""
 
 
-def dot(x: float, y: float, colour: str) -> str:
-    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}" opacity="0.75"/>'
+def svg_circle(x: float, y: float, color: str) -> str:
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}" opacity="0.75"/>'
 
 
-def text(x: float, y: float, words: str, anchor: str, more: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {more}>{escape(words)}</text>'.replace(" >", ">")
+def svg_text(x: float, y: float, content: str, anchor: str, attributes: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {attributes}>{escape(content)}</text>'.replace(
+        " >", ">"
+    )

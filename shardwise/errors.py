@@ -45,7 +45,7 @@ class RunError(ShardwiseError):
     pass
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def suggest(word: str, known: Iterable[str]) -> str:
     """A clause that names the known word closest to a mistyped one, or lists them all."""
     known = list(known)
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)

@@ -12,7 +12,7 @@ from typing import IO
 from shardwise.errors import JobError
 
 
-def demand_folder(*paths: Path | None) -> None:
+def require_parent_folder(*paths: Path | None) -> None:
     """Raises where the folder of a file that is to be written is not there: before the work, not after it."""
     for path in paths:
         if path is not None and path.is_dir():
@@ -22,35 +22,35 @@ def demand_folder(*paths: Path | None) -> None:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
+def atomic_write(path: Path) -> Iterator[IO[bytes]]:
     """A file that takes `path`'s place when the block ends well, and leaves nothing behind when it does not.
 
     The name in between is unique, so that several processes may write the same path: the last one wins, each is whole.
     """
-    between = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        with between.open("wb", buffering=1 << 20) as file:
+        with temporary.open("wb", buffering=1 << 20) as file:
             yield file
-        put_in_place(between, path)
+        fsync_and_rename(temporary, path)
     finally:
-        between.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         file.write(text.encode())
 
 
-def put_in_place(between: Path, final: Path) -> None:
+def fsync_and_rename(temporary: Path, final: Path) -> None:
     """Gives a file or folder that was written under another name its own, once all of it is on the disk."""
-    _sync(between)
-    os.replace(between, final)
-    _sync(final.parent)
+    _fsync(temporary)
+    os.replace(temporary, final)
+    _fsync(final.parent)
 
 
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        os.fsync(descriptor)
     finally:
-        os.close(handle)
+        os.close(descriptor)

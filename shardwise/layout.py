@@ -17,17 +17,17 @@ from functools import cached_property
 from itertools import islice
 from math import isqrt, prod
 
-from shardwise.errors import LayoutError, nearest
-from shardwise.words import counted
+from shardwise.console import pluralize
+from shardwise.errors import LayoutError, suggest
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 FULL_BACKWARD = ("gpipe", "1f1b", "interleaved")
-MADE = ("auto", "auto-v")  # orders made for the stages that there are, by shardwise.planner.synthesize
-SPLIT_BACKWARD = ("zero-bubble", "zbv", "dualpipev", *MADE)
+AUTO_SCHEDULES = ("auto", "auto-v")  # orders made for the stages that there are, by shardwise.schedules.synthesize
+SPLIT_BACKWARD = ("zero-bubble", "zbv", "dualpipev", *AUTO_SCHEDULES)
 SCHEDULES = FULL_BACKWARD + SPLIT_BACKWARD
 V_SHAPED = ("zbv", "dualpipev", "auto-v")
 RECOMPUTE = ("none", "selective", "full")
-CONTEXT_BY = ("ring", "heads")
+CONTEXT_METHODS = ("ring", "ulysses")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Layout:
     """Ranks that share optimizer states, gradients or weights (see `zero`) and each see other samples."""
     context: int = 1
     """Ranks that each hold a part of every sequence."""
-    context_by: str = "ring"
+    context_method: str = "ring"
     """How they attend: keys and values go round in a ring, or each rank gets some heads of the whole sequence."""
     tensor: int = 1
     """Ranks that each hold a part of every matrix; activations between matrices are cut along the sequence."""
@@ -67,14 +67,14 @@ class Layout:
             if degree < 1:
                 raise LayoutError(f"{axis}={degree}: a degree counts processes, so it is at least 1.")
         if self.schedule not in SCHEDULES:
-            raise LayoutError(f"schedule={self.schedule}: no such schedule; {nearest(self.schedule, SCHEDULES)}")
-        if self.context_by not in CONTEXT_BY:
-            raise LayoutError(f"context_by={self.context_by}: {nearest(self.context_by, CONTEXT_BY)}")
+            raise LayoutError(f"schedule={self.schedule}: no such schedule; {suggest(self.schedule, SCHEDULES)}")
+        if self.context_method not in CONTEXT_METHODS:
+            raise LayoutError(f"context_method={self.context_method}: {suggest(self.context_method, CONTEXT_METHODS)}")
         if self.zero not in (1, 2, 3):
             raise LayoutError(f"zero={self.zero}: the ZeRO stage is 1, 2 or 3.")
         if self.micro_batch < 0:
             raise LayoutError(f"micro_batch={self.micro_batch}: a micro-batch has at least 1 sample.")
-        keep_share(self.recompute)
+        kept_activation_fraction(self.recompute)
         self._check_virtual()
 
     def _check_virtual(self) -> None:
@@ -92,7 +92,7 @@ class Layout:
             raise LayoutError(f"virtual={self.virtual}: schedule {self.schedule} runs exactly 2 stages per rank.")
         if self.stages and len(self.stages) != self.stage_count:
             raise LayoutError(
-                f"stages={','.join(map(str, self.stages))} fixes {counted(len(self.stages), 'stage')}, "
+                f"stages={','.join(map(str, self.stages))} fixes {pluralize(len(self.stages), 'stage')}, "
                 f"but the pipeline has {self.stage_count} (pipeline={self.pipeline} x {self.stages_per_rank} per rank)."
             )
         if any(layers < 0 for layers in self.stages):
@@ -127,7 +127,7 @@ class Layout:
         return self.pipeline * self.stages_per_rank
 
     @property
-    def split_backward(self) -> bool:
+    def has_split_backward(self) -> bool:
         """Whether the schedule runs input and weight gradients apart."""
         return self.pipeline > 1 and self.schedule in SPLIT_BACKWARD
 
@@ -140,36 +140,38 @@ class Layout:
     # Text form.
 
     def __str__(self) -> str:
-        words = []
+        parts = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            shown = value != field.default
+            is_shown = value != field.default
             if field.name == "schedule":
-                shown = self.pipeline > 1 or shown
+                is_shown = self.pipeline > 1 or is_shown
             elif field.name == "zero":
-                shown = self.shard > 1 or shown
-            if shown:
-                words.append(f"{field.name}={','.join(map(str, value)) if field.name == 'stages' else value}")
-        return " ".join(words) or "pipeline=1"
+                is_shown = self.shard > 1 or is_shown
+            if is_shown:
+                parts.append(f"{field.name}={','.join(map(str, value)) if field.name == 'stages' else value}")
+        return " ".join(parts) or "pipeline=1"
 
     @classmethod
     def parse(cls, text: str) -> Layout:
         """Reads the text form: words of the form key=value with spaces between them."""
-        known = {field.name: field for field in dataclasses.fields(cls)}
+        fields = {field.name: field for field in dataclasses.fields(cls)}
         values: dict[str, object] = {}
         for word in text.split():
             key, equals, value = word.partition("=")
             if not equals:
                 raise LayoutError(f"layout {text!r}: {word!r} is not of the form key=value.")
-            if key not in known:
-                raise LayoutError(f"layout {text!r}: unknown key {key!r}; {nearest(key, known)}")
+            if key not in fields:
+                raise LayoutError(f"layout {text!r}: unknown key {key!r}; {suggest(key, fields)}")
             if key in values:
                 raise LayoutError(f"layout {text!r}: {key} is given twice; give it once.")
-            values[key] = value if key in ("schedule", "recompute", "context_by") else _integers(text, key, value)
+            values[key] = (
+                value if key in ("schedule", "recompute", "context_method") else _parse_integers(text, key, value)
+            )
         return cls(**values)  # type: ignore[arg-type]
 
 
-def _integers(text: str, key: str, value: str) -> object:
+def _parse_integers(text: str, key: str, value: str) -> object:
     try:
         numbers = tuple(int(part) for part in value.split(","))
     except ValueError:
@@ -181,27 +183,27 @@ def _integers(text: str, key: str, value: str) -> object:
     return numbers[0]
 
 
-def keep_share(recompute: str) -> float | None:
+def kept_activation_fraction(recompute: str) -> float | None:
     """The share of block activations that `recompute` keeps, where it is given as a number; None for a policy."""
     if recompute in RECOMPUTE:
         return None
     try:
-        share = float(recompute)
+        fraction = float(recompute)
     except ValueError:
-        share = -1.0
-    if not 0.0 <= share <= 1.0:
+        fraction = -1.0
+    if not 0.0 <= fraction <= 1.0:
         raise LayoutError(
             f"recompute={recompute}: give one of {', '.join(RECOMPUTE)}, or the share of block activations to keep "
             "as a number from 0 to 1."
         )
-    return share
+    return fraction
 
 
 # Batch arithmetic: solved, never asked for.
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchSplit:
     """How one global batch is served: `samples` = data ranks x micro-batches x micro-batch size."""
 
     samples: int
@@ -209,7 +211,7 @@ class Batch:
     micro_batches: int
 
 
-def micro_batch_rule(layout: Layout, count: int) -> str | None:
+def micro_batch_error(layout: Layout, count: int) -> str | None:
     """Why a pipeline cannot run this number of micro-batches; None if it can."""
     if layout.pipeline == 1:
         return None
@@ -227,38 +229,44 @@ def micro_batch_rule(layout: Layout, count: int) -> str | None:
     return None
 
 
-def solve_batch(layout: Layout, samples: int) -> Batch:
+def solve_batch(layout: Layout, samples: int) -> BatchSplit:
     """Micro-batch and accumulation for a global batch of `samples`, or an error with the nearest that can be served."""
     if samples < 1:
         raise LayoutError(f"a global batch of {samples} samples: it needs at least 1.")
-    found = _fit(layout, samples)
-    if isinstance(found, Batch):
-        return found
+    split = _split_batch(layout, samples)
+    if isinstance(split, BatchSplit):
+        return split
     limit = 64 * layout.data * max(1, layout.micro_batch) * layout.stage_count
-    near = list(islice((n for n in _around(samples, limit) if isinstance(_fit(layout, n), Batch)), 2))
-    remedy = f"The nearest that can: {' and '.join(map(str, sorted(near)))}." if near else "No nearby batch can."
-    asked = counted(samples, "sample")
-    raise LayoutError(f"layout '{layout}' cannot serve a global batch of {asked}: {found}. {remedy}")
+    nearest_sizes = list(
+        islice((n for n in _nearest_first(samples, limit) if isinstance(_split_batch(layout, n), BatchSplit)), 2)
+    )
+    remedy = (
+        f"The nearest that can: {' and '.join(map(str, sorted(nearest_sizes)))}."
+        if nearest_sizes
+        else "No nearby batch can."
+    )
+    requested = pluralize(samples, "sample")
+    raise LayoutError(f"layout '{layout}' cannot serve a global batch of {requested}: {split}. {remedy}")
 
 
-def _fit(layout: Layout, samples: int) -> Batch | str:
+def _split_batch(layout: Layout, samples: int) -> BatchSplit | str:
     if samples % layout.data:
         return f"it does not divide over replicate x shard = {layout.data}"
-    local = samples // layout.data
+    per_rank = samples // layout.data
     if layout.micro_batch:
-        if local % layout.micro_batch:
-            return f"a rank's share of {local} is no multiple of micro_batch={layout.micro_batch}"
-        count = local // layout.micro_batch
-        return micro_batch_rule(layout, count) or Batch(samples, layout.micro_batch, count)
-    counts = [count for count in _divisors(local) if not micro_batch_rule(layout, count)]
+        if per_rank % layout.micro_batch:
+            return f"a rank's share of {per_rank} is no multiple of micro_batch={layout.micro_batch}"
+        count = per_rank // layout.micro_batch
+        return micro_batch_error(layout, count) or BatchSplit(samples, layout.micro_batch, count)
+    counts = [count for count in _divisors(per_rank) if not micro_batch_error(layout, count)]
     if not counts:
-        return micro_batch_rule(layout, local) or "no number of micro-batches fits"
+        return micro_batch_error(layout, per_rank) or "no number of micro-batches fits"
     if layout.pipeline == 1:
         count = counts[0]
     else:
         # Four micro-batches per stage keep the bubble of 1f1b near a fifth; beyond that small products cost more.
         count = min(counts, key=lambda n: (n < 4 * layout.pipeline, abs(n - 4 * layout.pipeline)))
-    return Batch(samples, local // count, count)
+    return BatchSplit(samples, per_rank // count, count)
 
 
 def _divisors(number: int) -> list[int]:
@@ -266,7 +274,7 @@ def _divisors(number: int) -> list[int]:
     return low + [number // n for n in reversed(low) if n * n != number]
 
 
-def _around(value: int, limit: int) -> Iterable[int]:
+def _nearest_first(value: int, limit: int) -> Iterable[int]:
     for step in range(1, limit + 1):
         if value - step >= 1:
             yield value - step

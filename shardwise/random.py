@@ -25,7 +25,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 CHUNK = 1 << 20  # elements made at once, so that memory stays bounded whatever the size of the tensor
 
 
-def key_of(*parts: object) -> int:
+def hash_key(*parts: object) -> int:
     """A signed 64-bit key for any tuple of plain values."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
@@ -50,19 +50,19 @@ def mix32(x: Tensor) -> Tensor:
     return x ^ ((x >> 16) & 0xFFFF)
 
 
-def word_key(*parts: object) -> np.uint64:
+def hash_key_uint64(*parts: object) -> np.uint64:
     """A key for words of numpy's."""
-    return np.uint64(key_of(*parts) & 0xFFFFFFFFFFFFFFFF)
+    return np.uint64(hash_key(*parts) & 0xFFFFFFFFFFFFFFFF)
 
 
-def mixed(x: np.ndarray) -> np.ndarray:
+def mix64_numpy(x: np.ndarray) -> np.ndarray:
     """Splitmix64's finaliser on numpy's words."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
-def unit(words: np.ndarray) -> np.ndarray:
+def to_unit_interval(words: np.ndarray) -> np.ndarray:
     """From 0 to before 1."""
     return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
@@ -70,7 +70,7 @@ def unit(words: np.ndarray) -> np.ndarray:
 # Initial weights
 
 
-def _normals(key: int, index: Tensor) -> Tensor:
+def _standard_normals(key: int, index: Tensor) -> Tensor:
     """One standard normal per index, by Box and Muller, rounded to float32 whatever the precision of the run."""
     bits = mix64(index * _signed(_GOLDEN, 64) + key)
     u = ((bits >> 32) & 0xFFFFFFFF).double().add_(0.5).mul_(2.0**-32)
@@ -98,7 +98,7 @@ def normal_(out: Tensor, key: int, shape: torch.Size, start: tuple[int, ...], st
     step = max(1, CHUNK // size[-1])
     for first in range(0, rows.shape[0], step):
         index = offset[first : first + step, None] + inner
-        rows[first : first + step].copy_(_normals(key, index) * std)
+        rows[first : first + step].copy_(_standard_normals(key, index) * std)
 
 
 # Sample order
@@ -110,15 +110,15 @@ class Permutation:
     def __init__(self, n: int, *key: object):
         self.n = n
         self._half = max(1, ((n - 1).bit_length() + 1) // 2)
-        self._keys = [np.uint64(key_of("permutation", *key, turn) & 0xFFFFFFFFFFFFFFFF) for turn in range(4)]
+        self._keys = [np.uint64(hash_key("permutation", *key, round) & 0xFFFFFFFFFFFFFFFF) for round in range(4)]
 
-    def __call__(self, places: np.ndarray) -> np.ndarray:
-        values = self._round_trip(np.asarray(places, dtype=np.uint64))
+    def __call__(self, indices: np.ndarray) -> np.ndarray:
+        values = self._feistel(np.asarray(indices, dtype=np.uint64))
         while (outside := values >= self.n).any():
-            values[outside] = self._round_trip(values[outside])
+            values[outside] = self._feistel(values[outside])
         return values.astype(np.int64)
 
-    def _round_trip(self, x: np.ndarray) -> np.ndarray:
+    def _feistel(self, x: np.ndarray) -> np.ndarray:
         half, mask = np.uint64(self._half), np.uint64((1 << self._half) - 1)
         left, right = x >> half, x & mask
         for key in self._keys:
@@ -139,21 +139,21 @@ class Dropout(nn.Module):
     mask.
     """
 
-    def __init__(self, rate: float, site: str, seed: int):
+    def __init__(self, p: float, site: str, seed: int):
         super().__init__()
-        self.rate, self.site = rate, site
-        self.places: Tensor | None = None
-        self._key = key_of("dropout", seed, site)
-        self._limit = _signed(int(rate * 2**32) - 2**31, 33)
+        self.p, self.site = p, site
+        self.position_ids: Tensor | None = None
+        self._key = hash_key("dropout", seed, site)
+        self._limit = _signed(int(p * 2**32) - 2**31, 33)
 
     def forward(self, x: Tensor, ids: Tensor | None) -> Tensor:
-        if not self.training or self.rate == 0.0:
+        if not self.training or self.p == 0.0:
             return x
         if ids is None:
             raise ValueError(f"dropout at {self.site} needs the sample ids")
-        positions = torch.arange(x.shape[1], device=x.device) if self.places is None else self.places
+        positions = torch.arange(x.shape[1], device=x.device) if self.position_ids is None else self.position_ids
         # Keys join by exclusive or: compilers take products of `arange` for index arithmetic and do not let it wrap.
         row = mix64(mix64(ids.to(torch.int64) ^ self._key)[:, None] + positions)
         feature = mix64(torch.arange(x.shape[2], device=x.device) ^ ~self._key)
         bits = mix32(row.to(torch.int32)[:, :, None] ^ feature.to(torch.int32))
-        return torch.where(bits >= self._limit, x / (1.0 - self.rate), torch.zeros((), dtype=x.dtype, device=x.device))
+        return torch.where(bits >= self._limit, x / (1.0 - self.p), torch.zeros((), dtype=x.dtype, device=x.device))

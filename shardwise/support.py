@@ -13,23 +13,23 @@ from itertools import product
 from typing import NamedTuple
 
 from shardwise.job import PRECISIONS
-from shardwise.layout import RECOMPUTE, SCHEDULES, SPLIT_BACKWARD, Layout, keep_share
+from shardwise.layout import RECOMPUTE, SCHEDULES, SPLIT_BACKWARD, Layout, kept_activation_fraction
 
-EXACT, COST, REFUSED = "exact", "exact at a stated cost", "refused"
+EXACT, EXACT_AT_COST, REFUSED = "exact", "exact at a stated cost", "refused"
 
-ALONE = "none"  # the schedule of a layout without a pipeline
-SHARE = "share"  # recompute given as the share of blocks that keep everything
+NO_PIPELINE = "none"  # the schedule of a layout without a pipeline
+FRACTION = "fraction"  # recompute given as the share of blocks that keep everything
 
 
 @dataclass(frozen=True)
 class Support:
     verdict: str
     """`exact`, `exact at a stated cost` or `refused`."""
-    sentence: str = ""
+    explanation: str = ""
     """The cost; or why it is refused, and what to do instead."""
 
 
-class Words(NamedTuple):
+class Combination(NamedTuple):
     """One combination."""
 
     schedule: str
@@ -39,60 +39,60 @@ class Words(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class SupportRule:
     """A verdict on the combinations whose every word is among the given ones; where none are given, any will do."""
 
-    schedule: tuple[str, ...] = (ALONE, *SCHEDULES)
+    schedule: tuple[str, ...] = (NO_PIPELINE, *SCHEDULES)
     zero: tuple[int, ...] = (1, 2, 3)
-    recompute: tuple[str, ...] = (*RECOMPUTE, SHARE)
+    recompute: tuple[str, ...] = (*RECOMPUTE, FRACTION)
     precision: tuple[str, ...] = PRECISIONS
     verdict: str
-    sentence: str = ""
+    explanation: str = ""
 
-    def fits(self, words: Words) -> bool:
-        return all(word in getattr(self, axis) for axis, word in words._asdict().items())
+    def matches(self, combination: Combination) -> bool:
+        return all(value in getattr(self, axis) for axis, value in combination._asdict().items())
 
 
-ROWS = (
-    Row(schedule=SPLIT_BACKWARD, zero=(2,), verdict=COST, sentence=(
+SUPPORT_RULES = (
+    SupportRule(schedule=SPLIT_BACKWARD, zero=(2,), verdict=EXACT_AT_COST, explanation=(
         "gradients are reduce-scattered after each micro-batch instead of once a step; those of a stage are whole "
         "while its weight gradients are computed; what is computed again is kept until then.")),
-    Row(schedule=SPLIT_BACKWARD, zero=(3,), verdict=COST, sentence=(
+    SupportRule(schedule=SPLIT_BACKWARD, zero=(3,), verdict=EXACT_AT_COST, explanation=(
         "weights are gathered three times per micro-batch, block by block for the forward and a whole stage for each "
         "half of the backward; gradients are reduce-scattered after each micro-batch instead of once a step; what is "
         "computed again is kept until then.")),
-    Row(schedule=SPLIT_BACKWARD, recompute=("selective", "full", SHARE), verdict=COST, sentence=(
+    SupportRule(schedule=SPLIT_BACKWARD, recompute=("selective", "full", FRACTION), verdict=EXACT_AT_COST, explanation=(
         "what is computed again for the input gradients is kept until the weight gradients are done.")),
-    Row(zero=(2,), verdict=COST, sentence=(
+    SupportRule(zero=(2,), verdict=EXACT_AT_COST, explanation=(
         "gradients are reduce-scattered after each micro-batch instead of once a step.")),
-    Row(zero=(3,), verdict=COST, sentence=(
+    SupportRule(zero=(3,), verdict=EXACT_AT_COST, explanation=(
         "weights are gathered for each forward and each backward of each micro-batch, and gradients are "
         "reduce-scattered after each micro-batch instead of once a step.")),
-    Row(verdict=EXACT),
+    SupportRule(verdict=EXACT),
 )  # fmt: skip
 
 
-def look_up(words: Words) -> Support:
-    row = next(row for row in ROWS if row.fits(words))
-    return Support(row.verdict, row.sentence)
+def lookup(combination: Combination) -> Support:
+    row = next(row for row in SUPPORT_RULES if row.matches(combination))
+    return Support(row.verdict, row.explanation)
 
 
-def words_of(layout: Layout, precision: str) -> Words:
+def combination_of(layout: Layout, precision: str) -> Combination:
     """A layout in the words of the table. Without a shard axis there is nothing for `zero` to cut."""
-    share = keep_share(layout.recompute)
-    return Words(
-        schedule=layout.schedule if layout.pipeline > 1 else ALONE,
+    fraction = kept_activation_fraction(layout.recompute)
+    return Combination(
+        schedule=layout.schedule if layout.pipeline > 1 else NO_PIPELINE,
         zero=layout.zero if layout.shard > 1 else 1,
-        recompute=layout.recompute if share is None else SHARE,
+        recompute=layout.recompute if fraction is None else FRACTION,
         precision=precision,
     )
 
 
 def support(layout: Layout, precision: str) -> Support:
-    return look_up(words_of(layout, precision))
+    return lookup(combination_of(layout, precision))
 
 
-def table() -> Iterator[tuple[Words, Support]]:
+def all_combinations() -> Iterator[tuple[Combination, Support]]:
     """Every combination with its verdict."""
-    for words in product((ALONE, *SCHEDULES), (1, 2, 3), (*RECOMPUTE, SHARE), PRECISIONS):
-        yield Words(*words), look_up(Words(*words))
+    for combination in product((NO_PIPELINE, *SCHEDULES), (1, 2, 3), (*RECOMPUTE, FRACTION), PRECISIONS):
+        yield Combination(*combination), lookup(Combination(*combination))

@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.bench.server import Worker, exchange, exchange_count
+from shardwise.bench.parameter_server import ParameterServerWorker, push_pull_count, push_pull_schedule
 from shardwise.comm import allreduce
-from shardwise.comm.allreduce import algorithm, all_reduce, sent_bytes
+from shardwise.comm.allreduce import all_reduce, get_algorithm, sent_bytes
 from shardwise.comm.world import run_world
 from shardwise.errors import RunError
 
@@ -28,12 +28,15 @@ SEGMENT = 96  # bytes: some messages are cut into many
 
 
 def schedules(ranks: int) -> dict[str, tuple[Any, Any]]:
-    found = {name: algorithm(name) for name in allreduce.ALGORITHMS}
+    found = {name: get_algorithm(name) for name in allreduce.ALGORITHMS}
     for node in range(1, ranks + 1):
         if ranks % node == 0:
-            found[f"two-level {node}"] = algorithm("two-level", node)
+            found[f"two-level {node}"] = get_algorithm("two-level", node)
     for servers in {1, (ranks + 1) // 2, ranks}:
-        found[f"server {servers}"] = partial(exchange, servers=servers), partial(exchange_count, servers=servers)
+        found[f"server {servers}"] = (
+            partial(push_pull_schedule, servers=servers),
+            partial(push_pull_count, servers=servers),
+        )
     return found
 
 
@@ -47,7 +50,7 @@ def sums() -> list[str]:
                 places = torch.arange(count)
                 tensor = ((places + rank) % 7).to(dtype)
                 expected = sum(((places + other) % 7 for other in range(ranks)), start=places * 0).to(dtype)
-                sent = allreduce.run(tensor, schedule, name, segment=SEGMENT)
+                sent = allreduce.run_schedule(tensor, schedule, name, segment_bytes=SEGMENT)
                 if not torch.equal(tensor, expected):
                     wrong.append(f"{name}, {count} x {dtype}: {tensor}, not {expected}")
                 formula = sent_bytes(count_of, rank, ranks, count, tensor.element_size(), SEGMENT)
@@ -62,7 +65,7 @@ def test_sums_are_exact_and_traffic_is_the_formula(ranks: int) -> None:
 
 
 def test_tensors_that_go_through_the_host() -> None:
-    assert run_world(sums, 3, backend="staged") == [[]] * 3
+    assert run_world(sums, 3, backend="host_staged") == [[]] * 3
 
 
 def rounded(count: int) -> list[tuple[list[int], float]]:
@@ -73,7 +76,7 @@ def rounded(count: int) -> list[tuple[list[int], float]]:
         tensor = torch.randn(count, generator=generator)
         wide = tensor.double()
         dist.all_reduce(wide)
-        allreduce.run(tensor, schedule, name, segment=1 << 10)
+        allreduce.run_schedule(tensor, schedule, name, segment_bytes=1 << 10)
         found.append((tensor.view(torch.int32).tolist(), float((tensor - wide).abs().max())))
     return found
 
@@ -104,11 +107,11 @@ def test_closed_forms(ranks: int) -> None:
     """Where the message divides; the sum over all ranks of what is sent at least."""
     count = 7 * 8 * 125 * 64
     for name in ("ring", "two-level"):
-        shares = {algorithm(name, 1)[1](rank, ranks, count) / count for rank in range(ranks)}
+        shares = {get_algorithm(name, 1)[1](rank, ranks, count) / count for rank in range(ranks)}
         assert max(shares) == pytest.approx(2 * (ranks - 1) / ranks, rel=1e-3)
-    assert sum(algorithm("tree")[1](rank, ranks, count) for rank in range(ranks)) == 2 * (ranks - 1) * count
+    assert sum(get_algorithm("tree")[1](rank, ranks, count) for rank in range(ranks)) == 2 * (ranks - 1) * count
     if ranks & (ranks - 1) == 0:
-        assert algorithm("halving")[1](0, ranks, count) == 2 * (ranks - 1) * count // ranks
+        assert get_algorithm("halving")[1](0, ranks, count) == 2 * (ranks - 1) * count // ranks
 
 
 def lose(rank: int, name: str, how: signal.Signals, folder: str, end: Any) -> None:
@@ -117,7 +120,7 @@ def lose(rank: int, name: str, how: signal.Signals, folder: str, end: Any) -> No
     store = dist.FileStore(f"{folder}/store", 4)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timedelta(seconds=2))
     tensor = torch.ones(1 << 16)
-    all_reduce(tensor, name, node=2)
+    all_reduce(tensor, name, ranks_per_node=2)
     if rank == 2:
         add = torch.Tensor.add_
         calls: list[int] = []
@@ -131,7 +134,7 @@ def lose(rank: int, name: str, how: signal.Signals, folder: str, end: Any) -> No
         torch.Tensor.add_ = go  # type: ignore[method-assign, assignment]
     begin = time.monotonic()
     try:
-        all_reduce(tensor, name, node=2, segment=1 << 12)
+        all_reduce(tensor, name, ranks_per_node=2, segment_bytes=1 << 12)
         end.send(("no error", 0.0))
     except RunError as error:
         end.send((str(error), time.monotonic() - begin))
@@ -156,7 +159,7 @@ def test_who_does_not_answer_is_named(name: str, how: signal.Signals, tmp_path: 
             assert ends[rank].poll(20)
             said, seconds = ends[rank].recv()
             assert said.startswith(f"rank 2 does not answer ({name} all-reduce, step "), (rank, said)
-            assert seconds < 2 + 2 * allreduce.GRACE + 1
+            assert seconds < 2 + 2 * allreduce.BLAME_GRACE_SECONDS + 1
     finally:
         for worker in workers:
             worker.kill()
@@ -167,15 +170,17 @@ def descend(servers: int, staleness: int, rounds: int) -> tuple[float, int, list
     """Ranks that each pull the weights towards their own target, rank 0 slowly: how far from the middle they end."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     weights = torch.zeros(11, dtype=torch.float64)
-    worker = Worker(weights, lambda own, gradient: own.sub_(gradient, alpha=0.05), servers, staleness, rounds)
+    worker = ParameterServerWorker(
+        weights, lambda own, gradient: own.sub_(gradient, alpha=0.05), servers, staleness, rounds
+    )
     for _ in range(rounds):
         if rank == 0:
             time.sleep(0.005)
-        worker.round((weights - rank) / ranks)
-    worker.finish()
+        worker.push_pull((weights - rank) / ranks)
+    worker.join()
     dist.barrier()
     middle = (ranks - 1) / 2
-    return float((weights - middle).abs().max()), worker.server.widest if worker.server else 0, weights.tolist()
+    return float((weights - middle).abs().max()), worker.server.max_staleness if worker.server else 0, weights.tolist()
 
 
 @pytest.mark.parametrize(("servers", "staleness"), [(1, 0), (2, 2), (3, 5)])
@@ -187,7 +192,7 @@ def test_asynchronous_server_bounds_staleness(servers: int, staleness: int) -> N
 
 
 def too_many() -> None:
-    Worker(torch.zeros(3), lambda own, gradient: None, 3, 0, 1)
+    ParameterServerWorker(torch.zeros(3), lambda own, gradient: None, 3, 0, 1)
 
 
 def test_more_servers_than_ranks() -> None:
@@ -199,12 +204,12 @@ def leave(rank: int, victim: int, folder: str, end: Any) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 4), rank=rank, world_size=4)
     weights, said = torch.zeros(11, dtype=torch.float64), ""
     try:
-        worker = Worker(weights, lambda own, gradient: own.sub_(gradient, alpha=0.05), 2, 1, 20)
+        worker = ParameterServerWorker(weights, lambda own, gradient: own.sub_(gradient, alpha=0.05), 2, 1, 20)
         for number in range(20):
             if rank == victim and number == 5:
                 os.kill(os.getpid(), signal.SIGKILL)
-            worker.round(weights - rank)
-        worker.finish()
+            worker.push_pull(weights - rank)
+        worker.join()
     except RunError as error:
         said = str(error)
     end.send(said)

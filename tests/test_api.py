@@ -17,7 +17,7 @@ def test_all_is_sorted_and_every_name_is_there() -> None:
 
 
 def test_each_name_is_defined_where_it_is_said_to_be() -> None:
-    for name, home in shardwise._HOME.items():
+    for name, home in shardwise._PUBLIC_NAMES.items():
         found = getattr(shardwise, name)
         assert found.__module__.startswith(home), f"{name} lives in {found.__module__}"
 

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cluster import CLUSTERS, GIB, Cluster, find_cluster, known_cluster
+from shardwise.cluster import CLUSTERS, GIB, Cluster, cluster_by_driver_name, find_cluster
 from shardwise.comm.world import run_world
 from shardwise.errors import JobError, LayoutError
 from shardwise.job import Job, load_job, make_job
+from shardwise.launch.start import DEMO, start_training
 from shardwise.layout import Layout
-from shardwise.parallel.parallelize import check
+from shardwise.parallel.parallelize import check_layout
 from shardwise.planner import calibrate
-from shardwise.planner.plan import estimator_of, judged, make_plan, notable
-from shardwise.planner.search import bases, search, variants
-from shardwise.train import auto, here
-from shardwise.train.auto import check_memory, choose_layout, choose_plan, plan_record, reason
-from shardwise.train.start import DEMO, start_training
+from shardwise.planner.plan import make_estimator, make_plan, near_misses, resolve_layout
+from shardwise.planner.search import class_layouts, layout_classes, search
+from shardwise.train import auto_layout, local_machine
+from shardwise.train.auto_layout import check_memory, choose_layout, choose_plan, describe_plan, plan_record
 
 SMALL = {"layers": 2, "width": 32, "heads": 4, "vocab": 256, "sequence": 16}
 
@@ -30,7 +30,7 @@ def job_of(**more: object) -> Job:
 
 def on(monkeypatch: pytest.MonkeyPatch, cluster: Cluster) -> None:
     """Takes this machine for another."""
-    monkeypatch.setattr(auto, "cluster_here", lambda job, processes: (cluster, "a test"))
+    monkeypatch.setattr(auto_layout, "local_cluster", lambda job, processes: (cluster, "a test"))
 
 
 def test_the_demo_runs_as_copies_on_two_cores() -> None:
@@ -44,7 +44,7 @@ def test_fewer_processes_where_the_batch_cannot_use_all() -> None:
     )
     assert layout.world in (1, 2)  # 4 ranks can share 5 samples in no way; 2 can as stages
     with pytest.raises(LayoutError, match="7"):
-        choose_layout(job_of(batch={"samples": 5}), world=7)
+        choose_layout(job_of(batch={"samples": 5}), world_size=7)
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 4, 8, 16])
@@ -54,22 +54,22 @@ def test_what_is_chosen_can_run(devices: int, more: dict[str, object], monkeypat
         on(monkeypatch, CLUSTERS[name])
         job = job_of(**more)
         try:
-            layout = choose_layout(job, world=devices)
+            layout = choose_layout(job, world_size=devices)
         except LayoutError:
             assert job.samples % devices, "copies would do"
             continue
         assert layout.world == devices
-        check(job, layout)
+        check_layout(job, layout)
 
 
 def test_a_large_model_is_cut_and_a_larger_one_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, CLUSTERS["h100"])
     job = make_job({"model": {"name": "llama3-8b"}, "precision": "bf16", "batch": {"samples": 64}})
-    plan, _ = choose_plan(job, world=8)
+    plan, _ = choose_plan(job, world_size=8)
     check_memory(job, plan)
     assert plan.best.layout.shard > 1 or plan.best.layout.tensor > 1 or plan.best.layout.pipeline > 1
     large = make_job({"model": {"name": "gpt3-175b"}, "precision": "bf16", "batch": {"samples": 64}})
-    plan, _ = choose_plan(large, world=8)
+    plan, _ = choose_plan(large, world_size=8)
     with pytest.raises(LayoutError, match=r"no layout of 8 x H100-80GB holds this job: '.*' needs least, \d+ GiB"):
         check_memory(large, plan)
 
@@ -87,63 +87,63 @@ def test_of_equals_the_plainest() -> None:
 def test_alternatives_that_do_not_exist_are_passed_over(text: str) -> None:
     """A pipeline of two becomes none; stages beyond the model's pieces; heads that do not divide."""
     job = job_of(batch={"samples": 16})
-    judge = estimator_of(job, CLUSTERS["cpu"])
-    lines = list(notable(judge, judge.predict(judged(job, judge.work.shape, Layout.parse(text)))))
+    judge = make_estimator(job, CLUSTERS["cpu"])
+    lines = list(near_misses(judge, judge.predict(resolve_layout(job, judge.work.shape, Layout.parse(text)))))
     assert lines and len({line.partition(":")[0] for line in lines}) == len(lines)
 
 
 def test_what_this_machine_is_taken_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    cluster, source = here.cluster_here(job_of(), 4)
-    assert (cluster.device.family, cluster.domain, source) == ("cpu", 4, "the preset for CPUs")
-    assert here.cluster_here(job_of(run={"cluster": "h200"}), 4) == (CLUSTERS["h200"], "h200")
+    cluster, source = local_machine.local_cluster(job_of(), 4)
+    assert (cluster.device.family, cluster.domain_size, source) == ("cpu", 4, "the preset for CPUs")
+    assert local_machine.local_cluster(job_of(run={"cluster": "h200"}), 4) == (CLUSTERS["h200"], "h200")
     with pytest.raises(JobError, match="h20O"):
-        here.cluster_here(job_of(run={"cluster": "h20O"}), 4)
-    monkeypatch.setattr(here, "pick_device", lambda job: "cuda")
+        local_machine.local_cluster(job_of(run={"cluster": "h20O"}), 4)
+    monkeypatch.setattr(local_machine, "pick_device", lambda job: "cuda")
     for name, gib, expected in (
         ("NVIDIA A100-SXM4-40GB", 39.5, "A100-40GB"), ("NVIDIA H100 80GB HBM3", 79.6, "H100-80GB"),
         ("NVIDIA H200", 140.0, "H200"), ("Tesla V100-SXM2-16GB", 16.0, "V100-16GB"),
         ("A future GPU", 300.0, "A future GPU"),
     ):  # fmt: skip
-        monkeypatch.setattr(here, "gpu_here", lambda name=name, gib=gib: (name, gib * GIB))
-        cluster, source = here.cluster_here(job_of(), 2)
-        assert (cluster.device.name, cluster.domain) == (expected, 2)
+        monkeypatch.setattr(local_machine, "first_gpu", lambda name=name, gib=gib: (name, gib * GIB))
+        cluster, source = local_machine.local_cluster(job_of(), 2)
+        assert (cluster.device.name, cluster.domain_size) == (expected, 2)
         assert ("no data sheet" in source) == (expected == name)
-    assert known_cluster("NVIDIA GB200") == CLUSTERS["gb200"]
+    assert cluster_by_driver_name("NVIDIA GB200") == CLUSTERS["gb200"]
 
 
 @pytest.mark.parametrize("text", ["auto", "pipeline=2 schedule=gpipe stages=1,1", "shard=2 zero=3 recompute=0.5"])
 def test_the_plan_of_a_run(text: str) -> None:
     job = job_of(layout=text)
-    plan, source = choose_plan(job, world=2)
+    plan, source = choose_plan(job, world_size=2)
     record = plan_record(job, plan, source)
     ranks = record["predicted"]["memory_gib"]
     assert len(ranks) == plan.best.layout.pipeline
     sums = [sum(rank.values()) - rank["pipeline_rank"] for rank in ranks]
     assert max(sums) == pytest.approx(record["predicted"]["peak_memory_gib"])
     assert record["predicted"]["step_seconds"] > 0
-    assert bool(record["rejected"]) == (text == "auto") == reason(plan, source).startswith("best of")
+    assert bool(record["rejected"]) == (text == "auto") == describe_plan(plan, source).startswith("best of")
 
 
 def test_a_calibrated_machine_is_planned_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate, "LEAST", 0.01)
-    monkeypatch.setattr(calibrate, "CALLS", 4)
-    monkeypatch.setattr(calibrate, "FRESH", False)
-    said = calibrate.calibrate_machine(tmp_path / "here.toml", processes=3, device="cpu")
+    monkeypatch.setattr(calibrate, "MIN_SECONDS", 0.01)
+    monkeypatch.setattr(calibrate, "COLLECTIVE_CALLS", 4)
+    monkeypatch.setattr(calibrate, "FRESH_PROCESSES", False)
+    said = calibrate.calibrate_to_file(tmp_path / "here.toml", processes=3, device="cpu")
     assert "3 x CPU" in said
     cluster = find_cluster(str(tmp_path / "here.toml"))
-    assert cluster.measured["shared"] >= 1 and cluster.inner.bandwidth > 0 and cluster.inner.latency > 0
-    plan, source = choose_plan(job_of(run={"device": "cpu", "cluster": str(tmp_path / "here.toml")}), world=2)
+    assert cluster.measured["uncontended_speedup"] >= 1 and cluster.inner.bandwidth > 0 and cluster.inner.latency > 0
+    plan, source = choose_plan(job_of(run={"device": "cpu", "cluster": str(tmp_path / "here.toml")}), world_size=2)
     assert plan.cluster == cluster and source.endswith("here.toml") and plan.best.seconds > 0
 
 
 def test_the_search_is_exact_where_processes_share_processors() -> None:
-    shared = replace(CLUSTERS["cpu"], measured={**CLUSTERS["cpu"].measured, "shared": 2.5})
-    judge = estimator_of(job_of(batch={"samples": 16}, model=SMALL | {"layers": 6}), shared)
-    every = [judge.predict(layout) for base in bases(judge, 4) for layout in variants(judge, base)]
-    fitting = sorted(one.seconds for one in every if one.peak <= shared.device.memory)
+    shared = replace(CLUSTERS["cpu"], measured={**CLUSTERS["cpu"].measured, "uncontended_speedup": 2.5})
+    judge = make_estimator(job_of(batch={"samples": 16}, model=SMALL | {"layers": 6}), shared)
+    every = [judge.predict(layout) for base in layout_classes(judge, 4) for layout in class_layouts(judge, base)]
+    fitting = sorted(one.seconds for one in every if one.peak_memory <= shared.device.memory)
     assert [one.seconds for one in search(judge, 4).best] == pytest.approx(fitting[:10])
-    alone = estimator_of(judge_job := job_of(batch={"samples": 16}, model=SMALL | {"layers": 6}), CLUSTERS["cpu"])
-    pipeline = judged(judge_job, alone.work.shape, Layout.parse("pipeline=4"))
+    alone = make_estimator(judge_job := job_of(batch={"samples": 16}, model=SMALL | {"layers": 6}), CLUSTERS["cpu"])
+    pipeline = resolve_layout(judge_job, alone.work.shape, Layout.parse("pipeline=4"))
     assert judge.predict(pipeline).seconds < alone.predict(pipeline).seconds
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from shardwise.bench import comm
-from shardwise.bench.data import DataReport, Stopwatch, bench_data
-from shardwise.bench.step import StepReport, bench_step, kind_of_work
+from shardwise.bench.data_loading import DataReport, StageTimer, bench_data
+from shardwise.bench.train_step import StepReport, bench_step, classify_kernel
 from shardwise.cluster import CLUSTERS, find_cluster
 from shardwise.comm.world import run_world
 from shardwise.errors import JobError, LayoutError
@@ -25,15 +25,15 @@ def measured() -> StepReport:
 
 def test_where_the_time_goes() -> None:
     report = run_world(measured, 1)[0]
-    assert report.tokens == 64 and report.seconds > 0 and not report.compiled and not report.recorded
-    assert {"matrix products", "attention", "head", "elementwise", "optimizer"} <= report.parts.keys()
+    assert report.tokens == 64 and report.seconds > 0 and not report.compiled and not report.uses_cuda_graph
+    assert {"matrix products", "attention", "head", "elementwise", "optimizer"} <= report.time_breakdown.keys()
     text = report.text()
     assert "tokens/s" in text and "matrix products" in text and "GiB" not in text
     assert report.as_dict()["tokens_per_second"] == pytest.approx(64 / report.seconds)
 
 
 def fed(kind: str) -> DataReport:
-    images = {"name": "resnet", "depth": 18, "stem": "cifar", "width": 2, "image": 8, "classes": 3}
+    images = {"name": "resnet", "depth": 18, "stem": "cifar", "width": 2, "image_size": 8, "num_classes": 3}
     data = {"source": "synthetic", "augment": ["flip", "mixup"] if kind == "images" else []}
     job = make_job({"model": images if kind == "images" else MODEL, "batch": {"samples": 2}, "data": data})
     return bench_data(job, torch.device("cpu"), steps=3)
@@ -45,16 +45,19 @@ def fed(kind: str) -> DataReport:
 ])  # fmt: skip
 def test_what_a_step_waits_for(kind: str, stages: list[str]) -> None:
     report = run_world(fed, 1, kind)[0]
-    assert list(report.stages) == stages and all(report.stages.values())
-    assert 0 <= report.share < 1 and report.loader > 0 and report.slowest in stages
-    assert f"most of it {report.slowest}" in report.text() and report.as_dict()["share"] == report.share
+    assert list(report.stage_seconds) == stages and all(report.stage_seconds.values())
+    assert 0 <= report.wait_fraction < 1 and report.loader_samples_per_s > 0 and report.slowest_stage in stages
+    assert (
+        f"most of it {report.slowest_stage}" in report.text()
+        and report.as_dict()["wait_fraction"] == report.wait_fraction
+    )
 
 
 def test_a_stage_does_not_count_what_it_calls() -> None:
-    watch = Stopwatch()
-    inner = watch.timed("inner", lambda: time.sleep(0.02))
-    watch.timed("outer", lambda: (inner(), inner()))()
-    assert watch.seconds["inner"] >= 0.04 > 0.02 > watch.seconds["outer"]
+    timer = StageTimer()
+    inner = timer.wrap("inner", lambda: time.sleep(0.02))
+    timer.wrap("outer", lambda: (inner(), inner()))()
+    assert timer.seconds["inner"] >= 0.04 > 0.02 > timer.seconds["outer"]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +71,7 @@ def test_a_stage_does_not_count_what_it_calls() -> None:
     ],
 )
 def test_kernels_by_name(kernel: str, kind: str) -> None:
-    assert kind_of_work(kernel) == kind
+    assert classify_kernel(kernel) == kind
 
 
 def test_what_cannot_be_measured() -> None:
@@ -83,42 +86,46 @@ def made_up() -> comm.CommReport:
     sizes = [1 << 10, 1 << 16, 1 << 24]
     ring = [1e-4 * 6 + 1.5 * size / 1e9 for size in sizes]
     tree = [time * factor for time, factor in zip(ring, (0.5, 0.5, 2.0))]
-    link = comm.Fit(1e-4, 1e9, 0.0)
+    link = comm.AlphaBetaFit(1e-4, 1e9, 0.0)
     return comm.CommReport(
-        4, 2, sizes, {"library": ring, "ring": ring, "tree": tree},
+        4,
+        2,
+        sizes,
+        {"library": ring, "ring": ring, "tree": tree},
         {name: [size * 3 // 2 for size in sizes] for name in ("library", "ring", "tree")},
-        {name: [6] * 3 for name in ("library", "ring", "tree")}, {"inner": link, "outer": comm.Fit(1e-3, 1e8, 0.0)},
-    )  # fmt: skip
+        {name: [6] * 3 for name in ("library", "ring", "tree")},
+        {"inner": link, "outer": comm.AlphaBetaFit(1e-3, 1e8, 0.0)},
+    )
 
 
 def test_a_network_is_found_and_told_in_words() -> None:
     report = made_up()
-    assert report.fits["ring"].latency == pytest.approx(1e-4) and report.fits["ring"].off < 1e-9
+    assert report.fits["ring"].latency == pytest.approx(1e-4) and report.fits["ring"].median_error < 1e-9
     assert report.fits["ring"].bandwidth == pytest.approx(1e9)
-    assert report.verdict() == [
+    assert report.describe_fastest() == [
         "1 KiB to 64 KiB: tree is the fastest of ours, 0.50 times the library's time.",
         "16 MiB: ring is the fastest of ours, 1.00 times the library's time.",
     ]
     assert "inner link     0.1 ms a step, 1000 MB/s" in report.text()
-    assert comm.draw(report).count("<circle") == 9
+    assert comm.draw_report(report).count("<circle") == 9
 
 
 def test_links_go_into_a_cluster_file(tmp_path: Path) -> None:
     file = tmp_path / "cluster.toml"
     comm.write_links(made_up(), file)
     found = find_cluster(str(file))
-    assert (found.domain, found.inner.bandwidth, found.outer.latency) == (2, 1e9, 1e-3)
+    assert (found.domain_size, found.inner.bandwidth, found.outer.latency) == (2, 1e9, 1e-3)
     assert found.device == CLUSTERS["cpu"].device
     with pytest.raises(JobError, match="there is no folder"):
         comm.write_links(made_up(), tmp_path / "nowhere" / "cluster.toml")
 
 
 def test_sums_are_measured() -> None:
-    report = comm.bench_comm(3, None, 1 << 12, turns=1)
-    assert report is not None and report.sizes == [1 << 10, 1 << 12] and report.node == 1
+    report = comm.bench_comm(3, None, 1 << 12, repeats=1)
+    assert report is not None and report.sizes == [1 << 10, 1 << 12] and report.processes_per_node == 1
     assert set(report.seconds) == {"library", "ring", "halving", "tree", "two-level", "server", "servers"}
     assert all(time > 0 for times in report.seconds.values() for time in times)
-    assert report.sent["server"][0] == 2 << 10 and report.steps["ring"][0] == 4
+    assert report.bytes_sent["server"][0] == 2 << 10 and report.steps["ring"][0] == 4
     assert set(report.links) == {"outer"} and report.as_dict()["fits"]["ring"]
     with pytest.raises(JobError, match="do not divide into nodes of 2"):
-        comm.bench_comm(3, 2, 1 << 12, turns=1)
+        comm.bench_comm(3, 2, 1 << 12, repeats=1)

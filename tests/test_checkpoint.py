@@ -22,16 +22,16 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from shardwise.comm.world import run_world
-from shardwise.data.stream import share
+from shardwise.data.sample_stream import rank_positions
 from shardwise.errors import CheckpointError, RunError
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.optim import make_optimizer
 from shardwise.parallel.engine import Engine
-from shardwise.parallel.parallelize import build, parallelize
+from shardwise.parallel.parallelize import build_on_meta, parallelize
 from shardwise.step import step
-from shardwise.train import stored
-from shardwise.train.checkpoint import Checkpoints, good_checkpoints, load_weights
+from shardwise.train import checkpoint_folder
+from shardwise.train.checkpoint import CheckpointManager, load_weights, valid_checkpoints
 from shardwise.verify.parity import make_stream
 
 # A vocabulary that nothing divides, and 4 hidden features, of which the last of 3 ranks gets none.
@@ -53,13 +53,13 @@ ALONE = Layout.parse("pipeline=1")
 
 def start(job: Job, layout: Layout) -> tuple[Engine, torch.optim.Optimizer]:
     engine = parallelize(job, layout, torch.device("cpu"))
-    return engine, make_optimizer(job.optimizer, engine.holdings)
+    return engine, make_optimizer(job.optimizer, engine.param_shards)
 
 
 def train(job: Job, engine: Engine, optimizer: torch.optim.Optimizer, first: int, last: int) -> list[float]:
     stream, data, losses = make_stream(job), engine.mesh["data"], []
     for number in range(first, last):
-        samples = stream.read(share(number, job.samples, data.size, data.index))
+        samples = stream.read(rank_positions(number, job.samples, data.size, data.index))
         losses.append(float(step(engine, optimizer, samples, job.optimizer.clip).loss))
     return losses
 
@@ -71,11 +71,13 @@ def bits(tensor: torch.Tensor) -> str:
 def everything(engine: Engine, optimizer: torch.optim.Optimizer) -> list[tuple[str, str]]:
     """All that a rank has, bit by bit: pieces, optimizer states, whole weights, loss scale."""
     found = [(f"scale {key}", bits(value)) for key, value in engine.scale.state().items()]
-    for holding in engine.holdings:
-        found.append((holding.name, bits(holding.tensor)))
-        found += [(f"{holding.name} {key}", bits(value)) for key, value in optimizer.state[holding.tensor].items()]
+    for param_shard in engine.param_shards:
+        found.append((param_shard.name, bits(param_shard.tensor)))
+        found += [
+            (f"{param_shard.name} {key}", bits(value)) for key, value in optimizer.state[param_shard.tensor].items()
+        ]
     for chain in engine.chains:
-        for name, weight in chain.named_weights():
+        for name, weight in chain.named_unique_parameters():
             whole = weight.to_local() if hasattr(weight, "to_local") else weight
             found.append((f"whole {name}", bits(whole)))
     return sorted(found)
@@ -86,7 +88,7 @@ def everything(engine: Engine, optimizer: torch.optim.Optimizer) -> list[tuple[s
 
 def make_source(folder: Path, layout: Layout) -> tuple[list[float], list[tuple[str, str]]]:
     engine, optimizer = start(JOB, layout)
-    checkpoints = Checkpoints(folder, 2, asynchronous=True)
+    checkpoints = CheckpointManager(folder, 2, asynchronous=True)
     train(JOB, engine, optimizer, 0, 2)
     checkpoints.save(2, engine, optimizer, {"samples": 24})
     held = everything(engine, optimizer)
@@ -99,7 +101,7 @@ def load_sources(folders: dict[str, Path], layout: Layout) -> dict[str, tuple[An
     engine, optimizer = start(JOB, layout)
     results = {}
     for text, folder in folders.items():
-        checkpoints = Checkpoints(folder, 2, asynchronous=True)
+        checkpoints = CheckpointManager(folder, 2, asynchronous=True)
         state = checkpoints.load(engine, optimizer)
         held = everything(engine, optimizer)
         results[text] = state, train(JOB, engine, optimizer, 2, 4), held
@@ -137,10 +139,10 @@ def test_any_layout_loads_from_any_other(sources: dict[str, Any], text: str) -> 
 
 
 def load_whole(folder: Path) -> tuple[dict[str, Any] | None, dict[str, str]]:
-    model = build(JOB, torch.float64).to_empty(device="cpu")
-    model.tie()
-    state = load_weights(folder, dict(model.named_weights()))
-    return state, {name: bits(weight) for name, weight in model.named_weights()}
+    model = build_on_meta(JOB, torch.float64).to_empty(device="cpu")
+    model.tie_weights()
+    state = load_weights(folder, dict(model.named_unique_parameters()))
+    return state, {name: bits(weight) for name, weight in model.named_unique_parameters()}
 
 
 def test_whole_weights_load_in_one_process(sources: dict[str, Any], tmp_path: Path) -> None:
@@ -154,7 +156,7 @@ def test_whole_weights_load_in_one_process(sources: dict[str, Any], tmp_path: Pa
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_pytorch_reads_it_too(sources: dict[str, Any]) -> None:
-    _, path = good_checkpoints(sources["shard=3"][0])[0]
+    _, path = valid_checkpoints(sources["shard=3"][0])[0]
     into = {"weights.embed.tokens.weight": torch.zeros(61, 16, dtype=torch.float64)}
     dcp.load(into, checkpoint_id=path, no_dist=True)
     state, weights = run_world(load_whole, 1, sources["shard=3"][0])[0]
@@ -166,23 +168,23 @@ def test_pytorch_reads_it_too(sources: dict[str, Any]) -> None:
 
 def mark(engine: Engine, optimizer: torch.optim.Optimizer, number: float) -> None:
     with torch.no_grad():
-        for holding in engine.holdings:
-            holding.tensor.fill_(number)
-            for value in optimizer.state[holding.tensor].values():
+        for param_shard in engine.param_shards:
+            param_shard.tensor.fill_(number)
+            for value in optimizer.state[param_shard.tensor].values():
                 value.fill_(number)
 
 
 def marks(engine: Engine, optimizer: torch.optim.Optimizer) -> set[float]:
-    tensors = [holding.tensor.detach() for holding in engine.holdings]
+    tensors = [param_shard.tensor.detach() for param_shard in engine.param_shards]
     tensors += [value for tensor in tensors for value in optimizer.state[tensor].values()]
-    tensors += [weight.detach() for chain in engine.chains for _, weight in chain.named_weights()]
+    tensors += [weight.detach() for chain in engine.chains for _, weight in chain.named_unique_parameters()]
     return {float(number) for tensor in tensors for number in tensor.unique()}
 
 
 def save_marks(folder: Path, steps: list[int], keep: int = 10) -> None:
     engine, optimizer = start(JOB, ALONE)
     train(JOB, engine, optimizer, 0, 1)
-    checkpoints = Checkpoints(folder, keep, asynchronous=False)
+    checkpoints = CheckpointManager(folder, keep, asynchronous=False)
     for number in steps:
         mark(engine, optimizer, number)
         checkpoints.save(number, engine, optimizer, {"note": "ü"})
@@ -190,7 +192,7 @@ def save_marks(folder: Path, steps: list[int], keep: int = 10) -> None:
 
 def load_marks(folder: Path, step: int | None = None) -> tuple[Any, list[str], set[float]]:
     engine, optimizer = start(JOB, ALONE)
-    checkpoints = Checkpoints(folder, 10, asynchronous=False)
+    checkpoints = CheckpointManager(folder, 10, asynchronous=False)
     state = checkpoints.load(engine, optimizer, step)
     return state, checkpoints.damaged, marks(engine, optimizer)
 
@@ -253,7 +255,7 @@ def test_a_torn_checkpoint_is_passed_over(two: Path, harm: str) -> None:
     assert (state["step"], found) == (10, {10.0})
     culprit = data.name if harm in ("truncated", "missing") else manifest.name
     assert len(damaged) == 1 and "step-00000020" in damaged[0] and culprit in damaged[0]
-    assert good_checkpoints(two) == [(10, two / "step-00000010")]
+    assert valid_checkpoints(two) == [(10, two / "step-00000010")]
 
 
 def test_none_that_is_good(two: Path) -> None:
@@ -272,7 +274,7 @@ def test_a_step_by_number(two: Path) -> None:
 def load_other(folder: Path) -> None:
     other = make_job({"precision": "float64", "model": SMALL | {"layers": 3}, "batch": {"samples": 12}})
     engine, optimizer = start(other, ALONE)
-    Checkpoints(folder, 2, asynchronous=True).load(engine, optimizer)
+    CheckpointManager(folder, 2, asynchronous=True).load(engine, optimizer)
 
 
 def test_another_model_is_refused(two: Path) -> None:
@@ -285,7 +287,7 @@ def test_another_model_is_refused(two: Path) -> None:
 def load_nothing(folder: Path) -> tuple[Any, bool]:
     engine, optimizer = start(JOB, ALONE)
     before = everything(engine, optimizer)
-    state = Checkpoints(folder / "new", 2, asynchronous=True).load(engine, optimizer)
+    state = CheckpointManager(folder / "new", 2, asynchronous=True).load(engine, optimizer)
     return state, before == everything(engine, optimizer)
 
 
@@ -318,7 +320,7 @@ def test_a_step_can_be_saved_again(two: Path) -> None:
 
 
 def rewind(folder: Path) -> None:
-    Checkpoints(folder, 2, asynchronous=True).rewind(10)
+    CheckpointManager(folder, 2, asynchronous=True).rewind(10)
 
 
 def test_going_back(two: Path) -> None:
@@ -332,7 +334,7 @@ def test_going_back(two: Path) -> None:
 def save_and_go_on(folder: Path, layout: Layout) -> set[float]:
     engine, optimizer = start(JOB, layout)
     train(JOB, engine, optimizer, 0, 1)
-    checkpoints = Checkpoints(folder, 2, asynchronous=True)
+    checkpoints = CheckpointManager(folder, 2, asynchronous=True)
     for number in (1, 2):
         mark(engine, optimizer, number)
         checkpoints.save(number, engine, optimizer, {})
@@ -352,8 +354,8 @@ def save_scale(folder: Path) -> bool:
     job = make_job({"precision": "fp16", "model": SMALL, "batch": {"samples": 12}})
     engine, optimizer = start(job, ALONE)
     engine.scale.value.fill_(2.0**13)
-    engine.scale.quiet.fill_(7)
-    checkpoints = Checkpoints(folder, 2, asynchronous=True)
+    engine.scale.growth_tracker.fill_(7)
+    checkpoints = CheckpointManager(folder, 2, asynchronous=True)
     checkpoints.save(1, engine, optimizer, {})
     before = everything(engine, optimizer)
     engine, optimizer = start(job, ALONE)
@@ -369,7 +371,7 @@ def test_the_loss_scale_comes_back(tmp_path: Path) -> None:
 # Faults
 
 
-class Full(stored.Hashed):
+class Full(checkpoint_folder.HashedFileWriter):
     """The kernel's own full disk, on one rank."""
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -378,20 +380,20 @@ class Full(stored.Hashed):
 
 
 def fill_the_disk(folder: Path, asynchronous: bool) -> tuple[str, list[str], int]:
-    from shardwise.train import pieces
+    from shardwise.train import dcp_storage
 
     engine, optimizer = start(JOB, Layout.parse("shard=2"))
-    checkpoints = Checkpoints(folder, 2, asynchronous)
+    checkpoints = CheckpointManager(folder, 2, asynchronous)
     checkpoints.save(1, engine, optimizer, {})
     checkpoints.finish()
-    pieces.Hashed = Full  # type: ignore[misc]
+    dcp_storage.HashedFileWriter = Full  # type: ignore[misc]
     with pytest.raises(RunError) as caught:
         checkpoints.save(2, engine, optimizer, {})
         checkpoints.finish()
     dist.barrier()
     there = names(folder)
     dist.barrier()
-    pieces.Hashed = stored.Hashed  # type: ignore[misc]
+    dcp_storage.HashedFileWriter = checkpoint_folder.HashedFileWriter  # type: ignore[misc]
     checkpoints.save(3, engine, optimizer, {})
     checkpoints.finish()
     state = checkpoints.load(engine, optimizer)
@@ -410,7 +412,7 @@ def test_a_full_disk_is_named_on_every_rank(tmp_path: Path, asynchronous: bool) 
 def save_a_bit(folder: Path) -> list[str]:
     save_marks(folder, [1])
     engine, optimizer = start(JOB, ALONE)
-    checkpoints = Checkpoints(folder, 2, asynchronous=True)
+    checkpoints = CheckpointManager(folder, 2, asynchronous=True)
     messages = []
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
     for number in (2, 3):
@@ -445,7 +447,7 @@ def fill_then_freeze(folder: Path) -> tuple[int, str, list[str], str, Any, set[f
     """Saves until the disk is full, then once more while it is read-only, and loads."""
     engine, optimizer = start(JOB, ALONE)
     train(JOB, engine, optimizer, 0, 1)
-    checkpoints, last, messages = Checkpoints(folder, 1000, asynchronous=False), 0, []
+    checkpoints, last, messages = CheckpointManager(folder, 1000, asynchronous=False), 0, []
     for number in range(1, 1000):
         mark(engine, optimizer, number)
         try:
@@ -487,7 +489,7 @@ def test_kill_9_in_the_middle_of_a_save(tmp_path: Path) -> None:
         worker.start()
         try:
             until = time.monotonic() + 60
-            while not (any(step > last for step, _ in good_checkpoints(tmp_path)) and leftovers(tmp_path)):
+            while not (any(step > last for step, _ in valid_checkpoints(tmp_path)) and leftovers(tmp_path)):
                 assert time.monotonic() < until and worker.is_alive()
                 time.sleep(0.001)
             time.sleep(lot.random() * 0.03)
@@ -495,7 +497,7 @@ def test_kill_9_in_the_middle_of_a_save(tmp_path: Path) -> None:
             assert worker.pid is not None
             os.kill(worker.pid, signal.SIGKILL)
             worker.join()
-        finished = good_checkpoints(tmp_path)
+        finished = valid_checkpoints(tmp_path)
         torn += bool(leftovers(tmp_path))
         state, damaged, found = run_world(load_marks, 1, tmp_path)[0]
         assert damaged == [] and not leftovers(tmp_path)

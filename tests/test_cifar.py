@@ -14,31 +14,31 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.comm.world import run_world
-from shardwise.data.augment import Augment
-from shardwise.data.bad import Bad
-from shardwise.data.cifar import MEAN, SPREAD, TEST, TRAINING, open_cifar
-from shardwise.data.images import Drawn
+from shardwise.data.augment import ImageAugmentation
+from shardwise.data.bad_records import BadRecords
+from shardwise.data.cifar10 import MEAN, STD, TEST_FILE, TRAIN_FILES, open_cifar10
+from shardwise.data.images import SyntheticImages
 from shardwise.data.loader import Loader
-from shardwise.data.make import make_sources
-from shardwise.data.stream import Samples, Stream, share
+from shardwise.data.make_sources import make_sources
+from shardwise.data.sample_stream import Samples, SampleStream, rank_positions
 from shardwise.errors import DataError, JobError
 from shardwise.job import make_job
 from shardwise.layout import Layout
-from shardwise.models.chain import IGNORED
-from shardwise.models.resnet import Head, classes_of
-from shardwise.train.folder import RunFolder
+from shardwise.models.chain import IGNORE_INDEX
+from shardwise.models.resnet import ClassifierHead, unpack_targets
 from shardwise.train.loop import Trainer
+from shardwise.train.run_folder import RunFolder
 from shardwise.verify.parity import verify
 
 ALL = ("crop", "flip", "colour", "cutout", "mixup")
-MODEL = {"name": "resnet", "depth": 18, "width": 4, "stem": "cifar", "image": 32, "classes": 10}
+MODEL = {"name": "resnet", "depth": 18, "width": 4, "stem": "cifar", "image_size": 32, "num_classes": 10}
 
 
 def written(folder: Path, kind: str, count: int = 12) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Six small files as they are published; returns what is in them."""
     folder.mkdir(parents=True, exist_ok=True)
     content = {}
-    for number, name in enumerate((*TRAINING, TEST)):
+    for number, name in enumerate((*TRAIN_FILES, TEST_FILE)):
         draw = np.random.default_rng(number)
         images, classes = draw.integers(0, 256, (count, 3072)).astype(np.uint8), draw.integers(0, 10, count)
         content[name] = images, classes
@@ -60,16 +60,16 @@ def test_both_versions_are_read(tmp_path: Path, kind: str) -> None:
     below = "cifar-10-batches-bin" if kind == "bin" else "cifar-10-batches-py"
     content = written(tmp_path / below, kind)
     for path in (tmp_path, tmp_path / below):
-        training, test = open_cifar(str(path), Bad(), None)
+        training, test = open_cifar10(str(path), BadRecords(), None)
         assert (len(training), len(test), training.length, training.vocab) == (60, 12, 3072, 10)
-    images, classes = training.pictures(np.array([0, 59, 13]))
+    images, classes = training.read_images(np.array([0, 59, 13]))
     for image, label, (name, place) in zip(images, classes, [(0, 0), (4, 11), (1, 1)], strict=True):
-        raw, known = content[TRAINING[name]]
-        plain = (raw[place].reshape(3, 32, 32) / 255 - MEAN) / SPREAD
+        raw, known = content[TRAIN_FILES[name]]
+        plain = (raw[place].reshape(3, 32, 32) / 255 - MEAN) / STD
         assert label == known[place] and np.allclose(image, plain, atol=1e-5)
-    assert test.pictures(np.arange(12))[1].tolist() == content[TEST][1].tolist()
+    assert test.read_images(np.arange(12))[1].tolist() == content[TEST_FILE][1].tolist()
     again = pickle.loads(pickle.dumps(training))  # as it goes to a worker
-    assert np.array_equal(again.pictures(np.arange(60))[0], training.pictures(np.arange(60))[0])
+    assert np.array_equal(again.read_images(np.arange(60))[0], training.read_images(np.arange(60))[0])
     assert len(pickle.dumps(training)) < 20_000
 
 
@@ -82,9 +82,11 @@ def test_the_pickles_of_python_2_are_read(tmp_path: Path) -> None:
         b"(K\x01K\x01M\x00\x0c\x86cnumpy\ndtype\nU\x02u1K\x00K\x01\x87R(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
         b"\x89T\x00\x0c\x00\x00" + pixels + b"tbU\x06labels]K\x07au."
     )
-    (tmp_path / TEST).write_bytes(stream)
-    _, test = open_cifar(str(tmp_path), Bad(), None)
-    assert test.raw(np.array([0]))[0][0].tobytes() == pixels and test.raw(np.array([0]))[1].tolist() == [7]
+    (tmp_path / TEST_FILE).write_bytes(stream)
+    _, test = open_cifar10(str(tmp_path), BadRecords(), None)
+    assert test.read_bytes(np.array([0]))[0][0].tobytes() == pixels and test.read_bytes(np.array([0]))[1].tolist() == [
+        7
+    ]
 
 
 class Evil:
@@ -102,23 +104,23 @@ class Evil:
 def test_a_pickle_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: Any, said: str) -> None:
     monkeypatch.chdir(tmp_path)
     written(tmp_path, "2")
-    (tmp_path / TRAINING[1]).write_bytes(pickle.dumps(content, protocol=2))
+    (tmp_path / TRAIN_FILES[1]).write_bytes(pickle.dumps(content, protocol=2))
     with pytest.raises(DataError, match=said):
-        open_cifar(str(tmp_path), Bad(skip=True), None)
+        open_cifar10(str(tmp_path), BadRecords(skip=True), None)
     assert not (tmp_path / "ran").exists()
 
 
 def test_what_is_missing_is_told(tmp_path: Path) -> None:
     for path in ("", str(tmp_path / "none")):
         with pytest.raises(DataError, match="cs.toronto.edu/~kriz/cifar.html, unpack it into"):
-            open_cifar(path, Bad(), None)
+            open_cifar10(path, BadRecords(), None)
     written(tmp_path, "bin")
     (tmp_path / "data_batch_3.bin").unlink()
     with pytest.raises(DataError, match="data_batch_3.bin is missing beside data_batch_1.bin"):
-        open_cifar(str(tmp_path), Bad(), None)
+        open_cifar10(str(tmp_path), BadRecords(), None)
     data = {"source": "cifar10", "path": str(tmp_path)}
     with pytest.raises(DataError, match="set them to 32 and 10"):
-        make_sources(make_job({"model": {**MODEL, "image": 64}, "data": data}))
+        make_sources(make_job({"model": {**MODEL, "image_size": 64}, "data": data}))
     with pytest.raises(DataError, match="has images, but model.name = 'gpt'"):
         make_sources(make_job({"data": data}))
     with pytest.raises(JobError, match="data.augment changes images, and a decoder reads none"):
@@ -128,7 +130,7 @@ def test_what_is_missing_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["bin", "5"])
 def test_bad_images_are_named_and_passed_over(tmp_path: Path, kind: str) -> None:
     content = written(tmp_path, kind)
-    name, (images, classes) = TRAINING[2], content[TRAINING[2]]
+    name, (images, classes) = TRAIN_FILES[2], content[TRAIN_FILES[2]]
     classes = classes.copy()
     classes[[3, 7]] = 200, 10
     if kind == "bin":
@@ -137,43 +139,43 @@ def test_bad_images_are_named_and_passed_over(tmp_path: Path, kind: str) -> None
     else:
         (tmp_path / name).write_bytes(pickle.dumps({b"data": images, b"labels": classes.tolist()}, protocol=5))
     place = r" \(byte 9,219\)" if kind == "bin" else ""
-    with pytest.raises(DataError, match=rf"data_batch_3\S*, record 4{place}: class 200, .*data.bad = \"skip\""):
-        open_cifar(str(tmp_path), Bad(), None)
-    bad = Bad(skip=True, log=tmp_path / "bad.txt")
-    training, _ = open_cifar(str(tmp_path), bad, None)
+    with pytest.raises(DataError, match=rf"data_batch_3\S*, record 4{place}: class 200, .*data.on_bad_record = \"skip\""):
+        open_cifar10(str(tmp_path), BadRecords(), None)
+    bad = BadRecords(skip=True, log_path=tmp_path / "bad.txt")
+    training, _ = open_cifar10(str(tmp_path), bad, None)
     assert len(training) == 58 and len((tmp_path / "bad.txt").read_text().splitlines()) == 2 + (kind == "bin")
     kept = np.delete(content[name][1], [3, 7])
-    assert training.pictures(np.arange(24, 34))[1].tolist() == kept.tolist()
+    assert training.read_images(np.arange(24, 34))[1].tolist() == kept.tolist()
     expected = "3 bad records passed over" if kind == "bin" else "2 bad records passed over"
-    assert bad.words().startswith(expected) and ("ends after 4 of 3,073 bytes" in bad.words()) == (kind == "bin")
+    assert bad.summary().startswith(expected) and ("ends after 4 of 3,073 bytes" in bad.summary()) == (kind == "bin")
 
 
 # Augmentation
 
 
 def test_each_change_does_what_it_says() -> None:
-    plain = Drawn(40, 16, 5, seed=1)
-    images, classes = plain.pictures(np.arange(40))
+    plain = SyntheticImages(40, 16, 5, seed=1)
+    images, classes = plain.read_images(np.arange(40))
     places = np.arange(40) + 7
-    moved = Augment(["crop"], 0).change(images, places)
+    moved = ImageAugmentation(["crop"], 0).apply(images, places)
     wider = np.pad(images, ((0, 0), (0, 0), (2, 2), (2, 2)))
     parts = [[wider[:, :, y : y + 16, x : x + 16] for x in range(5)] for y in range(5)]
     found = [
         {(y, x) for y in range(5) for x in range(5) if np.array_equal(moved[i], parts[y][x][i])} for i in range(40)
     ]
     assert all(len(one) == 1 for one in found) and len(set.union(*found)) > 10
-    flipped = Augment(["flip"], 0).change(images, places)
+    flipped = ImageAugmentation(["flip"], 0).apply(images, places)
     mirrored = [np.array_equal(a, b[:, :, ::-1]) for a, b in zip(flipped, images, strict=True)]
     kept = [np.array_equal(a, b) for a, b in zip(flipped, images, strict=True)]
     assert all(a != b for a, b in zip(mirrored, kept, strict=True)) and 8 < sum(mirrored) < 32
-    coloured = Augment(["colour"], 0).change(images, places)
+    coloured = ImageAugmentation(["colour"], 0).apply(images, places)
     assert 0.01 < np.abs(coloured - images).mean() < 0.3
-    cut = Augment(["cutout"], 0).change(images, places)
+    cut = ImageAugmentation(["cutout"], 0).apply(images, places)
     holes = (cut == 0).all(1).sum((1, 2))
     assert np.array_equal(cut[cut != 0], images[cut != 0]) and holes.max() == 64 and holes.min() >= 16
-    mixed = Drawn(40, 16, 5, seed=1, augment=Augment(["mixup"], 0)).samples(np.arange(40), places)
-    first, second, part = classes_of(mixed.targets[:, 0])
-    others, shares = Augment(["mixup"], 0).partners(places, 40)
+    mixed = SyntheticImages(40, 16, 5, seed=1, augment=ImageAugmentation(["mixup"], 0)).samples(np.arange(40), places)
+    first, second, part = unpack_targets(mixed.targets[:, 0])
+    others, shares = ImageAugmentation(["mixup"], 0).mixup_partners(places, 40)
     assert first.tolist() == classes.tolist() and second.tolist() == classes[others].tolist()
     assert torch.equal(part, torch.from_numpy(shares).float() / 32768) and 0.3 < part.mean() < 0.7
     blend = images * (1 - part.numpy())[:, None, None, None] + images[others] * part.numpy()[:, None, None, None]
@@ -183,8 +185,8 @@ def test_each_change_does_what_it_says() -> None:
 def test_samples_depend_on_their_place_alone(tmp_path: Path) -> None:
     """Ranks, workers, batch sizes and a resume change nothing; another epoch or seed does."""
     written(tmp_path, "bin")
-    augment = Augment(ALL, seed=3)
-    stream = Stream(open_cifar(str(tmp_path), Bad(), augment)[0], seed=3)
+    augment = ImageAugmentation(ALL, seed=3)
+    stream = SampleStream(open_cifar10(str(tmp_path), BadRecords(), augment)[0], seed=3)
     whole = stream.read(np.arange(96))
     for place in (0, 17, 95):
         assert same(
@@ -195,7 +197,7 @@ def test_samples_depend_on_their_place_alone(tmp_path: Path) -> None:
         for rank in range(ranks):
             with Loader(stream, 24, ranks, rank, first_step=first, workers=workers) as loader:
                 for number, batch in (next(loader) for _ in range(2)):
-                    places = share(number, 24, ranks, rank)
+                    places = rank_positions(number, 24, ranks, rank)
                     assert torch.equal(batch.tokens, whole.tokens[places]) and torch.equal(
                         batch.targets, whole.targets[places]
                     )
@@ -203,12 +205,13 @@ def test_samples_depend_on_their_place_alone(tmp_path: Path) -> None:
     place = again.index(again[5], 60)
     assert not torch.equal(stream.read(np.array([place])).tokens[0], whole.tokens[5])
     assert not np.array_equal(
-        Augment(ALL, 4).change(whole.tokens.numpy(), np.arange(96)), augment.change(whole.tokens.numpy(), np.arange(96))
+        ImageAugmentation(ALL, 4).apply(whole.tokens.numpy(), np.arange(96)),
+        augment.apply(whole.tokens.numpy(), np.arange(96)),
     )
 
 
 def test_the_loss_of_a_blend() -> None:
-    head = Head(6, 5).double()
+    head = ClassifierHead(6, 5).double()
     torch.nn.init.normal_(head.weight), torch.nn.init.normal_(head.bias)
     x = torch.randn(4, 6, 2, 2, dtype=torch.float64)
     first, second, part = torch.tensor([0, 4, 2, 1]), torch.tensor([3, 0, 2, 1]), torch.tensor([0, 8192, 16384, 1])
@@ -221,14 +224,14 @@ def test_the_loss_of_a_blend() -> None:
     head.eval()
     for _ in range(2):  # as a validation in two micro-batches
         head(x, targets=targets)
-    assert int(head.right) == 2 * int((head(x)[:, 0].argmax(-1) == first).sum())
-    targets[2] = IGNORED
+    assert int(head.num_correct) == 2 * int((head(x)[:, 0].argmax(-1) == first).sum())
+    targets[2] = IGNORE_INDEX
     keep = torch.tensor([0, 1, 3])
     assert torch.allclose(head(x, targets=targets), F.cross_entropy(head(x)[keep, 0], soft[keep], reduction="sum"))
 
 
 def test_layouts_agree_on_augmented_images() -> None:
-    model = {**MODEL, "image": 8, "classes": 5}
+    model = {**MODEL, "image_size": 8, "num_classes": 5}
     job = make_job(
         {
             "precision": "float64",
@@ -238,7 +241,7 @@ def test_layouts_agree_on_augmented_images() -> None:
         }
     )
     records = verify(job, [Layout.parse(text) for text in ("replicate=3", "shard=2 zero=3")], steps=2)
-    assert all(record.ok for record in records), [record.sentence() for record in records]
+    assert all(record.ok for record in records), [record.describe() for record in records]
 
 
 # Training
@@ -252,7 +255,7 @@ def test_accuracy_and_bad_records_of_a_run(tmp_path: Path) -> None:
     written(tmp_path / "data", "bin")
     with (tmp_path / "data" / "data_batch_1.bin").open("ab") as file:
         file.write(b"torn")
-    data = {"source": "cifar10", "path": str(tmp_path / "data"), "augment": ["crop", "flip"], "bad": "skip"}
+    data = {"source": "cifar10", "path": str(tmp_path / "data"), "augment": ["crop", "flip"], "on_bad_record": "skip"}
     job = make_job({"steps": 2, "model": MODEL, "data": data, "batch": {"samples": 8}, "validation": {"samples": 12}})
     told = []
     for layout in ("pipeline=1", "replicate=2"):
@@ -263,7 +266,7 @@ def test_accuracy_and_bad_records_of_a_run(tmp_path: Path) -> None:
         (validation,) = [event for event in events if event["event"] == "validation"]
         assert f"{100 * validation['accuracy']:.1f}% right" in validation["message"]
         assert (validation["accuracy"] * 12).is_integer()
-        (bad,) = [event for event in events if event["event"] == "bad records"]
+        (bad,) = [event for event in events if event["event"] == "bad_records"]
         assert "1 bad record passed over" in bad["message"] and "data_batch_1.bin, record 13" in bad["message"]
         told.append((validation["accuracy"], validation["loss"]))
     assert told[0] == pytest.approx(told[1], rel=1e-4)

@@ -9,7 +9,7 @@ import pytest
 
 import shardwise
 from shardwise.cli import main
-from shardwise.verify.parity import Record
+from shardwise.verify.parity import VerifyResult
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *words: str) -> int | None:
@@ -34,7 +34,7 @@ def test_help_keeps_its_brackets(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 def test_verify_ends_with_1_where_something_differs(
     ok: bool, code: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    record = Record("tensor=2", ok=ok, problem=None if ok else "a rank died.")
+    record = VerifyResult("tensor=2", ok=ok, failure=None if ok else "a rank died.")
     monkeypatch.setattr("shardwise.verify.command.verify_job", lambda *_: [record])
     assert call(monkeypatch, "verify") == code
     assert ("a rank died" in capsys.readouterr().out) == (not ok)
@@ -44,7 +44,7 @@ def test_layout_is_short_for_a_setting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[list[str]] = []
-    monkeypatch.setattr("shardwise.train.start.start_training", lambda file, settings, *_: asked.append(settings))
+    monkeypatch.setattr("shardwise.launch.start.start_training", lambda file, settings, *_: asked.append(settings))
     assert not call(monkeypatch, "train", "--set", "steps=3", "--layout", "pipeline=2 tensor=2")
     assert asked == [["steps=3", "layout=pipeline=2 tensor=2"]]
     assert call(monkeypatch, "train", "--layout", "pipline=2") == 2

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_guard import VICTIM, curve, events, small_job
+from test_guard import FAULTY_WORKER, curve, events, small_job
 
+from shardwise.chaos.faulty_worker import Fault, flip_tensor_bit, inject_faults
 from shardwise.chaos.run import draw_faults
-from shardwise.chaos.victim import Fault, flip_number, plant
 from shardwise.errors import RunError
-from shardwise.guard.nursery import Nursery
-from shardwise.guard.sums import KINDS, checksum, firsts
+from shardwise.integrity.checksums import COPY_KINDS, checksum, reference_ranks
 from shardwise.job import Job
+from shardwise.launch.launch import launch
 from shardwise.layout import Layout
-from shardwise.train.folder import RunFolder
-from shardwise.train.launch import launch
+from shardwise.train.run_folder import RunFolder
+from shardwise.workers.fork_server import ForkServer
 
 LAYOUTS = [
     "replicate=2", "shard=2 zero=2", "shard=2 tensor=2 zero=3", "pipeline=2 replicate=2",
@@ -27,20 +27,22 @@ LAYOUTS = [
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    one = Nursery("shardwise.chaos.victim")
+def nursery() -> Iterator[ForkServer]:
+    one = ForkServer("shardwise.chaos.faulty_worker")
     yield one
     one.close()
 
 
 def job_of(folder: Path, run: dict[str, object] | None = None, **changes: object) -> Job:
-    return small_job(folder, run={"check": 1, "corruptions": 20, **(run or {})}, batch={"samples": 8}, **changes)
+    return small_job(
+        folder, run={"checksum_every": 1, "max_corruptions": 20, **(run or {})}, batch={"samples": 8}, **changes
+    )
 
 
-def train(nursery: Nursery, job: Job, layout: str, *faults: Fault) -> RunFolder:
+def train(fork_server: ForkServer, job: Job, layout: str, *faults: Fault) -> RunFolder:
     folder = RunFolder.create(job)
-    plant(folder.path, list(faults))
-    launch(folder, Layout.parse(layout), resume=False, entry=VICTIM, nursery=nursery)
+    inject_faults(folder.path, list(faults))
+    launch(folder, Layout.parse(layout), resume=False, entry=FAULTY_WORKER, fork_server=fork_server)
     return folder
 
 
@@ -50,15 +52,15 @@ def label_of(run: RunFolder, fault: Fault) -> str:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_flipped_bits_are_named_and_leave_no_trace(layout: str, nursery: Nursery, tmp_path: Path) -> None:
+def test_flipped_bits_are_named_and_leave_no_trace(layout: str, fork_server: ForkServer, tmp_path: Path) -> None:
     world, copied = Layout.parse(layout).world, "replicate" in layout
     faults = [
         Fault("weight", world - 1, 6, "data", 0), Fault("state", 0, 7, "forward", 1),
         Fault("weight", 0, 9, "backward", 2), Fault("state", world - 1, 10, "data", 3),
         *([Fault("gradient", 1, 11, "gradient", 4)] if copied else []),
     ]  # fmt: skip
-    undisturbed = train(nursery, job_of(tmp_path / "undisturbed", run={"check": 0}), layout)
-    run = train(nursery, job_of(tmp_path / "run", run={"rerun": 4}), layout, *faults)
+    undisturbed = train(fork_server, job_of(tmp_path / "undisturbed", run={"checksum_every": 0}), layout)
+    run = train(fork_server, job_of(tmp_path / "run", run={"redundant_compute_every": 4}), layout, *faults)
     assert curve(run) == curve(undisturbed)
     told = events(run, "corruption")
     for fault in faults:
@@ -73,21 +75,25 @@ def test_flipped_bits_are_named_and_leave_no_trace(layout: str, nursery: Nursery
     }
 
 
-def test_in_parts_copies_that_differ_are_found_within_a_round(nursery: Nursery, tmp_path: Path) -> None:
-    undisturbed = train(nursery, job_of(tmp_path / "undisturbed", steps=20), "replicate=2")
-    run = train(nursery, job_of(tmp_path / "run", run={"check": 6}, steps=20), "replicate=2", Fault("weight", 1, 6))
+def test_in_parts_copies_that_differ_are_found_within_a_round(fork_server: ForkServer, tmp_path: Path) -> None:
+    undisturbed = train(fork_server, job_of(tmp_path / "undisturbed", steps=20), "replicate=2")
+    run = train(
+        fork_server, job_of(tmp_path / "run", run={"checksum_every": 6}, steps=20), "replicate=2", Fault("weight", 1, 6)
+    )
     assert curve(run) == curve(undisturbed)
     first = events(run, "corruption")[0]
     assert 1 in first["ranks"] and 6 <= first["step"] <= 12  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("layout", ["replicate=2", "shard=2 zero=3", "shard=2 tensor=2"])
-def test_a_micro_batch_that_another_rank_computes_otherwise(layout: str, nursery: Nursery, tmp_path: Path) -> None:
+def test_a_micro_batch_that_another_rank_computes_otherwise(
+    layout: str, fork_server: ForkServer, tmp_path: Path
+) -> None:
     parsed = Layout.parse(layout)
     owner = random.Random("0 6").randrange(parsed.data) * parsed.tensor
-    faults = [Fault("slip", owner, 6, "second", 0), Fault("slip", 0, 9, "first", 1)]
-    undisturbed = train(nursery, job_of(tmp_path / "undisturbed", run={"rerun": 0}), layout)
-    run = train(nursery, job_of(tmp_path / "run", run={"rerun": 3}), layout, *faults)
+    faults = [Fault("miscompute", owner, 6, "second", 0), Fault("miscompute", 0, 9, "first", 1)]
+    undisturbed = train(fork_server, job_of(tmp_path / "undisturbed", run={"redundant_compute_every": 0}), layout)
+    run = train(fork_server, job_of(tmp_path / "run", run={"redundant_compute_every": 3}), layout, *faults)
     assert curve(run) == curve(undisturbed)
     told = events(run, "corruption")
     assert [event["step"] for event in told] == [6, 9]
@@ -97,16 +103,16 @@ def test_a_micro_batch_that_another_rank_computes_otherwise(layout: str, nursery
         assert event["ranks"] == list(range(first, first + parsed.tensor))
 
 
-def test_a_rank_that_is_found_too_often_ends_the_run(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_rank_that_is_found_too_often_ends_the_run(fork_server: ForkServer, tmp_path: Path) -> None:
     faults = [Fault("state", 1, step, "data", step) for step in (6, 7)]
     with pytest.raises(RunError, match=r"rank 1 on .* was found corrupt 2 times, last by this: rank 1: the state "):
-        train(nursery, job_of(tmp_path / "run", run={"corruptions": 1}), "shard=2", *faults)
+        train(fork_server, job_of(tmp_path / "run", run={"max_corruptions": 1}), "shard=2", *faults)
 
 
-def test_without_a_checkpoint_all_begin_again(nursery: Nursery, tmp_path: Path) -> None:
+def test_without_a_checkpoint_all_begin_again(fork_server: ForkServer, tmp_path: Path) -> None:
     job = job_of(tmp_path / "run", checkpoint={"every": 0}, steps=6)
-    run = train(nursery, job, "shard=2", Fault("weight", 0, 3))
-    other = train(nursery, job_of(tmp_path / "other", checkpoint={"every": 0}, steps=6), "shard=2")
+    run = train(fork_server, job, "shard=2", Fault("weight", 0, 3))
+    other = train(fork_server, job_of(tmp_path / "other", checkpoint={"every": 0}, steps=6), "shard=2")
     assert curve(run) == curve(other)
     assert "there is no checkpoint to go back to" in str(events(run, "failed")[0]["message"])
 
@@ -120,7 +126,7 @@ def test_any_single_flip_changes_a_checksum(dtype: torch.dtype, size: int) -> No
         before, again = checksum(tensor), checksum(tensor.clone())
         assert before == again  # wherever it lies in memory
         for _ in range(20):
-            flip_number(tensor, draw)
+            flip_tensor_bit(tensor, draw)
             after = checksum(tensor)
             assert after != before
             before = after
@@ -128,12 +134,12 @@ def test_any_single_flip_changes_a_checksum(dtype: torch.dtype, size: int) -> No
 
 def test_who_should_have_the_same() -> None:
     layout = Layout.parse("pipeline=2 replicate=2 shard=2 tensor=2")
-    table = dict(zip((*KINDS, "second", "first"), firsts(layout, apart=False).T.tolist(), strict=True))
-    assert table["copies"] == [0, 1, 2, 3, 0, 1, 2, 3, 8, 9, 10, 11, 8, 9, 10, 11]
-    assert table["whole"] == [0, 1] * 4 + [8, 9] * 4
+    table = dict(zip((*COPY_KINDS, "second", "first"), reference_ranks(layout, local_sgd=False).T.tolist(), strict=True))
+    assert table["replicas"] == [0, 1, 2, 3, 0, 1, 2, 3, 8, 9, 10, 11, 8, 9, 10, 11]
+    assert table["full_weights"] == [0, 1] * 4 + [8, 9] * 4
     assert table["tensor"] == [rank // 2 * 2 for rank in range(16)]
-    assert table["ends"] == list(range(8)) * 2
-    assert table["first"] == table["whole"]
+    assert table["tied"] == list(range(8)) * 2
+    assert table["first"] == table["full_weights"]
 
 
 def test_chaos_draws_flips_only_where_they_can_be_found() -> None:

@@ -20,20 +20,20 @@ from data_marks import Marks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.data.bad import Bad
-from shardwise.data.criteo import Criteo, open_criteo
-from shardwise.data.encode import encode, write_data
-from shardwise.data.loader import Loader, _context, _Share, _start
-from shardwise.data.make import make_sources
-from shardwise.data.source import Mixture, Source, Synthetic
-from shardwise.data.stream import Samples, Stream, share
-from shardwise.data.text import find_files, read_pieces
-from shardwise.data.tokenizer import END, Bytes, Subwords, load_tokenizer, train_bpe
-from shardwise.data.tokens import MAGIC, TokenFile, open_raw, open_tokens, write_tokens
-from shardwise.data.windows import Windows
+from shardwise.data.bad_records import BadRecords
+from shardwise.data.criteo import CriteoClicks, index_criteo_file
+from shardwise.data.encode import encode_source, write_token_file
+from shardwise.data.loader import Loader, _multiprocessing_context, _RankReader, _start_worker
+from shardwise.data.make_sources import make_sources
+from shardwise.data.sample_stream import Samples, SampleStream, rank_positions
+from shardwise.data.source import Mixture, Source, SyntheticTokens
+from shardwise.data.text import find_files, read_chunks
+from shardwise.data.token_file import MAGIC, TokenFile, open_raw_token_file, open_token_file, write_token_arrays
+from shardwise.data.token_windows import TokenWindows
+from shardwise.data.tokenizer import EOS_TOKEN, ByteTokenizer, HuggingFaceTokenizer, load_tokenizer, train_bpe
 from shardwise.errors import DataError, JobError
-from shardwise.job import Data, Job, make_job
-from shardwise.kinds import DLRM
+from shardwise.job import DataConfig, Job, make_job
+from shardwise.kinds import DLRMConfig
 from shardwise.random import Permutation
 
 TEXTS = ["first document\nwith two lines\n", "der zweite: äöü, 世界, 👍\n", "third " * 40]
@@ -80,12 +80,12 @@ def test_permutation_of_a_large_range_stays_inside() -> None:
 @given(ranks=st.integers(1, 12), own=st.integers(1, 9), step=st.integers(0, 10**9))
 def test_shares_cover_the_step_whatever_the_ranks(ranks: int, own: int, step: int) -> None:
     samples = ranks * own
-    places = np.concatenate([share(step, samples, ranks, rank) for rank in range(ranks)])
+    places = np.concatenate([rank_positions(step, samples, ranks, rank) for rank in range(ranks)])
     assert places.tolist() == list(range(step * samples, (step + 1) * samples))
 
 
 def test_an_epoch_is_a_permutation_and_the_next_one_another() -> None:
-    stream = Stream(Synthetic(37, 4, 11, 0), seed=5)
+    stream = SampleStream(SyntheticTokens(37, 4, 11, 0), seed=5)
     epochs = stream.indices(np.arange(3 * 37)).reshape(3, 37)
     assert all(sorted(epoch) == list(range(37)) for epoch in epochs.tolist())
     assert len({tuple(epoch) for epoch in epochs.tolist()}) == 3
@@ -93,7 +93,7 @@ def test_an_epoch_is_a_permutation_and_the_next_one_another() -> None:
 
 
 def test_synthetic_equals_its_definition() -> None:
-    source = Synthetic(5, 300, 17, seed=3)
+    source = SyntheticTokens(5, 300, 17, seed=3)
     follow = Permutation(17, "synthetic", 3)(np.arange(17))
     for index in range(5):
         draw = np.random.default_rng((3, index))
@@ -110,8 +110,8 @@ def test_synthetic_equals_its_definition() -> None:
 def test_token_file_round_trip(tmp_path: Path, vocab: int, width: int) -> None:
     ids = np.arange(1000) * 7919 % vocab
     path = tmp_path / "deep" / "tokens.bin"
-    write_tokens(path, iter(np.array_split(ids, 7)), vocab)
-    file = open_tokens(path)
+    write_token_arrays(path, iter(np.array_split(ids, 7)), vocab)
+    file = open_token_file(path)
     assert (len(file), file.vocab) == (1000, vocab)
     assert path.stat().st_size == 32 + 1000 * width
     assert np.array_equal(file.read(0, 1000), ids)
@@ -119,13 +119,13 @@ def test_token_file_round_trip(tmp_path: Path, vocab: int, width: int) -> None:
 
 
 def test_empty_token_file(tmp_path: Path) -> None:
-    write_tokens(tmp_path / "none.bin", iter([]), 256)
-    assert len(open_tokens(tmp_path / "none.bin").read(0, 5)) == 0
+    write_token_arrays(tmp_path / "none.bin", iter([]), 256)
+    assert len(open_token_file(tmp_path / "none.bin").read(0, 5)) == 0
 
 
 def test_broken_token_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "tokens.bin"
-    write_tokens(path, [np.arange(100)], 1000)
+    write_token_arrays(path, [np.arange(100)], 1000)
     whole = path.read_bytes()
     for broken, words in [
         (whole[:-1], "cut short"),
@@ -137,17 +137,17 @@ def test_broken_token_files_are_refused(tmp_path: Path) -> None:
     ]:
         path.write_bytes(broken)
         with pytest.raises(DataError, match=words):
-            open_tokens(path)
+            open_token_file(path)
     with pytest.raises(DataError, match="cannot be read"):
-        open_tokens(tmp_path / "absent.bin")
+        open_token_file(tmp_path / "absent.bin")
 
 
 def test_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
     path = tmp_path / "tokens.bin"
-    write_tokens(path, [np.arange(10)], 256)
+    write_token_arrays(path, [np.arange(10)], 256)
     with pytest.raises(DataError, match="256"):
-        write_tokens(path, [np.arange(10), np.array([256])], 256)
-    assert len(open_tokens(path)) == 10
+        write_token_arrays(path, [np.arange(10), np.array([256])], 256)
+    assert len(open_token_file(path)) == 10
     assert os.listdir(tmp_path) == ["tokens.bin"]
 
 
@@ -156,28 +156,32 @@ def test_raw_files_only_when_told(tmp_path: Path) -> None:
     np.arange(100, dtype="<u2").tofile(path)
     with pytest.raises(DataError, match=":uint16"):
         make_sources(job_of("tokens", path), tmp_path)
-    training, validation, tokenizer = make_sources(job_of("tokens", f"{path}:uint16", validation=0.25), tmp_path)
+    training, validation, tokenizer = make_sources(
+        job_of("tokens", f"{path}:uint16", validation_fraction=0.25), tmp_path
+    )
     assert all_of(training)[0] == list(range(9)) and len(training) == 9 and len(validation) == 3
     assert tokenizer is None  # nothing tells what the ids mean
     with pytest.raises(DataError, match=r"id 99 at token 99.*model.vocab = 100"):
-        all_of(make_sources(job_of("tokens", f"{path}:uint16", vocab=99, sequence=9, validation=0), tmp_path)[0])
+        all_of(
+            make_sources(job_of("tokens", f"{path}:uint16", vocab=99, sequence=9, validation_fraction=0), tmp_path)[0]
+        )
     with pytest.raises(DataError, match="multiple of 4"):
         open_raw_of(path, b"\0" * 6)
-    write_tokens(path, [np.arange(100)], 256)
+    write_token_arrays(path, [np.arange(100)], 256)
     with pytest.raises(DataError, match="leave ':uint16' out"):
         make_sources(job_of("tokens", f"{path}:uint16"), tmp_path)
 
 
 def open_raw_of(path: Path, content: bytes) -> TokenFile:
     path.write_bytes(content)
-    return open_raw(path, "uint32", 256)
+    return open_raw_token_file(path, "uint32", 256)
 
 
 def test_several_token_files_are_joined_in_order(tmp_path: Path) -> None:
     for name, ids in [("b", np.arange(100, 125)), ("a", np.arange(50)), ("c", np.arange(3))]:
-        write_tokens(tmp_path / f"{name}.bin", [ids], 256)
+        write_token_arrays(tmp_path / f"{name}.bin", [ids], 256)
     for path in (tmp_path, tmp_path / "*.bin"):
-        training, _, _ = make_sources(job_of("tokens", path, sequence=10, validation=0), tmp_path)
+        training, _, _ = make_sources(job_of("tokens", path, sequence=10, validation_fraction=0), tmp_path)
         assert [row[0] for row in all_of(training)] == [0, 10, 20, 30, 100, 110]
 
 
@@ -187,7 +191,7 @@ def test_several_token_files_are_joined_in_order(tmp_path: Path) -> None:
 def test_windows_are_the_corpus(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "texts", TEXTS)
     expected = b"".join(text.encode() + b"\0" for text in TEXTS)
-    training, validation, tokenizer = make_sources(job_of("text", folder, validation=0.1), tmp_path / "cache")
+    training, validation, tokenizer = make_sources(job_of("text", folder, validation_fraction=0.1), tmp_path / "cache")
     rows = all_of(training) + all_of(validation)
     assert len(rows) == (len(expected) - 1) // 8
     assert rows == [list(expected[i * 8 : i * 8 + 9]) for i in range(len(rows))]
@@ -200,12 +204,14 @@ def test_the_split_loses_and_repeats_nothing(
     tmp_path_factory: pytest.TempPathFactory, tokens: int, sequence: int, share: float
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "split.bin"
-    write_tokens(path, [np.arange(tokens)], 1000)
+    write_token_arrays(path, [np.arange(tokens)], 1000)
     if tokens <= sequence:
         with pytest.raises(DataError, match=f"{tokens} tokens.*{sequence + 1}"):
-            make_sources(job_of("tokens", path, sequence, 1000, validation=share), path.parent)
+            make_sources(job_of("tokens", path, sequence, 1000, validation_fraction=share), path.parent)
         return
-    training, validation, _ = make_sources(job_of("tokens", path, sequence, 1000, validation=share), path.parent)
+    training, validation, _ = make_sources(
+        job_of("tokens", path, sequence, 1000, validation_fraction=share), path.parent
+    )
     count = (tokens - 1) // sequence
     assert [row[0] for row in all_of(training) + all_of(validation)] == [i * sequence for i in range(count)]
     assert len(training) >= 1
@@ -217,18 +223,18 @@ def test_standard_library_is_a_corpus() -> None:
     assert files == sorted(find_files("stdlib", ""), key=files.index) and len(files) > 300
     parts = {part for file in files for part in file.parts}
     assert not parts & {"site-packages", "test", "tests", "idle_test"}
-    pieces = list(islice(read_pieces("stdlib", "", "", files), 3))
-    assert all(piece.ends and len(piece.text) > 100 for piece in pieces)
+    pieces = list(islice(read_chunks("stdlib", "", "", files), 3))
+    assert all(piece.ends_document and len(piece.text) > 100 for piece in pieces)
 
 
 def test_long_documents_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.data.text.PIECE", 10)
+    monkeypatch.setattr("shardwise.data.text.CHUNK_CHARS", 10)
     path = tmp_path / "long.txt"
     text = "a line of text\r\n" * 5 + "x" * 50
     path.write_text(text, newline="")
-    pieces = list(read_pieces("text", str(path), "", [path]))
+    pieces = list(read_chunks("text", str(path), "", [path]))
     assert "".join(piece.text for piece in pieces) == text and len(pieces) > 3
-    assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert [piece.ends_document for piece in pieces] == [False] * (len(pieces) - 1) + [True]
 
 
 def test_binary_and_hidden_files_are_passed_over_but_not_when_named(tmp_path: Path) -> None:
@@ -240,13 +246,13 @@ def test_binary_and_hidden_files_are_passed_over_but_not_when_named(tmp_path: Pa
         ("no", b""),
     ]:
         (folder / name).write_bytes(content)
-    summary = encode(Data(source="text", path=str(folder)), tmp_path / "out.bin")
+    summary = encode_source(DataConfig(source="text", path=str(folder)), tmp_path / "out.bin")
     size = sum(len(text.encode()) for text in TEXTS)
-    assert (summary.tokens, summary.documents, summary.bytes, summary.vocab) == (size + 3, 3, size, 256)
+    assert (summary.tokens, summary.document_ids, summary.text_bytes, summary.vocab) == (size + 3, 3, size, 256)
     with pytest.raises(DataError, match="latin.txt is not text"):
-        encode(Data(source="text", path=str(folder / "latin.txt")), tmp_path / "out.bin")
+        encode_source(DataConfig(source="text", path=str(folder / "latin.txt")), tmp_path / "out.bin")
     with pytest.raises(DataError, match="holds no text"):
-        encode(Data(source="text", path=str(folder / "*.png")), tmp_path / "other.bin")
+        encode_source(DataConfig(source="text", path=str(folder / "*.png")), tmp_path / "other.bin")
     assert not (tmp_path / "other.bin").exists()
 
 
@@ -261,10 +267,10 @@ def test_missing_paths_are_errors(tmp_path: Path, name: str) -> None:
 def test_jsonl(tmp_path: Path) -> None:
     path = tmp_path / "some.jsonl"
     path.write_text("\n".join(json.dumps({"body": text}) for text in TEXTS) + "\n\n", encoding="utf-8")
-    summary = encode(Data(source="jsonl", path=str(tmp_path), field="body"), tmp_path / "out.bin")
-    assert summary.documents == 3
+    summary = encode_source(DataConfig(source="jsonl", path=str(tmp_path), text_field="body"), tmp_path / "out.bin")
+    assert summary.document_ids == 3
     expected = b"".join(text.encode() + b"\0" for text in TEXTS)
-    assert bytes(open_tokens(tmp_path / "out.bin").read(0, summary.tokens).tolist()) == expected
+    assert bytes(open_token_file(tmp_path / "out.bin").read(0, summary.tokens).tolist()) == expected
 
 
 @pytest.mark.parametrize(
@@ -281,7 +287,7 @@ def test_a_bad_record_is_named(tmp_path: Path, line: str, words: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(f'{{"text": "good"}}\n{line}\n')
     with pytest.raises(DataError, match=f"bad.jsonl, line 2.*{words}"):
-        encode(Data(source="jsonl", path=str(path)), tmp_path / "out.bin")
+        encode_source(DataConfig(source="jsonl", path=str(path)), tmp_path / "out.bin")
     assert os.listdir(tmp_path) == ["bad.jsonl"]
 
 
@@ -291,38 +297,38 @@ def test_a_bad_record_is_named(tmp_path: Path, line: str, words: str) -> None:
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(max_size=40))
 def test_bytes_round_trip(text: str) -> None:
-    ids = Bytes().encode(text)
+    ids = ByteTokenizer().encode(text)
     text = text.replace("\0", "")
-    assert Bytes().decode(ids) == text
-    assert Bytes().bytes_of([*ids.tolist(), 0, -100, 300]) == len(text.encode())
+    assert ByteTokenizer().decode(ids) == text
+    assert ByteTokenizer().count_bytes([*ids.tolist(), 0, -100, 300]) == len(text.encode())
 
 
 @pytest.fixture(scope="module")
-def pairs() -> Subwords:
+def pairs() -> HuggingFaceTokenizer:
     return train_bpe(TEXTS * 3, 300)
 
 
-def test_bpe_is_deterministic_and_round_trips(pairs: Subwords, tmp_path: Path) -> None:
+def test_bpe_is_deterministic_and_round_trips(pairs: HuggingFaceTokenizer, tmp_path: Path) -> None:
     pairs.save(tmp_path / "tokenizer.json")
     train_bpe(iter(TEXTS * 3), 300).save(tmp_path / "again.json")
     assert (tmp_path / "tokenizer.json").read_bytes() == (tmp_path / "again.json").read_bytes()
     loaded = load_tokenizer(str(tmp_path))
-    assert (loaded.vocab, loaded.separator) == (pairs.vocab, 0)
-    for text in [*TEXTS, "", "\0 \r\n\t", f"spelled {END}", "nie gesehen: ß†"]:
+    assert (loaded.vocab, loaded.eos_id) == (pairs.vocab, 0)
+    for text in [*TEXTS, "", "\0 \r\n\t", f"spelled {EOS_TOKEN}", "nie gesehen: ß†"]:
         ids = loaded.encode(text)
         assert 0 not in ids
         assert loaded.decode([0, *ids.tolist(), 0, -100, 10**6]) == text
-        assert loaded.bytes_of([0, *ids.tolist(), -100, 10**6]) == len(text.encode())
+        assert loaded.count_bytes([0, *ids.tolist(), -100, 10**6]) == len(text.encode())
 
 
-def test_bytes_of_adds_up_where_characters_are_cut(pairs: Subwords) -> None:
+def test_bytes_of_adds_up_where_characters_are_cut(pairs: HuggingFaceTokenizer) -> None:
     ids = pairs.encode("世界👍" * 5)
-    assert sum(pairs.bytes_of([one]) for one in ids) == pairs.bytes_of(ids) == len(("世界👍" * 5).encode())
+    assert sum(pairs.count_bytes([one]) for one in ids) == pairs.count_bytes(ids) == len(("世界👍" * 5).encode())
 
 
 def test_bpe_source(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "texts", TEXTS)
-    job = job_of("text", folder, vocab=300, tokenizer="bpe:300", validation=0)
+    job = job_of("text", folder, vocab=300, tokenizer="bpe:300", validation_fraction=0)
     training, _, tokenizer = make_sources(job, tmp_path / "cache")
     assert tokenizer is not None and tokenizer.vocab <= 300
     text = tokenizer.decode([one for row in all_of(training) for one in row[:-1]])
@@ -335,9 +341,9 @@ def test_bpe_source(tmp_path: Path) -> None:
 def test_encode_saves_what_reading_needs(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "texts", TEXTS)
     seen: list[tuple[int, int]] = []
-    data = Data(source="text", path=str(folder), tokenizer="bpe:280")
-    summary = encode(data, tmp_path / "out.bin", progress=lambda done, total: seen.append((done, total)))
-    assert seen[-1] == (summary.bytes, summary.bytes)
+    data = DataConfig(source="text", path=str(folder), tokenizer="bpe:280")
+    summary = encode_source(data, tmp_path / "out.bin", progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (summary.text_bytes, summary.text_bytes)
     job = job_of("tokens", tmp_path / "out.bin", vocab=280, tokenizer=str(summary.tokenizer))
     training, _, tokenizer = make_sources(job, tmp_path)
     assert tokenizer is not None and tokenizer.decode(training[0]) in TEXTS[0]
@@ -346,15 +352,15 @@ def test_encode_saves_what_reading_needs(tmp_path: Path) -> None:
         make_sources(job_of("tokens", tmp_path / "out.bin", vocab=256), tmp_path)
     for source, words in [("tokens", "no text to encode"), ("synthetic", "no text to encode")]:
         with pytest.raises(DataError, match=words):
-            encode(Data(source=source, path=str(folder)), tmp_path / "out.bin")  # type: ignore[arg-type]
+            encode_source(DataConfig(source=source, path=str(folder)), tmp_path / "out.bin")  # type: ignore[arg-type]
 
 
 def test_what_was_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("one two three")
     settings = ["data.source=text", f"data.path={tmp_path / 'one.txt'}"]
-    told = write_data(None, settings, tmp_path / "out.bin")
+    told = write_token_file(None, settings, tmp_path / "out.bin")
     assert told == f"{tmp_path}/out.bin: 14 tokens of a vocabulary of 256 from 1 document, 13 bytes of text"
-    told = write_data(None, [*settings, "data.tokenizer=bpe:280"], tmp_path / "out.bin")
+    told = write_token_file(None, [*settings, "data.tokenizer=bpe:280"], tmp_path / "out.bin")
     assert f"{tmp_path}/out.tokenizer.json: the tokenizer" in told
 
 
@@ -408,10 +414,10 @@ def test_many_may_build_the_cache_at_once(tmp_path: Path) -> None:
 
 def test_synthetic_sources_share_the_rule_and_no_walk() -> None:
     training, validation, tokenizer = make_sources(
-        job_of("synthetic", sequence=64, vocab=32, samples=100, validation=0.1), Path()
+        job_of("synthetic", sequence=64, vocab=32, samples=100, validation_fraction=0.1), Path()
     )
     assert (len(training), len(validation), tokenizer) == (100, 10, None)
-    assert all_of(training) == all_of(Synthetic(100, 64, 32, 0))
+    assert all_of(training) == all_of(SyntheticTokens(100, 64, 32, 0))
     assert not {tuple(row) for row in all_of(training)} & {tuple(row) for row in all_of(validation)}
     steps = {pair for row in all_of(training) for pair in zip(row, row[1:])}
     known = [pair in steps for row in all_of(validation) for pair in zip(row, row[1:])]
@@ -428,8 +434,8 @@ def threads_and_processes() -> list[object]:
 
 @pytest.mark.parametrize("workers", [0, 3])
 def test_loader_gives_the_stream_from_any_step(workers: int) -> None:
-    stream = Stream(Marks(50, slow=7), seed=1)
-    expected = {step: stream.read(share(step, 8, 2, 1)) for step in range(20)}
+    stream = SampleStream(Marks(50, slow=7), seed=1)
+    expected = {step: stream.read(rank_positions(step, 8, 2, 1)) for step in range(20)}
     for first in (0, 13):
         with Loader(stream, 8, ranks=2, rank=1, first_step=first, workers=workers) as loader:
             for step, batch in islice(loader, 7):
@@ -440,8 +446,8 @@ def test_loader_gives_the_stream_from_any_step(workers: int) -> None:
 
 
 def test_loader_reads_token_files_in_workers(tmp_path: Path) -> None:
-    file = write_tokens(tmp_path / "tokens.bin", [np.arange(200)], 256)
-    stream = Stream(Windows([file], 9), seed=0)
+    file = write_token_arrays(tmp_path / "tokens.bin", [np.arange(200)], 256)
+    stream = SampleStream(TokenWindows([file], 9), seed=0)
     stream.read(np.arange(4))  # maps the file here: the map must not travel
     with Loader(stream, 4, workers=1) as loader:
         assert same(next(loader)[1], stream.read(np.arange(4)))
@@ -449,7 +455,7 @@ def test_loader_reads_token_files_in_workers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_ranks_together_read_the_same_samples(ranks: int) -> None:
-    stream = Stream(Marks(24), seed=1)
+    stream = SampleStream(Marks(24), seed=1)
     loaders = [Loader(stream, 8, ranks, rank) for rank in range(ranks)]
     batches = [torch.cat([next(loader)[1].tokens[:, 0] for loader in loaders]) for _ in range(3)]
     for loader in loaders:
@@ -466,7 +472,7 @@ def test_loader_reads_no_further_than_it_should() -> None:
             read.append(index)
             return super().__getitem__(index)
 
-    with Loader(Stream(Counted(1000), 0), 2, prefetch=3) as loader:
+    with Loader(SampleStream(Counted(1000), 0), 2, prefetch=3) as loader:
         next(loader)
         time.sleep(0.2)
         assert len(read) == 2 * (1 + 3)
@@ -474,7 +480,7 @@ def test_loader_reads_no_further_than_it_should() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_in_a_sample_is_named(workers: int) -> None:
-    stream = Stream(Marks(40, wrong=11), seed=0, shuffle=False)
+    stream = SampleStream(Marks(40, wrong=11), seed=0, shuffle=False)
     with Loader(stream, 4, workers=workers) as loader:
         assert [step for step, _ in islice(loader, 2)] == [0, 1]  # what came before it still comes
         for _ in range(2):
@@ -484,7 +490,7 @@ def test_an_error_in_a_sample_is_named(workers: int) -> None:
 
 
 def test_the_death_of_a_worker_is_reported() -> None:
-    stream = Stream(Marks(40, fatal=9), seed=0, shuffle=False)
+    stream = SampleStream(Marks(40, fatal=9), seed=0, shuffle=False)
     with Loader(stream, 4, workers=2) as loader:
         assert [step for step, _ in islice(loader, 2)] == [0, 1]
         with pytest.raises(DataError, match=r"step 2 \(samples 8, 9, 10, 11\) was killed by SIGKILL"):
@@ -495,7 +501,7 @@ def test_the_death_of_a_worker_is_reported() -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_closing_at_any_moment_is_clean(workers: int) -> None:
     for wait in (0.0, 0.05):
-        loader = Loader(Stream(Marks(40, slow=1), seed=0), 8, workers=workers)
+        loader = Loader(SampleStream(Marks(40, slow=1), seed=0), 8, workers=workers)
         time.sleep(wait)
         loader.close()
         loader.close()
@@ -504,7 +510,7 @@ def test_closing_at_any_moment_is_clean(workers: int) -> None:
 
 
 def test_a_dropped_loader_ends_too() -> None:
-    loader = Loader(Stream(Marks(40), seed=0), 8)
+    loader = Loader(SampleStream(Marks(40), seed=0), 8)
     next(loader)
     del loader
     assert not threads_and_processes()
@@ -512,7 +518,9 @@ def test_a_dropped_loader_ends_too() -> None:
 
 def test_workers_do_not_outlive_their_owner() -> None:
     # A killed owner's end of the pipe is closed by the kernel; closing it by hand is the same to the worker.
-    process, pipe = _start(_context(), _Share(Stream(Marks(40), seed=0), 8, 1, 0), first_step=0, stride=1)
+    process, pipe = _start_worker(
+        _multiprocessing_context(), _RankReader(SampleStream(Marks(40), seed=0), 8, 1, 0), first_step=0, stride=1
+    )
     pipe.recv()
     pipe.close()
     process.join(30)
@@ -521,7 +529,7 @@ def test_workers_do_not_outlive_their_owner() -> None:
 
 def test_uneven_batches_are_refused() -> None:
     with pytest.raises(DataError, match="10 samples does not divide among 4 data ranks; use 8"):
-        Loader(Stream(Marks(4), 0), 10, ranks=4)
+        Loader(SampleStream(Marks(4), 0), 10, ranks=4)
 
 
 # Mixtures
@@ -533,7 +541,7 @@ def test_uneven_batches_are_refused() -> None:
 )
 def test_a_mixture_gives_each_source_its_share(weights: list[float], first: int, n: int) -> None:
     mixture = Mixture([Marks(5) for _ in weights], weights)
-    which, own = mixture.split(np.arange(first, first + n))
+    which, own = mixture.locate(np.arange(first, first + n))
     for number, weight in enumerate(weights):
         mine = own[which == number]
         assert (
@@ -541,13 +549,13 @@ def test_a_mixture_gives_each_source_its_share(weights: list[float], first: int,
         )  # none lost, none twice
         expected = weight / sum(weights) * n
         assert abs(len(mine) - expected) <= number + 2
-    reached = mixture.split(np.arange(n))
+    reached = mixture.locate(np.arange(n))
     assert all((reached[1][reached[0] == k] == np.arange((reached[0] == k).sum())).all() for k in range(len(weights)))
 
 
 def test_sources_of_a_mixture_keep_their_own_epochs() -> None:
     mixture = Mixture([Marks(7), Marks(40)], [3, 1])
-    stream = Stream(mixture, seed=1)
+    stream = SampleStream(mixture, seed=1)
     found = stream.indices(np.arange(160))
     small, large = found[found < 7], found[found >= 7]
     assert len(small) == 120 and sorted(large.tolist()) == list(range(7, 47))
@@ -559,21 +567,21 @@ def test_sources_of_a_mixture_keep_their_own_epochs() -> None:
 def test_a_mixture_from_files_in_any_share(tmp_path: Path) -> None:
     folder_of(tmp_path / "texts", ["a" * 400])
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": "b" * 900}) + "\n")
-    write_tokens(tmp_path / "c.bin", iter([np.full(300, ord("c"))]), 256)
+    write_token_arrays(tmp_path / "c.bin", iter([np.full(300, ord("c"))]), 256)
     mix = {str(tmp_path / "texts"): 0.5, str(tmp_path / "b.jsonl"): 0.3, f"tokens:{tmp_path / 'c.bin'}": 0.2}
-    job = job_of("mix", mix=mix, validation=0.1)
+    job = job_of("mix", mix=mix, validation_fraction=0.1)
     training, held, tokenizer = make_sources(job, tmp_path / "cache")
-    assert isinstance(tokenizer, Bytes) and make_job(tomllib.loads(job.text())) == job
-    stream = Stream(training, seed=0)
+    assert isinstance(tokenizer, ByteTokenizer) and make_job(tomllib.loads(job.to_toml())) == job
+    stream = SampleStream(training, seed=0)
     whole = stream.read(np.arange(100))
     letters = [chr(int(row.bincount().argmax())) for row in whole.tokens]
     assert [letters.count(letter) for letter in "abc"] == [50, 30, 20]
-    assert {chr(int(row[0])) for row in Stream(held, 0, shuffle=False).read(np.arange(10)).tokens} == set("abc")
+    assert {chr(int(row[0])) for row in SampleStream(held, 0, shuffle=False).read(np.arange(10)).tokens} == set("abc")
     for ranks, workers, first in ((2, 0, 3), (4, 2, 0)):
         for rank in range(ranks):
             with Loader(stream, 20, ranks, rank, first_step=first, workers=workers) as loader:
                 step, batch = next(loader)
-                assert torch.equal(batch.tokens, whole.tokens[share(step, 20, ranks, rank)])
+                assert torch.equal(batch.tokens, whole.tokens[rank_positions(step, 20, ranks, rank)])
     with pytest.raises(DataError, match="train one with `shardwise data`"):
         make_sources(job_of("mix", mix=mix, tokenizer="bpe:300", vocab=300), tmp_path / "cache")
     for wrong in ({"source": "mix"}, {"mix": {"a": 1}}, {"source": "mix", "mix": {"a": 0}}):
@@ -588,18 +596,20 @@ def test_bad_lines_are_named_counted_and_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     good = [json.dumps({"text": text}) for text in TEXTS]
     path.write_text("\n".join([good[0], "{", good[1], '{"txt": "x"}', "[]", good[2], '{"text": 5}']), encoding="utf-8")
-    with pytest.raises(DataError, match='in.jsonl, line 2: not valid JSON .*With data.bad = "skip"'):
+    with pytest.raises(DataError, match='in.jsonl, line 2: not valid JSON .*With data.on_bad_record = "skip"'):
         make_sources(job_of("jsonl", path), tmp_path / "cache")
     for _ in range(2):  # encoded, and from the cache
-        bad = Bad(skip=True, log=tmp_path / "bad.txt")
-        training, _, _ = make_sources(job_of("jsonl", path, bad="skip", validation=0), tmp_path / "cache", bad)
-        assert len(bad.seen) == 4 and bad.words().startswith("4 bad records passed over. ")
-        assert "line 2" in bad.words() and "line 5" in bad.words() and bad.words().endswith("And 1 more.")
+        bad = BadRecords(skip=True, log_path=tmp_path / "bad.txt")
+        training, _, _ = make_sources(
+            job_of("jsonl", path, on_bad_record="skip", validation_fraction=0), tmp_path / "cache", bad
+        )
+        assert len(bad.messages) == 4 and bad.summary().startswith("4 bad records passed over. ")
+        assert "line 2" in bad.summary() and "line 5" in bad.summary() and bad.summary().endswith("And 1 more.")
     (tmp_path / "good.jsonl").write_text("\n".join(good), encoding="utf-8")
-    plain, _, _ = make_sources(job_of("jsonl", tmp_path / "good.jsonl", validation=0), tmp_path / "cache")
+    plain, _, _ = make_sources(job_of("jsonl", tmp_path / "good.jsonl", validation_fraction=0), tmp_path / "cache")
     assert all_of(training) == all_of(plain)
-    asked = [f"data.path={path}", "data.source=jsonl", "data.bad=skip"]
-    assert "4 bad records passed over" in write_data(None, asked, tmp_path / "out.bin")
+    asked = [f"data.path={path}", "data.source=jsonl", "data.on_bad_record=skip"]
+    assert "4 bad records passed over" in write_token_file(None, asked, tmp_path / "out.bin")
     with pytest.raises(DataError, match="line 2"):  # a cache with gaps is no cache of the whole
         make_sources(job_of("jsonl", path), tmp_path / "cache")
 
@@ -607,13 +617,14 @@ def test_bad_lines_are_named_counted_and_passed_over(tmp_path: Path) -> None:
 def test_bad_rows_of_clicks_keep_their_place_and_do_not_count(tmp_path: Path) -> None:
     line = "\t".join(["1", *(str(n) for n in range(13)), *(f"{n:08x}" for n in range(26))])
     (tmp_path / "day.tsv").write_text("\n".join([line, "1\tx", line, line.replace("1", "7", 1)]) + "\n")
-    offsets, lines = open_criteo(tmp_path / "day.tsv")
-    bad = Bad(skip=True, log=tmp_path / "bad.txt")
-    source = Criteo(DLRM(rows=64, width=4), tmp_path / "day.tsv", offsets, 0, lines, bad)
+    offsets, lines = index_criteo_file(tmp_path / "day.tsv")
+    bad = BadRecords(skip=True, log_path=tmp_path / "bad.txt")
+    source = CriteoClicks(DLRMConfig(rows=64, width=4), tmp_path / "day.tsv", offsets, 0, lines, bad)
     for workers in (0, 1):  # a worker writes the same file
-        with Loader(Stream(source, 0, shuffle=False), 4, workers=workers) as loader:
+        with Loader(SampleStream(source, 0, shuffle=False), 4, workers=workers) as loader:
             batches = [next(loader)[1] for _ in range(2)]
         assert all(batch.targets[:, 0].tolist() == [1, -100, 1, -100] for batch in batches)
         assert (
-            bad.words().startswith("2 bad records passed over. ") and "day.tsv, row 2: it has 2 fields" in bad.words()
+            bad.summary().startswith("2 bad records passed over. ")
+            and "day.tsv, row 2: it has 2 fields" in bad.summary()
         )

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from test_guard import small_job, train
 
-from shardwise.chaos.victim import Fault
+from shardwise.chaos.faulty_worker import Fault
 from shardwise.errors import JobError, RunError
-from shardwise.guard import doctor
-from shardwise.guard.nursery import Nursery
+from shardwise.workers import diagnosis
+from shardwise.workers.fork_server import ForkServer
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    one = Nursery("shardwise.chaos.victim")
+def nursery() -> Iterator[ForkServer]:
+    one = ForkServer("shardwise.chaos.faulty_worker")
     yield one
     one.close()
 
@@ -28,13 +28,13 @@ def nursery() -> Iterator[Nursery]:
     [*((kind, "shard=2 tensor=2") for kind in ("loop", "sleep", "stop", "skip", "mismatch")),
      ("skip", "pipeline=2 replicate=2"), ("mismatch", "pipeline=2 replicate=2")],
 )  # fmt: skip
-def test_the_culprit_is_named(kind: str, layout: str, nursery: Nursery, tmp_path: Path) -> None:
-    job = small_job(tmp_path / "run", run={"patience": 3.0, "restarts": 0}, validation={"samples": 1})
+def test_the_culprit_is_named(kind: str, layout: str, fork_server: ForkServer, tmp_path: Path) -> None:
+    job = small_job(tmp_path / "run", run={"hang_timeout": 3.0, "max_restarts": 0}, validation={"samples": 1})
     with pytest.raises(RunError, match="rank 1 "):
-        train(nursery, job, layout, Fault(kind, 1, 4, "forward"))
-    (found,) = (tmp_path / "run" / "doctor").glob("*/found.json")
+        train(fork_server, job, layout, Fault(kind, 1, 4, "forward"))
+    (found,) = (tmp_path / "run" / "doctor").glob("*/diagnosis.json")
     assert json.loads(found.read_text())["culprits"] == [1], found.read_text()
-    said = "\n".join(doctor.examine(tmp_path / "run"))
+    said = "\n".join(diagnosis.diagnose_run(tmp_path / "run"))
     print(said)
     expected = {
         "loop": "rank 1 is stuck in step 4, computing, since .*chaos/victim.py:.*fire", "stop": "rank 1 is stopped",
@@ -48,6 +48,6 @@ def test_the_culprit_is_named(kind: str, layout: str, nursery: Nursery, tmp_path
 
 def test_a_run_that_is_fine_has_no_findings(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text("")
-    assert doctor.examine(tmp_path) == ["no rank is alive here, and nothing was found wrong with this run."]
+    assert diagnosis.diagnose_run(tmp_path) == ["no rank is alive here, and nothing was found wrong with this run."]
     with pytest.raises(JobError, match="is no run folder"):
-        doctor.examine(tmp_path / "none")
+        diagnosis.diagnose_run(tmp_path / "none")

@@ -13,17 +13,24 @@ import pytest
 from test_held_bytes import Census
 from torch.distributed.pipelining import PipelineStage
 
-import shardwise.planner.dryrun as dryrun
+import shardwise.planner.dryrun.dry_run as dryrun
 from shardwise.cluster import find_cluster
 from shardwise.comm.world import run_world
 from shardwise.errors import LayoutError
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
-from shardwise.planner.dryrun import RankReport, Traffic, dry_run, measure, nobody, typical_ranks
-from shardwise.planner.dryrun_command import describe
-from shardwise.planner.ledger import ROLES, Ledger
-from shardwise.planner.plan import estimator_of
-from shardwise.planner.traffic import traffic
+from shardwise.planner.costs.engine_traffic import engine_traffic
+from shardwise.planner.dryrun.command import describe_reports
+from shardwise.planner.dryrun.dry_run import (
+    CollectiveTraffic,
+    RankReport,
+    dry_run,
+    fake_process_group,
+    measure_rank,
+    typical_ranks,
+)
+from shardwise.planner.dryrun.memory_comm_tracker import ROLES, MemoryCommTracker
+from shardwise.planner.plan import make_estimator
 
 LAYERS, WIDTH, SEQUENCE, VOCAB = 2, 16, 4, 32
 MODEL = {
@@ -39,8 +46,8 @@ def make(text: str, micro_batches: int, **keys: Any) -> tuple[Job, Layout]:
 
 def profile(job: Job, layout: Layout, fake: bool) -> tuple[Any, ...]:
     """What this rank sends; what it keeps at the begin of each forward, after the last backward and at the end."""
-    notes = dryrun._watched_step(job, layout, job.samples // layout.data, fake)
-    held = [notes.ledger.held(moment.event) for moment in (*notes.forwards, notes.update, notes.end)]
+    notes = dryrun._record_step(job, layout, job.samples // layout.data, fake)
+    held = [notes.tracker.bytes_at(moment.event) for moment in (*notes.forward_starts, notes.update_start, notes.end)]
     return notes.traffic(0, 1), [[each[role] for role in ("weights", "gradients", "optimizer")] for each in held]
 
 
@@ -55,7 +62,7 @@ def fake_profiles(cases: list[tuple[Job, Layout]], ranks: tuple[int, ...]) -> li
     for job, layout in cases:
         found.append([])
         for rank in ranks:
-            with nobody(layout.world, rank):
+            with fake_process_group(layout.world, rank):
                 found[-1].append(profile(job, layout, fake=True))
     return found
 
@@ -86,22 +93,26 @@ def test_one_process_holds_the_same_with_and_without_numbers() -> None:
     kinds = [("none", "float32"), ("selective", "bf16"), ("full", "bf16")]
     cases = [make(f"recompute={recompute}", 2, precision=precision) for recompute, precision in kinds]
     for (_, precision), (real, fake) in zip(kinds, run_world(twice, 1, cases)[0], strict=True):
-        assert (fake.memory, fake.moment, fake.kept) == (real.memory, real.moment, real.kept)
+        assert (fake.memory, fake.peak_phase, fake.resident_memory) == (
+            real.memory,
+            real.peak_phase,
+            real.resident_memory,
+        )
         assert fake.memory["activations"] > 0 and (fake.memory["copies"] > 0) == (precision == "bf16")
 
 
 def twice(cases: list[tuple[Job, Layout]]) -> list[list[RankReport]]:
-    return [[measure(job, layout, fake) for fake in (False, True)] for job, layout in cases]
+    return [[measure_rank(job, layout, fake) for fake in (False, True)] for job, layout in cases]
 
 
 def censuses(job: Job, layout: Layout) -> list[tuple[dict[str, int], dict[str, int], int]]:
     """After each forward and backward: what the garbage collector finds, what the ledger says, number of states."""
     census = Census()
-    books: list[Ledger] = []
+    books: list[MemoryCommTracker] = []
     counts: list[tuple[dict[str, int], int]] = []
     make_optimizer = dryrun.make_optimizer
 
-    class Book(Ledger):
+    class Book(MemoryCommTracker):
         def __init__(self) -> None:
             super().__init__()
             books.append(self)
@@ -119,11 +130,11 @@ def censuses(job: Job, layout: Layout) -> list[tuple[dict[str, int], dict[str, i
 
         return counted
 
-    dryrun.Ledger, dryrun.make_optimizer = Book, noted  # type: ignore[misc]
+    dryrun.MemoryCommTracker, dryrun.make_optimizer = Book, noted  # type: ignore[misc]
     PipelineStage.forward_one_chunk = after(PipelineStage.forward_one_chunk)
     PipelineStage.backward_one_chunk = after(PipelineStage.backward_one_chunk)
-    notes = dryrun._watched_step(job, layout, job.samples // layout.data, fake=False)
-    return [(count, notes.ledger.held(event), len(census.states)) for count, event in counts]
+    notes = dryrun._record_step(job, layout, job.samples // layout.data, fake=False)
+    return [(count, notes.tracker.bytes_at(event), len(census.states)) for count, event in counts]
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
@@ -151,8 +162,8 @@ PARTLY = [
 
 def test_arithmetic_stands_in_for_micro_batches() -> None:
     for case, (part, whole) in zip(PARTLY, run_world(parts_and_wholes, 1)[0], strict=True):
-        assert part.ran < whole.ran == part.micro_batches == case[1]
-        for key in ("memory", "moment", "kept", "traffic"):
+        assert part.micro_batches_run < whole.micro_batches_run == part.micro_batches == case[1]
+        for key in ("memory", "peak_phase", "resident_memory", "traffic"):
             assert getattr(part, key) == getattr(whole, key), (case, key)
 
 
@@ -162,8 +173,8 @@ def parts_and_wholes() -> list[list[RankReport]]:
         job, layout = make(text, micro_batches)
         found.append([])
         for whole in (False, True):
-            with nobody(layout.world, rank):
-                found[-1].append(measure(job, layout, whole=whole))
+            with fake_process_group(layout.world, rank):
+                found[-1].append(measure_rank(job, layout, all_micro_batches=whole))
     return found
 
 
@@ -172,7 +183,7 @@ def shown() -> list[RankReport]:
     """Reports of both stages of one layout."""
     shown: list[RankReport] = []
     job, layout = make("pipeline=2 shard=2 tensor=2", 5)
-    reports = dry_run(job, layout, show=shown.append)
+    reports = dry_run(job, layout, on_report=shown.append)
     assert [report.rank for report in reports] == [0, 4] and len(shown) == 2
     return reports
 
@@ -181,8 +192,8 @@ def test_what_is_sent(shown: list[RankReport]) -> None:
     """In float32, 5 micro-batches; rank 0 holds the embedding and half of the layers, cut over two tensor ranks."""
     first = shown[0]
     stream = SEQUENCE * WIDTH * 4
-    layers = sum(name.startswith("block") for name in first.pieces[0])
-    weights = first.kept["weights"]
+    layers = sum(name.startswith("block") for name in first.modules[0])
+    weights = first.resident_memory["weights"]
     # Forward: a gather and a sum for attention and mlp each, a sum for the embedding. The backward mirrors them.
     edges = 5 * (4 * layers + 1)
     expected = {
@@ -203,14 +214,14 @@ def test_a_world_of_thousands() -> None:
     job = make_job({"model": model, "batch": {"samples": 24 * 512}, "precision": "bf16"})
     assert typical_ranks(layout) == [0, 192, 1536, 2880]
     report = dry_run(job, layout, [2880])[0]
-    assert report.stages == (15,) and report.pieces == (("head",),) and report.ran == 18
-    assert Traffic("pipeline", "receive", 512, 512 * 64 * 2) in report.traffic
+    assert report.stages == (15,) and report.modules == (("head",),) and report.micro_batches_run == 18
+    assert CollectiveTraffic("pipeline", "receive", 512, 512 * 64 * 2) in report.traffic
 
 
 def test_reports_as_text_and_json(shown: list[RankReport]) -> None:
     record = json.loads(json.dumps(shown[0].as_dict()))
     assert record["total"] == sum(record["memory"].values()) and list(record["memory"]) == list(ROLES)
-    lines = describe(shown).splitlines()
+    lines = describe_reports(shown).splitlines()
     assert lines[0].startswith("Layout 'pipeline=2 shard=2 tensor=2 schedule=1f1b micro_batch=1 zero=1': 8 processes")
     assert lines[4].split()[:5] == ["0", "0", "embed,", "1", "layer"]
     assert any(line.startswith("pipeline  send") for line in lines)
@@ -254,16 +265,16 @@ PLANNED = [
 def test_the_plan_is_what_the_engine_does() -> None:
     """Memory of every stage within 5%, without the allocator's reserve, which a dry run cannot see; traffic exactly."""
     for (job, layout, case), reports in zip(planned(), run_world(stages, 1)[0], strict=True):
-        estimator = estimator_of(job, find_cluster("h100"))
-        own, prediction = estimator.work.own, estimator.predict(layout)
+        estimator = make_estimator(job, find_cluster("h100"))
+        own, prediction = estimator.work.engine, estimator.predict(layout)
         assert own is not None
         assert len(reports) == len(prediction.memory) == len(prediction.traffic)
         for rank, (report, memory) in enumerate(zip(reports, prediction.memory, strict=True)):
             error = (memory.total - memory.reserve) / report.total - 1
             # The order of a V of our own may have all micro-batches in flight before there are gradients.
             assert -0.05 < error < (0.2 if "auto-v" in case else 0.05), (case, rank)
-            program = estimator.made(layout).simulation.program if estimator.is_made(layout) else None
-            found = traffic(own, layout, rank, report.micro_batches, program)
+            program = estimator.auto_schedule(layout).simulation.program if estimator.is_auto_schedule(layout) else None
+            found = engine_traffic(own, layout, rank, report.micro_batches, program)
             assert found == {(entry.axis, entry.kind): entry.bytes for entry in report.traffic}, (case, rank)
             assert sum(prediction.traffic[rank].values()) == sum(entry.bytes for entry in report.traffic)
 
@@ -283,7 +294,7 @@ def stages() -> list[list[RankReport]]:
     found: list[list[RankReport]] = []
     for job, layout, _ in planned():
         found.append([])
-        for rank in typical_ranks(layout, every=True):
-            with nobody(layout.world, rank):
-                found[-1].append(measure(job, layout))
+        for rank in typical_ranks(layout, all_stages=True):
+            with fake_process_group(layout.world, rank):
+                found[-1].append(measure_rank(job, layout))
     return found

@@ -11,29 +11,29 @@ import torch
 import torch.nn.functional as F
 
 import shardwise.step as step_file
-from shardwise.comm.meter import METER
+from shardwise.comm.step_timer import STEP_TIMER
 from shardwise.comm.world import run_world
-from shardwise.data.stream import share
+from shardwise.data.sample_stream import rank_positions
 from shardwise.errors import LayoutError
 from shardwise.job import Job, make_job
-from shardwise.kinds import MoE
+from shardwise.kinds import MoEConfig
 from shardwise.layout import Layout
-from shardwise.models.chain import reset
-from shardwise.models.experts import Experts, imbalance
-from shardwise.models.gpt import cost, gpt
+from shardwise.models.chain import init_weights
+from shardwise.models.gpt import build_gpt, forward_flops
+from shardwise.models.moe import MoE, load_balancing_loss
 from shardwise.optim import make_optimizer
-from shardwise.parallel import data, expert
+from shardwise.parallel import data_parallel, expert
 from shardwise.parallel import parallelize as road
 from shardwise.parallel.parallelize import parallelize
-from shardwise.planner.dryrun import measure, nobody
+from shardwise.planner.dryrun.dry_run import fake_process_group, measure_rank
 from shardwise.step import step
-from shardwise.train.checkpoint import Checkpoints
+from shardwise.train.checkpoint import CheckpointManager
 from shardwise.verify import parity
 from shardwise.verify.parity import make_stream, verify
 
 SHAPE = {
     "name": "moe", "layers": 3, "dense_layers": 1, "width": 16, "heads": 2, "vocab": 61, "sequence": 8, "experts": 5,
-    "experts_per_token": 2, "expert_ffn": 24, "shared_ffn": 8,
+    "experts_per_token": 2, "expert_ffn": 24, "shared_expert_ffn": 8,
 }  # fmt: skip
 
 
@@ -41,18 +41,18 @@ def small(samples: int = 8, **more: Any) -> Job:
     return make_job({"precision": "float64", "model": SHAPE | more, "batch": {"samples": samples}})
 
 
-def experts(**more: Any) -> Experts:
-    chain = gpt(small(**more).built(), 0).double()
-    reset(chain, 0)
-    return next(module for module in chain.modules() if isinstance(module, Experts))
+def experts(**more: Any) -> MoE:
+    chain = build_gpt(small(**more).require_chain_model(), 0).double()
+    init_weights(chain, 0)
+    return next(module for module in chain.modules() if isinstance(module, MoE))
 
 
-def one_by_one(module: Experts, x: torch.Tensor) -> torch.Tensor:
+def one_by_one(module: MoE, x: torch.Tensor) -> torch.Tensor:
     """Each token through its experts, as a person would write it."""
     rows = []
     for token in x.flatten(0, 1):
         likely = (module.router @ token).softmax(0)
-        best = likely.argsort(descending=True)[: module.active]
+        best = likely.argsort(descending=True)[: module.top_k]
         total = torch.zeros_like(token)
         for one in best.tolist():
             hidden = module.bank.up[one] @ token
@@ -65,7 +65,7 @@ def one_by_one(module: Experts, x: torch.Tensor) -> torch.Tensor:
     return torch.stack(rows).view_as(x)
 
 
-@pytest.mark.parametrize("more", [{}, {"activation": "gelu", "shared_ffn": 0}, {"experts_per_token": 1}])
+@pytest.mark.parametrize("more", [{}, {"activation": "gelu", "shared_expert_ffn": 0}, {"experts_per_token": 1}])
 def test_it_is_what_one_token_at_a_time_gives(more: dict[str, Any]) -> None:
     module = experts(**more)
     x = torch.randn(2, 8, 16, dtype=torch.float64, requires_grad=True)
@@ -81,7 +81,7 @@ def test_it_is_what_one_token_at_a_time_gives(more: dict[str, Any]) -> None:
 
 
 def test_an_expert_that_nobody_uses() -> None:
-    module = experts(balance=0.0)
+    module = experts(router_aux_loss_coef=0.0)
     with torch.no_grad():
         module.router[3] = -100.0 * torch.ones(16, dtype=torch.float64)
     x = torch.rand(2, 8, 16, dtype=torch.float64)  # above zero, so the third is the last choice of all
@@ -96,10 +96,10 @@ def test_an_expert_that_nobody_uses() -> None:
 def test_balance_is_one_where_all_are_used_alike() -> None:
     likely = torch.full((12, 4), 0.25, dtype=torch.float64)
     chosen = torch.arange(24).view(12, 2) % 4
-    assert float(imbalance(likely, chosen, 3)) == pytest.approx(3.0)
-    assert float(imbalance(likely.roll(1, 0), torch.zeros(12, 2, dtype=torch.int64), 3)) == pytest.approx(3.0)
+    assert float(load_balancing_loss(likely, chosen, 3)) == pytest.approx(3.0)
+    assert float(load_balancing_loss(likely.roll(1, 0), torch.zeros(12, 2, dtype=torch.int64), 3)) == pytest.approx(3.0)
     skewed = torch.eye(4, dtype=torch.float64)[torch.zeros(12, dtype=torch.int64)]
-    assert float(imbalance(skewed, torch.zeros(12, 2, dtype=torch.int64), 3)) == pytest.approx(12.0)
+    assert float(load_balancing_loss(skewed, torch.zeros(12, 2, dtype=torch.int64), 3)) == pytest.approx(12.0)
 
 
 LAYOUTS = [
@@ -121,50 +121,50 @@ CUT = [
 def test_experts_on_other_ranks_compute_what_one_process_computes(text: str) -> None:
     layout = Layout.parse(text)
     (record,) = verify(small(2 * layout.data, experts=4, tied="tensor" in text), [layout], steps=2)
-    assert record.ok, record.sentence()
+    assert record.ok, record.describe()
 
 
 @pytest.mark.parametrize("text", LAYOUTS)
 def test_layouts_compute_what_one_process_computes(text: str) -> None:
     layout = Layout.parse(text)
-    (record,) = verify(small(4 * layout.data, tied="tensor" in text, z_loss=0.01), [layout], steps=2)
-    assert record.ok, record.sentence()
+    (record,) = verify(small(4 * layout.data, tied="tensor" in text, router_z_loss_coef=0.01), [layout], steps=2)
+    assert record.ok, record.describe()
 
 
 def test_a_balance_loss_of_every_tensor_rank_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: each tensor rank adds the whole of it."""
-    right = road.prepare
+    right = road.configure_modules
 
     def whole(*args: Any, **keys: Any) -> None:
-        weigh = keys.pop("weigh")
-        right(*args, **keys, weigh=lambda: 2 * weigh())
+        weigh = keys.pop("aux_loss_scale")
+        right(*args, **keys, aux_loss_scale=lambda: 2 * weigh())
 
-    monkeypatch.setattr(road, "prepare", whole)
+    monkeypatch.setattr(road, "configure_modules", whole)
     (record,) = verify(small(), [Layout.parse("tensor=2")], steps=2)
     first = record.first_difference
-    assert first is not None and first.kind == "gradient" and "router" in first.name, record.sentence()
-    assert parity.LIMIT["float64"] == 1e-10
+    assert first is not None and first.kind == "gradient" and "router" in first.name, record.describe()
+    assert parity.TOLERANCE["float64"] == 1e-10
 
 
 def test_a_dry_run_and_its_costs() -> None:
     job = small()
-    with nobody(2, 0):
-        report = measure(job, Layout.parse("shard=2 zero=3"))
+    with fake_process_group(2, 0):
+        report = measure_rank(job, Layout.parse("shard=2 zero=3"))
     assert report.total > 0
     for zero in (1, 3):
-        with nobody(4, 0):
-            report = measure(small(8, experts=4), Layout.parse(f"shard=4 expert=2 zero={zero} micro_batch=1"))
+        with fake_process_group(4, 0):
+            report = measure_rank(small(8, experts=4), Layout.parse(f"shard=4 expert=2 zero={zero} micro_batch=1"))
         sent = {(entry.axis, entry.kind): entry.bytes for entry in report.traffic}
         # Two layers, two micro-batches of 8 tokens of which each goes to two experts, there and back, and their
         # gradients; and how many rows there are.
         assert sent["expert", "all-to-all"] == 2 * 2 * (4 * 8 * 2 * 16 * 8 + 4 * 8)
         # Half of the experts' gradients of two layers: up, gate and down of 2 experts.
         times = 1 if zero == 1 else 2
-        assert sent["alike", "reduce-scatter"] == times * 2 * 3 * 2 * 24 * 16 * 8
-    sparse, plain = cost(job.built())[2], cost(job.built())[1]
+        assert sent["expert_replicas", "reduce-scatter"] == times * 2 * 3 * 2 * 24 * 16 * 8
+    sparse, plain = forward_flops(job.require_chain_model())[2], forward_flops(job.require_chain_model())[1]
     assert sparse != plain
-    model = job.built()
-    assert isinstance(model, MoE)
+    model = job.require_chain_model()
+    assert isinstance(model, MoEConfig)
     assert sparse - plain == 2.0 * 8 * 16 * 3 * (2 * 24 + 8 - model.ffn)
 
 
@@ -174,9 +174,9 @@ def test_what_does_not_divide_is_told() -> None:
         "shard=3 expert=5": "3 x 1 x 1 cannot be cut so; use shard=5",
     }.items():
         with pytest.raises(LayoutError, match=words):
-            road.check(small(15), Layout.parse(text))
+            road.check_layout(small(15), Layout.parse(text))
     with pytest.raises(LayoutError, match="'gpt' has no experts"):
-        road.check(make_job({}), Layout.parse("shard=2 expert=2"))
+        road.check_layout(make_job({}), Layout.parse("shard=2 expert=2"))
 
 
 # Checkpoints, and what may go wrong
@@ -191,11 +191,11 @@ def go_on(folder: Path, text: str, source: bool) -> list[float]:
     """Losses of steps 3 and 4: after two steps of our own, which are saved, or after those of another layout."""
     job = small(8, experts=4)
     engine = parallelize(job, Layout.parse(text), torch.device("cpu"))
-    optimizer = make_optimizer(job.optimizer, engine.holdings)
-    stream, ranks, checkpoints = make_stream(job), engine.mesh["data"], Checkpoints(folder, 2, asynchronous=False)
+    optimizer = make_optimizer(job.optimizer, engine.param_shards)
+    stream, ranks, checkpoints = make_stream(job), engine.mesh["data"], CheckpointManager(folder, 2, asynchronous=False)
 
     def train(numbers: range) -> list[float]:
-        shares = (share(number, job.samples, ranks.size, ranks.index) for number in numbers)
+        shares = (rank_positions(number, job.samples, ranks.size, ranks.index) for number in numbers)
         return [float(step(engine, optimizer, stream.read(each), 1.0).loss) for each in shares]
 
     if source:
@@ -218,30 +218,30 @@ def test_a_checkpoint_of_one_cut_loads_into_another(tmp_path: Path, place: int) 
 def gradients_of_other_experts_added(patch: pytest.MonkeyPatch) -> None:
     """Summed over the ranks that hold different experts, not over those that hold the same."""
 
-    def crooked(self: data.Whole) -> None:
-        for axis, same, pairs in self.shared():
-            self._sum_over(self.mesh["expert"] if pairs[0][1].expert else axis, same, pairs)
+    def crooked(self: data_parallel.Zero1) -> None:
+        for axis, replicas, pairs in self.reduction_groups():
+            self._reduce_pairs(self.mesh["expert"] if pairs[0][1].is_expert else axis, replicas, pairs)
 
-    patch.setattr(data.Whole, "sum_gradients", torch.no_grad()(crooked))
+    patch.setattr(data_parallel.Zero1, "sum_gradients", torch.no_grad()(crooked))
 
 
 def experts_left_out_of_the_norm(patch: pytest.MonkeyPatch) -> None:
-    right = step_file.measure
+    right = step_file.reduce_loss_and_norm
 
     def without(engine: Any, loss: torch.Tensor) -> Any:
-        dense = [holding for holding in engine.holdings if not holding.expert]
+        dense = [param_shard for param_shard in engine.param_shards if not param_shard.is_expert]
         return right(dataclasses.replace(engine, holdings=dense), loss)
 
-    patch.setattr(step_file, "measure", without)
+    patch.setattr(step_file, "reduce_loss_and_norm", without)
 
 
 def tokens_that_come_back_out_of_order(patch: pytest.MonkeyPatch) -> None:
-    right = expert.Travel.back
+    right = expert.TokenDispatcher.combine
 
-    def crooked(self: Any, rows: torch.Tensor, journey: Any) -> torch.Tensor:
-        return right(self, rows, expert.Journey(journey.order, journey.order, journey.sent, journey.received))
+    def crooked(self: Any, rows: torch.Tensor, state: Any) -> torch.Tensor:
+        return right(self, rows, expert.DispatchState(state.permutation, state.permutation, state.sent, state.received))
 
-    patch.setattr(expert.Travel, "back", crooked)
+    patch.setattr(expert.TokenDispatcher, "combine", crooked)
 
 
 PLANTED = {
@@ -256,25 +256,25 @@ def test_planted_bugs_are_caught(plant: Any, monkeypatch: pytest.MonkeyPatch) ->
     text, kind = PLANTED[plant]
     plant(monkeypatch)
     (record,) = verify(small(8, experts=4), [Layout.parse(text)], steps=2)
-    assert not record.ok and record.problem is None, record.sentence()
+    assert not record.ok and record.failure is None, record.describe()
     first = record.first_difference
-    assert first is not None and first.kind == kind, record.sentence()
+    assert first is not None and first.kind == kind, record.describe()
 
 
-def load_of(text: str, capacity: float = 0.0) -> list[expert.Routing]:
+def load_of(text: str, capacity: float = 0.0) -> list[expert.RoutingStats]:
     """Of two steps; nothing has run since the second."""
-    METER.read()
-    job = small(8, experts=4, capacity=capacity)
+    STEP_TIMER.read_and_reset()
+    job = small(8, experts=4, capacity_factor=capacity)
     engine = parallelize(job, Layout.parse(text), torch.device("cpu"))
-    optimizer = make_optimizer(job.optimizer, engine.holdings)
-    ranks, model, found = engine.mesh["data"], job.built(), []
-    assert isinstance(model, MoE)
+    optimizer = make_optimizer(job.optimizer, engine.param_shards)
+    ranks, model, found = engine.mesh["data"], job.require_chain_model(), []
+    assert isinstance(model, MoEConfig)
     for number in range(3):
         if number < 2:
-            step(engine, optimizer, make_stream(job).read(share(number, 8, ranks.size, ranks.index)), 1.0)
-        sent, waited = (counts.get("expert", 0.0) for counts in METER.read())
-        told = expert.routing(model, engine.chains, engine.mesh["world"], torch.device("cpu"), sent, waited)
-        found.append(expert.Routing.of(told.tolist()))
+            step(engine, optimizer, make_stream(job).read(rank_positions(number, 8, ranks.size, ranks.index)), 1.0)
+        sent, waited = (counts.get("expert", 0.0) for counts in STEP_TIMER.read_and_reset())
+        told = expert.routing_stats(model, engine.chains, engine.mesh["world"], torch.device("cpu"), sent, waited)
+        found.append(expert.RoutingStats.from_values(told.tolist()))
     return found
 
 
@@ -282,12 +282,12 @@ def test_the_load_of_experts_is_that_of_all_ranks() -> None:
     for capacity in (0.0, 0.75):
         (alone,) = run_world(load_of, 1, "micro_batch=2", capacity)
         assert all(1.0 <= one.imbalance < 4.0 and sum(one.load) == pytest.approx(1) for one in alone[:2])
-        assert alone[2].imbalance == 0.0 and all((one.dropped > 0) == (capacity > 0) for one in alone[:2])
+        assert alone[2].imbalance == 0.0 and all((one.dropped_tokens > 0) == (capacity > 0) for one in alone[:2])
         for text in ("shard=2 expert=2", "pipeline=2 tensor=2 micro_batch=1 recompute=full"):
             for found in run_world(load_of, Layout.parse(text).world, text, capacity):
                 for one, other in zip(found, alone, strict=True):
                     assert [one.imbalance, *one.load] == pytest.approx([other.imbalance, *other.load])
-                    assert one.dropped == pytest.approx(other.dropped)
+                    assert one.dropped_tokens == pytest.approx(other.dropped_tokens)
                 # Whole rows of 16 numbers, there and back, in the forward and in the backward.
                 row = 4 * 16 * 8
                 assert all((one.sent > 0) == ("expert" in text) and one.sent % row == 0 for one in found[:2])

@@ -5,21 +5,21 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardwise.data.objectives import Masked, Spans, _parts
+from shardwise.data.objectives import MaskedLM, SpanCorruption, _random_partition
 from shardwise.errors import JobError, LayoutError
 from shardwise.job import Job, make_job
-from shardwise.kinds import T5, Bert
+from shardwise.kinds import BertConfig, T5Config
 from shardwise.layout import Layout
-from shardwise.models.chain import IGNORED, reset
-from shardwise.models.families import chain_of, cost_of
-from shardwise.models.resnet import Norm
-from shardwise.models.t5 import bucket
-from shardwise.parallel.parallelize import check
+from shardwise.models.chain import IGNORE_INDEX, init_weights
+from shardwise.models.registry import build_chain, forward_flops_per_module
+from shardwise.models.resnet import BatchNorm
+from shardwise.models.t5 import relative_position_bucket
+from shardwise.parallel.parallelize import check_layout
 from shardwise.verify.parity import verify
 
 BERT = {"name": "bert", "layers": 3, "width": 24, "heads": 4, "ffn": 40, "vocab": 61, "sequence": 16, "dropout": 0.1}
-SPANS = {"name": "t5", "layers": 2, "width": 24, "heads": 4, "head_size": 8, "ffn": 40, "vocab": 61, "sequence": 24,
-         "targets": 8, "dropout": 0.1, "activation": "geglu"}  # fmt: skip
+SPANS = {"name": "t5", "layers": 2, "width": 24, "heads": 4, "head_dim": 8, "ffn": 40, "vocab": 61, "sequence": 24,
+         "target_sequence": 8, "dropout": 0.1, "activation": "geglu"}  # fmt: skip
 
 
 def job(model: dict[str, object], samples: int = 8) -> Job:
@@ -28,11 +28,11 @@ def job(model: dict[str, object], samples: int = 8) -> Job:
 
 @pytest.mark.parametrize("layout", [
     "shard=2 zero=3", "pipeline=2 schedule=zbv", "pipeline=2 tensor=2 recompute=full", "context=2",
-    "pipeline=2 shard=2 context=2 context_by=heads",
+    "pipeline=2 shard=2 context=2 context_method=ulysses",
 ])  # fmt: skip
 def test_bert_in_any_layout(layout):
     (record,) = verify(job(BERT), [Layout.parse(layout)], steps=2)
-    assert record.ok, record.sentence()
+    assert record.ok, record.describe()
 
 
 @pytest.mark.parametrize("layout", [
@@ -41,14 +41,14 @@ def test_bert_in_any_layout(layout):
 ])  # fmt: skip
 def test_t5_in_any_layout(layout):
     (record,) = verify(job(SPANS, 12), [Layout.parse(layout)], steps=2)
-    assert record.ok, record.sentence()
+    assert record.ok, record.describe()
 
 
 def test_an_untied_t5_with_relu():
     (record,) = verify(
         job({**SPANS, "tied": False, "activation": "relu"}), [Layout.parse("pipeline=2 tensor=2")], steps=2
     )
-    assert record.ok, record.sentence()
+    assert record.ok, record.describe()
 
 
 @pytest.mark.parametrize(("model", "layout", "said"), [
@@ -59,12 +59,12 @@ def test_an_untied_t5_with_relu():
 ])  # fmt: skip
 def test_what_cannot_be_cut_is_told(model, layout, said):
     with pytest.raises(LayoutError, match=said):
-        check(job(model), Layout.parse(layout))
+        check_layout(job(model), Layout.parse(layout))
 
 
 @pytest.mark.parametrize(("model", "said"), [
-    ({**SPANS, "targets": 3}, "in 1 run, which take 6; set targets = 6"),
-    ({**BERT, "mask_id": 61}, "is not below vocab"),
+    ({**SPANS, "target_sequence": 3}, "in 1 run, which take 6; set targets = 6"),
+    ({**BERT, "mask_token_id": 61}, "is not below vocab"),
     ({**BERT, "kv_heads": 2}, "a BERT has learned positions"),
 ])  # fmt: skip
 def test_shapes_that_cannot_be(model, said):
@@ -77,32 +77,32 @@ def test_shapes_that_cannot_be(model, said):
 
 def test_masked_tokens():
     model = job({**BERT, "sequence": 200, "vocab": 50}).model
-    assert isinstance(model, Bert) and model.predicted == 30 and model.mask == 49
+    assert isinstance(model, BertConfig) and model.max_predictions == 30 and model.resolved_mask_id == 49
     row = np.arange(201) % 49
-    made = [Masked(model, 0).one(row, place) for place in range(300)]
+    made = [MaskedLM(model, 0).transform(row, place) for place in range(300)]
     for tokens, targets in made:
-        chosen = targets != IGNORED
+        chosen = targets != IGNORE_INDEX
         assert chosen.sum() == 30
         assert (tokens[~chosen] == row[:200][~chosen]).all() and (targets[chosen] == row[:200][chosen]).all()
         assert tokens.max() <= 49
-    hidden = np.concatenate([tokens[targets != IGNORED] for tokens, targets in made])
-    as_it_was = np.concatenate([(tokens == row[:200])[targets != IGNORED] for tokens, targets in made])
+    hidden = np.concatenate([tokens[targets != IGNORE_INDEX] for tokens, targets in made])
+    as_it_was = np.concatenate([(tokens == row[:200])[targets != IGNORE_INDEX] for tokens, targets in made])
     assert abs((hidden == 49).mean() - 0.8) < 0.02 and abs(as_it_was.mean() - 0.1) < 0.02
-    again = Masked(model, 0).one(row, 7)
+    again = MaskedLM(model, 0).transform(row, 7)
     assert (again[0] == made[7][0]).all() and (again[1] == made[7][1]).all()
 
 
 def test_runs_left_out():
     model = make_job({"model": {"name": "t5"}, "batch": {"samples": 1}}).model
-    assert isinstance(model, T5)
-    assert (model.window, *model.noise(model.window)) == (568, 85, 28)  # as the paper's 512 and 114
+    assert isinstance(model, T5Config)
+    assert (model.text_window, *model.noise_counts(model.text_window)) == (568, 85, 28)  # as the paper's 512 and 114
     row = np.arange(569) + 1000
-    tokens, targets = Spans(model, 0).one(row, 3)
+    tokens, targets = SpanCorruption(model, 0).transform(row, 3)
     assert len(tokens) == len(targets) == model.length == 626
     marks = [model.vocab - 1 - number for number in range(28)]
     end = model.vocab - 29
     read, wrote = tokens[:512], targets[512:]
-    assert (targets[:512] == IGNORED).all() and read[-1] == end and wrote[-1] == end
+    assert (targets[:512] == IGNORE_INDEX).all() and read[-1] == end and wrote[-1] == end
     assert [t for t in read if t in marks] == marks == [t for t in wrote if t in marks]
     text = {int(mark): [] for mark in marks}  # put together again, it is the text
     mark = None
@@ -117,7 +117,7 @@ def test_runs_left_out():
 
 @pytest.mark.parametrize(("total", "count"), [(1, 1), (5, 5), (85, 28), (7, 1)])
 def test_parts_add_up(total, count):
-    parts = _parts(np.random.default_rng(0), total, count)
+    parts = _random_partition(np.random.default_rng(0), total, count)
     assert len(parts) == count and parts.sum() == total and parts.min() >= 1
 
 
@@ -126,7 +126,9 @@ def test_parts_add_up(total, count):
 
 def parameters(model: dict[str, object]) -> int:
     with torch.device("meta"):
-        return sum(weight.numel() for _, weight in chain_of(job(model).built(), 0).named_weights())
+        return sum(
+            weight.numel() for _, weight in build_chain(job(model).require_chain_model(), 0).named_unique_parameters()
+        )
 
 
 def test_sizes():
@@ -137,16 +139,16 @@ def test_sizes():
 
 
 def test_a_bert_looks_both_ways_and_a_t5_decoder_does_not():
-    model = job({**BERT, "dropout": 0.0}).built()
-    chain = chain_of(model, 0).double()
-    reset(chain, 0)
+    model = job({**BERT, "dropout": 0.0}).require_chain_model()
+    chain = build_chain(model, 0).double()
+    init_weights(chain, 0)
     tokens = torch.randint(0, 60, (1, 16))
     changed = tokens.clone()
     changed[0, 12] = (tokens[0, 12] + 1) % 60
     assert (chain(tokens) - chain(changed)).abs().amax(-1)[0].min() > 0
-    model = job({**SPANS, "dropout": 0.0}).built()
-    chain = chain_of(model, 0).double()
-    reset(chain, 0)
+    model = job({**SPANS, "dropout": 0.0}).require_chain_model()
+    chain = build_chain(model, 0).double()
+    init_weights(chain, 0)
     tokens = torch.randint(0, 60, (1, 32))
     changed = tokens.clone()
     changed[0, 28] = (tokens[0, 28] + 1) % 60  # the fifth of the decoder
@@ -159,41 +161,41 @@ def test_a_bert_looks_both_ways_and_a_t5_decoder_does_not():
 
 def test_distances_in_groups():
     ahead = torch.tensor([0, -1, -7, -8, -9, -127, -128, -1000, 1, 7, 8, 127, 500])
-    both = bucket(ahead, True, 32, 128).tolist()
+    both = relative_position_bucket(ahead, True, 32, 128).tolist()
     assert both == [0, 1, 7, 8, 8, 15, 15, 15, 17, 23, 24, 31, 31]
-    assert bucket(ahead, False, 32, 128).tolist()[:8] == [0, 1, 7, 8, 9, 31, 31, 31] and both[8] != 0
+    assert relative_position_bucket(ahead, False, 32, 128).tolist()[:8] == [0, 1, 7, 8, 9, 31, 31, 31] and both[8] != 0
 
 
 def test_costs_follow_the_trace():
     for model in (BERT, SPANS):
-        built = job({**model, "dropout": 0.0}).built()
-        chain = chain_of(built, 0)
+        built = job({**model, "dropout": 0.0}).require_chain_model()
+        chain = build_chain(built, 0)
         counter = FlopCounterMode(display=False)
-        reset(chain, 0)
+        init_weights(chain, 0)
         tokens = torch.randint(0, 60, (1, built.length))
-        targets = torch.full_like(tokens, IGNORED)
+        targets = torch.full_like(tokens, IGNORE_INDEX)
         targets[0, -1] = 1
         with counter:
             chain(tokens, targets=targets)
         counted = counter.get_total_flops()
-        assert counted == pytest.approx(sum(cost_of(built)), rel=0.2)
+        assert counted == pytest.approx(sum(forward_flops_per_module(built)), rel=0.2)
 
 
 # Images
 
-IMAGES = {"name": "resnet", "depth": 18, "width": 4, "stem": "cifar", "image": 8, "classes": 5}
+IMAGES = {"name": "resnet", "depth": 18, "width": 4, "stem": "cifar", "image_size": 8, "num_classes": 5}
 
 
 @pytest.mark.parametrize("layout", ["replicate=3", "shard=2 zero=1", "replicate=2 shard=2 zero=3"])
 def test_resnet_in_any_layout(layout):
     (record,) = verify(job(IMAGES, 12), [Layout.parse(layout)], steps=2)
-    assert record.ok, record.sentence()
+    assert record.ok, record.describe()
 
 
 def test_a_bottleneck_with_the_stem_of_imagenet():
-    model = {**IMAGES, "depth": 50, "stem": "imagenet", "image": 32}
+    model = {**IMAGES, "depth": 50, "stem": "imagenet", "image_size": 32}
     (record,) = verify(job(model, 24), [Layout.parse("shard=2 zero=3")], steps=2)
-    assert record.ok, record.sentence()
+    assert record.ok, record.describe()
 
 
 @pytest.mark.parametrize(("layout", "said"), [
@@ -202,7 +204,7 @@ def test_a_bottleneck_with_the_stem_of_imagenet():
 ])  # fmt: skip
 def test_what_a_batch_norm_does_not_allow(layout, said):
     with pytest.raises(LayoutError, match=said):
-        check(job(IMAGES, 12), Layout.parse(layout))
+        check_layout(job(IMAGES, 12), Layout.parse(layout))
 
 
 def test_sizes_of_resnets():
@@ -212,9 +214,9 @@ def test_sizes_of_resnets():
 
 
 def test_a_resnet_is_that_of_plain_batch_norms():
-    chain = chain_of(job(IMAGES).built(), 0).double()
-    reset(chain, 0)
-    norm = next(module for module in chain.modules() if isinstance(module, Norm))
+    chain = build_chain(job(IMAGES).require_chain_model(), 0).double()
+    init_weights(chain, 0)
+    norm = next(module for module in chain.modules() if isinstance(module, BatchNorm))
     x = torch.randn(6, 4, 8, 8, dtype=torch.float64)
     plain = torch.nn.BatchNorm2d(4).double()
     for _ in range(3):

@@ -47,10 +47,10 @@ LAYOUTS = [
     ("pipeline=2 shard=2 zero=3 schedule=interleaved virtual=2", []),
     ("shard=2 tensor=2 zero=2", []),
     ("shard=2 expert=2", EXPERTS),
-    ("replicate=4", ["gradient.reduce=halving"]),
-    ("replicate=2 tensor=2", ["gradient.reduce=ring"]),
+    ("replicate=4", ["gradient.all_reduce=halving"]),
+    ("replicate=2 tensor=2", ["gradient.all_reduce=ring"]),
     ("context=2 tensor=2", []),
-    ("context=2 pipeline=2 context_by=heads", []),
+    ("context=2 pipeline=2 context_method=ulysses", []),
 ]
 CLICKS = """
 steps = 4
@@ -109,11 +109,11 @@ def test_tables_in_host_memory_beside_a_gpu_train_as_on_a_cpu(layout, tmp_path):
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("way", ["ring", "heads"])
+@pytest.mark.parametrize("way", ["ring", "ulysses"])
 def test_a_sequence_cut_over_ranks_goes_through_the_gpus_kernels(way, tmp_path):
     narrow = ["precision=bf16", "model.width=128", "model.sequence=256", "model.dropout=0"]
     expected = losses(tmp_path, "cuda", "", narrow)
-    found = losses(tmp_path, "cuda", f"context=2 context_by={way}", narrow)
+    found = losses(tmp_path, "cuda", f"context=2 context_method={way}", narrow)
     for one, other in zip(found, expected, strict=True):
         assert one == pytest.approx(other, rel=2e-2)
 
@@ -123,12 +123,12 @@ def test_a_sequence_cut_over_ranks_goes_through_the_gpus_kernels(way, tmp_path):
     "layout", ["tensor=2", "shard=2 zero=3", "shard=2 expert=2", "pipeline=2 shard=2 schedule=zbv", "replicate=2"]
 )
 def test_what_travels_through_the_host_arrives(layout, monkeypatch):
-    monkeypatch.setattr(parity, "run_world", partial(run_world, backend="staged"))
-    model = {"layers": 4, "width": 16, "heads": 2, "vocab": 31, "sequence": 8}
+    monkeypatch.setattr(parity, "run_world", partial(run_world, backend="host_staged"))
+    model = {"layers": 4, "width": 16, "ulysses": 2, "vocab": 31, "sequence": 8}
     experts = {"name": "moe", "experts": 4, "expert_ffn": 24} if "expert" in layout else {}
     job = make_job({"precision": "float64", "batch": {"samples": 8}, "model": {**model, **experts}})
     (record,) = verify(job, [Layout.parse(layout)])
-    assert record.ok, record.sentence()
+    assert record.ok, record.describe()
 
 
 @pytest.mark.timeout(600)
@@ -147,12 +147,14 @@ def test_the_parts_of_a_step_add_up_on_a_gpu(layout, compiled, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     for record in records[6:]:
-        parts = record["spent"] | {f"waited {axis}": value for axis, value in record.get("waited", {}).items()}
+        parts = record["phase_seconds"] | {
+            f"wait_seconds {axis}": value for axis, value in record.get("wait_seconds", {}).items()
+        }
         assert sum(parts.values()) == pytest.approx(record["seconds"], rel=1e-3)
         assert min(parts.values()) > -0.01 * record["seconds"], parts
         assert parts["compute"] > 0
     rows = [json.loads(line) for line in (tmp_path / "run" / "ranks.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, 13)) and len(rows[-1]["seconds"]) == world
     if world > 1:
-        assert any(rows[-2]["waited"].values())
+        assert any(rows[-2]["wait_seconds"].values())
     assert (tmp_path / "run" / "report.html").exists()

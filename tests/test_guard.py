@@ -16,23 +16,23 @@ import psutil
 import pytest
 import torch
 
-from shardwise.chaos.run import chaos_job
-from shardwise.chaos.victim import Fault, happened, plant
+from shardwise.chaos.faulty_worker import Fault, inject_faults, trigger_times
+from shardwise.chaos.run import run_chaos
 from shardwise.errors import RunError
-from shardwise.guard.beat import read_beats
-from shardwise.guard.memory import Memory, memory_of
-from shardwise.guard.numbers import Spikes
-from shardwise.guard.nursery import Nursery
+from shardwise.integrity.anomalies import LossSpikeDetector
 from shardwise.job import Job, make_job
+from shardwise.launch.launch import launch
 from shardwise.layout import Layout
-from shardwise.train.folder import RunFolder
-from shardwise.train.launch import launch
+from shardwise.train.run_folder import RunFolder
+from shardwise.workers.fork_server import ForkServer
+from shardwise.workers.heartbeat import read_heartbeats
+from shardwise.workers.snapshots import SnapshotStore, snapshot_folder
 
 SMALL = {
     "precision": "float64", "steps": 12, "model": {"layers": 2, "width": 16, "heads": 2, "vocab": 61, "sequence": 8},
     "data": {"source": "synthetic"}, "batch": {"samples": 4}, "checkpoint": {"every": 4}, "validation": {"samples": 4},
 }  # fmt: skip
-VICTIM = "shardwise.chaos.victim:main"
+FAULTY_WORKER = "shardwise.chaos.faulty_worker:main"
 
 
 def small_job(folder: Path, run: dict[str, object] | None = None, **changes: object) -> Job:
@@ -40,16 +40,16 @@ def small_job(folder: Path, run: dict[str, object] | None = None, **changes: obj
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    one = Nursery("shardwise.chaos.victim")
+def nursery() -> Iterator[ForkServer]:
+    one = ForkServer("shardwise.chaos.faulty_worker")
     yield one
     one.close()
 
 
-def train(nursery: Nursery, job: Job, layout: str, *faults: Fault) -> RunFolder:
+def train(fork_server: ForkServer, job: Job, layout: str, *faults: Fault) -> RunFolder:
     folder = RunFolder.create(job)
-    plant(folder.path, list(faults))
-    launch(folder, Layout.parse(layout), resume=False, entry=VICTIM, nursery=nursery)
+    inject_faults(folder.path, list(faults))
+    launch(folder, Layout.parse(layout), resume=False, entry=FAULTY_WORKER, fork_server=fork_server)
     return folder
 
 
@@ -62,54 +62,54 @@ def events(folder: RunFolder, kind: str) -> list[dict[str, object]]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    return train(nursery, small_job(tmp_path_factory.mktemp("runs") / "run"), "shard=2")
+def undisturbed(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    return train(fork_server, small_job(tmp_path_factory.mktemp("runs") / "run"), "shard=2")
 
 
 def test_killed_and_stopped_ranks_are_named_and_the_curve_stays(
-    undisturbed: RunFolder, nursery: Nursery, tmp_path: Path
+    undisturbed: RunFolder, fork_server: ForkServer, tmp_path: Path
 ) -> None:
     faults = [
         Fault("kill", 1, 6, "backward", 0), Fault("stop", 0, 7, "forward", 1), Fault("kill", 0, 8, "save", 2),
         Fault("kill", 1, 0, "load", 3), Fault("kill", 0, 10, "optimizer", 4),
     ]  # fmt: skip
-    job = small_job(tmp_path / "run", run={"restarts": 5})
-    run = train(nursery, job, "shard=2", *faults)
+    job = small_job(tmp_path / "run", run={"max_restarts": 5})
+    run = train(fork_server, job, "shard=2", *faults)
     assert curve(run) == curve(undisturbed)
-    told = [event for kind in ("killed", "halted") for event in events(run, kind)]
-    times = happened(run.path)
+    told = [event for kind in ("killed", "suspended") for event in events(run, kind)]
+    times = trigger_times(run.path)
     assert len(times) == len(told) == len(faults)
     at = {(fault.rank, times[fault.number]) for fault in faults}
     for event in told:
         assert any(rank in event["ranks"] and 0 < event["time"] - when < 5 for rank, when in at)  # type: ignore[operator]
         assert str(event["message"]).startswith(f"rank {event['ranks'][0]} ")
-    assert "is stopped (SIGSTOP)" in str(events(run, "halted")[0]["message"])
+    assert "is stopped (SIGSTOP)" in str(events(run, "suspended")[0]["message"])
     assert events(run, "resumed")[-1]["step"] in (4, 8)
 
 
-def test_a_crash_loop_ends_with_its_cause(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_crash_loop_ends_with_its_cause(fork_server: ForkServer, tmp_path: Path) -> None:
     faults = [Fault("raise", 1, 2, "data", number) for number in range(3)]
     with pytest.raises(RunError, match="rank 1 failed(.|\n)*planted at step 2(.|\n)*happened before at step 2"):
-        train(nursery, small_job(tmp_path / "run"), "shard=2", *faults)
+        train(fork_server, small_job(tmp_path / "run"), "shard=2", *faults)
     run = RunFolder.open(tmp_path / "run")
-    assert len(events(run, "failed")) == 1 and len(happened(run.path)) == 2
-    found = json.loads(sorted((run.path / "doctor").glob("*/found.json"))[-1].read_text())
+    assert len(events(run, "failed")) == 1 and len(trigger_times(run.path)) == 2
+    found = json.loads(sorted((run.path / "doctor").glob("*/diagnosis.json"))[-1].read_text())
     assert found["culprits"] == [1]
 
 
-def test_restarts_that_get_no_further_are_bounded(nursery: Nursery, tmp_path: Path) -> None:
+def test_restarts_that_get_no_further_are_bounded(fork_server: ForkServer, tmp_path: Path) -> None:
     faults = [Fault("kill", 0, 3, "forward", number) for number in range(3)]
     with pytest.raises(
         RunError,
         match="rank 0 was killed by SIGKILL, in step 3, computing. Given up after 1 restart that got no further.",
     ):
-        train(nursery, small_job(tmp_path / "run", run={"restarts": 1}), "shard=2", *faults)
+        train(fork_server, small_job(tmp_path / "run", run={"max_restarts": 1}), "shard=2", *faults)
 
 
 def test_a_passing_nan_is_rolled_back_and_leaves_no_trace(
-    undisturbed: RunFolder, nursery: Nursery, tmp_path: Path
+    undisturbed: RunFolder, fork_server: ForkServer, tmp_path: Path
 ) -> None:
-    run = train(nursery, small_job(tmp_path / "run", run={"on_nan": "rollback"}), "shard=2", Fault("nan", 1, 7))
+    run = train(fork_server, small_job(tmp_path / "run", run={"on_nan": "rollback"}), "shard=2", Fault("nan", 1, 7))
     assert curve(run) == curve(undisturbed)
     (event,) = events(run, "rollback")
     assert event["message"] == (
@@ -119,61 +119,63 @@ def test_a_passing_nan_is_rolled_back_and_leaves_no_trace(
 
 
 @pytest.mark.parametrize("layout", ["shard=2", "pipeline=2", "tensor=2"])
-def test_infinity_is_traced_to_its_module_and_rank(layout: str, nursery: Nursery, tmp_path: Path) -> None:
+def test_infinity_is_traced_to_its_module_and_rank(layout: str, fork_server: ForkServer, tmp_path: Path) -> None:
     job = small_job(tmp_path / "run", run={"on_nan": "stop"})
     with pytest.raises(
         RunError, match=r'step 3 .*: nothing was updated; it begins in the output of [\w.]*up on rank 1. .*"stop"'
     ):
-        train(nursery, job, layout, Fault("inf", 1, 3, "up"))
+        train(fork_server, job, layout, Fault("inf", 1, 3, "up"))
 
 
-def test_a_step_that_is_never_finite_is_skipped_after_a_second_try(nursery: Nursery, tmp_path: Path) -> None:
-    run = train(nursery, small_job(tmp_path / "run", run={"on_nan": "rollback"}), "shard=2", Fault("inf", 0, 6, "up"))
-    assert len(events(run, "rollback")) == len(events(run, "skipped")) == 1
+def test_a_step_that_is_never_finite_is_skipped_after_a_second_try(fork_server: ForkServer, tmp_path: Path) -> None:
+    run = train(
+        fork_server, small_job(tmp_path / "run", run={"on_nan": "rollback"}), "shard=2", Fault("inf", 0, 6, "up")
+    )
+    assert len(events(run, "rollback")) == len(events(run, "step_skipped")) == 1
     assert [record["step"] for record in run.metrics()] == list(range(1, 13))
 
 
-def test_a_spike_is_left_out_with_the_batches_since_the_checkpoint(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_spike_is_left_out_with_the_batches_since_the_checkpoint(fork_server: ForkServer, tmp_path: Path) -> None:
     changes = {"steps": 24, "checkpoint": {"every": 18}}
     job = small_job(tmp_path / "run", run={"spike": 10.0}, **changes)
-    run = train(nursery, job, "shard=2", Fault("spike", 0, 20), Fault("spike", 1, 20, number=1))
+    run = train(fork_server, job, "shard=2", Fault("spike", 0, 20), Fault("spike", 1, 20, number=1))
     (event,) = events(run, "rollback")
     assert str(event["message"]).startswith("step 20 had a loss of 1000, ")
     assert str(event["message"]).endswith("going back to step 18 and leaving out the 2 batches since.")
-    assert run.skips() == [(18, 2)]
+    assert run.skipped_batches() == [(18, 2)]
     other = small_job(tmp_path / "other", run={"folder": str(tmp_path / "other")}, **changes)
     RunFolder(tmp_path / "other").path.mkdir()
     RunFolder(tmp_path / "other").add_skip(18, 2)
-    assert curve(train(nursery, other, "shard=2")) == curve(run)
+    assert curve(train(fork_server, other, "shard=2")) == curve(run)
 
 
 def test_spikes_are_told_from_noise() -> None:
     draw = random.Random(0)
     clean = [3.0 * 0.999**step + draw.gauss(0, 0.05) for step in range(10_000)]
-    spikes = Spikes(10.0)
-    assert not any(spikes.judge(loss) for loss in clean)
-    assert spikes.judge(2.0) and spikes.judge(2.0) and not spikes.judge(clean[-1])
+    detector = LossSpikeDetector(10.0)
+    assert not any(detector.evaluate(loss) for loss in clean)
+    assert detector.evaluate(2.0) and detector.evaluate(2.0) and not detector.evaluate(clean[-1])
 
 
 def test_chaos_in_short(tmp_path: Path) -> None:
-    job = small_job(tmp_path, steps=16, checkpoint={"every": 3, "snapshot": 0}).text()
+    job = small_job(tmp_path, steps=16, checkpoint={"every": 3, "snapshot_every": 0}).to_toml()
     (tmp_path / "job.toml").write_text(job)
-    tally = chaos_job(tmp_path / "job.toml", ["layout=shard=2"], 6, 178, print)
-    print(tally.text())
-    assert {tale.fault.kind for tale in tally.tales} == {"kill", "stop", "flip", "nan", "weight", "state"}
-    assert tally.ok, tally.text()
-    assert tally.flips == tally.refused == 1
+    report = run_chaos(tmp_path / "job.toml", ["layout=shard=2"], 6, 178, print)
+    print(report.text())
+    assert {tale.fault.kind for tale in report.outcomes} == {"kill", "stop", "flip", "nan", "weight", "state"}
+    assert report.ok, report.text()
+    assert report.corrupted_checkpoints == report.rejected_checkpoints == 1
 
 
 def test_a_launcher_that_is_killed_leaves_a_checkpoint_and_no_orphans(tmp_path: Path) -> None:
     job = small_job(tmp_path / "run", layout="shard=2", steps=1_000_000, checkpoint={"every": 0})
-    (tmp_path / "job.toml").write_text(job.text())
+    (tmp_path / "job.toml").write_text(job.to_toml())
     launcher = subprocess.Popen([sys.executable, "-m", "shardwise", "train", tmp_path / "job.toml"])
     run, deadline = RunFolder(tmp_path / "run"), time.monotonic() + 120
     while len(list(run.metrics())) < 3:
         assert launcher.poll() is None and time.monotonic() < deadline
         time.sleep(0.1)
-    workers = [beat["pid"] for beat in read_beats(run.path).values()]
+    workers = [beat["pid"] for beat in read_heartbeats(run.path).values()]
     launcher.kill()
     launcher.wait()
     while any(psutil.pid_exists(pid) for pid in workers):
@@ -183,45 +185,47 @@ def test_a_launcher_that_is_killed_leaves_a_checkpoint_and_no_orphans(tmp_path: 
 
 
 def test_a_restart_goes_on_from_memory_and_the_curve_stays(
-    undisturbed: RunFolder, nursery: Nursery, tmp_path: Path
+    undisturbed: RunFolder, fork_server: ForkServer, tmp_path: Path
 ) -> None:
-    job = small_job(tmp_path / "run", checkpoint={"every": 0, "snapshot": 1})
-    run = train(nursery, job, "shard=2", Fault("kill", 1, 8, "data"), Fault("kill", 0, 11, "forward", 1))
+    job = small_job(tmp_path / "run", checkpoint={"every": 0, "snapshot_every": 1})
+    run = train(fork_server, job, "shard=2", Fault("kill", 1, 8, "data"), Fault("kill", 0, 11, "forward", 1))
     assert curve(run) == curve(undisturbed)
     assert [event["source"] for event in events(run, "resumed")] == ["memory", "memory"]
     deadline = time.monotonic() + 10  # the nursery lives on, and is told to forget it
-    while Path(memory_of(run.path, 0)).exists() and time.monotonic() < deadline:
+    while Path(snapshot_folder(run.path, 0)).exists() and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not Path(memory_of(run.path, 0)).exists()
+    assert not Path(snapshot_folder(run.path, 0)).exists()
 
 
-def test_a_snapshot_with_a_flipped_bit_is_not_loaded(undisturbed: RunFolder, nursery: Nursery, tmp_path: Path) -> None:
-    job = small_job(tmp_path / "run", checkpoint={"every": 4, "snapshot": 3, "asynchronous": False})
-    run = train(nursery, job, "shard=2", Fault("flip memory", 1, 8, "data"))
+def test_a_snapshot_with_a_flipped_bit_is_not_loaded(
+    undisturbed: RunFolder, fork_server: ForkServer, tmp_path: Path
+) -> None:
+    job = small_job(tmp_path / "run", checkpoint={"every": 4, "snapshot_every": 3, "asynchronous": False})
+    run = train(fork_server, job, "shard=2", Fault("flip memory", 1, 8, "data"))
     assert curve(run) == curve(undisturbed)
     assert [event["source"] for event in events(run, "resumed")] == ["disk"]
 
 
 def test_snapshots_without_room_are_refused_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=4096))
-    memory = Memory(tmp_path / "memory", "shard=2", lambda one: [one])
-    problem = memory.room({"weights.a": torch.zeros(1024)})
+    snapshots = SnapshotStore(tmp_path / "memory", "shard=2", lambda one: [one])
+    problem = snapshots.check_space({"weights.a": torch.zeros(1024)})
     assert problem.startswith("no snapshots are taken: this machine's ranks need ") and "can be had in" in problem
 
 
 def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
-    undisturbed: RunFolder, nursery: Nursery, tmp_path: Path
+    undisturbed: RunFolder, fork_server: ForkServer, tmp_path: Path
 ) -> None:
     (tmp_path / "run").mkdir()
     small = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", tmp_path / "run"]
     if os.geteuid() != 0 or subprocess.run(small, capture_output=True).returncode:
         pytest.skip("a small disk cannot be mounted here")
     try:
-        job = small_job(tmp_path / "run", checkpoint={"every": 4, "snapshot": 0, "asynchronous": False})
+        job = small_job(tmp_path / "run", checkpoint={"every": 4, "snapshot_every": 0, "asynchronous": False})
         faults = Fault("fill", 0, 7), Fault("kill", 1, 8, "optimizer", 1), Fault("free", 0, 11, number=2)
-        run = train(nursery, job, "shard=2", *faults)
+        run = train(fork_server, job, "shard=2", *faults)
         assert curve(run) == curve(undisturbed)
-        (event,) = events(run, "no checkpoint")
+        (event,) = events(run, "checkpoint_failed")
         said = str(event["message"])
         assert said.startswith("the checkpoint of step 8 could not be written to ") and "No space left" in said
         assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step-00000004", "step-00000012"]
@@ -230,12 +234,14 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
 
 
 def test_a_place_that_is_given_up_leaves_fewer_processes_in_a_new_layout(
-    undisturbed: RunFolder, nursery: Nursery, tmp_path: Path
+    undisturbed: RunFolder, fork_server: ForkServer, tmp_path: Path
 ) -> None:
-    job = small_job(tmp_path / "run", run={"restarts": 1, "elastic": True}, checkpoint={"every": 4, "snapshot": 0})
+    job = small_job(
+        tmp_path / "run", run={"max_restarts": 1, "elastic": True}, checkpoint={"every": 4, "snapshot_every": 0}
+    )
     faults = [Fault("kill", 2, 6, "forward", number) for number in range(2)]
-    run = train(nursery, job, "replicate=2 tensor=2", *faults)
-    (event,) = events(run, "fewer")
+    run = train(fork_server, job, "replicate=2 tensor=2", *faults)
+    (event,) = events(run, "scaled_down")
     assert event["ranks"] == [2] and "going on with " in str(event["message"])
     layout = Layout.parse(str(event["layout"]))
     assert layout.world < 4 and events(run, "resumed")[-1]["layout"] == str(layout)
@@ -244,11 +250,11 @@ def test_a_place_that_is_given_up_leaves_fewer_processes_in_a_new_layout(
 
 
 def test_a_run_goes_on_with_another_number_of_processes(
-    undisturbed: RunFolder, nursery: Nursery, tmp_path: Path
+    undisturbed: RunFolder, fork_server: ForkServer, tmp_path: Path
 ) -> None:
-    job = small_job(tmp_path / "run", run={"restarts": 0}, checkpoint={"every": 4, "asynchronous": False})
+    job = small_job(tmp_path / "run", run={"max_restarts": 0}, checkpoint={"every": 4, "asynchronous": False})
     with pytest.raises(RunError, match="planted at step 6"):
-        train(nursery, job, "replicate=2 tensor=2", Fault("raise", 3, 6))
+        train(fork_server, job, "replicate=2 tensor=2", Fault("raise", 3, 6))
     run = RunFolder(tmp_path / "run")
     subprocess.run([sys.executable, "-m", "shardwise", "train", "--resume", run.path, "--processes", "2"], check=True)
     (event,) = events(run, "resumed")

@@ -29,12 +29,12 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.world import run_world
-from shardwise.data.stream import share
+from shardwise.data.sample_stream import rank_positions
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.optim import make_optimizer
 from shardwise.parallel.parallelize import parallelize
-from shardwise.step import Outcome, step
+from shardwise.step import StepResult, step
 from shardwise.verify.parity import make_stream
 
 LAYERS, MICRO_BATCHES = 6, 4
@@ -80,9 +80,9 @@ def watched_step(job: Job, layout: Layout) -> tuple[dict[str, int], Moments]:
     """Bytes of this rank's weights (`all`, and those of one `block`), and what is held at each moment."""
     census = Census()
     engine = parallelize(job, layout, torch.device("cpu"))
-    optimizer = make_optimizer(job.optimizer, engine.holdings)
+    optimizer = make_optimizer(job.optimizer, engine.param_shards)
     census.states = optimizer.state
-    whole = {holding.name: holding.shape.numel() * 8 for holding in engine.holdings}
+    whole = {param_shard.name: param_shard.shape.numel() * 8 for param_shard in engine.param_shards}
     sizes = {"all": sum(whole.values())}
     block = next(name for name in whole if name.startswith("block")).partition(".")[0]
     sizes["block"] = sum(size for name, size in whole.items() if name.startswith(f"{block}."))
@@ -124,9 +124,9 @@ def watched_step(job: Job, layout: Layout) -> tuple[dict[str, int], Moments]:
     stream = make_stream(job)
     for number in range(2):
         moments.clear()  # the optimizer's states exist only from the second step on
-        samples = stream.read(share(number, job.samples, layout.data, engine.mesh["data"].index))
+        samples = stream.read(rank_positions(number, job.samples, layout.data, engine.mesh["data"].index))
 
-        def observe(outcome: Outcome) -> None:
+        def observe(outcome: StepResult) -> None:
             note("before the optimizer")
 
         step(engine, optimizer, samples, 1.0, observe)
@@ -151,11 +151,7 @@ def held(moments: Moments, role: str, *names: str) -> set[int]:
     return {count[role] for name in names for count in moments[name]}
 
 
-CUTS = {
-    "shard=4": 4,
-    "pipeline=2 shard=2": 2,
-    "pipeline=2 shard=2 schedule=interleaved": 2,
-}
+CUTS = {"shard=4": 4, "pipeline=2 shard=2": 2, "pipeline=2 shard=2 schedule=interleaved": 2}
 AFTER = ("after forward", "after backward")
 SPLIT = ["pipeline=2 shard=2 schedule=zero-bubble", "pipeline=2 shard=2 schedule=zbv"]
 

@@ -19,14 +19,14 @@ def problem(values: dict[str, object]) -> str:
 
 def test_every_key_has_a_default_and_the_resolved_job_reads_back(tmp_path: Path) -> None:
     job = Job()
-    (tmp_path / "job.toml").write_text(job.text())
+    (tmp_path / "job.toml").write_text(job.to_toml())
     assert load_job(tmp_path / "job.toml") == job
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_resolve_and_read_back(name: str, tmp_path: Path) -> None:
     job = make_job({"model": {"name": name}})
-    (tmp_path / "job.toml").write_text(job.text())
+    (tmp_path / "job.toml").write_text(job.to_toml())
     assert load_job(tmp_path / "job.toml") == job
 
 

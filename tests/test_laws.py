@@ -14,25 +14,39 @@ from test_cli import call
 
 from shardwise.errors import DataError, JobError
 from shardwise.job import load_job
-from shardwise.laws.data import Runs, parameters_of, read_runs
-from shardwise.laws.design import batch_of, design, parse_budget, sized, template_of, write_design
-from shardwise.laws.estimates import estimates
-from shardwise.laws.fit import Fit, best_fit, bootstrap, fit
-from shardwise.laws.law import NAMES, Law
-from shardwise.laws.noise import solve_noise
-from shardwise.laws.plot import draw
-from shardwise.laws.recommend import planned, recommend
-from shardwise.laws.saved import ERRORS, PUBLISHED, as_dict, known, published, read_law
-from shardwise.planner.shape import shape_of
+from shardwise.laws.compute_optimal import estimate_compute_optimal
+from shardwise.laws.fit import ScalingLawFit, best_fit, bootstrap, fit_scaling_law
+from shardwise.laws.fitted_law import (
+    PUBLISHED_CONSTANTS,
+    PUBLISHED_STANDARD_ERRORS,
+    fit_as_dict,
+    published_law,
+    read_fitted_law,
+    to_fitted_law,
+)
+from shardwise.laws.gradient_noise import solve_noise_scale
+from shardwise.laws.isoflop_grid import (
+    batch_size_for_budget,
+    design_grid,
+    make_template,
+    model_of_size,
+    parse_budget,
+    write_grid,
+)
+from shardwise.laws.plot import draw_fit
+from shardwise.laws.recommend import recommend, recommend_with_plan
+from shardwise.laws.runs import Runs, count_parameters, read_runs
+from shardwise.laws.scaling_law import CONSTANTS, ScalingLaw
+from shardwise.planner.costs.model_shape import shape_of
 
 ROOT = Path(__file__).parent.parent
 PAPER = ROOT.parent / "shared" / "data" / "chinchilla_runs.csv"
-TRUTH = Law(1.8, 480.0, 2000.0, 0.35, 0.366)
+TRUTH = ScalingLaw(1.8, 480.0, 2000.0, 0.35, 0.366)
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 
-def made(noise: float = 0.0, law: Law = TRUTH, budgets: int = 5, sizes: int = 7, seed: int = 0) -> Runs:
+def made(noise: float = 0.0, law: ScalingLaw = TRUTH, budgets: int = 5, sizes: int = 7, seed: int = 0) -> Runs:
     """An iso-FLOP grid of a known law."""
     flops = np.repeat(np.geomspace(1e18, 1e21, budgets), sizes)
     N = np.sqrt(flops / 120) * np.tile(np.geomspace(1 / 8, 8, sizes), budgets)
@@ -50,37 +64,37 @@ def write_csv(path: Path, rows: str) -> Path:
 
 
 def test_the_optimum_is_the_lowest_loss_of_its_budget() -> None:
-    N, D = TRUTH.optimum(1e22)
+    N, D = TRUTH.compute_optimal(1e22)
     assert pytest.approx(1e22) == 6 * N * D
     for factor in (0.9, 0.99, 1.01, 1.1):
         assert TRUTH.loss(N * factor, D / factor) > TRUTH.loss(N, D)
-    assert TRUTH.parameters_for(D) == pytest.approx(N)
-    assert TRUTH.tokens_for(N, TRUTH.loss(N, D)) == pytest.approx(D)
-    assert TRUTH.tokens_for(1e6, 1.9) == math.inf
+    assert TRUTH.optimal_parameters(D) == pytest.approx(N)
+    assert TRUTH.tokens_to_reach(N, TRUTH.loss(N, D)) == pytest.approx(D)
+    assert TRUTH.tokens_to_reach(1e6, 1.9) == math.inf
 
 
 def test_numbers_checked_by_hand() -> None:
     """L = 1 + 8 / N^(1/2) + 8 / D^(1/2): N = D = (C / 6)^(1/2), and 100 of each give 2.6."""
-    law = Law(1.0, 8.0, 8.0, 0.5, 0.5)
-    assert law.optimum(6e4) == pytest.approx((100.0, 100.0))
+    law = ScalingLaw(1.0, 8.0, 8.0, 0.5, 0.5)
+    assert law.compute_optimal(6e4) == pytest.approx((100.0, 100.0))
     assert law.loss(100.0, 100.0) == pytest.approx(2.6)
     # Half the size: 8 / 50^(1/2) = 1.1314 leaves 0.4686 for 8 / D^(1/2), so D = 291.4.
-    assert law.tokens_for(50.0, 2.6) == pytest.approx(291.4, rel=1e-3)
+    assert law.tokens_to_reach(50.0, 2.6) == pytest.approx(291.4, rel=1e-3)
 
 
 def test_repeated_tokens_are_worth_less() -> None:
     D = 2e10
-    N = TRUTH.parameters_for(D)
-    assert TRUTH.repeated_loss(N, D, unique=D) == pytest.approx(TRUTH.loss(N, D))
-    once, four, forty = (TRUTH.worth(N, times * D, D)[1] / D for times in (1, 4, 40))
+    N = TRUTH.optimal_parameters(D)
+    assert TRUTH.data_constrained_loss(N, D, unique_tokens=D) == pytest.approx(TRUTH.loss(N, D))
+    once, four, forty = (TRUTH.effective_parameters_and_tokens(N, times * D, D)[1] / D for times in (1, 4, 40))
     # By hand: 1 + 15.387756 (1 - exp(-3 / 15.387756)) = 3.726; no number of repetitions is worth more than 16.39.
     assert (once, four) == pytest.approx((1.0, 3.726), rel=1e-3) and 12 < forty < 16.39
 
 
 def test_the_rounded_constants_of_the_first_paper_ask_for_five_times_the_tokens() -> None:
-    N, D = Law(1.69, 406.4, 410.7, 0.34, 0.28).optimum(5.9e23)
+    N, D = ScalingLaw(1.69, 406.4, 410.7, 0.34, 0.28).compute_optimal(5.9e23)
     assert pytest.approx(93, abs=1) == D / N
-    N, D = PUBLISHED.optimum(5.9e23)
+    N, D = PUBLISHED_CONSTANTS.compute_optimal(5.9e23)
     assert pytest.approx(18.4, abs=0.1) == D / N
 
 
@@ -88,43 +102,43 @@ def test_the_rounded_constants_of_the_first_paper_ask_for_five_times_the_tokens(
 
 
 @pytest.fixture(scope="module")
-def paper() -> Fit:
+def paper() -> ScalingLawFit:
     if not PAPER.exists():
         pytest.skip(f"{PAPER.name} is not beside the repository")
-    return fit(read_runs([PAPER]), draws=100)
+    return fit_scaling_law(read_runs([PAPER]), bootstrap_samples=100)
 
 
-def test_the_published_reanalysis_is_found(paper: Fit) -> None:
+def test_the_published_reanalysis_is_found(paper: ScalingLawFit) -> None:
     assert (len(paper.runs), len(paper.dropped)) == (240, 5)
     assert paper.runs.loss.max() < paper.dropped.loss.min()
-    for name, error in ERRORS.items():
-        assert abs(getattr(paper.law, name) - getattr(PUBLISHED, name)) < error, name
-    N, D = paper.law.optimum(5.9e23)
+    for name, error in PUBLISHED_STANDARD_ERRORS.items():
+        assert abs(getattr(paper.law, name) - getattr(PUBLISHED_CONSTANTS, name)) < error, name
+    N, D = paper.law.compute_optimal(5.9e23)
     assert pytest.approx(18, abs=1) == D / N
     constants = paper.constants()
     for name, (low, high) in {"E": (1.77, 1.87), "alpha": (0.317, 0.373), "beta": (0.331, 0.415)}.items():
         assert constants[name]["low"] < high and constants[name]["high"] > low
-        assert constants[name]["standard_error"] == pytest.approx(ERRORS[name], rel=0.35)
+        assert constants[name]["standard_error"] == pytest.approx(PUBLISHED_STANDARD_ERRORS[name], rel=0.35)
 
 
-def test_other_ways_agree_with_the_law(paper: Fit) -> None:
-    found = {one.way: one for one in estimates(paper.runs)}
+def test_other_ways_agree_with_the_law(paper: ScalingLawFit) -> None:
+    found = {one.method: one for one in estimate_compute_optimal(paper.runs)}
     assert set(found) == {"iso-FLOP", "envelope"}
-    N, _ = paper.law.optimum(1e22)
+    N, _ = paper.law.compute_optimal(1e22)
     for one in found.values():
-        assert one.power == pytest.approx(0.5, abs=0.03)
+        assert one.exponent == pytest.approx(0.5, abs=0.03)
         assert one.parameters(1e22) == pytest.approx(N, rel=0.15)
 
 
 def test_a_law_without_noise_is_found_exactly() -> None:
-    found = fit(made(), draws=20)
+    found = fit_scaling_law(made(), bootstrap_samples=20)
     assert found.law.as_array() == pytest.approx(TRUTH.as_array(), rel=1e-3)
-    assert not len(found.dropped) and found.scatter < 1e-5
+    assert not len(found.dropped) and found.residual_std < 1e-5
 
 
-@pytest.mark.parametrize("law", [Law(0.5, 20.0, 60.0, 0.2, 0.25), Law(2.5, 3000.0, 400.0, 0.45, 0.28)])
-def test_other_laws_are_found_too(law: Law) -> None:
-    found = fit(made(law=law), draws=20)
+@pytest.mark.parametrize("law", [ScalingLaw(0.5, 20.0, 60.0, 0.2, 0.25), ScalingLaw(2.5, 3000.0, 400.0, 0.45, 0.28)])
+def test_other_laws_are_found_too(law: ScalingLaw) -> None:
+    found = fit_scaling_law(made(law=law), bootstrap_samples=20)
     assert found.law.as_array() == pytest.approx(law.as_array(), rel=1e-2)
 
 
@@ -139,10 +153,10 @@ def test_intervals_hold_the_truth_about_as_often_as_they_say() -> None:
 def test_outliers_are_left_out_and_named() -> None:
     runs = made(noise=0.004)
     runs.loss[3] *= 1.3
-    assert fit(runs, draws=20).dropped.names == ("run 3",)
-    found = fit(runs, drop=0, draws=20)
+    assert fit_scaling_law(runs, bootstrap_samples=20).dropped.names == ("run 3",)
+    found = fit_scaling_law(runs, drop_highest=0, bootstrap_samples=20)
     assert found.dropped.names == ()
-    saved = as_dict(found)
+    saved = fit_as_dict(found)
     assert [row["run"] for row in saved["residuals"] if row["outlier"]] == ["run 3"]
 
 
@@ -154,18 +168,20 @@ def test_the_same_seed_gives_the_same_intervals() -> None:
 
 
 def test_a_saved_fit_is_read_back(tmp_path: Path) -> None:
-    found = fit(made(noise=0.005), draws=20)
-    path = write_csv(tmp_path / "fit.json", json.dumps(as_dict(found)))
-    again = read_law(path)
-    assert again.law == found.law and again.counts == "all"
-    assert again.draws.as_array() == pytest.approx(found.draws.as_array(), rel=1e-8)
-    assert recommend(again, 1e22).loss_interval == pytest.approx(recommend(known(found, ""), 1e22).loss_interval)
+    found = fit_scaling_law(made(noise=0.005), bootstrap_samples=20)
+    path = write_csv(tmp_path / "fit.json", json.dumps(fit_as_dict(found)))
+    again = read_fitted_law(path)
+    assert again.law == found.law and again.parameter_count == "all"
+    assert again.bootstrap_samples.as_array() == pytest.approx(found.bootstrap_samples.as_array(), rel=1e-8)
+    assert recommend(again, 1e22).loss_interval == pytest.approx(
+        recommend(to_fitted_law(found, ""), 1e22).loss_interval
+    )
 
 
 def test_the_drawing_is_svg_and_fetches_nothing() -> None:
     runs = made(noise=0.004)
     runs.loss[3] *= 1.3
-    text = draw(fit(runs, draws=20), "a <title>")
+    text = draw_fit(fit_scaling_law(runs, bootstrap_samples=20), "a <title>")
     assert text.startswith("<svg") and "a &lt;title&gt;" in text
     assert text.count("http") == 1  # the name of the format
     assert text.count("<circle") == 2 * (len(runs) - 1) + 1
@@ -204,14 +220,14 @@ def test_other_things_that_cannot_be_fitted(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no run folder"):
         read_runs([tmp_path])
     with pytest.raises(DataError, match="--drop-highest 99"):
-        fit(made(), drop=99)
+        fit_scaling_law(made(), drop_highest=99)
     with pytest.raises(DataError, match="no saved fit"):
-        read_law(write_csv(tmp_path / "fit.json", '{"E": 1}'))
+        read_fitted_law(write_csv(tmp_path / "fit.json", '{"E": 1}'))
     flat = made()
     flat.loss[:] = 2.0 + 400 / flat.parameters**0.35
     flat.tokens[:] = np.geomspace(1e9, 1e11, len(flat))
     with pytest.raises(DataError, match="does not fall with their tokens"):
-        fit(flat, draws=20)
+        fit_scaling_law(flat, bootstrap_samples=20)
 
 
 def test_columns_by_other_names(tmp_path: Path) -> None:
@@ -235,7 +251,7 @@ def run_folder(path: Path, steps: int = 40, done: int = 40) -> Path:
 def test_run_folders_are_read(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "runs" / "one")
     runs = read_runs([tmp_path / "runs"])
-    model = load_job(folder / "job.toml").decoder()
+    model = load_job(folder / "job.toml").require_decoder()
     assert runs.names == ("one",) and runs.tokens[0] == 40 * 4 * 64
     assert runs.loss[0] == pytest.approx(4.0125)  # the mean of the last two steps
     assert runs.flops[0] == shape_of(model).flops(160)
@@ -255,11 +271,11 @@ def test_a_run_that_is_not_finished_is_told(tmp_path: Path) -> None:
 
 
 def test_every_designed_job_loads_and_costs_its_budget(tmp_path: Path) -> None:
-    jobs = design(1e18, 1e20, 3, 5, 4.0, "gpt", ["precision=bf16"], "all", tmp_path)
+    jobs = design_grid(1e18, 1e20, 3, 5, 4.0, "gpt", ["precision=bf16"], "all", tmp_path)
     assert len(jobs) == 15 and len({one.name for one in jobs}) == 15
-    for one, path in zip(jobs, write_design(jobs, tmp_path), strict=True):
+    for one, path in zip(jobs, write_grid(jobs, tmp_path), strict=True):
         job = load_job(path)
-        model = job.decoder()
+        model = job.require_decoder()
         assert job == one.job and job.precision == "bf16"
         flops = shape_of(model).flops(job.samples) * job.total_steps
         assert flops == pytest.approx(one.flops, rel=0.01)
@@ -271,10 +287,12 @@ def test_every_designed_job_loads_and_costs_its_budget(tmp_path: Path) -> None:
 
 def test_sizes_are_met_from_thousands_to_trillions() -> None:
     for target in (1e4, 1e5, 1e6, 1e8, 1e10, 1e12):
-        template = template_of("gpt", ["model.vocab=256"], 1e12)
-        assert parameters_of(sized(template, target, "all"), "all") == pytest.approx(target, rel=0.35)
+        template = make_template("gpt", ["model.vocab=256"], 1e12)
+        assert count_parameters(model_of_size(template, target, "all"), "all") == pytest.approx(target, rel=0.35)
         if target > 1e5:
-            assert parameters_of(sized(template, target, "blocks"), "blocks") == pytest.approx(target, rel=0.1)
+            assert count_parameters(model_of_size(template, target, "blocks"), "blocks") == pytest.approx(
+                target, rel=0.1
+            )
 
 
 def test_designs_that_cannot_be(tmp_path: Path) -> None:
@@ -284,49 +302,49 @@ def test_designs_that_cannot_be(tmp_path: Path) -> None:
     assert parse_budget("1e18") == (1e18, 1e18)
     for settings in (["model.width=64"], ["steps=3"], ["batch.samples=2"]):
         with pytest.raises(JobError, match="chosen here"):
-            design(1e18, 1e19, 2, 2, 2.0, "gpt", settings, "all", tmp_path)
+            design_grid(1e18, 1e19, 2, 2, 2.0, "gpt", settings, "all", tmp_path)
     with pytest.raises(JobError, match="no decoder with a vocabulary of 256"):
-        design(1e6, 1e6, 1, 1, 1.0, "gpt", [], "all", tmp_path)
+        design_grid(1e6, 1e6, 1, 1, 1.0, "gpt", [], "all", tmp_path)
 
 
 def test_batches_suit_the_devices() -> None:
-    assert batch_of(1e24, 1e12, 4096, 1024) % 1024 == 0
-    assert batch_of(1e24, 1e12, 4096, 96) % 96 == 0
-    assert batch_of(1e12, 1e8, 128) == 16  # 2457 tokens by the rule
-    assert batch_of(1e12, 1e6, 128) == 4  # 7 would leave a thousand steps
+    assert batch_size_for_budget(1e24, 1e12, 4096, 1024) % 1024 == 0
+    assert batch_size_for_budget(1e24, 1e12, 4096, 96) % 96 == 0
+    assert batch_size_for_budget(1e12, 1e8, 128) == 16  # 2457 tokens by the rule
+    assert batch_size_for_budget(1e12, 1e6, 128) == 4  # 7 would leave a thousand steps
 
 
 # The recommendation
 
 
 def test_a_recommendation_in_numbers() -> None:
-    found = recommend(published(), 5.9e23, unique=3e11)
+    found = recommend(published_law(), 5.9e23, unique_tokens=3e11)
     assert found.parameters == pytest.approx(73.1e9, rel=0.01) and found.tokens == pytest.approx(1.344e12, rel=0.01)
     low, high = found.loss_interval
     assert found.loss == pytest.approx(1.974, abs=1e-3)
     assert low < found.loss < high < low + 0.1
-    law = found.known.law
-    for edge in found.flat:
+    law = found.fitted_law.law
+    for edge in found.near_optimal_parameters:
         assert law.loss(edge, 5.9e23 / 6 / edge) == pytest.approx(1.005 * found.loss, rel=1e-6)
-    half = found.smaller[0]
+    half = found.overtrained[0]
     assert half.parameters == found.parameters / 2
     assert law.loss(half.parameters, half.tokens) == pytest.approx(found.loss)
     assert half.break_even == pytest.approx((half.flops - found.flops) / found.parameters)
-    assert found.repeated is not None
-    assert found.loss < found.repeated.best_loss < found.repeated.loss
-    assert found.repeated.parameters < found.parameters  # with data that repeats, smaller and longer
-    assert recommend(published(), 1e20, unique=1e13).repeated is None
+    assert found.data_constrained is not None
+    assert found.loss < found.data_constrained.best_loss < found.data_constrained.loss
+    assert found.data_constrained.parameters < found.parameters  # with data that repeats, smaller and longer
+    assert recommend(published_law(), 1e20, unique_tokens=1e13).data_constrained is None
 
 
 def test_far_extrapolation_is_flagged() -> None:
-    assert not recommend(published(), 1e24).warnings
-    (told,) = recommend(published(), 2e24).warnings
+    assert not recommend(published_law(), 1e24).warnings
+    (told,) = recommend(published_law(), 2e24).warnings
     assert told.startswith("extrapolation: 2e+24 FLOPs is 154 times beyond")
-    assert len(recommend(published(), 1e28).warnings) == 3
+    assert len(recommend(published_law(), 1e28).warnings) == 3
 
 
 def test_days_become_a_budget_through_the_planner() -> None:
-    found = planned(published(), None, 1.0, 8, "h100", None, [])
+    found = recommend_with_plan(published_law(), None, 1.0, 8, "h100", None, [])
     plan = found.plan
     assert plan is not None and plan.devices == 8 and plan.fits(plan.best)
     facts = found.as_dict()["plan"]
@@ -356,7 +374,7 @@ def test_design_fit_and_recommend_from_the_command_line(
     words = ("--draws", "20", "-o", str(saved), "--plot", str(drawn), "--json")
     assert not call(monkeypatch, "laws", "fit", str(path), *words)
     told = json.loads(capsys.readouterr().out)
-    assert all(told[name]["low"] < told[name]["value"] < told[name]["high"] for name in NAMES)
+    assert all(told[name]["low"] < told[name]["value"] < told[name]["high"] for name in CONSTANTS)
     assert drawn.read_text().startswith("<svg")
     assert not call(monkeypatch, "laws", "recommend", "--law", str(saved), "--flops", "1e25", "--json")
     said = json.loads(capsys.readouterr().out)
@@ -401,5 +419,5 @@ def test_noise_from_two_batch_sizes() -> None:
     small = [(G + torch.randn(1000, generator=chance) / 8**0.5) for _ in range(400)]
     few = float(torch.stack([g.square().sum() for g in small]).mean())
     many = torch.stack(small).view(25, 16, 1000).mean(1).square().sum(1).mean()
-    gradient, variance = solve_noise(few, float(many), 8, 128)
+    gradient, variance = solve_noise_scale(few, float(many), 8, 128)
     assert variance == pytest.approx(1000, rel=0.05) and gradient == pytest.approx(10, rel=0.1)

@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from shardwise.errors import LayoutError
-from shardwise.layout import SCHEDULES, Batch, Layout, keep_share, micro_batch_rule, solve_batch
+from shardwise.layout import SCHEDULES, BatchSplit, Layout, kept_activation_fraction, micro_batch_error, solve_batch
 from shardwise.parallel.balance import balance, cut_stages
 
 degrees = st.integers(1, 6)
@@ -107,7 +107,7 @@ def test_a_loop_goes_round_and_a_v_comes_back() -> None:
 
 @pytest.mark.parametrize(("text", "share"), [("none", None), ("full", None), ("0.25", 0.25), ("0", 0.0), ("1", 1.0)])
 def test_keep_share(text: str, share: float | None) -> None:
-    assert keep_share(text) == share
+    assert kept_activation_fraction(text) == share
 
 
 # Batches
@@ -125,7 +125,7 @@ def test_a_batch_is_served_whole_or_refused_with_one_that_can(layout: Layout, sa
                 assert solve_batch(layout, near).samples == near
         return
     assert batch.samples == samples == layout.data * batch.micro_batch * batch.micro_batches
-    assert micro_batch_rule(layout, batch.micro_batches) is None
+    assert micro_batch_error(layout, batch.micro_batches) is None
     assert layout.micro_batch in (0, batch.micro_batch)
 
 
@@ -163,10 +163,10 @@ def test_the_nearest_below_and_above_are_both_nearest() -> None:
 
 
 def test_micro_batches_are_chosen() -> None:
-    assert solve_batch(Layout(), 32) == Batch(32, 32, 1)
-    assert solve_batch(Layout(shard=2, micro_batch=4), 32) == Batch(32, 4, 4)
-    assert solve_batch(Layout(pipeline=2), 32) == Batch(32, 4, 8)
-    assert solve_batch(Layout(pipeline=4), 4) == Batch(4, 1, 4)
+    assert solve_batch(Layout(), 32) == BatchSplit(32, 32, 1)
+    assert solve_batch(Layout(shard=2, micro_batch=4), 32) == BatchSplit(32, 4, 4)
+    assert solve_batch(Layout(pipeline=2), 32) == BatchSplit(32, 4, 8)
+    assert solve_batch(Layout(pipeline=4), 4) == BatchSplit(4, 1, 4)
 
 
 # Stage balance

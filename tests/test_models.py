@@ -6,16 +6,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwise.job import Model
-from shardwise.models.chain import Chain, reset
-from shardwise.models.gpt import cost, gpt
+from shardwise.job import DecoderConfig
+from shardwise.models.chain import Chain, init_weights
+from shardwise.models.gpt import build_gpt, forward_flops
 
 SMALL = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "vocab": 61, "sequence": 16}
 
 
 def make(**changes: object) -> Chain:
-    model = gpt(Model(**(SMALL | changes)), 0).double()
-    reset(model, 0)
+    model = build_gpt(DecoderConfig(**(SMALL | changes)), 0).double()
+    init_weights(model, 0)
     return model
 
 
@@ -29,14 +29,14 @@ def make(**changes: object) -> Chain:
 )  # fmt: skip
 def test_presets_have_the_published_number_of_parameters(name: str, count: int) -> None:
     with torch.device("meta"):
-        model = gpt(Model(name=name), 0)
+        model = build_gpt(DecoderConfig(name=name), 0)
     assert sum(parameter.numel() for parameter in model.parameters()) == count
 
 
 def test_trillion_and_175b() -> None:
     for name, low, high in (("gpt-1t", 1.0e12, 1.02e12), ("gpt3-175b", 174e9, 176e9)):
         with torch.device("meta"):
-            model = gpt(Model(name=name), 0)
+            model = build_gpt(DecoderConfig(name=name), 0)
         assert low < sum(parameter.numel() for parameter in model.parameters()) < high
 
 
@@ -66,11 +66,11 @@ def test_grouped_queries_equal_repeated_keys_and_values() -> None:
 
 
 def test_rotary_attention_depends_on_distance_alone() -> None:
-    from shardwise.models.parts import rotate, rotation
+    from shardwise.models.layers import apply_rope, rope_angles
 
     q, k = torch.randn(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
-    turn = rotation(32, 8, 10_000.0, torch.device("cpu"))
-    turned_q, turned_k = (rotate(one.expand(32, 1, 8), turn)[:, 0] for one in (q, k))
+    turn = rope_angles(32, 8, 10_000.0, torch.device("cpu"))
+    turned_q, turned_k = (apply_rope(one.expand(32, 1, 8), turn)[:, 0] for one in (q, k))
     scores = turned_q @ turned_k.T
     assert torch.allclose(scores[5, 2], scores[25, 22])
     assert not torch.allclose(scores[5, 2], scores[5, 3])
@@ -79,7 +79,7 @@ def test_rotary_attention_depends_on_distance_alone() -> None:
 def test_tied_head_shares_its_weight_and_untied_does_not() -> None:
     tied, untied = make(tied=True), make(tied=False)
     assert tied.head.project.weight is tied.embed.tokens.weight
-    assert "head.project.weight" not in dict(tied.named_weights())
+    assert "head.project.weight" not in dict(tied.named_unique_parameters())
     assert untied.head.project.weight is not untied.embed.tokens.weight
 
 
@@ -97,13 +97,13 @@ def test_parts_of_a_chain_make_the_chain() -> None:
     tokens = torch.randint(0, 61, (2, 16))
     x = tokens
     for first, last in ((0, 2), (2, 3), (3, 4)):
-        x = model.part(first, last)(x)
+        x = model.slice(first, last)(x)
     assert torch.equal(x, model(tokens))
 
 
 def test_cost_counts_products() -> None:
-    model = Model(**SMALL)
-    pieces = cost(model)
+    model = DecoderConfig(**SMALL)
+    pieces = forward_flops(model)
     assert len(pieces) == model.layers + 2
     assert pieces[-1] == 2 * 16 * 32 * 61
 
@@ -111,15 +111,17 @@ def test_cost_counts_products() -> None:
 # muP
 
 
-def mup_model(width: int, base: int) -> Model:
-    return Model(layers=2, width=width, heads=width // 16, ffn=3 * width, vocab=64, sequence=16, mup_base_width=base)
+def mup_model(width: int, base: int) -> DecoderConfig:
+    return DecoderConfig(
+        layers=2, width=width, heads=width // 16, ffn=3 * width, vocab=64, sequence=16, mup_base_width=base
+    )
 
 
 def test_mup_moves_hidden_weights_by_the_rate_over_the_widening() -> None:
     """What a weight does to its input is its value times the scale: the first step of Adam moves each by the rate."""
     model = mup_model(128, 32)
-    chain = gpt(model, 0)
-    reset(chain, 0)
+    chain = build_gpt(model, 0)
+    init_weights(chain, 0)
     before = {name: weight.detach().clone() for name, weight in chain.named_parameters()}
     optimizer = torch.optim.AdamW(chain.parameters(), lr=0.01, eps=1e-30, weight_decay=0.0)
     tokens = torch.arange(64).view(4, 16)
@@ -137,8 +139,8 @@ def test_with_mup_activations_move_alike_at_every_width(base: int) -> None:
     """After some steps of one learning rate, how far logits moved: without muP the more the wider, with it alike."""
     moved = []
     for width in (32, 256):
-        chain = gpt(mup_model(width, base), 0)
-        reset(chain, 0)
+        chain = build_gpt(mup_model(width, base), 0)
+        init_weights(chain, 0)
         optimizer = torch.optim.AdamW(chain.parameters(), lr=0.01)
         tokens = torch.randint(64, (8, 17), generator=torch.Generator().manual_seed(0))
         first = chain(tokens[:, :-1], ids=torch.arange(8)).detach()

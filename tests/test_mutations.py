@@ -17,12 +17,12 @@ from test_verify import tiny
 from torch import Tensor
 
 import shardwise.parallel.context as context
-import shardwise.parallel.data as data
-import shardwise.parallel.gradient as gradient
-import shardwise.parallel.holding as holding
+import shardwise.parallel.data_parallel as data
+import shardwise.parallel.fsdp as sharded
+import shardwise.parallel.gradient_reduction as gradient
 import shardwise.parallel.parallelize as parallelize
+import shardwise.parallel.param_shard as param_shard
 import shardwise.parallel.pipeline as pipeline
-import shardwise.parallel.sharded as sharded
 import shardwise.parallel.tensor as tensor
 import shardwise.step as step
 import shardwise.verify.parity as parity
@@ -74,31 +74,31 @@ def rank() -> int:
 
 @caught("tensor=2", "gradient", "head.norm.bias")
 def no_sum_of_partial_gradients_over_the_tensor_axis(patch: Patch) -> None:
-    patch.setattr(step, "sum_over_tensor", lambda engine: None)
+    patch.setattr(step, "all_reduce_tensor_grads", lambda engine: None)
 
 
 @caught("tensor=2", "gradient", "block1.norm2.weight", model=LLAMA)
 def one_norm_weight_not_summed_under_sequence_parallelism(patch: Patch) -> None:
-    whole = step.sum_over_tensor
+    whole = step.all_reduce_tensor_grads
 
     def without_one(engine: Any) -> None:
-        spared = next(h for h in engine.holdings if h.name == "block1.norm2.weight")
+        spared = next(h for h in engine.param_shards if h.name == "block1.norm2.weight")
         kept = spared.grad.clone()
         whole(engine)
         spared.grad.copy_(kept)
 
-    patch.setattr(step, "sum_over_tensor", without_one)
+    patch.setattr(step, "all_reduce_tensor_grads", without_one)
 
 
 @caught("pipeline=2 micro_batch=1", "gradient", "embed.tokens.weight")
 @caught("pipeline=2 schedule=zbv micro_batch=1", "gradient", "embed.tokens.weight")
 def a_tied_weight_not_summed_over_stages(patch: Patch) -> None:
-    patch.setattr(step, "sum_over_ties", lambda engine: None)
+    patch.setattr(step, "all_reduce_tied_grads", lambda engine: None)
 
 
 @caught("replicate=2 shard=2", "gradient", "head.norm.bias")
 def gradients_summed_over_shards_but_not_over_replicas(patch: Patch) -> None:
-    patch.setattr(gradient.Sum, "__call__", lambda *args: None)
+    patch.setattr(gradient.GradientReducer, "__call__", lambda *args: None)
 
 
 @caught("pipeline=2 micro_batch=1", "gradient", "head.project.weight", model=LLAMA)
@@ -107,16 +107,16 @@ def gradients_scaled_by_micro_batches_as_pytorch_does(patch: Patch) -> None:
         def __init__(self, *args: Any, **kwargs: Any):
             super().__init__(*args, **kwargs | {"scale_grads": True})
 
-    patch.setitem(pipeline.SCHEDULE, "1f1b", Scaling)
+    patch.setitem(pipeline.SCHEDULE_CLASSES, "1f1b", Scaling)
 
 
 @caught("tensor=2", "gradient", "block2.mlp.down.bias")
 def the_bias_of_a_row_cut_added_on_every_rank(patch: Patch) -> None:
     def in_every_product(module: Any, row: Any, axis: Any) -> None:
-        module.register_forward_pre_hook(lambda module, args: (tensor.gather(args[0], axis), *args[1:]))
-        module.register_forward_hook(lambda module, args, y: tensor.scatter_sum(y, axis))
+        module.register_forward_pre_hook(lambda module, args: (tensor.all_gather_sequence(args[0], axis), *args[1:]))
+        module.register_forward_hook(lambda module, args, y: tensor.reduce_scatter_sequence(y, axis))
 
-    patch.setattr(tensor, "_region", in_every_product)
+    patch.setattr(tensor, "_apply_sequence_region", in_every_product)
 
 
 @caught("tensor=2", "gradient", "head.norm.weight", model=LLAMA)
@@ -125,13 +125,13 @@ def the_gradient_of_a_gather_not_summed(patch: Patch) -> None:
         @staticmethod
         def forward(ctx: Any, x: Tensor, axis: Any) -> Tensor:
             ctx.axis = axis
-            return tensor.all_gather_with_grad(x.contiguous(), tensor.SEQUENCE, axis.group).clone()
+            return tensor.all_gather_with_grad(x.contiguous(), tensor.SEQUENCE_DIM, axis.group).clone()
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-            return grad.chunk(ctx.axis.size, tensor.SEQUENCE)[ctx.axis.index].contiguous(), None
+            return grad.chunk(ctx.axis.size, tensor.SEQUENCE_DIM)[ctx.axis.index].contiguous(), None
 
-    patch.setattr(tensor, "gather", Gather.apply)
+    patch.setattr(tensor, "all_gather_sequence", Gather.apply)
 
 
 @caught("shard=2 zero=1", "problem", "block1.mlp.up.weight")
@@ -140,7 +140,7 @@ def the_gradient_of_a_gather_not_summed(patch: Patch) -> None:
 @caught("pipeline=2 tensor=2 micro_batch=1", "problem", "block1.mlp.up.weight")
 def a_missing_gradient(patch: Patch) -> None:
     """One product uses a copy of its weight that autograd knows nothing of."""
-    make, right = gpt.Block.__init__, gpt.GELU.forward
+    make, right = gpt.DecoderBlock.__init__, gpt.GELUMLP.forward
 
     def mark(self: Any, model: Any, name: str, *rest: Any) -> None:
         make(self, model, name, *rest)
@@ -152,15 +152,17 @@ def a_missing_gradient(patch: Patch) -> None:
         up = torch.nn.functional.linear(x, self.up.weight.detach(), self.up.bias)
         return self.down(torch.nn.functional.gelu(up, approximate="tanh"))
 
-    patch.setattr(gpt.Block, "__init__", mark)
-    patch.setattr(gpt.GELU, "forward", forward)
+    patch.setattr(gpt.DecoderBlock, "__init__", mark)
+    patch.setattr(gpt.GELUMLP, "forward", forward)
 
 
 @caught("pipeline=2 shard=2 schedule=zero-bubble zero=2 micro_batch=1", "gradient", "head.norm.bias")
 @caught("pipeline=2 shard=2 schedule=zero-bubble zero=3 micro_batch=1", "problem", "block2.norm1.weight")
 @caught("pipeline=2 shard=2 schedule=dualpipev zero=3 micro_batch=1", "gradient", "head.norm.bias")
 def a_split_backward_whose_first_half_fsdp_takes_for_a_whole_one(patch: Patch) -> None:
-    patch.setattr(pipeline.Peer, "backward_maybe_with_nosync", pipeline.PipelineStage.backward_maybe_with_nosync)
+    patch.setattr(
+        pipeline.PatchedPipelineStage, "backward_maybe_with_nosync", pipeline.PipelineStage.backward_maybe_with_nosync
+    )
 
 
 # Loss and norm
@@ -170,7 +172,7 @@ def a_split_backward_whose_first_half_fsdp_takes_for_a_whole_one(patch: Patch) -
 @caught("pipeline=2 shard=2 micro_batch=1", "loss")
 def the_loss_averaged_per_rank_instead_of_per_token(patch: Patch) -> None:
     def own_count(engine: Any, targets: Tensor) -> Tensor:
-        own = (targets != step.IGNORED).sum().to(engine.scale.value.dtype)
+        own = (targets != step.IGNORE_INDEX).sum().to(engine.scale.value.dtype)
         return own.clamp(min=1.0) * engine.mesh["data"].size
 
     patch.setattr(step, "count_targets", own_count)
@@ -192,19 +194,19 @@ def the_sums_of_a_cut_vocabulary_not_shared(patch: Patch) -> None:
 @caught("replicate=2", "gradient", "head.norm.bias")
 @caught("pipeline=2 micro_batch=1", "gradient", "head.norm.bias")
 def a_loss_whose_gradient_is_not_scaled(patch: Patch) -> None:
-    patch.setattr(loss, "_scaled", lambda x, scale, dtype: x.to(dtype))
+    patch.setattr(loss, "_scale_to_dtype", lambda x, scale, dtype: x.to(dtype))
 
 
 @caught("tensor=2", "grad_norm")
 @caught("replicate=2 shard=2 zero=3", "grad_norm")
 def a_replicated_gradient_counted_twice_in_the_norm(patch: Patch) -> None:
-    patch.setattr(data.DataParallel, "hold", _with_copies(lambda self: 1))
+    patch.setattr(data.DataParallel, "make_param_shards", _with_copies(lambda self: 1))
 
 
 @caught("pipeline=2 micro_batch=1", "grad_norm")
 def a_stage_left_out_of_the_norm(patch: Patch) -> None:
     left_out = _with_copies(lambda self: float("inf") if self.mesh["pipeline"].index == 0 else 1)
-    patch.setattr(data.DataParallel, "hold", left_out)
+    patch.setattr(data.DataParallel, "make_param_shards", left_out)
 
 
 @caught("pipeline=2 micro_batch=1", "grad_norm")
@@ -214,19 +216,19 @@ def a_tied_weight_counted_on_both_stages(patch: Patch) -> None:
     def uncorrected(*args: Any, **keys: Any) -> Any:
         engine = right(*args, **keys)
         for tied in engine.tied:
-            tied.copies = 1
+            tied.num_replicas = 1
         return engine
 
     patch.setattr(parity, "parallelize", uncorrected)
 
 
 def _with_copies(copies: Callable[[Any], float]) -> Callable[..., Any]:
-    right = data.DataParallel.hold
+    right = data.DataParallel.make_param_shards
 
     def wrong(self: Any, *args: Any) -> Any:
         held = right(self, *args)
         for one in held:
-            one.copies = copies(self)
+            one.num_replicas = copies(self)
         return held
 
     return wrong
@@ -254,12 +256,12 @@ def dropout_of_another_micro_batch_in_a_later_stage(patch: Patch) -> None:
 
 @caught("pipeline=2 micro_batch=1", "output", "block1.mlp")
 def an_output_that_no_rank_shows(patch: Patch) -> None:
-    right = parity._keep
+    right = parity._make_output_hook
 
     def keep(name: str, seen: Any) -> Any:
         return (lambda *_: None) if dist.is_initialized() and name == "block1.mlp" else right(name, seen)
 
-    patch.setattr(parity, "_keep", keep)
+    patch.setattr(parity, "_make_output_hook", keep)
 
 
 @caught("tensor=2", "output", "embed")
@@ -269,40 +271,40 @@ def positions_counted_from_the_rank_s_own_first(patch: Patch) -> None:
 
 @caught("shard=2", "output", "embed")
 def a_sample_read_twice(patch: Patch) -> None:
-    right = parity.share
+    right = parity.rank_positions
 
     def overlapping(*args: Any) -> Any:
         places = right(*args)
         places[0] -= rank()
         return places
 
-    patch.setattr(parity, "share", overlapping)
+    patch.setattr(parity, "rank_positions", overlapping)
 
 
 @caught("tensor=2", "output", "embed")
 @caught("shard=2 zero=1", "output", "embed")
 @caught("shard=2 zero=3", "output", "embed")
 def initial_weights_by_local_index(patch: Patch) -> None:
-    right = holding.place
+    right = param_shard.offset_and_shape
 
     def local(*args: Any) -> Any:
         start, size = right(*args)
         return (0,) * len(start), size
 
-    patch.setattr(holding, "place", local)
+    patch.setattr(param_shard, "offset_and_shape", local)
 
 
 @caught("tensor=2", "output", "block0.attention", model=LLAMA)
 def a_query_head_with_its_neighbour_s_key(patch: Patch) -> None:
-    right = gpt._query_rows
+    right = gpt._query_head_rows
 
     def wrong(model: Any, query: int) -> Any:
         rows, columns = right(model, query)
         other, _ = right(model, (query + 2) % model.heads)
-        size = model.head_size
+        size = model.head_dim
         return rows[:size] + other[size : 2 * size] + rows[2 * size :], columns
 
-    patch.setattr(gpt, "_query_rows", wrong)
+    patch.setattr(gpt, "_query_head_rows", wrong)
 
 
 # Weights
@@ -323,7 +325,7 @@ def stale_weights_after_the_step(patch: Patch) -> None:
 
         return spread
 
-    for kind in (data.Whole, sharded.Sharded):
+    for kind in (data.Zero1, sharded.FSDP):
         patch.setattr(kind, "spread_weights", once(kind.spread_weights))
 
 
@@ -331,24 +333,24 @@ def stale_weights_after_the_step(patch: Patch) -> None:
 @caught("tensor=2", "weight", "head.norm.bias")
 @caught("tensor=2", "weight", "block2.mlp.down.weight", precision="fp16")  # norms and biases are below its limit
 def ranks_that_disagree_on_an_overflow(patch: Patch) -> None:
-    right = step.measure
+    right = step.reduce_loss_and_norm
 
     def measure(engine: Any, loss: Tensor) -> Any:
         outcome = right(engine, loss)
-        return step.Outcome(outcome.loss, outcome.grad_norm, outcome.skipped | torch.tensor(rank() == 1))
+        return step.StepResult(outcome.loss, outcome.grad_norm, outcome.skipped | torch.tensor(rank() == 1))
 
-    patch.setattr(step, "measure", measure)
+    patch.setattr(step, "reduce_loss_and_norm", measure)
 
 
 @caught("shard=2", "weight", "head.norm.bias")
 def gradients_clipped_by_each_rank_s_own_norm(patch: Patch) -> None:
-    right = step.update
+    right = step.clip_and_update
 
     def update(engine: Any, optimizer: Any, outcome: Any, clip: float) -> None:
-        own = torch.stack([held.grad.norm() for held in engine.holdings]).norm()
-        right(engine, optimizer, step.Outcome(outcome.loss, own, outcome.skipped), clip)
+        own = torch.stack([held.grad.norm() for held in engine.param_shards]).norm()
+        right(engine, optimizer, step.StepResult(outcome.loss, own, outcome.skipped), clip)
 
-    patch.setattr(step, "update", update)
+    patch.setattr(step, "clip_and_update", update)
 
 
 # Sequences that are cut
@@ -365,15 +367,15 @@ def targets_counted_by_each_rank_for_its_own_part(patch: Patch) -> None:
 
 
 @caught("context=2", "loss")
-@caught("context=2 context_by=heads", "loss", model=LLAMA)
+@caught("context=2 context_method=ulysses", "loss", model=LLAMA)
 def targets_shifted_after_the_cut_so_that_seams_are_wrong(patch: Patch) -> None:
-    right = context.cut
+    right = context.shard_samples
 
-    def cut(samples: Any, where: Any) -> Any:
+    def shard_samples(samples: Any, where: Any) -> Any:
         found = right(samples, where)
         return type(found)(found.tokens, found.tokens.roll(-1, 1).where(found.targets != -100, -100), found.ids)
 
-    patch.setattr(context, "cut", cut)
+    patch.setattr(context, "shard_samples", shard_samples)
 
 
 @caught("context=2", "output", "embed")
@@ -383,9 +385,9 @@ def learned_positions_one_off_behind_the_seam(patch: Patch) -> None:
     def apply(chain: Any, layout: Any, mesh: Any, length: int, device: Any) -> None:
         right(chain, layout, mesh, length, device)
         for module in chain.modules():
-            if isinstance(module, gpt.Positions):
-                jumps = module.places.diff(prepend=module.places[:1]) > 1
-                module.places = module.places - jumps.cumsum(0)
+            if isinstance(module, gpt.LearnedPositions):
+                jumps = module.position_ids.diff(prepend=module.position_ids[:1]) > 1
+                module.position_ids = module.position_ids - jumps.cumsum(0)
 
     patch.setattr(context, "apply", apply)
 
@@ -395,11 +397,11 @@ def keys_turned_by_their_place_in_the_part(patch: Patch) -> None:
     right = context.apply
 
     def apply(chain: Any, layout: Any, mesh: Any, length: int, device: Any) -> None:
-        blocks = [module for module in chain.modules() if isinstance(module, gpt.Attention)]
-        kept = [block.turn for block in blocks]
+        blocks = [module for module in chain.modules() if isinstance(module, gpt.SelfAttention)]
+        kept = [block.rope_cos_sin for block in blocks]
         right(chain, layout, mesh, length, device)
         for block, turn in zip(blocks, kept):
-            block.turn = turn
+            block.rope_cos_sin = turn
 
     patch.setattr(context, "apply", apply)
 
@@ -407,13 +409,13 @@ def keys_turned_by_their_place_in_the_part(patch: Patch) -> None:
 @caught("context=2", "gradient", "head.norm.bias")
 @caught("context=2 tensor=2", "gradient", "head.norm.bias")
 def gradients_not_summed_over_the_parts_of_a_sequence(patch: Patch) -> None:
-    patch.setattr(gradient.Sum, "__call__", lambda *args: None)
+    patch.setattr(gradient.GradientReducer, "__call__", lambda *args: None)
 
 
 @caught("context=4", "output", "block0.attention")
 def keys_of_the_back_chunk_seen_from_before_it(patch: Patch) -> None:
     everything = slice(None)
-    patch.setattr(context, "seen", lambda axis, turn, length, causal: (everything, everything, turn == 0))
+    patch.setattr(context, "visible_slices", lambda axis, turn, length, causal: (everything, everything, turn == 0))
 
 
 @caught("context=2", "output", "block0.attention")
@@ -423,38 +425,38 @@ def parts_of_the_softmax_averaged(patch: Patch) -> None:
 
 @caught("context=4", "gradient", "block2.attention.qkv.bias")
 def gradients_of_keys_and_values_that_do_not_come_home(patch: Patch) -> None:
-    right = context.Passing
+    right = context.RingSendRecv
 
     class Short(right):
         def __init__(self, x: Tensor, axis: Any):
             super().__init__(x, axis)
             if torch._C._current_graph_task_id() != -1:  # in the backward
-                self.found = self.sent.clone()
+                self.received = self.sent.clone()
 
-    patch.setattr(context, "Passing", Short)
+    patch.setattr(context, "RingSendRecv", Short)
 
 
-@caught("context=2 context_by=heads", "output", "block0.attention")
+@caught("context=2 context_method=ulysses", "output", "block0.attention")
 def heads_that_come_back_out_of_order(patch: Patch) -> None:
-    right = context.Heads._exchange
+    right = context.UlyssesAttention._all_to_all
 
     def exchange(self: Any, x: Tensor) -> Tensor:
         found = right(self, x)
         return found.flip(0) if x.shape[2] == 2 else found  # two heads a rank: on the way back
 
-    patch.setattr(context.Heads, "_exchange", exchange)
+    patch.setattr(context.UlyssesAttention, "_all_to_all", exchange)
 
 
 @caught("shard=2 context=2 zero=1", "grad_norm")
 def copies_along_the_context_axis_counted_twice_in_the_norm(patch: Patch) -> None:
-    right = step.measure
+    right = step.reduce_loss_and_norm
 
     def measure(engine: Any, loss: Tensor) -> Any:
-        for held in engine.holdings:
-            held.copies = 1 / engine.mesh["context"].size
+        for held in engine.param_shards:
+            held.num_replicas = 1 / engine.mesh["context"].size
         return right(engine, loss)
 
-    patch.setattr(step, "measure", measure)
+    patch.setattr(step, "reduce_loss_and_norm", measure)
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: f"{m.plant.__name__} [{m.layout}]")
@@ -465,10 +467,10 @@ def test_caught(mutation: Mutation, monkeypatch: Patch) -> None:
     (record,) = parity.verify(job, [layout], steps=2)
     assert not record.ok
     if mutation.kind == "problem":
-        assert record.problem is not None and f"parameter {mutation.name} got no gradient" in record.problem
+        assert record.failure is not None and f"parameter {mutation.name} got no gradient" in record.failure
     else:
         first = record.first_difference
-        assert first is not None, record.problem
+        assert first is not None, record.failure
         assert (first.kind, first.name, first.step) == (mutation.kind, mutation.name, mutation.at)
 
 

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import JobError
-from shardwise.guard.memory import memory_of
-from shardwise.guard.nodes import Link, Node, _introduction
 from shardwise.job import Job, make_job
-from shardwise.train.folder import RunFolder
+from shardwise.train.run_folder import RunFolder
+from shardwise.workers.nodes import HeartbeatChannel, Node, _read_node_index
+from shardwise.workers.snapshots import snapshot_folder
 
 NAME = f"swnode{os.getpid()}"
 PORT = 29471
@@ -33,8 +33,8 @@ def job_of(folder: Path, saved: int = 10, **run: object) -> Job:
             "precision": "float64", "steps": STEPS, "layout": "replicate=2 tensor=2",
             "model": {"layers": 2, "width": 16, "heads": 2, "vocab": 61, "sequence": 8}, "batch": {"samples": 4},
             "data": {"source": "synthetic"}, "validation": {"samples": 4},
-            "checkpoint": {"every": saved, "snapshot": 2},
-            "run": {"folder": str(folder), "device": "cpu", "rejoin": 60, "standby": False, **run},
+            "checkpoint": {"every": saved, "snapshot_every": 2},
+            "run": {"folder": str(folder), "device": "cpu", "rejoin_timeout": 60, "standby": False, **run},
         }
     )  # fmt: skip
 
@@ -68,7 +68,7 @@ def agent(number: int, *words: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "shardwise", "train", *words]
     where = ["ip", "netns", "exec", f"{NAME}{number}"]
     return subprocess.Popen(
-        [*where, *command, "--node", f"{number}/2", "--address", f"10.78.0.1:{PORT}"], start_new_session=True
+        [*where, *command, "--node", f"{number}/2", "--rdzv-endpoint", f"10.78.0.1:{PORT}"], start_new_session=True
     )
 
 
@@ -97,7 +97,7 @@ def kinds(run: RunFolder) -> list[str]:
 def test_a_slow_link_a_cut_link_and_a_lost_node(link: None, tmp_path: Path) -> None:
     run, plain = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "plain")
     for folder in (run, plain):
-        text = job_of(folder.path, saved=STEPS).text()  # memory is all there is
+        text = job_of(folder.path, saved=STEPS).to_toml()  # memory is all there is
         (tmp_path / f"{folder.path.name}.toml").write_text(text)
     begin = [sys.executable, "-m", "shardwise", "train", str(tmp_path / "plain.toml")]
     undisturbed = subprocess.Popen(begin, stdout=subprocess.DEVNULL)
@@ -108,39 +108,39 @@ def test_a_slow_link_a_cut_link_and_a_lost_node(link: None, tmp_path: Path) -> N
         wait(lambda: len(list(run.metrics())) >= 5, lead)
         cut = time.time()
         sh(f"ip -n {NAME}1 link set dev wire down")
-        wait(lambda: "lost" in kinds(run), lead)
+        wait(lambda: "node_lost" in kinds(run), lead)
         sh(f"ip -n {NAME}1 link set dev wire up")
         wait(lambda: "resumed" in kinds(run) and len(list(run.metrics())) >= 15, lead)
         end(member)
-        shutil.rmtree(memory_of(run.path, 1))  # as after a new start of that machine
+        shutil.rmtree(snapshot_folder(run.path, 1))  # as after a new start of that machine
         for number in range(2):
             sh(f"tc -n {NAME}{number} qdisc del dev wire root")
-        wait(lambda: kinds(run).count("lost") == 2, lead)
+        wait(lambda: kinds(run).count("node_lost") == 2, lead)
         member = agent(1)
         assert lead.wait(150) == 0 and member.wait(20) == 0 and undisturbed.wait(100) == 0
     finally:
         for process in (member, lead):
             if process.poll() is None:
                 end(process)
-    lost = [event for event in run.events() if event["event"] == "lost"]
+    lost = [event for event in run.events() if event["event"] == "node_lost"]
     assert [event["ranks"] for event in lost] == [[2, 3], [2, 3]]
     assert "ranks 2 and 3 are cut off: node 1 (10.78.0.2) has not been heard of for 0." in lost[0]["message"]
     assert 0 < lost[0]["time"] - cut < 5
     assert [event["source"] for event in run.events() if event["event"] == "resumed"] == ["memory", "memory"]
     assert curve(run) == curve(plain) and len(curve(run)) == STEPS
-    assert not Path(memory_of(run.path, 0)).exists() and not Path(memory_of(run.path, 1)).exists()
+    assert not Path(snapshot_folder(run.path, 0)).exists() and not Path(snapshot_folder(run.path, 1)).exists()
 
 
 def test_without_a_lost_node_a_run_goes_on_with_fewer_and_then_with_all(link: None, tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run")
-    (tmp_path / "run.toml").write_text(job_of(run.path, rejoin=0.5, elastic=True).text())
+    (tmp_path / "run.toml").write_text(job_of(run.path, rejoin_timeout=0.5, elastic=True).to_toml())
     member, lead = agent(1), agent(0, str(tmp_path / "run.toml"), "--set", "steps=1000000")
     try:
         wait(lambda: len(list(run.metrics())) >= 3, lead)
         end(member)
         wait(lambda: "resumed" in kinds(run), lead)
         member = agent(1)
-        wait(lambda: "more" in kinds(run) and "resumed" in kinds(run)[kinds(run).index("more") :], lead)
+        wait(lambda: "scaled_up" in kinds(run) and "resumed" in kinds(run)[kinds(run).index("scaled_up") :], lead)
         lead.send_signal(signal.SIGTERM)
         assert lead.wait(60) == 0 and member.wait(20) == 0
     finally:
@@ -166,11 +166,11 @@ def test_a_link_says_who_it_is_after_a_sign_of_life_or_is_none_of_ours(said: byt
     with socket.create_server(("127.0.0.1", 0)) as door:
         theirs = socket.create_connection(door.getsockname())
         ours, _ = door.accept()
-    lines = Link(ours)
+    channel = HeartbeatChannel(ours)
     try:
         theirs.sendall(b'{"beat": 1}\n')
         threading.Timer(0.2, lambda: (theirs.sendall(said), theirs.shutdown(socket.SHUT_WR))).start()
-        assert _introduction(lines) == heard
+        assert _read_node_index(channel) == heard
     finally:
-        lines.close()
+        channel.close()
         theirs.close()

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from shardwise.comm.world import run_world
-from shardwise.data.stream import share
+from shardwise.data.sample_stream import rank_positions
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.optim import make_optimizer
-from shardwise.parallel.data import Alone
+from shardwise.parallel.data_parallel import SingleProcess
 from shardwise.parallel.parallelize import parallelize
 from shardwise.step import step
 from shardwise.verify.parity import make_stream
@@ -27,11 +27,11 @@ class Part:
     """A holding, as far as an optimizer sees it."""
 
     tensor: torch.Tensor
-    rounded: torch.Tensor | None
+    compute_copy: torch.Tensor | None
     decays: bool
     grad: torch.Tensor
-    current: bool = False
-    matrix: bool = False
+    is_compute_copy_current: bool = False
+    is_matrix: bool = False
     name: str = ""
 
 
@@ -45,10 +45,10 @@ def parts(device: str, narrow: bool) -> list[Part]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("narrow", "states", "limit"), [(True, "float32", 1e-4), (False, "bf16", 2e-2)])
-def test_ours_takes_the_steps_of_pytorchs(device: str, narrow: bool, states: str, limit: float) -> None:
+@pytest.mark.parametrize(("narrow", "state_dtype", "limit"), [(True, "float32", 1e-4), (False, "bf16", 2e-2)])
+def test_ours_takes_the_steps_of_pytorchs(device: str, narrow: bool, state_dtype: str, limit: float) -> None:
     pieces = parts(device, narrow)
-    settings = make_job({"optimizer": {"lr": 0.01, "states": states}}).optimizer
+    settings = make_job({"optimizer": {"lr": 0.01, "state_dtype": state_dtype}}).optimizer
     ours = make_optimizer(settings, pieces)
     truth = [piece.tensor.double().cpu() for piece in pieces]
     starts = [weight.clone() for weight in truth]
@@ -70,11 +70,11 @@ def test_ours_takes_the_steps_of_pytorchs(device: str, narrow: bool, states: str
     for piece, weight, start in zip(pieces, truth, starts, strict=True):
         moved = (weight - start).norm()
         assert float((piece.tensor.double().cpu() - weight).norm() / moved) < limit
-        if piece.rounded is not None:
-            assert piece.current and torch.equal(piece.rounded, piece.tensor.bfloat16())
+        if piece.compute_copy is not None:
+            assert piece.is_compute_copy_current and torch.equal(piece.compute_copy, piece.tensor.bfloat16())
         state = ours.state[piece.tensor]
         assert state["step"].item() == 11
-        assert state["exp_avg"].dtype == (torch.bfloat16 if states == "bf16" else torch.float32)
+        assert state["exp_avg"].dtype == (torch.bfloat16 if state_dtype == "bf16" else torch.float32)
 
 
 def small(samples: int, **keys: Any) -> Job:
@@ -86,12 +86,12 @@ def weights_after(job: Job, text: str, wide: bool) -> list[torch.Tensor]:
     """Of three steps, by the engine for one process, or by the one that every layout has."""
     layout, device = Layout.parse(text), torch.device("cpu")
     engine = parallelize(job, layout, device)
-    assert isinstance(engine.data, Alone) != wide
-    optimizer = make_optimizer(job.optimizer, engine.holdings)
+    assert isinstance(engine.data, SingleProcess) != wide
+    optimizer = make_optimizer(job.optimizer, engine.param_shards)
     for number in range(3):
-        shares = share(number, job.samples, engine.mesh["data"].size, engine.mesh["data"].index)
+        shares = rank_positions(number, job.samples, engine.mesh["data"].size, engine.mesh["data"].index)
         step(engine, optimizer, make_stream(job).read(shares), 1.0)
-    return [holding.tensor.detach().clone() for holding in engine.holdings]
+    return [param_shard.tensor.detach().clone() for param_shard in engine.param_shards]
 
 
 @pytest.mark.parametrize("tied", [True, False])

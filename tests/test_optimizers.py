@@ -14,17 +14,17 @@ from torch import Tensor
 
 from shardwise.cluster import find_cluster
 from shardwise.comm.world import run_world
-from shardwise.data.stream import share
+from shardwise.data.sample_stream import rank_positions
 from shardwise.errors import JobError
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
-from shardwise.optim import adafactor, eight, lamb, make_optimizer, muon, pieces, set_learning_rate
+from shardwise.optim import adafactor, adamw8bit, lamb, make_optimizer, muon, set_learning_rate, sharded_optimizer
 from shardwise.parallel.parallelize import Engine, parallelize
-from shardwise.planner.dryrun import measure, nobody
-from shardwise.planner.plan import estimator_of
+from shardwise.planner.dryrun.dry_run import fake_process_group, measure_rank
+from shardwise.planner.plan import make_estimator
 from shardwise.step import step
-from shardwise.train.checkpoint import Checkpoints
-from shardwise.verify.parity import Record, make_stream, verify
+from shardwise.train.checkpoint import CheckpointManager
+from shardwise.verify.parity import VerifyResult, make_stream, verify
 
 NAMES = ("lamb", "adafactor", "muon", "sgd")
 # Uneven over 2 and 3 ranks: vocabulary, hidden features, heads.
@@ -39,14 +39,14 @@ WORLDS = [
 
 
 def job_of(name: str, samples: int, model: dict[str, Any], **keys: Any) -> Job:
-    shape = {"width": 24, "head_size": 4, "sequence": 8, "dropout": 0.1}
+    shape = {"width": 24, "head_dim": 4, "sequence": 8, "dropout": 0.1}
     optimizer = {"name": name, "lr": 0.01, **keys}
     values = {"precision": "float64", "model": shape | model, "batch": {"samples": samples}, "optimizer": optimizer}
     return make_job(values)
 
 
-def assert_exact(record: Record) -> None:
-    assert record.ok and max(record.loss, record.grad_norm, record.grad, record.weight) <= 1e-10, record.sentence()
+def assert_exact(record: VerifyResult) -> None:
+    assert record.ok and max(record.loss, record.grad_norm, record.grad, record.weight) <= 1e-10, record.describe()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -60,7 +60,7 @@ def test_exact(name: str, layout: str, samples: int, model: dict[str, Any]) -> N
 def test_other_axes_and_decays_by_name(name: str) -> None:
     layouts = [Layout.parse(text) for text in ("replicate=2 shard=2 zero=2", "pipeline=2 schedule=zbv micro_batch=1")]
     decays = {"embed.*": 0.3, "*.bias": 0.2, "*.norm1.*": 0.1}
-    for record in verify(job_of(name, 4, GPT2, decays=decays), layouts, steps=2):
+    for record in verify(job_of(name, 4, GPT2, weight_decay_overrides=decays), layouts, steps=2):
         assert_exact(record)
 
 
@@ -76,15 +76,15 @@ def _total_without(*sides: int) -> Callable[..., list[Tensor]]:
 
     def wrong(parts: Any, some: Any, over: Any) -> list[Tensor]:
         less = [[d for d in dims if d - len(piece.shape) not in sides] for piece, dims in zip(some, over)]
-        return pieces.total(parts, some, less)
+        return sharded_optimizer.sum_over_shards(parts, some, less)
 
     return wrong
 
 
 def _doubled(parts: Any, some: Any, over: Any) -> list[Tensor]:
     """Counts the pieces that every tensor rank has once for each of them."""
-    sums = pieces.total(parts, some, over)
-    return [whole if piece.cuts else 2 * whole for whole, piece in zip(sums, some, strict=True)]
+    sums = sharded_optimizer.sum_over_shards(parts, some, over)
+    return [whole if piece.sharded_dims else 2 * whole for whole, piece in zip(sums, some, strict=True)]
 
 
 def _orthogonal(parts: Any, _: Any) -> list[Tensor]:
@@ -92,13 +92,13 @@ def _orthogonal(parts: Any, _: Any) -> list[Tensor]:
 
 
 PLANTED = {
-    "the norm of a piece": ("lamb", "shard=2", lamb, "total", _local),
-    "a norm not summed over tensor ranks": ("lamb", "tensor=2", lamb, "total", _total_without(-1)),
-    "copies counted twice": ("adafactor", "tensor=2", adafactor, "total", _doubled),
-    "column means of a piece": ("adafactor", "shard=2 zero=3", adafactor, "total", _total_without(-2)),
-    "row means of a piece": ("adafactor", "tensor=2", adafactor, "total", _total_without(-1)),
-    "a piece made orthogonal": ("muon", "shard=2", muon, "orthogonal", _orthogonal),
-    "a part made orthogonal": ("muon", "tensor=2", muon, "orthogonal", _orthogonal),
+    "the norm of a piece": ("lamb", "shard=2", lamb, "sum_over_shards", _local),
+    "a norm not summed over tensor ranks": ("lamb", "tensor=2", lamb, "sum_over_shards", _total_without(-1)),
+    "copies counted twice": ("adafactor", "tensor=2", adafactor, "sum_over_shards", _doubled),
+    "column means of a piece": ("adafactor", "shard=2 zero=3", adafactor, "sum_over_shards", _total_without(-2)),
+    "row means of a piece": ("adafactor", "tensor=2", adafactor, "sum_over_shards", _total_without(-1)),
+    "a piece made orthogonal": ("muon", "shard=2", muon, "orthogonalize", _orthogonal),
+    "a part made orthogonal": ("muon", "tensor=2", muon, "orthogonalize", _orthogonal),
 }  # fmt: skip
 
 
@@ -107,7 +107,7 @@ def test_planted(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, layout, module, function, wrong = PLANTED[bug]
     monkeypatch.setattr(module, function, wrong)
     (record,) = verify(job_of(name, 2, GPT2), [Layout.parse(layout)], steps=2)
-    assert record.first_difference is not None and record.first_difference.kind == "weight", record.sentence()
+    assert record.first_difference is not None and record.first_difference.kind == "weight", record.describe()
 
 
 # Over a change of layout
@@ -115,14 +115,14 @@ def test_planted(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def start(job: Job, text: str) -> tuple[Engine, torch.optim.Optimizer]:
     engine = parallelize(job, Layout.parse(text), torch.device("cpu"))
-    return engine, make_optimizer(job.optimizer, engine.holdings)
+    return engine, make_optimizer(job.optimizer, engine.param_shards)
 
 
 def train(job: Job, engine: Engine, optimizer: torch.optim.Optimizer, first: int, last: int) -> list[float]:
     stream, data, losses = make_stream(job), engine.mesh["data"], []
     for number in range(first, last):
         set_learning_rate(optimizer, 0.01)
-        samples = stream.read(share(number, job.samples, data.size, data.index))
+        samples = stream.read(rank_positions(number, job.samples, data.size, data.index))
         losses.append(float(step(engine, optimizer, samples, 1.0).loss))
     return losses
 
@@ -130,10 +130,10 @@ def train(job: Job, engine: Engine, optimizer: torch.optim.Optimizer, first: int
 def go_on(job: Job, text: str, folder: Path, loads: bool) -> tuple[list[float], list[Tensor], list[Tensor]]:
     """Two steps, the first two of the run or the next; the state that was saved or loaded, and after them."""
     engine, optimizer = start(job, text)
-    checkpoints = Checkpoints(folder, 2, asynchronous=False)
+    checkpoints = CheckpointManager(folder, 2, asynchronous=False)
 
     def states() -> list[Tensor]:
-        return [v.clone() for h in engine.holdings for _, v in sorted(optimizer.state[h.tensor].items())]
+        return [v.clone() for h in engine.param_shards for _, v in sorted(optimizer.state[h.tensor].items())]
 
     if loads:
         assert checkpoints.load(engine, optimizer) is not None
@@ -154,7 +154,7 @@ def test_goes_on_in_another_layout(name: str, tmp_path: Path) -> None:
 
 def test_8_bit_states_come_back(tmp_path: Path) -> None:
     """The same codes in the same layout; within their rounding in another."""
-    job = job_of("adamw", 4, DENSE | {"width": 96, "heads": 4, "kv_heads": 2}, states="8bit")
+    job = job_of("adamw", 4, DENSE | {"width": 96, "heads": 4, "kv_heads": 2}, state_dtype="8bit")
     job = job.model_copy(update={"precision": "float32"})
     losses, end, _ = run_world(go_on, 2, job, "shard=2 zero=2", tmp_path, False)[0]
     assert sum(state.dtype == torch.uint8 for state in end) >= 12
@@ -173,12 +173,12 @@ class Part:
 
     name: str
     tensor: Tensor
-    matrix: bool
+    is_matrix: bool
     grad: Any = None
-    rounded: Tensor | None = None
-    current: bool = False
-    cuts: tuple[Any, ...] = ()
-    same: None = None
+    compute_copy: Tensor | None = None
+    is_compute_copy_current: bool = False
+    sharded_dims: tuple[Any, ...] = ()
+    replica_axis: None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -209,16 +209,16 @@ LIMITS = {("sgd", "float32"): 1e-5, ("adafactor", "float32"): 1e-5, ("muon", "fl
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # this processor may know no bf16
-@pytest.mark.parametrize(("name", "states"), LIMITS)
-def test_takes_the_steps_of_pytorchs(name: str, states: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(muon, "rounded", Tensor.bfloat16)  # as on a GPU, and as PyTorch's does everywhere
+@pytest.mark.parametrize(("name", "state_dtype"), LIMITS)
+def test_takes_the_steps_of_pytorchs(name: str, state_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(muon, "to_matmul_dtype", Tensor.bfloat16)  # as on a GPU, and as PyTorch's does everywhere
     ours = parts()
     truth = [part.tensor.clone() for part in ours]
     begin = [weight.clone() for weight in truth]
     for part in ours:
-        part.rounded = part.tensor.bfloat16()
+        part.compute_copy = part.tensor.bfloat16()
     optimizer: Any = make_optimizer(
-        make_job({"optimizer": {"name": name, "lr": 0.01, "states": states}}).optimizer, ours
+        make_job({"optimizer": {"name": name, "lr": 0.01, "state_dtype": state_dtype}}).optimizer, ours
     )
     other = theirs(name, truth)
     make = torch.Generator().manual_seed(1)
@@ -232,15 +232,15 @@ def test_takes_the_steps_of_pytorchs(name: str, states: str, monkeypatch: pytest
         for one in other if not skipped else ():
             one.step()
     for part, weight, first in zip(ours, truth, begin, strict=True):
-        assert float((part.tensor - weight).norm() / (weight - first).norm()) < LIMITS[name, states]
-        assert part.current and torch.equal(part.rounded, part.tensor.bfloat16())
+        assert float((part.tensor - weight).norm() / (weight - first).norm()) < LIMITS[name, state_dtype]
+        assert part.is_compute_copy_current and torch.equal(part.compute_copy, part.tensor.bfloat16())
 
 
 @pytest.mark.parametrize("name", [*NAMES, "adamw"])
 def test_does_nothing_where_the_norm_is_not_finite(name: str) -> None:
     pieces_ = parts()
     states = "8bit" if name == "adamw" else "float32"
-    optimizer: Any = make_optimizer(make_job({"optimizer": {"name": name, "states": states}}).optimizer, pieces_)
+    optimizer: Any = make_optimizer(make_job({"optimizer": {"name": name, "state_dtype": states}}).optimizer, pieces_)
 
     def take(grad: float, skip: float) -> list[Tensor]:
         optimizer.found_inf = torch.tensor(skip)
@@ -258,19 +258,19 @@ def test_does_nothing_where_the_norm_is_not_finite(name: str) -> None:
 def test_8_bits_rounded_again_stay() -> None:
     wide = torch.randn(5, 700, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 2, 700)
     for values, signed in ((wide, True), (wide.square(), False)):
-        table = torch.tensor(eight.values_of(signed))
+        table = torch.tensor(adamw8bit.dynamic_map(signed))
         assert len(table.unique()) == 256
-        codes, scale = eight.narrow(values, table)
-        back = eight.widen(codes, scale, table)
-        again = eight.narrow(back, table)
+        codes, scale = adamw8bit.quantize_blockwise(values, table)
+        back = adamw8bit.dequantize_blockwise(codes, scale, table)
+        again = adamw8bit.quantize_blockwise(back, table)
         assert torch.equal(codes, again[0]) and torch.equal(scale, again[1]) and scale.shape == (5, 3)
         assert float((back - values).norm() / values.norm()) < 0.02
 
 
 def test_work_goes_to_who_has_least() -> None:
-    assert muon._shares([5, 1, 1, 1, 4], 2) == [[0, 2], [4, 1, 3]]
+    assert muon._balance_by_cost([5, 1, 1, 1, 4], 2) == [[0, 2], [4, 1, 3]]
     axis = replace(_Axis(), size=3)
-    assert muon._sizes(7, [(0, axis)]) == [3, 3, 1] and muon._sizes(4, [(0, axis)]) == [2, 2, 0]
+    assert muon._split_sizes(7, [(0, axis)]) == [3, 3, 1] and muon._split_sizes(4, [(0, axis)]) == [2, 2, 0]
 
 
 @dataclass(frozen=True)
@@ -286,11 +286,11 @@ def planned() -> dict[str, tuple[float, float]]:
     model = {"layers": 1, "width": 256, "heads": 4, "vocab": 512, "sequence": 16}
     for text in ("adamw float32", "adamw 8bit", "adafactor float32", "muon float32"):
         name, states = text.split()
-        optimizer = {"name": name, "states": states}
+        optimizer = {"name": name, "state_dtype": states}
         job = make_job({"model": model, "batch": {"samples": 4}, "optimizer": optimizer})
-        with nobody(layout.world, 0):
-            held = measure(job, layout).memory["optimizer"]
-        found[text] = float(held), estimator_of(job, find_cluster("cpu")).memory(layout, 0).optimizer
+        with fake_process_group(layout.world, 0):
+            held = measure_rank(job, layout).memory["optimizer"]
+        found[text] = float(held), make_estimator(job, find_cluster("cpu")).memory(layout, 0).optimizer
     return found
 
 
@@ -305,10 +305,10 @@ def test_states_are_as_large_as_planned() -> None:
 @pytest.mark.parametrize(
     ("values", "word"),
     [
-        ({"optimizer": {"name": "lamb", "states": "bf16"}}, "states = 'bf16' is for adamw"),
+        ({"optimizer": {"name": "lamb", "state_dtype": "bf16"}}, "states = 'bf16' is for adamw"),
         ({"optimizer": {"name": "muon"}, "model": {"name": "resnet"}}, "'muon' is for matrices of blocks"),
         ({"optimizer": {"name": "sgd"}, "model": {"mup_base_width": 64}}, "mup_base_width is worked out for adamw"),
-        ({"optimizer": {"decays": {"embed.*": -1.0}}}, "optimizer.decays.embed"),
+        ({"optimizer": {"weight_decay_overrides": {"embed.*": -1.0}}}, "optimizer.decays.embed"),
         ({"optimizer": {"name": "adam"}}, "optimizer.name = 'adam'"),
     ],
 )

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 from shardwise.cli import app
 from shardwise.cluster import CLUSTERS
 from shardwise.job import make_job
-from shardwise.planner.page import LEFT, ROWS, WIDE, page
+from shardwise.planner.accuracy import ACCURACY_SENTENCE
 from shardwise.planner.plan import Plan, make_plan
-from shardwise.planner.show import PARTS
-from shardwise.planner.stated import SENTENCE
+from shardwise.planner.plan_page import LABEL_WIDTH, MAX_ROWS, PAGE_WIDTH, plan_page
+from shardwise.planner.show import MEMORY_PARTS
 
 SVG = "{http://www.w3.org/2000/svg}"
 LAYOUTS = [
@@ -32,12 +32,12 @@ def plan_of(layout: str | None, samples: int = 64) -> Plan:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_page_is_whole(layout: str | None) -> None:
     plan = plan_of(layout)
-    text = page(plan)
+    text = plan_page(plan)
     root = ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>\n"))
     words = " ".join(" ".join(root.itertext()).split())
     for one in plan.layouts:
         assert str(one.layout) in words
-    for line in (*plan.lost, *filter(None, plan.reasons), SENTENCE, *PARTS):
+    for line in (*plan.near_misses, *filter(None, plan.reasons), ACCURACY_SENTENCE, *MEMORY_PARTS):
         assert line in words
     # Nothing from elsewhere, nothing that runs.
     assert set(re.findall(r"\w+://[^'\"]+", text)) == {"http://www.w3.org/2000/svg"}
@@ -46,24 +46,24 @@ def test_the_page_is_whole(layout: str | None) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:])
 def test_drawings_stay_within_their_frame(layout: str) -> None:
-    root = ElementTree.fromstring(page(plan_of(layout)).removeprefix("<!DOCTYPE html>\n"))
+    root = ElementTree.fromstring(plan_page(plan_of(layout)).removeprefix("<!DOCTYPE html>\n"))
     for drawing in root.iter(f"{SVG}svg"):
         height = float(drawing.attrib["viewBox"].split()[3])
         for rect in drawing.iter(f"{SVG}rect"):
             left, top = float(rect.attrib["x"]), float(rect.attrib["y"])
-            assert left + 0.1 >= LEFT and left + float(rect.attrib["width"]) <= WIDE + 0.2
+            assert left + 0.1 >= LABEL_WIDTH and left + float(rect.attrib["width"]) <= PAGE_WIDTH + 0.2
             assert top >= 0 and top + float(rect.attrib["height"]) <= height
 
 
 def test_the_timeline_shows_every_action_of_a_small_pipeline() -> None:
-    text = page(plan_of("pipeline=2 micro_batch=8"))
+    text = plan_page(plan_of("pipeline=2 micro_batch=8"))
     notes = re.findall(r"<title>((?:forward|backward), stage \d+, micro-batch \d+)", text)
     assert len(notes) == len(set(notes)) == 2 * 2 * 8
 
 
 def test_a_deep_pipeline_says_what_is_left_out() -> None:
-    text = page(plan_of("pipeline=32 micro_batch=1", samples=4096))
-    assert f"the last {ROWS} of 32 pipeline ranks" in text and f"{ROWS} of 32 pipeline ranks" in text
+    text = plan_page(plan_of("pipeline=32 micro_batch=1", samples=4096))
+    assert f"the last {MAX_ROWS} of 32 pipeline ranks" in text and f"{MAX_ROWS} of 32 pipeline ranks" in text
     assert "of the 4096 micro-batches" in text
     assert len(text) < 600_000
 

@@ -14,13 +14,13 @@ from shardwise.cluster import CLUSTERS, DEVICES, find_cluster
 from shardwise.errors import JobError
 from shardwise.job import make_job
 from shardwise.layout import Layout
-from shardwise.models.gpt import gpt
-from shardwise.planner.cost import Machine, Setting
-from shardwise.planner.efficiency import efficiency_of
+from shardwise.models.gpt import build_gpt
+from shardwise.planner.costs.block_time import KernelProfile, Machine
+from shardwise.planner.costs.efficiency import efficiency_of
+from shardwise.planner.costs.model_shape import shape_of
+from shardwise.planner.estimate import Estimator, Workload, split_evenly
 from shardwise.planner.plan import make_plan
-from shardwise.planner.predict import Estimator, Work, even
-from shardwise.planner.search import bases, bound, search, variants
-from shardwise.planner.shape import shape_of
+from shardwise.planner.search import class_layouts, class_lower_bound, layout_classes, search
 
 SHAPES = [
     {"layers": 3, "width": 48, "heads": 4, "kv_heads": 2, "ffn": 96, "vocab": 101, "sequence": 32, "tied": True},
@@ -33,15 +33,15 @@ def estimator(name: str = "llama3-8b", cluster: str = "h100", samples: int = 64)
     found = CLUSTERS[cluster]
     machine = Machine(found, efficiency_of(found.device.family, found.measured))
     shape = shape_of(make_job({"model": {"name": name}}).model)
-    return Estimator(machine, Work(shape, Setting("bf16"), samples))
+    return Estimator(machine, Workload(shape, KernelProfile("bf16"), samples))
 
 
 @pytest.mark.parametrize("values", SHAPES)
 def test_weights_of_a_shape_are_those_of_the_model(values: dict[str, object]) -> None:
     """But for norms and biases, which no cost depends on."""
     job = make_job({"model": values})
-    model = gpt(job.model, 0)
-    matrices = sum(weight.numel() for weight in dict(model.named_weights()).values() if weight.dim() > 1)
+    model = build_gpt(job.model, 0)
+    matrices = sum(weight.numel() for weight in dict(model.named_unique_parameters()).values() if weight.dim() > 1)
     assert shape_of(job.model).parameters == matrices
 
 
@@ -56,7 +56,7 @@ def test_published_sizes(name: str, billions: float) -> None:
 
 @pytest.mark.parametrize(("layers", "pipeline"), [(8, 4), (7, 3), (126, 16), (5, 5), (10, 4)])
 def test_blocks_are_spread_evenly(layers: int, pipeline: int) -> None:
-    counts = even(layers, pipeline)
+    counts = split_evenly(layers, pipeline)
     assert sum(counts) == layers
     assert max(counts) - min(counts) <= 1
     assert counts[0] == min(counts)
@@ -68,35 +68,35 @@ def test_blocks_are_spread_evenly(layers: int, pipeline: int) -> None:
 def test_the_search_is_exact(cluster: str, devices: int, samples: int) -> None:
     """It finds what looking at every layout finds."""
     judge = estimator(cluster=cluster, samples=samples)
-    every = [judge.predict(layout) for base in bases(judge, devices) for layout in variants(judge, base)]
-    fitting = sorted(p.seconds for p in every if p.peak <= judge.machine.device.memory)
+    every = [judge.predict(layout) for base in layout_classes(judge, devices) for layout in class_layouts(judge, base)]
+    fitting = sorted(p.seconds for p in every if p.peak_memory <= judge.machine.device.memory)
     found = search(judge, devices)
     assert found.evaluated <= len(every)
     if fitting:
         assert [p.seconds for p in found.best] == pytest.approx(fitting[:10])
     else:
-        assert found.best[0].peak == pytest.approx(min(p.peak for p in every))
+        assert found.best[0].peak_memory == pytest.approx(min(p.peak_memory for p in every))
 
 
 def test_no_layout_of_a_class_is_below_its_bound() -> None:
     judge = estimator("llama3-70b", samples=128)
-    for base in bases(judge, 64):
-        least = bound(judge, base)
-        for layout in variants(judge, base):
+    for base in layout_classes(judge, 64):
+        least = class_lower_bound(judge, base)
+        for layout in class_layouts(judge, base):
             assert judge.predict(layout).seconds >= least
 
 
 def test_the_quick_peak_is_that_of_the_fullest_rank() -> None:
     judge = estimator("llama3-70b", samples=128)
-    for base in bases(judge, 64):
-        for layout in list(variants(judge, base))[::7]:
-            assert judge.peak(layout) == pytest.approx(judge.predict(layout).peak)
+    for base in layout_classes(judge, 64):
+        for layout in list(class_layouts(judge, base))[::7]:
+            assert judge.peak_memory(layout) == pytest.approx(judge.predict(layout).peak_memory)
 
 
 def test_fixed_stages_add_up_by_rank() -> None:
     layout = Layout.parse("pipeline=2 schedule=interleaved micro_batch=1 stages=6,8,9,9")
-    assert estimator().counts(layout) == [15, 17]
-    assert estimator().counts(Layout.parse("pipeline=2 schedule=zbv micro_batch=1 stages=6,8,9,9")) == [15, 17]
+    assert estimator().blocks_per_rank(layout) == [15, 17]
+    assert estimator().blocks_per_rank(Layout.parse("pipeline=2 schedule=zbv micro_batch=1 stages=6,8,9,9")) == [15, 17]
 
 
 def test_more_memory_for_less_time() -> None:
@@ -105,8 +105,8 @@ def test_more_memory_for_less_time() -> None:
     layout = "shard=8 micro_batch=4"
     none, full = (judge.predict(Layout.parse(f"{layout} recompute={word}")) for word in ("none", "full"))
     assert full.seconds > none.seconds
-    assert full.peak < none.peak
-    peaks = [judge.predict(Layout.parse(f"{layout} zero={zero}")).peak for zero in (1, 2, 3)]
+    assert full.peak_memory < none.peak_memory
+    peaks = [judge.predict(Layout.parse(f"{layout} zero={zero}")).peak_memory for zero in (1, 2, 3)]
     assert peaks == sorted(peaks, reverse=True)
 
 
@@ -123,8 +123,8 @@ def test_a_plan_says_why_others_lost() -> None:
     job = make_job({"precision": "bf16", "model": {"name": "llama3-8b"}, "batch": {"samples": 64}})
     plan = make_plan(job, CLUSTERS["h100"], 16)
     assert plan.fits(plan.best)
-    assert plan.lost
-    assert all(": " in line for line in plan.lost)
+    assert plan.near_misses
+    assert all(": " in line for line in plan.near_misses)
 
 
 def test_the_command_for_machines(tmp_path: Path) -> None:

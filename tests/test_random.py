@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.random import Dropout, Permutation, key_of, normal_
+from shardwise.random import Dropout, Permutation, hash_key, normal_
 
 
 def whole(shape: tuple[int, ...], key: int = 7) -> torch.Tensor:
@@ -44,7 +44,7 @@ def test_start_is_made_in_bounded_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_names_do_not_share_numbers() -> None:
-    first, second = whole((500,), key_of("init", 0, "a")), whole((500,), key_of("init", 0, "b"))
+    first, second = whole((500,), hash_key("init", 0, "a")), whole((500,), hash_key("init", 0, "b"))
     assert abs(torch.corrcoef(torch.stack((first, second)))[0, 1]) < 0.2
 
 
@@ -70,7 +70,7 @@ def test_mask_of_a_slice_is_the_slice_of_the_mask(first_id: int, start: int, len
     dropout = Dropout(0.3, "site", 0)
     full = dropout(x, ids)
     part = Dropout(0.3, "site", 0)
-    part.places = torch.arange(start, start + length)
+    part.position_ids = torch.arange(start, start + length)
     assert torch.equal(part(x[2:, start : start + length], ids[2:]), full[2:, start : start + length])
 
 

@@ -9,20 +9,26 @@ import torch.nn.functional as F
 from shardwise.errors import LayoutError
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
-from shardwise.models.chain import reset
-from shardwise.models.experts import Experts, within
-from shardwise.models.families import chain_of
-from shardwise.models.latent import Latent
-from shardwise.models.parts import rotation
+from shardwise.models.chain import init_weights
+from shardwise.models.latent_attention import MultiHeadLatentAttention
+from shardwise.models.layers import rope_angles
+from shardwise.models.moe import MoE, within_capacity
+from shardwise.models.registry import build_chain
 from shardwise.parallel import expert
-from shardwise.parallel.parallelize import check
+from shardwise.parallel.parallelize import check_layout
 from shardwise.verify.parity import verify
 
 MOE = {"name": "moe", "layers": 3, "width": 24, "heads": 4, "ffn": 40, "vocab": 31, "sequence": 8, "experts": 4,
        "experts_per_token": 2, "expert_ffn": 12, "dense_layers": 1}  # fmt: skip
-BIASED = {**MOE, "scores": "sigmoid", "bias_rate": 0.05, "scale": 2.5, "shared_ffn": 8}
-TIGHT = {**MOE, "capacity": 0.75, "balance": 0.1}
-LATENT = {**BIASED, "head_size": 6, "q_rank": 10, "kv_rank": 8, "rope_size": 4}
+BIASED = {
+    **MOE,
+    "scoring_func": "sigmoid",
+    "router_bias_update_rate": 0.05,
+    "routed_scaling_factor": 2.5,
+    "shared_expert_ffn": 8,
+}
+TIGHT = {**MOE, "capacity_factor": 0.75, "router_aux_loss_coef": 0.1}
+LATENT = {**BIASED, "head_dim": 6, "q_lora_rank": 10, "kv_lora_rank": 8, "qk_rope_head_dim": 4}
 
 
 def job(model: dict[str, object], samples: int = 8) -> Job:
@@ -35,13 +41,13 @@ def job(model: dict[str, object], samples: int = 8) -> Job:
 ])  # fmt: skip
 def test_experts_balanced_by_a_bias(layout):
     (record,) = verify(job(BIASED), [Layout.parse(layout)], steps=4)
-    assert record.ok, record.sentence()
+    assert record.ok, record.describe()
 
 
 @pytest.mark.parametrize("layout", ["shard=2 tensor=2 expert=2 zero=2", "pipeline=2"])
 def test_experts_with_a_capacity(layout):
     (record,) = verify(job(TIGHT), [Layout.parse(layout)], steps=2)
-    assert record.ok, record.sentence()
+    assert record.ok, record.describe()
 
 
 @pytest.mark.parametrize("layout", [
@@ -49,53 +55,53 @@ def test_experts_with_a_capacity(layout):
 ])  # fmt: skip
 def test_latent_attention(layout):
     (record,) = verify(job(LATENT), [Layout.parse(layout)], steps=2)
-    assert record.ok, record.sentence()
+    assert record.ok, record.describe()
 
 
 @pytest.mark.parametrize(("model", "layout", "said"), [
-    (LATENT, "context=2", "latent attention is not cut"), (TIGHT, "context=2", "model.capacity"),
+    (LATENT, "context=2", "latent attention is not cut"), (TIGHT, "context=2", "model.capacity_factor"),
     ({**LATENT, "heads": 6, "width": 36}, "tensor=4", "does not divide the 6 heads"),
 ])  # fmt: skip
 def test_what_cannot_be_cut_is_told(model, layout, said):
     with pytest.raises(LayoutError, match=said):
-        check(job(model), Layout.parse(layout))
+        check_layout(job(model), Layout.parse(layout))
 
 
 def test_a_bias_of_each_rank_s_own_is_caught(monkeypatch):
-    right = expert.rebalance
+    right = expert.update_expert_bias
 
     def own(model: Any, chains: Any, world: Any, device: Any) -> None:
         right(model, chains, expert.Axis(1, 0, None), device)
 
-    monkeypatch.setattr("shardwise.step.rebalance", own)
+    monkeypatch.setattr("shardwise.step.update_expert_bias", own)
     (record,) = verify(job(BIASED), [Layout.parse("replicate=2")], steps=4)
     assert not record.ok and record.first_difference is not None and record.first_difference.step > 0
 
 
 def test_a_count_that_recomputation_doubles_is_caught(monkeypatch):
     """On one stage only: of all alike no sign would change."""
-    right = Experts.mix
+    right = MoE.apply_experts
 
     def twice(self: Any, tokens: Any, weights: Any, chosen: Any, samples: int) -> Any:
-        if self.recent is not None and torch.distributed.is_initialized():
-            self.recent[0] += 100
+        if self.tokens_per_expert is not None and torch.distributed.is_initialized():
+            self.tokens_per_expert[0] += 100
         return right(self, tokens, weights, chosen, samples)
 
-    monkeypatch.setattr(Experts, "mix", twice)
+    monkeypatch.setattr(MoE, "apply_experts", twice)
     (record,) = verify(job(BIASED), [Layout.parse("pipeline=2")], steps=4)
-    assert not record.ok and record.problem is None, record.sentence()
+    assert not record.ok and record.failure is None, record.describe()
 
 
 def test_room():
     chosen = torch.tensor([[0, 1, 0, 2, 0, 3], [1, 1, 1, 1, 1, 0]])
-    kept = within(chosen, 4, 1.0).view(2, -1)  # two each
+    kept = within_capacity(chosen, 4, 1.0).view(2, -1)  # two each
     assert kept.tolist() == [[True, True, True, True, False, True], [True, True, False, False, False, True]]
-    assert within(chosen, 4, 4.0).all()
+    assert within_capacity(chosen, 4, 4.0).all()
 
 
 def test_experts_by_hand():
-    built = job(TIGHT).built()
-    layer = Experts(built, None).double()
+    built = job(TIGHT).require_chain_model()
+    layer = MoE(built, None).double()
     for weight in layer.parameters():
         torch.nn.init.normal_(weight)
     x = torch.randn(2, 8, 24, dtype=torch.float64)
@@ -111,24 +117,24 @@ def test_experts_by_hand():
                 if taken[one] <= 3:  # 0.75 x 16 choices / 4 experts
                     hidden = F.silu(layer.bank.gate[one] @ token) * (layer.bank.up[one] @ token)
                     expected[sample, position] += weight * (layer.bank.down[one] @ hidden)
-    layer.weigh = lambda: torch.zeros((), dtype=torch.float64)
+    layer.aux_loss_scale = lambda: torch.zeros((), dtype=torch.float64)
     assert torch.allclose(layer(x), expected, atol=1e-10)
 
 
 def test_a_bias_moves_towards_those_that_got_less():
-    built = job(BIASED).built()
-    layer = Experts(built, None)
-    layer.rebalance(torch.tensor([4.0, 0.0, 2.0, 2.0]))
-    assert layer.offset.tolist() == pytest.approx([-0.05, 0.05, 0.0, 0.0])
+    built = job(BIASED).require_chain_model()
+    layer = MoE(built, None)
+    layer.update_expert_bias(torch.tensor([4.0, 0.0, 2.0, 2.0]))
+    assert layer.expert_bias.tolist() == pytest.approx([-0.05, 0.05, 0.0, 0.0])
 
 
 def test_latent_attention_by_hand():
-    built = job(LATENT).built()
-    attention = Latent(built).double()
+    built = job(LATENT).require_chain_model()
+    attention = MultiHeadLatentAttention(built).double()
     for weight in attention.parameters():
         torch.nn.init.normal_(weight)
     x = torch.randn(1, 8, 24, dtype=torch.float64)
-    cos, sin = rotation(8, 4, 10000.0, x.device)
+    cos, sin = rope_angles(8, 4, 10000.0, x.device)
 
     def turn(v: torch.Tensor, at: int) -> torch.Tensor:
         a, b = v[:2], v[2:]
@@ -156,9 +162,11 @@ def test_latent_attention_by_hand():
 
 def test_deepseek_v3_has_the_size_that_is_published():
     with torch.device("meta"):
-        chain = chain_of(make_job({"model": {"name": "deepseek-v3"}, "batch": {"samples": 1}}).built(), 0)
-    size = sum(weight.numel() for _, weight in chain.named_weights())
+        chain = build_chain(
+            make_job({"model": {"name": "deepseek-v3"}, "batch": {"samples": 1}}).require_chain_model(), 0
+        )
+    size = sum(weight.numel() for _, weight in chain.named_unique_parameters())
     assert size == pytest.approx(671e9, rel=2e-3)
-    small = chain_of(job(LATENT).built(), 0)
-    reset(small, 0)
+    small = build_chain(job(LATENT).require_chain_model(), 0)
+    init_weights(small, 0)
     assert small(torch.zeros(1, 8, dtype=torch.int64)).isfinite().all()

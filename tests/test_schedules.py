@@ -14,27 +14,27 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from shardwise.cluster import GIB, find_cluster
 from shardwise.comm.world import run_world
-from shardwise.data.stream import share
+from shardwise.data.sample_stream import rank_positions
 from shardwise.errors import LayoutError
 from shardwise.job import Job, make_job
-from shardwise.layout import MADE, Layout, micro_batch_rule
+from shardwise.layout import AUTO_SCHEDULES, Layout, micro_batch_error
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.parallelize import parallelize
-from shardwise.parallel.pipeline import SCHEDULE, Pipeline, named_order
-from shardwise.planner.closed import bound, closed_form
-from shardwise.planner.greedy import LOOP, Task, V
-from shardwise.planner.plan import make_plan, order_of
-from shardwise.planner.simulate import Action, Costs, named, read, simulate
-from shardwise.planner.synthesize import synthesize
-from shardwise.step import backward, measure
+from shardwise.parallel.pipeline import SCHEDULE_CLASSES, Pipeline, schedule_actions
+from shardwise.planner.plan import auto_schedule_order, make_plan
+from shardwise.schedules.closed_form import closed_form, uneven_lower_bound
+from shardwise.schedules.list_scheduler import LOOP_PLACEMENT, V_PLACEMENT, SchedulingProblem
+from shardwise.schedules.simulate import Action, StageCosts, build_program, named_program, simulate
+from shardwise.schedules.synthesize import synthesize
+from shardwise.step import backward, reduce_loss_and_norm
 from shardwise.verify.parity import make_stream
 
-SINGLE = [name for name in SCHEDULE if issubclass(SCHEDULE[name], PipelineScheduleSingle)]
-MULTI = [name for name in SCHEDULE if name not in SINGLE]
+SINGLE = [name for name in SCHEDULE_CLASSES if issubclass(SCHEDULE_CLASSES[name], PipelineScheduleSingle)]
+MULTI = [name for name in SCHEDULE_CLASSES if name not in SINGLE]
 
 
 def runs(schedule: str, ranks: int, virtual: int, count: int) -> bool:
-    return micro_batch_rule(Layout(pipeline=ranks, schedule=schedule, virtual=virtual), count) is None
+    return micro_batch_error(Layout(pipeline=ranks, schedule=schedule, virtual=virtual), count) is None
 
 
 # Schedules with a name, their ranks, stages per rank and micro-batches: few, enough, many, and no multiple.
@@ -73,10 +73,10 @@ class Recorder:
 @pytest.mark.parametrize(("ranks", "count"), [(1, 3), (2, 2), (2, 5), (4, 4), (4, 9)])
 def test_order_is_executed_single(schedule: str, ranks: int, count: int) -> None:
     """By running the classes that have no list of their own to run by."""
-    order = named_order(schedule, ranks, 1, count)
+    order = schedule_actions(schedule, ranks, 1, count)
     for rank in range(ranks):
         stage = Recorder(rank, ranks)
-        running: Any = SCHEDULE[schedule](stage, count)  # type: ignore[operator]
+        running: Any = SCHEDULE_CLASSES[schedule](stage, count)  # type: ignore[operator]
         running._initialize_stage = lambda *args: None
         running._step_microbatches([()] * count, [{}] * count)
         assert stage.seen == [tuple(action)[:3] for action in order[rank]]
@@ -87,8 +87,8 @@ def test_order_is_executed_single(schedule: str, ranks: int, count: int) -> None
 def test_order_is_executed_multi(schedule: str, ranks: int, count: int) -> None:
     """By the list, with transfers, that PyTorch's runtime goes through."""
     stage = SimpleNamespace(num_stages=2 * ranks, group_size=ranks, group_rank=0, submod=None)
-    running: Any = SCHEDULE[schedule]([stage, stage], count)  # type: ignore[operator]
-    order = named_order(schedule, ranks, 2, count)
+    running: Any = SCHEDULE_CLASSES[schedule]([stage, stage], count)  # type: ignore[operator]
+    order = schedule_actions(schedule, ranks, 2, count)
     for rank, actions in running.pipeline_order_with_comms.items():
         assert [action for action in actions if action.is_compute_op] == order[rank]
 
@@ -97,16 +97,16 @@ def test_order_is_executed_multi(schedule: str, ranks: int, count: int) -> None:
 
 
 def test_timeline_by_hand() -> None:
-    costs = Costs(forward=(1.0, 2.0), input=(1.0, 1.0), weight=(1.0, 2.0), transfer=(0.5,))
-    result = simulate(named("1f1b", 2, 1, 2), costs)
+    costs = StageCosts(forward=(1.0, 2.0), backward_input=(1.0, 1.0), backward_weight=(1.0, 2.0), transfer=(0.5,))
+    result = simulate(named_program("1f1b", 2, 1, 2), costs)
     spans = {(event.rank, event.kind, event.micro_batch): (event.start, event.end) for event in result.timeline}
     assert spans == {
         (0, "F", 0): (0.0, 1.0), (0, "F", 1): (1.0, 2.0), (1, "F", 0): (1.5, 3.5), (1, "B", 0): (3.5, 6.5),
         (0, "B", 0): (7.0, 9.0), (1, "F", 1): (6.5, 8.5), (1, "B", 1): (8.5, 11.5), (0, "B", 1): (12.0, 14.0),
     }  # fmt: skip
-    assert (result.finish, result.seconds) == ((14.0, 11.5), 14.0)
+    assert (result.rank_end_times, result.seconds) == ((14.0, 11.5), 14.0)
     assert result.bubble == pytest.approx((1 - 6 / 14, 1 - 10 / 14))
-    held_up = simulate(named("1f1b", 2, 1, 2), costs, overlapped=False)
+    held_up = simulate(named_program("1f1b", 2, 1, 2), costs, overlap_p2p=False)
     # The second forward of rank 1 and the first backward of rank 0 ask for their inputs when these are long there.
     assert held_up.seconds == 14.5
 
@@ -115,18 +115,18 @@ def test_pair_is_sent_together() -> None:
     """A forward inside PyTorch's overlapped pair is sent when the backward beside it is done."""
     pair = Action(-1, "OVERLAP_F_B", None, (Action(0, "F", 1), Action(0, "B", 0)))
     order = {0: [Action(0, "F", 0), pair, Action(0, "B", 1)], 1: [Action(1, k, m) for m in (0, 1) for k in "FB"]}
-    costs = Costs.even(2, 1.0, 1.0, 1.0)
-    starts = {event[1:4]: event.start for event in simulate(read(order), costs).timeline}
+    costs = StageCosts.uniform(2, 1.0, 1.0, 1.0)
+    starts = {event[1:4]: event.start for event in simulate(build_program(order), costs).timeline}
     assert starts["F", 0, 1] == 1.0 and starts["B", 0, 0] == 4.0 and starts["F", 1, 1] == 6.0
-    apart = read(read(order).order)
-    assert simulate(apart, costs).seconds < simulate(read(order), costs).seconds
+    apart = build_program(build_program(order).order)
+    assert simulate(apart, costs).seconds < simulate(build_program(order), costs).seconds
 
 
 @settings(max_examples=20)
 @given(st.sampled_from(SHAPES), st.randoms(use_true_random=False), st.booleans())
 def test_nothing_runs_too_early(shape: tuple[str, int, int, int], random: Any, overlapped: bool) -> None:
     schedule, ranks, virtual, count = shape
-    program, costs = named(*shape), uneven(random, ranks * virtual)
+    program, costs = named_program(*shape), uneven(random, ranks * virtual)
     ends: dict[tuple[str, int, int], float] = {}
     free = [0.0] * ranks
     for event in simulate(program, costs, overlapped).timeline:
@@ -138,22 +138,22 @@ def test_nothing_runs_too_early(shape: tuple[str, int, int, int], random: Any, o
         if kind == "W" or not 0 <= near < ranks * virtual:
             continue
         before = ends.get((kind, near, number)) or ends.get(("I", near, number)) or ends["B", near, number]
-        hop = costs.transfer[min(stage, near)] if program.owner[near] != program.owner[stage] else 0.0
-        own = {"F": costs.forward, "I": costs.input}.get(kind)
-        seconds = own[stage] if own else costs.input[stage] + costs.weight[stage]
+        hop = costs.transfer[min(stage, near)] if program.stage_to_rank[near] != program.stage_to_rank[stage] else 0.0
+        own = {"F": costs.forward, "I": costs.backward_input}.get(kind)
+        seconds = own[stage] if own else costs.backward_input[stage] + costs.backward_weight[stage]
         assert end - seconds >= before + hop - 1e-9
 
 
 def test_live_activations() -> None:
-    assert named("gpipe", 3, 1, 5).live == (5, 5, 5)
-    assert named("1f1b", 4, 1, 8).live == (4, 3, 2, 1)
-    zero_bubble = named("zero-bubble", 4, 1, 8)
-    assert zero_bubble.peak([1.0] * 4) == (4.0, 4.0, 4.0, 4.0)
-    assert zero_bubble.peak([1.0] * 4, kept=0.0) == (4.0, 3.0, 2.0, 1.0)
-    v = named("zbv", 2, 2, 4)
-    assert v.live == (4, 3, 2, 1) and v.peak([1.0, 1.0, 1.0, 1.0]) == (4.0, 4.0)
+    assert named_program("gpipe", 3, 1, 5).max_in_flight == (5, 5, 5)
+    assert named_program("1f1b", 4, 1, 8).max_in_flight == (4, 3, 2, 1)
+    zero_bubble = named_program("zero-bubble", 4, 1, 8)
+    assert zero_bubble.peak_memory([1.0] * 4) == (4.0, 4.0, 4.0, 4.0)
+    assert zero_bubble.peak_memory([1.0] * 4, retained_fraction=0.0) == (4.0, 3.0, 2.0, 1.0)
+    v = named_program("zbv", 2, 2, 4)
+    assert v.max_in_flight == (4, 3, 2, 1) and v.peak_memory([1.0, 1.0, 1.0, 1.0]) == (4.0, 4.0)
     with pytest.raises(LayoutError, match="waits for ever"):
-        read({0: [Action(0, "B", 0), Action(0, "F", 0)]})
+        build_program({0: [Action(0, "B", 0), Action(0, "F", 0)]})
 
 
 # Closed forms
@@ -171,8 +171,8 @@ def exact(schedule: str, ranks: int, virtual: int, count: int) -> bool:
 @settings(max_examples=80)
 @given(st.sampled_from(SHAPES), TIMES, TIMES, TIMES)
 def test_closed_form_without_transfers(shape: Any, forward: float, input: float, weight: float) -> None:
-    costs = Costs.even(shape[1] * shape[2], forward, input, weight)
-    seconds, closed = simulate(named(*shape), costs).seconds, closed_form(*shape, forward, input, weight)
+    costs = StageCosts.uniform(shape[1] * shape[2], forward, input, weight)
+    seconds, closed = simulate(named_program(*shape), costs).seconds, closed_form(*shape, forward, input, weight)
     assert closed <= seconds * (1 + 1e-9)
     if exact(*shape):
         assert closed == pytest.approx(seconds, rel=1e-9)
@@ -185,8 +185,8 @@ def test_closed_form_with_transfers(
 ) -> None:
     schedule, ranks, virtual, count = shape
     transfer = part * min(forward, input, weight)
-    costs = Costs.even(ranks * virtual, forward, input, weight, transfer)
-    seconds = simulate(named(*shape), costs, overlapped).seconds
+    costs = StageCosts.uniform(ranks * virtual, forward, input, weight, transfer)
+    seconds = simulate(named_program(*shape), costs, overlapped).seconds
     closed = closed_form(*shape, forward, input, weight, transfer, overlapped)
     assert closed <= seconds * (1 + 1e-9)
     always = schedule in ("gpipe", "1f1b") or (overlapped and (schedule, virtual) == ("zero-bubble", 1))
@@ -195,19 +195,19 @@ def test_closed_form_with_transfers(
         assert closed == pytest.approx(seconds, rel=1e-9)
 
 
-def uneven(random: Any, stages: int) -> Costs:
+def uneven(random: Any, stages: int) -> StageCosts:
     def times(count: int, least: float) -> tuple[float, ...]:
         return tuple(random.uniform(least, 2.0) for _ in range(count))
 
-    return Costs(times(stages, 0.1), times(stages, 0.1), times(stages, 0.1), times(stages - 1, 0.0))
+    return StageCosts(times(stages, 0.1), times(stages, 0.1), times(stages, 0.1), times(stages - 1, 0.0))
 
 
 @settings(max_examples=80)
 @given(st.sampled_from(SHAPES), st.randoms(use_true_random=False), st.booleans())
 def test_bound_of_uneven_stages(shape: Any, random: Any, overlapped: bool) -> None:
     costs = uneven(random, shape[1] * shape[2])
-    seconds = simulate(named(*shape), costs, overlapped).seconds
-    least = bound(*shape, costs, overlapped)
+    seconds = simulate(named_program(*shape), costs, overlapped).seconds
+    least = uneven_lower_bound(*shape, costs, overlapped)
     assert least <= seconds * (1 + 1e-9)
     assert least >= (1.0 if shape[0] == "gpipe" else 0.4) * seconds * (1 - 1e-9)
 
@@ -225,10 +225,12 @@ def test_synthesis(shape: tuple[int, int, int], random: Any, room: float, split:
     stages = ranks * virtual
     sizes = tuple(random.uniform(0.5, 1.5) for _ in range(stages))
     limits = (room * virtual * 1.5,) * ranks
-    task = Task(uneven(random, stages), ranks, count, sizes, limits, split=split, overlapped=overlapped)
+    task = SchedulingProblem(
+        uneven(random, stages), ranks, count, sizes, limits, split_backward=split, overlap_p2p=overlapped
+    )
     made = synthesize(task, effort=2000)
-    assert all(made.seconds <= seconds * (1 + 1e-9) for seconds in made.named.values())
-    assert all(peak <= limit * (1 + 1e-6) for peak, limit in zip(made.simulation.program.peak(sizes), limits))
+    assert all(made.seconds <= seconds * (1 + 1e-9) for seconds in made.named_seconds.values())
+    assert all(peak <= limit * (1 + 1e-6) for peak, limit in zip(made.simulation.program.peak_memory(sizes), limits))
     kinds = {action.kind for actions in made.order.values() for action in actions}
     assert kinds <= ({"F", "I", "W", "B"} if split else {"F", "B"})
     assert made.order == synthesize(task, effort=2000).order
@@ -236,29 +238,31 @@ def test_synthesis(shape: tuple[int, int, int], random: Any, room: float, split:
 
 def test_synthesis_gains() -> None:
     """A slow link in the middle: more micro-batches in flight hide it, which no schedule with a name does."""
-    costs = Costs((1.0,) * 4, (1.2,) * 4, (0.8,) * 4, (0.1, 0.8, 0.1))
-    made = synthesize(Task(costs, 4, 8), effort=10_000)
-    assert made.name == "synthesised" and made.seconds < 0.9 * min(made.named.values())
+    costs = StageCosts((1.0,) * 4, (1.2,) * 4, (0.8,) * 4, (0.1, 0.8, 0.1))
+    made = synthesize(SchedulingProblem(costs, 4, 8), effort=10_000)
+    assert made.name == "synthesized" and made.seconds < 0.9 * min(made.named_seconds.values())
 
 
 def test_synthesis_without_room() -> None:
     with pytest.raises(LayoutError, match="use a smaller micro-batch"):
-        synthesize(Task(Costs.even(2, 1.0, 1.0, 1.0), 2, 4, limits=(1.0, 0.5)))
+        synthesize(SchedulingProblem(StageCosts.uniform(2, 1.0, 1.0, 1.0), 2, 4, memory_limits=(1.0, 0.5)))
 
 
 # Through the runtime
 
 
 def small(samples: int) -> Job:
-    shape = {"layers": 2, "width": 16, "heads": 2, "head_size": 4, "vocab": 32, "sequence": 8, "dropout": 0.1}
+    shape = {"layers": 2, "width": 16, "heads": 2, "head_dim": 4, "vocab": 32, "sequence": 8, "dropout": 0.1}
     return make_job({"precision": "float64", "seed": 1, "model": shape, "batch": {"samples": samples}})
 
 
 def gradients(engine: Engine, job: Job) -> list[torch.Tensor]:
     """Of one batch; the loss first."""
-    outcome = measure(engine, backward(engine, make_stream(job).read(share(0, job.samples, 1, 0))))
-    found = [outcome.loss, *(holding.grad.clone() for holding in engine.holdings)]
-    engine.data.publish()
+    outcome = reduce_loss_and_norm(
+        engine, backward(engine, make_stream(job).read(rank_positions(0, job.samples, 1, 0)))
+    )
+    found = [outcome.loss, *(param_shard.grad.clone() for param_shard in engine.param_shards)]
+    engine.data.sync_weights()
     return found
 
 
@@ -279,17 +283,17 @@ def compare(job: Job, layout: Layout, order: dict[int, list[Action]]) -> float:
 
 @pytest.mark.parametrize(
     ("ranks", "virtual", "schedule", "placement"),
-    [(2, 1, "1f1b", LOOP), (4, 1, "1f1b", LOOP), (2, 2, "zbv", V)],
+    [(2, 1, "1f1b", LOOP_PLACEMENT), (4, 1, "1f1b", LOOP_PLACEMENT), (2, 2, "zbv", V_PLACEMENT)],
 )
 def test_runtime_runs_it(ranks: int, virtual: int, schedule: str, placement: str) -> None:
     stages, count = ranks * virtual, 6
-    costs = Costs(
+    costs = StageCosts(
         (0.7, *(1.0,) * (stages - 2), 1.3), (0.8, *(1.1,) * (stages - 2), 1.2), (0.9,) * stages, (0.4,) * (stages - 1)
     )
-    made = synthesize(Task(costs.as_executed(), ranks, count), (placement,), effort=5000)
-    assert made.name == "synthesised"
+    made = synthesize(SchedulingProblem(costs.as_executed(), ranks, count), (placement,), effort=5000)
+    assert made.name == "synthesized"
     assert {action.kind for actions in made.order.values() for action in actions} >= {"F", "I", "W"}
-    torch_order: Any = named_order(schedule, ranks, virtual, count)
+    torch_order: Any = schedule_actions(schedule, ranks, virtual, count)
     layout = Layout(pipeline=ranks, schedule=schedule, micro_batch=1)
     assert {rank: {a.stage for a in made.order[rank]} for rank in range(ranks)} == {
         rank: {a.stage_index for a in torch_order[rank]} for rank in range(ranks)
@@ -304,15 +308,15 @@ def test_a_layout_with_an_order_of_its_own() -> None:
     cluster, limit = find_cluster("v100-16g"), 8.0 * GIB
     cluster = replace(cluster, device=replace(cluster.device, memory=limit))
     plan = make_plan(job, cluster, layout="pipeline=4 schedule=auto micro_batch=1")
-    named = [one for one in plan.layouts if one.layout.schedule not in MADE]
-    assert len(named) == 5 and plan.best.layout.schedule in MADE and plan.best.layout.virtual
-    assert plan.best.peak <= limit < max(one.peak for one in named)
-    assert plan.best.seconds < min(one.seconds for one in named if one.peak <= limit)
+    named = [one for one in plan.layouts if one.layout.schedule not in AUTO_SCHEDULES]
+    assert len(named) == 5 and plan.best.layout.schedule in AUTO_SCHEDULES and plan.best.layout.virtual
+    assert plan.best.peak_memory <= limit < max(one.peak_memory for one in named)
+    assert plan.best.seconds < min(one.seconds for one in named if one.peak_memory <= limit)
     again = make_plan(job, cluster, layout=str(plan.best.layout))
     assert again.best == plan.best
-    order = order_of(job, plan.best.layout, plan.cluster)
+    order = auto_schedule_order(job, plan.best.layout, plan.cluster)
     assert order is not None and len(order) == 4
-    assert order_of(job, Layout.parse("pipeline=4"), plan.cluster) is None
+    assert auto_schedule_order(job, Layout.parse("pipeline=4"), plan.cluster) is None
 
 
 def test_an_order_must_be_given() -> None:

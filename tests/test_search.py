@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from shardwise.cluster import find_cluster
 from shardwise.job import make_job
-from shardwise.layout import Layout, micro_batch_rule
-from shardwise.models.gpt import cost
+from shardwise.layout import Layout, micro_batch_error
+from shardwise.models.gpt import forward_flops
 from shardwise.parallel.balance import cut_stages
-from shardwise.planner.closed import at_least, at_most
-from shardwise.planner.plan import estimator_of
-from shardwise.planner.predict import Estimator
-from shardwise.planner.search import bases, bound, search, variants
-from shardwise.planner.simulate import Costs, named, simulate, step_seconds
+from shardwise.planner.estimate import Estimator
+from shardwise.planner.plan import make_estimator
+from shardwise.planner.search import class_layouts, class_lower_bound, layout_classes, search
+from shardwise.schedules.closed_form import lower_bound, upper_bound
+from shardwise.schedules.simulate import StageCosts, named_program, simulate, step_seconds
 
 GIB = 2**30
 
@@ -29,7 +29,7 @@ def judge(layers: int, samples: int, memory: float, cluster: str = "a100-80g", *
     sizes = {"width": 4096, "heads": 32, "ffn": 16384, "vocab": 51200, "sequence": 2048, "layers": layers}
     job = make_job({"model": sizes | model, "batch": {"samples": samples}, "precision": "bf16"})
     machine = find_cluster(cluster)
-    return estimator_of(job, replace(machine, device=replace(machine.device, memory=memory * GIB)))
+    return make_estimator(job, replace(machine, device=replace(machine.device, memory=memory * GIB)))
 
 
 # 20 spaces: of 2, 4, 6 and 8 devices with much and with little memory, of an odd number of layers, with other widths.
@@ -45,35 +45,35 @@ def test_the_search_finds_what_simulating_everything_finds(
 ) -> None:
     estimator = judge(layers, samples, memory)
     times: dict[Layout, float] = {}
-    for base in bases(estimator, devices):
-        for layout in variants(estimator, base):
-            if estimator.predict(layout).peak <= memory * GIB:
-                times[layout] = estimator.step(layout, simulated(estimator, layout))
+    for base in layout_classes(estimator, devices):
+        for layout in class_layouts(estimator, base):
+            if estimator.predict(layout).peak_memory <= memory * GIB:
+                times[layout] = estimator.step_time(layout, simulated(estimator, layout))
     found = search(estimator, devices, keep=5)
     if times:
         best = sorted(times, key=lambda layout: times[layout])
         assert [one.seconds for one in found.best] == pytest.approx([times[layout] for layout in best[:5]], rel=1e-12)
         assert times[found.best[0].layout] == times[best[0]]
     else:
-        assert found.best[0].peak > memory * GIB
+        assert found.best[0].peak_memory > memory * GIB
 
 
 def simulated(estimator: Estimator, layout: Layout) -> float:
     """Every action of every micro-batch."""
     count = estimator.micro_batches(layout)
     if layout.pipeline == 1:
-        return count * estimator.busiest(layout)
-    program = named(layout.schedule, layout.pipeline, layout.stages_per_rank, count)
-    return simulate(program, estimator.costs(layout)).seconds
+        return count * estimator.slowest_rank_time(layout)
+    program = named_program(layout.schedule, layout.pipeline, layout.stages_per_rank, count)
+    return simulate(program, estimator.stage_costs(layout)).seconds
 
 
 def test_no_bound_is_above_what_a_layout_takes() -> None:
     estimator = judge(14, 64, 80)
-    for base in bases(estimator, 16):
-        for layout in list(variants(estimator, base))[::5]:
+    for base in layout_classes(estimator, 16):
+        for layout in list(class_layouts(estimator, base))[::5]:
             seconds = estimator.predict(layout).seconds * (1 + 1e-12)
-            assert bound(estimator, base) <= estimator.time(layout).seconds <= seconds
-            assert estimator.ceiling(layout) >= seconds / (1 + 1e-9)
+            assert class_lower_bound(estimator, base) <= estimator.step_timing(layout).seconds <= seconds
+            assert estimator.max_step_time(layout) >= seconds / (1 + 1e-9)
 
 
 shapes = st.builds(
@@ -89,24 +89,29 @@ shapes = st.builds(
 @given(shapes, st.randoms(use_true_random=False), st.booleans())
 def test_few_micro_batches_stand_in_for_many(shape: tuple[str, int, int, int], random: Any, even: bool) -> None:
     schedule, ranks, virtual, count = shape
-    if micro_batch_rule(Layout(pipeline=ranks, schedule=schedule, virtual=virtual), count):
+    if micro_batch_error(Layout(pipeline=ranks, schedule=schedule, virtual=virtual), count):
         return
     stages = ranks * virtual
     times = [[1.0 if even else random.uniform(0.5, 1.5) for _ in range(stages)] for _ in range(3)]
-    costs = Costs(*times, [0.0] * (stages - 1))
-    whole = simulate(named(*shape), costs).seconds
+    costs = StageCosts(*times, [0.0] * (stages - 1))
+    whole = simulate(named_program(*shape), costs).seconds
     assert step_seconds(*shape, costs) == pytest.approx(whole, rel=1e-12)
-    least = at_least(*shape, costs)
+    least = lower_bound(*shape, costs)
     assert least == pytest.approx(whole, rel=1e-12) if even else least <= whole * (1 + 1e-12)
-    assert at_most(*shape, costs) >= whole * (1 - 1e-12)
+    assert upper_bound(*shape, costs) >= whole * (1 - 1e-12)
 
 
 def test_stages_are_those_of_the_engine() -> None:
     estimator = judge(10, 16, 80, vocab=128000)
     model = make_job({"model": {"width": 4096, "heads": 32, "ffn": 16384, "vocab": 128000, "sequence": 2048,
-                                "layers": 10}}).built()  # fmt: skip
+                                "layers": 10}}).require_chain_model()  # fmt: skip
     for text in ("pipeline=2", "pipeline=4", "pipeline=3 schedule=zbv", "pipeline=2 schedule=interleaved virtual=3"):
         layout = Layout.parse(f"{text} micro_batch=1")
-        spans = cut_stages(layout, cost(model))
+        spans = cut_stages(layout, forward_flops(model))
         assert [sum(part) for part in estimator.stages(layout).stages] == [last - first for first, last in spans]
-    assert estimator.counts(Layout.parse("pipeline=4 micro_batch=1")) == [3, 3, 3, 1]  # the head is worth two blocks
+    assert estimator.blocks_per_rank(Layout.parse("pipeline=4 micro_batch=1")) == [
+        3,
+        3,
+        3,
+        1,
+    ]  # the head is worth two blocks

@@ -16,21 +16,27 @@ from shardwise.cli import app
 from shardwise.cluster import CLUSTERS
 from shardwise.errors import JobError, LayoutError
 from shardwise.job import load_job, make_job
-from shardwise.kinds import DLRM, T5, Model, ResNet
+from shardwise.kinds import DecoderConfig, DLRMConfig, ResNetConfig, T5Config
 from shardwise.layout import Layout
 from shardwise.models.chain import Chain
-from shardwise.models.gpt import cost, gpt
+from shardwise.models.gpt import build_gpt, forward_flops
 from shardwise.parallel.precision import Precision
-from shardwise.planner.cost import Machine, Setting
-from shardwise.planner.efficiency import efficiency_of
-from shardwise.planner.listed import ListedEstimator, dlrm, form_of, listed, resnet
-from shardwise.planner.memory import block_bytes, ours
-from shardwise.planner.pieces import Piece
+from shardwise.planner.costs.block_time import KernelProfile, Machine
+from shardwise.planner.costs.efficiency import efficiency_of
+from shardwise.planner.costs.memory_model import block_activation_bytes, engine_profile
+from shardwise.planner.costs.model_shape import shape_of
+from shardwise.planner.costs.module_trace import trace_module
+from shardwise.planner.costs.operator_costs import OperatorCosts
+from shardwise.planner.costs.operator_list import (
+    OperatorListEstimator,
+    dlrm_operators,
+    operator_list_model,
+    planner_shape,
+    resnet_operators,
+)
+from shardwise.planner.estimate import Workload
 from shardwise.planner.plan import make_plan
-from shardwise.planner.predict import Work
 from shardwise.planner.search import search
-from shardwise.planner.shape import shape_of
-from shardwise.planner.trace import trace
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 GUIDE = EXAMPLES.parent / "docs" / "how-to" / "plan-a-run.md"
@@ -39,27 +45,29 @@ DECODERS = [
     {},
     {"kv_heads": 2, "ffn": 96, "tied": False},
     {**GPT2, "sequence": 48},
-    {"positions": "learned", "norm": "layer", "kv_heads": 1, "head_size": 32},
+    {"positions": "learned", "norm": "layer", "kv_heads": 1, "head_dim": 32},
 ]
 
 
-def traced(values: dict[str, object], samples: int = 2) -> tuple[Model, tuple[Piece, ...]]:
-    return once(Model(**({"layers": 2, "width": 64, "heads": 4, "vocab": 101, "sequence": 32} | values)), samples)
+def traced(values: dict[str, object], samples: int = 2) -> tuple[DecoderConfig, tuple[OperatorCosts, ...]]:
+    return once(
+        DecoderConfig(**({"layers": 2, "width": 64, "heads": 4, "vocab": 101, "sequence": 32} | values)), samples
+    )
 
 
-def plain(model: Model) -> Chain:
+def plain(model: DecoderConfig) -> Chain:
     """With a head whose backward is by itself, as in a pipeline; else its products are all in the forward."""
     with torch.device("meta"):
-        chain = gpt(model, 0)
-    chain.get_submodule("head.project").rows = 0
+        chain = build_gpt(model, 0)
+    chain.get_submodule("head.project").loss_chunk_size = 0
     return chain
 
 
 @cache
-def once(model: Model, samples: int) -> tuple[Model, tuple[Piece, ...]]:
+def once(model: DecoderConfig, samples: int) -> tuple[DecoderConfig, tuple[OperatorCosts, ...]]:
     chain = plain(model)
     tokens = torch.zeros(samples, model.sequence, dtype=torch.int64)
-    return model, trace(chain, tokens, ids=tokens[:, 0], targets=tokens)
+    return model, trace_module(chain, tokens, ids=tokens[:, 0], targets=tokens)
 
 
 # Closed forms of the decoder against its trace
@@ -70,7 +78,7 @@ def test_flops_of_a_decoder_are_those_of_its_trace(values: dict[str, object]) ->
     model, pieces = traced(values)
     assert [piece.name for piece in pieces] == ["embed", "block0", "block1", "head"]
     assert 3 * sum(piece.flops for piece in pieces) == shape_of(model).flops(2)
-    assert [piece.flops for piece in pieces[1:]] == [2 * flops for flops in cost(model)[1:]]
+    assert [piece.flops for piece in pieces[1:]] == [2 * flops for flops in forward_flops(model)[1:]]
     assert sum(piece.flops for piece in pieces[1:3]) == shape_of(model).block_flops(2)
     for piece in pieces:
         assert piece.backward == 2 * sum(product.flops for product in piece.products)
@@ -81,7 +89,7 @@ def test_parameters_of_a_decoder_are_those_of_its_trace(values: dict[str, object
     """But for norms and biases, which no cost depends on."""
     model, pieces = traced(values)
     norms = (2 * model.layers + 1) * model.width * (2 if model.norm == "layer" and model.bias else 1)
-    products = (model.heads + 2 * model.kv_heads) * model.head_size + 2 * model.width
+    products = (model.heads + 2 * model.kv_heads) * model.head_dim + 2 * model.width
     products += model.ffn * (2 if model.activation == "swiglu" else 1)
     biases = model.layers * products if model.bias else 0
     twice = model.vocab * model.width if model.tied else 0  # both ends name it
@@ -95,8 +103,8 @@ def test_what_a_block_saves() -> None:
     model, pieces = traced(GPT2)
     tokens, width = 2 * model.sequence, model.width
     small = tokens * (4 + model.heads)
-    assert pieces[1].saved == 4 * (tokens * (4 * width + 3 * width + width + 2 * model.ffn) + small)
-    assert pieces[1].output == 4 * tokens * width
+    assert pieces[1].saved_bytes == 4 * (tokens * (4 * width + 3 * width + width + 2 * model.ffn) + small)
+    assert pieces[1].output_bytes == 4 * tokens * width
 
 
 @pytest.mark.parametrize("values", [{}, GPT2, {"kv_heads": 2, "norm": "layer"}])
@@ -105,18 +113,20 @@ def test_closed_saved_bytes_are_near_the_trace(values: dict[str, object]) -> Non
     small sums are left out of it."""
     model, pieces = traced(values)
     tokens = 2 * model.sequence
-    closed = block_bytes(shape_of(model), Setting("float32"), ours("float32"), Layout(micro_batch=2), True, False)[0]
+    closed = block_activation_bytes(
+        shape_of(model), KernelProfile("float32"), engine_profile("float32"), Layout(micro_batch=2), True, False
+    )[0]
     more = 4 * 2 * tokens * model.width if model.norm == "rms" else 0
-    assert closed == pytest.approx(pieces[1].saved - more, rel=0.13)
+    assert closed == pytest.approx(pieces[1].saved_bytes - more, rel=0.13)
 
 
 def test_the_trace_leaves_the_module_as_it_was() -> None:
     module = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    first, relu, last = trace(module, torch.zeros(5, 4))
+    first, relu, last = trace_module(module, torch.zeros(5, 4))
     assert (first.flops, last.flops) == (2 * 5 * 4 * 8, 2 * 5 * 8 * 2)
     assert (first.backward, last.backward) == (2 * 5 * 4 * 8, 2 * 2 * 5 * 8 * 2)  # nobody asks for the input's gradient
-    assert (relu.moved, relu.calls, relu.parameters) == (2 * 4 * 5 * 8, 1, 0)
+    assert (relu.moved_bytes, relu.num_ops, relu.parameters) == (2 * 4 * 5 * 8, 1, 0)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert all(weight.grad is None for weight in module.parameters())
     assert module(torch.zeros(5, 4)).shape == (5, 2)
@@ -131,32 +141,34 @@ def test_work_outside_of_children_is_told() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.inner(self.inner(x)) @ torch.ones(4, 3)
 
-    inner, rest = trace(Doubled(), torch.zeros(2, 4))
+    inner, rest = trace_module(Doubled(), torch.zeros(2, 4))
     assert (inner.name, inner.flops, inner.parameters) == ("inner", 2 * 2 * 2 * 4 * 4, 16)
     assert (rest.name, rest.flops, rest.parameters) == ("", 2 * 2 * 4 * 3, 0)
-    (alone,) = trace(nn.Linear(4, 3), torch.zeros(2, 4))
-    assert (alone.name, alone.flops, alone.parameters, alone.saved) == ("Linear", 2 * 2 * 4 * 3, 15, 4 * 2 * 4)
+    (alone,) = trace_module(nn.Linear(4, 3), torch.zeros(2, 4))
+    assert (alone.name, alone.flops, alone.parameters, alone.saved_bytes) == ("Linear", 2 * 2 * 4 * 3, 15, 4 * 2 * 4)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama3-8b"])
 def test_published_shapes_are_traced_too(name: str) -> None:
     """Two blocks of each, at full width and length; nothing is computed."""
-    model = Model(name=name, layers=2)
+    model = DecoderConfig(name=name, layers=2)
     chain = plain(model)
     tokens = torch.zeros(1, model.sequence, dtype=torch.int64)
-    pieces = trace(chain, tokens, ids=tokens[:, 0], targets=tokens)
+    pieces = trace_module(chain, tokens, ids=tokens[:, 0], targets=tokens)
     assert 3 * sum(piece.flops for piece in pieces) == pytest.approx(shape_of(model).flops(1), rel=1e-12)
 
 
 def test_in_16_bits_a_block_keeps_its_rounded_weights() -> None:
     """As our engine runs it: activations take half, and beside them stay the rounded weights of the products."""
-    model = Model(layers=1, width=64, heads=4, vocab=101, sequence=32, **GPT2)
-    wide, narrow = gpt(model, 0), gpt(model, 0)
+    model = DecoderConfig(layers=1, width=64, heads=4, vocab=101, sequence=32, **GPT2)
+    wide, narrow = build_gpt(model, 0), build_gpt(model, 0)
     Precision("bf16").apply(narrow)
     tokens = torch.zeros(2, 32, dtype=torch.int64)
-    blocks = [trace(chain, tokens, ids=tokens[:, 0], targets=tokens)[1] for chain in (wide, narrow)]
+    blocks = [trace_module(chain, tokens, ids=tokens[:, 0], targets=tokens)[1] for chain in (wide, narrow)]
     matrices = 12 * model.width**2
-    assert blocks[1].saved - ours("bf16").copies * matrices == pytest.approx(blocks[0].saved / 2, rel=0.02)
+    assert blocks[1].saved_bytes - engine_profile("bf16").compute_copy_bytes * matrices == pytest.approx(
+        blocks[0].saved_bytes / 2, rel=0.02
+    )
 
 
 # Lists against traces
@@ -198,44 +210,48 @@ def resnet50(classes: int) -> nn.Sequential:
 def test_the_list_of_a_resnet_is_its_trace() -> None:
     with torch.device("meta"):
         module = resnet50(10)
-    found = trace(module, torch.zeros(2, 3, 72, 72))
-    closed = list(resnet(ResNet(name="resnet-50", image=72, classes=10), 4, 2))
+    found = trace_module(module, torch.zeros(2, 3, 72, 72))
+    closed = list(resnet_operators(ResNetConfig(name="resnet-50", image_size=72, num_classes=10), 4, 2))
     assert len(found) == len(closed)
     for place, (mine, its) in enumerate(zip(closed, found, strict=True)):
         assert mine.parameters == its.parameters
         assert mine.flops == its.flops
         assert sorted(mine.products, key=str) == sorted(its.products, key=str)
-        assert mine.output == its.output
+        assert mine.output_bytes == its.output_bytes
         # A block's last activation keeps what the next block keeps too; norms keep two numbers a channel.
-        more = its.output if 0 < place < len(found) - 1 else 0
-        norms = sum(product.columns for product in its.products if product.window)
-        assert its.saved == mine.saved + more + 2 * 4 * norms
-    assert sum(mine.moved for mine in closed) == pytest.approx(sum(its.moved for its in found), rel=0.1)
+        more = its.output_bytes if 0 < place < len(found) - 1 else 0
+        norms = sum(product.columns for product in its.products if product.kernel_numel)
+        assert its.saved_bytes == mine.saved_bytes + more + 2 * 4 * norms
+    assert sum(mine.moved_bytes for mine in closed) == pytest.approx(sum(its.moved_bytes for its in found), rel=0.1)
 
 
 def test_the_list_of_a_dlrm_is_its_trace() -> None:
-    model = DLRM(tables=3, width=8, features=5, bottom=(16,), top=(32, 4))
+    model = DLRMConfig(tables=3, width=8, dense_features=5, bottom=(16,), top=(32, 4))
     sides = (5, 16, 8)
     bottom = nn.Sequential(*(nn.Linear(*pair) for pair in zip(sides, sides[1:])))
     sides = (8 + 6, 32, 4, 1)
     top = nn.Sequential(*(nn.Linear(*pair) for pair in zip(sides, sides[1:])))
     products = [
-        q for p in (*trace(bottom, torch.zeros(7, 5)), *trace(top, torch.zeros(7, 14))) for q in p.products
-    ]  # fmt: skip
-    closed = list(dlrm(model, 4, 7))
+        q
+        for p in (*trace_module(bottom, torch.zeros(7, 5)), *trace_module(top, torch.zeros(7, 14)))
+        for q in p.products
+    ]
+    closed = list(dlrm_operators(model, 4, 7))
     assert [q for piece in closed if piece.name != "meet" for q in piece.products] == products
     assert sum(piece.parameters for piece in closed) == sum(p.numel() for m in (bottom, top) for p in m.parameters())
 
 
 def test_any_module_can_be_planned() -> None:
     module = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(4)))
-    shape = listed(lambda samples: trace(module, torch.zeros(samples, 1024)))
+    shape = operator_list_model(lambda samples: trace_module(module, torch.zeros(samples, 1024)))
     cluster = CLUSTERS["a100-80g"]
     machine = Machine(cluster, efficiency_of(cluster.device.family, cluster.measured))
-    found = search(ListedEstimator(machine, Work(shape, Setting("float32"), 64, ours("float32"))), 8)
+    found = search(
+        OperatorListEstimator(machine, Workload(shape, KernelProfile("float32"), 64, engine_profile("float32"))), 8
+    )
     assert shape.parameters == 4 * 1024 * 1025
     assert all(p.layout.pipeline == p.layout.tensor == 1 for p in found.best)
-    assert all(p.peak < 8 * 2**30 and 0 < p.seconds < 1 for p in found.best)
+    assert all(p.peak_memory < 8 * 2**30 and 0 < p.seconds < 1 for p in found.best)
 
 
 # Published sizes
@@ -251,7 +267,7 @@ def test_any_module_can_be_planned() -> None:
     ],
 )  # fmt: skip
 def test_published_sizes(name: str, total: float, active: float | None) -> None:
-    shape = form_of(make_job({"model": {"name": name}}).model, 2)
+    shape = planner_shape(make_job({"model": {"name": name}}).model, 2)
     assert shape.parameters == pytest.approx(total, rel=0.012)
     if active:
         assert shape.active_parameters == pytest.approx(active, rel=0.02)
@@ -261,12 +277,12 @@ def test_published_sizes(name: str, total: float, active: float | None) -> None:
 
 def test_flops_of_a_resnet_and_a_t5() -> None:
     """7.8 billion products and sums of an image (He et al. 2015, table 1: 7.6); two for each weight and token."""
-    assert form_of(ResNet(name="resnet-101"), 2).flops(1) / 6 == pytest.approx(7.8e9, rel=0.01)
-    model = T5(name="t5-11b")
+    assert planner_shape(ResNetConfig(name="resnet-101"), 2).flops(1) / 6 == pytest.approx(7.8e9, rel=0.01)
+    model = T5Config(name="t5-11b")
     attention, ffn = 4 * 1024 * 16384, 2 * 1024 * 65536
     weights = 512 * (attention + ffn) + 114 * (attention + ffn) + (114 * 2 + 512 * 2) * 1024 * 16384
     squares = 2 * 16384 * (2 * 512**2 + 114**2 + 2 * 114 * 512)
-    assert form_of(model, 2).flops(1) == 3 * (24 * (2 * weights + squares) + 2 * 114 * 1024 * 32128)
+    assert planner_shape(model, 2).flops(1) == 3 * (24 * (2 * weights + squares) + 2 * 114 * 1024 * 32128)
 
 
 # Jobs
@@ -292,7 +308,7 @@ def test_what_is_for_chains_refuses_a_dlrm_in_a_sentence(command: str, tmp_path:
         ({"name": "mixtral-8x7", "layers": 2}, ["mixtral-8x7b"]),
         ({"name": "moe", "experts_per_token": 9}, ["experts_per_token (9)", "experts (8)"]),
         ({"name": "moe", "dense_layers": 8}, ["dense_layers (8)"]),
-        ({"name": "moe", "rope_size": 8}, ["latent attention"]),
+        ({"name": "moe", "qk_rope_head_dim": 8}, ["latent attention"]),
     ],
 )
 def test_keys_of_other_kinds_are_told(model: dict[str, object], words: list[str]) -> None:
@@ -336,12 +352,12 @@ def test_full_trainings_on_one_device(name: str, low: float, high: float, fits: 
     """Told are 44 h, 84 h, and 3.1 million h for a V100 at 28 TFLOP/s, a fifth of what an A100 reaches."""
     job = load_job(EXAMPLES / f"{name}.toml")
     plan = make_plan(job, CLUSTERS["a100-80g"], 1)
-    assert low < plan.training / 3600 < high
+    assert low < plan.training_seconds / 3600 < high
     told = re.search(rf"`examples/{name}.toml`.*\| ([\d.]+)( million)? h \|", GUIDE.read_text(encoding="utf-8"))
     assert told, f"{GUIDE.name} has no line for {name}"
-    assert plan.training / 3600 == pytest.approx(float(told[1]) * (1e6 if told[2] else 1), rel=0.2)
+    assert plan.training_seconds / 3600 == pytest.approx(float(told[1]) * (1e6 if told[2] else 1), rel=0.2)
     assert plan.fits(plan.best) == fits
-    assert 0.1 < plan.utilisation(plan.best) < 0.7
+    assert 0.1 < plan.mfu(plan.best) < 0.7
     result = CliRunner().invoke(
         app, ["plan", str(EXAMPLES / f"{name}.toml"), "--cluster", "a100-80g", "--devices", "1"]
     )

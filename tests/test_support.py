@@ -10,20 +10,30 @@ from test_verify import tiny
 
 import shardwise.models.gpt as gpt
 from shardwise.comm.world import run_world
-from shardwise.data.stream import share
+from shardwise.data.sample_stream import rank_positions
 from shardwise.errors import LayoutError
 from shardwise.job import Job
 from shardwise.layout import FULL_BACKWARD, SPLIT_BACKWARD, Layout
 from shardwise.optim import make_optimizer
-from shardwise.parallel.parallelize import check, parallelize
+from shardwise.parallel.parallelize import check_layout, parallelize
 from shardwise.step import step
-from shardwise.support import COST, EXACT, REFUSED, ROWS, Words, look_up, support, table, words_of
+from shardwise.support import (
+    EXACT,
+    EXACT_AT_COST,
+    REFUSED,
+    SUPPORT_RULES,
+    Combination,
+    all_combinations,
+    combination_of,
+    lookup,
+    support,
+)
 from shardwise.verify.parity import make_stream
 
 MODEL = {"heads": 4, "kv_heads": 2, "layers": 4}
 
 
-def layout_of(words: Words) -> Layout:
+def layout_of(words: Combination) -> Layout:
     pipeline = {} if words.schedule == "none" else {"pipeline": 2, "schedule": words.schedule}
     recompute = "0.5" if words.recompute == "share" else words.recompute
     return Layout(shard=2, zero=words.zero, recompute=recompute, micro_batch=1, **pipeline)
@@ -31,39 +41,39 @@ def layout_of(words: Words) -> Layout:
 
 def test_every_combination_has_one_verdict_and_starts_or_not_as_it_says() -> None:
     job = tiny(8, **MODEL)
-    rows = dict(table())
+    rows = dict(all_combinations())
     assert len(rows) == 9 * 3 * 4 * 5
     for words, found in rows.items():
         layout = layout_of(words)
-        assert words_of(layout, words.precision) == words
+        assert combination_of(layout, words.precision) == words
         assert support(layout, words.precision) == found
         if words.precision != "float64":  # building the model takes its time; no row speaks of precision
-            assert found == look_up(words._replace(precision="float64"))
+            assert found == lookup(words._replace(precision="float64"))
         elif found.verdict == REFUSED:
             with pytest.raises(LayoutError, match="use "):
-                check(job, layout)
+                check_layout(job, layout)
         else:
-            check(job, layout)
+            check_layout(job, layout)
 
 
 def test_what_was_promised() -> None:
     def verdicts(schedules: tuple[str, ...], zeros: tuple[int, ...], recompute: tuple[str, ...]) -> set[str]:
         words = product(schedules, zeros, recompute, ("float64", "float32", "bf16", "fp16", "fp8"))
-        return {look_up(Words(*each)).verdict for each in words}
+        return {lookup(Combination(*each)).verdict for each in words}
 
     any_recompute = ("none", "selective", "full", "share")
     assert verdicts(("none", *FULL_BACKWARD), (1,), any_recompute) == {EXACT}
-    assert verdicts(("none", *FULL_BACKWARD), (2, 3), any_recompute) == {COST}
+    assert verdicts(("none", *FULL_BACKWARD), (2, 3), any_recompute) == {EXACT_AT_COST}
     assert verdicts(SPLIT_BACKWARD, (1,), ("none",)) == {EXACT}
-    assert verdicts(SPLIT_BACKWARD, (1,), ("selective", "full", "share")) == {COST}
-    assert verdicts(SPLIT_BACKWARD, (2, 3), any_recompute) == {COST}
+    assert verdicts(SPLIT_BACKWARD, (1,), ("selective", "full", "share")) == {EXACT_AT_COST}
+    assert verdicts(SPLIT_BACKWARD, (2, 3), any_recompute) == {EXACT_AT_COST}
 
 
 def test_rows_say_what_they_must() -> None:
-    for row in ROWS:
-        assert (row.verdict == EXACT) == (row.sentence == "")
-        assert row.verdict == EXACT or row.sentence.endswith(".")
-    assert all(row.fits(words) for row in ROWS[-1:] for words, _ in table())
+    for row in SUPPORT_RULES:
+        assert (row.verdict == EXACT) == (row.explanation == "")
+        assert row.verdict == EXACT or row.explanation.endswith(".")
+    assert all(row.matches(words) for row in SUPPORT_RULES[-1:] for words, _ in all_combinations())
 
 
 def test_zero_means_nothing_without_a_shard_axis() -> None:
@@ -74,17 +84,17 @@ def test_zero_means_nothing_without_a_shard_axis() -> None:
 def count_forwards(job: Job, layout: Layout) -> dict[str, float]:
     """Forwards of each block of this rank, per micro-batch of one step."""
     calls: dict[str, int] = {}
-    right = gpt.Block.forward
+    right = gpt.DecoderBlock.forward
 
-    def forward(self: gpt.Block, *args: object, **kwargs: object) -> torch.Tensor:
+    def forward(self: gpt.DecoderBlock, *args: object, **kwargs: object) -> torch.Tensor:
         name = self.dropout1.site.partition(".")[0]
         calls[name] = calls.get(name, 0) + 1
         return right(self, *args, **kwargs)
 
-    gpt.Block.forward = forward  # in this process alone
+    gpt.DecoderBlock.forward = forward  # in this process alone
     engine = parallelize(job, layout, torch.device("cpu"))
-    samples = make_stream(job).read(share(0, job.samples, layout.data, engine.mesh["data"].index))
-    step(engine, make_optimizer(job.optimizer, engine.holdings), samples, 1.0)
+    samples = make_stream(job).read(rank_positions(0, job.samples, layout.data, engine.mesh["data"].index))
+    step(engine, make_optimizer(job.optimizer, engine.param_shards), samples, 1.0)
     return {name: count / engine.batch.micro_batches for name, count in calls.items()}
 
 

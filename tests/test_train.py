@@ -16,18 +16,18 @@ import pytest
 import torch
 
 from shardwise.comm.world import run_world
-from shardwise.data.tokens import write_tokens
+from shardwise.data.token_file import write_token_arrays
 from shardwise.errors import DataError, JobError, RunError
-from shardwise.guard.beat import read_beats
-from shardwise.guard.judge import Told
-from shardwise.job import BatchSize, Job, load_job, make_job
+from shardwise.integrity.anomaly_policy import Verdict
+from shardwise.job import BatchConfig, Job, load_job, make_job
+from shardwise.launch.start import start_training
 from shardwise.layout import Layout
-from shardwise.train.folder import RunFolder
 from shardwise.train.generate import sample_run
 from shardwise.train.loop import Trainer
-from shardwise.train.start import start_training
+from shardwise.train.run_folder import RunFolder
 from shardwise.train.summary import summarize
-from shardwise.verify.command import shrunk
+from shardwise.verify.command import shrink_model
+from shardwise.workers.heartbeat import read_heartbeats
 
 SMALL = {
     "precision": "float64", "steps": 12,
@@ -62,16 +62,16 @@ def _train(folder: str, layout: str, resume: bool, die_after: int | None) -> Non
     run = RunFolder.open(Path(folder))
     trainer = Trainer(run.job(), Layout.parse(layout), run, torch.device("cpu"), resume)
     if die_after is not None:
-        measure = trainer.measure.take
+        measure = trainer.metrics.log_step
 
-        def fatal(done: int, *rest: object) -> Told:
+        def fatal(done: int, *rest: object) -> Verdict:
             told = measure(done, *rest)  # type: ignore[arg-type]
             if done == die_after:
                 trainer.checkpoints.finish()
                 os.kill(os.getpid(), signal.SIGKILL)
             return told
 
-        trainer.measure.take = fatal  # type: ignore[method-assign]
+        trainer.metrics.log_step = fatal  # type: ignore[method-assign]
     trainer.run()
 
 
@@ -154,8 +154,10 @@ def test_what_data_is_made_of_goes_on_elsewhere(kind: str, tmp_path: Path) -> No
         given |= {"model": SMALL["model"] | {"vocab": 256}, "data": {"source": "mix", "mix": mix}}  # type: ignore[operator]
     else:
         ways = ["crop", "flip", "colour", "cutout", "mixup"]
-        given |= {"model": {"name": "resnet", "depth": 18, "width": 4, "image": 8, "classes": 5, "stem": "cifar"},
-                  "data": {"source": "synthetic", "augment": ways}}  # fmt: skip
+        given |= {
+            "model": {"name": "resnet", "depth": 18, "width": 4, "image_size": 8, "num_classes": 5, "stem": "cifar"},
+            "data": {"source": "synthetic", "augment": ways},
+        }
     whole = train(small_job(tmp_path / "whole", **given), "pipeline=1")
     job = small_job(tmp_path / "run", **given)
     with pytest.raises(RunError, match="-9"):
@@ -179,13 +181,13 @@ def test_lower_precision_follows_float64(tmp_path: Path) -> None:
 
 
 def test_a_resume_tells_its_new_number_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.train.start.launch", lambda *_, **__: None)
+    monkeypatch.setattr("shardwise.launch.start.launch", lambda *_, **__: None)
     run, said = RunFolder.create(small_job(tmp_path / "run", layout="pipeline=1")), []
     start_training(None, ["data.workers=1", "checkpoint.keep=3"], run.path, said.append)
     assert not list(run.events())
     start_training(None, ["steps=30"], run.path, said.append)
     (event,) = run.events()
-    assert event["event"] == "changed" and event["message"].startswith("30 steps instead of 12;")
+    assert event["event"] == "steps_changed" and event["message"].startswith("30 steps instead of 12;")
     assert f"changed: {event['message']}" in said
 
 
@@ -199,7 +201,7 @@ def test_a_resume_names_what_must_stay_and_what_may_change(tmp_path: Path) -> No
 
 
 def test_tokens_without_a_tokenizer_are_not_taken_for_text(tmp_path: Path) -> None:
-    write_tokens(tmp_path / "some.bin", [np.arange(1000) % 61], 61)
+    write_token_arrays(tmp_path / "some.bin", [np.arange(1000) % 61], 61)
     for data in ({"source": "tokens", "path": str(tmp_path / "some.bin")}, {"source": "synthetic"}):
         run = RunFolder.create(small_job(tmp_path / data["source"], data=data))
         said: list[str] = []
@@ -258,9 +260,9 @@ def test_a_closed_output_ends_no_training(tmp_path: Path) -> None:
 
 def test_a_killed_worker_is_named(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(JOB_TOML)
-    process = command("train", "job.toml", "--set", "steps=1000000", "--set", "run.restarts=0", folder=tmp_path)
+    process = command("train", "job.toml", "--set", "steps=1000000", "--set", "run.max_restarts=0", folder=tmp_path)
     wait_for_step(tmp_path / "run", 3, process)
-    os.kill(read_beats(tmp_path / "run")[1]["pid"], signal.SIGKILL)
+    os.kill(read_heartbeats(tmp_path / "run")[1]["pid"], signal.SIGKILL)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 1, said
     assert "rank 1 was killed by SIGKILL, in step" in said and "Traceback" not in said
@@ -294,7 +296,7 @@ EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.toml"))
 
 def trainable(example: Path) -> bool:
     try:
-        load_job(example).built()
+        load_job(example).require_chain_model()
     except JobError:
         return False
     return True
@@ -303,10 +305,10 @@ def trainable(example: Path) -> bool:
 @pytest.mark.parametrize("example", [path for path in EXAMPLES if trainable(path)], ids=lambda path: path.stem)
 def test_every_example_takes_steps(example: Path, tmp_path: Path) -> None:
     """Models of their kind and shape, small, on random walks."""
-    job = shrunk(load_job(example, ["steps=3", "precision=float32", "data.source=synthetic", "data.samples=64"]))
+    job = shrink_model(load_job(example, ["steps=3", "precision=float32", "data.source=synthetic", "data.samples=64"]))
     job = job.model_copy(
         update={
-            "batch": BatchSize(samples=8), "run": job.run.model_copy(update={"folder": str(tmp_path / "run")}),
+            "batch": BatchConfig(samples=8), "run": job.run.model_copy(update={"folder": str(tmp_path / "run")}),
             "checkpoint": job.checkpoint.model_copy(update={"every": 0}),
         }
     )  # fmt: skip

@@ -14,12 +14,12 @@ from pairwise import Case, cover, pairs
 
 from shardwise.errors import JobError, LayoutError
 from shardwise.job import Job, make_job
-from shardwise.layout import Layout, micro_batch_rule
+from shardwise.launch.launch import check_layout_fits
+from shardwise.layout import Layout, micro_batch_error
 from shardwise.parallel import context
-from shardwise.parallel.parallelize import check
+from shardwise.parallel.parallelize import check_layout
 from shardwise.support import REFUSED, support
-from shardwise.train.launch import check_world
-from shardwise.verify.parity import Record, verify
+from shardwise.verify.parity import VerifyResult, verify
 
 LIMIT = 1e-10
 LAYOUT = {
@@ -27,7 +27,7 @@ LAYOUT = {
     "tensor": (1, 2, 4),
     "shard": (1, 2, 3),
     "replicate": (1, 2),
-    "context": ("1", "2 ring", "2 heads"),
+    "context": ("1", "2 ring", "2 ulysses"),
     # Schedule and stages per rank.
     "schedule": (
         "none", "gpipe", "1f1b", "interleaved", "interleaved 3", "zero-bubble", "zero-bubble 2", "zbv", "dualpipev",
@@ -58,7 +58,7 @@ def layout_of(case: Case) -> Layout | None:
     schedule, _, virtual = case["schedule"].partition(" ")
     words = {key: case[key] for key in LAYOUT if key not in ("schedule", "count", "context")}
     degree, _, way = case["context"].partition(" ")
-    words |= {"context": int(degree), "context_by": way or "ring"}
+    words |= {"context": int(degree), "context_method": way or "ring"}
     if schedule != "none":
         words |= {"schedule": schedule, "virtual": int(virtual or 0)}
     if (schedule == "none") != (case["pipeline"] == 1) or (case["zero"] > 1 and case["shard"] == 1):
@@ -70,7 +70,7 @@ def layout_of(case: Case) -> Layout | None:
 
 
 def micro_batches(case: Case, layout: Layout) -> int:
-    counts = [n for n in range(1 if layout.pipeline == 1 else 2, 40) if not micro_batch_rule(layout, n)]
+    counts = [n for n in range(1 if layout.pipeline == 1 else 2, 40) if not micro_batch_error(layout, n)]
     return counts[("few", "more").index(case["count"])]
 
 
@@ -82,7 +82,7 @@ def job_of(case: Case, layout: Layout) -> Job:
 
 
 def tiny(samples: int, **model: Any) -> Job:
-    shape = {"width": 24, "head_size": 4, "sequence": 8, "dropout": 0.1}
+    shape = {"width": 24, "head_dim": 4, "sequence": 8, "dropout": 0.1}
     return make_job({"precision": "float64", "seed": 1, "model": shape | model, "batch": {"samples": samples}})
 
 
@@ -95,7 +95,7 @@ def fits(case: Case) -> bool:
     if layout is None or layout.stage_count > case["layers"] + 2:
         return False
     try:
-        context.check(job_of(case, layout).built(), layout)
+        context.check(job_of(case, layout).require_chain_model(), layout)
     except LayoutError:
         return False
     return True
@@ -116,8 +116,8 @@ def name_of(case: Case) -> str:
     return f"{layout_of(case)} count={case['count']} {' '.join(filter(None, words))} {heads} {sizes} x{case['layers']}"
 
 
-def assert_exact(record: Record) -> None:
-    assert record.ok, record.sentence()
+def assert_exact(record: VerifyResult) -> None:
+    assert record.ok, record.describe()
     assert max(record.loss, record.grad_norm, record.grad, record.weight) <= LIMIT
 
 
@@ -178,16 +178,16 @@ def test_other_precisions_within_their_rounding(precision: str) -> None:
     job = tiny(4, layers=4, **SHAPES["GPT-2"]).model_copy(update={"precision": precision})
     layouts = [Layout.parse("shard=2 zero=2 micro_batch=1"), Layout.parse("pipeline=2 tensor=2 micro_batch=1")]
     for record in verify(job, layouts, steps=2):
-        assert record.ok, record.sentence()
+        assert record.ok, record.describe()
 
 
 def test_products_in_8_bits_within_their_rounding() -> None:
     """Of sides that are multiples of 16: others would be computed in bf16."""
-    sizes = {"layers": 4, "width": 32, "heads": 2, "head_size": 16, "ffn": 64, "vocab": 64, "sequence": 32}
+    sizes = {"layers": 4, "width": 32, "heads": 2, "head_dim": 16, "ffn": 64, "vocab": 64, "sequence": 32}
     job = make_job({"precision": "fp8", "model": {**sizes, "tied": False}, "batch": {"samples": 4}})
     layouts = [Layout.parse("shard=2 zero=2 micro_batch=1"), Layout.parse("pipeline=2 tensor=2 micro_batch=1")]
     for record in verify(job, layouts, steps=2):
-        assert record.ok and record.grad > 0.01, record.sentence()
+        assert record.ok and record.grad > 0.01, record.describe()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -226,7 +226,7 @@ def test_without_a_compiler_compiled_blocks_are_refused(monkeypatch: pytest.Monk
     monkeypatch.setenv("CXX", "no-such-compiler")
     job = tiny(2, layers=1, heads=2).model_copy(update={"compile": True})
     job = job.model_copy(update={"run": job.run.model_copy(update={"device": "cpu"})})
-    for start in (lambda: verify(job, [Layout()]), lambda: check_world(Layout(), job)):
+    for start in (lambda: verify(job, [Layout()]), lambda: check_layout_fits(Layout(), job)):
         with pytest.raises(JobError, match="compile = true needs a C.. compiler on a CPU, and there is no 'no-such"):
             start()
     assert JobError.exit_code == 2
@@ -234,13 +234,13 @@ def test_without_a_compiler_compiled_blocks_are_refused(monkeypatch: pytest.Monk
 
 def test_record_as_json() -> None:
     job = tiny(2, layers=1, **SHAPES["Llama"])
-    seen: list[Record] = []
+    seen: list[VerifyResult] = []
     records = verify(job, [Layout.parse("replicate=2")], report=seen.append)
     assert seen == records
     values = json.loads(json.dumps(records[0].as_dict()))
-    assert list(values) == ["layout", "ok", "loss", "grad_norm", "grad", "weight", "first_difference", "problem"]
+    assert list(values) == ["layout", "ok", "loss", "grad_norm", "grad", "weight", "first_difference", "failure"]
     assert values["layout"] == "replicate=2" and values["ok"] is True and values["first_difference"] is None
-    failed = Record("pipeline=2", ok=False, problem="a rank died").as_dict()
+    failed = VerifyResult("pipeline=2", ok=False, failure="a rank died").as_dict()
     assert json.loads(json.dumps(failed, allow_nan=False))["loss"] is None
 
 
@@ -249,4 +249,4 @@ def test_an_impossible_layout_raises_before_any_process_starts() -> None:
     with pytest.raises(LayoutError, match="at most 6 stages"):
         verify(job, [Layout.parse("replicate=2"), Layout.parse("pipeline=7")])
     with pytest.raises(LayoutError, match="the nearest that does"):
-        check(job, Layout.parse("tensor=3"))
+        check_layout(job, Layout.parse("tensor=3"))

@@ -15,7 +15,7 @@ import pytest
 from browser import CHROMIUM, Browser
 from test_watch import long_run, make_run, step, write_run
 
-from shardwise.watch.page import write_document, write_report
+from shardwise.watch.report_page import write_page, write_report
 
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="needs Chromium")
 
@@ -106,7 +106,7 @@ def test_the_live_page_follows_a_run(live: tuple[Path, str, subprocess.Popen[str
         rows = browser.js(
             "[...document.querySelectorAll('#pipeline > div > table td:first-child')].map((x) => x.textContent)"
         )
-        assert rows == ["predicted by the plan", "simulated with the times of the stages as measured", "measured"]
+        assert rows == ["predicted by the plan", "simulated from measured stage times", "measured"]
         # A folded table opens by the keyboard and stays open.
         browser.js("document.querySelector('#heat summary').focus()")
         for kind in ("keyDown", "keyUp"):
@@ -140,9 +140,9 @@ def test_the_page_names_a_straggler_and_a_stall(tmp_path: Path) -> None:
             assert browser.js(
                 "[...document.querySelectorAll('#heat tr.slow td:first-child')].map((x) => x.textContent)"
             ) == ["1"]
-            assert words in browser.js("document.getElementById('words').textContent").lower()
+            assert words in browser.js("document.getElementById('summary').textContent").lower()
             heads = browser.js("[...document.querySelectorAll('#heat thead th')].map((x) => x.textContent)")
-            place = heads.index("compute, s" if fault == "straggler" else "waiting for data, s")
+            place = heads.index("compute, s" if fault == "straggler" else "data loading, s")
             cells = browser.js(
                 f"[...document.querySelectorAll('#heat tbody tr')].map((x) => +x.children[{place}].textContent)"
             )
@@ -173,11 +173,11 @@ def test_a_long_run_and_runs_beside_each_other_are_drawn(tmp_path: Path) -> None
         ]
         given = {
             "runs": runs,
-            "heads": ["run", "loss"],
+            "headers": ["run", "loss"],
             "rows": [["a", "3"], ["b", "2"]],
             "differences": [["lr", "1", "2"]],
         }
-        write_document(given, "both", tmp_path / "both.html")
+        write_page(given, "both", tmp_path / "both.html")
         browser.open(f"file://{tmp_path / 'both.html'}")
         assert browser.js("document.querySelectorAll('canvas').length") == 3
         assert browser.js("document.querySelectorAll('#jobs tbody tr').length") == 1

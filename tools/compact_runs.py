@@ -19,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from published import Row, Skip, parse, read  # noqa: E402
+from published import MeasuredRun, SkipRow, parse_row, read_rows  # noqa: E402
 
 SOURCE = ("source", "source_ref")
 
@@ -39,11 +39,11 @@ class Watched(dict[str, str]):
         return super().get(key, default)
 
 
-def parsed(values: dict[str, str]) -> Row | None:
+def parsed(values: dict[str, str]) -> MeasuredRun | None:
     """What is read of a row, the row itself left out; None where it cannot be used."""
     try:
-        row = parse(Watched(values))
-    except Skip:
+        row = parse_row(Watched(values))
+    except SkipRow:
         return None
     return replace(row, values={}) if (row.seconds or row.memory) and row.quality in "AB" else None
 
@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("-o", "--out", type=Path, default=ROOT / "benchmarks" / "runs.csv")
     options = parser.parse_args()
-    rows = [values for path in options.files for values in read(path)]
+    rows = [values for path in options.files for values in read_rows(path)]
     kept = [shortened(values) for values in rows if parsed(values) is not None]
     used = {key for key in Watched.seen if any(values.get(key) for values in kept)}
     columns = [key for key in rows[0] if key in (*SOURCE, *Watched.needed, *used)]
@@ -76,7 +76,7 @@ def main() -> None:
         writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         writer.writerows(kept)
-    again = [parsed(values) for values in read(options.out)]
+    again = [parsed(values) for values in read_rows(options.out)]
     if again != [parsed(values) for values in kept]:
         sys.exit(f"{options.out}: a row is read otherwise than before; published.py needs a column that was left out.")
     print(f"{options.out}: {len(kept)} of {len(rows)} rows, {len(columns)} columns, {options.out.stat().st_size} bytes")

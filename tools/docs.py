@@ -29,8 +29,8 @@ from typer.utils import get_params_from_function
 import shardwise
 from shardwise import cli, errors, support
 from shardwise.job import PRECISIONS, Job
-from shardwise.kinds import KINDS, Count, Model
-from shardwise.layout import SCHEDULES, Layout, micro_batch_rule
+from shardwise.kinds import MODEL_CONFIGS, Count, DecoderConfig
+from shardwise.layout import SCHEDULES, Layout, micro_batch_error
 from shardwise.presets import PRESETS
 from shardwise.verify import parity
 
@@ -115,12 +115,16 @@ def job_keys() -> Iterator[tuple[str, str, FieldInfo, str]]:
     sections: list[tuple[str, type[BaseModel]]] = [("", Job)]
     for name, field in Job.model_fields.items():
         if name == "model":
-            sections += [("model" if kind == "gpt" else f"model: {kind}", section) for kind, section in KINDS.items()]
+            sections += [
+                ("model" if kind == "gpt" else f"model: {kind}", section) for kind, section in MODEL_CONFIGS.items()
+            ]
         elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             sections.append((name, field.annotation))
     for section, kind in sections:
         texts = docstrings(kind)
-        known = Model.model_fields if kind is not Model and issubclass(kind, Model) else ("name",)
+        known = (
+            DecoderConfig.model_fields if kind is not DecoderConfig and issubclass(kind, DecoderConfig) else ("name",)
+        )
         for name, field in kind.model_fields.items():
             if (kind is Job and name in dict(sections)) or (": " in section and name in known):
                 continue
@@ -137,8 +141,12 @@ def job_tables() -> str:
         title = f"## `[{section}]`" if section else "## Above all sections"
         if ": " in section:
             kind = section.removeprefix("model: ")
-            more = "Besides the keys above:" if issubclass(KINDS[kind], Model) else "Instead of the keys above:"
-            title = f'### `[model]` of {KINDS[kind].what}: `name = "{kind}"`\n\n{more}'
+            more = (
+                "Besides the keys above:"
+                if issubclass(MODEL_CONFIGS[kind], DecoderConfig)
+                else "Instead of the keys above:"
+            )
+            title = f'### `[model]` of {MODEL_CONFIGS[kind].description}: `name = "{kind}"`\n\n{more}'
         parts += [title, table(("key", "value", "default", "meaning"), lines)]
     return "\n\n".join(parts)
 
@@ -207,9 +215,9 @@ def presets() -> str:
     for name, values in PRESETS.items():
         model = Job.model_validate({"model": {"name": name}}).model.model_dump()
         more = [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in values.items()
-                if key not in (*keys, "kind", "norm_eps")]  # fmt: skip
-        rows.append([code(name), code(values["kind"]), *(str(model.get(key, "")) for key in keys), " ".join(more)])
-    return table(("name", "kind", *keys, "more"), rows)
+                if key not in (*keys, "family", "norm_eps")]  # fmt: skip
+        rows.append([code(name), code(values["family"]), *(str(model.get(key, "")) for key in keys), " ".join(more)])
+    return table(("name", "family", *keys, "more"), rows)
 
 
 # The layout
@@ -230,7 +238,7 @@ def micro_batch_limits() -> str:
         cells = [code(name)]
         for pipeline in (2, 4):
             layout = Layout(pipeline=pipeline, schedule=name)
-            allowed = [n for n in range(1, SHOWN + 1) if micro_batch_rule(layout, n) is None]
+            allowed = [n for n in range(1, SHOWN + 1) if micro_batch_error(layout, n) is None]
             cells.append(_runs(allowed))
         rows.append(cells)
     return table(("schedule", "`pipeline=2`", "`pipeline=4`"), rows)
@@ -296,8 +304,8 @@ def _parameter(name: str, kind: Any, info: ArgumentInfo | OptionInfo) -> list[st
 
 def support_grid() -> str:
     """One line per schedules and ZeRO stages that have the same verdicts; precisions apart only where they differ."""
-    verdicts = dict(support.table())
-    notes = {found.sentence: str(number) for number, found in enumerate(_sentences(), start=1)}
+    verdicts = dict(support.all_combinations())
+    notes = {found.explanation: str(number) for number, found in enumerate(_sentences(), start=1)}
     schedules = list(dict.fromkeys(words.schedule for words in verdicts))
     recomputes = list(dict.fromkeys(words.recompute for words in verdicts))
     lines: dict[tuple[str, ...], dict[tuple[str, ...], list[int]]] = {}
@@ -310,7 +318,7 @@ def support_grid() -> str:
             lines.setdefault(tuple(alike), {}).setdefault(cells, []).append(zero)
     rows = []
     for names, by_cells in lines.items():
-        label = ", ".join("no pipeline" if name == support.ALONE else code(name) for name in names)
+        label = ", ".join("no pipeline" if name == support.NO_PIPELINE else code(name) for name in names)
         for cells, zeros in by_cells.items():
             rows.append([label, ", ".join(map(str, zeros)), *cells])
     return table(("schedule", "zero", *(f"recompute {name}" for name in recomputes)), rows)
@@ -320,8 +328,10 @@ def _cell(verdicts: dict[Any, Any], schedule: str, zero: int, recompute: str, no
     kinds: dict[str, list[str]] = {}
     for words, found in verdicts.items():
         if (words.schedule, words.zero, words.recompute) == (schedule, zero, recompute):
-            short = {support.EXACT: "exact", support.COST: "exact, cost", support.REFUSED: "refused"}[found.verdict]
-            kinds.setdefault(f"{short} ({notes[found.sentence]})" if found.sentence else short, []).append(
+            short = {support.EXACT: "exact", support.EXACT_AT_COST: "exact, cost", support.REFUSED: "refused"}[
+                found.verdict
+            ]
+            kinds.setdefault(f"{short} ({notes[found.explanation]})" if found.explanation else short, []).append(
                 words.precision
             )
     if len(kinds) == 1:
@@ -331,15 +341,15 @@ def _cell(verdicts: dict[Any, Any], schedule: str, zero: int, recompute: str, no
 
 def _sentences() -> list[support.Support]:
     """The verdicts that say something, each once, in the order of the table."""
-    found = {verdict.sentence: verdict for _, verdict in support.table() if verdict.sentence}
-    order = [row.sentence for row in support.ROWS]
-    return sorted(found.values(), key=lambda verdict: order.index(verdict.sentence))
+    found = {verdict.explanation: verdict for _, verdict in support.all_combinations() if verdict.explanation}
+    order = [row.explanation for row in support.SUPPORT_RULES]
+    return sorted(found.values(), key=lambda verdict: order.index(verdict.explanation))
 
 
 def support_sentences() -> str:
     lines = []
     for number, found in enumerate(_sentences(), start=1):
-        text = found.sentence[0].upper() + found.sentence[1:]
+        text = found.explanation[0].upper() + found.explanation[1:]
         lines.append(f"{number}. *{found.verdict}*: {sentence(text)}")
     return "\n".join(lines)
 
@@ -361,7 +371,7 @@ def names() -> str:
 
 
 def limits() -> str:
-    rows = [[name, f"{parity.LIMIT[name]:g}", f"{parity.FLOOR[name]:g}"] for name in PRECISIONS]
+    rows = [[name, f"{parity.TOLERANCE[name]:g}", f"{parity.NORM_FLOOR[name]:g}"] for name in PRECISIONS]
     return table(("precision", "limit", "floor"), rows)
 
 

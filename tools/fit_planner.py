@@ -25,83 +25,125 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from published import Row, Skip, evaluate, parse, read, seconds_of  # noqa: E402
+from published import MeasuredRun, SkipRow, evaluate_run, parse_row, predicted_seconds, read_rows  # noqa: E402
 
 from shardwise.layout import Layout  # noqa: E402
-from shardwise.planner.efficiency import Efficiency  # noqa: E402
+from shardwise.planner.costs.efficiency import Efficiency  # noqa: E402
 
 # What such kernels and links are known to reach. Chosen by hand; not from the runs, but after looking at some of them.
 PRIOR = {
-    "product": 0.75, "narrow": 0.6, "attention": 0.5, "memory": 0.6, "inner": 0.7, "outer": 0.7, "launch": 1.6e-5,
-    "attention_backward": 0.8, "depth": 100.0, "wave": 0.8, "ragged": 0.8, "hidden_tensor": 0.2, "hidden_data": 0.8,
-    "contention": 0.1, "hidden_expert": 0.4, "hidden_transfer": 0.4, "hidden_interleaved": 0.8, "grouped": 0.8,
-    "jitter": 0.005, "latency": 1.0, "apart": 6.0, "fixed": 0.005, "routing": 100.0,
-    "eager": 2.0, "older": 0.7, "scores": 4.5, "logits": 70.0, "added": 10.0, "start": 3e-5, "waits": 2e-4,
-    "scattered": 0.6,
-}  # fmt: skip
+    "matmul": 0.75,
+    "low_precision_matmul": 0.6,
+    "attention": 0.5,
+    "memory": 0.6,
+    "inner": 0.7,
+    "outer": 0.7,
+    "kernel_launch": 1.6e-5,
+    "attention_backward": 0.8,
+    "matmul_half_rate_depth": 100.0,
+    "wave_quantization": 0.8,
+    "unaligned_64": 0.8,
+    "overlap_tensor": 0.2,
+    "overlap_data": 0.8,
+    "contention": 0.1,
+    "overlap_expert": 0.4,
+    "overlap_p2p": 0.4,
+    "overlap_p2p_interleaved": 0.8,
+    "grouped_matmul": 0.8,
+    "jitter": 0.005,
+    "latency": 1.0,
+    "overlap_sharpness": 6.0,
+    "fixed_seconds": 0.005,
+    "routing_kernels": 100.0,
+    "eager": 2.0,
+    "flash_attention_2": 0.7,
+    "score_passes": 4.5,
+    "loss_bytes_per_logit": 70.0,
+    "grad_accumulation_bytes": 10.0,
+    "collective_start": 3e-5,
+    "tensor_wait": 2e-4,
+    "all_to_all": 0.6,
+}
 # Of some families more is known. Products: the best that anybody measured of one alone (Bekman, ml-engineering,
 # "Maximum Achievable Matmul FLOPS"), and near all on a TPU's systolic arrays. Attention: the papers of FlashAttention 2
 # and 3.
-KNOWN = {
-    "ampere": {"product": 0.87, "attention": 0.65},
-    "hopper": {"product": 0.80, "narrow": 0.72, "attention": 0.65},
-    "blackwell": {"product": 0.76, "narrow": 0.75},
-    "blackwell-ultra": {"product": 0.79, "narrow": 0.745},
-    "tpu": {"product": 0.95},
+FAMILY_PRIOR = {
+    "ampere": {"matmul": 0.87, "attention": 0.65},
+    "hopper": {"matmul": 0.80, "low_precision_matmul": 0.72, "attention": 0.65},
+    "blackwell": {"matmul": 0.76, "low_precision_matmul": 0.75},
+    "blackwell-ultra": {"matmul": 0.79, "low_precision_matmul": 0.745},
+    "tpu": {"matmul": 0.95},
 }
-FAMILY = ("product", "narrow", "attention", "memory", "inner", "outer", "launch", "hidden_tensor")
-COMMON = tuple(key for key in PRIOR if key not in FAMILY)
-POSITIVE = (
-    "launch",
-    "depth",
+FAMILY_KEYS = (
+    "matmul",
+    "low_precision_matmul",
+    "attention",
+    "memory",
+    "inner",
+    "outer",
+    "kernel_launch",
+    "overlap_tensor",
+)
+COMMON_KEYS = tuple(key for key in PRIOR if key not in FAMILY_KEYS)
+LOG_KEYS = (
+    "kernel_launch",
+    "matmul_half_rate_depth",
     "jitter",
     "latency",
-    "apart",
-    "fixed",
-    "routing",
+    "overlap_sharpness",
+    "fixed_seconds",
+    "routing_kernels",
     "eager",
-    "scores",
-    "logits",
-    "added",
-    "start",
-    "waits",
+    "score_passes",
+    "loss_bytes_per_logit",
+    "grad_accumulation_bytes",
+    "collective_start",
+    "tensor_wait",
 )  # the others are shares
-PULL = 0.5
+PRIOR_WEIGHT = 0.5
 # Times as strongly: what large products, links and hosts do is known from timing them alone, what PyTorch's own loss,
 # scores and sums move from counting operators.
-FIRMER = {
-    "product": 4.0, "launch": 8.0, "inner": 4.0, "outer": 4.0, "logits": 6.0, "added": 2.0, "scores": 2.0, "waits": 4.0,
-    "contention": 2.0, "latency": 2.0,
-}  # fmt: skip
-GROUPED = 5.0
-SCALE = 0.2  # errors far above it count less
+PRIOR_STRENGTH = {
+    "matmul": 4.0,
+    "kernel_launch": 8.0,
+    "inner": 4.0,
+    "outer": 4.0,
+    "loss_bytes_per_logit": 6.0,
+    "grad_accumulation_bytes": 2.0,
+    "score_passes": 2.0,
+    "tensor_wait": 4.0,
+    "contention": 2.0,
+    "latency": 2.0,
+}
+GROUP_WEIGHT = 5.0
+SOFT_L1_SCALE = 0.2  # errors far above it count less
 
-Run = tuple[Row, Layout]
+RunAndLayout = tuple[MeasuredRun, Layout]
 
 
-def encode(key: str, value: float) -> float:
-    return log(value) if key in POSITIVE else log(value / (1 - value))
+def to_unconstrained(key: str, value: float) -> float:
+    return log(value) if key in LOG_KEYS else log(value / (1 - value))
 
 
-def decode(key: str, value: float) -> float:
-    return exp(value) if key in POSITIVE else 1 / (1 + exp(-value))
+def from_unconstrained(key: str, value: float) -> float:
+    return exp(value) if key in LOG_KEYS else 1 / (1 + exp(-value))
 
 
-def load(paths: list[Path]) -> list[Run]:
+def load(paths: list[Path]) -> list[RunAndLayout]:
     """Rows with a measured time, and the layout each stands for: that does not depend on any constant."""
     runs = []
     for path in paths:
-        for values in read(path):
+        for values in read_rows(path):
             try:
-                row = parse(values)
-            except Skip:
+                row = parse_row(values)
+            except SkipRow:
                 continue
             if row.seconds and row.quality in "AB":
-                runs.append((row, evaluate(row)[1]))
+                runs.append((row, evaluate_run(row)[1]))
     return runs
 
 
-def groups_of(runs: list[Run]) -> np.ndarray:
+def group_ids(runs: list[RunAndLayout]) -> np.ndarray:
     """For each run the number of its group, or -1."""
     keys = [repr((row.source, row.shape, row.cluster, row.layout.world, row.samples)) for row, _ in runs]
     counts = Counter(keys)
@@ -109,25 +151,30 @@ def groups_of(runs: list[Run]) -> np.ndarray:
     return np.array([numbers.get(key, -1) for key in keys])
 
 
-class Fit:
-    def __init__(self, runs: list[Run]):
+class EfficiencyFit:
+    def __init__(self, runs: list[RunAndLayout]):
         self.runs = runs
         self.families = sorted({row.cluster.device.family for row, _ in runs})
-        self.names = [("", key) for key in COMMON] + [(family, key) for family in self.families for key in FAMILY]
+        self.parameter_names = [("", key) for key in COMMON_KEYS] + [
+            (family, key) for family in self.families for key in FAMILY_KEYS
+        ]
         self.prior = np.array(
-            [encode(key, KNOWN.get(family, PRIOR).get(key, PRIOR[key])) for family, key in self.names]
+            [
+                to_unconstrained(key, FAMILY_PRIOR.get(family, PRIOR).get(key, PRIOR[key]))
+                for family, key in self.parameter_names
+            ]
         )
-        self.pull = PULL * np.array([FIRMER.get(key, 1.0) for _, key in self.names])
-        self.of = np.array([row.cluster.device.family for row, _ in runs])
+        self.prior_weight = PRIOR_WEIGHT * np.array([PRIOR_STRENGTH.get(key, 1.0) for _, key in self.parameter_names])
+        self.run_family = np.array([row.cluster.device.family for row, _ in runs])
         counts = Counter(row.source for row, _ in runs)
-        self.weight = np.array([counts[row.source] ** -0.4 for row, _ in runs])
-        self.weight /= self.weight.mean()
-        self.group = groups_of(runs)
+        self.run_weight = np.array([counts[row.source] ** -0.4 for row, _ in runs])
+        self.run_weight /= self.run_weight.mean()
+        self.group_id = group_ids(runs)
 
     def efficiencies(self, x: np.ndarray) -> dict[str, Efficiency]:
         values: dict[str, dict[str, float]] = defaultdict(dict)
-        for (family, key), number in zip(self.names, x, strict=True):
-            values[family][key] = decode(key, number)
+        for (family, key), number in zip(self.parameter_names, x, strict=True):
+            values[family][key] = from_unconstrained(key, number)
         return {family: replace(Efficiency(), **{**values[""], **values[family]}) for family in self.families}
 
     def errors(self, x: np.ndarray, only: str = "") -> np.ndarray:
@@ -135,18 +182,20 @@ class Fit:
         efficiencies = self.efficiencies(x)
         out = np.zeros(len(self.runs))
         for n, (row, layout) in enumerate(self.runs):
-            if not only or self.of[n] == only:
-                out[n] = log(seconds_of(row, layout, efficiencies[self.of[n]]) / row.seconds)  # type: ignore[operator]
+            if not only or self.run_family[n] == only:
+                out[n] = log(predicted_seconds(row, layout, efficiencies[self.run_family[n]]) / row.seconds)  # type: ignore[operator]
         return out
 
     def terms(self, errors: np.ndarray) -> np.ndarray:
         """Own errors, and errors against the group's mean; linear in `errors`."""
-        inside = self.group >= 0
+        in_group = self.group_id >= 0
         means = np.zeros(len(errors))
-        for number in np.unique(self.group[inside]):
-            members = self.group == number
+        for number in np.unique(self.group_id[in_group]):
+            members = self.group_id == number
             means[members] = errors[members].mean()
-        return np.concatenate([self.weight * errors, GROUPED * self.weight * np.where(inside, errors - means, 0.0)])
+        return np.concatenate(
+            [self.run_weight * errors, GROUP_WEIGHT * self.run_weight * np.where(in_group, errors - means, 0.0)]
+        )
 
     def solve(self, rounds: int, start: np.ndarray | None = None) -> np.ndarray:
         """Levenberg-Marquardt with weights for outliers."""
@@ -156,53 +205,69 @@ class Fit:
         for _ in range(rounds):
             slopes = np.stack([self.terms(self.slope(x, errors, n)) for n in range(len(x))], axis=1)
             terms = self.terms(errors)
-            trust = 1 / np.sqrt(1 + (terms / SCALE) ** 2)
-            matrix = slopes.T @ (trust[:, None] * slopes) + np.diag(self.pull)
-            vector = slopes.T @ (trust * terms) + self.pull * (x - self.prior)
+            robust_weight = 1 / np.sqrt(1 + (terms / SOFT_L1_SCALE) ** 2)
+            matrix = slopes.T @ (robust_weight[:, None] * slopes) + np.diag(self.prior_weight)
+            vector = slopes.T @ (robust_weight * terms) + self.prior_weight * (x - self.prior)
             while damping < 1e4:
                 step = np.clip(np.linalg.solve(matrix + damping * np.diag(np.diag(matrix)), -vector), -1.0, 1.0)
-                tried = self.errors(x + step)
-                if (lower := self.cost(tried, x + step)) < cost:
-                    x, errors, cost, damping = x + step, tried, lower, max(damping / 4, 1e-4)
+                trial_errors = self.errors(x + step)
+                if (trial_cost := self.cost(trial_errors, x + step)) < cost:
+                    x, errors, cost, damping = x + step, trial_errors, trial_cost, max(damping / 4, 1e-4)
                     break
                 damping *= 4
         return x
 
-    def slope(self, x: np.ndarray, errors: np.ndarray, n: int, by: float = 0.03) -> np.ndarray:
-        family = self.names[n][0]
+    def slope(self, x: np.ndarray, errors: np.ndarray, n: int, epsilon: float = 0.03) -> np.ndarray:
+        family = self.parameter_names[n][0]
         moved = x.copy()
-        moved[n] += by
+        moved[n] += epsilon
         difference = self.errors(moved, family) - errors
-        return np.where(self.of == family, difference, 0.0) / by if family else difference / by
+        return np.where(self.run_family == family, difference, 0.0) / epsilon if family else difference / epsilon
 
     def cost(self, errors: np.ndarray, x: np.ndarray) -> float:
-        terms = self.terms(errors) / SCALE
-        return float(np.sum(2 * SCALE**2 * (np.sqrt(1 + terms**2) - 1)) + np.sum(self.pull * (x - self.prior) ** 2))
+        terms = self.terms(errors) / SOFT_L1_SCALE
+        return float(
+            np.sum(2 * SOFT_L1_SCALE**2 * (np.sqrt(1 + terms**2) - 1))
+            + np.sum(self.prior_weight * (x - self.prior) ** 2)
+        )
 
 
-def check(runs: list[Run], rounds: int) -> dict[str, float]:
+def cross_validate(runs: list[RunAndLayout], rounds: int) -> dict[str, float]:
     """Median error of each source when all constants are fitted without it."""
     start = None
-    found: dict[str, float] = {}
-    every: list[float] = []
+    median_by_source: dict[str, float] = {}
+    all_errors: list[float] = []
     for source in sorted({row.source for row, _ in runs}):
-        fit = Fit([run for run in runs if run[0].source != source])
+        fit = EfficiencyFit([run for run in runs if run[0].source != source])
         x = fit.solve(rounds, start)
-        known = fit.efficiencies(x)
-        common = {key: decode(key, x[n]) for n, (family, key) in enumerate(fit.names) if not family}
-        mean = {key: decode(key, float(np.mean([x[n] for n, (f, k) in enumerate(fit.names) if f and k == key])))
-                for key in FAMILY}  # fmt: skip
-        spare = replace(Efficiency(), **{**common, **mean})  # a family of which nothing else is known
-        errors = [abs(seconds_of(row, layout, known.get(row.cluster.device.family, spare)) / row.seconds - 1)  # type: ignore[operator]
-                  for row, layout in runs if row.source == source]  # fmt: skip
-        found[source] = statistics.median(errors)
-        every += errors
-        print(f"  {source:24s} {len(errors):4d} runs, median {100 * found[source]:5.1f}%", flush=True)
-    found["all"] = statistics.median(every)
-    return found
+        efficiencies = fit.efficiencies(x)
+        common = {
+            key: from_unconstrained(key, x[n]) for n, (family, key) in enumerate(fit.parameter_names) if not family
+        }
+        mean = {
+            key: from_unconstrained(
+                key, float(np.mean([x[n] for n, (f, k) in enumerate(fit.parameter_names) if f and k == key]))
+            )
+            for key in FAMILY_KEYS
+        }
+        unknown_family = replace(Efficiency(), **{**common, **mean})  # a family of which nothing else is known
+        errors = [
+            abs(
+                predicted_seconds(row, layout, efficiencies.get(row.cluster.device.family, unknown_family))
+                / row.seconds
+                - 1
+            )  # type: ignore[operator]
+            for row, layout in runs
+            if row.source == source
+        ]
+        median_by_source[source] = statistics.median(errors)
+        all_errors += errors
+        print(f"  {source:24s} {len(errors):4d} runs, median {100 * median_by_source[source]:5.1f}%", flush=True)
+    median_by_source["all"] = statistics.median(all_errors)
+    return median_by_source
 
 
-def show(fit: Fit, x: np.ndarray) -> None:
+def print_fit(fit: EfficiencyFit, x: np.ndarray) -> None:
     errors = np.exp(fit.errors(x)) - 1
     print(f"{len(errors)} runs: median {100 * np.median(abs(errors)):.1f}%, "
           f"p90 {100 * np.quantile(abs(errors), 0.9):.1f}%, bias {100 * np.median(errors):+.1f}%")  # fmt: skip
@@ -212,31 +277,33 @@ def show(fit: Fit, x: np.ndarray) -> None:
     for name, values in sorted(by.items()):
         print(f"  {name:40s} {len(values):4d}  median {100 * statistics.median(map(abs, values)):5.1f}%  "
               f"bias {100 * statistics.median(values):+6.1f}%")  # fmt: skip
-    values = {name: decode(name[1], number) for name, number in zip(fit.names, x, strict=True)}
-    for key in COMMON:
+    values = {name: from_unconstrained(name[1], number) for name, number in zip(fit.parameter_names, x, strict=True)}
+    for key in COMMON_KEYS:
         print(f"    {key}: float = {values['', key]:.3g}")
     for family in fit.families:
-        print(f'    "{family}": ({", ".join(f"{values[family, key]:.3g}" for key in FAMILY)}),')
+        print(f'    "{family}": ({", ".join(f"{values[family, key]:.3g}" for key in FAMILY_KEYS)}),')
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path, default=[ROOT / "benchmarks" / "runs.csv"])
     parser.add_argument("--check", action="store_true", help="cross-validate by source")
-    parser.add_argument("--pull", type=float, default=PULL)
+    parser.add_argument("--prior-weight", type=float, default=PRIOR_WEIGHT)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--save", type=Path, help="write the constants as JSON too")
     options = parser.parse_args()
-    globals()["PULL"] = options.pull
+    globals()["PRIOR_WEIGHT"] = options.prior_weight
     runs = load(options.files)
     if options.check:
-        print(f"all: median {100 * check(runs, options.rounds)['all']:.1f}%")
+        print(f"all: median {100 * cross_validate(runs, options.rounds)['all']:.1f}%")
         return
-    fit = Fit(runs)
+    fit = EfficiencyFit(runs)
     x = fit.solve(options.rounds)
-    show(fit, x)
+    print_fit(fit, x)
     if options.save:
-        options.save.write_text(json.dumps({f"{f}.{k}": decode(k, v) for (f, k), v in zip(fit.names, x, strict=True)}))
+        options.save.write_text(
+            json.dumps({f"{f}.{k}": from_unconstrained(k, v) for (f, k), v in zip(fit.parameter_names, x, strict=True)})
+        )
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 - `docs/explanation/planner-time.svg` and `planner-memory.svg`: predicted against measured, a dot a run;
 - the generated part of `docs/explanation/planner.md`: the errors, overall and by source;
-- `shardwise/planner/stated.py`: the error that `shardwise plan` states.
+- `shardwise/planner/accuracy.py`: the error that `shardwise plan` states.
 
 Run after every change of the planner or its constants: python tools/plots.py [--check]; some seconds.
 With `--check`: exits 1 if one of them is stale.
@@ -22,8 +22,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from planner_accuracy import errors, memory_errors, predict_row, summary, time_errors  # noqa: E402
-from published import read  # noqa: E402
+from planner_accuracy import error_summary, memory_errors, predict_row, summary, time_errors  # noqa: E402
+from published import read_rows  # noqa: E402
 
 DOCS = ROOT / "docs" / "explanation"
 MARK = re.compile(r"(<!-- generated: accuracy \(tools/plots\.py\) -->\n).*?(<!-- end generated -->)", re.DOTALL)
@@ -157,7 +157,7 @@ def _sources(results: Sequence[Result]) -> Iterator[tuple[str, ...]]:
     for result in results:
         by[result["row"].source].append(result)
     for name, some in sorted(by.items()):
-        time, memory = errors(time_errors(some)), errors(memory_errors(some))
+        time, memory = error_summary(time_errors(some)), error_summary(memory_errors(some))
         shares = [percent(values.get(key)) for values, key in
                   ((time, "median"), (time, "p90"), (time, "bias"), (memory, "median"))]  # fmt: skip
         yield name, str(len(some)), *shares
@@ -169,11 +169,11 @@ def _table(head: Sequence[str], rows: Any) -> Iterator[str]:
     yield from ("| " + " | ".join(row) + " |" for row in rows)
 
 
-def stated(results: list[Result], text: str) -> str:
+def accuracy_constants(results: list[Result], text: str) -> str:
     """The module with today's numbers."""
-    time, memory = errors(time_errors(results)), errors(memory_errors(results))
+    time, memory = error_summary(time_errors(results)), error_summary(memory_errors(results))
     values = {
-        "RUNS": len(time_errors(results)), "MEMORY_RUNS": len(memory_errors(results)),
+        "NUM_RUNS": len(time_errors(results)), "NUM_MEMORY_RUNS": len(memory_errors(results)),
         "TIME_MEDIAN, TIME_P90": f"{time['median']:.3f}, {time['p90']:.3f}",
         "MEMORY_MEDIAN, MEMORY_P90": f"{memory['median']:.3f}, {memory['p90']:.3f}",
     }  # fmt: skip
@@ -187,10 +187,10 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="exit 1 if something is stale")
     options = parser.parse_args()
     results, others = (
-        [result for values in read(path) if "skipped" not in (result := predict_row(path, values))]
+        [result for values in read_rows(path) if "skipped" not in (result := predict_row(path, values))]
         for path in (ROOT / "benchmarks" / "runs.csv", ROOT / "benchmarks" / "unseen.csv")
     )
-    words, numbers = DOCS / "planner.md", ROOT / "shardwise" / "planner" / "stated.py"
+    words, numbers = DOCS / "planner.md", ROOT / "shardwise" / "planner" / "accuracy.py"
     old = words.read_text(encoding="utf-8")
     if not MARK.search(old):
         sys.exit(f"{words}: the marks of the generated part are gone.")
@@ -198,7 +198,7 @@ def main() -> None:
         DOCS / "planner-time.svg": plot(pairs_of(results, "seconds"), "step time", "seconds"),
         DOCS / "planner-memory.svg": plot(pairs_of(results, "memory"), "peak memory", "GiB"),
         words: MARK.sub(lambda match: match[1] + page(results, others) + match[2], old),
-        numbers: stated(results, numbers.read_text(encoding="utf-8")),
+        numbers: accuracy_constants(results, numbers.read_text(encoding="utf-8")),
     }
     stale = [path for path, text in made.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     for path in stale:

@@ -10,7 +10,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from browser import Browser  # noqa: E402
 
-from shardwise.watch.page import write_report  # noqa: E402
+from shardwise.watch.report_page import write_report  # noqa: E402
 
 WIDE = 1000
 

@@ -1,7 +1,7 @@
 """Ways for four processes to train one model on CIFAR-10, each with its share of every batch, in one table:
 
     all-reduce           gradients are summed over all in every step (`layout replicate=4`)
-    every 20 steps       each goes its own way in between (`sync.every=20`)
+    every 20 steps       each goes its own way in between (`local_sgd.every=20`)
     server, together     one process adds up all gradients, the others wait for the sum
     server, alone        one process updates the weights as gradients come; nobody runs more than 2 rounds ahead
 
@@ -28,18 +28,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.bench.server import Worker, exchange, exchange_count
+from shardwise.bench.parameter_server import ParameterServerWorker, push_pull_count, push_pull_schedule
 from shardwise.comm import allreduce
 from shardwise.comm.world import run_world
-from shardwise.data.cifar import TEST, TRAINING
-from shardwise.data.images import Drawn
-from shardwise.data.make import make_sources
-from shardwise.data.stream import Stream, share
+from shardwise.data.cifar10 import TEST_FILE, TRAIN_FILES
+from shardwise.data.images import SyntheticImages
+from shardwise.data.make_sources import make_sources
+from shardwise.data.sample_stream import SampleStream, rank_positions
 from shardwise.errors import JobError
 from shardwise.job import Job, load_job
-from shardwise.models.chain import reset
-from shardwise.models.families import chain_of
-from shardwise.models.resnet import Head
+from shardwise.models.chain import init_weights
+from shardwise.models.registry import build_chain
+from shardwise.models.resnet import ClassifierHead
 
 HERE = Path(__file__).parent
 RANKS, EVERY, STALENESS = 4, 20, 2
@@ -48,8 +48,8 @@ WARM = 3  # steps that are not timed
 
 def generate(folder: Path, each: int = 600) -> None:
     """Six files in CIFAR-10's binary format."""
-    for number, name in enumerate((*TRAINING, TEST)):
-        images, classes = Drawn(each, 32, 10, seed=0, first=number * each).pictures(np.arange(each))
+    for number, name in enumerate((*TRAIN_FILES, TEST_FILE)):
+        images, classes = SyntheticImages(each, 32, 10, seed=0, first_index=number * each).read_images(np.arange(each))
         pixels = (images * 48 + 128).clip(0, 255).astype(np.uint8).reshape(each, -1)
         (folder / f"{name}.bin").write_bytes(np.hstack([classes[:, None].astype(np.uint8), pixels]).tobytes())
 
@@ -73,9 +73,9 @@ def served(job: Job, alone: bool) -> tuple[float, float]:
     """The same with a parameter server on rank 0; one rank's work."""
     rank = torch.distributed.get_rank()
     training, held_out, _ = make_sources(job)
-    stream = Stream(training, job.seed)
-    model = chain_of(job.built(), job.seed)
-    reset(model, job.seed)
+    stream = SampleStream(training, job.seed)
+    model = build_chain(job.require_chain_model(), job.seed)
+    init_weights(model, job.seed)
     weights = torch.cat([weight.detach().view(-1) for weight in model.parameters()])
     settings = job.optimizer
     optimizers: list[torch.optim.Optimizer] = []
@@ -87,26 +87,26 @@ def served(job: Job, alone: bool) -> tuple[float, float]:
         held.grad = gradient
         optimizers[0].step()
 
-    worker = Worker(weights, update, 1, STALENESS, job.total_steps) if alone else None
+    worker = ParameterServerWorker(weights, update, 1, STALENESS, job.total_steps) if alone else None
     begin = time.perf_counter()
     for number in range(job.total_steps):
         if number == WARM:
             begin = time.perf_counter()
-        samples = stream.read(share(number, job.samples, RANKS, rank))
+        samples = stream.read(rank_positions(number, job.samples, RANKS, rank))
         (model(samples.tokens, targets=samples.targets) / len(samples.targets)).backward()
         gradient = torch.cat([weight.grad.view(-1) for weight in model.parameters()])
         if worker is not None:
-            worker.round(gradient)
+            worker.push_pull(gradient)
         else:
-            allreduce.run(gradient, partial(exchange, servers=1), "server")
+            allreduce.run_schedule(gradient, partial(push_pull_schedule, servers=1), "server")
             update(weights, gradient / RANKS)
         put(weights, model)
     if worker is not None:
-        worker.finish()
+        worker.join()
         if worker.server is not None:
             put(worker.server.weights, model)
     rate = (job.total_steps - WARM) / (time.perf_counter() - begin)
-    return rate, accuracy(model, Stream(held_out, job.seed, shuffle=False), job)
+    return rate, accuracy(model, SampleStream(held_out, job.seed, shuffle=False), job)
 
 
 @torch.no_grad()
@@ -118,13 +118,13 @@ def put(weights: Tensor, model: torch.nn.Module) -> None:
 
 
 @torch.no_grad()
-def accuracy(model: torch.nn.Module, stream: Stream, job: Job) -> float:
+def accuracy(model: torch.nn.Module, stream: SampleStream, job: Job) -> float:
     count = min(job.validation.samples, len(stream.source))
     model.eval()
     samples = stream.read(np.arange(count))
     model(samples.tokens, targets=samples.targets)
-    (head,) = [module for module in model.modules() if isinstance(module, Head)]
-    return int(head.right) / count
+    (head,) = [module for module in model.modules() if isinstance(module, ClassifierHead)]
+    return int(head.num_correct) / count
 
 
 def main() -> None:
@@ -139,9 +139,9 @@ def main() -> None:
             print("no --data: generated images in CIFAR-10's format, easier than the real ones")
         settings = [f"data.path={given.data or made}", f"steps={given.steps}"]
         job = load_job(HERE / "compare.toml", settings)
-        size = 4 * sum(weight.numel() for weight in chain_of(job.built(), 0).parameters())
-        ring = [4 * allreduce.ring_count(rank, RANKS, size // 4) for rank in range(RANKS)]
-        server = [4 * exchange_count(rank, RANKS, size // 4, 1) for rank in range(RANKS)]
+        size = 4 * sum(weight.numel() for weight in build_chain(job.require_chain_model(), 0).parameters())
+        ring = [4 * allreduce.ring_sent_numel(rank, RANKS, size // 4) for rank in range(RANKS)]
+        server = [4 * push_pull_count(rank, RANKS, size // 4, 1) for rank in range(RANKS)]
         print(f"{RANKS} processes, {job.total_steps} steps of {job.samples} images, {size / 1e6:.2f} MB of weights")
         print(f"{'':20s} {'steps/s':>8s} {'MB sent in a step by':>28s} {'accuracy':>9s}")
         print(f"{'':20s} {'':8s} {'each':>14s} {'the busiest':>13s}")
@@ -152,9 +152,9 @@ def main() -> None:
 
         show("all-reduce", trained(settings), ring)
         try:
-            show(f"every {EVERY} steps", trained([*settings, f"sync.every={EVERY}"]), ring, EVERY)
+            show(f"every {EVERY} steps", trained([*settings, f"local_sgd.every={EVERY}"]), ring, EVERY)
         except JobError as error:
-            why = "sync.every is no key here" if "'sync'" in str(error) else str(error).splitlines()[0]
+            why = "local_sgd.every is no key here" if "'sync'" in str(error) else str(error).splitlines()[0]
             print(f"every {EVERY} steps: left out, {why}")
         show("server, together", run_world(served, RANKS, job, False, timeout=3600)[0], server)
         show("server, alone", run_world(served, RANKS, job, True, timeout=3600)[0], server)

@@ -18,12 +18,12 @@ from pathlib import Path
 
 from shardwise.errors import DataError
 from shardwise.laws.command import fit_text
-from shardwise.laws.data import read_runs
-from shardwise.laws.design import design, write_design
-from shardwise.laws.fit import fit
+from shardwise.laws.fit import fit_scaling_law
+from shardwise.laws.fitted_law import to_fitted_law
+from shardwise.laws.isoflop_grid import design_grid, write_grid
 from shardwise.laws.plot import write_plot
-from shardwise.laws.recommend import prediction
-from shardwise.laws.saved import known
+from shardwise.laws.recommend import prediction_interval
+from shardwise.laws.runs import read_runs
 
 GRID = {"low": 5e10, "high": 3e11, "budgets": 3, "sizes": 4, "spread": 2.0}
 LARGEST = 9e11
@@ -61,21 +61,21 @@ def main() -> None:
     options = parser.parse_args()
     folder: Path = options.folder
     settings = [*SETTINGS, f"seed={options.seed}"]
-    grid = design(**GRID, kind="gpt", settings=settings, counts="all", folder=folder)  # type: ignore[arg-type]
-    (largest,) = design(LARGEST, LARGEST, 1, 1, 1.0, "gpt", settings, "all", folder)
+    grid = design_grid(**GRID, family="gpt", settings=settings, parameter_count="all", folder=folder)  # type: ignore[arg-type]
+    (largest,) = design_grid(LARGEST, LARGEST, 1, 1, 1.0, "gpt", settings, "all", folder)
     jobs = [largest, *grid]
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(train, write_design(jobs, folder), [folder / "runs" / one.name for one in jobs]))
+        list(pool.map(train, write_grid(jobs, folder), [folder / "runs" / one.name for one in jobs]))
 
     places = [folder / "runs" / one.name for one in grid]
     print(fit_text(places, None, 400, 0, "all", folder / "law.json", None, False))
-    found = fit(read_runs(places))
+    found = fit_scaling_law(read_runs(places))
     if options.plot:
         write_plot(found, options.plot, "Scaling law of tiny decoders on the standard library's text")
     run = read_runs([folder / "runs" / largest.name])
     N, D, loss = float(run.parameters[0]), float(run.tokens[0]), float(run.loss[0])
     said = float(found.law.loss(N, D))
-    low, high = prediction(known(found, "the grid"), N, D)
+    low, high = prediction_interval(to_fitted_law(found, "the grid"), N, D)
     print(f"largest run: {N:,.0f} parameters, {D:,.0f} tokens: loss {loss:.4f}")
     words = f"the law of the {len(found.runs)} others says {said:.4f} (95%: {low:.4f} to {high:.4f})"
     print(f"{words}: {said / loss - 1:+.2%}")

@@ -9,52 +9,58 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.chaos.victim import PHASES, Fault, happened, plant, samples_of
+from shardwise.chaos.faulty_worker import PHASES, Fault, inject_faults, samples_by_step, trigger_times
+from shardwise.console import pluralize
 from shardwise.errors import JobError
-from shardwise.guard.nursery import Nursery
 from shardwise.job import Job, load_job
+from shardwise.launch.launch import launch
 from shardwise.layout import Layout
-from shardwise.parallel.parallelize import check
-from shardwise.train.folder import RunFolder
-from shardwise.train.launch import launch
-from shardwise.words import counted
+from shardwise.parallel.parallelize import check_layout
+from shardwise.train.run_folder import RunFolder
+from shardwise.workers.fork_server import ForkServer
 
-VICTIM = "shardwise.chaos.victim"
-NUMBERS = ("weight", "state", "gradient")  # of which a bit is flipped
-KINDS = ("kill", "kill", "kill", "stop", "flip", "nan", *NUMBERS)
-EVENT = {"kill": "killed", "stop": "halted", "flip": "killed", "nan": "rollback"} | dict.fromkeys(NUMBERS, "corruption")
-ENDS = ("killed", "halted", "stuck", "failed", "rollback", "corruption")
+FAULTY_WORKER = "shardwise.chaos.faulty_worker"
+BIT_FLIP_KINDS = ("weight", "state", "gradient")  # of which a bit is flipped
+FAULT_KINDS = ("kill", "kill", "kill", "stop", "flip", "nan", *BIT_FLIP_KINDS)
+EXPECTED_EVENT = {"kill": "killed", "stop": "suspended", "flip": "killed", "nan": "rollback"} | dict.fromkeys(
+    BIT_FLIP_KINDS, "corruption"
+)
+FAILURE_EVENTS = ("killed", "suspended", "hung", "failed", "rollback", "corruption")
 
 
 @dataclass(frozen=True)
-class Tale:
+class FaultOutcome:
     """What became of one fault."""
 
     fault: Fault
-    noticed: str
+    detected_as: str
     """The event that names it; "together": that of another fault that ended the same attempt; empty: none does."""
     seconds: float
-    named: bool
+    is_attributed: bool
     """Whether the event is of its kind and names its rank, or for a NaN its step."""
 
 
 @dataclass(frozen=True)
-class Tally:
+class ChaosReport:
     layout: str
-    tales: list[Tale]
+    outcomes: list[FaultOutcome]
     finished: bool
-    equal: bool
+    matches_baseline: bool
     """Whether loss and gradient norm of every step are those of the undisturbed run, bit by bit."""
-    lost: int
-    repeated: int
-    flips: int
-    refused: int
+    lost_samples: int
+    repeated_samples: int
+    corrupted_checkpoints: int
+    rejected_checkpoints: int
     """Damaged checkpoints that were made, and that were refused when a run wanted to load them."""
 
     @property
     def ok(self) -> bool:
         return (
-            self.finished and self.equal and not self.lost and not self.repeated and all(t.noticed for t in self.tales)
+            self.finished
+            and self.matches_baseline
+            and not self.lost_samples
+            and not self.repeated_samples
+            and all(t.detected_as for t in self.outcomes)
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -65,112 +71,129 @@ class Tally:
             "fault     rank  step  phase      noticed     after",
             "--------  ----  ----  ---------  ----------  ------",
         ]
-        for tale in self.tales:
-            fault, after = tale.fault, f"{tale.seconds:.2f} s" if tale.noticed else ""
+        for outcome in self.outcomes:
+            fault, after = outcome.fault, f"{outcome.seconds:.2f} s" if outcome.detected_as else ""
             where = f"{fault.kind:<8}  {fault.rank:>4}  {fault.step:>4}  {fault.phase:<9}"
-            rows.append(f"{where}  {tale.noticed or 'NOT':<10}  {after}")
-        named = sum(tale.named for tale in self.tales)
-        together = sum(tale.noticed == "together" for tale in self.tales)
-        seconds = sorted(tale.seconds for tale in self.tales if tale.named) or [0.0]
-        verdict = "equals" if self.equal else "DIFFERS FROM"
+            rows.append(f"{where}  {outcome.detected_as or 'NOT':<10}  {after}")
+        named = sum(outcome.is_attributed for outcome in self.outcomes)
+        together = sum(outcome.detected_as == "together" for outcome in self.outcomes)
+        seconds = sorted(outcome.seconds for outcome in self.outcomes if outcome.is_attributed) or [0.0]
+        verdict = "equals" if self.matches_baseline else "DIFFERS FROM"
         rows += [
-            f"layout '{self.layout}': {counted(len(self.tales), 'fault')}, {named} named rightly, {together} together "
+            f"layout '{self.layout}': {pluralize(len(self.outcomes), 'fault')}, {named} named rightly, {together} together "
             f"with another; after {seconds[len(seconds) // 2]:.2f} s in the median, {seconds[-1]:.2f} s at most;",
             f"the run {'finished' if self.finished else 'DID NOT FINISH'}; its curve {verdict} that of the undisturbed "
             "run, bit by bit;",
-            f"samples lost: {self.lost}, repeated: {self.repeated}; checkpoints damaged: {self.flips}, refused: "
-            f"{self.refused}.",
+            f"samples lost: {self.lost_samples}, repeated: {self.repeated_samples}; checkpoints damaged: {self.corrupted_checkpoints}, refused: "
+            f"{self.rejected_checkpoints}.",
         ]
         return "\n".join(rows)
 
 
 def draw_faults(count: int, seed: int, layout: Layout, job: Job) -> list[Fault]:
     """Faults at random ranks, steps and phases, in the order of their steps; none in the first two steps."""
-    draw = random.Random(seed)
+    rng = random.Random(seed)
     every = job.checkpoint.every
     if job.total_steps < 4 or not every:
         raise JobError("chaos needs at least 4 steps, and checkpoint.every above 0.")
-    steps = sorted(draw.randint(3, job.total_steps - 1) for _ in range(count))
+    steps = sorted(rng.randint(3, job.total_steps - 1) for _ in range(count))
     faults = []
     for number, step in enumerate(steps):
-        kind, rank = draw.choice(KINDS), draw.randrange(layout.world)
-        if (kind == "flip" and step < 2 * every + 3) or (kind in NUMBERS and step < every + 3):
+        kind, rank = rng.choice(FAULT_KINDS), rng.randrange(layout.world)
+        if (kind == "flip" and step < 2 * every + 3) or (kind in BIT_FLIP_KINDS and step < every + 3):
             kind = "kill"  # there is no checkpoint yet to fall back on
         if kind == "gradient" and layout.replicate == 1:
             kind = "weight"  # a sum that nobody else has
-        phase = "data" if kind == "flip" else "gradient" if kind in ("nan", "gradient") else draw.choice(PHASES)
-        phase = draw.choice(PHASES[:3]) if kind in ("weight", "state") else phase
+        phase = "data" if kind == "flip" else "gradient" if kind in ("nan", "gradient") else rng.choice(PHASES)
+        phase = rng.choice(PHASES[:3]) if kind in ("weight", "state") else phase
         faults.append(Fault(kind, rank, step, phase, number))
     return faults
 
 
-def chaos_job(
+def run_chaos(
     job_file: Path | None, settings: list[str], faults: int, seed: int, say: Callable[[str], None]
-) -> Tally:  # fmt: skip
+) -> ChaosReport:  # fmt: skip
     """Runs a job twice in its layout, the second time with faults planted, and compares."""
     job = load_job(job_file, settings)
     if job.layout == "auto":
         raise JobError("chaos needs a layout of more than one process; give one with --layout, such as 'shard=2'.")
     layout = Layout.parse(job.layout)
-    check(job, layout)
+    check_layout(job, layout)
     if layout.world == 1:
         raise JobError(f"layout '{layout}' has one process, which nobody supervises; chaos needs two or more.")
-    base = RunFolder.create(_beneath(job, "undisturbed", faults))
-    nursery = Nursery(VICTIM)
+    baseline = RunFolder.create(_derive_job(job, "baseline", faults))
+    fork_server = ForkServer(FAULTY_WORKER)
     try:
-        plant(base.path, [])
+        inject_faults(baseline.path, [])
         say("the undisturbed run:")
-        launch(base, layout, resume=False, entry=f"{VICTIM}:main", nursery=nursery)
+        launch(baseline, layout, resume=False, entry=f"{FAULTY_WORKER}:main", fork_server=fork_server)
         say(f"the same with {faults} faults:")
-        harmed = RunFolder.create(_beneath(job, "harmed", faults))
-        drawn = draw_faults(faults, seed, layout, job)
-        plant(harmed.path, drawn)
-        launch(harmed, layout, resume=False, entry=f"{VICTIM}:main", nursery=nursery)
+        faulty = RunFolder.create(_derive_job(job, "faulty", faults))
+        faults_drawn = draw_faults(faults, seed, layout, job)
+        inject_faults(faulty.path, faults_drawn)
+        launch(faulty, layout, resume=False, entry=f"{FAULTY_WORKER}:main", fork_server=fork_server)
     finally:
-        nursery.close()
-    return judge(str(layout), drawn, harmed, base)
+        fork_server.close()
+    return evaluate_run(str(layout), faults_drawn, faulty, baseline)
 
 
-def _beneath(job: Job, name: str, faults: int) -> Job:
+def _derive_job(job: Job, name: str, faults: int) -> Job:
     """The job in a folder of its own, with as many restarts as there are faults, and all looked at in each step."""
     folder = str(Path(job.run.folder or "runs/chaos") / name)
     kept = max(2, job.checkpoint.keep)
     run = job.run.model_copy(
-        update={"folder": folder, "restarts": faults + 1, "on_nan": "rollback", "corruptions": faults, "check": 1}
+        update={
+            "folder": folder,
+            "max_restarts": faults + 1,
+            "on_nan": "rollback",
+            "max_corruptions": faults,
+            "checksum_every": 1,
+        }
     )
     return job.model_copy(update={"run": run, "checkpoint": job.checkpoint.model_copy(update={"keep": kept})})
 
 
-def judge(layout: str, faults: list[Fault], harmed: RunFolder, base: RunFolder) -> Tally:
-    times = happened(harmed.path)
-    came = sorted((fault for fault in faults if fault.number in times), key=lambda one: times[one.number])
-    ends = [event for event in harmed.events() if event["event"] in ENDS and "settled" not in event]
-    by = {one.number: next((end for end in ends if end["time"] >= times[one.number]), None) for one in came}
-    named = {one.number for one in came if _names(by[one.number], one)}
-    tales = []
-    for fault in came:
-        end = by[fault.number]
-        others = [one for one in came if by[one.number] is end and one.number in named]
+def evaluate_run(layout: str, faults: list[Fault], faulty: RunFolder, baseline: RunFolder) -> ChaosReport:
+    times = trigger_times(faulty.path)
+    triggered = sorted((fault for fault in faults if fault.number in times), key=lambda one: times[one.number])
+    ends = [event for event in faulty.events() if event["event"] in FAILURE_EVENTS and "settled" not in event]
+    event_by_fault = {
+        one.number: next((end for end in ends if end["time"] >= times[one.number]), None) for one in triggered
+    }
+    named = {one.number for one in triggered if _is_attributed(event_by_fault[one.number], one)}
+    outcomes = []
+    for fault in triggered:
+        end = event_by_fault[fault.number]
+        others = [one for one in triggered if event_by_fault[one.number] is end and one.number in named]
         word = "" if end is None else end["event"] if fault.number in named else "together" if others else ""
-        tales.append(Tale(fault, word, end["time"] - times[fault.number] if end else 0.0, fault.number in named))
-    wanted, taken = ([place for ids in samples_of(run.path).values() for place in ids] for run in (base, harmed))
-    kinds = [event["event"] for event in harmed.events()]
-    return Tally(
-        layout, tales, "finished" in kinds, _curve(harmed) == _curve(base),
-        lost=len(set(wanted) - set(taken)), repeated=len(taken) - len(set(taken)),
-        flips=len(list((harmed.path / "faults").glob("flipped-*"))), refused=kinds.count("damaged checkpoint"),
-    )  # fmt: skip
+        outcomes.append(
+            FaultOutcome(fault, word, end["time"] - times[fault.number] if end else 0.0, fault.number in named)
+        )
+    expected_samples, used_samples = (
+        [place for ids in samples_by_step(run.path).values() for place in ids] for run in (baseline, faulty)
+    )
+    kinds = [event["event"] for event in faulty.events()]
+    return ChaosReport(
+        layout,
+        outcomes,
+        "finished" in kinds,
+        _loss_curve(faulty) == _loss_curve(baseline),
+        lost_samples=len(set(expected_samples) - set(used_samples)),
+        repeated_samples=len(used_samples) - len(set(used_samples)),
+        corrupted_checkpoints=len(list((faulty.path / "faults").glob("flipped-*"))),
+        rejected_checkpoints=kinds.count("checkpoint_corrupt"),
+    )
 
 
-def _names(end: dict[str, Any] | None, fault: Fault) -> bool:
+def _is_attributed(end: dict[str, Any] | None, fault: Fault) -> bool:
     if end is None:
         return False
     if fault.kind == "nan" and end["event"] == "rollback":
         return bool(end["step"] >= fault.step)
-    found = "corruption" if fault.kind == "nan" else EVENT[fault.kind]  # a NaN that a replica does not have
+    found = "corruption" if fault.kind == "nan" else EXPECTED_EVENT[fault.kind]  # a NaN that a replica does not have
     return end["event"] == found and fault.rank in end["ranks"]
 
 
-def _curve(run: RunFolder) -> list[tuple[int, int, str]]:
+def _loss_curve(run: RunFolder) -> list[tuple[int, int, str]]:
     """Step, samples, and loss and norm to the last bit."""
     return [(r["step"], r["samples"], json.dumps([r["loss"], r["grad_norm"]])) for r in run.metrics()]

@@ -23,37 +23,37 @@ from torch import Tensor
 
 from shardwise.errors import RunError
 
-SEGMENT = 1 << 22  # bytes
+SEGMENT_BYTES = 1 << 22  # bytes
 Bounds = list[int]
 
 
-class Part(NamedTuple):
+class PeerSlice(NamedTuple):
     """Numbers that travel to or from another rank of the group."""
 
     peer: int
-    first: int
-    last: int
+    start: int
+    stop: int
 
 
-class Step(NamedTuple):
+class P2PStep(NamedTuple):
     """What one rank does at a time; a rank that waits has steps with neither."""
 
-    send: Part | None = None
-    take: Part | None = None
-    adds: bool = False
+    send: PeerSlice | None = None
+    recv: PeerSlice | None = None
+    accumulate: bool = False
     """Whether what is taken is added to what is there, or takes its place."""
 
 
-Schedule = Callable[[int, int, int], list[Step]]  # of rank, ranks and numbers
-Count = Callable[[int, int, int], int]
+Schedule = Callable[[int, int, int], list[P2PStep]]  # of rank, ranks and numbers
+SentNumelFn = Callable[[int, int, int], int]
 
 
-def cut(count: int, parts: int, first: int = 0) -> Bounds:
+def chunk_bounds(count: int, parts: int, first: int = 0) -> Bounds:
     """The ends of nearly equal parts."""
     return [first + count * part // parts for part in range(parts + 1)]
 
 
-def _size(bounds: Bounds, part: int) -> int:
+def _chunk_size(bounds: Bounds, part: int) -> int:
     part %= len(bounds) - 1
     return bounds[part + 1] - bounds[part]
 
@@ -61,78 +61,78 @@ def _size(bounds: Bounds, part: int) -> int:
 # Ring
 
 
-def ring(rank: int, ranks: int, count: int) -> list[Step]:
-    bounds = cut(count, ranks)
-    everyone = list(range(ranks))
-    return _scatter(rank, everyone, bounds) + _gather(rank, everyone, bounds)
+def ring_schedule(rank: int, ranks: int, count: int) -> list[P2PStep]:
+    bounds = chunk_bounds(count, ranks)
+    all_ranks = list(range(ranks))
+    return _ring_reduce_scatter(rank, all_ranks, bounds) + _ring_all_gather(rank, all_ranks, bounds)
 
 
-def ring_count(rank: int, ranks: int, count: int) -> int:
+def ring_sent_numel(rank: int, ranks: int, count: int) -> int:
     """All parts but one, twice: 2 (ranks - 1) / ranks of the message where that divides."""
-    bounds = cut(count, ranks)
-    return 2 * count - _size(bounds, rank + 1) - _size(bounds, rank + 2) if ranks > 1 else 0
+    bounds = chunk_bounds(count, ranks)
+    return 2 * count - _chunk_size(bounds, rank + 1) - _chunk_size(bounds, rank + 2) if ranks > 1 else 0
 
 
-def _scatter(place: int, members: list[int], bounds: Bounds) -> list[Step]:
+def _ring_reduce_scatter(index: int, members: list[int], bounds: Bounds) -> list[P2PStep]:
     """Sums round a ring; in the end a place holds the part after its own."""
-    return [_turn(place, members, bounds, place - turn, True) for turn in range(len(members) - 1)]
+    return [_ring_step(index, members, bounds, index - step, True) for step in range(len(members) - 1)]
 
 
-def _gather(place: int, members: list[int], bounds: Bounds) -> list[Step]:
-    return [_turn(place, members, bounds, place + 1 - turn, False) for turn in range(len(members) - 1)]
+def _ring_all_gather(index: int, members: list[int], bounds: Bounds) -> list[P2PStep]:
+    return [_ring_step(index, members, bounds, index + 1 - step, False) for step in range(len(members) - 1)]
 
 
-def _turn(place: int, members: list[int], bounds: Bounds, part: int, adds: bool) -> Step:
+def _ring_step(index: int, members: list[int], bounds: Bounds, chunk: int, accumulate: bool) -> P2PStep:
     ranks = len(members)
-    sent, taken = part % ranks, (part - 1) % ranks
-    return Step(
-        Part(members[(place + 1) % ranks], bounds[sent], bounds[sent + 1]),
-        Part(members[place - 1], bounds[taken], bounds[taken + 1]),
-        adds,
+    send_chunk, recv_chunk = chunk % ranks, (chunk - 1) % ranks
+    return P2PStep(
+        PeerSlice(members[(index + 1) % ranks], bounds[send_chunk], bounds[send_chunk + 1]),
+        PeerSlice(members[index - 1], bounds[recv_chunk], bounds[recv_chunk + 1]),
+        accumulate,
     )
 
 
 # Halving and doubling
 
 
-def halving(rank: int, ranks: int, count: int) -> list[Step]:
+def halving_doubling_schedule(rank: int, ranks: int, count: int) -> list[P2PStep]:
     core = 1 << (ranks.bit_length() - 1)
-    extra, place = ranks - core, _core_place(rank, ranks)
+    extra, core_rank = ranks - core, _core_rank(rank, ranks)
     levels = core.bit_length() - 1
-    if place is None:
-        whole = Part(rank + 1, 0, count)
-        return [Step(send=whole), *[Step()] * (2 * levels), Step(take=whole)]
-    bounds, down, up = cut(count, core), [], []
+    if core_rank is None:
+        full_message = PeerSlice(rank + 1, 0, count)
+        return [P2PStep(send=full_message), *[P2PStep()] * (2 * levels), P2PStep(recv=full_message)]
+    bounds, down, up = chunk_bounds(count, core), [], []
     for level in range(levels):
         width = core >> (level + 1)
-        block, other = place // width, place // width ^ 1
-        peer = place ^ width
+        block, other = core_rank // width, core_rank // width ^ 1
+        peer = core_rank ^ width
         peer = 2 * peer + 1 if peer < extra else peer + extra
-        kept, sent = (Part(peer, bounds[b * width], bounds[(b + 1) * width]) for b in (block, other))
-        down.append(Step(sent, kept, True))
-        up.append(Step(kept, sent))
-    folded = rank < 2 * extra
-    whole = Part(rank - 1, 0, count)
-    before = [Step(take=whole, adds=True) if folded else Step()] * bool(extra)
-    after = [Step(send=whole) if folded else Step()] * bool(extra)
+        kept, sent = (PeerSlice(peer, bounds[b * width], bounds[(b + 1) * width]) for b in (block, other))
+        down.append(P2PStep(sent, kept, True))
+        up.append(P2PStep(kept, sent))
+    is_folded = rank < 2 * extra
+    full_message = PeerSlice(rank - 1, 0, count)
+    before = [P2PStep(recv=full_message, accumulate=True) if is_folded else P2PStep()] * bool(extra)
+    after = [P2PStep(send=full_message) if is_folded else P2PStep()] * bool(extra)
     return before + down + up[::-1] + after
 
 
-def halving_count(rank: int, ranks: int, count: int) -> int:
+def halving_doubling_sent_numel(rank: int, ranks: int, count: int) -> int:
     """2 (core - 1) / core of the message; folded ranks and their partners send the whole once besides."""
     core = 1 << (ranks.bit_length() - 1)
-    place = _core_place(rank, ranks)
-    if place is None:
+    core_rank = _core_rank(rank, ranks)
+    if core_rank is None:
         return count
-    bounds = cut(count, core)
-    total = count - _size(bounds, place) + (count if rank < 2 * (ranks - core) else 0)
+    bounds = chunk_bounds(count, core)
+    total = count - _chunk_size(bounds, core_rank) + (count if rank < 2 * (ranks - core) else 0)
     for level in range(core.bit_length() - 1):
-        first = place >> level << level
+        first = core_rank >> level << level
         total += bounds[first + (1 << level)] - bounds[first]
     return total
 
 
-def _core_place(rank: int, ranks: int) -> int | None:
+def _core_rank(rank: int, ranks: int) -> int | None:
     """A rank's place among a power of two of them; None where its right neighbour speaks for it."""
     extra = ranks - (1 << (ranks.bit_length() - 1))
     if rank >= 2 * extra:
@@ -143,24 +143,24 @@ def _core_place(rank: int, ranks: int) -> int | None:
 # Tree
 
 
-def tree(rank: int, ranks: int, count: int) -> list[Step]:
+def tree_schedule(rank: int, ranks: int, count: int) -> list[P2PStep]:
     up, down = [], []
     for level in range((ranks - 1).bit_length()):
         distance = 1 << level
-        parent, child = Part(rank - distance, 0, count), Part(rank + distance, 0, count)
+        parent, child = PeerSlice(rank - distance, 0, count), PeerSlice(rank + distance, 0, count)
         if rank % (2 * distance) == distance:
-            up.append(Step(send=parent))
-            down.append(Step(take=parent))
+            up.append(P2PStep(send=parent))
+            down.append(P2PStep(recv=parent))
         elif rank % (2 * distance) == 0 and rank + distance < ranks:
-            up.append(Step(take=child, adds=True))
-            down.append(Step(send=child))
+            up.append(P2PStep(recv=child, accumulate=True))
+            down.append(P2PStep(send=child))
         else:
-            up.append(Step())
-            down.append(Step())
+            up.append(P2PStep())
+            down.append(P2PStep())
     return up + down[::-1]
 
 
-def tree_count(rank: int, ranks: int, count: int) -> int:
+def tree_sent_numel(rank: int, ranks: int, count: int) -> int:
     """The whole once to the parent, and once to each child."""
     levels = (rank & -rank).bit_length() - 1 if rank else (ranks - 1).bit_length()
     children = sum(rank + (1 << level) < ranks for level in range(levels))
@@ -170,33 +170,45 @@ def tree_count(rank: int, ranks: int, count: int) -> int:
 # Two levels
 
 
-def two_level(rank: int, ranks: int, count: int, node: int) -> list[Step]:
+def two_level_schedule(rank: int, ranks: int, count: int, ranks_per_node: int) -> list[P2PStep]:
     """`node`: ranks on a node, neighbours in the group."""
-    number, local = divmod(rank, node)
-    inside = [number * node + other for other in range(node)]
-    across = [other * node + local for other in range(ranks // node)]
-    bounds, own = cut(count, node), (local + 1) % node
-    parts = cut(_size(bounds, own), len(across), bounds[own])
-    ring_across = _scatter(number, across, parts) + _gather(number, across, parts)
-    return _scatter(local, inside, bounds) + ring_across + _gather(local, inside, bounds)
+    node, local_rank = divmod(rank, ranks_per_node)
+    intra_node = [node * ranks_per_node + other for other in range(ranks_per_node)]
+    inter_node = [other * ranks_per_node + local_rank for other in range(ranks // ranks_per_node)]
+    bounds, own_chunk = chunk_bounds(count, ranks_per_node), (local_rank + 1) % ranks_per_node
+    inter_node_bounds = chunk_bounds(_chunk_size(bounds, own_chunk), len(inter_node), bounds[own_chunk])
+    inter_node_steps = _ring_reduce_scatter(node, inter_node, inter_node_bounds) + _ring_all_gather(
+        node, inter_node, inter_node_bounds
+    )
+    return (
+        _ring_reduce_scatter(local_rank, intra_node, bounds)
+        + inter_node_steps
+        + _ring_all_gather(local_rank, intra_node, bounds)
+    )
 
 
-def two_level_count(rank: int, ranks: int, count: int, node: int) -> int:
+def two_level_sent_numel(rank: int, ranks: int, count: int, ranks_per_node: int) -> int:
     """A ring in the node, and one of a node-th of the message across nodes."""
-    number, local = divmod(rank, node)
-    slice_ = _size(cut(count, node), local + 1)
-    return ring_count(local, node, count) + ring_count(number, ranks // node, slice_)
+    node, local_rank = divmod(rank, ranks_per_node)
+    chunk_size = _chunk_size(chunk_bounds(count, ranks_per_node), local_rank + 1)
+    return ring_sent_numel(local_rank, ranks_per_node, count) + ring_sent_numel(
+        node, ranks // ranks_per_node, chunk_size
+    )
 
 
-ALGORITHMS: dict[str, tuple[Schedule, Count]] = {
-    "ring": (ring, ring_count), "halving": (halving, halving_count), "tree": (tree, tree_count),
-}  # fmt: skip
+ALGORITHMS: dict[str, tuple[Schedule, SentNumelFn]] = {
+    "ring": (ring_schedule, ring_sent_numel),
+    "halving": (halving_doubling_schedule, halving_doubling_sent_numel),
+    "tree": (tree_schedule, tree_sent_numel),
+}
 
 
-def algorithm(name: str, node: int = 1) -> tuple[Schedule, Count]:
+def get_algorithm(name: str, ranks_per_node: int = 1) -> tuple[Schedule, SentNumelFn]:
     """A schedule and its count by name; `node` is for two levels."""
     if name == "two-level":
-        return partial(two_level, node=node), partial(two_level_count, node=node)
+        return partial(two_level_schedule, ranks_per_node=ranks_per_node), partial(
+            two_level_sent_numel, ranks_per_node=ranks_per_node
+        )
     return ALGORITHMS[name]
 
 
@@ -204,96 +216,113 @@ def algorithm(name: str, node: int = 1) -> tuple[Schedule, Count]:
 
 
 def all_reduce(
-    tensor: Tensor, name: str, group: dist.ProcessGroup | None = None, node: int = 1, segment: int = SEGMENT
+    tensor: Tensor,
+    name: str,
+    group: dist.ProcessGroup | None = None,
+    ranks_per_node: int = 1,
+    segment_bytes: int = SEGMENT_BYTES,
 ) -> int:
     """Sums a contiguous tensor over a group, in place. Returns the bytes that this rank sent."""
-    return run(tensor, algorithm(name, node)[0], f"{name} all-reduce", group, segment)
+    return run_schedule(tensor, get_algorithm(name, ranks_per_node)[0], f"{name} all-reduce", group, segment_bytes)
 
 
-def segments(count: int, size: int, segment: int = SEGMENT) -> Bounds:
+def segment_bounds(count: int, element_size: int, segment_bytes: int = SEGMENT_BYTES) -> Bounds:
     """The ends of the segments of so many numbers of `size` bytes."""
-    return cut(count, max(1, -(-count * size // segment)))
+    return chunk_bounds(count, max(1, -(-count * element_size // segment_bytes)))
 
 
-def sent_bytes(count_of: Count, rank: int, ranks: int, count: int, size: int, segment: int = SEGMENT) -> int:
+def sent_bytes(
+    sent_numel: SentNumelFn, rank: int, ranks: int, count: int, element_size: int, segment_bytes: int = SEGMENT_BYTES
+) -> int:
     """What a rank sends for so many numbers of `size` bytes: the formula over all segments."""
-    bounds = segments(count, size, segment)
-    return size * sum(count_of(rank, ranks, _size(bounds, part)) for part in range(len(bounds) - 1))
+    bounds = segment_bounds(count, element_size, segment_bytes)
+    return element_size * sum(sent_numel(rank, ranks, _chunk_size(bounds, index)) for index in range(len(bounds) - 1))
 
 
-def run(
-    tensor: Tensor, schedule: Schedule, word: str, group: dist.ProcessGroup | None = None, segment: int = SEGMENT
+def run_schedule(
+    tensor: Tensor,
+    schedule: Schedule,
+    description: str,
+    group: dist.ProcessGroup | None = None,
+    segment_bytes: int = SEGMENT_BYTES,
 ) -> int:
     """Walks a schedule with the numbers of a contiguous tensor. Returns the bytes that this rank sent."""
     if not dist.is_initialized():
         return 0
     flat, rank, ranks = tensor.detach().view(-1), dist.get_rank(group), dist.get_world_size(group)
-    bounds = segments(flat.numel(), flat.element_size(), segment)
-    plans = [schedule(rank, ranks, _size(bounds, part)) for part in range(len(bounds) - 1)]
-    depth, total = len(plans[0]), 0
+    bounds = segment_bounds(flat.numel(), flat.element_size(), segment_bytes)
+    steps_by_segment = [schedule(rank, ranks, _chunk_size(bounds, index)) for index in range(len(bounds) - 1)]
+    depth, bytes_sent = len(steps_by_segment[0]), 0
     # Segments that are under way at the same moment never share a place in it.
-    spare = [flat.new_empty(_largest(plans)) for _ in range(min(depth, len(plans)))]
-    for moment in range(depth + len(plans) - 1):
-        takes, sends, sums = [], [], []
-        for part in range(max(0, moment - depth + 1), min(moment + 1, len(plans))):
-            step, start = plans[part][moment - part], bounds[part]
-            if step.take and step.take.first < step.take.last:
-                there = flat[start + step.take.first : start + step.take.last]
-                place = spare[part % len(spare)][: there.numel()] if step.adds else there
-                takes.append(dist.P2POp(dist.irecv, place, group=group, group_peer=step.take.peer))
-                sums.append((there, place) if step.adds else None)
-            if step.send and step.send.first < step.send.last:
-                sent = flat[start + step.send.first : start + step.send.last]
+    recv_buffers = [flat.new_empty(_max_recv_numel(steps_by_segment)) for _ in range(min(depth, len(steps_by_segment)))]
+    for tick in range(depth + len(steps_by_segment) - 1):
+        recvs, sends, accumulations = [], [], []
+        for index in range(max(0, tick - depth + 1), min(tick + 1, len(steps_by_segment))):
+            step, start = steps_by_segment[index][tick - index], bounds[index]
+            if step.recv and step.recv.start < step.recv.stop:
+                target = flat[start + step.recv.start : start + step.recv.stop]
+                buffer = recv_buffers[index % len(recv_buffers)][: target.numel()] if step.accumulate else target
+                recvs.append(dist.P2POp(dist.irecv, buffer, group=group, group_peer=step.recv.peer))
+                accumulations.append((target, buffer) if step.accumulate else None)
+            if step.send and step.send.start < step.send.stop:
+                sent = flat[start + step.send.start : start + step.send.stop]
                 sends.append(dist.P2POp(dist.isend, sent, group=group, group_peer=step.send.peer))
-                total += sent.numel() * sent.element_size()
-        if takes or sends:
-            _move(takes, sends, sums, f"{word}, step {moment + 1} of {depth + len(plans) - 1}")
-    return total
+                bytes_sent += sent.numel() * sent.element_size()
+        if recvs or sends:
+            _send_recv(
+                recvs, sends, accumulations, f"{description}, step {tick + 1} of {depth + len(steps_by_segment) - 1}"
+            )
+    return bytes_sent
 
 
-def _largest(plans: list[list[Step]]) -> int:
-    return max((s.take.last - s.take.first for steps in plans for s in steps if s.take and s.adds), default=0)
+def _max_recv_numel(steps_by_segment: list[list[P2PStep]]) -> int:
+    return max(
+        (s.recv.stop - s.recv.start for steps in steps_by_segment for s in steps if s.recv and s.accumulate), default=0
+    )
 
 
-def _move(
-    takes: list[dist.P2POp], sends: list[dist.P2POp], sums: list[tuple[Tensor, Tensor] | None], word: str
+def _send_recv(
+    recvs: list[dist.P2POp],
+    sends: list[dist.P2POp],
+    accumulations: list[tuple[Tensor, Tensor] | None],
+    description: str,
 ) -> None:
     """Sends and takes at once, and adds up as it comes. Takes are first: gloo tells a sender that its peer is ready in
     the same stream, where the word would wait behind what is sent."""
-    moves = takes + sends
-    peer = moves[0].peer
+    ops = recvs + sends
+    peer = ops[0].peer
     try:
-        works = dist.batch_isend_irecv(moves)
-        if len(works) < len(moves):  # NCCL has one for all
+        works = dist.batch_isend_irecv(ops)
+        if len(works) < len(ops):  # NCCL has one for all
             for work in works:
                 work.wait()
             works = []
-        for place, move in enumerate(moves):
-            peer = move.peer
+        for index, op in enumerate(ops):
+            peer = op.peer
             if works:
-                works[place].wait()
-            if place < len(sums) and (both := sums[place]):
-                both[0].add_(both[1])
+                works[index].wait()
+            if index < len(accumulations) and (target_and_buffer := accumulations[index]):
+                target_and_buffer[0].add_(target_and_buffer[1])
     except RuntimeError as error:
-        raise RunError(f"rank {blamed(peer)} does not answer ({word}).") from error
+        raise RunError(f"rank {find_unresponsive_rank(peer)} does not answer ({description}).") from error
 
 
 # Who is to blame
 
-GRACE = 1.0  # seconds in which others may say for whom they waited
+BLAME_GRACE_SECONDS = 1.0  # seconds in which others may say for whom they waited
 
 
-def blamed(peer: int) -> int:
+def find_unresponsive_rank(peer: int) -> int:
     """The rank at the end of the line, where we wait for a peer that waits for another. Whoever gives up leaves the
     name of the rank it waited for in the store; one that does not answer leaves none."""
     try:
         store: Any = dist.distributed_c10d._get_default_store()
         store.set(f"waited for/{dist.get_rank()}", str(peer))
-        seen, until = {dist.get_rank()}, time.monotonic() + GRACE
+        seen, deadline = {dist.get_rank()}, time.monotonic() + BLAME_GRACE_SECONDS
         while peer not in seen:
             seen.add(peer)
             while not store.check([f"waited for/{peer}"]):
-                if time.monotonic() > until:
+                if time.monotonic() > deadline:
                     return peer
                 time.sleep(0.02)
             peer = int(store.get(f"waited for/{peer}"))

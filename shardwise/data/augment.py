@@ -16,71 +16,80 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardwise.models.resnet import SECOND, SHARE, WHOLE
-from shardwise.random import mixed, unit, word_key
+from shardwise.models.resnet import MIX_WEIGHT_BIT, MIX_WEIGHT_SCALE, SECOND_CLASS_BIT
+from shardwise.random import hash_key_uint64, mix64_numpy, to_unit_interval
 
 
-class Augment:
+class ImageAugmentation:
     def __init__(self, names: Sequence[str], seed: int):
         self.names, self.seed = frozenset(names), seed
 
     @property
-    def mixes(self) -> bool:
+    def has_mixup(self) -> bool:
         return "mixup" in self.names
 
-    def change(self, images: np.ndarray, places: np.ndarray, turn: int = 0) -> np.ndarray:
+    def apply(self, images: np.ndarray, positions: np.ndarray, mixup_index: int = 0) -> np.ndarray:
         """Each image by itself; `turn` is 1 for the second image of a place."""
         if self.names & {"crop", "flip"}:
-            images = self._moved(images, places, turn)
+            images = self._crop_and_flip(images, positions, mixup_index)
         if "colour" in self.names:
-            images = self._coloured(images, places, turn)
+            images = self._color_jitter(images, positions, mixup_index)
         if "cutout" in self.names:
-            images = self._cut(images, places, turn)
+            images = self._cutout(images, positions, mixup_index)
         return images
 
-    def partners(self, places: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    def mixup_partners(self, positions: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Of each place another image of the set, and the share that it gets, in parts of `WHOLE`."""
-        which, share = self._draw("mixup", places, 2)
-        return (which * count).astype(np.int64), (share * WHOLE).astype(np.int64)
+        partner, weight = self._uniform("mixup", positions, 2)
+        return (partner * count).astype(np.int64), (weight * MIX_WEIGHT_SCALE).astype(np.int64)
 
-    def mix(
-        self, images: np.ndarray, targets: np.ndarray, seconds: np.ndarray, classes: np.ndarray, shares: np.ndarray
+    def mixup(
+        self,
+        images: np.ndarray,
+        targets: np.ndarray,
+        partner_images: np.ndarray,
+        partner_targets: np.ndarray,
+        mixup_weights: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Blended images, and both classes with the second's share in one number each."""
-        part = (shares / WHOLE).astype(np.float32)[:, None, None, None]
-        return images * (1 - part) + seconds * part, targets | classes << SECOND | shares << SHARE
+        weight = (mixup_weights / MIX_WEIGHT_SCALE).astype(np.float32)[:, None, None, None]
+        return images * (
+            1 - weight
+        ) + partner_images * weight, targets | partner_targets << SECOND_CLASS_BIT | mixup_weights << MIX_WEIGHT_BIT
 
-    def _moved(self, images: np.ndarray, places: np.ndarray, turn: int) -> np.ndarray:
-        side = images.shape[-1]
-        margin = side // 8 if "crop" in self.names else 0
-        wider = np.pad(images, ((0, 0), (0, 0), (margin, margin), (margin, margin)))
-        down, right, flip = self._draw("moved", places, 3, turn)
-        tops = (down * (2 * margin + 1)).astype(int).tolist()
-        lefts = (right * (2 * margin + 1)).astype(int).tolist()
-        mirrored = ((flip < 0.5) & ("flip" in self.names)).tolist()
-        moved = np.empty_like(images)
-        for out, image, top, left, mirror in zip(moved, wider, tops, lefts, mirrored, strict=True):
-            part = image[:, top : top + side, left : left + side]
-            out[...] = part[:, :, ::-1] if mirror else part
-        return moved
+    def _crop_and_flip(self, images: np.ndarray, positions: np.ndarray, mixup_index: int) -> np.ndarray:
+        image_size = images.shape[-1]
+        margin = image_size // 8 if "crop" in self.names else 0
+        padded = np.pad(images, ((0, 0), (0, 0), (margin, margin), (margin, margin)))
+        row, column, flip = self._uniform("moved", positions, 3, mixup_index)
+        tops = (row * (2 * margin + 1)).astype(int).tolist()
+        lefts = (column * (2 * margin + 1)).astype(int).tolist()
+        flips = ((flip < 0.5) & ("flip" in self.names)).tolist()
+        augmented = np.empty_like(images)
+        for out, image, top, left, is_flipped in zip(augmented, padded, tops, lefts, flips, strict=True):
+            crop = image[:, top : top + image_size, left : left + image_size]
+            out[...] = crop[:, :, ::-1] if is_flipped else crop
+        return augmented
 
-    def _coloured(self, images: np.ndarray, places: np.ndarray, turn: int) -> np.ndarray:
-        drawn = (0.4 * self._draw("colour", places, 3, turn) - 0.2).astype(np.float32)[:, :, None, None]
-        brightness, contrast, colour = drawn
+    def _color_jitter(self, images: np.ndarray, positions: np.ndarray, mixup_index: int) -> np.ndarray:
+        jitter = (0.4 * self._uniform("colour", positions, 3, mixup_index) - 0.2).astype(np.float32)[:, :, None, None]
+        brightness, contrast, colour = jitter
         grey = (images[:, 0] + images[:, 1] + images[:, 2]) / np.float32(3)
         images = images * (1 + colour)[:, None] - (grey * colour)[:, None]
         return images * (1 + contrast)[:, None] + brightness[:, None]
 
-    def _cut(self, images: np.ndarray, places: np.ndarray, turn: int) -> np.ndarray:
-        side = images.shape[-1]
-        half = side // 4
-        centres = (self._draw("cutout", places, 2, turn) * side).astype(int).tolist()
+    def _cutout(self, images: np.ndarray, positions: np.ndarray, mixup_index: int) -> np.ndarray:
+        image_size = images.shape[-1]
+        half = image_size // 4
+        centers = (self._uniform("cutout", positions, 2, mixup_index) * image_size).astype(int).tolist()
         images = images.copy()
-        for image, down, right in zip(images, *centres, strict=True):
-            image[:, max(0, down - half) : down + half, max(0, right - half) : right + half] = 0.0
+        for image, row, column in zip(images, *centers, strict=True):
+            image[:, max(0, row - half) : row + half, max(0, column - half) : column + half] = 0.0
         return images
 
-    def _draw(self, what: str, places: np.ndarray, count: int, turn: int = 0) -> np.ndarray:
+    def _uniform(self, purpose: str, positions: np.ndarray, count: int, mixup_index: int = 0) -> np.ndarray:
         """`count` numbers from 0 to before 1 for each place (count, B)."""
-        words = mixed(places.astype(np.uint64) ^ word_key("augment", self.seed, what, turn))
-        return unit(mixed(words + np.arange(1, count + 1, dtype=np.uint64)[:, None] * np.uint64(0x9E3779B97F4A7C15)))
+        words = mix64_numpy(positions.astype(np.uint64) ^ hash_key_uint64("augment", self.seed, purpose, mixup_index))
+        return to_unit_interval(
+            mix64_numpy(words + np.arange(1, count + 1, dtype=np.uint64)[:, None] * np.uint64(0x9E3779B97F4A7C15))
+        )

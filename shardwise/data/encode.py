@@ -9,30 +9,30 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwise.data.bad import Bad
-from shardwise.data.text import Piece, find_files, read_pieces
-from shardwise.data.tokenizer import Tokenizer, bpe_size, load_tokenizer, train_bpe
-from shardwise.data.tokens import write_tokens
+from shardwise.console import pluralize
+from shardwise.data.bad_records import BadRecords
+from shardwise.data.text import TextChunk, find_files, read_chunks
+from shardwise.data.token_file import write_token_arrays
+from shardwise.data.tokenizer import Tokenizer, load_tokenizer, parse_bpe_size, train_bpe
 from shardwise.errors import DataError
-from shardwise.job import Data, load_job
-from shardwise.words import counted
+from shardwise.job import DataConfig, load_job
 
-TRAINING = 128 << 20
+MAX_BPE_TRAINING_BYTES = 128 << 20
 """Bytes of text that pairs are trained on at most, spread evenly: more hardly changes them and takes hours."""
-GROUP = 8 << 20
+ENCODE_BATCH_CHARS = 8 << 20
 """Characters that are encoded at once."""
 
-Progress = Callable[[int, int], None]
+ProgressCallback = Callable[[int, int], None]
 """Called with the bytes of text that are done and those of all files."""
 
 
 @dataclass(frozen=True)
-class Summary:
+class EncodingSummary:
     """What was written: tokens (with separators), documents, bytes of their text, ids of the tokenizer."""
 
     tokens: int
-    documents: int
-    bytes: int
+    document_ids: int
+    text_bytes: int
     vocab: int
     tokenizer: Path | None = None
     """Where the tokenizer was saved, if one was trained: what `data.tokenizer` must be to use the tokens."""
@@ -40,91 +40,97 @@ class Summary:
     """What was passed over, in words."""
 
 
-def write_data(job_file: Path | None, settings: list[str], out: Path) -> str:
+def write_token_file(job_file: Path | None, settings: list[str], out: Path) -> str:
     """Writes a job's source as a token file; what was written, in words."""
-    summary = encode(load_job(job_file, settings).data, out)
-    size = f"{counted(summary.documents, 'document')}, {summary.bytes:,} bytes of text"
-    words = f"{out}: {summary.tokens:,} tokens of a vocabulary of {summary.vocab:,} from {size}"
+    summary = encode_source(load_job(job_file, settings).data, out)
+    size = f"{pluralize(summary.document_ids, 'document')}, {summary.text_bytes:,} bytes of text"
+    message = f"{out}: {summary.tokens:,} tokens of a vocabulary of {summary.vocab:,} from {size}"
     if summary.tokenizer is not None:
-        words += f"\n{summary.tokenizer}: the tokenizer that was trained on it, for data.tokenizer"
-    return f"{words}\n{summary.bad}" if summary.bad else words
+        message += f"\n{summary.tokenizer}: the tokenizer that was trained on it, for data.tokenizer"
+    return f"{message}\n{summary.bad}" if summary.bad else message
 
 
-def encode(data: Data, out: Path, progress: Progress | None = None) -> Summary:
+def encode_source(data: DataConfig, out: Path, progress: ProgressCallback | None = None) -> EncodingSummary:
     """Writes the source's text as a token file; a `bpe:SIZE` tokenizer is trained and saved beside it."""
     if data.source not in ("stdlib", "text", "jsonl"):
         raise DataError(f"data.source = {data.source!r} has no text to encode; use stdlib, text or jsonl.")
     files = find_files(data.source, data.path)
-    saved = out.with_suffix(".tokenizer.json") if bpe_size(data.tokenizer) else None
-    if saved:
-        saved.unlink(missing_ok=True)  # it may have been trained on other text
-    bad = Bad(data.bad == "skip")
-    summary = encode_files(data, files, tokenizer_for(data, files, saved, bad), out, bad, progress)
-    return replace(summary, tokenizer=saved, bad=bad.words())
+    tokenizer_path = out.with_suffix(".tokenizer.json") if parse_bpe_size(data.tokenizer) else None
+    if tokenizer_path:
+        tokenizer_path.unlink(missing_ok=True)  # it may have been trained on other text
+    bad_records = BadRecords(data.on_bad_record == "skip")
+    summary = encode_files(
+        data, files, load_or_train_tokenizer(data, files, tokenizer_path, bad_records), out, bad_records, progress
+    )
+    return replace(summary, tokenizer=tokenizer_path, bad=bad_records.summary())
 
 
 def encode_files(
-    data: Data,
+    data: DataConfig,
     files: Sequence[Path],
     tokenizer: Tokenizer,
     out: Path,
-    bad: Bad,
-    progress: Progress | None = None,
-) -> Summary:
-    total = sum(size_and_time(file)[0] for file in files)
+    bad_records: BadRecords,
+    progress: ProgressCallback | None = None,
+) -> EncodingSummary:
+    total = sum(size_and_mtime(file)[0] for file in files)
     documents = size = 0
 
     def arrays() -> Iterator[np.ndarray]:
         nonlocal documents, size
-        separator = np.array([tokenizer.separator], np.uint32)
-        for group in _groups(_text(data, files, bad)):
-            texts = [piece.text for piece in group]
-            for piece, ids in zip(group, tokenizer.encode_all(texts), strict=True):
+        eos = np.array([tokenizer.eos_id], np.uint32)
+        for chunks in _batch_chunks(_read_source(data, files, bad_records)):
+            texts = [chunk.text for chunk in chunks]
+            for chunk, ids in zip(chunks, tokenizer.encode_batch(texts), strict=True):
                 yield ids
-                if piece.ends:
-                    yield separator
-            documents += sum(piece.ends for piece in group)
+                if chunk.ends_document:
+                    yield eos
+            documents += sum(chunk.ends_document for chunk in chunks)
             size += sum(len(text.encode()) for text in texts)
             if progress:
                 progress(size, total)
         if not documents:
             raise DataError(
-                f"{name_of(data)} holds no text: {counted(len(files), 'file')}, empty or binary. Give another path."
+                f"{describe_source(data)} holds no text: {pluralize(len(files), 'file')}, empty or binary. Give another path."
             )
 
-    written = write_tokens(out, arrays(), tokenizer.vocab)
-    return Summary(written.count, documents, size, tokenizer.vocab)
+    written = write_token_arrays(out, arrays(), tokenizer.vocab)
+    return EncodingSummary(written.count, documents, size, tokenizer.vocab)
 
 
-def _text(data: Data, files: Sequence[Path], bad: Bad) -> Iterator[Piece]:
-    return read_pieces(data.source, data.path, data.field, files, bad)
+def _read_source(data: DataConfig, files: Sequence[Path], bad_records: BadRecords) -> Iterator[TextChunk]:
+    return read_chunks(data.source, data.path, data.text_field, files, bad_records)
 
 
-def _groups(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    group: list[Piece] = []
+def _batch_chunks(chunks: Iterator[TextChunk]) -> Iterator[list[TextChunk]]:
+    batch: list[TextChunk] = []
     size = 0
-    for piece in pieces:
-        group.append(piece)
-        size += len(piece.text)
-        if size >= GROUP:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
+    for chunk in chunks:
+        batch.append(chunk)
+        size += len(chunk.text)
+        if size >= ENCODE_BATCH_CHARS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
-def tokenizer_for(data: Data, files: Sequence[Path], saved: Path | None, bad: Bad) -> Tokenizer:
+def load_or_train_tokenizer(
+    data: DataConfig, files: Sequence[Path], tokenizer_path: Path | None, bad_records: BadRecords
+) -> Tokenizer:
     """The tokenizer that the job names; pairs are trained once and kept at `saved`."""
-    size = bpe_size(data.tokenizer)
-    if size is None or saved is None:
+    size = parse_bpe_size(data.tokenizer)
+    if size is None or tokenizer_path is None:
         return load_tokenizer(data.tokenizer)
-    if not saved.exists():
-        every = -(-sum(size_and_time(file)[0] for file in files) // TRAINING)
-        train_bpe((piece.text for piece in islice(_text(data, files, bad), 0, None, max(1, every))), size).save(saved)
-    return load_tokenizer(str(saved))
+    if not tokenizer_path.exists():
+        stride = -(-sum(size_and_mtime(file)[0] for file in files) // MAX_BPE_TRAINING_BYTES)
+        train_bpe(
+            (chunk.text for chunk in islice(_read_source(data, files, bad_records), 0, None, max(1, stride))), size
+        ).save(tokenizer_path)
+    return load_tokenizer(str(tokenizer_path))
 
 
-def size_and_time(path: Path) -> tuple[int, int]:
+def size_and_mtime(path: Path) -> tuple[int, int]:
     try:
         stat = path.stat()
     except OSError as error:
@@ -132,5 +138,5 @@ def size_and_time(path: Path) -> tuple[int, int]:
     return stat.st_size, stat.st_mtime_ns
 
 
-def name_of(data: Data) -> str:
+def describe_source(data: DataConfig) -> str:
     return f"data.source = {data.source!r}" if data.source == "stdlib" else f"data.path = {data.path!r}"

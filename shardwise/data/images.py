@@ -8,16 +8,16 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from shardwise.data.augment import Augment
-from shardwise.data.stream import Samples
+from shardwise.data.augment import ImageAugmentation
+from shardwise.data.sample_stream import Samples
 
 
-class Images:
+class ImageSource:
     """A list of images; what `augment` does to them depends on their place in the stream."""
 
-    def __init__(self, count: int, side: int, classes: int, augment: Augment | None = None):
-        self.count, self.side, self.augment = count, side, augment
-        self.length, self.vocab = 3 * side * side, classes
+    def __init__(self, count: int, image_size: int, classes: int, augment: ImageAugmentation | None = None):
+        self.count, self.image_size, self.augment = count, image_size, augment
+        self.length, self.vocab = 3 * image_size * image_size, classes
 
     def __len__(self) -> int:
         return self.count
@@ -26,49 +26,61 @@ class Images:
         """One image as a row of numbers, its class behind them."""
         if not 0 <= index < self.count:
             raise IndexError(f"sample {index} of {self.count}")
-        images, classes = self.pictures(np.array([index]))
+        images, classes = self.read_images(np.array([index]))
         return np.append(images.reshape(-1), classes).astype(np.float32)
 
-    def pictures(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def read_images(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Images (B, 3, side, side) in float32, and their classes (B,)."""
         raise NotImplementedError
 
-    def samples(self, indices: np.ndarray, places: np.ndarray) -> Samples:
-        images, targets = self.pictures(indices)
+    def samples(self, indices: np.ndarray, positions: np.ndarray) -> Samples:
+        images, targets = self.read_images(indices)
         if self.augment is not None:
-            images = self.augment.change(images, places)
-            if self.augment.mixes:
-                others, shares = self.augment.partners(places, self.count)
-                seconds, classes = self.pictures(others)
-                seconds = self.augment.change(seconds, places, turn=1)
-                images, targets = self.augment.mix(images, targets, seconds, classes, shares)
-        ids = torch.from_numpy(places.astype(np.int64))
+            images = self.augment.apply(images, positions)
+            if self.augment.has_mixup:
+                partners, mixup_weights = self.augment.mixup_partners(positions, self.count)
+                partner_images, partner_targets = self.read_images(partners)
+                partner_images = self.augment.apply(partner_images, positions, mixup_index=1)
+                images, targets = self.augment.mixup(images, targets, partner_images, partner_targets, mixup_weights)
+        ids = torch.from_numpy(positions.astype(np.int64))
         return Samples(torch.from_numpy(images), torch.from_numpy(targets[:, None].astype(np.int64)), ids)
 
 
-class Drawn(Images):
+class SyntheticImages(ImageSource):
     """Each class has a pattern of its own, shifted and under noise, so that a model learns; drawn from the seed and the
     index alone."""
 
-    def __init__(self, count: int, side: int, classes: int, seed: int, augment: Augment | None = None, first: int = 0):
-        super().__init__(count, side, classes, augment)
-        self.seed, self.first = seed, first
+    def __init__(
+        self,
+        count: int,
+        image_size: int,
+        classes: int,
+        seed: int,
+        augment: ImageAugmentation | None = None,
+        first_index: int = 0,
+    ):
+        super().__init__(count, image_size, classes, augment)
+        self.seed, self.first_index = seed, first_index
 
-    def pictures(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        images = np.empty((len(indices), 3, self.side, self.side), np.float32)
+    def read_images(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        images = np.empty((len(indices), 3, self.image_size, self.image_size), np.float32)
         classes = np.empty(len(indices), np.int64)
         for number, index in enumerate(indices.tolist()):
-            images[number], classes[number] = self._draw(self.first + index)
+            images[number], classes[number] = self._draw(self.first_index + index)
         return images, classes
 
     def _draw(self, index: int) -> tuple[np.ndarray, int]:
-        draw = np.random.default_rng((self.seed, 3, index))
-        label = int(draw.integers(self.vocab))
-        pattern = np.random.default_rng((self.seed, 4, label))
-        waves = pattern.normal(size=(3, 4, 2)) * 2 * np.pi / self.side * 2  # of each color: directions and lengths
-        phase = pattern.random((3, 4)) * 2 * np.pi
-        x, y = np.meshgrid(np.arange(self.side), np.arange(self.side))
-        shift = draw.integers(0, self.side // 4 + 1, 2)
+        rng = np.random.default_rng((self.seed, 3, index))
+        label = int(rng.integers(self.vocab))
+        class_rng = np.random.default_rng((self.seed, 4, label))
+        waves = (
+            class_rng.normal(size=(3, 4, 2)) * 2 * np.pi / self.image_size * 2
+        )  # of each color: directions and lengths
+        phase = class_rng.random((3, 4)) * 2 * np.pi
+        x, y = np.meshgrid(np.arange(self.image_size), np.arange(self.image_size))
+        shift = rng.integers(0, self.image_size // 4 + 1, 2)
         angle = waves[..., 0, None, None] * (x + shift[0]) + waves[..., 1, None, None] * (y + shift[1])
-        image = np.cos(angle + phase[..., None, None]).sum(1) / 2 + draw.normal(size=(3, self.side, self.side))
+        image = np.cos(angle + phase[..., None, None]).sum(1) / 2 + rng.normal(
+            size=(3, self.image_size, self.image_size)
+        )
         return image, label

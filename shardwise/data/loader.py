@@ -31,35 +31,35 @@ from typing import NoReturn
 import numpy as np
 import torch
 
-from shardwise.data.stream import Samples, Stream, share
+from shardwise.console import pluralize
+from shardwise.data.sample_stream import Samples, SampleStream, rank_positions
 from shardwise.errors import DataError
-from shardwise.words import counted
 
-Skips = Sequence[tuple[int, int]]
+SkippedBatches = Sequence[tuple[int, int]]
 """Batches that are left out: from which step on, and how many."""
-Batches = Generator[tuple[int, Samples], None, None]
-Ready = queue.SimpleQueue[tuple[int, Samples] | BaseException | None]
+BatchIterator = Generator[tuple[int, Samples], None, None]
+ReadyQueue = queue.SimpleQueue[tuple[int, Samples] | BaseException | None]
 _CPU = torch.device("cpu")
-_GLANCE = 0.1
+_POLL_SECONDS = 0.1
 """Seconds between looks at the stop flag while a worker is slow; a batch that arrives is taken at once."""
 
 
 @dataclass(frozen=True)
-class _Share:
+class _RankReader:
     """What one data rank reads, step by step."""
 
-    stream: Stream
-    samples: int
+    stream: SampleStream
+    batch_size: int
     ranks: int
     rank: int
-    skips: Skips = ()
+    skipped_batches: SkippedBatches = ()
 
-    def places(self, step: int) -> np.ndarray:
-        step += sum(batches for at, batches in self.skips if at <= step)
-        return share(step, self.samples, self.ranks, self.rank)
+    def positions(self, step: int) -> np.ndarray:
+        step += sum(batches for first_skipped, batches in self.skipped_batches if first_skipped <= step)
+        return rank_positions(step, self.batch_size, self.ranks, self.rank)
 
     def read(self, step: int) -> Samples:
-        return self.stream.read(self.places(step))
+        return self.stream.read(self.positions(step))
 
 
 class Loader:
@@ -67,35 +67,37 @@ class Loader:
 
     def __init__(
         self,
-        stream: Stream,
-        samples_per_batch: int,
+        stream: SampleStream,
+        global_batch_size: int,
         ranks: int = 1,
         rank: int = 0,
         first_step: int = 0,
         workers: int = 0,
         prefetch: int = 2,
         device: torch.device = _CPU,
-        skips: Skips = (),
+        skipped_batches: SkippedBatches = (),
     ):
         """`samples_per_batch` counts the whole batch of all `ranks` together. For CUDA devices memory is pinned."""
-        if samples_per_batch % ranks:
+        if global_batch_size % ranks:
             raise DataError(
-                f"a batch of {counted(samples_per_batch, 'sample')} does not divide among {ranks} data ranks; "
-                f"use {max(1, samples_per_batch // ranks) * ranks}."
+                f"a batch of {pluralize(global_batch_size, 'sample')} does not divide among {ranks} data ranks; "
+                f"use {max(1, global_batch_size // ranks) * ranks}."
             )
         self.wait_seconds = 0.0
         """How long the consumer has waited for batches so far."""
-        self._ready: Ready = queue.SimpleQueue()
+        self._ready: ReadyQueue = queue.SimpleQueue()
         self._slots = threading.Semaphore(prefetch)
         self._failure: BaseException | None = None
-        own = _Share(stream, samples_per_batch, ranks, rank, skips)
+        reader = _RankReader(stream, global_batch_size, ranks, rank, skipped_batches)
         stop = threading.Event()
-        batches = _from_workers(own, first_step, workers, stop) if workers else _from_here(own, first_step)
+        batches = (
+            _read_in_workers(reader, first_step, workers, stop) if workers else _read_in_thread(reader, first_step)
+        )
         # The thread must not hold the loader itself, or one that is dropped without a close would never be collected.
         arguments = (batches, self._ready, self._slots, stop, device)
-        thread = threading.Thread(target=_prepare, args=arguments, name="shardwise-data", daemon=True)
+        thread = threading.Thread(target=_prefetch_loop, args=arguments, name="shardwise-data", daemon=True)
         thread.start()
-        self._end = weakref.finalize(self, _finish, thread, stop, self._slots)
+        self._finalizer = weakref.finalize(self, _stop_prefetching, thread, stop, self._slots)
 
     def __iter__(self) -> Loader:
         return self
@@ -103,7 +105,7 @@ class Loader:
     def __next__(self) -> tuple[int, Samples]:
         if self._failure is not None:
             raise self._failure
-        if not self._end.alive:
+        if not self._finalizer.alive:
             raise StopIteration
         start = time.perf_counter()
         item = self._ready.get()
@@ -119,7 +121,7 @@ class Loader:
 
     def close(self) -> None:
         """Ends the thread and the workers; may be called again."""
-        self._end()
+        self._finalizer()
 
     def __enter__(self) -> Loader:
         return self
@@ -128,12 +130,8 @@ class Loader:
         self.close()
 
 
-def _prepare(
-    batches: Batches,
-    ready: Ready,
-    slots: threading.Semaphore,
-    stop: threading.Event,
-    device: torch.device,
+def _prefetch_loop(
+    batches: BatchIterator, ready: ReadyQueue, slots: threading.Semaphore, stop: threading.Event, device: torch.device
 ) -> None:
     """The thread: one batch for each free slot, until it is told to stop; its error is the last thing it hands over."""
     try:
@@ -144,44 +142,44 @@ def _prepare(
                 item = next(batches, None)
                 if item is None:
                     return
-                ready.put((item[0], _pinned(item[1])) if device.type == "cuda" else item)
+                ready.put((item[0], _pin_memory(item[1])) if device.type == "cuda" else item)
     except BaseException as error:
         ready.put(error)
     finally:
         ready.put(None)  # whoever still waits is told that nothing comes any more
 
 
-def _finish(thread: threading.Thread, stop: threading.Event, slots: threading.Semaphore) -> None:
+def _stop_prefetching(thread: threading.Thread, stop: threading.Event, slots: threading.Semaphore) -> None:
     stop.set()
     slots.release()
     if thread is not threading.current_thread():  # a loader may be collected in any thread, its own too
         thread.join()
 
 
-def _pinned(batch: Samples) -> Samples:
-    return Samples(*(part.pin_memory() for part in batch.parts))
+def _pin_memory(batch: Samples) -> Samples:
+    return Samples(*(part.pin_memory() for part in batch.tensors))
 
 
-def _from_here(own: _Share, first_step: int) -> Batches:
+def _read_in_thread(reader: _RankReader, first_step: int) -> BatchIterator:
     for step in count(first_step):
-        yield step, own.read(step)
+        yield step, reader.read(step)
 
 
 # Workers
 
 
-def _from_workers(own: _Share, first_step: int, workers: int, stop: threading.Event) -> Batches:
+def _read_in_workers(reader: _RankReader, first_step: int, workers: int, stop: threading.Event) -> BatchIterator:
     pool: list[tuple[BaseProcess, Connection]] = []
     try:
-        context = _context()
+        context = _multiprocessing_context()
         for number in range(workers):
-            pool.append(_start(context, own, first_step + number, workers))
+            pool.append(_start_worker(context, reader, first_step + number, workers))
         for step in count(first_step):
             process, pipe = pool[(step - first_step) % workers]
-            while not pipe.poll(_GLANCE):
+            while not pipe.poll(_POLL_SECONDS):
                 if stop.is_set():
                     return
-            yield step, _receive(own, step, process, pipe)
+            yield step, _receive_batch(reader, step, process, pipe)
     finally:
         for process, pipe in pool:
             pipe.close()
@@ -191,7 +189,7 @@ def _from_workers(own: _Share, first_step: int, workers: int, stop: threading.Ev
             process.close()
 
 
-def _context() -> BaseContext:
+def _multiprocessing_context() -> BaseContext:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -199,49 +197,51 @@ def _context() -> BaseContext:
     return context
 
 
-def _start(context: BaseContext, own: _Share, first_step: int, stride: int) -> tuple[BaseProcess, Connection]:
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(theirs, own, first_step, stride), daemon=True)  # type: ignore[attr-defined]
+def _start_worker(
+    context: BaseContext, reader: _RankReader, first_step: int, stride: int
+) -> tuple[BaseProcess, Connection]:
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_worker_loop, args=(sender, reader, first_step, stride), daemon=True)  # type: ignore[attr-defined]
     process.start()
-    theirs.close()  # so that the worker holds the only other end, and its death ends the pipe
-    return process, ours
+    sender.close()  # so that the worker holds the only other end, and its death ends the pipe
+    return process, receiver
 
 
-def _work(pipe: Connection, own: _Share, first_step: int, stride: int) -> None:
+def _worker_loop(pipe: Connection, reader: _RankReader, first_step: int, stride: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # they go to the whole group; the loader's owner decides
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
     try:
         for step in count(first_step, stride):
             try:
-                batch = own.read(step)
+                batch = reader.read(step)
             except Exception as error:
                 return pipe.send(f"{error}" if isinstance(error, DataError) else f"{type(error).__name__}: {error}")
             # As arrays: tensors would travel through shared memory, whose files outlive a killed process.
-            pipe.send([part.numpy() for part in batch.parts])
+            pipe.send([part.numpy() for part in batch.tensors])
     except (BrokenPipeError, ConnectionResetError):
         return None  # the loader is gone
 
 
-def _receive(own: _Share, step: int, process: BaseProcess, pipe: Connection) -> Samples:
+def _receive_batch(reader: _RankReader, step: int, process: BaseProcess, pipe: Connection) -> Samples:
     try:
         parts = pipe.recv()
     except (EOFError, OSError):
-        _tell_death(own, step, process)
+        _raise_worker_died(reader, step, process)
     if isinstance(parts, str):
         raise DataError(f"a data worker failed at step {step}: {parts}")
     return Samples(*(torch.from_numpy(part) for part in parts))
 
 
-def _tell_death(own: _Share, step: int, process: BaseProcess) -> NoReturn:
+def _raise_worker_died(reader: _RankReader, step: int, process: BaseProcess) -> NoReturn:
     process.join()
     code = process.exitcode or 0
-    indices = own.stream.indices(own.places(step)).tolist()
-    which = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
+    indices = reader.stream.indices(reader.positions(step)).tolist()
+    listed = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
     if code < 0:
-        how = f"was killed by {signal.Signals(-code).name}"
+        cause = f"was killed by {signal.Signals(-code).name}"
         remedy = "Lack of memory does that, and a file that is cut short while it is read; use fewer data.workers."
     else:
-        how = f"ended with exit code {code}"
+        cause = f"ended with exit code {code}"
         remedy = "Its own words are above; a script that starts workers must do so below `if __name__ == '__main__':`."
-    raise DataError(f"the data worker that read step {step} (samples {which}) {how}. {remedy}") from None
+    raise DataError(f"the data worker that read step {step} (samples {listed}) {cause}. {remedy}") from None

@@ -14,88 +14,93 @@ from typing import Protocol
 
 import numpy as np
 
-from shardwise.kinds import T5, Bert, Named
-from shardwise.models.chain import IGNORED
+from shardwise.kinds import BertConfig, ModelConfig, T5Config
+from shardwise.models.chain import IGNORE_INDEX
 
 
 class Objective(Protocol):
-    def __call__(self, rows: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def __call__(self, rows: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and targets of some samples (`rows`: one token more than their source's length); -100 does not
         count."""
 
 
-def objective_of(model: Named, seed: int) -> Objective:
-    if isinstance(model, Bert):
-        return Masked(model, seed)
-    return Spans(model, seed) if isinstance(model, T5) else shifted
+def make_objective(model: ModelConfig, seed: int) -> Objective:
+    if isinstance(model, BertConfig):
+        return MaskedLM(model, seed)
+    return SpanCorruption(model, seed) if isinstance(model, T5Config) else causal_lm
 
 
-def shifted(rows: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def causal_lm(rows: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return rows[:, :-1].clip(min=0), np.ascontiguousarray(rows[:, 1:])  # an ignored target is still some input
 
 
-class Each:
+class PerSampleObjective:
     """Sample by sample."""
 
-    def __call__(self, rows: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        made = [self.one(row, place) for row, place in zip(rows, places.tolist(), strict=True)]
-        tokens, targets = map(np.stack, zip(*made, strict=True))
+    def __call__(self, rows: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        transformed = [self.transform(row, position) for row, position in zip(rows, positions.tolist(), strict=True)]
+        tokens, targets = map(np.stack, zip(*transformed, strict=True))
         return tokens, targets
 
-    def one(self, row: np.ndarray, place: int) -> tuple[np.ndarray, np.ndarray]:
+    def transform(self, row: np.ndarray, position: int) -> tuple[np.ndarray, np.ndarray]:
         raise NotImplementedError
 
 
-class Masked(Each):
-    def __init__(self, model: Bert, seed: int):
+class MaskedLM(PerSampleObjective):
+    def __init__(self, model: BertConfig, seed: int):
         self.model, self.seed = model, seed
 
-    def one(self, row: np.ndarray, place: int) -> tuple[np.ndarray, np.ndarray]:
-        model, draw = self.model, np.random.default_rng((self.seed, 1, place))
+    def transform(self, row: np.ndarray, position: int) -> tuple[np.ndarray, np.ndarray]:
+        model, rng = self.model, np.random.default_rng((self.seed, 1, position))
         row = row[: model.sequence]
-        chosen = draw.permutation(model.sequence)[: model.predicted]
-        targets = np.full_like(row, IGNORED)
-        targets[chosen] = row[chosen]
-        tokens, fate = row.clip(min=0), draw.random(model.predicted)
-        tokens[chosen[fate < 0.8]] = model.mask
-        anything = chosen[fate >= 0.9]
-        tokens[anything] = draw.integers(0, model.vocab - model.spare, len(anything))
+        masked_positions = rng.permutation(model.sequence)[: model.max_predictions]
+        targets = np.full_like(row, IGNORE_INDEX)
+        targets[masked_positions] = row[masked_positions]
+        tokens, draws = row.clip(min=0), rng.random(model.max_predictions)
+        tokens[masked_positions[draws < 0.8]] = model.resolved_mask_id
+        randomized = masked_positions[draws >= 0.9]
+        tokens[randomized] = rng.integers(0, model.vocab - model.reserved_ids, len(randomized))
         return tokens, targets
 
 
-class Spans(Each):
-    def __init__(self, model: T5, seed: int):
+class SpanCorruption(PerSampleObjective):
+    def __init__(self, model: T5Config, seed: int):
         self.model, self.seed = model, seed
 
-    def one(self, row: np.ndarray, place: int) -> tuple[np.ndarray, np.ndarray]:
-        model, draw = self.model, np.random.default_rng((self.seed, 2, place))
-        row = row[: model.window]
-        noise, spans = model.noise(len(row))
-        out, kept = _parts(draw, noise, spans), _parts(draw, len(row) - noise, spans)
-        reads: list[np.ndarray] = []
-        writes: list[np.ndarray] = []
-        at = 0
-        for number, (before, left_out) in enumerate(zip(kept, out, strict=True)):
-            mark = np.array([model.vocab - 1 - number])
-            reads += [row[at : at + before], mark]
-            writes += [mark, row[at + before : at + before + left_out]]
-            at += before + left_out
-        end = model.vocab - 1 - spans  # begin, end, and what fills up
-        read = _filled(np.concatenate(reads), model.sequence, end, end)
-        target = _filled(np.concatenate(writes), model.targets, end, IGNORED)
-        begin = np.concatenate(([end], np.where(target[:-1] == IGNORED, end, target[:-1])))
-        tokens = np.concatenate((read, begin)).clip(min=0)
-        return tokens, np.concatenate((np.full_like(read, IGNORED), target))
+    def transform(self, row: np.ndarray, position: int) -> tuple[np.ndarray, np.ndarray]:
+        model, rng = self.model, np.random.default_rng((self.seed, 2, position))
+        row = row[: model.text_window]
+        noise, spans = model.noise_counts(len(row))
+        noise_lengths, kept_lengths = (
+            _random_partition(rng, noise, spans),
+            _random_partition(rng, len(row) - noise, spans),
+        )
+        encoder_chunks: list[np.ndarray] = []
+        decoder_chunks: list[np.ndarray] = []
+        start = 0
+        for number, (kept, dropped) in enumerate(zip(kept_lengths, noise_lengths, strict=True)):
+            sentinel = np.array([model.vocab - 1 - number])
+            encoder_chunks += [row[start : start + kept], sentinel]
+            decoder_chunks += [sentinel, row[start + kept : start + kept + dropped]]
+            start += kept + dropped
+        eos = model.vocab - 1 - spans  # begin, end, and what fills up
+        encoder_tokens = _pad_with_eos(np.concatenate(encoder_chunks), model.sequence, eos, eos)
+        decoder_targets = _pad_with_eos(np.concatenate(decoder_chunks), model.target_sequence, eos, IGNORE_INDEX)
+        decoder_tokens = np.concatenate(
+            ([eos], np.where(decoder_targets[:-1] == IGNORE_INDEX, eos, decoder_targets[:-1]))
+        )
+        tokens = np.concatenate((encoder_tokens, decoder_tokens)).clip(min=0)
+        return tokens, np.concatenate((np.full_like(encoder_tokens, IGNORE_INDEX), decoder_targets))
 
 
-def _parts(draw: np.random.Generator, total: int, count: int) -> np.ndarray:
+def _random_partition(rng: np.random.Generator, total: int, count: int) -> np.ndarray:
     """`count` whole numbers of at least 1 that add up to `total`, all such rows alike likely."""
-    cuts = np.sort(draw.permutation(total - 1)[: count - 1]) + 1
+    cuts = np.sort(rng.permutation(total - 1)[: count - 1]) + 1
     return np.diff(np.concatenate(([0], cuts, [total])))
 
 
-def _filled(tokens: np.ndarray, length: int, end: int, filler: int) -> np.ndarray:
-    found = np.full(length, filler, dtype=np.int64)
-    found[: len(tokens)] = tokens
-    found[len(tokens)] = end
-    return found
+def _pad_with_eos(tokens: np.ndarray, length: int, eos: int, padding: int) -> np.ndarray:
+    padded = np.full(length, padding, dtype=np.int64)
+    padded[: len(tokens)] = tokens
+    padded[len(tokens)] = eos
+    return padded

@@ -26,20 +26,20 @@ class Source(Protocol):
         ...
 
 
-class Part:
+class Subset:
     """The samples `first` to `last` (without it) of another source: how training and validation share one list."""
 
-    def __init__(self, source: Source, first: int, last: int):
-        self.source, self.first, self.last = source, first, last
+    def __init__(self, source: Source, start: int, stop: int):
+        self.source, self.start, self.stop = source, start, stop
         self.length, self.vocab = source.length, source.vocab
 
     def __len__(self) -> int:
-        return self.last - self.first
+        return self.stop - self.start
 
     def __getitem__(self, index: int) -> np.ndarray:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        return self.source[self.first + index]
+        return self.source[self.start + index]
 
 
 class Mixture:
@@ -50,42 +50,49 @@ class Mixture:
     it, and its samples come in an order and in epochs of its own.
     """
 
-    BITS = 24  # of a share; with places below 2^39 products fit 64 bits
+    WEIGHT_BITS = 24  # of a share; with places below 2^39 products fit 64 bits
 
-    def __init__(self, parts: Sequence[Source], weights: Sequence[float]):
-        self.parts = tuple(parts)
-        self.length, self.vocab = parts[0].length, max(part.vocab for part in parts)
-        self.ends = list(accumulate(map(len, parts)))
-        left = list(accumulate(reversed(weights)))[::-1]
-        self._shares = [max(1, round(one / rest * 2**self.BITS)) for one, rest in zip(weights, left, strict=True)]
+    def __init__(self, sources: Sequence[Source], weights: Sequence[float]):
+        self.sources = tuple(sources)
+        self.length, self.vocab = sources[0].length, max(source.vocab for source in sources)
+        self.cumulative_sizes = list(accumulate(map(len, sources)))
+        remaining = list(accumulate(reversed(weights)))[::-1]
+        self._fixed_point_weights = [
+            max(1, round(weight / rest * 2**self.WEIGHT_BITS)) for weight, rest in zip(weights, remaining, strict=True)
+        ]
 
     def __len__(self) -> int:
-        return self.ends[-1]
+        return self.cumulative_sizes[-1]
 
     def __getitem__(self, index: int) -> np.ndarray:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        which = bisect_right(self.ends, index)
-        return self.parts[which][index - self.first(which)]
+        source_index = bisect_right(self.cumulative_sizes, index)
+        return self.sources[source_index][index - self.offset(source_index)]
 
-    def first(self, which: int) -> int:
+    def offset(self, source_index: int) -> int:
         """Where a source begins in the list."""
-        return self.ends[which - 1] if which else 0
+        return self.cumulative_sizes[source_index - 1] if source_index else 0
 
-    def split(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Of each place its source, and the place in that source's own stream."""
-        which, own = np.full_like(places, len(self.parts) - 1), places.copy()
-        left = np.ones(len(places), bool)
-        for number, share in enumerate(self._shares[:-1]):
-            before, after = (own * share) >> self.BITS, ((own + 1) * share) >> self.BITS
-            taken = left & (after > before)
-            which[taken] = number
-            own = np.where(taken, before, np.where(left, own - before, own))
-            left &= ~taken
-        return which, own
+        source_index, source_positions = np.full_like(positions, len(self.sources) - 1), positions.copy()
+        unassigned = np.ones(len(positions), bool)
+        for number, weight in enumerate(self._fixed_point_weights[:-1]):
+            before, after = (
+                (source_positions * weight) >> self.WEIGHT_BITS,
+                ((source_positions + 1) * weight) >> self.WEIGHT_BITS,
+            )
+            assigned = unassigned & (after > before)
+            source_index[assigned] = number
+            source_positions = np.where(
+                assigned, before, np.where(unassigned, source_positions - before, source_positions)
+            )
+            unassigned &= ~assigned
+        return source_index, source_positions
 
 
-class Synthetic:
+class SyntheticTokens:
     """Random walks over the vocabulary: the next token follows from the last one but for some noise, so a model learns.
 
     The rule depends on the seed, a walk on seed and index: sources that differ in `count` share their first samples.
@@ -103,13 +110,15 @@ class Synthetic:
         return self.count
 
     def __getitem__(self, index: int) -> np.ndarray:
-        draw = np.random.default_rng((self.seed, index))
-        drawn = draw.random(self.length + 1) < 0.1
-        tokens = draw.integers(0, self.vocab, self.length + 1)
-        drawn[0] = True
-        places = np.arange(self.length + 1)
-        last = np.maximum.accumulate(np.where(drawn, places, 0))  # the drawn token that each place comes from
-        tokens, steps = tokens[last], places - last
+        rng = np.random.default_rng((self.seed, index))
+        is_random = rng.random(self.length + 1) < 0.1
+        tokens = rng.integers(0, self.vocab, self.length + 1)
+        is_random[0] = True
+        positions = np.arange(self.length + 1)
+        last_random = np.maximum.accumulate(
+            np.where(is_random, positions, 0)
+        )  # the drawn token that each place comes from
+        tokens, steps = tokens[last_random], positions - last_random
         for power in self._powers[: int(steps.max()).bit_length()]:
             tokens = np.where(steps & 1, power[tokens], tokens)
             steps >>= 1

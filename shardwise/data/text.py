@@ -20,54 +20,56 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwise.data.bad import Bad
-from shardwise.errors import DataError, nearest
+from shardwise.data.bad_records import BadRecords
+from shardwise.errors import DataError, suggest
 
-PIECE = 1 << 20
-_ENDINGS = {"text": (), "jsonl": (".jsonl", ".ndjson"), "tokens": (".bin",)}
+CHUNK_CHARS = 1 << 20
+_SUFFIXES = {"text": (), "jsonl": (".jsonl", ".ndjson"), "tokens": (".bin",)}
 """What a folder is searched for; empty: everything."""
 
 
-class Piece(NamedTuple):
+class TextChunk(NamedTuple):
     text: str
-    ends: bool
+    ends_document: bool
     """Whether the document ends here."""
 
 
 def find_files(source: str, path: str) -> list[Path]:
     """The files of a source, sorted; at least one."""
     if source == "stdlib":
-        return _stdlib()
+        return _stdlib_files()
     if not path:
         raise DataError(f"data.source = {source!r} needs data.path: a file, a folder or a glob.")
-    whole = os.path.expanduser(path)
-    if os.path.isfile(whole):
-        return [Path(whole)]
-    if os.path.isdir(whole):
-        found = [file for file in _below(Path(whole)) if file.name.endswith(_ENDINGS[source] or "")]
-        wanted = f" that end in {' or '.join(_ENDINGS[source])}" if _ENDINGS[source] else ""
+    expanded = os.path.expanduser(path)
+    if os.path.isfile(expanded):
+        return [Path(expanded)]
+    if os.path.isdir(expanded):
+        found = [file for file in _walk_files(Path(expanded)) if file.name.endswith(_SUFFIXES[source] or "")]
+        wanted = f" that end in {' or '.join(_SUFFIXES[source])}" if _SUFFIXES[source] else ""
         remedy = f"The folder has no files{wanted}"
     else:
-        found = [Path(name) for name in sorted(glob.glob(whole, recursive=True)) if os.path.isfile(name)]
-        remedy = "No file matches" if glob.has_magic(whole) else f"There is no such file or folder (from {os.getcwd()})"
+        found = [Path(name) for name in sorted(glob.glob(expanded, recursive=True)) if os.path.isfile(name)]
+        remedy = (
+            "No file matches" if glob.has_magic(expanded) else f"There is no such file or folder (from {os.getcwd()})"
+        )
     if not found:
         raise DataError(f"data.path = {path!r} leads to nothing. {remedy}; give a file, a folder or a glob.")
     return found
 
 
-def _below(folder: Path, passed_over: Iterable[str] = ()) -> Iterator[Path]:
+def _walk_files(folder: Path, excluded: Iterable[str] = ()) -> Iterator[Path]:
     for here, folders, names in os.walk(folder):
         # In place: this is how os.walk is told where to go, and in which order.
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in passed_over)
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in excluded)
         yield from (Path(here, name) for name in sorted(names) if not name.startswith("."))
 
 
-def _stdlib() -> list[Path]:
+def _stdlib_files() -> list[Path]:
     folder = Path(sysconfig.get_paths()["stdlib"])
-    passed_over = ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__")
+    excluded = ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__")
     found = [
         file
-        for file in _below(folder, passed_over)
+        for file in _walk_files(folder, excluded)
         # The build's own settings differ from machine to machine, the rest only with the version of Python.
         if file.suffix == ".py"
         and not file.name.startswith("_sysconfigdata")
@@ -78,16 +80,18 @@ def _stdlib() -> list[Path]:
     return found
 
 
-def read_pieces(source: str, path: str, field: str, files: Sequence[Path], bad: Bad | None = None) -> Iterator[Piece]:
+def read_chunks(
+    source: str, path: str, field: str, files: Sequence[Path], bad_records: BadRecords | None = None
+) -> Iterator[TextChunk]:
     """The text of `files`, document by document."""
-    named = source == "text" and os.path.isfile(os.path.expanduser(path))
+    is_named_file = source == "text" and os.path.isfile(os.path.expanduser(path))
     for file in files:
         try:
             if source == "jsonl":
-                yield from _records(file, field, bad or Bad())
+                yield from _read_jsonl_file(file, field, bad_records or BadRecords())
             elif _is_text(file):
-                yield from _pieces(file)
-            elif named:
+                yield from _read_text_file(file)
+            elif is_named_file:
                 raise DataError(
                     f"{file} is not text: it must be UTF-8 without NUL bytes. Convert it, for instance with iconv."
                 )
@@ -99,7 +103,7 @@ def _is_text(path: Path) -> bool:
     decode = codecs.getincrementaldecoder("utf-8")().decode
     with path.open("rb") as file:
         try:
-            while chunk := file.read(PIECE):
+            while chunk := file.read(CHUNK_CHARS):
                 if b"\0" in chunk:
                     return False
                 decode(chunk)
@@ -109,28 +113,28 @@ def _is_text(path: Path) -> bool:
     return True
 
 
-def _pieces(path: Path) -> Iterator[Piece]:
+def _read_text_file(path: Path) -> Iterator[TextChunk]:
     with path.open(encoding="utf-8-sig", newline="") as file:
-        text = file.read(PIECE) + file.readline(PIECE)
+        text = file.read(CHUNK_CHARS) + file.readline(CHUNK_CHARS)
         while text:
-            after = file.read(PIECE) + file.readline(PIECE)
-            yield Piece(text, ends=not after)
-            text = after
+            next_text = file.read(CHUNK_CHARS) + file.readline(CHUNK_CHARS)
+            yield TextChunk(text, ends_document=not next_text)
+            text = next_text
 
 
-def _records(path: Path, field: str, bad: Bad) -> Iterator[Piece]:
+def _read_jsonl_file(path: Path, field: str, bad_records: BadRecords) -> Iterator[TextChunk]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
-                text = _record(line, field, f"{path}, line {number}") if line.strip() else ""
+                text = _parse_record(line, field, f"{path}, line {number}") if line.strip() else ""
             except DataError as error:
-                bad.tell(error)
+                bad_records.report(error)
                 continue
             if text:
-                yield Piece(text, ends=True)
+                yield TextChunk(text, ends_document=True)
 
 
-def _record(line: bytes, field: str, where: str) -> str:
+def _parse_record(line: bytes, field: str, where: str) -> str:
     try:
         record = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -138,11 +142,11 @@ def _record(line: bytes, field: str, where: str) -> str:
     if not isinstance(record, dict):
         raise DataError(f"{where}: a JSON {type(record).__name__}. Every line must be one JSON object.")
     if field not in record:
-        raise DataError(f"{where}: the record has no field {field!r} (data.field); {nearest(field, map(str, record))}")
+        raise DataError(f"{where}: the record has no field {field!r} (data.text_field); {suggest(field, map(str, record))}")
     text = record[field]
     if not isinstance(text, str):
         raise DataError(
-            f"{where}: field {field!r} holds a {type(text).__name__}, not a string; choose another data.field."
+            f"{where}: field {field!r} holds a {type(text).__name__}, not a string; choose another data.text_field."
         )
     try:
         text.encode()

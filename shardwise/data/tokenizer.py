@@ -21,23 +21,23 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike
 
-from shardwise.data.tokens import writing
+from shardwise.data.token_file import write_data_file
 from shardwise.errors import DataError
 
-END = "<|end|>"
-_ENDS = (END, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+EOS_TOKEN = "<|end|>"
+_EOS_TOKENS = (EOS_TOKEN, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 """Tokens that mark the end of a document in tokenizers of this house and others; the first that is there counts."""
 
 
 class Tokenizer(Protocol):
     vocab: int
-    separator: int
+    eos_id: int
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of one text, without a separator."""
         ...
 
-    def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of several texts at once, which may use more than one core."""
         ...
 
@@ -45,86 +45,89 @@ class Tokenizer(Protocol):
         """The text of some ids; separators, and what is not an id at all, show as nothing."""
         ...
 
-    def bytes_of(self, ids: ArrayLike) -> int:
+    def count_bytes(self, ids: ArrayLike) -> int:
         """How many bytes of UTF-8 the ids stand for; a separator and an ignored target (-100) stand for none."""
         ...
 
 
-class Bytes:
+class ByteTokenizer:
     vocab = 256
-    separator = 0
+    eos_id = 0
 
     def encode(self, text: str) -> np.ndarray:
         ids = np.frombuffer(text.encode(), np.uint8)
-        return ids[ids != self.separator]
+        return ids[ids != self.eos_id]
 
-    def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: ArrayLike) -> str:
         flat = np.asarray(ids).reshape(-1)
         return flat[(flat > 0) & (flat < self.vocab)].astype(np.uint8).tobytes().decode(errors="replace")
 
-    def bytes_of(self, ids: ArrayLike) -> int:
+    def count_bytes(self, ids: ArrayLike) -> int:
         flat = np.asarray(ids)
         return int(np.count_nonzero((flat > 0) & (flat < self.vocab)))
 
 
-class Subwords:
+class HuggingFaceTokenizer:
     """A tokenizer of the `tokenizers` library."""
 
-    def __init__(self, inner: Any, name: str):
-        inner.encode_special_tokens = True
-        inner.no_padding()  # saved tokenizers may carry settings for batches of another use
-        inner.no_truncation()
-        found = [inner.token_to_id(end) for end in _ENDS if inner.token_to_id(end) is not None]
-        if not found:
+    def __init__(self, tokenizer: Any, name: str):
+        tokenizer.encode_special_tokens = True
+        tokenizer.no_padding()  # saved tokenizers may carry settings for batches of another use
+        tokenizer.no_truncation()
+        eos_ids = [tokenizer.token_to_id(token) for token in _EOS_TOKENS if tokenizer.token_to_id(token) is not None]
+        if not eos_ids:
             raise DataError(
-                f"the tokenizer {name} has no token for the end of a document; give it one of {', '.join(_ENDS)} as a "
+                f"the tokenizer {name} has no token for the end of a document; give it one of {', '.join(_EOS_TOKENS)} as a "
                 f"special token."
             )
-        self._inner, self.separator = inner, int(found[0])
-        self.vocab = 1 + max(inner.get_vocab(with_added_tokens=True).values())
-        self._widths = self._widths_in_bytes()
+        self._tokenizer, self.eos_id = tokenizer, int(eos_ids[0])
+        self.vocab = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+        self._token_bytes = self._bytes_per_token()
 
     def encode(self, text: str) -> np.ndarray:
-        return self.encode_all([text])[0]
+        return self.encode_batch([text])[0]
 
-    def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [np.array(one.ids, np.uint32) for one in self._inner.encode_batch(list(texts), add_special_tokens=False)]
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [
+            np.array(encoding.ids, np.uint32)
+            for encoding in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        ]
 
     def decode(self, ids: ArrayLike) -> str:
-        return str(self._inner.decode(self._known(ids).tolist(), skip_special_tokens=True))
+        return str(self._tokenizer.decode(self._valid_ids(ids).tolist(), skip_special_tokens=True))
 
-    def bytes_of(self, ids: ArrayLike) -> int:
-        if self._widths is None:
+    def count_bytes(self, ids: ArrayLike) -> int:
+        if self._token_bytes is None:
             return len(self.decode(ids).encode())
-        return int(self._widths[self._known(ids)].sum())
+        return int(self._token_bytes[self._valid_ids(ids)].sum())
 
     def save(self, path: Path) -> None:
-        with writing(path) as file:
-            file.write(self._inner.to_str(pretty=True).encode())
+        with write_data_file(path) as file:
+            file.write(self._tokenizer.to_str(pretty=True).encode())
 
-    def _known(self, ids: ArrayLike) -> np.ndarray:
+    def _valid_ids(self, ids: ArrayLike) -> np.ndarray:
         flat = np.asarray(ids, np.int64).reshape(-1)
         return flat[(flat >= 0) & (flat < self.vocab)]
 
-    def _widths_in_bytes(self) -> np.ndarray | None:
+    def _bytes_per_token(self) -> np.ndarray | None:
         """Bytes by id where tokens are spelled in bytes, one character each; None: only decoding can tell.
 
         Decoding cannot tell for ids that start or end amid a character, which windows of a corpus do.
         """
-        if '"ByteLevel"' not in json.dumps(json.loads(self._inner.to_str())["decoder"]):
+        if '"ByteLevel"' not in json.dumps(json.loads(self._tokenizer.to_str())["decoder"]):
             return None
-        widths = np.zeros(self.vocab, np.int64)
-        for token, number in self._inner.get_vocab(with_added_tokens=True).items():
-            widths[number] = len(token)
-        for number, added in self._inner.get_added_tokens_decoder().items():
-            widths[number] = 0 if added.special else len(added.content.encode())
-        return widths
+        token_bytes = np.zeros(self.vocab, np.int64)
+        for token, token_id in self._tokenizer.get_vocab(with_added_tokens=True).items():
+            token_bytes[token_id] = len(token)
+        for token_id, added in self._tokenizer.get_added_tokens_decoder().items():
+            token_bytes[token_id] = 0 if added.special else len(added.content.encode())
+        return token_bytes
 
 
-def bpe_size(name: str) -> int | None:
+def parse_bpe_size(name: str) -> int | None:
     """The SIZE of `bpe:SIZE`; None: the name is of another kind."""
     kind, colon, size = name.partition(":")
     if kind != "bpe" or not colon:
@@ -140,11 +143,11 @@ def bpe_size(name: str) -> int | None:
 def load_tokenizer(name: str) -> Tokenizer:
     """`bytes`, or a saved tokenizer by its path."""
     if name == "bytes":
-        return Bytes()
-    library = _library()
-    path = _saved(name)
+        return ByteTokenizer()
+    tokenizers = _import_tokenizers()
+    path = _tokenizer_path(name)
     try:
-        return Subwords(library.Tokenizer.from_str(path.read_text(encoding="utf-8")), str(path))
+        return HuggingFaceTokenizer(tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8")), str(path))
     except DataError:
         raise
     except Exception as error:  # the library raises bare Exceptions for files it does not like
@@ -153,33 +156,33 @@ def load_tokenizer(name: str) -> Tokenizer:
         ) from error
 
 
-def train_bpe(texts: Iterable[str], size: int) -> Subwords:
+def train_bpe(texts: Iterable[str], size: int) -> HuggingFaceTokenizer:
     """Byte-level pairs of `size` ids (fewer if the text has no more pairs); the same texts give the same tokenizer."""
-    library = _library()
-    inner = library.Tokenizer(library.models.BPE())
-    inner.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = library.decoders.ByteLevel()
-    trainer = library.trainers.BpeTrainer(
+    tokenizers = _import_tokenizers()
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=size,
-        special_tokens=[END],
-        initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),  # so that any text can be encoded
+        special_tokens=[EOS_TOKEN],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),  # so that any text can be encoded
         show_progress=False,
     )
-    inner.train_from_iterator(texts, trainer)
-    return Subwords(inner, f"bpe:{size}")
+    tokenizer.train_from_iterator(texts, trainer)
+    return HuggingFaceTokenizer(tokenizer, f"bpe:{size}")
 
 
-def fingerprint(name: str) -> str:
+def tokenizer_fingerprint(name: str) -> str:
     """What tells whether text would be encoded the same way: the name, or the content of a saved tokenizer."""
-    if name == "bytes" or bpe_size(name) is not None:
+    if name == "bytes" or parse_bpe_size(name) is not None:
         return name
     try:
-        return hashlib.blake2b(_saved(name).read_bytes(), digest_size=16).hexdigest()
+        return hashlib.blake2b(_tokenizer_path(name).read_bytes(), digest_size=16).hexdigest()
     except OSError as error:
         raise DataError(f"the tokenizer {name} cannot be read: {error.strerror}.") from error
 
 
-def _saved(name: str) -> Path:
+def _tokenizer_path(name: str) -> Path:
     path = Path(name).expanduser()
     path = path / "tokenizer.json" if path.is_dir() else path
     if not path.is_file():
@@ -189,7 +192,7 @@ def _saved(name: str) -> Path:
     return path
 
 
-def _library() -> Any:
+def _import_tokenizers() -> Any:
     try:
         import tokenizers
     except ImportError:

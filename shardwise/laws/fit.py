@@ -21,28 +21,33 @@ from scipy.special import huber
 from scipy.stats import median_abs_deviation
 from threadpoolctl import threadpool_limits
 
+from shardwise.console import pluralize
 from shardwise.errors import DataError
-from shardwise.laws.data import Runs
-from shardwise.laws.law import NAMES, Law
-from shardwise.words import counted
+from shardwise.laws.runs import Runs
+from shardwise.laws.scaling_law import CONSTANTS, ScalingLaw
 
 Array = NDArray[np.float64]
-DELTA = 1e-3
-DRAWS = 400
-LEVEL = 0.95
-LEAST = 6  # runs: one more than there are constants
-SIZES = 3  # different numbers of parameters, and of tokens: a power with an offset has as many unknowns
-FAR = 11.0  # robust standard deviations from the law beyond which a run is an outlier ...
-FAR_SHARE = 0.02  # ... if it is also off by this share: where runs lie close to the law, any error is many deviations
-FEW = 20  # one outlier at most among so many runs is left out on its own account
-ROUGH, KEPT = 25, 8  # steps of the search from every start, and how many of the best are searched to the end
+HUBER_DELTA = 1e-3
+BOOTSTRAP_SAMPLES = 400
+CONFIDENCE = 0.95
+MIN_RUNS = 6  # runs: one more than there are constants
+MIN_DISTINCT_SIZES = 3  # different numbers of parameters, and of tokens: a power with an offset has as many unknowns
+OUTLIER_DEVIATIONS = 11.0  # robust standard deviations from the law beyond which a run is an outlier ...
+OUTLIER_MIN_RESIDUAL = (
+    0.02  # ... if it is also off by this share: where runs lie close to the law, any error is many deviations
+)
+RUNS_PER_OUTLIER = 20  # one outlier at most among so many runs is left out on its own account
+COARSE_STEPS, NUM_REFINED = (
+    25,
+    8,
+)  # steps of the search from every start, and how many of the best are searched to the end
 BOUNDS = [(-12.0, 6.0), (-16.0, 6.0), (-16.0, 6.0), (1e-4, 4.0), (1e-4, 4.0)]
 
 
 @dataclass(frozen=True)
-class Fit:
-    law: Law
-    draws: Law
+class ScalingLawFit:
+    law: ScalingLaw
+    bootstrap_samples: ScalingLaw
     """The same constants of fits to reweighted runs, as arrays."""
     runs: Runs
     """Those that the law was fitted to."""
@@ -56,17 +61,17 @@ class Fit:
         return residuals(self.law, self.runs)
 
     @property
-    def scatter(self) -> float:
+    def residual_std(self) -> float:
         """A robust standard deviation of the residuals."""
-        return _scatter(self.residuals)
+        return _robust_std(self.residuals)
 
     def interval(self, values: Any) -> tuple[float, float]:
         return interval(values)
 
     def constants(self) -> dict[str, dict[str, float]]:
         found = {}
-        for name in NAMES:
-            values = getattr(self.draws, name)
+        for name in CONSTANTS:
+            values = getattr(self.bootstrap_samples, name)
             low, high = interval(values)
             found[name] = {"value": float(getattr(self.law, name)), "low": low, "high": high,
                            "standard_error": float(np.std(values))}  # fmt: skip
@@ -75,148 +80,168 @@ class Fit:
 
 def interval(values: Any) -> tuple[float, float]:
     """Between which 95% of the draws lie."""
-    low, high = np.quantile(values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    low, high = np.quantile(values, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return float(low), float(high)
 
 
-def residuals(law: Law, runs: Runs) -> Array:
+def residuals(law: ScalingLaw, runs: Runs) -> Array:
     return np.asarray(np.log(runs.loss) - np.log(law.loss(runs.parameters, runs.tokens)))
 
 
 @threadpool_limits.wrap(limits=1)  # the search's matrices are of 5 numbers: threads for them cost 15 times the search
-def fit(runs: Runs, drop: int | None = None, draws: int = DRAWS, seed: int = 0) -> Fit:
+def fit_scaling_law(
+    runs: Runs, drop_highest: int | None = None, bootstrap_samples: int = BOOTSTRAP_SAMPLES, seed: int = 0
+) -> ScalingLawFit:
     """Fits a law. `drop`: leaves out so many of the highest losses; None: those that no law near the others allows."""
-    check(runs if drop is None else _without_highest(runs, drop))
-    best = best_fit(runs) if not drop else None
+    check_runs(runs if drop_highest is None else _without_highest(runs, drop_highest))
+    best = best_fit(runs) if not drop_highest else None
     kept = np.arange(len(runs))
     if best is None:
-        kept = np.argsort(runs.loss, kind="stable")[: len(runs) - (drop or 0)]
-    elif drop is None:
-        kept = _follow(runs, best)
-    inside = np.isin(np.arange(len(runs)), kept)
-    used = runs.some(inside)
-    law, objective, point = best if best is not None and inside.all() else best_fit(used)
+        kept = np.argsort(runs.loss, kind="stable")[: len(runs) - (drop_highest or 0)]
+    elif drop_highest is None:
+        kept = _drop_outliers(runs, best)
+    is_kept = np.isin(np.arange(len(runs)), kept)
+    kept_runs = runs.select(is_kept)
+    law, objective, point = best if best is not None and is_kept.all() else best_fit(kept_runs)
     if point[3] < 1e-3 or point[4] < 1e-3:
-        what = "parameters" if point[3] < point[4] else "tokens"
-        raise DataError(f"the loss of these runs does not fall with their {what}, so no law can be fitted; "
-                        f"runs with a wider range of {what} would do.")  # fmt: skip
-    return Fit(law, bootstrap(used, point, draws, seed), used, runs.some(~inside), objective)
+        quantity = "parameters" if point[3] < point[4] else "tokens"
+        raise DataError(f"the loss of these runs does not fall with their {quantity}, so no law can be fitted; "
+                        f"runs with a wider range of {quantity} would do.")  # fmt: skip
+    return ScalingLawFit(
+        law, bootstrap(kept_runs, point, bootstrap_samples, seed), kept_runs, runs.select(~is_kept), objective
+    )
 
 
-def check(runs: Runs) -> None:
+def check_runs(runs: Runs) -> None:
     """Raises where runs cannot say what the five constants are."""
-    if len(runs) < LEAST:
-        raise DataError(f"{counted(len(runs), 'run')}: a law has five constants; give at least {LEAST} runs.")
-    for what in ("parameters", "tokens"):
-        different = _different(getattr(runs, what))
-        if different < SIZES:
+    if len(runs) < MIN_RUNS:
+        raise DataError(f"{pluralize(len(runs), 'run')}: a law has five constants; give at least {MIN_RUNS} runs.")
+    for quantity in ("parameters", "tokens"):
+        num_distinct = _count_distinct(getattr(runs, quantity))
+        if num_distinct < MIN_DISTINCT_SIZES:
             raise DataError(
-                f"these {counted(len(runs), 'run')} have {counted(different, 'value')} of {what}; a law needs {SIZES} "
+                f"these {pluralize(len(runs), 'run')} have {pluralize(num_distinct, 'value')} of {quantity}; a law needs {MIN_DISTINCT_SIZES} "
                 "different ones at least."
             )
 
 
-def _different(values: Array) -> int:
+def _count_distinct(values: Array) -> int:
     """How many values there are that differ by more than a thousandth."""
     return len(np.unique(np.round(np.log(values), 3)))
 
 
-def best_fit(runs: Runs) -> tuple[Law, float, Array]:
+def best_fit(runs: Runs) -> tuple[ScalingLaw, float, Array]:
     """The best of many starts: the law, its objective, and the point of the search that it is."""
-    seen = _Seen.of(runs)
-    found = sorted((_search(seen, start, steps=ROUGH) for start in _starts(runs)), key=lambda result: float(result.fun))
-    best = min((_search(seen, rough.x) for rough in found[:KEPT]), key=lambda result: float(result.fun))
-    return seen.law(best.x), float(best.fun) * DELTA, best.x
+    log_runs = _LogRuns.of(runs)
+    found = sorted(
+        (_minimize(log_runs, start, steps=COARSE_STEPS) for start in _starting_points(runs)),
+        key=lambda result: float(result.fun),
+    )
+    best = min((_minimize(log_runs, coarse.x) for coarse in found[:NUM_REFINED]), key=lambda result: float(result.fun))
+    return log_runs.law(best.x), float(best.fun) * HUBER_DELTA, best.x
 
 
-def bootstrap(runs: Runs, point: Array, draws: int, seed: int) -> Law:
+def bootstrap(runs: Runs, point: Array, bootstrap_samples: int, seed: int) -> ScalingLaw:
     """Constants of fits to runs with random weights, each search started at the best fit of all.
 
     Weights are exponential (Rubin 1981) rather than counts of runs drawn with replacement: these leave a third of the
     runs out each time, and with some dozens of runs that makes intervals a fifth too wide.
     """
-    chance, seen = np.random.default_rng(seed), _Seen.of(runs)
+    rng, log_runs = np.random.default_rng(seed), _LogRuns.of(runs)
     found = []
-    for _ in range(draws):
-        weights = chance.standard_exponential(len(runs))
-        found.append(seen.law(_search(seen, point, weights / weights.mean()).x).as_array())
-    return Law(*np.array(found).reshape(-1, len(NAMES)).T)
+    for _ in range(bootstrap_samples):
+        weights = rng.standard_exponential(len(runs))
+        found.append(log_runs.law(_minimize(log_runs, point, weights / weights.mean()).x).as_array())
+    return ScalingLaw(*np.array(found).reshape(-1, len(CONSTANTS)).T)
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _LogRuns:
     """Runs as the search sees them: logarithms, sizes around their middle."""
 
     n: Array
     d: Array
     loss: Array
-    middle: tuple[float, float]
+    center: tuple[float, float]
 
     @classmethod
-    def of(cls, runs: Runs) -> _Seen:
+    def of(cls, runs: Runs) -> _LogRuns:
         n, d = np.log(runs.parameters), np.log(runs.tokens)
         return cls(n - n.mean(), d - d.mean(), np.log(runs.loss), (float(n.mean()), float(d.mean())))
 
-    def law(self, point: Array) -> Law:
+    def law(self, point: Array) -> ScalingLaw:
         e, a, b, alpha, beta = map(float, point)
-        n, d = self.middle
-        return Law(float(np.exp(e)), float(np.exp(a + alpha * n)), float(np.exp(b + beta * d)), alpha, beta)
+        n, d = self.center
+        return ScalingLaw(float(np.exp(e)), float(np.exp(a + alpha * n)), float(np.exp(b + beta * d)), alpha, beta)
 
     def objective(self, point: Array, weights: Array) -> tuple[float, Array]:
-        """The Huber loss over `DELTA` (larger numbers suit the search's limits), and its gradient."""
+        """The Huber loss over `HUBER_DELTA` (larger numbers suit the search's limits), and its gradient."""
         e, a, b, alpha, beta = point
         terms = np.stack([np.full_like(self.n, e), a - alpha * self.n, b - beta * self.d])
         total = np.logaddexp.reduce(terms, axis=0)
         error = total - self.loss
-        slope = weights * np.clip(error / DELTA, -1.0, 1.0) * np.exp(terms - total)
+        slope = weights * np.clip(error / HUBER_DELTA, -1.0, 1.0) * np.exp(terms - total)
         one, two, three = slope.sum(axis=1)
         gradient = np.array([one, two, three, -(slope[1] * self.n).sum(), -(slope[2] * self.d).sum()])
-        return float((weights * huber(DELTA, error)).sum() / DELTA), gradient
+        return float((weights * huber(HUBER_DELTA, error)).sum() / HUBER_DELTA), gradient
 
 
-def _search(seen: _Seen, start: Any, weights: Any = 1.0, steps: int = 1000) -> Any:
-    limits = {"maxiter": steps, "ftol": 1e-12, "gtol": 1e-8, "maxcor": 20}
-    return minimize(seen.objective, start, (weights,), jac=True, method="L-BFGS-B", bounds=BOUNDS, options=limits)
+def _minimize(log_runs: _LogRuns, start: Any, weights: Any = 1.0, steps: int = 1000) -> Any:
+    options = {"maxiter": steps, "ftol": 1e-12, "gtol": 1e-8, "maxcor": 20}
+    return minimize(log_runs.objective, start, (weights,), jac=True, method="L-BFGS-B", bounds=BOUNDS, options=options)
 
 
-def _starts(runs: Runs) -> list[tuple[float, ...]]:
+def _starting_points(runs: Runs) -> list[tuple[float, ...]]:
     """In the middle of the runs the loss is E and two terms: how it is dealt out, and two exponents, 81 ways."""
     found: list[tuple[float, ...]] = []
-    middle, least = float(np.exp(np.log(runs.loss).mean())), float(runs.loss.min())
-    for part, share, alpha, beta in product((0.3, 0.6, 0.9), (0.2, 0.5, 0.8), (0.2, 0.5, 1.0), (0.2, 0.5, 1.0)):
-        rest = middle - part * least
-        found.append((np.log(part * least), np.log(share * rest), np.log((1 - share) * rest), alpha, beta))
+    center, lowest_loss = float(np.exp(np.log(runs.loss).mean())), float(runs.loss.min())
+    for irreducible_share, parameter_share, alpha, beta in product(
+        (0.3, 0.6, 0.9), (0.2, 0.5, 0.8), (0.2, 0.5, 1.0), (0.2, 0.5, 1.0)
+    ):
+        reducible = center - irreducible_share * lowest_loss
+        found.append(
+            (
+                np.log(irreducible_share * lowest_loss),
+                np.log(parameter_share * reducible),
+                np.log((1 - parameter_share) * reducible),
+                alpha,
+                beta,
+            )
+        )
     return found
 
 
 # Outliers
 
 
-def outliers(law: Law, runs: Runs) -> NDArray[np.intp]:
+def find_outliers(law: ScalingLaw, runs: Runs) -> NDArray[np.intp]:
     """The places of runs that lie far from a law, the farthest first."""
-    off = np.abs(residuals(law, runs))
-    far = np.flatnonzero((off > FAR * _scatter(residuals(law, runs))) & (off > FAR_SHARE))
-    return far[np.argsort(-off[far])]
+    abs_residuals = np.abs(residuals(law, runs))
+    outlier_indices = np.flatnonzero(
+        (abs_residuals > OUTLIER_DEVIATIONS * _robust_std(residuals(law, runs)))
+        & (abs_residuals > OUTLIER_MIN_RESIDUAL)
+    )
+    return outlier_indices[np.argsort(-abs_residuals[outlier_indices])]
 
 
-def _follow(runs: Runs, best: tuple[Law, float, Array]) -> NDArray[np.intp]:
+def _drop_outliers(runs: Runs, best: tuple[ScalingLaw, float, Array]) -> NDArray[np.intp]:
     """The places of runs without outliers. One goes at a time, the farthest, since it bends the law for the others."""
     kept, (law, _, point) = np.arange(len(runs)), best
-    for _ in range(len(runs) // FEW):
-        far = outliers(law, runs.some(kept))
-        if not len(far):
+    for _ in range(len(runs) // RUNS_PER_OUTLIER):
+        outlier_indices = find_outliers(law, runs.select(kept))
+        if not len(outlier_indices):
             break
-        kept = np.delete(kept, far[0])
-        seen = _Seen.of(runs.some(kept))
-        law = seen.law(_search(seen, point).x)
+        kept = np.delete(kept, outlier_indices[0])
+        log_runs = _LogRuns.of(runs.select(kept))
+        law = log_runs.law(_minimize(log_runs, point).x)
     return kept
 
 
-def _scatter(values: Array) -> float:
+def _robust_std(values: Array) -> float:
     return float(median_abs_deviation(values, scale="normal"))
 
 
-def _without_highest(runs: Runs, drop: int) -> Runs:
-    if not 0 <= drop < len(runs):
-        raise DataError(f"--drop-highest {drop}: there are {counted(len(runs), 'run')}.")
-    return runs.some(np.argsort(runs.loss, kind="stable")[: len(runs) - drop])
+def _without_highest(runs: Runs, drop_highest: int) -> Runs:
+    if not 0 <= drop_highest < len(runs):
+        raise DataError(f"--drop-highest {drop_highest}: there are {pluralize(len(runs), 'run')}.")
+    return runs.select(np.argsort(runs.loss, kind="stable")[: len(runs) - drop_highest])

@@ -7,56 +7,85 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwise.draw import COLOURS, EDGE, GAP, HIGH, SIDE, Panel, dot, path, svg, text, write_svg
-from shardwise.laws.estimates import budgets
-from shardwise.laws.fit import Fit, residuals
+from shardwise.draw import (
+    COLORS,
+    GAP,
+    MARGIN,
+    PANEL_HEIGHT,
+    PANEL_WIDTH,
+    Panel,
+    line_path,
+    svg_circle,
+    svg_document,
+    svg_text,
+    write_svg,
+)
+from shardwise.laws.compute_optimal import group_by_budget
+from shardwise.laws.fit import ScalingLawFit, residuals
 
-CURVES = 9
+MAX_CURVES = 9
 
 
-def draw(fit: Fit, title: str) -> str:
+def draw_fit(fit: ScalingLawFit, title: str) -> str:
     runs, law = fit.runs, fit.law
-    groups = [group for group in budgets(runs) if len(group) >= 3]
-    shown = [groups[round(place)] for place in np.linspace(0, len(groups) - 1, min(CURVES, len(groups)))]
+    groups = [group for group in group_by_budget(runs) if len(group) >= 3]
+    shown = [groups[round(index)] for index in np.linspace(0, len(groups) - 1, min(MAX_CURVES, len(groups)))]
     sizes = float(runs.parameters.min()), float(runs.parameters.max())
-    left = Panel(EDGE, sizes, (float(runs.loss.min()), float(runs.loss.max())), log_y=True)
-    lines = [*left.frame("parameters", "loss: runs (dots) and law (lines), by budget")]
-    for place, group in enumerate(shown):
-        colour, flops = COLOURS[place], float(np.exp(np.log(6 * runs.parameters * runs.tokens)[group].mean()))
+    left = Panel(MARGIN, sizes, (float(runs.loss.min()), float(runs.loss.max())), log_y=True)
+    lines = [*left.axes("parameters", "loss: runs (dots) and law (lines), by budget")]
+    for index, group in enumerate(shown):
+        colour, flops = COLORS[index], float(np.exp(np.log(6 * runs.parameters * runs.tokens)[group].mean()))
         curve = np.geomspace(runs.parameters[group].min() / 1.3, runs.parameters[group].max() * 1.3, 60)
         points = [(N, law.loss(N, flops / 6 / N)) for N in curve if sizes[0] <= N <= sizes[1]]
-        drawn = [left.place(N, loss) for N, loss in points if loss <= runs.loss.max()]
-        lines.append(f'<path d="{path(drawn)}" stroke="{colour}" class="curve"/>')
-        lines += [dot(*left.place(runs.parameters[run], runs.loss[run]), colour) for run in group]
-        lines.append(text(EDGE + SIDE - 6, EDGE / 2 + 16 + 17 * place, f"{flops:.2g}", "end", f'style="fill:{colour}"'))
+        drawn = [left.to_pixels(N, loss) for N, loss in points if loss <= runs.loss.max()]
+        lines.append(f'<path d="{line_path(drawn)}" stroke="{colour}" class="curve"/>')
+        lines += [svg_circle(*left.to_pixels(runs.parameters[run], runs.loss[run]), colour) for run in group]
+        lines.append(
+            svg_text(
+                MARGIN + PANEL_WIDTH - 6, MARGIN / 2 + 16 + 17 * index, f"{flops:.2g}", "end", f'style="fill:{colour}"'
+            )
+        )
     if shown:
-        lines.append(text(EDGE + SIDE - 6, EDGE / 2 + 16 + 17 * len(shown), "FLOPs (6ND)", "end"))
-    lines += _residuals(fit)
-    wide, high = 2 * EDGE + 2 * SIDE + GAP, HIGH + 2 * EDGE
-    lines.append(text(EDGE, high - 12, _sentence(fit), "start"))
-    return svg(lines, wide, high, title)
+        lines.append(svg_text(MARGIN + PANEL_WIDTH - 6, MARGIN / 2 + 16 + 17 * len(shown), "FLOPs (6ND)", "end"))
+    lines += _draw_residuals(fit)
+    width, height = 2 * MARGIN + 2 * PANEL_WIDTH + GAP, PANEL_HEIGHT + 2 * MARGIN
+    lines.append(svg_text(MARGIN, height - 12, _caption(fit), "start"))
+    return svg_document(lines, width, height, title)
 
 
-def _residuals(fit: Fit) -> Iterator[str]:
+def _draw_residuals(fit: ScalingLawFit) -> Iterator[str]:
     """Runs that were left out are rings."""
-    ratio, off = fit.runs.tokens / fit.runs.parameters, 100 * fit.residuals
-    out, far = fit.dropped.tokens / fit.dropped.parameters, 100 * residuals(fit.law, fit.dropped)
-    every, both = np.concatenate([off, far]), np.concatenate([ratio, out])
-    panel = Panel(EDGE + SIDE + GAP, (both.min(), both.max()), (min(every.min(), 0.0), max(every.max(), 0.0)), False)
-    yield from panel.frame("tokens for each parameter", "measured over predicted loss, % (rings: left out)")
-    x, y = panel.place(10**panel.x0, 0.0)
-    yield f'<path d="M{x:.0f} {y:.1f}h{SIDE}" class="zero"/>'
-    yield from (dot(*panel.place(one, value), COLOURS[0]) for one, value in zip(ratio, off))
-    for one, value in zip(out, far):
-        x, y = panel.place(one, value)
-        yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" stroke="{COLOURS[3]}" class="left"/>'
+    tokens_per_parameter, percent = fit.runs.tokens / fit.runs.parameters, 100 * fit.residuals
+    dropped_tokens_per_parameter, dropped_percent = (
+        fit.dropped.tokens / fit.dropped.parameters,
+        100 * residuals(fit.law, fit.dropped),
+    )
+    all_percents, all_ratios = (
+        np.concatenate([percent, dropped_percent]),
+        np.concatenate([tokens_per_parameter, dropped_tokens_per_parameter]),
+    )
+    panel = Panel(
+        MARGIN + PANEL_WIDTH + GAP,
+        (all_ratios.min(), all_ratios.max()),
+        (min(all_percents.min(), 0.0), max(all_percents.max(), 0.0)),
+        False,
+    )
+    yield from panel.axes("tokens for each parameter", "measured over predicted loss, % (rings: left out)")
+    x, y = panel.to_pixels(10**panel.x0, 0.0)
+    yield f'<path d="M{x:.0f} {y:.1f}h{PANEL_WIDTH}" class="zero"/>'
+    yield from (
+        svg_circle(*panel.to_pixels(x_value, value), COLORS[0]) for x_value, value in zip(tokens_per_parameter, percent)
+    )
+    for x_value, value in zip(dropped_tokens_per_parameter, dropped_percent):
+        x, y = panel.to_pixels(x_value, value)
+        yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" stroke="{COLORS[3]}" class="left"/>'
 
 
-def write_plot(fit: Fit, path: Path, title: str) -> None:
-    write_svg(draw(fit, title), path)
+def write_plot(fit: ScalingLawFit, path: Path, title: str) -> None:
+    write_svg(draw_fit(fit, title), path)
 
 
-def _sentence(fit: Fit) -> str:
+def _caption(fit: ScalingLawFit) -> str:
     law = fit.law
     return (f"L = {law.E:.4g} + {law.A:.4g} / N^{law.alpha:.3f} + {law.B:.4g} / D^{law.beta:.3f}; "
             f"{len(fit.runs)} runs, {len(fit.dropped)} left out")  # fmt: skip

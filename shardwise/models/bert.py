@@ -12,90 +12,92 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.kinds import Bert
-from shardwise.models import gpt, parts
-from shardwise.models.chain import IGNORED, Chain, Init, Rules
+from shardwise.kinds import BertConfig
+from shardwise.models import gpt, layers
+from shardwise.models.chain import IGNORE_INDEX, Chain, InitSpec, ShardingPlan
 from shardwise.random import Dropout
 
 
-def bert(model: Bert, seed: int) -> Chain:
+def build_bert(config: BertConfig, seed: int) -> Chain:
     """The chain embed, block0, block1, ..., head."""
-    blocks = [(f"block{i}", Block(model, f"block{i}", seed)) for i in range(model.layers)]
-    return Chain([("embed", Embed(model, seed)), *blocks, ("head", Head(model))], rules(model))
+    blocks = [(f"block{i}", BertBlock(config, f"block{i}", seed)) for i in range(config.layers)]
+    return Chain([("embed", BertEmbedding(config, seed)), *blocks, ("head", BertHead(config))], sharding_plan(config))
 
 
-def rules(model: Bert) -> Rules:
+def sharding_plan(config: BertConfig) -> ShardingPlan:
     return replace(
-        gpt.rules(model),
+        gpt.sharding_plan(config),
         init=(
-            ("*norm*.weight", Init("ones")),
-            ("*.bias", Init("zeros")),
-            ("*", Init("normal", model.init_std)),
+            ("*norm*.weight", InitSpec("ones")),
+            ("*.bias", InitSpec("zeros")),
+            ("*", InitSpec("normal", config.init_std)),
         ),
-        watched=("embed", "block*.attention", "block*.norm1", "block*.mlp", "block*", "head.norm"),
+        compared_modules=("embed", "block*.attention", "block*.norm1", "block*.mlp", "block*", "head.norm"),
     )
 
 
-class Embed(nn.Module):
-    def __init__(self, model: Bert, seed: int):
+class BertEmbedding(nn.Module):
+    def __init__(self, config: BertConfig, seed: int):
         super().__init__()
-        self.tokens = nn.Embedding(model.vocab, model.width)
-        self.positions = gpt.Positions(model.sequence, model.width)
-        self.types = nn.Parameter(torch.empty(2, model.width))
-        self.norm = gpt.make_norm(model)
-        self.dropout = Dropout(model.dropout, "embed", seed)
+        self.tokens = nn.Embedding(config.vocab, config.width)
+        self.positions = gpt.LearnedPositions(config.sequence, config.width)
+        self.types = nn.Parameter(torch.empty(2, config.width))
+        self.norm = gpt.build_norm(config)
+        self.dropout = Dropout(config.dropout, "embed", seed)
 
     def forward(self, tokens: Tensor, ids: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
         x = self.tokens(tokens)
         return self.dropout(self.norm(x + self.positions(x.shape[1]) + self.types[0]), ids)
 
 
-class Block(nn.Module):
+class BertBlock(nn.Module):
     """Norms come after the sums."""
 
-    def __init__(self, model: Bert, name: str, seed: int):
+    def __init__(self, config: BertConfig, name: str, seed: int):
         super().__init__()
-        self.attention = gpt.Attention(model, causal=False)
-        self.dropout1 = Dropout(model.dropout, f"{name}.1", seed)
-        self.norm1 = gpt.make_norm(model)
-        self.mlp = gpt.GELU(model, approximate="none")
-        self.dropout2 = Dropout(model.dropout, f"{name}.2", seed)
-        self.norm2 = gpt.make_norm(model)
+        self.attention = gpt.SelfAttention(config, causal=False)
+        self.dropout1 = Dropout(config.dropout, f"{name}.1", seed)
+        self.norm1 = gpt.build_norm(config)
+        self.mlp = gpt.GELUMLP(config, approximate="none")
+        self.dropout2 = Dropout(config.dropout, f"{name}.2", seed)
+        self.norm2 = gpt.build_norm(config)
 
     def forward(self, x: Tensor, ids: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
         x = self.norm1(x + self.dropout1(self.attention(x), ids))
         return self.norm2(x + self.dropout2(self.mlp(x), ids))
 
 
-class Head(nn.Module):
-    def __init__(self, model: Bert):
+class BertHead(nn.Module):
+    def __init__(self, config: BertConfig):
         super().__init__()
-        self.transform = parts.Product(model.width, model.width)
-        self.norm = gpt.make_norm(model)
-        self.project = Project(model)
+        self.transform = layers.Linear(config.width, config.width)
+        self.norm = gpt.build_norm(config)
+        self.project = MaskedLMHead(config)
 
     def forward(self, x: Tensor, ids: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
         return self.project(self.norm(F.gelu(self.transform(x))), targets)
 
 
-class Project(gpt.Project):
+class MaskedLMHead(gpt.LMHead):
     """Only positions that are predicted become logits; there are at most `predicted` of them in a sample."""
 
-    def __init__(self, model: Bert):
-        super().__init__(model)
-        self.predicted = model.predicted
+    def __init__(self, config: BertConfig):
+        super().__init__(config)
+        self.max_predictions = config.max_predictions
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         if targets is not None:
-            first = (targets == IGNORED).to(torch.int8).argsort(dim=1, stable=True)[:, : self.predicted]
-            x = x.gather(1, first.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
-            targets = targets.gather(1, first)
+            predicted_first = (
+                (targets == IGNORE_INDEX).to(torch.int8).argsort(dim=1, stable=True)[:, : self.max_predictions]
+            )
+            x = x.gather(1, predicted_first.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+            targets = targets.gather(1, predicted_first)
         return super().forward(x, targets)
 
 
-def cost(model: Bert) -> list[float]:
+def forward_flops(config: BertConfig) -> list[float]:
     """As `gpt.cost`: attention sees the whole square, the head only what is predicted."""
-    embed, *blocks, _ = gpt.cost(model)
-    more = 2.0 * model.sequence**2 * model.heads * model.head_size
-    head = 2.0 * model.width * (model.sequence * model.width + model.predicted * model.vocab)
-    return [embed, *(block + more for block in blocks), head]
+    embed, *blocks, _ = gpt.forward_flops(config)
+    full_attention_flops = 2.0 * config.sequence**2 * config.heads * config.head_dim
+    head = 2.0 * config.width * (config.sequence * config.width + config.max_predictions * config.vocab)
+    return [embed, *(block + full_attention_flops for block in blocks), head]

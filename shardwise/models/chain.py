@@ -16,13 +16,13 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from shardwise.random import key_of, normal_
+from shardwise.random import hash_key, normal_
 
-IGNORED = -100  # targets with this value do not count
+IGNORE_INDEX = -100  # targets with this value do not count
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardDim:
     """The parameters that match `parameter` are cut along `dim`, in runs of `unit` rows that stay together.
 
     Where the units do not divide over the ranks, every rank holds the parameter whole and uses the rows `uneven` gives.
@@ -31,19 +31,19 @@ class Cut:
     parameter: str
     dim: int
     unit: int = 1
-    uneven: Uneven | None = None
+    uneven: UnevenHeads | None = None
 
 
 @dataclass(frozen=True)
-class Uneven:
+class UnevenHeads:
     """A finer cut for units that do not divide: `parts` single parts, each of them the given rows (one list a part)."""
 
-    what: str
+    unit_name: str
     parts: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
-class Region:
+class SequenceRegion:
     """A module that works on whole sequences with cut weights.
 
     What enters is gathered along the sequence; what leaves is a partial sum, added up over the ranks and cut along the
@@ -52,34 +52,34 @@ class Region:
     """
 
     module: str
-    row: str
+    rowwise: str
     uneven: tuple[tuple[str, object], ...] = ()
 
 
 @dataclass(frozen=True)
-class Table:
+class VocabEmbedding:
     """An embedding whose rows are cut: a token that lives elsewhere gives zero; the sum is cut along the sequence."""
 
     module: str
 
 
 @dataclass(frozen=True)
-class Head:
+class VocabHead:
     """A projection to a cut vocabulary with the loss on it: gathers what enters, shares maxima and sums of the loss."""
 
     module: str
 
 
 @runtime_checkable
-class Placed(Protocol):
+class PositionAware(Protocol):
     """A module whose work depends on where in the sequence the positions lie that it is given."""
 
-    places: Tensor | None
+    position_ids: Tensor | None
     """Each one's place; None: from the first on."""
 
 
 @dataclass(frozen=True)
-class Init:
+class InitSpec:
     """How a parameter starts: `normal` with a standard deviation, `ones` or `zeros`."""
 
     kind: str
@@ -87,38 +87,38 @@ class Init:
 
 
 @dataclass(frozen=True)
-class Rules:
+class ShardingPlan:
     """All that is known about cutting a chain."""
 
-    cuts: tuple[Cut, ...]
-    modules: tuple[Region | Table | Head, ...]
+    shard_dims: tuple[ShardDim, ...]
+    modules: tuple[SequenceRegion | VocabEmbedding | VocabHead, ...]
     ties: tuple[tuple[str, str], ...] = ()
     """Pairs (other name, name) of parameters that are one and the same."""
-    init: tuple[tuple[str, Init], ...] = ()
+    init: tuple[tuple[str, InitSpec], ...] = ()
     """Pattern and start, first match wins."""
-    block: str = "block*"
+    block_pattern: str = "block*"
     """Pattern of the pieces that repeat."""
-    watched: tuple[str, ...] = ()
+    compared_modules: tuple[str, ...] = ()
     """Patterns of modules whose output is (sample, position, feature), compared by `verify` in forward order."""
 
-    def cut_of(self, parameter: str) -> Cut | None:
-        return next((cut for cut in self.cuts if fnmatchcase(parameter, cut.parameter)), None)
+    def shard_dim_of(self, parameter: str) -> ShardDim | None:
+        return next((cut for cut in self.shard_dims if fnmatchcase(parameter, cut.parameter)), None)
 
-    def init_of(self, parameter: str) -> Init:
+    def init_spec_of(self, parameter: str) -> InitSpec:
         return next(init for pattern, init in self.init if fnmatchcase(parameter, pattern))
 
     def is_matrix(self, parameter: str, dims: int) -> bool:
         """Whether it is the matrix of a product in a block, or a stack of them; a router or a table is none."""
-        piece, _, leaf = parameter.partition(".")
+        module, _, leaf = parameter.partition(".")
         product = (dims == 2 and leaf.endswith(".weight")) or (dims == 3 and ".bank." in leaf)
-        return product and fnmatchcase(piece, self.block)
+        return product and fnmatchcase(module, self.block_pattern)
 
     @property
-    def tied(self) -> set[str]:
+    def tied_parameters(self) -> set[str]:
         """Parameters that both ends of the chain use."""
         return {name for _, name in self.ties}
 
-    def canonical(self, parameter: str) -> str:
+    def canonical_name(self, parameter: str) -> str:
         """The one name of a parameter that has two."""
         return dict(self.ties).get(parameter, parameter)
 
@@ -126,52 +126,52 @@ class Rules:
 class Chain(nn.Module):
     """Pieces run in order. Each takes what the one before gave and, by keyword, what belongs to the whole batch."""
 
-    def __init__(self, pieces: Iterable[tuple[str, nn.Module]], rules: Rules):
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]], sharding_plan: ShardingPlan):
         super().__init__()
-        self.rules = rules
-        for name, piece in pieces:
-            self.add_module(name, piece)
-        self.tie()
+        self.sharding_plan = sharding_plan
+        for name, module in modules:
+            self.add_module(name, module)
+        self.tie_weights()
 
-    def tie(self) -> None:
+    def tie_weights(self) -> None:
         """Makes tied parameters one object where the chain holds both."""
         weights = dict(self.named_parameters(remove_duplicate=False))
-        for other, name in self.rules.ties:
-            if name in weights and other in weights:
-                owner, _, leaf = other.rpartition(".")
+        for alias, name in self.sharding_plan.ties:
+            if name in weights and alias in weights:
+                owner, _, leaf = alias.rpartition(".")
                 # Not by its attribute, which may show a view of it.
                 self.get_submodule(owner)._parameters[leaf] = weights[name]
 
-    def part(self, first: int, last: int) -> Chain:
+    def slice(self, first: int, last: int) -> Chain:
         """The pieces from `first` up to `last` as a chain of their own, sharing the modules."""
-        return Chain(list(self.named_children())[first:last], self.rules)
+        return Chain(list(self.named_children())[first:last], self.sharding_plan)
 
-    def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_unique_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Each parameter once, under its one name."""
         for name, parameter in self.named_parameters():
-            yield self.rules.canonical(name), parameter
+            yield self.sharding_plan.canonical_name(name), parameter
 
     def blocks(self) -> list[nn.Module]:
         """The repeated pieces, which are recomputed and compiled one by one."""
-        return [piece for name, piece in self.named_children() if fnmatchcase(name, self.rules.block)]
+        return [module for name, module in self.named_children() if fnmatchcase(name, self.sharding_plan.block_pattern)]
 
     def forward(
-        self, x: Tensor, ids: Tensor | None = None, targets: Tensor | None = None, **more: Tensor
+        self, x: Tensor, ids: Tensor | None = None, targets: Tensor | None = None, **extra_inputs: Tensor
     ) -> Tensor:  # fmt: skip
         """Tokens in; out comes the summed loss where targets are given, the logits where not. `more`: what only some
         kinds of models know."""
-        for piece in self.children():
-            x = piece(x, ids=ids, targets=targets, **more)
+        for module in self.children():
+            x = module(x, ids=ids, targets=targets, **extra_inputs)
         return x
 
 
-def reset(chain: Chain, seed: int) -> None:
+def init_weights(chain: Chain, seed: int) -> None:
     """Starts a whole chain on one device: what every layout must start from."""
-    for name, parameter in chain.named_weights():
-        init = chain.rules.init_of(name)
+    for name, parameter in chain.named_unique_parameters():
+        init = chain.sharding_plan.init_spec_of(name)
         with torch.no_grad():
             if init.kind == "normal":
-                key = key_of("init", seed, name)
+                key = hash_key("init", seed, name)
                 normal_(parameter, key, parameter.shape, (0,) * parameter.dim(), init.std)
             else:
                 parameter.fill_(1.0 if init.kind == "ones" else 0.0)

@@ -2,7 +2,7 @@
 pair of vectors meets in a dot product; what they give and the numbers' own vector go through a top of products to one
 logit: the click.
 
-`Dense` is all but the tables, written for one device. A sample's rows come in as one summed vector a table.
+`DenseDLRM` is all but the tables, written for one device. A sample's rows come in as one summed vector a table.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.kinds import DLRM
-from shardwise.models.chain import Chain, Init, Rules
+from shardwise.kinds import DLRMConfig
+from shardwise.models.chain import Chain, InitSpec, ShardingPlan
 
 
-class Products(nn.Module):
+class MLP(nn.Module):
     """Linear layers with a ReLU after each; after the last one where `ends`."""
 
-    def __init__(self, sizes: list[int], ends: bool):
+    def __init__(self, sizes: list[int], final_relu: bool):
         super().__init__()
-        self.sizes, self.ends = sizes, ends
-        self.layers = nn.ModuleList(nn.Linear(size, after) for size, after in pairwise(sizes))
+        self.sizes, self.final_relu = sizes, final_relu
+        self.layers = nn.ModuleList(nn.Linear(size, out_size) for size, out_size in pairwise(sizes))
 
     def forward(self, x: Tensor) -> Tensor:
         for number, layer in enumerate(self.layers, start=1):
             x = layer(x)
-            if self.ends or number < len(self.layers):
+            if self.final_relu or number < len(self.layers):
                 x = torch.relu(x)
         return x
 
 
-class Meeting(torch.autograd.Function):
+class DotInteraction(torch.autograd.Function):
     """The dot product of each pair of a sample's vectors, (B, n, width) to (B, pairs).
 
     With a gradient of its own, which is one product. PyTorch's would multiply by a transposed batch, which on ARM can
@@ -45,67 +45,74 @@ class Meeting(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(x)
-        return (x @ x.transpose(1, 2).contiguous()).flatten(1).index_select(1, _pairs(x))
+        return (x @ x.transpose(1, 2).contiguous()).flatten(1).index_select(1, _lower_triangle(x))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
         (x,) = ctx.saved_tensors
         count = x.shape[1]
-        square = gradient.new_zeros(x.shape[0], count * count).index_copy_(1, _pairs(x), gradient)
+        square = gradient.new_zeros(x.shape[0], count * count).index_copy_(1, _lower_triangle(x), gradient)
         square = square.view(-1, count, count)
         product: Tensor = (square + square.transpose(1, 2)) @ x
         return product
 
 
-def _pairs(x: Tensor) -> Tensor:
+def _lower_triangle(x: Tensor) -> Tensor:
     """Below the diagonal, as places in a flat square."""
     first, second = torch.tril_indices(x.shape[1], x.shape[1], -1, device=x.device)
     return first * x.shape[1] + second
 
 
-class Dense(Chain):
+class DenseDLRM(Chain):
     """Numbers (B, features) and vectors (B, tables, width) in; out come the logits (B,) or, with labels, their summed
     binary cross-entropy. A label below zero does not count."""
 
-    bottom: Products
-    top: Products
+    bottom: MLP
+    top: MLP
 
-    def __init__(self, model: DLRM):
-        met = model.tables * (model.tables + 1) // 2  # pairs of the tables' vectors and the numbers'
-        bottom = Products([model.features, *model.bottom, model.width], ends=True)
-        top = Products([model.width + met, *model.top, 1], ends=False)
-        starts = [
-            (f"{part}.layers.{number}.weight", Init("normal", math.sqrt(2.0 / sum(pair))))
-            for part, products in (("bottom", bottom), ("top", top))
-            for number, pair in enumerate(pairwise(products.sizes))
+    def __init__(self, config: DLRMConfig):
+        num_pairs = config.tables * (config.tables + 1) // 2  # pairs of the tables' vectors and the numbers'
+        bottom = MLP([config.dense_features, *config.bottom, config.width], final_relu=True)
+        top = MLP([config.width + num_pairs, *config.top, 1], final_relu=False)
+        init_specs = [
+            (f"{part}.layers.{number}.weight", InitSpec("normal", math.sqrt(2.0 / sum(pair))))
+            for part, mlp in (("bottom", bottom), ("top", top))
+            for number, pair in enumerate(pairwise(mlp.sizes))
         ]
-        rules = Rules(cuts=(), modules=(), init=(*starts, ("*.bias", Init("zeros"))), watched=("bottom", "top"))
+        rules = ShardingPlan(
+            shard_dims=(),
+            modules=(),
+            init=(*init_specs, ("*.bias", InitSpec("zeros"))),
+            compared_modules=("bottom", "top"),
+        )
         super().__init__([("bottom", bottom), ("top", top)], rules)
 
     def forward(self, numbers: Tensor, vectors: Tensor, labels: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        own = self.bottom(numbers)
-        everything = torch.cat((own[:, None], vectors.to(own.dtype)), dim=1)
-        logits: Tensor = self.top(torch.cat((own, Meeting.apply(everything)), dim=1))[:, 0]
+        dense_vector = self.bottom(numbers)
+        all_vectors = torch.cat((dense_vector[:, None], vectors.to(dense_vector.dtype)), dim=1)
+        logits: Tensor = self.top(torch.cat((dense_vector, DotInteraction.apply(all_vectors)), dim=1))[:, 0]
         if labels is None:
             return logits
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        each = F.binary_cross_entropy_with_logits(wide, labels.clamp(min=0).to(wide.dtype), reduction="none")
-        return (each * (labels >= 0)).sum()
+        wide_logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        losses = F.binary_cross_entropy_with_logits(
+            wide_logits, labels.clamp(min=0).to(wide_logits.dtype), reduction="none"
+        )
+        return (losses * (labels >= 0)).sum()
 
 
-def dlrm(model: DLRM) -> Dense:
-    return Dense(model)
+def build_dlrm(config: DLRMConfig) -> DenseDLRM:
+    return DenseDLRM(config)
 
 
-def table_std(rows: int) -> float:
+def table_init_std(rows: int) -> float:
     """Of a table's initial numbers: that of Naumov's uniform ones, between -1 and 1 over the root of the rows."""
     return 1.0 / math.sqrt(3.0 * rows)
 
 
-def cost(model: DLRM) -> float:
+def forward_flops(config: DLRMConfig) -> float:
     """Floating-point operations of a sample's forward."""
-    met = model.tables * (model.tables + 1) // 2
-    bottom = [model.features, *model.bottom, model.width]
-    top = [model.width + met, *model.top, 1]
-    products = sum(2 * size * after for sizes in (bottom, top) for size, after in pairwise(sizes))
-    return products + 2.0 * model.width * (model.tables + 1) ** 2
+    num_pairs = config.tables * (config.tables + 1) // 2
+    bottom = [config.dense_features, *config.bottom, config.width]
+    top = [config.width + num_pairs, *config.top, 1]
+    mlp_flops = sum(2 * size * out_size for sizes in (bottom, top) for size, out_size in pairwise(sizes))
+    return mlp_flops + 2.0 * config.width * (config.tables + 1) ** 2

@@ -10,63 +10,67 @@ import triton.language as tl
 from torch import Tensor
 
 
-def softmax_loss_(logits: Tensor, targets: Tensor, ignored: int) -> Tensor:
+def cross_entropy_with_grad_(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
     """The summed cross-entropy; the logits become its gradient, in place. Twin: `shardwise.models.loss`."""
     rows, size = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     block = min(8192, triton.next_power_of_2(size))
-    _softmax_loss[(rows,)](logits, logits.stride(0), targets, losses, size, ignored, BLOCK=block, num_warps=8)
+    _cross_entropy_kernel[(rows,)](
+        logits, logits.stride(0), targets, losses, size, ignore_index, BLOCK=block, num_warps=8
+    )
     return losses.sum()
 
 
 @triton.jit
-def _softmax_loss(logits, stride, targets, losses, size, ignored, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _cross_entropy_kernel(logits, stride, targets, losses, size, ignore_index, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     target = tl.load(targets + row)
-    place = tl.arange(0, BLOCK)
-    highest = float("-inf")
-    total = 0.0
+    offsets = tl.arange(0, BLOCK)
+    row_max = float("-inf")
+    exp_sum = 0.0
     for first in range(0, size, BLOCK):
-        here = first + place < size
-        x = tl.load(logits + first + place, mask=here, other=float("-inf")).to(tl.float32)
-        now = tl.maximum(highest, tl.max(x))
-        total = total * tl.exp(highest - now) + tl.sum(tl.exp(x - now))
-        highest = now
-    counts = target != ignored
-    hit = tl.load(logits + tl.where(counts, target, 0)).to(tl.float32)
-    tl.store(losses + row, tl.where(counts, tl.log(total) + highest - hit, 0.0))
-    factor = tl.where(counts, 1.0 / total, 0.0)
+        in_bounds = first + offsets < size
+        x = tl.load(logits + first + offsets, mask=in_bounds, other=float("-inf")).to(tl.float32)
+        new_max = tl.maximum(row_max, tl.max(x))
+        exp_sum = exp_sum * tl.exp(row_max - new_max) + tl.sum(tl.exp(x - new_max))
+        row_max = new_max
+    is_counted = target != ignore_index
+    target_logit = tl.load(logits + tl.where(is_counted, target, 0)).to(tl.float32)
+    tl.store(losses + row, tl.where(is_counted, tl.log(exp_sum) + row_max - target_logit, 0.0))
+    factor = tl.where(is_counted, 1.0 / exp_sum, 0.0)
     for first in range(0, size, BLOCK):
-        here = first + place < size
-        x = tl.load(logits + first + place, mask=here, other=float("-inf")).to(tl.float32)
-        grad = tl.exp(x - highest) * factor
-        grad -= tl.where(counts & (first + place == target), 1.0, 0.0)
-        tl.store(logits + first + place, grad.to(logits.dtype.element_ty), mask=here)
+        in_bounds = first + offsets < size
+        x = tl.load(logits + first + offsets, mask=in_bounds, other=float("-inf")).to(tl.float32)
+        grad = tl.exp(x - row_max) * factor
+        grad -= tl.where(is_counted & (first + offsets == target), 1.0, 0.0)
+        tl.store(logits + first + offsets, grad.to(logits.dtype.element_ty), mask=in_bounds)
 
 
-def rounded_rows(x: Tensor, kind: torch.dtype, largest: float) -> tuple[Tensor, Tensor]:
+def quantize_rows_triton(x: Tensor, fp8_dtype: torch.dtype, dtype_max: float) -> tuple[Tensor, Tensor]:
     """A matrix in 8 bits, and the scale of each row. Twin: `shardwise.models.fp8.rounded`."""
     rows, size = x.shape
-    narrow = torch.empty_like(x, dtype=kind)
+    quantized = torch.empty_like(x, dtype=fp8_dtype)
     scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     block = min(8192, triton.next_power_of_2(size))
-    _rounded_rows[(rows,)](x, x.stride(0), narrow, scale, size, largest, BLOCK=block, num_warps=8)
-    return narrow, scale
+    _quantize_rows_kernel[(rows,)](x, x.stride(0), quantized, scale, size, dtype_max, BLOCK=block, num_warps=8)
+    return quantized, scale
 
 
 @triton.jit
-def _rounded_rows(x, stride, narrow, scale, size, largest, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _quantize_rows_kernel(x, stride, quantized, scale, size, dtype_max, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     x += row * stride
-    narrow += row * size
-    place = tl.arange(0, BLOCK)
-    highest = 1e-12
+    quantized += row * size
+    offsets = tl.arange(0, BLOCK)
+    row_max = 1e-12
     for first in range(0, size, BLOCK):
-        values = tl.load(x + first + place, mask=first + place < size, other=0.0).to(tl.float32)
-        highest = tl.maximum(highest, tl.max(tl.abs(values)))
-    tl.store(scale + row, highest / largest)
+        values = tl.load(x + first + offsets, mask=first + offsets < size, other=0.0).to(tl.float32)
+        row_max = tl.maximum(row_max, tl.max(tl.abs(values)))
+    tl.store(scale + row, row_max / dtype_max)
     for first in range(0, size, BLOCK):
-        here = first + place < size
-        values = tl.load(x + first + place, mask=here, other=0.0).to(tl.float32)
-        tl.store(narrow + first + place, (values / highest * largest).to(narrow.dtype.element_ty), mask=here)
+        in_bounds = first + offsets < size
+        values = tl.load(x + first + offsets, mask=in_bounds, other=0.0).to(tl.float32)
+        tl.store(
+            quantized + first + offsets, (values / row_max * dtype_max).to(quantized.dtype.element_ty), mask=in_bounds
+        )

@@ -16,92 +16,102 @@ import torch
 from torch import Tensor
 
 from shardwise.models import fp8
-from shardwise.models.chain import IGNORED
+from shardwise.models.chain import IGNORE_INDEX
 
-HELD = 1 << 29  # numbers of logits at once
+MAX_LOGITS = 1 << 29  # numbers of logits at once
 
-Exchange = Callable[[Tensor], None]
+InPlaceAllReduce = Callable[[Tensor], None]
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class VocabShard:
     """The part of the vocabulary whose logits this rank computes, and how ranks share what a softmax needs."""
 
-    first: int
-    highest: Exchange
+    start: int
+    all_reduce_max: InPlaceAllReduce
     """Takes the maximum over the ranks, in place."""
-    total: Exchange
+    all_reduce_sum: InPlaceAllReduce
     """Adds up over the ranks, in place."""
 
 
-def rows_at_once(vocabulary: int) -> int:
+def loss_chunk_size(vocab_size: int) -> int:
     """Positions whose logits are computed together, a multiple of 128."""
-    return max(128, HELD // vocabulary // 128 * 128)
+    return max(128, MAX_LOGITS // vocab_size // 128 * 128)
 
 
-def linear_loss(
-    x: Tensor, weight: Tensor, targets: Tensor, part: Vocabulary | None, rows: int, narrow: bool = False
+def fused_linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, vocab_shard: VocabShard | None, chunk_size: int, use_fp8: bool = False
 ) -> Tensor:
     """Cross-entropy of `x @ weight.T` summed over the targets that count, `rows` positions at a time; 0: all at once,
     and the backward by itself. `narrow`: the gradient of `x` is a product in 8 bits."""
-    if rows:
-        return LinearLoss.apply(x, weight, targets, part, rows, narrow)  # type: ignore[no-any-return]
-    return Loss.apply(torch.nn.functional.linear(x, weight), targets, part)  # type: ignore[no-any-return]
+    if chunk_size:
+        return FusedLinearCrossEntropy.apply(x, weight, targets, vocab_shard, chunk_size, use_fp8)  # type: ignore[no-any-return]
+    return CrossEntropy.apply(torch.nn.functional.linear(x, weight), targets, vocab_shard)  # type: ignore[no-any-return]
 
 
-class LinearLoss(torch.autograd.Function):
+class FusedLinearCrossEntropy(torch.autograd.Function):
     """Both in one."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, part: Vocabulary | None, rows: int, narrow: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        vocab_shard: VocabShard | None,
+        chunk_size: int,
+        use_fp8: bool,
     ) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         loss = torch.zeros((), dtype=wide, device=x.device)
-        learns = any(ctx.needs_input_grad)
-        grad_x = torch.empty_like(x) if learns else None
-        grad_weight = torch.zeros_like(weight, dtype=wide) if learns else None
-        back = fp8.Back(weight) if narrow and learns and fp8.fits(x[:rows], weight) and fp8.fits(x, weight) else None
-        for first in range(0, x.shape[0], rows):
-            chunk = slice(first, first + rows)
-            logits = logits_of(x[chunk], weight)
-            own_loss, grad = softmax_loss(logits, targets[chunk], part)
-            loss += own_loss
-            if learns:
+        needs_grad = any(ctx.needs_input_grad)
+        grad_x = torch.empty_like(x) if needs_grad else None
+        grad_weight = torch.zeros_like(weight, dtype=wide) if needs_grad else None
+        grad_input_matmul = (
+            fp8.GradInputMatmul(weight)
+            if use_fp8 and needs_grad and fp8.can_use_fp8(x[:chunk_size], weight) and fp8.can_use_fp8(x, weight)
+            else None
+        )
+        for first in range(0, x.shape[0], chunk_size):
+            chunk = slice(first, first + chunk_size)
+            logits = aligned_logits(x[chunk], weight)
+            chunk_loss, grad = cross_entropy_with_grad(logits, targets[chunk], vocab_shard)
+            loss += chunk_loss
+            if needs_grad:
                 assert grad_x is not None and grad_weight is not None
-                if back is None:
+                if grad_input_matmul is None:
                     torch.mm(grad, weight, out=grad_x[chunk])
                 else:
-                    grad_x[chunk] = back(grad)
-                add_product(grad_weight, grad.t(), x[chunk])
+                    grad_x[chunk] = grad_input_matmul(grad)
+                addmm_(grad_weight, grad.t(), x[chunk])
             del logits, grad  # before the next ones are made
-        if learns:
+        if needs_grad:
             ctx.save_for_backward(grad_x, grad_weight)
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_weight = ctx.saved_tensors
-        both = (_scaled(grad, grads[0], grad_x.dtype) for grad in (grad_x, grad_weight))
-        return *both, None, None, None, None
+        scaled_grads = (_scale_to_dtype(grad, grads[0], grad_x.dtype) for grad in (grad_x, grad_weight))
+        return *scaled_grads, None, None, None, None
 
 
-def logits_of(x: Tensor, weight: Tensor) -> Tensor:
+def aligned_logits(x: Tensor, weight: Tensor) -> Tensor:
     """`x @ weight.T` in rows that begin at multiples of 16 bytes on a GPU: where they do not, as with 50,257 words,
     products with it take five times as long."""
     columns, unit = weight.shape[0], 16 // x.element_size()
     if not x.is_cuda or columns % unit == 0:
         return x @ weight.t()
-    wider = x.new_empty(x.shape[0], -(-columns // unit) * unit)
-    return torch.mm(x, weight.t(), out=wider[:, :columns])
+    padded = x.new_empty(x.shape[0], -(-columns // unit) * unit)
+    return torch.mm(x, weight.t(), out=padded[:, :columns])
 
 
-def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def _scale_to_dtype(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The product, rounded once: a narrow type would round the scale itself, and with it every gradient alike."""
     return torch.mul(x, scale.view(1), out=torch.empty_like(x, dtype=dtype))
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def addmm_(total: Tensor, a: Tensor, b: Tensor) -> None:
     """`total += a @ b`, in one kernel where a wide sum of narrow products is one."""
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
@@ -109,42 +119,44 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
 
 
-class Loss(torch.autograd.Function):
+class CrossEntropy(torch.autograd.Function):
     """The loss of logits that are there."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, part: Vocabulary | None) -> Tensor:
-        loss, grad = softmax_loss(logits.detach(), targets, part)  # nobody needs the logits after this
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, vocab_shard: VocabShard | None) -> Tensor:
+        loss, grad = cross_entropy_with_grad(
+            logits.detach(), targets, vocab_shard
+        )  # nobody needs the logits after this
         ctx.save_for_backward(grad)
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = ctx.saved_tensors
-        return _scaled(grad, grads[0], grad.dtype), None, None
+        return _scale_to_dtype(grad, grads[0], grad.dtype), None, None
 
 
-def softmax_loss(logits: Tensor, targets: Tensor, part: Vocabulary | None) -> tuple[Tensor, Tensor]:
+def cross_entropy_with_grad(logits: Tensor, targets: Tensor, vocab_shard: VocabShard | None) -> tuple[Tensor, Tensor]:
     """The summed loss, and its gradient by the logits in their type. The logits are used up."""
-    if logits.is_cuda and part is None and logits.dtype != torch.float64:
-        from shardwise.models.kernels import softmax_loss_
+    if logits.is_cuda and vocab_shard is None and logits.dtype != torch.float64:
+        from shardwise.models.kernels import cross_entropy_with_grad_
 
-        return softmax_loss_(logits, targets, IGNORED), logits
-    share = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    highest = share.max(-1).values
-    if part is not None:
-        part.highest(highest)
-    share.sub_(highest.unsqueeze(-1))
-    counted = targets != IGNORED
-    own = targets - (part.first if part is not None else 0)
-    here = counted & (own >= 0) & (own < logits.shape[-1])
-    own = own.masked_fill(~here, 0).unsqueeze(-1)
-    hit = share.gather(-1, own).squeeze(-1) * here
-    share.exp_()
-    sums = torch.stack((share.sum(-1), hit))
-    if part is not None:
-        part.total(sums)
-    loss = ((sums[0].log() - sums[1]) * counted).sum()
-    share.mul_((counted / sums[0]).unsqueeze(-1))
-    share.scatter_add_(-1, own, -here.to(share.dtype).unsqueeze(-1))
-    return loss, logits.copy_(share)
+        return cross_entropy_with_grad_(logits, targets, IGNORE_INDEX), logits
+    probs = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    highest = probs.max(-1).values
+    if vocab_shard is not None:
+        vocab_shard.all_reduce_max(highest)
+    probs.sub_(highest.unsqueeze(-1))
+    is_counted = targets != IGNORE_INDEX
+    local_target = targets - (vocab_shard.start if vocab_shard is not None else 0)
+    in_shard = is_counted & (local_target >= 0) & (local_target < logits.shape[-1])
+    local_target = local_target.masked_fill(~in_shard, 0).unsqueeze(-1)
+    target_logit = probs.gather(-1, local_target).squeeze(-1) * in_shard
+    probs.exp_()
+    sums = torch.stack((probs.sum(-1), target_logit))
+    if vocab_shard is not None:
+        vocab_shard.all_reduce_sum(sums)
+    loss = ((sums[0].log() - sums[1]) * is_counted).sum()
+    probs.mul_((is_counted / sums[0]).unsqueeze(-1))
+    probs.scatter_add_(-1, local_target, -in_shard.to(probs.dtype).unsqueeze(-1))
+    return loss, logits.copy_(probs)

@@ -3,7 +3,7 @@
 18 and 34 have blocks of two 3 x 3 convolutions, 50, 101 and 152 bottlenecks, whose stride is in the 3 x 3 convolution.
 The stem is ImageNet's (7 x 7, stride 2, pooled) or CIFAR's (3 x 3).
 
-A norm takes mean and variance over the whole batch, on one device as on many (`shardwise.parallel.norm` sums them over
+A norm takes mean and variance over the whole batch, on one device as on many (`shardwise.parallel.batch_norm` sums them over
 ranks): so the batch is one micro-batch. What it remembers of them for validation is a pair of buffers.
 """
 
@@ -15,115 +15,128 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.kinds import ResNet
-from shardwise.models.chain import IGNORED, Chain, Init, Rules
+from shardwise.kinds import ResNetConfig
+from shardwise.models.chain import IGNORE_INDEX, Chain, InitSpec, ShardingPlan
 
-BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
+BLOCKS_PER_STAGE = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 MOMENTUM = 0.1
 # A target is a class, or two classes of a blend in one number: from bit 24 on the second, from bit 48 on its share in
 # parts of 32,768. A plain class is thus one whose second has no share.
-SECOND, SHARE, WHOLE = 24, 48, 1 << 15
+SECOND_CLASS_BIT, MIX_WEIGHT_BIT, MIX_WEIGHT_SCALE = 24, 48, 1 << 15
 
 
-def resnet(model: ResNet, seed: int) -> Chain:
+def build_resnet(config: ResNetConfig, seed: int) -> Chain:
     """The chain stem, block0, block1, ..., head."""
-    pieces: list[tuple[str, nn.Module]] = [("stem", Stem(model))]
-    pieces += [(f"block{i}", Block(*shape, deep=model.deep)) for i, shape in enumerate(shapes(model))]
-    chain = Chain([*pieces, ("head", Head(8 * model.width * (4 if model.deep else 1), model.classes))], Rules((), ()))
-    chain.rules = Rules(
-        cuts=(),
+    modules: list[tuple[str, nn.Module]] = [("stem", ResNetStem(config))]
+    modules += [
+        (f"block{i}", ResNetBlock(*shape, has_bottlenecks=config.has_bottlenecks))
+        for i, shape in enumerate(block_shapes(config))
+    ]
+    chain = Chain(
+        [
+            *modules,
+            ("head", ClassifierHead(8 * config.width * (4 if config.has_bottlenecks else 1), config.num_classes)),
+        ],
+        ShardingPlan((), ()),
+    )
+    chain.sharding_plan = ShardingPlan(
+        shard_dims=(),
         modules=(),
         # He et al.'s start: of each convolution's own outputs.
         init=(
-            *((f"{name}.weight", Init("normal", (2 / (one.out_channels * one.kernel_size[0] ** 2)) ** 0.5))
-              for name, one in chain.named_modules() if isinstance(one, nn.Conv2d)),
-            ("*norm*.weight", Init("ones")),
-            ("*.bias", Init("zeros")),
-            ("head.weight", Init("normal", 0.01)),
+            *((f"{name}.weight", InitSpec("normal", (2 / (conv.out_channels * conv.kernel_size[0] ** 2)) ** 0.5))
+              for name, conv in chain.named_modules() if isinstance(conv, nn.Conv2d)),
+            ("*norm*.weight", InitSpec("ones")),
+            ("*.bias", InitSpec("zeros")),
+            ("head.weight", InitSpec("normal", 0.01)),
         ),
-        watched=("stem", "block*"),
+        compared_modules=("stem", "block*"),
     )  # fmt: skip
     return chain
 
 
-def shapes(model: ResNet) -> Iterator[tuple[int, int, int]]:
+def block_shapes(config: ResNetConfig) -> Iterator[tuple[int, int, int]]:
     """Channels in, channels inside, and stride of each block."""
-    wide = model.width
-    for stage, count in enumerate(BLOCKS[model.depth]):
-        inner = model.width * 2**stage
+    in_channels = config.width
+    for stage, count in enumerate(BLOCKS_PER_STAGE[config.depth]):
+        mid_channels = config.width * 2**stage
         for place in range(count):
-            yield wide, inner, 2 if stage and not place else 1
-            wide = inner * (4 if model.deep else 1)
+            yield in_channels, mid_channels, 2 if stage and not place else 1
+            in_channels = mid_channels * (4 if config.has_bottlenecks else 1)
 
 
-class Norm(nn.Module):
+class BatchNorm(nn.Module):
     """Batch norm. `total` sums over the ranks that share a batch, of which there are `parts`; None: one has it all."""
 
     mean: Tensor
-    variance: Tensor
+    running_var: Tensor
 
     def __init__(self, channels: int, eps: float = 1e-5):
         super().__init__()
         self.weight, self.bias = (nn.Parameter(torch.empty(channels)) for _ in range(2))
         self.register_buffer("mean", torch.zeros(channels))
-        self.register_buffer("variance", torch.ones(channels))
-        self.eps, self.parts = eps, 1
-        self.total: Callable[[Tensor], Tensor] | None = None
+        self.register_buffer("running_var", torch.ones(channels))
+        self.eps, self.num_shards = eps, 1
+        self.all_reduce_sum: Callable[[Tensor], Tensor] | None = None
 
-    def forget(self) -> None:
+    def reset_buffers(self) -> None:
         """Starts what is remembered, once it has memory."""
         wide = torch.promote_types(self.mean.dtype, torch.float32)
-        self.mean, self.variance = torch.zeros_like(self.mean, dtype=wide), torch.ones_like(self.mean, dtype=wide)
+        self.mean, self.running_var = torch.zeros_like(self.mean, dtype=wide), torch.ones_like(self.mean, dtype=wide)
 
     def forward(self, x: Tensor) -> Tensor:
-        mean, variance = self._of_the_batch(x) if self.training else (self.mean, self.variance)
+        mean, variance = self._batch_statistics(x) if self.training else (self.mean, self.running_var)
         wide = torch.promote_types(x.dtype, torch.float32)
         factor = (variance + self.eps).rsqrt() * self.weight.to(wide)
         shift = self.bias.to(wide) - mean * factor
         return (x.to(wide) * factor[:, None, None] + shift[:, None, None]).to(x.dtype)
 
-    def _of_the_batch(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _batch_statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        count = self.parts * wide.numel() // wide.shape[1]
-        mean = self._sum(wide.sum((0, 2, 3))) / count
-        variance = self._sum((wide - mean[:, None, None]).square().sum((0, 2, 3))) / count
+        count = self.num_shards * wide.numel() // wide.shape[1]
+        mean = self._all_reduce(wide.sum((0, 2, 3))) / count
+        variance = self._all_reduce((wide - mean[:, None, None]).square().sum((0, 2, 3))) / count
         with torch.no_grad():
             self.mean.lerp_(mean.to(self.mean.dtype), MOMENTUM)
-            self.variance.lerp_((variance * (count / max(1, count - 1))).to(self.variance.dtype), MOMENTUM)
+            self.running_var.lerp_((variance * (count / max(1, count - 1))).to(self.running_var.dtype), MOMENTUM)
         return mean, variance
 
-    def _sum(self, numbers: Tensor) -> Tensor:
-        return numbers if self.total is None else self.total(numbers)
+    def _all_reduce(self, numbers: Tensor) -> Tensor:
+        return numbers if self.all_reduce_sum is None else self.all_reduce_sum(numbers)
 
 
-class Stem(nn.Module):
-    def __init__(self, model: ResNet):
+class ResNetStem(nn.Module):
+    def __init__(self, config: ResNetConfig):
         super().__init__()
-        window, stride = (7, 2) if model.stem == "imagenet" else (3, 1)
-        self.conv = nn.Conv2d(3, model.width, window, stride, window // 2, bias=False)
-        self.norm = Norm(model.width)
-        self.pools = model.stem == "imagenet"
+        kernel_size, stride = (7, 2) if config.stem == "imagenet" else (3, 1)
+        self.conv = nn.Conv2d(3, config.width, kernel_size, stride, kernel_size // 2, bias=False)
+        self.norm = BatchNorm(config.width)
+        self.has_max_pool = config.stem == "imagenet"
 
     def forward(self, images: Tensor, ids: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
         x = self.norm(self.conv(images.to(self.conv.weight.dtype))).relu()
-        return F.max_pool2d(x, 3, 2, 1) if self.pools else x
+        return F.max_pool2d(x, 3, 2, 1) if self.has_max_pool else x
 
 
-class Block(nn.Module):
-    def __init__(self, wide: int, inner: int, stride: int, deep: bool):
+class ResNetBlock(nn.Module):
+    def __init__(self, in_channels: int, mid_channels: int, stride: int, has_bottlenecks: bool):
         super().__init__()
-        out = 4 * inner if deep else inner
+        out = 4 * mid_channels if has_bottlenecks else mid_channels
         # Windows, strides and channels of the convolutions in a row.
-        rows = [(1, 1, inner), (3, stride, inner), (1, 1, out)] if deep else [(3, stride, inner), (3, 1, inner)]
+        rows = (
+            [(1, 1, mid_channels), (3, stride, mid_channels), (1, 1, out)]
+            if has_bottlenecks
+            else [(3, stride, mid_channels), (3, 1, mid_channels)]
+        )
         self.convs, self.norms = nn.ModuleList(), nn.ModuleList()
-        before = wide
-        for window, step, channels in rows:
-            self.convs.append(nn.Conv2d(before, channels, window, step, window // 2, bias=False))
-            self.norms.append(Norm(channels))
+        before = in_channels
+        for kernel_size, step, channels in rows:
+            self.convs.append(nn.Conv2d(before, channels, kernel_size, step, kernel_size // 2, bias=False))
+            self.norms.append(BatchNorm(channels))
             before = channels
-        beside = stride > 1 or wide != out
-        self.beside = nn.Conv2d(wide, out, 1, stride, bias=False) if beside else None
-        self.beside_norm = Norm(out) if beside else None
+        beside = stride > 1 or in_channels != out
+        self.beside = nn.Conv2d(in_channels, out, 1, stride, bias=False) if beside else None
+        self.beside_norm = BatchNorm(out) if beside else None
 
     def forward(self, x: Tensor, ids: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
         y = x
@@ -134,13 +147,13 @@ class Block(nn.Module):
         return (x + y).relu()
 
 
-class Head(nn.Module):
+class ClassifierHead(nn.Module):
     """The mean over the image, and its class: logits (B, 1, classes), or the loss summed over the targets."""
 
-    def __init__(self, wide: int, classes: int):
+    def __init__(self, in_channels: int, classes: int):
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.empty(classes, wide)), nn.Parameter(torch.empty(classes))
-        self.right: int | Tensor = 0
+        self.weight, self.bias = nn.Parameter(torch.empty(classes, in_channels)), nn.Parameter(torch.empty(classes))
+        self.num_correct: int | Tensor = 0
         """Of all samples outside training since it was last set to 0, how many had their class as the likeliest."""
 
     def forward(self, x: Tensor, ids: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
@@ -148,33 +161,37 @@ class Head(nn.Module):
         if targets is None:
             return logits
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
-        counts = targets.flatten() != IGNORED
-        first, second, share = classes_of(targets.flatten())
+        counts = targets.flatten() != IGNORE_INDEX
+        first, second, mix_weight = unpack_targets(targets.flatten())
         if not self.training:
-            self.right = self.right + ((wide.argmax(-1) == first) & counts).sum()
-        lost = [F.cross_entropy(wide, which.where(counts, IGNORED), ignore_index=IGNORED, reduction="none")
+            self.num_correct = self.num_correct + ((wide.argmax(-1) == first) & counts).sum()
+        losses = [F.cross_entropy(wide, which.where(counts, IGNORE_INDEX), ignore_index=IGNORE_INDEX, reduction="none")
                 for which in (first, second)]  # fmt: skip
-        return (lost[0] * (1 - share) + lost[1] * share).sum()
+        return (losses[0] * (1 - mix_weight) + losses[1] * mix_weight).sum()
 
 
-def classes_of(targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def unpack_targets(targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Both classes of each target, and the second's share."""
-    mask = (1 << SECOND) - 1
-    return targets & mask, (targets >> SECOND) & mask, (targets >> SHARE).clamp(min=0) / WHOLE
+    mask = (1 << SECOND_CLASS_BIT) - 1
+    return (
+        targets & mask,
+        (targets >> SECOND_CLASS_BIT) & mask,
+        (targets >> MIX_WEIGHT_BIT).clamp(min=0) / MIX_WEIGHT_SCALE,
+    )
 
 
-def cost(model: ResNet) -> list[float]:
+def forward_flops(config: ResNetConfig) -> list[float]:
     """Forward floating-point operations per sample of each piece of the chain."""
-    side = -(-model.image // 2) if model.stem == "imagenet" else model.image
-    found = [2.0 * side**2 * 3 * model.width * (49 if model.stem == "imagenet" else 9)]
-    side = -(-side // 2) if model.stem == "imagenet" else side
-    for wide, inner, stride in shapes(model):
-        before, side = side, -(-side // stride)
-        if model.deep:
-            work = before**2 * wide * inner + side**2 * (9 * inner**2 + 4 * inner**2)
+    side = -(-config.image_size // 2) if config.stem == "imagenet" else config.image_size
+    flops = [2.0 * side**2 * 3 * config.width * (49 if config.stem == "imagenet" else 9)]
+    side = -(-side // 2) if config.stem == "imagenet" else side
+    for wide, inner, stride in block_shapes(config):
+        in_side, side = side, -(-side // stride)
+        if config.has_bottlenecks:
+            macs = in_side**2 * wide * inner + side**2 * (9 * inner**2 + 4 * inner**2)
         else:
-            work = side**2 * (9 * wide * inner + 9 * inner**2)
-        out = inner * (4 if model.deep else 1)
-        work += side**2 * wide * out if stride > 1 or wide != out else 0
-        found.append(2.0 * work)
-    return [*found, 2.0 * 8 * model.width * (4 if model.deep else 1) * model.classes]
+            macs = side**2 * (9 * wide * inner + 9 * inner**2)
+        out = inner * (4 if config.has_bottlenecks else 1)
+        macs += side**2 * wide * out if stride > 1 or wide != out else 0
+        flops.append(2.0 * macs)
+    return [*flops, 2.0 * 8 * config.width * (4 if config.has_bottlenecks else 1) * config.num_classes]

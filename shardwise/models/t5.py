@@ -17,122 +17,122 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.kinds import T5
-from shardwise.models import gpt, parts
-from shardwise.models.chain import Chain, Cut, Init, Region, Rules, Table
-from shardwise.models.chain import Head as HeadRule
+from shardwise.kinds import T5Config
+from shardwise.models import gpt, layers
+from shardwise.models.chain import Chain, InitSpec, SequenceRegion, ShardDim, ShardingPlan, VocabEmbedding
+from shardwise.models.chain import VocabHead as HeadRule
 from shardwise.random import Dropout
 
 
-def t5(model: T5, seed: int) -> Chain:
+def build_t5(config: T5Config, seed: int) -> Chain:
     """The chain embed, encoder0, ..., bridge, decoder0, ..., head."""
-    pieces: list[tuple[str, nn.Module]] = [("embed", Embed(model, seed))]
-    pieces += [(f"encoder{i}", Encoder(model, f"encoder{i}", seed)) for i in range(model.layers)]
-    pieces += [("bridge", Bridge(model, seed))]
-    pieces += [(f"decoder{i}", Decoder(model, f"decoder{i}", seed)) for i in range(model.layers)]
-    return Chain([*pieces, ("head", Head(model))], rules(model))
+    modules: list[tuple[str, nn.Module]] = [("embed", T5Embedding(config, seed))]
+    modules += [(f"encoder{i}", T5EncoderBlock(config, f"encoder{i}", seed)) for i in range(config.layers)]
+    modules += [("bridge", EncoderFinalNorm(config, seed))]
+    modules += [(f"decoder{i}", T5DecoderBlock(config, f"decoder{i}", seed)) for i in range(config.layers)]
+    return Chain([*modules, ("head", T5Head(config))], sharding_plan(config))
 
 
-def rules(model: T5) -> Rules:
-    attended = model.heads * model.head_size
-    head = 1.0 if model.tied else model.width**-0.5
+def sharding_plan(config: T5Config) -> ShardingPlan:
+    attention_width = config.heads * config.head_dim
+    head = 1.0 if config.tied else config.width**-0.5
     attentions = ("*coder*.attention", "decoder*.cross")
-    return Rules(
-        cuts=(
-            Cut("embed.tokens.weight", 0),
-            *(Cut(f"{name}.{part}.weight", 0, unit=model.head_size) for name in attentions for part in "qkv"),
-            *(Cut(f"{name}.out.weight", 1, unit=model.head_size) for name in attentions),
-            Cut("*.attention.distances", 1),
-            Cut("*.mlp.up.weight", 0),
-            Cut("*.mlp.gate.weight", 0),
-            Cut("*.mlp.down.weight", 1),
-            Cut("head.project.weight", 0),
+    return ShardingPlan(
+        shard_dims=(
+            ShardDim("embed.tokens.weight", 0),
+            *(ShardDim(f"{name}.{part}.weight", 0, unit=config.head_dim) for name in attentions for part in "qkv"),
+            *(ShardDim(f"{name}.out.weight", 1, unit=config.head_dim) for name in attentions),
+            ShardDim("*.attention.distances", 1),
+            ShardDim("*.mlp.up.weight", 0),
+            ShardDim("*.mlp.gate.weight", 0),
+            ShardDim("*.mlp.down.weight", 1),
+            ShardDim("head.project.weight", 0),
         ),
         modules=(
-            Table("embed.tokens"),
-            Region("*coder*.attention", row="out"),
-            Region("decoder*.cross", row="out"),
-            Region("*coder*.mlp", row="down"),
+            VocabEmbedding("embed.tokens"),
+            SequenceRegion("*coder*.attention", rowwise="out"),
+            SequenceRegion("decoder*.cross", rowwise="out"),
+            SequenceRegion("*coder*.mlp", rowwise="down"),
             HeadRule("head.project"),
         ),
-        ties=(("head.project.weight", "embed.tokens.weight"),) if model.tied else (),
+        ties=(("head.project.weight", "embed.tokens.weight"),) if config.tied else (),
         init=(
-            ("*norm*.weight", Init("ones")),
-            ("embed.tokens.weight", Init("normal", 1.0)),
-            ("*.q.weight", Init("normal", (model.width * model.head_size) ** -0.5)),
-            ("*.out.weight", Init("normal", attended**-0.5)),
-            ("*.down.weight", Init("normal", model.ffn**-0.5)),
-            ("head.project.weight", Init("normal", head)),
-            ("*", Init("normal", model.width**-0.5)),
+            ("*norm*.weight", InitSpec("ones")),
+            ("embed.tokens.weight", InitSpec("normal", 1.0)),
+            ("*.q.weight", InitSpec("normal", (config.width * config.head_dim) ** -0.5)),
+            ("*.out.weight", InitSpec("normal", attention_width**-0.5)),
+            ("*.down.weight", InitSpec("normal", config.ffn**-0.5)),
+            ("head.project.weight", InitSpec("normal", head)),
+            ("*", InitSpec("normal", config.width**-0.5)),
         ),
-        block="*coder*",
-        watched=("embed", "encoder*.attention", "encoder*.mlp", "encoder*", "bridge", "decoder*.attention",
+        block_pattern="*coder*",
+        compared_modules=("embed", "encoder*.attention", "encoder*.mlp", "encoder*", "bridge", "decoder*.attention",
                  "decoder*.norm2", "decoder*.cross", "decoder*.mlp", "decoder*", "head.norm"),
     )  # fmt: skip
 
 
-class Embed(nn.Module):
-    def __init__(self, model: T5, seed: int):
+class T5Embedding(nn.Module):
+    def __init__(self, config: T5Config, seed: int):
         super().__init__()
-        self.tokens = nn.Embedding(model.vocab, model.width)
-        self.dropout = Dropout(model.dropout, "embed", seed)
+        self.tokens = nn.Embedding(config.vocab, config.width)
+        self.dropout = Dropout(config.dropout, "embed", seed)
 
     def forward(self, tokens: Tensor, ids: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
         return self.dropout(self.tokens(tokens), ids)
 
 
-class Side(nn.Module):
+class OneSideRMSNorm(nn.Module):
     """A norm of one side of the stream; the other passes."""
 
-    def __init__(self, model: T5, decoder: bool):
+    def __init__(self, config: T5Config, decoder: bool):
         super().__init__()
-        self.norm = parts.RMSNorm(model.width, eps=model.norm_eps)
-        self.border, self.decoder = model.sequence, decoder
-        self.places: Tensor | None = None
+        self.norm = layers.RMSNorm(config.width, eps=config.norm_eps)
+        self.encoder_length, self.decoder = config.sequence, decoder
+        self.position_ids: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        places = torch.arange(x.shape[1], device=x.device) if self.places is None else self.places
-        return torch.where(((places >= self.border) == self.decoder)[:, None], self.norm(x), x)
+        position_ids = torch.arange(x.shape[1], device=x.device) if self.position_ids is None else self.position_ids
+        return torch.where(((position_ids >= self.encoder_length) == self.decoder)[:, None], self.norm(x), x)
 
 
-class Encoder(nn.Module):
-    def __init__(self, model: T5, name: str, seed: int):
+class T5EncoderBlock(nn.Module):
+    def __init__(self, config: T5Config, name: str, seed: int):
         super().__init__()
-        self.norm1 = parts.RMSNorm(model.width, eps=model.norm_eps)
-        self.attention = Attention(model, "encoder")
-        self.dropout1 = Dropout(model.dropout, f"{name}.1", seed)
-        self.norm2 = parts.RMSNorm(model.width, eps=model.norm_eps)
-        self.mlp = MLP(model, slice(0, model.sequence))
-        self.dropout2 = Dropout(model.dropout, f"{name}.2", seed)
+        self.norm1 = layers.RMSNorm(config.width, eps=config.norm_eps)
+        self.attention = T5Attention(config, "encoder")
+        self.dropout1 = Dropout(config.dropout, f"{name}.1", seed)
+        self.norm2 = layers.RMSNorm(config.width, eps=config.norm_eps)
+        self.mlp = T5MLP(config, slice(0, config.sequence))
+        self.dropout2 = Dropout(config.dropout, f"{name}.2", seed)
 
     def forward(self, x: Tensor, ids: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
         x = x + self.dropout1(self.attention(self.norm1(x)), ids)
         return x + self.dropout2(self.mlp(self.norm2(x)), ids)
 
 
-class Bridge(nn.Module):
+class EncoderFinalNorm(nn.Module):
     """The encoder's last norm."""
 
-    def __init__(self, model: T5, seed: int):
+    def __init__(self, config: T5Config, seed: int):
         super().__init__()
-        self.norm = Side(model, decoder=False)
+        self.norm = OneSideRMSNorm(config, decoder=False)
 
     def forward(self, x: Tensor, ids: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
         return self.norm(x)  # type: ignore[no-any-return]
 
 
-class Decoder(nn.Module):
-    def __init__(self, model: T5, name: str, seed: int):
+class T5DecoderBlock(nn.Module):
+    def __init__(self, config: T5Config, name: str, seed: int):
         super().__init__()
-        self.norm1 = parts.RMSNorm(model.width, eps=model.norm_eps)
-        self.attention = Attention(model, "decoder")
-        self.dropout1 = Dropout(model.dropout, f"{name}.1", seed)
-        self.norm2 = Side(model, decoder=True)  # keys and values are what the encoder gave
-        self.cross = Attention(model, "cross")
-        self.dropout2 = Dropout(model.dropout, f"{name}.2", seed)
-        self.norm3 = parts.RMSNorm(model.width, eps=model.norm_eps)
-        self.mlp = MLP(model, slice(model.sequence, model.length))
-        self.dropout3 = Dropout(model.dropout, f"{name}.3", seed)
+        self.norm1 = layers.RMSNorm(config.width, eps=config.norm_eps)
+        self.attention = T5Attention(config, "decoder")
+        self.dropout1 = Dropout(config.dropout, f"{name}.1", seed)
+        self.norm2 = OneSideRMSNorm(config, decoder=True)  # keys and values are what the encoder gave
+        self.cross = T5Attention(config, "cross")
+        self.dropout2 = Dropout(config.dropout, f"{name}.2", seed)
+        self.norm3 = layers.RMSNorm(config.width, eps=config.norm_eps)
+        self.mlp = T5MLP(config, slice(config.sequence, config.length))
+        self.dropout3 = Dropout(config.dropout, f"{name}.3", seed)
 
     def forward(self, x: Tensor, ids: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
         x = x + self.dropout1(self.attention(self.norm1(x)), ids)
@@ -140,104 +140,118 @@ class Decoder(nn.Module):
         return x + self.dropout3(self.mlp(self.norm3(x)), ids)
 
 
-class Attention(nn.Module):
+class T5Attention(nn.Module):
     """Of the encoder to itself, of the decoder to what it has written (causal), or of the decoder to the encoder."""
 
-    def __init__(self, model: T5, kind: str):
+    def __init__(self, config: T5Config, role: str):
         super().__init__()
-        attended = model.heads * model.head_size
-        self.q = parts.Product(model.width, attended, bias=False)
-        self.k = parts.Product(model.width, attended, bias=False)
-        self.v = parts.Product(model.width, attended, bias=False)
-        self.out = parts.Product(attended, model.width, bias=False)
-        self.distances = nn.Parameter(torch.empty(model.buckets, model.heads)) if kind != "cross" else None
-        self.size, self.farthest, self.causal = model.head_size, model.farthest, kind == "decoder"
-        encoder, decoder = slice(0, model.sequence), slice(model.sequence, model.length)
-        self.asks = encoder if kind == "encoder" else decoder
-        self.answers = decoder if kind == "decoder" else encoder
+        attention_width = config.heads * config.head_dim
+        self.q = layers.Linear(config.width, attention_width, bias=False)
+        self.k = layers.Linear(config.width, attention_width, bias=False)
+        self.v = layers.Linear(config.width, attention_width, bias=False)
+        self.out = layers.Linear(attention_width, config.width, bias=False)
+        self.distances = (
+            nn.Parameter(torch.empty(config.relative_attention_num_buckets, config.heads)) if role != "cross" else None
+        )
+        self.head_dim, self.relative_attention_max_distance, self.causal = (
+            config.head_dim,
+            config.relative_attention_max_distance,
+            role == "decoder",
+        )
+        encoder, decoder = slice(0, config.sequence), slice(config.sequence, config.length)
+        self.query_slice = encoder if role == "encoder" else decoder
+        self.key_slice = decoder if role == "decoder" else encoder
 
     def forward(self, x: Tensor) -> Tensor:
-        own, other = x[:, self.asks], x[:, self.answers]
+        own, other = x[:, self.query_slice], x[:, self.key_slice]
         q, k, v = (
-            product(part).unflatten(-1, (-1, self.size)).transpose(1, 2)
+            product(part).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for product, part in ((self.q, own), (self.k, other), (self.v, other))
         )
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=self._bias(own.shape[1], q.dtype), scale=1.0)
-        return _alone(self.out(y.transpose(1, 2).flatten(2)), self.asks, x.shape[1])
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=self._relative_bias(own.shape[1], q.dtype), scale=1.0)
+        return _pad_to_stream(self.out(y.transpose(1, 2).flatten(2)), self.query_slice, x.shape[1])
 
-    def _bias(self, length: int, dtype: torch.dtype) -> Tensor | None:
+    def _relative_bias(self, length: int, dtype: torch.dtype) -> Tensor | None:
         """(heads, queries, keys); of keys behind a decoder's query minus infinity."""
         if self.distances is None:
             return None
-        places = torch.arange(length, device=self.distances.device)
-        ahead = places - places[:, None]  # of the key
-        bias = self.distances[bucket(ahead, not self.causal, self.distances.shape[0], self.farthest)].permute(2, 0, 1)
-        return (bias.masked_fill(ahead > 0, -math.inf) if self.causal else bias).to(dtype)
+        positions = torch.arange(length, device=self.distances.device)
+        relative_position = positions - positions[:, None]  # of the key
+        bias = self.distances[
+            relative_position_bucket(
+                relative_position, not self.causal, self.distances.shape[0], self.relative_attention_max_distance
+            )
+        ].permute(2, 0, 1)
+        return (bias.masked_fill(relative_position > 0, -math.inf) if self.causal else bias).to(dtype)
 
 
-def bucket(ahead: Tensor, both: bool, buckets: int, farthest: int) -> Tensor:
+def relative_position_bucket(
+    relative_position: Tensor, bidirectional: bool, num_buckets: int, max_distance: int
+) -> Tensor:
     """Groups of distances: half of them one by one, the others ever wider, up to `farthest`; with `both`, half of all
     for keys ahead and half for those behind."""
-    first = torch.zeros_like(ahead)
-    if both:
-        buckets //= 2
-        first = torch.where(ahead > 0, buckets, 0)
-        distance = ahead.abs()
+    offset = torch.zeros_like(relative_position)
+    if bidirectional:
+        num_buckets //= 2
+        offset = torch.where(relative_position > 0, num_buckets, 0)
+        distance = relative_position.abs()
     else:
-        distance = (-ahead).clamp(min=0)
-    exact = buckets // 2
+        distance = (-relative_position).clamp(min=0)
+    max_exact = num_buckets // 2
     # In float64: at a border the logarithm must fall to the same side everywhere.
-    share = (distance.clamp(min=1).double() / exact).log() / math.log(farthest / exact)
-    wide = (exact + (share * (buckets - exact)).long()).clamp(max=buckets - 1)
-    return first + torch.where(distance < exact, distance, wide)
+    share = (distance.clamp(min=1).double() / max_exact).log() / math.log(max_distance / max_exact)
+    log_bucket = (max_exact + (share * (num_buckets - max_exact)).long()).clamp(max=num_buckets - 1)
+    return offset + torch.where(distance < max_exact, distance, log_bucket)
 
 
-class MLP(nn.Module):
-    def __init__(self, model: T5, part: slice):
+class T5MLP(nn.Module):
+    def __init__(self, config: T5Config, side: slice):
         super().__init__()
-        self.gate = parts.Product(model.width, model.ffn, bias=False) if model.activation == "geglu" else None
-        self.up = parts.Product(model.width, model.ffn, bias=False)
-        self.down = parts.Product(model.ffn, model.width, bias=False)
-        self.part = part
+        self.gate = layers.Linear(config.width, config.ffn, bias=False) if config.activation == "geglu" else None
+        self.up = layers.Linear(config.width, config.ffn, bias=False)
+        self.down = layers.Linear(config.ffn, config.width, bias=False)
+        self.side = side
 
     def forward(self, x: Tensor) -> Tensor:
-        own = x[:, self.part]
+        own = x[:, self.side]
         hidden = self.up(own)
         hidden = hidden.relu() if self.gate is None else F.gelu(self.gate(own), approximate="tanh") * hidden
-        return _alone(self.down(hidden), self.part, x.shape[1])
+        return _pad_to_stream(self.down(hidden), self.side, x.shape[1])
 
 
-def _alone(y: Tensor, part: slice, length: int) -> Tensor:
+def _pad_to_stream(y: Tensor, side: slice, length: int) -> Tensor:
     """One side's positions, and nothing at the other's."""
-    return F.pad(y, (0, 0, part.start, length - part.stop))
+    return F.pad(y, (0, 0, side.start, length - side.stop))
 
 
-class Head(nn.Module):
-    def __init__(self, model: T5):
+class T5Head(nn.Module):
+    def __init__(self, config: T5Config):
         super().__init__()
-        self.norm = parts.RMSNorm(model.width, eps=model.norm_eps)
-        self.project = Project(model)
+        self.norm = layers.RMSNorm(config.width, eps=config.norm_eps)
+        self.project = T5LMHead(config)
 
     def forward(self, x: Tensor, ids: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
         return self.project(self.norm(x), targets)  # type: ignore[no-any-return]
 
 
-class Project(gpt.Project):
+class T5LMHead(gpt.LMHead):
     """Only the decoder's positions become logits."""
 
-    def __init__(self, model: T5):
-        super().__init__(model)
-        self.border, self.scale = model.sequence, model.width**-0.5 if model.tied else 1.0
+    def __init__(self, config: T5Config):
+        super().__init__(config)
+        self.encoder_length, self.scale = config.sequence, config.width**-0.5 if config.tied else 1.0
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        return super().forward(x[:, self.border :], None if targets is None else targets[:, self.border :])
+        return super().forward(
+            x[:, self.encoder_length :], None if targets is None else targets[:, self.encoder_length :]
+        )
 
 
-def cost(model: T5) -> list[float]:
+def forward_flops(config: T5Config) -> list[float]:
     """Forward floating-point operations per sample of each piece of the chain, for balancing stages."""
-    s, t, d, a = model.sequence, model.targets, model.width, model.heads * model.head_size
-    hidden = 2.0 * d * model.ffn * (3 if model.activation == "geglu" else 2)
+    s, t, d, a = config.sequence, config.target_sequence, config.width, config.heads * config.head_dim
+    hidden = 2.0 * d * config.ffn * (3 if config.activation == "geglu" else 2)
     encoder = s * (8.0 * d * a + hidden) + 4.0 * s * s * a
     decoder = t * (8.0 * d * a + hidden) + 4.0 * t * t * a + 4.0 * d * a * (s + t) + 4.0 * s * t * a
-    moved = 8.0 * model.length * d
-    return [moved, *[encoder] * model.layers, moved, *[decoder] * model.layers, 2.0 * t * d * model.vocab]
+    moved = 8.0 * config.length * d
+    return [moved, *[encoder] * config.layers, moved, *[decoder] * config.layers, 2.0 * t * d * config.vocab]

@@ -12,68 +12,68 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.optim.pieces import Piece, Pieced, squares, total
+from shardwise.optim.sharded_optimizer import ParamShardLike, ShardedOptimizer, sum_of_squares, sum_over_shards
 
-DECAY = -0.8  # the share of the newest square in step t is t^DECAY
-LEAST = 1e-3  # weights shorter than this count as so long
-SMALLEST = 2.0**-23  # PyTorch's for float32. Its own for float64 would turn the rounding of a zero into a step.
+BETA2_DECAY = -0.8  # the share of the newest square in step t is t^DECAY
+EPS2 = 1e-3  # weights shorter than this count as so long
+EPS1 = 2.0**-23  # PyTorch's for float32. Its own for float64 would turn the rounding of a zero into a step.
 
-Member = tuple[Piece, dict[str, Tensor], dict[str, Any]]
+ShardWithState = tuple[ParamShardLike, dict[str, Tensor], dict[str, Any]]
 
 
-class Adafactor(Pieced):
-    collapsed = {"row_var": -1, "col_var": -2}
+class Adafactor(ShardedOptimizer):
+    collapsed_dims = {"row_var": -1, "col_var": -2}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        members = list(self.members())
-        pieces = [piece for piece, _, _ in members]
-        everything = [range(len(piece.shape)) for piece in pieces]
-        counts = [self.count(piece, state) for piece, state, _ in members]
-        lengths = total([squares(piece.tensor.detach()) for piece in pieces], pieces, everything)
-        means = self._average(members, counts)
-        updates = [squares(self._update(member, means)) for member in members]
-        updates = total(updates, pieces, everything)
-        for member, count, length, update in zip(members, counts, lengths, updates):
-            piece, _, group = member
-            size = piece.shape.numel()
-            rate = (length / size).sqrt().clamp(min=LEAST) * count.rsqrt().clamp(max=group["lr"])
-            rate = rate / (update / size).sqrt().clamp(min=1.0)
-            kept = piece.tensor.detach() * (1.0 - group["lr"] * group["weight_decay"])
-            self.put_weight(piece, kept - self._update(member, means) * rate.to(kept.dtype))
+        members = list(self.iter_shards())
+        shards = [shard for shard, _, _ in members]
+        all_dims = [range(len(shard.shape)) for shard in shards]
+        steps = [self.increment_step(shard, state) for shard, state, _ in members]
+        weight_squares = sum_over_shards([sum_of_squares(shard.tensor.detach()) for shard in shards], shards, all_dims)
+        row_means = self._update_variances(members, steps)
+        update_squares = [sum_of_squares(self._normalized_update(member, row_means)) for member in members]
+        update_squares = sum_over_shards(update_squares, shards, all_dims)
+        for member, step_number, weight_square, update_square in zip(members, steps, weight_squares, update_squares):
+            shard, _, group = member
+            numel = shard.shape.numel()
+            lr = (weight_square / numel).sqrt().clamp(min=EPS2) * step_number.rsqrt().clamp(max=group["lr"])
+            lr = lr / (update_square / numel).sqrt().clamp(min=1.0)
+            decayed = shard.tensor.detach() * (1.0 - group["lr"] * group["weight_decay"])
+            self.update_weight(shard, decayed - self._normalized_update(member, row_means) * lr.to(decayed.dtype))
 
-    def _average(self, members: list[Member], counts: list[Tensor]) -> dict[int, Tensor]:
+    def _update_variances(self, members: list[ShardWithState], steps: list[Tensor]) -> dict[int, Tensor]:
         """Takes the new squares in. Returns, by piece, the mean of its row means, one for each matrix."""
-        places = [number for number, (piece, _, _) in enumerate(members) if len(piece.shape) > 1]
-        pieces = [members[number][0] for number in places]
-        parts, over = [], []
-        for piece in pieces:
-            grad = self.gradient(piece)
-            parts += [squares(grad, dim=-1), squares(grad, dim=-2)]
-            over += [[len(piece.shape) - 1], [len(piece.shape) - 2]]
-        sums = total(parts, [piece for piece in pieces for _ in range(2)], over)
-        for number, (piece, state, _) in enumerate(members):
-            share = counts[number] ** DECAY
-            if len(piece.shape) == 1:
-                self._take(state, "variance", self.gradient(piece).square(), share)
-        for place, number in enumerate(places):
-            piece, state, _ = members[number]
-            share, dtype = counts[number] ** DECAY, piece.tensor.dtype
-            for key, side, whole in zip(("row_var", "col_var"), (-1, -2), sums[2 * place : 2 * place + 2]):
-                self._take(state, key, (whole / piece.shape[side]).to(dtype), share)
-        rows = [members[number][1]["row_var"].sum(-2, keepdim=True, dtype=torch.float64) for number in places]
-        rows = total(rows, pieces, [[len(piece.shape) - 2] for piece in pieces])
-        return {id(p): (row / p.shape[-2]).to(p.tensor.dtype) for p, row in zip(pieces, rows, strict=True)}
+        matrix_indices = [index for index, (shard, _, _) in enumerate(members) if len(shard.shape) > 1]
+        shards = [members[index][0] for index in matrix_indices]
+        partial_sums, summed_dims = [], []
+        for shard in shards:
+            grad = self.unscaled_grad(shard)
+            partial_sums += [sum_of_squares(grad, dim=-1), sum_of_squares(grad, dim=-2)]
+            summed_dims += [[len(shard.shape) - 1], [len(shard.shape) - 2]]
+        sums = sum_over_shards(partial_sums, [shard for shard in shards for _ in range(2)], summed_dims)
+        for index, (shard, state, _) in enumerate(members):
+            one_minus_beta2 = steps[index] ** BETA2_DECAY
+            if len(shard.shape) == 1:
+                self._lerp_state(state, "variance", self.unscaled_grad(shard).square(), one_minus_beta2)
+        for position, index in enumerate(matrix_indices):
+            shard, state, _ = members[index]
+            one_minus_beta2, dtype = steps[index] ** BETA2_DECAY, shard.tensor.dtype
+            for key, dim, full_sum in zip(("row_var", "col_var"), (-1, -2), sums[2 * position : 2 * position + 2]):
+                self._lerp_state(state, key, (full_sum / shard.shape[dim]).to(dtype), one_minus_beta2)
+        rows = [members[index][1]["row_var"].sum(-2, keepdim=True, dtype=torch.float64) for index in matrix_indices]
+        rows = sum_over_shards(rows, shards, [[len(shard.shape) - 2] for shard in shards])
+        return {id(p): (row / p.shape[-2]).to(p.tensor.dtype) for p, row in zip(shards, rows, strict=True)}
 
-    def _take(self, state: dict[str, Tensor], key: str, new: Tensor, share: Tensor) -> None:
+    def _lerp_state(self, state: dict[str, Tensor], key: str, new: Tensor, one_minus_beta2: Tensor) -> None:
         old = state.setdefault(key, torch.zeros_like(new))
-        self.put(old, old.lerp(new, share.to(new.dtype)))
+        self.assign_unless_skipped(old, old.lerp(new, one_minus_beta2.to(new.dtype)))
 
-    def _update(self, member: Member, means: dict[int, Tensor]) -> Tensor:
+    def _normalized_update(self, member: ShardWithState, row_means: dict[int, Tensor]) -> Tensor:
         """Made twice, once for its length, for the sake of memory."""
-        piece, state, _ = member
-        if id(piece) in means:
-            square = state["row_var"] @ state["col_var"] / means[id(piece)].clamp(min=SMALLEST)
+        shard, state, _ = member
+        if id(shard) in row_means:
+            variance = state["row_var"] @ state["col_var"] / row_means[id(shard)].clamp(min=EPS1)
         else:
-            square = state["variance"]
-        return square.clamp(min=SMALLEST**2).rsqrt_() * self.gradient(piece)
+            variance = state["variance"]
+        return variance.clamp(min=EPS1**2).rsqrt_() * self.unscaled_grad(shard)

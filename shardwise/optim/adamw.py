@@ -1,7 +1,7 @@
 """AdamW over the local pieces of weights: PyTorch's fused kernels, or our own where they cannot.
 
 Ours takes gradients in the compute type, rounds the updated weights for the next step in the same pass over memory, and
-may keep its averages in bf16. On a GPU it is one kernel (`shardwise.optim.kernels`); elsewhere PyTorch's, a weight at a
+may keep its averages in bf16. On a GPU it is one kernel (`shardwise.optim.adamw_kernel`); elsewhere PyTorch's, a weight at a
 time.
 """
 
@@ -13,74 +13,99 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.optim.pieces import Piece, Pieced
+from shardwise.optim.sharded_optimizer import ParamShardLike, ShardedOptimizer
 
 
-class AdamW(Pieced):
+class AdamW(ShardedOptimizer):
     """Our own. States have PyTorch's names."""
 
     def __init__(
-        self, groups: list[dict[str, Any]], defaults: dict[str, Any], pieces: Sequence[Piece],
-        states: torch.dtype | None,
+        self, groups: list[dict[str, Any]], defaults: dict[str, Any], shards: Sequence[ParamShardLike],
+        state_dtype: torch.dtype | None,
     ):  # fmt: skip
-        super().__init__(groups, defaults, pieces)
-        self.states = states
-        self.rates = [torch.zeros((), device=group["params"][0].device) for group in self.param_groups]
+        super().__init__(groups, defaults, shards)
+        self.state_dtype = state_dtype
+        self.lr_tensors = [torch.zeros((), device=group["params"][0].device) for group in self.param_groups]
 
-    def set_rates(self) -> None:
+    def copy_lr_to_device(self) -> None:
         """Takes the learning rates to the device: a recorded step reads them there."""
-        for group, rate in zip(self.param_groups, self.rates, strict=True):
-            rate.fill_(group["lr"])
+        for group, lr_tensor in zip(self.param_groups, self.lr_tensors, strict=True):
+            lr_tensor.fill_(group["lr"])
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        if self.rates[0].is_cuda and not torch.cuda.is_current_stream_capturing():
-            self.set_rates()
+        if self.lr_tensors[0].is_cuda and not torch.cuda.is_current_stream_capturing():
+            self.copy_lr_to_device()
         weights = [weight for group in self.param_groups for weight in group["params"]]
         for weight in weights:
-            self._start(weight)
-        counts = [self.state[weight]["step"] for weight in weights]
-        one = torch.ones_like(counts[0]) if self.found_inf is None else 1.0 - self.found_inf
-        torch._foreach_add_(counts, [one] * len(counts))
-        for group, rate in zip(self.param_groups, self.rates, strict=True):
+            self._init_state(weight)
+        steps = [self.state[weight]["step"] for weight in weights]
+        increment = torch.ones_like(steps[0]) if self.found_inf is None else 1.0 - self.found_inf
+        torch._foreach_add_(steps, [increment] * len(steps))
+        for group, lr_tensor in zip(self.param_groups, self.lr_tensors, strict=True):
             for weight in group["params"]:
-                piece, state = self.pieces[weight], self.state[weight]
+                shard, state = self.shards[weight], self.state[weight]
                 if weight.is_cuda and weight.dtype == torch.float32:
-                    self._kernel(piece, state, group, rate)
+                    self._kernel_step(shard, state, group, lr_tensor)
                 else:
-                    plain_(piece, state, group, self.grad_scale, self.found_inf)
-                piece.current = piece.rounded is not None
+                    torch_adamw_(shard, state, group, self.grad_scale, self.found_inf)
+                shard.is_compute_copy_current = shard.compute_copy is not None
 
-    def _kernel(self, piece: Piece, state: dict[str, Tensor], group: dict[str, Any], rate: Tensor) -> None:
-        from shardwise.optim.kernels import adamw_
+    def _kernel_step(
+        self, shard: ParamShardLike, state: dict[str, Tensor], group: dict[str, Any], lr_tensor: Tensor
+    ) -> None:
+        from shardwise.optim.adamw_kernel import fused_adamw_
 
-        averages = state["exp_avg"], state["exp_avg_sq"]
-        adamw_(
-            piece.tensor.detach(), piece.grad, *averages, piece.rounded, state["step"], rate, group, self.grad_scale,
+        moments = state["exp_avg"], state["exp_avg_sq"]
+        fused_adamw_(
+            shard.tensor.detach(),
+            shard.grad,
+            *moments,
+            shard.compute_copy,
+            state["step"],
+            lr_tensor,
+            group,
+            self.grad_scale,
             self.found_inf,
-        )  # fmt: skip
+        )
 
-    def _start(self, weight: Tensor) -> None:
+    def _init_state(self, weight: Tensor) -> None:
         state = self.state[weight]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
-            state["exp_avg"] = torch.zeros_like(weight, dtype=self.states)
-            state["exp_avg_sq"] = torch.zeros_like(weight, dtype=self.states)
+            state["exp_avg"] = torch.zeros_like(weight, dtype=self.state_dtype)
+            state["exp_avg_sq"] = torch.zeros_like(weight, dtype=self.state_dtype)
 
 
-def plain_(
-    piece: Piece, state: dict[str, Tensor], group: dict[str, Any], scale: Tensor | None, skip: Tensor | None
+def torch_adamw_(
+    shard: ParamShardLike,
+    state: dict[str, Tensor],
+    group: dict[str, Any],
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
 ) -> None:
-    weight, averages = piece.tensor.detach(), (state["exp_avg"], state["exp_avg_sq"])
-    first, second = (average.to(weight.dtype) for average in averages)
+    weight, moments = shard.tensor.detach(), (state["exp_avg"], state["exp_avg_sq"])
+    exp_avg, exp_avg_sq = (moment.to(weight.dtype) for moment in moments)
     beta1, beta2 = group["betas"]
     torch._fused_adamw_(
-        [weight], [piece.grad.to(weight.dtype)], [first], [second], [], [state["step"]], lr=group["lr"], beta1=beta1,
-        beta2=beta2, weight_decay=group["weight_decay"], eps=group["eps"], amsgrad=False, maximize=False,
-        grad_scale=scale, found_inf=skip,
-    )  # fmt: skip
-    for average, wide in zip(averages, (first, second)):
-        if average is not wide:
-            average.copy_(wide)
-    if piece.rounded is not None:
-        piece.rounded.copy_(weight)
+        [weight],
+        [shard.grad.to(weight.dtype)],
+        [exp_avg],
+        [exp_avg_sq],
+        [],
+        [state["step"]],
+        lr=group["lr"],
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        amsgrad=False,
+        maximize=False,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+    )
+    for moment, updated in zip(moments, (exp_avg, exp_avg_sq)):
+        if moment is not updated:
+            moment.copy_(updated)
+    if shard.compute_copy is not None:
+        shard.compute_copy.copy_(weight)

@@ -12,43 +12,56 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.optim.pieces import Piece, Pieced, squares, total
+from shardwise.optim.sharded_optimizer import ParamShardLike, ShardedOptimizer, sum_of_squares, sum_over_shards
 
 
-class LAMB(Pieced):
+class LAMB(ShardedOptimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        members = list(self.members())
-        counts = [self._average(*member) for member in members]
-        adapted = [(member, count) for member, count in zip(members, counts) if member[0].decays]
-        parts = [
-            torch.stack((squares(member[0].tensor.detach()), squares(self._direction(*member, count))))
-            for member, count in adapted
+        members = list(self.iter_shards())
+        steps = [self._update_moments(*member) for member in members]
+        scaled_members = [(member, step_number) for member, step_number in zip(members, steps) if member[0].decays]
+        partial_sums = [
+            torch.stack(
+                (sum_of_squares(member[0].tensor.detach()), sum_of_squares(self._adam_update(*member, step_number)))
+            )
+            for member, step_number in scaled_members
         ]
-        pieces = [member[0] for member, _ in adapted]
-        sums = total(parts, pieces, [range(len(piece.shape)) for piece in pieces])
-        ratios = {piece: _ratio(*both.sqrt()) for piece, both in zip(map(id, pieces), sums, strict=True)}
-        for (piece, state, group), count in zip(members, counts):
-            weight = piece.tensor.detach()
-            update = self._direction(piece, state, group, count) * group["lr"]
-            if id(piece) in ratios:
-                update *= ratios[id(piece)].to(weight.dtype)
-            self.put_weight(piece, weight - update)
+        shards = [member[0] for member, _ in scaled_members]
+        sums = sum_over_shards(partial_sums, shards, [range(len(shard.shape)) for shard in shards])
+        trust_ratios = {
+            shard: _trust_ratio(*weight_and_update.sqrt())
+            for shard, weight_and_update in zip(map(id, shards), sums, strict=True)
+        }
+        for (shard, state, group), step_number in zip(members, steps):
+            weight = shard.tensor.detach()
+            update = self._adam_update(shard, state, group, step_number) * group["lr"]
+            if id(shard) in trust_ratios:
+                update *= trust_ratios[id(shard)].to(weight.dtype)
+            self.update_weight(shard, weight - update)
 
-    def _average(self, piece: Piece, state: dict[str, Tensor], group: dict[str, Any]) -> Tensor:
-        grad = self.gradient(piece)
+    def _update_moments(self, shard: ParamShardLike, state: dict[str, Tensor], group: dict[str, Any]) -> Tensor:
+        grad = self.unscaled_grad(shard)
         for key, beta, value in zip(("exp_avg", "exp_avg_sq"), group["betas"], (grad, grad.square())):
-            average = state.setdefault(key, torch.zeros_like(piece.tensor))
-            self.put(average, average.lerp(value, 1.0 - beta))
-        return self.count(piece, state)
+            average = state.setdefault(key, torch.zeros_like(shard.tensor))
+            self.assign_unless_skipped(average, average.lerp(value, 1.0 - beta))
+        return self.increment_step(shard, state)
 
-    def _direction(self, piece: Piece, state: dict[str, Tensor], group: dict[str, Any], count: Tensor) -> Tensor:
+    def _adam_update(
+        self, shard: ParamShardLike, state: dict[str, Tensor], group: dict[str, Any], step_number: Tensor
+    ) -> Tensor:
         """Adam's step with decay. Made twice, once for its norm: keeping it would take the memory of the weights."""
-        dtype = piece.tensor.dtype
-        first, second = ((1.0 - beta**count).to(dtype) for beta in group["betas"])
-        root = (state["exp_avg_sq"] / second).sqrt_().add_(group["eps"])
-        return (state["exp_avg"] / first).div_(root).add_(piece.tensor.detach(), alpha=group["weight_decay"])
+        dtype = shard.tensor.dtype
+        bias_correction1, bias_correction2 = ((1.0 - beta**step_number).to(dtype) for beta in group["betas"])
+        denominator = (state["exp_avg_sq"] / bias_correction2).sqrt_().add_(group["eps"])
+        return (
+            (state["exp_avg"] / bias_correction1)
+            .div_(denominator)
+            .add_(shard.tensor.detach(), alpha=group["weight_decay"])
+        )
 
 
-def _ratio(weight: Tensor, update: Tensor) -> Tensor:
-    return torch.where((weight > 0.0) & (update > 0.0), weight / update, torch.ones_like(weight))
+def _trust_ratio(weight_norm: Tensor, update_norm: Tensor) -> Tensor:
+    return torch.where(
+        (weight_norm > 0.0) & (update_norm > 0.0), weight_norm / update_norm, torch.ones_like(weight_norm)
+    )

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.optim.pieces import Pieced
+from shardwise.optim.sharded_optimizer import ShardedOptimizer
 
 
-class SGD(Pieced):
+class SGD(ShardedOptimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for piece, state, group in self.members():
-            weight = piece.tensor.detach()
-            update = self.gradient(piece).add(weight, alpha=group["weight_decay"])
+        for shard, state, group in self.iter_shards():
+            weight = shard.tensor.detach()
+            update = self.unscaled_grad(shard).add(weight, alpha=group["weight_decay"])
             if group["momentum"]:
-                average = state.setdefault("momentum_buffer", torch.zeros_like(weight))
-                self.put(average, update.add(average, alpha=group["momentum"]))
-                update = average
-            self.put_weight(piece, weight.sub(update, alpha=group["lr"]))
+                momentum_buffer = state.setdefault("momentum_buffer", torch.zeros_like(weight))
+                self.assign_unless_skipped(momentum_buffer, update.add(momentum_buffer, alpha=group["momentum"]))
+                update = momentum_buffer
+            self.update_weight(shard, weight.sub(update, alpha=group["lr"]))

@@ -13,48 +13,51 @@ import torch
 from torch import Tensor
 
 
-def add_rows_(table: Tensor, rows: Tensor, more: Tensor) -> None:
+def scatter_add_rows_(table: Tensor, rows: Tensor, values: Tensor) -> None:
     """As `index_add_` along rows, in half of its time on CPU."""
-    table.scatter_add_(0, rows[:, None].expand_as(more), more)
+    table.scatter_add_(0, rows[:, None].expand_as(values), values)
 
 
-def adagrad_(
-    table: Tensor, sums: Tensor, rows: Tensor, gradient: Tensor, squares: Tensor, lr: float, eps: float
+def rowwise_adagrad_(
+    table: Tensor, state_sum: Tensor, rows: Tensor, gradient: Tensor, mean_squares: Tensor, lr: float, eps: float
 ) -> None:
     """`squares`: the mean square of each touched row's whole gradient, of which `gradient` may be some columns."""
-    sums.index_add_(0, rows, squares)
-    divisor = sums.index_select(0, rows).sqrt_().add_(eps)
-    add_rows_(table, rows, (gradient / divisor[:, None]).mul_(-lr))
+    state_sum.index_add_(0, rows, mean_squares)
+    denominator = state_sum.index_select(0, rows).sqrt_().add_(eps)
+    scatter_add_rows_(table, rows, (gradient / denominator[:, None]).mul_(-lr))
 
 
-def adam_(
-    table: Tensor, averages: tuple[Tensor, Tensor], rows: Tensor, gradient: Tensor, number: int, lr: float,
+def sparse_adam_(
+    table: Tensor, moments: tuple[Tensor, Tensor], rows: Tensor, gradient: Tensor, step: int, lr: float,
     betas: tuple[float, float], eps: float,
 ) -> None:  # fmt: skip
     """`number`: of this step, from 1 on."""
-    first, second = (average.index_select(0, rows) for average in averages)
-    first.lerp_(gradient, 1.0 - betas[0])
-    second.lerp_(gradient.square(), 1.0 - betas[1])
-    averages[0].index_copy_(0, rows, first)
-    averages[1].index_copy_(0, rows, second)
-    rate = lr * (1.0 - betas[1] ** number) ** 0.5 / (1.0 - betas[0] ** number)
-    add_rows_(table, rows, (first / second.sqrt_().add_(eps)).mul_(-rate))
+    exp_avg, exp_avg_sq = (moment.index_select(0, rows) for moment in moments)
+    exp_avg.lerp_(gradient, 1.0 - betas[0])
+    exp_avg_sq.lerp_(gradient.square(), 1.0 - betas[1])
+    moments[0].index_copy_(0, rows, exp_avg)
+    moments[1].index_copy_(0, rows, exp_avg_sq)
+    step_size = lr * (1.0 - betas[1] ** step) ** 0.5 / (1.0 - betas[0] ** step)
+    scatter_add_rows_(table, rows, (exp_avg / exp_avg_sq.sqrt_().add_(eps)).mul_(-step_size))
 
 
-class Joined(torch.optim.Optimizer):
+class CombinedOptimizer(torch.optim.Optimizer):
     """An optimizer of dense weights, and tables beside it, as one: one learning rate to set, one state to save.
 
     `grad_scale` and `found_inf` mean what they mean to PyTorch's fused optimizers.
     """
 
-    def __init__(self, dense: torch.optim.Optimizer, tables: Any, factor: float):
+    def __init__(self, dense: torch.optim.Optimizer, tables: Any, table_lr_scale: float):
         """`tables` has `states()`, by tensor, and `update(lr, scale)`; they learn at `factor` times the rate."""
-        self.dense, self.tables, self.factor = dense, tables, factor
-        self.group: dict[str, Any] = {"params": [], "lr": 0.0}
+        self.dense, self.tables, self.table_lr_scale = dense, tables, table_lr_scale
+        self.table_group: dict[str, Any] = {"params": [], "lr": 0.0}
         self.defaults = dense.defaults
-        self.param_groups = [*dense.param_groups, self.group]  # the same objects: whoever sets a rate sets it for both
+        self.param_groups = [
+            *dense.param_groups,
+            self.table_group,
+        ]  # the same objects: whoever sets a rate sets it for both
         self.state = dense.state
-        self.state.update(tables.states())
+        self.state.update(tables.optimizer_states())
         self.grad_scale: Tensor | None = None
         self.found_inf: Tensor | None = None
 
@@ -63,9 +66,9 @@ class Joined(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for word in ("grad_scale", "found_inf"):
-            setattr(self.dense, word, getattr(self, word))
+        for attribute in ("grad_scale", "found_inf"):
+            setattr(self.dense, attribute, getattr(self, attribute))
         self.dense.step()
         if self.found_inf is None or not bool(self.found_inf):
             scale = 1.0 if self.grad_scale is None else float(self.grad_scale)
-            self.tables.update(self.factor * self.group["lr"], scale)
+            self.tables.update(self.table_lr_scale * self.table_group["lr"], scale)

@@ -6,29 +6,29 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from shardwise.console import pluralize
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
-from shardwise.words import counted
 
 
 def cut_stages(layout: Layout, costs: Sequence[float]) -> list[tuple[int, int]]:
     """Spans of pieces, one per stage. `costs` are those of embedding, layers and head, in this order."""
     count = layout.stage_count
     if count > len(costs):
-        layers = counted(len(costs) - 2, "layer")
+        layers = pluralize(len(costs) - 2, "layer")
         raise LayoutError(
             f"layout '{layout}' has {count} stages, but the model has {len(costs)} pieces "
             f"({layers}, embedding and head); use at most {len(costs)} stages."
         )
     if layout.stages:
-        return _fixed(layout, len(costs) - 2)
+        return _explicit_stages(layout, len(costs) - 2)
     return balance(tuple(costs), count)
 
 
-def _fixed(layout: Layout, layers: int) -> list[tuple[int, int]]:
+def _explicit_stages(layout: Layout, layers: int) -> list[tuple[int, int]]:
     if sum(layout.stages) != layers:
         raise LayoutError(
-            f"stages={','.join(map(str, layout.stages))} holds {counted(sum(layout.stages), 'layer')}, "
+            f"stages={','.join(map(str, layout.stages))} holds {pluralize(sum(layout.stages), 'layer')}, "
             f"but the model has {layers}."
         )
     ends = [1 + sum(layout.stages[: i + 1]) for i in range(len(layout.stages))]
@@ -48,23 +48,23 @@ def balance(costs: tuple[float, ...], count: int) -> list[tuple[int, int]]:
     Of those, the one with the least sum of squares: where one piece outweighs all, the rest is shared evenly too. Ties
     go to earlier cuts.
     """
-    ends = np.concatenate(([0.0], np.cumsum(costs)))
-    runs = ends - ends[:, None]  # [i, j]: the sum of costs[i:j]
-    runs[np.tri(len(ends), dtype=bool)] = np.inf  # none is empty
-    least = _best(runs, count, np.maximum)[0][0]
-    _, choices = _best(np.where(runs <= least, runs**2, np.inf), count, np.add)
-    places = [0]
+    cumulative = np.concatenate(([0.0], np.cumsum(costs)))
+    segment_costs = cumulative - cumulative[:, None]  # [i, j]: the sum of costs[i:j]
+    segment_costs[np.tri(len(cumulative), dtype=bool)] = np.inf  # none is empty
+    bottleneck = _best_partition(segment_costs, count, np.maximum)[0][0]
+    _, choices = _best_partition(np.where(segment_costs <= bottleneck, segment_costs**2, np.inf), count, np.add)
+    boundaries = [0]
     for choice in reversed(choices):
-        places.append(int(choice[places[-1]]))
-    return list(zip(places[:-1], places[1:]))
+        boundaries.append(int(choice[boundaries[-1]]))
+    return list(zip(boundaries[:-1], boundaries[1:]))
 
 
-def _best(runs: np.ndarray, count: int, join: np.ufunc) -> tuple[np.ndarray, list[np.ndarray]]:
+def _best_partition(segment_costs: np.ndarray, count: int, combine: np.ufunc) -> tuple[np.ndarray, list[np.ndarray]]:
     """By place, the least value of `count` runs from there to the end; by number of runs, where the first one ends."""
-    value = np.where(np.arange(len(runs)) == len(runs) - 1, 0.0, np.inf)  # no runs: only at the end
+    value = np.where(np.arange(len(segment_costs)) == len(segment_costs) - 1, 0.0, np.inf)  # no runs: only at the end
     choices = []
     for _ in range(count):
-        values = join(runs, value)
+        values = combine(segment_costs, value)
         choices.append(values.argmin(1))
         value = values.min(1)
     return value, choices

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.data.stream import Samples
-from shardwise.kinds import Named
-from shardwise.layout import Batch
+from shardwise.data.sample_stream import Samples
+from shardwise.kinds import ModelConfig
+from shardwise.layout import BatchSplit
 from shardwise.models.chain import Chain
 from shardwise.parallel import context
-from shardwise.parallel.data import DataParallel
-from shardwise.parallel.holding import Holding
+from shardwise.parallel.data_parallel import DataParallel
 from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.param_shard import ParamShard
 from shardwise.parallel.pipeline import Pipeline
 from shardwise.parallel.precision import LossScale
 
@@ -24,32 +24,36 @@ from shardwise.parallel.precision import LossScale
 class Engine:
     """What one rank needs for a step."""
 
-    model: Named
+    model: ModelConfig
     mesh: Mesh
-    batch: Batch
+    batch: BatchSplit
     chains: list[Chain]
     data: DataParallel
     pipeline: Pipeline | None
-    holdings: list[Holding]
+    param_shards: list[ParamShard]
     scale: LossScale
     positions: Tensor | None = None
     """Of each sequence, which this rank holds; None: all."""
-    meeting: Any = None
-    """Of replicas that train apart (`shardwise.parallel.sync`)."""
+    outer_optimizer: Any = None
+    """Of replicas that train apart (`shardwise.parallel.local_sgd`)."""
 
     @property
-    def tied(self) -> list[Holding]:
+    def tied(self) -> list[ParamShard]:
         """Holdings of weights that a stage elsewhere, or another stage of this rank, holds too."""
         if self.pipeline is None:
             return []
-        return [holding for holding in self.holdings if holding.name in self.chains[0].rules.tied]
+        return [
+            param_shard
+            for param_shard in self.param_shards
+            if param_shard.name in self.chains[0].sharding_plan.tied_parameters
+        ]
 
     def run(self, samples: Samples, scale: Tensor) -> Tensor:
         """Forward and backward of all micro-batches; the gradients are left in the parameters.
 
         Returns this rank's share of the loss: summed over all ranks of one tensor index it is the loss of the batch.
         """
-        samples = self._prepared(samples)
+        samples = self.prepare_samples(samples)
         if self.pipeline is not None:
             return self.pipeline.run(samples, scale)
         total = torch.zeros_like(scale)
@@ -62,23 +66,23 @@ class Engine:
 
     def evaluate(self, samples: Samples) -> Tensor:
         """This rank's share of the summed loss, forward only."""
-        samples = self._prepared(samples)
+        samples = self.prepare_samples(samples)
         if self.pipeline is not None:
             return self.pipeline.evaluate(samples)
         parts = samples.split(self.batch.micro_batch)
         return torch.stack([self.chains[0](p.tokens, targets=p.targets, **p.batch) for p in parts]).sum()
 
-    def divide(self, by: Tensor) -> None:
+    def divide_gradients(self, divisor: Tensor) -> None:
         """Divides all gradients."""
-        for device in {holding.tensor.device for holding in self.holdings}:
-            here = [holding.grad for holding in self.holdings if holding.tensor.device == device]
-            torch._foreach_div_(here, by.to(device))
+        for device in {param_shard.tensor.device for param_shard in self.param_shards}:
+            gradients = [param_shard.grad for param_shard in self.param_shards if param_shard.tensor.device == device]
+            torch._foreach_div_(gradients, divisor.to(device))
 
-    def _prepared(self, samples: Samples) -> Samples:
+    def prepare_samples(self, samples: Samples) -> Samples:
         """This rank's positions, with documents told apart where the model asks for it."""
-        return context.cut(samples.apart(getattr(self.model, "document_end", -1)), self.positions)
+        return context.shard_samples(samples.with_document_ids(getattr(self.model, "eod_token_id", -1)), self.positions)
 
     @property
-    def counts_samples(self) -> bool:
+    def is_data_leader(self) -> bool:
         """Whether this rank is the one of its data index that speaks for its samples."""
         return all(self.mesh[axis].index == 0 for axis in ("pipeline", "context", "tensor"))

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from shardwise.parallel.views import present
+from shardwise.parallel.parametrize import parametrize
 
-COMPUTE = {
+COMPUTE_DTYPES = {
     "float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
     "fp8": torch.bfloat16,
 }  # fmt: skip
@@ -26,34 +26,36 @@ class Precision:
     name: str
 
     @property
-    def compute(self) -> torch.dtype:
-        return COMPUTE[self.name]
+    def compute_dtype(self) -> torch.dtype:
+        return COMPUTE_DTYPES[self.name]
 
     @property
-    def master(self) -> torch.dtype:
+    def master_dtype(self) -> torch.dtype:
         return torch.float64 if self.name == "float64" else torch.float32
 
     @property
-    def mixed(self) -> bool:
-        return self.compute != self.master
+    def is_mixed(self) -> bool:
+        return self.compute_dtype != self.master_dtype
 
     @property
-    def narrow(self) -> bool:
+    def use_fp8(self) -> bool:
         """Whether the products of the blocks are in 8 bits (`shardwise.models.fp8`)."""
         return self.name == "fp8"
 
     def fsdp_policy(self) -> MixedPrecisionPolicy:
-        if not self.mixed:
+        if not self.is_mixed:
             return MixedPrecisionPolicy()
-        return MixedPrecisionPolicy(param_dtype=self.compute, reduce_dtype=self.master)
+        return MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=self.master_dtype)
 
     def apply(self, module: nn.Module) -> None:
         """Lets every module see its own parameters in the compute type."""
-        if self.mixed:
-            rounded = partial(torch.Tensor.to, dtype=self.compute)  # one for all: compiled blocks are told apart by it
+        if self.is_mixed:
+            cast = partial(
+                torch.Tensor.to, dtype=self.compute_dtype
+            )  # one for all: compiled blocks are told apart by it
             for part in module.modules():
                 for name in part._parameters:
-                    present(part, name, rounded)
+                    parametrize(part, name, cast)
 
 
 class LossScale:
@@ -64,20 +66,20 @@ class LossScale:
     steps without one.
     """
 
-    def __init__(self, precision: Precision, device: torch.device, patience: int = 1000):
+    def __init__(self, precision: Precision, device: torch.device, growth_interval: int = 1000):
         self.dynamic = precision.name == "fp16"
-        self.patience = patience
-        self.value = torch.tensor(2.0**16 if self.dynamic else 1.0, dtype=precision.master, device=device)
-        self.quiet = torch.zeros((), dtype=torch.int64, device=device)
+        self.growth_interval = growth_interval
+        self.value = torch.tensor(2.0**16 if self.dynamic else 1.0, dtype=precision.master_dtype, device=device)
+        self.growth_tracker = torch.zeros((), dtype=torch.int64, device=device)
 
     def update(self, overflow: Tensor) -> None:
         if not self.dynamic:
             return
-        self.quiet = torch.where(overflow, 0, self.quiet + 1)
-        grow = self.quiet >= self.patience
+        self.growth_tracker = torch.where(overflow, 0, self.growth_tracker + 1)
+        grow = self.growth_tracker >= self.growth_interval
         factor = torch.where(overflow, 0.5, torch.where(grow, 2.0, 1.0)).to(self.value.dtype)
         self.value = (self.value * factor).clamp(min=1.0)
-        self.quiet = torch.where(grow, 0, self.quiet)
+        self.growth_tracker = torch.where(grow, 0, self.growth_tracker)
 
     def state(self) -> dict[str, Tensor]:
-        return {"value": self.value, "quiet": self.quiet}
+        return {"value": self.value, "growth_tracker": self.growth_tracker}

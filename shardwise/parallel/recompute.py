@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shardwise.layout import Layout, keep_share
+from shardwise.layout import Layout, kept_activation_fraction
 from shardwise.models.chain import Chain
 
-_KEPT = {
+_SAVED_OPS = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
@@ -42,53 +42,59 @@ _KEPT = {
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operator in _SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def apply(chain: Chain, layout: Layout) -> None:
     """Wraps the blocks of a chain."""
     if layout.recompute == "none":
         return
-    share = keep_share(layout.recompute) or 0.0
+    keep_fraction = kept_activation_fraction(layout.recompute) or 0.0
     for number, block in enumerate(chain.blocks()):
         # Spread the kept blocks evenly: block n is kept when the running count of kept ones rises there.
-        if int((number + 1) * share) > int(number * share):
+        if int((number + 1) * keep_fraction) > int(number * keep_fraction):
             continue
         # The instance's forward is replaced, not the module: names and hooks stay as they are.
-        contexts = partial(create_selective_checkpoint_contexts, _policy) if layout.recompute == "selective" else _plain
-        if layout.split_backward:
-            block.forward = Again(block.forward, contexts)
+        contexts = (
+            partial(create_selective_checkpoint_contexts, _policy) if layout.recompute == "selective" else _no_contexts
+        )
+        if layout.has_split_backward:
+            block.forward = CheckpointOnce(block.forward, contexts)
         else:
             options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
             block.forward = partial(checkpoint, block.forward, **options)
 
 
-def _plain() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def _no_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     return nullcontext(), nullcontext()
 
 
-class Again:
+class CheckpointOnce:
     """A forward that keeps only its input, and is computed again at most once, however often the backward comes by."""
 
     def __init__(self, forward: Callable[..., Tensor], contexts: Callable[[], Any]):
         self.forward, self.contexts = forward, contexts
 
     def __call__(self, x: Tensor, **batch: Any) -> Tensor:
-        first, second = self.contexts()
+        forward_context, recompute_context = self.contexts()
         count = itertools.count()
-        kept: list[Tensor] = []  # what the backward needs, in the order in which the forward saved it
+        saved: list[Tensor] = []  # what the backward needs, in the order in which the forward saved it
 
         def unpack(number: int) -> Tensor:
-            if not kept:
-                again = x.detach().requires_grad_(x.requires_grad)
-                with torch.enable_grad(), second, saved_tensors_hooks(lambda t: kept.append(t.detach()), _never):
-                    self.forward(again, **batch)
-            return kept[number]
+            if not saved:
+                detached = x.detach().requires_grad_(x.requires_grad)
+                with (
+                    torch.enable_grad(),
+                    recompute_context,
+                    saved_tensors_hooks(lambda t: saved.append(t.detach()), _forbid_unpack),
+                ):
+                    self.forward(detached, **batch)
+            return saved[number]
 
         # The graph holds `unpack`, and that holds `kept`: both go when the last gradient has been taken.
-        with saved_tensors_hooks(lambda tensor: next(count), unpack), first:
+        with saved_tensors_hooks(lambda tensor: next(count), unpack), forward_context:
             return self.forward(x, **batch)
 
 
-def _never(packed: Any) -> Tensor:
+def _forbid_unpack(packed: Any) -> Tensor:
     raise AssertionError("nobody walks through the graph of a block that was computed again")

@@ -26,22 +26,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.comm.collectives import all_gather_with_grad, all_reduce, reduce_scatter_with_grad
+from shardwise.console import pluralize
 from shardwise.errors import LayoutError
-from shardwise.models.chain import Chain, Cut, Head, Region, Rules, Table
-from shardwise.models.loss import Vocabulary
+from shardwise.models.chain import Chain, SequenceRegion, ShardDim, ShardingPlan, VocabEmbedding, VocabHead
+from shardwise.models.loss import VocabShard
 from shardwise.parallel.mesh import Axis
-from shardwise.parallel.views import present
-from shardwise.words import counted
+from shardwise.parallel.parametrize import parametrize
 
-SEQUENCE = 1  # the dimension of positions in (sample, position, feature)
+SEQUENCE_DIM = 1  # the dimension of positions in (sample, position, feature)
 
 
-def divides(cut: Cut, shape: torch.Size, degree: int) -> bool:
+def splits_evenly(cut: ShardDim, shape: torch.Size, degree: int) -> bool:
     """Whether chunks of the tensor keep its units whole; if not, every rank holds it whole and uses its own rows."""
     return cut.uneven is None or shape[cut.dim] // cut.unit % degree == 0
 
 
-def check(rules: Rules, shapes: dict[str, torch.Size], sequence: int, degree: int) -> None:
+def check(rules: ShardingPlan, shapes: dict[str, torch.Size], sequence: int, degree: int) -> None:
     """Raises for a degree that the maths does not allow."""
     if degree == 1:
         return
@@ -50,129 +50,131 @@ def check(rules: Rules, shapes: dict[str, torch.Size], sequence: int, degree: in
             f"tensor={degree} cuts activations along the sequence, but a sequence of {sequence} does not divide by it; "
             f"the nearest that does: {max(degree, round(sequence / degree) * degree)}."
         )
-    cuts = {name: cut for name in shapes if (cut := rules.cut_of(name)) is not None}
+    cuts = {name: cut for name in shapes if (cut := rules.shard_dim_of(name)) is not None}
     for name, cut in cuts.items():
         units = shapes[name][cut.dim] // cut.unit
         if cut.uneven is None and cut.unit > 1 and units % degree:
             raise LayoutError(f"tensor={degree} does not divide the {units} heads of {name}; use one that does.")
     for name, cut in cuts.items():
         shape = shapes[name]
-        if divides(cut, shape, degree):
+        if splits_evenly(cut, shape, degree):
             parts, what, empty = shape[cut.dim], "row", -(-shape[cut.dim] // degree) * (degree - 1) >= shape[cut.dim]
         else:
             assert cut.uneven is not None
-            parts, what = len(cut.uneven.parts), cut.uneven.what
+            parts, what = len(cut.uneven.parts), cut.uneven.unit_name
             empty = parts < degree
         if empty:
             raise LayoutError(
-                f"tensor={degree} leaves a rank without any of the {counted(parts, what)} of {name}; "
+                f"tensor={degree} leaves a rank without any of the {pluralize(parts, what)} of {name}; "
                 "use a smaller tensor."
             )
 
 
 def apply(chain: Chain, axis: Axis) -> dict[str, int | None]:
     """Cuts a chain on the meta device for this rank. Returns, by parameter name, the dimension it was cut along."""
-    placed: dict[str, int | None] = {name: None for name, _ in chain.named_weights()}
+    sharded_dims: dict[str, int | None] = {name: None for name, _ in chain.named_unique_parameters()}
     if axis.size == 1:
-        return placed
+        return sharded_dims
     shapes = {name: parameter.shape for name, parameter in chain.named_parameters(remove_duplicate=False)}
     for name, shape in shapes.items():
-        cut = chain.rules.cut_of(name)
+        cut = chain.sharding_plan.shard_dim_of(name)
         if cut is not None:
-            _cut(chain, name, shape, cut, axis)
-            placed[chain.rules.canonical(name)] = cut.dim if divides(cut, shape, axis.size) else None
-    chain.tie()
+            _shard_parameter(chain, name, shape, cut, axis)
+            sharded_dims[chain.sharding_plan.canonical_name(name)] = (
+                cut.dim if splits_evenly(cut, shape, axis.size) else None
+            )
+    chain.tie_weights()
     for name, module in chain.named_modules():
-        rule = next((rule for rule in chain.rules.modules if fnmatchcase(name, rule.module)), None)
-        if isinstance(rule, Region):
-            row = getattr(module, rule.row, None)
-            _region(module, row if isinstance(row, nn.Module) else None, axis)
-            weight = f"{name}.{rule.row}.weight"
-            cut = chain.rules.cut_of(weight) if weight in shapes else None
-            if cut is not None and not divides(cut, shapes[weight], axis.size):
+        rule = next((rule for rule in chain.sharding_plan.modules if fnmatchcase(name, rule.module)), None)
+        if isinstance(rule, SequenceRegion):
+            row = getattr(module, rule.rowwise, None)
+            _apply_sequence_region(module, row if isinstance(row, nn.Module) else None, axis)
+            weight = f"{name}.{rule.rowwise}.weight"
+            cut = chain.sharding_plan.shard_dim_of(weight) if weight in shapes else None
+            if cut is not None and not splits_evenly(cut, shapes[weight], axis.size):
                 for attribute, value in rule.uneven:
                     setattr(module, attribute, value)
-        elif isinstance(rule, Table):
-            _table(module, axis)
-        elif isinstance(rule, Head):
-            _head(module, axis)
-    return placed
+        elif isinstance(rule, VocabEmbedding):
+            _apply_vocab_embedding(module, axis)
+        elif isinstance(rule, VocabHead):
+            _apply_vocab_head(module, axis)
+    return sharded_dims
 
 
-def _cut(chain: Chain, name: str, shape: torch.Size, cut: Cut, axis: Axis) -> None:
+def _shard_parameter(chain: Chain, name: str, shape: torch.Size, cut: ShardDim, axis: Axis) -> None:
     owner_name, _, leaf = name.rpartition(".")
     owner = chain.get_submodule(owner_name)
-    whole = owner._parameters[leaf]
-    assert whole is not None
-    if divides(cut, shape, axis.size):
+    full_weight = owner._parameters[leaf]
+    assert full_weight is not None
+    if splits_evenly(cut, shape, axis.size):
         first, length = axis.span(shape[cut.dim])
         size = list(shape)
         size[cut.dim] = length
-        setattr(owner, leaf, nn.Parameter(torch.empty(size, dtype=whole.dtype, device=whole.device)))
+        setattr(owner, leaf, nn.Parameter(torch.empty(size, dtype=full_weight.dtype, device=full_weight.device)))
         if cut.dim == 0:
             owner.__dict__["first_row"] = first  # of the whole tensor, for those who look rows up
     else:
         assert cut.uneven is not None
         parts = torch.tensor(cut.uneven.parts).tensor_split(axis.size)[axis.index]
-        present(owner, leaf, Rows(cut.dim, parts.flatten()))
+        parametrize(owner, leaf, RowSelector(cut.dim, parts.flatten()))
 
 
-class Rows:
+class RowSelector:
     """The given rows of a tensor along one dimension; they are copied to its device once."""
 
     def __init__(self, dim: int, rows: Tensor):
         self.dim, self.rows = dim, rows
 
-    def __call__(self, whole: Tensor) -> Tensor:
-        if self.rows.device != whole.device:
-            self.rows = self.rows.to(whole.device)
-        return whole.index_select(self.dim, self.rows)
+    def __call__(self, full_weight: Tensor) -> Tensor:
+        if self.rows.device != full_weight.device:
+            self.rows = self.rows.to(full_weight.device)
+        return full_weight.index_select(self.dim, self.rows)
 
 
-def gather(x: Tensor, axis: Axis) -> Tensor:
+def all_gather_sequence(x: Tensor, axis: Axis) -> Tensor:
     """Whole sequences from their parts; the gradient is summed and cut again."""
-    return all_gather_with_grad(x.contiguous(), SEQUENCE, axis.group)
+    return all_gather_with_grad(x.contiguous(), SEQUENCE_DIM, axis.group)
 
 
-def scatter_sum(x: Tensor, axis: Axis) -> Tensor:
+def reduce_scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
     """The sum over ranks, cut along the sequence; the gradient is gathered."""
-    return reduce_scatter_with_grad(x.contiguous(), SEQUENCE, axis.group)
+    return reduce_scatter_with_grad(x.contiguous(), SEQUENCE_DIM, axis.group)
 
 
-def _region(module: nn.Module, row: nn.Module | None, axis: Axis) -> None:
+def _apply_sequence_region(module: nn.Module, row: nn.Module | None, axis: Axis) -> None:
     if row is not None:
-        present(row, "bias", lambda bias: None)  # the product gives a partial sum: its bias is added below, once
+        parametrize(row, "bias", lambda bias: None)  # the product gives a partial sum: its bias is added below, once
 
-    def enter(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return gather(args[0], axis), *args[1:]
+    def pre_hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return all_gather_sequence(args[0], axis), *args[1:]
 
-    def leave(module: nn.Module, args: Any, y: Tensor) -> Tensor:
-        y = scatter_sum(y, axis)
+    def post_hook(module: nn.Module, args: Any, y: Tensor) -> Tensor:
+        y = reduce_scatter_sequence(y, axis)
         bias = row._parameters.get("bias") if row is not None else None
         return y if bias is None else y + bias.to(y.dtype)
 
-    module.register_forward_pre_hook(enter)
-    module.register_forward_hook(leave)
+    module.register_forward_pre_hook(pre_hook)
+    module.register_forward_hook(post_hook)
 
 
-def _table(module: Any, axis: Axis) -> None:
+def _apply_vocab_embedding(module: Any, axis: Axis) -> None:
     def forward(tokens: Tensor) -> Tensor:
         row = tokens - module.first_row
-        elsewhere = (row < 0) | (row >= module.weight.shape[0])
-        found = F.embedding(row.masked_fill(elsewhere, 0), module.weight)
-        return scatter_sum(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), axis)
+        is_remote = (row < 0) | (row >= module.weight.shape[0])
+        embeddings = F.embedding(row.masked_fill(is_remote, 0), module.weight)
+        return reduce_scatter_sequence(embeddings.masked_fill(is_remote.unsqueeze(-1), 0.0), axis)
 
     module.forward = forward
 
 
-def _head(module: Any, axis: Axis) -> None:
-    def enter(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return gather(args[0], axis), *args[1:]
+def _apply_vocab_head(module: Any, axis: Axis) -> None:
+    def pre_hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return all_gather_sequence(args[0], axis), *args[1:]
 
-    module.register_forward_pre_hook(enter)
-    module.rows *= axis.size  # each rank has a part of a row's logits
-    module.part = Vocabulary(
+    module.register_forward_pre_hook(pre_hook)
+    module.loss_chunk_size *= axis.size  # each rank has a part of a row's logits
+    module.vocab_shard = VocabShard(
         module.first_row,
-        highest=lambda numbers: all_reduce(numbers, dist.ReduceOp.MAX, group=axis.group),
-        total=lambda numbers: all_reduce(numbers, group=axis.group),
+        all_reduce_max=lambda numbers: all_reduce(numbers, dist.ReduceOp.MAX, group=axis.group),
+        all_reduce_sum=lambda numbers: all_reduce(numbers, group=axis.group),
     )

@@ -23,283 +23,312 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.bench.step import bench_step
-from shardwise.cluster import CLUSTERS, Cluster, Device, Link, known_device, write_cluster
+from shardwise.bench.train_step import bench_step
+from shardwise.cluster import CLUSTERS, Cluster, DeviceSpec, LinkSpec, device_by_driver_name, write_cluster
 from shardwise.comm.collectives import all_gather, reduce_scatter
 from shardwise.comm.world import run_world
-from shardwise.errors import JobError, nearest
-from shardwise.files import demand_folder
-from shardwise.job import Model, make_job
-from shardwise.models.chain import reset
-from shardwise.models.gpt import Block, gpt
-from shardwise.models.loss import logits_of
-from shardwise.parallel.parallelize import KEPT
-from shardwise.planner.cost import Cut, Machine, Setting, attention, block
-from shardwise.planner.efficiency import efficiency_of
-from shardwise.planner.shape import shape_of
+from shardwise.errors import JobError, suggest
+from shardwise.files import require_parent_folder
+from shardwise.job import DecoderConfig, make_job
+from shardwise.models.chain import init_weights
+from shardwise.models.gpt import DecoderBlock, build_gpt
+from shardwise.models.loss import aligned_logits
+from shardwise.parallel.parallelize import ACTIVATION_MEMORY_BUDGET
+from shardwise.planner.costs.block_time import KernelProfile, Machine, ParallelDegrees, attention_time, block_time
+from shardwise.planner.costs.efficiency import efficiency_of
+from shardwise.planner.costs.model_shape import shape_of
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-FRESH = True  # nothing was computed in this process
-CALLS = 30  # of each collective: a count, as all ranks must make as many
-LEAST = 0.3  # seconds of any other work on a CPU
-CUT = Cut(tensor=1, context=1, expert=1, micro_batch=1)
+FRESH_PROCESSES = True  # nothing was computed in this process
+COLLECTIVE_CALLS = 30  # of each collective: a count, as all ranks must make as many
+MIN_SECONDS = 0.3  # seconds of any other work on a CPU
+SINGLE_DEVICE = ParallelDegrees(tensor=1, context=1, expert=1, micro_batch=1)
 
 
 @dataclass(frozen=True)
-class Sizes:
+class BenchmarkSizes:
     """How large the work is that is measured: enough to fill the device, little enough to be done soon."""
 
-    products: tuple[int, ...]
-    copied: int
-    tiny: dict[str, int]
-    large: dict[str, int]
-    messages: tuple[int, ...]
+    matmul_sizes: tuple[int, ...]
+    copy_bytes: int
+    tiny_model: dict[str, int]
+    large_model: dict[str, int]
+    message_bytes: tuple[int, ...]
 
 
-ON_CPU = Sizes(
-    products=(128, 256, 512), copied=1 << 24, messages=(1 << 14, 1 << 23),
-    tiny={"width": 16, "heads": 2, "sequence": 8}, large={"width": 256, "heads": 8, "sequence": 128},
+CPU_SIZES = BenchmarkSizes(
+    matmul_sizes=(128, 256, 512), copy_bytes=1 << 24, message_bytes=(1 << 14, 1 << 23),
+    tiny_model={"width": 16, "heads": 2, "sequence": 8}, large_model={"width": 256, "heads": 8, "sequence": 128},
 )  # fmt: skip
-ON_GPU = Sizes(
-    products=(1024, 2048, 4096, 8192), copied=1 << 30, messages=(1 << 16, 1 << 28),
-    tiny={"width": 64, "heads": 2, "sequence": 16},
-    large={"width": 2048, "heads": 16, "sequence": 4096, "layers": 4, "vocab": 32000},
+GPU_SIZES = BenchmarkSizes(
+    matmul_sizes=(1024, 2048, 4096, 8192), copy_bytes=1 << 30, message_bytes=(1 << 16, 1 << 28),
+    tiny_model={"width": 64, "heads": 2, "sequence": 16},
+    large_model={"width": 2048, "heads": 16, "sequence": 4096, "layers": 4, "vocab": 32000},
 )  # fmt: skip
 
 
-def calibrate_machine(out: Path, processes: int, device: str) -> str:
+def calibrate_to_file(out: Path, processes: int, device: str) -> str:
     """Writes the cluster file; returns what is in it, in words."""
     if device not in ("auto", "cpu", "cuda"):
-        raise JobError(f"--device {device}: {nearest(device, ('auto', 'cpu', 'cuda'))}")
-    there = torch.cuda.is_available()
-    if device == "cuda" and not there:
+        raise JobError(f"--device {device}: {suggest(device, ('auto', 'cpu', 'cuda'))}")
+    has_gpu = torch.cuda.is_available()
+    if device == "cuda" and not has_gpu:
         raise JobError("--device cuda: PyTorch sees no GPU here.")
-    demand_folder(out)
-    cluster = calibrate("cuda" if there and device != "cpu" else "cpu", processes)
+    require_parent_folder(out)
+    cluster = calibrate("cuda" if has_gpu and device != "cpu" else "cpu", processes)
     write_cluster(cluster, out)
-    peaks = ", ".join(f"{word} {rate / 1e12:.3g} TFLOP/s" for word, rate in cluster.device.peak.items())
-    shares = ", ".join(f"{key} {cluster.measured[key]:.2f}" for key in ("product", "attention", "memory"))
+    peaks = ", ".join(f"{word} {rate / 1e12:.3g} TFLOP/s" for word, rate in cluster.device.peak_by_precision.items())
+    shares = ", ".join(f"{key} {cluster.measured[key]:.2f}" for key in ("matmul", "attention", "memory"))
     return (
-        f"{out}: {cluster.domain} x {cluster.device.name}, {peaks}, {cluster.device.bandwidth / 1e9:.3g} GB/s; "
-        f"reached: {shares}; {cluster.measured['launch'] * 1e6:.1f} us a kernel; "
+        f"{out}: {cluster.domain_size} x {cluster.device.name}, {peaks}, {cluster.device.bandwidth / 1e9:.3g} GB/s; "
+        f"reached: {shares}; {cluster.measured['kernel_launch'] * 1e6:.1f} us a kernel; "
         f"link {cluster.inner.bandwidth / 1e9:.3g} GB/s, {cluster.inner.latency * 1e6:.0f} us."
     )
 
 
-def calibrate(kind: str, processes: int, tell: Callable[[str], None] = lambda _: None) -> Cluster:
+def calibrate(kind: str, processes: int, report: Callable[[str], None] = lambda _: None) -> Cluster:
     """The cluster that this machine is, for worlds of `processes` on it."""
     if kind == "cuda":
-        tell("measuring one GPU")
-        return _cluster(kind, torch.cuda.device_count(), _measure(kind), None)
-    tell(f"measuring {processes} processes at once")
-    found = run_world(_measure, processes, kind, fresh=FRESH)
+        report("measuring one GPU")
+        return _make_cluster(kind, torch.cuda.device_count(), _measure_process(kind), None)
+    report(f"measuring {processes} processes at once")
+    found = run_world(_measure_process, processes, kind, is_fresh_process=FRESH_PROCESSES)
     values = {key: statistics.mean(one[key] for one in found) for key in found[0]}
     if processes == 1:
-        return _cluster(kind, processes, values, None)
-    tell("measuring collectives")
-    links = run_world(_links, processes, ON_CPU.messages, fresh=FRESH)
+        return _make_cluster(kind, processes, values, None)
+    report("measuring collectives")
+    links = run_world(_measure_links, processes, CPU_SIZES.message_bytes, is_fresh_process=FRESH_PROCESSES)
     values |= {key: statistics.mean(one[key] for one in links) for key in links[0]}
-    return _cluster(kind, processes, values, Link(values["link"], values["hop"]))
+    return _make_cluster(kind, processes, values, LinkSpec(values["link_bandwidth"], values["p2p_latency"]))
 
 
-def _cluster(kind: str, processes: int, values: dict[str, float], link: Link | None) -> Cluster:
+def _make_cluster(kind: str, processes: int, values: dict[str, float], link: LinkSpec | None) -> Cluster:
     if kind == "cuda":
         name = torch.cuda.get_device_name()
-        known = known_device(name)
+        known = device_by_driver_name(name)
         base = next((c for c in CLUSTERS.values() if known and c.device.name == known.name), CLUSTERS["h100"])
         memory = float(torch.cuda.mem_get_info()[1])
     else:
         name, known, base = "CPU", None, CLUSTERS["cpu"]
         memory = psutil.virtual_memory().total / processes
-    peak = {word: values[word] for word in DTYPES if word in values}
+    peak = {dtype_name: values[dtype_name] for dtype_name in DTYPES if dtype_name in values}
     if known:
-        peak = {**known.peak, "float32": values["float32"]}
-    device = Device(
+        peak = {**known.peak_by_precision, "float32": values["float32"]}
+    device = DeviceSpec(
         name, known.family if known else ("cpu" if kind == "cpu" else base.device.family), memory,
-        known.bandwidth if known else values["copied"], peak, known.units if known else 1,
+        known.bandwidth if known else values["copy_bandwidth"], peak, known.compute_units if known else 1,
     )  # fmt: skip
-    cluster = replace(base, device=device, domain=max(processes, 1), inner=link or base.inner, outer=link or base.outer)
-    return replace(cluster, measured=_shares(cluster, values))
+    cluster = replace(
+        base, device=device, domain_size=max(processes, 1), inner=link or base.inner, outer=link or base.outer
+    )
+    return replace(cluster, measured=_fit_efficiencies(cluster, values))
 
 
-def _shares(cluster: Cluster, values: dict[str, float]) -> dict[str, float]:
+def _fit_efficiencies(cluster: Cluster, values: dict[str, float]) -> dict[str, float]:
     """The efficiencies that make the prediction of a block what was measured."""
     device = cluster.device
-    half = "bf16" if device.family != "cpu" else "float32"
-    shares = {
-        "product": min(1.0, values.get(half, 1.0) / device.rate(half)), "depth": 0.0, "wave": 0.0, "ragged": 1.0,
-        "attention": values["attention"] / device.rate(half), "attention_backward": values["attention_backward"],
-        "inner": 1.0, "outer": 1.0, "latency": values.get("latency", 1.0), "jitter": 0.0, "fixed": 0.0,
-        "hidden_tensor": 0.0,
-        "launch": values["host"] / HOST_KERNELS, "odd": min(1.0, values["odd"]), "compiled": values["compiled"],
-        "bulk": min(1.0, values["copied"] / device.bandwidth), "apart": 1.0,
-    }  # fmt: skip
-    large = _model(ON_GPU.large if device.family != "cpu" else ON_CPU.large)
+    dtype_name = "bf16" if device.family != "cpu" else "float32"
+    efficiencies = {
+        "matmul": min(1.0, values.get(dtype_name, 1.0) / device.peak_flops(dtype_name)),
+        "matmul_half_rate_depth": 0.0,
+        "wave_quantization": 0.0,
+        "unaligned_64": 1.0,
+        "attention": values["attention"] / device.peak_flops(dtype_name),
+        "attention_backward": values["attention_backward"],
+        "inner": 1.0,
+        "outer": 1.0,
+        "latency": values.get("latency", 1.0),
+        "jitter": 0.0,
+        "fixed_seconds": 0.0,
+        "overlap_tensor": 0.0,
+        "kernel_launch": values["launch_seconds"] / KERNELS_PER_BLOCK,
+        "unaligned_8": min(1.0, values["unaligned_8"]),
+        "compiled": values["compiled"],
+        "bulk_memory": min(1.0, values["copy_bandwidth"] / device.bandwidth),
+        "overlap_sharpness": 1.0,
+    }
+    large = _decoder_config(GPU_SIZES.large_model if device.family != "cpu" else CPU_SIZES.large_model)
     if device.family == "cpu":
         # Nothing runs beside anything else: the host is the device, so their times add up.
-        shares |= {
-            "hidden_data": 0.0,
-            "hidden_transfer": 0.0,
-            "hidden_interleaved": 0.0,
-            "contention": 0.0,
-        }
-        shares |= {
-            "start": values.get("start", 0.0),
-            "shared": max(1.0, values["large"] / values.get("alone", values["large"])),
+        efficiencies |= {"overlap_data": 0.0, "overlap_p2p": 0.0, "overlap_p2p_interleaved": 0.0, "contention": 0.0}
+        efficiencies |= {
+            "collective_start": values.get("collective_start", 0.0),
+            "uncontended_speedup": max(1.0, values["large_block"] / values.get("uncontended", values["large_block"])),
         }
         # So that attention of the measured size takes as long as was measured.
-        forward, _ = attention(Machine(cluster, efficiency_of("cpu", shares)), shape_of(large), Setting(half), CUT)
-        shares["attention"] *= forward * values["attention"] / _attention_flops(large)
+        forward, _ = attention_time(
+            Machine(cluster, efficiency_of("cpu", efficiencies)),
+            shape_of(large),
+            KernelProfile(dtype_name),
+            SINGLE_DEVICE,
+        )
+        efficiencies["attention"] *= forward * values["attention"] / _attention_flops(large)
     if device.family == "cpu":
         # What a large block takes beyond its products and attention goes to memory.
-        machine = Machine(cluster, replace(efficiency_of("cpu", shares), memory=1.0))
-        best = _at_best(machine, large, Setting(half), CUT)
-        spent = best["product"] + best["attention"]
-        rest = max(values["large"] - values["host"] - spent, 0.2 * best["memory"])
-        return shares | {"memory": min(4.0, best["memory"] / rest)}
+        machine = Machine(cluster, replace(efficiency_of("cpu", efficiencies), memory=1.0))
+        best = _ideal_times(machine, large, KernelProfile(dtype_name), SINGLE_DEVICE)
+        compute = best["matmul"] + best["attention"]
+        rest = max(values["large_block"] - values["launch_seconds"] - compute, 0.2 * best["memory"])
+        return efficiencies | {"memory": min(4.0, best["memory"] / rest)}
     # What steps of training went to, over what they would at the peak.
-    machine = Machine(cluster, replace(efficiency_of(device.family, shares), memory=1.0, product=1.0, attention=1.0))
-    for key, part in PARTS.items():
-        found = []
-        for kind, more in KINDS.items():
-            model = _model({**ON_GPU.large, **more})
-            best = _at_best(machine, model, Setting(half), replace(CUT, micro_batch=TRAINED))
-            found.append(model.layers * best[key] / values[f"{kind}: {part}"])
-        shares[key] = min(1.0, statistics.mean(found))
-    return shares
+    machine = Machine(
+        cluster, replace(efficiency_of(device.family, efficiencies), memory=1.0, matmul=1.0, attention=1.0)
+    )
+    for key, part in KERNEL_CATEGORIES.items():
+        ratios = []
+        for kind, overrides in MODEL_KINDS.items():
+            model = _decoder_config({**GPU_SIZES.large_model, **overrides})
+            best = _ideal_times(
+                machine, model, KernelProfile(dtype_name), replace(SINGLE_DEVICE, micro_batch=STEP_SAMPLES)
+            )
+            ratios.append(model.layers * best[key] / values[f"{kind}: {part}"])
+        efficiencies[key] = min(1.0, statistics.mean(ratios))
+    return efficiencies
 
 
-def _at_best(machine: Machine, model: Model, setting: Setting, cut: Cut) -> dict[str, float]:
+def _ideal_times(
+    machine: Machine, model: DecoderConfig, kernel_profile: KernelProfile, degrees: ParallelDegrees
+) -> dict[str, float]:
     """Seconds of a block, forward and backward, by the share that they are to be divided by."""
-    ideal = block(machine, shape_of(model), setting, cut, False)
-    core = sum(attention(machine, shape_of(model), setting, cut))
-    moved = 3 * machine.move(ideal.moved)
-    return {"product": ideal.forward + ideal.backward - moved - core, "attention": core, "memory": moved}
+    ideal = block_time(machine, shape_of(model), kernel_profile, degrees, False)
+    core = sum(attention_time(machine, shape_of(model), kernel_profile, degrees))
+    moved = 3 * machine.memory_time(ideal.moved_bytes)
+    return {"matmul": ideal.forward + ideal.backward - moved - core, "attention": core, "memory": moved}
 
 
-TRAINED = 4  # samples of a step that is measured on a GPU
-HOT = 100  # steps before it: a cool GPU is faster
-KINDS: dict[str, dict[str, Any]] = {
+STEP_SAMPLES = 4  # samples of a step that is measured on a GPU
+WARMUP_STEPS = 100  # steps before it: a cool GPU is faster
+MODEL_KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
     "gpt-2": {"norm": "layer", "activation": "gelu", "bias": True, "positions": "learned"},
 }
-PARTS = {"product": "matrix products", "attention": "attention", "memory": "elementwise"}
-HOST_KERNELS = 72  # of a forward and a backward of a block, as `cost.block` counts them
+KERNEL_CATEGORIES = {"matmul": "matrix products", "attention": "attention", "memory": "elementwise"}
+KERNELS_PER_BLOCK = 72  # of a forward and a backward of a block, as `cost.block` counts them
 
 
-def _measure(kind: str) -> dict[str, float]:
+def _measure_process(kind: str) -> dict[str, float]:
     """Rates and seconds of one process."""
-    device, sizes = torch.device(kind), ON_GPU if kind == "cuda" else ON_CPU
-    words = ("float32", "bf16") if kind == "cuda" else ("float32",)
-    values = {word: max(_product(n, DTYPES[word], device) for n in sizes.products) for word in words}
-    numbers = torch.empty(sizes.copied // 4, device=device)
-    widest = sizes.products[-1]
-    dtype = DTYPES[words[-1]]
-    values["odd"] = _odd(widest, dtype, device) / values[words[-1]]
-    values["copied"] = 2 * sizes.copied / _seconds(lambda: numbers.clone(), device)
-    forward, backward = _attention(_model(sizes.large), dtype, device)
+    device, sizes = torch.device(kind), GPU_SIZES if kind == "cuda" else CPU_SIZES
+    dtype_names = ("float32", "bf16") if kind == "cuda" else ("float32",)
+    values = {
+        dtype_name: max(_matmul_rate(n, DTYPES[dtype_name], device) for n in sizes.matmul_sizes)
+        for dtype_name in dtype_names
+    }
+    numbers = torch.empty(sizes.copy_bytes // 4, device=device)
+    widest = sizes.matmul_sizes[-1]
+    dtype = DTYPES[dtype_names[-1]]
+    values["unaligned_8"] = _unaligned_matmul_rate(widest, dtype, device) / values[dtype_names[-1]]
+    values["copy_bandwidth"] = 2 * sizes.copy_bytes / _median_seconds(lambda: numbers.clone(), device)
+    forward, backward = _attention_rates(_decoder_config(sizes.large_model), dtype, device)
     values["attention"], values["attention_backward"] = forward, backward / forward
-    values["host"] = _block(_model(sizes.tiny), dtype, device)
+    values["launch_seconds"] = _block_seconds(_decoder_config(sizes.tiny_model), dtype, device)
     values["compiled"] = float(kind == "cuda")
     if kind == "cpu":
-        values["large"] = _block(_model(sizes.large), dtype, device)
+        values["large_block"] = _block_seconds(_decoder_config(sizes.large_model), dtype, device)
         return values
-    for name, more in KINDS.items():
-        job = make_job({"precision": "bf16", "model": {**sizes.large, **more}, "batch": {"samples": TRAINED}})
-        values |= {f"{name}: {part}": seconds for part, seconds in bench_step(job, device, 3, HOT).parts.items()}
+    for name, overrides in MODEL_KINDS.items():
+        job = make_job(
+            {"precision": "bf16", "model": {**sizes.large_model, **overrides}, "batch": {"samples": STEP_SAMPLES}}
+        )
+        values |= {
+            f"{name}: {part}": seconds
+            for part, seconds in bench_step(job, device, 3, WARMUP_STEPS).time_breakdown.items()
+        }
         gc.collect()
         torch.cuda.empty_cache()
     return values
 
 
-def _model(sizes: dict[str, Any]) -> Model:
-    return make_job({"model": {"layers": 1, "vocab": 64, **sizes}}).decoder()
+def _decoder_config(sizes: dict[str, Any]) -> DecoderConfig:
+    return make_job({"model": {"layers": 1, "vocab": 64, **sizes}}).require_decoder()
 
 
-def _product(n: int, dtype: torch.dtype, device: torch.device) -> float:
+def _matmul_rate(n: int, dtype: torch.dtype, device: torch.device) -> float:
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-    return 2.0 * n**3 / _seconds(lambda: F.linear(a, b), device)
+    return 2.0 * n**3 / _median_seconds(lambda: F.linear(a, b), device)
 
 
-def _odd(n: int, dtype: torch.dtype, device: torch.device) -> float:
+def _unaligned_matmul_rate(n: int, dtype: torch.dtype, device: torch.device) -> float:
     """FLOP/s of a projection to an odd number of words, over its forward and both products of its backward."""
     x, weight = torch.randn(n, n, device=device).to(dtype), torch.randn(n + 1, n, device=device).to(dtype)
-    gradient = logits_of(x, weight)
-    products = (lambda: logits_of(x, weight), lambda: gradient @ weight, lambda: gradient.t() @ x)
-    return 6.0 * n * n * (n + 1) / sum(_seconds(one, device) for one in products)
+    gradient = aligned_logits(x, weight)
+    products = (lambda: aligned_logits(x, weight), lambda: gradient @ weight, lambda: gradient.t() @ x)
+    return 6.0 * n * n * (n + 1) / sum(_median_seconds(one, device) for one in products)
 
 
-def _attention(model: Model, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
+def _attention_rates(model: DecoderConfig, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
     """FLOP/s of forward and backward, half of the square counted."""
-    shape = (1, model.heads, model.sequence, model.head_size)
+    shape = (1, model.heads, model.sequence, model.head_dim)
     q, k, v = (torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3))
     flops = _attention_flops(model)
-    forward = _seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), device)
+    forward = _median_seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), device)
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     gradient = torch.ones_like(out)
-    back = _seconds(lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True), device)
+    back = _median_seconds(lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True), device)
     return flops / forward, 2.5 * flops / back
 
 
-def _attention_flops(model: Model) -> float:
-    return 2.0 * model.heads * model.sequence**2 * model.head_size
+def _attention_flops(model: DecoderConfig) -> float:
+    return 2.0 * model.heads * model.sequence**2 * model.head_dim
 
 
-def _block(model: Model, dtype: torch.dtype, device: torch.device) -> float:
+def _block_seconds(model: DecoderConfig, dtype: torch.dtype, device: torch.device) -> float:
     """Seconds of a block's forward and backward; on a GPU compiled and recorded, as training runs it."""
-    chain = gpt(model, 0)
-    reset(chain, 0)
-    inner = next(module for module in chain.modules() if isinstance(module, Block)).to(device=device, dtype=dtype)
+    chain = build_gpt(model, 0)
+    init_weights(chain, 0)
+    block = next(module for module in chain.modules() if isinstance(module, DecoderBlock)).to(
+        device=device, dtype=dtype
+    )
     x = torch.randn(1, model.sequence, model.width, device=device).to(dtype).requires_grad_()
     gradient = torch.ones_like(x)
 
-    def both() -> Tensor:
-        out = inner(x)
+    def forward_backward() -> Tensor:
+        out = block(x)
         torch.autograd.backward(out, gradient)
         return out
 
     if device.type == "cpu":
-        return _seconds(both, device)
-    functorch.activation_memory_budget = KEPT
-    inner.compile()
+        return _median_seconds(forward_backward, device)
+    functorch.activation_memory_budget = ACTIVATION_MEMORY_BUDGET
+    block.compile()
     for _ in range(3):
-        both()
+        forward_backward()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        both()
-    return _seconds(graph.replay, device)
+        forward_backward()
+    return _median_seconds(graph.replay, device)
 
 
-def _seconds(work: Callable[[], Any], device: torch.device, turns: int = 7) -> float:
+def _median_seconds(fn: Callable[[], Any], device: torch.device, repeats: int = 7) -> float:
     """The median of some turns. On a GPU a turn is several calls: none waits to start."""
     if device.type == "cpu":
-        return _mean(work)
+        return _mean_seconds(fn)
     calls, times = 8, []
-    for turn in range(turns + 2):
+    for repeat in range(repeats + 2):
         torch.cuda.synchronize()
         begin = time.perf_counter()
         for _ in range(calls):
-            work()
+            fn()
         torch.cuda.synchronize()
-        if turn >= 2:
+        if repeat >= 2:
             times.append((time.perf_counter() - begin) / calls)
     return statistics.median(times)
 
 
-def _mean(work: Callable[[], Any], calls: int = 0) -> float:
+def _mean_seconds(fn: Callable[[], Any], calls: int = 0) -> float:
     """Seconds of a call on a CPU, in the mean over so many, or over `LEAST` seconds of them: where processes take turns
     on a processor, what counts is how many calls each gets done, not how long one of them is interrupted."""
-    work()
-    work()
+    fn()
+    fn()
     done, begin = 0, time.perf_counter()
-    while done < (calls or 3) or (not calls and time.perf_counter() - begin < LEAST):
-        work()
+    while done < (calls or 3) or (not calls and time.perf_counter() - begin < MIN_SECONDS):
+        fn()
         done += 1
     return (time.perf_counter() - begin) / done
 
 
-def _links(messages: tuple[int, ...]) -> dict[str, float]:
+def _measure_links(messages: tuple[int, ...]) -> dict[str, float]:
     """Of one process of a world: seconds of a block while all others wait, of collectives, of transfers.
 
     Half of the collectives that training uses gather and half sum, so both are measured, for the whole world and, where
@@ -311,32 +340,32 @@ def _links(messages: tuple[int, ...]) -> dict[str, float]:
     values = {}
     for turn in range(size):
         if turn == rank:
-            values["alone"] = _block(_model(ON_CPU.large), torch.float32, device)
+            values["uncontended"] = _block_seconds(_decoder_config(CPU_SIZES.large_model), torch.float32, device)
         dist.barrier()
     pairs = [dist.new_group([n, n + 1]) for n in range(0, size - size % 2, 2)]
-    mine = pairs[rank // 2] if rank // 2 < len(pairs) else None
-    all_small, all_large = _collective(small, size, None), _collective(large, size, None)
-    values["link"] = large * (size - 1) / size / max(all_large - all_small, 1e-6)
+    pair_group = pairs[rank // 2] if rank // 2 < len(pairs) else None
+    all_small, all_large = _collective_seconds(small, size, None), _collective_seconds(large, size, None)
+    values["link_bandwidth"] = large * (size - 1) / size / max(all_large - all_small, 1e-6)
     dist.barrier()
     hop = pair = all_small / (size - 1)
-    if mine is not None:
-        hop, pair = _transfer(small, rank, mine), _collective(small, 2, mine)
+    if pair_group is not None:
+        hop, pair = _p2p_seconds(small, rank, pair_group), _collective_seconds(small, 2, pair_group)
     # A collective of n ranks takes start + latency x hop x (n - 1).
-    each = max(0.0, (all_small - pair) / (size - 2)) if size > 2 else 0.0
-    start = min(max(0.0, pair - each), all_small)
+    per_rank = max(0.0, (all_small - pair) / (size - 2)) if size > 2 else 0.0
+    start = min(max(0.0, pair - per_rank), all_small)
     dist.barrier()
-    return {**values, "hop": hop, "start": start, "latency": each / hop}
+    return {**values, "p2p_latency": hop, "collective_start": start, "latency": per_rank / hop}
 
 
-def _collective(message: int, size: int, group: dist.ProcessGroup | None) -> float:
+def _collective_seconds(message: int, size: int, group: dist.ProcessGroup | None) -> float:
     """Seconds to gather, or sum and scatter, a message in all; the mean of both."""
-    piece = torch.zeros(message // 4 // size)
-    whole = torch.zeros(size * len(piece))
-    gather = _mean(lambda: all_gather(whole, piece, group=group), CALLS)
-    return (gather + _mean(lambda: reduce_scatter(piece, whole, group=group), CALLS)) / 2
+    shard = torch.zeros(message // 4 // size)
+    full = torch.zeros(size * len(shard))
+    gather = _mean_seconds(lambda: all_gather(full, shard, group=group), COLLECTIVE_CALLS)
+    return (gather + _mean_seconds(lambda: reduce_scatter(shard, full, group=group), COLLECTIVE_CALLS)) / 2
 
 
-def _transfer(message: int, rank: int, group: dist.ProcessGroup) -> float:
+def _p2p_seconds(message: int, rank: int, group: dist.ProcessGroup) -> float:
     """Seconds from one process to its neighbour: half of there and back."""
     tensor, other = torch.zeros(message // 4), rank ^ 1
 
@@ -348,4 +377,4 @@ def _transfer(message: int, rank: int, group: dist.ProcessGroup) -> float:
             dist.recv(tensor, other, group)
             dist.send(tensor, other, group)
 
-    return _mean(there_and_back, CALLS) / 2
+    return _mean_seconds(there_and_back, COLLECTIVE_CALLS) / 2

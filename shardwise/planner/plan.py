@@ -10,26 +10,26 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.cluster import GIB, Cluster, find_cluster
+from shardwise.console import pluralize
 from shardwise.errors import LayoutError
 from shardwise.job import Job, load_job
-from shardwise.kinds import kind_of
-from shardwise.layout import Layout, keep_share, solve_batch
-from shardwise.parallel.parallelize import check
-from shardwise.parallel.pipeline import Order
-from shardwise.planner.cost import Machine, Setting
-from shardwise.planner.effective import Effective, effective
-from shardwise.planner.efficiency import efficiency_of
-from shardwise.planner.listed import Listed, ListedEstimator, form_of
-from shardwise.planner.memory import ours
-from shardwise.planner.own import Own
-from shardwise.planner.predict import Estimator, Prediction, Work
-from shardwise.planner.search import Found, search
-from shardwise.planner.shape import Shape
-from shardwise.words import counted
+from shardwise.kinds import family_name
+from shardwise.layout import Layout, kept_activation_fraction, solve_batch
+from shardwise.parallel.parallelize import check_layout
+from shardwise.parallel.pipeline import PipelineOrder
+from shardwise.planner.costs.block_time import KernelProfile, Machine
+from shardwise.planner.costs.efficiency import efficiency_of
+from shardwise.planner.costs.engine_memory import EngineModel
+from shardwise.planner.costs.memory_model import engine_profile
+from shardwise.planner.costs.model_shape import ModelShape
+from shardwise.planner.costs.operator_list import OperatorListEstimator, OperatorListModel, planner_shape
+from shardwise.planner.estimate import Estimator, Prediction, Workload
+from shardwise.planner.expected_goodput import ExpectedGoodput, expected_goodput
+from shardwise.planner.search import SearchResult, search
 
-ALIKE = 0.01  # layouts whose predicted times differ by less are taken for equally fast
-SPARE = 0.9  # of the memory: a plainer layout is not taken where it would be fuller than this
-CPU_PROCESS = 0.4 * GIB  # what a process with PyTorch takes before it holds anything
+TIE_TOLERANCE = 0.01  # layouts whose predicted times differ by less are taken for equally fast
+COMFORTABLE_MEMORY = 0.9  # of the memory: a plainer layout is not taken where it would be fuller than this
+CPU_PROCESS_BYTES = 0.4 * GIB  # what a process with PyTorch takes before it holds anything
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class Plan:
     """Best first."""
     reasons: tuple[str, ...]
     """Beside each layout: why it is not first."""
-    lost: tuple[str, ...]
+    near_misses: tuple[str, ...]
     """A line for each notable alternative to the best."""
     evaluated: int
     seconds: float
     """That the search took."""
-    shape: Shape
+    shape: ModelShape
     phases: tuple[tuple[int, int, float], ...]
     """Of the whole training: steps, tokens or samples in each, seconds of each."""
 
@@ -55,7 +55,7 @@ class Plan:
         return self.layouts[0]
 
     def fits(self, prediction: Prediction) -> bool:
-        return prediction.peak <= self.cluster.device.memory
+        return prediction.peak_memory <= self.cluster.device.memory
 
     def tokens_per_second(self, prediction: Prediction) -> float:
         """On one device."""
@@ -67,46 +67,58 @@ class Plan:
 
     def hardware_flops(self, prediction: Prediction) -> float:
         """With the products that are computed again; our selective recomputation keeps all products."""
-        word = prediction.layout.recompute
-        kept = keep_share(word)
-        again = float(word == "full") if kept is None else 1.0 - kept
-        more = again * self.shape.block_flops(self.job.samples)
-        return self.flops(prediction) + more / prediction.seconds / self.devices
+        recompute = prediction.layout.recompute
+        kept = kept_activation_fraction(recompute)
+        recompute_fraction = float(recompute == "full") if kept is None else 1.0 - kept
+        recomputed = recompute_fraction * self.shape.block_flops(self.job.samples)
+        return self.flops(prediction) + recomputed / prediction.seconds / self.devices
 
-    def utilisation(self, prediction: Prediction) -> float:
-        return self.flops(prediction) / self.cluster.device.rate(self.shape.precision(self.job.precision))
+    def mfu(self, prediction: Prediction) -> float:
+        return self.flops(prediction) / self.cluster.device.peak_flops(self.shape.precision(self.job.precision))
 
     @property
-    def training(self) -> float:
+    def training_seconds(self) -> float:
         """Seconds of the whole training with the best layout."""
         return sum(steps * seconds for steps, _, seconds in self.phases)
 
     @property
-    def effective(self) -> Effective:
+    def goodput(self) -> ExpectedGoodput:
         """With the best layout: what failures leave of the time."""
         held = max(rank.weights + rank.optimizer for rank in self.best.memory)
-        return effective(self.devices, self.best.seconds, self.job.checkpoint.every, held)
+        return expected_goodput(self.devices, self.best.seconds, self.job.checkpoint.every, held)
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "search_seconds": self.seconds, "evaluated": self.evaluated,
-            "layouts": [{
-                "layout": str(prediction.layout), "fits": self.fits(prediction), "step_seconds": prediction.seconds,
-                "tokens_per_second_per_device": self.tokens_per_second(prediction),
-                "model_flops_per_device": self.flops(prediction),
-                "hardware_flops_per_device": self.hardware_flops(prediction), "peak_memory_gib": prediction.peak / GIB,
-                "bubble": prediction.bubble, "exposed": prediction.exposed, "reason": reason,
-                "traffic": {axis: max(rank.get(axis, 0) for rank in prediction.traffic)
-                            for axis in dict.fromkeys(axis for rank in prediction.traffic for axis in rank)},
-                "traffic_by_rank": prediction.traffic,
-            } for prediction, reason in zip(self.layouts, self.reasons, strict=True)],
-            "lost": list(self.lost),
+            "search_seconds": self.seconds,
+            "evaluated": self.evaluated,
+            "layouts": [
+                {
+                    "layout": str(prediction.layout),
+                    "fits": self.fits(prediction),
+                    "step_seconds": prediction.seconds,
+                    "tokens_per_second_per_device": self.tokens_per_second(prediction),
+                    "model_flops_per_device": self.flops(prediction),
+                    "hardware_flops_per_device": self.hardware_flops(prediction),
+                    "peak_memory_gib": prediction.peak_memory / GIB,
+                    "bubble": prediction.bubble,
+                    "exposed": prediction.exposed,
+                    "reason": reason,
+                    "traffic": {
+                        axis: max(rank.get(axis, 0) for rank in prediction.traffic)
+                        for axis in dict.fromkeys(axis for rank in prediction.traffic for axis in rank)
+                    },
+                    "traffic_by_rank": prediction.traffic,
+                }
+                for prediction, reason in zip(self.layouts, self.reasons, strict=True)
+            ],
+            "near_misses": list(self.near_misses),
             "training": {
-                "steps": sum(steps for steps, _, _ in self.phases), "hours": self.training / 3600,
-                "device_hours": self.training / 3600 * self.devices,
+                "steps": sum(steps for steps, _, _ in self.phases),
+                "hours": self.training_seconds / 3600,
+                "device_hours": self.training_seconds / 3600 * self.devices,
             },
-            "effective": self.effective.as_dict(),
-        }  # fmt: skip
+            "goodput": self.goodput.as_dict(),
+        }
 
 
 def plan_job(job_file: Path | None, settings: list[str], cluster: str, devices: int | None, layout: str | None) -> Plan:
@@ -118,156 +130,179 @@ def make_plan(
     job: Job, cluster: Cluster, devices: int | None = None, layout: str | None = None, runnable: bool = False
 ) -> Plan:
     """`runnable`: for training here and now; only layouts that our engine can run, the plainest of equals first."""
-    estimator = estimator_of(job, cluster)
+    estimator = make_estimator(job, cluster)
     if layout is not None:
-        only = judged(job, estimator.work.shape, Layout.parse(layout))
-        if devices is not None and devices != only.world:
-            raise LayoutError(f"layout '{only}' needs {only.world} devices, not {devices}; leave --devices out.")
+        resolved = resolve_layout(job, estimator.work.shape, Layout.parse(layout))
+        if devices is not None and devices != resolved.world:
+            raise LayoutError(
+                f"layout '{resolved}' needs {resolved.world} devices, not {devices}; leave --devices out."
+            )
         begin = time.perf_counter()
-        undecided = estimator.is_made(only) and only.schedule == "auto" and not only.virtual
-        every = _variants(job, estimator, only) if undecided else [estimator.predict(only)]
-        found = Found(tuple(every), len(every), time.perf_counter() - begin)
+        is_undecided = estimator.is_auto_schedule(resolved) and resolved.schedule == "auto" and not resolved.virtual
+        predictions = (
+            _auto_schedule_variants(job, estimator, resolved) if is_undecided else [estimator.predict(resolved)]
+        )
+        found = SearchResult(tuple(predictions), len(predictions), time.perf_counter() - begin)
     else:
-        found = (_trainable if runnable else _best)(job, estimator, devices or cluster.domain)
+        found = (_search_runnable if runnable else _search_best)(job, estimator, devices or cluster.domain_size)
     best = found.best[0]
-    lost = tuple(notable(estimator, best)) if layout is None and best.peak <= cluster.device.memory else ()
-    reasons = ("", *(explain(estimator, best, other) for other in found.best[1:]))
+    near_missed = (
+        tuple(near_misses(estimator, best)) if layout is None and best.peak_memory <= cluster.device.memory else ()
+    )
+    reasons = ("", *(explain_gap(estimator, best, other) for other in found.best[1:]))
     return Plan(
-        job, cluster, best.layout.world, found.best, reasons, lost, found.evaluated, found.seconds,
+        job, cluster, best.layout.world, found.best, reasons, near_missed, found.evaluated, found.seconds,
         estimator.work.shape, tuple(_phases(job, cluster, best)),
     )  # fmt: skip
 
 
-def _best(job: Job, estimator: Estimator, devices: int) -> Found:
+def _search_best(job: Job, estimator: Estimator, devices: int) -> SearchResult:
     return search(estimator, devices)
 
 
-def _trainable(job: Job, estimator: Estimator, devices: int) -> Found:
+def _search_runnable(job: Job, estimator: Estimator, devices: int) -> SearchResult:
     keep, first = 10, None
     while first is None:
         found = search(estimator, devices, keep)
-        known = {one.layout for one in found.best}
-        every = [*found.best, *(one for one in _copies(job, estimator, devices) if one.layout not in known)]
-        least = min(one.seconds for one in every)
+        known = {prediction.layout for prediction in found.best}
+        predictions = [
+            *found.best,
+            *(
+                prediction
+                for prediction in _replicated_layouts(job, estimator, devices)
+                if prediction.layout not in known
+            ),
+        ]
+        fastest = min(prediction.seconds for prediction in predictions)
 
-        def rank(one: Prediction, least: float = least) -> tuple[object, ...]:
-            layout, spare = one.layout, one.peak <= SPARE * estimator.machine.device.memory
-            if one.seconds > (1 + ALIKE) * least or not spare:
-                return True, one.seconds
-            cut = layout.zero if layout.shard > 1 else 0
-            return False, layout.pipeline, layout.tensor, layout.recompute != "none", cut, one.seconds
+        def rank(prediction: Prediction, fastest: float = fastest) -> tuple[object, ...]:
+            layout, spare = (
+                prediction.layout,
+                prediction.peak_memory <= COMFORTABLE_MEMORY * estimator.machine.device.memory,
+            )
+            if prediction.seconds > (1 + TIE_TOLERANCE) * fastest or not spare:
+                return True, prediction.seconds
+            sharding_level = layout.zero if layout.shard > 1 else 0
+            return False, layout.pipeline, layout.tensor, layout.recompute != "none", sharding_level, prediction.seconds
 
-        every.sort(key=rank)
-        first = next((one for one in every if _runs(job, one.layout)), None)
+        predictions.sort(key=rank)
+        first = next((prediction for prediction in predictions if _is_runnable(job, prediction.layout)), None)
         if first is None and len(found.best) < keep:
             raise LayoutError(
-                f"no layout of {counted(devices, 'device')} can run this job; change the batch or the model."
+                f"no layout of {pluralize(devices, 'device')} can run this job; change the batch or the model."
             )
         keep *= 10
-    others = sorted((one for one in every if one is not first), key=lambda one: one.seconds)
+    others = sorted(
+        (prediction for prediction in predictions if prediction is not first), key=lambda prediction: prediction.seconds
+    )
     return replace(found, best=(first, *others[:9]))
 
 
-def _copies(job: Job, estimator: Estimator, devices: int) -> Iterator[Prediction]:
+def _replicated_layouts(job: Job, estimator: Estimator, devices: int) -> Iterator[Prediction]:
     """Whole copies with the whole of their samples at once, which need not be a power of two; if that can be."""
     layout = Layout(replicate=devices)
     if job.samples % devices == 0:
         one = estimator.predict(replace(layout, micro_batch=solve_batch(layout, job.samples).micro_batch))
-        if one.peak <= estimator.machine.device.memory:
+        if one.peak_memory <= estimator.machine.device.memory:
             yield one
 
 
-def _runs(job: Job, layout: Layout) -> bool:
+def _is_runnable(job: Job, layout: Layout) -> bool:
     try:
-        check(job, layout)
+        check_layout(job, layout)
     except LayoutError:
         return False
     return True
 
 
 def _phases(job: Job, cluster: Cluster, best: Prediction) -> Iterator[tuple[int, int, float]]:
-    for steps, part in job.phases():
-        seconds = best.seconds if part is job else estimator_of(part, cluster).predict(best.layout).seconds
-        yield steps, part.samples * part.model.sequence, seconds
+    for steps, phase_job in job.phases():
+        seconds = best.seconds if phase_job is job else make_estimator(phase_job, cluster).predict(best.layout).seconds
+        yield steps, phase_job.samples * phase_job.model.sequence, seconds
 
 
-def estimator_of(job: Job, cluster: Cluster) -> Estimator:
+def make_estimator(job: Job, cluster: Cluster) -> Estimator:
     machine = Machine(cluster, efficiency_of(cluster.device.family, cluster.measured))
     # Bytes moved for each logit, measured on an H200: our kernel's; and those of PyTorch's own operators, which widen,
     # normalise, gather, and all that back.
-    setting = Setting(job.precision, loss=53.0 if cluster.device.family == "cpu" else 10.0)
-    shape = form_of(job.model, setting.bytes)
-    kind = ListedEstimator if isinstance(shape, Listed) else Estimator
+    kernel_profile = KernelProfile(job.precision, loss_bytes_per_logit=53.0 if cluster.device.family == "cpu" else 10.0)
+    shape = planner_shape(job.model, kernel_profile.itemsize)
+    estimator_class = OperatorListEstimator if isinstance(shape, OperatorListModel) else Estimator
     compiled = bool(cluster.measured.get("compiled")) and job.compile is not False
-    own = Own(job.decoder(), job.precision, compiled) if kind_of(job.model) == "gpt" else None
-    habit = ours(job.precision, job.optimizer)
+    engine = EngineModel(job.require_decoder(), job.precision, compiled) if family_name(job.model) == "gpt" else None
+    framework_profile = engine_profile(job.precision, job.optimizer)
     if cluster.device.family == "cpu":
-        habit = replace(habit, fixed=CPU_PROCESS)
-    return kind(machine, Work(shape, setting, job.samples, habit, own=own))
+        framework_profile = replace(framework_profile, fixed_bytes=CPU_PROCESS_BYTES)
+    return estimator_class(machine, Workload(shape, kernel_profile, job.samples, framework_profile, engine=engine))
 
 
-def order_of(job: Job, layout: Layout, cluster: Cluster) -> Order | None:
+def auto_schedule_order(job: Job, layout: Layout, cluster: Cluster) -> PipelineOrder | None:
     """What each pipeline rank executes, where the layout's schedule is one that is made; None where it has a name."""
-    if not Estimator.is_made(layout):
+    if not Estimator.is_auto_schedule(layout):
         return None
-    estimator = estimator_of(job, cluster)
-    return estimator.made(judged(job, estimator.work.shape, layout)).order
+    estimator = make_estimator(job, cluster)
+    return estimator.auto_schedule(resolve_layout(job, estimator.work.shape, layout)).order
 
 
-def _variants(job: Job, estimator: Estimator, layout: Layout) -> list[Prediction]:
+def _auto_schedule_variants(job: Job, estimator: Estimator, layout: Layout) -> list[Prediction]:
     """`schedule=auto` with nothing said of stages: the best way to place them, then all else that was tried."""
 
     def rank(one: Prediction) -> tuple[bool, float]:
-        fits = one.peak <= estimator.machine.device.memory
-        return not fits, one.seconds if fits else one.peak
+        fits = one.peak_memory <= estimator.machine.device.memory
+        return not fits, one.seconds if fits else one.peak_memory
 
-    def best_first(words: list[tuple[str, int]]) -> list[Prediction]:
+    def best_first(candidates: list[tuple[str, int]]) -> list[Prediction]:
         found = []
-        for schedule, virtual in words:
+        for schedule, virtual in candidates:
             with suppress(LayoutError):  # not of this model or batch
-                one = judged(job, estimator.work.shape, replace(layout, schedule=schedule, virtual=virtual))
+                one = resolve_layout(job, estimator.work.shape, replace(layout, schedule=schedule, virtual=virtual))
                 found.append(estimator.predict(one))
         return sorted(found, key=rank)
 
-    named = best_first([("1f1b", 0), ("interleaved", 2), ("interleaved", 4), ("zero-bubble", 0), ("zbv", 0),
+    named_variants = best_first([("1f1b", 0), ("interleaved", 2), ("interleaved", 4), ("zero-bubble", 0), ("zbv", 0),
                         ("dualpipev", 0)])  # fmt: skip
-    deeper = [("auto", one.layout.virtual) for one in named[:1] if one.layout.stages_per_rank > 2]
-    made = best_first([("auto", 1), ("auto", 2), ("auto-v", 2), *deeper])
-    return [made[0], *sorted([*named, *made[1:]], key=rank)]
+    deeper = [("auto", one.layout.virtual) for one in named_variants[:1] if one.layout.stages_per_rank > 2]
+    auto_variants = best_first([("auto", 1), ("auto", 2), ("auto-v", 2), *deeper])
+    return [auto_variants[0], *sorted([*named_variants, *auto_variants[1:]], key=rank)]
 
 
-def judged(job: Job, shape: Shape, layout: Layout) -> Layout:
+def resolve_layout(job: Job, shape: ModelShape, layout: Layout) -> Layout:
     """A layout with its micro-batch solved; raises where model or batch cannot have it."""
-    if kind_of(job.model) == "gpt":
-        return replace(layout, micro_batch=check(job, layout).micro_batch)
-    if Estimator.is_made(layout):
+    if family_name(job.model) == "gpt":
+        return replace(layout, micro_batch=check_layout(job, layout).micro_batch)
+    if Estimator.is_auto_schedule(layout):
         raise LayoutError(f"schedule={layout.schedule}: orders are made for gpt only as yet; give a schedule's name.")
-    limits = {"tensor": shape.heads, "pipeline": shape.stages, "context": shape.contexts, "expert": shape.experts or 1}
+    limits = {
+        "tensor": shape.heads,
+        "pipeline": shape.stages,
+        "context": shape.context_positions,
+        "expert": shape.experts or 1,
+    }
     for axis, most in limits.items():
         degree = getattr(layout, axis)
         if degree > most or (axis != "pipeline" and most % degree):
             raise LayoutError(
-                f"{axis}={degree}: {job.model.name} is planned with {axis} degrees that {_rule(axis, most)}."
+                f"{axis}={degree}: {job.model.name} is planned with {axis} degrees that {_degree_rule(axis, most)}."
             )
     return replace(layout, micro_batch=solve_batch(layout, job.samples).micro_batch)
 
 
-def _rule(axis: str, most: int) -> str:
+def _degree_rule(axis: str, most: int) -> str:
     return f"are at most {most}" if axis == "pipeline" or most == 1 else f"divide {most}"
 
 
 # Why others lost
 
 
-def explain(estimator: Estimator, best: Prediction, other: Prediction) -> str:
+def explain_gap(estimator: Estimator, best: Prediction, other: Prediction) -> str:
     """What makes another layout slower, or too large."""
     limit = estimator.machine.device.memory
-    if other.peak > limit:
-        return f"does not fit: {other.peak / GIB:.0f} GiB of {limit / GIB:.0f}"
+    if other.peak_memory > limit:
+        return f"does not fit: {other.peak_memory / GIB:.0f} GiB of {limit / GIB:.0f}"
     slower = other.seconds / best.seconds - 1
     if slower < 0:
         return f"{100 * slower:+.1f}%, within the error of the prediction; not as plain"
-    here, there = parts(best), parts(other)
+    here, there = time_breakdown(best), time_breakdown(other)
     growth = {name: there.get(name, 0.0) - here.get(name, 0.0) for name in {*here, *there}}
     name = max(growth, key=lambda part: growth[part])
     if slower < 0.001 or growth[name] <= 0:
@@ -275,48 +310,48 @@ def explain(estimator: Estimator, best: Prediction, other: Prediction) -> str:
     return f"{100 * slower:+.1f}%: {name} takes {growth[name]:.3g} s more"
 
 
-def parts(prediction: Prediction) -> dict[str, float]:
+def time_breakdown(prediction: Prediction) -> dict[str, float]:
     """Seconds of a step by what they go to."""
-    words = {"shard": "data traffic", "pipeline": "passing between stages"}
-    found = {words.get(axis, f"{axis} traffic"): seconds for axis, seconds in prediction.exposed.items()}
-    found["the bubble"] = prediction.bubble * prediction.seconds
-    found["the update"] = prediction.timing.update
-    found["computing"] = prediction.seconds - sum(found.values())
-    return found
+    labels = {"shard": "data traffic", "pipeline": "passing between stages"}
+    breakdown = {labels.get(axis, f"{axis} traffic"): seconds for axis, seconds in prediction.exposed.items()}
+    breakdown["the bubble"] = prediction.bubble * prediction.seconds
+    breakdown["the update"] = prediction.timing.update
+    breakdown["computing"] = prediction.seconds - sum(breakdown.values())
+    return breakdown
 
 
-def notable(estimator: Estimator, best: Prediction) -> Iterator[str]:
+def near_misses(estimator: Estimator, best: Prediction) -> Iterator[str]:
     """One line for each neighbour of the best layout in which one choice is made otherwise."""
     seen = {str(best.layout)}
-    for what, changes in _neighbours(best.layout):
+    for choice, changes in _neighbor_layouts(best.layout):
         try:
             layout = replace(best.layout, **changes)
             solve_batch(layout, estimator.work.samples)
             if str(layout) in seen or estimator.work.shape.heads % layout.tensor:
                 continue
-            why = explain(estimator, best, estimator.predict(layout))
+            why = explain_gap(estimator, best, estimator.predict(layout))
         except LayoutError:  # no such layout, or not of this model
             continue
         seen.add(str(layout))
-        leaves = layout.tensor > estimator.machine.cluster.domain >= best.layout.tensor
-        yield f"{what}{' (it leaves the fast domain)' if leaves else ''}: {why}"
+        leaves = layout.tensor > estimator.machine.cluster.domain_size >= best.layout.tensor
+        yield f"{choice}{' (it leaves the fast domain)' if leaves else ''}: {why}"
 
 
-def _neighbours(layout: Layout) -> Iterator[tuple[str, dict[str, Any]]]:
+def _neighbor_layouts(layout: Layout) -> Iterator[tuple[str, dict[str, Any]]]:
     """What could be otherwise, in words and as changes."""
     tensor, pipeline, data = layout.tensor, layout.pipeline, layout.data
-    alone: dict[str, Any] = {"schedule": "1f1b", "virtual": 0}  # of a pipeline of one rank
+    no_pipeline: dict[str, Any] = {"schedule": "1f1b", "virtual": 0}  # of a pipeline of one rank
     for axis in ("shard", "replicate", "pipeline"):
         degree = getattr(layout, axis)
         if degree % 2 == 0:
-            more = alone if axis == "pipeline" and degree == 2 else {}
+            more = no_pipeline if axis == "pipeline" and degree == 2 else {}
             yield f"tensor={2 * tensor}", {axis: degree // 2, "tensor": 2 * tensor, **more}
             break
     if tensor % 2 == 0:
-        wider = "shard" if layout.shard > 1 else "replicate"
-        yield f"tensor={tensor // 2}", {"tensor": tensor // 2, wider: 2 * getattr(layout, wider)}
+        wider_axis = "shard" if layout.shard > 1 else "replicate"
+        yield f"tensor={tensor // 2}", {"tensor": tensor // 2, wider_axis: 2 * getattr(layout, wider_axis)}
     if pipeline > 1:
-        yield "no pipeline", {"pipeline": 1, "shard": data * pipeline, "replicate": 1, **alone}
+        yield "no pipeline", {"pipeline": 1, "shard": data * pipeline, "replicate": 1, **no_pipeline}
     for zero in (1, 2, 3):
         if layout.shard > 1 and zero != layout.zero:
             yield f"zero={zero}", {"zero": zero}

@@ -22,18 +22,18 @@ from math import inf
 from typing import Any
 
 from shardwise.errors import LayoutError
-from shardwise.layout import Layout, micro_batch_rule
-from shardwise.planner.predict import Estimator, Prediction, Stages
-from shardwise.planner.shape import Shape
+from shardwise.layout import Layout, micro_batch_error
+from shardwise.planner.costs.model_shape import ModelShape
+from shardwise.planner.estimate import Estimator, Prediction, StagePartition
 
 MICRO_BATCHES = tuple(2**n for n in range(17))  # those above 32 only while they have no more than 65536 positions
-VIRTUAL = (2, 3, 4, 6, 8)
-RECOMPUTE = ("none", "selective", "full")
-FIELDS = tuple(each.name for each in fields(Layout))
+STAGES_PER_RANK = (2, 3, 4, 6, 8)
+RECOMPUTE_CHOICES = ("none", "selective", "full")
+LAYOUT_FIELDS = tuple(each.name for each in fields(Layout))
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The outcome of a search."""
 
     best: tuple[Prediction, ...]
@@ -43,23 +43,23 @@ class Found:
     seconds: float
 
 
-def search(estimator: Estimator, devices: int, keep: int = 10) -> Found:
+def search(estimator: Estimator, devices: int, keep: int = 10) -> SearchResult:
     """The `keep` best layouts."""
     begin = time.perf_counter()
-    every = [(bound(estimator, base), base) for base in bases(estimator, devices)]
-    if not every:
+    classes = [(class_lower_bound(estimator, base), base) for base in layout_classes(estimator, devices)]
+    if not classes:
         raise LayoutError(f"no layout of {devices} devices can serve a batch of {estimator.work.samples} samples.")
-    every.sort(key=lambda pair: pair[0])
-    finalists, evaluated = _finalists(estimator, every, keep)
+    classes.sort(key=lambda pair: pair[0])
+    finalists, evaluated = _finalists(estimator, classes, keep)
     best: list[Prediction] = []
-    for least, layout in finalists:
-        if len(best) == keep and least >= best[-1].seconds:
+    for lower_bound, layout in finalists:
+        if len(best) == keep and lower_bound >= best[-1].seconds:
             break
         insort(best, estimator.predict(layout), key=lambda found: found.seconds)
         del best[keep:]
     if not best:
-        best = [estimator.predict(_smallest(estimator, every))]
-    return Found(tuple(best), evaluated, time.perf_counter() - begin)
+        best = [estimator.predict(_smallest_memory_layout(estimator, classes))]
+    return SearchResult(tuple(best), evaluated, time.perf_counter() - begin)
 
 
 def _finalists(
@@ -70,63 +70,69 @@ def _finalists(
     limit, evaluated = estimator.machine.device.memory, 0
     jitter = estimator.jitter(classes[0][1].world)
     found: list[tuple[float, Layout]] = []
-    orders: dict[tuple[int, int], list[tuple[str, int, Stages]]] = {}
+    schedules_by_shape: dict[tuple[int, int], list[tuple[str, int, StagePartition]]] = {}
     ceilings = [inf] * keep  # what the best so far take at most
-    for least, base in classes:
-        if least >= ceilings[-1]:
+    for lower_bound, base in classes:
+        if lower_bound >= ceilings[-1]:
             break
-        own, micro_batches = estimator.work.own, estimator.micro_batches(base)
+        engine, micro_batches = estimator.work.engine, estimator.micro_batches(base)
         key = base.pipeline, micro_batches
-        if key not in orders:
-            orders[key] = [(*each, estimator.stages(replace(base, schedule=each[0], virtual=each[1])))
-                           for each in _schedules(estimator, base)]  # fmt: skip
-        for cut in _cuts(estimator, base):
-            for recompute in RECOMPUTE:
-                part = _but(cut, recompute=recompute)
-                load = estimator.load(part)
-                for schedule, virtual, stages in orders[key]:
+        if key not in schedules_by_shape:
+            schedules_by_shape[key] = [(*each, estimator.stages(replace(base, schedule=each[0], virtual=each[1])))
+                           for each in _candidate_schedules(estimator, base)]  # fmt: skip
+        for sharded in _data_shardings(estimator, base):
+            for recompute in RECOMPUTE_CHOICES:
+                candidate = _replace_unchecked(sharded, recompute=recompute)
+                load = estimator.module_load(candidate)
+                for schedule, virtual, stages in schedules_by_shape[key]:
                     evaluated += 1
-                    busy = micro_batches * load.busiest(stages) / estimator.efficiency.shared
-                    floor = (busy + estimator.efficiency.fixed) * jitter
+                    busy = micro_batches * load.slowest_rank_time(stages) / estimator.efficiency.uncontended_speedup
+                    floor = (busy + estimator.efficiency.fixed_seconds) * jitter
                     if floor > ceilings[-1] or (
-                        own is not None
-                        and own.least(part, stages.parts, micro_batches, estimator.work.habit.state) > limit
+                        engine is not None
+                        and engine.min_memory(
+                            candidate,
+                            stages.distinct_ranks,
+                            micro_batches,
+                            estimator.work.framework_profile.optimizer_bytes,
+                        )
+                        > limit
                     ):
                         continue
-                    layout = _but(part, schedule=schedule, virtual=virtual)
+                    layout = _replace_unchecked(candidate, schedule=schedule, virtual=virtual)
                     if not estimator.fits(layout):
                         continue
-                    found.append((estimator.time(layout).seconds, layout))
-                    insort(ceilings, estimator.ceiling(layout))
+                    found.append((estimator.step_timing(layout).seconds, layout))
+                    insort(ceilings, estimator.max_step_time(layout))
                     del ceilings[keep:]
     found.sort(key=lambda pair: pair[0])
     return found, evaluated
 
 
-def _but(layout: Layout, **values: Any) -> Layout:
+def _replace_unchecked(layout: Layout, **values: Any) -> Layout:
     """`replace`, without the checks of what was checked before."""
-    made = object.__new__(Layout)
-    made.__dict__.update({name: layout.__dict__[name] for name in FIELDS}, **values)
-    return made
+    copy = object.__new__(Layout)
+    copy.__dict__.update({name: layout.__dict__[name] for name in LAYOUT_FIELDS}, **values)
+    return copy
 
 
-def _smallest(estimator: Estimator, classes: Sequence[tuple[float, Layout]]) -> Layout:
+def _smallest_memory_layout(estimator: Estimator, classes: Sequence[tuple[float, Layout]]) -> Layout:
     """The layout that needs least: one with the smallest micro-batch, in which all is computed again."""
-    layouts = (layout for _, base in classes if base.micro_batch == 1 for layout in variants(estimator, base))
-    return min((each for each in layouts if each.recompute == "full"), key=estimator.peak)
+    layouts = (layout for _, base in classes if base.micro_batch == 1 for layout in class_layouts(estimator, base))
+    return min((each for each in layouts if each.recompute == "full"), key=estimator.peak_memory)
 
 
-def bound(estimator: Estimator, base: Layout) -> float:
+def class_lower_bound(estimator: Estimator, base: Layout) -> float:
     """Seconds that no layout of a class can undercut, however it cuts its stages: the products of the slowest rank."""
-    inner, first, last = estimator.pieces(estimator.cut(base))
+    inner, first, last = estimator.module_times(estimator.parallel_degrees(base))
     layers, each = estimator.work.shape.layers, inner.forward + inner.backward
     ends = first.forward + first.backward, last.forward + last.backward
-    mean, shared = (layers * each + sum(ends)) / base.pipeline, estimator.efficiency.shared
-    busy = max(-(-layers // base.pipeline) * each / shared, mean, *(end / shared for end in ends))
+    mean, speedup = (layers * each + sum(ends)) / base.pipeline, estimator.efficiency.uncontended_speedup
+    busy = max(-(-layers // base.pipeline) * each / speedup, mean, *(end / speedup for end in ends))
     return estimator.micro_batches(base) * busy
 
 
-def bases(estimator: Estimator, devices: int) -> Iterator[Layout]:
+def layout_classes(estimator: Estimator, devices: int) -> Iterator[Layout]:
     """One layout per class: degrees and micro-batch; all data ranks replicate."""
     shape, samples = estimator.work.shape, estimator.work.samples
     for tensor in _divisors(devices):
@@ -136,59 +142,63 @@ def bases(estimator: Estimator, devices: int) -> Iterator[Layout]:
             if pipeline > shape.stages:
                 continue
             rest = devices // tensor // pipeline
-            for context in _contexts(shape, rest):
+            for context in _context_degrees(shape, rest):
                 data = rest // context
                 if samples % data:
                     continue
                 for micro_batch in MICRO_BATCHES:
                     if samples // data % micro_batch or (micro_batch > 32 and micro_batch * shape.sequence > 2**16):
                         break
-                    for expert in _experts(shape, data * context) if shape.experts else [1]:
+                    for expert in _expert_degrees(shape, data * context) if shape.experts else [1]:
                         yield Layout(
                             pipeline=pipeline, replicate=data, context=context, tensor=tensor, expert=expert,
                             micro_batch=micro_batch,
                         )  # fmt: skip
 
 
-def variants(estimator: Estimator, base: Layout) -> Iterator[Layout]:
+def class_layouts(estimator: Estimator, base: Layout) -> Iterator[Layout]:
     """Every layout of a class."""
-    for cut in _cuts(estimator, base):
-        for recompute in RECOMPUTE:
-            for schedule, virtual in _schedules(estimator, base):
-                yield replace(cut, schedule=schedule, virtual=virtual, recompute=recompute)
+    for sharded in _data_shardings(estimator, base):
+        for recompute in RECOMPUTE_CHOICES:
+            for schedule, virtual in _candidate_schedules(estimator, base):
+                yield replace(sharded, schedule=schedule, virtual=virtual, recompute=recompute)
 
 
-def _cuts(estimator: Estimator, base: Layout) -> Iterator[Layout]:
+def _data_shardings(estimator: Estimator, base: Layout) -> Iterator[Layout]:
     """How the data ranks share weights, gradients and optimizer state."""
-    data, domain = base.data, estimator.machine.cluster.domain // (base.tensor * base.context)
+    data, domain = base.data, estimator.machine.cluster.domain_size // (base.tensor * base.context)
     if base.context % base.expert == 0:
         yield base
-    near = max((n for n in _divisors(data) if n <= domain), default=1)
-    for shard in {data, near} - {1}:
+    in_domain = max((n for n in _divisors(data) if n <= domain), default=1)
+    for shard in {data, in_domain} - {1}:
         for zero in (1, 2, 3) if shard * base.context % base.expert == 0 else ():
             yield replace(base, replicate=data // shard, shard=shard, zero=zero)
 
 
-def _schedules(estimator: Estimator, base: Layout) -> Iterator[tuple[str, int]]:
+def _candidate_schedules(estimator: Estimator, base: Layout) -> Iterator[tuple[str, int]]:
     """Schedules, with stages per rank, that can run the class's micro-batches."""
     layers, pipeline = estimator.work.shape.layers, base.pipeline
-    every = [("1f1b", 0)]
+    schedules = [("1f1b", 0)]
     if pipeline > 1:
-        every += [("interleaved", virtual) for virtual in VIRTUAL if pipeline * virtual <= layers]
+        schedules += [("interleaved", virtual) for virtual in STAGES_PER_RANK if pipeline * virtual <= layers]
         if 2 * pipeline <= layers + 2:
-            every += [("zero-bubble", 2), ("zbv", 0), ("dualpipev", 0)]
-    for schedule, virtual in every:
+            schedules += [("zero-bubble", 2), ("zbv", 0), ("dualpipev", 0)]
+    for schedule, virtual in schedules:
         layout = replace(base, schedule=schedule, virtual=virtual)
-        if micro_batch_rule(layout, estimator.micro_batches(base)) is None:
+        if micro_batch_error(layout, estimator.micro_batches(base)) is None:
             yield schedule, virtual
 
 
-def _contexts(shape: Shape, most: int) -> list[int]:
+def _context_degrees(shape: ModelShape, most: int) -> list[int]:
     """Parts of a sequence of at least 2048 tokens each."""
-    return [n for n in _divisors(most) if n == 1 or (shape.contexts % n == 0 and shape.contexts // n >= 2048)]
+    return [
+        n
+        for n in _divisors(most)
+        if n == 1 or (shape.context_positions % n == 0 and shape.context_positions // n >= 2048)
+    ]
 
 
-def _experts(shape: Shape, most: int) -> list[int]:
+def _expert_degrees(shape: ModelShape, most: int) -> list[int]:
     return [n for n in _divisors(most) if shape.experts % n == 0]
 
 

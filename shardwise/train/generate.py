@@ -7,30 +7,30 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from shardwise.data.make import make_sources
-from shardwise.data.stream import Samples
+from shardwise.data.make_sources import make_sources
+from shardwise.data.sample_stream import Samples
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer
 from shardwise.errors import CheckpointError, DataError, RunError
 from shardwise.job import Job
-from shardwise.kinds import Model
+from shardwise.kinds import DecoderConfig
 from shardwise.models.chain import Chain
-from shardwise.parallel.parallelize import build
+from shardwise.parallel.parallelize import build_on_meta
 from shardwise.train.checkpoint import load_weights
-from shardwise.train.folder import RunFolder
-from shardwise.train.here import pick_device
+from shardwise.train.local_machine import pick_device
+from shardwise.train.run_folder import RunFolder
 
 
 def sample_run(run: Path, prompt: str, tokens: int, temperature: float, seed: int) -> str:
     """What `shardwise sample` writes."""
     folder = RunFolder.open(run)
     job = folder.job()
-    decoder = job.decoder()
-    tokenizer = tokenizer_of(folder, job)
+    decoder = job.require_decoder()
+    tokenizer = load_run_tokenizer(folder, job)
     model = load_model(folder, job, torch.device(pick_device(job)))
     return generate(model, tokenizer, prompt, tokens, decoder, temperature, seed)
 
 
-def tokenizer_of(folder: RunFolder, job: Job) -> Tokenizer:
+def load_run_tokenizer(folder: RunFolder, job: Job) -> Tokenizer:
     """What turns a run's tokens into text."""
     if folder.tokenizer.exists():
         return load_tokenizer(str(folder.tokenizer))
@@ -47,30 +47,30 @@ def tokenizer_of(folder: RunFolder, job: Job) -> Tokenizer:
 
 def load_model(folder: RunFolder, job: Job, device: torch.device) -> Chain:
     """The whole model with the weights of the newest good checkpoint."""
-    model = build(job, torch.float32).to_empty(device=device)
-    model.tie()
-    if not load_weights(folder.checkpoints, dict(model.named_weights())):
+    model = build_on_meta(job, torch.float32).to_empty(device=device)
+    model.tie_weights()
+    if not load_weights(folder.checkpoints, dict(model.named_unique_parameters())):
         raise CheckpointError(f"{folder.path} has no checkpoint to take weights from; train it first.")
     return model.eval()
 
 
 @torch.no_grad()
 def generate(
-    model: Chain, tokenizer: Tokenizer, prompt: str, count: int, of: Model, temperature: float, seed: int
+    model: Chain, tokenizer: Tokenizer, prompt: str, count: int, config: DecoderConfig, temperature: float, seed: int
 ) -> str:
     """`count` more tokens after `prompt`; with temperature 0 always the likeliest."""
     device = next(model.parameters()).device
-    chance = torch.Generator(device="cpu").manual_seed(seed)
-    start = tokenizer.encode(prompt)
-    tokens = [int(token) for token in start] or [0]
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    prompt_tokens = tokenizer.encode(prompt)
+    tokens = [int(token) for token in prompt_tokens] or [0]
     for _ in range(count):
-        window = torch.tensor([tokens[-of.sequence :]], device=device)
-        read = Samples(window, window, torch.zeros(1, dtype=torch.int64, device=device))
-        logits = model(window, **read.apart(of.document_end).batch)[0, -1].float().cpu()
+        window = torch.tensor([tokens[-config.sequence :]], device=device)
+        samples = Samples(window, window, torch.zeros(1, dtype=torch.int64, device=device))
+        logits = model(window, **samples.with_document_ids(config.eod_token_id).batch)[0, -1].float().cpu()
         if not logits.isfinite().all():
             raise RunError("what the model computes is not finite, so it writes nothing; look at the run's loss.")
         if temperature <= 0:
             tokens.append(int(logits.argmax()))
         else:
-            tokens.append(int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=chance)))
-    return tokenizer.decode(np.array(tokens[-count:] if not len(start) else tokens))
+            tokens.append(int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)))
+    return tokenizer.decode(np.array(tokens[-count:] if not len(prompt_tokens) else tokens))

@@ -12,31 +12,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.meter import METER
-from shardwise.data.bad import Bad
+from shardwise.comm.step_timer import STEP_TIMER
+from shardwise.console import pluralize, signal_name
+from shardwise.data.bad_records import BadRecords
 from shardwise.data.loader import Loader
-from shardwise.data.make import make_sources
-from shardwise.data.objectives import objective_of
-from shardwise.data.stream import Samples, Stream
+from shardwise.data.make_sources import make_sources
+from shardwise.data.objectives import make_objective
+from shardwise.data.sample_stream import Samples, SampleStream
 from shardwise.errors import RunError
-from shardwise.guard.judge import GoBack, Judge
-from shardwise.guard.witness import Witness
+from shardwise.integrity.anomaly_policy import AnomalyPolicy, Rollback
+from shardwise.integrity.corruption_detector import CorruptionDetector
 from shardwise.job import Job
-from shardwise.layout import MADE, Layout
+from shardwise.layout import AUTO_SCHEDULES, Layout
 from shardwise.optim import learning_rate, set_learning_rate
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.parallelize import parallelize
-from shardwise.parallel.pipeline import Order
-from shardwise.parallel.recommender import Recommender, optimizer_of
-from shardwise.planner.plan import order_of
-from shardwise.step import Outcome, Recorded, taker
-from shardwise.train.checkpoint import Checkpoints
-from shardwise.train.folder import RunFolder
-from shardwise.train.here import cluster_here
-from shardwise.train.measure import Measure, StopFlag, flops_of, plain
+from shardwise.parallel.pipeline import PipelineOrder
+from shardwise.parallel.tables.table_engine import TableEngine, make_engine_optimizer
+from shardwise.planner.plan import auto_schedule_order
+from shardwise.step import CudaGraphStep, StepResult, make_step_fn
+from shardwise.train.checkpoint import CheckpointManager
+from shardwise.train.local_machine import local_cluster
+from shardwise.train.metrics_processor import MetricsProcessor, StopFlag, forward_flops, json_number
 from shardwise.train.progress import Progress
+from shardwise.train.run_folder import RunFolder
 from shardwise.train.validate import validate
-from shardwise.words import counted, signal_name
 
 # By what a rank is doing, what its time counts for.
 PHASES = {"data": "data", "computing": "compute", "validating": "validation", "saving": "checkpoint"}
@@ -44,13 +44,13 @@ PHASES = {"data": "data", "computing": "compute", "validating": "validation", "s
 
 def make_engine(job: Job, layout: Layout, device: torch.device) -> Engine:
     """Of a schedule that is made, with the first rank's order, so that all have the same however machines differ."""
-    told: list[Order | None] = [None]
-    if layout.pipeline > 1 and layout.schedule in MADE:
+    broadcast_order: list[PipelineOrder | None] = [None]
+    if layout.pipeline > 1 and layout.schedule in AUTO_SCHEDULES:
         if dist.get_rank() == 0:
-            here = int(os.environ.get("LOCAL_WORLD_SIZE", layout.world))
-            told = [order_of(job, layout, cluster_here(job, here)[0])]
-        dist.broadcast_object_list(told, device=device)
-    return parallelize(job, layout, device, order=told[0])
+            local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", layout.world))
+            broadcast_order = [auto_schedule_order(job, layout, local_cluster(job, local_world_size)[0])]
+        dist.broadcast_object_list(broadcast_order, device=device)
+    return parallelize(job, layout, device, order=broadcast_order[0])
 
 
 @dataclass
@@ -63,207 +63,217 @@ class Trainer:
     device: torch.device
     resume: bool = False
     stop: StopFlag = field(default_factory=StopFlag)
-    mark: Callable[[str, int], None] = lambda phase, step: None
+    set_phase: Callable[[str, int], None] = lambda phase, step: None
     """Told where this rank is: a phase, and the step that it belongs to."""
-    built: Engine | None = None
+    prebuilt_engine: Engine | None = None
     """The engine, where it was made before."""
-    memory: str = ""
+    snapshots: str = ""
     """The folder of snapshots; empty: nothing that would outlive this process."""
 
     def __post_init__(self) -> None:
-        self.engine = self.built or make_engine(self.job, self.layout, self.device)
-        self.optimizer = optimizer_of(self.job, self.engine)
-        self.step = self._taker()
-        watched = not isinstance(self.engine, Recommender) and not isinstance(self.step, Recorded)
-        flops = watched * 3 * flops_of(self.job) * self.job.samples / self.layout.world
-        self.witness = Witness(self.job, self.engine, self.optimizer, self.folder.path, flops, self._event)
-        self.main = self.engine.mesh.rank == 0
-        keep, asynchronous = self.job.checkpoint.keep, self.job.checkpoint.asynchronous
-        fast = self.job.checkpoint.snapshot and not isinstance(self.engine, Recommender)  # tables are too large
-        memory = Path(self.memory) if self.memory and fast else None
-        self.checkpoints = Checkpoints(self.folder.checkpoints, keep, asynchronous, memory, str(self.layout))
-        self.progress = Progress(self.job.total_steps, self.main, self.job.model.unit)
-        # What is found while sources are opened every rank finds; what is found in the stream, one.
-        self.bad = Bad(self.job.data.bad == "skip", self.folder.bad if self.main else None)
-        self.training, self.held_out, self.tokenizer = make_sources(self.job, bad=self.bad)
-        self.bad.log = self.folder.bad
-        self.measure = Measure(
-            self.job, self.engine, self.optimizer, self.folder, self.progress, self.witness, self.stop
+        self.engine = self.prebuilt_engine or make_engine(self.job, self.layout, self.device)
+        self.optimizer = make_engine_optimizer(self.job, self.engine)
+        self.step = self._make_step_fn()
+        is_watched = not isinstance(self.engine, TableEngine) and not isinstance(self.step, CudaGraphStep)
+        flops = is_watched * 3 * forward_flops(self.job) * self.job.samples / self.layout.world
+        self.corruption_detector = CorruptionDetector(
+            self.job, self.engine, self.optimizer, self.folder.path, flops, self._log_event
         )
-        self.judge = Judge(self.job, self.engine, self._traceable(), lambda: len(self.folder.skips()), self._event)
+        self.is_rank_zero = self.engine.mesh.rank == 0
+        keep, asynchronous = self.job.checkpoint.keep, self.job.checkpoint.asynchronous
+        takes_snapshots = self.job.checkpoint.snapshot_every and not isinstance(
+            self.engine, TableEngine
+        )  # tables are too large
+        snapshots = Path(self.snapshots) if self.snapshots and takes_snapshots else None
+        self.checkpoints = CheckpointManager(self.folder.checkpoints, keep, asynchronous, snapshots, str(self.layout))
+        self.progress = Progress(self.job.total_steps, self.is_rank_zero, self.job.model.throughput_unit)
+        # What is found while sources are opened every rank finds; what is found in the stream, one.
+        self.bad_records = BadRecords(
+            self.job.data.on_bad_record == "skip", self.folder.bad_records_path if self.is_rank_zero else None
+        )
+        self.training, self.held_out, self.tokenizer = make_sources(self.job, bad_records=self.bad_records)
+        self.bad_records.log_path = self.folder.bad_records_path
+        self.metrics = MetricsProcessor(
+            self.job, self.engine, self.optimizer, self.folder, self.progress, self.corruption_detector, self.stop
+        )
+        self.anomaly_policy = AnomalyPolicy(
+            self.job, self.engine, self._can_replay(), lambda: len(self.folder.skipped_batches()), self._log_event
+        )
 
-    def _taker(self) -> Callable[[Samples], Outcome]:
-        compiled = self.job.compiles(self.device.type, self.layout)
-        return taker(self.engine, self.optimizer, self.job.optimizer.clip, compiled, observe=self._observe)
+    def _make_step_fn(self) -> Callable[[Samples], StepResult]:
+        compiled = self.job.should_compile(self.device.type, self.layout)
+        return make_step_fn(
+            self.engine, self.optimizer, self.job.optimizer.clip, compiled, on_grads_ready=self._observe
+        )
 
-    def _observe(self, outcome: Outcome) -> None:
-        self.witness.before()
+    def _observe(self, outcome: StepResult) -> None:
+        self.corruption_detector.before_update()
 
     def run(self) -> None:
         first = self._restore()
         try:
             while True:
                 try:
-                    self.witness.forget()
+                    self.corruption_detector.reset()
                     return self._train(first)
-                except GoBack as reason:
-                    first = self._go_back(reason)
+                except Rollback as reason:
+                    first = self._roll_back(reason)
         finally:
             self.progress.close()
 
     def _train(self, first: int) -> None:
         """Takes all steps from `first` on, or until it is told to stop."""
         last = self.job.total_steps
-        stream = Stream(self.training, self.job.seed, objective=objective_of(self.job.model, self.job.seed))
-        data = self.engine.mesh["reads"]
+        stream = SampleStream(self.training, self.job.seed, objective=make_objective(self.job.model, self.job.seed))
+        data = self.engine.mesh["loader"]
         loader = Loader(
             stream, self.job.samples, data.size, data.index, first,
             workers=self.job.data.workers, prefetch=self.job.data.prefetch, device=self.device,
-            skips=self.folder.skips(),
+            skipped_batches=self.folder.skipped_batches(),
         )  # fmt: skip
         batches: Iterator[tuple[int, Samples]] = iter(loader)
-        ahead = self.job.embedding.ahead
-        if isinstance(self.engine, Recommender):
-            self.engine.keep(stream, self.job.embedding.cache)
-            if self.device.type == "cuda" if ahead == "auto" else ahead:
-                batches = self.engine.coming(loader, last - first)
-        self.measure.ranks.start()
+        prefetch = self.job.embedding_tables.prefetch
+        if isinstance(self.engine, TableEngine):
+            self.engine.cache_hot_rows(stream, self.job.embedding_tables.cached_rows)
+            if self.device.type == "cuda" if prefetch == "auto" else prefetch:
+                batches = self.engine.prefetched_batches(loader, last - first)
+        self.metrics.ranks.reset()
         try:
             for number in range(first, last):
-                self.measure.ranks.begin(number)
+                self.metrics.ranks.begin(number)
                 begin, waited = time.perf_counter(), loader.wait_seconds
-                self._mark("data", number + 1)
+                self._set_phase("data", number + 1)
                 samples = next(batches)[1].to(self.device)
-                self._mark("computing", number + 1)
+                self._set_phase("computing", number + 1)
                 rate = learning_rate(self.job.optimizer, number, last)
                 set_learning_rate(self.optimizer, rate)
-                self.engine.data.plain = number < self.job.gradient.plain_steps(last)
-                self.witness.ahead(number + 1, samples)
+                self.engine.data.compression_paused = number < self.job.gradient.uncompressed_steps(last)
+                self.corruption_detector.before_step(number + 1, samples)
                 outcome = self.step(samples)
                 done = number + 1
-                if self.engine.meeting is not None:
-                    self.engine.meeting.after(done, last)
-                self.witness.after()
-                told = self.measure.take(done, outcome, rate, begin, loader.wait_seconds - waited)
-                self.witness.judge(done, told.wrong)
-                self.judge.judge(done, told, samples)
-                if _due(done, self.job.validation.every) and done < last:
+                if self.engine.outer_optimizer is not None:
+                    self.engine.outer_optimizer.after_step(done, last)
+                self.corruption_detector.after_step()
+                verdict = self.metrics.log_step(done, outcome, rate, begin, loader.wait_seconds - waited)
+                self.corruption_detector.evaluate(done, verdict.is_corrupt)
+                self.anomaly_policy.evaluate(done, verdict, samples)
+                if _is_due(done, self.job.validation.every) and done < last:
                     self._validate(done)
-                if _due(done, self.job.checkpoint.every) or done == last or told.signal:
+                if _is_due(done, self.job.checkpoint.every) or done == last or verdict.stop_signal:
                     self._save(done)
-                memory = self.checkpoints.memory
-                if memory is not None and memory.due(done, self.job.checkpoint.snapshot) and done < last:
+                snapshots = self.checkpoints.snapshots
+                if snapshots is not None and snapshots.is_due(done, self.job.checkpoint.snapshot_every) and done < last:
                     self._snapshot(done)
-                if told.signal and done < last:
-                    reason = f"told to stop by {signal_name(told.signal)}"
-                    self._event("stopped", f"{reason}: saved step {done} and ended.", step=done)
+                if verdict.stop_signal and done < last:
+                    reason = f"told to stop by {signal_name(verdict.stop_signal)}"
+                    self._log_event("stopped", f"{reason}: saved step {done} and ended.", step=done)
                     break
             else:
                 self._validate(last)
-                self._mark("saving", last)
+                self._set_phase("saving", last)
                 self.checkpoints.finish()
-                if words := self.bad.words():
-                    self._event("bad records", words, step=last)
-                self._event("finished", "all steps are done.", step=last)
+                if words := self.bad_records.summary():
+                    self._log_event("bad_records", words, step=last)
+                self._log_event("finished", "all steps are done.", step=last)
             self.checkpoints.finish()
-            self.measure.ranks.finish()
+            self.metrics.ranks.finish()
         finally:
             loader.close()
 
     def _restore(self) -> int:
         """The step to go on from."""
         if not self.resume:
-            self._event("started", f"training in layout '{self.layout}'.", layout=str(self.layout), step=0)
+            self._log_event("started", f"training in layout '{self.layout}'.", layout=str(self.layout), step=0)
             return 0
-        self._mark("loading", 0)
+        self._set_phase("loading", 0)
         state = self.checkpoints.load(self.engine, self.optimizer)
         for sentence in self.checkpoints.damaged:
-            self._event("damaged checkpoint", sentence)
+            self._log_event("checkpoint_corrupt", sentence)
         first = 0 if state is None else int(state["step"])
-        if self.main:
-            self.folder.forget_after(first)
+        if self.is_rank_zero:
+            self.folder.discard_after(first)
         message = f"going on from step {first} in layout '{self.layout}'."
         source = self.checkpoints.source
-        self._event("resumed", message, layout=str(self.layout), step=first, source=source)
+        self._log_event("resumed", message, layout=str(self.layout), step=first, source=source)
         return first
 
     def _snapshot(self, done: int) -> None:
-        self._mark("saving", done)
+        self._set_phase("saving", done)
         if problem := self.checkpoints.snapshot(done, self.engine, self.optimizer, self._state(done)):
-            self._event("no snapshots", problem, step=done)
-        self.witness.confirm(done)
+            self._log_event("snapshot_failed", problem, step=done)
+        self.corruption_detector.check_saved_state(done)
 
     def _state(self, done: int) -> dict[str, Any]:
         return {"step": done, "samples": done * self.job.samples, "layout": str(self.layout), "seed": self.job.seed}
 
     def _save(self, done: int) -> None:
         begin = time.perf_counter()
-        self._mark("saving", done)
+        self._set_phase("saving", done)
         try:
             self.checkpoints.finish()
         except RunError as error:  # of the save before this one
-            self._event("no checkpoint", f"{error} The run goes on.", step=done)
+            self._log_event("checkpoint_failed", f"{error} The run goes on.", step=done)
         try:
             self.checkpoints.save(done, self.engine, self.optimizer, self._state(done))
         except RunError as error:
             if done == self.job.total_steps:
                 raise
-            self._event("no checkpoint", f"{error} The run goes on.", step=done)
+            self._log_event("checkpoint_failed", f"{error} The run goes on.", step=done)
             return
-        self.witness.confirm(done)
+        self.corruption_detector.check_saved_state(done)
         stall = round(time.perf_counter() - begin, 4)
-        self._event("checkpoint", f"saving step {done}.", step=done, stall_seconds=stall)
+        self._log_event("checkpoint", f"saving step {done}.", step=done, stall_seconds=stall)
 
     def _validate(self, done: int) -> None:
-        self._mark("validating", done)
+        self._set_phase("validating", done)
         begin = time.perf_counter()
         result = validate(self.engine, self.job, self.held_out, self.tokenizer)
         if result is not None:
             bits = f", {result['bits_per_byte']:.3f} bits per byte" if "bits_per_byte" in result else ""
-            right = f", {100 * result['accuracy']:.1f}% right" if "accuracy" in result else ""
-            told = f"loss {result['loss']:.4f}{bits}{right} after step {done}."
-            took = round(time.perf_counter() - begin, 4)
-            found = {key: plain(value) for key, value in result.items()}
-            self._event("validation", told, step=done, seconds=took, **found)
+            accuracy = f", {100 * result['accuracy']:.1f}% right" if "accuracy" in result else ""
+            message = f"loss {result['loss']:.4f}{bits}{accuracy} after step {done}."
+            seconds = round(time.perf_counter() - begin, 4)
+            values = {key: json_number(value) for key, value in result.items()}
+            self._log_event("validation", message, step=done, seconds=seconds, **values)
 
-    def _traceable(self) -> bool:
+    def _can_replay(self) -> bool:
         """Whether a step can be taken again without a trace of its own: no tables, no debts, no compiled blocks."""
-        compiled = self.job.compiles(self.device.type, self.layout)
-        return not (compiled or isinstance(self.engine, Recommender) or self.job.gradient.compress)
+        compiled = self.job.should_compile(self.device.type, self.layout)
+        return not (compiled or isinstance(self.engine, TableEngine) or self.job.gradient.compress)
 
-    def _go_back(self, reason: GoBack) -> int:
+    def _roll_back(self, reason: Rollback) -> int:
         """Loads the last checkpoint. Returns the step to go on from."""
-        if reason.sure:
-            self.checkpoints.rewind(reason.done - 1)
-        state = None if isinstance(self.engine, Recommender) else self.checkpoints.load(self.engine, self.optimizer)
-        if state is None and reason.sure:
+        if reason.state_is_corrupt:
+            self.checkpoints.rewind(reason.step - 1)
+        state = None if isinstance(self.engine, TableEngine) else self.checkpoints.load(self.engine, self.optimizer)
+        if state is None and reason.state_is_corrupt:
             raise RuntimeError(f"{reason}, and there is no checkpoint to go back to")  # all begin again
         # Without a checkpoint: a step that updated nothing can be taken again, one that did is left as it is.
-        first = int(state["step"]) if state is not None else reason.done - (not reason.leave_out)
-        how = (
+        first = int(state["step"]) if state is not None else reason.step - (not reason.skip_batches)
+        action = (
             f"going back to step {first}" if state is not None else f"without a checkpoint, going on from step {first}"
         )
-        if reason.leave_out and state is not None:
-            how += f" and leaving out the {counted(reason.done - first, 'batch')} since"
-            if self.main:
-                self.folder.add_skip(first, reason.done - first)
-        if self.main:
-            self.folder.forget_after(first)
+        if reason.skip_batches and state is not None:
+            action += f" and leaving out the {pluralize(reason.step - first, 'batch')} since"
+            if self.is_rank_zero:
+                self.folder.add_skip(first, reason.step - first)
+        if self.is_rank_zero:
+            self.folder.discard_after(first)
         if self.engine.mesh["world"].size > 1:
             dist.barrier()  # all read the same list of what is left out
-        self._event("rollback", f"{reason}; {how}.", step=reason.done)
-        self.step = self._taker()
+        self._log_event("rollback", f"{reason}; {action}.", step=reason.step)
+        self.step = self._make_step_fn()
         return first
 
-    def _mark(self, phase: str, step: int) -> None:
-        self.mark(phase, step)
-        METER.phase(PHASES.get(phase, ""))
+    def _set_phase(self, phase: str, step: int) -> None:
+        self.set_phase(phase, step)
+        STEP_TIMER.begin_phase(PHASES.get(phase, ""))
 
-    def _event(self, kind: str, message: str, **facts: Any) -> None:
-        if self.main:
-            self.folder.event(kind, message, **facts)
-            self.progress.say(kind, message)
+    def _log_event(self, kind: str, message: str, **facts: Any) -> None:
+        if self.is_rank_zero:
+            self.folder.log_event(kind, message, **facts)
+            self.progress.print_event(kind, message)
 
 
-def _due(done: int, every: int) -> bool:
+def _is_due(done: int, every: int) -> bool:
     return bool(every) and done % every == 0

@@ -9,50 +9,50 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from shardwise.words import say
+from shardwise.console import print_line
 
-QUIET = {"checkpoint"}  # events that need no line of their own on a terminal
+HIDDEN_EVENTS = {"checkpoint"}  # events that need no line of their own on a terminal
 
 
 class Progress:
     def __init__(self, total: int, enabled: bool, unit: str = "tokens"):
         self.total, self.enabled, self.unit = total, enabled, unit
         self.console = Console(highlight=False)
-        self.terminal = enabled and self.console.file.isatty()
+        self.is_terminal = enabled and self.console.file.isatty()
         self._live: Live | None = None
         self._begin: tuple[int, float] | None = None
 
-    def show(self, record: dict[str, Any]) -> None:
+    def update(self, record: dict[str, Any]) -> None:
         if not self.enabled:
             return
         done = record["step"]
         if self._begin is None:
             self._begin = (done, time.monotonic())
         line = self._line(record)
-        if self.terminal:
+        if self.is_terminal:
             if self._live is None:
                 self._live = Live(console=self.console, refresh_per_second=8, transient=False)
                 self._live.start()
             self._live.update(Text(line))
         elif done == 1 or done == self.total or done % max(1, self.total // 10) == 0:
-            say(line)
+            print_line(line)
 
     def _line(self, record: dict[str, Any]) -> str:
         done = record["step"]
         assert self._begin is not None
         steps, seconds = done - self._begin[0], time.monotonic() - self._begin[1]
-        left = f"{_clock((self.total - done) * seconds / steps)} left" if steps else ""
+        left = f"{_format_duration((self.total - done) * seconds / steps)} left" if steps else ""
         loss = record["loss"] if isinstance(record["loss"], str) else f"{record['loss']:.4f}"
         place = f"step {done:>{len(str(self.total))}}/{self.total}"
         return f"{place}  loss {loss}  {record['tokens_per_s']:,.0f} {self.unit}/s  {left}".rstrip()
 
-    def say(self, kind: str, message: str) -> None:
-        if not self.enabled or kind in QUIET:
+    def print_event(self, kind: str, message: str) -> None:
+        if not self.enabled or kind in HIDDEN_EVENTS:
             return
-        if self.terminal:
+        if self.is_terminal:
             self.console.print(f"{kind}: {message}", markup=False, soft_wrap=True)  # above the live line
         else:
-            say(f"{kind}: {message}")
+            print_line(f"{kind}: {message}")
 
     def close(self) -> None:
         if self._live is not None:
@@ -60,7 +60,7 @@ class Progress:
             self._live = None
 
 
-def _clock(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

@@ -8,21 +8,21 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from shardwise.data.make import make_sources
+from shardwise.data.make_sources import make_sources
+from shardwise.data.sample_stream import SampleStream
 from shardwise.data.source import Source
-from shardwise.data.stream import Stream
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.errors import RunError
 from shardwise.job import Job
-from shardwise.kinds import T5
-from shardwise.train.folder import RunFolder
+from shardwise.kinds import T5Config
 from shardwise.train.generate import generate, load_model
+from shardwise.train.run_folder import RunFolder
 from shardwise.train.validate import byte_frequency_bits
 
-SAMPLES = 512  # training samples whose bytes are counted for the frequency table
+FREQUENCY_SAMPLES = 512  # training samples whose bytes are counted for the frequency table
 
 
-def finished(folder: RunFolder) -> bool:
+def has_finished(folder: RunFolder) -> bool:
     """Whether the last thing that happened to a run was its end."""
     return next((event["event"] for event in reversed(list(folder.events()))), "") == "finished"
 
@@ -30,15 +30,15 @@ def finished(folder: RunFolder) -> bool:
 def summarize(folder: RunFolder, job: Job, say: Callable[[str], None]) -> None:
     """For a run that took all its steps."""
     training, held_out, tokenizer = make_sources(job)
-    if tokenizer is not None and len(held_out) and not isinstance(job.model, T5):
-        bits = _table_bits(job, training, held_out, tokenizer)
+    if tokenizer is not None and len(held_out) and not isinstance(job.model, T5Config):
+        bits = _frequency_table_bits(job, training, held_out, tokenizer)
         say(f"for comparison: a table of byte frequencies reaches {bits:.3f} bits per byte")
-    if tokenizer is not None and job.model.writes:
-        known = held_out if len(held_out) else training
-        prompt = "def " if job.data.source == "stdlib" else _some_words(known, tokenizer)
+    if tokenizer is not None and job.model.is_causal_lm:
+        prompt_source = held_out if len(held_out) else training
+        prompt = "def " if job.data.source == "stdlib" else _default_prompt(prompt_source, tokenizer)
         model = load_model(folder, job, torch.device("cpu"))
         try:
-            text = generate(model, tokenizer, prompt, 160, job.decoder(), temperature=0.7, seed=job.seed)
+            text = generate(model, tokenizer, prompt, 160, job.require_decoder(), temperature=0.7, seed=job.seed)
         except RunError as error:
             text = str(error)
         say(f"a sample of what it writes after {prompt!r}:")
@@ -47,17 +47,21 @@ def summarize(folder: RunFolder, job: Job, say: Callable[[str], None]) -> None:
     say(f"run folder: {folder.path}")
 
 
-def _table_bits(job: Job, training: Source, held_out: Source, tokenizer: Tokenizer) -> float:
-    spread = np.linspace(0, len(training) - 1, min(SAMPLES, len(training))).astype(int)
+def _frequency_table_bits(job: Job, training: Source, held_out: Source, tokenizer: Tokenizer) -> float:
+    indices = np.linspace(0, len(training) - 1, min(FREQUENCY_SAMPLES, len(training))).astype(int)
     # The samples that the model was tried on.
-    same = Stream(held_out, job.seed, shuffle=False).indices(np.arange(min(job.validation.samples, len(held_out))))
-    return byte_frequency_bits(_text(training, tokenizer, spread), _text(held_out, tokenizer, same))
+    validation_indices = SampleStream(held_out, job.seed, shuffle=False).indices(
+        np.arange(min(job.validation.samples, len(held_out)))
+    )
+    return byte_frequency_bits(
+        _decode_samples(training, tokenizer, indices), _decode_samples(held_out, tokenizer, validation_indices)
+    )
 
 
-def _some_words(source: Source, tokenizer: Tokenizer) -> str:
+def _default_prompt(source: Source, tokenizer: Tokenizer) -> str:
     """The first words of a text; not the very first, which may be the rest of one."""
     return " ".join(tokenizer.decode(source[0]).split()[1:4])[:40]
 
 
-def _text(source: Source, tokenizer: Tokenizer, places: np.ndarray) -> bytes:
-    return b"".join(tokenizer.decode(source[int(place)]).encode("utf-8", "replace") for place in places)
+def _decode_samples(source: Source, tokenizer: Tokenizer, indices: np.ndarray) -> bytes:
+    return b"".join(tokenizer.decode(source[int(place)]).encode("utf-8", "replace") for place in indices)

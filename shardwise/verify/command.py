@@ -6,20 +6,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shardwise.errors import UserError
-from shardwise.job import BatchSize, Job, load_job
-from shardwise.kinds import DLRM
+from shardwise.job import BatchConfig, Job, load_job
+from shardwise.kinds import DLRMConfig
 from shardwise.layout import Layout
-from shardwise.parallel.parallelize import check
-from shardwise.verify import clicks
-from shardwise.verify.parity import Record, verify
+from shardwise.parallel.parallelize import check_layout
+from shardwise.verify import dlrm_reference
+from shardwise.verify.parity import VerifyResult, verify
 
 # One layout for each axis, and products of them, up to 8 processes.
-DEFAULT = (
+DEFAULT_LAYOUTS = (
     "replicate=2", "shard=2 zero=1", "shard=2 zero=2", "shard=2 zero=3", "tensor=2", "pipeline=2",
     "pipeline=2 schedule=gpipe", "pipeline=2 schedule=interleaved", "pipeline=2 schedule=zero-bubble",
     "pipeline=2 schedule=zbv", "pipeline=2 schedule=dualpipev", "shard=2 tensor=2 zero=3",
     "pipeline=2 tensor=2", "pipeline=2 shard=2 zero=2", "replicate=2 shard=2", "pipeline=2 shard=2 tensor=2",
-    "context=2", "context=2 context_by=heads", "shard=2 context=2 zero=3", "pipeline=2 context=2 tensor=2",
+    "context=2", "context=2 context_method=ulysses", "shard=2 context=2 zero=3", "pipeline=2 context=2 tensor=2",
     "shard=2 expert=2", "shard=2 context=2 expert=4 zero=2", "pipeline=2 context=2 tensor=2 expert=2",
 )  # fmt: skip
 
@@ -30,36 +30,38 @@ def verify_job(
     layouts: list[str],
     shrink: bool,
     steps: int,
-    show: Callable[[Record], None],
-) -> list[Record]:
+    show: Callable[[VerifyResult], None],
+) -> list[VerifyResult]:
     """Proves the given layouts, or those of the default set that this job can have."""
     job = load_job(job_file, ["precision=float64", *settings])
-    asked = layouts or ([job.layout] if job.layout != "auto" else [])
-    usual = clicks.LAYOUTS if isinstance(job.model, DLRM) else DEFAULT
-    chosen = [Layout.parse(text) for text in asked or usual]
+    requested = layouts or ([job.layout] if job.layout != "auto" else [])
+    default_layouts = dlrm_reference.DLRM_LAYOUTS if isinstance(job.model, DLRMConfig) else DEFAULT_LAYOUTS
+    selected = [Layout.parse(text) for text in requested or default_layouts]
     if shrink:
-        job = with_small_batch(shrunk(job), chosen)
-    if not asked:
-        chosen = [layout for layout in chosen if _possible(job, layout)]
-    return verify(job, chosen, steps, show)
+        job = shrink_batch(shrink_model(job), selected)
+    if not requested:
+        selected = [layout for layout in selected if _is_supported(job, layout)]
+    return verify(job, selected, steps, show)
 
 
-def _possible(job: Job, layout: Layout) -> bool:
+def _is_supported(job: Job, layout: Layout) -> bool:
     try:
-        check(job, layout)
+        check_layout(job, layout)
     except UserError:
         return False
     return True
 
 
-def shrunk(job: Job) -> Job:
-    return job.model_copy(update={"model": (job.model if isinstance(job.model, DLRM) else job.built()).small()})
+def shrink_model(job: Job) -> Job:
+    return job.model_copy(
+        update={"model": (job.model if isinstance(job.model, DLRMConfig) else job.require_chain_model()).shrink()}
+    )
 
 
-def with_small_batch(job: Job, layouts: list[Layout]) -> Job:
+def shrink_batch(job: Job, layouts: list[Layout]) -> Job:
     """The smallest global batch from 16 samples on that every layout can serve, where the job's own is larger."""
     for samples in range(16, job.samples, 8):
-        small = job.model_copy(update={"batch": BatchSize(samples=samples)})
-        if all(_possible(small, layout) for layout in layouts):
+        small = job.model_copy(update={"batch": BatchConfig(samples=samples)})
+        if all(_is_supported(small, layout) for layout in layouts):
             return small
     return job

@@ -11,14 +11,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from shardwise.console import print_line
 from shardwise.errors import DataError
-from shardwise.words import say
 
-RunFolder = Annotated[Path, typer.Argument(help="A run folder.")]
+RunArgument = Annotated[Path, typer.Argument(help="A run folder.")]
 
 
 @contextmanager
-def _shown(*runs: Path) -> Iterator[None]:
+def _file_errors_as_data_errors(*runs: Path) -> Iterator[None]:
     """Files of a run are written by us, but anybody may have changed them since."""
     try:
         yield
@@ -35,17 +35,17 @@ def watch(
     ),
 ) -> None:
     """Serves a live page of a run, or of all runs, on this machine."""
-    from shardwise.watch.serve import watch as serve
+    from shardwise.watch.serve import serve_runs as serve
 
-    serve(run, port, host, say)
+    serve(run, port, host, print_line)
 
 
-def report(run: RunFolder) -> None:
+def report(run: RunArgument) -> None:
     """Writes the page of a run as one file, report.html in its folder."""
-    from shardwise.watch.page import write_report
+    from shardwise.watch.report_page import write_report
 
-    with _shown(run):
-        say(str(write_report(run)))
+    with _file_errors_as_data_errors(run):
+        print_line(str(write_report(run)))
 
 
 def compare(
@@ -55,28 +55,28 @@ def compare(
 ) -> None:
     """Lays runs side by side: what their jobs differ in, loss over samples and over time, throughput."""
     from shardwise.watch import compare
-    from shardwise.watch.page import write_document
+    from shardwise.watch.report_page import write_page
 
-    with _shown(*runs):
-        found = compare.compare(runs)
+    with _file_errors_as_data_errors(*runs):
+        comparison = compare.compare(runs)
         if html is not None:
-            write_document(found, "Runs compared", html)
+            write_page(comparison, "Runs compared", html)
         if as_json:
-            say(json.dumps(found))
+            print_line(json.dumps(comparison))
         else:
-            Console().print(*compare.tables(found))
+            Console().print(*compare.tables(comparison))
 
 
 def trace(
-    run: RunFolder,
+    run: RunArgument,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Without it: trace.json in the run folder.")] = None,
 ) -> None:
     """Writes a trace for Perfetto or chrome://tracing, all ranks on one clock."""
-    from shardwise.watch.trace import write_trace
+    from shardwise.watch.chrome_trace import write_trace
 
-    with _shown(run):
-        path, boxes = write_trace(run, out)
-    say(f"{path}: {boxes:,} boxes; open it at ui.perfetto.dev or chrome://tracing")
+    with _file_errors_as_data_errors(run):
+        path, events = write_trace(run, out)
+    print_line(f"{path}: {events:,} events; open it at ui.perfetto.dev or chrome://tracing")
 
 
 COMMANDS = (watch, report, compare, trace)

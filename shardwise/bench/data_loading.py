@@ -1,0 +1,181 @@
+"""How long a step of a job waits for its data, and which stage of making a batch takes longest.
+
+Stages are timed in this process, one batch after the other, each without those inside it:
+
+    order       which samples come
+    read        records from files, a window of tokens, or numbers drawn where there are no files
+    decode      bytes to numbers
+    objective   what is predicted: masks, runs left out
+    augment     images changed on the fly
+    collate     rows to one tensor
+    transfer    to the device
+
+The wait is that of real steps on one device, with the job's loader beside them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from shardwise.console import pluralize
+from shardwise.data.loader import Loader
+from shardwise.data.make_sources import make_sources
+from shardwise.data.objectives import make_objective
+from shardwise.data.sample_stream import SampleStream, rank_positions
+from shardwise.job import Job
+from shardwise.layout import Layout
+from shardwise.parallel.parallelize import parallelize
+from shardwise.parallel.tables.table_engine import make_engine_optimizer
+from shardwise.step import step
+
+WARMUP_STEPS = 2
+STAGES = ("order", "read", "decode", "objective", "augment", "collate", "transfer")
+# Methods of a source by the stage that they are.
+STAGE_OF_METHOD = {
+    "rows": "read",
+    "read_bytes": "read",
+    "_read_line": "read",
+    "_draw": "read",
+    "_parse_row": "decode",
+    "read_images": "decode",
+}
+
+
+class StageTimer:
+    """Seconds by stage; what a stage calls of others counts for those."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._nested_seconds = [0.0]
+
+    def wrap(self, stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._nested_seconds.append(0.0)
+            begin = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                elapsed = time.perf_counter() - begin
+                self.seconds[stage] += elapsed - self._nested_seconds.pop()
+                self._nested_seconds[-1] += elapsed
+
+        return run
+
+
+@dataclass(frozen=True)
+class DataReport:
+    device: str
+    batch_size: int
+    """In a batch."""
+    workers: int
+    prefetch: int
+    stage_seconds: dict[str, float]
+    """Seconds of a batch, in the median."""
+    loader_samples_per_s: float
+    """Samples a second of the loader with nothing else to do."""
+    step_seconds: float
+    """Of a step, in the median."""
+    wait_seconds: float
+    """Of that, for the batch; in the mean, since one step may wait for many."""
+
+    @property
+    def slowest_stage(self) -> str:
+        return max(self.stage_seconds, key=lambda stage: self.stage_seconds[stage])
+
+    @property
+    def wait_fraction(self) -> float:
+        """Of all steps' time, what is waiting."""
+        return self.wait_seconds / self.step_seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "slowest_stage": self.slowest_stage, "wait_fraction": self.wait_fraction}
+
+    def text(self) -> str:
+        producer = pluralize(self.workers, "worker") if self.workers else "a thread"
+        total = sum(self.stage_seconds.values())
+        lines = [f"{self.device}, batches of {self.batch_size}, made by {producer}, {self.prefetch} ahead"]
+        lines += [
+            f"  {name:10s} {1e3 * part:9.3f} ms  {100 * part / total:5.1f}%"
+            for name, part in self.stage_seconds.items()
+        ]
+        lines += [
+            f"  {'in all':10s} {1e3 * total:9.3f} ms, most of it {self.slowest_stage}",
+            f"loader alone {self.loader_samples_per_s:,.0f} samples/s; steps take {self.batch_size / self.step_seconds:,.0f} samples/s",
+            f"a step of {1e3 * self.step_seconds:.1f} ms waits {1e3 * self.wait_seconds:.3f} ms for data, {100 * self.wait_fraction:.2f}%",
+        ]
+        return "\n".join(lines)
+
+
+def bench_data(job: Job, device: torch.device, steps: int = 10) -> DataReport:
+    training, _, _ = make_sources(job)
+    stream = SampleStream(training, job.seed, objective=make_objective(job.model, job.seed))
+    loader, (seconds, wait) = _measure_loader(job, stream, device, steps), _measure_steps(job, stream, device, steps)
+    stages = _measure_stages(job, stream, device, steps)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return DataReport(name, job.samples, job.data.workers, job.data.prefetch, stages, loader, seconds, wait)
+
+
+def _make_loader(job: Job, stream: SampleStream, device: torch.device) -> Loader:
+    return Loader(stream, job.samples, workers=job.data.workers, prefetch=job.data.prefetch, device=device)
+
+
+def _measure_loader(job: Job, stream: SampleStream, device: torch.device, steps: int) -> float:
+    with _make_loader(job, stream, device) as loader:
+        for _ in range(WARMUP_STEPS + job.data.prefetch):
+            next(loader)
+        begin = time.perf_counter()
+        for _ in range(steps):
+            next(loader)
+        return steps * job.samples / (time.perf_counter() - begin)
+
+
+def _measure_steps(job: Job, stream: SampleStream, device: torch.device, steps: int) -> tuple[float, float]:
+    """Seconds of a step, and how much of it is waiting."""
+    engine = parallelize(job, Layout(), device)
+    optimizer = make_engine_optimizer(job, engine)
+    times, waits = [], []
+    with _make_loader(job, stream, device) as loader:
+        for _ in range(WARMUP_STEPS + steps):
+            begin, before = time.perf_counter(), loader.wait_seconds
+            outcome = step(engine, optimizer, next(loader)[1].to(device), job.optimizer.clip)
+            float(outcome.loss)  # as training waits for it
+            times.append(time.perf_counter() - begin)
+            waits.append(loader.wait_seconds - before)
+    return statistics.median(times[WARMUP_STEPS:]), statistics.mean(waits[WARMUP_STEPS:])
+
+
+def _measure_stages(job: Job, stream: SampleStream, device: torch.device, steps: int) -> dict[str, float]:
+    """Last, since it leaves its clocks in the stream."""
+    timer = StageTimer()
+    source: Any = stream.source
+    for name, stage in STAGE_OF_METHOD.items():
+        if hasattr(source, name):
+            setattr(source, name, timer.wrap(stage, getattr(source, name)))
+    if augment := getattr(source, "augment", None):
+        for name in ("apply", "mixup_partners", "mixup"):
+            setattr(augment, name, timer.wrap("augment", getattr(augment, name)))
+    patched: Any = stream
+    patched.indices = timer.wrap("order", stream.indices)
+    patched._read_sample = timer.wrap("read", stream._read_sample)
+    patched.objective = timer.wrap("objective", stream.objective)
+    read = timer.wrap("collate", stream.read)
+    samples_by_stage: dict[str, list[float]] = {}
+    for number in range(WARMUP_STEPS + steps):
+        timer.seconds.clear()
+        samples = read(rank_positions(number, job.samples, 1, 0))
+        begin = time.perf_counter()
+        samples.to(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        timer.seconds["transfer"] = time.perf_counter() - begin
+        if number >= WARMUP_STEPS:
+            for stage in timer.seconds:
+                samples_by_stage.setdefault(stage, []).append(timer.seconds[stage])
+    return {stage: statistics.median(samples_by_stage[stage]) for stage in STAGES if stage in samples_by_stage}

@@ -1,0 +1,141 @@
+"""A parameter server, to compare all-reduce with: some ranks, or all, hold a slice of the weights each.
+
+Synchronous (`exchange`): everyone sends a server its slice of the gradient and gets back the sum; a schedule like those
+of `shardwise.comm.allreduce`. Asynchronous (`AsyncParameterServer`, `ParameterServerWorker`): a server updates its weights as gradients come and
+answers with what it has, but lets nobody run more than `staleness` rounds ahead of the slowest (Ho et al., 2013).
+A rank that dies is left behind, and named at the end; one that served a slice is named at once by those who ask it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.comm.allreduce import Bounds, P2PStep, PeerSlice, chunk_bounds
+from shardwise.errors import RunError
+
+UpdateFn = Callable[[Tensor, Tensor], object]  # of weights and a gradient, in place
+PUSH_TAG, PULL_TAG = 1, 2  # tags: a rank's thread and its server's threads share the group
+
+
+def server_bounds(count: int, ranks: int, servers: int) -> Bounds:
+    """The ends of the slices; the first `servers` ranks hold one each."""
+    return chunk_bounds(count, servers) + [count] * (ranks - servers)
+
+
+def push_pull_schedule(rank: int, ranks: int, count: int, servers: int) -> list[P2PStep]:
+    bounds, offsets = server_bounds(count, ranks, servers), range(1, ranks)
+
+    def part(peer: int, owner: int) -> PeerSlice:
+        return PeerSlice(peer % ranks, bounds[owner % ranks], bounds[owner % ranks + 1])
+
+    push = [P2PStep(part(rank + offset, rank + offset), part(rank - offset, rank), True) for offset in offsets]
+    pull = [P2PStep(part(rank + offset, rank), part(rank - offset, rank - offset)) for offset in offsets]
+    return push + pull
+
+
+def push_pull_count(rank: int, ranks: int, count: int, servers: int) -> int:
+    """What others serve of the gradient, and to each other rank what this one serves."""
+    bounds = server_bounds(count, ranks, servers)
+    served = bounds[rank + 1] - bounds[rank]
+    return count - served + (ranks - 1) * served
+
+
+class AsyncParameterServer:
+    """A slice of the weights, served by a thread for each other rank."""
+
+    def __init__(self, weights: Tensor, update: UpdateFn, staleness: int, rounds: int):
+        self.weights, self.update, self.staleness, self.rounds = weights, update, staleness, rounds
+        self.rounds_done = [0] * dist.get_world_size()
+        self.max_staleness = 0
+        """The most rounds that one rank was ever ahead of another."""
+        self.dead_ranks: dict[int, int] = {}
+        """Ranks that do not answer, and after how many rounds."""
+        self.condition = threading.Condition()
+        clients = [rank for rank in range(len(self.rounds_done)) if rank != dist.get_rank()]
+        self.threads = [threading.Thread(target=self._serve, args=(rank,), daemon=True) for rank in clients]
+        for thread in self.threads:
+            thread.start()
+
+    def apply_gradient(self, rank: int, gradient: Tensor) -> Tensor:
+        """Updates with a rank's gradient; returns the weights once the rank may go on."""
+        with self.condition:
+            self.update(self.weights, gradient)
+            self.rounds_done[rank] += 1
+            self.condition.notify_all()
+            self.condition.wait_for(lambda: self._rounds_ahead(rank) <= self.staleness)
+            self.max_staleness = max(self.max_staleness, self._rounds_ahead(rank))
+            return self.weights.clone()
+
+    def _rounds_ahead(self, rank: int) -> int:
+        """Rounds before the slowest that still answers."""
+        return self.rounds_done[rank] - min(
+            rounds_done for other, rounds_done in enumerate(self.rounds_done) if other not in self.dead_ranks
+        )
+
+    def _serve(self, rank: int) -> None:
+        gradient = torch.empty_like(self.weights)
+        try:
+            for _ in range(self.rounds):
+                dist.recv(gradient, rank, tag=PUSH_TAG)
+                dist.send(self.apply_gradient(rank, gradient), rank, tag=PULL_TAG)
+        except RuntimeError:
+            with self.condition:
+                self.dead_ranks[rank] = self.rounds_done[rank]
+                self.condition.notify_all()
+
+    def join(self) -> None:
+        for thread in self.threads:
+            thread.join()
+        if self.dead_ranks:
+            raise RunError(
+                " ".join(_no_answer_message(rank, rounds_done) for rank, rounds_done in sorted(self.dead_ranks.items()))
+            )
+
+
+def _no_answer_message(rank: int, rounds_done: int) -> str:
+    return f"rank {rank} does not answer (asynchronous server, after round {rounds_done})."
+
+
+class ParameterServerWorker:
+    """One rank's end, and the slice that it serves where it serves one. Every rank makes as many rounds."""
+
+    def __init__(self, weights: Tensor, update: UpdateFn, servers: int, staleness: int, rounds: int):
+        self.weights, self.rank = weights.view(-1), dist.get_rank()
+        if not 1 <= servers <= dist.get_world_size():
+            raise RunError(f"{servers} servers among {dist.get_world_size()} ranks: at least one, at most all.")
+        bounds = chunk_bounds(self.weights.numel(), servers)
+        self.slices = [slice(*ends) for ends in zip(bounds, bounds[1:])]
+        served = self.weights[self.slices[self.rank]].clone() if self.rank < servers else None
+        self.server = AsyncParameterServer(served, update, staleness, rounds) if served is not None else None
+        self.rounds_done = 0
+
+    def push_pull(self, gradient: Tensor) -> None:
+        """Sends a gradient; puts what the servers answer into the weights."""
+        flat, pending = gradient.view(-1), []
+        for server, server_slice in enumerate(self.slices):
+            if server != self.rank:
+                try:
+                    send_work = dist.isend(flat[server_slice], server, tag=PUSH_TAG)
+                    pending.append((server, send_work, dist.irecv(self.weights[server_slice], server, tag=PULL_TAG)))
+                except RuntimeError:
+                    raise RunError(_no_answer_message(server, self.rounds_done)) from None
+        if self.server is not None:
+            self.weights[self.slices[self.rank]] = self.server.apply_gradient(self.rank, flat[self.slices[self.rank]])
+        for server, send_work, recv_work in pending:
+            assert send_work is not None and recv_work is not None
+            try:
+                send_work.wait()
+                recv_work.wait()
+            except RuntimeError:
+                raise RunError(_no_answer_message(server, self.rounds_done)) from None
+        self.rounds_done += 1
+
+    def join(self) -> None:
+        """Until every rank has made its rounds."""
+        if self.server is not None:
+            self.server.join()

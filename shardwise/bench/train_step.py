@@ -1,0 +1,207 @@
+"""How fast one device takes steps of a job, and where a step's time goes.
+
+Steps are taken as training takes them, on random tokens. Their time is the median between device events, or on a CPU
+of the clock. Where it goes is read off the profiler, in one more step: kernels by their names, the head (projection and
+loss, with the products of their backward, which are computed at once) by when they ran.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from shardwise.cluster import GIB, device_peak_flops
+from shardwise.data.make_sources import synthetic_source
+from shardwise.data.objectives import make_objective
+from shardwise.data.sample_stream import Samples, SampleStream, rank_positions
+from shardwise.errors import LayoutError
+from shardwise.job import Job
+from shardwise.layout import Layout
+from shardwise.models import bert, gpt, t5
+from shardwise.models.registry import forward_flops_per_module
+from shardwise.optim import make_optimizer
+from shardwise.parallel.engine import Engine
+from shardwise.parallel.parallelize import parallelize
+from shardwise.step import CudaGraphStep, make_step_fn, step
+
+WARMUP_STEPS = 3  # steps in which blocks are compiled and states made
+HEAD_ANNOTATION = "shardwise head"
+KERNEL_PATTERNS = {
+    "attention": r"sdpa|flash|fmha|attention|cudnn::fusion",
+    "matrix products": r"gemm|nvjet|cutlass|wgmma|xmma|aten::(mm|addmm|bmm|_scaled_mm)|mkldnn",
+    "optimizer": r"adam|multi_tensor|NormTwo|foreach",
+}
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One job on one device."""
+
+    device: str
+    layout: str
+    compiled: bool
+    uses_cuda_graph: bool
+    """Whether steps are replayed as one CUDA graph."""
+    tokens: int
+    """In a step."""
+    seconds: float
+    """Of a step, in the median."""
+    relative_iqr: float
+    """Between the quarter of fastest and of slowest steps, over the median."""
+    flops_per_second: float
+    """Of the model, a second: nothing that is computed again counts."""
+    peak_flops_per_second: float
+    """Of the data sheet; 0 where there is none."""
+    peak_memory_gib: float
+    time_breakdown: dict[str, float]
+    """Seconds by what they go to, of one profiled step."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def mfu(self) -> float:
+        return self.flops_per_second / self.peak_flops_per_second if self.peak_flops_per_second else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "tokens_per_second": self.tokens_per_second, "mfu": self.mfu}
+
+    def text(self) -> str:
+        flags = [flag for flag, is_set in (("compiled", self.compiled), ("recorded", self.uses_cuda_graph)) if is_set]
+        mfu = f"{100 * self.mfu:.0f}% of the peak" if self.peak_flops_per_second else "no peak rate known"
+        memory = f"; peak memory {self.peak_memory_gib:.1f} GiB" if self.peak_memory_gib else ""
+        lines = [
+            f"{self.device}, layout '{self.layout}'{', ' if flags else ''}{', '.join(flags)}",
+            f"{1e3 * self.seconds:.1f} ms a step of {self.tokens:,} tokens, half of them within "
+            f"{100 * self.relative_iqr:.1f}%: {self.tokens_per_second:,.0f} tokens/s",
+            f"{self.flops_per_second / 1e12:.4g} TFLOP/s of the model, {mfu}{memory}",
+        ]
+        total = sum(self.time_breakdown.values())
+        lines += [
+            f"  {name:16s} {1e3 * part:8.1f} ms  {100 * part / total:5.1f}%"
+            for name, part in self.time_breakdown.items()
+        ]
+        return "\n".join(lines)
+
+
+def bench_step(job: Job, device: torch.device, steps: int = 10, warmup_steps: int = WARMUP_STEPS) -> StepReport:
+    """Measures a job on one device, after `warm` steps."""
+    layout = Layout() if job.layout == "auto" else Layout.parse(job.layout)
+    if layout.world > 1:
+        raise LayoutError(
+            f"layout '{layout}': `bench step` measures one device; leave it out or give one of 1 process."
+        )
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    engine = parallelize(job, layout, device)
+    optimizer = make_optimizer(job.optimizer, engine.param_shards)
+    model = job.require_chain_model()
+    stream = SampleStream(synthetic_source(job, 4 * job.samples), job.seed, objective=make_objective(model, job.seed))
+    batches = [stream.read(rank_positions(number, job.samples, 1, 0)).to(device) for number in range(4)]
+
+    for number in range(warmup_steps):
+        step(engine, optimizer, batches[number % 4], job.optimizer.clip)
+    time_breakdown = _profile_step(engine, lambda: step(engine, optimizer, batches[0], job.optimizer.clip), device)
+    compiled = job.should_compile(device.type, layout)
+    step_fn = make_step_fn(engine, optimizer, job.optimizer.clip, compiled, warmup_steps=0)
+    for number in range(2):
+        step_fn(batches[number])
+    time_steps = _time_steps_cuda if device.type == "cuda" else _time_steps_cpu
+    times = time_steps(step_fn, [batches[number % 4] for number in range(steps)])
+    peak = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0
+    median = statistics.median(times)
+    quartiles = statistics.quantiles(times, n=4) if len(times) > 1 else [median] * 3
+    unaccounted = median - sum(time_breakdown.values())
+    if unaccounted > 0:
+        time_breakdown["gaps"] = unaccounted
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return StepReport(
+        name, str(layout), compiled, isinstance(step_fn, CudaGraphStep), job.samples * job.model.sequence, median,
+        (quartiles[2] - quartiles[0]) / median, 3 * sum(forward_flops_per_module(model)) * job.samples / median,
+        device_peak_flops(device, job.precision) or 0.0, peak, time_breakdown,
+    )  # fmt: skip
+
+
+def _time_steps_cuda(step_fn: Callable[[Samples], Any], batches: list[Samples]) -> list[float]:
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(batches) + 1)]
+    events[0].record()
+    for batch, event in zip(batches, events[1:], strict=True):
+        step_fn(batch)
+        event.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) / 1e3 for a, b in zip(events, events[1:])]
+
+
+def _time_steps_cpu(step_fn: Callable[[Samples], Any], batches: list[Samples]) -> list[float]:
+    times = []
+    for batch in batches:
+        begin = time.perf_counter()
+        step_fn(batch)
+        times.append(time.perf_counter() - begin)
+    return times
+
+
+def _profile_step(engine: Engine, step_fn: Callable[[], Any], device: torch.device) -> dict[str, float]:
+    """Seconds of a step by kind of work."""
+    on_gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with _annotate_head(engine), profile(activities=activities) as profiler:
+        step_fn()
+        if on_gpu:
+            torch.cuda.synchronize()
+    events: Any = profiler.events()
+    if on_gpu:
+        events = [event for event in events if event.device_type == DeviceType.CUDA]
+    heads = [event.time_range for event in events if event.name == HEAD_ANNOTATION]
+    time_breakdown = dict.fromkeys(["matrix products", "attention", "head", "elementwise", "optimizer"], 0.0)
+    for event in events:
+        seconds = (event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total) / 1e6
+        if event.name != HEAD_ANNOTATION and not (on_gpu and event.is_user_annotation):
+            is_head = any(head.start <= event.time_range.start <= head.end for head in heads)
+            time_breakdown["head" if is_head else classify_kernel(event.name)] += seconds
+    return {name: seconds for name, seconds in time_breakdown.items() if seconds}
+
+
+def classify_kernel(kernel: str) -> str:
+    """What a kernel is for, by its name."""
+    for kind, pattern in KERNEL_PATTERNS.items():
+        if re.search(pattern, kernel, re.IGNORECASE):
+            return kind
+    return "elementwise"
+
+
+@contextmanager
+def _annotate_head(engine: Engine) -> Iterator[None]:
+    """Lets the profiler see when the head runs."""
+    annotations: list[Any] = []
+
+    def begin(*args: Any) -> None:
+        annotations.append(record_function(HEAD_ANNOTATION))
+        annotations[-1].__enter__()
+
+    def end(*args: Any) -> None:
+        annotations.pop().__exit__(None, None, None)
+
+    heads = [
+        module
+        for chain in engine.chains
+        for module in chain.modules()
+        if isinstance(module, gpt.DecoderHead | bert.BertHead | t5.T5Head)
+    ]
+    handles = [handle for head in heads
+               for handle in (head.register_forward_pre_hook(begin), head.register_forward_hook(end))]  # fmt: skip
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

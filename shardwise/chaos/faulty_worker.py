@@ -1,0 +1,290 @@
+"""A worker with faults planted in it, for `chaos` and the tests: real signals, real hangs, real damage.
+
+`faults.json` in the run folder lists them, `{"kind": "kill", "rank": 1, "step": 7, "phase": "backward"}`. Each happens
+once: its rank first writes `faults/NUMBER` with the time, and does nothing where that file is there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise import step as stepping
+from shardwise.data.sample_stream import Samples, SampleStream
+from shardwise.files import write_text
+from shardwise.integrity.anomaly_policy import Verdict
+from shardwise.integrity.checksums import INT_DTYPES, TrackedTensor
+from shardwise.launch import worker
+from shardwise.train import checkpoint
+from shardwise.train.checkpoint_folder import valid_checkpoints
+from shardwise.train.loop import Trainer
+
+PHASES = ("data", "forward", "backward", "optimizer", "save", "load")
+
+
+@dataclass(frozen=True)
+class Fault:
+    kind: str
+    """kill, stop, flip (a checkpoint), flip memory (a snapshot), weight, state or gradient (a bit of one), nan, inf,
+    spike, fill or free (the disk), loop, sleep, raise, skip, mismatch or slip (a block computes wrongly once)."""
+    rank: int
+    step: int
+    phase: str = "data"
+    number: int = 0
+
+
+def inject_faults(run: Path, faults: list[Fault]) -> None:
+    write_text(run / "faults.json", json.dumps([asdict(fault) for fault in faults]))
+    (run / "faults").mkdir(exist_ok=True)
+
+
+def read_faults(run: Path) -> list[Fault]:
+    return [Fault(**fault) for fault in json.loads((run / "faults.json").read_text())]
+
+
+def trigger_times(run: Path) -> dict[int, float]:
+    """When each fault happened, by its number."""
+    return {int(path.name): float(path.read_text()) for path in (run / "faults").glob("[0-9]*")}
+
+
+def main(arguments: list[str]) -> None:
+    run, rank = Path(arguments[0]), int(os.environ["RANK"])
+    done = trigger_times(run)
+    own_faults = [fault for fault in read_faults(run) if fault.rank == rank and fault.number not in done]
+    original_run = Trainer.run
+
+    def run_with_faults(trainer: Trainer) -> None:
+        _FaultInjector(run, trainer, own_faults).install()
+        original_run(trainer)
+
+    Trainer.run = run_with_faults  # type: ignore[assignment, method-assign]
+    worker.main(arguments)
+
+
+def samples_by_step(run: Path) -> dict[int, list[int]]:
+    """Which samples each step was at last taken with, by place in the stream, in order."""
+    taken: dict[tuple[int, str], list[int]] = {}
+    for path in (run / "faults").glob("samples-*"):
+        for line in path.read_text().splitlines():
+            step, *ids = map(int, line.split())
+            taken[step, path.name] = ids
+    found: dict[int, list[int]] = {}
+    for (step, _), ids in taken.items():
+        found[step] = sorted(found.get(step, []) + ids)
+    return found
+
+
+class _FaultInjector:
+    def __init__(self, run: Path, trainer: Trainer, faults: list[Fault]):
+        self.run, self.trainer, self.faults, self.step = run, trainer, faults, 0
+        self.forward_counts: Counter[int] = Counter()
+
+    def install(self) -> None:
+        trainer, mark = self.trainer, self.trainer.set_phase
+
+        def note(phase: str, step: int) -> None:
+            self.step = step
+            mark(phase, step)
+            if phase in ("data", "loading"):
+                self.fire("load" if phase == "loading" else phase)
+
+        trainer.set_phase = note
+        engine = trainer.engine
+        if engine.is_data_leader:
+            _call_before(engine, "run", self._log_samples)
+        if not self.faults:
+            return
+        for module in engine.chains[:1]:
+            module.register_forward_hook(self._on_forward)
+        trainer.optimizer.register_step_pre_hook(lambda *_: self.fire("optimizer"))
+        _call_after(checkpoint, "write_pieces", lambda: self.fire("save"))
+        _call_after(engine.data, "reduce_gradients", self._inject_nan)
+        _call_before(
+            stepping,
+            "reduce_loss_and_norm",
+            lambda *_: self._inject_bit_flip(trainer.corruption_detector.state_checksums.gradients, "gradient"),
+        )
+        if any(fault.kind == "inf" for fault in self.faults):
+            for name, module in engine.chains[-1].named_modules():
+                if not list(module.children()) and name.endswith(self.faults[0].phase):
+                    module.register_forward_hook(self._inject_inf)
+                    break
+        if any(fault.kind == "miscompute" for fault in self.faults):
+            engine.chains[0].blocks()[-1].register_forward_hook(self._inject_miscompute)
+        if any(fault.kind == "spike" for fault in self.faults):
+            self._inject_loss_spike()
+        if any(fault.kind == "sleep" for fault in self.faults):
+            _call_before(SampleStream, "read", self._inject_sleep)
+        if any(fault.kind in ("skip", "mismatch") for fault in self.faults):
+            self._inject_collective_mismatch()
+
+    def _log_samples(self, samples: Samples, scale: Tensor) -> None:
+        with (self.run / "faults" / f"samples-{self.trainer.engine.mesh.rank}").open("a") as file:
+            file.write(" ".join(map(str, [self.step, *samples.ids.flatten().tolist()])) + "\n")
+
+    def take_due(self, *kinds: str, phase: str | None = None) -> Fault | None:
+        """The fault of these kinds whose time has come, marked as happened."""
+        for fault in self.faults:
+            now = phase == "load" or self.step >= fault.step
+            if fault.kind in kinds and now and phase in (None, fault.phase):
+                try:
+                    with (self.run / "faults" / str(fault.number)).open("x") as file:
+                        file.write(repr(time.time()))
+                except FileExistsError:
+                    continue
+                return fault
+        return None
+
+    def fire(self, phase: str) -> None:
+        state_checksums = self.trainer.corruption_detector.state_checksums
+        self._inject_bit_flip(state_checksums.weights, "weight", phase)
+        self._inject_bit_flip(lambda: state_checksums.states()[:-1], "state", phase)
+        fault = self.take_due("kill", "stop", "flip", "flip memory", "fill", "free", "loop", "raise", phase=phase)
+        if fault is None:
+            return
+        if fault.kind in ("fill", "free"):
+            fill_disk(self.run, fault.kind == "fill")
+            return
+        if fault.kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif fault.kind == "loop":
+            while True:
+                pass
+        elif fault.kind == "raise":
+            raise ValueError(f"planted at step {self.step}")
+        else:
+            if fault.kind == "flip":
+                corrupt_checkpoint(self.run, fault.number)
+            elif fault.kind == "flip memory":
+                corrupt_snapshots(Path(self.trainer.snapshots), fault.rank)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _inject_bit_flip(self, tracked: Callable[[], list[TrackedTensor]], kind: str, phase: str | None = None) -> None:
+        """The sign or a bit of the exponent of one number."""
+        fault = self.take_due(kind, phase=phase)
+        if fault is not None:
+            rng = random.Random(fault.number)
+            chosen = rng.choice([one for one in tracked() if one.tensor.numel()])
+            flip_tensor_bit(chosen.tensor, rng)
+            (self.run / "faults" / f"number-{fault.number}").write_text(chosen.label)
+
+    def _on_forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        self.fire("forward")
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(lambda gradient: self.fire("backward"))
+
+    def _inject_nan(self) -> None:
+        if self.take_due("nan"):
+            self.trainer.engine.param_shards[0].grad.view(-1)[:1] = float("nan")
+
+    def _inject_inf(self, module: torch.nn.Module, inputs: Any, output: Any) -> Any:
+        """At its step a module gives infinity, as often as the step is taken."""
+        return output * float("inf") if self.step == self.faults[0].step else None
+
+    def _inject_miscompute(self, module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
+        """A result that is off, in the first or the second forward of a step."""
+        self.forward_counts[self.step] += 1
+        fault = self.take_due("miscompute", phase={1: "first", 2: "second"}.get(self.forward_counts[self.step], ""))
+        return output * 1.25 if fault is not None else None
+
+    def _inject_loss_spike(self) -> None:
+        policy = self.trainer.anomaly_policy
+        original = policy.evaluate
+
+        def check_with_spike(step: int, verdict: Verdict, samples: Samples) -> None:
+            original(step, Verdict(1e3, 1.0, False) if self.take_due("spike") else verdict, samples)
+
+        policy.evaluate = check_with_spike  # type: ignore[method-assign]
+
+    def _inject_sleep(self, stream: SampleStream, places: Any) -> None:
+        if places[0] // self.trainer.job.samples >= self.faults[0].step - 1 and self.take_due_now("sleep"):
+            time.sleep(3600)
+
+    def take_due_now(self, kind: str) -> bool:
+        self.step = max(self.step, max(fault.step for fault in self.faults))
+        return self.take_due(kind) is not None
+
+    def _inject_collective_mismatch(self) -> None:
+        """Has the first sum of a step left out, or made with another size."""
+        original = stepping.all_reduce
+
+        def disordered(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self.take_due("skip"):
+                return None
+            return original(tensor.new_zeros(77) if self.take_due("mismatch") else tensor, *args, **kwargs)
+
+        stepping.all_reduce = disordered
+
+
+def _call_after(owner: Any, name: str, callback: Callable[[], None]) -> None:
+    original = getattr(owner, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        callback()
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def _call_before(owner: Any, name: str, callback: Callable[..., None]) -> None:
+    original = getattr(owner, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        callback(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def flip_tensor_bit(tensor: Tensor, rng: random.Random) -> None:
+    """The sign, or a bit of the exponent, half of the time each; of integers any bit."""
+    size = 8 * tensor.element_size()
+    mantissa_bits = {torch.float64: 52, torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}.get(tensor.dtype, 0)
+    bit = rng.choice((size - 1, rng.randrange(mantissa_bits, size - 1)))
+    flat = tensor.data.view(-1).view(INT_DTYPES[tensor.element_size()])  # behind the back of autograd, which would tell
+    flat[rng.randrange(flat.numel())] ^= -(2**bit) if bit == size - 1 else 2**bit
+
+
+def corrupt_checkpoint(run: Path, seed: int) -> None:
+    """One bit of one file of the newest checkpoint, where there is another one before it."""
+    good = valid_checkpoints(run / "checkpoints")
+    if len(good) < 2:
+        return
+    rng = random.Random(seed)
+    path = rng.choice(sorted(good[0][1].iterdir()))
+    content = bytearray(path.read_bytes())
+    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    path.write_bytes(content)
+    (run / "faults" / f"flipped-{seed}").write_text(f"{path.parent.name}/{path.name}")
+
+
+def corrupt_snapshots(folder: Path, rank: int) -> None:
+    """One bit in each snapshot of a rank."""
+    for path in folder.glob(f"rank-{rank}.[0-9]"):
+        with path.open("r+b") as file:
+            byte = file.read(1)[0]
+            file.seek(0)
+            file.write(bytes([byte ^ 64]))
+
+
+def fill_disk(run: Path, fill: bool) -> None:
+    """Leaves room for some lines and no checkpoint, on a disk of the run's own; or gives the room back."""
+    ballast = run / "faults" / "ballast"
+    if not fill:
+        ballast.unlink()
+        return
+    disk = os.statvfs(run)
+    with ballast.open("wb") as file:
+        file.write(bytes(max(0, disk.f_bavail * disk.f_frsize - (32 << 10))))

@@ -1,0 +1,148 @@
+"""A backend for processes that share a GPU: what travels goes through the memory of the host, by gloo.
+
+NCCL wants a GPU for each process, and gloo itself sends no memory of a GPU from one to another and crashes in some of
+its collectives (PyTorch 2.11). Every operation waits for its end; this is for trying layouts out, not for speed.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+c10d: Any = torch._C._distributed_c10d  # type: ignore[attr-defined]
+ProcessGroup: Any = dist.ProcessGroup  # whose signatures differ from version to version
+
+BACKEND = "host_staged"
+
+
+def register_backend() -> None:
+    """Makes the backend known to PyTorch, once."""
+    if not hasattr(dist.Backend, BACKEND.upper()):
+        dist.Backend.register_backend(BACKEND, _create_backend, devices=["cpu", "cuda"])
+
+
+def _create_backend(store: dist.Store, rank: int, size: int, timeout: timedelta) -> HostStagedBackend:
+    return HostStagedBackend(dist.ProcessGroupGloo(store, rank, size, timeout), rank, size)
+
+
+class HostStagedBackend(ProcessGroup):  # type: ignore[misc]
+    """Gloo's process group behind copies; the names of its methods are PyTorch's, old ones and new."""
+
+    def __init__(self, gloo: Any, rank: int, size: int):
+        super().__init__(rank, size)
+        self.gloo = gloo
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        host_tensors = [_copy_to_host(tensor) for tensor in tensors]
+        self.gloo.allreduce(host_tensors, opts or c10d.AllreduceOptions()).wait()
+        return _copy_back(tensors, host_tensors)
+
+    allreduce_coalesced = allreduce
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        host_tensors = [_copy_to_host(tensor) for tensor in tensors]
+        self.gloo.broadcast(host_tensors, opts or c10d.BroadcastOptions()).wait()
+        return _copy_back(tensors, host_tensors)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
+        host_tensors = [[_empty_host_like(tensor) for tensor in row] for row in outputs]
+        self.gloo.allgather(
+            host_tensors, [_copy_to_host(tensor) for tensor in inputs], opts or c10d.AllgatherOptions()
+        ).wait()
+        return _copy_back([t for row in outputs for t in row], [t for row in host_tensors for t in row])
+
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        return self.allgather([list(output.view(-1).chunk(self.size()))], [input.reshape(-1)])
+
+    all_gather_single = _allgather_base
+
+    def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        works = [self._allgather_base(output, input) for output, input in zip(outputs, inputs, strict=True)]
+        return works[-1]
+
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        host_input = _copy_to_host(input)
+        allreduce_opts = c10d.AllreduceOptions()
+        if opts is not None:
+            allreduce_opts.reduceOp = opts.reduceOp
+        self.gloo.allreduce([host_input], allreduce_opts).wait()
+        return _copy_back([output], [host_input.view(self.size(), -1)[self.rank()].view(output.shape)])
+
+    reduce_scatter_single = _reduce_scatter_base
+
+    def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        works = [self._reduce_scatter_base(output, input, opts) for output, input in zip(outputs, inputs, strict=True)]
+        return works[-1]
+
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+    def alltoall_base(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: list[int],
+        input_split_sizes: list[int],
+        opts: Any = None,
+    ) -> Any:
+        host_output = _empty_host_like(output)
+        self.gloo.alltoall_base(
+            host_output, _copy_to_host(input), output_split_sizes, input_split_sizes, opts or c10d.AllToAllOptions()
+        ).wait()
+        return _copy_back([output], [host_output])
+
+    all_to_all_single = alltoall_base
+
+    def barrier(self, opts: Any = None) -> Any:
+        return self.allreduce([torch.zeros(1)])
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int = 0) -> Any:
+        host_tensors = [_copy_to_host(tensor) for tensor in tensors]
+        return HostStagedWork(self.gloo.send(host_tensors, rank, tag), [], host_tensors)
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int = 0) -> Any:
+        host_tensors = [_empty_host_like(tensor) for tensor in tensors]
+        return HostStagedWork(self.gloo.recv(host_tensors, rank, tag), tensors, host_tensors)
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    @property
+    def group_name(self) -> Any:
+        return dist.distributed_c10d._world.pg_names[self]
+
+
+class HostStagedWork(dist.Work):
+    """What is under way, and where it is to lie once it is there."""
+
+    def __init__(self, work: Any, tensors: list[Tensor], host_tensors: list[Tensor]):
+        super().__init__()
+        self.work, self.tensors, self.host_tensors = work, tensors, host_tensors
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self.work.wait()
+        for tensor, host in zip(self.tensors, self.host_tensors):
+            tensor.detach().copy_(host)
+        self.tensors = []
+        return True
+
+
+def _copy_to_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def _empty_host_like(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def _copy_back(tensors: list[Tensor], host_tensors: list[Tensor]) -> Any:
+    for tensor, host in zip(tensors, host_tensors, strict=True):
+        tensor.detach().copy_(host)
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(tensors)
+    return c10d._create_work_from_future(future)

@@ -1,0 +1,175 @@
+"""Where the time of this rank's steps goes: by phase, and by the axis of others that it waits for; and what it was told
+of bytes that it sent.
+
+A moment belongs to one part only: a wait is taken out of the phase that it lies in, and a wait within a wait is none of
+its own. On a CPU the clock is the host's. On a GPU phases of the device and waits are spans between events in the
+stream that computes, read once it has done them, so that nothing waits for a measurement.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+DEVICE_PHASES = ("compute", "optimizer")  # phases that a GPU goes through; others are the host's
+PHASES_INCLUDING_WAITS = ("data", "checkpoint", "validation")  # phases whose waits are not told apart
+Timestamp = Any  # seconds, or an event of a GPU; None while a graph is recorded
+
+
+class StepTimer:
+    def __init__(self) -> None:
+        self.enabled = True
+        self.device = torch.device("cpu")
+        self.axis_of_group: dict[str, str] = {}
+        """By name of a process group, the axis that it is of."""
+        self.bytes_sent: Counter[str] = Counter()
+        """Bytes, by axis."""
+        self.wait_seconds: defaultdict[str, float] = defaultdict(float)
+        """Seconds, by axis."""
+        self.phase_seconds: defaultdict[str, float] = defaultdict(float)
+        """Seconds, by phase, without waits."""
+        self._pending_spans: list[tuple[str, str, Timestamp, Timestamp]] = []
+        self._phase, self._phase_start = "", time.perf_counter()
+        self._wait_start: Timestamp = None
+        self._actions: list[tuple[str, int, int, Timestamp, Timestamp]] | None = None
+        self._wait_depth = 0
+        self._thread: int | None = None
+
+    def begin_step(self) -> None:
+        """A step begins, in the thread that it is measured in."""
+        self.begin_phase("")
+        self._thread = threading.get_ident()
+        self._collect_finished_spans()
+        self.wait_seconds.clear()
+        self.phase_seconds.clear()
+
+    def begin_phase(self, name: str) -> None:
+        """The phase under way ends, another begins; "": none."""
+        if self._phase and self.enabled:
+            on_device = self._phase in DEVICE_PHASES
+            self._add_span("", self._phase, self._phase_start, self._timestamp() if on_device else time.perf_counter())
+        self._phase = name
+        self._phase_start = self._timestamp() if name in DEVICE_PHASES else time.perf_counter()
+
+    @contextmanager
+    def waiting_for_group(self, group: Any, device: torch.device) -> Iterator[None]:
+        """To be entered around what waits for other ranks of a group."""
+        name = "world" if group is None else getattr(group, "group_name", group)
+        with self._time_wait(self.axis_of_group.get(name, "world"), device):
+            yield
+
+    @contextmanager
+    def waiting_for_axis(self, axis: str) -> Iterator[None]:
+        """To be entered around what waits for other ranks of an axis."""
+        with self._time_wait(axis, self.device):
+            yield
+
+    @contextmanager
+    def _time_wait(self, axis: str, device: torch.device) -> Iterator[None]:
+        is_other_thread = device.type == "cpu" and self._thread not in (None, threading.get_ident())
+        if not self.enabled or self._wait_depth or is_other_thread or self._phase in PHASES_INCLUDING_WAITS:
+            yield
+            return
+        self._wait_depth += 1
+        begin = self._timestamp(device)
+        try:
+            yield
+        finally:
+            self._wait_depth -= 1
+            self._add_span(axis, self._phase, begin, self._timestamp(device))
+
+    def begin_wait(self) -> None:
+        """From here on, until `since`, this rank has nothing to do but to wait."""
+        self._wait_start = self._timestamp() if self.enabled else None
+
+    def end_wait(self, axis: str) -> None:
+        if self._wait_start is not None:
+            self._add_span(axis, self._phase, self._wait_start, self._timestamp())
+            self._wait_start = None
+
+    # Actions of a pipeline, in steps in which somebody wants to know them
+
+    def start_recording(self) -> None:
+        """Actions are written down until they are asked for."""
+        self._actions, self._recording_start = [], (self._timestamp(), time.time())
+
+    @contextmanager
+    def record_action(self, kind: str, stage: int, micro_batch: int) -> Iterator[None]:
+        if self._actions is None:
+            yield
+            return
+        begin = self._timestamp()
+        yield
+        self._actions.append((kind, stage, micro_batch, begin, self._timestamp()))
+
+    def take_recorded_actions(self) -> list[tuple[str, int, int, float, float]]:
+        """Kind, stage, micro-batch, begin and end in seconds since 1970; of a GPU that has done them."""
+        actions, self._actions = self._actions, None
+        if not actions:
+            return []
+        start_timestamp, start_unix_time = self._recording_start
+
+        def to_unix_time(timestamp: Timestamp) -> float:
+            return float(
+                start_unix_time
+                + (
+                    timestamp - start_timestamp
+                    if isinstance(start_timestamp, float)
+                    else start_timestamp.elapsed_time(timestamp) / 1e3
+                )
+            )
+
+        return [(*action, to_unix_time(start), to_unix_time(end)) for *action, start, end in actions]  # type: ignore[misc]
+
+    def _timestamp(self, device: torch.device | None = None) -> Timestamp:
+        if (device or self.device).type != "cuda":
+            return time.perf_counter()
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _add_span(self, axis: str, phase: str, begin: Timestamp, end: Timestamp) -> None:
+        if isinstance(begin, float) and isinstance(end, float):
+            self._accumulate(axis, phase, end - begin)
+        elif begin is not None and end is not None:
+            self._pending_spans.append((axis, phase, begin, end))
+
+    def _accumulate(self, axis: str, phase: str, seconds: float) -> None:
+        if axis:
+            self.wait_seconds[axis] += seconds
+        if phase:
+            self.phase_seconds[phase] += -seconds if axis else seconds
+
+    def _collect_finished_spans(self) -> None:
+        """Takes in the spans that a GPU has gone through by now; the others are later ones."""
+        still_pending = []
+        for axis, phase, begin, end in self._pending_spans:
+            if end.query():
+                self._accumulate(axis, phase, begin.elapsed_time(end) / 1e3)
+            else:
+                still_pending.append((axis, phase, begin, end))
+        self._pending_spans = still_pending
+
+    def elapsed(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Seconds by phase and by axis since the step began, of phases that have ended."""
+        self._collect_finished_spans()
+        return dict(self.phase_seconds), dict(self.wait_seconds)
+
+    def read_and_reset(self) -> tuple[dict[str, int], dict[str, float]]:
+        """Bytes and seconds by axis; both begin anew."""
+        self._collect_finished_spans()
+        sent_and_waited = dict(self.bytes_sent), dict(self.wait_seconds)
+        self.bytes_sent.clear()
+        self.wait_seconds.clear()
+        return sent_and_waited
+
+
+STEP_TIMER = StepTimer()

@@ -1,0 +1,42 @@
+"""What is told to people: lines that need no reader, counted things, signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+
+def print_line(text: str) -> None:
+    """Prints a line at once. Where nobody reads any more (`| head`) this and all later ones go nowhere."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        # The file itself is replaced: what is still in its buffer would fail again when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def pluralize(count: int, noun: str) -> str:
+    """`1 process`, `2 processes`."""
+    ending = "" if count == 1 else "es" if noun.endswith(("s", "ch")) else "s"
+    return f"{count:,} {noun}{ending}"
+
+
+def format_count(number: float) -> str:
+    """Three figures and a unit: `2.31M`, `70B`."""
+    for size, unit in ((1e15, "Q"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= 0.9995 * size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.3g}"
+
+
+def signal_name(number: int) -> str:
+    name = signal.Signals(number).name
+    return f"Ctrl-C ({name})" if number == signal.SIGINT else name
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0, 1 and 3`."""
+    *most, last = map(str, ranks)
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"

@@ -1,0 +1,303 @@
+"""From the `[data]` section of a job to its sources.
+
+    files -> documents -> tokenizer -> token file -> windows -> training | validation
+    text.py               tokenizer.py tokens.py     windows.py
+
+`encode.py` takes text as far as its token file, here or for the command `shardwise data`.
+
+Text is encoded once. The token file lies in a cache, in a folder named by a hash of all that determines it (format,
+source, files with their sizes and times, tokenizer), so a changed corpus is a new folder and an unchanged one is opened
+in no time. All ranks of a run ask for the same folder at once: one builds while the others wait at a lock, and where
+the file system has no locks all build the same and the last one wins, since files appear whole or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from hashlib import blake2b
+from pathlib import Path
+
+from shardwise.console import pluralize
+from shardwise.data.augment import ImageAugmentation
+from shardwise.data.bad_records import BadRecords
+from shardwise.data.cifar10 import IMAGE_SIZE, NUM_CLASSES, open_cifar10
+from shardwise.data.criteo import (
+    NUM_DENSE_FEATURES,
+    NUM_SPARSE_FEATURES,
+    CriteoClicks,
+    SyntheticClicks,
+    index_criteo_file,
+)
+from shardwise.data.encode import describe_source, encode_files, load_or_train_tokenizer, size_and_mtime
+from shardwise.data.images import SyntheticImages
+from shardwise.data.source import Mixture, Source, Subset, SyntheticTokens
+from shardwise.data.text import find_files
+from shardwise.data.token_file import RAW_DTYPES, TokenFile, open_raw_token_file, open_token_file
+from shardwise.data.token_windows import TokenWindows
+from shardwise.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, parse_bpe_size, tokenizer_fingerprint
+from shardwise.errors import DataError
+from shardwise.files import write_text
+from shardwise.job import DataConfig, Job
+from shardwise.kinds import DLRMConfig, ResNetConfig
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+CACHE_VERSION = 1
+"""Raised when the same files come to be encoded to other tokens, so that old caches are not taken for new ones."""
+
+
+def default_cache_folder() -> Path:
+    """Where encoded corpora are kept between runs."""
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "shardwise"
+
+
+def make_sources(
+    job: Job, cache: Path | None = None, bad_records: BadRecords | None = None
+) -> tuple[Source, Source, Tokenizer | None]:
+    """The training samples, the validation samples (maybe none) and the tokenizer, where one is known."""
+    bad_records = bad_records or BadRecords(job.data.on_bad_record == "skip")
+    if isinstance(job.model, DLRMConfig):
+        return *click_sources(job, bad_records), None
+    if job.data.source == "criteo":
+        raise DataError(f"data.source = 'criteo' has clicks, but model.name = {job.model.name!r} reads tokens.")
+    if job.data.source == "synthetic":
+        return *_synthetic_sources(job), None
+    if isinstance(job.model, ResNetConfig):
+        return *_image_sources(job, job.model, bad_records), None
+    if job.data.source == "cifar10":
+        raise DataError(f"data.source = 'cifar10' has images, but model.name = {job.model.name!r} reads tokens.")
+    if job.data.source == "mix":
+        return _mixture_sources(job, job.data.mix, cache, bad_records)
+    return _token_sources(job, cache or default_cache_folder(), bad_records)
+
+
+def _mixture_sources(
+    job: Job, mix: Mapping[str, float], cache: Path | None, bad_records: BadRecords
+) -> tuple[Source, Source, Tokenizer | None]:
+    """Of a mixture, each part as if it were the only one: its last samples are held out too."""
+    if parse_bpe_size(job.data.tokenizer):
+        raise DataError(
+            f"data.tokenizer = {job.data.tokenizer!r} would be another one for each source of the mixture; train one "
+            "with `shardwise data` and give its path."
+        )
+    sources = []
+    for name in mix:
+        data = job.data.model_copy(update=dict(zip(("source", "path"), _parse_mixture_entry(name))) | {"mix": {}})
+        sources.append(
+            _token_sources(job.model_copy(update={"data": data}), cache or default_cache_folder(), bad_records)
+        )
+    training, validation, tokenizers = zip(*sources)
+    tokenizer = tokenizers[0] if all(tokenizer is not None for tokenizer in tokenizers) else None
+    weights = list(mix.values())
+    return _mix_nonempty(training, weights), _mix_nonempty(validation, weights), tokenizer
+
+
+def _parse_mixture_entry(name: str) -> tuple[str, str]:
+    """What a name in a mixture means."""
+    kind, colon, path = name.partition(":")
+    if name == "stdlib" or (colon and kind in ("text", "jsonl", "tokens")):
+        return kind, path
+    if name.endswith((".bin", *(f".bin:{kind}" for kind in RAW_DTYPES))):
+        return "tokens", name
+    return "jsonl" if name.endswith((".jsonl", ".ndjson")) else "text", name
+
+
+def _mix_nonempty(sources: Sequence[Source], weights: Sequence[float]) -> Source:
+    nonempty = [(source, weight) for source, weight in zip(sources, weights, strict=True) if len(source)]
+    return Mixture(*zip(*nonempty, strict=True)) if nonempty else sources[0]
+
+
+def _image_sources(job: Job, model: ResNetConfig, bad_records: BadRecords) -> tuple[Source, Source]:
+    if job.data.source != "cifar10":
+        raise DataError(
+            f"data.source = {job.data.source!r} is text, and {model.description} reads images; use "
+            'data.source = "cifar10", or "synthetic", which draws some.'
+        )
+    if model.image_size != IMAGE_SIZE or model.num_classes < NUM_CLASSES:
+        raise DataError(
+            f"CIFAR-10 has images of {IMAGE_SIZE} x {IMAGE_SIZE} in {NUM_CLASSES} classes, but model.image_size is {model.image_size} and "
+            f"model.num_classes is {model.num_classes}; set them to {IMAGE_SIZE} and {NUM_CLASSES}."
+        )
+    return open_cifar10(job.data.path, bad_records, make_augmentation(job))
+
+
+def make_augmentation(job: Job) -> ImageAugmentation | None:
+    return ImageAugmentation(job.data.augment, job.seed) if job.data.augment else None
+
+
+def _token_sources(job: Job, cache: Path, bad_records: BadRecords) -> tuple[Source, Source, Tokenizer | None]:
+    files, tokenizer = (
+        _open_token_files(job) if job.data.source == "tokens" else _encode_cached(job, cache, bad_records)
+    )
+    source = TokenWindows(files, job.model.text_window)
+    if not len(source):
+        longest = max(file.count for file in files)
+        subject = "the longest of its files has" if len(files) > 1 else "it has"
+        raise DataError(
+            f"{describe_source(job.data)} is too short for one sample: {subject} {pluralize(longest, 'token')}, and a sample needs "
+            f"{job.model.text_window + 1}. Give more text or a shorter model.sequence."
+        )
+    first_held_out = len(source) - _num_held_out(len(source), job.data.validation_fraction)
+    return Subset(source, 0, first_held_out), Subset(source, first_held_out, len(source)), tokenizer
+
+
+def _synthetic_sources(job: Job) -> tuple[Source, Source]:
+    # Validation goes on where training ends: other walks under the same rule. Under a second seed's rule nothing that
+    # was learned would hold.
+    count, model = job.data.samples, job.model
+    num_held_out = _num_held_out(count + 1, job.data.validation_fraction)
+    if isinstance(model, ResNetConfig):
+        return synthetic_source(job, count), SyntheticImages(
+            num_held_out, model.image_size, model.num_classes, job.seed, first_index=count
+        )
+    source = synthetic_source(job, count + num_held_out)
+    return Subset(source, 0, count), Subset(source, count, len(source))
+
+
+def synthetic_source(job: Job, count: int) -> Source:
+    """Samples that need no files, for any kind of model."""
+    model = job.require_chain_model()
+    if isinstance(model, ResNetConfig):
+        return SyntheticImages(count, model.image_size, model.num_classes, job.seed, make_augmentation(job))
+    return SyntheticTokens(count, model.text_window, model.vocab - model.reserved_ids, job.seed)
+
+
+def click_sources(job: Job, bad_records: BadRecords) -> tuple[Source, Source]:
+    """Of a DLRM: rows of a generated log, or of Criteo's, of which the last ones are held out."""
+    model, count = job.model, job.data.samples
+    assert isinstance(model, DLRMConfig)
+    if job.data.source == "synthetic":
+        num_held_out = _num_held_out(count + 1, job.data.validation_fraction)
+        return SyntheticClicks(model, 0, count, job.seed), SyntheticClicks(model, count, num_held_out, job.seed)
+    if job.data.source != "criteo":
+        raise DataError(
+            f"data.source = {job.data.source!r} has no clicks, which a DLRM reads; use 'synthetic', or 'criteo' with "
+            "the file as data.path."
+        )
+    if (model.tables, model.dense_features) != (NUM_SPARSE_FEATURES, NUM_DENSE_FEATURES):
+        raise DataError(
+            f"Criteo's rows have {NUM_SPARSE_FEATURES} categories and {NUM_DENSE_FEATURES} counts, but model.tables is {model.tables} and "
+            f"model.dense_features is {model.dense_features}; set them to {NUM_SPARSE_FEATURES} and {NUM_DENSE_FEATURES}."
+        )
+    if not job.data.path:
+        raise DataError("data.source = 'criteo' reads a file of Criteo's rows; give it as data.path.")
+    path = Path(job.data.path)
+    offsets, lines = index_criteo_file(path)
+    first_held_out = lines - _num_held_out(lines, job.data.validation_fraction)
+    return CriteoClicks(model, path, offsets, 0, first_held_out, bad_records), CriteoClicks(
+        model, path, offsets, first_held_out, lines - first_held_out, bad_records
+    )
+
+
+def _num_held_out(count: int, fraction: float) -> int:
+    """Samples held out of `count`: at least one if any are wanted, and never all."""
+    return min(count - 1, max(1, round(count * fraction))) if fraction > 0 else 0
+
+
+# Tokens that are there already
+
+
+def _open_token_files(job: Job) -> tuple[list[TokenFile], Tokenizer | None]:
+    path, raw_dtype = job.data.path, ""
+    for known in RAW_DTYPES:
+        if path.endswith(f":{known}"):
+            path, raw_dtype = path.removesuffix(f":{known}"), known
+    found = find_files("tokens", path)
+    model = job.require_chain_model()
+    assert not isinstance(model, ResNetConfig)
+    files = [
+        open_raw_token_file(file, raw_dtype, model.vocab - model.reserved_ids) if raw_dtype else open_token_file(file)
+        for file in found
+    ]
+    for file in files:
+        _check_vocab(f"the token file {file.path}", file.vocab, job)
+    return files, _tokenizer_for_token_files(0 if raw_dtype else max(file.vocab for file in files), job)
+
+
+def _tokenizer_for_token_files(vocab: int, job: Job) -> Tokenizer | None:
+    """What may have written tokens of a vocabulary (0: unknown): a tokenizer by its path, `bytes` only if it fits."""
+    if parse_bpe_size(job.data.tokenizer):
+        raise DataError(
+            f"data.tokenizer = {job.data.tokenizer!r} would be trained on text, and data.source = 'tokens' has none; "
+            f"give the path of the tokenizer.json that the tokens were made with."
+        )
+    if job.data.tokenizer == "bytes":
+        return ByteTokenizer() if vocab == ByteTokenizer.vocab else None
+    tokenizer = load_tokenizer(job.data.tokenizer)
+    if tokenizer.vocab < vocab:
+        raise DataError(
+            f"data.tokenizer = {job.data.tokenizer!r} has {tokenizer.vocab} ids, but the tokens of {job.data.path} "
+            f"were made with {vocab}; give the tokenizer that they were made with."
+        )
+    return tokenizer
+
+
+# Text
+
+
+def _encode_cached(job: Job, cache: Path, bad_records: BadRecords) -> tuple[list[TokenFile], Tokenizer]:
+    """The source's token file from the cache, made there if it is not."""
+    _check_vocab(
+        "the tokenizer", parse_bpe_size(job.data.tokenizer) or 0, job
+    )  # before an hour of training pairs, not after
+    files = find_files(job.data.source, job.data.path)
+    folder = cache / _cache_key(job.data, files)
+    with _file_lock(folder):
+        new_bad_records = BadRecords(bad_records.skip)
+        tokenizer = load_or_train_tokenizer(job.data, files, folder / "tokenizer.json", new_bad_records)
+        _check_vocab("the tokenizer", tokenizer.vocab, job)
+        try:
+            tokens = open_token_file(folder / "tokens.bin")
+        except DataError:  # not there, or torn by something else than us
+            encode_files(job.data, files, tokenizer, folder / "tokens.bin", new_bad_records)
+            if bad_records.skip:
+                write_text(folder / "bad.txt", "".join(f"{message}\n" for message in new_bad_records.messages))
+            tokens = open_token_file(folder / "tokens.bin")
+    if bad_records.skip:
+        for message in (folder / "bad.txt").read_text(encoding="utf-8").splitlines():
+            bad_records.report(DataError(message))
+    return [tokens], tokenizer
+
+
+# The cache
+
+
+def _cache_key(data: DataConfig, files: Sequence[Path]) -> str:
+    field = f"{data.text_field}{':skip' if data.on_bad_record == 'skip' else ''}" if data.source == "jsonl" else ""
+    settings = (CACHE_VERSION, data.source, field, tokenizer_fingerprint(data.tokenizer))
+    listing = [(str(file.absolute()), *size_and_mtime(file)) for file in files]
+    return f"{data.source}-{blake2b(repr((settings, listing)).encode(), digest_size=8).hexdigest()}"
+
+
+@contextmanager
+def _file_lock(folder: Path) -> Iterator[None]:
+    """Only one process is in the block for this folder, where the file system can tell. Death frees the lock."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("w")
+    except OSError:  # a cache that was filled elsewhere and is mounted read-only needs no lock
+        yield
+        return
+    with lock:
+        try:
+            if fcntl:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:
+            pass
+        yield
+
+
+def _check_vocab(owner: str, vocab: int, job: Job) -> None:
+    model = job.require_chain_model()
+    assert not isinstance(model, ResNetConfig)
+    if vocab + model.reserved_ids > model.vocab:
+        reserved = f", and {model.description} needs {model.reserved_ids} of its own" if model.reserved_ids else ""
+        needed = vocab + model.reserved_ids
+        raise DataError(
+            f"{owner} has {vocab} ids but model.vocab is {model.vocab}{reserved}; set model.vocab = {needed}."
+        )

@@ -1,0 +1,122 @@
+"""The endless stream of samples of a run. Its state is one integer: how many samples were consumed.
+
+Place `p` of the stream is sample `order(p mod n)` of epoch `p div n`, whatever the number of ranks; of a mixture, place
+`p` is a place in the stream of one of its sources. Which places a data rank reads when is arithmetic (`share`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwise.data.objectives import Objective, causal_lm
+from shardwise.data.source import Mixture, Source
+from shardwise.errors import DataError
+from shardwise.random import Permutation
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Some samples as tensors: tokens (B, S), targets (B, S), and their places in the stream (B,)."""
+
+    tokens: Tensor
+    targets: Tensor
+    ids: Tensor
+    document_ids: Tensor | None = None
+    """Of every position of whole sequences, the number of its document (B, S); None: all are one."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What a loader makes; documents are told apart on the device."""
+        return self.tokens, self.targets, self.ids
+
+    def split(self, size: int) -> Iterator[Samples]:
+        parts = zip(self.tokens.split(size), self.targets.split(size), self.ids.split(size), strict=True)
+        if self.document_ids is None:
+            return (Samples(*part) for part in parts)
+        return (
+            Samples(*part, document_ids)
+            for part, document_ids in zip(parts, self.document_ids.split(size), strict=True)
+        )
+
+    @property
+    def batch(self) -> dict[str, Tensor]:
+        """What a model is given by keyword, but for targets."""
+        return {"ids": self.ids} if self.document_ids is None else {"ids": self.ids, "document_ids": self.document_ids}
+
+    def with_document_ids(self, end_of_document: int) -> Samples:
+        """The same samples with their documents numbered; `end` is the last token of one, -1: none is."""
+        if end_of_document < 0:
+            return self
+        is_end = (self.tokens == end_of_document).int()
+        return replace(self, document_ids=is_end.cumsum(1, dtype=torch.int32) - is_end)
+
+    def to(self, device: torch.device) -> Samples:
+        return Samples(*(t.to(device, non_blocking=True) for t in self.tensors))
+
+
+@runtime_checkable
+class BatchedSource(Protocol):
+    """A source whose samples are no tokens with targets beside them: it makes them itself."""
+
+    def samples(self, indices: np.ndarray, positions: np.ndarray) -> Samples: ...
+
+
+class SampleStream:
+    def __init__(self, source: Source, seed: int, shuffle: bool = True, objective: Objective = causal_lm):
+        self.source, self.seed, self.shuffle, self.objective = source, seed, shuffle, objective
+        self._permutations: dict[tuple[int, ...], Permutation] = {}
+
+    def indices(self, positions: np.ndarray) -> np.ndarray:
+        """The samples at some places of the stream."""
+        if not isinstance(self.source, Mixture):
+            return self._shuffled_indices(positions, len(self.source))
+        source_index, source_positions = self.source.locate(positions)
+        indices = np.empty_like(positions)
+        for number, source in enumerate(self.source.sources):
+            mask = source_index == number
+            indices[mask] = self.source.offset(number) + self._shuffled_indices(
+                source_positions[mask], len(source), number
+            )
+        return indices
+
+    def _shuffled_indices(self, positions: np.ndarray, count: int, *source_index: int) -> np.ndarray:
+        """Samples of one source at places of its own stream."""
+        if not self.shuffle:
+            return positions % count
+        indices = np.empty_like(positions)
+        for epoch in np.unique(positions // count).tolist():
+            key = (epoch, *source_index)
+            if key not in self._permutations:
+                self._permutations[key] = Permutation(count, "order", self.seed, *key)
+            permutation = self._permutations[key]
+            mask = positions // count == epoch
+            indices[mask] = permutation(positions[mask] % count)
+        return indices
+
+    def read(self, positions: np.ndarray) -> Samples:
+        if isinstance(self.source, BatchedSource):
+            return self.source.samples(self.indices(positions), positions)
+        rows = np.stack([self._read_sample(index) for index in self.indices(positions).tolist()])
+        parts = (*self.objective(rows, positions), positions.astype(np.int64))
+        return Samples(*(torch.from_numpy(part) for part in parts))
+
+    def _read_sample(self, index: int) -> np.ndarray:
+        try:
+            return self.source[index]
+        except DataError:
+            raise
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            raise DataError(f"sample {index} of {type(self.source).__name__} cannot be read: {what}.") from error
+
+
+def rank_positions(step: int, global_batch_size: int, ranks: int, rank: int) -> np.ndarray:
+    """The places that data rank `rank` of `ranks` reads in `step`, of a global batch of `samples`."""
+    per_rank = global_batch_size // ranks
+    return np.arange(per_rank, dtype=np.int64) + (step * global_batch_size + rank * per_rank)

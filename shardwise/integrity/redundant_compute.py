@@ -1,0 +1,127 @@
+"""A micro-batch computed twice: once in a step, by the rank whose turn it is, and once before it, by all data ranks.
+
+Checksums see what changes in memory, not a device that computes wrongly before gradients are summed. So now and then a
+micro-batch is drawn by the step's number, and all data ranks compute its loss and the gradient that reaches the first
+piece; then the step is taken, and the rank that the micro-batch belongs to has computed both for good. Dropout depends
+on the sample alone, so all are the same bits; what most have is right, and even of two ranks there are three results.
+On a GPU, where gradients of attention are summed in any order, it is the loss alone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise.data.sample_stream import Samples
+from shardwise.integrity.checksums import checksum
+from shardwise.job import Job
+from shardwise.kinds import DLRMConfig, MoEConfig, ResNetConfig
+from shardwise.parallel.engine import Engine
+from shardwise.step import count_targets
+
+HASH_MULTIPLIER = 0x5851F42D4C957F2D
+
+
+class RedundantCompute:
+    """`second` and `first` are this rank's results; on ranks that have none of the first, both are the second."""
+
+    def __init__(self, job: Job, engine: Engine):
+        self.job, self.engine, self.data = job, engine, engine.mesh["data"]
+        # Where samples of several ranks are mixed, a rank's result depends on what the others have.
+        is_independent = not isinstance(job.model, DLRMConfig | MoEConfig | ResNetConfig) and engine.pipeline is None
+        self.every = (
+            job.run.redundant_compute_every
+            if is_independent and self.data.size > 1 and engine.mesh["local_sgd"].size == 1
+            else 0
+        )
+        self.checks_gradients = engine.mesh.device.type == "cpu"
+        self.redundant_result = self.step_result = torch.zeros((), dtype=torch.int64, device=engine.mesh.device)
+        self.owner = 0
+        self._hooks: list[Any] = []
+
+    def before_step(self, step: int, samples: Samples) -> None:
+        """To be called before step `done` is taken with `samples`."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self.redundant_result = self.step_result = torch.zeros_like(self.redundant_result)
+        if not self.every or step % self.every:
+            return
+        rng = random.Random(f"{self.job.seed} {step}")
+        self.owner, micro_batch_index = rng.randrange(self.data.size), rng.randrange(self.engine.batch.micro_batches)
+        micro_batch = list(samples.split(self.engine.batch.micro_batch))[micro_batch_index]
+        scale = self.engine.scale.value / count_targets(self.engine, samples.targets)
+        self.redundant_result = self.step_result = self._compute(self._broadcast_owner_batch(micro_batch), scale)
+        if self.data.index == self.owner:
+            _StepHooks(self, micro_batch_index)
+
+    def find_outliers(self, votes: list[tuple[int, int]]) -> list[int]:
+        """Of data ranks with their second and first results, those that differ from most; all where none are most."""
+        results = [vote[0] for vote in votes] + [votes[self.owner][1]]
+        value, count = Counter(results).most_common(1)[0]
+        if 2 * count <= len(results):
+            return list(range(len(votes)))
+        return [rank for rank, vote in enumerate(votes) if vote != (value, value)]
+
+    def _broadcast_owner_batch(self, micro_batch: Samples) -> Samples:
+        """The owner's."""
+        tensors = [tensor.clone() for tensor in micro_batch.tensors]
+        for tensor in tensors:
+            dist.broadcast(tensor, group=self.data.group, group_src=self.owner)
+        return self.engine.prepare_samples(Samples(*tensors))
+
+    def _compute(self, micro_batch: Samples, scale: Tensor) -> Tensor:
+        chain, first_outputs = self.engine.chains[0], list[Tensor]()
+        hook = _first_module(chain).register_forward_hook(lambda module, inputs, output: first_outputs.append(output))
+        try:
+            loss = chain(micro_batch.tokens, targets=micro_batch.targets, **micro_batch.batch)
+        finally:
+            hook.remove()
+        checksums = [checksum(loss)]
+        if self.checks_gradients:
+            checksums.append(checksum(torch.autograd.grad(loss * scale, first_outputs[0])[0]))
+        return _combine_checksums(checksums)
+
+
+class _StepHooks:
+    """Has a step's own results of a micro-batch."""
+
+    def __init__(self, redundant_compute: RedundantCompute, micro_batch_index: int):
+        self.redundant_compute, self.micro_batches_left, self.loss = (
+            redundant_compute,
+            micro_batch_index,
+            torch.zeros((), dtype=torch.int64),
+        )
+        chain = redundant_compute.engine.chains[0]
+        redundant_compute._hooks = [
+            _first_module(chain).register_forward_hook(self.on_first_output), chain.register_forward_hook(self.on_loss)
+        ]  # fmt: skip
+
+    def on_first_output(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        if self.micro_batches_left == 0 and self.redundant_compute.checks_gradients and output.requires_grad:
+            output.register_hook(self.on_gradient)
+
+    def on_loss(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        if self.micro_batches_left == 0:
+            self.loss = checksum(output)
+            self.redundant_compute.step_result = _combine_checksums([self.loss])
+        self.micro_batches_left -= 1
+
+    def on_gradient(self, gradient: Tensor) -> None:
+        self.redundant_compute.step_result = _combine_checksums([self.loss, checksum(gradient)])
+
+
+def _first_module(chain: nn.Module) -> nn.Module:
+    return next(chain.children())
+
+
+def _combine_checksums(sums: list[Tensor]) -> Tensor:
+    total = sums[0]
+    for one in sums[1:]:
+        total = total * HASH_MULTIPLIER + one
+    return total

@@ -1,0 +1,1 @@
+"""Starting a run: local processes, torchrun or Slurm."""

@@ -1,0 +1,190 @@
+"""From a command to a run: which job, which folder, which layout; then the launch and the last words."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.console import format_count, pluralize
+from shardwise.data.make_sources import make_sources
+from shardwise.data.tokenizer import HuggingFaceTokenizer
+from shardwise.errors import JobError, LayoutError
+from shardwise.files import write_text
+from shardwise.job import Job, load_job
+from shardwise.kinds import DLRMConfig
+from shardwise.launch.launch import WORKER_ENTRY_POINT, check_layout_fits, existing_world_size, launch
+from shardwise.launch.worker import init_distributed
+from shardwise.layout import AUTO_SCHEDULES, Layout
+from shardwise.metrics.trackers import check_tracker_installed
+from shardwise.parallel.parallelize import build_on_meta, check_layout, parameter_shapes
+from shardwise.parallel.tables import table_engine
+from shardwise.train.auto_layout import check_memory, choose_plan, describe_plan, layout_record, plan_record
+from shardwise.train.local_machine import host_memory, local_process_count
+from shardwise.train.run_folder import RunFolder
+from shardwise.train.summary import has_finished, summarize
+from shardwise.watch.end_of_run import print_end_of_run
+from shardwise.workers.fork_server import ForkServer
+from shardwise.workers.nodes import Node, NodeAgent
+
+DEMO = Path(__file__).parent.parent / "demo.toml"
+# What may change when a run goes on; all other keys are what the run is.
+RESUMABLE_KEYS = (
+    "layout", "steps", "tokens", "compile", "tracker", "data.workers", "data.prefetch", "checkpoint.*", "validation.*",
+    "run.device", "run.processes", "run.cluster", "run.max_restarts", "run.hang_timeout", "run.standby",
+    "run.elastic", "run.rejoin_timeout", "run.on_nan", "run.loss_spike_threshold", "run.checksum_every", "run.redundant_compute_every", "run.max_corruptions",
+    "embedding_tables.sharding", "embedding_tables.cached_rows", "embedding_tables.prefetch",
+)  # fmt: skip
+
+
+def start_training(
+    job_file: Path | None, settings: list[str], resume: Path | None, say: Callable[[str], None],
+    node: Node | None = None,
+) -> None:  # fmt: skip
+    if existing_world_size() is not None:
+        _start_run(job_file, settings, resume, say, None, None)
+        return
+    fork_server = ForkServer(
+        WORKER_ENTRY_POINT.partition(":")[0]
+    )  # first of all: it forks best from a process that has done nothing yet
+    try:
+        if node is not None and node.index > 0:
+            say(f"waiting for the first node at {node.host}:{node.port}")
+            NodeAgent(node, fork_server).run()
+        else:
+            _start_run(job_file, settings, resume, say, fork_server, node)
+    finally:
+        fork_server.close()
+
+
+def _start_run(
+    job_file: Path | None, settings: list[str], resume: Path | None, say: Callable[[str], None],
+    fork_server: ForkServer | None, node: Node | None,
+) -> None:  # fmt: skip
+    resumed = RunFolder.open(resume) if resume is not None else None
+    job = load_job(job_file or (resumed.path / "job.toml" if resumed else DEMO), settings)
+    previous_job = resumed.job() if resumed is not None else job
+    _check_same_run(previous_job, job)
+    given_layout = None if job.layout == "auto" else Layout.parse(job.layout)
+    if given_layout is not None:
+        check_layout(job, given_layout)  # here in its own words: the planner has another list of what it can weigh
+    nodes = node.count if node is not None else 1
+    layout, record, reason_text = _plan_layout(job, nodes)
+    check_layout_fits(layout, job, nodes)
+    check_tracker_installed(job.tracker)
+    if isinstance(job.model, DLRMConfig):
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", layout.world))
+        table_engine.check_host_memory(job, layout, host_memory() / local_world_size)
+    # Here, so that a missing file or a wrong vocabulary is told before processes start, and text is encoded once.
+    _, _, tokenizer = make_sources(job)
+    folder = _open_folder(job, resumed, layout)
+    if _is_main_process():
+        write_text(folder.path / "job.toml", job.to_toml())
+        folder.write_plan(record)
+        if isinstance(tokenizer, HuggingFaceTokenizer):
+            tokenizer.save(folder.tokenizer)
+        if job_file is None and resumed is None:
+            say("no job file given: training the built-in demo")
+        _print_summary(job, layout, say)
+        say(f"        {reason_text}")
+        if job.total_steps != previous_job.total_steps:
+            change = f"{pluralize(job.total_steps, 'step')} instead of {previous_job.total_steps}; the learning rate follows."
+            folder.log_event("steps_changed", change, steps=job.total_steps)
+            say(f"steps_changed: {change}")
+    launch(folder, layout, resume=resumed is not None, fork_server=fork_server, node=node)
+    if not _is_main_process():
+        return
+    print_end_of_run(folder.path, say)
+    if has_finished(folder):
+        summarize(folder, job, say)
+    else:
+        say(f"go on with: shardwise train --resume {folder.path}")
+
+
+def _plan_layout(job: Job, nodes: int) -> tuple[Layout, dict[str, Any], str]:
+    """The layout to train in, what is written down of its plan, and a line about it."""
+    given_layout = None if job.layout == "auto" else Layout.parse(job.layout)
+    try:
+        plan, source = choose_plan(
+            job, existing_world_size() or (local_process_count(job) * nodes if nodes > 1 else None)
+        )
+    except LayoutError as error:
+        if given_layout is None or given_layout.schedule in AUTO_SCHEDULES:
+            raise
+        reason_text = f"no prediction: {error}"  # the layout runs; the planner cannot weigh it
+        return given_layout, {**layout_record(job, given_layout), "reason": reason_text}, reason_text
+    check_memory(job, plan)
+    layout = (
+        given_layout if given_layout is not None and given_layout.schedule not in AUTO_SCHEDULES else plan.best.layout
+    )
+    return layout, plan_record(job, plan, source), describe_plan(plan, source)
+
+
+def _print_summary(job: Job, layout: Layout, say: Callable[[str], None]) -> None:
+    if isinstance(job.model, DLRMConfig):
+        parameters = table_engine.count_parameters(job.model)
+    else:
+        parameters = sum(shape.numel() for shape in parameter_shapes(build_on_meta(job, torch.float32)).values())
+    tokens = (
+        f"{job.samples} x {job.model.length} tokens"
+        if job.model.throughput_unit == "tokens"
+        else f"{job.samples} samples"
+    )
+    batch = check_layout(job, layout)
+    say(f"job:    {job.model.name}, {format_count(parameters)} parameters, {job.precision}, on {job.data.source}")
+    say(f"        {pluralize(job.total_steps, 'step')} of {tokens}, {job.optimizer.name} at {job.optimizer.lr:g}")
+    parts = f"{pluralize(batch.micro_batches, 'micro-batch')} of {batch.micro_batch}"
+    say(f"layout: {layout} ({pluralize(layout.world, 'process')}, {parts})")
+
+
+def _is_main_process() -> bool:
+    """Whether this process speaks for the run: alone, or rank 0 of a world made by others."""
+    return existing_world_size() is None or os.environ["RANK"] == "0"
+
+
+def _open_folder(job: Job, resumed: RunFolder | None, layout: Layout) -> RunFolder:
+    """The run's folder; in a world made by others rank 0 picks it and tells the rest."""
+    if resumed is not None:
+        return resumed
+    if existing_world_size() is None:
+        return RunFolder.create(job)
+    init_distributed(layout.world, job)
+    result: list[RunFolder | JobError] = []
+    if _is_main_process():
+        try:
+            result = [RunFolder.create(job)]
+        except JobError as error:
+            result = [error]
+    result = result or [JobError("")]
+    if layout.world > 1:
+        dist.broadcast_object_list(result)
+    if isinstance(result[0], JobError):
+        raise result[0]
+    return result[0]
+
+
+def _check_same_run(old: Job, new: Job) -> None:
+    before, after = _flatten(old), _flatten(new)
+    changed = [
+        key
+        for key in before
+        if before[key] != after[key] and not any(fnmatchcase(key, free) for free in RESUMABLE_KEYS)
+    ]
+    if changed:
+        raise JobError(
+            f"--resume goes on with the same run, but {', '.join(changed)} would change; only {', '.join(RESUMABLE_KEYS[:-1])} "
+            f"and {RESUMABLE_KEYS[-1]} may. Start a new run for the rest."
+        )
+
+
+def _flatten(job: Job) -> dict[str, object]:
+    """By key, with its section before a dot."""
+    found: dict[str, object] = {}
+    for key, value in job.model_dump().items():
+        found |= {f"{key}.{name}": one for name, one in value.items()} if isinstance(value, dict) else {key: value}
+    return found

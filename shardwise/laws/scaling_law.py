@@ -1,0 +1,78 @@
+"""A scaling law: the loss of a model of N parameters after D tokens, L(N, D) = E + A / N^alpha + B / D^beta.
+
+The form is that of Hoffmann et al. 2022 (arXiv 2203.15556), where training costs C = 6 N D floating-point operations.
+The five constants may be arrays, one entry for each resampled fit: every method then answers for all of them at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatOrArray = Any
+"""A float, or an array of them."""
+CONSTANTS = ("E", "A", "B", "alpha", "beta")
+
+# How fast repeated tokens and needless parameters lose their worth, in repetitions: Muennighoff et al. 2023 (arXiv
+# 2305.16264), section 5 and appendix A, fitted there to runs of up to 9 billion parameters and 900 billion tokens.
+REPEATED_TOKEN_DECAY = 15.387756
+EXCESS_PARAMETER_DECAY = 5.309743
+
+
+@dataclass(frozen=True)
+class ScalingLaw:
+    E: FloatOrArray
+    """The loss that no model and no data can get below."""
+    A: FloatOrArray
+    B: FloatOrArray
+    alpha: FloatOrArray
+    beta: FloatOrArray
+
+    def loss(self, N: FloatOrArray, D: FloatOrArray) -> FloatOrArray:
+        return self.E + self.A / N**self.alpha + self.B / D**self.beta
+
+    def compute_optimal(self, flops: FloatOrArray) -> tuple[FloatOrArray, FloatOrArray]:
+        """The N and D of the lowest loss that 6 N D = `flops` can buy."""
+        exponent_sum = self.alpha + self.beta
+        ratio = (self.alpha * self.A / (self.beta * self.B)) ** (1 / exponent_sum)
+        return ratio * (flops / 6) ** (self.beta / exponent_sum), (flops / 6) ** (self.alpha / exponent_sum) / ratio
+
+    def tokens_to_reach(self, N: FloatOrArray, loss: FloatOrArray) -> FloatOrArray:
+        """The D with which N parameters reach a loss; infinite where they never do."""
+        reducible = np.asarray(loss - self.E - self.A / N**self.alpha, dtype=float)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.where(reducible > 0, (self.B / reducible) ** (1 / self.beta), np.inf)[()]
+
+    def optimal_parameters(self, D: FloatOrArray) -> FloatOrArray:
+        """The N for which D tokens are just the right number."""
+        exponent_sum = self.alpha + self.beta
+        ratio = (self.alpha * self.A / (self.beta * self.B)) ** (1 / exponent_sum)
+        return ratio * (D * ratio) ** (self.beta / self.alpha)
+
+    def effective_parameters_and_tokens(
+        self, N: FloatOrArray, D: FloatOrArray, unique_tokens: float
+    ) -> tuple[FloatOrArray, FloatOrArray]:
+        """The N and D of fresh data that training N on D tokens equals where only `unique` of them differ.
+
+        Each repetition is worth less than the one before, and so are parameters beyond those that the unique tokens
+        can use.
+        """
+        distinct_tokens = np.minimum(D, unique_tokens)
+        useful_parameters = np.minimum(N, self.optimal_parameters(distinct_tokens))
+        return _effective_amount(
+            useful_parameters, N / useful_parameters - 1, EXCESS_PARAMETER_DECAY
+        ), _effective_amount(distinct_tokens, D / distinct_tokens - 1, REPEATED_TOKEN_DECAY)
+
+    def data_constrained_loss(self, N: FloatOrArray, D: FloatOrArray, unique_tokens: float) -> FloatOrArray:
+        """The loss where only `unique` of the D tokens differ."""
+        return self.loss(*self.effective_parameters_and_tokens(N, D, unique_tokens))
+
+    def as_array(self) -> NDArray[np.float64]:
+        return np.array([self.E, self.A, self.B, self.alpha, self.beta])
+
+
+def _effective_amount(amount: FloatOrArray, repetitions: FloatOrArray, decay: float) -> FloatOrArray:
+    return amount + amount * decay * (1 - np.exp(-repetitions / decay))

@@ -1,0 +1,1 @@
+"""Per-rank metrics and experiment trackers."""

@@ -1,0 +1,154 @@
+"""What each rank tells the others of its steps: the row of the last one, in one small collective."""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.collectives import all_gather
+from shardwise.comm.step_timer import STEP_TIMER
+from shardwise.job import Job
+from shardwise.metrics.rank_metrics import (
+    RankMetrics,
+    RankMetricsWriter,
+    clock_offset,
+    find_slowest_rank,
+    memory_by_kind,
+)
+from shardwise.parallel.engine import Engine
+
+TIMELINE_SAMPLES = 50  # steps of a run whose pipeline is recorded
+
+
+class RankMetricsCollector:
+    """Of one rank. `tell`: who is told of slow ranks, in words."""
+
+    def __init__(
+        self,
+        job: Job,
+        engine: Engine,
+        optimizer: torch.optim.Optimizer,
+        run_path: Path,
+        emit_event: Callable[[str, str], None],
+    ):
+        mesh, world = engine.mesh, engine.mesh.layout.world
+        self.job, self.engine, self.optimizer, self.run_path, self.emit_event = (
+            job,
+            engine,
+            optimizer,
+            run_path,
+            emit_event,
+        )
+        self.device, self.rank, self.world, self.is_main = mesh.device, mesh.rank, world, mesh.rank == 0
+        self.last_step, self.last_metrics = 0, RankMetrics()
+        """The last step that was taken, 0 for none that counts; the row of the last that is over."""
+        self.memory_by_kind: dict[str, float] = {}
+        self._memory_read_time, self._peak_bytes = -1.0, 0.0
+        self._hook = optimizer.register_step_pre_hook(self._count_gradient_bytes)
+        ranks_per_stage = world // mesh.layout.pipeline
+        self.writer = RankMetricsWriter(
+            run_path / "ranks.jsonl",
+            job.total_steps,
+            [range(rank, rank + ranks_per_stage) for rank in range(0, world, ranks_per_stage)],
+        )
+        self.clock_offset = clock_offset(all_gather, self.device, world, self.rank) if world > 1 else 0.0
+        self.timeline_every = max(10, job.total_steps // TIMELINE_SAMPLES)
+        is_first_of_stage = all(mesh[axis].index == 0 for axis in ("loader", "context", "tensor"))
+        self.records_timeline = engine.pipeline is not None and is_first_of_stage
+
+    def reset(self) -> None:
+        """Steps begin, or begin again: what is known of one that came before is of no step that counts."""
+        STEP_TIMER.begin_step()
+        self.last_step = 0
+
+    def begin(self, done: int) -> None:
+        """A step begins, after `done` others; the one before is over."""
+        if self.last_step:
+            self._end_step()
+        STEP_TIMER.begin_step()
+        self._step_start, self._step_counter = time.time() - self.clock_offset, time.perf_counter()
+        if self.records_timeline and done % self.timeline_every == 2:
+            STEP_TIMER.start_recording()
+
+    def _end_step(self) -> None:
+        STEP_TIMER.begin_phase("")
+        phase_seconds, wait_seconds = STEP_TIMER.elapsed()
+        if "weights" not in self.memory_by_kind:
+            self._hook.remove()
+            states = [value for state in self.optimizer.state.values() for value in state.values()]
+            states = [value for value in states if isinstance(value, Tensor)]
+            self.memory_by_kind |= memory_by_kind({"weights": self._weights(), "optimizer": states})
+        seconds = time.perf_counter() - self._step_counter
+        self.last_metrics = RankMetrics(
+            self._step_start, seconds, phase_seconds, wait_seconds, self.peak_memory(), self.memory_by_kind
+        )
+        if actions := STEP_TIMER.take_recorded_actions():
+            shifted = [
+                [*what, round(a - self.clock_offset, 6), round(b - self.clock_offset, 6)] for *what, a, b in actions
+            ]
+            path = self.run_path / "timeline" / f"rank-{self.rank}.jsonl"
+            with suppress(OSError):
+                path.parent.mkdir(exist_ok=True)
+                with path.open("a") as file:
+                    file.write(json.dumps({"step": self.last_step, "actions": shifted}) + "\n")
+
+    def peak_memory(self) -> float:
+        """The most bytes held so far; of a CPU as of the last second, because asking the system takes its time."""
+        if self.device.type == "cuda" or time.monotonic() - self._memory_read_time >= 1.0:
+            self._memory_read_time, self._peak_bytes = time.monotonic(), peak_memory(self.device)
+        return self._peak_bytes
+
+    def _count_gradient_bytes(self, *_: Any) -> None:
+        """Before the first update, when there are gradients."""
+        self.memory_by_kind = self.memory_by_kind or memory_by_kind(
+            {"gradients": [w.grad for w in self._weights() if w.grad is not None]}
+        )
+
+    def _weights(self) -> list[Tensor]:
+        tensors = [w for chain in self.engine.chains for w in (*chain.parameters(), *chain.buffers())]
+        return tensors + [param_shard.tensor for param_shard in self.engine.param_shards]
+
+    def exchange(self) -> Tensor:
+        """The row of each rank for the step before, still on the device."""
+        local_row = torch.tensor(self.last_metrics.to_list(), dtype=torch.float64, device=self.device)
+        all_rows = local_row.unsqueeze(0)
+        if self.world > 1:
+            all_rows = local_row.new_empty(self.world, local_row.numel())
+            all_gather(all_rows.view(-1), local_row)
+        return all_rows
+
+    def write_previous(self, rows: Tensor, done: int) -> dict[str, Any]:
+        """After a step: the first rank writes down the rows of the one before. Returns who was slowest in that."""
+        step, self.last_step = self.last_step, done
+        if not step or not self.is_main:
+            return {}
+        table = rows.cpu().numpy()
+        for message in self.writer.add(step, table):
+            self.emit_event("straggler", message)
+        return {"step": step, **find_slowest_rank(table)} if self.world > 1 else {}
+
+    def finish(self) -> None:
+        """After the last step, on all ranks: what is left is written down."""
+        if not self.last_step:
+            return
+        self._memory_read_time = -1.0
+        self._end_step()
+        rows = self.exchange()
+        if self.is_main:
+            self.writer.add(self.last_step, rows.cpu().numpy())
+            self.writer.flush(self.last_step)
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that this process has held: on the device, or in all where there is none."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

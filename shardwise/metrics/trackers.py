@@ -1,0 +1,159 @@
+"""The metrics of a run where a team already looks: `track` in the job.
+
+    csv          metrics.csv in the run folder
+    prometheus   metrics.prom in the run folder, for the text file collector of a node's exporter; once a second
+    tensorboard  the folder tensorboard in the run folder; needs the package tensorboard
+    wandb        a run of Weights & Biases; needs the package wandb and an account, or its offline mode
+
+`metrics.jsonl` is there in any case. What goes wrong here ends the tracking, not the run.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import JobError
+from shardwise.job import Job
+from shardwise.metrics.rank_metrics import PHASES, WAIT_AXES
+from shardwise.watch.run_data import SCALAR_METRICS
+
+CSV_COLUMNS = (
+    "step",
+    *SCALAR_METRICS,
+    "data_wait_seconds",
+    *(f"phase_seconds.{part}" for part in (*PHASES, "other")),
+    *(f"wait_seconds.{axis}" for axis in WAIT_AXES),
+)
+LogFn = Callable[[dict[str, Any]], None]
+
+
+def check_tracker_installed(name: str) -> None:
+    """Raises where what a tracker needs is not installed: before the run starts."""
+    package = {"tensorboard": "tensorboard", "wandb": "wandb"}.get(name)
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise JobError(
+            f'track = "{name}" needs the package {package}, which is not installed; install it (pip install {package}) '
+            'or use track = "csv" or "prometheus", which need nothing.'
+        )
+
+
+def flatten(record: dict[str, Any]) -> dict[str, float]:
+    """The numbers of a record, nested ones with a dot between their names."""
+    found: dict[str, float] = {}
+    for key, value in record.items():
+        if isinstance(value, dict) and key != "slowest":
+            found |= {f"{key}.{name}": one for name, one in flatten(value).items()}
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            found[key] = value
+    return found
+
+
+class Tracker:
+    """Sends each record on. `tell`: who is told, once, that it no longer does."""
+
+    def __init__(self, job: Job, folder: Path, emit_event: Callable[[str, str], None]):
+        self.job, self.folder, self.emit_event = job, folder, emit_event
+        self.log_fn: LogFn | None = None
+        self.disabled = not job.tracker
+
+    def __call__(self, record: dict[str, Any]) -> None:
+        if self.disabled:
+            return
+        try:
+            if self.log_fn is None:
+                factories: dict[str, Callable[[Job, Path], LogFn]] = {
+                    "csv": CsvWriter,
+                    "prometheus": PrometheusWriter,
+                    "tensorboard": _tensorboard,
+                    "wandb": _wandb,
+                }
+                self.log_fn = factories[self.job.tracker](self.job, self.folder)
+            self.log_fn(record)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the run goes on
+            self.disabled = True
+            self.emit_event(
+                "tracker_failed", f"{self.job.tracker} gets no more metrics: {type(error).__name__}: {error}"
+            )
+
+
+class CsvWriter:
+    def __init__(self, job: Job, folder: Path):
+        self.path, self.metrics_path, self.last_step = folder / "metrics.csv", folder / "metrics.jsonl", -1
+
+    def __call__(self, record: dict[str, Any]) -> None:
+        if record["step"] != self.last_step + 1 or not self.path.exists():
+            self._rewrite()  # the first one, or the run went back
+        else:
+            with self.path.open("a", newline="") as file:
+                csv.DictWriter(file, CSV_COLUMNS, extrasaction="ignore").writerow(flatten(record))
+        self.last_step = record["step"]
+
+    def _rewrite(self) -> None:
+        with self.path.open("w", newline="") as file, self.metrics_path.open() as lines:
+            out = csv.DictWriter(file, CSV_COLUMNS, extrasaction="ignore")
+            out.writeheader()
+            for line in lines:
+                if line.endswith("\n"):
+                    out.writerow(flatten(json.loads(line)))
+
+
+class PrometheusWriter:
+    def __init__(self, job: Job, folder: Path):
+        self.path, self.total_steps, self.next_write = folder / "metrics.prom", job.total_steps, 0.0
+        self.run = re.sub(r'["\\\n]', "_", folder.resolve().name)
+
+    def __call__(self, record: dict[str, Any]) -> None:
+        if time.monotonic() < self.next_write and record["step"] < self.total_steps:
+            return
+        self.next_write = time.monotonic() + 1.0
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text(self.render(record))
+        os.replace(temporary, self.path)
+
+    def render(self, record: dict[str, Any]) -> str:
+        lines: list[str] = []
+        for key, value in flatten(record).items():
+            name, _, part = key.partition(".")
+            kind = f"# TYPE shardwise_{name} gauge"
+            lines += [] if kind in lines else [kind]
+            label = f',part="{part}"' if part else ""
+            lines.append(f'shardwise_{name}{{run="{self.run}"{label}}} {value}')
+        return "\n".join(lines) + "\n"
+
+
+def _tensorboard(job: Job, folder: Path) -> LogFn:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(folder / "tensorboard"))  # type: ignore[no-untyped-call]
+
+    def log(record: dict[str, Any]) -> None:
+        for name, value in flatten(record).items():
+            if name not in ("step", "time"):
+                writer.add_scalar(name.replace(".", "/"), value, record["step"])  # type: ignore[no-untyped-call]
+        if record["step"] == job.total_steps:
+            writer.close()  # type: ignore[no-untyped-call]
+
+    return log
+
+
+def _wandb(job: Job, folder: Path) -> LogFn:
+    import wandb
+
+    name = folder.resolve().name
+    run = wandb.init(project="shardwise", id=name, name=name, dir=str(folder), config=job.model_dump(), resume="allow")
+
+    def log(record: dict[str, Any]) -> None:
+        values = {key.replace(".", "/"): value for key, value in flatten(record).items() if key != "step"}
+        run.log(values, step=record["step"])
+        if record["step"] == job.total_steps:
+            run.finish()
+
+    return log

@@ -1,0 +1,43 @@
+"""Latent attention (DeepSeek-AI 2024, section 2.1): queries, keys and values are made from a few numbers of a token.
+
+A head's query and key have `head_size` features from those numbers and `rope_size` that carry the position; of the key
+the latter are the same for all heads. Letters in shapes as in `gpt`; R features with positions.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.kinds import MoEConfig
+from shardwise.models import layers
+
+
+class MultiHeadLatentAttention(nn.Module):
+    def __init__(self, config: MoEConfig):
+        super().__init__()
+        self.head_dim, self.rope_dim, self.kv_lora_rank = config.head_dim, config.qk_rope_head_dim, config.kv_lora_rank
+        self.rope_theta = config.rope_theta
+        self.rope_cos_sin: tuple[Tensor, Tensor] | None = None
+        self.q_down = layers.Linear(config.width, config.q_lora_rank, bias=False)
+        self.q_norm = layers.RMSNorm(config.q_lora_rank, eps=config.norm_eps)
+        self.q_up = layers.Linear(
+            config.q_lora_rank, config.heads * (config.head_dim + config.qk_rope_head_dim), bias=False
+        )
+        self.kv_down = layers.Linear(config.width, config.kv_lora_rank + config.qk_rope_head_dim, bias=False)
+        self.kv_norm = layers.RMSNorm(config.kv_lora_rank, eps=config.norm_eps)
+        self.kv_up = layers.Linear(config.kv_lora_rank, 2 * config.heads * config.head_dim, bias=False)
+        self.out = layers.Linear(config.heads * config.head_dim, config.width, bias=False)
+
+    def forward(self, x: Tensor, document_ids: Tensor | None = None) -> Tensor:
+        q = self.q_up(self.q_norm(self.q_down(x))).unflatten(-1, (-1, self.head_dim + self.rope_dim))  # B S heads H+R
+        kv_latent, k_rope = self.kv_down(x).split((self.kv_lora_rank, self.rope_dim), -1)
+        k, v = self.kv_up(self.kv_norm(kv_latent)).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, -1)  # B S heads H
+        if self.rope_dim:
+            rope_cos_sin = self.rope_cos_sin or layers.rope_angles(x.shape[1], self.rope_dim, self.rope_theta, x.device)
+            q_nope, q_rope = q.split((self.head_dim, self.rope_dim), -1)
+            q = torch.cat((q_nope, layers.apply_rope(q_rope, rope_cos_sin)), -1)
+            k = torch.cat((k, layers.apply_rope(k_rope.unsqueeze(2), rope_cos_sin).expand(-1, -1, k.shape[2], -1)), -1)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        y = layers.sdpa(q, k, v, True, document_ids)
+        return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]

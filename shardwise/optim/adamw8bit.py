@@ -1,0 +1,108 @@
+"""AdamW with its two averages in 8 bits: blockwise, in the dynamic code of Dettmers et al. (2022).
+
+A block is a run of 256 numbers in a row of the piece, with one scale in 32 bits. Pieces that are cut by rows have the
+blocks of the whole weight; a cut across rows begins new ones, so what is rounded then depends a little on the layout.
+Vectors and small weights stay wide. Checkpoints hold the averages wide: read back into the same blocks they become the
+same codes, and any layout, or another kind of states, can go on from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.optim.adamw import torch_adamw_
+from shardwise.optim.sharded_optimizer import ParamShardLike, ShardedOptimizer
+
+BLOCK_SIZE = 256
+MIN_8BIT_NUMEL = 4096  # weights with fewer numbers stay wide
+MOMENT_IS_SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # whether it has a sign
+
+
+class AdamW8bit(ShardedOptimizer):
+    def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any], shards: Sequence[ParamShardLike]):
+        super().__init__(groups, defaults, shards)
+        self.code_maps: dict[tuple[str, torch.device], Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for shard, state, group in self.iter_shards():
+            for key in MOMENT_IS_SIGNED:
+                if key not in state:
+                    self._store_moment(shard, key, torch.zeros_like(shard.tensor))
+            self.increment_step(shard, state)
+            full_state = {
+                key: state[key] if key == "step" else self._load_moment(shard, key)
+                for key in ("step", *MOMENT_IS_SIGNED)
+            }
+            torch_adamw_(shard, full_state, group, self.grad_scale, self.found_inf)
+            for key in MOMENT_IS_SIGNED:
+                self._store_moment(shard, key, full_state[key])
+            shard.is_compute_copy_current = shard.compute_copy is not None
+
+    def state_for_checkpoint(self, weight: Tensor) -> dict[str, Tensor]:
+        """The state as a checkpoint has it, in host memory: the device may have no room for it."""
+        state = self.state.get(weight, {})
+        return {
+            key: self._load_moment(self.shards[weight], key, torch.device("cpu")) if key in MOMENT_IS_SIGNED else value
+            for key, value in state.items() if not key.endswith("_scale")
+        }  # fmt: skip
+
+    def after_load(self) -> None:
+        """Rounds what a checkpoint has brought."""
+        for shard, state, _ in self.iter_shards():
+            for key in MOMENT_IS_SIGNED.keys() & state.keys():
+                self._store_moment(shard, key, state[key])
+
+    def _store_moment(self, shard: ParamShardLike, key: str, moment: Tensor) -> None:
+        state = self.state[shard.tensor]
+        state[key] = moment
+        if len(shard.shape) > 1 and shard.shape.numel() >= MIN_8BIT_NUMEL:
+            state[key], state[f"{key}_scale"] = quantize_blockwise(moment, self._code_map(key, moment.device))
+
+    def _code_map(self, key: str, device: torch.device) -> Tensor:
+        if (key, device) not in self.code_maps:
+            self.code_maps[key, device] = torch.tensor(dynamic_map(MOMENT_IS_SIGNED[key]), device=device)
+        return self.code_maps[key, device]
+
+    def _load_moment(self, shard: ParamShardLike, key: str, device: torch.device | None = None) -> Tensor:
+        state = self.state[shard.tensor]
+        if f"{key}_scale" not in state:
+            return state[key]
+        codes, scale = (state[name].to(device or shard.tensor.device) for name in (key, f"{key}_scale"))
+        return dequantize_blockwise(codes, scale, self._code_map(key, codes.device)).to(shard.tensor.dtype)
+
+
+@cache
+def dynamic_map(signed: bool) -> tuple[float, ...]:
+    """The 256 values: finer where they are larger, over seven powers of ten."""
+    values = [0.0, 1.0]
+    for exponent in range(7):
+        steps = 2**exponent if signed else 2 ** (exponent + 1)
+        middles = [10.0 ** (exponent - 6) * (0.1 + 0.9 * (number + 0.5) / steps) for number in range(steps)]
+        values += middles + ([-middle for middle in middles] if signed else [])
+    values.sort()
+    # The largest of a block is kept as it is, whatever its sign.
+    return (-1.0, *values[1:]) if signed else tuple(values)
+
+
+def quantize_blockwise(tensor: Tensor, code_map: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes, of the same shape, and the scale of each block."""
+    rows = tensor.float().flatten(0, -2)
+    blocks = F.pad(rows, (0, -rows.shape[1] % BLOCK_SIZE)).unflatten(1, (-1, BLOCK_SIZE))
+    scale = blocks.abs().amax(2)
+    tiny = torch.finfo(torch.float32).tiny
+    midpoints = (code_map[1:] + code_map[:-1]) / 2
+    codes = torch.bucketize(blocks / scale.clamp(min=tiny)[..., None], midpoints, out_int32=True)
+    return codes.to(torch.uint8).flatten(1)[:, : rows.shape[1]].reshape(tensor.shape), scale
+
+
+def dequantize_blockwise(codes: Tensor, scale: Tensor, code_map: Tensor) -> Tensor:
+    decoded = code_map[codes.flatten(0, -2).int()]
+    scales = scale.repeat_interleave(BLOCK_SIZE, 1)[:, : decoded.shape[1]]
+    return (decoded * scales).view(codes.shape)

@@ -1,0 +1,29 @@
+"""The learning rate of each step: warm-up, then constant, cosine, linear, or stable with a decay at the end (wsd)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from shardwise.job import OptimizerConfig
+
+
+def learning_rate(settings: OptimizerConfig, step: int, total_steps: int) -> float:
+    """For step 0, 1, ... of `total`; the last one has `final` times the highest rate."""
+    warmup = round(settings.warmup * total_steps if settings.warmup < 1 else settings.warmup)
+    if step < warmup:
+        return settings.lr * (step + 1) / (warmup + 1)
+    if settings.schedule == "constant":
+        return settings.lr
+    decay = settings.wsd_decay * total_steps if settings.wsd_decay < 1 else settings.wsd_decay
+    decay_start = warmup if settings.schedule != "wsd" else max(warmup, round(total_steps - 1 - decay))
+    progress = min(1.0, max(0.0, (step - decay_start) / max(1, total_steps - 1 - decay_start)))
+    if settings.schedule == "cosine":
+        progress = 0.5 - 0.5 * math.cos(math.pi * progress)
+    return settings.lr * (1.0 - (1.0 - settings.min_lr_ratio) * progress)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr

@@ -1,0 +1,59 @@
+"""The optimizer that a job asks for, over the pieces that this rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from shardwise.job import OptimizerConfig
+from shardwise.optim.adafactor import Adafactor
+from shardwise.optim.adamw import AdamW
+from shardwise.optim.adamw8bit import AdamW8bit
+from shardwise.optim.lamb import LAMB
+from shardwise.optim.muon import Muon
+from shardwise.optim.sgd import SGD
+from shardwise.optim.sharded_optimizer import ParamShardLike
+
+
+def make_optimizer(settings: OptimizerConfig, shards: Sequence[ParamShardLike]) -> torch.optim.Optimizer:
+    """Every rank makes one; what it needs to know of whole weights it asks the other ranks for, in its steps."""
+    defaults: dict[str, Any] = {"lr": settings.lr}
+    groups = _param_groups(settings, shards)
+    if settings.name == "sgd":
+        return SGD(groups, {**defaults, "momentum": settings.momentum}, shards)
+    if settings.name == "lamb":
+        return LAMB(groups, {**defaults, "betas": settings.betas, "eps": settings.eps}, shards)
+    if settings.name == "adafactor":
+        return Adafactor(groups, defaults, shards)
+    matrices = [shard for shard in shards if shard.is_matrix]
+    if settings.name == "muon" and matrices:
+        adamw = _make_adamw(settings, [shard for shard in shards if not shard.is_matrix])
+        return Muon(_param_groups(settings, matrices), {**defaults, "momentum": settings.momentum}, matrices, adamw)
+    return _make_adamw(settings, shards)
+
+
+def _make_adamw(settings: OptimizerConfig, shards: Sequence[ParamShardLike]) -> torch.optim.Optimizer:
+    """It works element by element, so pieces are all it needs: PyTorch's own where it can."""
+    groups = _param_groups(settings, shards)
+    defaults: dict[str, Any] = {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps}
+    if settings.state_dtype == "8bit":
+        return AdamW8bit(groups, defaults, shards)
+    if settings.state_dtype == "bf16" or any(shard.compute_copy is not None for shard in shards):
+        state_dtype = torch.bfloat16 if settings.state_dtype == "bf16" else None
+        return AdamW(groups, defaults, shards, state_dtype)
+    return torch.optim.AdamW(groups, fused=True, **defaults)
+
+
+def _param_groups(settings: OptimizerConfig, shards: Sequence[ParamShardLike]) -> list[dict[str, Any]]:
+    """Pieces by their weight decay."""
+    groups: dict[float, list[Any]] = {}
+    for shard in shards:
+        default_decay = settings.weight_decay if shard.decays else 0.0
+        matching_decays = [
+            decay for pattern, decay in settings.weight_decay_overrides.items() if fnmatchcase(shard.name, pattern)
+        ]
+        groups.setdefault(matching_decays[0] if matching_decays else default_decay, []).append(shard.tensor)
+    return [{"params": weights, "weight_decay": decay} for decay, weights in groups.items()]

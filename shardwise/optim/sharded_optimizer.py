@@ -1,0 +1,139 @@
+"""What our optimizers share: steps over pieces of weights, and sums over all pieces of a weight.
+
+A step reads no value: whether it does nothing is decided on the device, and alike on every rank. What is summed over
+ranks travels in float64, so that ranks with copies of a piece, which sum in groups of their own and maybe in another
+order, still come to the same number in the type of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.comm.collectives import all_reduce
+
+
+class AxisLike(Protocol):
+    """Ranks that hold pieces of one weight (see `shardwise.parallel.mesh`)."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def group(self) -> dist.ProcessGroup | None: ...
+
+    def span(self, total: int) -> tuple[int, int]: ...
+
+
+class ParamShardLike(Protocol):
+    """What an optimizer needs to know of a part of a weight (see `shardwise.parallel.param_shard`)."""
+
+    is_compute_copy_current: bool
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def sharded_dims(self) -> Sequence[tuple[int, AxisLike]]: ...
+
+    @property
+    def replica_axis(self) -> AxisLike | None: ...
+
+    @property
+    def is_matrix(self) -> bool: ...
+
+    @property
+    def tensor(self) -> Tensor: ...
+
+    @property
+    def compute_copy(self) -> Tensor | None: ...
+
+    @property
+    def grad(self) -> Tensor: ...
+
+    @property
+    def decays(self) -> bool: ...
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Of a step that must do nothing `found_inf` is 1; `grad_scale` is what gradients are to be divided by."""
+
+    collapsed_dims: dict[str, int] = {}
+    """Of states that have one number where the weight has a whole dimension: which one, from the last."""
+
+    def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any], shards: Sequence[ParamShardLike]):
+        super().__init__(groups, {"fused": True, **defaults})
+        self.shards = {shard.tensor: shard for shard in shards}
+        self.grad_scale: Tensor | None = None
+        self.found_inf: Tensor | None = None
+
+    def state_for_checkpoint(self, weight: Tensor) -> dict[str, Tensor]:
+        """The state of a piece as a checkpoint has it."""
+        return self.state.get(weight, {})
+
+    def after_load(self) -> None:
+        """To be called when a checkpoint has filled the states."""
+
+    def iter_shards(self) -> Iterator[tuple[ParamShardLike, dict[str, Tensor], dict[str, Any]]]:
+        """Each piece with its state and its settings."""
+        for group in self.param_groups:
+            for weight in group["params"]:
+                yield self.shards[weight], self.state[weight], group
+
+    def unscaled_grad(self, shard: ParamShardLike) -> Tensor:
+        grad = shard.grad.to(shard.tensor.dtype)
+        return grad if self.grad_scale is None else grad / self.grad_scale
+
+    def assign_unless_skipped(self, old: Tensor, new: Tensor) -> None:
+        """Makes `old` the new one, unless this step does nothing."""
+        old.copy_(new if self.found_inf is None else torch.where(self.found_inf > 0.0, old, new))
+
+    def update_weight(self, shard: ParamShardLike, new: Tensor) -> None:
+        self.assign_unless_skipped(shard.tensor.detach(), new)
+        if shard.compute_copy is not None:
+            shard.compute_copy.detach().copy_(shard.tensor)
+            shard.is_compute_copy_current = True
+
+    def increment_step(self, shard: ParamShardLike, state: dict[str, Tensor]) -> Tensor:
+        """The number of this step, from 1 on, for arithmetic."""
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=shard.tensor.device)
+        self.assign_unless_skipped(state["step"], state["step"] + 1.0)
+        return state["step"].double()
+
+
+def sum_of_squares(tensor: Tensor, dim: int | None = None) -> Tensor:
+    """The sum of squares, of all or along one dimension, which is kept."""
+    return torch.linalg.vector_norm(tensor, dim=dim, keepdim=dim is not None, dtype=torch.float64).square()
+
+
+def sum_over_shards(
+    partial_sums: Sequence[Tensor], shards: Sequence[ParamShardLike], summed_dims: Sequence[Collection[int]]
+) -> list[Tensor]:
+    """Sums what each rank has of its pieces over the ranks that hold the others, one collective for an axis.
+
+    `over`: the dimensions that were summed; cuts along others part what is summed on its own.
+    """
+    sums = [partial_sum.double() for partial_sum in partial_sums]
+    axes = {id(axis.group): axis for shard in shards for _, axis in shard.sharded_dims}
+    for axis in axes.values():
+        indices = [
+            index for index, (shard, dims) in enumerate(zip(shards, summed_dims, strict=True))
+            if any(other.group is axis.group and dim in dims for dim, other in shard.sharded_dims)
+        ]  # fmt: skip
+        if indices:
+            flat = torch.cat([sums[index].reshape(-1) for index in indices])
+            all_reduce(flat, group=axis.group)
+            for index, full_sum in zip(indices, flat.split([sums[index].numel() for index in indices]), strict=True):
+                sums[index] = full_sum.view(sums[index].shape)
+    return sums

@@ -1,0 +1,353 @@
+"""Data parallelism: who holds whole weights, and how gradients of different samples become one sum.
+
+    Alone    one process in mixed precision: the modules hold rounded weights, the holdings the wide ones beside them.
+    Whole    weights and gradients whole; one sum per step over all samples. With `shard` the sum is a reduce-scatter,
+             each rank updates its rows and the rows are gathered again: ZeRO 1. Knows nothing of autograd, so it is
+             right under every pipeline schedule. `replicate` beside tensor or pipeline comes here too.
+    Bucketed PyTorch's DDP: `replicate` alone, the sum overlaps the last backward; one by `gradient.all_reduce` waits for
+             its end.
+    Sharded  PyTorch's FSDP2 (`sharded.py`): ZeRO 2 (gradients reduce-scattered after each backward) and 3 (weights too
+             are freed after each forward and backward), on the (replicate, shard) mesh.
+
+Every engine gives sums, not means: the loss is already divided by the number of targets in the whole batch.
+
+PyTorch's ZeroRedundancyOptimizer hands out whole parameters, not rows, and knows neither cut weights nor stages, so
+ZeRO 1 is written here.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwise.comm.collectives import all_gather, all_reduce, reduce_scatter
+from shardwise.comm.step_timer import STEP_TIMER
+from shardwise.errors import RunError
+from shardwise.models.chain import Chain
+from shardwise.parallel.gradient_compression import Compressor
+from shardwise.parallel.gradient_reduction import GradientReducer
+from shardwise.parallel.mesh import Axis, Mesh
+from shardwise.parallel.param_shard import ParamShard, sharded_dims_of
+
+# Meant for later versions of PyTorch; what it says to use instead does something else.
+warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
+
+# By parameter: the whole shape, the dimension cut over the tensor axis, whether its experts are cut.
+ParamSpecs = dict[str, tuple[torch.Size, int | None, bool]]
+ParamPairs = list[tuple[nn.Parameter, ParamShard]]
+BUCKET_BYTES = 64 << 20  # bytes of gradients that travel at once
+
+
+class DataParallel(ABC):
+    """What a step needs of each engine. `modules` are what is called to compute, one per chain."""
+
+    def __init__(self, chains: list[Chain], mesh: Mesh):
+        self.chains, self.mesh = chains, mesh
+        self.modules: list[nn.Module] = list(chains)
+        self.param_pairs: ParamPairs = []
+        self.compressor: Compressor | None = None
+        self.compression_paused = False
+        """Whether sums are plain for now, in the steps before `gradient.compress_after`."""
+
+    def make_param_shards(self, specs: ParamSpecs) -> list[ParamShard]:
+        """The holdings, once the parameters have memory."""
+        for chain in self.chains:
+            for name, weight in chain.named_unique_parameters():
+                shape, tensor_dim, expert = specs[name]
+                axis = self.mesh["expert_replicas" if expert else "fsdp"]
+                replicas = self.mesh["replicate" if expert else "replicas"]
+                num_replicas = replicas.size * (self.mesh["tensor"].size if tensor_dim is None else 1)
+                if self.mesh["pipeline"].size > 1 and name in chain.sharding_plan.tied_parameters:
+                    num_replicas *= 2  # the first stage and the last
+                param_shard = ParamShard(
+                    name, self.local_shard(weight, axis), shape, tensor_dim, axis.size > 1, num_replicas, expert
+                )
+                param_shard.sharded_dims = tuple(
+                    (dim, axis) for dim, axis in sharded_dims_of(param_shard, self.mesh) if axis.size > 1
+                )
+                param_shard.replica_axis = replicas if replicas.size > 1 else None
+                param_shard.is_matrix = chain.sharding_plan.is_matrix(name, len(shape))
+                self.param_pairs.append((weight, param_shard))
+        return [param_shard for _, param_shard in self.param_pairs]
+
+    def should_compress(self, param_shard: ParamShard) -> bool:
+        """Whether the gradient of a weight travels compressed: it is large, and nothing but a sum over samples."""
+        layout = self.mesh.layout
+        is_tensor_sharded = layout.tensor == 1 or param_shard.tensor_dim is not None
+        is_tied = layout.pipeline > 1 and param_shard.name in self.chains[0].sharding_plan.tied_parameters
+        compression_active = self.compressor is not None and not self.compression_paused
+        return compression_active and len(param_shard.shape) > 1 and is_tensor_sharded and not is_tied
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        """To be entered around the forward and backward of one micro-batch."""
+        return nullcontext()
+
+    def reduce_gradients(self) -> None:
+        """Sums gradients over all samples and hands each holding its piece."""
+        for weight, param_shard in self.param_pairs:
+            if (
+                weight.grad is None and param_shard.tensor.grad is None
+            ):  # of several micro-batches it may be added already
+                raise RunError(f"the parameter {param_shard.name} got no gradient in this step.")
+        self.sum_gradients()
+
+    def sync_weights(self) -> None:
+        """Drops the gradients and lets every rank compute with the updated weights."""
+        for weight, param_shard in self.param_pairs:
+            weight.grad = param_shard.tensor.grad = None
+        self.gather_weights()
+
+    @abstractmethod
+    def local_shard(self, weight: nn.Parameter, axis: Axis) -> Tensor:
+        """The part of a weight that this rank updates, in the weight's own memory; `axis`: the ranks that share it."""
+
+    @abstractmethod
+    def sum_gradients(self) -> None: ...
+
+    @abstractmethod
+    def gather_weights(self) -> None: ...
+
+
+class SingleProcess(DataParallel):
+    """One process. Weights are rounded once a step, by the optimizer as it updates them, and not in every use. With one
+    micro-batch the gradients stay as narrow as they were made; with more they are added up in the wide type."""
+
+    def __init__(self, chains: list[Chain], mesh: Mesh, master_dtype: torch.dtype, micro_batches: int):
+        super().__init__(chains, mesh)
+        self.master_dtype, self.accumulates = master_dtype, micro_batches > 1
+
+    def make_param_shards(self, specs: ParamSpecs) -> list[ParamShard]:
+        param_shards = super().make_param_shards(specs)
+        for weight, param_shard in self.param_pairs:
+            param_shard.compute_copy = weight
+            if self.accumulates:
+                weight.register_post_accumulate_grad_hook(_accumulate_hook(param_shard.tensor))
+        return param_shards
+
+    def local_shard(self, weight: nn.Parameter, axis: Axis) -> Tensor:
+        return torch.empty_like(weight, dtype=self.master_dtype, requires_grad=False)
+
+    def sum_gradients(self) -> None:
+        """There is one share."""
+
+    @torch.no_grad()
+    def gather_weights(self) -> None:
+        stale = [
+            (weight, param_shard.tensor)
+            for weight, param_shard in self.param_pairs
+            if not param_shard.is_compute_copy_current
+        ]
+        if stale:
+            torch._foreach_copy_([weight for weight, _ in stale], [master for _, master in stale])
+        for _, param_shard in self.param_pairs:
+            param_shard.is_compute_copy_current = False
+
+
+def _accumulate_hook(master: Tensor) -> Callable[[Tensor], None]:
+    def accumulate(weight: Tensor) -> None:
+        assert weight.grad is not None
+        if master.grad is None:
+            master.grad = weight.grad.to(master.dtype)
+        else:
+            master.grad.add_(weight.grad)
+        weight.grad = None
+
+    return accumulate
+
+
+class Zero1(DataParallel):
+    """Whole weights and gradients on every rank."""
+
+    def __init__(self, chains: list[Chain], mesh: Mesh, reducer: GradientReducer):
+        super().__init__(chains, mesh)
+        self.reducer = reducer
+
+    def local_shard(self, weight: nn.Parameter, axis: Axis) -> Tensor:
+        if axis.size == 1:
+            return weight
+        first, length = axis.span(weight.shape[0])
+        return weight.detach()[first : first + length]
+
+    def reduction_groups(self) -> Iterator[tuple[Axis, Axis, ParamPairs]]:
+        """Weights by the ranks that share their updates, and those that hold the same: of cut experts others."""
+        for expert, axis, replicas in ((False, "fsdp", "replicas"), (True, "expert_replicas", "replicate")):
+            pairs = [pair for pair in self.param_pairs if pair[1].is_expert == expert]
+            if pairs:
+                yield self.mesh[axis], self.mesh[replicas], pairs
+
+    @torch.no_grad()
+    def sum_gradients(self) -> None:
+        for shard, replicas, pairs in self.reduction_groups():
+            self._reduce_pairs(shard, replicas, pairs)
+
+    def _reduce_pairs(self, shard: Axis, replicas: Axis, pairs: ParamPairs) -> None:
+        if shard.size == replicas.size == 1:
+            return  # a holding is its weight
+        compressed = [pair for pair in pairs if self.should_compress(pair[1])]
+        if replicas.size == 1:
+            for bucket in _make_buckets(compressed):
+                self._reduce_scatter_compressed(shard, bucket)
+            pairs, compressed = [pair for pair in pairs if not self.should_compress(pair[1])], []
+        for bucket in _make_buckets(pairs):
+            sizes = [_padded_shard_numel(weight, shard) for weight, _ in bucket]
+            rows = [
+                _flatten_and_pad(w.grad, size * shard.size).view(shard.size, size)
+                for (w, _), size in zip(bucket, sizes)
+            ]
+            packed = torch.cat(rows, dim=1)
+            for weight, _ in bucket:
+                weight.grad = None
+            reduced = packed[0]
+            if shard.size > 1 and self.reducer.uses_library:
+                reduced = torch.empty_like(packed[0])
+                reduce_scatter(reduced, packed.view(-1), group=shard.group)
+            elif shard.size > 1:
+                self.reducer(packed, shard.group)
+                reduced = packed[shard.index].clone()
+            if replicas.size > 1 and not compressed:
+                self.reducer(reduced, replicas.group)
+            for (_, param_shard), piece in zip(bucket, reduced.split(sizes), strict=True):
+                param_shard.tensor.grad = piece[: param_shard.tensor.numel()].view(param_shard.tensor.shape)
+        if compressed:
+            all_reduce_gradients(self, [(param_shard, param_shard.grad) for _, param_shard in pairs], replicas)
+
+    def _reduce_scatter_compressed(self, shard: Axis, bucket: ParamPairs) -> None:
+        """Of each weight of a bucket, the compressed sum of this rank's rows."""
+        assert self.compressor is not None
+        sizes = [_padded_shard_numel(weight, shard) for weight, _ in bucket]
+        rows = [
+            _flatten_and_pad(w.grad, size * shard.size).view(shard.size, size) for (w, _), size in zip(bucket, sizes)
+        ]
+        shapes = [weight.shape for weight, _ in bucket]
+        sums = self.compressor.reduce_scatter([param_shard.name for _, param_shard in bucket], rows, shapes, shard)
+        for (weight, param_shard), piece in zip(bucket, sums, strict=True):
+            weight.grad = None
+            param_shard.tensor.grad = piece[: param_shard.tensor.numel()].view(param_shard.tensor.shape)
+
+    @torch.no_grad()
+    def gather_weights(self) -> None:
+        for shard, _, pairs in self.reduction_groups():
+            if shard.size > 1:
+                self._all_gather_pairs(shard, pairs)
+
+    def _all_gather_pairs(self, shard: Axis, pairs: ParamPairs) -> None:
+        for bucket in _make_buckets(pairs):
+            sizes = [_padded_shard_numel(weight, shard) for weight, _ in bucket]
+            local = torch.cat(
+                [
+                    _flatten_and_pad(param_shard.tensor, size)
+                    for (_, param_shard), size in zip(bucket, sizes, strict=True)
+                ]
+            )
+            gathered = local.new_empty(shard.size * local.numel())
+            all_gather(gathered, local, group=shard.group)
+            columns = gathered.view(shard.size, -1).split(sizes, dim=1)
+            for (weight, _), column in zip(bucket, columns, strict=True):
+                weight.detach().copy_(column.reshape(-1)[: weight.numel()].view(weight.shape))
+
+
+def all_reduce_gradients(data: DataParallel, gradients: list[tuple[ParamShard, Tensor]], replicas: Axis) -> None:
+    """Sums over replicas, in place: compressed where it is worth it."""
+    compressed = [
+        (param_shard, gradient)
+        for param_shard, gradient in gradients
+        if data.should_compress(param_shard) and gradient.numel()
+    ]
+    uncompressed = [gradient for param_shard, gradient in gradients if not data.should_compress(param_shard)]
+    if compressed:
+        assert data.compressor is not None
+        sums = data.compressor.all_reduce(
+            [h.name for h, _ in compressed], [gradient for _, gradient in compressed], replicas
+        )
+        for (_, gradient), reduced in zip(compressed, sums, strict=True):
+            gradient.copy_(reduced)
+    if uncompressed:
+        flat = torch.cat([gradient.reshape(-1) for gradient in uncompressed])
+        all_reduce(flat, group=replicas.group)
+        for gradient, reduced in zip(
+            uncompressed, flat.split([gradient.numel() for gradient in uncompressed]), strict=True
+        ):
+            gradient.copy_(reduced.view(gradient.shape))
+
+
+def _make_buckets(pairs: ParamPairs) -> Iterator[ParamPairs]:
+    bucket: ParamPairs = []
+    bucket_bytes = 0
+    for weight, param_shard in pairs:
+        size = weight.numel() * weight.element_size()
+        if bucket and bucket_bytes + size > BUCKET_BYTES:
+            yield bucket
+            bucket, bucket_bytes = [], 0
+        bucket.append((weight, param_shard))
+        bucket_bytes += size
+    if bucket:
+        yield bucket
+
+
+def _padded_shard_numel(weight: Tensor, shard: Axis) -> int:
+    """Numbers in the largest piece of a weight on the shard axis; the smaller ones are padded to it."""
+    return -(-weight.shape[0] // shard.size) * (weight.numel() // weight.shape[0])
+
+
+def _flatten_and_pad(tensor: Tensor | None, size: int) -> Tensor:
+    assert tensor is not None
+    flat = tensor.reshape(-1)
+    return flat if flat.numel() == size else torch.nn.functional.pad(flat, (0, size - flat.numel()))
+
+
+class DDP(DataParallel):
+    """PyTorch's DDP: `replicate` alone."""
+
+    def __init__(self, chains: list[Chain], mesh: Mesh, reducer: GradientReducer):
+        super().__init__(chains, mesh)
+        self.reducer = reducer
+
+    def make_param_shards(self, specs: ParamSpecs) -> list[ParamShard]:
+        group = self.mesh["replicate"].group
+        self.ddp = DistributedDataParallel(
+            self.chains[0], process_group=group, init_sync=False, gradient_as_bucket_view=True, broadcast_buffers=False
+        )
+        # The sum; DDP by itself gives the mean.
+        self.ddp.register_comm_hook(
+            (self.reducer, group), _async_all_reduce_hook if self.reducer.uses_library else _blocking_all_reduce_hook
+        )
+        self.modules = [self.ddp]
+        return super().make_param_shards(specs)
+
+    def local_shard(self, weight: nn.Parameter, axis: Axis) -> Tensor:
+        return weight
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if last else self.ddp.no_sync()
+
+    def sum_gradients(self) -> None:
+        """Was done in the backward, which is over only when the last bucket is there."""
+        STEP_TIMER.end_wait("replicate")
+
+    def gather_weights(self) -> None:
+        """Every rank took the same step."""
+
+
+# Without annotations: DDP compares them with classes, and here they would be text.
+def _async_all_reduce_hook(state, bucket):  # type: ignore[no-untyped-def]
+    _, group = state
+    buffer = bucket.buffer()
+    work = all_reduce(buffer, group=group, async_op=True)
+    STEP_TIMER.begin_wait()  # the last bucket is full when the last gradient is made
+    return work.get_future().then(lambda future: buffer)
+
+
+def _blocking_all_reduce_hook(state, bucket):  # type: ignore[no-untyped-def]
+    reducer, group = state
+    buffer = bucket.buffer()
+    reducer(buffer, group)
+    future: Any = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
+    future.set_result(buffer)
+    return future

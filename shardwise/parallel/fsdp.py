@@ -1,0 +1,193 @@
+"""Data parallelism by PyTorch's FSDP2, and the choice between it and the engines of `data.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
+
+from shardwise.comm.collectives import reduce_scatter
+from shardwise.comm.step_timer import STEP_TIMER
+from shardwise.job import GradientConfig
+from shardwise.layout import BatchSplit, Layout
+from shardwise.models.chain import Chain
+from shardwise.models.moe import ExpertWeights
+from shardwise.parallel.data_parallel import DDP, DataParallel, SingleProcess, Zero1, all_reduce_gradients
+from shardwise.parallel.gradient_compression import CompressionSpec, Compressor
+from shardwise.parallel.gradient_reduction import GradientReducer
+from shardwise.parallel.mesh import Axis, Mesh
+from shardwise.parallel.param_shard import ParamShard
+from shardwise.parallel.precision import Precision
+
+
+def _timed(method: Any) -> Any:
+    def timed_method(group: Any, *args: Any, **kwargs: Any) -> Any:
+        with STEP_TIMER.waiting_for_group(group._reduce_scatter_process_group, group.device):
+            return method(group, *args, **kwargs)
+
+    return timed_method
+
+
+# What gathers weights and sums gradients: on a GPU in streams of their own, for which the one that computes waits here.
+for _name in ("unshard", "wait_for_unshard", "post_backward", "finalize_backward"):
+    setattr(FSDPParamGroup, _name, _timed(getattr(FSDPParamGroup, _name)))
+
+
+class FSDP(DataParallel):
+    """PyTorch's FSDP2."""
+
+    def __init__(
+        self, chains: list[Chain], mesh: Mesh, policy: MixedPrecisionPolicy, compressor: Compressor | None = None
+    ):
+        super().__init__(chains, mesh)
+        self.compressor = compressor
+        self.shapes = {name: weight.shape for chain in chains for name, weight in chain.named_unique_parameters()}
+        """Of the weights of this tensor rank."""
+        for chain in chains:
+            tied = {name.partition(".")[0] for pair in chain.sharding_plan.ties for name in pair}
+            children = dict(chain.named_children())
+            if mesh.layout.expert_ranks > 1:
+                for module in chain.modules():
+                    if isinstance(module, ExpertWeights):
+                        self._shard(module, policy, mesh.expert_fsdp_mesh)
+            for name, child in children.items():
+                if not (name in tied and tied <= children.keys()):  # tied weights stay together, in the root
+                    self._shard(child, policy, mesh.fsdp_mesh)
+            self._shard(chain, policy, mesh.fsdp_mesh)
+            if mesh.layout.pipeline > 1:
+                self._set_backward_prefetch([child for child in children.values() if isinstance(child, FSDPModule)])
+
+    @staticmethod
+    def _set_backward_prefetch(modules: list[FSDPModule]) -> None:
+        """Tells each piece which weights its backward gathers ahead: those of the piece before; the first, none but its
+        own. By itself FSDP goes by the order of all forwards so far, and with several micro-batches in flight it then
+        gathers pieces whose turn is not near."""
+        for previous, module in zip([modules[0], *modules], modules):
+            module.set_modules_to_backward_prefetch([previous])
+
+    def _shard(self, module: nn.Module, policy: MixedPrecisionPolicy, mesh: DeviceMesh) -> None:
+        reshard = self.mesh.layout.zero == 3
+        compress_over_replicas = self.compressor is not None and self.mesh.layout.replicate > 1
+        if compress_over_replicas:
+            mesh = mesh["shard"]  # the sum over replicas is ours
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo knows no premultiplied sum
+        module.set_reshard_after_backward(reshard, recurse=False)
+        if compress_over_replicas:
+            module.set_all_reduce_hook(lambda flat: self._all_reduce_replicas(module, flat))
+        elif self.compressor is not None:
+            module.set_custom_reduce_scatter(CompressedReduceScatter(self, module))
+
+    def fsdp_params_of(self, module: FSDPModule) -> list[tuple[ParamShard, int]]:
+        """The weights whose gradients FSDP reduces for a module, in its order, with the size of their pieces."""
+        state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        param_shards = {id(weight): param_shard for weight, param_shard in self.param_pairs}
+        return [
+            (param_shards[id(param.sharded_param)], param.padded_sharded_param_size.numel())
+            for group in groups for param in group.fsdp_params
+        ]  # fmt: skip
+
+    def _all_reduce_replicas(self, module: FSDPModule, flat: Tensor) -> None:
+        params = self.fsdp_params_of(module)
+        pieces = flat.split([size for _, size in params])
+        gradients = [
+            (param_shard, piece[: param_shard.tensor.numel()].view(param_shard.tensor.shape))
+            for (param_shard, _), piece in zip(params, pieces, strict=True)
+        ]
+        all_reduce_gradients(self, gradients, self.mesh["replicate"])
+
+    def local_shard(self, weight: nn.Parameter, axis: Axis) -> Tensor:
+        return _to_local(weight.detach())
+
+    def sum_gradients(self) -> None:
+        """Was done after each backward; what is left is to take the local pieces."""
+        for weight, param_shard in self.param_pairs:
+            param_shard.tensor.grad = _to_local(weight.grad)
+
+    def gather_weights(self) -> None:
+        for chain in self.chains:
+            for module in chain.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # whole weights of before the update must not be used again
+
+
+class CompressedReduceScatter(DefaultReduceScatter):
+    """What FSDP calls to sum the gradients of a module."""
+
+    def __init__(self, data: FSDP, module: FSDPModule):
+        self.data, self.module = data, module
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        data, shard = self.data, self.data.mesh["shard"]
+        assert data.compressor is not None
+        params = data.fsdp_params_of(self.module)
+        parts = input_tensor.view(shard.size, -1).split([size for _, size in params], 1)
+        outputs = output_tensor.split([size for _, size in params])
+        entries = list(zip(params, parts, outputs, strict=True))
+        compressed = [
+            (param_shard, part, output)
+            for (param_shard, _), part, output in entries
+            if data.should_compress(param_shard)
+        ]
+        uncompressed = [
+            (part, output) for (param_shard, _), part, output in entries if not data.should_compress(param_shard)
+        ]
+        if compressed:
+            shapes = [data.shapes[param_shard.name] for param_shard, _, _ in compressed]
+            sums = data.compressor.reduce_scatter(
+                [h.name for h, _, _ in compressed], [part for _, part, _ in compressed], shapes, shard
+            )
+            for (_, _, output), reduced in zip(compressed, sums, strict=True):
+                output.copy_(reduced)
+        if uncompressed:
+            flat = uncompressed[0][0].new_empty(sum(part.shape[1] for part, _ in uncompressed))
+            reduce_scatter(flat, torch.cat([part for part, _ in uncompressed], 1).view(-1), group=shard.group)
+            for (_, output), reduced in zip(
+                uncompressed, flat.split([part.shape[1] for part, _ in uncompressed]), strict=True
+            ):
+                output.copy_(reduced)
+
+
+def _to_local(tensor: Tensor | None) -> Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local()
+
+
+def is_single_process(layout: Layout, precision: Precision) -> bool:
+    return layout.world == 1 and precision.is_mixed
+
+
+def uses_fsdp(layout: Layout) -> bool:
+    return layout.shard > 1 and layout.zero > 1
+
+
+def make_data_parallel(
+    chains: list[Chain],
+    layout: Layout,
+    mesh: Mesh,
+    precision: Precision,
+    batch: BatchSplit,
+    gradient: GradientConfig,
+    seed: int,
+) -> DataParallel:
+    compressor = (
+        Compressor(CompressionSpec.parse(gradient.compress), seed) if gradient.compress and layout.data > 1 else None
+    )
+    if is_single_process(layout, precision):
+        return SingleProcess(chains, mesh, precision.master_dtype, batch.micro_batches)
+    if uses_fsdp(layout):
+        return FSDP(chains, mesh, precision.fsdp_policy(), compressor)
+    if mesh["replicate"].size == layout.world > 1 and compressor is None:
+        return DDP(chains, mesh, GradientReducer(gradient))
+    zero1 = Zero1(chains, mesh, GradientReducer(gradient))
+    zero1.compressor = compressor
+    return zero1

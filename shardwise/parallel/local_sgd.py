@@ -1,0 +1,105 @@
+"""Replicas that train apart and meet now and then: the section `sync` of a job.
+
+Each replica takes steps on its own share of the batch, with a gradient, a norm and an optimizer of its own. After every
+`every` steps weights are averaged over the replicas (local SGD); or their mean change since the last meeting is the
+gradient of an outer step, taken by Nesterov's momentum from where they met (DiLoCo, Douillard et al. 2023, arXiv
+2311.08105). With `parts` the blocks meet in turn, some at a time, so that less travels at once (streaming DiLoCo,
+Douillard et al. 2025, arXiv 2501.18512). After the last step all meet.
+
+What is inside of a replica (shard, tensor, pipeline, ...) knows nothing of this.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.collectives import all_reduce
+from shardwise.comm.step_timer import STEP_TIMER
+from shardwise.errors import LayoutError
+from shardwise.job import Job, LocalSGDConfig
+from shardwise.kinds import DLRMConfig, MoEConfig
+from shardwise.layout import Layout
+from shardwise.parallel.engine import Engine
+
+
+def check(job: Job, layout: Layout) -> None:
+    """Raises where there is nothing that could train apart, or where it would not mean what it says."""
+    if job.local_sgd.every == 1:
+        return
+    setting = f"local_sgd.every = {job.local_sgd.every}"
+    if layout.replicate == 1:
+        raise LayoutError(f"{setting} trains replicas apart, but layout '{layout}' has one; use replicate=2 or more.")
+    if isinstance(job.model, DLRMConfig) or (isinstance(job.model, MoEConfig) and job.model.router_bias_update_rate):
+        what = "a DLRM's tables are" if isinstance(job.model, DLRMConfig) else "model.router_bias_update_rate is"
+        raise LayoutError(f"{setting}: {what} kept for all samples at once, not by replica; use local_sgd.every = 1.")
+    if job.gradient.compress:
+        raise LayoutError(f"{setting} and gradient.compress both make sums cheap; leave one of them out.")
+
+
+def fragment_of(name: str, parts: int) -> int:
+    """The part in which a weight meets: blocks in turn; the first also has what is in no block."""
+    digits = "".join(filter(str.isdigit, name.partition(".")[0]))
+    return (int(digits) + 1) % parts if digits else 0
+
+
+def is_sync_due(sync: LocalSGDConfig, done: int, fragment: int, last: int) -> bool:
+    """Whether a part meets after so many steps."""
+    return done == last or done % sync.every == fragment * sync.every // sync.fragments
+
+
+class OuterOptimizer:
+    """What a rank keeps for the meetings of its replica with the others."""
+
+    def __init__(self, sync: LocalSGDConfig, engine: Engine):
+        self.local_sgd, self.engine, self.axis = sync, engine, engine.mesh["local_sgd"]
+        self.fragments = {fragment_of(param_shard.name, sync.fragments) for param_shard in engine.param_shards}
+        self.anchor: dict[int, Tensor] = {}
+        self.outer_momentum: dict[int, Tensor] = {}
+        if sync.outer_optimizer:
+            for number, param_shard in enumerate(engine.param_shards):
+                self.anchor[number] = param_shard.tensor.detach().clone()
+                self.outer_momentum[number] = torch.zeros_like(self.anchor[number])
+
+    def state_of(self, number: int) -> dict[str, Tensor]:
+        """By name, what is remembered of a holding from one meeting to the next."""
+        return (
+            {"anchor": self.anchor[number], "momentum": self.outer_momentum[number]}
+            if self.local_sgd.outer_optimizer
+            else {}
+        )
+
+    @torch.no_grad()
+    def after_step(self, done: int, last: int) -> None:
+        """To be called after each step."""
+        due = {fragment for fragment in self.fragments if is_sync_due(self.local_sgd, done, fragment, last)}
+        if not due:
+            return
+        param_shards = list(enumerate(self.engine.param_shards))
+        due_shards = [
+            (n, param_shard)
+            for n, param_shard in param_shards
+            if fragment_of(param_shard.name, self.local_sgd.fragments) in due
+        ]
+        means = self._average([param_shard.tensor.detach() for _, param_shard in due_shards])
+        for (number, param_shard), mean in zip(due_shards, means, strict=True):
+            if self.local_sgd.outer_optimizer:
+                outer_gradient = self.anchor[number] - mean
+                momentum = self.outer_momentum[number].mul_(self.local_sgd.outer_momentum).add_(outer_gradient)
+                mean = self.anchor[number].sub_(
+                    outer_gradient + self.local_sgd.outer_momentum * momentum, alpha=self.local_sgd.outer_lr
+                )
+            param_shard.tensor.detach().copy_(mean)
+            param_shard.is_compute_copy_current = False
+        buffers = [b for chain in self.engine.chains for b in chain.buffers() if b.is_floating_point()]
+        if 0 in due and buffers:
+            for buffer, mean in zip(buffers, self._average(buffers), strict=True):
+                buffer.copy_(mean)
+        self.engine.data.sync_weights()
+
+    def _average(self, tensors: list[Tensor]) -> list[Tensor]:
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        STEP_TIMER.bytes_sent["local_sgd"] += 2 * (self.axis.size - 1) * flat.nbytes // self.axis.size
+        all_reduce(flat, group=self.axis.group)
+        parts = (flat / self.axis.size).split([tensor.numel() for tensor in tensors])
+        return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

@@ -1,0 +1,1 @@
+"""Embedding tables sharded over the host memory of all ranks."""

@@ -1,0 +1,62 @@
+"""What samples look up in tables: bags of ids with weights, and their sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.errors import DataError
+from shardwise.parallel.tables.table_placement import TableSpec
+
+
+@dataclass(frozen=True)
+class Bags:
+    """What samples look up. Bag b is of sample b div tables and table b mod tables, and has the ids from `offsets[b]`
+    to before `offsets[b + 1]`, maybe none; its vector is the sum of their rows times `weights`."""
+
+    ids: Tensor
+    """(N,) int64"""
+    offsets: Tensor
+    """(bags + 1,) int64"""
+    weights: Tensor
+    """(N,)"""
+
+    @classmethod
+    def of(cls, ids: Tensor, weights: Tensor) -> Bags:
+        """From (sample, table, place) with -1 where there is none."""
+        is_present = ids != -1
+        counts = is_present.sum(2).flatten()
+        offsets = torch.zeros(counts.numel() + 1, dtype=torch.int64)
+        torch.cumsum(counts, 0, out=offsets[1:])
+        return cls(ids[is_present], offsets, weights[is_present])
+
+
+def check_ids(bags: Bags, tables: Sequence[TableSpec], sample_ids: Tensor) -> Tensor:
+    """The table of each id. Raises for one that is outside of its table; `places` are the samples' in the stream."""
+    counts = bags.offsets.diff()
+    bag_indices = torch.arange(counts.numel()).repeat_interleave(counts)
+    table = bag_indices % len(tables)
+    rows = torch.tensor([spec.rows for spec in tables])[table]
+    out_of_range = ((bags.ids < 0) | (bags.ids >= rows)).nonzero()
+    if out_of_range.numel():
+        first = int(out_of_range[0])
+        bad_table = tables[int(table[first])]
+        sample = int(sample_ids[int(bag_indices[first]) // len(tables)])
+        raise DataError(
+            f"sample {sample}, {bad_table.name}: id {int(bags.ids[first])} is outside of its table, which has rows 0 to "
+            f"{bad_table.rows - 1}; give ids modulo the rows, or a table with more."
+        )
+    return table
+
+
+def sum_bags(rows: Tensor, indices: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+    """Each bag's vector, from the distinct rows: a weighted sum, zero where the bag is empty."""
+    if not rows.shape[0]:
+        return rows.new_zeros(offsets.numel() - 1, rows.shape[1])
+    return F.embedding_bag(
+        indices, rows, offsets, mode="sum", per_sample_weights=weights.to(rows.dtype), include_last_offset=True
+    )

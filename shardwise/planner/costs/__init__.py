@@ -1,0 +1,1 @@
+"""What models, devices and the engine cost in time and memory."""

@@ -1,0 +1,135 @@
+"""Bytes that a rank of our own engine sends and receives in a step, by axis and collective, as a dry run counts them:
+the larger side of each collective, on the first rank of every axis but the pipeline.
+
+Nothing is estimated: parameters are those of the engine (`EngineModel`), padded as it pads them, and tests hold every number
+against dry runs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from shardwise.layout import AXES, Layout, kept_activation_fraction
+from shardwise.planner.costs.engine_memory import EngineModel
+from shardwise.planner.costs.memory_model import StageLayers
+from shardwise.schedules.simulate import BACKWARD_INPUT, PipelineProgram, named_program
+
+
+def engine_traffic(
+    engine: EngineModel, layout: Layout, rank: int, micro_batches: int, program: PipelineProgram | None = None
+) -> dict[tuple[str, str], int]:
+    """Of a pipeline rank: by axis and collective. `program`: that of a schedule that has no name."""
+    stages = engine.stages(layout)
+    stages_of_rank = [stages[stage] for stage in layout.stages_of(rank)]
+    totals: Counter[tuple[str, str]] = Counter()
+    _add_pipeline_traffic(totals, engine, layout, rank, micro_batches)
+    if layout.tensor > 1:
+        _add_tensor_traffic(totals, engine, layout, stages_of_rank, micro_batches)
+    if layout.data > 1:
+        _add_data_traffic(totals, engine, layout, stages_of_rank, rank, micro_batches, program)
+    if layout.pipeline > 1 and engine.model.tied and (stages_of_rank[0].first != stages_of_rank[-1].last):
+        table = next(each for each in engine.params_by_module(layout.tensor)["embed"])
+        totals["tied_weights", "all-reduce"] += engine.master_itemsize * table.shard_numel(layout.shard)
+    # The number of targets; loss and norm.
+    sole_axis = [axis for axis in AXES if getattr(layout, axis) == layout.world > 1]
+    if layout.data > 1:
+        totals[sole_axis[0] if sole_axis else "data", "all-reduce"] += engine.master_itemsize
+    if layout.world > 1:
+        totals[sole_axis[0] if sole_axis else "data" if layout.data == layout.world else "world", "all-reduce"] += (
+            2 * engine.master_itemsize
+        )
+    return {key: size for key, size in totals.items() if size}
+
+
+def traffic_by_axis(
+    engine: EngineModel, layout: Layout, rank: int, micro_batches: int, program: PipelineProgram | None = None
+) -> dict[str, int]:
+    """All collectives of an axis together."""
+    totals: Counter[str] = Counter()
+    for (axis, _), size in engine_traffic(engine, layout, rank, micro_batches, program).items():
+        totals[axis] += size
+    return dict(totals)
+
+
+def _add_pipeline_traffic(
+    totals: Counter[tuple[str, str]], engine: EngineModel, layout: Layout, rank: int, micro_batches: int
+) -> None:
+    sent = engine.remote_neighbors(layout, rank) * micro_batches * round(engine.block_sizes(layout).hidden_bytes)
+    totals["pipeline", "send"] += sent
+    totals["pipeline", "receive"] += sent
+
+
+def _add_tensor_traffic(
+    totals: Counter[tuple[str, str]],
+    engine: EngineModel,
+    layout: Layout,
+    stages_of_rank: list[StageLayers],
+    micro_batches: int,
+) -> None:
+    """Each edge of a region gathers or sums one stream forward, the other way back."""
+    blocks, first, last = (sum(each) for each in zip(*stages_of_rank, strict=True))
+    edges = 4 * blocks + first + last
+    recomputed = recomputed_blocks(layout, stages_of_rank)
+    stream = micro_batches * round(engine.block_sizes(layout).gathered_hidden_bytes)
+    totals["tensor", "all-gather"] += stream * (edges + 2 * recomputed)
+    # A checkpoint stops when it has all that was saved: before the block's last sum.
+    totals["tensor", "reduce-scatter"] += stream * (edges + (2 if layout.has_split_backward else 1) * recomputed)
+    tokens = layout.micro_batch * engine.model.sequence
+    totals["tensor", "all-reduce"] += (
+        last * micro_batches * 3 * engine.master_itemsize * tokens
+    )  # maxima, sums, hits of the loss
+    for stage_layers in stages_of_rank:
+        uncut = [
+            each.shard_numel(layout.shard) for each in engine.parameters(layout, stage_layers) if not each.is_sharded
+        ]
+        totals["tensor", "all-reduce"] += engine.master_itemsize * sum(uncut)
+
+
+def recomputed_blocks(layout: Layout, stages_of_rank: list[StageLayers]) -> int:
+    """Blocks whose forward is run again, collectives included."""
+    share = kept_activation_fraction(layout.recompute)
+    if share is None:
+        share = float(layout.recompute != "full")
+    return sum(stage_layers.blocks - int(stage_layers.blocks * share) for stage_layers in stages_of_rank)
+
+
+def _split_backward_count(layout: Layout, stage: int, micro_batches: int, program: PipelineProgram | None) -> int:
+    """Backwards of a stage in two halves, each of which needs whole weights; the first stage's input half does not."""
+    if not layout.has_split_backward or stage == 0:
+        return 0
+    if program is None and layout.schedule != "dualpipev":
+        return micro_batches
+    simulated = min(micro_batches, 2 * layout.stage_count)  # those in the steady part are whole
+    program = program or named_program(layout.schedule, layout.pipeline, layout.stages_per_rank, simulated)
+    return sum(1 for _, kind, place, _ in program.actions if kind == BACKWARD_INPUT and place == stage)
+
+
+def _add_data_traffic(
+    totals: Counter[tuple[str, str]],
+    engine: EngineModel,
+    layout: Layout,
+    stages_of_rank: list[StageLayers],
+    rank: int,
+    micro_batches: int,
+    program: PipelineProgram | None,
+) -> None:
+    shard, w = layout.shard, engine.master_itemsize
+    shard_numel = sum(
+        each.shard_numel(shard) for stage_layers in stages_of_rank for each in engine.parameters(layout, stage_layers)
+    )
+    fsdp = shard > 1 and layout.zero > 1
+    times = micro_batches if fsdp else 1
+    if shard > 1:
+        totals["shard", "reduce-scatter"] += times * shard * shard_numel * w
+        size = shard * (engine.itemsize if fsdp else w)
+        for stage_layers, stage in zip(stages_of_rank, layout.stages_of(rank)):
+            gathers = (
+                1
+                if layout.zero < 3
+                else 2 * micro_batches + _split_backward_count(layout, stage, micro_batches, program)
+            )
+            totals["shard", "all-gather"] += (
+                gathers * size * sum(e.shard_numel(shard) for e in engine.parameters(layout, stage_layers))
+            )
+    if layout.replicate > 1:
+        totals["replicate", "all-reduce"] += times * shard_numel * w

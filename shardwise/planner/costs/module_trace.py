@@ -1,0 +1,210 @@
+"""What any module computes, moves and keeps, found by running it on tensors that have shapes and no numbers.
+
+Each child is run on its own, forward and then backward, on what the children before it gave. What the module does
+outside of its children is a last piece without a name, whose backward is not looked at; a module without children is
+a piece itself.
+
+Kernels are those of PyTorch's CPU: an operator that is one kernel on a GPU may be several here (RMSNorm), and then it
+moves and keeps more. Products, attention, parameters and outputs are the same everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shardwise.planner.costs.operator_costs import AttentionOp, MatMul, OperatorCosts
+
+aten = torch.ops.aten
+LOOKUPS = ("embedding", "index", "index_select", "gather")
+
+
+def trace_module(module: nn.Module, *inputs: Any, **kwargs: Any) -> tuple[OperatorCosts, ...]:
+    """The pieces of a module in the order of their first use. Inputs and weights may be real, on `meta` or fake."""
+    recorder = _OperatorRecorder()
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        inputs, kwargs = tree_map_only(Tensor, _to_fake(fake), (inputs, kwargs))
+        with _with_fake_tensors(module, fake), _isolate_children(module, recorder), recorder:
+            recorder.enter("", module._parameters.values() if any(module.children()) else ())
+            recorder.leave(module(*inputs, **kwargs))
+    return tuple(piece for piece in recorder.operator_costs() if piece.num_ops or piece.parameters)
+
+
+class _OperatorRecorder(TorchDispatchMode):
+    """Writes down the work of each operator, to the piece that is being run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current = ""
+        self.in_backward = False
+        self.records: dict[str, dict[str, Any]] = {}
+
+    def enter(self, name: str, parameters: Iterable[Tensor | None]) -> None:
+        weights = [weight for weight in parameters if weight is not None]
+        self.records.setdefault(
+            name,
+            {
+                "name": name,
+                "parameters": sum(weight.numel() for weight in weights),
+                "parameter_bytes": sum(_bytes(weight) for weight in weights),
+                "output_bytes": 0,
+                "saved_bytes": 0,
+                "moved_bytes": 0,
+                "num_ops": 0,
+                "products": (),
+                "attention": (),
+                "backward": 0.0,
+            },
+        )
+
+    def leave(self, output: Any) -> None:
+        self.records[self.current]["output_bytes"] += sum(map(_bytes, _tensors(output)))
+
+    def operator_costs(self) -> Iterator[OperatorCosts]:
+        first, *children = self.records.values()
+        yield from (OperatorCosts(**values) for values in (*children, first))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        record, name = self.records[self.current], func.overloadpacket.__name__
+        if func.namespace != "aten" or func.is_view or name in ("_unsafe_view", "detach", "promote_types"):
+            return out
+        products = tuple(_matmuls(func.overloadpacket, args, out))
+        if self.in_backward:
+            record["backward"] += sum(product.flops for product in products)
+        else:
+            record["num_ops"] += 1
+            record["products"] += products
+            if name.startswith("_scaled_dot_product"):
+                record["attention"] += (_attention_op(func, args, kwargs or {}),)
+            elif not products:
+                reads = args[1:] + (out,) if name in LOOKUPS else args  # of a table, only the rows that are asked for
+                record["moved_bytes"] += sum(map(_bytes, _tensors((reads, kwargs, out))))
+        return out
+
+
+def _matmuls(packet: Any, args: Any, out: Any) -> Iterator[MatMul]:
+    if packet is aten.addmm or packet is aten.baddbmm:
+        args = args[1:]
+    if packet in (aten.mm, aten.addmm):
+        (rows, inner), columns = args[0].shape, args[1].shape[1]
+        yield MatMul(rows, inner, columns)
+    elif packet in (aten.bmm, aten.baddbmm):
+        (groups, rows, inner), columns = args[0].shape, args[1].shape[2]
+        yield MatMul(rows, inner, columns, groups)
+    elif packet is aten.convolution:
+        yield _convolution_matmul(out, args[1], args[-1])
+    elif packet is aten.convolution_backward:
+        for _ in filter(None, args[-1][:2]):  # gradients of its input, of its weight
+            yield _convolution_matmul(args[0], args[2], args[-2])
+
+
+def _convolution_matmul(out: Tensor, weight: Tensor, groups: int) -> MatMul:
+    kernel_numel = prod(weight.shape[2:])
+    output_positions = out.shape[0] * prod(out.shape[2:])
+    return MatMul(output_positions, weight.shape[1] * kernel_numel, weight.shape[0] // groups, groups, kernel_numel)
+
+
+def _attention_op(func: Any, args: Any, kwargs: Any) -> AttentionOp:
+    q, k, v = args[:3]
+    names = [argument.name for argument in func._schema.arguments]
+    causal = {**dict(zip(names, args)), **kwargs}.get("is_causal", False)
+    return AttentionOp(q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], causal)
+
+
+@contextmanager
+def _isolate_children(module: nn.Module, recorder: _OperatorRecorder) -> Iterator[None]:
+    """Within it, each child of the module that is called runs forward and backward on its own."""
+    children = dict(module.named_children()) or {type(module).__name__: module}
+    before = [(child, child.__dict__.get("forward")) for child in children.values()]
+    for name, child in children.items():
+        child.forward = _traced_forward(name, child, child.forward, recorder)
+    try:
+        yield
+    finally:
+        for child, forward in before:
+            del child.forward
+            if forward is not None:
+                child.forward = forward
+
+
+def _traced_forward(
+    name: str, child: nn.Module, forward: Callable[..., Any], recorder: _OperatorRecorder
+) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before, recorder.current = recorder.current, name
+        recorder.enter(name, child.parameters())
+        args, kwargs = tree_map_only(Tensor, _detached_leaf, (args, kwargs))
+        own_storages = {_storage_key(tensor) for tensor in (*child.parameters(), *child.buffers())}
+        saved: dict[int, int] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            if _storage_key(tensor) not in own_storages:
+                saved[_storage_key(tensor)] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            out = forward(*args, **kwargs)
+        recorder.leave(out)
+        recorder.records[name]["saved_bytes"] += sum(saved.values())
+        outputs = [tensor for tensor in _tensors(out) if tensor.requires_grad]
+        recorder.in_backward = True
+        if outputs:
+            torch.autograd.backward(outputs, [torch.ones_like(tensor) for tensor in outputs])
+        recorder.in_backward, recorder.current = False, before
+        return tree_map_only(Tensor, _detached_leaf, out)
+
+    return run
+
+
+@contextmanager
+def _with_fake_tensors(module: nn.Module, fake: FakeTensorMode) -> Iterator[None]:
+    """Within it, the module's parameters and buffers are fake ones."""
+    slots: list[tuple[dict[str, Any], str, Tensor]] = [
+        (container, name, tensor) for part in module.modules() for container in (part._parameters, part._buffers)
+        for name, tensor in container.items() if tensor is not None
+    ]  # fmt: skip
+    fakes: dict[int, Tensor] = {}
+    for container, name, tensor in slots:
+        if id(tensor) not in fakes:  # tied ones stay tied
+            new = _to_fake(fake)(tensor)
+            fakes[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+        container[name] = fakes[id(tensor)]
+    try:
+        yield
+    finally:
+        for container, name, tensor in slots:
+            container[name] = tensor
+
+
+def _to_fake(fake: FakeTensorMode) -> Callable[[Tensor], Tensor]:
+    def make(tensor: Tensor) -> Tensor:
+        with fake:
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        return made.requires_grad_(tensor.requires_grad and made.is_floating_point())
+
+    return make
+
+
+def _detached_leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _storage_key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

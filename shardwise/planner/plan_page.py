@@ -1,0 +1,297 @@
+"""A plan as one page: a table, memory bars, the pipeline's timeline, what lost and why. One file, nothing fetched.
+
+Drawn by hand as SVG: a plotting library would bring megabytes of script for some rectangles. The timeline is that of
+the very order of actions that training executes (`shardwise.schedules.simulate`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+from pathlib import Path
+
+from shardwise.cluster import GIB
+from shardwise.errors import LayoutError
+from shardwise.files import require_parent_folder, write_text
+from shardwise.layout import micro_batch_error
+from shardwise.planner.accuracy import ACCURACY_SENTENCE
+from shardwise.planner.costs.memory_model import RankMemory
+from shardwise.planner.estimate import Prediction
+from shardwise.planner.plan import Plan, make_estimator, time_breakdown
+from shardwise.planner.show import MEMORY_PARTS, format_exposed, title, training_summary
+from shardwise.schedules.simulate import TimelineEvent, named_program, simulate
+
+PAGE_WIDTH = 1120  # pixels of every drawing
+LABEL_WIDTH = 96  # for what stands before a bar
+MAX_ROWS = 16  # ranks that a drawing shows
+TIMELINE_PAIRS = 30  # forwards and backwards of a rank that the timeline shows
+MAX_ACTIONS = 20_000  # that are simulated at most
+MEMORY_COLOURS = dict(
+    zip(MEMORY_PARTS, ("#4e79a7", "#f28e2b", "#59a14f", "#e8c547", "#b07aa1", "#bab0ac"), strict=True)
+)
+TIME_COLOURS = ("#4e79a7", "#e15759", "#f28e2b", "#76b7b2", "#b07aa1", "#9c755f", "#e8c547", "#bab0ac")
+ACTION_STYLES = {
+    "F": ("forward", "#9ecae9"), "B": ("backward", "#ffbf79"), "I": ("backward: gradients of inputs", "#ffbf79"),
+    "W": ("backward: gradients of weights", "#a5d69a"),
+}  # fmt: skip
+STYLE = """
+body { font: 15px/1.45 system-ui, "DejaVu Sans", sans-serif; color: #1f2933; background: #fff; margin: 24px auto;
+  max-width: 1120px; padding: 0 16px }
+h1 { font-size: 22px; margin: 0 0 4px } h2 { font-size: 17px; margin: 32px 0 8px } p { margin: 6px 0 }
+table { border-collapse: collapse; width: 100%; font-size: 13px } th { background: #f0f3f6; font-weight: 600 }
+th, td { padding: 5px 8px; border-bottom: 1px solid #d5dbe1; text-align: right; vertical-align: top }
+td { white-space: nowrap } td.text { white-space: normal }
+th.text, td.text { text-align: left } tr.best td { background: #eef7ee } code { font-size: 12.5px }
+svg { display: block; width: 100%; height: auto } svg text { font-size: 12px; fill: #1f2933 } .key { font-size: 13px }
+.key i { display: inline-block; width: 12px; height: 12px; margin: 0 5px 0 14px; vertical-align: -1px }
+.dim { color: #52606d } li { margin: 2px 0 }
+"""
+
+
+def plan_page(plan: Plan) -> str:
+    """The whole document."""
+    name = "Best layout" if plan.evaluated > 1 else "Layout"
+    best = f"<code>{escape(str(plan.best.layout))}</code>"
+    fit = "" if plan.fits(plan.best) else " <strong>It does not fit.</strong>"
+    body = [
+        f"<h1>Plan: {escape(plan.job.model.name)} on {plan.devices} x {escape(plan.cluster.device.name)}</h1>",
+        f"<p class='dim'>{escape(title(plan))}</p>",
+        f"<p>{name}: {best}: {_seconds(plan.best.seconds)} a step.{fit} {escape(training_summary(plan))}</p>",
+        f"<h2>Layout{'s, best first' if plan.evaluated > 1 else ''}</h2>",
+        _layouts_table(plan),
+        "<h2>Where a step's time goes</h2>",
+        *_time_bars(plan),
+        f"<h2>Memory by pipeline rank, in GiB: {best}</h2>",
+        *_memory_bars(plan),
+        "<h2>Pipeline timeline</h2>",
+        *_pipeline_section(plan),
+        "<h2>What lost, and why</h2>",
+        _bullet_list(plan.near_misses or ("Nothing was searched: one layout was judged.",)),
+        "<h2>Assumptions and error</h2>",
+        _bullet_list(_assumptions(plan)),
+    ]
+    head = f"<meta charset='utf-8'/><title>Plan: {escape(plan.job.model.name)}</title><style>{STYLE}</style>"
+    return f"<!DOCTYPE html>\n<html lang='en'><head>{head}</head>\n<body>\n" + "\n".join(body) + "\n</body></html>\n"
+
+
+def write_page(plan: Plan, path: Path) -> None:
+    require_parent_folder(path)
+    write_text(path, plan_page(plan))
+
+
+def _bullet_list(lines: Iterable[str]) -> str:
+    return "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def _layouts_table(plan: Plan) -> str:
+    unit = plan.job.model.throughput_unit
+    heads = ("#", "layout", "step", f"{unit}/s and device", "model TFLOP/s", "hardware TFLOP/s", "of peak", "GiB",
+             "bubble", "traffic that nothing hides", "why not first")  # fmt: skip
+    words = ("layout", "traffic that nothing hides", "why not first")
+    rows = []
+    for number, (one, why) in enumerate(zip(plan.layouts, plan.reasons, strict=True)):
+        cells = (
+            str(number + 1), str(one.layout), _seconds(one.seconds), f"{plan.tokens_per_second(one):.4g}",
+            f"{plan.flops(one) / 1e12:.3g}", f"{plan.hardware_flops(one) / 1e12:.3g}",
+            f"{100 * plan.mfu(one):.0f}%", f"{one.peak_memory / GIB:.1f}", f"{100 * one.bubble:.1f}%",
+            format_exposed(one), why,
+        )  # fmt: skip
+        row = ""
+        for head, cell in zip(heads, cells, strict=True):
+            text = f"<code>{escape(cell)}</code>" if head == "layout" else escape(cell)
+            row += f"<td{_text_cell_class(head in words)}>{text}</td>"
+        rows.append(f"<tr{_best_row_class(number == 0)}>{row}</tr>")
+    first = "".join(f"<th{_text_cell_class(head in words)}>{escape(head)}</th>" for head in heads)
+    return f"<table><thead><tr>{first}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _best_row_class(first: bool) -> str:
+    return " class='best'" if first else ""
+
+
+def _text_cell_class(text: bool) -> str:
+    return " class='text'" if text else ""
+
+
+# Bars
+
+
+def _legend(colours: dict[str, str]) -> str:
+    return (
+        "<p class='key'>" + "".join(f"<i style='background:{c}'></i>{escape(n)}" for n, c in colours.items()) + "</p>"
+    )
+
+
+def _svg(height: float, shapes: Iterable[str], label: str) -> str:
+    box = f"viewBox='0 0 {PAGE_WIDTH} {height:.0f}' role='img' aria-label='{escape(label)}'"
+    return f"<svg xmlns='http://www.w3.org/2000/svg' {box}>{''.join(shapes)}</svg>"
+
+
+def _rect(x: float, y: float, width: float, height: float, colour: str, note: str, edge: str = "#fff") -> str:
+    place = f"x='{x:.1f}' y='{y:.1f}' width='{max(width, 0.1):.1f}' height='{height}'"
+    return f"<rect {place} fill='{colour}' stroke='{edge}' stroke-width='0.6'><title>{escape(note)}</title></rect>"
+
+
+def _text(x: float, y: float, words: str, anchor: str = "start", more: str = "") -> str:
+    return f"<text x='{x:.1f}' y='{y:.1f}' text-anchor='{anchor}'{more}>{escape(words)}</text>"
+
+
+def _bar(
+    y: float, name: str, values: dict[str, float], colours: dict[str, str], scale: float, unit: str
+) -> Iterator[str]:
+    yield _text(LABEL_WIDTH - 8, y + 15, name, "end")
+    x = float(LABEL_WIDTH)
+    for part, value in values.items():
+        yield _rect(x, y, value * scale, 20, colours[part], f"{part}: {value:.3g} {unit}")
+        x += value * scale
+    yield _text(PAGE_WIDTH - 4, y + 15, f"{sum(values.values()):.3g}", "end")
+
+
+def _time_bars(plan: Plan) -> Iterator[str]:
+    """A bar for each layout of the table."""
+    shares = [{part: max(0.0, value) for part, value in time_breakdown(one).items()} for one in plan.layouts]
+    shares = [{"computing": one["computing"], **one} for one in shares]
+    names = list(
+        dict.fromkeys(name for one in shares for name, value in one.items() if value > 0.001 * sum(one.values()))
+    )
+    colours = dict(zip(names, TIME_COLOURS, strict=False))
+    shares = [{name: one[name] for name in names if name in one} for one in shares]
+    scale = (PAGE_WIDTH - LABEL_WIDTH - 60) / max(sum(one.values()) for one in shares)
+    yield _legend(colours)
+    bars = (_bar(26 * n, f"# {n + 1}", one, colours, scale, "s") for n, one in enumerate(shares))
+    yield _svg(26 * len(shares) + 4, (shape for bar in bars for shape in bar), "seconds of a step by what they go to")
+
+
+def _memory_bars(plan: Plan) -> Iterator[str]:
+    """A bar for each pipeline rank, and the device's limit."""
+    limit, memories = plan.cluster.device.memory / GIB, plan.best.memory
+    shown = _shown_ranks(len(memories))
+    scale = (PAGE_WIDTH - LABEL_WIDTH - 60) / max(limit, *(one.total / GIB for one in memories))
+    edge, bottom = LABEL_WIDTH + limit * scale, 20 + 26 * len(shown)
+    shapes = [_text(edge, 12, f"limit {limit:.3g}", "end" if edge > PAGE_WIDTH / 2 else "start")]
+    for row, rank in enumerate(shown):
+        shapes += _bar(20 + 26 * row, f"rank {rank}", _memory_gib(memories[rank]), MEMORY_COLOURS, scale, "GiB")
+    shapes.append(f"<line x1='{edge:.1f}' y1='16' x2='{edge:.1f}' y2='{bottom}' stroke='#c0392b' stroke-width='2'/>")
+    yield _legend(MEMORY_COLOURS)
+    yield _svg(bottom + 4, shapes, "memory by pipeline rank")
+    if len(shown) < len(memories):
+        yield f"<p class='dim'>{len(shown)} of {len(memories)} pipeline ranks: the first and the last.</p>"
+
+
+def _shown_ranks(count: int) -> Sequence[int]:
+    return range(count) if count <= MAX_ROWS else [*range(MAX_ROWS // 2), *range(count - MAX_ROWS // 2, count)]
+
+
+def _memory_gib(memory: RankMemory) -> dict[str, float]:
+    return {part: getattr(memory, part) / GIB for part in MEMORY_PARTS}
+
+
+# The timeline
+
+
+def _pipeline_section(plan: Plan) -> Iterator[str]:
+    """Of the best layout, or of the best with a pipeline."""
+    prediction = next((prediction for prediction in plan.layouts if prediction.layout.pipeline > 1), None)
+    if prediction is None:
+        yield "<p>None of these layouts has a pipeline: every rank runs all layers, micro-batch after micro-batch.</p>"
+        return
+    if prediction is not plan.best:
+        yield "<p>The best layout has no pipeline. This is the best of the table that has one:</p>"
+    yield f"<p><code>{escape(str(prediction.layout))}</code></p>"
+    yield from _timeline_chart(plan, prediction)
+
+
+def _timeline_chart(plan: Plan, prediction: Prediction) -> Iterator[str]:
+    layout, estimator = prediction.layout, make_estimator(plan.job, plan.cluster)
+    micro_batches = estimator.micro_batches(layout)
+    count = _simulated_micro_batches(plan, prediction, micro_batches)
+    if estimator.is_auto_schedule(layout):
+        count, simulation = micro_batches, estimator.auto_schedule(layout).simulation
+    else:
+        program = named_program(layout.schedule, layout.pipeline, layout.stages_per_rank, count)
+        simulation = simulate(program, estimator.stage_costs(layout))
+    events = simulation.timeline
+    rows = min(layout.pipeline, MAX_ROWS)
+    first = layout.pipeline - rows  # the last ranks: forwards and backwards meet there soonest
+    begin = min(event.start for event in events if event.rank >= first)
+    until = min(simulation.seconds, begin + TIMELINE_PAIRS * max(_micro_batch_spans(events, first)))
+    if simulation.seconds - begin < 1.3 * (until - begin):
+        until = simulation.seconds
+    scale = (PAGE_WIDTH - LABEL_WIDTH - 8) / (until - begin)
+    shown = [event for event in events if event.rank >= first and event.start < until]
+    yield _legend(dict(ACTION_STYLES[event.kind] for event in shown))
+    shapes = [_text(LABEL_WIDTH - 8, 26 * rank + 16, f"rank {first + rank}", "end") for rank in range(rows)]
+    for event in shown:
+        end = min(event.end, until)
+        place = LABEL_WIDTH + (event.start - begin) * scale, 26.0 * (event.rank - first), (end - event.start) * scale
+        shapes += _action_rect(event, *place, event.stage >= layout.pipeline)
+    for tick in range(9):
+        moment, anchor = (until - begin) * tick / 8, "start" if tick == 0 else "end" if tick == 8 else "middle"
+        word = _seconds(begin + moment) if begin + moment else "0"
+        shapes.append(_text(LABEL_WIDTH + moment * scale, 26 * rows + 18, word, anchor))
+    yield _svg(26 * rows + 24, shapes, "timeline of the pipeline")
+    yield f"<p class='dim'>{escape(_timeline_caption(rows, layout.pipeline, begin, until, simulation.seconds, count, micro_batches))}</p>"
+
+
+def _simulated_micro_batches(plan: Plan, prediction: Prediction, micro_batches: int) -> int:
+    """Micro-batches to simulate: all, or as many as the schedule takes of a number that can be drawn."""
+    layout = prediction.layout
+    most = max(2 * layout.pipeline, MAX_ACTIONS // (3 * layout.stage_count))
+    counts = (count for count in range(min(micro_batches, most), 0, -1) if micro_batch_error(layout, count) is None)
+    found = next(counts, None)
+    if found is None:
+        raise LayoutError(f"layout '{layout}' runs no number of micro-batches.")
+    return found
+
+
+def _micro_batch_spans(events: Sequence[TimelineEvent], rank: int) -> list[float]:
+    """Seconds of forward and backward of one micro-batch of each stage of a rank."""
+    found: dict[int, dict[str, float]] = {}
+    for event in events:
+        if event.rank == rank:
+            found.setdefault(event.stage, {})[event.kind] = event.end - event.start
+    return [sum(kinds.values()) for kinds in found.values()]
+
+
+def _action_rect(event: TimelineEvent, x: float, y: float, width: float, later: bool) -> Iterator[str]:
+    """A rectangle, with the number of its micro-batch if that fits; marked if it is not of its rank's first stage."""
+    name, colour = ACTION_STYLES[event.kind]
+    note = f"{name}, stage {event.stage}, micro-batch {event.micro_batch}: {_seconds(event.end - event.start)}"
+    number = str(event.micro_batch)
+    yield _rect(x, y, width, 22, colour, note)
+    if later:
+        yield f"<rect x='{x:.1f}' y='{y:.1f}' width='{max(width, 0.1):.1f}' height='4' fill='#1f2933' opacity='0.45'/>"
+    if width >= 7 * len(number) + 3:
+        yield _text(x + width / 2, y + 16, number, "middle", " style='font-size:11px'")
+
+
+def _timeline_caption(
+    rows: int, ranks: int, begin: float, end: float, total_seconds: float, count: int, micro_batches: int
+) -> str:
+    words = ["Numbers are micro-batches; a dark upper edge marks stages after a rank's first; gaps are the bubble."]
+    if rows < ranks:
+        words.append(f"Shown: the last {rows} of {ranks} pipeline ranks, from where the first of them starts.")
+    if end < total_seconds:
+        words.append(f"Shown: {_seconds(end - begin)} of {_seconds(total_seconds)}.")
+    if count < micro_batches:
+        words.append(f"Simulated with {count} of the {micro_batches} micro-batches.")
+    return " ".join(words)
+
+
+def _assumptions(plan: Plan) -> Iterator[str]:
+    device, cluster = plan.cluster.device, plan.cluster
+    links = f"{cluster.inner.bandwidth / 1e9:.3g} GB/s within groups of {cluster.domain_size}"
+    kind = "measured by calibrate" if cluster.measured else "fitted shares of the data sheet's peaks"
+    rate = device.peak_flops(plan.shape.precision(plan.job.precision)) / 1e12
+    yield ACCURACY_SENTENCE
+    yield (
+        f"{device.name}: {rate:.4g} TFLOP/s in {plan.job.precision}, {device.memory / GIB:.0f} GiB at "
+        f"{device.bandwidth / 1e9:.4g} GB/s; links: {links}, {cluster.outer.bandwidth / 1e9:.3g} GB/s between them; "
+        f"efficiencies: {kind}."
+    )
+    yield "All devices are alike and healthy; no time for data, checkpoints, validation or failures."
+    yield "Memory counts a reserve for the allocator, the driver and the communication library."

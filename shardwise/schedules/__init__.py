@@ -1,0 +1,1 @@
+"""Pipeline schedules: named, simulated, in closed form and synthesised."""

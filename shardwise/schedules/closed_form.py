@@ -1,0 +1,274 @@
+"""Seconds of a pipeline step without simulating it: microseconds, so that a search can ask for every layout.
+
+The time of a schedule is that of its longest path through actions that wait for each other. For even stages there are
+few kinds of longest path, and `closed_form` is the largest of them: extra forwards, input halves, weight halves and
+transfers beside what every rank is busy with. They were read off simulated schedules. Each is a path, so none is ever
+too long; where a kind is left out the form is a lower bound. It is exact
+
+- without transfers, except for zbv with pipeline < micro-batches < 2 x pipeline - 1, and for zero-bubble with several
+  stages a rank and fewer micro-batches than ranks;
+- with transfers for gpipe, 1f1b and zero-bubble with one stage a rank; for the others while transfers are short.
+
+For uneven stages `bound` adds, rank by rank, what it must compute, the time until it can start and the time that others
+need after it. It is never above the simulation; for gpipe it is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import inf
+
+from shardwise.layout import FULL_BACKWARD, SPLIT_BACKWARD, V_SHAPED
+from shardwise.schedules.simulate import StageCosts
+
+CriticalPath = tuple[int, int, int, int]
+"""Forwards, input halves and weight halves beside a rank's own work; transfers."""
+
+
+def closed_form(
+    schedule: str, ranks: int, virtual: int, micro_batches: int,
+    forward: float, backward_input: float, backward_weight: float, transfer: float = 0.0, overlap_p2p: bool = True,
+) -> float:  # fmt: skip
+    """Seconds of a step with even stages; times are those of one stage and one micro-batch.
+
+    Not overlapped (see `simulate`) it is exact for gpipe and 1f1b and a loose lower bound for the others.
+    """
+    work = micro_batches * virtual * (forward + backward_input + backward_weight)
+    if ranks == 1:
+        return work
+    if schedule in ("gpipe", "1f1b"):
+        paths = [_single_path(schedule, ranks, micro_batches, overlap_p2p)]
+    else:
+        paths = CRITICAL_PATHS[schedule](ranks, virtual, micro_batches)
+    return work + max([f * forward + b * backward_input + w * backward_weight + t * transfer for f, b, w, t in paths])
+
+
+def _single_path(schedule: str, p: int, m: int, overlap_p2p: bool) -> CriticalPath:
+    extra = p - 1
+    if schedule == "gpipe":
+        transfers = 2 * extra if overlap_p2p else 2 * (p + m - 2)
+    elif overlap_p2p:
+        transfers = _zigzag_transfers(p, m)
+    else:
+        transfers = 2 * (p + m) - 5 if p > 2 else m + 1
+    return extra, extra, extra, transfers
+
+
+def _zigzag_transfers(p: int, m: int) -> int:
+    """Transfers on the longest path of 1f1b: down, up, and as often down and up again as micro-batches allow."""
+    rounds = -(-(m - 1) // p)
+    return 2 * (p - 1 + m - 1 - rounds)
+
+
+def _interleaved_paths(p: int, v: int, m: int) -> list[CriticalPath]:
+    extra = p - 1 if m >= p else v * p - 1 + m - m * v
+    # Rounds of just p micro-batches come back to a rank when it needs them; in longer ones there is time for transfers.
+    transfers = 2 * (p - 1) if m > p and m % p else 2 * (v * p - 1)
+    return [(extra, extra, extra, transfers)]
+
+
+def _zero_bubble_paths(p: int, v: int, m: int) -> list[CriticalPath]:
+    n = p - 1
+    if v > 1 and m < p:
+        extra = v * p - 1 + m - m * v
+        return [(extra, extra, 1 - m * v, 2 * (v * p - 1)), (extra, 1, 0, n), (extra - m + 1, n, 0, n)]
+    warmup = min(m - 1, n)
+    turns = 0 if m > p and m % p else (v - 1) * p
+    down = min(4 * n, _zigzag_transfers(p, m)) + turns
+    paths = [(n - warmup, n, 0, 2 * n + turns), (n, n - warmup, 0, down - warmup), (n, n, -warmup, down)]
+    if v == 1 and m > p:
+        zigzag = _zigzag_transfers(p, m)
+        rounds = -(-(m - 1) // p) + 1
+        paths += [(n, 0, rounds - m + n, zigzag - n), (n, n, rounds - m, zigzag)]
+    return paths
+
+
+def _zbv_paths(p: int, v: int, m: int) -> list[CriticalPath]:
+    n = p - 1
+    if m <= p:
+        warmup = m - 1
+        return [
+            (2 * n - 2 * warmup, 2 * n, 0, 4 * n),
+            (2 * n - warmup, 2 * n - warmup, 0, 4 * n - 2 * warmup),
+            (2 * n, 2 * n - 3 * warmup, -warmup, 4 * n - 2 * warmup),
+            (2 * n, 2 * n - 2 * warmup, -2 * warmup, 4 * n),
+        ]
+    if m < 2 * p - 1:
+        j = m - p
+        return [
+            (0, n + 1 - j, j - 1, n),
+            (0, 2 * n, -2 * j, 4 * n),
+            (n + 1 - j, 0, j - 1, n),
+            (n + j - 1, 1 - j, 0, n),
+            (n + j - 1, n + 1 - j, -2 * j, n),
+            (n + j, -j, -1, n),
+            (2 * n, -n, -n, n),
+            (2 * n, 0, -2 * n - 1, 4 * n),
+        ]
+    return [
+        (0, 1, n - 1, 3 * n),
+        (0, n, 0, 5 * n - 2),
+        (0, n, -1, 5 * n),
+        (0, 2 * n, -2 * n, 6 * n - 2),
+        (0, 2 * n, -2 * n - 1, 6 * n),
+        (1, 0, n - 1, 3 * n - 2),
+        (n - 1, 1, 0, 5 * n - 2),
+        (n - 1, n + 1, -2 * n, 6 * n - 2),
+        (n, 0, -1, 5 * n),
+        (n, n, -2 * n - 1, 6 * n),
+        (2 * n - 1, 1 - n, 0, 3 * n - 2),
+        (2 * n - 1, 1, -2 * n, 4 * n - 2),
+        (2 * n, -n, -1, 3 * n),
+        (2 * n, 0, -2 * n - 1, 4 * n),
+    ]
+
+
+def _dualpipev_paths(p: int, v: int, m: int) -> list[CriticalPath]:
+    n, zigzag = p - 1, _zigzag_transfers(p, m)
+    return [
+        (n - 1, n, 0, zigzag + n),
+        (n - 1, 2 * n, -n, zigzag + 2 * n),
+        (2 * n, 0, 0, zigzag - n),
+        (2 * n, n, -n, zigzag),
+    ]
+
+
+CRITICAL_PATHS = {
+    "interleaved": _interleaved_paths,
+    "zero-bubble": _zero_bubble_paths,
+    "zbv": _zbv_paths,
+    "dualpipev": _dualpipev_paths,
+}
+
+
+def lower_bound(schedule: str, ranks: int, virtual: int, micro_batches: int, costs: StageCosts) -> float:
+    """Seconds of a step: exact for even stages (but for the cases above), never too long for others."""
+    times = costs.forward, costs.backward_input, costs.backward_weight
+    f, b, w = map(min, times)
+    least = closed_form(schedule, ranks, virtual, micro_batches, f, b, w)
+    if (f, b, w) == tuple(map(max, times)):
+        return least
+    return max(least, uneven_lower_bound(schedule, ranks, virtual, micro_batches, costs))
+
+
+def upper_bound(schedule: str, ranks: int, virtual: int, micro_batches: int, costs: StageCosts) -> float:
+    """Seconds that a step without transfers takes at most: with every stage as slow as the slowest of them."""
+    below_warmup = ranks < micro_batches < 2 * ranks - 1 if schedule == "zbv" else micro_batches < ranks
+    if below_warmup and schedule in SPLIT_BACKWARD:
+        return inf  # where the closed form may be too short
+    f, b, w = map(max, (costs.forward, costs.backward_input, costs.backward_weight))
+    return closed_form(schedule, ranks, virtual, micro_batches, f, b, w)
+
+
+def uneven_lower_bound(
+    schedule: str, ranks: int, virtual: int, micro_batches: int, costs: StageCosts, overlap_p2p: bool = True
+) -> float:
+    """Seconds that a step with these stages takes at least."""
+    forward, backward_input, backward_weight, transfers = (
+        costs.forward,
+        costs.backward_input,
+        costs.backward_weight,
+        costs.transfer,
+    )
+    if ranks == 1:
+        return micro_batches * (sum(forward) + sum(backward_input) + sum(backward_weight))
+    if schedule in V_SHAPED:
+        transfers = [*transfers[: ranks - 1], 0.0, *transfers[ranks:]]
+    if not overlap_p2p:  # a receive then is part of the action that waits for it
+        forward = [f + hop for f, hop in zip(forward, (0.0, *transfers))]
+        backward_input = [b + hop for b, hop in zip(backward_input, (*transfers, 0.0))]
+        transfers = [0.0] * len(transfers)
+    if schedule in FULL_BACKWARD:
+        backward = [b + w for b, w in zip(backward_input, backward_weight)]
+        if schedule == "1f1b":
+            return _lower_bound_1f1b(forward, backward, transfers, micro_batches)
+        once = sum(forward) + sum(backward) + 2 * sum(transfers)
+        if schedule == "gpipe":
+            return once + (micro_batches - 1) * (max(forward) + max(backward))
+        return max(once, _lower_bound_interleaved(forward, backward, transfers, ranks, micro_batches))
+    return _lower_bound_split_backward(
+        schedule, forward, backward_input, backward_weight, transfers, ranks, micro_batches
+    )
+
+
+def _lower_bound_1f1b(forward: Sequence[float], backward: Sequence[float], transfers: Sequence[float], m: int) -> float:
+    """By rank: until its first backward, its steady part, from its last forward on; and what earlier ranks add."""
+    best, before_and_after, round_trip = 0.0, 0.0, sum(forward) + sum(backward) + 2 * sum(transfers)
+    warmup = len(forward)
+    for f, b, hop in zip(forward, backward, (*transfers, 0.0)):
+        both = f + b
+        round_trip -= both  # a micro-batch through all later stages and back
+        warmup_idle = round_trip - (warmup - 1) * f
+        cooldown_idle = round_trip - (warmup - 1) * b
+        if m == warmup:
+            idle = warmup_idle if warmup_idle > cooldown_idle else cooldown_idle
+            total = before_and_after + m * both + (idle if idle > 0 else 0.0)
+        else:
+            total = (
+                before_and_after
+                + m * both
+                + (warmup_idle if warmup_idle > 0 else 0.0)
+                + (cooldown_idle if cooldown_idle > 0 else 0.0)
+            )
+        if total > best:
+            best = total
+        before_and_after += both + 2 * hop
+        round_trip -= 2 * hop
+        warmup -= 1
+    return best
+
+
+def _lower_bound_interleaved(
+    forward: Sequence[float], backward: Sequence[float], transfers: Sequence[float], p: int, m: int
+) -> float:
+    """By rank: its work, what earlier ranks do before it can start, what they do after it is done."""
+    outer = accumulate((f + b + 2 * hop for f, b, hop in zip(forward[: p - 1], backward, transfers)), initial=0.0)
+    return max([lead + m * work for lead, work in zip(outer, _sum_by_rank("interleaved", forward, backward, p))])
+
+
+def _sum_by_rank(schedule: str, one: Sequence[float], other: Sequence[float], p: int) -> list[float]:
+    """Both costs of a rank's stages."""
+    both = [a + b for a, b in zip(one, other)]
+    if schedule in V_SHAPED:
+        return [a + b for a, b in zip(both[:p], both[::-1])]
+    return both if len(both) == p else [sum(both[rank::p]) for rank in range(p)]
+
+
+def _lower_bound_split_backward(
+    schedule: str,
+    forward: Sequence[float],
+    backward_input: Sequence[float],
+    backward_weight: Sequence[float],
+    transfers: Sequence[float],
+    p: int,
+    m: int,
+) -> float:
+    """By rank: all of its work; or its forwards and input halves, and what follows the last of them."""
+    inner = sum(forward) + sum(backward_input) + 2 * sum(transfers)
+    best = inner + (m - 1) * forward[0] + backward_weight[0]  # the last micro-batch alone
+    forward_and_input = _sum_by_rank(schedule, forward, backward_input, p)
+    weights = _sum_by_rank(schedule, backward_weight, [0.0] * len(backward_weight), p)
+    # Weight halves that the order leaves behind a rank's last input half, of its first stage and of its last.
+    is_steady = m >= p if schedule == "zero-bubble" else schedule == "zbv" and m >= 2 * p - 1
+    is_zbv, single_stage_zero_bubble = schedule == "zbv", schedule == "zero-bubble" and len(forward) == p
+    lead_in = lead_out = (
+        0.0  # what earlier ranks do before the first forward of this one, and after its last input half
+    )
+    for rank, hop in zip(range(p), (*transfers, 0.0)):
+        f, b, w = forward[rank], backward_input[rank], backward_weight[rank]
+        work = lead_in + m * forward_and_input[rank]
+        trailing_weight = (
+            (rank + 1) * w + (rank * backward_weight[-1 - rank] if is_zbv else 0.0) if is_steady else m * weights[rank]
+        )
+        idle = lead_out + backward_weight[0] - trailing_weight if rank else 0.0
+        if single_stage_zero_bubble and m >= p - rank:  # between its first forwards and its first input half
+            first_wait = inner - b - (p - rank) * f
+            idle = first_wait if first_wait > idle else idle
+        total = work + m * weights[rank] + (idle if idle > 0 else 0.0)
+        if total > best:
+            best = total
+        inner -= f + b + 2 * hop
+        lead_in += f + hop
+        lead_out += b + hop
+    return best

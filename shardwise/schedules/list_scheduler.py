@@ -1,0 +1,212 @@
+"""Actions of a pipeline laid out in time by rules: each as soon as its inputs are there and its rank is free.
+
+One pass in order of time. Whenever a rank is free it chooses: a forward while it is not too far ahead of its backwards
+and there is room, else a backward, else a weight half if that fits before the next input arrives. `synthesize` tries
+many settings of the rules.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import inf
+
+from shardwise.errors import LayoutError
+from shardwise.schedules.simulate import Action, PipelineProgram, StageCosts
+
+LOOP_PLACEMENT, V_PLACEMENT = "loop", "v"
+
+
+@dataclass(frozen=True)
+class SchedulingProblem:
+    """What is to be scheduled."""
+
+    costs: StageCosts
+    ranks: int
+    micro_batches: int
+    activation_sizes: tuple[float, ...] = ()
+    """What a micro-batch in flight holds, by stage; 1 for each where nothing is given."""
+    memory_limits: tuple[float, ...] = ()
+    """The most that a rank may hold; any number where nothing is given."""
+    retained_fraction: float = 1.0
+    """The share that is held after the input half of a backward (see `PipelineProgram.peak`)."""
+    split_backward: bool = True
+    """Whether a backward may run in two halves."""
+    overlap_p2p: bool = True
+    """Whether transfers hide behind computation (see `simulate`)."""
+
+    def __post_init__(self) -> None:
+        if self.costs.stages % self.ranks:
+            raise LayoutError(f"{self.costs.stages} stages do not divide over {self.ranks} ranks; each holds as many.")
+        object.__setattr__(self, "activation_sizes", tuple(self.activation_sizes) or (1.0,) * self.costs.stages)
+        object.__setattr__(self, "memory_limits", tuple(self.memory_limits) or (inf,) * self.ranks)
+
+    @property
+    def virtual(self) -> int:
+        return self.costs.stages // self.ranks
+
+    def stage_to_rank(self, placement: str) -> list[int]:
+        """The rank of each stage."""
+        first_to_last = list(range(self.ranks))
+        return first_to_last + first_to_last[::-1] if placement == V_PLACEMENT else first_to_last * self.virtual
+
+    def fits(self, program: PipelineProgram) -> bool:
+        slack = 1.0 + 1e-9
+        return all(
+            peak <= limit * slack
+            for peak, limit in zip(
+                program.peak_memory(self.activation_sizes, self.retained_fraction), self.memory_limits
+            )
+        )
+
+
+@dataclass(frozen=True)
+class PriorityRules:
+    """How a rank chooses among actions whose inputs are there."""
+
+    max_in_flight: tuple[int, ...]
+    """By rank, forwards ahead of input halves: below it forwards go first, at it none may start."""
+    min_gap_fraction: float = 0.0
+    """The share of a weight half that must fit before the next input arrives."""
+    later_stages_first: bool = True
+    """Whether forwards of later stages go before those of earlier ones."""
+    split_backward: bool = True
+
+
+def list_schedule(problem: SchedulingProblem, placement: str, rules: PriorityRules) -> dict[int, list[Action]] | None:
+    """Actions as soon as they can start, by `rules`; None where memory leaves no way on."""
+    return _ListScheduler(problem, placement, rules).run()
+
+
+class _ListScheduler:
+    """The state of `list_schedule`."""
+
+    def __init__(self, problem: SchedulingProblem, placement: str, rules: PriorityRules):
+        costs, m = problem.costs, problem.micro_batches
+        self.problem, self.rules = problem, rules
+        self.stage_to_rank = problem.stage_to_rank(placement)
+        self.stages_by_rank = [
+            [s for s, rank in enumerate(self.stage_to_rank) if rank == r] for r in range(problem.ranks)
+        ]
+        hops = [0.0 if a == b else hop for a, b, hop in zip(self.stage_to_rank, self.stage_to_rank[1:], costs.transfer)]
+        forward_transfer, backward_transfer = [0.0, *hops], [*hops, 0.0]
+        self.forward, self.backward_input = list(costs.forward), list(costs.backward_input)
+        if not problem.overlap_p2p:  # a receive then is part of the action that waits for it
+            self.forward = [f + hop for f, hop in zip(self.forward, forward_transfer)]
+            self.backward_input = [b + hop for b, hop in zip(self.backward_input, backward_transfer)]
+            forward_transfer = backward_transfer = [0.0] * costs.stages
+        self.forward_transfer, self.backward_transfer = forward_transfer, backward_transfer
+        # When the input of each stage's forward and backward is there, by micro-batch.
+        self.forward_ready_at = [[0.0 if s == 0 else inf] * m for s in range(costs.stages)]
+        self.backward_ready_at = [[inf] * m for _ in range(costs.stages)]
+        self.next_forward, self.next_backward = [0] * costs.stages, [0] * costs.stages
+        self.pending_weights: list[deque[tuple[int, int]]] = [deque() for _ in range(problem.ranks)]
+        self.in_flight, self.memory_used, self.free_at = (
+            [0] * problem.ranks,
+            [0.0] * problem.ranks,
+            [0.0] * problem.ranks,
+        )
+        self.order: dict[int, list[Action]] = {rank: [] for rank in range(problem.ranks)}
+        self.events: list[tuple[float, int]] = []
+
+    def run(self) -> dict[int, list[Action]] | None:
+        for rank in range(self.problem.ranks):
+            heappush(self.events, (0.0, rank))
+        while self.events:
+            now, rank = heappop(self.events)
+            if now >= self.free_at[rank]:
+                self._schedule_next(rank, now)
+        m = self.problem.micro_batches
+        done = all(n == m for n in self.next_backward) and not any(self.pending_weights)
+        return self.order if done else None
+
+    def _schedule_next(self, rank: int, now: float) -> None:
+        forward, forward_at, blocked = self._next_forward(rank, now)
+        backward, backward_at = self._next_backward(rank)
+        pending, next_input_at = self.pending_weights[rank], min(forward_at, backward_at)
+        if forward_at <= now:
+            self._start_forward(rank, forward, now)
+        elif blocked and pending:  # makes room
+            self._start_weight(rank, now)
+        elif backward_at <= now:
+            self._start_backward(rank, backward, now)
+        elif (
+            pending
+            and next_input_at - now >= self.rules.min_gap_fraction * self.problem.costs.backward_weight[pending[0][0]]
+        ):
+            self._start_weight(rank, now)
+        elif next_input_at < inf:
+            heappush(self.events, (next_input_at, rank))
+
+    def _next_forward(self, rank: int, now: float) -> tuple[int, float, bool]:
+        """The stage to run next, when its input is there, and whether only memory is in the way of another."""
+        if self.in_flight[rank] >= self.rules.max_in_flight[rank]:
+            return -1, inf, False
+        room = self.problem.memory_limits[rank] * (1.0 + 1e-9) - self.memory_used[rank]
+        options: list[tuple[float, int]] = []
+        blocked = False
+        for stage in reversed(self.stages_by_rank[rank]):
+            micro_batch = self.next_forward[stage]
+            if micro_batch < self.problem.micro_batches:
+                at = self.forward_ready_at[stage][micro_batch]
+                if self.problem.activation_sizes[stage] <= room:
+                    options.append((at, stage))
+                elif at <= now:
+                    blocked = True
+            room -= self.problem.activation_sizes[stage]  # so that a micro-batch finds room on this rank's later stages
+        ready = [stage for at, stage in options if at <= now]
+        if ready:
+            return ready[0] if self.rules.later_stages_first else ready[-1], now, blocked
+        at, stage = min(options, default=(inf, -1))
+        return stage, at, blocked
+
+    def _next_backward(self, rank: int) -> tuple[int, float]:
+        best, at = -1, inf
+        for stage in self.stages_by_rank[rank]:
+            micro_batch = self.next_backward[stage]
+            if micro_batch < self.next_forward[stage] and self.backward_ready_at[stage][micro_batch] < at:
+                best, at = stage, self.backward_ready_at[stage][micro_batch]
+        return best, at
+
+    def _start_forward(self, rank: int, stage: int, now: float) -> None:
+        micro_batch = self.next_forward[stage]
+        self.next_forward[stage] += 1
+        self.in_flight[rank] += 1
+        self.memory_used[rank] += self.problem.activation_sizes[stage]
+        end = self._append_action(rank, stage, "F", micro_batch, now, self.forward[stage])
+        if stage + 1 < len(self.stage_to_rank):
+            self._deliver(self.forward_ready_at, stage + 1, micro_batch, end + self.forward_transfer[stage + 1])
+        else:
+            self.backward_ready_at[stage][micro_batch] = end
+
+    def _start_backward(self, rank: int, stage: int, now: float) -> None:
+        micro_batch = self.next_backward[stage]
+        self.next_backward[stage] += 1
+        self.in_flight[rank] -= 1
+        size, weight = self.problem.activation_sizes[stage], self.problem.costs.backward_weight[stage]
+        if self.rules.split_backward:
+            self.memory_used[rank] -= size * (1.0 - self.problem.retained_fraction)
+            self.pending_weights[rank].append((stage, micro_batch))
+            end = self._append_action(rank, stage, "I", micro_batch, now, self.backward_input[stage])
+        else:
+            self.memory_used[rank] -= size
+            end = self._append_action(rank, stage, "B", micro_batch, now, self.backward_input[stage] + weight)
+        if stage:
+            self._deliver(self.backward_ready_at, stage - 1, micro_batch, end + self.backward_transfer[stage - 1])
+
+    def _start_weight(self, rank: int, now: float) -> None:
+        stage, micro_batch = self.pending_weights[rank].popleft()
+        self.memory_used[rank] -= self.problem.activation_sizes[stage] * self.problem.retained_fraction
+        self._append_action(rank, stage, "W", micro_batch, now, self.problem.costs.backward_weight[stage])
+
+    def _append_action(self, rank: int, stage: int, kind: str, micro_batch: int, now: float, seconds: float) -> float:
+        self.order[rank].append(Action(stage, kind, micro_batch))
+        self.free_at[rank] = now + seconds
+        heappush(self.events, (now + seconds, rank))
+        return now + seconds
+
+    def _deliver(self, ready: list[list[float]], stage: int, micro_batch: int, at: float) -> None:
+        ready[stage][micro_batch] = at
+        rank = self.stage_to_rank[stage]
+        heappush(self.events, (max(at, self.free_at[rank]), rank))

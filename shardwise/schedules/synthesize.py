@@ -1,0 +1,340 @@
+"""A schedule made for the stages that there are, where those with a name are made for even ones.
+
+Stages are seldom even: the first holds the embedding, the last the head, layers do not divide. `synthesize` lays out
+actions in time by a few rules, rank by rank, as soon as their inputs arrive, and tries many settings of the rules; then
+it takes the longest path through the best result apart. Schedules with a name that fit are among the candidates, so
+what it returns is never slower in simulation than the best of them, and no rank ever holds more than it may.
+
+The search is counted in simulated actions, not in seconds: every rank of a run finds the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import ceil
+from random import Random
+
+from shardwise.console import pluralize
+from shardwise.errors import LayoutError
+from shardwise.layout import AUTO_SCHEDULES, V_SHAPED, Layout, micro_batch_error
+from shardwise.schedules.list_scheduler import (
+    LOOP_PLACEMENT,
+    V_PLACEMENT,
+    PriorityRules,
+    SchedulingProblem,
+    list_schedule,
+)
+from shardwise.schedules.simulate import Action, PipelineProgram, Simulation, build_program, named_program, simulate
+
+GAP_FRACTIONS = (0.0, 0.5, 1.0)
+TOLERANCE = 2e-3  # an order within this share of the least time that there can be is good enough
+
+
+@dataclass(frozen=True)
+class SynthesizedSchedule:
+    """The best order that was found."""
+
+    simulation: Simulation
+    placement: str
+    """`loop` or `v`."""
+    name: str
+    """The schedule with a name that it is, or `synthesised`."""
+    named_seconds: dict[str, float]
+    """Seconds of the schedules with a name that fit."""
+
+    @property
+    def seconds(self) -> float:
+        return self.simulation.seconds
+
+    @property
+    def order(self) -> dict[int, list[Action]]:
+        """What each rank executes; `shardwise.parallel.pipeline.Pipeline` runs it."""
+        return self.simulation.program.order
+
+
+def synthesize(
+    problem: SchedulingProblem, placements: Sequence[str] = (LOOP_PLACEMENT, V_PLACEMENT), effort: int = 200_000
+) -> SynthesizedSchedule:
+    """The fastest order that fits. `effort`: simulated actions to spend on each part of the search."""
+    named_seconds: dict[str, float] = {}
+    found: list[SynthesizedSchedule] = []
+    for placement in placements:
+        if placement == LOOP_PLACEMENT or problem.virtual == 2:
+            found += named_candidates(problem, placement, named_seconds)
+            best = min((one.simulation for one in found if one.placement == placement), key=_seconds, default=None)
+            candidate = _search(problem, placement, effort, best)
+            if candidate is not None and (best is None or candidate.seconds < best.seconds * (1 - 1e-9)):
+                found.append(SynthesizedSchedule(candidate, placement, "synthesized", named_seconds))
+    if not found:
+        raise LayoutError(
+            f"no order of {pluralize(problem.micro_batches, 'micro-batch')} over {pluralize(problem.ranks, 'rank')} fits: "
+            f"one in flight holds {', '.join(f'{size:g}' for size in problem.activation_sizes)} by stage and a rank may hold "
+            f"{', '.join(f'{limit:g}' for limit in problem.memory_limits)}; use a smaller micro-batch or more recomputation."
+        )
+    return min(found, key=_seconds)
+
+
+def _seconds(result: SynthesizedSchedule | Simulation) -> float:
+    return result.seconds
+
+
+def named_candidates(
+    problem: SchedulingProblem, placement: str, named_seconds: dict[str, float]
+) -> Iterator[SynthesizedSchedule]:
+    """Schedules with a name that fit; notes their times."""
+    for name in _named_schedules(problem, placement):
+        program = named_program(name, problem.ranks, problem.virtual, problem.micro_batches)
+        if problem.fits(program):
+            named_seconds[name] = _simulate(problem, program).seconds
+            # Read again, a pair of forward and backward sends each result at once.
+            yield SynthesizedSchedule(_simulate(problem, build_program(program.order)), placement, name, named_seconds)
+
+
+def _named_schedules(problem: SchedulingProblem, placement: str) -> list[str]:
+    """Schedules with a name for a placement and a number of micro-batches."""
+    if problem.ranks == 1:
+        return []
+    if placement == V_PLACEMENT:
+        names = [name for name in V_SHAPED if name not in AUTO_SCHEDULES] if problem.split_backward else []
+    else:
+        names = ["gpipe", "1f1b"] if problem.virtual == 1 else ["interleaved"]
+        names += ["zero-bubble"] if problem.split_backward else []
+    layouts = {name: Layout(pipeline=problem.ranks, schedule=name, virtual=problem.virtual) for name in names}
+    return [name for name in names if not micro_batch_error(layouts[name], problem.micro_batches)]
+
+
+def _simulate(problem: SchedulingProblem, program: PipelineProgram) -> Simulation:
+    return simulate(program, problem.costs, problem.overlap_p2p)
+
+
+# Searching
+
+
+def _search(
+    problem: SchedulingProblem, placement: str, effort: int, named_best: Simulation | None
+) -> Simulation | None:
+    """The best that rules give, then the best of its neighbours."""
+    floor = _time_lower_bound(problem, placement) * (1 + TOLERANCE)
+    if named_best is not None and named_best.seconds <= floor:
+        return named_best
+    found: list[tuple[float, int, PriorityRules, Simulation]] = []
+    size = problem.costs.stages * problem.micro_batches * (3 if problem.split_backward else 2)
+    for number, rules in enumerate(_candidate_rules(problem, placement)):
+        if number * size > max(effort, 4 * size):
+            break
+        candidate = _evaluate_rules(problem, placement, rules)
+        if candidate is not None:
+            found.append((candidate.seconds, number, rules, candidate))
+            if candidate.seconds <= floor:
+                break
+    best = None
+    if found:
+        _, _, rules, best = min(found)
+        best = _hill_climb(problem, placement, rules, best, effort // 2, floor)
+    if named_best is not None and (best is None or named_best.seconds < best.seconds):
+        best = named_best
+    if best is None:
+        return None
+    return _merge_backwards(problem, _shorten_critical_path(problem, best, effort // 2, floor))
+
+
+def _time_lower_bound(problem: SchedulingProblem, placement: str) -> float:
+    """Seconds that no order can beat: a rank's work, the first micro-batch's way to it, the last one's way back."""
+    costs, owner, m = problem.costs, problem.stage_to_rank(placement), problem.micro_batches
+    best = lead_in = lead_out = 0.0
+    for rank in range(problem.ranks):
+        stages = [stage for stage, owner_rank in enumerate(owner) if owner_rank == rank]
+        halves = m * sum(costs.forward[s] + costs.backward_input[s] for s in stages)
+        weights = m * sum(costs.backward_weight[s] for s in stages)
+        if problem.split_backward:
+            best = max(best, lead_in + halves + weights, lead_in + halves + lead_out)
+        else:
+            best = max(best, lead_in + halves + weights + lead_out)
+        if rank < problem.ranks - 1:
+            lead_in += costs.forward[rank] + costs.transfer[rank]
+            lead_out += (
+                costs.backward_input[rank]
+                + costs.transfer[rank]
+                + (0.0 if problem.split_backward else costs.backward_weight[rank])
+            )
+    return best
+
+
+def _evaluate_rules(problem: SchedulingProblem, placement: str, rules: PriorityRules) -> Simulation | None:
+    order = list_schedule(problem, placement, rules)
+    if order is None:
+        return None
+    program = build_program(order)
+    return _simulate(problem, program) if problem.fits(program) else None
+
+
+def _candidate_rules(problem: SchedulingProblem, placement: str) -> Iterator[PriorityRules]:
+    depths = list(dict.fromkeys(_candidate_depths(problem, placement)))
+    for depth, later_first in product(depths, (True, False) if problem.virtual > 1 else (True,)):
+        if problem.split_backward:
+            for gap_fraction in GAP_FRACTIONS:
+                yield PriorityRules(depth, gap_fraction, later_first)
+        yield PriorityRules(depth, 0.0, later_first, split_backward=False)
+
+
+def _candidate_depths(problem: SchedulingProblem, placement: str) -> Iterator[tuple[int, ...]]:
+    """Forwards ahead of backwards: as 1f1b has them, twice that, as many as the way down and up takes, any number."""
+    p, m, v = problem.ranks, problem.micro_batches * problem.virtual, problem.virtual
+    depth_1f1b = [p - rank if v == 1 else (v - 1) * p + 2 * (p - rank) - 1 for rank in range(p)]
+    depth_double = [2 * depth - 1 for depth in depth_1f1b]
+    round_trip_depth = _round_trips(problem, placement)
+    for depth in (
+        depth_1f1b,
+        depth_double,
+        *([n + more for n in round_trip_depth] for more in (0, 1, 2, 3)),
+        [v * p] * p,
+        [m] * p,
+    ):
+        yield tuple(max(1, min(m, d)) for d in depth)
+
+
+def _round_trips(problem: SchedulingProblem, placement: str) -> list[int]:
+    """By rank, micro-batches that start on its stages while one is on its way down and back."""
+    costs, owner = problem.costs, problem.stage_to_rank(placement)
+    work = [0.0] * problem.ranks
+    for stage, rank in enumerate(owner):
+        work[rank] += costs.forward[stage] + costs.backward_input[stage] + costs.backward_weight[stage]
+    round_trip, trips = 0.0, [0.0] * problem.ranks
+    for stage in reversed(range(costs.stages)):
+        round_trip += costs.forward[stage] + costs.backward_input[stage]
+        trips[owner[stage]] += round_trip
+        if stage and owner[stage] != owner[stage - 1]:
+            round_trip += 2 * costs.transfer[stage - 1]
+    return [ceil(trip / max(work)) for trip in trips]
+
+
+def _hill_climb(
+    problem: SchedulingProblem, placement: str, rules: PriorityRules, best: Simulation, effort: int, floor: float
+) -> Simulation:
+    """Other depths of a rank or two, other fills: each kept that is no slower."""
+    rng, max_depth = Random(0), problem.micro_batches * problem.virtual
+    for _ in range(_max_tries(best, effort)):
+        if best.seconds <= floor:
+            break
+        depth = list(rules.max_in_flight)
+        for rank in rng.sample(range(problem.ranks), rng.choice((1, 1, min(2, problem.ranks), problem.ranks))):
+            depth[rank] = max(1, min(max_depth, depth[rank] + rng.choice((-1, 1, 1, 2))))
+        fill = rng.choice((rules.min_gap_fraction, rules.min_gap_fraction, *GAP_FRACTIONS))
+        neighbor_rules = replace(rules, max_in_flight=tuple(depth), min_gap_fraction=fill)
+        candidate = _evaluate_rules(problem, placement, neighbor_rules)
+        if candidate is not None and candidate.seconds <= best.seconds:
+            rules, best = neighbor_rules, candidate
+    return best
+
+
+def _max_tries(result: Simulation, effort: int) -> int:
+    return min(300, effort // len(result.start_times))
+
+
+def _shorten_critical_path(problem: SchedulingProblem, best: Simulation, effort: int, floor: float) -> Simulation:
+    """Moves one action of the longest path at a time, while that helps."""
+    tries, better = _max_tries(best, effort), True
+    while better and best.seconds > floor:
+        better = False
+        for order in _neighbor_orders(best):
+            if tries <= 0:
+                return best
+            tries -= 1
+            candidate = _simulate_if_valid(problem, order)
+            if candidate is not None and candidate.seconds < best.seconds * (1 - 1e-9):
+                best, better = candidate, True
+                break
+    return best
+
+
+def _simulate_if_valid(problem: SchedulingProblem, order: dict[int, list[Action]]) -> Simulation | None:
+    try:
+        program = build_program(order)
+    except LayoutError:
+        return None
+    return _simulate(problem, program) if problem.fits(program) else None
+
+
+def _neighbor_orders(result: Simulation) -> Iterator[dict[int, list[Action]]]:
+    """Orders in which an action of the longest path comes before the one that kept it waiting."""
+    order = result.program.order
+    places = {action: place for row in order.values() for place, action in enumerate(row)}
+    for rank, early, late in _critical_path_pairs(result):
+        if early[::2] == late[::2] or early[:2] == late[:2]:  # it needs the other's result, or does the same
+            continue
+        first = places[early]
+        yield {**order, rank: _move_action(order[rank], first + 1, first)}
+        if early.kind == "W":  # out of the way altogether
+            for gap in _idle_positions(result, rank, first)[:3]:
+                yield {**order, rank: _move_action(order[rank], first, gap - 1)}
+
+
+def _move_action(actions: list[Action], old: int, new: int) -> list[Action]:
+    row = list(actions)
+    row.insert(new, row.pop(old))
+    return row
+
+
+def _critical_path_pairs(result: Simulation) -> Iterator[tuple[int, Action, Action]]:
+    """Along the longest path, from its end: an action, and the next of its rank, which starts when it has ended."""
+    program, starts, ends = result.program, result.start_times, result.end_times
+    before: list[int] = []
+    latest = [-1] * program.ranks
+    for place, (rank, *_) in enumerate(program.instructions):
+        before.append(latest[rank])
+        latest[rank] = place
+    place = max(range(len(ends)), key=ends.__getitem__)
+    while place >= 0:
+        previous, waits = before[place], program.instructions[place][2]
+        if previous >= 0 and ends[previous] >= starts[place]:
+            yield program.actions[place][0], program.action(previous), program.action(place)
+            place = previous
+        else:
+            place = waits
+
+
+def _idle_positions(result: Simulation, rank: int, after: int) -> list[int]:
+    """Places in a rank's order, beyond `after`, before which it idles; its end too."""
+    rank_instructions = [i for i, step in enumerate(result.program.instructions) if step[0] == rank]
+    idle = [
+        k
+        for k in range(after + 2, len(rank_instructions))
+        if result.start_times[rank_instructions[k]] > result.end_times[rank_instructions[k - 1]]
+    ]
+    return [*idle, len(rank_instructions)]
+
+
+def _merge_backwards(problem: SchedulingProblem, result: Simulation) -> Simulation:
+    """Halves of a backward that follow each other become one, where that costs no time: it is less work to run."""
+    order = result.program.order
+    pairs = [
+        (rank, place)
+        for rank, actions in order.items()
+        for place, (one, two) in enumerate(zip(actions, actions[1:]))
+        if one.kind == "I" and two == (one.stage, "W", one.micro_batch, None)
+    ]
+    groups = [pairs]
+    merged: set[tuple[int, int]] = set()
+    while groups:
+        group = groups.pop()
+        candidate = _simulate_if_valid(problem, _merged_order(order, merged | set(group))) if group else None
+        if candidate is not None and candidate.seconds <= result.seconds * (1 + 1e-12):
+            merged |= set(group)
+        elif len(group) > 1 and len(groups) < 24:
+            half = len(group) // 2
+            groups += [group[:half], group[half:]]
+    return _simulate_if_valid(problem, _merged_order(order, merged)) or result
+
+
+def _merged_order(order: dict[int, list[Action]], places: set[tuple[int, int]]) -> dict[int, list[Action]]:
+    new: dict[int, list[Action]] = {}
+    for rank, actions in order.items():
+        new[rank] = []
+        for place, action in enumerate(actions):
+            if (rank, place) in places:
+                new[rank].append(action._replace(kind="B"))
+            elif (rank, place - 1) not in places:
+                new[rank].append(action)
+    return new

@@ -1,0 +1,136 @@
+"""What a step gave: one line of metrics, written by the first rank, and the numbers that every rank decides by. Where
+its time went is told by the meter, and by every rank to the first."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shardwise.cluster import device_peak_flops
+from shardwise.comm.step_timer import STEP_TIMER
+from shardwise.integrity.anomaly_policy import Verdict
+from shardwise.integrity.corruption_detector import CorruptionDetector
+from shardwise.job import Job
+from shardwise.kinds import DLRMConfig, MoEConfig
+from shardwise.metrics.collector import RankMetricsCollector
+from shardwise.metrics.trackers import Tracker
+from shardwise.models import dlrm
+from shardwise.models.registry import forward_flops_per_module
+from shardwise.parallel.engine import Engine
+from shardwise.parallel.expert import RoutingStats, routing_stats
+from shardwise.step import StepResult
+from shardwise.train.progress import Progress
+from shardwise.train.run_folder import RunFolder
+
+
+@dataclass
+class StopFlag:
+    """The signal that told this rank to stop, 0 for none; the world agrees on it at the end of each step."""
+
+    signal_number: int = 0
+
+
+@dataclass
+class MetricsProcessor:
+    job: Job
+    engine: Engine
+    optimizer: torch.optim.Optimizer
+    folder: RunFolder
+    progress: Progress
+    corruption_detector: CorruptionDetector
+    stop: StopFlag = field(default_factory=StopFlag)
+
+    def __post_init__(self) -> None:
+        self.device, self.world = self.engine.mesh.device, self.engine.mesh["world"]
+        self.step_flops = 3 * forward_flops(self.job) * self.job.samples
+        self.peak_flops = device_peak_flops(self.device, self.job.precision)
+        self.ranks = RankMetricsCollector(self.job, self.engine, self.optimizer, self.folder.path, self._alert)
+        self.tracker = Tracker(self.job, self.folder.path, self._alert)
+
+    def _alert(self, kind: str, message: str) -> None:
+        self.folder.log_event(kind, message, step=self.ranks.last_step)
+        self.progress.print_event(kind, message)
+
+    def log_step(self, step: int, outcome: StepResult, lr: float, start_time: float, data_wait: float) -> Verdict:
+        """Writes down what a step gave that began at `begin` and waited so long for data."""
+        STEP_TIMER.begin_phase("")
+        engine = self.engine
+        replicas = engine.mesh["local_sgd"]
+        if replicas.size > 1:
+            outcome = outcome.average_over(replicas)
+        values = [outcome.loss, outcome.grad_norm, outcome.skipped, engine.scale.value]
+        values.extend(self.corruption_detector.reduce_flags(self.stop.signal_number))
+        rows = self.ranks.exchange()
+        model, sent = self.job.model, dict(STEP_TIMER.bytes_sent)
+        STEP_TIMER.bytes_sent.clear()
+        if isinstance(model, MoEConfig):
+            now = (
+                STEP_TIMER.wait_seconds if self.device.type == "cpu" else self.ranks.last_metrics.wait_seconds
+            )  # a GPU is not there yet
+            values.extend(
+                routing_stats(
+                    model, engine.chains, self.world, self.device, sent.get("expert", 0), now.get("expert", 0.0)
+                )
+            )
+        loss, grad_norm, skipped, scale, stop_signal, is_corrupt, *routing_values = torch.stack(
+            values
+        ).tolist()  # the one wait for the device
+        seconds = time.perf_counter() - start_time
+        slowest = self.ranks.write_previous(rows, step)
+        if self.ranks.is_main:
+            spent, waits = STEP_TIMER.elapsed()
+            record: dict[str, Any] = {
+                "step": step, "samples": step * self.job.samples,
+                "loss": json_number(loss), "grad_norm": json_number(grad_norm), "lr": lr,
+                "tokens_per_s": self.job.samples * self.job.model.sequence / seconds, "seconds": seconds,
+                "flops_per_s": self.step_flops / seconds, "data_wait_seconds": data_wait,
+                "memory_gib": self.ranks.peak_memory() / 2**30, "time": round(time.time(), 3),
+            }  # fmt: skip
+            spent["other"] = seconds - sum(spent.values()) - sum(waits.values())
+            record["phase_seconds"] = {part: round(value, 6) for part, value in spent.items()}
+            if waits:
+                record["wait_seconds"] = {axis: round(value, 6) for axis, value in sorted(waits.items())}
+            if slowest:
+                record["slowest"] = slowest
+            if "data" in sent:
+                record |= {
+                    "gradient_bytes": sent["data"],
+                    "gradient_compression_ratio": round(sent["whole"] / sent["data"], 3),
+                }
+            if self.peak_flops:
+                record["mfu"] = self.step_flops / seconds / self.ranks.world / self.peak_flops
+            if skipped:
+                record["skipped"] = True
+            if engine.scale.dynamic:
+                record["loss_scale"] = scale
+            if routing_values:
+                record |= _routing_metrics(RoutingStats.from_values(routing_values))
+            self.folder.log_metrics(record)
+            self.tracker(record)
+            self.progress.update(record)
+        return Verdict(loss, grad_norm, bool(skipped), int(stop_signal), bool(is_corrupt))
+
+
+def _routing_metrics(routing: RoutingStats) -> dict[str, Any]:
+    record: dict[str, Any] = {"expert_imbalance": routing.imbalance, "expert_drop_fraction": routing.dropped_tokens}
+    if routing.sent:
+        record |= {"expert_bytes": int(routing.sent), "expert_wait_seconds": routing.waited}
+    return {**record, "expert_load": [round(share, 5) for share in routing.expert_load]}
+
+
+def forward_flops(job: Job) -> float:
+    """Floating-point operations of a sample's forward."""
+    return (
+        dlrm.forward_flops(job.model)
+        if isinstance(job.model, DLRMConfig)
+        else sum(forward_flops_per_module(job.require_chain_model()))
+    )
+
+
+def json_number(value: float) -> float | str:
+    """JSON has no NaN and no infinity."""
+    return value if math.isfinite(value) else str(value)

@@ -1,0 +1,154 @@
+"""Compressed sums of gradients as one process would write them: the ranks one after the other, in plain numbers.
+
+Knows from `shardwise/parallel/gradient_compression.py` only what a unit is: of a weight that a tensor rank holds, the rows that one
+shard rank gets; or, where replicas sum, the numbers that one of them adds up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from shardwise.job import Job
+from shardwise.layout import Layout
+from shardwise.models.chain import Chain
+from shardwise.random import hash_key, normal_
+
+RoundTrip = Callable[[Tensor], Tensor]
+
+
+class CompressedSumReference:
+    """The sums of a run, with what is owed."""
+
+    def __init__(self, job: Job, layout: Layout, chain: Chain):
+        self.layout, self.sharding_plan, self.seed = layout, chain.sharding_plan, job.seed
+        kind, _, argument = job.gradient.compress.partition(":")
+        self.rank = int(argument.removeprefix("rank=") or 4) if kind == "powersgd" else 0
+        self.uses_all_gather = kind in ("topk", "onebit")
+        self.round_trip: RoundTrip = {
+            "fp16": lambda x: x.half().to(x.dtype), "bf16": lambda x: x.bfloat16().to(x.dtype), "int8": int8_round_trip,
+            "onebit": onebit_round_trip, "topk": lambda x: topk_round_trip(x, float(argument)), "powersgd": lambda x: x,
+        }[kind]  # fmt: skip
+        self.error_feedback: dict[tuple[str, int, int, int], Tensor] = {}
+        self.powersgd_q: dict[tuple[str, int, int], Tensor] = {}
+
+    def __call__(self, name: str, gradients: list[Tensor]) -> Tensor:
+        """The sum of a weight's gradients, one of each data rank."""
+        shape, total = gradients[0].shape, torch.zeros_like(gradients[0])
+        cut = self.sharding_plan.shard_dim_of(name)
+        tensor = self.layout.tensor
+        is_tied_across_stages = self.layout.pipeline > 1 and name in self.sharding_plan.tied_parameters
+        is_replicated = tensor > 1 and (
+            cut is None or (cut.uneven is not None and shape[cut.dim] // cut.unit % tensor != 0)
+        )  # fmt: skip
+        if len(shape) < 2 or is_tied_across_stages or is_replicated:
+            return torch.stack(gradients).sum(0)
+        dim = cut.dim if cut is not None else 0
+        shards = zip(*(gradient.chunk(tensor, dim) for gradient in [*gradients, total]), strict=True)
+        for index, (*parts, out) in enumerate(shards):
+            out.copy_(self._sum_tensor_shard(name, index, [part.contiguous() for part in parts]))
+        return total
+
+    def _sum_tensor_shard(self, name: str, index: int, parts: list[Tensor]) -> Tensor:
+        shard, replicate = self.layout.shard, self.layout.replicate
+        if replicate == 1:
+            if self.rank:
+                return self._powersgd_sum(name, index, 0, parts)
+            size = -(-parts[0].shape[0] // shard) * parts[0][0].numel()
+            return torch.cat([self._sum_with_error_feedback(name, index, number, rows, size)
+                              for number, rows in enumerate(_rows_by_rank(parts, shard))])  # fmt: skip
+        replica_sums = [torch.stack(parts[n * shard : (n + 1) * shard]).sum(0) for n in range(replicate)]
+        return torch.cat(
+            [
+                self._sum_over_replicas(name, index, number, list(rows))
+                for number, rows in enumerate(_rows_by_rank(replica_sums, shard))
+            ]
+        )
+
+    def _sum_over_replicas(self, name: str, index: int, number: int, rows: list[Tensor]) -> Tensor:
+        """The sum over replicas of the rows that shard rank `number` holds."""
+        if not rows[0].numel():
+            return rows[0]
+        if self.rank:
+            return self._powersgd_sum(name, index, number, rows)
+        size = rows[0].numel() if self.uses_all_gather else -(-rows[0].numel() // len(rows))
+        sums = []
+        for unit_index, units in enumerate(zip(*(row.flatten().split(size) for row in rows), strict=True)):
+            summed = self._sum_with_error_feedback(name, index, 1000 * number + unit_index, units, size)
+            sums.append(summed if self.uses_all_gather else self._round_trip_padded(summed, size))
+        return torch.cat(sums).view(rows[0].shape)
+
+    def _round_trip_padded(self, x: Tensor, size: int) -> Tensor:
+        """A unit as it arrives; zeros fill it up."""
+        padded = torch.nn.functional.pad(x.flatten(), (0, size - x.numel()))
+        return self.round_trip(padded)[: x.numel()].view(x.shape)
+
+    def _sum_with_error_feedback(
+        self, name: str, index: int, number: int, units: tuple[Tensor, ...], size: int
+    ) -> Tensor:
+        total = torch.zeros_like(units[0])
+        for rank, gradient in enumerate(units):
+            compensated = gradient + self.error_feedback.get((name, index, number, rank), torch.zeros_like(gradient))
+            sent = self._round_trip_padded(compensated, size)
+            self.error_feedback[name, index, number, rank] = compensated - sent
+            total += sent
+        return total
+
+    def _powersgd_sum(self, name: str, index: int, number: int, parts: list[Tensor]) -> Tensor:
+        """As Vogels et al. write it: one turn of power iteration, from where the last one ended."""
+        height, width = parts[0].shape[0], parts[0].flatten(1).shape[1]
+        compensated = [
+            part.flatten(1) + self.error_feedback.get((name, index, number, rank), torch.zeros(height, width))
+            for rank, part in enumerate(parts)
+        ]
+        rows = -(-height // self.layout.shard) * (self.layout.shard if self.layout.replicate == 1 else 1)
+        size = torch.Size((width, min(self.rank, rows, width)))
+        if (name, index, number) not in self.powersgd_q:
+            self.powersgd_q[name, index, number] = torch.empty(size, dtype=parts[0].dtype)
+            normal_(self.powersgd_q[name, index, number], hash_key("powersgd", self.seed, name), size, (0, 0), 1.0)
+        q = self.powersgd_q[name, index, number]
+        p = torch.stack([gradient @ q for gradient in compensated]).sum(0)
+        p = torch.linalg.qr(torch.nn.functional.pad(p, (0, 0, 0, max(0, size[1] - height))))[0][:height]
+        rank_qs = [gradient.mT @ p for gradient in compensated]
+        for rank, (gradient, rank_q) in enumerate(zip(compensated, rank_qs, strict=True)):
+            self.error_feedback[name, index, number, rank] = gradient - p @ rank_q.mT
+        self.powersgd_q[name, index, number] = torch.stack(rank_qs).sum(0)
+        return (p @ self.powersgd_q[name, index, number].mT).view(parts[0].shape)
+
+
+def _rows_by_rank(parts: list[Tensor], ranks: int) -> Iterator[tuple[Tensor, ...]]:
+    """The rows of each rank, of all parts; some may be none."""
+    size = -(-parts[0].shape[0] // ranks)
+    for rank in range(ranks):
+        yield tuple(part[rank * size : (rank + 1) * size] for part in parts)
+
+
+def int8_round_trip(x: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for first in range(0, len(x), 1024):
+        block = x[first : first + 1024]
+        scale = (block.abs().max() / 127).float().to(x.dtype)
+        if scale > 0:
+            out[first : first + 1024] = (block / scale).round() * scale
+    return out
+
+
+def onebit_round_trip(x: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for first in range(0, len(x), 64):
+        block = x[first : first + 64]
+        size = (block.abs().sum() / 64).float().to(x.dtype)  # zeros fill up the last block
+        out[first : first + 64] = torch.where(block >= 0, size, -size)
+    return out
+
+
+def topk_round_trip(x: Tensor, fraction: float) -> Tensor:
+    out = torch.zeros_like(x)
+    for first in range(0, len(x), 256):
+        order = x[first : first + 256].abs().argsort(descending=True, stable=True)
+        for place in first + order[: math.ceil(fraction * 256)]:
+            out[place] = x[place]
+    return out

@@ -1,0 +1,159 @@
+"""Verify for a DLRM: the truth, and the comparison of tables that lie on many ranks.
+
+The truth is one process: PyTorch's EmbeddingBag, `torch.optim`, and row-wise AdaGrad written out. Of ours it imports
+the dense model, the samples and the initial numbers, and nothing that knows of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.data.criteo import ClickBatch, SyntheticClicks
+from shardwise.data.sample_stream import SampleStream
+from shardwise.job import Job
+from shardwise.kinds import DLRMConfig
+from shardwise.models.chain import init_weights
+from shardwise.models.dlrm import build_dlrm, table_init_std
+from shardwise.random import hash_key, normal_
+from shardwise.verify.reference_optimizers import make_reference_optimizers
+
+DLRM_LAYOUTS = (
+    "replicate=2", "shard=2 zero=1", "shard=2 zero=2", "shard=3 zero=3", "replicate=2 shard=2 zero=2",
+    "replicate=4 micro_batch=2", "shard=8 zero=1",
+)  # fmt: skip
+
+
+def make_click_stream(job: Job) -> SampleStream:
+    """Short enough that three steps see more than one epoch."""
+    assert isinstance(job.model, DLRMConfig)
+    return SampleStream(SyntheticClicks(job.model, 0, max(1, 2 * job.samples - 1), job.seed), job.seed)
+
+
+def run_dlrm_reference(
+    job: Job, stream: SampleStream, learning_rates: list[float], record_outputs: Any, dtype: torch.dtype
+) -> list[dict[str, Any]]:
+    """One record per step: loss, norm, gradients before clipping, and weights after the update."""
+    model, settings = job.model, job.optimizer
+    assert isinstance(model, DLRMConfig)
+    dense = build_dlrm(model).to(dtype)
+    init_weights(dense, job.seed)
+    bags = []
+    for number, rows in enumerate(model.table_rows):
+        bag = nn.EmbeddingBag(rows, model.width, mode="sum", sparse=True, dtype=dtype)
+        key = hash_key("init", job.seed, f"table{number}")
+        normal_(bag.weight.data, key, bag.weight.shape, (0, 0), table_init_std(rows))
+        bags.append(bag)
+    weights: dict[str, Any] = dict(dense.named_parameters())
+    tables: dict[str, Any] = {f"table{number}": bag.weight for number, bag in enumerate(bags)}
+    (optimizer,) = make_reference_optimizers(job, weights)
+    sparse_optimizer = torch.optim.SparseAdam(list(tables.values()), betas=settings.betas, eps=settings.eps)
+    squared_grad_sums = {name: torch.zeros(table.shape[0], dtype=dtype) for name, table in tables.items()}
+    records = []
+    for step, lr in enumerate(learning_rates):
+        samples = stream.read((torch.arange(job.samples) + step * job.samples).numpy())
+        batch = ClickBatch.of(samples, model)
+        outputs: dict[str, list[Tensor]] = {}
+        handles = record_outputs(dense, outputs)
+        pooled = torch.stack([_pool_embeddings(bag, batch, number) for number, bag in enumerate(bags)], dim=1)
+        logits = dense(batch.dense_features.to(dtype), pooled)
+        loss = F.binary_cross_entropy_with_logits(logits, batch.labels.to(dtype))
+        loss.backward()
+        for handle in handles:
+            handle.remove()
+        for table in tables.values():
+            table.grad = table.grad.coalesce()
+        gradients = {name: weight.grad.to_dense().clone() for name, weight in (weights | tables).items()}
+        norm = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt()
+        clip_factor = settings.clip / norm if settings.clip and norm > settings.clip else torch.ones_like(norm)
+        for weight in (weights | tables).values():
+            weight.grad = weight.grad * clip_factor
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        for group in sparse_optimizer.param_groups:
+            group["lr"] = lr * job.embedding_tables.lr_multiplier
+        if job.embedding_tables.optimizer == "adam":
+            sparse_optimizer.step()
+        else:
+            for name, table in tables.items():
+                gradient = table.grad.to_dense()
+                squared_grad_sums[name] += gradient.square().mean(dim=1)
+                table.data -= (
+                    lr
+                    * job.embedding_tables.lr_multiplier
+                    * gradient
+                    / (squared_grad_sums[name].sqrt() + settings.eps)[:, None]
+                )
+        updated_weights = {name: weight.detach().clone() for name, weight in (weights | tables).items()}
+        for weight in (weights | tables).values():
+            weight.grad = None
+        records.append(
+            {
+                "loss": loss.detach(),
+                "norm": norm,
+                "outputs": outputs,
+                "gradients": gradients,
+                "weights": updated_weights,
+            }
+        )
+    return records
+
+
+def _pool_embeddings(bag: nn.EmbeddingBag, batch: ClickBatch, table: int) -> Tensor:
+    """A table's vector of each sample."""
+    ids: list[int] = []
+    weights: list[float] = []
+    offsets = []
+    for categories, factors in zip(batch.sparse_ids[:, table].tolist(), batch.weights[:, table].tolist()):
+        offsets.append(len(ids))
+        for category, factor in zip(categories, factors):
+            if category >= 0:
+                ids.append(category)
+                weights.append(factor)
+    dtype = bag.weight.dtype
+    pooled: Tensor = bag(
+        torch.tensor(ids, dtype=torch.int64), torch.tensor(offsets), torch.tensor(weights, dtype=dtype)
+    )
+    return pooled
+
+
+# Comparison, in the layout's own world
+
+
+def compare_embedding_tables(comparison: Any, step: int, kind: str, engine: Any, expected: dict[str, Tensor]) -> None:
+    """Compares each rank's pieces of tables, their `gradient` or their `weight`, with the same pieces of the truth."""
+    names = [table.name for table in engine.tables.tables]
+    squared_errors = torch.zeros(len(names), dtype=torch.float64)
+    num_compared = torch.zeros(len(names), dtype=torch.float64)
+    scale = float(engine.scale.value)
+    for table_shard in engine.tables.local_shards:
+        (top, bottom), (left, right) = table_shard.shard.rows, table_shard.shard.columns
+        expected_shard = expected[names[table_shard.shard.table]][top:bottom, left:right]
+        value = table_shard.rows
+        if kind == "gradient":
+            rows, gradient = engine.tables.gradient_of(table_shard.shard)
+            value = torch.zeros_like(table_shard.rows).index_copy_(0, rows, gradient / scale)
+        squared_errors[table_shard.shard.table] += (value - expected_shard).double().square().sum()
+        num_compared[table_shard.shard.table] += value.numel()
+    if engine.mesh["world"].size > 1:
+        dist.all_reduce(squared_errors)
+        dist.all_reduce(num_compared)
+    rms_norm = math.sqrt(sum(float(tensor.norm()) ** 2 for tensor in expected.values()) / len(expected))
+    for index, name in enumerate(names):
+        error = math.sqrt(float(squared_errors[index])) / max(float(expected[name].norm()), comparison.floor * rms_norm)
+        is_complete = num_compared[index] == expected[name].numel()  # every number is held once
+        comparison.add(step, kind, len(expected) + index, name, error if is_complete else math.inf)
+
+
+def without_tables(engine: Any) -> Any:
+    return replace(
+        engine,
+        param_shards=[param_shard for param_shard in engine.param_shards if param_shard.fixed_offset_and_shape is None],
+    )

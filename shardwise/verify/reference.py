@@ -1,0 +1,140 @@
+"""The truth: one process, a plain loop. Imports the model, the samples and torch.optim, nothing else of ours
+(but what `torch.optim` lacks, written out beside it).
+
+It knows nothing of layouts, micro-batches, holdings, our step or our loss; what `verify` finds different from it is
+wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.data.sample_stream import Samples, SampleStream
+from shardwise.job import Job
+from shardwise.kinds import DecoderConfig
+from shardwise.models.chain import IGNORE_INDEX, Chain, init_weights
+from shardwise.models.moe import MoE
+from shardwise.models.registry import build_chain
+from shardwise.models.resnet import unpack_targets
+from shardwise.verify.reference_optimizers import make_reference_optimizers
+
+
+def run_reference(*arguments: Any) -> list[dict[str, Any]]:
+    """One record per step: loss, norm, gradients before clipping, and weights after the update."""
+    return [record for record, _ in run_steps(*arguments)]
+
+
+def run_steps(
+    job: Job,
+    stream: SampleStream,
+    learning_rates: list[float],
+    record_outputs: Any,
+    dtype: torch.dtype,
+    ranks_and_micro_batches: tuple[int, int] = (1, 1),
+    make_gradient_sum: Callable[[Chain], Callable[[str, list[Tensor]], Tensor]] | None = None,
+    replicas_and_index: tuple[int, int] = (1, 0),
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Step by step, a record and the weights themselves. `sums` adds up the gradients of a weight that so many ranks
+    made, after each of so many parts of their samples, where it is no plain sum. `share`: of so many equal parts of
+    each batch, which one is read."""
+    model = build_chain(job.require_chain_model(), job.seed).to(dtype)
+    init_weights(model, job.seed)
+    weights: dict[str, Any] = dict(model.named_parameters())
+    settings, local_batch_size = job.optimizer, job.samples // replicas_and_index[0]
+    optimizers = make_reference_optimizers(job, weights)
+    sum_gradients = make_gradient_sum(model) if make_gradient_sum is not None else None
+    for step_index, lr in enumerate(learning_rates):
+        positions = torch.arange(local_batch_size) + step_index * job.samples + replicas_and_index[1] * local_batch_size
+        samples = stream.read(positions.numpy())
+        outputs: dict[str, list[Tensor]] = {}
+        handles = record_outputs(model, outputs)
+        document_kwargs = {}
+        if isinstance(job.model, DecoderConfig) and job.model.eod_token_id >= 0:
+            document_kwargs["document_ids"] = torch.tensor(
+                [number_documents(row, job.model.eod_token_id) for row in samples.tokens.tolist()]
+            )
+        logits = model(samples.tokens, ids=samples.ids, **document_kwargs)
+        targets = samples.targets[:, -logits.shape[1] :]  # of a T5 those of the decoder
+        loss = loss_sum(job, logits.flatten(0, 1), targets.flatten()) / (targets != IGNORE_INDEX).sum()
+        aux_losses: list[Any] = [getattr(module, "aux_loss", None) for module in model.modules()]
+        (loss + sum(aux_loss for aux_loss in aux_losses if aux_loss is not None) / local_batch_size).backward()
+        for handle in handles:
+            handle.remove()
+        if sum_gradients is not None and step_index >= job.gradient.uncompressed_steps(len(learning_rates)):
+            sum_per_rank_gradients(job, model, samples, ranks_and_micro_batches, sum_gradients)
+        norm = torch.stack([w.grad.square().sum() for w in weights.values()]).sum().sqrt()
+        gradients = {name: weight.grad.clone() for name, weight in weights.items()}
+        if settings.clip and norm > settings.clip:
+            for weight in weights.values():
+                weight.grad.mul_(settings.clip / norm)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+            optimizer.zero_grad()
+        for module in model.modules():
+            if isinstance(module, MoE) and module.tokens_per_expert is not None:
+                module.update_expert_bias(module.tokens_per_expert)
+        updated_weights = {name: weight.detach().clone() for name, weight in weights.items()}
+        yield (
+            {
+                "loss": loss.detach(),
+                "norm": norm,
+                "outputs": outputs,
+                "gradients": gradients,
+                "weights": updated_weights,
+            },
+            weights,
+        )
+
+
+def sum_per_rank_gradients(
+    job: Job,
+    model: Chain,
+    samples: Samples,
+    ranks_and_micro_batches: tuple[int, int],
+    sum_gradients: Callable[[str, list[Tensor]], Tensor],
+) -> None:
+    """The gradients again, of each rank's samples by themselves, added up by `adder`."""
+    weights, count = dict(model.named_parameters()), (samples.targets != IGNORE_INDEX).sum()
+    rank_micro_batches = [
+        list(rank_samples.split(rank_samples.ids.numel() // ranks_and_micro_batches[1]))
+        for rank_samples in samples.split(job.samples // ranks_and_micro_batches[0])
+    ]
+    for weight in weights.values():
+        weight.grad = torch.zeros_like(weight)
+    for micro_batches in zip(*rank_micro_batches, strict=True):
+        rank_gradients: list[tuple[Tensor, ...]] = []
+        for micro_batch in micro_batches:
+            logits = model(micro_batch.tokens, ids=micro_batch.ids)
+            targets = micro_batch.targets[:, -logits.shape[1] :]
+            loss = loss_sum(job, logits.flatten(0, 1), targets.flatten())
+            aux_losses: list[Any] = [getattr(module, "aux_loss", None) for module in model.modules()]
+            total_loss = loss / count + sum(aux_loss for aux_loss in aux_losses if aux_loss is not None) / job.samples
+            rank_gradients.append(torch.autograd.grad(total_loss, list(weights.values())))
+        for (name, weight), gradients in zip(weights.items(), zip(*rank_gradients, strict=True), strict=True):
+            assert weight.grad is not None
+            weight.grad += sum_gradients(name, list(gradients))
+
+
+def loss_sum(job: Job, logits: Tensor, targets: Tensor) -> Tensor:
+    """The loss summed over the targets; that of a blend of two images is the same blend."""
+    if "mixup" not in job.data.augment:
+        return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+    first, second, mixup_weight = unpack_targets(targets)
+    losses = [F.cross_entropy(logits, labels, reduction="none") for labels in (first, second)]
+    return ((1 - mixup_weight) * losses[0] + mixup_weight * losses[1]).sum()
+
+
+def number_documents(tokens: list[int], end_of_document: int) -> list[int]:
+    """Of each token, the number of its document."""
+    document_ids, document = [], 0
+    for token in tokens:
+        document_ids.append(document)
+        document += token == end_of_document
+    return document_ids

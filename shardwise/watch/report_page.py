@@ -1,0 +1,79 @@
+"""The page of a run as one HTML document: styles, scripts and data inside, nothing fetched from anywhere.
+
+Curves are drawn by uPlot (`assets/uPlot.LICENSE`), the rest by `assets/page.js`. Data goes in as JSON whose markup is
+escaped; the script makes text of it. The policy in the head forbids the browser any request but to the page's server.
+"""
+
+from __future__ import annotations
+
+import json
+from html import escape
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from shardwise.files import require_parent_folder, write_text
+from shardwise.watch.page_data import page_data
+from shardwise.watch.run_data import RunData
+
+ASSETS = Path(__file__).parent / "assets"
+CONTENT_SECURITY_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'"
+)
+BODY = """<header><h1 id="name">Run</h1>
+<p class="dim"><span id="status"></span> <span id="live" role="status"></span></p>
+<ul id="tiles" class="tiles" aria-label="key figures"></ul><ul id="summary" aria-label="summary"></ul></header>
+<noscript><p>This page draws itself: it needs JavaScript. The numbers are in the run folder.</p></noscript>
+<main></main>"""
+
+
+def render_page(payload: dict[str, Any], title: str, live_url: str = "") -> str:
+    """The whole document. `live`: where to ask for news."""
+    data = json.dumps(payload, allow_nan=False).replace("<", "\\u003c").replace("\u2028", "\\u2028")
+    parts = [
+        "<!DOCTYPE html>", f'<html lang="en" data-live="{escape(live_url)}">' if live_url else '<html lang="en">',
+        '<head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">',
+        f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_SECURITY_POLICY}">',
+        '<meta name="color-scheme" content="light dark">',
+        f'<link rel="icon" href="data:,"><title>{escape(title)}</title>',
+        f"<style>{_read_asset('uPlot.min.css')}\n{_read_asset('page.css')}</style></head><body>", BODY,
+        f'<script type="application/json" id="state">{data}</script>',
+        f"<script>{_read_asset('uPlot.iife.min.js')}</script><script>{_read_asset('page.js')}</script></body></html>\n",
+    ]  # fmt: skip
+    return "\n".join(parts)
+
+
+def render_run_list(runs: list[dict[str, Any]]) -> str:
+    """The page of all runs of a folder."""
+    columns = ("run", "status", "layout", "step", "loss")
+    first = "".join(f'<th scope="col">{head}</th>' for head in columns)
+    rows = []
+    for run in runs:
+        name = escape(run["name"], quote=True)
+        cells = "".join(f"<td>{escape(str(run[head]))}</td>" for head in columns[1:])
+        url_name = quote(run["name"], safe="")
+        rows.append(f'<tr><td><a href="/run/{url_name}">{name}</a></td>{cells}</tr>')
+    table = f"<table><thead><tr>{first}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    head += f'<meta http-equiv="refresh" content="5"><meta http-equiv="Content-Security-Policy" content="{CONTENT_SECURITY_POLICY}">'
+    head += f'<link rel="icon" href="data:,"><title>Runs</title><style>{_read_asset("page.css")}</style>'
+    body = f"<h1>Runs</h1>{table if runs else '<p>There are no runs yet.</p>'}"
+    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>{body}</body></html>\n'
+
+
+def write_report(folder: Path) -> Path:
+    """Writes the page of a run into its folder."""
+    run = RunData(folder)
+    path = folder / "report.html"
+    write_text(path, render_page(page_data(run), f"{run.name}: {run.status}"))
+    return path
+
+
+def write_page(payload: dict[str, Any], title: str, path: Path) -> None:
+    require_parent_folder(path)
+    write_text(path, render_page(payload, title))
+
+
+def _read_asset(name: str) -> str:
+    return (ASSETS / name).read_text(encoding="utf-8")

@@ -1,0 +1,230 @@
+"""A run folder as numbers, read again and again while the run goes on: each time only what is new.
+
+Whatever a line holds, reading goes on: lines that are cut short, are no JSON or lack a field are passed over.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import tomllib
+from array import array
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardwise.errors import JobError
+from shardwise.job import Job, load_job
+from shardwise.metrics.rank_metrics import MEMORY_KINDS, PHASES, WAIT_AXES
+
+SCALAR_METRICS = (
+    "samples", "loss", "grad_norm", "lr", "tokens_per_s", "seconds", "flops_per_s", "memory_gib", "time",
+    "mfu", "loss_scale", "gradient_compression_ratio", "expert_imbalance", "expert_drop_fraction",
+)  # fmt: skip
+HEARTBEAT_TIMEOUT = 15.0  # seconds since a rank's last sign of life, after which a run is not taken to be running
+JsonObject = dict[str, Any]
+
+
+class JsonLinesReader:
+    """A file of JSON lines that grows. Where it was replaced, or is shorter than it was, it is read anew."""
+
+    def __init__(self, path: Path, on_reset: Callable[[], None], on_record: Callable[[JsonObject], None]):
+        self.path, self.on_reset, self.on_record = path, on_reset, on_record
+        self.offset, self.inode = 0, 0
+
+    def read(self) -> None:
+        try:
+            with self.path.open("rb") as file:
+                size, inode = file.seek(0, 2), self.path.stat().st_ino
+                if inode != self.inode or size < self.offset:
+                    self.inode, self.offset = inode, 0
+                    self.on_reset()
+                file.seek(self.offset)
+                text = file.read(size - self.offset)
+        except OSError:
+            return
+        complete = text.rfind(b"\n") + 1  # the rest is being written
+        self.offset += complete
+        for line in text[:complete].splitlines():
+            try:
+                record = json.loads(line, parse_constant=str)
+                if isinstance(record, dict):
+                    self.on_record(record)
+            except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError):
+                continue
+
+
+class RunData:
+    """What is known of a run."""
+
+    def __init__(self, path: Path):
+        if not (path / "job.toml").is_file():
+            raise JobError(f"{path} is no run folder: it has no job.toml.")
+        self.path, self.config_version = path, ""
+        self._load_config()
+        self._reset_metrics()
+        self._reset_ranks()
+        self._reset_events()
+        self.logs = [
+            JsonLinesReader(path / "metrics.jsonl", self._reset_metrics, self._add_metrics),
+            JsonLinesReader(path / "ranks.jsonl", self._reset_ranks, self._add_rank_line),
+            JsonLinesReader(path / "events.jsonl", self._reset_events, self._add_event),
+        ]
+        self.read()
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    def _load_config(self) -> None:
+        """Job and plan; read again when the run goes on with others."""
+        files = [self.path / name for name in ("job.toml", "plan.toml")]
+        config_version = "-".join(str(file.stat().st_mtime_ns) for file in files if file.is_file())
+        if config_version != self.config_version:
+            self.job, self.plan, self.config_version = (
+                load_job(self.path / "job.toml"),
+                read_plan(self.path),
+                config_version,
+            )
+
+    def read(self) -> None:
+        self._load_config()
+        for log in self.logs:
+            log.read()
+
+    # Steps
+
+    def _reset_metrics(self) -> None:
+        self.steps = array("q")
+        self.columns: dict[str, array[float]] = {name: array("d") for name in SCALAR_METRICS}
+        self.last_record: JsonObject = {}
+        self.non_finite_losses: list[tuple[int, str]] = []
+
+    def _add_metrics(self, record: JsonObject) -> None:
+        step = int(record["step"])
+        if self.steps and step <= self.steps[-1]:
+            return
+        values = {name: to_float(record.get(name)) for name in SCALAR_METRICS}
+        self.steps.append(step)
+        for name, value in values.items():
+            self.columns[name].append(value)
+        if isinstance(record.get("loss"), str):
+            self.non_finite_losses.append((step, record["loss"]))
+        self.last_record = record
+
+    def column(self, name: str) -> np.ndarray:
+        return np.frombuffer(self.columns[name], dtype=np.float64) if self.steps else np.zeros(0)
+
+    # Ranks
+
+    def _reset_ranks(self) -> None:
+        self.world = int(self.plan.get("world", 0) or 0)
+        self.line_steps: list[tuple[int, int]] = []
+        """Last step, and how many, of each line."""
+        self.category_seconds: list[np.ndarray] = []
+        """Of each line: seconds of a step by part of `PARTS` and rank."""
+        self.starts: list[np.ndarray] = []
+        self.memory: JsonObject = {}
+
+    def _add_rank_line(self, record: JsonObject) -> None:
+        seconds = np.array(record["seconds"], dtype=np.float64)
+        steps, category_seconds = int(record["steps"]), np.zeros((len(TIME_CATEGORIES), seconds.size))
+        if self.category_seconds and seconds.size != self.category_seconds[-1].shape[1]:
+            self._reset_ranks()  # the run went on in another layout
+        self.world = seconds.size
+        for index, (kind, name) in enumerate(TIME_CATEGORIES[:-1]):
+            if name in record[kind]:
+                category_seconds[index] = record[kind][name]
+        category_seconds[-1] = seconds - category_seconds.sum(0)
+        self.line_steps.append((int(record["step"]), steps))
+        self.category_seconds.append(category_seconds / steps)
+        self.starts.append(np.array(record["start"], dtype=np.float64))
+        peak, held = record["memory_gib"], record["memory_by_kind_gib"]
+        self.memory = {"peak": peak, **{name: held[name] for name in MEMORY_KINDS if name in held}}
+
+    # Events
+
+    def _reset_events(self) -> None:
+        self.events: list[JsonObject] = []
+
+    def _add_event(self, record: JsonObject) -> None:
+        self.events.append({**record, "time": float(record["time"]), "event": str(record["event"])})
+
+    def events_of_kind(self, *kinds: str) -> list[JsonObject]:
+        return [event for event in self.events if event["event"] in kinds]
+
+    @property
+    def status(self) -> str:
+        """In a word."""
+        last = self.events[-1]["event"] if self.events else ""
+        if last in ("finished", "stopped"):
+            return str(last)
+        heartbeats = [file.stat().st_mtime for file in (self.path / "heartbeats").glob("rank-*.json")]
+        return "running" if heartbeats and time.time() - max(heartbeats) < HEARTBEAT_TIMEOUT else "not finished"
+
+
+TIME_CATEGORIES = (
+    *(("phase_seconds", name) for name in PHASES),
+    *(("wait_seconds", axis) for axis in WAIT_AXES),
+    ("phase_seconds", "other"),
+)
+
+
+def to_float(value: object) -> float:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+
+
+def read_plan(path: Path) -> JsonObject:
+    try:
+        found = tomllib.loads((path / "plan.toml").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found.get("predicted", {}), dict) else {}
+
+
+def _add_timeline(found: dict[int, dict[int, list[list[Any]]]], rank: int, record: dict[str, Any]) -> None:
+    found[int(record["step"])][rank] = record["actions"]
+
+
+def read_timelines(path: Path) -> dict[int, dict[int, list[list[Any]]]]:
+    """By step, and by rank, the actions that were recorded of its pipeline: kind, stage, micro-batch, begin, end."""
+    found: dict[int, dict[int, list[list[Any]]]] = defaultdict(dict)
+    for file in sorted((path / "timeline").glob("rank-*.jsonl")):
+        rank = file.stem.removeprefix("rank-")
+        if rank.isdigit():
+            add = partial(_add_timeline, found, int(rank))
+            JsonLinesReader(file, lambda: None, add).read()
+    return dict(sorted(found.items()))
+
+
+def unit_of(job: Job) -> str:
+    return job.model.throughput_unit
+
+
+def bin_starts(count: int, max_bins: int) -> np.ndarray:
+    """Where each of at most `most` equal pieces of a row begins."""
+    return np.unique(np.linspace(0, count, min(count, max_bins), endpoint=False).astype(int))
+
+
+def bin_starts_by_step(steps: list[int], max_bins: int) -> np.ndarray:
+    """The same of rows whose places are steps, by these."""
+    if len(steps) <= max_bins:
+        return np.arange(len(steps))
+    return np.unique(np.searchsorted(steps, np.linspace(steps[0], steps[-1], max_bins, endpoint=False)))
+
+
+def bin_means(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """Of each piece the mean of what is a number."""
+    finite = np.isfinite(values)
+    sums, counts = np.add.reduceat(np.where(finite, values, 0.0), starts), np.add.reduceat(finite, starts)
+    return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+
+
+def to_json_list(values: np.ndarray, digits: int = 5) -> list[float | None]:
+    """For JSON: so many digits that count; None for what is no number."""
+    return [float(f"{value:.{digits}g}") if math.isfinite(value) else None for value in values.tolist()]
