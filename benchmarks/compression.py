@@ -31,7 +31,8 @@ from shardwise.data.sample_stream import SampleStream, rank_positions
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.optim import learning_rate, make_optimizer, set_learning_rate
-from shardwise.parallel.parallelize import build_on_meta, parallelize, parameter_shapes
+from shardwise.parallel.parallelize import parallelize
+from shardwise.parallel.prepare import parameter_shapes, prepare
 from shardwise.step import step
 from shardwise.train.validate import validate
 
@@ -57,7 +58,7 @@ def worker() -> None:
     takers = {}
     for way in WAYS:
         job = job_of(way, MODEL, 2 * ranks)
-        engine = parallelize(job, Layout.parse(f"replicate={ranks}"), torch.device("cpu"))
+        engine = parallelize(prepare(job, Layout.parse(f"replicate={ranks}")), torch.device("cpu"))
         takers[way] = job, engine, make_optimizer(job.optimizer, engine.param_shards)
     stream = SampleStream(make_sources(job_of("", MODEL, 2 * ranks))[0], 0)
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
@@ -92,7 +93,8 @@ def over_links(rate: int, nodes: int) -> None:
     said = comm.in_namespaces([__file__, "--worker"], nodes, 1, seconds=900)
     found = json.loads(said[0])
     weights = 4 * sum(
-        shape.numel() for shape in parameter_shapes(build_on_meta(job_of("", MODEL, 2), torch.float32)).values()
+        shape.numel()
+        for shape in parameter_shapes(job_of("", MODEL, 2).family.build_on_meta(job_of("", MODEL, 2).model)).values()
     )
     plain, own = found[""][0], run_world(alone, 1)[0]
     print(f"\n{nodes} processes, {weights / 1e6:.1f} MB of gradients, links of {rate} Mbit/s; alone {1e3 * own:.0f} ms")
@@ -108,7 +110,7 @@ def over_links(rate: int, nodes: int) -> None:
 def alone() -> float:
     """Seconds of a step of one rank's samples without any link."""
     job = job_of("", MODEL, 2)
-    engine = parallelize(job, Layout(), torch.device("cpu"))
+    engine = parallelize(prepare(job, Layout()), torch.device("cpu"))
     optimizer = make_optimizer(job.optimizer, engine.param_shards)
     stream = SampleStream(make_sources(job)[0], 0)
     taken = []
@@ -123,7 +125,7 @@ def loss_of(way: str, steps: int, after: float, seed: int = 0) -> tuple[float, i
     """The held-out loss after a run over two ranks, and the bytes that a rank sent in a compressed step."""
     torch.set_num_threads(1)
     job = job_of(way, SMALL, 8, steps, after, seed)
-    engine = parallelize(job, Layout.parse("replicate=2"), torch.device("cpu"))
+    engine = parallelize(prepare(job, Layout.parse("replicate=2")), torch.device("cpu"))
     training, held_out, tokenizer = make_sources(job)
     optimizer, stream = make_optimizer(job.optimizer, engine.param_shards), SampleStream(training, seed)
     for number in range(steps):
@@ -139,7 +141,8 @@ def loss_of(way: str, steps: int, after: float, seed: int = 0) -> tuple[float, i
 
 def convergence(steps: int, after: float) -> None:
     weights = 4 * sum(
-        shape.numel() for shape in parameter_shapes(build_on_meta(job_of("", SMALL, 8), torch.float32)).values()
+        shape.numel()
+        for shape in parameter_shapes(job_of("", SMALL, 8).family.build_on_meta(job_of("", SMALL, 8).model)).values()
     )
     print(f"\nheld-out loss after {steps} steps, {after:g} of them plain, 2 ranks, {weights / 1e6:.2f} MB of gradients")
     plain = [run_world(loss_of, 2, "", steps, 0.0, seed, timeout=3000.0)[0][0] for seed in range(SEEDS)]

@@ -24,6 +24,7 @@ from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.optim import make_optimizer
 from shardwise.parallel.parallelize import parallelize
+from shardwise.parallel.prepare import prepare
 from shardwise.planner.dryrun.dry_run import measure_rank
 from shardwise.step import step
 
@@ -39,9 +40,9 @@ def counted(job: Job, layout: Layout) -> tuple[int, int]:
 
 def trained(job: Job, layout: Layout) -> tuple[float, float]:
     """The loss of the third step, and the seconds that it took."""
-    engine = parallelize(job, layout, torch.device("cpu"))
+    engine = parallelize(prepare(job, layout), torch.device("cpu"))
     optimizer = make_optimizer(job.optimizer, engine.param_shards)
-    stream = SampleStream(SyntheticTokens(16, job.model.sequence, job.require_chain_model().vocab, 0), 0)
+    stream = SampleStream(SyntheticTokens(16, job.model.sequence, job.model.vocab, 0), 0)
     loss, begin = torch.zeros(()), 0.0
     for number in range(3):
         begin = time.perf_counter()
@@ -50,7 +51,7 @@ def trained(job: Job, layout: Layout) -> tuple[float, float]:
 
 
 def formula(job: Job, layout: Layout) -> int:
-    model, c = job.require_chain_model(), layout.context
+    model, c = job.model, layout.context
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     if layout.context_method == "ring":
         numbers = (3 * c - 2) * 2 * keys

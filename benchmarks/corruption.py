@@ -34,8 +34,8 @@ from shardwise.launch.launch import launch
 from shardwise.layout import Layout
 from shardwise.optim import make_optimizer
 from shardwise.parallel.parallelize import parallelize
+from shardwise.parallel.prepare import forward_flops, prepare
 from shardwise.step import make_step_fn
-from shardwise.train.metrics_processor import forward_flops
 from shardwise.train.run_folder import RunFolder
 from shardwise.workers.fork_server import ForkServer
 
@@ -94,9 +94,9 @@ def flips(fork_server: ForkServer, folder: Path, layout: str, count: int, seed: 
 
 def compare(job: Job, layout: Layout, turns: int, device: str) -> list[float]:
     """Median seconds of a step with checksums and of one without, of the processor for the latter and for checksums."""
-    engine = parallelize(job, layout, torch.device(device))
+    engine = parallelize(prepare(job, layout), torch.device(device))
     optimizer = make_optimizer(job.optimizer, engine.param_shards)
-    flops = 3 * forward_flops(job) * job.samples / layout.world
+    flops = 3 * sum(forward_flops(job.model)) * job.samples / layout.world
     detector = CorruptionDetector(job, engine, optimizer, Path(), flops, print)
     spent = 0.0
 

@@ -31,10 +31,11 @@ from shardwise.data.sample_stream import Samples, SampleStream, rank_positions
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.parallel.parallelize import parallelize
+from shardwise.parallel.prepare import prepare
 from shardwise.parallel.tables import sharded_tables
 from shardwise.parallel.tables.bags import Bags, sum_bags
 from shardwise.parallel.tables.sharded_tables import ShardedTables
-from shardwise.parallel.tables.table_engine import TableEngine, dlrm_config, make_engine_optimizer
+from shardwise.parallel.tables.table_engine import TableEngine, dlrm_config
 from shardwise.step import step
 
 GIB = 2**30
@@ -86,15 +87,15 @@ def ours(job: Job, layout: Layout) -> dict[str, Any]:
 
     sharded_tables.all_to_all = counted
     ShardedTables.init_weights = lambda self, seed, std: [rows.fill_(START) for rows in self.storage]  # type: ignore[method-assign,assignment,return-value]
-    engine = parallelize(job, layout, torch.device("cpu"))
-    assert isinstance(engine, TableEngine)
+    engine = parallelize(prepare(job, layout), torch.device("cpu"))
+    assert engine.has_tables
     found: dict[str, Any] = {"lookup": [], "update": [], "ids": [], "rows": [], "sent": []}
     given = batches(job, layout.world, dist.get_rank())
     for samples in given:
         one_turn(engine, samples, found, sent)
     found["held"] = sum(rows.numel() * rows.element_size() for rows in engine.tables.storage)
     engine.tables.init_weights(job.seed, [])  # the turns above moved rows by no loss
-    optimizer = make_engine_optimizer(job, engine)
+    optimizer = engine.make_optimizer(job)
     for group in optimizer.param_groups:
         group["lr"] = 0.003
     found["losses"] = []

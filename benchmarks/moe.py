@@ -24,6 +24,7 @@ from shardwise.job import Job, make_job
 from shardwise.layout import Layout, solve_batch
 from shardwise.optim import make_optimizer
 from shardwise.parallel.parallelize import parallelize
+from shardwise.parallel.prepare import prepare
 from shardwise.planner.dryrun.dry_run import measure_rank
 from shardwise.step import step
 
@@ -39,7 +40,7 @@ def jobs(samples: int) -> tuple[Job, Job]:
 
 
 def formula(job: Job, layout: Layout) -> int:
-    model, batch = job.require_chain_model(), solve_batch(layout, job.samples)
+    model, batch = job.model, solve_batch(layout, job.samples)
     rows = batch.micro_batch * model.sequence * EXPERTS["experts_per_token"]  # type: ignore[operator]
     once = 4 * rows * model.width * 4 + 8 * EXPERTS["experts"]  # type: ignore[operator]
     return batch.micro_batches * model.layers // layout.pipeline * once
@@ -56,8 +57,8 @@ def times(sparse: Job, dense: Job, layout: Layout, plain: Layout) -> tuple[float
     found: list[list[float]] = [[], []]
     runs = []
     for job, cut in ((sparse, layout), (dense, plain)):
-        engine = parallelize(job, cut, torch.device("cpu"))
-        stream = SampleStream(SyntheticTokens(4096, job.model.sequence, job.require_chain_model().vocab, 0), 0)
+        engine = parallelize(prepare(job, cut), torch.device("cpu"))
+        stream = SampleStream(SyntheticTokens(4096, job.model.sequence, job.model.vocab, 0), 0)
         samples = stream.read(rank_positions(0, job.samples, cut.data, engine.mesh["data"].index))
         runs.append((engine, make_optimizer(job.optimizer, engine.param_shards), samples))
     for turn in range(TURNS + 2):

@@ -28,6 +28,7 @@ from shardwise.models.chain import init_weights
 from shardwise.models.gpt import build_gpt
 from shardwise.optim import make_optimizer
 from shardwise.parallel.parallelize import parallelize
+from shardwise.parallel.prepare import prepare
 from shardwise.step import step
 
 
@@ -52,7 +53,7 @@ def bare_step(job: Job, world: int) -> Callable[[Samples], Tensor]:
 
 
 def our_step(job: Job, layout: Layout) -> Callable[[Samples], Tensor]:
-    engine = parallelize(job, layout, torch.device("cpu"))
+    engine = parallelize(prepare(job, layout), torch.device("cpu"))
     optimizer = make_optimizer(job.optimizer, engine.param_shards)
     return lambda samples: step(engine, optimizer, samples, job.optimizer.clip).loss
 

@@ -28,7 +28,7 @@ from shardwise.integrity.corruption_detector import CorruptionDetector
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.parallel.parallelize import parallelize
-from shardwise.parallel.tables.table_engine import make_engine_optimizer
+from shardwise.parallel.prepare import prepare
 from shardwise.step import step
 from shardwise.train.metrics_processor import MetricsProcessor
 from shardwise.train.progress import Progress
@@ -42,8 +42,8 @@ Times = list[tuple[float, float]]  # seconds on the wall, and of the processor
 
 def compare(job: Job, layout: Layout, turns: int, folder: str) -> tuple[Times, Times]:
     """Steps with and without metrics."""
-    engine = parallelize(job, layout, torch.device("cpu"))
-    optimizer = make_engine_optimizer(job, engine)
+    engine = parallelize(prepare(job, layout), torch.device("cpu"))
+    optimizer = engine.make_optimizer(job)
     detector = CorruptionDetector(job, engine, optimizer, Path(folder), 0.0, lambda *_, **__: None)  # not measured here
     metrics_processor = MetricsProcessor(
         job, engine, optimizer, RunFolder(Path(folder)), Progress(turns, False), detector

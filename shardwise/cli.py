@@ -158,7 +158,7 @@ def dryrun(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON record per rank.")] = False,
 ) -> None:
     """Takes a step as some ranks of any world, without its devices: exact memory and traffic."""
-    load_job(job_file, overrides or []).require_chain_model()
+    load_job(job_file, overrides or []).model
 
     from shardwise.planner.dryrun.command import describe_reports, dryrun_job
 
@@ -195,7 +195,7 @@ def bench_step(
     """Takes steps of a job on one device with random tokens: tokens/s, memory, and where the time goes."""
     flag_overrides = [f"model.name={model}"] * bool(model) + [f"batch.samples={batch}"] * bool(batch)
     job = load_job(job_file, [*(overrides or []), *flag_overrides])
-    job.require_chain_model()
+    job.model
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own talk
 
     import torch

@@ -14,7 +14,7 @@ from shardwise.errors import JobError, LayoutError
 from shardwise.job import Job, load_job, make_job
 from shardwise.launch.start import DEMO, start_training
 from shardwise.layout import Layout
-from shardwise.parallel.parallelize import check_layout
+from shardwise.parallel.prepare import prepare
 from shardwise.planner import calibrate
 from shardwise.planner.plan import make_estimator, make_plan, near_misses, resolve_layout
 from shardwise.planner.search import class_layouts, layout_classes, search
@@ -59,7 +59,7 @@ def test_what_is_chosen_can_run(devices: int, more: dict[str, object], monkeypat
             assert job.samples % devices, "copies would do"
             continue
         assert layout.world == devices
-        check_layout(job, layout)
+        prepare(job, layout)
 
 
 def test_a_large_model_is_cut_and_a_larger_one_refused(monkeypatch: pytest.MonkeyPatch) -> None:

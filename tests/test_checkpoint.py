@@ -28,7 +28,8 @@ from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.optim import make_optimizer
 from shardwise.parallel.engine import Engine
-from shardwise.parallel.parallelize import build_on_meta, parallelize
+from shardwise.parallel.parallelize import parallelize
+from shardwise.parallel.prepare import prepare
 from shardwise.step import step
 from shardwise.train import checkpoint_folder
 from shardwise.train.checkpoint import CheckpointManager, load_weights, valid_checkpoints
@@ -52,7 +53,7 @@ ALONE = Layout.parse("pipeline=1")
 
 
 def start(job: Job, layout: Layout) -> tuple[Engine, torch.optim.Optimizer]:
-    engine = parallelize(job, layout, torch.device("cpu"))
+    engine = parallelize(prepare(job, layout), torch.device("cpu"))
     return engine, make_optimizer(job.optimizer, engine.param_shards)
 
 
@@ -139,7 +140,7 @@ def test_any_layout_loads_from_any_other(sources: dict[str, Any], text: str) -> 
 
 
 def load_whole(folder: Path) -> tuple[dict[str, Any] | None, dict[str, str]]:
-    model = build_on_meta(JOB, torch.float64).to_empty(device="cpu")
+    model = JOB.family.build_on_meta(JOB.model, JOB.seed).double().to_empty(device="cpu")
     model.tie_weights()
     state = load_weights(folder, dict(model.named_unique_parameters()))
     return state, {name: bits(weight) for name, weight in model.named_unique_parameters()}

@@ -26,6 +26,7 @@ from shardwise.job import make_job
 from shardwise.layout import Layout
 from shardwise.models.chain import IGNORE_INDEX
 from shardwise.models.resnet import ClassifierHead, unpack_targets
+from shardwise.parallel.prepare import prepare
 from shardwise.train.loop import Trainer
 from shardwise.train.run_folder import RunFolder
 from shardwise.verify.parity import verify
@@ -139,7 +140,9 @@ def test_bad_images_are_named_and_passed_over(tmp_path: Path, kind: str) -> None
     else:
         (tmp_path / name).write_bytes(pickle.dumps({b"data": images, b"labels": classes.tolist()}, protocol=5))
     place = r" \(byte 9,219\)" if kind == "bin" else ""
-    with pytest.raises(DataError, match=rf"data_batch_3\S*, record 4{place}: class 200, .*data.on_bad_record = \"skip\""):
+    with pytest.raises(
+        DataError, match=rf"data_batch_3\S*, record 4{place}: class 200, .*data.on_bad_record = \"skip\""
+    ):
         open_cifar10(str(tmp_path), BadRecords(), None)
     bad = BadRecords(skip=True, log_path=tmp_path / "bad.txt")
     training, _ = open_cifar10(str(tmp_path), bad, None)
@@ -248,7 +251,7 @@ def test_layouts_agree_on_augmented_images() -> None:
 
 
 def train(folder: Path, job: Any, layout: str) -> None:
-    Trainer(job, Layout.parse(layout), RunFolder(folder), torch.device("cpu")).run()
+    Trainer(prepare(job, Layout.parse(layout)), RunFolder(folder), torch.device("cpu")).run()
 
 
 def test_accuracy_and_bad_records_of_a_run(tmp_path: Path) -> None:

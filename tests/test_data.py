@@ -33,7 +33,7 @@ from shardwise.data.token_windows import TokenWindows
 from shardwise.data.tokenizer import EOS_TOKEN, ByteTokenizer, HuggingFaceTokenizer, load_tokenizer, train_bpe
 from shardwise.errors import DataError, JobError
 from shardwise.job import DataConfig, Job, make_job
-from shardwise.kinds import DLRMConfig
+from shardwise.models.dlrm_family import DLRMConfig
 from shardwise.random import Permutation
 
 TEXTS = ["first document\nwith two lines\n", "der zweite: äöü, 世界, 👍\n", "third " * 40]

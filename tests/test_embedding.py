@@ -22,17 +22,18 @@ from shardwise.data.make_sources import make_sources
 from shardwise.data.sample_stream import SampleStream, rank_positions
 from shardwise.errors import DataError, JobError, LayoutError
 from shardwise.job import Job, make_job
-from shardwise.kinds import DLRMConfig
 from shardwise.layout import Layout
 from shardwise.models.dlrm import DotInteraction, build_dlrm
+from shardwise.models.dlrm_family import DLRMConfig
 from shardwise.optim import sparse
 from shardwise.parallel.mesh import SINGLE_RANK, Mesh
-from shardwise.parallel.parallelize import check_layout, parallelize
+from shardwise.parallel.parallelize import parallelize
+from shardwise.parallel.prepare import prepare
 from shardwise.parallel.tables import bags, sharded_tables, table_engine, table_placement
 from shardwise.parallel.tables.bags import Bags
 from shardwise.parallel.tables.hot_rows import HotRowCache, most_frequent_ids
 from shardwise.parallel.tables.sharded_tables import ShardedTables
-from shardwise.parallel.tables.table_engine import TableEngine, check_host_memory, make_engine_optimizer
+from shardwise.parallel.tables.table_engine import check_host_memory
 from shardwise.parallel.tables.table_placement import TableShard, TableSpec, place_tables
 from shardwise.step import step
 from shardwise.train.checkpoint import CheckpointManager
@@ -250,8 +251,8 @@ def test_a_batch_without_any_id() -> None:
 
 def empty_step() -> float:
     job = small(8, {"sharding": "row"})
-    engine = parallelize(job, Layout.parse("shard=2"), torch.device("cpu"))
-    optimizer = make_engine_optimizer(job, engine)
+    engine = parallelize(prepare(job, Layout.parse("shard=2")), torch.device("cpu"))
+    optimizer = engine.make_optimizer(job)
     samples = make_click_stream(job).read(rank_positions(0, 8, 2, engine.mesh.rank))
     size = engine.model.tables * engine.model.lookups
     samples.tokens[:, :size] = -1
@@ -263,9 +264,9 @@ def empty_step() -> float:
 
 def trained(ahead: bool, optimizer: str, sharding: str) -> list[float]:
     job = small(16, {"sharding": sharding, "optimizer": optimizer})
-    engine = parallelize(job, Layout.parse("shard=2"), torch.device("cpu"))
-    assert isinstance(engine, TableEngine)
-    taken, stream = make_engine_optimizer(job, engine), make_click_stream(job)
+    engine = parallelize(prepare(job, Layout.parse("shard=2")), torch.device("cpu"))
+    assert engine.has_tables
+    taken, stream = engine.make_optimizer(job), make_click_stream(job)
     for group in taken.param_groups:
         group["lr"] = 0.05
     batches = iter([(n, stream.read(rank_positions(n, 16, 2, engine.mesh.rank))) for n in range(6)])
@@ -305,8 +306,8 @@ def half(folder: str, text: str, sharding: str, optimizer: str, first: int, last
     cache = 0 if sharding == "table" else 10 + first
     job = small(12, {"sharding": sharding, "optimizer": optimizer, "cached_rows": cache})
     layout = Layout.parse(text)
-    engine = parallelize(job, layout, torch.device("cpu"))
-    taken, stream = make_engine_optimizer(job, engine), make_click_stream(job)
+    engine = parallelize(prepare(job, layout), torch.device("cpu"))
+    taken, stream = engine.make_optimizer(job), make_click_stream(job)
     checkpoints = CheckpointManager(Path(folder), keep=2, asynchronous=True)
     if first:
         state = checkpoints.load(engine, taken)
@@ -496,17 +497,17 @@ def test_planted_bugs_are_caught(plant: Any, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("text", ["tensor=2", "pipeline=2", "context=2", "shard=2 expert=2"])
 def test_other_axes_are_refused(text: str) -> None:
     with pytest.raises(LayoutError, match=r"=2: a DLRM is cut by its tables and its samples alone; use shard=2"):
-        check_layout(small(), Layout.parse(text))
+        prepare(small(), Layout.parse(text))
 
 
 def test_what_has_no_meaning_is_refused() -> None:
     with pytest.raises(LayoutError, match="no blocks to compute again"):
-        check_layout(small(), Layout.parse("shard=2 recompute=full"))
+        prepare(small(), Layout.parse("shard=2 recompute=full"))
     job = small()
     with pytest.raises(JobError, match="no blocks to compile"):
-        check_layout(job.model_copy(update={"compile": True}), Layout.parse("shard=2"))
+        prepare(job.model_copy(update={"compile": True}), Layout.parse("shard=2"))
     with pytest.raises(JobError, match="bf16, float32 or float64"):
-        check_layout(job.model_copy(update={"precision": "fp8"}), Layout.parse("shard=2"))
+        prepare(job.model_copy(update={"precision": "fp8"}), Layout.parse("shard=2"))
     with pytest.raises(JobError, match="can be planned, trained and verified"):
         job.require_decoder()
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from shardwise.cli import main
 from shardwise.errors import UserError
 from shardwise.job import Job, load_job, make_job
-from shardwise.kinds import MODEL_CONFIGS
 from shardwise.layout import RECOMPUTE, SCHEDULES, Layout
-from shardwise.parallel.parallelize import check_layout
+from shardwise.models.registry import MODEL_CONFIGS
+from shardwise.parallel.prepare import prepare
 from shardwise.train.auto_layout import choose_layout
 
 junk = st.one_of(
@@ -67,7 +67,7 @@ def jobs(draw: st.DrawFn) -> dict[str, object]:
 def test_any_job_is_taken_or_refused_in_words(values: dict[str, object]) -> None:
     try:
         job = make_job(values)
-        check_layout(job, choose_layout(job))
+        prepare(job, choose_layout(job))
     except UserError as error:
         message = str(error)
         assert message and "Traceback" not in message and len(message) < 4000
@@ -79,7 +79,7 @@ def test_any_layout_is_taken_or_refused_in_words(text: str) -> None:
     try:
         layout = Layout.parse(text)
         assert Layout.parse(str(layout)) == layout
-        check_layout(Job(), layout)
+        prepare(Job(), layout)
     except UserError as error:
         assert str(error)
 

@@ -8,7 +8,7 @@ import pytest
 
 from shardwise.errors import JobError
 from shardwise.job import Job, load_job, make_job
-from shardwise.presets import PRESETS
+from shardwise.models.presets import PRESETS
 
 
 def problem(values: dict[str, object]) -> str:

@@ -20,6 +20,7 @@ from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.optim import adafactor, adamw8bit, lamb, make_optimizer, muon, set_learning_rate, sharded_optimizer
 from shardwise.parallel.parallelize import Engine, parallelize
+from shardwise.parallel.prepare import prepare
 from shardwise.planner.dryrun.dry_run import fake_process_group, measure_rank
 from shardwise.planner.plan import make_estimator
 from shardwise.step import step
@@ -114,7 +115,7 @@ def test_planted(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def start(job: Job, text: str) -> tuple[Engine, torch.optim.Optimizer]:
-    engine = parallelize(job, Layout.parse(text), torch.device("cpu"))
+    engine = parallelize(prepare(job, Layout.parse(text)), torch.device("cpu"))
     return engine, make_optimizer(job.optimizer, engine.param_shards)
 
 

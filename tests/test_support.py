@@ -15,7 +15,8 @@ from shardwise.errors import LayoutError
 from shardwise.job import Job
 from shardwise.layout import FULL_BACKWARD, SPLIT_BACKWARD, Layout
 from shardwise.optim import make_optimizer
-from shardwise.parallel.parallelize import check_layout, parallelize
+from shardwise.parallel.parallelize import parallelize
+from shardwise.parallel.prepare import prepare
 from shardwise.step import step
 from shardwise.support import (
     EXACT,
@@ -51,9 +52,9 @@ def test_every_combination_has_one_verdict_and_starts_or_not_as_it_says() -> Non
             assert found == lookup(words._replace(precision="float64"))
         elif found.verdict == REFUSED:
             with pytest.raises(LayoutError, match="use "):
-                check_layout(job, layout)
+                prepare(job, layout)
         else:
-            check_layout(job, layout)
+            prepare(job, layout)
 
 
 def test_what_was_promised() -> None:
@@ -92,7 +93,7 @@ def count_forwards(job: Job, layout: Layout) -> dict[str, float]:
         return right(self, *args, **kwargs)
 
     gpt.DecoderBlock.forward = forward  # in this process alone
-    engine = parallelize(job, layout, torch.device("cpu"))
+    engine = parallelize(prepare(job, layout), torch.device("cpu"))
     samples = make_stream(job).read(rank_positions(0, job.samples, layout.data, engine.mesh["data"].index))
     step(engine, make_optimizer(job.optimizer, engine.param_shards), samples, 1.0)
     return {name: count / engine.batch.micro_batches for name, count in calls.items()}

@@ -22,6 +22,7 @@ from shardwise.integrity.anomaly_policy import Verdict
 from shardwise.job import BatchConfig, Job, load_job, make_job
 from shardwise.launch.start import start_training
 from shardwise.layout import Layout
+from shardwise.parallel.prepare import prepare
 from shardwise.train.generate import sample_run
 from shardwise.train.loop import Trainer
 from shardwise.train.run_folder import RunFolder
@@ -60,7 +61,7 @@ def small_job(folder: Path, **changes: object) -> Job:
 
 def _train(folder: str, layout: str, resume: bool, die_after: int | None) -> None:
     run = RunFolder.open(Path(folder))
-    trainer = Trainer(run.job(), Layout.parse(layout), run, torch.device("cpu"), resume)
+    trainer = Trainer(prepare(run.job(), Layout.parse(layout)), run, torch.device("cpu"), resume)
     if die_after is not None:
         measure = trainer.metrics.log_step
 
@@ -296,7 +297,7 @@ EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.toml"))
 
 def trainable(example: Path) -> bool:
     try:
-        load_job(example).require_chain_model()
+        load_job(example).model
     except JobError:
         return False
     return True

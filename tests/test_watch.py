@@ -30,6 +30,7 @@ from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.metrics.rank_metrics import PHASES, RankMetrics, RankMetricsWriter
 from shardwise.metrics.trackers import PrometheusWriter, check_tracker_installed
+from shardwise.parallel.prepare import prepare
 from shardwise.train.auto_layout import choose_plan, plan_record
 from shardwise.train.loop import Trainer
 from shardwise.train.run_folder import RunFolder
@@ -60,7 +61,7 @@ def make_run(folder: Path, layout: str, fault: str, **changes: Any) -> RunData:
 
 def _train(folder: str, layout: str, fault: str) -> None:
     run = RunFolder.open(Path(folder))
-    trainer = Trainer(run.job(), Layout.parse(layout), run, torch.device("cpu"))
+    trainer = Trainer(prepare(run.job(), Layout.parse(layout)), run, torch.device("cpu"))
     if fault == "straggler" and trainer.engine.mesh.rank == 1:
         compute = trainer.engine.run
 

@@ -29,9 +29,11 @@ from typer.utils import get_params_from_function
 import shardwise
 from shardwise import cli, errors, support
 from shardwise.job import PRECISIONS, Job
-from shardwise.kinds import MODEL_CONFIGS, Count, DecoderConfig
 from shardwise.layout import SCHEDULES, Layout, micro_batch_error
-from shardwise.presets import PRESETS
+from shardwise.models.config import Count
+from shardwise.models.gpt_family import DecoderConfig
+from shardwise.models.presets import PRESETS
+from shardwise.models.registry import MODEL_CONFIGS
 from shardwise.verify import parity
 
 ROOT = Path(__file__).parent.parent

@@ -38,7 +38,6 @@ from shardwise.data.sample_stream import SampleStream, rank_positions
 from shardwise.errors import JobError
 from shardwise.job import Job, load_job
 from shardwise.models.chain import init_weights
-from shardwise.models.registry import build_chain
 from shardwise.models.resnet import ClassifierHead
 
 HERE = Path(__file__).parent
@@ -74,7 +73,7 @@ def served(job: Job, alone: bool) -> tuple[float, float]:
     rank = torch.distributed.get_rank()
     training, held_out, _ = make_sources(job)
     stream = SampleStream(training, job.seed)
-    model = build_chain(job.require_chain_model(), job.seed)
+    model = job.family.build(job.model, job.seed)
     init_weights(model, job.seed)
     weights = torch.cat([weight.detach().view(-1) for weight in model.parameters()])
     settings = job.optimizer
@@ -139,7 +138,7 @@ def main() -> None:
             print("no --data: generated images in CIFAR-10's format, easier than the real ones")
         settings = [f"data.path={given.data or made}", f"steps={given.steps}"]
         job = load_job(HERE / "compare.toml", settings)
-        size = 4 * sum(weight.numel() for weight in build_chain(job.require_chain_model(), 0).parameters())
+        size = 4 * sum(weight.numel() for weight in job.family.build(job.model, 0).parameters())
         ring = [4 * allreduce.ring_sent_numel(rank, RANKS, size // 4) for rank in range(RANKS)]
         server = [4 * push_pull_count(rank, RANKS, size // 4, 1) for rank in range(RANKS)]
         print(f"{RANKS} processes, {job.total_steps} steps of {job.samples} images, {size / 1e6:.2f} MB of weights")

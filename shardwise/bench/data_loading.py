@@ -27,12 +27,11 @@ import torch
 from shardwise.console import pluralize
 from shardwise.data.loader import Loader
 from shardwise.data.make_sources import make_sources
-from shardwise.data.objectives import make_objective
 from shardwise.data.sample_stream import SampleStream, rank_positions
 from shardwise.job import Job
 from shardwise.layout import Layout
 from shardwise.parallel.parallelize import parallelize
-from shardwise.parallel.tables.table_engine import make_engine_optimizer
+from shardwise.parallel.prepare import prepare
 from shardwise.step import step
 
 WARMUP_STEPS = 2
@@ -115,7 +114,7 @@ class DataReport:
 
 def bench_data(job: Job, device: torch.device, steps: int = 10) -> DataReport:
     training, _, _ = make_sources(job)
-    stream = SampleStream(training, job.seed, objective=make_objective(job.model, job.seed))
+    stream = SampleStream(training, job.seed, objective=job.family.objective(job.model, job.seed))
     loader, (seconds, wait) = _measure_loader(job, stream, device, steps), _measure_steps(job, stream, device, steps)
     stages = _measure_stages(job, stream, device, steps)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
@@ -138,8 +137,8 @@ def _measure_loader(job: Job, stream: SampleStream, device: torch.device, steps:
 
 def _measure_steps(job: Job, stream: SampleStream, device: torch.device, steps: int) -> tuple[float, float]:
     """Seconds of a step, and how much of it is waiting."""
-    engine = parallelize(job, Layout(), device)
-    optimizer = make_engine_optimizer(job, engine)
+    engine = parallelize(prepare(job, Layout()), device)
+    optimizer = engine.make_optimizer(job)
     times, waits = [], []
     with _make_loader(job, stream, device) as loader:
         for _ in range(WARMUP_STEPS + steps):

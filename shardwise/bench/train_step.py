@@ -21,16 +21,14 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from shardwise.cluster import GIB, device_peak_flops
 from shardwise.data.make_sources import synthetic_source
-from shardwise.data.objectives import make_objective
 from shardwise.data.sample_stream import Samples, SampleStream, rank_positions
 from shardwise.errors import LayoutError
 from shardwise.job import Job
 from shardwise.layout import Layout
 from shardwise.models import bert, gpt, t5
-from shardwise.models.registry import forward_flops_per_module
-from shardwise.optim import make_optimizer
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.parallelize import parallelize
+from shardwise.parallel.prepare import forward_flops, prepare
 from shardwise.step import CudaGraphStep, make_step_fn, step
 
 WARMUP_STEPS = 3  # steps in which blocks are compiled and states made
@@ -103,10 +101,11 @@ def bench_step(job: Job, device: torch.device, steps: int = 10, warmup_steps: in
         )
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    engine = parallelize(job, layout, device)
-    optimizer = make_optimizer(job.optimizer, engine.param_shards)
-    model = job.require_chain_model()
-    stream = SampleStream(synthetic_source(job, 4 * job.samples), job.seed, objective=make_objective(model, job.seed))
+    engine = parallelize(prepare(job, layout), device)
+    optimizer = engine.make_optimizer(job)
+    stream = SampleStream(
+        synthetic_source(job, 4 * job.samples), job.seed, objective=job.family.objective(job.model, job.seed)
+    )
     batches = [stream.read(rank_positions(number, job.samples, 1, 0)).to(device) for number in range(4)]
 
     for number in range(warmup_steps):
@@ -126,8 +125,8 @@ def bench_step(job: Job, device: torch.device, steps: int = 10, warmup_steps: in
         time_breakdown["gaps"] = unaccounted
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return StepReport(
-        name, str(layout), compiled, isinstance(step_fn, CudaGraphStep), job.samples * job.model.sequence, median,
-        (quartiles[2] - quartiles[0]) / median, 3 * sum(forward_flops_per_module(model)) * job.samples / median,
+        name, str(layout), compiled, isinstance(step_fn, CudaGraphStep), job.samples * job.model.sequence_length, median,
+        (quartiles[2] - quartiles[0]) / median, 3 * sum(forward_flops(job.model)) * job.samples / median,
         device_peak_flops(device, job.precision) or 0.0, peak, time_breakdown,
     )  # fmt: skip
 

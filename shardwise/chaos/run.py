@@ -15,7 +15,7 @@ from shardwise.errors import JobError
 from shardwise.job import Job, load_job
 from shardwise.launch.launch import launch
 from shardwise.layout import Layout
-from shardwise.parallel.parallelize import check_layout
+from shardwise.parallel.prepare import prepare
 from shardwise.train.run_folder import RunFolder
 from shardwise.workers.fork_server import ForkServer
 
@@ -118,7 +118,7 @@ def run_chaos(
     if job.layout == "auto":
         raise JobError("chaos needs a layout of more than one process; give one with --layout, such as 'shard=2'.")
     layout = Layout.parse(job.layout)
-    check_layout(job, layout)
+    prepare(job, layout)
     if layout.world == 1:
         raise JobError(f"layout '{layout}' has one process, which nobody supervises; chaos needs two or more.")
     baseline = RunFolder.create(_derive_job(job, "baseline", faults))

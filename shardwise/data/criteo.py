@@ -22,8 +22,8 @@ from torch import Tensor
 from shardwise.data.bad_records import BadRecords
 from shardwise.data.sample_stream import Samples
 from shardwise.errors import DataError
-from shardwise.kinds import DLRMConfig
 from shardwise.models.chain import IGNORE_INDEX
+from shardwise.models.dlrm_family import DLRMConfig
 from shardwise.random import hash_key_uint64, mix64_numpy, to_unit_interval
 
 NUM_DENSE_FEATURES, NUM_SPARSE_FEATURES = 13, 26

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any, cast
 
 from shardwise.console import pluralize
 from shardwise.data.augment import ImageAugmentation
@@ -40,7 +41,6 @@ from shardwise.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, p
 from shardwise.errors import DataError
 from shardwise.files import write_text
 from shardwise.job import DataConfig, Job
-from shardwise.kinds import DLRMConfig, ResNetConfig
 
 try:
     import fcntl
@@ -56,21 +56,24 @@ def default_cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "shardwise"
 
 
+SAMPLE_KINDS = {"criteo": "clicks", "cifar10": "images"}  # the other sources are text, tokens or synthetic
+
+
 def make_sources(
     job: Job, cache: Path | None = None, bad_records: BadRecords | None = None
 ) -> tuple[Source, Source, Tokenizer | None]:
     """The training samples, the validation samples (maybe none) and the tokenizer, where one is known."""
     bad_records = bad_records or BadRecords(job.data.on_bad_record == "skip")
-    if isinstance(job.model, DLRMConfig):
-        return *click_sources(job, bad_records), None
-    if job.data.source == "criteo":
-        raise DataError(f"data.source = 'criteo' has clicks, but model.name = {job.model.name!r} reads tokens.")
-    if job.data.source == "synthetic":
+    source, wanted = job.data.source, job.model.sample_kind
+    given = SAMPLE_KINDS.get(source, wanted)
+    if given != wanted and wanted == "tokens":
+        raise DataError(f"data.source = {source!r} has {given}, but model.name = {job.model.name!r} reads tokens.")
+    if wanted == "clicks":
+        return *_click_sources(job, bad_records), None
+    if source == "synthetic":
         return *_synthetic_sources(job), None
-    if isinstance(job.model, ResNetConfig):
+    if wanted == "images":
         return *_image_sources(job, job.model, bad_records), None
-    if job.data.source == "cifar10":
-        raise DataError(f"data.source = 'cifar10' has images, but model.name = {job.model.name!r} reads tokens.")
     if job.data.source == "mix":
         return _mixture_sources(job, job.data.mix, cache, bad_records)
     return _token_sources(job, cache or default_cache_folder(), bad_records)
@@ -112,7 +115,7 @@ def _mix_nonempty(sources: Sequence[Source], weights: Sequence[float]) -> Source
     return Mixture(*zip(*nonempty, strict=True)) if nonempty else sources[0]
 
 
-def _image_sources(job: Job, model: ResNetConfig, bad_records: BadRecords) -> tuple[Source, Source]:
+def _image_sources(job: Job, model: Any, bad_records: BadRecords) -> tuple[Source, Source]:
     if job.data.source != "cifar10":
         raise DataError(
             f"data.source = {job.data.source!r} is text, and {model.description} reads images; use "
@@ -120,8 +123,8 @@ def _image_sources(job: Job, model: ResNetConfig, bad_records: BadRecords) -> tu
         )
     if model.image_size != IMAGE_SIZE or model.num_classes < NUM_CLASSES:
         raise DataError(
-            f"CIFAR-10 has images of {IMAGE_SIZE} x {IMAGE_SIZE} in {NUM_CLASSES} classes, but model.image_size is {model.image_size} and "
-            f"model.num_classes is {model.num_classes}; set them to {IMAGE_SIZE} and {NUM_CLASSES}."
+            f"CIFAR-10 has images of {IMAGE_SIZE} x {IMAGE_SIZE} in {NUM_CLASSES} classes, but model.image_size is "
+            f"{model.image_size} and model.num_classes is {model.num_classes}; set them to {IMAGE_SIZE} and {NUM_CLASSES}."
         )
     return open_cifar10(job.data.path, bad_records, make_augmentation(job))
 
@@ -147,30 +150,29 @@ def _token_sources(job: Job, cache: Path, bad_records: BadRecords) -> tuple[Sour
 
 
 def _synthetic_sources(job: Job) -> tuple[Source, Source]:
-    # Validation goes on where training ends: other walks under the same rule. Under a second seed's rule nothing that
-    # was learned would hold.
-    count, model = job.data.samples, job.model
+    # Validation samples continue the training samples under the same seed, whose rules the model can learn.
+    count, model = job.data.samples, cast(Any, job.model)
     num_held_out = _num_held_out(count + 1, job.data.validation_fraction)
-    if isinstance(model, ResNetConfig):
-        return synthetic_source(job, count), SyntheticImages(
-            num_held_out, model.image_size, model.num_classes, job.seed, first_index=count
-        )
+    if model.sample_kind == "images":
+        held_out = SyntheticImages(num_held_out, model.image_size, model.num_classes, job.seed, first_index=count)
+        return synthetic_source(job, count), held_out
     source = synthetic_source(job, count + num_held_out)
     return Subset(source, 0, count), Subset(source, count, len(source))
 
 
 def synthetic_source(job: Job, count: int) -> Source:
-    """Samples that need no files, for any kind of model."""
-    model = job.require_chain_model()
-    if isinstance(model, ResNetConfig):
+    """Returns samples that need no files, for any model."""
+    model: Any = job.model
+    if model.sample_kind == "clicks":
+        return SyntheticClicks(model, 0, count, job.seed)
+    if model.sample_kind == "images":
         return SyntheticImages(count, model.image_size, model.num_classes, job.seed, make_augmentation(job))
-    return SyntheticTokens(count, model.text_window, model.vocab - model.reserved_ids, job.seed)
+    return SyntheticTokens(count, model.text_window, model.vocab_size - model.reserved_ids, job.seed)
 
 
-def click_sources(job: Job, bad_records: BadRecords) -> tuple[Source, Source]:
-    """Of a DLRM: rows of a generated log, or of Criteo's, of which the last ones are held out."""
-    model, count = job.model, job.data.samples
-    assert isinstance(model, DLRMConfig)
+def _click_sources(job: Job, bad_records: BadRecords) -> tuple[Source, Source]:
+    """Returns clicks of a generated log or of a Criteo file; the last ones are held out."""
+    model, count = cast(Any, job.model), job.data.samples
     if job.data.source == "synthetic":
         num_held_out = _num_held_out(count + 1, job.data.validation_fraction)
         return SyntheticClicks(model, 0, count, job.seed), SyntheticClicks(model, count, num_held_out, job.seed)
@@ -181,8 +183,9 @@ def click_sources(job: Job, bad_records: BadRecords) -> tuple[Source, Source]:
         )
     if (model.tables, model.dense_features) != (NUM_SPARSE_FEATURES, NUM_DENSE_FEATURES):
         raise DataError(
-            f"Criteo's rows have {NUM_SPARSE_FEATURES} categories and {NUM_DENSE_FEATURES} counts, but model.tables is {model.tables} and "
-            f"model.dense_features is {model.dense_features}; set them to {NUM_SPARSE_FEATURES} and {NUM_DENSE_FEATURES}."
+            f"Criteo's rows have {NUM_SPARSE_FEATURES} categories and {NUM_DENSE_FEATURES} counts, but model.tables is "
+            f"{model.tables} and model.dense_features is {model.dense_features}; set them to {NUM_SPARSE_FEATURES} and "
+            f"{NUM_DENSE_FEATURES}."
         )
     if not job.data.path:
         raise DataError("data.source = 'criteo' reads a file of Criteo's rows; give it as data.path.")
@@ -208,12 +211,8 @@ def _open_token_files(job: Job) -> tuple[list[TokenFile], Tokenizer | None]:
         if path.endswith(f":{known}"):
             path, raw_dtype = path.removesuffix(f":{known}"), known
     found = find_files("tokens", path)
-    model = job.require_chain_model()
-    assert not isinstance(model, ResNetConfig)
-    files = [
-        open_raw_token_file(file, raw_dtype, model.vocab - model.reserved_ids) if raw_dtype else open_token_file(file)
-        for file in found
-    ]
+    text_vocab = job.model.vocab_size - job.model.reserved_ids
+    files = [open_raw_token_file(file, raw_dtype, text_vocab) if raw_dtype else open_token_file(file) for file in found]
     for file in files:
         _check_vocab(f"the token file {file.path}", file.vocab, job)
     return files, _tokenizer_for_token_files(0 if raw_dtype else max(file.vocab for file in files), job)
@@ -293,11 +292,10 @@ def _file_lock(folder: Path) -> Iterator[None]:
 
 
 def _check_vocab(owner: str, vocab: int, job: Job) -> None:
-    model = job.require_chain_model()
-    assert not isinstance(model, ResNetConfig)
-    if vocab + model.reserved_ids > model.vocab:
+    model = job.model
+    if vocab + model.reserved_ids > model.vocab_size:
         reserved = f", and {model.description} needs {model.reserved_ids} of its own" if model.reserved_ids else ""
         needed = vocab + model.reserved_ids
         raise DataError(
-            f"{owner} has {vocab} ids but model.vocab is {model.vocab}{reserved}; set model.vocab = {needed}."
+            f"{owner} has {vocab} ids but model.vocab is {model.vocab_size}{reserved}; set model.vocab = {needed}."
         )

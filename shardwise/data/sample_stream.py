@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.data.objectives import Objective, causal_lm
 from shardwise.data.source import Mixture, Source
 from shardwise.errors import DataError
+from shardwise.models.objectives import Objective, next_token
 from shardwise.random import Permutation
 
 
@@ -68,7 +68,7 @@ class BatchedSource(Protocol):
 
 
 class SampleStream:
-    def __init__(self, source: Source, seed: int, shuffle: bool = True, objective: Objective = causal_lm):
+    def __init__(self, source: Source, seed: int, shuffle: bool = True, objective: Objective = next_token):
         self.source, self.seed, self.shuffle, self.objective = source, seed, shuffle, objective
         self._permutations: dict[tuple[int, ...], Permutation] = {}
 

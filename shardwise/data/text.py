@@ -142,7 +142,9 @@ def _parse_record(line: bytes, field: str, where: str) -> str:
     if not isinstance(record, dict):
         raise DataError(f"{where}: a JSON {type(record).__name__}. Every line must be one JSON object.")
     if field not in record:
-        raise DataError(f"{where}: the record has no field {field!r} (data.text_field); {suggest(field, map(str, record))}")
+        raise DataError(
+            f"{where}: the record has no field {field!r} (data.text_field); {suggest(field, map(str, record))}"
+        )
     text = record[field]
     if not isinstance(text, str):
         raise DataError(

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from shardwise.data.sample_stream import Samples
 from shardwise.integrity.checksums import checksum
 from shardwise.job import Job
-from shardwise.kinds import DLRMConfig, MoEConfig, ResNetConfig
 from shardwise.parallel.engine import Engine
 from shardwise.step import count_targets
 
@@ -33,7 +32,7 @@ class RedundantCompute:
     def __init__(self, job: Job, engine: Engine):
         self.job, self.engine, self.data = job, engine, engine.mesh["data"]
         # Where samples of several ranks are mixed, a rank's result depends on what the others have.
-        is_independent = not isinstance(job.model, DLRMConfig | MoEConfig | ResNetConfig) and engine.pipeline is None
+        is_independent = not job.model.mixes_samples and engine.pipeline is None
         self.every = (
             job.run.redundant_compute_every
             if is_independent and self.data.size > 1 and engine.mesh["local_sgd"].size == 1

@@ -8,7 +8,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from shardwise.console import format_count, pluralize
@@ -17,13 +16,12 @@ from shardwise.data.tokenizer import HuggingFaceTokenizer
 from shardwise.errors import JobError, LayoutError
 from shardwise.files import write_text
 from shardwise.job import Job, load_job
-from shardwise.kinds import DLRMConfig
 from shardwise.launch.launch import WORKER_ENTRY_POINT, check_layout_fits, existing_world_size, launch
 from shardwise.launch.worker import init_distributed
 from shardwise.layout import AUTO_SCHEDULES, Layout
 from shardwise.metrics.trackers import check_tracker_installed
-from shardwise.parallel.parallelize import build_on_meta, check_layout, parameter_shapes
-from shardwise.parallel.tables import table_engine
+from shardwise.parallel.prepare import Prepared, prepare
+from shardwise.parallel.tables.table_engine import check_host_memory
 from shardwise.train.auto_layout import check_memory, choose_plan, describe_plan, layout_record, plan_record
 from shardwise.train.local_machine import host_memory, local_process_count
 from shardwise.train.run_folder import RunFolder
@@ -72,14 +70,13 @@ def _start_run(
     _check_same_run(previous_job, job)
     given_layout = None if job.layout == "auto" else Layout.parse(job.layout)
     if given_layout is not None:
-        check_layout(job, given_layout)  # here in its own words: the planner has another list of what it can weigh
+        prepare(job, given_layout)  # here in its own words: the planner has another list of what it can weigh
     nodes = node.count if node is not None else 1
     layout, record, reason_text = _plan_layout(job, nodes)
     check_layout_fits(layout, job, nodes)
     check_tracker_installed(job.tracker)
-    if isinstance(job.model, DLRMConfig):
-        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", layout.world))
-        table_engine.check_host_memory(job, layout, host_memory() / local_world_size)
+    prepared = prepare(job, layout)
+    check_host_memory(prepared, host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", layout.world)))
     # Here, so that a missing file or a wrong vocabulary is told before processes start, and text is encoded once.
     _, _, tokenizer = make_sources(job)
     folder = _open_folder(job, resumed, layout)
@@ -90,7 +87,7 @@ def _start_run(
             tokenizer.save(folder.tokenizer)
         if job_file is None and resumed is None:
             say("no job file given: training the built-in demo")
-        _print_summary(job, layout, say)
+        _print_summary(prepared, say)
         say(f"        {reason_text}")
         if job.total_steps != previous_job.total_steps:
             change = f"{pluralize(job.total_steps, 'step')} instead of {previous_job.total_steps}; the learning rate follows."
@@ -117,7 +114,7 @@ def _plan_layout(job: Job, nodes: int) -> tuple[Layout, dict[str, Any], str]:
         if given_layout is None or given_layout.schedule in AUTO_SCHEDULES:
             raise
         reason_text = f"no prediction: {error}"  # the layout runs; the planner cannot weigh it
-        return given_layout, {**layout_record(job, given_layout), "reason": reason_text}, reason_text
+        return given_layout, {**layout_record(prepare(job, given_layout)), "reason": reason_text}, reason_text
     check_memory(job, plan)
     layout = (
         given_layout if given_layout is not None and given_layout.schedule not in AUTO_SCHEDULES else plan.best.layout
@@ -125,17 +122,14 @@ def _plan_layout(job: Job, nodes: int) -> tuple[Layout, dict[str, Any], str]:
     return layout, plan_record(job, plan, source), describe_plan(plan, source)
 
 
-def _print_summary(job: Job, layout: Layout, say: Callable[[str], None]) -> None:
-    if isinstance(job.model, DLRMConfig):
-        parameters = table_engine.count_parameters(job.model)
-    else:
-        parameters = sum(shape.numel() for shape in parameter_shapes(build_on_meta(job, torch.float32)).values())
+def _print_summary(prepared: Prepared, say: Callable[[str], None]) -> None:
+    job, layout, batch = prepared.job, prepared.layout, prepared.batch
+    parameters = prepared.parameters
     tokens = (
         f"{job.samples} x {job.model.length} tokens"
         if job.model.throughput_unit == "tokens"
         else f"{job.samples} samples"
     )
-    batch = check_layout(job, layout)
     say(f"job:    {job.model.name}, {format_count(parameters)} parameters, {job.precision}, on {job.data.source}")
     say(f"        {pluralize(job.total_steps, 'step')} of {tokens}, {job.optimizer.name} at {job.optimizer.lr:g}")
     parts = f"{pluralize(batch.micro_batches, 'micro-batch')} of {batch.micro_batch}"

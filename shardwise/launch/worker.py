@@ -23,9 +23,8 @@ import torch.distributed as dist
 from shardwise.comm import host_staged
 from shardwise.errors import ShardwiseError
 from shardwise.job import Job
-from shardwise.kinds import DLRMConfig
 from shardwise.layout import Layout
-from shardwise.parallel.parallelize import build_on_meta, parameter_shapes
+from shardwise.parallel.prepare import Prepared, prepare
 from shardwise.train.local_machine import host_memory, pick_device
 from shardwise.train.loop import Trainer, make_engine
 from shardwise.train.metrics_processor import StopFlag
@@ -65,18 +64,19 @@ def run_worker(
     model, if that is light; a GPU it leaves to those who train.
     """
     rank = int(os.environ.get("RANK", "0"))
-    engine = None
+    prepared = engine = None
     if standby_gate is not None:
-        if pick_device(folder.job()) == "cpu" and _fits_twice(folder.job()):
-            engine = make_engine(folder.job(), layout, init_distributed(layout.world, folder.job(), store))
+        prepared = prepare(folder.job(), layout)
+        if pick_device(prepared.job) == "cpu" and _fits_twice(prepared):
+            engine = make_engine(prepared, init_distributed(layout.world, prepared.job, store))
         standby_gate()
     stop = StopFlag()
     install_signal_handlers(stop)
     heartbeat = Heartbeat(folder.path, rank)
     try:
-        job = folder.job()
-        device = init_distributed(layout.world, job, store)
-        Trainer(job, layout, folder, device, resume, stop, heartbeat.set_phase, engine, snapshots).run()
+        prepared = prepared or prepare(folder.job(), layout)
+        device = init_distributed(layout.world, prepared.job, store)
+        Trainer(prepared, folder, device, resume, stop, heartbeat.set_phase, engine, snapshots).run()
     except BaseException as error:  # noqa: BLE001 - a KeyboardInterrupt or a DCP exception is to be told too
         is_expected = isinstance(error, ShardwiseError)
         if not is_expected:
@@ -92,12 +92,11 @@ def run_worker(
         raise
 
 
-def _fits_twice(job: Job) -> bool:
-    """Whether a second copy of every rank's weights is at most a tenth of the machine's memory. Tables never are."""
-    if isinstance(job.model, DLRMConfig):
+def _fits_twice(prepared: Prepared) -> bool:
+    """Whether a second copy of every rank's weights takes at most a tenth of the host's memory; tables never do."""
+    if prepared.tables:
         return False
-    numbers = sum(shape.numel() for shape in parameter_shapes(build_on_meta(job, torch.float32)).values())
-    return 8 * numbers * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= host_memory() / 10
+    return 8 * prepared.parameters * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= host_memory() / 10
 
 
 def init_distributed(world_size: int, job: Job, store: str | None = None) -> torch.device:

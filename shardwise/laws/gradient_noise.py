@@ -79,7 +79,7 @@ def measure_noise_scale(run: Path, batches: int = 16, samples: int = 8) -> Gradi
     if gradient <= 0 or variance <= 0:
         raise DataError(f"{run}: {batches * samples} samples are too few to tell its gradient from noise; "
                         "give more --batches.")  # fmt: skip
-    return GradientNoiseScale(run.name, variance / gradient, job.model.sequence, gradient, variance)
+    return GradientNoiseScale(run.name, variance / gradient, job.model.sequence_length, gradient, variance)
 
 
 def _squared_norm(gradients: dict[str, torch.Tensor]) -> float:

@@ -26,8 +26,8 @@ from shardwise.console import format_count
 from shardwise.errors import JobError
 from shardwise.files import write_text
 from shardwise.job import Job, load_job, make_job
-from shardwise.kinds import DecoderConfig
 from shardwise.laws.runs import check_parameter_count, count_parameters
+from shardwise.models.gpt_family import DecoderConfig
 from shardwise.planner.costs.model_shape import shape_of
 
 TOKENS_PER_PARAMETER = 20.0
@@ -83,7 +83,7 @@ def write_grid(jobs: Sequence[GridJob], folder: Path) -> list[Path]:
     paths = []
     for grid_job in jobs:
         path = folder / f"{grid_job.name}.toml"
-        tokens = grid_job.job.total_steps * grid_job.job.samples * grid_job.job.model.sequence
+        tokens = grid_job.job.total_steps * grid_job.job.samples * grid_job.job.model.sequence_length
         header = (
             f"# A run of an iso-FLOP grid: {grid_job.flops:.3g} FLOPs as the planner counts, {grid_job.parameters:,} parameters, "
             f"{tokens:,} tokens.\n#\n#   shardwise train {path}\n\n"
@@ -115,16 +115,16 @@ def make_template(family: str, settings: Sequence[str], flops: float) -> Job:
 
 def _make_grid_job(template: Job, model: DecoderConfig, flops: float, parameter_count: str, folder: Path) -> GridJob:
     shape, parameters = shape_of(model), count_parameters(model, parameter_count)
-    tokens = flops / (shape.flops(1) / model.sequence)
-    samples = batch_size_for_budget(flops, tokens, model.sequence)
+    tokens = flops / (shape.flops(1) / model.sequence_length)
+    samples = batch_size_for_budget(flops, tokens, model.sequence_length)
     name = f"c{flops:.2g}-n{format_count(parameters).lower()}".replace("+", "")
     values = template.model_dump(exclude_unset=True)
-    values["tokens"] = max(1, round(tokens / (samples * model.sequence))) * samples * model.sequence
+    values["tokens"] = max(1, round(tokens / (samples * model.sequence_length))) * samples * model.sequence_length
     keys = {key: getattr(model, key) for key in (*SIZE_FIELDS, "init_std", "sequence")}
     values["model"] = {**values.get("model", {}), **keys, "name": "gpt"}
     values["batch"] = {"samples": samples}
     values["optimizer"] = {
-        "lr": learning_rate_for_budget(flops, samples * model.sequence),
+        "lr": learning_rate_for_budget(flops, samples * model.sequence_length),
         **values.get("optimizer", {}),
     }
     values["validation"] = {"samples": VALIDATION_SAMPLES, **values.get("validation", {})}

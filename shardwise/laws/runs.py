@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from shardwise.errors import DataError
 from shardwise.job import Job
-from shardwise.kinds import DecoderConfig
+from shardwise.models.gpt_family import DecoderConfig
 from shardwise.planner.costs.model_shape import shape_of
 from shardwise.train.run_folder import RunFolder
 

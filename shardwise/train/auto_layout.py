@@ -13,11 +13,8 @@ from shardwise.cluster import GIB
 from shardwise.console import pluralize
 from shardwise.errors import LayoutError
 from shardwise.job import Job
-from shardwise.kinds import DLRMConfig, ResNetConfig
 from shardwise.layout import Layout
-from shardwise.models.registry import forward_flops_per_module
-from shardwise.parallel.balance import cut_stages
-from shardwise.parallel.parallelize import check_layout
+from shardwise.parallel.prepare import Prepared, prepare
 from shardwise.planner.plan import Plan, make_estimator, make_plan
 from shardwise.train.local_machine import local_cluster, local_process_count
 
@@ -34,7 +31,7 @@ def choose_plan(job: Job, world_size: int | None = None) -> tuple[Plan, str]:
     for devices in [max_devices] if world_size else range(max_devices, 0, -1):
         cluster, source = local_cluster(job, local_world_size or devices)
         try:
-            if isinstance(job.model, ResNetConfig):  # whose batch is one micro-batch, which the search does not try
+            if job.model.needs_whole_batch:  # the search does not try a whole batch as one micro-batch
                 return make_plan(job, cluster, layout=f"replicate={devices}"), source
             return make_plan(job, cluster, devices, runnable=True), source
         except LayoutError as error:
@@ -73,17 +70,13 @@ def _format_seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
-def _stage_bounds(job: Job, layout: Layout) -> list[list[int]]:
-    return [list(span) for span in cut_stages(layout, forward_flops_per_module(job.require_chain_model()))]
-
-
-def layout_record(job: Job, layout: Layout) -> dict[str, Any]:
-    """What `plan.toml` says of the cut itself."""
-    batch = check_layout(job, layout)
+def layout_record(prepared: Prepared) -> dict[str, Any]:
+    """Returns what `plan.toml` says of the layout itself."""
+    layout, batch = prepared.layout, prepared.batch
     return {
         "layout": str(layout),
         "world": layout.world,
-        "stages": [] if isinstance(job.model, DLRMConfig) else _stage_bounds(job, layout),
+        "stages": [list(span) for span in prepared.stages],
         "micro_batch": batch.micro_batch,
         "micro_batches": batch.micro_batches,
     }
@@ -106,7 +99,7 @@ def plan_record(job: Job, plan: Plan, source: str) -> dict[str, Any]:
     others = zip(plan.layouts[1:], plan.reasons[1:], strict=True)
     stages, order = _pipeline_record(job, plan)
     return {
-        **layout_record(job, best.layout), **order,
+        **layout_record(prepare(job, best.layout)), **order,
         "reason": describe_plan(plan, source),
         "predicted": {
             "device": plan.cluster.device.name, "cluster_source": source, "step_seconds": best.seconds,

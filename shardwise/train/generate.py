@@ -12,9 +12,8 @@ from shardwise.data.sample_stream import Samples
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer
 from shardwise.errors import CheckpointError, DataError, RunError
 from shardwise.job import Job
-from shardwise.kinds import DecoderConfig
 from shardwise.models.chain import Chain
-from shardwise.parallel.parallelize import build_on_meta
+from shardwise.models.gpt_family import DecoderConfig
 from shardwise.train.checkpoint import load_weights
 from shardwise.train.local_machine import pick_device
 from shardwise.train.run_folder import RunFolder
@@ -47,7 +46,7 @@ def load_run_tokenizer(folder: RunFolder, job: Job) -> Tokenizer:
 
 def load_model(folder: RunFolder, job: Job, device: torch.device) -> Chain:
     """The whole model with the weights of the newest good checkpoint."""
-    model = build_on_meta(job, torch.float32).to_empty(device=device)
+    model = job.family.build_on_meta(job.model, job.seed).to_empty(device=device)
     model.tie_weights()
     if not load_weights(folder.checkpoints, dict(model.named_unique_parameters())):
         raise CheckpointError(f"{folder.path} has no checkpoint to take weights from; train it first.")

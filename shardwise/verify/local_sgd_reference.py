@@ -9,7 +9,6 @@ import torch
 from shardwise.data.sample_stream import SampleStream
 from shardwise.job import Job
 from shardwise.models.chain import init_weights
-from shardwise.models.registry import build_chain
 from shardwise.verify.reference import run_steps
 
 
@@ -22,7 +21,7 @@ def run_local_sgd_reference(
         for index in range(count)
     ]
     records: list[list[dict[str, Any]]] = [[] for _ in runs]
-    model = build_chain(job.require_chain_model(), job.seed).to(dtype)
+    model = job.family.build(job.model, job.seed).to(dtype)
     init_weights(model, job.seed)
     anchors: dict[str, Any] = {name: weight.detach() for name, weight in model.named_parameters()}
     momentum_buffers: dict[str, Any] = {}

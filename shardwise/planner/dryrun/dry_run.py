@@ -41,7 +41,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardwise.cluster import CLUSTERS
 from shardwise.console import pluralize
 from shardwise.data.make_sources import synthetic_source
-from shardwise.data.objectives import make_objective
 from shardwise.data.sample_stream import Samples, SampleStream
 from shardwise.errors import LayoutError, RunError
 from shardwise.job import BatchConfig, Job
@@ -49,7 +48,8 @@ from shardwise.layout import AUTO_SCHEDULES, V_SHAPED, Layout, solve_batch
 from shardwise.models import loss
 from shardwise.optim import make_optimizer
 from shardwise.parallel.engine import Engine
-from shardwise.parallel.parallelize import check_layout, parallelize
+from shardwise.parallel.parallelize import parallelize
+from shardwise.parallel.prepare import prepare
 from shardwise.planner.dryrun.memory_comm_tracker import (
     ROLES,
     BytesByRole,
@@ -109,7 +109,7 @@ def dry_run(
     on_report: Callable[[RankReport], None] = lambda _: None,
 ) -> list[RankReport]:
     """Reports of some ranks, by default of `typical_ranks`. `show` is called as each of them is ready."""
-    check_layout(job, layout)
+    prepare(job, layout)
     rank_list = list(typical_ranks(layout) if ranks is None else ranks)
     for rank in rank_list:
         if not 0 <= rank < layout.world:
@@ -277,11 +277,11 @@ def _record_step(job: Job, layout: Layout, micro_batches: int, fake: bool) -> St
     tracker = MemoryCommTracker()
     modes = [FakeTensorMode(allow_non_fake_inputs=True), tracker] if fake else [tracker]
     order = auto_schedule_order(job, layout, CLUSTERS["h100"])
-    sample = SampleStream(synthetic_source(job, 1), job.seed, objective=make_objective(job.model, job.seed)).read(
+    sample = SampleStream(synthetic_source(job, 1), job.seed, objective=job.family.objective(job.model, job.seed)).read(
         np.arange(1)
     )
     sample_tensors = sample.tokens, sample.targets, sample.ids
-    engine = parallelize(job, layout, torch.device("cpu"), _enter_all(modes), order)
+    engine = parallelize(prepare(job, layout), torch.device("cpu"), _enter_all(modes), order)
     tracker.axes = axis_by_group(engine.mesh)
     forwards: list[TracePoint] = []
     engine.chains[0].register_forward_pre_hook(lambda *args: forwards.append(tracker.now()))

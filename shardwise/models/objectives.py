@@ -1,11 +1,12 @@
-"""What a sample's tokens are turned into: what the model reads, and what it is to predict.
+"""Training objectives: how a window of tokens becomes inputs and targets.
 
-    Shifted   a decoder: every token from those before it
-    Masked    BERT: a fixed number of positions, most of them hidden (80% a mask, 10% any token, 10% left as they are)
-    Spans     T5: runs of tokens left out; the encoder reads the rest with a mark for each run, the decoder writes marks
-              and runs. Encoder and decoder lie one behind the other in one row.
+    next_token      decoders: predict every token from those before it
+    MaskedLM        BERT: predict a fixed number of positions (80% masked, 10% replaced at random, 10% unchanged)
+    SpanCorruption  T5: spans are replaced by sentinels in the encoder's input, and the decoder writes them; encoder and
+                    decoder inputs are concatenated into one row
 
-Images and clicks come with their targets. What is drawn depends on the seed and the sample's place in the stream alone.
+Images and clicks carry their own targets. Random choices depend only on the seed and the sample's position in the
+stream.
 """
 
 from __future__ import annotations
@@ -14,23 +15,18 @@ from typing import Protocol
 
 import numpy as np
 
-from shardwise.kinds import BertConfig, ModelConfig, T5Config
+from shardwise.models.bert_family import BertConfig
 from shardwise.models.chain import IGNORE_INDEX
+from shardwise.models.t5_family import T5Config
 
 
 class Objective(Protocol):
     def __call__(self, rows: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and targets of some samples (`rows`: one token more than their source's length); -100 does not
-        count."""
+        """Returns inputs and targets of a batch of windows, each one token longer than the source's length. Targets
+        of -100 are ignored."""
 
 
-def make_objective(model: ModelConfig, seed: int) -> Objective:
-    if isinstance(model, BertConfig):
-        return MaskedLM(model, seed)
-    return SpanCorruption(model, seed) if isinstance(model, T5Config) else causal_lm
-
-
-def causal_lm(rows: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def next_token(rows: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return rows[:, :-1].clip(min=0), np.ascontiguousarray(rows[:, 1:])  # an ignored target is still some input
 
 
