@@ -59,14 +59,12 @@ def train(
     node: Annotated[
         str | None, typer.Option(metavar="K/N", help="Which of several machines this is; 0 leads, and has the job.")
     ] = None,
-    rdzv_endpoint: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Where the first machine listens.")
-    ] = None,
+    address: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where the first machine listens.")] = None,
 ) -> None:
     """Trains a job; with no job file, the built-in demo on this machine."""
     if resume is not None and job_file is not None:
         raise JobError("--resume takes its job from the run folder; leave the job file out.")
-    if rdzv_endpoint is not None and node is None:
+    if address is not None and node is None:
         raise JobError("--address is where the first of several machines listens; say which one this is: --node 0/2.")
     if processes is not None and layout is not None:
         raise JobError("--processes plans a layout of its own; leave it or --layout out.")
@@ -81,9 +79,7 @@ def train(
     from shardwise.launch.start import start_training
     from shardwise.workers.nodes import Node
 
-    start_training(
-        job_file, overrides, resume, print_line, Node.parse(node, rdzv_endpoint) if node is not None else None
-    )
+    start_training(job_file, overrides, resume, print_line, Node.parse(node, address) if node is not None else None)
 
 
 @app.command()
@@ -158,7 +154,7 @@ def dryrun(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON record per rank.")] = False,
 ) -> None:
     """Takes a step as some ranks of any world, without its devices: exact memory and traffic."""
-    load_job(job_file, overrides or []).model
+    load_job(job_file, overrides or []).require_trainable()
 
     from shardwise.planner.dryrun.command import describe_reports, dryrun_job
 
@@ -195,7 +191,7 @@ def bench_step(
     """Takes steps of a job on one device with random tokens: tokens/s, memory, and where the time goes."""
     flag_overrides = [f"model.name={model}"] * bool(model) + [f"batch.samples={batch}"] * bool(batch)
     job = load_job(job_file, [*(overrides or []), *flag_overrides])
-    job.model
+    job.require_trainable()
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own talk
 
     import torch

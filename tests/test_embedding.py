@@ -23,7 +23,7 @@ from shardwise.data.sample_stream import SampleStream, rank_positions
 from shardwise.errors import DataError, JobError, LayoutError
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
-from shardwise.models.dlrm import DotInteraction, build_dlrm
+from shardwise.models.dlrm import DenseDLRM, DotInteraction
 from shardwise.models.dlrm_family import DLRMConfig
 from shardwise.optim import sparse
 from shardwise.parallel.mesh import SINGLE_RANK, Mesh
@@ -37,8 +37,7 @@ from shardwise.parallel.tables.table_engine import check_host_memory
 from shardwise.parallel.tables.table_placement import TableShard, TableSpec, place_tables
 from shardwise.step import step
 from shardwise.train.checkpoint import CheckpointManager
-from shardwise.verify.dlrm_reference import make_click_stream
-from shardwise.verify.parity import verify
+from shardwise.verify.parity import make_stream, verify
 
 ROOT = Path(__file__).parent.parent
 SHAPE = {
@@ -158,7 +157,7 @@ def test_updates_are_those_of_torch() -> None:
 
 
 def test_the_dense_part_is_what_a_person_would_write() -> None:
-    model = build_dlrm(DLRMConfig(**SHAPE)).double()
+    model = DenseDLRM(DLRMConfig(**SHAPE)).double()
     numbers, vectors = torch.randn(3, 4).double(), torch.randn(3, 5, 8).double()
     own = numbers
     for layer in model.bottom.layers:
@@ -253,7 +252,7 @@ def empty_step() -> float:
     job = small(8, {"sharding": "row"})
     engine = parallelize(prepare(job, Layout.parse("shard=2")), torch.device("cpu"))
     optimizer = engine.make_optimizer(job)
-    samples = make_click_stream(job).read(rank_positions(0, 8, 2, engine.mesh.rank))
+    samples = make_stream(job).read(rank_positions(0, 8, 2, engine.mesh.rank))
     size = engine.model.tables * engine.model.lookups
     samples.tokens[:, :size] = -1
     before = [held.rows.clone() for held in engine.tables.local_shards]
@@ -266,7 +265,7 @@ def trained(ahead: bool, optimizer: str, sharding: str) -> list[float]:
     job = small(16, {"sharding": sharding, "optimizer": optimizer})
     engine = parallelize(prepare(job, Layout.parse("shard=2")), torch.device("cpu"))
     assert engine.has_tables
-    taken, stream = engine.make_optimizer(job), make_click_stream(job)
+    taken, stream = engine.make_optimizer(job), make_stream(job)
     for group in taken.param_groups:
         group["lr"] = 0.05
     batches = iter([(n, stream.read(rank_positions(n, 16, 2, engine.mesh.rank))) for n in range(6)])
@@ -307,7 +306,7 @@ def half(folder: str, text: str, sharding: str, optimizer: str, first: int, last
     job = small(12, {"sharding": sharding, "optimizer": optimizer, "cached_rows": cache})
     layout = Layout.parse(text)
     engine = parallelize(prepare(job, layout), torch.device("cpu"))
-    taken, stream = engine.make_optimizer(job), make_click_stream(job)
+    taken, stream = engine.make_optimizer(job), make_stream(job)
     checkpoints = CheckpointManager(Path(folder), keep=2, asynchronous=True)
     if first:
         state = checkpoints.load(engine, taken)
@@ -516,12 +515,12 @@ def test_a_table_that_no_rank_can_hold() -> None:
     job = small(
         24, {"sharding": "table"}, tables=1, rows=1024, width=128
     )  # a mebibyte in float64, and a state for a row
-    check_host_memory(job, Layout.parse("shard=4"), 2 << 20)
+    check_host_memory(prepare(job, Layout.parse("shard=4")), 2 << 20)
     with pytest.raises(LayoutError, match=r'rank 0 would hold .* use embedding_tables.sharding = "auto"'):
-        check_host_memory(job, Layout.parse("shard=4"), 1 << 19)
+        check_host_memory(prepare(job, Layout.parse("shard=4")), 1 << 19)
     with pytest.raises(LayoutError, match=r"use at least 11 ranks with as much each"):
-        check_host_memory(job, Layout.parse("shard=4"), 100_000)
-    check_host_memory(small(24, {}, tables=1, rows=1024, width=128), Layout.parse("shard=4"), 1 << 19)
+        check_host_memory(prepare(job, Layout.parse("shard=4")), 100_000)
+    check_host_memory(prepare(small(24, {}, tables=1, rows=1024, width=128), Layout.parse("shard=4")), 1 << 19)
 
 
 # Click logs
@@ -563,7 +562,7 @@ def test_a_criteo_file(tmp_path: Path) -> None:
     job = make_job(
         {
             "model": {"name": "dlrm", "rows": 64, "width": 4, "lookups": 2}, "batch": {"samples": 4},
-            "data": {"source": "criteo", "path": str(path), "validation": 0.1},
+            "data": {"source": "criteo", "path": str(path), "validation_fraction": 0.1},
         }
     )  # fmt: skip
     training, held, _ = make_sources(job)
@@ -633,10 +632,10 @@ def test_the_example_trains_learns_and_goes_on_elsewhere(tmp_path: Path) -> None
     losses = [json.loads(line)["loss"] for line in (tmp_path / "r/metrics.jsonl").read_text().splitlines()]
     assert len(losses) == 40 and np.mean(losses[-5:]) < np.mean(losses[:5]) - 0.05
     done = shardwise("train", str(ROOT / "examples/dlrm.toml"), "--layout", "tensor=2", folder=tmp_path)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "tensor=2: a DLRM is cut by" in done.stderr
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "tensor=2: a DLRM is split by" in done.stderr
 
 
 def test_a_world_of_one_has_no_process_group() -> None:
     job = small()
-    engine = table_engine.parallelize_dlrm(job, Layout(), torch.device("cpu"))
+    engine = parallelize(prepare(job, Layout()), torch.device("cpu"))
     assert engine.tables.group is None and isinstance(engine.mesh, Mesh) and not torch.distributed.is_initialized()

@@ -231,7 +231,7 @@ def experts_left_out_of_the_norm(patch: pytest.MonkeyPatch) -> None:
 
     def without(engine: Any, loss: torch.Tensor) -> Any:
         dense = [param_shard for param_shard in engine.param_shards if not param_shard.is_expert]
-        return right(dataclasses.replace(engine, holdings=dense), loss)
+        return right(dataclasses.replace(engine, param_shards=dense), loss)
 
     patch.setattr(step_file, "reduce_loss_and_norm", without)
 
@@ -282,12 +282,12 @@ def load_of(text: str, capacity: float = 0.0) -> list[expert.RoutingStats]:
 def test_the_load_of_experts_is_that_of_all_ranks() -> None:
     for capacity in (0.0, 0.75):
         (alone,) = run_world(load_of, 1, "micro_batch=2", capacity)
-        assert all(1.0 <= one.imbalance < 4.0 and sum(one.load) == pytest.approx(1) for one in alone[:2])
+        assert all(1.0 <= one.imbalance < 4.0 and sum(one.expert_load) == pytest.approx(1) for one in alone[:2])
         assert alone[2].imbalance == 0.0 and all((one.dropped_tokens > 0) == (capacity > 0) for one in alone[:2])
         for text in ("shard=2 expert=2", "pipeline=2 tensor=2 micro_batch=1 recompute=full"):
             for found in run_world(load_of, Layout.parse(text).world, text, capacity):
                 for one, other in zip(found, alone, strict=True):
-                    assert [one.imbalance, *one.load] == pytest.approx([other.imbalance, *other.load])
+                    assert [one.imbalance, *one.expert_load] == pytest.approx([other.imbalance, *other.expert_load])
                     assert one.dropped_tokens == pytest.approx(other.dropped_tokens)
                 # Whole rows of 16 numbers, there and back, in the forward and in the backward.
                 row = 4 * 16 * 8

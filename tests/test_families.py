@@ -11,7 +11,7 @@ from shardwise.layout import Layout
 from shardwise.models.bert_family import BertConfig
 from shardwise.models.chain import IGNORE_INDEX, init_weights
 from shardwise.models.objectives import MaskedLM, SpanCorruption, _random_partition
-from shardwise.models.registry import build_chain, forward_flops_per_module
+from shardwise.models.registry import family_of
 from shardwise.models.resnet import BatchNorm
 from shardwise.models.t5 import relative_position_bucket
 from shardwise.models.t5_family import T5Config
@@ -141,14 +141,14 @@ def test_sizes():
 
 def test_a_bert_looks_both_ways_and_a_t5_decoder_does_not():
     model = job({**BERT, "dropout": 0.0}).model
-    chain = build_chain(model, 0).double()
+    chain = family_of(model).build(model, 0).double()
     init_weights(chain, 0)
     tokens = torch.randint(0, 60, (1, 16))
     changed = tokens.clone()
     changed[0, 12] = (tokens[0, 12] + 1) % 60
     assert (chain(tokens) - chain(changed)).abs().amax(-1)[0].min() > 0
     model = job({**SPANS, "dropout": 0.0}).model
-    chain = build_chain(model, 0).double()
+    chain = family_of(model).build(model, 0).double()
     init_weights(chain, 0)
     tokens = torch.randint(0, 60, (1, 32))
     changed = tokens.clone()
@@ -170,7 +170,7 @@ def test_distances_in_groups():
 def test_costs_follow_the_trace():
     for model in (BERT, SPANS):
         built = job({**model, "dropout": 0.0}).model
-        chain = build_chain(built, 0)
+        chain = family_of(built).build(built, 0)
         counter = FlopCounterMode(display=False)
         init_weights(chain, 0)
         tokens = torch.randint(0, 60, (1, built.length))
@@ -179,7 +179,7 @@ def test_costs_follow_the_trace():
         with counter:
             chain(tokens, targets=targets)
         counted = counter.get_total_flops()
-        assert counted == pytest.approx(sum(forward_flops_per_module(built)), rel=0.2)
+        assert counted == pytest.approx(sum(family_of(built).forward_flops(built)), rel=0.2)
 
 
 # Images
@@ -222,7 +222,7 @@ def test_a_resnet_is_that_of_plain_batch_norms():
     plain = torch.nn.BatchNorm2d(4).double()
     for _ in range(3):
         assert torch.allclose(norm(x), plain(x), atol=1e-12)
-    assert torch.allclose(norm.mean, plain.running_mean) and torch.allclose(norm.variance, plain.running_var)
+    assert torch.allclose(norm.running_mean, plain.running_mean) and torch.allclose(norm.running_var, plain.running_var)
     assert torch.allclose(norm.eval()(x), plain.eval()(x), atol=1e-12)
     images = torch.randn(4, 3, 8, 8, dtype=torch.float64)
     assert chain(images).shape == (4, 1, 5)

@@ -14,7 +14,7 @@ from shardwise.cli import main
 from shardwise.errors import UserError
 from shardwise.job import Job, load_job, make_job
 from shardwise.layout import RECOMPUTE, SCHEDULES, Layout
-from shardwise.models.registry import MODEL_CONFIGS
+from shardwise.models.registry import BUILT_IN
 from shardwise.parallel.prepare import prepare
 from shardwise.train.auto_layout import choose_layout
 
@@ -24,7 +24,7 @@ junk = st.one_of(
 small = st.integers(-1, 12)
 DEGREES = ["pipeline", "replicate", "shard", "tensor", "virtual", "micro_batch", "zero"]
 model_values = {
-    "name": st.sampled_from(["gpt", "gpt2", "llama3-8b", "nope", 3, *MODEL_CONFIGS, "mixtral-8x7b", "t5-11b"]),
+    "name": st.sampled_from(["gpt", "gpt2", "llama3-8b", "nope", 3, *BUILT_IN, "mixtral-8x7b", "t5-11b"]),
     "experts": small, "layers": small, "width": st.integers(-8, 64),
     "heads": small, "kv_heads": small, "head_dim": small, "ffn": st.integers(-1, 70), "vocab": st.integers(0, 130),
     "sequence": st.integers(0, 40), "positions": st.sampled_from(["learned", "rotary", "none"]),

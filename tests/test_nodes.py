@@ -68,7 +68,7 @@ def agent(number: int, *words: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "shardwise", "train", *words]
     where = ["ip", "netns", "exec", f"{NAME}{number}"]
     return subprocess.Popen(
-        [*where, *command, "--node", f"{number}/2", "--rdzv-endpoint", f"10.78.0.1:{PORT}"], start_new_session=True
+        [*where, *command, "--node", f"{number}/2", "--address", f"10.78.0.1:{PORT}"], start_new_session=True
     )
 
 

@@ -361,7 +361,7 @@ def test_the_server_shows_runs_and_nothing_else(
     assert get(f"{address}/run/0001")[0] == 200 and get(f"{address}/run/%3Cb%3E0002")[0] == 200
     status, text = get(f"{address}/run/0001/data")
     version = json.loads(text)["version"]
-    assert get(f"{address}/run/0001/data?have={version}") == (204, "")
+    assert get(f"{address}/run/0001/data?version={version}") == (204, "")
     for path in (
         "/secret.txt", "/run/../secret.txt", "/run/..%2f..%2fsecret.txt", "/run/0001/../../secret.txt", "/run/%2e%2e",
         "/run/0001/job.toml", "/run//etc/passwd", "/run/0001/data/more", "/etc/passwd", "/run/0003",

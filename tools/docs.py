@@ -33,7 +33,7 @@ from shardwise.layout import SCHEDULES, Layout, micro_batch_error
 from shardwise.models.config import Count
 from shardwise.models.gpt_family import DecoderConfig
 from shardwise.models.presets import PRESETS
-from shardwise.models.registry import MODEL_CONFIGS
+from shardwise.models.registry import BUILT_IN
 from shardwise.verify import parity
 
 ROOT = Path(__file__).parent.parent
@@ -118,7 +118,8 @@ def job_keys() -> Iterator[tuple[str, str, FieldInfo, str]]:
     for name, field in Job.model_fields.items():
         if name == "model":
             sections += [
-                ("model" if kind == "gpt" else f"model: {kind}", section) for kind, section in MODEL_CONFIGS.items()
+                ("model" if kind == "gpt" else f"model: {kind}", section)
+                for kind, section in ((name, family.config) for name, family in BUILT_IN.items())
             ]
         elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             sections.append((name, field.annotation))
@@ -145,10 +146,10 @@ def job_tables() -> str:
             kind = section.removeprefix("model: ")
             more = (
                 "Besides the keys above:"
-                if issubclass(MODEL_CONFIGS[kind], DecoderConfig)
+                if issubclass(BUILT_IN[kind].config, DecoderConfig)
                 else "Instead of the keys above:"
             )
-            title = f'### `[model]` of {MODEL_CONFIGS[kind].description}: `name = "{kind}"`\n\n{more}'
+            title = f'### `[model]` of {BUILT_IN[kind].config.description}: `name = "{kind}"`\n\n{more}'
         parts += [title, table(("key", "value", "default", "meaning"), lines)]
     return "\n\n".join(parts)
 
