@@ -53,7 +53,7 @@ def test_an_untied_t5_with_relu():
 
 
 @pytest.mark.parametrize(("model", "layout", "said"), [
-    (SPANS, "context=2", "a T5 is not cut along its sequence"),
+    (SPANS, "context=2", "a T5 cannot be split along the sequence"),
     ({**SPANS, "heads": 6}, "tensor=4", "tensor=4 does not divide the 6 heads"),
     ({**SPANS, "sequence": 23}, "tensor=2", "a sequence of 31 does not divide"),
     (SPANS, "shard=2 expert=2", "has no experts"),
@@ -200,7 +200,7 @@ def test_a_bottleneck_with_the_stem_of_imagenet():
 
 
 @pytest.mark.parametrize(("layout", "said"), [
-    ("pipeline=2", "cut along its samples only"), ("tensor=2", "use replicate or shard"),
+    ("pipeline=2", "split along its samples only"), ("tensor=2", "use replicate or shard"),
     ("micro_batch=2", "6 micro-batches"), ("recompute=full", "recompute=none"),
 ])  # fmt: skip
 def test_what_a_batch_norm_does_not_allow(layout, said):

@@ -59,7 +59,7 @@ def test_latent_attention(layout):
 
 
 @pytest.mark.parametrize(("model", "layout", "said"), [
-    (LATENT, "context=2", "latent attention is not cut"), (TIGHT, "context=2", "model.capacity_factor"),
+    (LATENT, "context=2", "latent attention cannot be split"), (TIGHT, "context=2", "model.capacity_factor"),
     ({**LATENT, "heads": 6, "width": 36}, "tensor=4", "does not divide the 6 heads"),
 ])  # fmt: skip
 def test_what_cannot_be_cut_is_told(model, layout, said):
