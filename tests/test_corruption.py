@@ -134,7 +134,9 @@ def test_any_single_flip_changes_a_checksum(dtype: torch.dtype, size: int) -> No
 
 def test_who_should_have_the_same() -> None:
     layout = Layout.parse("pipeline=2 replicate=2 shard=2 tensor=2")
-    table = dict(zip((*COPY_KINDS, "second", "first"), reference_ranks(layout, local_sgd=False).T.tolist(), strict=True))
+    table = dict(
+        zip((*COPY_KINDS, "second", "first"), reference_ranks(layout, local_sgd=False).T.tolist(), strict=True)
+    )
     assert table["replicas"] == [0, 1, 2, 3, 0, 1, 2, 3, 8, 9, 10, 11, 8, 9, 10, 11]
     assert table["full_weights"] == [0, 1] * 4 + [8, 9] * 4
     assert table["tensor"] == [rank // 2 * 2 for rank in range(16)]
