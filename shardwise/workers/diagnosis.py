@@ -171,10 +171,10 @@ def diagnose(ranks: dict[int, RankState], now: float) -> Diagnosis:
     blamed = [state.rank for state in culprits]
     for collective, states in _group_by_collective([state for state in waiting if state.rank not in blamed]).items():
         oldest = min((state.pending_collective["time"] for state in states if state.pending_collective), default=now)
-        verb = "waits" if len(states) == 1 else "wait"
+        verb = "has" if len(states) == 1 else "have"
         seconds = f" for {now - oldest:.1f} s" if oldest < now else ""
         ranks_text = format_ranks([state.rank for state in states])
-        messages.append(f"{ranks_text} {verb} in {collective}{seconds}{_location_suffix(states[0])}")
+        messages.append(f"{ranks_text} {verb} been waiting in {collective}{seconds}{_location_suffix(states[0])}")
     return Diagnosis(blamed, [f"{sentence}." for sentence in messages] or ["no rank has left a heartbeat."])
 
 
