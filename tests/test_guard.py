@@ -115,8 +115,8 @@ def test_a_passing_nan_is_rolled_back_and_leaves_no_trace(
     assert curve(run) == curve(undisturbed)
     (event,) = events(run, "rollback")
     assert event["message"] == (
-        "step 7 had a gradient norm of nan, so its update was skipped; a replay of the step is finite, so the fault was "
-        "transient; going back to step 4."
+        "step 7 had a gradient norm of nan, so its update was skipped; a replay of the step is finite, so the fault "
+        "was transient; going back to step 4."
     )
 
 

@@ -39,6 +39,8 @@ class Rollback(Exception):
 
 
 class AnomalyPolicy:
+    """Applies `run.on_nan` and `run.loss_spike_threshold` after each step."""
+
     def __init__(
         self,
         job: Job,

@@ -26,6 +26,7 @@ READERS = "readers"  # ranks that read different samples: they agree on a redund
 
 
 def checksum(tensor: Tensor) -> Tensor:
+    """Returns the wrapping sum of the tensor's bits as integers, as a scalar on its device."""
     flat = tensor.detach().reshape(-1)
     if flat.storage_offset() * flat.element_size() % 8:
         flat = flat.clone()

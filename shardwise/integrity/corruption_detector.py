@@ -71,6 +71,8 @@ class Corruption:
 
 
 class CorruptionDetector:
+    """Checks this rank's state around every update. All ranks call the same methods in the same order."""
+
     def __init__(
         self, job: Job, engine: Engine, optimizer: torch.optim.Optimizer, run: Path, flops: float,
         log_event: Callable[..., None],

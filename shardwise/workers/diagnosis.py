@@ -110,6 +110,8 @@ def _short_path(file: str) -> str:
 
 @dataclass(frozen=True)
 class Diagnosis:
+    """The ranks to blame, and one sentence per culprit and per group of waiting ranks."""
+
     culprits: list[int]
     messages: list[str]
 

@@ -45,7 +45,7 @@ def snapshot_folder(run: Path, node: int) -> str:
 
 
 class TensorPiece(Protocol):
-    """See `shardwise.train.dcp_storage`."""
+    """A local shard and the shape of its full tensor: `CheckpointPiece` of `shardwise.train.dcp_storage`."""
 
     @property
     def tensor(self) -> Tensor: ...

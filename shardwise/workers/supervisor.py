@@ -37,6 +37,8 @@ INITIAL_BACKOFF, MAX_BACKOFF = 0.5, 60.0  # seconds before a restart, doubled ea
 
 @dataclass(frozen=True)
 class WorkerFailure:
+    """Why an attempt ended."""
+
     kind: str
     """killed, suspended, hung, failed or node_lost: the kind of the event."""
     ranks: list[int]
@@ -62,6 +64,8 @@ class ErrorLog(Protocol):
 
 @dataclass
 class Supervisor:
+    """Runs one training job through failures and restarts."""
+
     run: Path
     worker_pool: WorkerPool
     entry: str
@@ -181,8 +185,8 @@ class Supervisor:
 
     def _diagnose_exit(self, worker_group: WorkerGroup) -> WorkerFailure:
         """Diagnoses a dead rank. A killed rank leaves no error record, so it is blamed before those that left one."""
-        first = list(worker_group.failed_ranks)
-        codes = [worker_group.exit_codes[rank] for rank in first]
+        first_failed = list(worker_group.failed_ranks)
+        codes = [worker_group.exit_codes[rank] for rank in first_failed]
         aborted = -signal.SIGABRT in codes  # another rank may have caused it
         killed = min(codes) < 0 and not aborted
         self._request_dumps(worker_group, worker_group.alive_ranks, 2.0 if aborted else 0.1 if killed else 0.0)
@@ -193,12 +197,12 @@ class Supervisor:
         reported = {record["rank"] for record in records}
         exit_codes = worker_group.exit_codes
         silent = [rank for rank in worker_group.failed_ranks if rank not in reported and exit_codes[rank] < 0]
-        silent = sorted(silent, key=lambda rank: rank not in first)
+        silent = sorted(silent, key=lambda rank: rank not in first_failed)
         heartbeats = read_heartbeats(self.run)
         if silent or not records:
-            reasons = {rank: _exit_reason(exit_codes[rank]) for rank in silent or first[:1]}
+            reasons = {rank: _exit_reason(exit_codes[rank]) for rank in silent or first_failed[:1]}
             finding = self._record_diagnosis("killed", reasons)
-            ranks = finding.culprits or first[:1]
+            ranks = finding.culprits or first_failed[:1]
             failure = WorkerFailure("killed", ranks, heartbeats.get(ranks[0], {}).get("step", 0), finding.message)
         else:
             record = records[0]
