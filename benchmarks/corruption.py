@@ -84,7 +84,7 @@ def flips(fork_server: ForkServer, folder: Path, layout: str, count: int, seed: 
     events = [event for event in run.events() if event["event"] == "corruption"]
     times, found, named = trigger_times(run.path), 0, 0
     for fault in faults:
-        label = (run.path / "faults" / f"number-{fault.number}").read_text()
+        label = (run.path / "faults" / f"tensor-{fault.number}").read_text()
         told = [event for event in events if (event["step"], event["tensor"]) == (fault.step, label)]
         found += bool(told)
         named += any(e["ranks"] == [fault.rank] for e in told)

@@ -40,8 +40,8 @@ LAYOUTS = [
 ]  # fmt: skip
 NAME, PORT = f"swfault{os.getpid()}", 29473
 HEAD = (
-    "layout", "faults", "named rightly", "with another", "noticed: median, most", "killed or stopped, later than 1 s",
-    "curve", "samples lost, repeated", "checkpoints damaged, refused when wanted",
+    "layout", "faults", "attributed", "masked", "time to detect: median, max", "killed or stopped, later than 1 s",
+    "losses", "samples lost, repeated", "checkpoints corrupted, rejected on load",
 )  # fmt: skip
 
 
@@ -73,7 +73,7 @@ def processes(folder: Path, count: int) -> bool:
             f"`{layout}`{'' if snapshot else ', no snapshots'}",
             len(report.outcomes),
             len(named),
-            sum(outcome.detected_as == "together" for outcome in report.outcomes),
+            sum(outcome.detected_as == "masked" for outcome in report.outcomes),
             f"{seconds[len(seconds) // 2]:.2f} s, {seconds[-1]:.2f} s",
             f"{len(dead)}, {sum(one > 1 for one in dead)}",
             "same bits" if report.matches_baseline and report.finished else "DIFFERS",

@@ -177,19 +177,19 @@ def stall(layout: str = "shard=2") -> None:
     rows, size = {}, 0
     for name, settings in {
         "torch.save": {"asynchronous": False}, "ours, blocking": {"asynchronous": False},
-        "ours, asynchronous": {"asynchronous": True}, "snapshot in memory": {"asynchronous": True, "snapshot": 3},
+        "ours, asynchronous": {"asynchronous": True}, "snapshot in memory": {"asynchronous": True, "snapshot_every": 3},
     }.items():  # fmt: skip
         os.environ["PLAIN"] = "1" if name == "torch.save" else ""
         with tempfile.TemporaryDirectory() as scratch:
-            every = 0 if "snapshot" in settings else 4
-            given = {"every": every, "keep": 1, "snapshot": 0} | settings
+            every = 0 if "snapshot_every" in settings else 4
+            given = {"every": every, "keep": 1, "snapshot_every": 0} | settings
             job = job_of(Path(scratch) / "run", 17, STATE, checkpoint=given, run={"standby": False})
             folder, fork_server = RunFolder.create(job), ForkServer("recovery")
             try:
                 launch(folder, Layout.parse(layout), False, entry="recovery:main_of_a_saver", fork_server=fork_server)
             finally:
                 fork_server.close()
-            wanted = "snapshot" if "snapshot" in settings else "save"
+            wanted = "snapshot" if "snapshot_every" in settings else "save"
             lines = [line.split() for line in (folder.path / "stalls-0").read_text().splitlines()]
             size = sum(path.stat().st_size for path in folder.checkpoints.rglob("*.distcp")) or size
             rows[name] = [float(seconds) for what, seconds in lines if what == wanted][1 : -1 if every else None]
