@@ -82,7 +82,10 @@ def _cpu_cluster(processes: int) -> Cluster:
     )
     slower = {key: cpu.measured[key] * oversubscription for key in ("kernel_launch", "collective_start", "latency")}
     return replace(
-        cpu, device=device, domain_size=processes, measured={**cpu.measured, **slower, "uncontended_speedup": oversubscription}
+        cpu,
+        device=device,
+        domain_size=processes,
+        measured={**cpu.measured, **slower, "uncontended_speedup": oversubscription},
     )
 
 
