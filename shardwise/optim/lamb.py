@@ -50,7 +50,7 @@ class LAMB(ShardedOptimizer):
     def _adam_update(
         self, shard: ParamShardLike, state: dict[str, Tensor], group: dict[str, Any], step_number: Tensor
     ) -> Tensor:
-        """Returns Adam's update with decay. Computed twice per step: storing it would take the memory of the weights."""
+        """Returns Adam's update with decay. Computed twice per step, since storing it would cost memory."""
         dtype = shard.tensor.dtype
         bias_correction1, bias_correction2 = ((1.0 - beta**step_number).to(dtype) for beta in group["betas"])
         denominator = (state["exp_avg_sq"] / bias_correction2).sqrt_().add_(group["eps"])

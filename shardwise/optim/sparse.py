@@ -48,7 +48,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, dense: torch.optim.Optimizer, tables: Any, table_lr_scale: float):
-        """`tables` has `optimizer_states()` and `update(lr, scale)`; `table_lr_scale` multiplies their learning rate."""
+        """`tables` has `optimizer_states()` and `update(lr, scale)`; `table_lr_scale` scales their learning rate."""
         self.dense, self.tables, self.table_lr_scale = dense, tables, table_lr_scale
         self.table_group: dict[str, Any] = {"params": [], "lr": 0.0}
         self.defaults = dense.defaults
