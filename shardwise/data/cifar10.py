@@ -110,7 +110,9 @@ def open_cifar10(path: str, bad_records: BadRecords, augment: ImageAugmentation 
         existing = [file for file in files if file.is_file()]
         if existing and len(existing) < len(files):
             missing = next(file for file in files if file not in existing)
-            raise DataError(f"{missing} is missing beside {existing[0].name}; unpack the files of {HOMEPAGE} again.")
+            raise DataError(
+                f"{missing} is missing next to {existing[0].name}; unpack the archive from {HOMEPAGE} again."
+            )
         if existing:
             batches = [CifarFile(file) for file in files]
             return Cifar10(batches[:-1], bad_records, augment), Cifar10(batches[-1:], bad_records)

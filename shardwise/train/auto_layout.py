@@ -36,9 +36,8 @@ def choose_plan(job: Job, world_size: int | None = None) -> tuple[Plan, str]:
     for devices in [max_devices] if world_size else range(max_devices, 0, -1):
         cluster, source = local_cluster(job, local_world_size or devices)
         try:
-            if isinstance(
-                job.model, ResNetConfig
-            ):  # needs its whole batch in one micro-batch, which the search does not try
+            # A ResNet needs its whole batch in one micro-batch, which the search does not try.
+            if isinstance(job.model, ResNetConfig):
                 return make_plan(job, cluster, layout=f"replicate={devices}"), source
             return make_plan(job, cluster, devices, runnable=True), source
         except LayoutError as error:

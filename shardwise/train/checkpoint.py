@@ -216,12 +216,12 @@ class CheckpointManager:
 
     def _remove_old(self) -> None:
         """Removes checkpoints older than the newest `keep` valid ones, and other folders of the same steps."""
-        kept: dict[int, Path] = {}
+        newest: dict[int, Path] = {}
         for step, path in valid_checkpoints(self.folder):
-            if path not in self._damaged_paths and len(kept) < self.keep:
-                kept.setdefault(step, path)
+            if path not in self._damaged_paths and len(newest) < self.keep:
+                newest.setdefault(step, path)
         for step, path in list_checkpoints(self.folder):
-            if kept and (step < min(kept) or kept.get(step, path) != path):
+            if newest and (step < min(newest) or newest.get(step, path) != path):
                 remove_checkpoint(path)
         remove_partials(self.folder)
 
