@@ -107,7 +107,7 @@ def test_what_this_machine_is_taken_for(monkeypatch: pytest.MonkeyPatch, tmp_pat
         monkeypatch.setattr(local_machine, "first_gpu", lambda name=name, gib=gib: (name, gib * GIB))
         cluster, source = local_machine.local_cluster(job_of(), 2)
         assert (cluster.device.name, cluster.domain_size) == (expected, 2)
-        assert ("no data sheet" in source) == (expected == name)
+        assert ("unknown GPU" in source) == (expected == name)
     assert cluster_by_driver_name("NVIDIA GB200") == CLUSTERS["gb200"]
 
 
