@@ -116,7 +116,7 @@ def test_links_go_into_a_cluster_file(tmp_path: Path) -> None:
     found = find_cluster(str(file))
     assert (found.domain_size, found.inner.bandwidth, found.outer.latency) == (2, 1e9, 1e-3)
     assert found.device == CLUSTERS["cpu"].device
-    with pytest.raises(JobError, match="there is no folder"):
+    with pytest.raises(JobError, match="does not exist"):
         comm.write_links(made_up(), tmp_path / "nowhere" / "cluster.toml")
 
 

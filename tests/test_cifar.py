@@ -96,11 +96,11 @@ class Evil:
 
 
 @pytest.mark.parametrize(("content", "said"), [
-    ({b"data": Evil(), b"labels": []}, "it asks for posix.mkdir"),
+    ({b"data": Evil(), b"labels": []}, "it refers to posix.mkdir"),
     ({b"data": np.zeros((2, 3072), np.uint8), b"labels": [1]}, "2 images but 1 labels"),
-    ({b"data": np.zeros((2, 3072), np.float64), b"labels": [1, 2]}, "no array of bytes"),
-    ({b"data": np.zeros((1, 3072), object), b"labels": [1]}, "no array of bytes"),
-    ([1, 2], "no file of CIFAR-10"),
+    ({b"data": np.zeros((2, 3072), np.float64), b"labels": [1, 2]}, "not an array of bytes"),
+    ({b"data": np.zeros((1, 3072), object), b"labels": [1]}, "not an array of bytes"),
+    ([1, 2], "not a CIFAR-10 file"),
 ])  # fmt: skip
 def test_a_pickle_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: Any, said: str) -> None:
     monkeypatch.chdir(tmp_path)
@@ -117,7 +117,7 @@ def test_what_is_missing_is_told(tmp_path: Path) -> None:
             open_cifar10(path, BadRecords(), None)
     written(tmp_path, "bin")
     (tmp_path / "data_batch_3.bin").unlink()
-    with pytest.raises(DataError, match="data_batch_3.bin is missing beside data_batch_1.bin"):
+    with pytest.raises(DataError, match="data_batch_3.bin is missing next to data_batch_1.bin"):
         open_cifar10(str(tmp_path), BadRecords(), None)
     data = {"source": "cifar10", "path": str(tmp_path)}
     with pytest.raises(DataError, match="set them to 32 and 10"):
@@ -149,7 +149,7 @@ def test_bad_images_are_named_and_passed_over(tmp_path: Path, kind: str) -> None
     assert len(training) == 58 and len((tmp_path / "bad.txt").read_text().splitlines()) == 2 + (kind == "bin")
     kept = np.delete(content[name][1], [3, 7])
     assert training.read_images(np.arange(24, 34))[1].tolist() == kept.tolist()
-    expected = "3 bad records passed over" if kind == "bin" else "2 bad records passed over"
+    expected = "3 bad records skipped" if kind == "bin" else "2 bad records skipped"
     assert bad.summary().startswith(expected) and ("ends after 4 of 3,073 bytes" in bad.summary()) == (kind == "bin")
 
 
@@ -270,6 +270,6 @@ def test_accuracy_and_bad_records_of_a_run(tmp_path: Path) -> None:
         assert f"{100 * validation['accuracy']:.1f}% right" in validation["message"]
         assert (validation["accuracy"] * 12).is_integer()
         (bad,) = [event for event in events if event["event"] == "bad_records"]
-        assert "1 bad record passed over" in bad["message"] and "data_batch_1.bin, record 13" in bad["message"]
+        assert "1 bad record skipped" in bad["message"] and "data_batch_1.bin, record 13" in bad["message"]
         told.append((validation["accuracy"], validation["loss"]))
     assert told[0] == pytest.approx(told[1], rel=1e-4)

@@ -582,8 +582,8 @@ def test_a_criteo_file(tmp_path: Path) -> None:
     [
         (LINE.rpartition("\t")[0], "row 18: it has 39 fields, but a Criteo row has 40"),
         (LINE.replace("1", "2", 1), r"row 18, field 1 \(label\): '2' is neither 0 nor 1"),
-        (LINE.replace("-1", "x"), r"row 18, field 4 \(count 3\): 'x' is no whole number"),
-        (LINE.replace("00000064", "pear"), r"row 18, field 15 \(category 1\): 'pear' is no hexadecimal number"),
+        (LINE.replace("-1", "x"), r"row 18, field 4 \(integer 3\): 'x' is not an integer"),
+        (LINE.replace("00000064", "pear"), r"row 18, field 15 \(category 1\): 'pear' is not a hexadecimal number"),
         ("", "row 18: it has 1 fields"),
     ],
 )
@@ -601,9 +601,9 @@ def test_a_malformed_row_is_told_with_file_row_and_field(line: str, words: str, 
     ("data", "more", "words"),
     [
         ({"source": "stdlib"}, {}, "has no clicks"),
-        ({"source": "criteo"}, {}, "give it as data.path"),
+        ({"source": "criteo"}, {}, "set data.path to it"),
         ({"source": "criteo", "path": "none.tsv"}, {}, "cannot be read"),
-        ({"source": "criteo", "path": "none.tsv"}, {"tables": 3}, "26 categories and 13 counts"),
+        ({"source": "criteo", "path": "none.tsv"}, {"tables": 3}, "26 categorical and 13 integer features"),
     ],
 )
 def test_sources_that_do_not_fit(data: Any, more: Any, words: str) -> None:

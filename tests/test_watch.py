@@ -404,7 +404,7 @@ def test_bad_folders_are_a_sentence(tmp_path: Path) -> None:
     assert invoke("compare", str(empty))[0] == 2
     assert invoke("compare", str(empty), str(empty))[0] == 0
     code, text = invoke("compare", str(empty), str(empty), "--html", str(tmp_path / "no" / "page.html"))
-    assert code == 2 and "there is no folder" in text
+    assert code == 2 and "does not exist" in text
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "job.toml").write_text("model = 3")
     assert invoke("report", str(tmp_path / "job"))[0] == 2

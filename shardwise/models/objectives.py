@@ -31,7 +31,7 @@ def next_token(rows: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.
 
 
 class PerSampleObjective:
-    """Sample by sample."""
+    """Base class of objectives that transform one sample at a time."""
 
     def __call__(self, rows: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         transformed = [self.transform(row, position) for row, position in zip(rows, positions.tolist(), strict=True)]
@@ -79,7 +79,7 @@ class SpanCorruption(PerSampleObjective):
             encoder_chunks += [row[start : start + kept], sentinel]
             decoder_chunks += [sentinel, row[start + kept : start + kept + dropped]]
             start += kept + dropped
-        eos = model.vocab - 1 - spans  # begin, end, and what fills up
+        eos = model.vocab - 1 - spans  # start, end and padding token
         encoder_tokens = _pad_with_eos(np.concatenate(encoder_chunks), model.sequence, eos, eos)
         decoder_targets = _pad_with_eos(np.concatenate(decoder_chunks), model.target_sequence, eos, IGNORE_INDEX)
         decoder_tokens = np.concatenate(
@@ -90,7 +90,7 @@ class SpanCorruption(PerSampleObjective):
 
 
 def _random_partition(rng: np.random.Generator, total: int, count: int) -> np.ndarray:
-    """`count` whole numbers of at least 1 that add up to `total`, all such rows alike likely."""
+    """Returns `count` positive integers that sum to `total`, uniformly over all such partitions."""
     cuts = np.sort(rng.permutation(total - 1)[: count - 1]) + 1
     return np.diff(np.concatenate(([0], cuts, [total])))
 
