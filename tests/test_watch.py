@@ -128,7 +128,9 @@ def test_a_straggler_shows_by_its_own_time_and_the_others_by_waiting(layout: str
     assert waits(run, 0) - waits(run, 1) > 0.5 * PLANTED
     assert statistics.mode(slowest(run)) == (1, "compute")
     told = page_data(run)
-    assert told["ranks"]["stragglers"] == [1] and any("rank 1 computes" in words.lower() for words in told["summary"])
+    assert told["ranks"]["stragglers"] == [1] and any(
+        "rank 1 is a straggler" in words.lower() for words in told["summary"]
+    )
 
 
 def test_a_data_stall_is_data_on_its_rank(tmp_path: Path) -> None:
@@ -148,7 +150,7 @@ def test_a_slow_link_is_its_axis_and_no_rank(tmp_path: Path) -> None:
         others = [row[rank] for name, row in spent.items() if name.startswith("wait_seconds") and "tensor" not in name]
         assert max(others) < 0.5 * spent["wait_seconds tensor"][rank]
     assert max(spent["phase_seconds compute"]) < 0.5 * min(spent["wait_seconds tensor"])
-    assert any("over the axis tensor" in words for words in page_data(run)["summary"])
+    assert any("on the tensor axis" in words for words in page_data(run)["summary"])
     last = json.loads((run.path / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["wait_seconds"]["tensor"] > 0.5 * last["seconds"]
 
@@ -167,7 +169,7 @@ def test_an_uneven_stage_computes_and_the_other_has_the_bubble(tmp_path: Path) -
     assert found["measured"]["bubble"] > 0.2
     assert abs(found["measured"]["bubble"] - found["simulated"]["bubble"]) < 0.2
     rows = {row[0]: row for row in page_data(run)["plan"]["rows"]}
-    assert "bubble" in rows and rows["bubble"][1].endswith("%")
+    assert "pipeline bubble" in rows and rows["pipeline bubble"][1].endswith("%")
 
 
 @pytest.mark.parametrize("layout", ["replicate=2", "pipeline=1", "pipeline=2 schedule=zbv", "shard=2 zero=2"])
@@ -200,7 +202,7 @@ def test_rows_of_long_runs_are_sums_of_windows(tmp_path: Path) -> None:
     assert sum(line["steps"] for line in lines) == sum(line["seconds"][1] for line in lines) == 2000
     assert lines[-2]["phase_seconds"] == {"compute": [1.0, 4.5]}
     assert words == [
-        "rank 1 computes 4.5 times as long as those that do the same: the others wait 70% of a step for it."
+        "rank 1 is a straggler: it computes 4.5 times as long as its peers, and they wait 70% of each step for it."
     ]
 
 
@@ -397,10 +399,10 @@ def test_bad_folders_are_a_sentence(tmp_path: Path) -> None:
     nothing, empty = tmp_path / "no", write_run(tmp_path / "empty", [], [])
     for command in (["report"], ["watch"], ["trace"], ["compare", str(empty)]):
         code, text = invoke(*command, str(nothing))
-        assert code == 2 and "is no run folder" in text
+        assert code == 2 and "is not a run folder" in text
     assert invoke("report", str(empty))[0] == 0
     code, text = invoke("trace", str(empty))
-    assert code == 2 and "no steps of ranks" in text
+    assert code == 2 and "no per-rank step times" in text
     assert invoke("compare", str(empty))[0] == 2
     assert invoke("compare", str(empty), str(empty))[0] == 0
     code, text = invoke("compare", str(empty), str(empty), "--html", str(tmp_path / "no" / "page.html"))

@@ -1,4 +1,4 @@
-"""From a command to a run: which job, which folder, which layout; then the launch and the last words."""
+"""Starts a training run: resolves job, layout and run folder, launches the workers, prints the final summary."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ from shardwise.workers.fork_server import ForkServer
 from shardwise.workers.nodes import Node, NodeAgent
 
 DEMO = Path(__file__).parent.parent / "demo.toml"
-# What may change when a run goes on; all other keys are what the run is.
+# Job keys that --resume may change. All others define the run.
 RESUMABLE_KEYS = (
     "layout", "steps", "tokens", "compile", "tracker", "data.workers", "data.prefetch", "checkpoint.*", "validation.*",
     "run.device", "run.processes", "run.cluster", "run.max_restarts", "run.hang_timeout", "run.standby",
-    "run.elastic", "run.rejoin_timeout", "run.on_nan", "run.loss_spike_threshold", "run.checksum_every", "run.redundant_compute_every", "run.max_corruptions",
+    "run.elastic", "run.rejoin_timeout", "run.on_nan", "run.loss_spike_threshold", "run.checksum_every",
+    "run.redundant_compute_every", "run.max_corruptions",
     "embedding_tables.sharding", "embedding_tables.cached_rows", "embedding_tables.prefetch",
 )  # fmt: skip
 
@@ -47,12 +48,11 @@ def start_training(
     if existing_world_size() is not None:
         _start_run(job_file, settings, resume, say, None, None)
         return
-    fork_server = ForkServer(
-        WORKER_ENTRY_POINT.partition(":")[0]
-    )  # first of all: it forks best from a process that has done nothing yet
+    # Before anything else: a process that has done nothing yet is safe to fork.
+    fork_server = ForkServer(WORKER_ENTRY_POINT.partition(":")[0])
     try:
         if node is not None and node.index > 0:
-            say(f"waiting for the first node at {node.host}:{node.port}")
+            say(f"waiting for node 0 at {node.host}:{node.port}")
             NodeAgent(node, fork_server).run()
         else:
             _start_run(job_file, settings, resume, say, fork_server, node)
@@ -70,14 +70,14 @@ def _start_run(
     _check_same_run(previous_job, job)
     given_layout = None if job.layout == "auto" else Layout.parse(job.layout)
     if given_layout is not None:
-        prepare(job, given_layout)  # here in its own words: the planner has another list of what it can weigh
+        prepare(job, given_layout)  # before the planner, which refuses layouts for other reasons
     nodes = node.count if node is not None else 1
     layout, record, reason_text = _plan_layout(job, nodes)
     check_layout_fits(layout, job, nodes)
     check_tracker_installed(job.tracker)
     prepared = prepare(job, layout)
     check_host_memory(prepared, host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", layout.world)))
-    # Here, so that a missing file or a wrong vocabulary is told before processes start, and text is encoded once.
+    # Built before the workers start, to report a missing file or a wrong vocabulary early and to tokenize text once.
     _, _, tokenizer = make_sources(job)
     folder = _open_folder(job, resumed, layout)
     if _is_main_process():
@@ -90,7 +90,8 @@ def _start_run(
         _print_summary(prepared, say)
         say(f"        {reason_text}")
         if job.total_steps != previous_job.total_steps:
-            change = f"{pluralize(job.total_steps, 'step')} instead of {previous_job.total_steps}; the learning rate follows."
+            steps = pluralize(job.total_steps, "step")
+            change = f"{steps} instead of {previous_job.total_steps}; the learning rate schedule is adjusted."
             folder.log_event("steps_changed", change, steps=job.total_steps)
             say(f"steps_changed: {change}")
     launch(folder, layout, resume=resumed is not None, fork_server=fork_server, node=node)
@@ -100,11 +101,11 @@ def _start_run(
     if has_finished(folder):
         summarize(folder, job, say)
     else:
-        say(f"go on with: shardwise train --resume {folder.path}")
+        say(f"to resume: shardwise train --resume {folder.path}")
 
 
 def _plan_layout(job: Job, nodes: int) -> tuple[Layout, dict[str, Any], str]:
-    """The layout to train in, what is written down of its plan, and a line about it."""
+    """Returns the layout to train in, the record for plan.toml, and a line that describes the plan."""
     given_layout = None if job.layout == "auto" else Layout.parse(job.layout)
     try:
         plan, source = choose_plan(
@@ -113,7 +114,7 @@ def _plan_layout(job: Job, nodes: int) -> tuple[Layout, dict[str, Any], str]:
     except LayoutError as error:
         if given_layout is None or given_layout.schedule in AUTO_SCHEDULES:
             raise
-        reason_text = f"no prediction: {error}"  # the layout runs; the planner cannot weigh it
+        reason_text = f"no prediction: {error}"  # the layout runs, but the planner cannot estimate it
         return given_layout, {**layout_record(prepare(job, given_layout)), "reason": reason_text}, reason_text
     check_memory(job, plan)
     layout = (
@@ -137,12 +138,12 @@ def _print_summary(prepared: Prepared, say: Callable[[str], None]) -> None:
 
 
 def _is_main_process() -> bool:
-    """Whether this process speaks for the run: alone, or rank 0 of a world made by others."""
+    """Returns whether this process prints and writes for the run: our launcher, or rank 0 under torchrun or Slurm."""
     return existing_world_size() is None or os.environ["RANK"] == "0"
 
 
 def _open_folder(job: Job, resumed: RunFolder | None, layout: Layout) -> RunFolder:
-    """The run's folder; in a world made by others rank 0 picks it and tells the rest."""
+    """Creates or reopens the run folder. Under torchrun or Slurm, rank 0 creates it and broadcasts its path."""
     if resumed is not None:
         return resumed
     if existing_world_size() is None:
@@ -171,14 +172,14 @@ def _check_same_run(old: Job, new: Job) -> None:
     ]
     if changed:
         raise JobError(
-            f"--resume goes on with the same run, but {', '.join(changed)} would change; only {', '.join(RESUMABLE_KEYS[:-1])} "
-            f"and {RESUMABLE_KEYS[-1]} may. Start a new run for the rest."
+            f"--resume continues the same run, but {', '.join(changed)} would change; it may change only "
+            f"{', '.join(RESUMABLE_KEYS)}. Start a new run to change other keys."
         )
 
 
 def _flatten(job: Job) -> dict[str, object]:
-    """By key, with its section before a dot."""
-    found: dict[str, object] = {}
+    """Returns the job's values by dotted key."""
+    flat: dict[str, object] = {}
     for key, value in job.model_dump().items():
-        found |= {f"{key}.{name}": one for name, one in value.items()} if isinstance(value, dict) else {key: value}
-    return found
+        flat |= {f"{key}.{name}": leaf for name, leaf in value.items()} if isinstance(value, dict) else {key: value}
+    return flat

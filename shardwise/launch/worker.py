@@ -1,7 +1,7 @@
-"""One process of a training world.
+"""One training process (rank), forked by our launcher or started by torchrun, Slurm or on its own.
 
-Forked by our own launcher's nursery, or started by torchrun, by Slurm or alone. Whatever ends it is written down, with
-the time, before it dies: nobody else knows who failed first.
+Before a worker dies of an error, it records the error with a timestamp in the run folder, so that the launcher can tell
+which rank failed first.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PROCESS_GROUP_TIMEOUT = timedelta(minutes=10)
 
 
 def main(arguments: list[str]) -> None:
-    """A worker that our launcher started: RUN LAYOUT STORE [--resume] [--held=FILE]."""
+    """Entry point of workers that our launcher starts: RUN LAYOUT STORE [--resume] [standby flags]."""
     folder, layout = RunFolder.open(Path(arguments[0])), Layout.parse(arguments[1])
     try:
         run_worker(
@@ -48,8 +48,8 @@ def main(arguments: list[str]) -> None:
             standby_wait(arguments),
             snapshot_folder_argument(arguments),
         )
-    except BaseException as error:  # noqa: BLE001 - it is written down already, and told by the launcher
-        # Peers wait in collectives: leave at once, without the tear-down that would wait for them.
+    except BaseException as error:  # noqa: BLE001 - run_worker has recorded it; the launcher reports it
+        # Peers hang in collectives: exit at once, because a regular exit would wait for them.
         sys.stdout.flush()
         os._exit(getattr(error, "exit_code", 1))
 
@@ -58,10 +58,10 @@ def run_worker(
     folder: RunFolder, layout: Layout, resume: bool, store: str | None = None,
     standby_gate: Callable[[], None] | None = None, snapshots: str = "",
 ) -> None:  # fmt: skip
-    """Trains as the rank that the environment names. What goes wrong is written to the run folder, then raised.
+    """Trains as the rank given by the environment. Records an error in the run folder, then raises it.
 
-    A stand-by is `held` until the world before it has ended. By then, on a CPU, it has joined the others and built the
-    model, if that is light; a GPU it leaves to those who train.
+    A standby worker blocks in `standby_gate` until the current workers have ended. On a CPU it first joins the process
+    group and builds the model, if that is small; on a GPU it leaves the device to the current workers.
     """
     rank = int(os.environ.get("RANK", "0"))
     prepared = engine = None
@@ -77,7 +77,7 @@ def run_worker(
         prepared = prepared or prepare(folder.job(), layout)
         device = init_distributed(layout.world, prepared.job, store)
         Trainer(prepared, folder, device, resume, stop, heartbeat.set_phase, engine, snapshots).run()
-    except BaseException as error:  # noqa: BLE001 - a KeyboardInterrupt or a DCP exception is to be told too
+    except BaseException as error:  # noqa: BLE001 - includes KeyboardInterrupt and DCP's BaseExceptions
         is_expected = isinstance(error, ShardwiseError)
         if not is_expected:
             with suppress(OSError):
@@ -100,9 +100,9 @@ def _fits_twice(prepared: Prepared) -> bool:
 
 
 def init_distributed(world_size: int, job: Job, store: str | None = None) -> torch.device:
-    """Joins the world that the environment describes (torchrun's names, or Slurm's), and picks this rank's device.
+    """Initializes the process group from torchrun's environment variables and returns this rank's device.
 
-    `store`: a file through which the ranks of this machine find each other, or tcp:HOST:PORT:NAME."""
+    `store` is the rendezvous: a file shared by the ranks of this machine, or tcp:HOST:PORT:NAME."""
     device_type, local_rank = pick_device(job), int(os.environ.get("LOCAL_RANK", "0"))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device, is_shared = torch.device("cpu"), False
@@ -131,7 +131,7 @@ def init_distributed(world_size: int, job: Job, store: str | None = None) -> tor
 
 
 def install_signal_handlers(stop: StopFlag) -> None:
-    """SIGTERM and Ctrl-C set a flag; the step under way is finished and saved."""
+    """Makes SIGTERM and Ctrl-C set the stop flag, so that the current step is finished and saved."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         stop.signal_number = number
