@@ -71,8 +71,8 @@ def synthesize(
     if not found:
         sizes, limits = (", ".join(f"{x:g}" for x in xs) for xs in (problem.activation_sizes, problem.memory_limits))
         raise LayoutError(
-            f"no schedule of {pluralize(problem.micro_batches, 'micro-batch')} on {pluralize(problem.ranks, 'rank')} fits "
-            f"in memory: a micro-batch takes {sizes} by stage, and the limits by rank are {limits}; use a smaller "
+            f"no schedule of {pluralize(problem.micro_batches, 'micro-batch')} on {pluralize(problem.ranks, 'rank')} "
+            f"fits in memory: a micro-batch takes {sizes} by stage, and the limits by rank are {limits}; use a smaller "
             "micro-batch or more activation checkpointing."
         )
     return min(found, key=_seconds)
