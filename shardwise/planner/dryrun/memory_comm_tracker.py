@@ -39,7 +39,8 @@ from shardwise.parallel.mesh import Mesh
 ROLES = ("weights", "copies", "gradients", "optimizer", "activations", "buffers")
 BytesByRole = Counter[str]
 AXIS_NAMES = (
-    *AXES, "shard x context", "replicate x context", "expert", "expert_replicas", "data", "tied_weights", "world", "other"
+    *AXES, "shard x context", "replicate x context", "expert", "expert_replicas", "data", "tied_weights", "world",
+    "other",
 )  # fmt: skip
 
 
