@@ -56,7 +56,7 @@ class Runs:
     def select(self, selection: Any) -> Runs:
         """Returns the runs at the given indices or mask."""
         indices = np.arange(len(self))[selection]
-        columns = (values[indices] for values in (self.parameters, self.tokens, self.loss, self.flops))
+        columns = self.parameters[indices], self.tokens[indices], self.loss[indices], self.flops[indices]
         return Runs(tuple(self.names[index] for index in indices), *columns, self.parameter_count)
 
 
