@@ -144,9 +144,9 @@ def test_other_laws_are_found_too(law: ScalingLaw) -> None:
 
 def test_intervals_hold_the_truth_about_as_often_as_they_say() -> None:
     """A small version of `benchmarks/laws_coverage.py`."""
-    from laws_coverage import holds
+    from laws_coverage import covers
 
-    held = np.array([holds(("scattered", 6, 7, 0.01), 30, trial) for trial in range(4)])
+    held = np.array([covers(("scattered", 6, 7, 0.01), 30, trial) for trial in range(4)])
     assert held.mean() >= 0.75
 
 
