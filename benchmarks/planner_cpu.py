@@ -51,7 +51,7 @@ def measure(layouts: list[str], rounds: int) -> list[list[float]]:
     job, device = the_job(), torch.device("cpu")
     engines = [parallelize(prepare(job, Layout.parse(text)), device) for text in layouts]
     optimizers = [make_optimizer(job.optimizer, engine.param_shards) for engine in engines]
-    stream = SampleStream(SyntheticTokens(256, job.model.sequence, job.model.vocab, 0), 0)
+    stream = SampleStream(SyntheticTokens(256, job.require_decoder().sequence, job.require_decoder().vocab, 0), 0)
     times: list[list[float]] = [[] for _ in layouts]
     for number in range(rounds + 1):
         for place, (engine, optimizer) in enumerate(zip(engines, optimizers, strict=True)):

@@ -153,7 +153,7 @@ def test_live_activations() -> None:
     assert zero_bubble.peak_memory([1.0] * 4, retained_fraction=0.0) == (4.0, 3.0, 2.0, 1.0)
     v = named_program("zbv", 2, 2, 4)
     assert v.max_in_flight == (4, 3, 2, 1) and v.peak_memory([1.0, 1.0, 1.0, 1.0]) == (4.0, 4.0)
-    with pytest.raises(LayoutError, match="waits for ever"):
+    with pytest.raises(LayoutError, match="waits forever"):
         build_program({0: [Action(0, "B", 0), Action(0, "F", 0)]})
 
 

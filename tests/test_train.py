@@ -196,7 +196,10 @@ def test_a_resume_names_what_must_stay_and_what_may_change(tmp_path: Path) -> No
     run = RunFolder.create(small_job(tmp_path / "run"))
     with pytest.raises(JobError) as raised:
         start_training(None, ["seed=3", "model.layers=2", "data.workers=1"], run.path, print)
-    assert "but seed, model.layers would change; it may change only layout, steps, tokens, compile, tracker, data." in str(raised.value)
+    assert (
+        "but seed, model.layers would change; it may change only layout, steps, tokens, compile, tracker, data."
+        in str(raised.value)
+    )
     page = Path(__file__).parent.parent / "docs" / "how-to" / "resume-elsewhere.md"
     assert str(raised.value).replace("seed, model.layers", "seed") in page.read_text()
 
