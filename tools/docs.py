@@ -54,7 +54,7 @@ MEANING = {
     "model.attention_dropout": "Must be 0 (see [assumptions](../explanation/assumptions.md)).",
     "model.rope_theta": "RoPE base.",
     "model.norm_eps": "Epsilon of the norms.",
-    "model.init_std": "Standard deviation of initial matrices; scaled by `1/sqrt(2 layers)` for a block's output layers.",
+    "model.init_std": "Standard deviation of initial matrices; `1/sqrt(2 layers)` times that for residual outputs.",
     "model.num_classes": "Number of image classes.",
     "shardwise.ShardwiseError": "Base class of every error raised on purpose.",
     "shardwise.UserError": "An error that the caller can fix.",
@@ -96,7 +96,7 @@ def docstrings(kind: type) -> dict[str, str]:
 
 
 def job_keys() -> Iterator[tuple[str, str, FieldInfo, str]]:
-    """Yields section, key, field and meaning of every key in file order; for a decoder family, only the keys it adds."""
+    """Yields section, key, field and meaning of every key in file order; for a kind of decoder, only what it adds."""
     sections: list[tuple[str, type[BaseModel]]] = [("", Job)]
     for name, field in Job.model_fields.items():
         if name == "model":
@@ -303,8 +303,8 @@ def support_grid() -> str:
         for schedule in schedules:
             cells = tuple(_cell(verdicts, schedule, zero, recompute, notes) for recompute in recomputes)
             groups.setdefault(cells, []).append(schedule)
-        for cells, names in groups.items():
-            lines.setdefault(tuple(names), {}).setdefault(cells, []).append(zero)
+        for cells, members in groups.items():
+            lines.setdefault(tuple(members), {}).setdefault(cells, []).append(zero)
     rows = []
     for names, by_cells in lines.items():
         label = ", ".join("no pipeline" if name == support.NO_PIPELINE else code(name) for name in names)
