@@ -360,7 +360,7 @@ def names() -> str:
 
 def limits() -> str:
     rows = [[name, f"{parity.TOLERANCE[name]:g}", f"{parity.NORM_FLOOR[name]:g}"] for name in PRECISIONS]
-    return table(("precision", "limit", "floor"), rows)
+    return table(("precision", "tolerance", "floor"), rows)
 
 
 def error_tree() -> str:
