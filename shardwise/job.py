@@ -27,27 +27,28 @@ PRECISIONS = ("float64", "float32", "bf16", "fp16", "fp8")
 
 class DataConfig(ConfigSection):
     source: Literal["stdlib", "text", "jsonl", "tokens", "mix", "synthetic", "criteo", "cifar10"] = "stdlib"
+    """Where samples come from."""
     path: str = ""
     """A file, folder or glob for text, jsonl and tokens; a file for criteo; a folder for cifar10."""
     mix: dict[str, Annotated[float, Field(gt=0.0)]] = {}
-    """Of the source `mix`: paths, and how many samples come from each over those from the others. The name's end tells
-    its kind (`.jsonl`, `.bin`, else text), or a word before a colon (`jsonl:folder`); `stdlib` is one too."""
+    """For `source = "mix"`: sampling weight by path. The suffix gives the format (`.jsonl`, `.bin`, otherwise text), or
+    a prefix does (`jsonl:folder`); `stdlib` is a valid entry too."""
     text_field: str = "text"
     """The field of a jsonl record that holds the text."""
     tokenizer: str = "bytes"
-    """`bytes`, `bpe:SIZE` (trained on the source, kept beside the run) or the path of a saved tokenizer."""
+    """`bytes`, `bpe:SIZE` (trained on the source and saved with the run), or the path of a saved tokenizer."""
     validation_fraction: float = Field(0.02, ge=0.0, lt=1.0)
-    """The share of the samples that is held out."""
+    """Fraction of the samples held out for validation."""
     workers: int = Field(0, ge=0)
-    """Processes that prepare batches; 0: a thread."""
+    """Loader processes; 0 prepares batches in a thread."""
     prefetch: int = Field(2, ge=1)
-    """Batches prepared ahead."""
+    """Batches to prepare ahead of time."""
     samples: Count = Field(4096, ge=1)
-    """Samples in an epoch of the synthetic source."""
+    """Samples per epoch of the synthetic source."""
     augment: tuple[Literal["crop", "flip", "colour", "cutout", "mixup"], ...] = ()
-    """What is done to training images on the fly."""
+    """Augmentations applied to training images on the fly."""
     on_bad_record: Literal["stop", "skip"] = "stop"
-    """Whether a record of jsonl, criteo or cifar10 that cannot be read ends the run or is passed over and told."""
+    """What to do with a jsonl, criteo or cifar10 record that cannot be read: end the run, or log it and skip it."""
 
     @model_validator(mode="after")
     def _check_mix(self) -> DataConfig:
@@ -58,7 +59,9 @@ class DataConfig(ConfigSection):
 
 class BatchConfig(ConfigSection):
     samples: Count | None = Field(None, ge=1)
+    """Global batch size in samples; 32 if neither `samples` nor `tokens` is set."""
     tokens: Count | None = Field(None, ge=1)
+    """Global batch size in tokens, rounded down to whole samples."""
 
     @model_validator(mode="after")
     def _check_one_unit(self) -> BatchConfig:
@@ -69,29 +72,33 @@ class BatchConfig(ConfigSection):
 
 class OptimizerConfig(ConfigSection):
     name: Literal["adamw", "lamb", "adafactor", "muon", "sgd"] = "adamw"
-    """See [optimizers](../explanation/optimizers.md) for what each does."""
+    """See [optimizers](../explanation/optimizers.md) for what each one does."""
     lr: float = Field(3e-4, ge=0.0)
+    """Peak learning rate."""
     betas: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(ge=0.0, lt=1.0)]] = (0.9, 0.95)
+    """Decay rates of the first and second moment, for adamw, lamb and the AdamW part of muon."""
     eps: float = Field(1e-8, gt=0.0)
+    """Added to the square root of the second moment."""
     weight_decay: float = Field(0.1, ge=0.0)
-    """For matrices; biases and norms are not decayed."""
+    """Applies to matrices and embeddings; biases and norms are not decayed."""
     weight_decay_overrides: dict[str, Annotated[float, Field(ge=0.0)]] = {}
-    """Other weight decays, by pattern of parameter names (`"embed.*" = 0.0`); the first that matches counts."""
+    """Weight decay by parameter name pattern (`"embed.*" = 0.0`); the first match wins."""
     momentum: float = Field(0.95, ge=0.0, lt=1.0)
-    """Of sgd and muon."""
+    """Momentum of sgd and muon."""
     state_dtype: Literal["float32", "bf16", "8bit"] = "float32"
-    """What AdamW's two averages are kept in; bf16 halves them, 8bit (blocks of 256 with a scale) makes a quarter of
-    them; both round in every step."""
+    """Dtype of AdamW's two moments. bf16 halves their size, 8bit (blocks of 256 values with one scale) quarters it;
+    both round in every step."""
     clip: float = Field(1.0, ge=0.0)
-    """The largest global gradient norm; 0: no clipping."""
+    """Maximum global gradient norm; 0 disables clipping."""
     schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
-    """After the warm-up: constant, cosine or linear down to `final`, or stable with a linear decay at the end."""
+    """Learning rate after the warm-up: constant, cosine or linear decay to `min_lr_ratio`, or warmup-stable-decay
+    (wsd)."""
     warmup: float = Field(0.05, ge=0.0)
-    """Steps of warm-up; below 1: the share of all steps."""
+    """Warm-up steps; a value below 1 is a fraction of all steps."""
     wsd_decay: float = Field(0.2, ge=0.0)
-    """Steps of the final decay of `wsd`; below 1: the share of all steps."""
+    """Steps of the final decay of `wsd`; a value below 1 is a fraction of all steps."""
     min_lr_ratio: float = Field(0.1, ge=0.0, le=1.0)
-    """The last learning rate over the highest."""
+    """Final learning rate divided by the peak."""
 
     @model_validator(mode="after")
     def _check_state_dtype(self) -> OptimizerConfig:
@@ -102,28 +109,30 @@ class OptimizerConfig(ConfigSection):
 
 class EmbeddingTablesConfig(ConfigSection):
     sharding: Literal["auto", "table", "row", "column"] = "auto"
-    """How a DLRM's tables lie on the ranks; auto: by sizes and lookups, each the way that balances best."""
+    """How a DLRM's embedding tables are sharded over the ranks; auto picks per table, balancing bytes and lookups."""
     optimizer: Literal["adagrad", "adam"] = "adagrad"
-    """Row-wise AdaGrad (one number a row) or sparse Adam (two for each number); only rows of the batch are updated."""
+    """Row-wise AdaGrad (one value per row) or sparse Adam (two values per weight); only rows used by the batch are
+    updated."""
     lr_multiplier: float = Field(1.0, gt=0.0)
-    """The tables' learning rate over that of the dense weights."""
+    """Learning rate of the tables, relative to that of the dense weights."""
     cached_rows: Count = Field(0, ge=0)
-    """Rows, of those that are used most, that every device keeps too, with their states."""
+    """Number of most-used rows that every device also keeps, with their optimizer state."""
     prefetch: bool | Literal["auto"] = "auto"
-    """Whether the next batch's rows are fetched while this one computes; auto: where a GPU leaves the CPU time to.
-    The results are the same."""
+    """Whether to fetch the rows of the next batch while this one computes; auto prefetches on a GPU. Results are the
+    same either way."""
 
 
 class GradientConfig(ConfigSection):
     all_reduce: Literal["library", "ring", "halving", "tree", "two-level"] = "library"
-    """How whole gradients are summed over data ranks: by PyTorch, or by an algorithm of our own over messages."""
+    """How full gradients are all-reduced over data-parallel ranks: by PyTorch's backend, or by one of our
+    point-to-point algorithms."""
     nproc_per_node: int = Field(0, ge=0)
-    """Processes on a node, for `two-level`; 0: as many as were started together on each."""
+    """Processes per node, for `two-level`; 0 uses the number launched together on each node."""
     compress: str = ""
-    """How gradients are made small before they travel, what is lost being added to the next: `fp16`, `bf16`, `int8`,
-    `onebit`, `topk:0.01` (the largest hundredth) or `powersgd:rank=4`; empty: not at all."""
+    """Gradient compression with error feedback: `fp16`, `bf16`, `int8`, `onebit`, `topk:0.01` (the largest 1%) or
+    `powersgd:rank=4`; empty disables it."""
     compress_after: float = Field(0.2, ge=0.0, allow_inf_nan=False)
-    """Steps with plain sums before `compress` begins; below 1: the share of all steps."""
+    """Uncompressed steps before compression starts; a value below 1 is a fraction of all steps."""
 
     def uncompressed_steps(self, total: int) -> int:
         return round(self.compress_after * total if self.compress_after < 1 else self.compress_after)
@@ -142,15 +151,16 @@ class GradientConfig(ConfigSection):
 
 class LocalSGDConfig(ConfigSection):
     every: int = Field(1, ge=1)
-    """Steps after which replicas average their weights; until then they train apart. 1: they never do."""
+    """Average replica weights every N steps (local SGD); 1 means ordinary synchronous training."""
     outer_optimizer: Literal["", "nesterov"] = ""
-    """An outer step from where replicas last met, with their mean change as its gradient (DiLoCo); empty: none."""
+    """Optimizer applied to the averaged weight change at each synchronization (DiLoCo); empty takes the plain
+    average."""
     outer_lr: float = Field(0.7, gt=0.0)
-    """Learning rate of the outer step."""
+    """Learning rate of the outer optimizer."""
     outer_momentum: float = Field(0.9, ge=0.0, lt=1.0)
-    """Momentum of the outer step."""
+    """Momentum of the outer optimizer."""
     fragments: int = Field(1, ge=1)
-    """In how many parts the blocks meet, one after the other, between two meetings of the first."""
+    """Number of fragments that the blocks are synchronized in, at different steps within `every` (streaming DiLoCo)."""
 
     @model_validator(mode="after")
     def _check_fragments(self) -> LocalSGDConfig:
@@ -163,75 +173,88 @@ class LocalSGDConfig(ConfigSection):
 
 class LossConfig(ConfigSection):
     chunk_size: int = Field(0, ge=0)
-    """Positions whose logits are held at once, without a pipeline; 0: as many as take a gibibyte in bf16."""
+    """Positions whose logits are materialized at once, without a pipeline; 0 picks a chunk of 1 GiB in bf16."""
 
 
 class CheckpointConfig(ConfigSection):
     every: int = Field(0, ge=0)
-    """Steps between checkpoints; 0: only at the end and on a signal."""
+    """Steps between checkpoints; 0 saves only at the end and on a signal."""
     keep: int = Field(2, ge=1)
-    """How many of the newest stay."""
+    """Number of newest checkpoints to keep."""
     asynchronous: bool = True
+    """Whether to write files in the background while training continues."""
     snapshot_every: int = Field(10, ge=0)
-    """Steps between snapshots in memory that outlives a worker, for restarts in the same layout; 0: none."""
+    """Steps between in-memory snapshots, which survive a worker and speed up restarts in the same layout; 0 disables
+    them."""
 
 
 class RunConfig(ConfigSection):
     folder: str = ""
-    """Where the run is kept; empty: a new folder below `runs`."""
+    """The run folder; empty creates a new one below `runs`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device to run on; auto uses GPUs if PyTorch sees any."""
     processes: int = Field(0, ge=0)
-    """Processes for `layout = "auto"`; 0: one per device, or per core without a GPU.
-    Where they are more than there are GPUs, they share these."""
+    """Processes for `layout = "auto"`; 0 means one per GPU, or one per core without a GPU. With more processes than
+    GPUs, processes share them."""
     cluster: str = ""
-    """What the planner takes this machine for: a file that `calibrate` wrote, or a name; empty: by its data sheet."""
+    """Hardware description for the planner: a file written by `calibrate`, or a name; empty uses the data sheet of this
+    machine."""
     max_restarts: int = Field(3, ge=0)
-    """How often all workers begin again from the newest good checkpoint, in a row, without getting any further."""
+    """Restarts from the newest valid checkpoint that are allowed in a row without progress."""
     hang_timeout: float = Field(300.0, gt=0)
-    """Seconds without progress of any worker, after which the one that the others wait for counts as stuck."""
+    """Seconds without progress on any rank before the rank that the others wait for counts as hung."""
     standby: bool = True
-    """Whether, once steps are under way, a second world of workers waits to take over after a fault: forked and, on a
-    CPU, with the model built, where that takes at most a tenth of the memory."""
+    """Whether to keep a second set of workers on standby once steps are running: forked and, on a CPU, with the model
+    built if that takes at most a tenth of the memory."""
     rejoin_timeout: float = Field(30.0, ge=0)
-    """Seconds that a lost node has to come back before the run goes on without it or, if not elastic, ends."""
+    """Seconds to wait for a lost node before continuing without it (elastic) or ending the run."""
     elastic: bool = False
-    """Whether a run whose rank cannot be brought back by restarts, or whose node is lost, goes on with the processes
-    that are left, in a layout that is planned for them."""
+    """Whether to continue with the remaining processes, in a newly planned layout, if restarts cannot bring a rank back
+    or a node is lost."""
     on_nan: Literal["skip", "rollback", "stop"] = "skip"
-    """After a step whose gradients are not finite and update nothing: go on, go back to the last checkpoint and try
-    once more, or end the run. Under a loss scale that moves it is always skip."""
+    """What to do after a step with non-finite gradients, which updates nothing: continue, roll back to the last
+    checkpoint and retry once, or stop. A dynamic loss scale always skips."""
     loss_spike_threshold: float = Field(0.0, ge=0)
-    """Deviations above the median of the last losses from which a loss is a spike: the run goes back to the last
-    checkpoint and leaves out the batches since; 0: none is looked for."""
+    """Roll back to the last checkpoint and skip the batches since then if the loss exceeds the recent median by this
+    many deviations; 0 disables detection."""
     checksum_every: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
-    """In how many steps checksums of all weights and optimizer states are compared once, a part in each; what changed
-    by itself is named, and the run goes back. 0: never; auto: as few as keep it below a hundredth of a step."""
+    """Compare checksums of all weights and optimizer states once every N steps, a part in each step, and roll back on
+    corruption. 0 disables it; auto keeps the cost below 1% of a step."""
     redundant_compute_every: int = Field(500, ge=0)
-    """Steps between those in which a micro-batch is computed by all data ranks and the results compared; 0: none is."""
+    """Steps between redundant computations, in which all data-parallel ranks compute one micro-batch and compare
+    results; 0 disables them."""
     max_corruptions: int = Field(3, ge=0)
-    """How often a rank may be found with changed or differing numbers before the run ends and names it."""
+    """Corruptions tolerated per rank before the run ends and names the rank."""
 
 
 class ValidationConfig(ConfigSection):
     every: int = Field(0, ge=0)
-    """Steps between validations; 0: only at the end."""
+    """Steps between validations; 0 validates only at the end."""
     samples: int = Field(64, ge=1)
+    """Maximum number of held-out samples to evaluate."""
 
 
 class Job(ConfigSection):
     """One training job, checked, with every default filled in; `job.toml` in the run folder shows them all."""
 
     seed: int = Field(0, ge=0)
+    """Determines initial weights, sample order and dropout; nothing else does."""
     steps: int | None = Field(None, ge=1)
+    """Optimizer steps; 200 if neither `steps` nor `tokens` is set."""
     tokens: Count | None = Field(None, ge=1)
+    """Tokens to train on, instead of `steps` (samples, for a model without tokens); rounded up to whole steps."""
     layout: str = "auto"
+    """A layout in [text form](layout.md); `"auto"` uses the [planner](../how-to/plan-a-run.md)'s choice for this
+    machine."""
     precision: Literal["float64", "float32", "bf16", "fp16", "fp8"] = "float32"
+    """Compute dtype. Master weights, gradient sums and optimizer states are float64 for float64, otherwise float32."""
     compile: bool | Literal["auto"] = "auto"
-    """Whether each block is compiled; auto: on a GPU, unless the schedule runs backwards in two halves."""
+    """Whether to compile each block with `torch.compile` (on a CPU this needs a C++ compiler); auto compiles on a GPU
+    unless the schedule splits the backward."""
     tracker: Literal["", "csv", "tensorboard", "wandb", "prometheus"] = ""
-    """Where metrics go beside `metrics.jsonl`; see [watch a run](../how-to/watch-a-run.md)."""
+    """Experiment tracker to log to in addition to `metrics.jsonl`; see [watch a run](../how-to/watch-a-run.md)."""
     sdpa_backend: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"
-    """Which of PyTorch's attention kernels; auto: PyTorch chooses by head size and device."""
+    """Backend of PyTorch's scaled dot-product attention; auto lets PyTorch choose."""
     model: SerializeAsAny[ModelConfig] = DecoderConfig()
     embedding_tables: EmbeddingTablesConfig = EmbeddingTablesConfig()
     loss: LossConfig = LossConfig()

@@ -1,6 +1,6 @@
-"""Fills the generated parts of the pages from the code. With `--check`: exits 1 if one is stale.
+"""Regenerates the generated sections of the docs from the code. With `--check`: exits 1 if one is stale.
 
-A generated part stands between two marks, in a page whose other words are written by hand:
+A generated section stands between two markers in an otherwise hand-written page:
 
     <!-- generated: NAME (tools/docs.py) -->
     <!-- end generated -->
@@ -39,43 +39,28 @@ from shardwise.verify import parity
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("**/*.md"))
 MARK = re.compile(r"(<!-- generated: (\S+) \(tools/docs\.py\) -->\n).*?(<!-- end generated -->)", re.DOTALL)
-SHOWN = 16  # micro-batch counts that the table of limits tries
+SHOWN = 16  # the largest micro-batch count in the table of allowed counts
 
-# Where the docstring of a key or name is missing or too short for a reader who does not see the code.
+# Meanings of keys and names that have no docstring of their own.
 MEANING = {
-    "seed": "Decides initial weights, sample order and dropout; nothing else does.",
-    "steps": "Optimizer steps; without `steps` and `tokens`: 200.",
-    "tokens": "Tokens to train on instead of `steps`, or samples of a model without tokens; rounded up to whole steps.",
-    "layout": 'A cut in [text form](layout.md); `"auto"`: as [planned](../how-to/plan-a-run.md) for this machine.',
-    "precision": "What is computed in. Weights, sums and optimizer states are float64 for float64, else float32.",
-    "compile": "Compiles each block with `torch.compile`, on a CPU by a C++ compiler; not where the backward is split.",
-    "model.name": "A kind of model (`gpt`, `moe`, ...), or a [preset](#presets) whose shape becomes the default here.",
-    "model: resnet.classes": "Classes that images are told apart by.",
-    "model.layers": "Blocks.",
-    "model.width": "Features of the stream between blocks.",
-    "model.heads": "Heads of queries.",
-    "model.vocab": "Token ids; at least as many as the tokenizer has.",
-    "model.sequence": "Tokens in a sample.",
-    "model.positions": "Learned table or rotary angles.",
+    "model.name": "A family (`gpt`, `moe`, ...), or a [preset](#presets) whose shape becomes the default here.",
+    "model.layers": "Number of transformer blocks.",
+    "model.width": "Hidden size (d_model).",
+    "model.heads": "Number of attention (query) heads.",
+    "model.vocab": "Vocabulary size; at least that of the tokenizer.",
+    "model.sequence": "Sequence length in tokens.",
+    "model.positions": "Learned position embeddings, or RoPE.",
     "model.norm": "LayerNorm or RMSNorm.",
-    "model.activation": "Of the feed-forward part; `gelu` in its tanh form.",
-    "model.bias": "Whether products and LayerNorms have a bias.",
-    "model.attention_dropout": "Refused unless 0 (see [assumptions](../explanation/assumptions.md)).",
-    "model.rope_theta": "Base of the rotary angles.",
-    "model.norm_eps": "Added to the variance in a norm.",
-    "model.init_std": "Standard deviation of initial matrices; `1/sqrt(2 layers)` of it where a block ends.",
-    "data.source": "Where samples come from.",
-    "batch.samples": "The global batch in samples; without `samples` and `tokens`: 32.",
-    "batch.tokens": "The global batch in tokens, rounded down to whole samples.",
-    "optimizer.lr": "The highest learning rate.",
-    "optimizer.betas": "Decay of the two moments, of adamw, lamb and the part of muon that is adamw.",
-    "optimizer.eps": "Added to the root of the second moment.",
-    "checkpoint.asynchronous": "Whether files are written while training goes on.",
-    "run.device": "Devices to run on; `auto`: GPUs where PyTorch sees any.",
-    "validation.samples": "Held-out samples that are read each time, at most.",
-    "shardwise.ShardwiseError": "Whatever is raised on purpose.",
-    "shardwise.UserError": "What the caller can mend.",
-    "shardwise.parallelize": "The job's model as this process holds and runs it in a layout: an `Engine`.",
+    "model.activation": "Activation of the MLP; `gelu` is the tanh approximation.",
+    "model.bias": "Whether linear layers and LayerNorms have a bias.",
+    "model.attention_dropout": "Must be 0 (see [assumptions](../explanation/assumptions.md)).",
+    "model.rope_theta": "RoPE base.",
+    "model.norm_eps": "Epsilon of the norms.",
+    "model.init_std": "Standard deviation of initial matrices; `1/sqrt(2 layers)` times that for residual outputs.",
+    "model.num_classes": "Number of image classes.",
+    "shardwise.ShardwiseError": "Base class of every error raised on purpose.",
+    "shardwise.UserError": "An error that the caller can fix.",
+    "shardwise.parallelize": "Builds this rank's part of a job in a layout: an `Engine`.",
 }
 
 
@@ -92,28 +77,28 @@ def code(value: object) -> str:
 
 
 def sentence(text: str) -> str:
-    """One line with an end."""
+    """Joins lines and adds a full stop if there is none."""
     flat = " ".join(text.split())
     return flat if flat.endswith((".", "?", "!")) else f"{flat}."
 
 
 def docstrings(kind: type) -> dict[str, str]:
-    """The text below each field of a class: Python forgets it, the source does not."""
+    """Returns the docstring below each field of a class, read from its source since Python drops them."""
     body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     assert isinstance(body, ast.ClassDef)
-    found = {}
-    for line, after in zip(body.body, body.body[1:]):
-        match line, after:
+    texts = {}
+    for statement, following in zip(body.body, body.body[1:]):
+        match statement, following:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                found[name] = text
-    return found
+                texts[name] = text
+    return texts
 
 
 # The job
 
 
 def job_keys() -> Iterator[tuple[str, str, FieldInfo, str]]:
-    """Section, key, field and meaning of every key, in the order of the file; of kinds of models, what they add."""
+    """Yields section, key, field and meaning of every key in file order; for a kind of decoder, only what it adds."""
     sections: list[tuple[str, type[BaseModel]]] = [("", Job)]
     for name, field in Job.model_fields.items():
         if name == "model":
@@ -132,7 +117,8 @@ def job_keys() -> Iterator[tuple[str, str, FieldInfo, str]]:
             if (kind is Job and name in dict(sections)) or (": " in section and name in known):
                 continue
             path = f"{section}.{name}" if section else name
-            yield section, name, field, MEANING.get(path) or texts.get(name) or MEANING.get(f"model.{name}", "")
+            meaning = texts.get(name) or MEANING.get(path)
+            yield section, name, field, meaning or (MEANING.get(f"model.{name}", "") if "model" in section else "")
 
 
 def job_tables() -> str:
@@ -141,15 +127,15 @@ def job_tables() -> str:
         rows.setdefault(section, []).append([code(name), value_of(field), default_of(field), sentence(meaning)])
     parts = []
     for section, lines in rows.items():
-        title = f"## `[{section}]`" if section else "## Above all sections"
+        title = f"## `[{section}]`" if section else "## Top-level keys"
         if ": " in section:
             kind = section.removeprefix("model: ")
-            more = (
-                "Besides the keys above:"
+            relation = (
+                "In addition to the keys of `gpt`:"
                 if issubclass(BUILT_IN[kind].config, DecoderConfig)
-                else "Instead of the keys above:"
+                else "Instead of the keys of `gpt`:"
             )
-            title = f'### `[model]` of {BUILT_IN[kind].config.description}: `name = "{kind}"`\n\n{more}'
+            title = f'### `[model]` for {BUILT_IN[kind].config.description}: `name = "{kind}"`\n\n{relation}'
         parts += [title, table(("key", "value", "default", "meaning"), lines)]
     return "\n\n".join(parts)
 
@@ -169,32 +155,35 @@ def default_of(field: FieldInfo) -> str:
 
 
 def value_of(field: FieldInfo) -> str:
-    """The type in words, with its limits."""
+    """Describes the values a field accepts: its type and limits."""
     kind: Any = field.annotation
-    inner = [part for part in get_args(kind) if part is not type(None)]
+    options = [part for part in get_args(kind) if part is not type(None)]
     if type(None) in get_args(kind):
-        kind = inner[0]
+        kind = options[0]
+    words = [word for part in options if get_origin(part) is typing.Literal for word in get_args(part)]
     if get_origin(kind) is typing.Literal:
         return _words(get_args(kind))
-    if bool in inner:
-        return "`true`, `false`, " + _words([word for part in inner for word in get_args(part)])
-    if any(get_origin(part) is tuple for part in inner):
-        return "whole number, from 1, or a list of such"
-    counts = kind is Count or any(part is Count for part in inner) or _is_count(field)
+    if words and bool in options:
+        return "`true`, `false`, " + _words(words)
+    if words and get_origin(kind) is not tuple:
+        return f"integer{_limits(options[0].__metadata__[0])}, or {_words(words)}"
+    if any(get_origin(part) is tuple for part in options):
+        return "integer, from 1, or a list of such"
+    counts = kind is Count or any(part is Count for part in options) or _is_count(field)
     if get_origin(kind) is typing.Annotated:
         kind = get_args(kind)[0]
     if get_origin(kind) is dict:
-        return "a table of numbers, above 0"
+        return "a table of numbers"
     if get_origin(kind) is tuple and ... in get_args(kind):
-        return "whole numbers, from 1" if not (words := get_args(inner[0])) or int in words else _words(words)
+        return f"list of {_words(words)}" if words else "list of integers, from 1"
     if get_origin(kind) is tuple:
-        return "two numbers, 0 to below 1"
+        return "two numbers, from 0 to below 1"
     if kind is str:
         return "text"
     if kind is bool:
         return "`true`, `false`"
-    what = "number" if kind is float else "whole number"
-    return f"{what}{_limits(field)}" + (', or `"0.5M"`' if counts else "")
+    name = "number" if kind is float else "integer"
+    return f"{name}{_limits(field)}" + (', or `"0.5M"`' if counts else "")
 
 
 def _words(known: Sequence[object]) -> str:
@@ -217,10 +206,10 @@ def presets() -> str:
     rows = []
     for name, values in PRESETS.items():
         model = Job.model_validate({"model": {"name": name}}).model.model_dump()
-        more = [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in values.items()
-                if key not in (*keys, "family", "norm_eps")]  # fmt: skip
-        rows.append([code(name), code(values["family"]), *(str(model.get(key, "")) for key in keys), " ".join(more)])
-    return table(("name", "family", *keys, "more"), rows)
+        others = [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in values.items()
+                  if key not in (*keys, "family", "norm_eps")]  # fmt: skip
+        rows.append([code(name), code(values["family"]), *(str(model.get(key, "")) for key in keys), " ".join(others)])
+    return table(("name", "family", *keys, "other keys"), rows)
 
 
 # The layout
@@ -242,13 +231,13 @@ def micro_batch_limits() -> str:
         for pipeline in (2, 4):
             layout = Layout(pipeline=pipeline, schedule=name)
             allowed = [n for n in range(1, SHOWN + 1) if micro_batch_error(layout, n) is None]
-            cells.append(_runs(allowed))
+            cells.append(_ranges(allowed))
         rows.append(cells)
     return table(("schedule", "`pipeline=2`", "`pipeline=4`"), rows)
 
 
-def _runs(numbers: Sequence[int]) -> str:
-    """`1 to 4, 6`, and "and so on" in the words of the page."""
+def _ranges(numbers: Sequence[int]) -> str:
+    """Formats ascending numbers as ranges: `1 to 4, 6`."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and parts[-1][-1] == number - 1:
@@ -269,16 +258,16 @@ def commands() -> str:
     for command, name in known:
         assert command.callback is not None
         parts.append(f"## `{usage(command.callback, name)}`\n\n{sentence(inspect.getdoc(command.callback) or '')}")
-        rows = [_parameter(*facts) for facts in parameters(command.callback)]
+        rows = [_parameter(*parameter) for parameter in parameters(command.callback)]
         parts.append(table(("", "value", "default", "meaning"), rows))
     return "\n\n".join(parts)
 
 
 def parameters(function: Callable[..., Any]) -> Iterator[tuple[str, Any, ArgumentInfo | OptionInfo]]:
-    """Name, type and what typer is told of each parameter of a command."""
-    for name, facts in get_params_from_function(function).items():
-        assert isinstance(facts.default, (ArgumentInfo, OptionInfo))
-        yield name, facts.annotation, facts.default
+    """Yields name, type and typer metadata of each parameter of a command."""
+    for name, parameter in get_params_from_function(function).items():
+        assert isinstance(parameter.default, (ArgumentInfo, OptionInfo))
+        yield name, parameter.annotation, parameter.default
 
 
 def usage(function: Callable[..., Any], command: str = "") -> str:
@@ -293,10 +282,10 @@ def _parameter(name: str, kind: Any, info: ArgumentInfo | OptionInfo) -> list[st
     shown = name.upper()
     if isinstance(info, OptionInfo):
         shown = ", ".join(info.param_decls or ()) or f"--{name.replace('_', '-')}"
-    plain = [part for part in (get_args(kind) or (kind,)) if part is not type(None)][0]
-    plain = get_args(plain)[0] if get_origin(plain) is list else plain
-    words = {Path: "path", str: "text", int: "whole number", float: "number", bool: ""}
-    value = info.metavar or words[plain]
+    base = [part for part in (get_args(kind) or (kind,)) if part is not type(None)][0]
+    base = get_args(base)[0] if get_origin(base) is list else base
+    words = {Path: "path", str: "text", int: "integer", float: "number", bool: ""}
+    value = info.metavar or words[base]
     value += f", from {info.min:g}" if info.min is not None else ""
     default = "" if info.default in (..., None, "") or info.default is False else code(info.default)
     return [code(shown), value, default, sentence(info.help) if info.help else ""]
@@ -306,9 +295,9 @@ def _parameter(name: str, kind: Any, info: ArgumentInfo | OptionInfo) -> list[st
 
 
 def support_grid() -> str:
-    """One line per schedules and ZeRO stages that have the same verdicts; precisions apart only where they differ."""
+    """One row per group of schedules and ZeRO stages with equal verdicts; precisions appear only if they differ."""
     verdicts = dict(support.all_combinations())
-    notes = {found.explanation: str(number) for number, found in enumerate(_sentences(), start=1)}
+    notes = {verdict.explanation: str(number) for number, verdict in enumerate(_explained_verdicts(), start=1)}
     schedules = list(dict.fromkeys(words.schedule for words in verdicts))
     recomputes = list(dict.fromkeys(words.recompute for words in verdicts))
     lines: dict[tuple[str, ...], dict[tuple[str, ...], list[int]]] = {}
@@ -317,8 +306,8 @@ def support_grid() -> str:
         for schedule in schedules:
             cells = tuple(_cell(verdicts, schedule, zero, recompute, notes) for recompute in recomputes)
             groups.setdefault(cells, []).append(schedule)
-        for cells, alike in groups.items():
-            lines.setdefault(tuple(alike), {}).setdefault(cells, []).append(zero)
+        for cells, members in groups.items():
+            lines.setdefault(tuple(members), {}).setdefault(cells, []).append(zero)
     rows = []
     for names, by_cells in lines.items():
         label = ", ".join("no pipeline" if name == support.NO_PIPELINE else code(name) for name in names)
@@ -329,31 +318,30 @@ def support_grid() -> str:
 
 def _cell(verdicts: dict[Any, Any], schedule: str, zero: int, recompute: str, notes: dict[str, str]) -> str:
     kinds: dict[str, list[str]] = {}
-    for words, found in verdicts.items():
+    for words, support_of in verdicts.items():
         if (words.schedule, words.zero, words.recompute) == (schedule, zero, recompute):
             short = {support.EXACT: "exact", support.EXACT_AT_COST: "exact, cost", support.REFUSED: "refused"}[
-                found.verdict
+                support_of.verdict
             ]
-            kinds.setdefault(f"{short} ({notes[found.explanation]})" if found.explanation else short, []).append(
-                words.precision
-            )
+            label = f"{short} ({notes[support_of.explanation]})" if support_of.explanation else short
+            kinds.setdefault(label, []).append(words.precision)
     if len(kinds) == 1:
         return next(iter(kinds))
     return "; ".join(f"{', '.join(precisions)}: {kind}" for kind, precisions in kinds.items())
 
 
-def _sentences() -> list[support.Support]:
-    """The verdicts that say something, each once, in the order of the table."""
-    found = {verdict.explanation: verdict for _, verdict in support.all_combinations() if verdict.explanation}
+def _explained_verdicts() -> list[support.Support]:
+    """The distinct verdicts with an explanation, in the order of the table."""
+    verdicts = {verdict.explanation: verdict for _, verdict in support.all_combinations() if verdict.explanation}
     order = [row.explanation for row in support.SUPPORT_RULES]
-    return sorted(found.values(), key=lambda verdict: order.index(verdict.explanation))
+    return sorted(verdicts.values(), key=lambda verdict: order.index(verdict.explanation))
 
 
 def support_sentences() -> str:
     lines = []
-    for number, found in enumerate(_sentences(), start=1):
-        text = found.explanation[0].upper() + found.explanation[1:]
-        lines.append(f"{number}. *{found.verdict}*: {sentence(text)}")
+    for number, verdict in enumerate(_explained_verdicts(), start=1):
+        text = verdict.explanation[0].upper() + verdict.explanation[1:]
+        lines.append(f"{number}. *{verdict.verdict}*: {sentence(text)}")
     return "\n".join(lines)
 
 
@@ -363,11 +351,11 @@ def support_sentences() -> str:
 def names() -> str:
     rows = []
     for name in sorted(shardwise.__all__):
-        found = getattr(shardwise, name)
-        if not isinstance(found, str):
-            meaning = MEANING.get(f"shardwise.{name}") or (found.__doc__ or "").partition("\n\n")[0]
-            rows.append([code(f"shardwise.{name}"), code(found.__module__), sentence(meaning)])
-    return table(("name", "lives in", "what it is"), rows)
+        value = getattr(shardwise, name)
+        if not isinstance(value, str):
+            meaning = MEANING.get(f"shardwise.{name}") or (value.__doc__ or "").partition("\n\n")[0]
+            rows.append([code(f"shardwise.{name}"), code(value.__module__), sentence(meaning)])
+    return table(("name", "module", "meaning"), rows)
 
 
 # Verify and the errors
@@ -375,7 +363,7 @@ def names() -> str:
 
 def limits() -> str:
     rows = [[name, f"{parity.TOLERANCE[name]:g}", f"{parity.NORM_FLOOR[name]:g}"] for name in PRECISIONS]
-    return table(("precision", "limit", "floor"), rows)
+    return table(("precision", "tolerance", "floor"), rows)
 
 
 def error_tree() -> str:
@@ -397,24 +385,24 @@ BLOCKS: dict[str, Callable[[], str]] = {
 }
 
 
-def filled(text: str) -> str:
-    """A page with its generated parts made anew."""
-    return MARK.sub(lambda found: f"{found[1]}\n{BLOCKS[found[2]]()}\n\n{found[3]}", text)
+def regenerate(text: str) -> str:
+    """Returns a page with its generated sections regenerated."""
+    return MARK.sub(lambda match: f"{match[1]}\n{BLOCKS[match[2]]()}\n\n{match[3]}", text)
 
 
 def stale_pages() -> list[Path]:
-    return [page for page in PAGES if filled(page.read_text(encoding="utf-8")) != page.read_text(encoding="utf-8")]
+    return [page for page in PAGES if regenerate(page.read_text(encoding="utf-8")) != page.read_text(encoding="utf-8")]
 
 
 def main() -> None:
-    """Writes what is stale, or with `--check` only names it."""
+    """Rewrites stale pages, or with `--check` only lists them."""
     stale = stale_pages()
     if "--check" in sys.argv[1:]:
         for page in stale:
             print(f"{page.relative_to(ROOT)} is stale; run `make docs`.")
         sys.exit(bool(stale))
     for page in stale:
-        page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
+        page.write_text(regenerate(page.read_text(encoding="utf-8")), encoding="utf-8")
         print(f"{page.relative_to(ROOT)} written")
 
 
