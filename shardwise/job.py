@@ -28,6 +28,7 @@ from shardwise.kinds import (
     T5Config,
 )
 from shardwise.layout import Layout
+from shardwise.peer_words import job_hint
 
 PRECISIONS = ("float64", "float32", "bf16", "fp16", "fp8")
 
@@ -401,7 +402,8 @@ def _format_problem(problem: Any) -> str:
         location.pop(1) if location[:1] == ["model"] else ""
     )  # of the model: chosen by its name, no part of the place
     if problem["type"] == "extra_forbidden":
-        return f"unknown key {'.'.join(map(str, location))!r}; {_suggest_key(location, family)}"
+        hint = job_hint(str(location[-1]), problem["input"]) or _suggest_key(location, family)
+        return f"unknown key {'.'.join(map(str, location))!r}; {hint}"
     # Which of several kinds of value was tried is no part of the place either.
     type_names = ("bool", "int", "float", "str", "constrained-int", "constrained-float")
     location = [part for part in location if part not in type_names and "[" not in str(part)]
