@@ -30,8 +30,6 @@ from shardwise.kinds import (
 from shardwise.layout import Layout
 from shardwise.peer_words import job_hint
 
-PRECISIONS = ("float64", "float32", "bf16", "fp16", "fp8")
-
 
 class DataConfig(ConfigSection):
     source: Literal["stdlib", "text", "jsonl", "tokens", "mix", "synthetic", "criteo", "cifar10"] = "stdlib"

@@ -28,7 +28,7 @@ from typer.utils import get_params_from_function
 
 import shardwise
 from shardwise import cli, errors, support
-from shardwise.job import PRECISIONS, Job
+from shardwise.job import Job
 from shardwise.kinds import MODEL_CONFIGS, Count, DecoderConfig
 from shardwise.layout import SCHEDULES, Layout, micro_batch_error
 from shardwise.presets import PRESETS
@@ -371,7 +371,7 @@ def names() -> str:
 
 
 def limits() -> str:
-    rows = [[name, f"{parity.TOLERANCE[name]:g}", f"{parity.NORM_FLOOR[name]:g}"] for name in PRECISIONS]
+    rows = [[name, f"{parity.TOLERANCE[name]:g}", f"{parity.NORM_FLOOR[name]:g}"] for name in support.PRECISIONS]
     return table(("precision", "limit", "floor"), rows)
 
 
