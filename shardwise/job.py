@@ -23,6 +23,7 @@ from shardwise.models.gpt_family import DecoderConfig
 from shardwise.models.registry import families, family_name, family_of, parse_model
 
 PRECISIONS = ("float64", "float32", "bf16", "fp16", "fp8")
+from shardwise.peer_words import job_hint
 
 
 class DataConfig(ConfigSection):
@@ -423,7 +424,8 @@ def _format_problem(problem: Any, family: str) -> str:
     """Returns one of pydantic's errors as a sentence; `family`: the family of the job's model."""
     location = list(problem["loc"])
     if problem["type"] == "extra_forbidden":
-        return f"unknown key {'.'.join(map(str, location))!r}; {_suggest_key(location, family)}"
+        hint = job_hint(str(location[-1]), problem["input"]) or _suggest_key(location, family)
+        return f"unknown key {'.'.join(map(str, location))!r}; {hint}"
     # Pydantic adds the member of a union that it tried; it is not part of the key.
     type_names = ("bool", "int", "float", "str", "constrained-int", "constrained-float")
     location = [part for part in location if part not in type_names and "[" not in str(part)]

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
-from shardwise.job import PRECISIONS
 from shardwise.layout import RECOMPUTE, SCHEDULES, SPLIT_BACKWARD, Layout, kept_activation_fraction
 
 EXACT, EXACT_AT_COST, REFUSED = "exact", "exact at a stated cost", "refused"
 
+PRECISIONS = ("float64", "float32", "bf16", "fp16", "fp8")
 NO_PIPELINE = "none"  # the schedule of a layout without a pipeline
 FRACTION = "fraction"  # recompute given as the fraction of blocks that keep all activations
 
