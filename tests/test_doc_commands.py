@@ -53,6 +53,9 @@ SKIPPED = {
     'shardwise verify examples/gpt.toml --shrink --layout "pipeline=2 schedule=zbv" --layout "shard=2 zero=3"': (
         "the same command as the one with --json"
     ),
+    'shardwise dryrun examples/gpt-1t.toml --layout "pipeline=64 tensor=8 shard=6 micro_batch=1 recompute=full"': (
+        "takes a minute; tests/test_dryrun.py runs smaller ones"
+    ),
     "shardwise watch runs/0001": "serves until Ctrl-C; tests/test_watch.py asks the server",
 }
 
