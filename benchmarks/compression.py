@@ -24,7 +24,6 @@ import comm
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.step_timer import STEP_TIMER
 from shardwise.comm.world import run_world
 from shardwise.data.make_sources import make_sources
 from shardwise.data.sample_stream import SampleStream, rank_positions
@@ -66,14 +65,14 @@ def worker() -> None:
     for turn in range(TURNS + 1):
         for way, (job, engine, optimizer) in takers.items():
             samples = stream.read(rank_positions(turn, job.samples, ranks, dist.get_rank()))
-            STEP_TIMER.read_and_reset()
+            engine.timer.read_and_reset()
             dist.barrier()
             before, begin = int(counter.read_text()), time.perf_counter()
             step(engine, optimizer, samples, 1.0)
             dist.barrier()
             seconds[way].append(time.perf_counter() - begin)
             wire[way].append(int(counter.read_text()) - before)
-            said[way] = STEP_TIMER.read_and_reset()[0].get("data", 0)
+            said[way] = engine.timer.read_and_reset()[0].get("data", 0)
     if dist.get_rank() == 0:
         found = {
             way: (statistics.median(seconds[way][1:]), statistics.median(wire[way][1:]), said[way]) for way in WAYS
@@ -129,9 +128,9 @@ def loss_of(way: str, steps: int, after: float, seed: int = 0) -> tuple[float, i
     for number in range(steps):
         set_learning_rate(optimizer, learning_rate(job.optimizer, number, steps))
         engine.data.compression_paused = number < job.gradient.uncompressed_steps(steps)
-        STEP_TIMER.read_and_reset()
+        engine.timer.read_and_reset()
         step(engine, optimizer, stream.read(rank_positions(number, 8, 2, dist.get_rank())), 1.0)
-    sent = STEP_TIMER.read_and_reset()[0].get("data", 0)
+    sent = engine.timer.read_and_reset()[0].get("data", 0)
     found = validate(engine, job, held_out, tokenizer)
     assert found is not None
     return found["loss"], sent

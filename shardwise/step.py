@@ -13,18 +13,16 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.comm.axis import Axis
 from shardwise.comm.collectives import all_reduce
-from shardwise.comm.step_timer import STEP_TIMER
 from shardwise.data.sample_stream import Samples
 from shardwise.models.chain import IGNORE_INDEX
 from shardwise.optim.adamw import AdamW
 from shardwise.parallel.data_parallel import SingleProcess
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.expert import update_expert_bias
-from shardwise.parallel.mesh import Axis
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class StepResult:
     def average_over(self, replicas: Axis) -> StepResult:
         """Of replicas that train apart; skipped where one of them did."""
         values = torch.stack((self.loss, self.grad_norm, self.skipped.to(self.loss.dtype)))
-        all_reduce(values, group=replicas.group)
+        all_reduce(values, axis=replicas)
         loss, norm, skipped = values / replicas.size
         return StepResult(loss, norm, skipped > 0)
 
@@ -123,7 +121,7 @@ def count_targets(engine: Engine, targets: Tensor) -> Tensor:
     """Targets that count, in the whole batch."""
     count = (targets != IGNORE_INDEX).sum().to(engine.scale.value.dtype)
     if engine.mesh["data"].size > 1:
-        all_reduce(count, group=engine.mesh["data"].group)
+        all_reduce(count, axis=engine.mesh["data"])
     return count.clamp(min=1.0)
 
 
@@ -131,7 +129,7 @@ def all_reduce_tensor_grads(engine: Engine) -> None:
     """Adds up the gradients of weights that every tensor rank holds but uses on its own positions or heads."""
     axis = engine.mesh["tensor"]
     if axis.size > 1:
-        _all_reduce_coalesced([h.grad for h in engine.param_shards if h.tensor_dim is None], axis.group)
+        _all_reduce_coalesced([h.grad for h in engine.param_shards if h.tensor_dim is None], axis)
 
 
 def all_reduce_tied_grads(engine: Engine) -> None:
@@ -142,14 +140,14 @@ def all_reduce_tied_grads(engine: Engine) -> None:
         first.add_(last)
         last.copy_(first)
     elif engine.mesh.tied_stages.size > 1:
-        _all_reduce_coalesced(tied, engine.mesh.tied_stages.group)
+        _all_reduce_coalesced(tied, engine.mesh.tied_stages)
 
 
-def _all_reduce_coalesced(gradients: list[Tensor], group: dist.ProcessGroup | None) -> None:
+def _all_reduce_coalesced(gradients: list[Tensor], axis: Axis) -> None:
     if not gradients:
         return
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    all_reduce(flat, group=group)
+    all_reduce(flat, axis=axis)
     for gradient, chunk in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
         gradient.copy_(chunk.view(gradient.shape))
 
@@ -163,15 +161,15 @@ def reduce_loss_and_norm(engine: Engine, loss: Tensor) -> StepResult:
     loss_and_square = torch.stack((local_loss.to(dtype), torch.stack(squares).sum()))
     if engine.mesh["world"].size > 1:
         # Gradients are summed by now: who waits here in a pipeline waits for a stage that ends later.
-        with STEP_TIMER.waiting_for_axis("pipeline") if engine.pipeline is not None else nullcontext():
-            all_reduce(loss_and_square, group=engine.mesh["world"].group)
+        with engine.timer.waiting("pipeline") if engine.pipeline is not None else nullcontext():
+            all_reduce(loss_and_square, axis=engine.mesh["world"])
     norm = loss_and_square[1].sqrt() / engine.scale.value
     return StepResult(loss_and_square[0] / engine.scale.value, norm, ~norm.isfinite())
 
 
 def clip_and_update(engine: Engine, optimizer: torch.optim.Optimizer, outcome: StepResult, clip: float) -> None:
     """Clips, unscales and updates, or does nothing if the norm is not finite."""
-    STEP_TIMER.begin_phase("optimizer")
+    engine.timer.begin_phase("optimizer")
     divisor = engine.scale.value
     if clip > 0.0:
         divisor = divisor * (outcome.grad_norm / clip).clamp(min=1.0)

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 import shardwise.step as step_file
-from shardwise.comm.step_timer import STEP_TIMER
 from shardwise.comm.world import run_world
 from shardwise.data.sample_stream import rank_positions
 from shardwise.errors import LayoutError
@@ -230,7 +229,7 @@ def experts_left_out_of_the_norm(patch: pytest.MonkeyPatch) -> None:
 
     def without(engine: Any, loss: torch.Tensor) -> Any:
         dense = [param_shard for param_shard in engine.param_shards if not param_shard.is_expert]
-        return right(dataclasses.replace(engine, holdings=dense), loss)
+        return right(dataclasses.replace(engine, param_shards=dense), loss)
 
     patch.setattr(step_file, "reduce_loss_and_norm", without)
 
@@ -263,7 +262,6 @@ def test_planted_bugs_are_caught(plant: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 def load_of(text: str, capacity: float = 0.0) -> list[expert.RoutingStats]:
     """Of two steps; nothing has run since the second."""
-    STEP_TIMER.read_and_reset()
     job = small(8, experts=4, capacity_factor=capacity)
     engine = parallelize(job, Layout.parse(text), torch.device("cpu"))
     optimizer = make_optimizer(job.optimizer, engine.param_shards)
@@ -272,7 +270,7 @@ def load_of(text: str, capacity: float = 0.0) -> list[expert.RoutingStats]:
     for number in range(3):
         if number < 2:
             step(engine, optimizer, make_stream(job).read(rank_positions(number, 8, ranks.size, ranks.index)), 1.0)
-        sent, waited = (counts.get("expert", 0.0) for counts in STEP_TIMER.read_and_reset())
+        sent, waited = (counts.get("expert", 0.0) for counts in engine.timer.read_and_reset())
         told = expert.routing_stats(model, engine.chains, engine.mesh["world"], torch.device("cpu"), sent, waited)
         found.append(expert.RoutingStats.from_values(told.tolist()))
     return found
@@ -281,12 +279,12 @@ def load_of(text: str, capacity: float = 0.0) -> list[expert.RoutingStats]:
 def test_the_load_of_experts_is_that_of_all_ranks() -> None:
     for capacity in (0.0, 0.75):
         (alone,) = run_world(load_of, 1, "micro_batch=2", capacity)
-        assert all(1.0 <= one.imbalance < 4.0 and sum(one.load) == pytest.approx(1) for one in alone[:2])
+        assert all(1.0 <= one.imbalance < 4.0 and sum(one.expert_load) == pytest.approx(1) for one in alone[:2])
         assert alone[2].imbalance == 0.0 and all((one.dropped_tokens > 0) == (capacity > 0) for one in alone[:2])
         for text in ("shard=2 expert=2", "pipeline=2 tensor=2 micro_batch=1 recompute=full"):
             for found in run_world(load_of, Layout.parse(text).world, text, capacity):
                 for one, other in zip(found, alone, strict=True):
-                    assert [one.imbalance, *one.load] == pytest.approx([other.imbalance, *other.load])
+                    assert [one.imbalance, *one.expert_load] == pytest.approx([other.imbalance, *other.expert_load])
                     assert one.dropped_tokens == pytest.approx(other.dropped_tokens)
                 # Whole rows of 16 numbers, there and back, in the forward and in the backward.
                 row = 4 * 16 * 8

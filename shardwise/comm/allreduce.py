@@ -16,11 +16,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.comm import torch_collectives
 from shardwise.errors import RunError
 
 SEGMENT_BYTES = 1 << 22  # bytes
@@ -316,7 +317,7 @@ def find_unresponsive_rank(peer: int) -> int:
     """The rank at the end of the line, where we wait for a peer that waits for another. Whoever gives up leaves the
     name of the rank it waited for in the store; one that does not answer leaves none."""
     try:
-        store: Any = dist.distributed_c10d._get_default_store()
+        store = torch_collectives.default_store()
         store.set(f"waited for/{dist.get_rank()}", str(peer))
         seen, deadline = {dist.get_rank()}, time.monotonic() + BLAME_GRACE_SECONDS
         while peer not in seen:

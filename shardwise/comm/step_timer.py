@@ -23,11 +23,9 @@ Timestamp = Any  # seconds, or an event of a GPU; None while a graph is recorded
 
 
 class StepTimer:
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
         self.enabled = True
-        self.device = torch.device("cpu")
-        self.axis_of_group: dict[str, str] = {}
-        """By name of a process group, the axis that it is of."""
+        self.device = device or torch.device("cpu")
         self.bytes_sent: Counter[str] = Counter()
         """Bytes, by axis."""
         self.wait_seconds: defaultdict[str, float] = defaultdict(float)
@@ -58,20 +56,9 @@ class StepTimer:
         self._phase_start = self._timestamp() if name in DEVICE_PHASES else time.perf_counter()
 
     @contextmanager
-    def waiting_for_group(self, group: Any, device: torch.device) -> Iterator[None]:
-        """To be entered around what waits for other ranks of a group."""
-        name = "world" if group is None else getattr(group, "group_name", group)
-        with self._time_wait(self.axis_of_group.get(name, "world"), device):
-            yield
-
-    @contextmanager
-    def waiting_for_axis(self, axis: str) -> Iterator[None]:
-        """To be entered around what waits for other ranks of an axis."""
-        with self._time_wait(axis, self.device):
-            yield
-
-    @contextmanager
-    def _time_wait(self, axis: str, device: torch.device) -> Iterator[None]:
+    def waiting(self, axis: str, device: torch.device | None = None) -> Iterator[None]:
+        """Times the block it wraps as a wait for the other ranks of an axis."""
+        device = device or self.device
         is_other_thread = device.type == "cpu" and self._thread not in (None, threading.get_ident())
         if not self.enabled or self._wait_depth or is_other_thread or self._phase in PHASES_INCLUDING_WAITS:
             yield
@@ -170,6 +157,3 @@ class StepTimer:
         self.bytes_sent.clear()
         self.wait_seconds.clear()
         return sent_and_waited
-
-
-STEP_TIMER = StepTimer()

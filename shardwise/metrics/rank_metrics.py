@@ -19,6 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardwise.comm.axis import Axis
+from shardwise.comm.collectives import all_gather
+
 PHASES = ("compute", "optimizer", "data", "checkpoint", "validation")
 WAIT_AXES = ("pipeline", "tensor", "context", "expert", "shard", "replicate", "data", "local_sgd", "world")
 MEMORY_KINDS = ("weights", "gradients", "optimizer")
@@ -154,19 +157,19 @@ def find_alerts(rows: np.ndarray, peer_groups: Sequence[Sequence[int]]) -> list[
     return found
 
 
-def clock_offset(all_gather: Any, device: torch.device, world: int, rank: int, rounds: int = 8) -> float:
+def clock_offset(ranks: Axis, device: torch.device, rounds: int = 8) -> float:
     """How far this rank's clock is ahead of that of rank 0: a collective ends for all at about the same time. 0 where
     it is less than what that is off by itself."""
     sent = torch.zeros(1, dtype=torch.float64, device=device)
-    received = sent.repeat(world)
+    received = sent.repeat(ranks.size)
     offsets = []
     for _ in range(rounds):
-        all_gather(received, sent)
+        all_gather(received, sent, axis=ranks)
         received.cpu()  # the collective is over
         sent.fill_(time.time())
-        all_gather(received, sent)
+        all_gather(received, sent, axis=ranks)
         times = received.tolist()
-        offsets.append(times[rank] - times[0])
+        offsets.append(times[ranks.index] - times[0])
     offset = statistics.median(offsets)
     return offset if abs(offset) > max(offsets) - min(offsets) else 0.0
 

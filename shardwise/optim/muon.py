@@ -166,7 +166,7 @@ def _all_to_all_tensors(
     input_split_sizes = [sum(tensor.numel() for tensor in tensors) for tensors in tensors_by_rank]
     output_split_sizes = [sum(map(math.prod, each)) for each in shapes]
     output = flat.new_empty(sum(output_split_sizes))
-    all_to_all(output, flat, output_split_sizes, input_split_sizes, group=axis.group)
+    all_to_all(output, flat, output_split_sizes, input_split_sizes, axis=axis)
     return [
         [tensor.view(shape) for tensor, shape in zip(chunk.split([*map(math.prod, each)]), each, strict=True)]
         for chunk, each in zip(output.split(output_split_sizes), shapes, strict=True)

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from shardwise.comm.axis import Axis
 from shardwise.comm.collectives import all_reduce, all_to_all, all_to_all_with_grad
-from shardwise.comm.step_timer import STEP_TIMER
 from shardwise.data.sample_stream import Samples
 from shardwise.errors import LayoutError
 from shardwise.kinds import DecoderConfig, ModelConfig, MoEConfig
@@ -28,7 +28,7 @@ from shardwise.models.chain import Chain, PositionAware
 from shardwise.models.gpt import SelfAttention
 from shardwise.models.layers import sdpa
 from shardwise.models.moe import MoE
-from shardwise.parallel.mesh import Axis, Mesh
+from shardwise.parallel.mesh import Mesh
 
 
 def check(model: ModelConfig, layout: Layout) -> None:
@@ -98,7 +98,7 @@ def apply(chain: Chain, layout: Layout, mesh: Mesh, length: int, device: torch.d
         if isinstance(module, MoE):
             module.sequence_shards, module.all_reduce_sum = (
                 context.size,
-                lambda counts: all_reduce(counts, group=context.group),
+                lambda counts: all_reduce(counts, axis=context),
             )
 
 
@@ -134,7 +134,7 @@ class UlyssesAttention:
     def _all_to_all(self, x: Tensor) -> Tensor:
         """The n-th of what each rank has, to rank n."""
         even = [1] * self.axis.size
-        return all_to_all_with_grad(x.contiguous(), even, even, self.axis.group)  # type: ignore[no-any-return]
+        return all_to_all_with_grad(x.contiguous(), even, even, self.axis)
 
 
 class RingAttention:
@@ -155,7 +155,7 @@ def other_document_mask(
     """Which keys of a turn lie in another document than a query (B, queries, keys); None: there is only one."""
     if document_ids is None:
         return None
-    source = Axis(axis.size, (axis.index - ring_step) % axis.size, axis.group)
+    source = replace(axis, index=(axis.index - ring_step) % axis.size)
     mine, theirs = (document_ids[:, local_positions(document_ids.shape[1], one, "ring")] for one in (axis, source))
     return mine[:, query_slice].unsqueeze(2) != theirs[:, key_slice].unsqueeze(1)
 
@@ -250,14 +250,14 @@ class RingSendRecv:
         size = self.sent.numel()
         send_sizes, recv_sizes = [0] * axis.size, [0] * axis.size
         send_sizes[(axis.index + 1) % axis.size] = recv_sizes[(axis.index - 1) % axis.size] = size
-        self.group = axis.group
+        self.axis = axis
         self.work = all_to_all(
-            self.received.view(-1), self.sent.view(-1), recv_sizes, send_sizes, group=axis.group, async_op=True
+            self.received.view(-1), self.sent.view(-1), recv_sizes, send_sizes, axis=axis, async_op=True
         )
 
     def wait(self) -> Tensor:
         if self.work is not None:
-            with STEP_TIMER.waiting_for_group(self.group, self.received.device):
+            with self.axis.waiting(self.received.device):
                 self.work.wait()
         return self.received
 

@@ -27,17 +27,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from shardwise.comm.axis import Axis
 from shardwise.comm.collectives import all_gather, all_reduce, reduce_scatter
-from shardwise.comm.step_timer import STEP_TIMER
 from shardwise.errors import RunError
 from shardwise.models.chain import Chain
 from shardwise.parallel.gradient_compression import Compressor
 from shardwise.parallel.gradient_reduction import GradientReducer
-from shardwise.parallel.mesh import Axis, Mesh
+from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.param_shard import ParamShard, sharded_dims_of
-
-# Meant for later versions of PyTorch; what it says to use instead does something else.
-warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
 
 # By parameter: the whole shape, the dimension cut over the tensor axis, whether its experts are cut.
 ParamSpecs = dict[str, tuple[torch.Size, int | None, bool]]
@@ -207,12 +204,12 @@ class Zero1(DataParallel):
             reduced = packed[0]
             if shard.size > 1 and self.reducer.uses_library:
                 reduced = torch.empty_like(packed[0])
-                reduce_scatter(reduced, packed.view(-1), group=shard.group)
+                reduce_scatter(reduced, packed.view(-1), axis=shard)
             elif shard.size > 1:
-                self.reducer(packed, shard.group)
+                self.reducer(packed, shard)
                 reduced = packed[shard.index].clone()
             if replicas.size > 1 and not compressed:
-                self.reducer(reduced, replicas.group)
+                self.reducer(reduced, replicas)
             for (_, param_shard), piece in zip(bucket, reduced.split(sizes), strict=True):
                 param_shard.tensor.grad = piece[: param_shard.tensor.numel()].view(param_shard.tensor.shape)
         if compressed:
@@ -247,7 +244,7 @@ class Zero1(DataParallel):
                 ]
             )
             gathered = local.new_empty(shard.size * local.numel())
-            all_gather(gathered, local, group=shard.group)
+            all_gather(gathered, local, axis=shard)
             columns = gathered.view(shard.size, -1).split(sizes, dim=1)
             for (weight, _), column in zip(bucket, columns, strict=True):
                 weight.detach().copy_(column.reshape(-1)[: weight.numel()].view(weight.shape))
@@ -270,7 +267,7 @@ def all_reduce_gradients(data: DataParallel, gradients: list[tuple[ParamShard, T
             gradient.copy_(reduced)
     if uncompressed:
         flat = torch.cat([gradient.reshape(-1) for gradient in uncompressed])
-        all_reduce(flat, group=replicas.group)
+        all_reduce(flat, axis=replicas)
         for gradient, reduced in zip(
             uncompressed, flat.split([gradient.numel() for gradient in uncompressed]), strict=True
         ):
@@ -310,13 +307,17 @@ class DDP(DataParallel):
         self.reducer = reducer
 
     def make_param_shards(self, specs: ParamSpecs) -> list[ParamShard]:
-        group = self.mesh["replicate"].group
-        self.ddp = DistributedDataParallel(
-            self.chains[0], process_group=group, init_sync=False, gradient_as_bucket_view=True, broadcast_buffers=False
-        )
+        axis = self.mesh["replicate"]
+        with warnings.catch_warnings():
+            # PyTorch 2.13 deprecates `broadcast_buffers`; the replacement it names does something else.
+            warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
+            self.ddp = DistributedDataParallel(
+                self.chains[0], process_group=axis.group, init_sync=False, gradient_as_bucket_view=True,
+                broadcast_buffers=False,
+            )  # fmt: skip
         # The sum; DDP by itself gives the mean.
         self.ddp.register_comm_hook(
-            (self.reducer, group), _async_all_reduce_hook if self.reducer.uses_library else _blocking_all_reduce_hook
+            (self, axis), _async_all_reduce_hook if self.reducer.uses_library else _blocking_all_reduce_hook
         )
         self.modules = [self.ddp]
         return super().make_param_shards(specs)
@@ -329,7 +330,7 @@ class DDP(DataParallel):
 
     def sum_gradients(self) -> None:
         """Was done in the backward, which is over only when the last bucket is there."""
-        STEP_TIMER.end_wait("replicate")
+        self.mesh.timer.end_wait("replicate")
 
     def gather_weights(self) -> None:
         """Every rank took the same step."""
@@ -337,17 +338,17 @@ class DDP(DataParallel):
 
 # Without annotations: DDP compares them with classes, and here they would be text.
 def _async_all_reduce_hook(state, bucket):  # type: ignore[no-untyped-def]
-    _, group = state
+    data, axis = state
     buffer = bucket.buffer()
-    work = all_reduce(buffer, group=group, async_op=True)
-    STEP_TIMER.begin_wait()  # the last bucket is full when the last gradient is made
+    work = all_reduce(buffer, axis=axis, async_op=True)
+    data.mesh.timer.begin_wait()  # the last bucket is full when the last gradient is made
     return work.get_future().then(lambda future: buffer)
 
 
 def _blocking_all_reduce_hook(state, bucket):  # type: ignore[no-untyped-def]
-    reducer, group = state
+    data, axis = state
     buffer = bucket.buffer()
-    reducer(buffer, group)
+    data.reducer(buffer, axis)
     future: Any = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
     future.set_result(buffer)
     return future

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.comm.step_timer import StepTimer
 from shardwise.data.sample_stream import Samples
 from shardwise.kinds import ModelConfig
 from shardwise.layout import BatchSplit
@@ -47,6 +48,10 @@ class Engine:
             for param_shard in self.param_shards
             if param_shard.name in self.chains[0].sharding_plan.tied_parameters
         ]
+
+    @property
+    def timer(self) -> StepTimer:
+        return self.mesh.timer
 
     def run(self, samples: Samples, scale: Tensor) -> Tensor:
         """Forward and backward of all micro-batches; the gradients are left in the parameters.

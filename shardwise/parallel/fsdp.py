@@ -8,12 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
+from shardwise.comm.axis import Axis
 from shardwise.comm.collectives import reduce_scatter
-from shardwise.comm.step_timer import STEP_TIMER
 from shardwise.job import GradientConfig
 from shardwise.layout import BatchSplit, Layout
 from shardwise.models.chain import Chain
@@ -21,22 +19,10 @@ from shardwise.models.moe import ExpertWeights
 from shardwise.parallel.data_parallel import DDP, DataParallel, SingleProcess, Zero1, all_reduce_gradients
 from shardwise.parallel.gradient_compression import CompressionSpec, Compressor
 from shardwise.parallel.gradient_reduction import GradientReducer
-from shardwise.parallel.mesh import Axis, Mesh
+from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.param_shard import ParamShard
 from shardwise.parallel.precision import Precision
-
-
-def _timed(method: Any) -> Any:
-    def timed_method(group: Any, *args: Any, **kwargs: Any) -> Any:
-        with STEP_TIMER.waiting_for_group(group._reduce_scatter_process_group, group.device):
-            return method(group, *args, **kwargs)
-
-    return timed_method
-
-
-# What gathers weights and sums gradients: on a GPU in streams of their own, for which the one that computes waits here.
-for _name in ("unshard", "wait_for_unshard", "post_backward", "finalize_backward"):
-    setattr(FSDPParamGroup, _name, _timed(getattr(FSDPParamGroup, _name)))
+from shardwise.parallel.torch_fsdp import DefaultReduceScatter, param_groups, time_waits
 
 
 class FSDP(DataParallel):
@@ -55,11 +41,11 @@ class FSDP(DataParallel):
             if mesh.layout.expert_ranks > 1:
                 for module in chain.modules():
                     if isinstance(module, ExpertWeights):
-                        self._shard(module, policy, mesh.expert_fsdp_mesh)
+                        self._shard(module, policy, mesh.expert_fsdp_mesh, mesh["expert_replicas"])
             for name, child in children.items():
                 if not (name in tied and tied <= children.keys()):  # tied weights stay together, in the root
-                    self._shard(child, policy, mesh.fsdp_mesh)
-            self._shard(chain, policy, mesh.fsdp_mesh)
+                    self._shard(child, policy, mesh.fsdp_mesh, mesh["fsdp"])
+            self._shard(chain, policy, mesh.fsdp_mesh, mesh["fsdp"])
             if mesh.layout.pipeline > 1:
                 self._set_backward_prefetch([child for child in children.values() if isinstance(child, FSDPModule)])
 
@@ -71,13 +57,14 @@ class FSDP(DataParallel):
         for previous, module in zip([modules[0], *modules], modules):
             module.set_modules_to_backward_prefetch([previous])
 
-    def _shard(self, module: nn.Module, policy: MixedPrecisionPolicy, mesh: DeviceMesh) -> None:
+    def _shard(self, module: nn.Module, policy: MixedPrecisionPolicy, mesh: DeviceMesh, axis: Axis) -> None:
         reshard = self.mesh.layout.zero == 3
         compress_over_replicas = self.compressor is not None and self.mesh.layout.replicate > 1
         if compress_over_replicas:
             mesh = mesh["shard"]  # the sum over replicas is ours
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
         assert isinstance(module, FSDPModule)
+        time_waits(module, axis)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo knows no premultiplied sum
         module.set_reshard_after_backward(reshard, recurse=False)
@@ -88,12 +75,10 @@ class FSDP(DataParallel):
 
     def fsdp_params_of(self, module: FSDPModule) -> list[tuple[ParamShard, int]]:
         """The weights whose gradients FSDP reduces for a module, in its order, with the size of their pieces."""
-        state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
         param_shards = {id(weight): param_shard for weight, param_shard in self.param_pairs}
         return [
             (param_shards[id(param.sharded_param)], param.padded_sharded_param_size.numel())
-            for group in groups for param in group.fsdp_params
+            for group in param_groups(module) for param in group.fsdp_params
         ]  # fmt: skip
 
     def _all_reduce_replicas(self, module: FSDPModule, flat: Tensor) -> None:
@@ -150,7 +135,7 @@ class CompressedReduceScatter(DefaultReduceScatter):
                 output.copy_(reduced)
         if uncompressed:
             flat = uncompressed[0][0].new_empty(sum(part.shape[1] for part, _ in uncompressed))
-            reduce_scatter(flat, torch.cat([part for part, _ in uncompressed], 1).view(-1), group=shard.group)
+            reduce_scatter(flat, torch.cat([part for part, _ in uncompressed], 1).view(-1), axis=shard)
             for (_, output), reduced in zip(
                 uncompressed, flat.split([part.shape[1] for part, _ in uncompressed]), strict=True
             ):
@@ -180,7 +165,9 @@ def make_data_parallel(
     seed: int,
 ) -> DataParallel:
     compressor = (
-        Compressor(CompressionSpec.parse(gradient.compress), seed) if gradient.compress and layout.data > 1 else None
+        Compressor(CompressionSpec.parse(gradient.compress), seed, mesh.timer)
+        if gradient.compress and layout.data > 1
+        else None
     )
     if is_single_process(layout, precision):
         return SingleProcess(chains, mesh, precision.master_dtype, batch.micro_batches)

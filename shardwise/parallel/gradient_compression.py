@@ -22,14 +22,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.comm.axis import Axis
 from shardwise.comm.collectives import all_reduce, all_to_all_rows
-from shardwise.comm.step_timer import STEP_TIMER
+from shardwise.comm.step_timer import StepTimer
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
-from shardwise.parallel.mesh import Axis
 from shardwise.random import hash_key, normal_
 
 # Numbers that share a scale, or of which the largest are sent. A weight has rows of very different sizes: signs have
@@ -144,8 +143,8 @@ class Compressor:
     """The sums of one rank over one axis, and what they owe: `residual` by weight, and the thin matrices of
     powersgd."""
 
-    def __init__(self, spec: CompressionSpec, seed: int):
-        self.spec, self.seed = spec, seed
+    def __init__(self, spec: CompressionSpec, seed: int, timer: StepTimer):
+        self.spec, self.seed, self.timer = spec, seed, timer
         self.residual: dict[str, Tensor] = {}
         self.q_matrices: dict[str, Tensor] = {}
 
@@ -154,7 +153,7 @@ class Compressor:
     ) -> list[Tensor]:  # fmt: skip
         """Of each weight's rows (ranks, size), which zeros may fill up, the sum of the row of this rank; `shapes`: of
         the weights."""
-        STEP_TIMER.bytes_sent["whole"] += sum(one.nbytes for one in rows) * (axis.size - 1) // axis.size
+        self.timer.bytes_sent["whole"] += sum(one.nbytes for one in rows) * (axis.size - 1) // axis.size
         if self.spec.kind == "powersgd":
             matrices = [one.reshape(-1, math.prod(shape[1:])) for one, shape in zip(rows, shapes, strict=True)]
             return [sums.view(axis.size, -1)[axis.index].clone() for sums in self._powersgd(names, matrices, axis)]
@@ -164,7 +163,7 @@ class Compressor:
 
     def all_reduce(self, names: Sequence[str], values: Sequence[Tensor], axis: Axis) -> list[Tensor]:
         """The sum of each weight's numbers, in its shape, on every rank."""
-        STEP_TIMER.bytes_sent["whole"] += 2 * sum(value.nbytes for value in values) * (axis.size - 1) // axis.size
+        self.timer.bytes_sent["whole"] += 2 * sum(value.nbytes for value in values) * (axis.size - 1) // axis.size
         if self.spec.kind == "powersgd":
             sums = self._powersgd(names, [value.view(value.shape[0], -1) for value in values], axis)
             return [totals.view(value.shape) for totals, value in zip(sums, values, strict=True)]
@@ -197,18 +196,16 @@ class Compressor:
         parts = zip(received.split(lengths, 1), sizes, strict=True)
         return [decode(self.spec, part, size, dtype) for part, size in parts]
 
-    @staticmethod
-    def _all_to_all(encoded: Tensor, axis: Axis) -> Tensor:
+    def _all_to_all(self, encoded: Tensor, axis: Axis) -> Tensor:
         received = torch.empty_like(encoded)
-        STEP_TIMER.bytes_sent["data"] += encoded.numel() * (axis.size - 1) // axis.size
-        all_to_all_rows(received, encoded, axis.group)
+        self.timer.bytes_sent["data"] += encoded.numel() * (axis.size - 1) // axis.size
+        all_to_all_rows(received, encoded, axis)
         return received
 
-    @staticmethod
-    def _all_gather(encoded: Tensor, axis: Axis) -> Tensor:
+    def _all_gather(self, encoded: Tensor, axis: Axis) -> Tensor:
         received = encoded.new_empty(axis.size, encoded.shape[1])
-        STEP_TIMER.bytes_sent["data"] += encoded.numel() * (axis.size - 1)
-        all_to_all_rows(received, encoded.expand(axis.size, -1), axis.group)
+        self.timer.bytes_sent["data"] += encoded.numel() * (axis.size - 1)
+        all_to_all_rows(received, encoded.expand(axis.size, -1), axis)
         return received
 
     def _powersgd(self, names: Sequence[str], matrices: Sequence[Tensor], axis: Axis) -> list[Tensor]:
@@ -235,12 +232,11 @@ class Compressor:
             normal_(q, hash_key("powersgd", self.seed, name), torch.Size(size), (0, 0), 1.0)
         return q
 
-    @staticmethod
-    def _all_reduce(parts: list[Tensor], axis: Axis) -> list[Tensor]:
+    def _all_reduce(self, parts: list[Tensor], axis: Axis) -> list[Tensor]:
         flat = torch.cat([part.reshape(-1) for part in parts])
         traffic = 2 * (axis.size - 1) * flat.numel() * flat.element_size() // axis.size
-        STEP_TIMER.bytes_sent["data"] += traffic
-        all_reduce(flat, dist.ReduceOp.SUM, group=axis.group)
+        self.timer.bytes_sent["data"] += traffic
+        all_reduce(flat, axis=axis)
         found = flat.split([part.numel() for part in parts])
         return [one.view(part.shape) for one, part in zip(found, parts, strict=True)]
 

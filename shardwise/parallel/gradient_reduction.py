@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm import allreduce
+from shardwise.comm.axis import Axis
 from shardwise.comm.collectives import all_reduce
-from shardwise.comm.step_timer import STEP_TIMER
 from shardwise.errors import LayoutError
 from shardwise.job import GradientConfig
 from shardwise.layout import AXES, Layout
@@ -68,14 +68,14 @@ class GradientReducer:
         self.gradient = gradient
         self.uses_library = gradient.all_reduce == "library"
 
-    def __call__(self, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+    def __call__(self, tensor: Tensor, axis: Axis) -> None:
         if self.uses_library:
-            all_reduce(tensor, group=group)
+            all_reduce(tensor, axis=axis)
             return
         group_node_size = 1
         if self.gradient.all_reduce == "two-level":
             group_node_size = group_ranks_per_node(
-                dist.get_process_group_ranks(group), ranks_per_node(self.gradient, dist.get_world_size())
+                dist.get_process_group_ranks(axis.group), ranks_per_node(self.gradient, dist.get_world_size())
             )
-        with STEP_TIMER.waiting_for_group(group, tensor.device):
-            allreduce.all_reduce(tensor, self.gradient.all_reduce, group, group_node_size)
+        with axis.waiting(tensor.device):
+            allreduce.all_reduce(tensor, self.gradient.all_reduce, axis.group, group_node_size)

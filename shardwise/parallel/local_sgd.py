@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.collectives import all_reduce
-from shardwise.comm.step_timer import STEP_TIMER
 from shardwise.errors import LayoutError
 from shardwise.job import Job, LocalSGDConfig
 from shardwise.kinds import DLRMConfig, MoEConfig
@@ -99,7 +98,7 @@ class OuterOptimizer:
 
     def _average(self, tensors: list[Tensor]) -> list[Tensor]:
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        STEP_TIMER.bytes_sent["local_sgd"] += 2 * (self.axis.size - 1) * flat.nbytes // self.axis.size
-        all_reduce(flat, group=self.axis.group)
+        self.engine.timer.bytes_sent["local_sgd"] += 2 * (self.axis.size - 1) * flat.nbytes // self.axis.size
+        all_reduce(flat, axis=self.axis)
         parts = (flat / self.axis.size).split([tensor.numel() for tensor in tensors])
         return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

@@ -29,9 +29,10 @@ from shardwise.parallel.engine import Engine
 from shardwise.parallel.fsdp import is_single_process, make_data_parallel, uses_fsdp
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.param_shard import init_param_shard
-from shardwise.parallel.pipeline import Pipeline, PipelineOrder
+from shardwise.parallel.pipeline import Pipeline
 from shardwise.parallel.precision import LossScale, Precision
 from shardwise.parallel.tables import table_engine
+from shardwise.parallel.torch_pipelining import PipelineOrder
 from shardwise.support import REFUSED, support
 
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardwise.comm.axis import Axis
 from shardwise.models.chain import InitSpec
-from shardwise.parallel.mesh import Axis, Mesh
+from shardwise.parallel.mesh import Mesh
 from shardwise.random import hash_key, normal_
 
 

@@ -25,12 +25,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.comm.axis import Axis
 from shardwise.comm.collectives import all_gather_with_grad, all_reduce, reduce_scatter_with_grad
 from shardwise.console import pluralize
 from shardwise.errors import LayoutError
 from shardwise.models.chain import Chain, SequenceRegion, ShardDim, ShardingPlan, VocabEmbedding, VocabHead
 from shardwise.models.loss import VocabShard
-from shardwise.parallel.mesh import Axis
 from shardwise.parallel.parametrize import parametrize
 
 SEQUENCE_DIM = 1  # the dimension of positions in (sample, position, feature)
@@ -133,12 +133,12 @@ class RowSelector:
 
 def all_gather_sequence(x: Tensor, axis: Axis) -> Tensor:
     """Whole sequences from their parts; the gradient is summed and cut again."""
-    return all_gather_with_grad(x.contiguous(), SEQUENCE_DIM, axis.group)
+    return all_gather_with_grad(x.contiguous(), SEQUENCE_DIM, axis)
 
 
 def reduce_scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
     """The sum over ranks, cut along the sequence; the gradient is gathered."""
-    return reduce_scatter_with_grad(x.contiguous(), SEQUENCE_DIM, axis.group)
+    return reduce_scatter_with_grad(x.contiguous(), SEQUENCE_DIM, axis)
 
 
 def _apply_sequence_region(module: nn.Module, row: nn.Module | None, axis: Axis) -> None:
@@ -175,6 +175,6 @@ def _apply_vocab_head(module: Any, axis: Axis) -> None:
     module.loss_chunk_size *= axis.size  # each rank has a part of a row's logits
     module.vocab_shard = VocabShard(
         module.first_row,
-        all_reduce_max=lambda numbers: all_reduce(numbers, dist.ReduceOp.MAX, group=axis.group),
-        all_reduce_sum=lambda numbers: all_reduce(numbers, group=axis.group),
+        all_reduce_max=lambda numbers: all_reduce(numbers, dist.ReduceOp.MAX, axis=axis),
+        all_reduce_sum=lambda numbers: all_reduce(numbers, axis=axis),
     )

@@ -16,7 +16,7 @@ from shardwise.job import Job, load_job
 from shardwise.kinds import family_name
 from shardwise.layout import Layout, kept_activation_fraction, solve_batch
 from shardwise.parallel.parallelize import check_layout
-from shardwise.parallel.pipeline import PipelineOrder
+from shardwise.parallel.torch_pipelining import PipelineOrder
 from shardwise.planner.costs.block_time import KernelProfile, Machine
 from shardwise.planner.costs.efficiency import efficiency_of
 from shardwise.planner.costs.engine_memory import EngineModel

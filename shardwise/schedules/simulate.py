@@ -1,6 +1,6 @@
 """A pipeline step in simulated time, by the very order of actions that the runtime executes.
 
-The order comes from PyTorch's schedule classes (`shardwise.parallel.pipeline.named_order`) or from
+The order comes from PyTorch's schedule classes (`shardwise.parallel.torch_pipelining.schedule_actions`) or from
 `shardwise.schedules.synthesize`. A rank runs its actions one after the other. An action waits for what the neighbouring
 stage makes for it: a forward for the forward of the stage before, a backward for that of the stage after.
 
@@ -318,7 +318,7 @@ def _rank_instructions(rank: int, parts: Sequence[Any], stages: int, width: int)
 @lru_cache(maxsize=64)
 def named_program(schedule: str, ranks: int, virtual: int, micro_batches: int) -> PipelineProgram:
     """The program of a schedule with a name."""
-    from shardwise.parallel.pipeline import schedule_actions  # brings torch, which closed forms can do without
+    from shardwise.parallel.torch_pipelining import schedule_actions  # brings torch, which closed forms can do without
 
     return build_program(schedule_actions(schedule, ranks, virtual, micro_batches))
 

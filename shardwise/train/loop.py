@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.step_timer import STEP_TIMER
 from shardwise.console import pluralize, signal_name
 from shardwise.data.bad_records import BadRecords
 from shardwise.data.loader import Loader
@@ -27,8 +26,8 @@ from shardwise.layout import AUTO_SCHEDULES, Layout
 from shardwise.optim import learning_rate, set_learning_rate
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.parallelize import parallelize
-from shardwise.parallel.pipeline import PipelineOrder
 from shardwise.parallel.tables.table_engine import TableEngine, make_engine_optimizer
+from shardwise.parallel.torch_pipelining import PipelineOrder
 from shardwise.planner.plan import auto_schedule_order
 from shardwise.step import CudaGraphStep, StepResult, make_step_fn
 from shardwise.train.checkpoint import CheckpointManager
@@ -267,7 +266,7 @@ class Trainer:
 
     def _set_phase(self, phase: str, step: int) -> None:
         self.set_phase(phase, step)
-        STEP_TIMER.begin_phase(PHASES.get(phase, ""))
+        self.engine.timer.begin_phase(PHASES.get(phase, ""))
 
     def _log_event(self, kind: str, message: str, **facts: Any) -> None:
         if self.is_rank_zero:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from shardwise.comm.axis import Axis
 from shardwise.comm.collectives import all_reduce
-from shardwise.parallel.mesh import Axis
 from shardwise.parallel.tables.table_placement import TableShard
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class HotRowCache:
         total.index_copy_(
             0, cached_rows.to(self.device), torch.cat((gradient, torch.ones_like(gradient[:, :1])), dim=1)
         )
-        all_reduce(total, group=self.axis.group)
+        all_reduce(total, axis=self.axis)
         touched = total[:, width].nonzero()[:, 0]
         self._set_gradients(touched, total[:, :width].index_select(0, touched))
 

@@ -30,9 +30,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.comm.axis import Axis
 from shardwise.comm.collectives import all_to_all
 from shardwise.optim.sparse import rowwise_adagrad_, scatter_add_rows_, sparse_adam_
-from shardwise.parallel.mesh import Axis
 from shardwise.parallel.tables.bags import Bags, check_ids
 from shardwise.parallel.tables.hot_rows import HotRowCache
 from shardwise.parallel.tables.table_placement import TableShard, TableSpec

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -31,7 +31,7 @@ from shardwise.parallel.engine import Engine
 from shardwise.parallel.fsdp import is_single_process, make_data_parallel, uses_fsdp
 from shardwise.parallel.gradient_reduction import check as check_gradient
 from shardwise.parallel.local_sgd import check as check_sync
-from shardwise.parallel.mesh import Axis, Mesh
+from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.param_shard import ParamShard, init_param_shard
 from shardwise.parallel.precision import LossScale, Precision
 from shardwise.parallel.tables.bags import Bags, check_ids, sum_bags
@@ -252,7 +252,7 @@ def make_tables(job: Job, mesh: Mesh, dtype: torch.dtype) -> ShardedTables:
     """This rank's tables, started."""
     axis, on_gpu = mesh["data"], mesh.device.type == "cuda"
     if on_gpu and axis.size > 1:
-        axis = Axis(axis.size, axis.index, dist.new_group(backend="gloo"))  # rows are in host memory
+        axis = replace(axis, group=dist.new_group(backend="gloo"))  # rows are in host memory
     model, settings = dlrm_config(job), job.embedding_tables
     tables = ShardedTables(
         table_specs(model), table_shards(job, axis.size), axis, dtype, settings.optimizer, job.optimizer.betas,

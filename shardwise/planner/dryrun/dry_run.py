@@ -294,7 +294,7 @@ def _record_step(job: Job, layout: Layout, micro_batches: int, fake: bool) -> St
             tracker.mark((value for state in optimizer.state.values() for value in state.values()), "optimizer")
             before_batch = tracker.now()
             if engine.pipeline is not None:
-                engine.pipeline.initialize()
+                engine.pipeline.schedule.initialize()
             count = micro_batches * engine.batch.micro_batch
             samples = Samples(*(torch.zeros(count, *sample.shape[1:], dtype=sample.dtype) for sample in sample_tensors))
             begin = tracker.now()
