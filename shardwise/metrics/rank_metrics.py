@@ -21,9 +21,10 @@ import torch
 
 from shardwise.comm.axis import Axis
 from shardwise.comm.collectives import all_gather
+from shardwise.layout import DEGREES
 
 PHASES = ("compute", "optimizer", "data", "checkpoint", "validation")
-WAIT_AXES = ("pipeline", "tensor", "context", "expert", "shard", "replicate", "data", "local_sgd", "world")
+WAIT_AXES = (*DEGREES, "data", "local_sgd", "world")
 MEMORY_KINDS = ("weights", "gradients", "optimizer")
 TARGET_LINES = 1000  # of a run whose lines are all as long as the last
 MIN_LINES = 200  # lines for what a run has taken so far, at least
