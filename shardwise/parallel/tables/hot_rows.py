@@ -10,17 +10,13 @@ keeps the rows that it kept before.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from shardwise.comm.axis import Axis
 from shardwise.comm.collectives import all_reduce
 from shardwise.parallel.tables.table_placement import TableShard
-
-if TYPE_CHECKING:
-    from shardwise.parallel.tables.sharded_tables import FusedTable, ShardedTables
+from shardwise.parallel.tables.table_storage import FusedTable, TableStorage
 
 
 def most_frequent_ids(ids: Tensor, count: int) -> Tensor:
@@ -31,7 +27,7 @@ def most_frequent_ids(ids: Tensor, count: int) -> Tensor:
 
 
 class HotRowCache:
-    def __init__(self, tables: ShardedTables, rows: Tensor, axis: Axis, device: torch.device):
+    def __init__(self, tables: TableStorage, rows: Tensor, axis: Axis, device: torch.device):
         """`rows`: counted through all tables, in order. `axis`: the ranks whose gradients are summed."""
         self.tables, self.rows, self.axis, self.device = tables, rows, axis, device
         self.values = tables.lookup_rows(rows).to(device)

@@ -36,8 +36,9 @@ from shardwise.parallel.param_shard import ParamShard, init_param_shard
 from shardwise.parallel.precision import LossScale, Precision
 from shardwise.parallel.tables.bags import Bags, check_ids, sum_bags
 from shardwise.parallel.tables.hot_rows import HotRowCache, most_frequent_ids
-from shardwise.parallel.tables.sharded_tables import LookupRoute, RowPrefetcher, ShardedTables
+from shardwise.parallel.tables.sharded_tables import RowPrefetcher, ShardedTables
 from shardwise.parallel.tables.table_placement import TableShard, TableSpec, place_tables
+from shardwise.parallel.tables.table_storage import LookupRoute
 from shardwise.support import REFUSED, support
 
 HOT_ROW_SAMPLES = 32_768  # samples from which the rows are picked that are used most
