@@ -60,8 +60,8 @@ def modules(*packages):
         for info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
             yield importlib.import_module(info.name)
 
-watched = [torch, torch.nn.functional, dist, dist.distributed_c10d, torch.nn.parallel.distributed, torch._functorch.config,
-           *modules(fully_shard_package, pipelining_package)]
+watched = [torch, torch.nn.functional, dist, dist.distributed_c10d, torch.nn.parallel.distributed,
+           torch._functorch.config, *modules(fully_shard_package, pipelining_package)]
 
 def snapshot():
     found = {f"level of {name}": logging.getLogger(name).level for name in
