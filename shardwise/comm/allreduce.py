@@ -1,9 +1,9 @@
 """All-reduce algorithms over point-to-point messages: ring, halving-doubling, tree, two-level.
 
 An algorithm is a schedule, as data: for each step, the slices this rank sends and receives, and the peers.
-`run_schedule` executes any of them. Long messages are split into segments that are pipelined through the schedule. Each element is
-summed on one rank and distributed from there, so all ranks get the same bits. Next to each schedule is the exact
-number of elements a rank sends.
+`run_schedule` executes any of them. Long messages are split into segments that are pipelined through the schedule.
+Each element is summed on one rank and distributed from there, so all ranks get the same bits. Next to each schedule is
+the exact number of elements a rank sends.
 
 PyTorch's own `all_reduce` hides its algorithm, its traffic and which rank does not respond.
 

@@ -60,8 +60,8 @@ def balance(costs: tuple[float, ...], count: int) -> list[tuple[int, int]]:
 
 
 def _best_partition(segment_costs: np.ndarray, count: int, combine: np.ufunc) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Returns the best value of `count` runs from each start to the end, and per number of runs where the first ends."""
-    value = np.where(np.arange(len(segment_costs)) == len(segment_costs) - 1, 0.0, np.inf)  # zero runs cover only the end
+    """Returns the best value of `count` runs from each start, and per number of runs where the first one ends."""
+    value = np.where(np.arange(len(segment_costs)) == len(segment_costs) - 1, 0.0, np.inf)  # zero runs: only at the end
     choices = []
     for _ in range(count):
         values = combine(segment_costs, value)

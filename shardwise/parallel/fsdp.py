@@ -1,4 +1,4 @@
-"""Data parallelism by PyTorch's FSDP2, and the choice between it and the engines of `data.py`."""
+"""ZeRO 2 and 3 with PyTorch's FSDP2, and the choice of the data-parallel strategy for a layout."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class FSDP(DataParallel):
         super().__init__(chains, mesh)
         self.compressor = compressor
         self.shapes = {name: weight.shape for chain in chains for name, weight in chain.named_unique_parameters()}
-        """Of the weights of this tensor rank."""
+        """Shapes of this tensor rank's weights before FSDP shards them."""
         for chain in chains:
             tied = {name.partition(".")[0] for pair in chain.sharding_plan.ties for name in pair}
             children = dict(chain.named_children())
@@ -43,7 +43,7 @@ class FSDP(DataParallel):
                     if isinstance(module, ExpertWeights):
                         self._shard(module, policy, mesh.expert_fsdp_mesh, mesh["expert_replicas"])
             for name, child in children.items():
-                if not (name in tied and tied <= children.keys()):  # tied weights stay together, in the root
+                if not (name in tied and tied <= children.keys()):  # tied weights stay together in the root
                     self._shard(child, policy, mesh.fsdp_mesh, mesh["fsdp"])
             self._shard(chain, policy, mesh.fsdp_mesh, mesh["fsdp"])
             if mesh.layout.pipeline > 1:
@@ -51,9 +51,11 @@ class FSDP(DataParallel):
 
     @staticmethod
     def _set_backward_prefetch(modules: list[FSDPModule]) -> None:
-        """Tells each piece which weights its backward gathers ahead: those of the piece before; the first, none but its
-        own. By itself FSDP goes by the order of all forwards so far, and with several micro-batches in flight it then
-        gathers pieces whose turn is not near."""
+        """Makes the backward of each module prefetch the weights of the one before it; the first prefetches its own.
+
+        By default FSDP follows the order of all forwards so far, and with several micro-batches in flight it then
+        gathers modules that are not next.
+        """
         for previous, module in zip([modules[0], *modules], modules):
             module.set_modules_to_backward_prefetch([previous])
 
@@ -61,12 +63,12 @@ class FSDP(DataParallel):
         reshard = self.mesh.layout.zero == 3
         compress_over_replicas = self.compressor is not None and self.mesh.layout.replicate > 1
         if compress_over_replicas:
-            mesh = mesh["shard"]  # the sum over replicas is ours
+            mesh = mesh["shard"]  # we all-reduce over replicas, compressed
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
         assert isinstance(module, FSDPModule)
         time_waits(module, axis)
         module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # gloo knows no premultiplied sum
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sum
         module.set_reshard_after_backward(reshard, recurse=False)
         if compress_over_replicas:
             module.set_all_reduce_hook(lambda flat: self._all_reduce_replicas(module, flat))
@@ -74,7 +76,7 @@ class FSDP(DataParallel):
             module.set_custom_reduce_scatter(CompressedReduceScatter(self, module))
 
     def fsdp_params_of(self, module: FSDPModule) -> list[tuple[ParamShard, int]]:
-        """The weights whose gradients FSDP reduces for a module, in its order, with the size of their pieces."""
+        """Returns the parameter shards FSDP reduces for a module, in its order, with their padded sizes."""
         param_shards = {id(weight): param_shard for weight, param_shard in self.param_pairs}
         return [
             (param_shards[id(param.sharded_param)], param.padded_sharded_param_size.numel())
@@ -94,7 +96,7 @@ class FSDP(DataParallel):
         return _to_local(weight.detach())
 
     def sum_gradients(self) -> None:
-        """Was done after each backward; what is left is to take the local pieces."""
+        """Sets the local gradients, which FSDP has reduced after each backward."""
         for weight, param_shard in self.param_pairs:
             param_shard.tensor.grad = _to_local(weight.grad)
 
@@ -102,11 +104,11 @@ class FSDP(DataParallel):
         for chain in self.chains:
             for module in chain.modules():
                 if isinstance(module, FSDPModule):
-                    module.reshard()  # whole weights of before the update must not be used again
+                    module.reshard()  # frees unsharded weights, which are stale after the update
 
 
 class CompressedReduceScatter(DefaultReduceScatter):
-    """What FSDP calls to sum the gradients of a module."""
+    """The reduce-scatter FSDP calls for the gradients of a module: compressed for large weights."""
 
     def __init__(self, data: FSDP, module: FSDPModule):
         self.data, self.module = data, module

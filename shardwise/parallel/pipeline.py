@@ -54,7 +54,7 @@ class Pipeline:
         return loss * self._scale
 
     def run(self, samples: Samples, scale: Tensor) -> Tensor:
-        """Runs forward and backward of all micro-batches. Returns the sum of scaled losses; 0 without the last stage."""
+        """Runs forward and backward of all micro-batches. Returns the summed scaled loss; 0 without the last stage."""
         self._scale = scale
         losses: list[Tensor] = []
         inputs = (samples.tokens,) if self.has_first_stage else ()
