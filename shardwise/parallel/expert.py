@@ -1,8 +1,8 @@
-"""Expert parallelism: each rank of the expert axis holds some of the experts, and tokens travel to theirs and back.
+"""Expert parallelism: each rank of the expert axis owns some experts; tokens are dispatched to them and back.
 
-The axis is folded over shard x context: it needs no ranks of its own, and what is not an expert knows nothing of it.
-Where these ranks do not suffice, the tensor axis cuts between experts too, instead of each of them within. Its ranks
-see the same tokens, so each serves the choices of its own experts, and the sum at the end of a region joins them.
+The expert axis folds over shard x context: it needs no ranks of its own, and other modules are unaffected. If those
+ranks do not suffice, the tensor axis also distributes whole experts instead of splitting each one. Tensor ranks see the
+same tokens, so each computes its own experts and the reduce-scatter at the end of the region sums the outputs.
 """
 
 from __future__ import annotations
@@ -46,8 +46,10 @@ def check(model: ModelConfig, layout: Layout) -> None:
 
 
 def apply(chain: Chain, layout: Layout, mesh: Mesh) -> set[str]:
-    """Cuts the experts of a chain on the meta device. Returns the names of the parameters that were cut over ranks of
-    shard x context; what the tensor axis cuts is told to it."""
+    """Splits the experts of a chain on the meta device. Returns the names of parameters split over the expert axis.
+
+    What the tensor axis splits goes into the chain's sharding plan.
+    """
     sharded_names: set[str] = set()
     axis, tensor_splits_experts = mesh["expert"], layout.expert_ranks < layout.expert
     if tensor_splits_experts:
@@ -71,18 +73,18 @@ def apply(chain: Chain, layout: Layout, mesh: Mesh) -> set[str]:
 
 @dataclass
 class RoutingStats:
-    """Where the tokens of a step went, in all layers and ranks."""
+    """Routing of a step, over all layers and ranks."""
 
     imbalance: float
-    """Rows of the busiest expert over the mean, in the mean over layers. 1: all were used alike."""
+    """Tokens of the busiest expert over the mean of all experts, averaged over layers; 1 is balanced."""
     dropped_tokens: float
-    """Share of the choices that found no room."""
+    """Fraction of the routing choices dropped for lack of capacity."""
     sent: float
-    """Bytes that left a rank for another."""
+    """Bytes sent between ranks."""
     waited: float
-    """Seconds that a rank waited for them, in the mean over ranks."""
+    """Seconds a rank waited for them, averaged over ranks."""
     expert_load: list[float]
-    """By expert, its share of all choices."""
+    """Fraction of all routing choices, by expert."""
 
     @classmethod
     def from_values(cls, values: list[float]) -> RoutingStats:
@@ -93,7 +95,7 @@ class RoutingStats:
 def routing_stats(
     model: MoEConfig, chains: list[Chain], world: Axis, device: torch.device, sent: float = 0.0, waited: float = 0.0
 ) -> Tensor:
-    """The numbers of a `RoutingStats`, of what was done since the last call; `sent`, `waited`: of this rank."""
+    """Returns the values of a `RoutingStats` since the last call; `sent` and `waited` are this rank's."""
     loads = torch.zeros(model.layers, model.experts, device=device)
     scalars = torch.zeros(3, device=device)
     for chain in chains:
@@ -117,8 +119,10 @@ def routing_stats(
 
 
 def update_expert_bias(model: ModelConfig, chains: list[Chain], world: Axis, device: torch.device) -> None:
-    """After a step: experts that were chosen less than their share, by all ranks, become likelier. Ranks that see the
-    same tokens count them as often as one another, which changes no sign."""
+    """After a step, raises the routing bias of experts that got less than their share of tokens over all ranks.
+
+    Ranks that see the same tokens count them equally often, which changes no sign.
+    """
     if not isinstance(model, MoEConfig) or not model.router_bias_update_rate:
         return
     modules = (pair for chain in chains for pair in chain.named_modules())
@@ -138,13 +142,13 @@ def _layer_index(name: str) -> int:
 
 
 class TokenDispatcher:
-    """Takes rows that lie by expert to the ranks that hold these, and what comes of them back."""
+    """Sends tokens, sorted by expert, to the ranks that own the experts, and their outputs back."""
 
     def __init__(self, axis: Axis, timer: StepTimer):
         self.axis, self.timer = axis, timer
 
     def dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, DispatchState]:
-        """The rows of this rank's experts, by expert, from all ranks; how many each has; and the way back."""
+        """Returns the tokens of this rank's experts, their count by expert, and the state for `combine`."""
         ranks = self.axis.size
         received_counts = torch.empty_like(counts)
         all_to_all(received_counts, counts, axis=self.axis)
@@ -173,7 +177,7 @@ class TokenDispatcher:
 
 
 class TokenAllToAll(torch.autograd.Function):
-    """Runs of rows to other ranks, and as many from them; the gradients go the other way."""
+    """All-to-all of tokens; the backward sends gradients the opposite way."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, received: list[int], sent: list[int], dispatcher: TokenDispatcher) -> Tensor:
@@ -186,7 +190,7 @@ class TokenAllToAll(torch.autograd.Function):
 
 
 class DispatchState(NamedTuple):
-    """What is remembered of a way, for the way back."""
+    """What `combine` needs of a `dispatch`."""
 
     permutation: Tensor
     inverse_permutation: Tensor

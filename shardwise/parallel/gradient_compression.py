@@ -31,8 +31,8 @@ from shardwise.errors import LayoutError
 from shardwise.layout import Layout
 from shardwise.random import hash_key, normal_
 
-# Elements that share a scale, or among which topk selects. Small blocks, because the rows of a weight differ in scale: a
-# sign carries no other magnitude, and a global topk would starve small rows. 256: an index fits in a byte.
+# Elements that share a scale, or among which topk selects. Small, because the rows of a weight differ in scale: a sign
+# carries no magnitude of its own, and a global topk would starve small rows. 256: an index fits in a byte.
 BLOCK_SIZES = {"int8": 1024, "onebit": 64, "topk": 256}
 INT8_MAX = 127.0
 
@@ -64,7 +64,7 @@ def check(text: str, layout: Layout) -> None:
     for axis in ("context", "expert"):
         if text and getattr(layout, axis) > 1:
             raise LayoutError(
-                f"gradient.compress with {axis}={getattr(layout, axis)}: only data-parallel gradients can be compressed; "
+                f"gradient.compress with {axis}={getattr(layout, axis)}: only data-parallel sums can be compressed; "
                 f"leave gradient.compress out or use {axis}=1."
             )
 
@@ -150,8 +150,8 @@ class Compressor:
     def reduce_scatter(
         self, names: Sequence[str], rows: Sequence[Tensor], shapes: Sequence[torch.Size], axis: Axis
     ) -> list[Tensor]:  # fmt: skip
-        """Returns this rank's row of each weight, summed over ranks. `rows` are (ranks, size), zero-padded; `shapes` are
-        those of the weights."""
+        """Returns this rank's row of each weight, summed over ranks. `rows` are (ranks, size), zero-padded; `shapes`
+        are those of the weights."""
         self.timer.bytes_sent["whole"] += sum(row.nbytes for row in rows) * (axis.size - 1) // axis.size
         if self.spec.kind == "powersgd":
             matrices = [row.reshape(-1, math.prod(shape[1:])) for row, shape in zip(rows, shapes, strict=True)]

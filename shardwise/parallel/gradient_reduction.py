@@ -54,9 +54,9 @@ def group_ranks_per_node(ranks: list[int], node_size: int) -> int:
     counts = set(Counter(rank // node_size for rank in ranks).values())
     if len(counts) > 1:
         raise LayoutError(
-            f'gradient.all_reduce = "two-level" needs equally many ranks of a group on each node, but nodes of {node_size} '
-            f"processes split ranks {', '.join(map(str, ranks))} unevenly; use another gradient.nproc_per_node, another layout or "
-            'gradient.all_reduce = "ring".'
+            f'gradient.all_reduce = "two-level" needs equally many ranks of a group per node, but nodes of {node_size} '
+            f"processes split ranks {', '.join(map(str, ranks))} unevenly; use another gradient.nproc_per_node, "
+            'another layout or gradient.all_reduce = "ring".'
         )
     return counts.pop()
 

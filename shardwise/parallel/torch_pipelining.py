@@ -155,7 +155,7 @@ class PatchedPipelineStage(PipelineStage):
         self.timer = timer
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        """Skips messages to this rank itself: in a V two neighbouring stages share a rank, and gloo has no such link."""
+        """Skips messages to this rank itself: in a V, neighbouring stages share a rank, and gloo has no such link."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
     def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:

@@ -1,21 +1,16 @@
-"""Embedding tables over the host memory of all ranks: looked up by all-to-all, updated where the rows live.
+"""Embedding tables over the host memory of all ranks: looked up by all-to-all, updated by the rank that owns a row.
 
-A step, on each rank, for all rows but those that every device keeps (`shardwise.parallel.tables.hot_rows`):
+A step of each rank, for all rows that are not in the hot-row cache (`shardwise.parallel.tables.hot_rows`):
 
-    route      the distinct rows that its samples use are told to the ranks that hold them: counts, then row numbers
-    fetch      those ranks send the rows; bags are then weighted sums over them, with PyTorch's own gradient
-    push_gradients  gradients of the distinct rows go the same way back, and those that several ranks sent for one row are
-               added up: each row has one gradient, that of the whole batch
-    update     each touched row once (`shardwise.optim.sparse`)
+    route           requests the distinct rows its samples use from their owners: counts, then row numbers
+    fetch           receives the rows; bags are weighted sums of them, with autograd's gradient
+    push_gradients  sends the gradients of the distinct rows to the owners, which sum them over ranks
+    update          updates each touched row once (`shardwise.optim.sparse`)
 
-Nothing is divided by the number of ranks: the loss is divided by the samples of the whole batch already.
+Gradients are sums over ranks, not means: the loss is already divided by the samples of the global batch.
 
-The next batch's route can be made, and its rows fetched, while this one computes (`RowPrefetcher`). Rows that this one's update
-then changed are sent again before they are used (`refresh`): the result is the same bit by bit.
-
-Rows and routes stay in host memory; where there is a GPU, the memory is pinned and a batch's rows are copied there. A
-world of one sends nothing. By hand, since PyTorch has nothing of the kind, and TorchRec keeps tables and optimizers in
-kernels of its own.
+`RowPrefetcher` routes and fetches the next batch while the current one computes. Rows that the current update changes
+are sent again before use (`refresh`), so the result is bitwise the same.
 """
 
 from __future__ import annotations
@@ -39,7 +34,7 @@ from shardwise.parallel.tables.table_storage import LookupRoute, TableStorage, c
 
 @dataclass
 class RowGradients:
-    """What the whole batch asks of a bank's rows: each row once, in order."""
+    """The gradient of the touched rows of a fused table: sorted, each row once."""
 
     rows: Tensor
     gradient: Tensor
@@ -52,13 +47,13 @@ class ShardedTables(TableStorage):
         super().__init__(*args, **kwargs)
         self.row_gradients: list[RowGradients] = []
         self.last_updated_rows = [torch.empty(0, dtype=torch.int64) for _ in self.local_tables]
-        """By bank: the rows of the last update."""
+        """By fused table, the rows of the last update."""
         self.hot_rows: HotRowCache | None = None
 
     # Lookup
 
     def route(self, bags: Bags, ids: Tensor, axis: Axis | None = None) -> LookupRoute:
-        """Tells each rank which of its rows this rank's samples use; `ids` are the samples' places in the stream."""
+        """Requests the rows that this rank's samples use from their owners; `ids` are stream positions."""
         table = check_ids(bags, self.tables, ids)
         unique_rows, inverse_indices = torch.unique(
             bags.ids + torch.tensor(self.table_offsets)[table], return_inverse=True
@@ -72,8 +67,8 @@ class ShardedTables(TableStorage):
         )
 
     def refresh(self, route: LookupRoute, rows: Tensor) -> None:
-        """Brings rows that were fetched before or during the last update up to date: those that it changed come again,
-        with their places among the rows that were asked for."""
+        """Updates rows that were prefetched before or during the last update: owners send those it changed again, with
+        their indices among the requested rows."""
         stale = [
             [
                 torch.isin(row_indices, changed).nonzero()[:, 0]
@@ -115,7 +110,7 @@ class ShardedTables(TableStorage):
             start, first = start + count * fused.width, first + count
 
     def push_gradients(self, route: LookupRoute, gradient: Tensor) -> None:
-        """Takes the gradients of the distinct rows to where these live, and adds up those of one row."""
+        """Sends the gradients of the distinct rows to their owners, which sum those of one row."""
         columns = [
             gradient[:, fused.columns[0] : fused.columns[1]].index_select(0, positions).view(-1)
             for fused, positions in self._requests_by_table(route)
@@ -140,7 +135,7 @@ class ShardedTables(TableStorage):
     # Update
 
     def gradient_of(self, shard: TableShard) -> tuple[Tensor, Tensor]:
-        """Of a piece of this rank: the rows that were touched, counted from its first, and their gradient."""
+        """Returns the touched rows of a local shard, relative to its first row, and their gradient."""
         for fused, touched in zip(self.local_tables, self.row_gradients, strict=True):
             if shard in fused.shards:
                 first = fused.row_offsets[fused.shards.index(shard)]
@@ -156,7 +151,7 @@ class ShardedTables(TableStorage):
     def divide_gradients(self, divisor: float) -> None:
         """Divides all gradients."""
         for gradient in [
-            *(one.gradient for one in self.row_gradients),
+            *(touched.gradient for touched in self.row_gradients),
             *([self.hot_rows.gradient] if self.hot_rows else []),
         ]:
             gradient.div_(divisor)
@@ -166,7 +161,7 @@ class ShardedTables(TableStorage):
 
     @torch.no_grad()
     def update(self, lr: float, scale: float) -> None:
-        """Takes the step of all touched rows; gradients are divided by `scale` first."""
+        """Updates all touched rows; divides gradients by `scale` first."""
         self.step_state["step"] += 1
         if scale != 1.0:
             self.divide_gradients(scale)
@@ -179,15 +174,15 @@ class ShardedTables(TableStorage):
         self.row_gradients = []
 
     def _mean_squares(self) -> list[Tensor | None]:
-        """Of each touched row's whole gradient. Ranks with other columns of a row touch it too, so each sends its sum
-        of squares to the others; all add them up in the order of the columns and come to the same number."""
+        """Returns the mean square of each touched row's full gradient. Ranks that share a column-wise row exchange
+        their sums of squares and add them in column order, so all get the same bits."""
         sums = [touched.gradient.square().sum(1) for touched in self.row_gradients]
         if self.has_column_shards and self.axis.size > 1:
             sums = self._sum_over_column_shards(sums)
-        return [one / self.width for one in sums]
+        return [total / self.width for total in sums]
 
     def _sum_over_column_shards(self, sums: list[Tensor]) -> list[Tensor]:
-        column_sums: dict[int, Tensor] = {}  # by table: a rank has one piece of it
+        column_sums: dict[int, Tensor] = {}  # by table: a rank has one shard of it
         spans: dict[int, tuple[int, int, int]] = {}
         for index, fused in enumerate(self.local_tables):
             for shard, first, last in zip(fused.shards, fused.row_offsets, fused.row_offsets[1:]):
@@ -218,7 +213,7 @@ class ShardedTables(TableStorage):
 
 
 class RowPrefetcher:
-    """Fetches the rows of the next batch in a thread, on a group of its own, while this one computes."""
+    """Fetches the rows of the next batch in a thread, on its own process group, while the current one computes."""
 
     def __init__(self, tables: ShardedTables):
         self.tables = tables
@@ -230,18 +225,18 @@ class RowPrefetcher:
         self.pending: deque[Future[tuple[LookupRoute, Tensor]]] = deque()
 
     def prefetch(self, bags: Bags, ids: Tensor) -> None:
-        """To be called after the update of the batch before the last that was asked for: one update is made good."""
+        """Starts to fetch a batch. At most one update may run between this and its `pop`, which refreshes the rows."""
         self.pending.append(self.executor.submit(self._fetch, bags, ids))
 
     def _fetch(self, bags: Bags, ids: Tensor) -> tuple[LookupRoute, Tensor]:
         route = self.tables.route(bags, ids, self.axis)
-        # The update may be writing to these rows meanwhile; whatever it writes to is sent again.
+        # The update may write to these rows meanwhile; `refresh` sends those again.
         return route, self.tables.fetch(route, self.axis)
 
     def pop(self, ids: Tensor) -> tuple[LookupRoute, Tensor]:
-        """Route and rows that were asked for longest ago, which must be those of this very batch."""
+        """Returns route and up-to-date rows of the oldest prefetch, which must be of this batch."""
         route, rows = self.pending.popleft().result()
-        assert torch.equal(route.ids, ids), "batches are taken in the order in which they were asked for"
+        assert torch.equal(route.ids, ids), "batches must be used in the order in which they were prefetched"
         self.tables.refresh(route, rows)
         return route, rows
 

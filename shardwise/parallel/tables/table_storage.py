@@ -19,11 +19,11 @@ from shardwise.optim.sparse import rowwise_adagrad_, sparse_adam_
 from shardwise.parallel.tables.table_placement import TableShard, TableSpec
 from shardwise.random import hash_key, normal_
 
-RowIndices = list[list[Tensor]]  # rows, by rank and its banks
+RowIndices = list[list[Tensor]]  # row indices, by rank and fused table
 
 
 class FusedTable:
-    """Pieces of one rank with the same columns, one below the other in one memory."""
+    """Shards of one rank with the same columns, stacked in one tensor."""
 
     def __init__(self, columns: tuple[int, int], shards: list[TableShard]):
         self.columns, self.shards = columns, shards
@@ -34,7 +34,7 @@ class FusedTable:
 
 
 def fuse_shards(shards: Sequence[TableShard], rank: int) -> list[FusedTable]:
-    """Known of every rank on every rank, in one order."""
+    """Returns the fused tables of a rank; every rank computes the same."""
     local_shards = [shard for shard in shards if shard.rank == rank]
     column_ranges = sorted({shard.columns for shard in local_shards})
     return [
@@ -44,27 +44,27 @@ def fuse_shards(shards: Sequence[TableShard], rank: int) -> list[FusedTable]:
 
 @dataclass(frozen=True)
 class LookupRoute:
-    """Who needs which rows of whom, for one batch."""
+    """Which rows of a batch come from and go to which rank."""
 
     ids: Tensor
-    """The samples' places in the stream: which batch it is."""
+    """Stream positions of the samples, which identify the batch."""
     offsets: Tensor
     weights: Tensor
     inverse_indices: Tensor
-    """Of each id, its row among the distinct ones: first those that are fetched, then those that are kept here."""
+    """For each id, its index among the distinct rows: first the fetched ones, then the cached ones."""
     num_fetched_rows: int
-    """Rows that are fetched."""
+    """Number of distinct rows to fetch."""
     cached_rows: Tensor
-    """The others, by their places among the kept ones."""
+    """The other distinct rows, as indices into the hot-row cache."""
     requested_rows: RowIndices
-    """Which of the distinct rows come from there."""
+    """The distinct rows that come from each rank and fused table."""
     served_rows: RowIndices
-    """By rank and bank of ours: which rows it asks for."""
+    """The rows that each rank requests, by fused table of this rank."""
 
 
 @dataclass(frozen=True)
 class TableShardView:
-    """A piece that this rank holds, as views: its rows, and their optimizer's state."""
+    """Views of one local shard: its rows and their optimizer state."""
 
     shard: TableShard
     rows: Tensor
@@ -117,7 +117,7 @@ class TableStorage:
                 )
 
     def init_weights(self, seed: int, std: Sequence[float]) -> None:
-        """Fills the rows with what the whole tables have there at the start of a run, however they are cut."""
+        """Initializes the rows; the values depend on the seed alone, not on the placement."""
         for view in self.local_shards:
             table = self.tables[view.shard.table]
             shape = torch.Size((table.rows, table.width))
@@ -125,7 +125,7 @@ class TableStorage:
             normal_(view.rows, key, shape, view.shard.start, std[view.shard.table])
 
     def _request_rows(self, unique_rows: Tensor, axis: Axis | None = None) -> tuple[RowIndices, RowIndices]:
-        """Tells who holds them which rows are needed here; hears which of ours are needed elsewhere."""
+        """Requests rows from the ranks that own them. Returns the requested rows and those requested from this rank."""
         requested: RowIndices = []
         rows: list[Tensor] = []
         for rank_tables in self.fused_tables:
@@ -161,7 +161,7 @@ class TableStorage:
         return [[next(parts) for _ in rank_sizes] for rank_sizes in sizes]
 
     def fetch(self, route: LookupRoute, axis: Axis | None = None, storage: Sequence[Tensor] | None = None) -> Tensor:
-        """The distinct rows of this rank's samples, as they are now; or what another `memory` has in their place."""
+        """Fetches the distinct rows of this rank's samples, from `storage` if given instead of the weights."""
         parts = [
             rows.index_select(0, row_indices).reshape(-1)
             for rank_rows in route.served_rows
@@ -178,27 +178,27 @@ class TableStorage:
         return rows
 
     def lookup_rows(self, rows: Tensor, storage: Sequence[Tensor] | None = None) -> Tensor:
-        """Rows by their number through all tables, in order, or what lies in another memory in their place."""
+        """Fetches rows by sorted number over all tables, from `storage` if given instead of the weights."""
         empty = rows[:0]
         return self.fetch(
             LookupRoute(empty, empty, empty, empty, rows.numel(), empty, *self._request_rows(rows)), storage=storage
         )
 
     def lookup_states(self, rows: Tensor) -> dict[str, Tensor]:
-        """The optimizer's states of some rows."""
+        """Fetches the optimizer state of some rows."""
         if self.optimizer == "adagrad":
             sums = [
                 state["sum"][:, None].expand(-1, fused.width) for fused, state in zip(self.local_tables, self.state)
             ]
             return {"sum": self.lookup_rows(rows, sums)[:, 0].contiguous()}
-        return {key: self.lookup_rows(rows, [one[key] for one in self.state]) for key in ("exp_avg", "exp_avg_sq")}
+        return {key: self.lookup_rows(rows, [state[key] for state in self.state]) for key in ("exp_avg", "exp_avg_sq")}
 
     def _requests_by_table(self, route: LookupRoute) -> Iterator[tuple[FusedTable, Tensor]]:
-        for rank_tables, asked in zip(self.fused_tables, route.requested_rows, strict=True):
-            yield from zip(rank_tables, asked, strict=True)
+        for rank_tables, requested in zip(self.fused_tables, route.requested_rows, strict=True):
+            yield from zip(rank_tables, requested, strict=True)
 
     def _exchange_rows(self, values: Tensor, route: LookupRoute, is_backward: bool, axis: Axis | None = None) -> Tensor:
-        """Rows from those who hold them to those who asked, or the other way."""
+        """Sends rows from owners to requesters; the opposite way in the backward."""
         served_sizes = [numel_of(rank_rows, self.local_tables) for rank_rows in route.served_rows]
         requested_sizes = [
             numel_of(positions, rank_tables)
@@ -226,7 +226,7 @@ class TableStorage:
         mean_square: Tensor | None,
         lr: float,
     ) -> None:
-        """One update of some rows; `square`: for AdaGrad, the mean of each one's whole gradient."""
+        """Updates some rows; `mean_square`: for AdaGrad, that of each full row gradient."""
         if mean_square is not None:
             rowwise_adagrad_(rows, state["sum"], indices, gradient, mean_square, lr, self.eps)
         else:
@@ -235,7 +235,7 @@ class TableStorage:
 
 
 def numel_of(rows: list[Tensor], rank_tables: list[FusedTable]) -> int:
-    """How many there are in some rows of each bank."""
+    """Returns the elements in the given rows of each fused table."""
     return sum(row_indices.numel() * fused.width for row_indices, fused in zip(rows, rank_tables, strict=True))
 
 
