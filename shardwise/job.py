@@ -21,9 +21,9 @@ from shardwise.models.config import ConfigSection, Count, ModelConfig
 from shardwise.models.family import Family
 from shardwise.models.gpt_family import DecoderConfig
 from shardwise.models.registry import families, family_name, family_of, parse_model
+from shardwise.peer_words import job_hint
 
 PRECISIONS = ("float64", "float32", "bf16", "fp16", "fp8")
-from shardwise.peer_words import job_hint
 
 
 class DataConfig(ConfigSection):

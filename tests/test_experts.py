@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 import shardwise.step as step_file
-from shardwise.comm.step_timer import STEP_TIMER
 from shardwise.comm.world import run_world
 from shardwise.data.sample_stream import rank_positions
 from shardwise.errors import LayoutError
@@ -264,7 +263,6 @@ def test_planted_bugs_are_caught(plant: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 def load_of(text: str, capacity: float = 0.0) -> list[expert.RoutingStats]:
     """Of two steps; nothing has run since the second."""
-    STEP_TIMER.read_and_reset()
     job = small(8, experts=4, capacity_factor=capacity)
     engine = parallelize(prepare(job, Layout.parse(text)), torch.device("cpu"))
     optimizer = make_optimizer(job.optimizer, engine.param_shards)
@@ -273,7 +271,7 @@ def load_of(text: str, capacity: float = 0.0) -> list[expert.RoutingStats]:
     for number in range(3):
         if number < 2:
             step(engine, optimizer, make_stream(job).read(rank_positions(number, 8, ranks.size, ranks.index)), 1.0)
-        sent, waited = (counts.get("expert", 0.0) for counts in STEP_TIMER.read_and_reset())
+        sent, waited = (counts.get("expert", 0.0) for counts in engine.timer.read_and_reset())
         told = expert.routing_stats(model, engine.chains, engine.mesh["world"], torch.device("cpu"), sent, waited)
         found.append(expert.RoutingStats.from_values(told.tolist()))
     return found

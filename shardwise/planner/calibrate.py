@@ -25,6 +25,7 @@ from torch import Tensor
 
 from shardwise.bench.train_step import bench_step
 from shardwise.cluster import CLUSTERS, Cluster, DeviceSpec, LinkSpec, device_by_driver_name, write_cluster
+from shardwise.comm.axis import Axis
 from shardwise.comm.collectives import all_gather, reduce_scatter
 from shardwise.comm.world import run_world
 from shardwise.errors import JobError, suggest
@@ -361,8 +362,9 @@ def _collective_seconds(message: int, size: int, group: dist.ProcessGroup | None
     """Seconds to gather, or sum and scatter, a message in all; the mean of both."""
     shard = torch.zeros(message // 4 // size)
     full = torch.zeros(size * len(shard))
-    gather = _mean_seconds(lambda: all_gather(full, shard, group=group), COLLECTIVE_CALLS)
-    return (gather + _mean_seconds(lambda: reduce_scatter(shard, full, group=group), COLLECTIVE_CALLS)) / 2
+    axis = Axis(size, dist.get_rank(group), dist.group.WORLD if group is None else group)
+    gather = _mean_seconds(lambda: all_gather(full, shard, axis=axis), COLLECTIVE_CALLS)
+    return (gather + _mean_seconds(lambda: reduce_scatter(shard, full, axis=axis), COLLECTIVE_CALLS)) / 2
 
 
 def _p2p_seconds(message: int, rank: int, group: dist.ProcessGroup) -> float:

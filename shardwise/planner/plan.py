@@ -15,8 +15,8 @@ from shardwise.errors import LayoutError
 from shardwise.job import Job, load_job
 from shardwise.layout import Layout, kept_activation_fraction, solve_batch
 from shardwise.models.registry import family_name
-from shardwise.parallel.pipeline import PipelineOrder
 from shardwise.parallel.prepare import prepare
+from shardwise.parallel.torch_pipelining import PipelineOrder
 from shardwise.planner.costs.block_time import KernelProfile, Machine
 from shardwise.planner.costs.efficiency import efficiency_of
 from shardwise.planner.costs.engine_memory import EngineModel
