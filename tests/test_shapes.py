@@ -21,8 +21,9 @@ from shardwise.layout import Layout
 from shardwise.models.chain import Chain
 from shardwise.models.gpt import build_gpt, forward_flops
 from shardwise.parallel.precision import Precision
-from shardwise.planner.costs.block_time import KernelProfile, Machine
+from shardwise.planner.costs.block_time import KernelProfile
 from shardwise.planner.costs.efficiency import efficiency_of
+from shardwise.planner.costs.machine import Machine
 from shardwise.planner.costs.memory_model import block_activation_bytes, engine_profile
 from shardwise.planner.costs.model_shape import shape_of
 from shardwise.planner.costs.module_trace import trace_module
@@ -113,9 +114,7 @@ def test_closed_saved_bytes_are_near_the_trace(values: dict[str, object]) -> Non
     small sums are left out of it."""
     model, pieces = traced(values)
     tokens = 2 * model.sequence
-    closed = block_activation_bytes(
-        shape_of(model), KernelProfile("float32"), engine_profile("float32"), Layout(micro_batch=2), True, False
-    )[0]
+    closed = block_activation_bytes(shape_of(model), 4, Layout(micro_batch=2), False)[0]
     more = 4 * 2 * tokens * model.width if model.norm == "rms" else 0
     assert closed == pytest.approx(pieces[1].saved_bytes - more, rel=0.13)
 

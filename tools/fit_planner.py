@@ -25,10 +25,10 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+from frameworks import FrameworkEfficiency  # noqa: E402
 from published import MeasuredRun, SkipRow, evaluate_run, parse_row, predicted_seconds, read_rows  # noqa: E402
 
 from shardwise.layout import Layout  # noqa: E402
-from shardwise.planner.costs.efficiency import Efficiency  # noqa: E402
 
 # What such kernels and links are known to reach. Chosen by hand; not from the runs, but after looking at some of them.
 PRIOR = {
@@ -171,11 +171,11 @@ class EfficiencyFit:
         self.run_weight /= self.run_weight.mean()
         self.group_id = group_ids(runs)
 
-    def efficiencies(self, x: np.ndarray) -> dict[str, Efficiency]:
+    def efficiencies(self, x: np.ndarray) -> dict[str, FrameworkEfficiency]:
         values: dict[str, dict[str, float]] = defaultdict(dict)
         for (family, key), number in zip(self.parameter_names, x, strict=True):
             values[family][key] = from_unconstrained(key, number)
-        return {family: replace(Efficiency(), **{**values[""], **values[family]}) for family in self.families}
+        return {family: replace(FrameworkEfficiency(), **{**values[""], **values[family]}) for family in self.families}
 
     def errors(self, x: np.ndarray, only: str = "") -> np.ndarray:
         """log(predicted / measured); of one family alone, zero for the others."""
@@ -250,7 +250,7 @@ def cross_validate(runs: list[RunAndLayout], rounds: int) -> dict[str, float]:
             )
             for key in FAMILY_KEYS
         }
-        unknown_family = replace(Efficiency(), **{**common, **mean})  # a family of which nothing else is known
+        unknown_family = replace(FrameworkEfficiency(), **{**common, **mean})  # a family of which nothing else is known
         errors = [
             abs(
                 predicted_seconds(row, layout, efficiencies.get(row.cluster.device.family, unknown_family))

@@ -34,8 +34,9 @@ from shardwise.models.chain import init_weights
 from shardwise.models.gpt import DecoderBlock, build_gpt
 from shardwise.models.loss import aligned_logits
 from shardwise.parallel.parallelize import ACTIVATION_MEMORY_BUDGET
-from shardwise.planner.costs.block_time import KernelProfile, Machine, ParallelDegrees, attention_time, block_time
+from shardwise.planner.costs.block_time import BlockTimeModel, KernelProfile, ParallelDegrees
 from shardwise.planner.costs.efficiency import efficiency_of
+from shardwise.planner.costs.machine import Machine
 from shardwise.planner.costs.model_shape import shape_of
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -156,12 +157,8 @@ def _fit_efficiencies(cluster: Cluster, values: dict[str, float]) -> dict[str, f
             "uncontended_speedup": max(1.0, values["large_block"] / values.get("uncontended", values["large_block"])),
         }
         # So that attention of the measured size takes as long as was measured.
-        forward, _ = attention_time(
-            Machine(cluster, efficiency_of("cpu", efficiencies)),
-            shape_of(large),
-            KernelProfile(dtype_name),
-            SINGLE_DEVICE,
-        )
+        machine = Machine(cluster, efficiency_of("cpu", efficiencies))
+        forward, _ = BlockTimeModel(machine, shape_of(large), KernelProfile(dtype_name)).attention(SINGLE_DEVICE)
         efficiencies["attention"] *= forward * values["attention"] / _attention_flops(large)
     if device.family == "cpu":
         # What a large block takes beyond its products and attention goes to memory.
@@ -190,8 +187,8 @@ def _ideal_times(
     machine: Machine, model: DecoderConfig, kernel_profile: KernelProfile, degrees: ParallelDegrees
 ) -> dict[str, float]:
     """Seconds of a block, forward and backward, by the share that they are to be divided by."""
-    ideal = block_time(machine, shape_of(model), kernel_profile, degrees, False)
-    core = sum(attention_time(machine, shape_of(model), kernel_profile, degrees))
+    time_model = BlockTimeModel(machine, shape_of(model), kernel_profile)
+    ideal, core = time_model.block(degrees, False), sum(time_model.attention(degrees))
     moved = 3 * machine.memory_time(ideal.moved_bytes)
     return {"matmul": ideal.forward + ideal.backward - moved - core, "attention": core, "memory": moved}
 

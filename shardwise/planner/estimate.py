@@ -12,17 +12,10 @@ from math import log2
 from typing import Any, NamedTuple
 
 from shardwise.layout import AUTO_SCHEDULES, V_SHAPED, Layout, kept_activation_fraction
-from shardwise.planner.costs.block_time import (
-    KernelProfile,
-    Machine,
-    ModuleTime,
-    ParallelDegrees,
-    block_time,
-    embedding_time,
-    head_time,
-)
+from shardwise.planner.costs.block_time import BlockTimeModel, KernelProfile, ModuleTime, ParallelDegrees
 from shardwise.planner.costs.engine_memory import EngineModel
 from shardwise.planner.costs.engine_traffic import traffic_by_axis
+from shardwise.planner.costs.machine import Machine
 from shardwise.planner.costs.memory_model import (
     FrameworkProfile,
     MemoryInputs,
@@ -40,8 +33,7 @@ from shardwise.schedules.closed_form import lower_bound, upper_bound
 from shardwise.schedules.simulate import StageCosts, step_seconds
 from shardwise.schedules.synthesize import SynthesizedSchedule
 
-BUCKET_BYTES = 1e8  # bytes of gradients that travel at once
-BUCKET_GROWTH_RANKS = 40  # data ranks beyond which buckets grow with their number in Megatron-Core
+BUCKET_BYTES = 1e8  # gradients reduced at once
 # Bytes moved to update a weight of one process: itself, two averages, the gradient twice, the rounded copy.
 UPDATE_BYTES = 34.0
 ACCUMULATE_BYTES = 8.0  # and to add the gradient of one of several micro-batches
@@ -56,7 +48,6 @@ class Workload:
     kernel_profile: KernelProfile
     samples: int
     framework_profile: FrameworkProfile = FrameworkProfile()
-    sequence_parallel: bool = True
     engine: EngineModel | None = None
     """Our engine's view of the model, if it is to run it. Others cut stages as even as can be."""
 
@@ -146,6 +137,9 @@ class Estimator:
     def __init__(self, machine: Machine, work: Workload):
         self.machine, self.work = machine, work
         self.efficiency = machine.efficiency
+        self.time_model = BlockTimeModel(machine, work.shape, work.kernel_profile)
+        self.gathers_per_block = 1  # FSDP gathers a block's weights in one collective
+        self.reduced_gradient_bytes = work.framework_profile.gradient_bytes
         self._degrees: dict[tuple[int, ...], ParallelDegrees] = {}
         self._module_times: dict[ParallelDegrees, tuple[ModuleTime, ModuleTime, ModuleTime]] = {}
         self._memory_inputs: dict[tuple[Any, ...], MemoryInputs] = {}
@@ -348,38 +342,30 @@ class Estimator:
         if key not in self._degrees:
             shape = self.work.shape
             expert_tensor = layout.tensor if shape.expert_ffn > shape.width else 1
-            self._degrees[key] = ParallelDegrees(*key, expert_tensor, self.work.sequence_parallel)
+            self._degrees[key] = ParallelDegrees(*key, expert_tensor)
         return self._degrees[key]
 
     def module_times(self, degrees: ParallelDegrees) -> tuple[ModuleTime, ModuleTime, ModuleTime]:
         """One block (dense and sparse ones mixed as the model does), the embedding, the head."""
         if degrees not in self._module_times:
-            machine, shape, kernel_profile = self.machine, self.work.shape, self.work.kernel_profile
-            share = shape.sparse_layers / shape.layers
-            dense = block_time(machine, shape, kernel_profile, degrees, False) if share < 1 else ModuleTime()
-            sparse = block_time(machine, shape, kernel_profile, degrees, True) if share else ModuleTime()
-            inner = dense.lerp(sparse, share)
-            self._module_times[degrees] = (
-                inner,
-                embedding_time(machine, shape, kernel_profile, degrees),
-                head_time(machine, shape, kernel_profile, degrees),
-            )
+            model, share = self.time_model, self.work.shape.sparse_layers / self.work.shape.layers
+            dense = model.block(degrees, False) if share < 1 else ModuleTime()
+            sparse = model.block(degrees, True) if share else ModuleTime()
+            self._module_times[degrees] = dense.lerp(sparse, share), model.embedding(degrees), model.head(degrees)
         return self._module_times[degrees]
 
     def memory_inputs(self, layout: Layout) -> MemoryInputs:
         degrees = self.parallel_degrees(layout)
         key = degrees, layout.recompute, layout.pipeline == 1
         if key not in self._memory_inputs:
-            work = self.work
-            self._memory_inputs[key] = make_memory_inputs(
-                work.shape,
-                work.kernel_profile,
-                work.framework_profile,
-                layout,
-                work.sequence_parallel,
-                degrees.expert_tensor,
-            )
+            self._memory_inputs[key] = self._make_memory_inputs(layout, degrees)
         return self._memory_inputs[key]
+
+    def _make_memory_inputs(self, layout: Layout, degrees: ParallelDegrees) -> MemoryInputs:
+        w = self.work
+        return make_memory_inputs(
+            w.shape, w.kernel_profile.itemsize, w.framework_profile, layout, degrees.expert_tensor
+        )
 
     def block_time(self, layout: Layout) -> BlockTime:
         """Forward and backward of a block, with what is computed again and gathered for it."""
@@ -393,11 +379,7 @@ class Estimator:
         share = kept_activation_fraction(layout.recompute)
         recompute_fraction = 1.0 - share if share is not None else float(layout.recompute == "full")
         backward_extra = inner.traffic
-        moved = (
-            self.efficiency.grad_accumulation_bytes
-            if self.work.framework_profile.cast_bytes is None
-            else self.work.framework_profile.cast_bytes
-        )
+        moved = self.work.framework_profile.cast_bytes
         if moved and not self.keeps_rounded_weights(layout):
             weights = self.memory_inputs(layout).weights
             backward_extra += self.machine.bulk_memory_time(moved * (weights.block + weights.experts))
@@ -407,11 +389,7 @@ class Estimator:
             + recompute_fraction * forward
         )
         if layout.recompute == "selective":
-            backward += (
-                self.machine.memory_time(inner.moved_bytes)
-                if self.work.framework_profile.selective_keeps_matmuls
-                else inner.core_attention
-            )
+            backward += self.selective_recompute_time(layout, inner)
         exposed = {axis: (2.0 + recompute_fraction) * getattr(inner, axis) for axis in BLOCK_AXES}
         if layout.zero >= 2 and layout.shard > 1:
             gather = self._weight_gather_time(layout)
@@ -421,18 +399,18 @@ class Estimator:
             exposed["shard"] = exposed_forward + exposed_backward
         return BlockTime(forward, backward, inner.weight_grad, exposed)
 
+    def selective_recompute_time(self, layout: Layout, block: ModuleTime) -> float:
+        """Returns the seconds that selective recomputation adds: it repeats all but matmuls and attention."""
+        return self.machine.memory_time(block.moved_bytes)
+
     def keeps_rounded_weights(self, layout: Layout) -> bool:
         return self.work.engine is not None and self.work.engine.keeps_rounded_weights(layout)
 
     def _weight_gather_time(self, layout: Layout) -> float:
         """Seconds to gather the weights of a block over the shard axis, or to sum its gradients over it."""
-        stride, size, weights = (
-            layout.tensor * layout.context,
-            self.work.kernel_profile.itemsize,
-            self.memory_inputs(layout).weights,
-        )
-        # Software that overlaps gathers a block at once; before it, each weight by itself.
-        bucket = size * weights.block / (1 if self.work.kernel_profile.overlap_comm else 8)
+        stride, size = layout.tensor * layout.context, self.work.kernel_profile.itemsize
+        weights = self.memory_inputs(layout).weights
+        bucket = size * weights.block / self.gathers_per_block
         gather = self.machine.all_gather(size * weights.block, layout.shard, stride, bucket)
         return gather + self.machine.all_gather(size * weights.experts, max(1, layout.shard // layout.expert), stride)
 
@@ -463,27 +441,29 @@ class Estimator:
         reduce_experts, gather_experts = self._grad_sync_times(
             layout, experts, shard, expert_replicas // shard, stride * layout.expert
         )
-        if self.work.kernel_profile.eager:  # nothing is computed before all weights are back
-            return self._exposed_comm(reduce_dense + reduce_experts, last_pass) + gather_dense + gather_experts
-        return self._exposed_comm(reduce_dense + reduce_experts + gather_dense + gather_experts, last_pass)
+        return self.exposed_sync_time(reduce_dense + reduce_experts, gather_dense + gather_experts, last_pass)
+
+    def exposed_sync_time(self, reduce: float, gather: float, last_pass: float) -> float:
+        """Returns what remains of a step's gradient reduction and weight gathering after overlap with the last pass."""
+        return self._exposed_comm(reduce + gather, last_pass)
+
+    def bucket_bytes(self, layout: Layout) -> float:
+        return BUCKET_BYTES
 
     def _grad_sync_times(
         self, layout: Layout, numel: float, shard: int, replicate: int, stride: int
     ) -> tuple[float, float]:
         """Seconds to sum gradients over shard and replicate ranks, and to gather the updated weights; but for what
         ZeRO 2 and 3 have done after each micro-batch."""
-        gradient, size = min(4.0, self.work.framework_profile.gradient_bytes), self.work.kernel_profile.itemsize
+        gradient, size = self.reduced_gradient_bytes, self.work.kernel_profile.itemsize
         all_gather, all_reduce = self.machine.all_gather, self.machine.all_reduce
-        grows_buckets = self.work.engine is None and not self.work.kernel_profile.eager
-        bucket = BUCKET_BYTES * max(1.0, layout.data / BUCKET_GROWTH_RANKS) if grows_buckets else BUCKET_BYTES
+        bucket = self.bucket_bytes(layout)
         reduce = all_gather(gradient * numel, shard, stride, bucket) if layout.zero == 1 else 0.0
         gather = all_gather(size * numel, shard, stride, bucket) if layout.zero < 3 else 0.0
         return reduce + all_reduce(gradient * numel / shard, replicate, stride * shard, bucket), gather
 
     def _exposed_comm(self, traffic: float, compute: float) -> float:
         """What is left of traffic that can hide behind `beside` seconds of work."""
-        if not self.work.kernel_profile.overlap_comm:
-            return traffic
         hidden = min(traffic, self.efficiency.overlap_data * compute)
         return traffic - hidden + self.efficiency.contention * hidden
 

@@ -17,9 +17,10 @@ from shardwise.kinds import family_name
 from shardwise.layout import Layout, kept_activation_fraction, solve_batch
 from shardwise.parallel.parallelize import check_layout
 from shardwise.parallel.pipeline import PipelineOrder
-from shardwise.planner.costs.block_time import KernelProfile, Machine
+from shardwise.planner.costs.block_time import KernelProfile
 from shardwise.planner.costs.efficiency import efficiency_of
 from shardwise.planner.costs.engine_memory import EngineModel
+from shardwise.planner.costs.machine import Machine
 from shardwise.planner.costs.memory_model import engine_profile
 from shardwise.planner.costs.model_shape import ModelShape
 from shardwise.planner.costs.operator_list import OperatorListEstimator, OperatorListModel, planner_shape
@@ -223,9 +224,9 @@ def _phases(job: Job, cluster: Cluster, best: Prediction) -> Iterator[tuple[int,
 
 def make_estimator(job: Job, cluster: Cluster) -> Estimator:
     machine = Machine(cluster, efficiency_of(cluster.device.family, cluster.measured))
-    # Bytes moved for each logit, measured on an H200: our kernel's; and those of PyTorch's own operators, which widen,
-    # normalise, gather, and all that back.
-    kernel_profile = KernelProfile(job.precision, loss_bytes_per_logit=53.0 if cluster.device.family == "cpu" else 10.0)
+    kernel_profile = KernelProfile(job.precision)
+    if cluster.device.family == "cpu":  # no fused loss: PyTorch's operators widen, normalise and gather
+        kernel_profile = KernelProfile(job.precision, loss_bytes_per_logit=53.0)
     shape = planner_shape(job.model, kernel_profile.itemsize)
     estimator_class = OperatorListEstimator if isinstance(shape, OperatorListModel) else Estimator
     compiled = bool(cluster.measured.get("compiled")) and job.compile is not False

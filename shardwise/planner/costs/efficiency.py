@@ -24,16 +24,6 @@ class Efficiency:
     """Of the memory's bandwidth, in operators that only move numbers."""
     bulk_memory: float = 0.0
     """Of the memory's bandwidth, in one large operator such as the update; 0: as `memory`."""
-    eager: float = 2
-    """How many times as many kernels a block takes in PyTorch's own operators, against fused ones."""
-    flash_attention_2: float = 0.602
-    """Rate of FlashAttention 2 and before it, against today's fused attention."""
-    score_passes: float = 2.79
-    """How often each number of the square of scores is moved in a forward, where attention is not fused."""
-    loss_bytes_per_logit: float = 94.6
-    """Bytes moved per logit in forward and backward of a loss of PyTorch's own operators."""
-    grad_accumulation_bytes: float = 18.7
-    """Bytes moved per weight and micro-batch where PyTorch's own operators add gradients, one weight after another."""
     inner: float = 0.7
     """Of the inner link's bandwidth, in large collectives."""
     outer: float = 0.7
@@ -44,8 +34,6 @@ class Efficiency:
     """Of the links' latency, felt in each hop of a collective."""
     collective_start: float = 4.73e-05
     """Seconds until the ranks of a collective are all there and it runs."""
-    tensor_wait: float = 0.000235
-    """Seconds that ranks of the tensor axis wait for each other at a sum, where nothing overlaps it."""
     kernel_launch: float = 1e-5
     """Seconds of the host to start one kernel."""
     overlap_sharpness: float = 13.2

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwise.planner.costs.block_time import KernelProfile, Machine, ModuleTime, ParallelDegrees, attention_time
+from shardwise.planner.costs.block_time import BlockTimeModel, KernelProfile, ModuleTime, ParallelDegrees
+from shardwise.planner.costs.machine import Machine
 from shardwise.planner.costs.model_shape import ModelShape
 
 
@@ -94,7 +95,7 @@ def operators_time(
     machine: Machine, kernel_profile: KernelProfile, costs: OperatorCosts, tensor: int = 1
 ) -> ModuleTime:
     """One forward and one backward of a piece on one rank, one of `tensor` that the piece was cut for."""
-    forward = backward = weight = core = 0.0
+    forward = backward = weight = 0.0
     for p in costs.products:
         shapes = (p.rows, p.inner, p.columns), (p.rows, p.columns, p.inner), (p.inner, p.rows, p.columns)
         moved = p.moved_numel * kernel_profile.itemsize
@@ -105,17 +106,15 @@ def operators_time(
         forward, backward, weight = forward + product_forward, backward + input_grad + weight_grad, weight + weight_grad
     for a in costs.attention:
         attention_forward, attention_backward = _attention_op_time(machine, kernel_profile, a)
-        forward, backward, core = forward + attention_forward, backward + attention_backward, core + attention_forward
+        forward, backward = forward + attention_forward, backward + attention_backward
     elementwise = machine.memory_time(costs.moved_bytes) if costs.moved_bytes else 0.0
     return ModuleTime(
         forward=forward + elementwise,
         backward=backward + 2 * elementwise,
         weight_grad=weight,
-        core_attention=core,
         moved_bytes=costs.moved_bytes,
         launch_seconds=costs.num_ops * machine.efficiency.kernel_launch,
-        tensor=machine.all_reduce(costs.all_reduce_bytes, tensor, 1)
-        * (1.0 - machine.efficiency.overlap_tensor * kernel_profile.overlap_comm),
+        tensor=machine.all_reduce(costs.all_reduce_bytes, tensor, 1) * (1.0 - machine.efficiency.overlap_tensor),
     )
 
 
@@ -132,7 +131,7 @@ def _attention_op_time(machine: Machine, kernel_profile: KernelProfile, a: Atten
         sequence=a.keys,
         causal=a.causal,
     )
-    forward, backward = attention_time(machine, square, kernel_profile, ParallelDegrees(1, 1, 1, 1))
+    forward, backward = BlockTimeModel(machine, square, kernel_profile).attention(ParallelDegrees(1, 1, 1, 1))
     return forward * a.queries / a.keys, backward * a.queries / a.keys
 
 

@@ -158,7 +158,7 @@ class OperatorListEstimator(Estimator):
         return (blocks[:1], blocks[1:-1], blocks[-1:]) if self.model.has_ends else ((), blocks, ())
 
     def stage_output_bytes(self, layout: Layout) -> float:
-        return self.memory_inputs(layout).stage_output_bytes
+        return self.memory_inputs(layout).recv_buffer_bytes
 
     def memory_inputs(self, layout: Layout) -> MemoryInputs:
         key = layout.micro_batch, layout.recompute, layout.tensor, layout.pipeline > 1
@@ -191,7 +191,7 @@ class OperatorListEstimator(Estimator):
                 recomputed_per_block=recomputed_per_block,
                 logits=logits,
                 hidden_bytes=hidden_bytes,
-                stage_output_bytes=hidden_bytes,
+                recv_buffer_bytes=hidden_bytes,
                 kept_fraction=kept_fraction,
                 head_weights=weights.first,
             )
