@@ -7,7 +7,9 @@ each keeps in memory. `benchmarks/published.py` decides which run used which sof
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from shardwise.layout import Layout
 from shardwise.planner.costs.block_time import BlockTimeModel, KernelProfile, ModuleTime, ParallelDegrees
@@ -17,6 +19,7 @@ from shardwise.planner.costs.memory_model import FrameworkProfile, MemoryInputs,
 from shardwise.planner.costs.model_shape import ModelShape
 from shardwise.planner.estimate import Estimator, Workload
 
+CONSTANTS = tomllib.loads((Path(__file__).parent / "frameworks.toml").read_text(encoding="utf-8"))["common"]
 BUCKET_GROWTH_RANKS = 40  # data ranks above which Megatron-Core's gradient buckets grow with their number
 UNALIGNED_HEAD_SLOWDOWN = 8.0  # batched matmuls with a head size not divisible by 8; from published runs
 HEAD_KERNELS = 60  # kernels of norm, logits and loss in eager PyTorch, one way
@@ -27,17 +30,17 @@ FUSED_LOSS_BYTES = 16.0  # bytes moved per logit in forward and backward of a fu
 class FrameworkEfficiency(Efficiency):
     """Efficiencies with the constants that only other people's software needs; fitted by `tools/fit_planner.py`."""
 
-    eager: float = 2
+    eager: float = CONSTANTS["eager"]
     """Kernels per block in eager PyTorch, relative to fused kernels."""
-    flash_attention_2: float = 0.602
+    flash_attention_2: float = CONSTANTS["flash_attention_2"]
     """Rate of FlashAttention 2 and older, relative to today's fused attention."""
-    score_passes: float = 2.79
+    score_passes: float = CONSTANTS["score_passes"]
     """How often a forward of unfused attention moves each score."""
-    loss_bytes_per_logit: float = 94.6
+    loss_bytes_per_logit: float = CONSTANTS["loss_bytes_per_logit"]
     """Bytes moved per logit in forward and backward of an eager loss."""
-    grad_accumulation_bytes: float = 18.7
+    grad_accumulation_bytes: float = CONSTANTS["grad_accumulation_bytes"]
     """Bytes moved per weight and micro-batch when eager PyTorch accumulates gradients weight by weight."""
-    tensor_wait: float = 0.000235
+    tensor_wait: float = CONSTANTS["tensor_wait"]
     """Seconds that tensor ranks wait for each other at an all-reduce that nothing overlaps."""
 
 

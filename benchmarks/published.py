@@ -14,8 +14,8 @@ Assumptions about what a source does not state:
 - `zero_stage`: 3 on TPUs and where no layout is given, 0 for fp16-era software, else 1. `sp`: on with tensor
   parallelism, except in fp16. A note "zero1=8" means that optimizer state is sharded over 8 ranks. `virtual_pp`: 1, or
   one stage per layer where fewer than four micro-batches per stage would leave a large bubble. `ep`: 8.
-- `global_batch`: one micro-batch per data rank. `vocab`: 51,200; padded to a multiple of 128. `head_size`: width / heads,
-  or that of the public model.
+- `global_batch`: one micro-batch per data rank. `vocab`: 51,200; padded to a multiple of 128. `head_size`: width /
+  heads, or that of the public model.
 - Step time: as stated, else from tokens per second, else from FLOP/s by the source's way of counting (`tflops_kind`).
 - V100 nodes of four connect each pair of devices by two NVLinks. "H100-94GB-HBM2e" is Meta's Grand Teton (torchtitan).
 """
