@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from shardwise.layout import AUTO_SCHEDULES, V_SHAPED, Layout, kept_activation_fraction
 from shardwise.planner.costs.block_time import BlockTimeModel, KernelProfile, ModuleTime, ParallelDegrees
+from shardwise.planner.costs.decoder_shape import ModelShape
 from shardwise.planner.costs.engine_memory import EngineModel
 from shardwise.planner.costs.engine_traffic import traffic_by_axis
 from shardwise.planner.costs.machine import Machine
@@ -27,7 +28,6 @@ from shardwise.planner.costs.memory_model import (
     optimizer_shards,
     rank_memory,
 )
-from shardwise.planner.costs.model_shape import ModelShape
 from shardwise.schedules.auto_schedule import make_auto_schedule
 from shardwise.schedules.closed_form import lower_bound, upper_bound
 from shardwise.schedules.simulate import StageCosts, step_seconds

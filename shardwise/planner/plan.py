@@ -13,19 +13,20 @@ from shardwise.cluster import GIB, Cluster, find_cluster
 from shardwise.console import pluralize
 from shardwise.errors import LayoutError
 from shardwise.job import Job, load_job
-from shardwise.kinds import family_name
 from shardwise.layout import Layout, kept_activation_fraction, solve_batch
 from shardwise.parallel.parallelize import check_layout
 from shardwise.parallel.pipeline import PipelineOrder
 from shardwise.planner.costs.block_time import KernelProfile
+from shardwise.planner.costs.decoder_shape import ModelShape
 from shardwise.planner.costs.efficiency import efficiency_of
 from shardwise.planner.costs.engine_memory import EngineModel
 from shardwise.planner.costs.machine import Machine
 from shardwise.planner.costs.memory_model import engine_profile
-from shardwise.planner.costs.model_shape import ModelShape
-from shardwise.planner.costs.operator_list import OperatorListEstimator, OperatorListModel, planner_shape
+from shardwise.planner.costs.model_shape import shape_of
+from shardwise.planner.costs.operator_list import OperatorListModel
 from shardwise.planner.estimate import Estimator, Prediction, Workload
 from shardwise.planner.expected_goodput import ExpectedGoodput, expected_goodput
+from shardwise.planner.operator_list_estimate import OperatorListEstimator
 from shardwise.planner.search import SearchResult, search
 
 TIE_TOLERANCE = 0.01  # layouts whose predicted times differ by less are taken for equally fast
@@ -227,10 +228,10 @@ def make_estimator(job: Job, cluster: Cluster) -> Estimator:
     kernel_profile = KernelProfile(job.precision)
     if cluster.device.family == "cpu":  # no fused loss: PyTorch's operators widen, normalise and gather
         kernel_profile = KernelProfile(job.precision, loss_bytes_per_logit=53.0)
-    shape = planner_shape(job.model, kernel_profile.itemsize)
+    shape = shape_of(job.model, kernel_profile.itemsize)
     estimator_class = OperatorListEstimator if isinstance(shape, OperatorListModel) else Estimator
     compiled = bool(cluster.measured.get("compiled")) and job.compile is not False
-    engine = EngineModel(job.require_decoder(), job.precision, compiled) if family_name(job.model) == "gpt" else None
+    engine = EngineModel(job.require_decoder(), job.precision, compiled) if shape.has_engine_model else None
     framework_profile = engine_profile(job.precision, job.optimizer)
     if cluster.device.family == "cpu":
         framework_profile = replace(framework_profile, fixed_bytes=CPU_PROCESS_BYTES)
@@ -269,7 +270,7 @@ def _auto_schedule_variants(job: Job, estimator: Estimator, layout: Layout) -> l
 
 def resolve_layout(job: Job, shape: ModelShape, layout: Layout) -> Layout:
     """A layout with its micro-batch solved; raises where model or batch cannot have it."""
-    if family_name(job.model) == "gpt":
+    if shape.has_engine_model:
         return replace(layout, micro_batch=check_layout(job, layout).micro_batch)
     if Estimator.is_auto_schedule(layout):
         raise LayoutError(f"schedule={layout.schedule}: orders are made for gpt only as yet; give a schedule's name.")

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 from math import ceil
 
+from shardwise.planner.costs.decoder_shape import ModelShape
 from shardwise.planner.costs.machine import LOW_PRECISION, Machine
-from shardwise.planner.costs.model_shape import ModelShape
 
 COLLECTIVE_LAUNCHES = 5  # kernels the host could launch in the time it takes to launch one collective
 

@@ -15,16 +15,15 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
-import torch
-
 from shardwise.kinds import DecoderConfig
 from shardwise.layout import Layout, kept_activation_fraction
-from shardwise.models.gpt import build_gpt, forward_flops
 from shardwise.models.loss import loss_chunk_size
+from shardwise.models.registry import forward_flops_per_module
 from shardwise.parallel.balance import cut_stages
 from shardwise.parallel.data_parallel import BUCKET_BYTES
 from shardwise.parallel.tensor import splits_evenly
 from shardwise.planner.costs.memory_model import FrameworkProfile, RankMemory, StageLayers
+from shardwise.planner.costs.model_shape import build_on_meta
 
 
 class ParamSpec(NamedTuple):
@@ -53,9 +52,8 @@ class EngineModel:
         self.model, self.is_compiled = model, compiled
         self.itemsize = {"float64": 8, "float32": 4}.get(precision, 2)
         self.master_itemsize = max(4, self.itemsize)
-        self.layer_costs = tuple(forward_flops(model))
-        with torch.device("meta"):
-            self._chain = build_gpt(model.model_copy(update={"layers": 1}), 0)
+        self.layer_costs = tuple(forward_flops_per_module(model))
+        self._chain = build_on_meta(model.model_copy(update={"layers": 1}))
         self._pieces: dict[int, dict[str, tuple[ParamSpec, ...]]] = {}
         self._stages: dict[tuple[int, tuple[int, ...]], tuple[StageLayers, ...]] = {}
         self._sizes: dict[int, tuple[int, int, int]] = {}

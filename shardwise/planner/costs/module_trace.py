@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -34,8 +36,29 @@ def trace_module(module: nn.Module, *inputs: Any, **kwargs: Any) -> tuple[Operat
         inputs, kwargs = tree_map_only(Tensor, _to_fake(fake), (inputs, kwargs))
         with _with_fake_tensors(module, fake), _isolate_children(module, recorder), recorder:
             recorder.enter("", module._parameters.values() if any(module.children()) else ())
-            recorder.leave(module(*inputs, **kwargs))
-    return tuple(piece for piece in recorder.operator_costs() if piece.num_ops or piece.parameters)
+            with _record_saved(recorder.records[""], module):
+                recorder.leave(module(*inputs, **kwargs))
+    return tuple(costs for costs in recorder.operator_costs() if costs.num_ops or costs.parameters)
+
+
+def interpolate_traces(trace: Callable[[int], tuple[OperatorCosts, ...]]) -> Callable[[int], tuple[OperatorCosts, ...]]:
+    """Returns the costs for any micro-batch size from traces of 2 and 4 samples: all counts are affine in the size."""
+
+    @lru_cache(maxsize=64)
+    def operators(samples: int) -> tuple[OperatorCosts, ...]:
+        at_2, at_4 = trace(2), trace(4)
+        return tuple(_interpolate(a, b, samples) for a, b in zip(at_2, at_4, strict=True))
+
+    return operators
+
+
+def _interpolate(at_2: Any, at_4: Any, samples: int) -> Any:
+    if isinstance(at_2, tuple):
+        return tuple(_interpolate(a, b, samples) for a, b in zip(at_2, at_4, strict=True))
+    if is_dataclass(at_2) and not isinstance(at_2, type):
+        values = {f.name: _interpolate(getattr(at_2, f.name), getattr(at_4, f.name), samples) for f in fields(at_2)}
+        return replace(at_2, **values)
+    return at_2 if at_2 == at_4 else at_2 + (at_4 - at_2) * (samples - 2) // 2
 
 
 class _OperatorRecorder(TorchDispatchMode):
@@ -143,18 +166,9 @@ def _traced_forward(
         before, recorder.current = recorder.current, name
         recorder.enter(name, child.parameters())
         args, kwargs = tree_map_only(Tensor, _detached_leaf, (args, kwargs))
-        own_storages = {_storage_key(tensor) for tensor in (*child.parameters(), *child.buffers())}
-        saved: dict[int, int] = {}
-
-        def keep(tensor: Tensor) -> Tensor:
-            if _storage_key(tensor) not in own_storages:
-                saved[_storage_key(tensor)] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with _record_saved(recorder.records[name], child):
             out = forward(*args, **kwargs)
         recorder.leave(out)
-        recorder.records[name]["saved_bytes"] += sum(saved.values())
         outputs = [tensor for tensor in _tensors(out) if tensor.requires_grad]
         recorder.in_backward = True
         if outputs:
@@ -163,6 +177,22 @@ def _traced_forward(
         return tree_map_only(Tensor, _detached_leaf, out)
 
     return run
+
+
+@contextmanager
+def _record_saved(record: dict[str, Any], module: nn.Module) -> Iterator[None]:
+    """Adds the bytes that autograd saves within it, except the module's parameters and buffers."""
+    own_storages = {_storage_key(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if _storage_key(tensor) not in own_storages:
+            saved[_storage_key(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield
+    record["saved_bytes"] += sum(saved.values())
 
 
 @contextmanager

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.planner.costs.block_time import BlockTimeModel, KernelProfile, ModuleTime, ParallelDegrees
+from shardwise.planner.costs.decoder_shape import ModelShape
 from shardwise.planner.costs.machine import Machine
-from shardwise.planner.costs.model_shape import ModelShape
 
 
 @dataclass(frozen=True)
