@@ -17,7 +17,8 @@ from shardwise.planner.costs.decoder_shape import ModelShape
 from shardwise.planner.costs.efficiency import Efficiency, efficiency_of
 from shardwise.planner.costs.machine import Machine
 from shardwise.planner.costs.memory_model import FrameworkProfile, MemoryInputs, make_memory_inputs
-from shardwise.planner.estimate import Estimator, Workload
+from shardwise.planner.estimate import Estimator
+from shardwise.planner.prediction import Workload
 
 CONSTANTS = tomllib.loads((Path(__file__).parent / "frameworks.toml").read_text(encoding="utf-8"))["common"]
 BUCKET_GROWTH_RANKS = 40  # data ranks above which Megatron-Core's gradient buckets grow with their number

@@ -29,9 +29,9 @@ from shardwise.planner.costs.model_shape import shape_of
 from shardwise.planner.costs.module_trace import interpolate_traces, trace_module
 from shardwise.planner.costs.operator_costs import OperatorCosts
 from shardwise.planner.costs.operator_list import OperatorListModel, operator_list_model, resnet_operators
-from shardwise.planner.estimate import Workload
 from shardwise.planner.operator_list_estimate import OperatorListEstimator
 from shardwise.planner.plan import make_plan
+from shardwise.planner.prediction import Workload
 from shardwise.planner.search import search
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

@@ -16,8 +16,8 @@ from shardwise.files import require_parent_folder, write_text
 from shardwise.layout import micro_batch_error
 from shardwise.planner.accuracy import ACCURACY_SENTENCE
 from shardwise.planner.costs.memory_model import RankMemory
-from shardwise.planner.estimate import Prediction
 from shardwise.planner.plan import Plan, make_estimator, time_breakdown
+from shardwise.planner.prediction import Prediction
 from shardwise.planner.show import MEMORY_PARTS, format_exposed, title, training_summary
 from shardwise.schedules.simulate import TimelineEvent, named_program, simulate
 

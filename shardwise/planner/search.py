@@ -24,7 +24,8 @@ from typing import Any
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout, micro_batch_error
 from shardwise.planner.costs.decoder_shape import ModelShape
-from shardwise.planner.estimate import Estimator, Prediction, StagePartition
+from shardwise.planner.estimate import Estimator
+from shardwise.planner.prediction import Prediction, StagePartition
 
 MICRO_BATCHES = tuple(2**n for n in range(17))  # those above 32 only while they have no more than 65536 positions
 STAGES_PER_RANK = (2, 3, 4, 6, 8)

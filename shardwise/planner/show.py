@@ -9,8 +9,8 @@ from shardwise.cluster import GIB
 from shardwise.planner.accuracy import ACCURACY_SENTENCE
 from shardwise.planner.costs.memory_model import RankMemory
 from shardwise.planner.costs.operator_list import OperatorListModel
-from shardwise.planner.estimate import Prediction
 from shardwise.planner.plan import Plan
+from shardwise.planner.prediction import Prediction
 
 WIDE_TERMINAL = 150  # columns of a terminal that can show layouts and reasons in the table itself
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "buffers", "reserve")

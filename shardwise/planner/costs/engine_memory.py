@@ -11,7 +11,6 @@ gradient of the embedding, the update; each at every fullest point of the schedu
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
@@ -24,6 +23,7 @@ from shardwise.parallel.data_parallel import BUCKET_BYTES
 from shardwise.parallel.tensor import splits_evenly
 from shardwise.planner.costs.memory_model import FrameworkProfile, RankMemory, StageLayers
 from shardwise.planner.costs.model_shape import build_on_meta
+from shardwise.schedules.in_flight import InFlightCounts, schedule_peak_in_flight
 
 
 class ParamSpec(NamedTuple):
@@ -413,75 +413,3 @@ class _PeakCandidates:
 
     def _position_numel(self) -> int:
         return sum(each.numel for each in self.engine.params_by_module(self.layout.tensor)["embed"][1:])
-
-
-InFlightCounts = tuple[tuple[int, ...], tuple[int, ...]]
-"""By stage of a rank: micro-batches before their backward; between its two halves."""
-
-
-def schedule_peak_in_flight(layout: Layout, rank: int, micro_batches: int) -> tuple[InFlightCounts, ...]:
-    """The fullest points of a schedule, as far as they are not between two others."""
-    return _schedule_peak_in_flight(layout.schedule, layout.pipeline, layout.stages_per_rank, rank, micro_batches)
-
-
-@lru_cache(maxsize=4096)
-def _schedule_peak_in_flight(schedule: str, p: int, v: int, r: int, m: int) -> tuple[InFlightCounts, ...]:
-    none = (0,) * v
-    if p == 1:
-        return (((1,), (0,)),)
-    if schedule == "gpipe":
-        return (((m,), none),)
-    if schedule == "1f1b":
-        return (((min(m, p - r),), none),)
-    if schedule == "interleaved":
-        return tuple((live, none) for live in _interleaved_in_flight(p, v, r, m))
-    if schedule == "zero-bubble":
-        return tuple(_zero_bubble_in_flight(p, v, r, m))
-    found: list[InFlightCounts] = []
-    full = ((2 * p - 1 - r, r + 1), (2 * p - r, r)) if schedule == "zbv" else ((2 * p - r, r + 1),)
-    for first, last in full:
-        found.append(((min(m, first), min(m, last)), none))
-    ends = (r + 1, r) if schedule == "zbv" else ((r + 2) // 2, (r + 1) // 2)
-    found.append(((min(m, p - 1 - r), 0), (min(m, ends[0]), min(m, ends[1]))))
-    found.append(((min(m, 2 * p - 1 - r), min(m, r)), (0, 1)))
-    return tuple(found)
-
-
-def _round_size(p: int, m: int) -> int:
-    return m // max(1, m // p)
-
-
-def _interleaved_in_flight(p: int, v: int, r: int, m: int) -> Iterator[tuple[int, ...]]:
-    """Forwards go through the stages in rounds; each, once as many are ahead as the warm-up has, follows a backward,
-    which go through them in rounds the other way."""
-    size, total = _round_size(p, m), m * v
-    ahead = min(total, (p - 1 - r) * 2 + (v - 1) * size)
-    live = [0] * v
-    found: set[tuple[int, ...]] = set()
-    for step in range(min(total, ahead + 2 * size * v)):
-        live[step // size % v] += 1
-        if step >= ahead:
-            if {step % size, (step - ahead) % size} & {0, size - 1}:  # between these, it changes evenly
-                found.add(tuple(live))
-            live[v - 1 - (step - ahead) // size % v] -= 1
-    found.add(tuple(live))
-    for one in found:
-        if not any(other != one and all(a >= b for a, b in zip(other, one)) for other in found):
-            yield one
-
-
-def _zero_bubble_in_flight(p: int, v: int, r: int, m: int) -> Iterator[InFlightCounts]:
-    """Every rank has as many in flight; the later it is, the more of them only wait for their weight half."""
-    size = _round_size(p, m)
-    for more in {0, size if m > size and v > 1 else 0}:
-        live = [size] * v
-        live[0], live[-1] = live[0] + more, live[-1] - more
-        if v == 1:
-            live = [size]
-        for wait in (min(r, m), min(r + 1, m)):
-            for order in {tuple(range(v)), tuple(reversed(range(v)))}:
-                left, rest, waiting = wait, list(live), [0] * v
-                for stage in order:
-                    taken = min(left, rest[stage])
-                    left, rest[stage], waiting[stage] = left - taken, rest[stage] - taken, taken
-                yield tuple(rest), tuple(waiting)
