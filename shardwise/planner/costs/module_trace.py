@@ -1,11 +1,10 @@
-"""What any module computes, moves and keeps, found by running it on tensors that have shapes and no numbers.
+"""Traces what any module computes, moves and saves, by running it on fake tensors.
 
-Each child is run on its own, forward and then backward, on what the children before it gave. What the module does
-outside of its children is a last piece without a name, whose backward is not looked at; a module without children is
-a piece itself.
+Each child runs forward and then backward on its own, on the outputs of the children before it. Work outside of children
+is recorded as a last entry without a name and without its backward; a module without children is its own entry.
 
-Kernels are those of PyTorch's CPU: an operator that is one kernel on a GPU may be several here (RMSNorm), and then it
-moves and keeps more. Products, attention, parameters and outputs are the same everywhere.
+The kernels are those of PyTorch on a CPU: an operator that is one kernel on a GPU (RMSNorm) may be several here, and
+then moves and saves more. Matmuls, attention, parameters and outputs are the same everywhere.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ LOOKUPS = ("embedding", "index", "index_select", "gather")
 
 
 def trace_module(module: nn.Module, *inputs: Any, **kwargs: Any) -> tuple[OperatorCosts, ...]:
-    """The pieces of a module in the order of their first use. Inputs and weights may be real, on `meta` or fake."""
+    """Returns the costs of a module's children in order of first use. Inputs and weights may be real, meta or fake."""
     recorder = _OperatorRecorder()
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         inputs, kwargs = tree_map_only(Tensor, _to_fake(fake), (inputs, kwargs))
@@ -62,7 +61,7 @@ def _interpolate(at_2: Any, at_4: Any, samples: int) -> Any:
 
 
 class _OperatorRecorder(TorchDispatchMode):
-    """Writes down the work of each operator, to the piece that is being run."""
+    """Records each operator's costs under the child that is running."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +108,7 @@ class _OperatorRecorder(TorchDispatchMode):
             if name.startswith("_scaled_dot_product"):
                 record["attention"] += (_attention_op(func, args, kwargs or {}),)
             elif not products:
-                reads = args[1:] + (out,) if name in LOOKUPS else args  # of a table, only the rows that are asked for
+                reads = args[1:] + (out,) if name in LOOKUPS else args  # a lookup reads only the rows it returns
                 record["moved_bytes"] += sum(map(_bytes, _tensors((reads, kwargs, out))))
         return out
 
@@ -126,7 +125,7 @@ def _matmuls(packet: Any, args: Any, out: Any) -> Iterator[MatMul]:
     elif packet is aten.convolution:
         yield _convolution_matmul(out, args[1], args[-1])
     elif packet is aten.convolution_backward:
-        for _ in filter(None, args[-1][:2]):  # gradients of its input, of its weight
+        for _ in filter(None, args[-1][:2]):  # the input's and the weight's gradient, if requested
             yield _convolution_matmul(args[0], args[2], args[-2])
 
 
@@ -145,7 +144,7 @@ def _attention_op(func: Any, args: Any, kwargs: Any) -> AttentionOp:
 
 @contextmanager
 def _isolate_children(module: nn.Module, recorder: _OperatorRecorder) -> Iterator[None]:
-    """Within it, each child of the module that is called runs forward and backward on its own."""
+    """Makes each child run its forward and then its backward, isolated from the others."""
     children = dict(module.named_children()) or {type(module).__name__: module}
     before = [(child, child.__dict__.get("forward")) for child in children.values()]
     for name, child in children.items():
@@ -197,14 +196,14 @@ def _record_saved(record: dict[str, Any], module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _with_fake_tensors(module: nn.Module, fake: FakeTensorMode) -> Iterator[None]:
-    """Within it, the module's parameters and buffers are fake ones."""
+    """Replaces the module's parameters and buffers by fake tensors."""
     slots: list[tuple[dict[str, Any], str, Tensor]] = [
         (container, name, tensor) for part in module.modules() for container in (part._parameters, part._buffers)
         for name, tensor in container.items() if tensor is not None
     ]  # fmt: skip
     fakes: dict[int, Tensor] = {}
     for container, name, tensor in slots:
-        if id(tensor) not in fakes:  # tied ones stay tied
+        if id(tensor) not in fakes:  # tied weights stay tied
             new = _to_fake(fake)(tensor)
             fakes[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
         container[name] = fakes[id(tensor)]
@@ -216,12 +215,12 @@ def _with_fake_tensors(module: nn.Module, fake: FakeTensorMode) -> Iterator[None
 
 
 def _to_fake(fake: FakeTensorMode) -> Callable[[Tensor], Tensor]:
-    def make(tensor: Tensor) -> Tensor:
+    def convert(tensor: Tensor) -> Tensor:
         with fake:
-            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-        return made.requires_grad_(tensor.requires_grad and made.is_floating_point())
+            new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        return new.requires_grad_(tensor.requires_grad and new.is_floating_point())
 
-    return make
+    return convert
 
 
 def _detached_leaf(tensor: Tensor) -> Tensor:

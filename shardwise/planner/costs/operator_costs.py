@@ -1,7 +1,7 @@
-"""What a piece of any model costs, as lists: its products by shape, its attention, the bytes that it moves and keeps.
+"""Costs of a module as lists of operators (matmuls, attention, bytes moved and saved), and their time on a machine.
 
-A list comes from a trace (`shardwise.planner.costs.module_trace`) or from a closed form (`shardwise.planner.costs.operator_list`); here is its
-time on a machine. Bytes are those of one micro-batch, products too.
+The lists come from a trace (`shardwise.planner.costs.module_trace`) or are written by hand
+(`shardwise.planner.costs.operator_list`). All counts are for one micro-batch.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from shardwise.planner.costs.machine import Machine
 
 @dataclass(frozen=True)
 class MatMul:
-    """`groups` products side by side, of (rows x inner) and (inner x columns) each; a convolution is one of them."""
+    """`groups` batched (rows x inner) @ (inner x columns) matmuls; also stands for a convolution."""
 
     rows: int
     inner: int
     columns: int
     groups: int = 1
     kernel_numel: int = 0
-    """Places of a convolution's window: so many times each number that it reads enters the product. 0: it is none."""
+    """Positions of a convolution's kernel, each of which reads the input once; 0: not a convolution."""
 
     def precision(self, requested: str) -> str:
-        """PyTorch lets cuDNN round the convolutions of a float32 model to TF32, unless told otherwise."""
+        """Returns the precision it runs in: by default PyTorch lets cuDNN run float32 convolutions in TF32."""
         return "tf32" if self.kernel_numel and requested == "float32" else requested
 
     @property
@@ -35,14 +35,14 @@ class MatMul:
 
     @property
     def moved_numel(self) -> float:
-        """That are read and written."""
+        """Elements read and written; a convolution reads each input element once."""
         read = self.rows * self.inner / max(1, self.kernel_numel) + self.inner * self.columns
         return self.groups * (read + self.rows * self.columns)
 
 
 @dataclass(frozen=True)
 class AttentionOp:
-    """Softmax attention over all heads of all samples; each head has `size` features to compare, `value` to mix."""
+    """Softmax attention over all heads of all samples."""
 
     heads: int
     queries: int
@@ -53,48 +53,42 @@ class AttentionOp:
 
     @property
     def flops(self) -> float:
-        """Half of the square where it is causal: what must be computed."""
-        return (
-            2.0
-            * self.heads
-            * self.queries
-            * self.keys
-            * (self.qk_head_dim + self.v_head_dim)
-            * (0.5 if self.causal else 1.0)
-        )
+        """FLOPs of a forward; causal attention counts half of the scores."""
+        flops = 2.0 * self.heads * self.queries * self.keys * (self.qk_head_dim + self.v_head_dim)
+        return flops * (0.5 if self.causal else 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorCosts:
-    """One child of a model in one forward; `backward` beside it."""
+    """Costs of one module for one micro-batch, of the forward unless stated otherwise."""
 
     name: str
     parameters: int
     parameter_bytes: int
     output_bytes: int
-    """Bytes that it gives to the next."""
+    """Bytes passed to the next module."""
     saved_bytes: int
-    """Bytes that stay for the backward, its input included, its parameters not."""
+    """Bytes saved for the backward, including the input but not parameters."""
     moved_bytes: int
-    """Bytes that all but products and attention read and write."""
+    """Bytes read and written by operators other than matmuls and attention."""
     num_ops: int
-    """Operators that do work."""
+    """Operators, not counting views."""
     products: tuple[MatMul, ...] = ()
     attention: tuple[AttentionOp, ...] = ()
     backward: float = 0.0
-    """Floating-point operations of the backward, attention apart."""
+    """FLOPs of the backward without attention."""
     all_reduce_bytes: float = 0.0
-    """Bytes that a forward sums over the tensor ranks, where there are some."""
+    """Bytes that a forward all-reduces over tensor ranks; a gather or reduce-scatter counts half."""
 
     @property
     def flops(self) -> float:
-        return sum(product.flops for product in self.products) + sum(one.flops for one in self.attention)
+        return sum(op.flops for op in self.products) + sum(op.flops for op in self.attention)
 
 
 def operators_time(
     machine: Machine, kernel_profile: KernelProfile, costs: OperatorCosts, tensor: int = 1
 ) -> ModuleTime:
-    """One forward and one backward of a piece on one rank, one of `tensor` that the piece was cut for."""
+    """Returns the time of a module on one of the `tensor` ranks that its costs were computed for."""
     forward = backward = weight = 0.0
     for p in costs.products:
         shapes = (p.rows, p.inner, p.columns), (p.rows, p.columns, p.inner), (p.inner, p.rows, p.columns)
@@ -136,8 +130,8 @@ def _attention_op_time(machine: Machine, kernel_profile: KernelProfile, a: Atten
 
 
 def mean_module_time(seconds: Sequence[ModuleTime]) -> ModuleTime:
-    """The mean of a row of pieces."""
-    total = ModuleTime()
-    for number, one in enumerate(seconds, start=1):
-        total = total.lerp(one, 1 / number)
-    return total
+    """Returns the mean of several modules; zero if there are none."""
+    mean = ModuleTime()
+    for number, time in enumerate(seconds, start=1):
+        mean = mean.lerp(time, 1 / number)
+    return mean

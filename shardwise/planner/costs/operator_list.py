@@ -1,10 +1,10 @@
 """Models that are not a sequence of equal blocks, as lists of operator costs: ResNet, T5, or any module by its trace.
 
 The lists of ResNet and T5 are written by hand because tracing them is too slow for a search and counts unfused
-operators. A trace takes 4 s of CPU time for ResNet-101 and 7.5 s for T5-11B, and a search needs one per tensor degree and
-for two micro-batch sizes, while it should finish in 2 s. Parameters and matmul FLOPs of trace and list agree (T5's trace
-adds the tables of relative positions, 0.3%), but our BatchNorm and RMSNorm are many operators in a trace, which then
-moves 2.2 (float32) to 5.9 times (bf16) as many bytes as the fused kernels of a compiled block. DLRM is traced.
+operators. A trace takes 4 s of CPU time for ResNet-101 and 7.5 s for T5-11B; a search would need two per tensor degree
+and should finish in 2 s. Parameters and matmul FLOPs of trace and list agree (T5's trace adds the relative-position
+tables, 0.3%), but our BatchNorm and RMSNorm are many operators in a trace, which then moves 2.2 (float32) to 5.9 (bf16)
+times as many bytes as the fused kernels of a compiled block. DLRM is traced, in 0.2 s.
 """
 
 from __future__ import annotations
@@ -166,8 +166,8 @@ def _merge_costs(
 
 
 def t5_operators(model: T5Config, itemsize: int, samples: int, tensor: int = 1) -> Iterator[OperatorCosts]:
-    """Yields the costs of a T5's modules: pre-norm blocks without biases, and relative positions inside fused attention.
-    Tensor ranks split heads, FFN features and vocabulary, and between those the positions."""
+    """Yields the costs of a T5's modules: pre-norm blocks without biases, relative positions inside fused attention.
+    Tensor ranks split heads, FFN features and vocabulary, and the positions between those matmuls."""
     encoder_tokens, decoder_tokens = samples * model.sequence, samples * model.target_sequence
     table = model.vocab * model.width // tensor
     stream = (encoder_tokens + decoder_tokens) * model.width * itemsize
