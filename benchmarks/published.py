@@ -75,7 +75,7 @@ class MeasuredRun:
 
 
 class SkipRow(Exception):
-    """Why a row cannot be used."""
+    """Raised with the reason why a row cannot be predicted."""
 
 
 def parse_number(values: dict[str, str], key: str, default: float | None = None) -> float:
@@ -101,30 +101,30 @@ def model_shape_of_row(v: dict[str, str]) -> ModelShape:
     size = width // heads
     sequence = int(parse_number(v, "seq_len"))
     total = parse_number(v, "params_b", 0.0) * 1e9
-    vocab = -(-int(parse_number(v, "vocab", 51200)) // 128) * 128  # everybody pads the vocabulary
-    experts, chosen = int(parse_number(v, "experts", 0)), int(parse_number(v, "experts_per_token", 0))
-    more: dict[str, int] = {}
+    vocab = -(-int(parse_number(v, "vocab", 51200)) // 128) * 128  # all frameworks pad the vocabulary
+    experts, experts_per_token = (int(parse_number(v, key, 0)) for key in ("experts", "experts_per_token"))
+    latent: dict[str, int] = {}
     if "qwen3" in model or "maxtext" in model:
         size = 128
     if "gpt-oss" in model or "gpt oss" in model:
         size = 64
     if "deepseek" in model or "kimi" in model:
         size = 128
-        more = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
-    # Whether the feed-forward part is gated shows in the number of parameters, or in a hidden size off 4 x width.
+        latent = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    # A gated feed-forward layer shows in the number of parameters, or in a hidden size other than 4 x width.
     gated = ffn != 4 * width
     if total and not experts:
-        attention = 2 * width * size * (heads + kv) + 0
+        attention = 2 * width * size * (heads + kv)
         per_layer = (total - vocab * width * 1.5) / layers - attention
         gated = per_layer / (width * ffn) > 2.5
     shape = ModelShape(layers=layers, width=width, heads=heads, kv_heads=kv, head_dim=size, ffn=ffn, vocab=vocab,
-                  sequence=sequence, gated=gated or bool(experts), **more)  # fmt: skip
+                  sequence=sequence, gated=gated or bool(experts), **latent)  # fmt: skip
     if total and not experts:
         tied = abs(shape.parameters - vocab * width - total) < abs(shape.parameters - total)
         return replace(shape, tied=tied)
     if not experts:
         return replace(shape, tied=True)
-    # Experts: their width and the part that all tokens use follow from the total and the active parameters.
+    # The experts' hidden size follows from the total parameters, unless the public model states it.
     sparse = layers
     if "deepseek" in model:
         sparse = layers - 3
@@ -133,25 +133,15 @@ def model_shape_of_row(v: dict[str, str]) -> ModelShape:
     elif "maverick" in model:
         sparse = layers // 2
     rest = total - shape.parameters + layers * shape.dense_ffn_weights - (layers - sparse) * shape.dense_ffn_weights
-    if not total:
-        expert_ffn = ffn
-    else:
-        expert_ffn = max(64, round(rest / (sparse * 3 * width * experts) / 64) * 64)
-    known = {"deepseek": (2048, 2048), "kimi": (2048, 2048), "maverick": (8192, 8192)}
-    shared = 0
-    for key, (own, common) in known.items():
-        if key in model:
-            expert_ffn, shared = own, common
-    dense_ffn = 16384 if "maverick" in model else ffn
+    expert_ffn = max(64, round(rest / (sparse * 3 * width * experts) / 64) * 64) if total else ffn
+    shared_ffn = 0
+    for name, hidden in {"deepseek": 2048, "kimi": 2048, "maverick": 8192}.items():
+        if name in model:
+            expert_ffn = shared_ffn = hidden
     return replace(
-        shape,
-        ffn=dense_ffn,
-        experts=experts,
-        experts_per_token=chosen,
-        expert_ffn=expert_ffn,
-        shared_expert_ffn=shared,
-        sparse_layers=sparse,
-    )
+        shape, ffn=16384 if "maverick" in model else ffn, experts=experts, experts_per_token=experts_per_token,
+        expert_ffn=expert_ffn, shared_expert_ffn=shared_ffn, sparse_layers=sparse,
+    )  # fmt: skip
 
 
 def parse_cluster(v: dict[str, str]) -> Cluster:
@@ -278,8 +268,8 @@ def measured_seconds(
     if not v["tflops_per_gpu"]:
         return None
     tokens = samples * shape.sequence
-    square = 12 * tokens * shape.layers * shape.sequence * shape.attention_width
-    flops = 6 * shape.active_parameters * tokens + square
+    attention = 12 * tokens * shape.layers * shape.sequence * shape.attention_width
+    flops = 6 * shape.active_parameters * tokens + attention
     if v["tflops_kind"] == "hardware":
         head = 6 * shape.vocab * shape.width * tokens
         flops = (flops - head) * (4 / 3 if is_full_recompute else 1) + head

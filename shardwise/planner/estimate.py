@@ -352,7 +352,7 @@ class Estimator:
     def _grad_sync_times(
         self, layout: Layout, numel: float, shard: int, replicate: int, stride: int
     ) -> tuple[float, float]:
-        """Returns the seconds to reduce gradients over shard and replicate ranks, and to gather updated weights, without
+        """Returns the seconds to reduce gradients over shard and replicate ranks and to gather updated weights, without
         what ZeRO 2 and 3 communicate in each micro-batch."""
         gradient, size = self.reduced_gradient_bytes, self.work.kernel_profile.itemsize
         all_gather, all_reduce = self.machine.all_gather, self.machine.all_reduce

@@ -67,8 +67,8 @@ class ExpectedGoodput:
     def describe(self, step_seconds: float) -> str:
         steps = max(1, round(self.best_interval / step_seconds))
         sentence = (
-            f"expect a failure every {_time(3600 * self.mtbf_hours)}. With {_time(self.recovery_seconds)} to recover and "
-            f"{_time(self.save_stall)} per checkpoint, goodput is best with a checkpoint every {steps:,} steps "
+            f"expect a failure every {_time(3600 * self.mtbf_hours)}. With {_time(self.recovery_seconds)} to recover "
+            f"and {_time(self.save_stall)} per checkpoint, goodput is best with a checkpoint every {steps:,} steps "
             f"({_time(self.best_interval)}): {100 * self.best_goodput:.2f}%"
         )
         yours = f"your interval gives {100 * self.goodput:.2f}%" if self.interval else "this job saves only at the end"
@@ -78,7 +78,7 @@ class ExpectedGoodput:
 def expected_goodput(
     devices: int, step_seconds: float, every: int, bytes_per_rank: float, recovery_seconds: float = RECOVERY_SECONDS
 ) -> ExpectedGoodput:
-    """Returns the goodput of a run that saves `bytes_per_rank` on each rank every `every` steps (0: only at the end)."""
+    """Returns the goodput of a run that saves `bytes_per_rank` per rank every `every` steps (0: only at the end)."""
     mtbf, save_stall = 3600 * mtbf_hours(devices), bytes_per_rank / HOST_COPY_BANDWIDTH
     best, interval = optimal_checkpoint_interval(save_stall, mtbf), every * step_seconds
     goodput = goodput_fraction(interval, save_stall, recovery_seconds, mtbf) if every else 0.0

@@ -5,8 +5,8 @@ context ranks; micro-batches of 1, 2, 4, ... up to 32 samples, more if samples a
 shard (ZeRO 1, 2, 3) over all of them or within one domain; every schedule with up to 8 stages per rank; no, selective
 or full recomputation.
 
-Three bounds prune it. Classes of layouts with the same matmuls are sorted by compute alone. Each layout of a class has a
-quick bound, the compute of its slowest rank, and a closed form, which is exact for equal stages and a lower bound
+Three bounds prune it. Classes of layouts with the same matmuls are sorted by compute alone. Each layout of a class has
+a quick bound, the compute of its slowest rank, and a closed form, which is exact for equal stages and a lower bound
 otherwise. All are compared with upper bounds of the best layouts so far. The rest is simulated in order of its bounds
 until no other layout can be faster, so the result equals that of simulating everything.
 """
@@ -66,8 +66,8 @@ def search(estimator: Estimator, devices: int, keep: int = 10) -> SearchResult:
 def _finalists(
     estimator: Estimator, classes: Sequence[tuple[float, Layout]], keep: int
 ) -> tuple[list[tuple[float, Layout]], int]:
-    """Returns the layouts that fit and can be among the best, each with a lower bound of its time, smallest bound first;
-    and the number of layouts examined."""
+    """Returns the layouts that fit and can be among the best, sorted by a lower bound of their time, and the number of
+    layouts examined."""
     limit, evaluated = estimator.machine.device.memory, 0
     optimizer_bytes = estimator.work.framework_profile.optimizer_bytes
     jitter = estimator.jitter(classes[0][1].world)

@@ -44,7 +44,9 @@ def title(plan: Plan) -> str:
         parts = f"{shape.layers} modules"
         if shape.tables:
             share = shape.tables.bytes / plan.best.layout.data / GIB
-            parts += f" and {shape.tables.bytes / GIB:.0f} GiB of embedding tables, {share:.0f} in each rank's host memory"
+            parts += (
+                f" and {shape.tables.bytes / GIB:.0f} GiB of embedding tables, {share:.0f} in each rank's host memory"
+            )
     length = f" of {model.sequence} tokens" if model.throughput_unit == "tokens" else ""
     return (
         f"{model.name}: {_format_count(shape.parameters)} parameters{active}, {parts}; batch of {plan.job.samples} "

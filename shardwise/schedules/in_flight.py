@@ -43,8 +43,8 @@ def _round_size(p: int, m: int) -> int:
 
 
 def _interleaved_in_flight(p: int, v: int, r: int, m: int) -> Iterator[tuple[int, ...]]:
-    """Yields the maximal counts. Forwards visit the stages in rounds; after the warm-up each forward follows a backward,
-    and backwards visit the stages in rounds in reverse order."""
+    """Yields the maximal counts. Forwards visit the stages in rounds; after the warm-up forwards and backwards
+    alternate, and backwards visit the stages in rounds in reverse order."""
     size, total = _round_size(p, m), m * v
     warmup = min(total, (p - 1 - r) * 2 + (v - 1) * size)
     live = [0] * v

@@ -94,9 +94,7 @@ class EngineModel:
             yield from params["block"]
         if stage.last:
             tied = self._chain.sharding_plan.ties and stage.first
-            yield from (
-                p for p in params["head"] if not (tied and p.name == self._chain.sharding_plan.ties[0][0])
-            )
+            yield from (p for p in params["head"] if not (tied and p.name == self._chain.sharding_plan.ties[0][0]))
 
     def block_sizes(self, layout: Layout) -> BlockSizes:
         key = layout.tensor, layout.context, layout.micro_batch, layout.has_split_backward
