@@ -131,8 +131,8 @@ def _rect(x: float, y: float, width: float, height: float, colour: str, note: st
     return f"<rect {place} fill='{colour}' stroke='{edge}' stroke-width='0.6'><title>{escape(note)}</title></rect>"
 
 
-def _text(x: float, y: float, words: str, anchor: str = "start", more: str = "") -> str:
-    return f"<text x='{x:.1f}' y='{y:.1f}' text-anchor='{anchor}'{more}>{escape(words)}</text>"
+def _text(x: float, y: float, words: str, anchor: str = "start", attributes: str = "") -> str:
+    return f"<text x='{x:.1f}' y='{y:.1f}' text-anchor='{anchor}'{attributes}>{escape(words)}</text>"
 
 
 def _bar(

@@ -29,7 +29,7 @@ from shardwise.planner.prediction import Prediction, StagePartition
 MICRO_BATCHES = tuple(2**n for n in range(17))  # above 32 only with at most 65,536 positions
 STAGES_PER_RANK = (2, 3, 4, 6, 8)
 RECOMPUTE_CHOICES = ("none", "selective", "full")
-LAYOUT_FIELDS = tuple(each.name for each in fields(Layout))
+LAYOUT_FIELDS = tuple(field.name for field in fields(Layout))
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def _finalists(
 
 
 def _replace_unchecked(layout: Layout, **values: Any) -> Layout:
-    """Like `replace`, but skips validation, which takes most of the time."""
+    """Like `replace`, but skips the validation of fields that were validated before."""
     copy = object.__new__(Layout)
     copy.__dict__.update({name: layout.__dict__[name] for name in LAYOUT_FIELDS}, **values)
     return copy
@@ -188,14 +188,14 @@ def _candidate_schedules(estimator: Estimator, base: Layout) -> Iterator[tuple[s
             yield schedule, virtual
 
 
-def _context_degrees(shape: ModelShape, most: int) -> list[int]:
+def _context_degrees(shape: ModelShape, ranks: int) -> list[int]:
     """Returns the degrees that leave at least 2048 positions per rank."""
     positions = shape.context_positions
-    return [n for n in _divisors(most) if n == 1 or (positions % n == 0 and positions // n >= 2048)]
+    return [n for n in _divisors(ranks) if n == 1 or (positions % n == 0 and positions // n >= 2048)]
 
 
-def _expert_degrees(shape: ModelShape, most: int) -> list[int]:
-    return [n for n in _divisors(most) if shape.experts % n == 0]
+def _expert_degrees(shape: ModelShape, ranks: int) -> list[int]:
+    return [n for n in _divisors(ranks) if shape.experts % n == 0]
 
 
 def _divisors(number: int) -> list[int]:

@@ -112,7 +112,7 @@ def _add_data_traffic(
 ) -> None:
     shard, w = layout.shard, engine.master_itemsize
     shard_numel = sum(
-        each.shard_numel(shard) for stage_layers in stages_of_rank for each in engine.parameters(layout, stage_layers)
+        p.shard_numel(shard) for stage_layers in stages_of_rank for p in engine.parameters(layout, stage_layers)
     )
     fsdp = shard > 1 and layout.zero > 1
     times = micro_batches if fsdp else 1
@@ -126,7 +126,7 @@ def _add_data_traffic(
                 else 2 * micro_batches + _split_backward_count(layout, stage, micro_batches, program)
             )
             totals["shard", "all-gather"] += (
-                gathers * size * sum(e.shard_numel(shard) for e in engine.parameters(layout, stage_layers))
+                gathers * size * sum(p.shard_numel(shard) for p in engine.parameters(layout, stage_layers))
             )
     if layout.replicate > 1:
         totals["replicate", "all-reduce"] += times * shard_numel * w
