@@ -168,14 +168,8 @@ class EngineModel:
                 peak = without_gradients
         activations = max(peak, update)
         subtotal = weights + gradients + state + activations + buffers
-        return RankMemory(
-            weights,
-            gradients,
-            state,
-            activations,
-            buffers,
-            framework_profile.fragmentation * subtotal + framework_profile.fixed_bytes,
-        )
+        reserve = framework_profile.fragmentation * subtotal + framework_profile.fixed_bytes
+        return RankMemory(weights, gradients, state, activations, buffers, reserve)
 
     def compiles_blocks(self, layout: Layout) -> bool:
         """Returns whether the layout's blocks are compiled."""
@@ -282,9 +276,8 @@ class _PeakCandidates:
         self.fsdp, self.is_zero3 = layout.shard > 1 and layout.zero > 1, layout.shard > 1 and layout.zero == 3
         self.keeps_rounded_weights = engine.keeps_rounded_weights(layout)
         # Bytes per weight of the rounded copy made for each use, and of a gradient beside the accumulated one.
-        self.rounded_itemsize = (
-            s if engine.is_mixed_precision and not self.fsdp and not self.keeps_rounded_weights else 0
-        )
+        rounds_weights = engine.is_mixed_precision and not self.fsdp and not self.keeps_rounded_weights
+        self.rounded_itemsize = s if rounds_weights else 0
         self.grad_itemsize = w if not engine.is_mixed_precision else s if self.keeps_rounded_weights else s + w
         kept_fraction = kept_activation_fraction(layout.recompute)
         self.kept_fraction = float(layout.recompute == "none") if kept_fraction is None else kept_fraction
@@ -301,11 +294,10 @@ class _PeakCandidates:
             self.grad_reduce_bytes -= k.saved_all if self.kept_fraction else self.saved_recomputed
 
     def candidates(self, in_flight_peaks: tuple[InFlightCounts, ...], drop: int = 0) -> Iterator[float]:
+        """Yields the bytes of each candidate, with `drop` micro-batches fewer in flight."""
         k, s, w = self.k, self.engine.itemsize, self.engine.master_itemsize
-        saved, half_saved = (
-            [self.saved_bytes(part) for part in self.stages],
-            [self.half_backward_bytes(part) for part in self.stages],
-        )
+        saved = [self.saved_bytes(part) for part in self.stages]
+        half_saved = [self.half_backward_bytes(part) for part in self.stages]
         block = (self.recomputed if self.kept_fraction < 1 else 0.0) + k.ffn_hidden + s * k.largest_matmul
         if self.engine.compiles_blocks(self.layout):
             # The compiler recomputes the FFN's hidden activation, and holds the gradients of both its inputs at once.
@@ -313,12 +305,9 @@ class _PeakCandidates:
         # The most that each stage's backward needs.
         backward_bytes = []
         for part in self.stages:
-            fsdp_bytes = (
-                max(self.gathered_weights, self.grad_reduce_bytes) if part.blocks > 1 else self.gathered_weights
-            )
-            backward_bytes.append(
-                max(block + fsdp_bytes if part.blocks else 0.0, self.loss_bytes() if part.last else 0.0)
-            )
+            reduce_bytes = self.grad_reduce_bytes if part.blocks > 1 else 0.0
+            block_bytes = block + max(self.gathered_weights, reduce_bytes) if part.blocks else 0.0
+            backward_bytes.append(max(block_bytes, self.loss_bytes() if part.last else 0.0))
         for in_flight, pending in in_flight_peaks:
             in_flight = tuple(n - drop for n in in_flight)
             total = sum([n * size for n, size in zip(in_flight, saved)])
@@ -371,23 +360,15 @@ class _PeakCandidates:
 
     def loss_bytes(self) -> float:
         """Returns what the loss's backward needs beyond saved activations, including weights that FSDP gathers."""
-        k, s, w = self.k, self.engine.itemsize, self.engine.master_itemsize
+        k, s, w, mixed = self.k, self.engine.itemsize, self.engine.master_itemsize, self.engine.is_mixed_precision
         gathered = s * (k.head + k.block) if self.is_zero3 else 0.0
         if self.layout.pipeline == 1:
             chunk = min(1.0, loss_chunk_size(self.engine.model.vocab) * self.layout.tensor / k.tokens)
-            logits = (
-                chunk * k.logits * (s / w + (1 if self.engine.is_mixed_precision and self.layout.tensor > 1 else 0))
-            )
-            logits += (
-                k.gathered_hidden_bytes
-                + (self.rounded_itemsize if self.engine.is_mixed_precision else w) * k.projection
-            )
-            return (
-                max(logits, (s if self.fsdp and self.engine.is_mixed_precision else self.grad_itemsize) * k.projection)
-                + gathered
-            )
+            logits = chunk * k.logits * (s / w + (1 if mixed and self.layout.tensor > 1 else 0))
+            logits += k.gathered_hidden_bytes + (self.rounded_itemsize if mixed else w) * k.projection
+            return max(logits, (s if self.fsdp and mixed else self.grad_itemsize) * k.projection) + gathered
         # Logits widened for the vocabulary-parallel softmax; the scaled gradient; the weight gradient.
-        widened = k.logits if self.engine.is_mixed_precision and self.layout.tensor > 1 else 0.0
+        widened = k.logits if mixed and self.layout.tensor > 1 else 0.0
         scaled = k.logits * s / w
         weight_grad = s * k.projection + (scaled if self.layout.has_split_backward else 0.0)
         return max(widened, scaled, weight_grad) + gathered
