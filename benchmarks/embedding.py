@@ -18,7 +18,7 @@ import argparse
 import resource
 import statistics
 import time
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -66,7 +66,7 @@ def batches(job: Job, ranks: int, rank: int) -> list[Samples]:
 
 def distinct_rows(job: Job, ranks: int) -> float:
     """Returns the expected number of distinct rows in a rank's samples, over all tables."""
-    model = job.model
+    model = cast(Any, job.model)
     power = 1.0 - SyntheticClicks.zipf_exponent
     edges = np.arange(1.0, model.rows + 2.0) ** power
     probabilities = np.diff(edges) / (edges[-1] - 1.0)
@@ -140,7 +140,7 @@ def lookup_and_update(engine: TableEngine, samples: Samples, results: dict[str, 
 
 def bench_embedding_bag(job: Job) -> dict[str, Any]:
     torch.set_num_threads(2)
-    model = job.model
+    model = cast(Any, job.model)
     bags = []
     for _ in range(model.tables):
         weight = torch.full((model.rows, model.width), START)
@@ -196,7 +196,7 @@ def main() -> None:
     parser.add_argument("--sharding", default="auto")
     options = parser.parse_args()
     job, layout = make(options.rows, options.samples, options.sharding), Layout(shard=options.ranks)
-    model = job.model
+    model = cast(Any, job.model)
     size = 4 * model.tables * model.rows * model.width
     print(f"{model.tables} tables of {model.rows:,} rows of width {model.width} in float32: {size / GIB:.2f} GiB")
     print(f"batch of {job.samples} samples, {options.ranks} processes, sharding {options.sharding}")

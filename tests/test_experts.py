@@ -17,14 +17,14 @@ from shardwise.errors import LayoutError
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.models.chain import init_weights
-from shardwise.models.gpt import build_gpt, forward_flops
+from shardwise.models.gpt import build_gpt
 from shardwise.models.moe import MoE, load_balancing_loss
 from shardwise.models.moe_family import MoEConfig
 from shardwise.optim import make_optimizer
 from shardwise.parallel import data_parallel, expert
 from shardwise.parallel import parallelize as road
 from shardwise.parallel.parallelize import parallelize
-from shardwise.parallel.prepare import prepare
+from shardwise.parallel.prepare import forward_flops, prepare
 from shardwise.planner.dryrun.dry_run import fake_process_group, measure_rank
 from shardwise.step import step
 from shardwise.train.checkpoint import CheckpointManager

@@ -2,7 +2,7 @@
 
 - `docs/explanation/planner-time.svg` and `planner-memory.svg`: predicted against measured, a dot a run;
 - the generated part of `docs/explanation/planner.md`: the errors, overall and by source;
-- `shardwise/planner/accuracy.py`: the error that `shardwise plan` states.
+- `shardwise/planner/accuracy.toml`: the error that `shardwise plan` states.
 
 Run after every change of the planner or its constants: python tools/plots.py [--check]; some seconds.
 With `--check`: exits 1 if one of them is stale.
@@ -169,17 +169,13 @@ def _table(head: Sequence[str], rows: Any) -> Iterator[str]:
     yield from ("| " + " | ".join(row) + " |" for row in rows)
 
 
-def accuracy_constants(results: list[Result], text: str) -> str:
-    """The module with today's numbers."""
-    time, memory = error_summary(time_errors(results)), error_summary(memory_errors(results))
-    values = {
-        "NUM_RUNS": len(time_errors(results)), "NUM_MEMORY_RUNS": len(memory_errors(results)),
-        "TIME_MEDIAN, TIME_P90": f"{time['median']:.3f}, {time['p90']:.3f}",
-        "MEMORY_MEDIAN, MEMORY_P90": f"{memory['median']:.3f}, {memory['p90']:.3f}",
-    }  # fmt: skip
-    for name, value in values.items():
-        text = re.sub(rf"^{name} = .*$", f"{name} = {value}", text, flags=re.MULTILINE)
-    return text
+def accuracy_figures(results: list[Result]) -> str:
+    """The TOML file that `shardwise/planner/accuracy.py` reads."""
+    lines = ["# Written by tools/plots.py from benchmarks/runs.csv; do not edit."]
+    for name, errors in (("time", time_errors(results)), ("memory", memory_errors(results))):
+        lines.append(f"{name}_runs = {len(errors)}")
+        lines += [f"{name}_{key} = {error_summary(errors)[key]:.3f}" for key in ("median", "p90")]
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
@@ -190,7 +186,7 @@ def main() -> None:
         [result for values in read_rows(path) if "skipped" not in (result := predict_row(path, values))]
         for path in (ROOT / "benchmarks" / "runs.csv", ROOT / "benchmarks" / "unseen.csv")
     )
-    words, numbers = DOCS / "planner.md", ROOT / "shardwise" / "planner" / "accuracy.py"
+    words, numbers = DOCS / "planner.md", ROOT / "shardwise" / "planner" / "accuracy.toml"
     old = words.read_text(encoding="utf-8")
     if not MARK.search(old):
         sys.exit(f"{words}: the marks of the generated part are gone.")
@@ -198,7 +194,7 @@ def main() -> None:
         DOCS / "planner-time.svg": plot(pairs_of(results, "seconds"), "step time", "seconds"),
         DOCS / "planner-memory.svg": plot(pairs_of(results, "memory"), "peak memory", "GiB"),
         words: MARK.sub(lambda match: match[1] + page(results, others) + match[2], old),
-        numbers: accuracy_constants(results, numbers.read_text(encoding="utf-8")),
+        numbers: accuracy_figures(results),
     }
     stale = [path for path, text in made.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     for path in stale:
