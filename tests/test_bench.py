@@ -78,7 +78,7 @@ def test_what_cannot_be_measured() -> None:
     with pytest.raises(LayoutError, match="one device"):
         bench_step(make_job({"layout": "tensor=2"}), torch.device("cpu"))
     with pytest.raises(JobError, match="a kernel for GPUs"):
-        bench_step(make_job({"attention": "cudnn", "model": MODEL}), torch.device("cpu"))
+        bench_step(make_job({"sdpa_backend": "cudnn", "model": MODEL}), torch.device("cpu"))
 
 
 def made_up() -> comm.CommReport:
