@@ -562,7 +562,7 @@ def test_a_criteo_file(tmp_path: Path) -> None:
     job = make_job(
         {
             "model": {"name": "dlrm", "rows": 64, "width": 4, "lookups": 2}, "batch": {"samples": 4},
-            "data": {"source": "criteo", "path": str(path), "validation": 0.1},
+            "data": {"source": "criteo", "path": str(path), "validation_fraction": 0.1},
         }
     )  # fmt: skip
     training, held, _ = make_sources(job)

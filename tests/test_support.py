@@ -35,7 +35,7 @@ MODEL = {"heads": 4, "kv_heads": 2, "layers": 4}
 
 def layout_of(words: Combination) -> Layout:
     pipeline = {} if words.schedule == "none" else {"pipeline": 2, "schedule": words.schedule}
-    recompute = "0.5" if words.recompute == "share" else words.recompute
+    recompute = "0.5" if words.recompute == "fraction" else words.recompute
     return Layout(shard=2, zero=words.zero, recompute=recompute, micro_batch=1, **pipeline)
 
 
@@ -61,11 +61,11 @@ def test_what_was_promised() -> None:
         words = product(schedules, zeros, recompute, ("float64", "float32", "bf16", "fp16", "fp8"))
         return {lookup(Combination(*each)).verdict for each in words}
 
-    any_recompute = ("none", "selective", "full", "share")
+    any_recompute = ("none", "selective", "full", "fraction")
     assert verdicts(("none", *FULL_BACKWARD), (1,), any_recompute) == {EXACT}
     assert verdicts(("none", *FULL_BACKWARD), (2, 3), any_recompute) == {EXACT_AT_COST}
     assert verdicts(SPLIT_BACKWARD, (1,), ("none",)) == {EXACT}
-    assert verdicts(SPLIT_BACKWARD, (1,), ("selective", "full", "share")) == {EXACT_AT_COST}
+    assert verdicts(SPLIT_BACKWARD, (1,), ("selective", "full", "fraction")) == {EXACT_AT_COST}
     assert verdicts(SPLIT_BACKWARD, (2, 3), any_recompute) == {EXACT_AT_COST}
 
 
