@@ -188,7 +188,7 @@ def test_a_resume_tells_its_new_number_of_steps(tmp_path: Path, monkeypatch: pyt
     start_training(None, ["steps=30"], run.path, said.append)
     (event,) = run.events()
     assert event["event"] == "steps_changed" and event["message"].startswith("30 steps instead of 12;")
-    assert f"changed: {event['message']}" in said
+    assert f"steps_changed: {event['message']}" in said
 
 
 def test_a_resume_names_what_must_stay_and_what_may_change(tmp_path: Path) -> None:
