@@ -23,7 +23,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	MYPYPATH=benchmarks $(BIN)/mypy --explicit-package-bases $(LOOSELY) benchmarks/*.py tools/*.py
-	$(BIN)/python tools/budget.py
+	$(BIN)/python tools/house.py
 
 docs: $(STAMP)
 	$(BIN)/python tools/docs.py

@@ -1,10 +1,10 @@
-"""Flipped bits, false alarms and what the checksums cost, in several layouts on CPU processes.
+"""Measures corruption detection on CPU processes in several layouts: detection rate, false alarms and overhead.
 
-    flips     runs with bits flipped in signs and exponents of weights, optimizer states and summed gradients: how many
-              were found in the step in which they happened, with the right rank and tensor; whether the curve is that
-              of an undisturbed run, bit by bit
-    clean     runs without: how many alarms there were
-    overhead  steps with checksums and without, in turns, in the same processes; medians
+    flips     runs with bit flips in signs and exponents of weights, optimizer state and reduced gradients: how many are
+              detected in the same step, with the right rank and tensor; and whether the loss curve is bitwise equal to
+              that of an undisturbed run
+    clean     runs without bit flips: number of false alarms
+    overhead  steps with and without checksums, alternating in the same processes; medians
 
 Run: python benchmarks/corruption.py [--flips 100] [--clean 10000] [--turns 40] [--device cpu]
 """
@@ -34,8 +34,8 @@ from shardwise.launch.launch import launch
 from shardwise.layout import Layout
 from shardwise.optim import make_optimizer
 from shardwise.parallel.parallelize import parallelize
+from shardwise.parallel.prepare import forward_flops, prepare
 from shardwise.step import make_step_fn
-from shardwise.train.metrics_processor import forward_flops
 from shardwise.train.run_folder import RunFolder
 from shardwise.workers.fork_server import ForkServer
 
@@ -48,22 +48,17 @@ SMALL = {
     "data": {"source": "synthetic"}, "batch": {"samples": 8},
 }  # fmt: skip
 EVERY = 4
-WARM = 5  # steps of each kind that are not counted: they make states, compile and record
+WARMUP_STEPS = 5  # steps of each kind that are not timed: they initialize state, compile and capture
 
 
 def train(fork_server: ForkServer, folder: Path, layout: str, steps: int, faults: list[Fault]) -> RunFolder:
-    run = {
-        "folder": str(folder),
-        "device": "cpu",
-        "max_corruptions": 1000,
-        "checksum_every": 1,
-        "redundant_compute_every": 20,
-    }
+    run = {"folder": str(folder), "device": "cpu", "max_corruptions": 1000, "checksum_every": 1,
+           "redundant_compute_every": 20}  # fmt: skip
     job = make_job(SMALL | {"steps": steps, "checkpoint": {"every": EVERY if steps < 1000 else 0}, "run": run})
-    made = RunFolder.create(job)
-    inject_faults(made.path, faults)
-    launch(made, Layout.parse(layout), resume=False, entry=f"{FAULTY_WORKER}:main", fork_server=fork_server)
-    return made
+    run_folder = RunFolder.create(job)
+    inject_faults(run_folder.path, faults)
+    launch(run_folder, Layout.parse(layout), resume=False, entry=f"{FAULTY_WORKER}:main", fork_server=fork_server)
+    return run_folder
 
 
 def curve(run: RunFolder) -> list[tuple[int, float, float]]:
@@ -71,73 +66,77 @@ def curve(run: RunFolder) -> list[tuple[int, float, float]]:
 
 
 def flips(fork_server: ForkServer, folder: Path, layout: str, count: int, seed: int) -> str:
-    draw, world = random.Random(seed), Layout.parse(layout).world
+    """Runs with and without bit flips; returns a table row."""
+    rng, world = random.Random(seed), Layout.parse(layout).world
     kinds = ["weight", "state", *(["gradient"] if "replicate" in layout else [])]
     faults = []
     for number in range(count):
-        kind = draw.choice(kinds)
-        phase = "gradient" if kind == "gradient" else draw.choice(["data", "forward", "backward"])
-        faults.append(Fault(kind, draw.randrange(world), EVERY + 2 + 2 * number, phase, 1000 * seed + number))
+        kind = rng.choice(kinds)
+        phase = "gradient" if kind == "gradient" else rng.choice(["data", "forward", "backward"])
+        faults.append(Fault(kind, rng.randrange(world), EVERY + 2 + 2 * number, phase, 1000 * seed + number))
     steps = EVERY + 2 * count + 4
     base = train(fork_server, folder / f"base-{seed}", layout, steps, [])
     run = train(fork_server, folder / f"flips-{seed}", layout, steps, faults)
     events = [event for event in run.events() if event["event"] == "corruption"]
-    times, found, named = trigger_times(run.path), 0, 0
+    times, detected, attributed = trigger_times(run.path), 0, 0
     for fault in faults:
         label = (run.path / "faults" / f"number-{fault.number}").read_text()
-        told = [event for event in events if (event["step"], event["tensor"]) == (fault.step, label)]
-        found += bool(told)
-        named += any(e["ranks"] == [fault.rank] for e in told)
-    same = "same bits" if curve(run) == curve(base) else "DIFFERS"
-    return f"| `{layout}` | {len(times)} | {found} | {named} | {same} |"
+        matches = [event for event in events if (event["step"], event["tensor"]) == (fault.step, label)]
+        detected += bool(matches)
+        attributed += any(event["ranks"] == [fault.rank] for event in matches)
+    same = "bitwise equal" if curve(run) == curve(base) else "DIFFERS"
+    return f"| `{layout}` | {len(times)} | {detected} | {attributed} | {same} |"
 
 
 def compare(job: Job, layout: Layout, turns: int, device: str) -> list[float]:
-    """Median seconds of a step with checksums and of one without, of the processor for the latter and for checksums."""
-    engine = parallelize(job, layout, torch.device(device))
+    """Returns medians: seconds per step with and without checksums, CPU seconds without and of the checksums."""
+    engine = parallelize(prepare(job, layout), torch.device(device))
     optimizer = make_optimizer(job.optimizer, engine.param_shards)
-    flops = 3 * forward_flops(job) * job.samples / layout.world
+    flops = 3 * sum(forward_flops(job.model)) * job.samples / layout.world
     detector = CorruptionDetector(job, engine, optimizer, Path(), flops, print)
-    spent = 0.0
+    check_seconds = 0.0
 
-    def timed(act: Callable[..., Any], *args: Any) -> Any:
-        nonlocal spent
+    def timed(function: Callable[..., Any], *args: Any) -> Any:
+        nonlocal check_seconds
         begin = time.thread_time()
-        result = act(*args)
-        spent += time.thread_time() - begin
+        result = function(*args)
+        check_seconds += time.thread_time() - begin
         return result
 
     compiled = job.should_compile(device, layout)
-    bare = make_step_fn(engine, optimizer, job.optimizer.clip, compiled)
-    watched = make_step_fn(
+    plain = make_step_fn(engine, optimizer, job.optimizer.clip, compiled)
+    checked = make_step_fn(
         engine, optimizer, job.optimizer.clip, compiled, on_grads_ready=lambda outcome: timed(detector.before_update)
     )
-    stream, data = SampleStream(SyntheticTokens(4096, job.model.sequence, job.model.vocab, 0), 0), engine.mesh["data"]
+    stream, data = (
+        SampleStream(SyntheticTokens(4096, job.require_decoder().sequence, job.require_decoder().vocab, 0), 0),
+        engine.mesh["data"],
+    )
     batches = [
         stream.read(rank_positions(n, job.samples, data.size, data.index)).to(torch.device(device)) for n in range(4)
     ]
-    taken: dict[bool, list[tuple[float, float, float]]] = {False: [], True: []}
-    for turn in range(2 * (turns + WARM)):
-        ours, spent = bool(turn % 2) ^ bool(turn // 2 % 2), 0.0
-        if ours:
+    times: dict[bool, list[tuple[float, float, float]]] = {False: [], True: []}
+    for turn in range(2 * (turns + WARMUP_STEPS)):
+        with_checks, check_seconds = bool(turn % 2) ^ bool(turn // 2 % 2), 0.0
+        if with_checks:
             detector.reset()
         if layout.world > 1:
             dist.barrier()
         begin = time.perf_counter(), time.process_time()
-        outcome = (watched if ours else bare)(batches[turn % 4])
-        if ours:
+        outcome = (checked if with_checks else plain)(batches[turn % 4])
+        if with_checks:
             timed(detector.after_step)
-            told = torch.stack([outcome.loss, *timed(detector.reduce_flags, 0)]).tolist()
-            assert not told[2], "a false alarm"
+            flags = torch.stack([outcome.loss, *timed(detector.reduce_flags, 0)]).tolist()
+            assert not flags[2], "false alarm"
         else:
             flag = torch.zeros((), device=device)
             if layout.world > 1:
                 all_reduce(flag, dist.ReduceOp.MAX)
             torch.stack([outcome.loss, flag]).tolist()
-        if turn >= 2 * WARM:
-            taken[ours].append((time.perf_counter() - begin[0], time.process_time() - begin[1], spent))
-    (ours_, _, checks), (bare_, busy, _) = (map(statistics.median, zip(*taken[k], strict=True)) for k in (True, False))
-    return [ours_, bare_, busy, checks, float(detector.parts)]
+        if turn >= 2 * WARMUP_STEPS:
+            times[with_checks].append((time.perf_counter() - begin[0], time.process_time() - begin[1], check_seconds))
+    medians = {key: [statistics.median(column) for column in zip(*times[key], strict=True)] for key in times}
+    return [medians[True][0], medians[False][0], medians[False][1], medians[True][2], float(detector.parts)]
 
 
 def main() -> None:
@@ -147,38 +146,39 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=40)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--layout", action="append")
-    given = parser.parse_args()
-    layouts = given.layout or list(LAYOUTS)
+    options = parser.parse_args()
+    layouts = options.layout or list(LAYOUTS)
     fork_server = ForkServer(FAULTY_WORKER)
     try:
         with tempfile.TemporaryDirectory() as name:
-            if given.flips:
-                print("| layout | bits flipped | found in that step | right rank | curve |")
+            if options.flips:
+                print("| layout | bit flips | detected in the same step | right rank | loss curve |")
                 print("| --- | --- | --- | --- | --- |")
                 for seed, layout in enumerate(layouts):
-                    count = given.flips // len(layouts) + (seed < given.flips % len(layouts))
+                    count = options.flips // len(layouts) + (seed < options.flips % len(layouts))
                     print(flips(fork_server, Path(name), layout, count, seed), flush=True)
-            if given.clean:
-                print("\n| layout | clean steps | alarms |\n| --- | --- | --- |")
+            if options.clean:
+                print("\n| layout | clean steps | false alarms |\n| --- | --- | --- |")
                 for number, layout in enumerate(layouts):
-                    steps = -(-given.clean // len(layouts))
+                    steps = -(-options.clean // len(layouts))
                     run = train(fork_server, Path(name) / f"clean-{number}", layout, steps, [])
                     alarms = sum(event["event"] in ("corruption", "rollback") for event in run.events())
                     print(f"| `{layout}` | {len(list(run.metrics()))} | {alarms} |", flush=True)
     finally:
         fork_server.close()
-    if given.turns:
-        print("\n| layout | looked at in a step | with checksums | without | overhead | of processor time |")
+    if options.turns:
+        print("\n| layout | checked per step | with checksums | without | overhead | overhead in CPU time |")
         print("| --- | --- | --- | --- | --- | --- |")
         job = make_job(
             {"model": {"layers": 6, "width": 256, "heads": 8, "vocab": 1024, "sequence": 128}, "batch": {"samples": 16}}
         )
         for layout in layouts:
             parsed = Layout.parse(layout)
-            ours, bare, busy, own, parts = run_world(compare, parsed.world, job, parsed, given.turns, given.device)[0]
-            shares = f"{100 * (ours / bare - 1):.2f}% | {100 * own / busy:.2f}%"
+            result = run_world(compare, parsed.world, job, parsed, options.turns, options.device)[0]
+            checked, plain, cpu_seconds, check_seconds, parts = result
+            overhead = f"{100 * (checked / plain - 1):.2f}% | {100 * check_seconds / cpu_seconds:.2f}%"
             part = "all" if parts == 1 else f"1/{parts:.0f}"
-            print(f"| `{layout}` | {part} | {ours * 1e3:.1f} ms | {bare * 1e3:.1f} ms | {shares} |", flush=True)
+            print(f"| `{layout}` | {part} | {checked * 1e3:.1f} ms | {plain * 1e3:.1f} ms | {overhead} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Our loader against PyTorch's DataLoader over a plain map-style set, on the same files, side by side in one run.
+"""Compares Shardwise's loader with PyTorch's DataLoader over a map-style dataset, on the same files in one run.
 
-    tokens    windows of 1,024 of a token file of 32 MiB, batches of 32
-    images    files as CIFAR-10's (12,000 images), cropped and mirrored, batches of 128
+    tokens    windows of 1,024 tokens from a token file of 32 MiB, batches of 32
+    images    12,000 images in CIFAR-10's format, cropped and flipped, batches of 128
 
-Both give whole batches in a shuffled order, in turns; samples a second are those of the median turn, by this process or
-by as many workers. The wait is that of `shardwise bench data` for the built-in demo. Run: python benchmarks/data.py
+Both produce full batches in shuffled order and take turns, without workers and with the same number of workers;
+throughput is the median over turns. The wait is that of `shardwise bench data` on the built-in demo.
+Run: python benchmarks/data.py
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ ROOT = Path(__file__).parent.parent
 
 
 class PlainTokens(Dataset):
-    """As one would write it: a memory map, a slice, two tensors."""
+    """A straightforward implementation: a memory map, a slice, two tensors."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -55,12 +56,12 @@ class PlainTokens(Dataset):
 
 
 class PlainImages(Dataset):
-    """As one would write it without a library of transforms: bytes in memory, a padded crop, a flip, normalised."""
+    """A straightforward implementation without torchvision: bytes in memory, padded crop, flip, normalization."""
 
     def __init__(self, folder: Path):
         records = [np.fromfile(folder / f"{name}.bin", np.uint8).reshape(-1, 3073) for name in TRAIN_FILES]
-        whole = np.concatenate(records)
-        self.images, self.classes = whole[:, 1:].reshape(-1, 3, 32, 32), whole[:, 0]
+        data = np.concatenate(records)
+        self.images, self.classes = data[:, 1:].reshape(-1, 3, 32, 32), data[:, 0]
 
     def __len__(self) -> int:
         return len(self.images)
@@ -68,26 +69,26 @@ class PlainImages(Dataset):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         image = (self.images[index].astype(np.float32) / 255 - MEAN) / STD
         image = np.pad(image, ((0, 0), (4, 4), (4, 4)))
-        top, left, mirror = torch.randint(9, (3,)).tolist()
+        top, left, flip = torch.randint(9, (3,)).tolist()
         image = image[:, top : top + 32, left : left + 32]
-        return torch.from_numpy((image[:, :, ::-1] if mirror % 2 else image).copy()), int(self.classes[index])
+        return torch.from_numpy((image[:, :, ::-1] if flip % 2 else image).copy()), int(self.classes[index])
 
 
 def endless(loader: DataLoader) -> Iterator[Any]:
     return itertools.chain.from_iterable(itertools.repeat(loader))
 
 
-def files(folder: Path) -> None:
-    draw = np.random.default_rng(0)
-    write_token_arrays(folder / "tokens.bin", iter([draw.integers(0, 50_000, 1 << 24)]), 50_000)
+def write_files(folder: Path) -> None:
+    rng = np.random.default_rng(0)
+    write_token_arrays(folder / "tokens.bin", iter([rng.integers(0, 50_000, 1 << 24)]), 50_000)
     for name in (*TRAIN_FILES, TEST_FILE):
-        records = draw.integers(0, 256, (2000, 3073)).astype(np.uint8)
+        records = rng.integers(0, 256, (2000, 3073)).astype(np.uint8)
         records[:, 0] %= 10
         (folder / f"{name}.bin").write_bytes(records.tobytes())
 
 
 def compare(kind: str, folder: Path, workers: int, turns: int, batches: int) -> tuple[float, float]:
-    """Samples a second of ours and of PyTorch's."""
+    """Returns the samples per second of Shardwise's loader and of PyTorch's."""
     size = 32 if kind == "tokens" else 128
     if kind == "tokens":
         stream = SampleStream(TokenWindows([open_token_file(folder / "tokens.bin")], WINDOW), 0)
@@ -95,38 +96,38 @@ def compare(kind: str, folder: Path, workers: int, turns: int, batches: int) -> 
     else:
         stream = SampleStream(open_cifar10(str(folder), BadRecords(), ImageAugmentation(["crop", "flip"], 0))[0], 0)
         plain = PlainImages(folder)
-    theirs = endless(DataLoader(plain, size, shuffle=True, num_workers=workers, drop_last=True))
-    times: dict[str, list[float]] = {"ours": [], "theirs": []}
-    with Loader(stream, size, workers=workers) as ours:
-        pairs: list[tuple[str, Callable[[], Any]]] = [("ours", ours.__next__), ("theirs", theirs.__next__)]
+    baseline = endless(DataLoader(plain, size, shuffle=True, num_workers=workers, drop_last=True))
+    rates: dict[str, list[float]] = {"shardwise": [], "pytorch": []}
+    with Loader(stream, size, workers=workers) as loader:
+        pairs: list[tuple[str, Callable[[], Any]]] = [("shardwise", loader.__next__), ("pytorch", baseline.__next__)]
         for turn in range(turns + 1):
-            for name, take in pairs if turn % 2 else reversed(pairs):
-                for _ in range(2 * (workers + 1)):  # what lies ready from before
-                    take()
+            for name, next_batch in pairs if turn % 2 else reversed(pairs):
+                for _ in range(2 * (workers + 1)):  # drain prefetched batches
+                    next_batch()
                 begin = time.perf_counter()
                 for _ in range(batches):
-                    take()
+                    next_batch()
                 if turn:
-                    times[name].append(batches * size / (time.perf_counter() - begin))
-    return statistics.median(times["ours"]), statistics.median(times["theirs"])
+                    rates[name].append(batches * size / (time.perf_counter() - begin))
+    return statistics.median(rates["shardwise"]), statistics.median(rates["pytorch"])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--batches", type=int, default=40)
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        files(Path(name))
+        write_files(Path(name))
         for kind in ("tokens", "images"):
             for workers in (0, 2):
-                ours, theirs = compare(kind, Path(name), workers, given.turns, given.batches)
-                who = f"{workers} workers" if workers else "no workers"
-                print(f"{kind}, {who}: ours {ours:,.0f} samples/s, DataLoader {theirs:,.0f}, ratio {ours / theirs:.2f}")
+                ours, pytorch = compare(kind, Path(name), workers, options.turns, options.batches)
+                rates = f"Shardwise {ours:,.0f} samples/s, DataLoader {pytorch:,.0f}, ratio {ours / pytorch:.2f}"
+                print(f"{kind}, {workers or 'no'} workers: {rates}")
     command = [sys.executable, "-m", "shardwise", "bench", "data", str(ROOT / "shardwise" / "demo.toml"), "--json"]
     report = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout)
     waits = f"{1e3 * report['wait_seconds']:.3f} ms of {1e3 * report['step_seconds']:.0f} ms"
-    print(f"the demo: a step waits {waits}, {100 * report['wait_fraction']:.2f}%")
+    print(f"demo: a step waits for data {waits}, {100 * report['wait_fraction']:.2f}%")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""Our step against that of peers on one GPU: the same shapes, random tokens, fresh weights.
+"""Compares the training step with other libraries on one GPU: same shapes, random tokens, random weights.
 
-    python benchmarks/gpu_peers.py                     every shape and whoever is importable
+    python benchmarks/gpu_peers.py                     1.5b and 3.6b with every installed library
     python benchmarks/gpu_peers.py --shape 1.5b --json
 
-bf16 compute with float32 weights and Adam states, gradient clipping; medians of 12 steps after 5 (of 3 where one takes
-many seconds). A peer that is not
-installed is said to be absent, one that runs out of memory at the given batch is tried at smaller ones.
+bf16 compute with float32 weights and Adam state, gradient clipping; medians of 12 steps (3 for very long steps) after 5
+warmup steps. Libraries that are not installed are listed as such; on out-of-memory, smaller batches are tried.
 """
 
 from __future__ import annotations
@@ -34,27 +33,27 @@ SHAPES: dict[str, dict[str, Any]] = {
 SHAPES["1.5b-128k"] = {**SHAPES["1.5b"], "sequence": 131072}
 SHAPES["1.5b-moe"] = {**SHAPES["1.5b"], "name": "moe", "experts": 8, "experts_per_token": 2, "expert_ffn": 4096}
 BATCH = {"1.5b": 4, "3.6b": 2, "8b": 1, "1.5b-128k": 1, "1.5b-moe": 4}
-# What a shape needs to fit beside the defaults.
-NEEDS: dict[str, dict[str, Any]] = {
+# Settings that a shape needs to fit in memory.
+MEMORY_SETTINGS: dict[str, dict[str, Any]] = {
     "8b": {"optimizer": {"state_dtype": "bf16"}},
     "1.5b-128k": {"layout": "recompute=full"},
 }
-STEPS, WARM = 12, 5
-LONG = {"1.5b-128k": 3}  # steps of shapes of which one takes many seconds
+STEPS, WARMUP_STEPS = 12, 5
+FEWER_STEPS = {"1.5b-128k": 3}  # for shapes whose steps take many seconds
 ONLY_BF16 = ("8b", "1.5b-128k", "1.5b-moe")
 
 
 def ours(shape: str, batch: int, precision: str) -> dict[str, float]:
     job = make_job(
-        {"precision": precision, "model": SHAPES[shape], "batch": {"samples": batch}, **NEEDS.get(shape, {})}
+        {"precision": precision, "model": SHAPES[shape], "batch": {"samples": batch}, **MEMORY_SETTINGS.get(shape, {})}
     )
-    report = bench_step(job, torch.device("cuda"), LONG.get(shape, STEPS))
+    report = bench_step(job, torch.device("cuda"), FEWER_STEPS.get(shape, STEPS))
     return {"tokens_per_second": report.tokens_per_second, "peak_memory_gib": report.peak_memory_gib,
-            "flops": report.flops_per_second, "utilisation": report.mfu, "parts": report.time_breakdown}  # type: ignore[dict-item]  # fmt: skip
+            "flops": report.flops_per_second, "mfu": report.mfu, "parts": report.time_breakdown}  # type: ignore[dict-item]  # fmt: skip
 
 
 def hugging_face(shape: str, batch: int, liger: bool) -> dict[str, float]:
-    """transformers' Llama, compiled block by block; `liger`: with its fused operators and head."""
+    """Runs transformers' Llama, compiled block by block, or with Liger's fused operators and head."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     if liger:
@@ -88,7 +87,7 @@ def hugging_face(shape: str, batch: int, liger: bool) -> dict[str, float]:
 
 def timed(step: Callable[[], None], tokens: int) -> dict[str, float]:
     torch.cuda.reset_peak_memory_stats()
-    for _ in range(WARM):
+    for _ in range(WARMUP_STEPS):
         step()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
     events[0].record()
@@ -96,8 +95,8 @@ def timed(step: Callable[[], None], tokens: int) -> dict[str, float]:
         step()
         event.record()
     torch.cuda.synchronize()
-    middle = statistics.median(a.elapsed_time(b) / 1e3 for a, b in zip(events, events[1:]))
-    return {"tokens_per_second": tokens / middle, "peak_memory_gib": torch.cuda.max_memory_allocated() / GIB}
+    seconds = statistics.median(a.elapsed_time(b) / 1e3 for a, b in zip(events, events[1:]))
+    return {"tokens_per_second": tokens / seconds, "peak_memory_gib": torch.cuda.max_memory_allocated() / GIB}
 
 
 PEERS: dict[str, tuple[str, Callable[[str, int], dict[str, float]]]] = {
@@ -107,6 +106,7 @@ PEERS: dict[str, tuple[str, Callable[[str, int], dict[str, float]]]] = {
 
 
 def attempt(run: Callable[[str, int], dict[str, float]], shape: str) -> dict[str, Any]:
+    """Runs a shape, halving the batch on out-of-memory."""
     batch = BATCH[shape]
     while batch:
         try:
@@ -127,8 +127,8 @@ def main() -> None:
     parser.add_argument("--only", choices=["ours", "peers"])
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        parser.exit(1, "there is no GPU here.\n")
-    found: dict[str, dict[str, Any]] = {}
+        parser.exit(1, "this benchmark needs a CUDA GPU.\n")
+    results: dict[str, dict[str, Any]] = {}
     for shape in options.shape or ["1.5b", "3.6b"]:
         rows: dict[str, Any] = {}
         if options.only != "peers":
@@ -136,18 +136,18 @@ def main() -> None:
                 rows[f"shardwise, {precision}"] = attempt(lambda s, b, p=precision: ours(s, b, p), shape)
         if options.only != "ours":
             for name, (module, run) in PEERS.items():
-                there = importlib.util.find_spec(module) is not None
+                installed = importlib.util.find_spec(module) is not None
                 if "experts" in SHAPES[shape]:
-                    rows[name] = {"problem": "not driven with experts from here"}
+                    rows[name] = {"problem": "this script does not run it with experts"}
                 else:
-                    rows[name] = attempt(run, shape) if there else {"problem": "absent"}
-            rows["torchtitan"] = {"problem": "absent" if importlib.util.find_spec("torchtitan") is None
-                                  else "measured by its own command; not driven from here"}  # fmt: skip
-        found[shape] = rows
+                    rows[name] = attempt(run, shape) if installed else {"problem": "not installed"}
+            rows["torchtitan"] = {"problem": "not installed" if importlib.util.find_spec("torchtitan") is None
+                                  else "this script does not run it; measure with its own command"}  # fmt: skip
+        results[shape] = rows
         if not options.json:
             show(shape, rows)
     if options.json:
-        print(json.dumps(found))
+        print(json.dumps(results))
 
 
 def show(shape: str, rows: dict[str, Any]) -> None:
@@ -162,11 +162,13 @@ def show(shape: str, rows: dict[str, Any]) -> None:
         if "problem" in row:
             print(f"  {name:22s} {row['problem']}")
             continue
-        ratio = f"  {row['tokens_per_second'] / best:.2f}x the best peer here" if best else ""
-        used = f" at batch {row['batch']}" if row["batch"] != BATCH[shape] else ""
-        print(f"  {name:22s} {row['tokens_per_second']:9,.0f} tokens/s  {row['peak_memory_gib']:6.1f} GiB{used}{ratio}")
+        ratio = f"  {row['tokens_per_second'] / best:.2f}x the fastest peer" if best else ""
+        batch = f" at batch {row['batch']}" if row["batch"] != BATCH[shape] else ""
+        print(
+            f"  {name:22s} {row['tokens_per_second']:9,.0f} tokens/s  {row['peak_memory_gib']:6.1f} GiB{batch}{ratio}"
+        )
         if "flops" in row:
-            print(f"      {row['flops'] / 1e12:.0f} TFLOP/s of the model, {100 * row['utilisation']:.0f}% of the peak")
+            print(f"      {row['flops'] / 1e12:.0f} model TFLOP/s, {100 * row['mfu']:.0f}% MFU")
         for part, seconds in row.get("parts", {}).items():
             print(f"      {part:16s} {1e3 * seconds:8.1f} ms")
 

@@ -1,10 +1,10 @@
-"""What our road costs against hand-written loops, side by side in one run on CPU.
+"""Measures the overhead of Shardwise's step over hand-written PyTorch loops on CPU.
 
-    one process     our step against a bare PyTorch loop on the same model and batch
+    one process     our step against a plain PyTorch loop with the same model and batch
     two processes   our `replicate=2` step against a plain DistributedDataParallel loop
 
-Each pair runs in the same processes, in turns, so that noise of the machine hits both alike; the ratio is that of the
-medians. Run: python benchmarks/overhead.py
+Both loops alternate in the same processes, so that noise affects both equally; the ratio is that of the medians.
+Run: python benchmarks/overhead.py
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from shardwise.models.chain import init_weights
 from shardwise.models.gpt import build_gpt
 from shardwise.optim import make_optimizer
 from shardwise.parallel.parallelize import parallelize
+from shardwise.parallel.prepare import prepare
 from shardwise.step import step
 
 
-def bare_step(job: Job, world: int) -> Callable[[Samples], Tensor]:
-    """What one would write by hand: model, DDP where there are two, AdamW, clipping."""
+def plain_step(job: Job, world: int) -> Callable[[Samples], Tensor]:
+    """Returns a hand-written step: model, DDP for several processes, AdamW, gradient clipping."""
     model = build_gpt(job.model, job.seed)
     init_weights(model, job.seed)
     module: torch.nn.Module = model
@@ -52,20 +53,20 @@ def bare_step(job: Job, world: int) -> Callable[[Samples], Tensor]:
 
 
 def our_step(job: Job, layout: Layout) -> Callable[[Samples], Tensor]:
-    engine = parallelize(job, layout, torch.device("cpu"))
+    engine = parallelize(prepare(job, layout), torch.device("cpu"))
     optimizer = make_optimizer(job.optimizer, engine.param_shards)
     return lambda samples: step(engine, optimizer, samples, job.optimizer.clip).loss
 
 
 def compare(job: Job, layout: Layout, turns: int) -> tuple[float, float]:
-    """Median seconds of our step and of the bare one."""
+    """Returns the median seconds of our step and of the plain one."""
     stream = SampleStream(SyntheticTokens(4096, job.model.sequence, job.model.vocab, 0), 0)
     rank = dist.get_rank() if layout.world > 1 else 0
     batches = [stream.read(rank_positions(number, job.samples, layout.data, rank)) for number in range(4)]
-    ours, bare = our_step(job, layout), bare_step(job, layout.world)
-    times: dict[str, list[float]] = {"ours": [], "bare": []}
+    ours, plain = our_step(job, layout), plain_step(job, layout.world)
+    times: dict[str, list[float]] = {"ours": [], "plain": []}
     for turn in range(turns + 2):
-        pairs = [("ours", ours), ("bare", bare)]
+        pairs = [("ours", ours), ("plain", plain)]
         for name, run in pairs if turn % 2 else reversed(pairs):
             if layout.world > 1:
                 dist.barrier()
@@ -73,7 +74,7 @@ def compare(job: Job, layout: Layout, turns: int) -> tuple[float, float]:
             run(batches[turn % 4])
             if turn >= 2:
                 times[name].append(time.perf_counter() - begin)
-    return statistics.median(times["ours"]), statistics.median(times["bare"])
+    return statistics.median(times["ours"]), statistics.median(times["plain"])
 
 
 def main() -> None:
@@ -85,9 +86,9 @@ def main() -> None:
     )
     for name, layout, target in (("one process", "pipeline=1", 0.02), ("replicate=2", "replicate=2", 0.03)):
         parsed = Layout.parse(layout)
-        ours, bare = run_world(compare, parsed.world, job, parsed, turns)[0]
-        times = f"ours {ours * 1e3:.1f} ms, bare {bare * 1e3:.1f} ms"
-        print(f"{name}: {times}, ratio {ours / bare:.3f} (target {1 + target:.2f})")
+        ours, plain = run_world(compare, parsed.world, job, parsed, turns)[0]
+        times = f"Shardwise {ours * 1e3:.1f} ms, plain PyTorch {plain * 1e3:.1f} ms"
+        print(f"{name}: {times}, ratio {ours / plain:.3f} (target {1 + target:.2f})")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.optim import make_optimizer
 from shardwise.parallel.parallelize import parallelize
+from shardwise.parallel.prepare import prepare
 from shardwise.planner.calibrate import calibrate
 from shardwise.planner.plan import make_estimator, resolve_layout
 from shardwise.step import step
@@ -48,9 +49,9 @@ def the_job() -> Job:
 def measure(layouts: list[str], rounds: int) -> list[list[float]]:
     """Seconds of each round by layout, on one rank of the world; the first round is for warming up."""
     job, device = the_job(), torch.device("cpu")
-    engines = [parallelize(job, Layout.parse(text), device) for text in layouts]
+    engines = [parallelize(prepare(job, Layout.parse(text)), device) for text in layouts]
     optimizers = [make_optimizer(job.optimizer, engine.param_shards) for engine in engines]
-    stream = SampleStream(SyntheticTokens(256, job.model.sequence, job.model.vocab, 0), 0)
+    stream = SampleStream(SyntheticTokens(256, job.require_decoder().sequence, job.require_decoder().vocab, 0), 0)
     times: list[list[float]] = [[] for _ in layouts]
     for number in range(rounds + 1):
         for place, (engine, optimizer) in enumerate(zip(engines, optimizers, strict=True)):

@@ -1,10 +1,9 @@
-"""What measuring costs: steps with all metrics of every rank, and steps with none, side by side in one run on CPU.
+"""Measures the overhead of metrics: steps with all metrics of every rank against steps with none, on CPU.
 
-With: phases, waits by axis, the exchange of rows, `metrics.jsonl` and `ranks.jsonl`. Without: the step, the agreement
-on signals and the reading of the loss, which any loop needs. Both run in the same processes, in turns, so that noise of
-the machine hits both alike; the ratio is that of the medians, with the range that nine of ten resampled ratios are in.
-Beside wall time stands processor time of the process, which other work on the machine touches less.
-Run: python benchmarks/watch_overhead.py
+With metrics: phases, wait time by axis, gathering all ranks' rows, `metrics.jsonl` and `ranks.jsonl`. Without: the
+step, the all-reduce of signals and reading the loss, which any loop needs. Both alternate in the same processes, so
+that noise affects both equally. The ratio is that of the medians, with a 90% bootstrap interval, for wall time and for
+CPU time, which other load on the machine affects less. Run: python benchmarks/watch_overhead.py
 """
 
 from __future__ import annotations
@@ -28,27 +27,25 @@ from shardwise.integrity.corruption_detector import CorruptionDetector
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.parallel.parallelize import parallelize
-from shardwise.parallel.tables.table_engine import make_engine_optimizer
+from shardwise.parallel.prepare import prepare
 from shardwise.step import step
 from shardwise.train.metrics_processor import MetricsProcessor
 from shardwise.train.progress import Progress
 from shardwise.train.run_folder import RunFolder
 
 LAYOUTS = ("pipeline=1", "replicate=2", "shard=2 zero=3", "tensor=2", "pipeline=2 micro_batch=2")
-
-
-Times = list[tuple[float, float]]  # seconds on the wall, and of the processor
+Times = list[tuple[float, float]]  # wall and CPU seconds
 
 
 def compare(job: Job, layout: Layout, turns: int, folder: str) -> tuple[Times, Times]:
-    """Steps with and without metrics."""
-    engine = parallelize(job, layout, torch.device("cpu"))
-    optimizer = make_engine_optimizer(job, engine)
+    """Returns the times of steps with and without metrics."""
+    engine = parallelize(prepare(job, layout), torch.device("cpu"))
+    optimizer = engine.make_optimizer(job)
     detector = CorruptionDetector(job, engine, optimizer, Path(folder), 0.0, lambda *_, **__: None)  # not measured here
     metrics_processor = MetricsProcessor(
         job, engine, optimizer, RunFolder(Path(folder)), Progress(turns, False), detector
     )
-    stream = SampleStream(SyntheticTokens(4096, job.model.sequence, job.model.vocab, 0), 0)
+    stream = SampleStream(SyntheticTokens(4096, job.require_decoder().sequence, job.require_decoder().vocab, 0), 0)
     data = engine.mesh["data"]
     batches = [stream.read(rank_positions(number, job.samples, data.size, data.index)) for number in range(4)]
     times: dict[bool, Times] = {True: [], False: []}
@@ -57,7 +54,7 @@ def compare(job: Job, layout: Layout, turns: int, folder: str) -> tuple[Times, T
             STEP_TIMER.enabled = metrics
             if layout.world > 1:
                 dist.barrier()
-            begin, used = time.perf_counter(), time.process_time()
+            begin, cpu_begin = time.perf_counter(), time.process_time()
             if metrics:
                 metrics_processor.ranks.begin(turn)
                 STEP_TIMER.begin_phase("data")
@@ -71,18 +68,18 @@ def compare(job: Job, layout: Layout, turns: int, folder: str) -> tuple[Times, T
                     all_reduce(flag, dist.ReduceOp.MAX)
                 torch.stack((outcome.loss, outcome.grad_norm, outcome.skipped, flag)).tolist()
             if turn >= 3:
-                times[metrics].append((time.perf_counter() - begin, time.process_time() - used))
+                times[metrics].append((time.perf_counter() - begin, time.process_time() - cpu_begin))
     return times[True], times[False]
 
 
-def spread(ours: list[float], bare: list[float], draws: int = 1000) -> tuple[float, float]:
-    """Of the ratio of medians, the middle nine tenths over pairs that are drawn again."""
-    rng, pairs = random.Random(0), list(zip(ours, bare, strict=True))
-    found = []
+def ratio_interval(with_metrics: list[float], without: list[float], draws: int = 1000) -> tuple[float, float]:
+    """Returns the 90% bootstrap interval of the ratio of medians."""
+    rng, pairs = random.Random(0), list(zip(with_metrics, without, strict=True))
+    ratios = []
     for _ in range(draws):
-        drawn = rng.choices(pairs, k=len(pairs))
-        found.append(statistics.median(a for a, _ in drawn) / statistics.median(b for _, b in drawn))
-    return sorted(found)[draws // 20], sorted(found)[-draws // 20]
+        sample = rng.choices(pairs, k=len(pairs))
+        ratios.append(statistics.median(a for a, _ in sample) / statistics.median(b for _, b in sample))
+    return sorted(ratios)[draws // 20], sorted(ratios)[-draws // 20]
 
 
 def main() -> None:
@@ -90,23 +87,19 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=60)
     parser.add_argument("--layout", action="append", help="may be repeated")
     parser.add_argument("--width", type=int, default=256)
-    asked = parser.parse_args()
-    job = make_job(
-        {
-            "model": {"layers": 4, "width": asked.width, "heads": 8, "vocab": 1024, "sequence": 128},
-            "batch": {"samples": 8},
-        }
-    )
-    for text in asked.layout or LAYOUTS:
+    options = parser.parse_args()
+    model = {"layers": 4, "width": options.width, "heads": 8, "vocab": 1024, "sequence": 128}
+    job = make_job({"model": model, "batch": {"samples": 8}})
+    for text in options.layout or LAYOUTS:
         layout = Layout.parse(text)
         with tempfile.TemporaryDirectory() as folder:
-            ours, bare = run_world(compare, layout.world, job, layout, asked.turns, folder, timeout=900.0)[0]
-        for place, clock in enumerate(("wall", "processor")):
-            given, without = [one[place] for one in ours], [one[place] for one in bare]
-            low, high = spread(given, without)
-            medians = statistics.median(given), statistics.median(without)
-            told = f"with {medians[0] * 1e3:.2f} ms, without {medians[1] * 1e3:.2f} ms"
-            print(f"{text}, {clock}: {told}, ratio {medians[0] / medians[1]:.3f} ({low:.3f} to {high:.3f})", flush=True)
+            times = run_world(compare, layout.world, job, layout, options.turns, folder, timeout=900.0)[0]
+        for index, clock in enumerate(("wall", "CPU")):
+            with_metrics, without = ([pair[index] for pair in pairs] for pairs in times)
+            low, high = ratio_interval(with_metrics, without)
+            a, b = statistics.median(with_metrics), statistics.median(without)
+            seconds = f"with metrics {a * 1e3:.2f} ms, without {b * 1e3:.2f} ms"
+            print(f"{text}, {clock} time: {seconds}, ratio {a / b:.3f} ({low:.3f} to {high:.3f})", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The commands: parse, call, print. No logic."""
+"""The command line: parses options, calls the package, prints the result."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer import Argument, Option
 
 from shardwise import __version__
 from shardwise.console import print_line
@@ -21,14 +22,19 @@ from shardwise.watch import command as watch
 
 app = typer.Typer(
     name="shardwise", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",  # the other kind takes "[data]" for a style
-    help="Train PyTorch models in any layout, proven equal to one device.",
+    rich_markup_mode="markdown",  # the rich markup would take "[data]" for a style
+    help="Distributed training of PyTorch models in any parallel layout, verified against a single process.",
 )  # fmt: skip
 
-JobFile = Annotated[Path | None, typer.Argument(help="The job file (TOML).", show_default=False)]
+JobFile = Annotated[Path | None, Argument(help="Job file (TOML); default: the built-in demo.", show_default=False)]
 Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides a key of the job; may be repeated.")
+    list[str] | None,
+    Option("--set", metavar="KEY=VALUE", help="Override a job key, e.g. optimizer.lr=1e-4; repeatable."),
 ]
+LayoutOption = Annotated[
+    str | None, Option(help='Parallel layout, e.g. "shard=4 tensor=2"; short for --set layout=...')
+]
+JsonFlag = Annotated[bool, Option("--json", help="Print JSON instead of text.")]
 
 
 def _show_version(is_requested: bool) -> None:
@@ -37,72 +43,75 @@ def _show_version(is_requested: bool) -> None:
         raise typer.Exit
 
 
-Version = Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Shows the version.")]
+VersionOption = Annotated[
+    bool, Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+]
 
 
 @app.callback()
-def shardwise(version: Version = False) -> None:
-    """Holds what is said before a command's name."""
+def shardwise(version: VersionOption = False) -> None:
+    """Options that come before the command."""
 
 
 @app.command()
 def train(
     job_file: JobFile = None,
     overrides: Overrides = None,
-    layout: Annotated[str | None, typer.Option(help="Short for --set layout=...")] = None,
-    cluster: Annotated[str | None, typer.Option(help="Short for --set run.cluster=...")] = None,
+    layout: LayoutOption = None,
+    cluster: Annotated[
+        str | None, Option(help="Cluster preset or file to plan for; short for --set run.cluster=...")
+    ] = None,
     processes: Annotated[
-        int | None,
-        typer.Option(min=1, help="Plans a layout for so many; short for --set run.processes=... layout=auto."),
+        int | None, Option(min=1, help="Plan a layout for N processes; short for --set run.processes=N layout=auto.")
     ] = None,
-    resume: Annotated[Path | None, typer.Option(help="Goes on with this run folder, in any layout.")] = None,
+    resume: Annotated[Path | None, Option(help="Resume the run in this folder, in any layout.")] = None,
     node: Annotated[
-        str | None, typer.Option(metavar="K/N", help="Which of several machines this is; 0 leads, and has the job.")
+        str | None, Option(metavar="K/N", help="Multi-node: this is node K of N; node 0 needs the job.")
     ] = None,
-    rdzv_endpoint: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Where the first machine listens.")
+    address: Annotated[
+        str | None, Option(metavar="HOST:PORT", help="Multi-node: address on which node 0 listens.")
     ] = None,
 ) -> None:
-    """Trains a job; with no job file, the built-in demo on this machine."""
+    """Trains a job. Without a job file, trains the built-in demo on this machine."""
     if resume is not None and job_file is not None:
-        raise JobError("--resume takes its job from the run folder; leave the job file out.")
-    if rdzv_endpoint is not None and node is None:
-        raise JobError("--address is where the first of several machines listens; say which one this is: --node 0/2.")
+        raise JobError("--resume reads the job from the run folder; remove the job file from the command.")
+    if address is not None and node is None:
+        raise JobError("--address needs --node, e.g. --node 0/2 on the first of two nodes.")
     if processes is not None and layout is not None:
-        raise JobError("--processes plans a layout of its own; leave it or --layout out.")
+        raise JobError("--processes lets the planner choose the layout and excludes --layout; pass only one of them.")
     flag_overrides = [f"layout={layout}"] * bool(layout) + [f"run.cluster={cluster}"] * bool(cluster)
     flag_overrides += ["layout=auto", f"run.processes={processes}"] if processes is not None else []
-    # Of this process, which forks workers; they have threads of their own.
+    # For this process, which forks the workers; each worker sets its own thread count.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     overrides = [*(overrides or []), *flag_overrides]
     if resume is None:
-        load_job(job_file, overrides).require_trainable()  # a typo is told at once, before PyTorch is imported
+        load_job(job_file, overrides).require_trainable()  # reports a typo before the slow import of PyTorch
 
     from shardwise.launch.start import start_training
     from shardwise.workers.nodes import Node
 
-    start_training(
-        job_file, overrides, resume, print_line, Node.parse(node, rdzv_endpoint) if node is not None else None
-    )
+    start_training(job_file, overrides, resume, print_line, Node.parse(node, address) if node is not None else None)
 
 
 @app.command()
 def verify(
     job_file: JobFile = None,
     overrides: Overrides = None,
-    layout: Annotated[list[str] | None, typer.Option(help="A layout to prove; may be repeated.")] = None,
-    shrink: Annotated[bool, typer.Option(help="Makes the model small first, keeping its kind and odd sizes.")] = False,
-    steps: Annotated[int, typer.Option(min=3, help="Optimizer steps to compare.")] = 3,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON record per layout.")] = False,
+    layout: Annotated[
+        list[str] | None, Option(help="Layout to verify; repeatable. Default: the job's, or a standard set.")
+    ] = None,
+    shrink: Annotated[bool, Option(help="Shrink the model first, to verify large models quickly.")] = False,
+    steps: Annotated[int, Option(min=3, help="Number of optimizer steps to compare.")] = 3,
+    as_json: JsonFlag = False,
 ) -> None:
-    """Proves that layouts compute what one device computes."""
+    """Verifies that a layout computes the same losses, gradients and weights as a single process."""
     load_job(job_file, overrides or []).require_trainable()
 
     from shardwise.verify.command import verify_job
 
     console = Console()
     columns = ("layout", "loss", "grad norm", "gradients", "weights", "verdict")
-    table = Table(*columns, title="relative errors against one process")
+    table = Table(*columns, title="relative error against the single-process reference")
 
     def show(record: Any) -> None:
         if as_json:
@@ -128,13 +137,15 @@ def verify(
 def plan(
     job_file: JobFile = None,
     overrides: Overrides = None,
-    cluster: Annotated[str, typer.Option(help="A known machine (a100-80g, h100, ...) or a calibrated file.")] = "cpu",
-    devices: Annotated[int | None, typer.Option(min=1, help="How many; one node if left out.")] = None,
-    layout: Annotated[str | None, typer.Option(help="Judges this layout instead of searching.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
-    html: Annotated[Path | None, typer.Option(help="Writes the plan as a page of its own to this file too.")] = None,
+    cluster: Annotated[
+        str, Option(help="Cluster preset (a100-80g, h100, ...) or a file from `shardwise calibrate`.")
+    ] = "cpu",
+    devices: Annotated[int | None, Option(min=1, help="Number of devices; default: one node.")] = None,
+    layout: Annotated[str | None, Option(help="Estimate this layout instead of searching.")] = None,
+    as_json: JsonFlag = False,
+    html: Annotated[Path | None, Option(help="Also write the plan as an HTML page to this file.")] = None,
 ) -> None:
-    """Chooses a layout for a job and says what it will cost, for machines that need not be here."""
+    """Chooses the fastest layout for a job on a cluster and predicts step time and memory. Needs no devices."""
     from shardwise.planner.plan import plan_job
     from shardwise.planner.plan_page import write_page
     from shardwise.planner.show import show_plan
@@ -152,13 +163,18 @@ def plan(
 def dryrun(
     job_file: JobFile = None,
     overrides: Overrides = None,
-    layout: Annotated[str | None, typer.Option(help="The layout; without it, the job's.")] = None,
-    rank: Annotated[list[int] | None, typer.Option(min=0, help="A rank to look at; may be repeated.")] = None,
-    every_stage: Annotated[bool, typer.Option("--every-stage", help="A rank of each place in the pipeline.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON record per rank.")] = False,
+    layout: Annotated[str | None, Option(help="Layout to run; default: the job's layout.")] = None,
+    rank: Annotated[
+        list[int] | None,
+        Option(
+            min=0, help="Rank to simulate; repeatable. Default: a rank of the first, second, middle and last stage."
+        ),
+    ] = None,
+    every_stage: Annotated[bool, Option("--every-stage", help="Simulate one rank of every pipeline stage.")] = False,
+    as_json: JsonFlag = False,
 ) -> None:
-    """Takes a step as some ranks of any world, without its devices: exact memory and traffic."""
-    load_job(job_file, overrides or []).require_chain_model()
+    """Runs one training step as chosen ranks of any world size, without devices: exact memory and traffic."""
+    load_job(job_file, overrides or []).require_trainable()
 
     from shardwise.planner.dryrun.command import describe_reports, dryrun_job
 
@@ -169,17 +185,20 @@ def dryrun(
 
 @app.command()
 def calibrate(
-    out: Annotated[Path, typer.Option("--out", "-o", help="The cluster file to write (TOML).")] = Path("cluster.toml"),
-    processes: Annotated[int, typer.Option(min=1, help="Processes of a world on this machine, without a GPU.")] = 2,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    out: Annotated[Path, Option("--out", "-o", help="Cluster file to write (TOML).")] = Path("cluster.toml"),
+    processes: Annotated[int, Option(min=1, help="Number of CPU processes to measure with; unused on GPUs.")] = 2,
+    device: Annotated[str, Option(help="Device to measure: auto, cpu or cuda.")] = "auto",
 ) -> None:
-    """Measures this machine for the planner; give the file to `plan` as --cluster."""
+    """Measures this machine for the planner. Pass the file to `plan` as --cluster."""
     from shardwise.planner.calibrate import calibrate_to_file
 
     print_line(calibrate_to_file(out, processes, device))
 
 
-bench = typer.Typer(no_args_is_help=True, help="Measures this machine at work.", rich_markup_mode="markdown")
+bench = typer.Typer(
+    no_args_is_help=True, rich_markup_mode="markdown",
+    help="Benchmarks of this machine: training step, data loading, communication.",
+)  # fmt: skip
 app.add_typer(bench, name="bench")
 
 
@@ -187,16 +206,16 @@ app.add_typer(bench, name="bench")
 def bench_step(
     job_file: JobFile = None,
     overrides: Overrides = None,
-    model: Annotated[str | None, typer.Option(help="Short for --set model.name=...")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Short for --set batch.samples=...")] = None,
-    steps: Annotated[int, typer.Option(min=2, help="Steps to measure.")] = 10,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    model: Annotated[str | None, Option(help="Model family or preset; short for --set model.name=...")] = None,
+    batch: Annotated[int | None, Option(min=1, help="Global batch; short for --set batch.samples=...")] = None,
+    steps: Annotated[int, Option(min=2, help="Number of steps to measure.")] = 10,
+    as_json: JsonFlag = False,
 ) -> None:
-    """Takes steps of a job on one device with random tokens: tokens/s, memory, and where the time goes."""
+    """Benchmarks training steps of a job on one device with random tokens: tokens/s, memory, time by kernel."""
     flag_overrides = [f"model.name={model}"] * bool(model) + [f"batch.samples={batch}"] * bool(batch)
     job = load_job(job_file, [*(overrides or []), *flag_overrides])
-    job.require_chain_model()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own talk
+    job.require_trainable()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler's log
 
     import torch
 
@@ -211,10 +230,10 @@ def bench_step(
 def bench_data(
     job_file: JobFile = None,
     overrides: Overrides = None,
-    steps: Annotated[int, typer.Option(min=2, help="Steps to measure.")] = 10,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    steps: Annotated[int, Option(min=2, help="Number of steps to measure.")] = 10,
+    as_json: JsonFlag = False,
 ) -> None:
-    """Says how long a step of a job waits for data on one device, and which stage of a batch takes longest."""
+    """Benchmarks data loading: how long a step waits for data on one device, and which loading stage is slowest."""
     job = load_job(job_file, overrides or [])
     job.require_trainable()
 
@@ -229,22 +248,19 @@ def bench_data(
 
 @bench.command("comm")
 def bench_comm(
-    processes: Annotated[int, typer.Option(min=2, help="Processes to start; under torchrun, those that it made.")] = 4,
+    processes: Annotated[int, Option(min=2, help="Number of processes to start; ignored under torchrun.")] = 4,
     nproc_per_node: Annotated[
-        int | None,
-        typer.Option(
-            min=1, show_default=False, help="Processes on a node; without it, as torchrun says, or half of all."
-        ),
+        int | None, Option(min=1, show_default=False, help="Processes per node; default: torchrun's, or half of all.")
     ] = None,
-    max_mib: Annotated[int, typer.Option(min=1, metavar="MIB", help="The largest message, in MiB.")] = 16,
-    repeats: Annotated[int, typer.Option(min=1, help="Times that each is measured.")] = 7,
-    plot: Annotated[Path | None, typer.Option(help="Draws times and fits into this file (SVG).")] = None,
+    max_mib: Annotated[int, Option(min=1, metavar="MIB", help="Largest message, in MiB.")] = 16,
+    repeats: Annotated[int, Option(min=1, help="Number of measurements per message size.")] = 7,
+    plot: Annotated[Path | None, Option(help="Plot measured and fitted times to this file (SVG).")] = None,
     write: Annotated[
-        Path | None, typer.Option(help="Puts the links into this cluster file (TOML), for `plan --cluster`.")
+        Path | None, Option(help="Write the measured links to this cluster file, for `plan --cluster`.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    as_json: JsonFlag = False,
 ) -> None:
-    """Sums messages over processes by ring, halving, tree, two levels and parameter server, beside PyTorch's own."""
+    """Benchmarks all-reduce by ring, halving-doubling, tree, two-level and parameter server against PyTorch's own."""
     from shardwise.bench import comm
     from shardwise.draw import write_svg
 
@@ -260,8 +276,8 @@ def bench_comm(
 
 
 @app.command()
-def doctor(run: Annotated[Path, typer.Argument(help="A run folder, of a run that is under way or not.")]) -> None:
-    """Explains a run that hangs or died: which rank, in which operation, where in the code; who waits for it."""
+def doctor(run: Annotated[Path, Argument(help="Run folder; the run may be in progress or over.")]) -> None:
+    """Diagnoses a run that hangs or failed: which rank, in which operation, where in the code, and who waits for it."""
     from shardwise.workers.diagnosis import diagnose_run
 
     for line in diagnose_run(run):
@@ -276,12 +292,12 @@ for _command in watch.COMMANDS:
 def chaos(
     job_file: JobFile = None,
     overrides: Overrides = None,
-    layout: Annotated[str | None, typer.Option(help="Short for --set layout=...")] = None,
-    faults: Annotated[int, typer.Option(min=1, help="How many faults.")] = 10,
-    seed: Annotated[int, typer.Option(min=0, help="Of the draw of faults.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    layout: LayoutOption = None,
+    faults: Annotated[int, Option(min=1, help="Number of faults to inject.")] = 10,
+    seed: Annotated[int, Option(min=0, help="Seed of the fault schedule.")] = 0,
+    as_json: JsonFlag = False,
 ) -> None:
-    """Runs a job twice, once under random real faults (kill -9, SIGSTOP, flipped bits, NaN), and prints the tally."""
+    """Runs a job with and without injected faults (kill -9, SIGSTOP, bit flips, NaN) and compares the two runs."""
     from shardwise.chaos.run import run_chaos
 
     report = run_chaos(job_file, [*(overrides or []), *[f"layout={layout}"] * bool(layout)], faults, seed, print_line)
@@ -292,13 +308,13 @@ def chaos(
 
 @app.command()
 def sample(
-    run: Annotated[Path, typer.Argument(help="A run folder.")],
-    prompt: Annotated[str, typer.Option(help="What the text starts with.")] = "",
-    tokens: Annotated[int, typer.Option(min=1, help="How many tokens to write.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest.")] = 0.8,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    run: Annotated[Path, Argument(help="Run folder with a checkpoint.")],
+    prompt: Annotated[str, Option(help="Text to continue.")] = "",
+    tokens: Annotated[int, Option(min=1, help="Number of tokens to generate.")] = 256,
+    temperature: Annotated[float, Option(min=0.0, help="Sampling temperature; 0 is greedy decoding.")] = 0.8,
+    seed: Annotated[int, Option(min=0, help="Sampling seed.")] = 0,
 ) -> None:
-    """Writes text with a trained run, on one device."""
+    """Generates text with the model of a run, on one device."""
     from shardwise.train.generate import sample_run
 
     print_line(sample_run(run, prompt, tokens, temperature, seed))
@@ -306,36 +322,39 @@ def sample(
 
 @app.command()
 def data(
-    out: Annotated[Path, typer.Argument(help="The token file to write (.bin).")],
-    job_file: Annotated[Path | None, typer.Option("--job", help="Takes [data] from this job file.")] = None,
+    out: Annotated[Path, Argument(help="Token file to write (.bin).")],
+    job_file: Annotated[Path | None, Option("--job", help="Job file with the [data] section.")] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Writes a source as a memory-mapped token file, for `data.source = "tokens"`."""
+    """Tokenizes a data source into a memory-mapped token file, for `data.source = "tokens"`."""
     from shardwise.data.encode import write_token_file
 
     print_line(write_token_file(job_file, overrides or [], out))
 
 
-laws = typer.Typer(no_args_is_help=True, help="How big, how long: scaling laws.", rich_markup_mode="markdown")
+laws = typer.Typer(
+    no_args_is_help=True, rich_markup_mode="markdown",
+    help="Scaling laws: choose model size and token count for a compute budget.",
+)  # fmt: skip
 app.add_typer(laws, name="laws")
 ParameterCount = Annotated[
-    str, typer.Option("--count", help="Parameters: all, or those of the blocks without embeddings and head.")
+    str, Option("--count", help="Parameters to count: all, or blocks (without embeddings and output head).")
 ]
 
 
 @laws.command("design")
 def laws_design(
-    budget: Annotated[str, typer.Option(metavar="LOW:HIGH", help="FLOPs of the smallest and the largest runs.")],
-    model: Annotated[str, typer.Option(help="The kind of model; gpt is the one that is known.")] = "gpt",
-    budgets: Annotated[int, typer.Option(min=1, help="How many budgets.")] = 3,
-    sizes: Annotated[int, typer.Option(min=1, help="Models for each.")] = 5,
-    spread: Annotated[float, typer.Option(min=1.0, help="The largest over the middle one.")] = 4.0,
-    out: Annotated[Path, typer.Option("--out", "-o", help="The folder for job files and runs.")] = Path("laws"),
+    budget: Annotated[str, Option(metavar="LOW:HIGH", help="Smallest and largest compute budget, FLOPs.")],
+    model: Annotated[str, Option(help="Model family; only gpt is supported.")] = "gpt",
+    budgets: Annotated[int, Option(min=1, help="Number of compute budgets.")] = 3,
+    sizes: Annotated[int, Option(min=1, help="Number of model sizes per budget.")] = 5,
+    spread: Annotated[float, Option(min=1.0, help="Ratio of the largest to the middle model size.")] = 4.0,
+    out: Annotated[Path, Option("--out", "-o", help="Folder for the job files and their runs.")] = Path("laws"),
     overrides: Overrides = None,
     counts: ParameterCount = "all",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON list.")] = False,
+    as_json: JsonFlag = False,
 ) -> None:
-    """Writes a grid of small jobs to fit a law to: some budgets, and at each models of several sizes."""
+    """Writes a grid of small jobs for fitting a scaling law: several compute budgets, several model sizes each."""
     from shardwise.laws.command import design_text
 
     print_line(design_text(budget, budgets, sizes, spread, model, out, overrides or [], counts, as_json))
@@ -343,24 +362,24 @@ def laws_design(
 
 @laws.command("fit")
 def laws_fit(
-    runs: Annotated[list[Path], typer.Argument(help="A CSV file, or run folders and folders of them.")],
+    runs: Annotated[list[Path], Argument(help="CSV file, run folders, or folders of run folders.")],
     drop: Annotated[
         int | None,
-        typer.Option(
+        Option(
             "--drop-highest",
             min=0,
-            help="Leaves out so many highest losses, and nothing else; without it: runs far off the law.",
+            help="Exclude the N highest losses instead of the outliers of the fit.",
             show_default=False,
         ),
     ] = None,
-    draws: Annotated[int, typer.Option(min=20, help="Fits of reweighted runs behind the intervals.")] = 400,
-    seed: Annotated[int, typer.Option(min=0, help="Of the weights.")] = 0,
+    draws: Annotated[int, Option(min=20, help="Number of bootstrap fits for the confidence intervals.")] = 400,
+    seed: Annotated[int, Option(min=0, help="Seed of the bootstrap weights.")] = 0,
     counts: ParameterCount = "all",
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Writes the fit to this file (JSON).")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draws the fit into this file (SVG).")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    out: Annotated[Path | None, Option("--out", "-o", help="Write the fit to this file (JSON).")] = None,
+    plot: Annotated[Path | None, Option(help="Plot the fit to this file (SVG).")] = None,
+    as_json: JsonFlag = False,
 ) -> None:
-    """Fits L(N, D) = E + A / N^alpha + B / D^beta to runs, with intervals, residuals and outliers."""
+    """Fits L(N, D) = E + A / N^alpha + B / D^beta to runs, with confidence intervals, residuals and outliers."""
     from shardwise.laws.command import fit_text
 
     print_line(fit_text(runs, drop, draws, seed, counts, out, plot, as_json))
@@ -368,18 +387,16 @@ def laws_fit(
 
 @laws.command("recommend")
 def laws_recommend(
-    flops: Annotated[float | None, typer.Option(help="The budget, as 6 x parameters x tokens.")] = None,
-    devices: Annotated[int | None, typer.Option(min=1, help="How many train it.")] = None,
-    cluster: Annotated[str | None, typer.Option(help="A known machine (h100, ...) or a calibrated file.")] = None,
-    days: Annotated[float | None, typer.Option(help="The budget, as days of all devices.")] = None,
-    law: Annotated[Path | None, typer.Option(help="A fit that was saved; without it, the built-in law.")] = None,
-    unique_tokens: Annotated[
-        float | None, typer.Option("--unique-tokens", help="Different tokens that there are.")
-    ] = None,
+    flops: Annotated[float | None, Option(help="Compute budget in FLOPs, or give --days.")] = None,
+    devices: Annotated[int | None, Option(min=1, help="Number of devices; needs --cluster.")] = None,
+    cluster: Annotated[str | None, Option(help="Cluster preset or calibrated file; needs --devices.")] = None,
+    days: Annotated[float | None, Option(help="Time budget in days; needs --devices and --cluster.")] = None,
+    law: Annotated[Path | None, Option(help="Saved fit (JSON); default: the built-in law.")] = None,
+    unique_tokens: Annotated[float | None, Option("--unique-tokens", help="Number of unique tokens available.")] = None,
     overrides: Overrides = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    as_json: JsonFlag = False,
 ) -> None:
-    """Says which size and how many tokens a budget should buy, the loss, and what other choices cost."""
+    """Recommends model size and tokens for a compute budget, and predicts the loss of this and other choices."""
     from shardwise.laws.command import recommend_text
 
     print_line(recommend_text(law, flops, days, devices, cluster, unique_tokens, overrides or [], as_json))
@@ -387,35 +404,35 @@ def laws_recommend(
 
 @laws.command("noise")
 def laws_noise(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders with a checkpoint.")],
-    batches: Annotated[int, typer.Option(min=2, help="Batches to read.")] = 16,
-    samples: Annotated[int, typer.Option(min=1, help="Samples in each.")] = 8,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON list.")] = False,
+    runs: Annotated[list[Path], Argument(help="Run folders with a checkpoint each.")],
+    batches: Annotated[int, Option(min=2, help="Number of batches to read.")] = 16,
+    samples: Annotated[int, Option(min=1, help="Samples per batch.")] = 8,
+    as_json: JsonFlag = False,
 ) -> None:
-    """Estimates the critical batch size of runs from the noise of their gradients."""
+    """Estimates the critical batch size of runs from their gradient noise scale."""
     from shardwise.laws.command import noise_text
 
     print_line(noise_text(runs, batches, samples, as_json))
 
 
 def main() -> None:
-    """The entry point: errors that we raise on purpose are told in a sentence, never as a traceback."""
+    """Runs the command line. Prints expected errors as a sentence, without a traceback."""
     try:
-        sys.exit(app(standalone_mode=False))  # the code of a typer.Exit, or None
+        sys.exit(app(standalone_mode=False))  # the exit code of a typer.Exit, or None
     except ShardwiseError as error:
-        # In a world made by others every rank finds the same mistake; one tells it.
+        # Under torchrun or Slurm every rank raises the same error; only rank 0 prints it.
         if os.environ.get("RANK", "0") == "0":
             print(f"shardwise: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except (PermissionError, IsADirectoryError) as error:
         if error.filename is None:
             raise
-        print(f"shardwise: {error.filename} cannot be used: {error.strerror}.", file=sys.stderr)
+        print(f"shardwise: cannot access {error.filename}: {error.strerror}.", file=sys.stderr)
         sys.exit(2)
     except typer.Abort:
         sys.exit(130)
     except Exception as error:
-        if hasattr(error, "show") and hasattr(error, "exit_code"):  # a wrong option or argument, told by the parser
+        if hasattr(error, "show") and hasattr(error, "exit_code"):  # a wrong option or argument
             print(f"shardwise: {error.format_message()}", file=sys.stderr)  # type: ignore[attr-defined]
             sys.exit(error.exit_code)
         raise

@@ -1,10 +1,10 @@
-"""What a job runs on: devices with their peaks, memory and links, as data sheets give them.
+"""Hardware descriptions: devices with their peak FLOP/s, memory and links, from data sheets.
 
-A `Cluster` is a device, how many of them a fast domain (a node, an NVLink rack, a torus pod) holds, and the two links:
-within a domain and between domains. Bandwidths are per device and direction, in bytes a second; rates are dense.
-What software reaches of these peaks is no property of the hardware: see `shardwise.planner.costs.efficiency`.
+A `Cluster` is a device type, the size of a fast domain (a node, an NVLink rack, a torus pod), and two links: within a
+domain and between domains. Bandwidths are per device and direction, in bytes per second; FLOP/s are dense. The fraction
+of these peaks that software reaches is in `shardwise.planner.costs.efficiency`.
 
-A calibrated file (`shardwise calibrate`) has the same fields as TOML, with measured efficiencies beside them.
+`shardwise calibrate` writes the same fields as TOML, with measured efficiencies.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """One accelerator, by its data sheet."""
+    """One accelerator, from its data sheet."""
 
     name: str
     family: str
-    """Which efficiencies apply: volta, ampere, hopper, blackwell, blackwell-ultra, cdna2, tpu, cpu."""
+    """Selects the efficiencies: volta, ampere, hopper, blackwell, blackwell-ultra, cdna2, tpu, cpu."""
     memory: float
     """Bytes."""
     bandwidth: float
-    """Of that memory, bytes a second."""
+    """Memory bandwidth, bytes per second."""
     peak_by_precision: dict[str, float]
-    """FLOP/s of dense matrix products by precision."""
+    """Dense matmul FLOP/s by precision."""
     compute_units: int
-    """Processors that work on one product side by side."""
+    """Streaming multiprocessors, or their counterpart, that share one matmul."""
 
     def peak_flops(self, precision: str) -> float:
-        """The peak for products in a precision; one that the device lacks runs at the next wider that it has."""
+        """Returns the peak matmul FLOP/s; an unsupported precision runs at the rate of the next wider supported one."""
         next_wider = {"fp4": "fp8", "fp8": "bf16", "bf16": "fp16", "fp16": "float32", "float32": "float64"}
         next_wider["tf32"] = "float32"
         name = precision
@@ -64,13 +64,13 @@ class LinkSpec:
 class Cluster:
     device: DeviceSpec
     domain_size: int
-    """Devices that the inner link joins."""
+    """Devices per domain, connected by the inner link."""
     inner: LinkSpec
     outer: LinkSpec
     topology: str = "switch"
-    """Of the inner link: `switch`, or `torus2`, `torus3` with that many dimensions."""
+    """Topology of the inner link: `switch`, `torus2` or `torus3`."""
     measured: dict[str, float] = field(default_factory=dict)
-    """Efficiencies that `shardwise calibrate` found here; they take the place of those of the device's family."""
+    """Efficiencies measured by `shardwise calibrate`; they override those of the device's family."""
 
 
 def _device_spec(
@@ -81,9 +81,9 @@ def _device_spec(
 
 
 # Data sheets: NVIDIA V100, A100, H100, H200, DGX B200 and B300, GB200 and GB300 NVL72; AMD CDNA 2 white paper;
-# Google Cloud's TPU pages. Memory is what the driver gives to programs. The B300's and GB300's fp8 rate is that of the
-# B200. A GB200 runs at a higher power limit than a B200. The H100 with HBM2e of Meta's Grand Teton (torchtitan's
-# benchmarks) has no data sheet: its peak is "between SXM and NVL", taken as the middle.
+# Google Cloud's TPU pages. Memory is what the driver makes available. B300 and GB300 have the B200's fp8 rate. A GB200
+# has a higher power limit than a B200. The H100 with HBM2e in Meta's Grand Teton (torchtitan's benchmarks) has no data
+# sheet: its peak is "between SXM and NVL", so we use the mean.
 # fmt: off
 DEVICES = {device.name: device for device in (
     _device_spec("V100-16GB", "volta", 15.8, 900, 125, 80, float32=15.7, bf16=15.7),
@@ -108,9 +108,8 @@ DEVICES = {device.name: device for device in (
 )}
 # fmt: on
 
-# A TPU's inner link is what all its links send together: six of 45 GB/s (v4), four of 45 (v5e), six of 90 (v5p),
-# 9.6 Tbit/s in all (v7x).
-# Rail-optimised InfiniBand of the usual machines: one port per device, of 100, 200, 400 or 800 Gbit/s.
+# A TPU's inner bandwidth is the total of its links: six of 45 GB/s (v4), four of 45 (v5e), six of 90 (v5p), 9.6 Tbit/s
+# in all (v7x). Rail-optimized InfiniBand has one port per device, of 100, 200, 400 or 800 Gbit/s.
 _INFINIBAND = {
     100: LinkSpec(12.5 * GB, 5e-6),
     200: LinkSpec(25 * GB, 5e-6),
@@ -123,9 +122,9 @@ def _nvlink(bandwidth: float) -> LinkSpec:
     return LinkSpec(bandwidth * GB, 1.5e-6)
 
 
-# A process on a core of its own, its neighbours reached by gloo, as `calibrate --processes 2` found them on a server of
-# 2020. Operators that only move numbers reach little of a copy's bandwidth; nothing hides behind anything. Above 1
-# where the model's rule for short samples is a GPU's.
+# One process per core, communicating through gloo, measured by `calibrate --processes 2` on a server of 2020.
+# Memory-bound operators reach little of the copy bandwidth, and nothing overlaps. Attention is above 1 because the cost
+# model's rule for short sequences is a GPU's.
 CPU_EFFICIENCIES = {
     "matmul": 1.0,
     "matmul_half_rate_depth": 0.0,
@@ -171,18 +170,20 @@ CLUSTERS = {
     "tpu-v5e":  Cluster(DEVICES["TPU-v5e"], 256, LinkSpec(180 * GB, 1e-6), LinkSpec(3 * GB, 5e-5), "torus2"),
     "tpu-v5p":  Cluster(DEVICES["TPU-v5p"], 6144, LinkSpec(540 * GB, 1e-6), LinkSpec(6 * GB, 5e-5), "torus3"),
     "tpu-v7x":  Cluster(DEVICES["TPU-v7x"], 9216, LinkSpec(1200 * GB, 1e-6), LinkSpec(12 * GB, 5e-5), "torus3"),
-    "cpu":      Cluster(DEVICES["CPU"], 1024, LinkSpec(0.8 * GB, 4e-4), LinkSpec(0.1 * GB, 1e-3), measured=CPU_EFFICIENCIES),
+    "cpu": Cluster(DEVICES["CPU"], 1024, LinkSpec(0.8 * GB, 4e-4), LinkSpec(0.1 * GB, 1e-3), measured=CPU_EFFICIENCIES),
 }
 # fmt: on
 
 
 def find_cluster(name: str) -> Cluster:
-    """A preset by name, or a calibrated file by path."""
+    """Returns a preset by name, or reads a calibrated file by path."""
     if name in CLUSTERS:
         return CLUSTERS[name]
     path = Path(name)
     if path.suffix != ".toml" and not path.exists():
-        raise JobError(f"cluster {name!r}: {suggest(name, CLUSTERS)}; or give the file that `calibrate` wrote.")
+        raise JobError(
+            f"unknown cluster {name!r}: {suggest(name, CLUSTERS)} Or give a file that `shardwise calibrate` wrote."
+        )
     return read_cluster(path)
 
 
@@ -195,12 +196,12 @@ def read_cluster(path: Path) -> Cluster:
         first = error.errors()[0] if isinstance(error, ValidationError) else None
         problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else str(error)
         raise JobError(
-            f"{path} is no cluster file ({problem}); write one with `shardwise calibrate -o FILE`."
+            f"{path} is not a cluster file ({problem}); write one with `shardwise calibrate -o FILE`."
         ) from None
     links = cluster.inner, cluster.outer
     sizes = [cluster.domain_size, cluster.device.memory, cluster.device.bandwidth, cluster.device.compute_units]
     if min(*sizes, *cluster.device.peak_by_precision.values(), *(link.bandwidth for link in links)) <= 0:
-        raise JobError(f"{path}: domain, memory, units, peaks and bandwidths must be above 0.")
+        raise JobError(f"{path}: domain_size, memory, compute_units, peaks and bandwidths must be positive.")
     return cluster
 
 
@@ -209,10 +210,10 @@ def write_cluster(cluster: Cluster, path: Path) -> None:
 
 
 def device_by_driver_name(name: str, memory: float = 0.0) -> DeviceSpec | None:
-    """The data sheet of the device that a driver calls `name`; of several, the one whose memory is nearest."""
+    """Returns the device with this driver name; of several variants, the one with the closest memory size."""
     name_parts = name.upper().replace("_", " ").replace("-", " ").split()
     for key in ("GB300", "GB200", "B300", "B200", "H200", "H100", "GH200", "A100", "A800", "V100"):
-        if any(word.startswith(key) for word in name_parts):
+        if any(part.startswith(key) for part in name_parts):
             model = {"GH200": "H100", "A800": "A100"}.get(key, key)
             candidates = [device for device in DEVICES.values() if device.name.startswith(model)]
             return min(candidates, key=lambda d: abs(d.memory - memory) if memory else d.name != f"{model}-80GB")
@@ -220,13 +221,13 @@ def device_by_driver_name(name: str, memory: float = 0.0) -> DeviceSpec | None:
 
 
 def cluster_by_driver_name(name: str, memory: float = 0.0) -> Cluster | None:
-    """The usual machine of the device that a driver calls `name`."""
+    """Returns the usual cluster of the device with this driver name."""
     device = device_by_driver_name(name, memory)
     return next((cluster for cluster in CLUSTERS.values() if cluster.device is device), None)
 
 
 def device_peak_flops(device: torch.device, precision: str) -> float | None:
-    """The device's peak for products in this precision, where it is known."""
+    """Returns the device's peak matmul FLOP/s in this precision, if known."""
     if device.type != "cuda" or precision not in ("bf16", "fp16", "fp8"):
         return None
     spec = device_by_driver_name(torch.cuda.get_device_name(device))

@@ -1,4 +1,4 @@
-"""What is told to people: lines that need no reader, counted things, signals."""
+"""Terminal output: printing lines and formatting counts, signals and ranks."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from collections.abc import Sequence
 
 
 def print_line(text: str) -> None:
-    """Prints a line at once. Where nobody reads any more (`| head`) this and all later ones go nowhere."""
+    """Prints a line and flushes it. After a broken pipe (`| head`), this and all later lines are dropped."""
     try:
         print(text, flush=True)
     except OSError:
-        # The file itself is replaced: what is still in its buffer would fail again when Python ends.
+        # Replaces the file descriptor, because the buffered output would fail again when Python exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def pluralize(count: int, noun: str) -> str:
-    """`1 process`, `2 processes`."""
+    """Returns `1 process`, `2 processes`."""
     ending = "" if count == 1 else "es" if noun.endswith(("s", "ch")) else "s"
     return f"{count:,} {noun}{ending}"
 
 
 def format_count(number: float) -> str:
-    """Three figures and a unit: `2.31M`, `70B`."""
+    """Returns three significant digits and a unit: `2.31M`, `70B`."""
     for size, unit in ((1e15, "Q"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= 0.9995 * size:
             return f"{number / size:.3g}{unit}"
@@ -37,6 +37,6 @@ def signal_name(number: int) -> str:
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0, 1 and 3`."""
+    """Returns `rank 3` or `ranks 0, 1 and 3`."""
     *most, last = map(str, ranks)
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"

@@ -1,4 +1,4 @@
-"""Drawings as plain SVG: panels with dots and lines. A plotting library would be megabytes for some of both."""
+"""SVG plots: panels with points and lines, without a plotting library."""
 
 from __future__ import annotations
 
@@ -11,12 +11,7 @@ from shardwise.console import format_count
 from shardwise.errors import DataError
 from shardwise.files import write_text
 
-PANEL_WIDTH, PANEL_HEIGHT, MARGIN, GAP = (
-    420,
-    360,
-    60,
-    90,
-)  # pixels: width and height of a panel, room around it and between two
+PANEL_WIDTH, PANEL_HEIGHT, MARGIN, GAP = 420, 360, 60, 90  # pixels; the gap is between panels
 COLORS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#9c755f", "#76b7b2", "#e8c547", "#7f7f7f")
 STYLE = """text { font: 13px system-ui, sans-serif; fill: #1f2933 } .grid { stroke: #d5dbe1 } .axis { stroke: #52606d }
 .curve { fill: none; stroke-width: 1.5 } .zero { stroke: #52606d; stroke-dasharray: 4 4 } .left { fill: none }
@@ -26,7 +21,7 @@ STYLE = """text { font: 13px system-ui, sans-serif; fill: #1f2933 } .grid { stro
 
 
 class Panel:
-    """A logarithmic axis to the right, and one upwards that may be."""
+    """A panel with a logarithmic x axis and a linear or logarithmic y axis."""
 
     def __init__(self, left: float, x: tuple[float, float], y: tuple[float, float], log_y: bool):
         self.left, self.log_y = left, log_y
@@ -36,9 +31,9 @@ class Panel:
         self.y0, self.y1 = low - padding, high + padding
 
     def to_pixels(self, x: float, y: float) -> tuple[float, float]:
-        up = log10(y) if self.log_y else y
+        y = log10(y) if self.log_y else y
         return (self.left + PANEL_WIDTH * (log10(x) - self.x0) / (self.x1 - self.x0),
-                MARGIN / 2 + PANEL_HEIGHT * (1 - (up - self.y0) / (self.y1 - self.y0)))  # fmt: skip
+                MARGIN / 2 + PANEL_HEIGHT * (1 - (y - self.y0) / (self.y1 - self.y0)))  # fmt: skip
 
     def axes(self, x_label: str, y_label: str) -> Iterator[str]:
         bottom = MARGIN / 2 + PANEL_HEIGHT
@@ -63,7 +58,7 @@ def svg_document(lines: Iterable[str], width: float, height: float, title: str) 
 
 def write_svg(drawing: str, path: Path) -> None:
     if path.suffix != ".svg":
-        raise DataError(f"--plot {path}: the drawing is SVG; name the file *.svg.")
+        raise DataError(f"--plot {path}: plots are SVG files; use a name that ends in .svg.")
     try:
         write_text(path, drawing)
     except OSError as error:
@@ -77,7 +72,7 @@ def _log_ticks(low: float, high: float) -> Iterator[float]:
 
 
 def _linear_ticks(low: float, high: float, log: bool) -> list[float]:
-    """About six round numbers."""
+    """Returns about six round numbers in the range."""
     if log and high - low > 1:
         return list(_log_ticks(low, high))
     first, last = (10**low, 10**high) if log else (low, high)
@@ -95,6 +90,5 @@ def svg_circle(x: float, y: float, color: str) -> str:
 
 
 def svg_text(x: float, y: float, content: str, anchor: str, attributes: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {attributes}>{escape(content)}</text>'.replace(
-        " >", ">"
-    )
+    attributes = f" {attributes}" if attributes else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{attributes}>{escape(content)}</text>'

@@ -1,14 +1,14 @@
 """The errors that Shardwise raises on purpose.
 
     ShardwiseError
-    ├── UserError            the user can mend it: exit code 2, one or two sentences, never a traceback
-    │   ├── JobError         a key or value of the job file
-    │   ├── LayoutError      a cut that cannot work
-    │   ├── DataError        a source of samples that cannot be read
-    │   └── CheckpointError  no checkpoint that can be loaded
-    └── RunError             something broke while running: exit code 1
+    ├── UserError            the user can fix it: exit code 2, one or two sentences, no traceback
+    │   ├── JobError         a wrong key or value in the job file
+    │   ├── LayoutError      an impossible layout
+    │   ├── DataError        unreadable or unsuitable training data
+    │   └── CheckpointError  no loadable checkpoint
+    └── RunError             something failed during a run: exit code 1
 
-A message has four parts: what is wrong, the values, the rule, the remedy.
+A message has four parts: what is wrong, the offending value, the rule, the remedy.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class RunError(ShardwiseError):
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """A clause that names the known word closest to a mistyped one, or lists them all."""
+    """Returns a clause that suggests the known word closest to a mistyped one, or lists them all."""
     known = list(known)
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}."

@@ -1,4 +1,4 @@
-"""Files and folders that are there whole or not at all, whatever happens while they are written."""
+"""Atomic writes of files and folders."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from shardwise.errors import JobError
 
 
 def require_parent_folder(*paths: Path | None) -> None:
-    """Raises where the folder of a file that is to be written is not there: before the work, not after it."""
+    """Raises JobError if a file cannot be created because its folder is missing, before any work is done."""
     for path in paths:
         if path is not None and path.is_dir():
-            raise JobError(f"{path} is a folder; name a file.")
+            raise JobError(f"{path} is a folder; give the path of a file.")
         if path is not None and not path.parent.is_dir():
-            raise JobError(f"{path}: there is no folder {path.parent}.")
+            raise JobError(f"{path}: the folder {path.parent} does not exist; create it first.")
 
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[IO[bytes]]:
-    """A file that takes `path`'s place when the block ends well, and leaves nothing behind when it does not.
+    """Opens a temporary file that replaces `path` if the block succeeds and is removed if it fails.
 
-    The name in between is unique, so that several processes may write the same path: the last one wins, each is whole.
+    Several processes may write the same path: temporary names are unique, and the last one to finish wins.
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
@@ -42,7 +42,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def fsync_and_rename(temporary: Path, final: Path) -> None:
-    """Gives a file or folder that was written under another name its own, once all of it is on the disk."""
+    """Flushes a file or folder to disk, then renames it."""
     _fsync(temporary)
     os.replace(temporary, final)
     _fsync(final.parent)

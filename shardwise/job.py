@@ -10,26 +10,20 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import tomli_w
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, SerializeAsAny, ValidationError, field_validator, model_validator
 
 from shardwise.errors import JobError, LayoutError, suggest
-from shardwise.kinds import (
-    MODEL_CONFIGS,
-    AnyModelConfig,
-    BertConfig,
-    ConfigSection,
-    Count,
-    DecoderConfig,
-    DLRMConfig,
-    ResNetConfig,
-    T5Config,
-)
 from shardwise.layout import Layout
+from shardwise.models.config import ConfigSection, Count, ModelConfig
+from shardwise.models.family import Family
+from shardwise.models.gpt_family import DecoderConfig
+from shardwise.models.registry import families, family_name, family_of, parse_model
 
 PRECISIONS = ("float64", "float32", "bf16", "fp16", "fp8")
+from shardwise.peer_words import job_hint
 
 
 class DataConfig(ConfigSection):
@@ -262,7 +256,7 @@ class Job(ConfigSection):
     """Experiment tracker to log to in addition to `metrics.jsonl`; see [watch a run](../how-to/watch-a-run.md)."""
     sdpa_backend: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"
     """Backend of PyTorch's scaled dot-product attention; auto lets PyTorch choose."""
-    model: AnyModelConfig = DecoderConfig()
+    model: SerializeAsAny[ModelConfig] = DecoderConfig()
     embedding_tables: EmbeddingTablesConfig = EmbeddingTablesConfig()
     loss: LossConfig = LossConfig()
     local_sgd: LocalSGDConfig = LocalSGDConfig()
@@ -274,19 +268,24 @@ class Job(ConfigSection):
     validation: ValidationConfig = ValidationConfig()
     run: RunConfig = RunConfig()
 
+    @field_validator("model", mode="before")
+    @classmethod
+    def _choose_family(cls, values: Any) -> Any:
+        return parse_model(values) if isinstance(values, Mapping) else values
+
     @model_validator(mode="after")
     def _check_consistency(self) -> Job:
         if self.steps is not None and self.tokens is not None:
             raise ValueError("give steps or tokens, not both")
         if self.gradient.compress and self.precision == "fp16":
             raise ValueError("gradient.compress: with fp16 the loss scale moves under what is owed; use bf16")
-        if self.optimizer.name == "muon" and isinstance(self.model, DLRMConfig | ResNetConfig):
+        if self.optimizer.name == "muon" and not self.model.has_block_matrices:
             raise ValueError(
                 f"optimizer.name = 'muon' is for matrices of blocks, and {self.model.description} has none"
             )
-        if self.optimizer.name != "adamw" and isinstance(self.model, DecoderConfig) and self.model.mup_base_width:
-            raise ValueError(f"mup_base_width is worked out for adamw's steps, not for {self.optimizer.name}'s")
-        if self.data.augment and not isinstance(self.model, ResNetConfig):
+        if self.optimizer.name != "adamw" and self.model.adamw_only:
+            raise ValueError(f"{self.model.adamw_only} works with adamw only, not with {self.optimizer.name}")
+        if self.data.augment and self.model.sample_kind != "images":
             raise ValueError(f"data.augment changes images, and {self.model.description} reads none; leave it out")
         if self.layout != "auto":
             try:
@@ -301,7 +300,7 @@ class Job(ConfigSection):
         if self.batch.samples is not None:
             return self.batch.samples
         if self.batch.tokens is not None:
-            return max(1, self.batch.tokens // self.model.sequence)
+            return max(1, self.batch.tokens // self.model.sequence_length)
         return 32
 
     def should_compile(self, device: str, layout: Layout) -> bool:
@@ -313,49 +312,35 @@ class Job(ConfigSection):
     @property
     def total_steps(self) -> int:
         if self.tokens is not None:
-            return max(1, -(-self.tokens // (self.samples * self.model.sequence)))
+            return max(1, -(-self.tokens // (self.samples * self.model.sequence_length)))
         return self.steps if self.steps is not None else 200
 
-    def require_chain_model(self) -> DecoderConfig | T5Config | ResNetConfig:
-        """The model, where it is of a kind that is built; whatever runs a job asks for it here."""
-        if isinstance(self.model, DLRMConfig):
-            raise JobError(
-                f"model.name = {self.model.name!r}: this is for models of one chain; {self.model.description} can be planned, "
-                "trained and verified."
-            )
-        if isinstance(self.model, BertConfig) and self.model.phase1_sequence:
-            raise JobError(
-                "model.phase1_sequence: two parts of a training with samples of different length can be planned, not "
-                "trained in one run; train each as a run of its own."
-            )
-        return self.model
-
-    def require_decoder(self) -> DecoderConfig:
-        """The model, where it is one that writes text."""
-        model = self.require_chain_model()
-        if not isinstance(model, DecoderConfig) or not model.is_causal_lm:
-            raise JobError(
-                f"model.name = {model.name!r}: {model.description} does not write text; this needs a decoder."
-            )
-        return model
+    @property
+    def family(self) -> Family:
+        return family_of(self.model)
 
     def require_trainable(self) -> None:
-        """Raises for a model that cannot be trained yet."""
-        if not isinstance(self.model, DLRMConfig):
-            self.require_chain_model()
+        """Raises JobError for a job that can be planned but not trained in one run."""
+        if len(self.phases()) > 1:
+            raise JobError(
+                "model.phase1_sequence: a training with two sample lengths can be planned but not trained in one run; "
+                "train each phase as a run of its own."
+            )
+
+    def require_decoder(self) -> DecoderConfig:
+        """Returns the config of a model that generates text; raises JobError for any other."""
+        self.require_trainable()
+        if not self.model.is_causal_lm:
+            raise JobError(
+                f"model.name = {self.model.name!r}: {self.model.description} does not generate text; use a decoder."
+            )
+        return cast(DecoderConfig, self.model)
 
     def phases(self) -> list[tuple[int, Job]]:
-        """Steps, and the job that takes them: those with short samples, where there are any, then the others."""
-        model = self.model
-        short_steps = (
-            round(model.phase1_fraction * self.total_steps)
-            if isinstance(model, BertConfig) and model.phase1_sequence
-            else 0
-        )
-        if not isinstance(model, BertConfig) or not short_steps:
-            return [(self.total_steps, self)]
-        short_phase = self.model_copy(update={"model": model.model_copy(update={"sequence": model.phase1_sequence})})
-        return [(short_steps, short_phase), (self.total_steps - short_steps, self)]
+        """The steps of each phase of the training, and the job that takes them."""
+        return [
+            (steps, self.model_copy(update={"model": model})) for steps, model in self.model.phases(self.total_steps)
+        ]
 
     def to_toml(self) -> str:
         """The job as TOML with every default filled in; `load_job` reads it back to an equal job."""
@@ -380,20 +365,37 @@ def load_job(path: Path | None, overrides: Sequence[str] = ()) -> Job:
 
 
 def make_job(values: Mapping[str, Any], origin: str = "the job") -> Job:
+    """Returns the checked job of a mapping as TOML gives it; raises JobError with all problems at once."""
+    problems: list[Any] = []
+    family, model = "", values.get("model")
+    if isinstance(model, Mapping):  # validated on its own: the family's config decides which keys there are
+        try:
+            family = family_name(model["name"]) if isinstance(model.get("name"), str) else "gpt"
+            values = {**values, "model": parse_model(model)}
+        except ValidationError as error:
+            problems = [{**problem, "loc": ("model", *problem["loc"])} for problem in error.errors()]
+        except ValueError as error:
+            problems = [{"type": "value_error", "loc": ("model",), "msg": str(error)}]
+    if problems:
+        values = {key: value for key, value in values.items() if key != "model"}
     try:
-        return Job(**values)
+        job = Job(**values)
     except ValidationError as error:
-        problems: dict[str, list[str]] = {}
-        for problem in error.errors():
-            path, _, messages = _format_problem(problem).partition(": ")
-            problems.setdefault(path, []).append(messages)
-        # Of a value that may be of several kinds, what each kind asks for is one problem.
-        joined = {path: ", or ".join(one.rstrip(".") for one in messages[:-1]) for path, messages in problems.items()}
-        last_message = {path: ", or " * bool(joined[path]) + messages[-1] for path, messages in problems.items()}
-        sentences = [f"{path}: {joined[path]}{last_message[path]}".removesuffix(": ") for path in problems]
-        raise JobError("\n".join(f"{origin}: {sentence}" for sentence in sentences)) from None
+        # Without a model, checks of the job as a whole would speak of the default one.
+        problems += [problem for problem in error.errors() if problem["loc"] or not problems]
     except TypeError as error:
         raise JobError(f"{origin}: {error}.") from None
+    if not problems:
+        return job
+    messages: dict[str, list[str]] = {}
+    for problem in problems:
+        path, _, message = _format_problem(problem, family).partition(": ")
+        messages.setdefault(path, []).append(message)
+    # A value of a union type is one problem, with what each of the types asks for.
+    joined = {path: ", or ".join(one.rstrip(".") for one in found[:-1]) for path, found in messages.items()}
+    last = {path: ", or " * bool(joined[path]) + found[-1] for path, found in messages.items()}
+    sentences = [f"{path}: {joined[path]}{last[path]}".removesuffix(": ") for path in messages]
+    raise JobError("\n".join(f"{origin}: {sentence}" for sentence in sentences))
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:
@@ -418,14 +420,13 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         section_values.pop("tokens" if leaf == "steps" else "steps", None)
 
 
-def _format_problem(problem: Any) -> str:
+def _format_problem(problem: Any, family: str) -> str:
+    """Returns one of pydantic's errors as a sentence; `family`: the family of the job's model."""
     location = list(problem["loc"])
-    family = (
-        location.pop(1) if location[:1] == ["model"] else ""
-    )  # of the model: chosen by its name, no part of the place
     if problem["type"] == "extra_forbidden":
-        return f"unknown key {'.'.join(map(str, location))!r}; {_suggest_key(location, family)}"
-    # Which of several kinds of value was tried is no part of the place either.
+        hint = job_hint(str(location[-1]), problem["input"]) or _suggest_key(location, family)
+        return f"unknown key {'.'.join(map(str, location))!r}; {hint}"
+    # Pydantic adds the member of a union that it tried; it is not part of the key.
     type_names = ("bool", "int", "float", "str", "constrained-int", "constrained-float")
     location = [part for part in location if part not in type_names and "[" not in str(part)]
     path = ".".join(map(str, location))
@@ -441,15 +442,13 @@ def _format_problem(problem: Any) -> str:
 
 
 def _suggest_key(location: list[str | int], family: str) -> str:
-    """What an unknown key may have been meant to be: a key of its section, or of a model of another kind."""
+    """Suggests the key that was meant: one of the same section, or one of another family's model."""
     *sections, key = map(str, location)
     if not sections:
         return suggest(key, Job.model_fields)
-    other_families = [name for name, other in MODEL_CONFIGS.items() if family and key in other.model_fields]
-    section: Any = MODEL_CONFIGS[family] if family else Job.model_fields[sections[0]].annotation
-    suggestion = suggest(key, section.model_fields)
-    return (
-        f"it is a key of {' and '.join(map(repr, other_families))}, not of {family!r}; {suggestion}"
-        if other_families
-        else suggestion
-    )
+    if sections[0] != "model":
+        section: Any = Job.model_fields[sections[0]].annotation
+        return suggest(key, section.model_fields)
+    others = [repr(name) for name, other in families().items() if key in other.config.model_fields]
+    suggestion = suggest(key, families()[family].config.model_fields)
+    return f"it is a key of {' and '.join(others)}, not of {family!r}; {suggestion}" if others else suggestion

@@ -19,6 +19,7 @@ from math import isqrt, prod
 
 from shardwise.console import pluralize
 from shardwise.errors import LayoutError, suggest
+from shardwise.peer_words import layout_hint
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 FULL_BACKWARD = ("gpipe", "1f1b", "interleaved")
@@ -160,9 +161,13 @@ class Layout:
         for word in text.split():
             key, equals, value = word.partition("=")
             if not equals:
-                raise LayoutError(f"layout {text!r}: {word!r} is not of the form key=value.")
+                hint = layout_hint(key)
+                raise LayoutError(
+                    f"layout {text!r}: {word!r} is not of the form key=value{f'; {hint}' if hint else '.'}"
+                )
             if key not in fields:
-                raise LayoutError(f"layout {text!r}: unknown key {key!r}; {suggest(key, fields)}")
+                hint = layout_hint(key, value) or suggest(key, fields)
+                raise LayoutError(f"layout {text!r}: unknown key {key!r}; {hint}")
             if key in values:
                 raise LayoutError(f"layout {text!r}: {key} is given twice; give it once.")
             values[key] = (

@@ -1,15 +1,14 @@
-"""Randomness that depends on the seed alone, never on the number of devices or the layout.
+"""Counter-based random numbers that depend only on the seed, never on the layout or the number of devices.
 
-Every random number is a hash of what it is for, so a rank can make just the ones it holds:
+Every random number is a hash of its purpose, so a rank can generate exactly those it needs:
 
-    initial weights   (seed, parameter name, index in the whole tensor)   `normal_`
-    sample order      (seed, epoch, place in the epoch)                   `Permutation`
+    initial weights   (seed, parameter name, index in the full tensor)    `normal_`
+    sample order      (seed, epoch, position in the epoch)                `Permutation`
     dropout           (seed, site, sample, position, feature)             `Dropout`
-    clicks, images    (seed, what for, index or place)                    `mixed`, `unit`
+    clicks, images    (seed, purpose, index or stream position)           `mix64_numpy`, `to_unit_interval`
 
-PyTorch's generators are streams: what they give depends on how much was drawn before and on the shape drawn at once,
-which is why this is written by hand. The mixers are the finalisers of splitmix64 (Steele, Lea, Flood 2014) and
-"lowbias32" (Wellons 2018).
+PyTorch's generators are not used because their output depends on what was drawn before and on the shape of the draw.
+The mixers are the finalizers of splitmix64 (Steele, Lea, Flood 2014) and "lowbias32" (Wellons 2018).
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ import torch
 from torch import Tensor, nn
 
 _GOLDEN = 0x9E3779B97F4A7C15
-CHUNK = 1 << 20  # elements made at once, so that memory stays bounded whatever the size of the tensor
+CHUNK = 1 << 20  # elements generated at once, which bounds temporary memory
 
 
 def hash_key(*parts: object) -> int:
-    """A signed 64-bit key for any tuple of plain values."""
+    """Returns a signed 64-bit key for any tuple of plain values."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
@@ -37,7 +36,7 @@ def _signed(value: int, bits: int) -> int:
 
 
 def mix64(x: Tensor) -> Tensor:
-    """Splitmix64's finaliser on int64 tensors (products wrap, shifts are made logical)."""
+    """Splitmix64's finalizer on int64 tensors: products wrap around, masks make the shifts logical."""
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(0xBF58476D1CE4E5B9, 64)
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(0x94D049BB133111EB, 64)
     return x ^ ((x >> 31) & ((1 << 33) - 1))
@@ -51,27 +50,27 @@ def mix32(x: Tensor) -> Tensor:
 
 
 def hash_key_uint64(*parts: object) -> np.uint64:
-    """A key for words of numpy's."""
+    """Returns `hash_key` as a numpy uint64."""
     return np.uint64(hash_key(*parts) & 0xFFFFFFFFFFFFFFFF)
 
 
 def mix64_numpy(x: np.ndarray) -> np.ndarray:
-    """Splitmix64's finaliser on numpy's words."""
+    """Splitmix64's finalizer on uint64 arrays."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
-def to_unit_interval(words: np.ndarray) -> np.ndarray:
-    """From 0 to before 1."""
-    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+def to_unit_interval(bits: np.ndarray) -> np.ndarray:
+    """Maps uint64 to floats in [0, 1)."""
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 # Initial weights
 
 
 def _standard_normals(key: int, index: Tensor) -> Tensor:
-    """One standard normal per index, by Box and Muller, rounded to float32 whatever the precision of the run."""
+    """Returns a standard normal for each index by Box-Muller, rounded to float32 in every precision."""
     bits = mix64(index * _signed(_GOLDEN, 64) + key)
     u = ((bits >> 32) & 0xFFFFFFFF).double().add_(0.5).mul_(2.0**-32)
     v = (bits & 0xFFFFFFFF).double().mul_(2.0 * math.pi * 2.0**-32)
@@ -80,18 +79,17 @@ def _standard_normals(key: int, index: Tensor) -> Tensor:
 
 @torch.no_grad()
 def normal_(out: Tensor, key: int, shape: torch.Size, start: tuple[int, ...], std: float) -> None:
-    """Fills `out`, the piece at `start` of a tensor of `shape`, with the numbers that the whole tensor has there."""
+    """Fills `out`, the shard at offset `start` of a tensor of `shape`, with the values of the full tensor."""
     if out.numel() == 0:
         return
     size = tuple(out.shape) or (1,)
     shape = shape if len(shape) else torch.Size((1,))
     start = start or (0,)
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    # Rows of the innermost dimension are runs of consecutive indices; a chunk holds as many whole runs as fit.
+    # Rows of the innermost dimension have consecutive indices; a chunk is as many full rows as fit.
     offset = torch.zeros((), dtype=torch.int64, device=out.device)
     for d in range(len(size) - 1):
-        along = (torch.arange(size[d], device=out.device) + start[d]) * strides[d]
-        offset = offset.unsqueeze(-1) + along
+        offset = offset.unsqueeze(-1) + (torch.arange(size[d], device=out.device) + start[d]) * strides[d]
     inner = torch.arange(size[-1], device=out.device) + start[-1]
     offset = offset.reshape(-1)
     rows = out.view(-1, size[-1])
@@ -105,12 +103,12 @@ def normal_(out: Tensor, key: int, shape: torch.Size, start: tuple[int, ...], st
 
 
 class Permutation:
-    """A permutation of range(n) that needs no table: a Feistel network, walked until it lands inside the range."""
+    """A pseudorandom permutation of range(n) without a table: a Feistel network with cycle walking."""
 
     def __init__(self, n: int, *key: object):
         self.n = n
         self._half = max(1, ((n - 1).bit_length() + 1) // 2)
-        self._keys = [np.uint64(hash_key("permutation", *key, round) & 0xFFFFFFFFFFFFFFFF) for round in range(4)]
+        self._keys = [hash_key_uint64("permutation", *key, round) for round in range(4)]
 
     def __call__(self, indices: np.ndarray) -> np.ndarray:
         values = self._feistel(np.asarray(indices, dtype=np.uint64))
@@ -134,9 +132,8 @@ class Permutation:
 class Dropout(nn.Module):
     """Dropout whose mask is a hash of (seed, site, sample, position, feature).
 
-    `ids` are the samples' places in the stream of the whole run, so a step and a sample share one number. A module
-    that is given only some positions of a sequence is told which in `places`: the mask of a part is that part of the
-    mask.
+    `ids` are stream positions, which identify both sample and step. For a part of a sequence, `position_ids` gives the
+    positions, so that its mask is that part of the full mask.
     """
 
     def __init__(self, p: float, site: str, seed: int):
@@ -152,7 +149,7 @@ class Dropout(nn.Module):
         if ids is None:
             raise ValueError(f"dropout at {self.site} needs the sample ids")
         positions = torch.arange(x.shape[1], device=x.device) if self.position_ids is None else self.position_ids
-        # Keys join by exclusive or: compilers take products of `arange` for index arithmetic and do not let it wrap.
+        # XOR instead of a product: compilers treat products of `arange` as index arithmetic, which must not wrap.
         row = mix64(mix64(ids.to(torch.int64) ^ self._key)[:, None] + positions)
         feature = mix64(torch.arange(x.shape[2], device=x.device) ^ ~self._key)
         bits = mix32(row.to(torch.int32)[:, :, None] ^ feature.to(torch.int32))

@@ -1,8 +1,8 @@
-"""The support table: which combinations of schedule, ZeRO stage, recomputation and precision can be had, at what cost.
+"""The support table: which combinations of schedule, ZeRO stage, activation checkpointing and precision are supported.
 
-Data, read from the top: the first row that fits decides. `exact` means that the layout computes what one device
-computes, up to the rounding of its precision. The last row fits everything, so every combination has a verdict;
-`benchmarks/verify_matrix.py` runs all that are not refused, and `shardwise.parallel` starts none that is.
+The first matching row decides. `exact` means that the layout computes what one device computes, up to rounding. The
+last row matches everything, so every combination has a verdict; `benchmarks/verify_matrix.py` runs all supported ones,
+and `shardwise.parallel` refuses the others.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
-from shardwise.job import PRECISIONS
 from shardwise.layout import RECOMPUTE, SCHEDULES, SPLIT_BACKWARD, Layout, kept_activation_fraction
 
 EXACT, EXACT_AT_COST, REFUSED = "exact", "exact at a stated cost", "refused"
 
+PRECISIONS = ("float64", "float32", "bf16", "fp16", "fp8")
 NO_PIPELINE = "none"  # the schedule of a layout without a pipeline
-FRACTION = "fraction"  # recompute given as the share of blocks that keep everything
+FRACTION = "fraction"  # recompute given as the fraction of blocks that keep all activations
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Support:
     verdict: str
     """`exact`, `exact at a stated cost` or `refused`."""
     explanation: str = ""
-    """The cost; or why it is refused, and what to do instead."""
+    """The cost, or why it is refused and what to use instead."""
 
 
 class Combination(NamedTuple):
-    """One combination."""
+    """A layout, reduced to what the support table depends on."""
 
     schedule: str
     zero: int
@@ -40,7 +40,7 @@ class Combination(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SupportRule:
-    """A verdict on the combinations whose every word is among the given ones; where none are given, any will do."""
+    """A verdict for all combinations whose values are among those listed; each field defaults to all values."""
 
     schedule: tuple[str, ...] = (NO_PIPELINE, *SCHEDULES)
     zero: tuple[int, ...] = (1, 2, 3)
@@ -55,19 +55,19 @@ class SupportRule:
 
 SUPPORT_RULES = (
     SupportRule(schedule=SPLIT_BACKWARD, zero=(2,), verdict=EXACT_AT_COST, explanation=(
-        "gradients are reduce-scattered after each micro-batch instead of once a step; those of a stage are whole "
-        "while its weight gradients are computed; what is computed again is kept until then.")),
+        "gradients are reduce-scattered after each micro-batch instead of once per step; a stage's gradients are "
+        "unsharded while its weight gradients are computed; recomputed activations are kept until then.")),
     SupportRule(schedule=SPLIT_BACKWARD, zero=(3,), verdict=EXACT_AT_COST, explanation=(
-        "weights are gathered three times per micro-batch, block by block for the forward and a whole stage for each "
-        "half of the backward; gradients are reduce-scattered after each micro-batch instead of once a step; what is "
-        "computed again is kept until then.")),
+        "weights are all-gathered three times per micro-batch, block by block in the forward and a full stage in each "
+        "half of the backward; gradients are reduce-scattered after each micro-batch instead of once per step; "
+        "recomputed activations are kept until the weight gradients are done.")),
     SupportRule(schedule=SPLIT_BACKWARD, recompute=("selective", "full", FRACTION), verdict=EXACT_AT_COST, explanation=(
-        "what is computed again for the input gradients is kept until the weight gradients are done.")),
+        "activations recomputed for the input gradients are kept until the weight gradients are done.")),
     SupportRule(zero=(2,), verdict=EXACT_AT_COST, explanation=(
-        "gradients are reduce-scattered after each micro-batch instead of once a step.")),
+        "gradients are reduce-scattered after each micro-batch instead of once per step.")),
     SupportRule(zero=(3,), verdict=EXACT_AT_COST, explanation=(
-        "weights are gathered for each forward and each backward of each micro-batch, and gradients are "
-        "reduce-scattered after each micro-batch instead of once a step.")),
+        "weights are all-gathered for each forward and each backward of each micro-batch, and gradients are "
+        "reduce-scattered after each micro-batch instead of once per step.")),
     SupportRule(verdict=EXACT),
 )  # fmt: skip
 
@@ -78,7 +78,7 @@ def lookup(combination: Combination) -> Support:
 
 
 def combination_of(layout: Layout, precision: str) -> Combination:
-    """A layout in the words of the table. Without a shard axis there is nothing for `zero` to cut."""
+    """Returns the table entry of a layout. Without a `shard` axis, `zero` has no effect."""
     fraction = kept_activation_fraction(layout.recompute)
     return Combination(
         schedule=layout.schedule if layout.pipeline > 1 else NO_PIPELINE,
@@ -93,6 +93,6 @@ def support(layout: Layout, precision: str) -> Support:
 
 
 def all_combinations() -> Iterator[tuple[Combination, Support]]:
-    """Every combination with its verdict."""
+    """Yields every combination with its verdict."""
     for combination in product((NO_PIPELINE, *SCHEDULES), (1, 2, 3), (*RECOMPUTE, FRACTION), PRECISIONS):
         yield Combination(*combination), lookup(Combination(*combination))

@@ -228,7 +228,7 @@ def test_an_asynchronous_server_names_who_is_gone(victim: int, tmp_path: Path) -
         there.close()
         ends[rank] = here
     said = {rank: end.recv() for rank, end in ends.items() if rank != victim and end.poll(20)}
-    gone = f"rank {victim} does not answer (asynchronous server, after round 5)."
+    gone = f"rank {victim} does not answer (asynchronous parameter server, after round 5)."
     if victim == 3:
         assert said == {0: gone, 1: gone, 2: ""}
     else:

@@ -14,7 +14,7 @@ from shardwise.errors import JobError, LayoutError
 from shardwise.job import Job, load_job, make_job
 from shardwise.launch.start import DEMO, start_training
 from shardwise.layout import Layout
-from shardwise.parallel.parallelize import check_layout
+from shardwise.parallel.prepare import prepare
 from shardwise.planner import calibrate
 from shardwise.planner.plan import make_estimator, make_plan, near_misses, resolve_layout
 from shardwise.planner.search import class_layouts, layout_classes, search
@@ -59,7 +59,7 @@ def test_what_is_chosen_can_run(devices: int, more: dict[str, object], monkeypat
             assert job.samples % devices, "copies would do"
             continue
         assert layout.world == devices
-        check_layout(job, layout)
+        prepare(job, layout)
 
 
 def test_a_large_model_is_cut_and_a_larger_one_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +70,7 @@ def test_a_large_model_is_cut_and_a_larger_one_refused(monkeypatch: pytest.Monke
     assert plan.best.layout.shard > 1 or plan.best.layout.tensor > 1 or plan.best.layout.pipeline > 1
     large = make_job({"model": {"name": "gpt3-175b"}, "precision": "bf16", "batch": {"samples": 64}})
     plan, _ = choose_plan(large, world_size=8)
-    with pytest.raises(LayoutError, match=r"no layout of 8 x H100-80GB holds this job: '.*' needs least, \d+ GiB"):
+    with pytest.raises(LayoutError, match=r"no layout of 8 x H100-80GB fits in memory: '.*' needs least, \d+ of 79"):
         check_memory(large, plan)
 
 
@@ -94,7 +94,7 @@ def test_alternatives_that_do_not_exist_are_passed_over(text: str) -> None:
 
 def test_what_this_machine_is_taken_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     cluster, source = local_machine.local_cluster(job_of(), 4)
-    assert (cluster.device.family, cluster.domain_size, source) == ("cpu", 4, "the preset for CPUs")
+    assert (cluster.device.family, cluster.domain_size, source) == ("cpu", 4, "the CPU preset")
     assert local_machine.local_cluster(job_of(run={"cluster": "h200"}), 4) == (CLUSTERS["h200"], "h200")
     with pytest.raises(JobError, match="h20O"):
         local_machine.local_cluster(job_of(run={"cluster": "h20O"}), 4)
@@ -107,7 +107,7 @@ def test_what_this_machine_is_taken_for(monkeypatch: pytest.MonkeyPatch, tmp_pat
         monkeypatch.setattr(local_machine, "first_gpu", lambda name=name, gib=gib: (name, gib * GIB))
         cluster, source = local_machine.local_cluster(job_of(), 2)
         assert (cluster.device.name, cluster.domain_size) == (expected, 2)
-        assert ("no data sheet" in source) == (expected == name)
+        assert ("unknown GPU" in source) == (expected == name)
     assert cluster_by_driver_name("NVIDIA GB200") == CLUSTERS["gb200"]
 
 

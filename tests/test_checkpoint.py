@@ -28,7 +28,8 @@ from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.optim import make_optimizer
 from shardwise.parallel.engine import Engine
-from shardwise.parallel.parallelize import build_on_meta, parallelize
+from shardwise.parallel.parallelize import parallelize
+from shardwise.parallel.prepare import prepare
 from shardwise.step import step
 from shardwise.train import checkpoint_folder
 from shardwise.train.checkpoint import CheckpointManager, load_weights, valid_checkpoints
@@ -52,7 +53,7 @@ ALONE = Layout.parse("pipeline=1")
 
 
 def start(job: Job, layout: Layout) -> tuple[Engine, torch.optim.Optimizer]:
-    engine = parallelize(job, layout, torch.device("cpu"))
+    engine = parallelize(prepare(job, layout), torch.device("cpu"))
     return engine, make_optimizer(job.optimizer, engine.param_shards)
 
 
@@ -139,7 +140,7 @@ def test_any_layout_loads_from_any_other(sources: dict[str, Any], text: str) -> 
 
 
 def load_whole(folder: Path) -> tuple[dict[str, Any] | None, dict[str, str]]:
-    model = build_on_meta(JOB, torch.float64).to_empty(device="cpu")
+    model = JOB.family.build_on_meta(JOB.model, JOB.seed).double().to_empty(device="cpu")
     model.tie_weights()
     state = load_weights(folder, dict(model.named_unique_parameters()))
     return state, {name: bits(weight) for name, weight in model.named_unique_parameters()}
@@ -267,7 +268,7 @@ def test_none_that_is_good(two: Path) -> None:
 
 def test_a_step_by_number(two: Path) -> None:
     assert run_world(load_marks, 1, two, 10)[0] == ({"step": 10, "note": "ü"}, [], {10.0})
-    with pytest.raises(CheckpointError, match="no checkpoint of step 15; there are: 20, 10"):
+    with pytest.raises(CheckpointError, match="no checkpoint of step 15; available: 20, 10"):
         run_world(load_marks, 1, two, 15)
 
 
@@ -279,7 +280,7 @@ def load_other(folder: Path) -> None:
 
 def test_another_model_is_refused(two: Path) -> None:
     with pytest.raises(
-        CheckpointError, match=r"another model: for block3.\S+ it has \[\S+ \S+\], this one needs nothing"
+        CheckpointError, match=r"another model: for block3.\S+ it has \[\S+ \S+\], this model needs nothing"
     ):
         run_world(load_other, 1, two)
 
@@ -473,7 +474,7 @@ def test_a_disk_that_is_full_and_then_read_only(small_disk: Path) -> None:
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="no checkpoints can be kept in .*file/checkpoints: Not a directory"):
+    with pytest.raises(CheckpointError, match="cannot create the .* folder .*file/checkpoints: Not a directory"):
         run_world(rewind, 1, tmp_path / "file" / "checkpoints")
 
 

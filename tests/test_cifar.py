@@ -26,6 +26,7 @@ from shardwise.job import make_job
 from shardwise.layout import Layout
 from shardwise.models.chain import IGNORE_INDEX
 from shardwise.models.resnet import ClassifierHead, unpack_targets
+from shardwise.parallel.prepare import prepare
 from shardwise.train.loop import Trainer
 from shardwise.train.run_folder import RunFolder
 from shardwise.verify.parity import verify
@@ -95,11 +96,11 @@ class Evil:
 
 
 @pytest.mark.parametrize(("content", "said"), [
-    ({b"data": Evil(), b"labels": []}, "it asks for posix.mkdir"),
+    ({b"data": Evil(), b"labels": []}, "it refers to posix.mkdir"),
     ({b"data": np.zeros((2, 3072), np.uint8), b"labels": [1]}, "2 images but 1 labels"),
-    ({b"data": np.zeros((2, 3072), np.float64), b"labels": [1, 2]}, "no array of bytes"),
-    ({b"data": np.zeros((1, 3072), object), b"labels": [1]}, "no array of bytes"),
-    ([1, 2], "no file of CIFAR-10"),
+    ({b"data": np.zeros((2, 3072), np.float64), b"labels": [1, 2]}, "not an array of bytes"),
+    ({b"data": np.zeros((1, 3072), object), b"labels": [1]}, "not an array of bytes"),
+    ([1, 2], "not a CIFAR-10 file"),
 ])  # fmt: skip
 def test_a_pickle_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: Any, said: str) -> None:
     monkeypatch.chdir(tmp_path)
@@ -116,7 +117,7 @@ def test_what_is_missing_is_told(tmp_path: Path) -> None:
             open_cifar10(path, BadRecords(), None)
     written(tmp_path, "bin")
     (tmp_path / "data_batch_3.bin").unlink()
-    with pytest.raises(DataError, match="data_batch_3.bin is missing beside data_batch_1.bin"):
+    with pytest.raises(DataError, match="data_batch_3.bin is missing next to data_batch_1.bin"):
         open_cifar10(str(tmp_path), BadRecords(), None)
     data = {"source": "cifar10", "path": str(tmp_path)}
     with pytest.raises(DataError, match="set them to 32 and 10"):
@@ -139,14 +140,16 @@ def test_bad_images_are_named_and_passed_over(tmp_path: Path, kind: str) -> None
     else:
         (tmp_path / name).write_bytes(pickle.dumps({b"data": images, b"labels": classes.tolist()}, protocol=5))
     place = r" \(byte 9,219\)" if kind == "bin" else ""
-    with pytest.raises(DataError, match=rf"data_batch_3\S*, record 4{place}: class 200, .*data.on_bad_record = \"skip\""):
+    with pytest.raises(
+        DataError, match=rf"data_batch_3\S*, record 4{place}: class 200, .*data.on_bad_record = \"skip\""
+    ):
         open_cifar10(str(tmp_path), BadRecords(), None)
     bad = BadRecords(skip=True, log_path=tmp_path / "bad.txt")
     training, _ = open_cifar10(str(tmp_path), bad, None)
     assert len(training) == 58 and len((tmp_path / "bad.txt").read_text().splitlines()) == 2 + (kind == "bin")
     kept = np.delete(content[name][1], [3, 7])
     assert training.read_images(np.arange(24, 34))[1].tolist() == kept.tolist()
-    expected = "3 bad records passed over" if kind == "bin" else "2 bad records passed over"
+    expected = "3 bad records skipped" if kind == "bin" else "2 bad records skipped"
     assert bad.summary().startswith(expected) and ("ends after 4 of 3,073 bytes" in bad.summary()) == (kind == "bin")
 
 
@@ -248,7 +251,7 @@ def test_layouts_agree_on_augmented_images() -> None:
 
 
 def train(folder: Path, job: Any, layout: str) -> None:
-    Trainer(job, Layout.parse(layout), RunFolder(folder), torch.device("cpu")).run()
+    Trainer(prepare(job, Layout.parse(layout)), RunFolder(folder), torch.device("cpu")).run()
 
 
 def test_accuracy_and_bad_records_of_a_run(tmp_path: Path) -> None:
@@ -267,6 +270,6 @@ def test_accuracy_and_bad_records_of_a_run(tmp_path: Path) -> None:
         assert f"{100 * validation['accuracy']:.1f}% right" in validation["message"]
         assert (validation["accuracy"] * 12).is_integer()
         (bad,) = [event for event in events if event["event"] == "bad_records"]
-        assert "1 bad record passed over" in bad["message"] and "data_batch_1.bin, record 13" in bad["message"]
+        assert "1 bad record skipped" in bad["message"] and "data_batch_1.bin, record 13" in bad["message"]
         told.append((validation["accuracy"], validation["loss"]))
     assert told[0] == pytest.approx(told[1], rel=1e-4)

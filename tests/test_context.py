@@ -14,7 +14,7 @@ from shardwise.models.gpt import build_gpt
 from shardwise.models.layers import sdpa
 from shardwise.parallel import context
 from shardwise.parallel.mesh import Axis
-from shardwise.parallel.parallelize import check_layout
+from shardwise.parallel.prepare import prepare
 from shardwise.verify.parity import verify
 
 LLAMA = {"layers": 4, "width": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 31, "sequence": 24, "dropout": 0.1}
@@ -71,7 +71,7 @@ def test_documents_do_not_see_one_another(model, layout):
 
 
 def test_a_document_is_read_as_if_it_stood_alone():
-    shape = job({**LLAMA, "eod_token_id": 3, "dropout": 0.0}).require_chain_model()
+    shape = job({**LLAMA, "eod_token_id": 3, "dropout": 0.0}).model
     model = build_gpt(shape, 0).double()
     init_weights(model, 0)
     tokens = torch.tensor([[5, 9, 3, 7, 3, 3, 11, 2, 8]])
@@ -108,7 +108,7 @@ def test_documents_that_are_seen_after_all_are_caught(way, monkeypatch):
 ])  # fmt: skip
 def test_what_cannot_be_cut_is_told_before_the_run(model, layout, said):
     with pytest.raises(LayoutError, match=said):
-        check_layout(job(model), Layout.parse(layout))
+        prepare(job(model), Layout.parse(layout))
 
 
 def test_a_layout_names_its_way_of_attending():

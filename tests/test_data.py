@@ -33,7 +33,7 @@ from shardwise.data.token_windows import TokenWindows
 from shardwise.data.tokenizer import EOS_TOKEN, ByteTokenizer, HuggingFaceTokenizer, load_tokenizer, train_bpe
 from shardwise.errors import DataError, JobError
 from shardwise.job import DataConfig, Job, make_job
-from shardwise.kinds import DLRMConfig
+from shardwise.models.dlrm_family import DLRMConfig
 from shardwise.random import Permutation
 
 TEXTS = ["first document\nwith two lines\n", "der zweite: äöü, 世界, 👍\n", "third " * 40]
@@ -128,8 +128,8 @@ def test_broken_token_files_are_refused(tmp_path: Path) -> None:
     write_token_arrays(path, [np.arange(100)], 1000)
     whole = path.read_bytes()
     for broken, words in [
-        (whole[:-1], "cut short"),
-        (whole + b"x", "cut short"),
+        (whole[:-1], "truncated"),
+        (whole + b"x", "truncated"),
         (whole[:20], "not a token file"),
         (b"", "not a token file"),
         (b"NOTMAGIC" + whole[8:], "shardwise data"),
@@ -248,10 +248,10 @@ def test_binary_and_hidden_files_are_passed_over_but_not_when_named(tmp_path: Pa
         (folder / name).write_bytes(content)
     summary = encode_source(DataConfig(source="text", path=str(folder)), tmp_path / "out.bin")
     size = sum(len(text.encode()) for text in TEXTS)
-    assert (summary.tokens, summary.document_ids, summary.text_bytes, summary.vocab) == (size + 3, 3, size, 256)
+    assert (summary.tokens, summary.documents, summary.text_bytes, summary.vocab) == (size + 3, 3, size, 256)
     with pytest.raises(DataError, match="latin.txt is not text"):
         encode_source(DataConfig(source="text", path=str(folder / "latin.txt")), tmp_path / "out.bin")
-    with pytest.raises(DataError, match="holds no text"):
+    with pytest.raises(DataError, match="has no text"):
         encode_source(DataConfig(source="text", path=str(folder / "*.png")), tmp_path / "other.bin")
     assert not (tmp_path / "other.bin").exists()
 
@@ -268,7 +268,7 @@ def test_jsonl(tmp_path: Path) -> None:
     path = tmp_path / "some.jsonl"
     path.write_text("\n".join(json.dumps({"body": text}) for text in TEXTS) + "\n\n", encoding="utf-8")
     summary = encode_source(DataConfig(source="jsonl", path=str(tmp_path), text_field="body"), tmp_path / "out.bin")
-    assert summary.document_ids == 3
+    assert summary.documents == 3
     expected = b"".join(text.encode() + b"\0" for text in TEXTS)
     assert bytes(open_token_file(tmp_path / "out.bin").read(0, summary.tokens).tolist()) == expected
 
@@ -279,7 +279,7 @@ def test_jsonl(tmp_path: Path) -> None:
         ("{", "not valid JSON"),
         ("[1]", "a JSON list"),
         ('{"txt": "a"}', "did you mean 'txt'"),
-        ('{"text": 5}', "holds a int"),
+        ('{"text": 5}', "is of type int"),
         ('{"text": "\\ud800"}', "not Unicode"),
     ],
 )
@@ -334,7 +334,7 @@ def test_bpe_source(tmp_path: Path) -> None:
     text = tokenizer.decode([one for row in all_of(training) for one in row[:-1]])
     assert len(text) > 100 and "".join(TEXTS).startswith(text)
     assert len(list((tmp_path / "cache").glob("*/tokenizer.json"))) == 1
-    with pytest.raises(DataError, match=r"has 4096 ids but model.vocab is 256; set model.vocab = 4096"):
+    with pytest.raises(DataError, match=r"has 4096 ids, but model.vocab is 256; set model.vocab = 4096"):
         make_sources(job_of("text", folder, tokenizer="bpe:4096"), tmp_path / "cache")
 
 
@@ -359,7 +359,7 @@ def test_what_was_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("one two three")
     settings = ["data.source=text", f"data.path={tmp_path / 'one.txt'}"]
     told = write_token_file(None, settings, tmp_path / "out.bin")
-    assert told == f"{tmp_path}/out.bin: 14 tokens of a vocabulary of 256 from 1 document, 13 bytes of text"
+    assert told == f"{tmp_path}/out.bin: 14 tokens (vocabulary 256) from 1 document, 13 bytes of text"
     told = write_token_file(None, [*settings, "data.tokenizer=bpe:280"], tmp_path / "out.bin")
     assert f"{tmp_path}/out.tokenizer.json: the tokenizer" in told
 
@@ -603,13 +603,13 @@ def test_bad_lines_are_named_counted_and_passed_over(tmp_path: Path) -> None:
         training, _, _ = make_sources(
             job_of("jsonl", path, on_bad_record="skip", validation_fraction=0), tmp_path / "cache", bad
         )
-        assert len(bad.messages) == 4 and bad.summary().startswith("4 bad records passed over. ")
+        assert len(bad.messages) == 4 and bad.summary().startswith("4 bad records skipped. ")
         assert "line 2" in bad.summary() and "line 5" in bad.summary() and bad.summary().endswith("And 1 more.")
     (tmp_path / "good.jsonl").write_text("\n".join(good), encoding="utf-8")
     plain, _, _ = make_sources(job_of("jsonl", tmp_path / "good.jsonl", validation_fraction=0), tmp_path / "cache")
     assert all_of(training) == all_of(plain)
     asked = [f"data.path={path}", "data.source=jsonl", "data.on_bad_record=skip"]
-    assert "4 bad records passed over" in write_token_file(None, asked, tmp_path / "out.bin")
+    assert "4 bad records skipped" in write_token_file(None, asked, tmp_path / "out.bin")
     with pytest.raises(DataError, match="line 2"):  # a cache with gaps is no cache of the whole
         make_sources(job_of("jsonl", path), tmp_path / "cache")
 
@@ -625,6 +625,5 @@ def test_bad_rows_of_clicks_keep_their_place_and_do_not_count(tmp_path: Path) ->
             batches = [next(loader)[1] for _ in range(2)]
         assert all(batch.targets[:, 0].tolist() == [1, -100, 1, -100] for batch in batches)
         assert (
-            bad.summary().startswith("2 bad records passed over. ")
-            and "day.tsv, row 2: it has 2 fields" in bad.summary()
+            bad.summary().startswith("2 bad records skipped. ") and "day.tsv, row 2: it has 2 fields" in bad.summary()
         )

@@ -18,7 +18,7 @@ from shardwise.cli import app
 from shardwise.errors import JobError, UserError
 from shardwise.job import load_job, make_job
 from shardwise.layout import Layout
-from shardwise.parallel.parallelize import check_layout
+from shardwise.parallel.prepare import prepare
 from shardwise.train.auto_layout import choose_layout
 
 ROOT = Path(__file__).parent.parent
@@ -134,7 +134,7 @@ def test_toml_blocks_are_jobs(page: Path) -> None:
     for text in blocks(page, "toml"):
         job = make_job(tomllib.loads(text))
         if job.layout != "auto":
-            check_layout(job, Layout.parse(job.layout))
+            prepare(job, Layout.parse(job.layout))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -183,7 +183,7 @@ def test_examples_can_be_trained_or_say_that_they_cannot(example: Path) -> None:
     except JobError:
         assert "not yet" in example.read_text(encoding="utf-8") or "see " in example.read_text(encoding="utf-8")
     else:
-        check_layout(job, choose_layout(job))
+        prepare(job, choose_layout(job))
     assert example.read_text(encoding="utf-8").startswith("# "), "an example says what it is for"
 
 
@@ -221,7 +221,7 @@ def test_errors_shown_are_the_errors_raised() -> None:
             if asked:
                 with pytest.raises(UserError) as raised:
                     job = make_job({**values, "layout": asked[1]})
-                    check_layout(job, Layout.parse(job.layout))
+                    prepare(job, Layout.parse(job.layout))
                 assert str(raised.value) == asked[2]
                 shown += 1
     assert shown >= 3

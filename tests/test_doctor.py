@@ -1,4 +1,4 @@
-"""The doctor names the planted culprit of a hang: rank, operation, axis, place."""
+"""The doctor names the culprit of an injected hang: rank, operation, axis, place."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from shardwise.workers.fork_server import ForkServer
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[ForkServer]:
-    one = ForkServer("shardwise.chaos.faulty_worker")
-    yield one
-    one.close()
+def fork_server() -> Iterator[ForkServer]:
+    server = ForkServer("shardwise.chaos.faulty_worker")
+    yield server
+    server.close()
 
 
 @pytest.mark.parametrize(
@@ -37,17 +37,20 @@ def test_the_culprit_is_named(kind: str, layout: str, fork_server: ForkServer, t
     said = "\n".join(diagnosis.diagnose_run(tmp_path / "run"))
     print(said)
     expected = {
-        "loop": "rank 1 is stuck in step 4, computing, since .*chaos/victim.py:.*fire", "stop": "rank 1 is stopped",
-        "sleep": "rank 1 is stuck in step 4, data, since .*loader.py:.*__next__",
-        "skip": r"rank 1 left the order .* where all_reduce number 3 \(scalar\) over axis data used to be",
-        "mismatch": r"rank 1 left the order .* with all_reduce number 4 \(77\) over axis data, where",
+        "loop": r"rank 1 has been stuck in step 4 \(computing\) for .*chaos/faulty_worker.py:.*trigger",
+        "stop": "rank 1 is stopped",
+        "sleep": r"rank 1 has been stuck in step 4 \(data\) for .*loader.py:.*__next__",
+        "skip": r"rank 1 broke the common order .* instead of all_reduce #3 \(scalar\) on axis data",
+        "mismatch": r"rank 1 broke the common order .* called all_reduce #4 \(77\) on axis data instead of",
     }[kind]  # fmt: skip
     assert re.search(expected, said)
-    assert kind == "mismatch" or re.search(r"ranks? 0.* waits? in all_reduce number .* over axis", said)
+    assert kind == "mismatch" or re.search(r"ranks? 0.* been waiting in all_reduce #.* on axis", said)
 
 
 def test_a_run_that_is_fine_has_no_findings(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text("")
-    assert diagnosis.diagnose_run(tmp_path) == ["no rank is alive here, and nothing was found wrong with this run."]
-    with pytest.raises(JobError, match="is no run folder"):
+    assert diagnosis.diagnose_run(tmp_path) == [
+        "no rank of this run is alive on this machine, and no fault was recorded."
+    ]
+    with pytest.raises(JobError, match="is not a run folder"):
         diagnosis.diagnose_run(tmp_path / "none")

@@ -22,22 +22,22 @@ from shardwise.data.make_sources import make_sources
 from shardwise.data.sample_stream import SampleStream, rank_positions
 from shardwise.errors import DataError, JobError, LayoutError
 from shardwise.job import Job, make_job
-from shardwise.kinds import DLRMConfig
 from shardwise.layout import Layout
-from shardwise.models.dlrm import DotInteraction, build_dlrm
+from shardwise.models.dlrm import DenseDLRM, DotInteraction
+from shardwise.models.dlrm_family import DLRMConfig
 from shardwise.optim import sparse
 from shardwise.parallel.mesh import SINGLE_RANK, Mesh
-from shardwise.parallel.parallelize import check_layout, parallelize
+from shardwise.parallel.parallelize import parallelize
+from shardwise.parallel.prepare import prepare
 from shardwise.parallel.tables import bags, sharded_tables, table_engine, table_placement
 from shardwise.parallel.tables.bags import Bags
 from shardwise.parallel.tables.hot_rows import HotRowCache, most_frequent_ids
 from shardwise.parallel.tables.sharded_tables import ShardedTables
-from shardwise.parallel.tables.table_engine import TableEngine, check_host_memory, make_engine_optimizer
+from shardwise.parallel.tables.table_engine import check_host_memory
 from shardwise.parallel.tables.table_placement import TableShard, TableSpec, place_tables
 from shardwise.step import step
 from shardwise.train.checkpoint import CheckpointManager
-from shardwise.verify.dlrm_reference import make_click_stream
-from shardwise.verify.parity import verify
+from shardwise.verify.parity import make_stream, verify
 
 ROOT = Path(__file__).parent.parent
 SHAPE = {
@@ -157,7 +157,7 @@ def test_updates_are_those_of_torch() -> None:
 
 
 def test_the_dense_part_is_what_a_person_would_write() -> None:
-    model = build_dlrm(DLRMConfig(**SHAPE)).double()
+    model = DenseDLRM(DLRMConfig(**SHAPE)).double()
     numbers, vectors = torch.randn(3, 4).double(), torch.randn(3, 5, 8).double()
     own = numbers
     for layer in model.bottom.layers:
@@ -250,9 +250,9 @@ def test_a_batch_without_any_id() -> None:
 
 def empty_step() -> float:
     job = small(8, {"sharding": "row"})
-    engine = parallelize(job, Layout.parse("shard=2"), torch.device("cpu"))
-    optimizer = make_engine_optimizer(job, engine)
-    samples = make_click_stream(job).read(rank_positions(0, 8, 2, engine.mesh.rank))
+    engine = parallelize(prepare(job, Layout.parse("shard=2")), torch.device("cpu"))
+    optimizer = engine.make_optimizer(job)
+    samples = make_stream(job).read(rank_positions(0, 8, 2, engine.mesh.rank))
     size = engine.model.tables * engine.model.lookups
     samples.tokens[:, :size] = -1
     before = [held.rows.clone() for held in engine.tables.local_shards]
@@ -263,9 +263,9 @@ def empty_step() -> float:
 
 def trained(ahead: bool, optimizer: str, sharding: str) -> list[float]:
     job = small(16, {"sharding": sharding, "optimizer": optimizer})
-    engine = parallelize(job, Layout.parse("shard=2"), torch.device("cpu"))
-    assert isinstance(engine, TableEngine)
-    taken, stream = make_engine_optimizer(job, engine), make_click_stream(job)
+    engine = parallelize(prepare(job, Layout.parse("shard=2")), torch.device("cpu"))
+    assert engine.has_tables
+    taken, stream = engine.make_optimizer(job), make_stream(job)
     for group in taken.param_groups:
         group["lr"] = 0.05
     batches = iter([(n, stream.read(rank_positions(n, 16, 2, engine.mesh.rank))) for n in range(6)])
@@ -305,8 +305,8 @@ def half(folder: str, text: str, sharding: str, optimizer: str, first: int, last
     cache = 0 if sharding == "table" else 10 + first
     job = small(12, {"sharding": sharding, "optimizer": optimizer, "cached_rows": cache})
     layout = Layout.parse(text)
-    engine = parallelize(job, layout, torch.device("cpu"))
-    taken, stream = make_engine_optimizer(job, engine), make_click_stream(job)
+    engine = parallelize(prepare(job, layout), torch.device("cpu"))
+    taken, stream = engine.make_optimizer(job), make_stream(job)
     checkpoints = CheckpointManager(Path(folder), keep=2, asynchronous=True)
     if first:
         state = checkpoints.load(engine, taken)
@@ -495,19 +495,19 @@ def test_planted_bugs_are_caught(plant: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("text", ["tensor=2", "pipeline=2", "context=2", "shard=2 expert=2"])
 def test_other_axes_are_refused(text: str) -> None:
-    with pytest.raises(LayoutError, match=r"=2: a DLRM is cut by its tables and its samples alone; use shard=2"):
-        check_layout(small(), Layout.parse(text))
+    with pytest.raises(LayoutError, match=r"=2: a DLRM is split by its tables and its samples only; use shard"):
+        prepare(small(), Layout.parse(text))
 
 
 def test_what_has_no_meaning_is_refused() -> None:
-    with pytest.raises(LayoutError, match="no blocks to compute again"):
-        check_layout(small(), Layout.parse("shard=2 recompute=full"))
+    with pytest.raises(LayoutError, match="no blocks to recompute"):
+        prepare(small(), Layout.parse("shard=2 recompute=full"))
     job = small()
     with pytest.raises(JobError, match="no blocks to compile"):
-        check_layout(job.model_copy(update={"compile": True}), Layout.parse("shard=2"))
+        prepare(job.model_copy(update={"compile": True}), Layout.parse("shard=2"))
     with pytest.raises(JobError, match="bf16, float32 or float64"):
-        check_layout(job.model_copy(update={"precision": "fp8"}), Layout.parse("shard=2"))
-    with pytest.raises(JobError, match="can be planned, trained and verified"):
+        prepare(job.model_copy(update={"precision": "fp8"}), Layout.parse("shard=2"))
+    with pytest.raises(JobError, match="does not generate text"):
         job.require_decoder()
 
 
@@ -515,12 +515,12 @@ def test_a_table_that_no_rank_can_hold() -> None:
     job = small(
         24, {"sharding": "table"}, tables=1, rows=1024, width=128
     )  # a mebibyte in float64, and a state for a row
-    check_host_memory(job, Layout.parse("shard=4"), 2 << 20)
+    check_host_memory(prepare(job, Layout.parse("shard=4")), 2 << 20)
     with pytest.raises(LayoutError, match=r'rank 0 would hold .* use embedding_tables.sharding = "auto"'):
-        check_host_memory(job, Layout.parse("shard=4"), 1 << 19)
+        check_host_memory(prepare(job, Layout.parse("shard=4")), 1 << 19)
     with pytest.raises(LayoutError, match=r"use at least 11 ranks with as much each"):
-        check_host_memory(job, Layout.parse("shard=4"), 100_000)
-    check_host_memory(small(24, {}, tables=1, rows=1024, width=128), Layout.parse("shard=4"), 1 << 19)
+        check_host_memory(prepare(job, Layout.parse("shard=4")), 100_000)
+    check_host_memory(prepare(small(24, {}, tables=1, rows=1024, width=128), Layout.parse("shard=4")), 1 << 19)
 
 
 # Click logs
@@ -562,7 +562,7 @@ def test_a_criteo_file(tmp_path: Path) -> None:
     job = make_job(
         {
             "model": {"name": "dlrm", "rows": 64, "width": 4, "lookups": 2}, "batch": {"samples": 4},
-            "data": {"source": "criteo", "path": str(path), "validation": 0.1},
+            "data": {"source": "criteo", "path": str(path), "validation_fraction": 0.1},
         }
     )  # fmt: skip
     training, held, _ = make_sources(job)
@@ -582,8 +582,8 @@ def test_a_criteo_file(tmp_path: Path) -> None:
     [
         (LINE.rpartition("\t")[0], "row 18: it has 39 fields, but a Criteo row has 40"),
         (LINE.replace("1", "2", 1), r"row 18, field 1 \(label\): '2' is neither 0 nor 1"),
-        (LINE.replace("-1", "x"), r"row 18, field 4 \(count 3\): 'x' is no whole number"),
-        (LINE.replace("00000064", "pear"), r"row 18, field 15 \(category 1\): 'pear' is no hexadecimal number"),
+        (LINE.replace("-1", "x"), r"row 18, field 4 \(integer 3\): 'x' is not an integer"),
+        (LINE.replace("00000064", "pear"), r"row 18, field 15 \(category 1\): 'pear' is not a hexadecimal number"),
         ("", "row 18: it has 1 fields"),
     ],
 )
@@ -601,9 +601,9 @@ def test_a_malformed_row_is_told_with_file_row_and_field(line: str, words: str, 
     ("data", "more", "words"),
     [
         ({"source": "stdlib"}, {}, "has no clicks"),
-        ({"source": "criteo"}, {}, "give it as data.path"),
+        ({"source": "criteo"}, {}, "set data.path to it"),
         ({"source": "criteo", "path": "none.tsv"}, {}, "cannot be read"),
-        ({"source": "criteo", "path": "none.tsv"}, {"tables": 3}, "26 categories and 13 counts"),
+        ({"source": "criteo", "path": "none.tsv"}, {"tables": 3}, "26 categorical and 13 integer features"),
     ],
 )
 def test_sources_that_do_not_fit(data: Any, more: Any, words: str) -> None:
@@ -632,10 +632,10 @@ def test_the_example_trains_learns_and_goes_on_elsewhere(tmp_path: Path) -> None
     losses = [json.loads(line)["loss"] for line in (tmp_path / "r/metrics.jsonl").read_text().splitlines()]
     assert len(losses) == 40 and np.mean(losses[-5:]) < np.mean(losses[:5]) - 0.05
     done = shardwise("train", str(ROOT / "examples/dlrm.toml"), "--layout", "tensor=2", folder=tmp_path)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "tensor=2: a DLRM is cut by" in done.stderr
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "tensor=2: a DLRM is split by" in done.stderr
 
 
 def test_a_world_of_one_has_no_process_group() -> None:
     job = small()
-    engine = table_engine.parallelize_dlrm(job, Layout(), torch.device("cpu"))
+    engine = parallelize(prepare(job, Layout()), torch.device("cpu"))
     assert engine.tables.group is None and isinstance(engine.mesh, Mesh) and not torch.distributed.is_initialized()

@@ -16,15 +16,16 @@ from shardwise.comm.world import run_world
 from shardwise.data.sample_stream import rank_positions
 from shardwise.errors import LayoutError
 from shardwise.job import Job, make_job
-from shardwise.kinds import MoEConfig
 from shardwise.layout import Layout
 from shardwise.models.chain import init_weights
 from shardwise.models.gpt import build_gpt, forward_flops
 from shardwise.models.moe import MoE, load_balancing_loss
+from shardwise.models.moe_family import MoEConfig
 from shardwise.optim import make_optimizer
 from shardwise.parallel import data_parallel, expert
 from shardwise.parallel import parallelize as road
 from shardwise.parallel.parallelize import parallelize
+from shardwise.parallel.prepare import prepare
 from shardwise.planner.dryrun.dry_run import fake_process_group, measure_rank
 from shardwise.step import step
 from shardwise.train.checkpoint import CheckpointManager
@@ -42,7 +43,7 @@ def small(samples: int = 8, **more: Any) -> Job:
 
 
 def experts(**more: Any) -> MoE:
-    chain = build_gpt(small(**more).require_chain_model(), 0).double()
+    chain = build_gpt(small(**more).model, 0).double()
     init_weights(chain, 0)
     return next(module for module in chain.modules() if isinstance(module, MoE))
 
@@ -161,9 +162,9 @@ def test_a_dry_run_and_its_costs() -> None:
         # Half of the experts' gradients of two layers: up, gate and down of 2 experts.
         times = 1 if zero == 1 else 2
         assert sent["expert_replicas", "reduce-scatter"] == times * 2 * 3 * 2 * 24 * 16 * 8
-    sparse, plain = forward_flops(job.require_chain_model())[2], forward_flops(job.require_chain_model())[1]
+    sparse, plain = forward_flops(job.model)[2], forward_flops(job.model)[1]
     assert sparse != plain
-    model = job.require_chain_model()
+    model = job.model
     assert isinstance(model, MoEConfig)
     assert sparse - plain == 2.0 * 8 * 16 * 3 * (2 * 24 + 8 - model.ffn)
 
@@ -174,9 +175,9 @@ def test_what_does_not_divide_is_told() -> None:
         "shard=3 expert=5": "3 x 1 x 1 cannot be cut so; use shard=5",
     }.items():
         with pytest.raises(LayoutError, match=words):
-            road.check_layout(small(15), Layout.parse(text))
+            prepare(small(15), Layout.parse(text))
     with pytest.raises(LayoutError, match="'gpt' has no experts"):
-        road.check_layout(make_job({}), Layout.parse("shard=2 expert=2"))
+        prepare(make_job({}), Layout.parse("shard=2 expert=2"))
 
 
 # Checkpoints, and what may go wrong
@@ -190,7 +191,7 @@ RING = [
 def go_on(folder: Path, text: str, source: bool) -> list[float]:
     """Losses of steps 3 and 4: after two steps of our own, which are saved, or after those of another layout."""
     job = small(8, experts=4)
-    engine = parallelize(job, Layout.parse(text), torch.device("cpu"))
+    engine = parallelize(prepare(job, Layout.parse(text)), torch.device("cpu"))
     optimizer = make_optimizer(job.optimizer, engine.param_shards)
     stream, ranks, checkpoints = make_stream(job), engine.mesh["data"], CheckpointManager(folder, 2, asynchronous=False)
 
@@ -230,7 +231,7 @@ def experts_left_out_of_the_norm(patch: pytest.MonkeyPatch) -> None:
 
     def without(engine: Any, loss: torch.Tensor) -> Any:
         dense = [param_shard for param_shard in engine.param_shards if not param_shard.is_expert]
-        return right(dataclasses.replace(engine, holdings=dense), loss)
+        return right(dataclasses.replace(engine, param_shards=dense), loss)
 
     patch.setattr(step_file, "reduce_loss_and_norm", without)
 
@@ -265,9 +266,9 @@ def load_of(text: str, capacity: float = 0.0) -> list[expert.RoutingStats]:
     """Of two steps; nothing has run since the second."""
     STEP_TIMER.read_and_reset()
     job = small(8, experts=4, capacity_factor=capacity)
-    engine = parallelize(job, Layout.parse(text), torch.device("cpu"))
+    engine = parallelize(prepare(job, Layout.parse(text)), torch.device("cpu"))
     optimizer = make_optimizer(job.optimizer, engine.param_shards)
-    ranks, model, found = engine.mesh["data"], job.require_chain_model(), []
+    ranks, model, found = engine.mesh["data"], job.model, []
     assert isinstance(model, MoEConfig)
     for number in range(3):
         if number < 2:
@@ -281,12 +282,12 @@ def load_of(text: str, capacity: float = 0.0) -> list[expert.RoutingStats]:
 def test_the_load_of_experts_is_that_of_all_ranks() -> None:
     for capacity in (0.0, 0.75):
         (alone,) = run_world(load_of, 1, "micro_batch=2", capacity)
-        assert all(1.0 <= one.imbalance < 4.0 and sum(one.load) == pytest.approx(1) for one in alone[:2])
+        assert all(1.0 <= one.imbalance < 4.0 and sum(one.expert_load) == pytest.approx(1) for one in alone[:2])
         assert alone[2].imbalance == 0.0 and all((one.dropped_tokens > 0) == (capacity > 0) for one in alone[:2])
         for text in ("shard=2 expert=2", "pipeline=2 tensor=2 micro_batch=1 recompute=full"):
             for found in run_world(load_of, Layout.parse(text).world, text, capacity):
                 for one, other in zip(found, alone, strict=True):
-                    assert [one.imbalance, *one.load] == pytest.approx([other.imbalance, *other.load])
+                    assert [one.imbalance, *one.expert_load] == pytest.approx([other.imbalance, *other.expert_load])
                     assert one.dropped_tokens == pytest.approx(other.dropped_tokens)
                 # Whole rows of 16 numbers, there and back, in the forward and in the backward.
                 row = 4 * 16 * 8

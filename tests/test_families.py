@@ -5,16 +5,17 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardwise.data.objectives import MaskedLM, SpanCorruption, _random_partition
 from shardwise.errors import JobError, LayoutError
 from shardwise.job import Job, make_job
-from shardwise.kinds import BertConfig, T5Config
 from shardwise.layout import Layout
+from shardwise.models.bert_family import BertConfig
 from shardwise.models.chain import IGNORE_INDEX, init_weights
-from shardwise.models.registry import build_chain, forward_flops_per_module
+from shardwise.models.objectives import MaskedLM, SpanCorruption, _random_partition
+from shardwise.models.registry import family_of
 from shardwise.models.resnet import BatchNorm
 from shardwise.models.t5 import relative_position_bucket
-from shardwise.parallel.parallelize import check_layout
+from shardwise.models.t5_family import T5Config
+from shardwise.parallel.prepare import prepare
 from shardwise.verify.parity import verify
 
 BERT = {"name": "bert", "layers": 3, "width": 24, "heads": 4, "ffn": 40, "vocab": 61, "sequence": 16, "dropout": 0.1}
@@ -52,14 +53,14 @@ def test_an_untied_t5_with_relu():
 
 
 @pytest.mark.parametrize(("model", "layout", "said"), [
-    (SPANS, "context=2", "a T5 is not cut along its sequence"),
+    (SPANS, "context=2", "a T5 cannot be split along the sequence"),
     ({**SPANS, "heads": 6}, "tensor=4", "tensor=4 does not divide the 6 heads"),
     ({**SPANS, "sequence": 23}, "tensor=2", "a sequence of 31 does not divide"),
     (SPANS, "shard=2 expert=2", "has no experts"),
 ])  # fmt: skip
 def test_what_cannot_be_cut_is_told(model, layout, said):
     with pytest.raises(LayoutError, match=said):
-        check_layout(job(model), Layout.parse(layout))
+        prepare(job(model), Layout.parse(layout))
 
 
 @pytest.mark.parametrize(("model", "said"), [
@@ -127,7 +128,7 @@ def test_parts_add_up(total, count):
 def parameters(model: dict[str, object]) -> int:
     with torch.device("meta"):
         return sum(
-            weight.numel() for _, weight in build_chain(job(model).require_chain_model(), 0).named_unique_parameters()
+            weight.numel() for _, weight in job(model).family.build(job(model).model, 0).named_unique_parameters()
         )
 
 
@@ -139,15 +140,15 @@ def test_sizes():
 
 
 def test_a_bert_looks_both_ways_and_a_t5_decoder_does_not():
-    model = job({**BERT, "dropout": 0.0}).require_chain_model()
-    chain = build_chain(model, 0).double()
+    model = job({**BERT, "dropout": 0.0}).model
+    chain = family_of(model).build(model, 0).double()
     init_weights(chain, 0)
     tokens = torch.randint(0, 60, (1, 16))
     changed = tokens.clone()
     changed[0, 12] = (tokens[0, 12] + 1) % 60
     assert (chain(tokens) - chain(changed)).abs().amax(-1)[0].min() > 0
-    model = job({**SPANS, "dropout": 0.0}).require_chain_model()
-    chain = build_chain(model, 0).double()
+    model = job({**SPANS, "dropout": 0.0}).model
+    chain = family_of(model).build(model, 0).double()
     init_weights(chain, 0)
     tokens = torch.randint(0, 60, (1, 32))
     changed = tokens.clone()
@@ -168,8 +169,8 @@ def test_distances_in_groups():
 
 def test_costs_follow_the_trace():
     for model in (BERT, SPANS):
-        built = job({**model, "dropout": 0.0}).require_chain_model()
-        chain = build_chain(built, 0)
+        built = job({**model, "dropout": 0.0}).model
+        chain = family_of(built).build(built, 0)
         counter = FlopCounterMode(display=False)
         init_weights(chain, 0)
         tokens = torch.randint(0, 60, (1, built.length))
@@ -178,7 +179,7 @@ def test_costs_follow_the_trace():
         with counter:
             chain(tokens, targets=targets)
         counted = counter.get_total_flops()
-        assert counted == pytest.approx(sum(forward_flops_per_module(built)), rel=0.2)
+        assert counted == pytest.approx(sum(family_of(built).forward_flops(built)), rel=0.2)
 
 
 # Images
@@ -199,12 +200,12 @@ def test_a_bottleneck_with_the_stem_of_imagenet():
 
 
 @pytest.mark.parametrize(("layout", "said"), [
-    ("pipeline=2", "cut along its samples only"), ("tensor=2", "use replicate or shard"),
+    ("pipeline=2", "split along its samples only"), ("tensor=2", "use replicate or shard"),
     ("micro_batch=2", "6 micro-batches"), ("recompute=full", "recompute=none"),
 ])  # fmt: skip
 def test_what_a_batch_norm_does_not_allow(layout, said):
     with pytest.raises(LayoutError, match=said):
-        check_layout(job(IMAGES, 12), Layout.parse(layout))
+        prepare(job(IMAGES, 12), Layout.parse(layout))
 
 
 def test_sizes_of_resnets():
@@ -214,14 +215,14 @@ def test_sizes_of_resnets():
 
 
 def test_a_resnet_is_that_of_plain_batch_norms():
-    chain = build_chain(job(IMAGES).require_chain_model(), 0).double()
+    chain = job(IMAGES).family.build(job(IMAGES).model, 0).double()
     init_weights(chain, 0)
     norm = next(module for module in chain.modules() if isinstance(module, BatchNorm))
     x = torch.randn(6, 4, 8, 8, dtype=torch.float64)
     plain = torch.nn.BatchNorm2d(4).double()
     for _ in range(3):
         assert torch.allclose(norm(x), plain(x), atol=1e-12)
-    assert torch.allclose(norm.mean, plain.running_mean) and torch.allclose(norm.variance, plain.running_var)
+    assert torch.allclose(norm.running_mean, plain.running_mean) and torch.allclose(norm.running_var, plain.running_var)
     assert torch.allclose(norm.eval()(x), plain.eval()(x), atol=1e-12)
     images = torch.randn(4, 3, 8, 8, dtype=torch.float64)
     assert chain(images).shape == (4, 1, 5)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from shardwise.cli import main
 from shardwise.errors import UserError
 from shardwise.job import Job, load_job, make_job
-from shardwise.kinds import MODEL_CONFIGS
 from shardwise.layout import RECOMPUTE, SCHEDULES, Layout
-from shardwise.parallel.parallelize import check_layout
+from shardwise.models.registry import BUILT_IN
+from shardwise.parallel.prepare import prepare
 from shardwise.train.auto_layout import choose_layout
 
 junk = st.one_of(
@@ -24,7 +24,7 @@ junk = st.one_of(
 small = st.integers(-1, 12)
 DEGREES = ["pipeline", "replicate", "shard", "tensor", "virtual", "micro_batch", "zero"]
 model_values = {
-    "name": st.sampled_from(["gpt", "gpt2", "llama3-8b", "nope", 3, *MODEL_CONFIGS, "mixtral-8x7b", "t5-11b"]),
+    "name": st.sampled_from(["gpt", "gpt2", "llama3-8b", "nope", 3, *BUILT_IN, "mixtral-8x7b", "t5-11b"]),
     "experts": small, "layers": small, "width": st.integers(-8, 64),
     "heads": small, "kv_heads": small, "head_dim": small, "ffn": st.integers(-1, 70), "vocab": st.integers(0, 130),
     "sequence": st.integers(0, 40), "positions": st.sampled_from(["learned", "rotary", "none"]),
@@ -67,7 +67,7 @@ def jobs(draw: st.DrawFn) -> dict[str, object]:
 def test_any_job_is_taken_or_refused_in_words(values: dict[str, object]) -> None:
     try:
         job = make_job(values)
-        check_layout(job, choose_layout(job))
+        prepare(job, choose_layout(job))
     except UserError as error:
         message = str(error)
         assert message and "Traceback" not in message and len(message) < 4000
@@ -79,7 +79,7 @@ def test_any_layout_is_taken_or_refused_in_words(text: str) -> None:
     try:
         layout = Layout.parse(text)
         assert Layout.parse(str(layout)) == layout
-        check_layout(Job(), layout)
+        prepare(Job(), layout)
     except UserError as error:
         assert str(error)
 

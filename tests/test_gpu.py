@@ -124,7 +124,7 @@ def test_a_sequence_cut_over_ranks_goes_through_the_gpus_kernels(way, tmp_path):
 )
 def test_what_travels_through_the_host_arrives(layout, monkeypatch):
     monkeypatch.setattr(parity, "run_world", partial(run_world, backend="host_staged"))
-    model = {"layers": 4, "width": 16, "ulysses": 2, "vocab": 31, "sequence": 8}
+    model = {"layers": 4, "width": 16, "heads": 2, "vocab": 31, "sequence": 8}
     experts = {"name": "moe", "experts": 4, "expert_ffn": 24} if "expert" in layout else {}
     job = make_job({"precision": "float64", "batch": {"samples": 8}, "model": {**model, **experts}})
     (record,) = verify(job, [Layout.parse(layout)])

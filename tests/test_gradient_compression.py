@@ -11,7 +11,7 @@ from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.parallel import gradient_compression
 from shardwise.parallel.gradient_compression import CompressionSpec, decode, encode, encoded_bytes
-from shardwise.parallel.parallelize import check_layout
+from shardwise.parallel.prepare import parameter_shapes, prepare
 from shardwise.verify.parity import verify
 
 MODEL = {"layers": 3, "width": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 61, "sequence": 16}
@@ -52,7 +52,7 @@ def sent_by(way: str, text: str) -> int:
     from shardwise.verify.parity import make_stream
 
     asked = job(way)
-    engine = parallelize(asked, Layout.parse(text), torch.device("cpu"))
+    engine = parallelize(prepare(asked, Layout.parse(text)), torch.device("cpu"))
     STEP_TIMER.read_and_reset()
     data = engine.mesh["data"]
     samples = make_stream(asked).read(rank_positions(0, asked.samples, data.size, data.index))
@@ -74,9 +74,8 @@ def test_bytes_are_what_the_formula_says():
 
 
 def shapes_of_it() -> list[torch.Size]:
-    from shardwise.parallel.parallelize import build_on_meta, parameter_shapes
 
-    return list(parameter_shapes(build_on_meta(job("bf16"), torch.float32)).values())
+    return list(parameter_shapes(job("bf16").family.build_on_meta(job("bf16").model)).values())
 
 
 @pytest.mark.parametrize(("way", "after", "layout", "other"), [
@@ -123,4 +122,4 @@ def test_what_cannot_be_had():
     with pytest.raises(JobError, match="use bf16"):
         make_job({"precision": "fp16", "gradient": {"compress": "int8"}})
     with pytest.raises(LayoutError, match="beside context=2"):
-        check_layout(job("int8"), Layout.parse("context=2"))
+        prepare(job("int8"), Layout.parse("context=2"))

@@ -1,4 +1,4 @@
-"""A run comes back from real faults: what happened is named, and the curve is that of an undisturbed run."""
+"""A run recovers from real faults: each fault is named, and the losses equal those of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def small_job(folder: Path, run: dict[str, object] | None = None, **changes: obj
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[ForkServer]:
-    one = ForkServer("shardwise.chaos.faulty_worker")
-    yield one
-    one.close()
+def fork_server() -> Iterator[ForkServer]:
+    server = ForkServer("shardwise.chaos.faulty_worker")
+    yield server
+    server.close()
 
 
 def train(fork_server: ForkServer, job: Job, layout: str, *faults: Fault) -> RunFolder:
@@ -89,7 +89,9 @@ def test_killed_and_stopped_ranks_are_named_and_the_curve_stays(
 
 def test_a_crash_loop_ends_with_its_cause(fork_server: ForkServer, tmp_path: Path) -> None:
     faults = [Fault("raise", 1, 2, "data", number) for number in range(3)]
-    with pytest.raises(RunError, match="rank 1 failed(.|\n)*planted at step 2(.|\n)*happened before at step 2"):
+    with pytest.raises(
+        RunError, match="rank 1 failed(.|\n)*injected at step 2(.|\n)*second identical failure at step 2"
+    ):
         train(fork_server, small_job(tmp_path / "run"), "shard=2", *faults)
     run = RunFolder.open(tmp_path / "run")
     assert len(events(run, "failed")) == 1 and len(trigger_times(run.path)) == 2
@@ -101,7 +103,7 @@ def test_restarts_that_get_no_further_are_bounded(fork_server: ForkServer, tmp_p
     faults = [Fault("kill", 0, 3, "forward", number) for number in range(3)]
     with pytest.raises(
         RunError,
-        match="rank 0 was killed by SIGKILL, in step 3, computing. Given up after 1 restart that got no further.",
+        match=r"rank 0 was killed by SIGKILL in step 3 \(computing\). Giving up after 1 restart without progress.",
     ):
         train(fork_server, small_job(tmp_path / "run", run={"max_restarts": 1}), "shard=2", *faults)
 
@@ -113,8 +115,8 @@ def test_a_passing_nan_is_rolled_back_and_leaves_no_trace(
     assert curve(run) == curve(undisturbed)
     (event,) = events(run, "rollback")
     assert event["message"] == (
-        "step 7 had a gradient norm of nan: nothing was updated; taken again the step is finite, so what was wrong has "
-        "passed; going back to step 4."
+        "step 7 had a gradient norm of nan, so its update was skipped; a replay of the step is finite, so the fault "
+        "was transient; going back to step 4."
     )
 
 
@@ -122,7 +124,7 @@ def test_a_passing_nan_is_rolled_back_and_leaves_no_trace(
 def test_infinity_is_traced_to_its_module_and_rank(layout: str, fork_server: ForkServer, tmp_path: Path) -> None:
     job = small_job(tmp_path / "run", run={"on_nan": "stop"})
     with pytest.raises(
-        RunError, match=r'step 3 .*: nothing was updated; it begins in the output of [\w.]*up on rank 1. .*"stop"'
+        RunError, match=r'step 3 .* update was skipped; non-finite .* in the output of [\w.]*up on rank 1. .*"stop"'
     ):
         train(fork_server, job, layout, Fault("inf", 1, 3, "up"))
 
@@ -137,7 +139,7 @@ def test_a_step_that_is_never_finite_is_skipped_after_a_second_try(fork_server: 
 
 def test_a_spike_is_left_out_with_the_batches_since_the_checkpoint(fork_server: ForkServer, tmp_path: Path) -> None:
     changes = {"steps": 24, "checkpoint": {"every": 18}}
-    job = small_job(tmp_path / "run", run={"spike": 10.0}, **changes)
+    job = small_job(tmp_path / "run", run={"loss_spike_threshold": 10.0}, **changes)
     run = train(fork_server, job, "shard=2", Fault("spike", 0, 20), Fault("spike", 1, 20, number=1))
     (event,) = events(run, "rollback")
     assert str(event["message"]).startswith("step 20 had a loss of 1000, ")
@@ -162,7 +164,7 @@ def test_chaos_in_short(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(job)
     report = run_chaos(tmp_path / "job.toml", ["layout=shard=2"], 6, 178, print)
     print(report.text())
-    assert {tale.fault.kind for tale in report.outcomes} == {"kill", "stop", "flip", "nan", "weight", "state"}
+    assert {outcome.fault.kind for outcome in report.outcomes} == {"kill", "stop", "flip", "nan", "weight", "state"}
     assert report.ok, report.text()
     assert report.corrupted_checkpoints == report.rejected_checkpoints == 1
 
@@ -191,7 +193,7 @@ def test_a_restart_goes_on_from_memory_and_the_curve_stays(
     run = train(fork_server, job, "shard=2", Fault("kill", 1, 8, "data"), Fault("kill", 0, 11, "forward", 1))
     assert curve(run) == curve(undisturbed)
     assert [event["source"] for event in events(run, "resumed")] == ["memory", "memory"]
-    deadline = time.monotonic() + 10  # the nursery lives on, and is told to forget it
+    deadline = time.monotonic() + 10  # the fork server outlives the run, and removes it
     while Path(snapshot_folder(run.path, 0)).exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not Path(snapshot_folder(run.path, 0)).exists()
@@ -210,7 +212,7 @@ def test_snapshots_without_room_are_refused_in_a_sentence(tmp_path: Path, monkey
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=4096))
     snapshots = SnapshotStore(tmp_path / "memory", "shard=2", lambda one: [one])
     problem = snapshots.check_space({"weights.a": torch.zeros(1024)})
-    assert problem.startswith("no snapshots are taken: this machine's ranks need ") and "can be had in" in problem
+    assert problem.startswith("snapshots are disabled: the ranks of this node need ") and "are available in" in problem
 
 
 def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
@@ -242,7 +244,7 @@ def test_a_place_that_is_given_up_leaves_fewer_processes_in_a_new_layout(
     faults = [Fault("kill", 2, 6, "forward", number) for number in range(2)]
     run = train(fork_server, job, "replicate=2 tensor=2", *faults)
     (event,) = events(run, "scaled_down")
-    assert event["ranks"] == [2] and "going on with " in str(event["message"])
+    assert event["ranks"] == [2] and "continuing with " in str(event["message"])
     layout = Layout.parse(str(event["layout"]))
     assert layout.world < 4 and events(run, "resumed")[-1]["layout"] == str(layout)
     for ours, theirs in zip(curve(run), curve(undisturbed), strict=True):
@@ -253,7 +255,7 @@ def test_a_run_goes_on_with_another_number_of_processes(
     undisturbed: RunFolder, fork_server: ForkServer, tmp_path: Path
 ) -> None:
     job = small_job(tmp_path / "run", run={"max_restarts": 0}, checkpoint={"every": 4, "asynchronous": False})
-    with pytest.raises(RunError, match="planted at step 6"):
+    with pytest.raises(RunError, match="injected at step 6"):
         train(fork_server, job, "replicate=2 tensor=2", Fault("raise", 3, 6))
     run = RunFolder(tmp_path / "run")
     subprocess.run([sys.executable, "-m", "shardwise", "train", "--resume", run.path, "--processes", "2"], check=True)

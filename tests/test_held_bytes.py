@@ -34,6 +34,7 @@ from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.optim import make_optimizer
 from shardwise.parallel.parallelize import parallelize
+from shardwise.parallel.prepare import prepare
 from shardwise.step import StepResult, step
 from shardwise.verify.parity import make_stream
 
@@ -79,7 +80,7 @@ class Census:
 def watched_step(job: Job, layout: Layout) -> tuple[dict[str, int], Moments]:
     """Bytes of this rank's weights (`all`, and those of one `block`), and what is held at each moment."""
     census = Census()
-    engine = parallelize(job, layout, torch.device("cpu"))
+    engine = parallelize(prepare(job, layout), torch.device("cpu"))
     optimizer = make_optimizer(job.optimizer, engine.param_shards)
     census.states = optimizer.state
     whole = {param_shard.name: param_shard.shape.numel() * 8 for param_shard in engine.param_shards}

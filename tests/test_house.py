@@ -1,46 +1,105 @@
-"""The rooms of ARCHITECTURE.md: each imports only rooms below it, and every file is in one of them."""
+"""The rules of `tools/house.py`: the package keeps them, and each rule finds what it is for."""
 
 from __future__ import annotations
 
-import ast
-import re
+import importlib.util
+import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 
 
-def rooms() -> dict[str, int]:
-    """Room and floor, counted from the ground."""
-    table = re.findall(r"^\| (`shardwise/.*?) \|", (ROOT / "ARCHITECTURE.md").read_text(), re.MULTILINE)
-    return {room.rstrip("/"): floor for floor, cell in enumerate(table) for room in re.findall(r"`(.*?)`", cell)}
+def load_tool() -> Any:
+    """`tools/house.py` as a module."""
+    spec = importlib.util.spec_from_file_location("house", ROOT / "tools" / "house.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["house"] = module  # its dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
 
 
-def floor_of(path: str, house: dict[str, int]) -> int | None:
-    return next((floor for room, floor in house.items() if path == room or path.startswith(room + "/")), None)
+house = load_tool()
 
 
-def imported(path: Path) -> set[str]:
-    """Files and folders of ours that a file imports, anywhere in it."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module, *(f"{node.module}.{name.name}" for name in node.names)}
-        elif isinstance(node, ast.Import):
-            names |= {name.name for name in node.names}
-    places = {name.replace(".", "/") for name in names if name.startswith("shardwise.")}
-    return {place + ".py" if (ROOT / f"{place}.py").exists() else place for place in places if (ROOT / place).exists()
-            or (ROOT / f"{place}.py").exists()}  # fmt: skip
+@pytest.fixture(scope="module")
+def package() -> Any:
+    return house.House()
 
 
-def test_no_room_imports_one_above_it() -> None:
-    house = rooms()
-    assert len(house) > 15
-    for path in sorted((ROOT / "shardwise").rglob("*.py")):
-        name = str(path.relative_to(ROOT))
-        if path.parent == ROOT / "shardwise" and path.name.startswith("__"):
-            continue
-        own = floor_of(name, house)
-        assert own is not None, f"{name} is in no room of ARCHITECTURE.md"
-        for other in imported(path):
-            floor = floor_of(other, house)
-            assert floor is None or floor <= own, f"{name} imports {other}, which lies above it"
+@pytest.mark.parametrize("rule", house.RULES, ids=lambda rule: rule.__name__)
+def test_the_package_keeps_the_rule(package: Any, rule: Any) -> None:
+    violations = rule(package)
+    assert len(violations) <= house.RULES[rule][1], "\n".join(violations)
+
+
+def test_the_package_keeps_its_budget(package: Any) -> None:
+    assert house.package_lines(package) <= house.MAX_PACKAGE_LINES
+    assert len(package.floors) > 15
+
+
+KINDS = """
+class ModelConfig: ...
+class A(ModelConfig): ...
+class B(A): ...
+isinstance(0, A)
+"""
+ASKS = """
+def f(model, job, x):
+    isinstance(model, (int, B))
+    type(model) is A
+    issubclass(x, B)
+    model.name == 'gpt'
+    job.model.name in ('t5', 'bert')
+    x.name == 'gpt'
+    isinstance(x, int)
+    isinstance(x, ModelConfig)
+    match model:
+        case B(): ...
+"""
+EFFECTS = """
+import warnings, logging, os
+from torch import nn
+TABLE = {}
+TABLE.update(a=1)
+TABLE['b'] = 2
+warnings.filterwarnings('ignore')
+logging.getLogger('x').setLevel(3)
+os.environ['A'] = '1'
+nn.Linear.f = None
+for name in ('f', 'g'):
+    setattr(nn.Linear, name, None)
+def later():
+    nn.Linear.f = None
+if __name__ == '__main__':
+    later()
+"""
+PLANTED = {  # files, and how many violations the rule finds in them
+    "kind_checks": ({"pkg/models/config.py": KINDS, "pkg/ask.py": ASKS}, 6),
+    "duplicate_classes": ({"pkg/a.py": "class Same: ...", "pkg/b.py": "class Same: ...\nclass Other: ..."}, 2),
+    "duplicate_basenames": ({f"pkg/{room}/{name}.py": "" for room in "xy" for name in ("plan", "command")}, 1),
+    "import_effects": ({"pkg/a.py": EFFECTS}, 5),
+    "import_circles": (
+        {"pkg/a.py": "from pkg import b", "pkg/b.py": "from pkg.c import f", "pkg/c.py": "import pkg.a\ndef f(): ...",
+         "pkg/d.py": "def f():\n    from pkg import e", "pkg/e.py": "from pkg import d"}, 1),
+    "upward_imports": (
+        {"pkg/low.py": "def f():\n    from pkg.high import g", "pkg/high/__init__.py": "from pkg import low",
+         "pkg/lost.py": "", "ARCHITECTURE.md": "| `pkg/low.py` | low |\n| `pkg/high/` | high |\n"}, 2),
+    "long_files": ({f"pkg/{more}.py": "x = 1\n" * (house.MAX_FILE_LINES + more) for more in (0, 1)}, 1),
+    "long_functions": (
+        {"pkg/a.py": "".join(f"def {name}():\n" + "    x = 1\n" * (house.MAX_FUNCTION_LINES - more)
+                             for more, name in enumerate("fg"))}, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", house.RULES, ids=lambda rule: rule.__name__)
+def test_the_rule_finds_what_is_planted(rule: Any, tmp_path: Path) -> None:
+    files, count = PLANTED[rule.__name__]
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    violations = rule(house.House(tmp_path, "pkg"))
+    assert len(violations) == count, "\n".join(violations)

@@ -8,7 +8,10 @@ import pytest
 
 from shardwise.errors import JobError
 from shardwise.job import Job, load_job, make_job
-from shardwise.presets import PRESETS
+from shardwise.models.presets import PRESETS
+from shardwise.models.registry import BUILT_IN
+from shardwise.layout import Layout
+from shardwise.peer_words import JOB_WORDS, LAYOUT_WORDS
 
 
 def problem(values: dict[str, object]) -> str:
@@ -57,6 +60,56 @@ def test_a_mistake_is_told_with_its_place_and_remedy(values: dict[str, object], 
     message = problem(values)
     assert all(word in message for word in words), message
     assert "Traceback" not in message
+
+
+@pytest.mark.parametrize(
+    ("values", "answer"),
+    [
+        ({"model": {"hidden_size": 512}}, "unknown key 'model.hidden_size'; did you mean model.width?"),
+        ({"hidden_size": 512}, "unknown key 'hidden_size'; did you mean model.width?"),
+        ({"model": {"name": "t5", "num_hidden_layers": 3}}, "did you mean model.layers?"),
+        ({"gradient_accumulation_steps": 4}, "set batch.samples (the global batch) and micro_batch in layout"),
+        ({"learning_rate": 1e-3}, "did you mean optimizer.lr?"),
+        ({"optimizer": {"learning_rate": 1e-3}}, "did you mean optimizer.lr?"),
+        ({"max_grad_norm": 1.0}, "did you mean optimizer.clip?"),
+        ({"bf16": True}, 'did you mean precision = "bf16"?'),
+        ({"num_train_epochs": 3}, "set steps or tokens"),
+        ({"per_device_train_batch_size": 4}, "did you mean micro_batch=4 in layout?"),
+        ({"tensor_model_parallel_size": 2}, "did you mean tensor=2 in layout?"),
+        ({"tensor": 2}, "did you mean tensor=2 in layout?"),
+        ({"gradient_checkpointing": True}, "did you mean recompute=full or recompute=selective in layout?"),
+        ({"resume_from_checkpoint": "runs/1"}, "shardwise train --resume RUN_FOLDER"),
+        ({"training": {"steps": 3}}, "use steps, precision, [batch], [optimizer] and [data]"),
+    ],
+)
+def test_a_key_of_another_framework_is_answered_with_ours(values: dict[str, object], answer: str) -> None:
+    assert answer in problem(values)
+
+
+def test_set_answers_a_key_of_another_framework() -> None:
+    with pytest.raises(JobError, match=r"did you mean optimizer\.warmup\?"):
+        load_job(None, ["warmup_steps=100"])
+
+
+def test_every_answer_to_a_foreign_key_names_a_key_of_ours() -> None:
+    keys = {key for key in Job.model_fields if key != "model"}
+    keys |= {f"model.{key}" for family in BUILT_IN.values() for key in family.config.model_fields}
+    for name, field in Job.model_fields.items():
+        keys |= {f"{name}.{key}" for key in getattr(field.annotation, "model_fields", {})}
+    for answer in JOB_WORDS:
+        if not answer.endswith("."):
+            named = [word for word in answer.split(" (")[0].split(" = ")[0].split(" or ") if "=" not in word]
+            assert named and all(word in keys for word in named), answer
+
+
+def test_no_foreign_word_hides_a_key_of_ours() -> None:
+    words = [word for words in (*JOB_WORDS.values(), *LAYOUT_WORDS.values()) for word in words.split()]
+    ours = {key for family in BUILT_IN.values() for key in family.config.model_fields} | set(Job.model_fields)
+    assert not ours & set(words)
+    # A word in both tables is answered as a key of a job; only the layout's own `schedule` may mean either.
+    assert {word for word in words if words.count(word) > 1} <= {
+        "schedule"
+    } and "schedule" in Layout.__dataclass_fields__
 
 
 def test_all_problems_are_told_at_once() -> None:

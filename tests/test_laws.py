@@ -144,9 +144,9 @@ def test_other_laws_are_found_too(law: ScalingLaw) -> None:
 
 def test_intervals_hold_the_truth_about_as_often_as_they_say() -> None:
     """A small version of `benchmarks/laws_coverage.py`."""
-    from laws_coverage import holds
+    from laws_coverage import covers
 
-    held = np.array([holds(("scattered", 6, 7, 0.01), 30, trial) for trial in range(4)])
+    held = np.array([covers(("scattered", 6, 7, 0.01), 30, trial) for trial in range(4)])
     assert held.mean() >= 0.75
 
 
@@ -193,16 +193,16 @@ def test_the_drawing_is_svg_and_fetches_nothing() -> None:
 @pytest.mark.parametrize(
     ("rows", "told"),
     [
-        ("params,tokens,loss\n1e6,1e8,3\n1e7,1e9,-2\n", "line 3, column loss: -2 is not above 0"),
-        ("params,tokens,loss\n1e6,1e8,3\n1e7,oops,2\n", "line 3, column tokens: 'oops' is no number"),
+        ("params,tokens,loss\n1e6,1e8,3\n1e7,1e9,-2\n", "line 3, column loss: -2 must be positive"),
+        ("params,tokens,loss\n1e6,1e8,3\n1e7,oops,2\n", "line 3, column tokens: 'oops' is not a number"),
         ("params,tokens,loss\n1e6,1e8\n", "line 2, column loss: the value is missing"),
-        ("params,tokens,loss\n1e6,1e8,nan\n", "line 2, column loss: nan is not above 0"),
+        ("params,tokens,loss\n1e6,1e8,nan\n", "line 2, column loss: nan must be positive"),
         ("params,tokens\n1e6,1e8\n", "no column for loss"),
         ("params,loss\n1e6,3\n", "no column for two of parameters, tokens and flops"),
-        ("params,N,tokens,loss\n1,1,1,1\n", "both say parameters"),
+        ("params,N,tokens,loss\n1,1,1,1\n", "both contain parameters"),
         ("params,tokens,loss\n1e6,1e8,3\n1e7,1e9,2\n", "2 runs: a law has five constants"),
-        ("params,tokens,loss\n" + "1e6,1e8,3\n" * 8, "1 value of parameters"),
-        ("", "holds no runs"),
+        ("params,tokens,loss\n" + "1e6,1e8,3\n" * 8, "1 different value of parameters"),
+        ("", "contains no runs"),
     ],
 )
 def test_bad_data_gets_a_sentence(
@@ -221,7 +221,7 @@ def test_other_things_that_cannot_be_fitted(tmp_path: Path) -> None:
         read_runs([tmp_path])
     with pytest.raises(DataError, match="--drop-highest 99"):
         fit_scaling_law(made(), drop_highest=99)
-    with pytest.raises(DataError, match="no saved fit"):
+    with pytest.raises(DataError, match="not a saved fit"):
         read_fitted_law(write_csv(tmp_path / "fit.json", '{"E": 1}'))
     flat = made()
     flat.loss[:] = 2.0 + 400 / flat.parameters**0.35
@@ -301,7 +301,7 @@ def test_designs_that_cannot_be(tmp_path: Path) -> None:
             parse_budget(text)
     assert parse_budget("1e18") == (1e18, 1e18)
     for settings in (["model.width=64"], ["steps=3"], ["batch.samples=2"]):
-        with pytest.raises(JobError, match="chosen here"):
+        with pytest.raises(JobError, match="the grid chooses"):
             design_grid(1e18, 1e19, 2, 2, 2.0, "gpt", settings, "all", tmp_path)
     with pytest.raises(JobError, match="no decoder with a vocabulary of 256"):
         design_grid(1e6, 1e6, 1, 1, 1.0, "gpt", [], "all", tmp_path)
@@ -339,7 +339,7 @@ def test_a_recommendation_in_numbers() -> None:
 def test_far_extrapolation_is_flagged() -> None:
     assert not recommend(published_law(), 1e24).warnings
     (told,) = recommend(published_law(), 2e24).warnings
-    assert told.startswith("extrapolation: 2e+24 FLOPs is 154 times beyond")
+    assert told.startswith("extrapolation: 2e+24 FLOPs is 154 times outside")
     assert len(recommend(published_law(), 1e28).warnings) == 3
 
 

@@ -7,7 +7,7 @@ from shardwise.errors import JobError, LayoutError, RunError
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.parallel import local_sgd
-from shardwise.parallel.parallelize import check_layout
+from shardwise.parallel.prepare import prepare
 from shardwise.verify.parity import verify
 
 MODEL = {"layers": 3, "width": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 61, "sequence": 16, "dropout": 0.1}
@@ -72,10 +72,10 @@ def test_planted_bugs_are_caught(plant, monkeypatch):
 
 def test_what_cannot_be_had():
     with pytest.raises(LayoutError, match="has one; use replicate=2"):
-        check_layout(job(NESTEROV), Layout.parse("shard=2"))
+        prepare(job(NESTEROV), Layout.parse("shard=2"))
     with pytest.raises(LayoutError, match="leave one of them out"):
-        check_layout(job(NESTEROV, gradient={"compress": "int8"}), Layout.parse("replicate=2"))
+        prepare(job(NESTEROV, gradient={"compress": "int8"}), Layout.parse("replicate=2"))
     with pytest.raises(LayoutError, match="a DLRM's tables are kept for all samples"):
-        check_layout(job(NESTEROV, model={"name": "dlrm"}), Layout.parse("replicate=2"))
+        prepare(job(NESTEROV, model={"name": "dlrm"}), Layout.parse("replicate=2"))
     with pytest.raises(JobError, match="at most one part meets in a step"):
         job({"every": 2, "fragments": 3})

@@ -68,7 +68,7 @@ def agent(number: int, *words: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "shardwise", "train", *words]
     where = ["ip", "netns", "exec", f"{NAME}{number}"]
     return subprocess.Popen(
-        [*where, *command, "--node", f"{number}/2", "--rdzv-endpoint", f"10.78.0.1:{PORT}"], start_new_session=True
+        [*where, *command, "--node", f"{number}/2", "--address", f"10.78.0.1:{PORT}"], start_new_session=True
     )
 
 
@@ -124,7 +124,7 @@ def test_a_slow_link_a_cut_link_and_a_lost_node(link: None, tmp_path: Path) -> N
                 end(process)
     lost = [event for event in run.events() if event["event"] == "node_lost"]
     assert [event["ranks"] for event in lost] == [[2, 3], [2, 3]]
-    assert "ranks 2 and 3 are cut off: node 1 (10.78.0.2) has not been heard of for 0." in lost[0]["message"]
+    assert "ranks 2 and 3 are unreachable (node 1 at 10.78.0.2 sent no heartbeat for 0." in lost[0]["message"]
     assert 0 < lost[0]["time"] - cut < 5
     assert [event["source"] for event in run.events() if event["event"] == "resumed"] == ["memory", "memory"]
     assert curve(run) == curve(plain) and len(curve(run)) == STEPS
@@ -155,7 +155,7 @@ def test_without_a_lost_node_a_run_goes_on_with_fewer_and_then_with_all(link: No
 def test_a_node_that_is_none_is_refused_in_a_sentence() -> None:
     assert Node.parse("1/2", "10.0.0.1:29400") == Node(1, 2, "10.0.0.1", 29400)
     for text, address in (("2/2", "a:1"), ("one", "a:1"), ("0/2", None), ("0/2", "a")):
-        with pytest.raises(JobError, match="write --node 0/2 --address HOST:PORT"):
+        with pytest.raises(JobError, match="use --node 0/2 --rdzv-endpoint HOST:PORT"):
             Node.parse(text, address)
 
 
@@ -168,7 +168,7 @@ def test_a_link_says_who_it_is_after_a_sign_of_life_or_is_none_of_ours(said: byt
         ours, _ = door.accept()
     channel = HeartbeatChannel(ours)
     try:
-        theirs.sendall(b'{"beat": 1}\n')
+        theirs.sendall(b'{"heartbeat": 1}\n')
         threading.Timer(0.2, lambda: (theirs.sendall(said), theirs.shutdown(socket.SHUT_WR))).start()
         assert _read_node_index(channel) == heard
     finally:

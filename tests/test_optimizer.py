@@ -15,6 +15,7 @@ from shardwise.layout import Layout
 from shardwise.optim import make_optimizer
 from shardwise.parallel.data_parallel import SingleProcess
 from shardwise.parallel.parallelize import parallelize
+from shardwise.parallel.prepare import prepare
 from shardwise.step import step
 from shardwise.verify.parity import make_stream
 
@@ -85,7 +86,7 @@ def small(samples: int, **keys: Any) -> Job:
 def weights_after(job: Job, text: str, wide: bool) -> list[torch.Tensor]:
     """Of three steps, by the engine for one process, or by the one that every layout has."""
     layout, device = Layout.parse(text), torch.device("cpu")
-    engine = parallelize(job, layout, device)
+    engine = parallelize(prepare(job, layout), device)
     assert isinstance(engine.data, SingleProcess) != wide
     optimizer = make_optimizer(job.optimizer, engine.param_shards)
     for number in range(3):

@@ -20,6 +20,7 @@ from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.optim import adafactor, adamw8bit, lamb, make_optimizer, muon, set_learning_rate, sharded_optimizer
 from shardwise.parallel.parallelize import Engine, parallelize
+from shardwise.parallel.prepare import prepare
 from shardwise.planner.dryrun.dry_run import fake_process_group, measure_rank
 from shardwise.planner.plan import make_estimator
 from shardwise.step import step
@@ -114,7 +115,7 @@ def test_planted(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def start(job: Job, text: str) -> tuple[Engine, torch.optim.Optimizer]:
-    engine = parallelize(job, Layout.parse(text), torch.device("cpu"))
+    engine = parallelize(prepare(job, Layout.parse(text)), torch.device("cpu"))
     return engine, make_optimizer(job.optimizer, engine.param_shards)
 
 
@@ -308,7 +309,7 @@ def test_states_are_as_large_as_planned() -> None:
         ({"optimizer": {"name": "lamb", "state_dtype": "bf16"}}, "states = 'bf16' is for adamw"),
         ({"optimizer": {"name": "muon"}, "model": {"name": "resnet"}}, "'muon' is for matrices of blocks"),
         ({"optimizer": {"name": "sgd"}, "model": {"mup_base_width": 64}}, "mup_base_width is worked out for adamw"),
-        ({"optimizer": {"weight_decay_overrides": {"embed.*": -1.0}}}, "optimizer.decays.embed"),
+        ({"optimizer": {"weight_decay_overrides": {"embed.*": -1.0}}}, "optimizer.weight_decay_overrides.embed"),
         ({"optimizer": {"name": "adam"}}, "optimizer.name = 'adam'"),
     ],
 )

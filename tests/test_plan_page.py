@@ -75,4 +75,4 @@ def test_the_command_writes_it(tmp_path: Path) -> None:
     assert done.exit_code == 0 and "layouts, best first" in done.stdout
     assert "None of these layouts has a pipeline" in file.read_text()
     missing = CliRunner().invoke(app, ["plan", str(example), "--html", str(tmp_path / "no" / "plan.html")])
-    assert missing.exit_code != 0 and "there is no folder" in str(missing.exception)
+    assert missing.exit_code != 0 and "does not exist" in str(missing.exception)

@@ -13,9 +13,9 @@ from shardwise.models.chain import init_weights
 from shardwise.models.latent_attention import MultiHeadLatentAttention
 from shardwise.models.layers import rope_angles
 from shardwise.models.moe import MoE, within_capacity
-from shardwise.models.registry import build_chain
+from shardwise.models.registry import family_of
 from shardwise.parallel import expert
-from shardwise.parallel.parallelize import check_layout
+from shardwise.parallel.prepare import prepare
 from shardwise.verify.parity import verify
 
 MOE = {"name": "moe", "layers": 3, "width": 24, "heads": 4, "ffn": 40, "vocab": 31, "sequence": 8, "experts": 4,
@@ -59,12 +59,12 @@ def test_latent_attention(layout):
 
 
 @pytest.mark.parametrize(("model", "layout", "said"), [
-    (LATENT, "context=2", "latent attention is not cut"), (TIGHT, "context=2", "model.capacity_factor"),
+    (LATENT, "context=2", "latent attention cannot be split"), (TIGHT, "context=2", "model.capacity_factor"),
     ({**LATENT, "heads": 6, "width": 36}, "tensor=4", "does not divide the 6 heads"),
 ])  # fmt: skip
 def test_what_cannot_be_cut_is_told(model, layout, said):
     with pytest.raises(LayoutError, match=said):
-        check_layout(job(model), Layout.parse(layout))
+        prepare(job(model), Layout.parse(layout))
 
 
 def test_a_bias_of_each_rank_s_own_is_caught(monkeypatch):
@@ -100,7 +100,7 @@ def test_room():
 
 
 def test_experts_by_hand():
-    built = job(TIGHT).require_chain_model()
+    built = job(TIGHT).model
     layer = MoE(built, None).double()
     for weight in layer.parameters():
         torch.nn.init.normal_(weight)
@@ -122,14 +122,14 @@ def test_experts_by_hand():
 
 
 def test_a_bias_moves_towards_those_that_got_less():
-    built = job(BIASED).require_chain_model()
+    built = job(BIASED).model
     layer = MoE(built, None)
     layer.update_expert_bias(torch.tensor([4.0, 0.0, 2.0, 2.0]))
     assert layer.expert_bias.tolist() == pytest.approx([-0.05, 0.05, 0.0, 0.0])
 
 
 def test_latent_attention_by_hand():
-    built = job(LATENT).require_chain_model()
+    built = job(LATENT).model
     attention = MultiHeadLatentAttention(built).double()
     for weight in attention.parameters():
         torch.nn.init.normal_(weight)
@@ -161,12 +161,11 @@ def test_latent_attention_by_hand():
 
 
 def test_deepseek_v3_has_the_size_that_is_published():
+    config = make_job({"model": {"name": "deepseek-v3"}, "batch": {"samples": 1}}).model
     with torch.device("meta"):
-        chain = build_chain(
-            make_job({"model": {"name": "deepseek-v3"}, "batch": {"samples": 1}}).require_chain_model(), 0
-        )
+        chain = family_of(config).build(config, 0)
     size = sum(weight.numel() for _, weight in chain.named_unique_parameters())
     assert size == pytest.approx(671e9, rel=2e-3)
-    small = build_chain(job(LATENT).require_chain_model(), 0)
+    small = job(LATENT).family.build(job(LATENT).model, 0)
     init_weights(small, 0)
     assert small(torch.zeros(1, 8, dtype=torch.int64)).isfinite().all()

@@ -21,6 +21,7 @@ from shardwise.layout import AUTO_SCHEDULES, Layout, micro_batch_error
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.pipeline import SCHEDULE_CLASSES, Pipeline, schedule_actions
+from shardwise.parallel.prepare import prepare
 from shardwise.planner.plan import auto_schedule_order, make_plan
 from shardwise.schedules.closed_form import closed_form, uneven_lower_bound
 from shardwise.schedules.list_scheduler import LOOP_PLACEMENT, V_PLACEMENT, SchedulingProblem
@@ -152,7 +153,7 @@ def test_live_activations() -> None:
     assert zero_bubble.peak_memory([1.0] * 4, retained_fraction=0.0) == (4.0, 3.0, 2.0, 1.0)
     v = named_program("zbv", 2, 2, 4)
     assert v.max_in_flight == (4, 3, 2, 1) and v.peak_memory([1.0, 1.0, 1.0, 1.0]) == (4.0, 4.0)
-    with pytest.raises(LayoutError, match="waits for ever"):
+    with pytest.raises(LayoutError, match="waits forever"):
         build_program({0: [Action(0, "B", 0), Action(0, "F", 0)]})
 
 
@@ -268,7 +269,7 @@ def gradients(engine: Engine, job: Job) -> list[torch.Tensor]:
 
 def compare(job: Job, layout: Layout, order: dict[int, list[Action]]) -> float:
     """The largest error of the order against the layout's own schedule, on this rank."""
-    engine = parallelize(job, layout, torch.device("cpu"))
+    engine = parallelize(prepare(job, layout), torch.device("cpu"))
     expected = gradients(engine, job)
     size, length = engine.batch.micro_batch, job.model.sequence
     engine.pipeline = Pipeline(
@@ -328,4 +329,4 @@ def test_an_order_must_be_given() -> None:
 
 
 def without_order() -> None:
-    parallelize(small(4), Layout.parse("pipeline=2 schedule=auto micro_batch=1"), torch.device("cpu"))
+    parallelize(prepare(small(4), Layout.parse("pipeline=2 schedule=auto micro_batch=1")), torch.device("cpu"))

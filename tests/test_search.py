@@ -104,7 +104,7 @@ def test_few_micro_batches_stand_in_for_many(shape: tuple[str, int, int, int], r
 def test_stages_are_those_of_the_engine() -> None:
     estimator = judge(10, 16, 80, vocab=128000)
     model = make_job({"model": {"width": 4096, "heads": 32, "ffn": 16384, "vocab": 128000, "sequence": 2048,
-                                "layers": 10}}).require_chain_model()  # fmt: skip
+                                "layers": 10}}).model  # fmt: skip
     for text in ("pipeline=2", "pipeline=4", "pipeline=3 schedule=zbv", "pipeline=2 schedule=interleaved virtual=3"):
         layout = Layout.parse(f"{text} micro_batch=1")
         spans = cut_stages(layout, forward_flops(model))

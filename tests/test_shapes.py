@@ -16,10 +16,13 @@ from shardwise.cli import app
 from shardwise.cluster import CLUSTERS
 from shardwise.errors import JobError, LayoutError
 from shardwise.job import load_job, make_job
-from shardwise.kinds import DecoderConfig, DLRMConfig, ResNetConfig, T5Config
 from shardwise.layout import Layout
 from shardwise.models.chain import Chain
+from shardwise.models.dlrm_family import DLRMConfig
 from shardwise.models.gpt import build_gpt, forward_flops
+from shardwise.models.gpt_family import DecoderConfig
+from shardwise.models.resnet_family import ResNetConfig
+from shardwise.models.t5_family import T5Config
 from shardwise.parallel.precision import Precision
 from shardwise.planner.costs.block_time import KernelProfile, Machine
 from shardwise.planner.costs.efficiency import efficiency_of

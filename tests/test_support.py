@@ -15,7 +15,8 @@ from shardwise.errors import LayoutError
 from shardwise.job import Job
 from shardwise.layout import FULL_BACKWARD, SPLIT_BACKWARD, Layout
 from shardwise.optim import make_optimizer
-from shardwise.parallel.parallelize import check_layout, parallelize
+from shardwise.parallel.parallelize import parallelize
+from shardwise.parallel.prepare import prepare
 from shardwise.step import step
 from shardwise.support import (
     EXACT,
@@ -35,7 +36,7 @@ MODEL = {"heads": 4, "kv_heads": 2, "layers": 4}
 
 def layout_of(words: Combination) -> Layout:
     pipeline = {} if words.schedule == "none" else {"pipeline": 2, "schedule": words.schedule}
-    recompute = "0.5" if words.recompute == "share" else words.recompute
+    recompute = "0.5" if words.recompute == "fraction" else words.recompute
     return Layout(shard=2, zero=words.zero, recompute=recompute, micro_batch=1, **pipeline)
 
 
@@ -51,9 +52,9 @@ def test_every_combination_has_one_verdict_and_starts_or_not_as_it_says() -> Non
             assert found == lookup(words._replace(precision="float64"))
         elif found.verdict == REFUSED:
             with pytest.raises(LayoutError, match="use "):
-                check_layout(job, layout)
+                prepare(job, layout)
         else:
-            check_layout(job, layout)
+            prepare(job, layout)
 
 
 def test_what_was_promised() -> None:
@@ -61,11 +62,11 @@ def test_what_was_promised() -> None:
         words = product(schedules, zeros, recompute, ("float64", "float32", "bf16", "fp16", "fp8"))
         return {lookup(Combination(*each)).verdict for each in words}
 
-    any_recompute = ("none", "selective", "full", "share")
+    any_recompute = ("none", "selective", "full", "fraction")
     assert verdicts(("none", *FULL_BACKWARD), (1,), any_recompute) == {EXACT}
     assert verdicts(("none", *FULL_BACKWARD), (2, 3), any_recompute) == {EXACT_AT_COST}
     assert verdicts(SPLIT_BACKWARD, (1,), ("none",)) == {EXACT}
-    assert verdicts(SPLIT_BACKWARD, (1,), ("selective", "full", "share")) == {EXACT_AT_COST}
+    assert verdicts(SPLIT_BACKWARD, (1,), ("selective", "full", "fraction")) == {EXACT_AT_COST}
     assert verdicts(SPLIT_BACKWARD, (2, 3), any_recompute) == {EXACT_AT_COST}
 
 
@@ -92,7 +93,7 @@ def count_forwards(job: Job, layout: Layout) -> dict[str, float]:
         return right(self, *args, **kwargs)
 
     gpt.DecoderBlock.forward = forward  # in this process alone
-    engine = parallelize(job, layout, torch.device("cpu"))
+    engine = parallelize(prepare(job, layout), torch.device("cpu"))
     samples = make_stream(job).read(rank_positions(0, job.samples, layout.data, engine.mesh["data"].index))
     step(engine, make_optimizer(job.optimizer, engine.param_shards), samples, 1.0)
     return {name: count / engine.batch.micro_batches for name, count in calls.items()}

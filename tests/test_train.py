@@ -22,6 +22,7 @@ from shardwise.integrity.anomaly_policy import Verdict
 from shardwise.job import BatchConfig, Job, load_job, make_job
 from shardwise.launch.start import start_training
 from shardwise.layout import Layout
+from shardwise.parallel.prepare import prepare
 from shardwise.train.generate import sample_run
 from shardwise.train.loop import Trainer
 from shardwise.train.run_folder import RunFolder
@@ -60,7 +61,7 @@ def small_job(folder: Path, **changes: object) -> Job:
 
 def _train(folder: str, layout: str, resume: bool, die_after: int | None) -> None:
     run = RunFolder.open(Path(folder))
-    trainer = Trainer(run.job(), Layout.parse(layout), run, torch.device("cpu"), resume)
+    trainer = Trainer(prepare(run.job(), Layout.parse(layout)), run, torch.device("cpu"), resume)
     if die_after is not None:
         measure = trainer.metrics.log_step
 
@@ -188,14 +189,17 @@ def test_a_resume_tells_its_new_number_of_steps(tmp_path: Path, monkeypatch: pyt
     start_training(None, ["steps=30"], run.path, said.append)
     (event,) = run.events()
     assert event["event"] == "steps_changed" and event["message"].startswith("30 steps instead of 12;")
-    assert f"changed: {event['message']}" in said
+    assert f"steps_changed: {event['message']}" in said
 
 
 def test_a_resume_names_what_must_stay_and_what_may_change(tmp_path: Path) -> None:
     run = RunFolder.create(small_job(tmp_path / "run"))
     with pytest.raises(JobError) as raised:
         start_training(None, ["seed=3", "model.layers=2", "data.workers=1"], run.path, print)
-    assert "but seed, model.layers would change; only layout, steps, tokens, compile, track, data." in str(raised.value)
+    assert (
+        "but seed, model.layers would change; it may change only layout, steps, tokens, compile, tracker, data."
+        in str(raised.value)
+    )
     page = Path(__file__).parent.parent / "docs" / "how-to" / "resume-elsewhere.md"
     assert str(raised.value).replace("seed, model.layers", "seed") in page.read_text()
 
@@ -265,7 +269,7 @@ def test_a_killed_worker_is_named(tmp_path: Path) -> None:
     os.kill(read_heartbeats(tmp_path / "run")[1]["pid"], signal.SIGKILL)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 1, said
-    assert "rank 1 was killed by SIGKILL, in step" in said and "Traceback" not in said
+    assert "rank 1 was killed by SIGKILL in step" in said and "Traceback" not in said
 
 
 def test_under_torchrun_it_joins_that_world_and_sample_writes_text(tmp_path: Path) -> None:
@@ -296,7 +300,7 @@ EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.toml"))
 
 def trainable(example: Path) -> bool:
     try:
-        load_job(example).require_chain_model()
+        load_job(example).require_trainable()
     except JobError:
         return False
     return True

@@ -17,7 +17,7 @@ from shardwise.job import Job, make_job
 from shardwise.launch.launch import check_layout_fits
 from shardwise.layout import Layout, micro_batch_error
 from shardwise.parallel import context
-from shardwise.parallel.parallelize import check_layout
+from shardwise.parallel.prepare import prepare
 from shardwise.support import REFUSED, support
 from shardwise.verify.parity import VerifyResult, verify
 
@@ -95,7 +95,7 @@ def fits(case: Case) -> bool:
     if layout is None or layout.stage_count > case["layers"] + 2:
         return False
     try:
-        context.check(job_of(case, layout).require_chain_model(), layout)
+        context.check(job_of(case, layout).model, layout)
     except LayoutError:
         return False
     return True
@@ -249,4 +249,4 @@ def test_an_impossible_layout_raises_before_any_process_starts() -> None:
     with pytest.raises(LayoutError, match="at most 6 stages"):
         verify(job, [Layout.parse("replicate=2"), Layout.parse("pipeline=7")])
     with pytest.raises(LayoutError, match="the nearest that does"):
-        check_layout(job, Layout.parse("tensor=3"))
+        prepare(job, Layout.parse("tensor=3"))

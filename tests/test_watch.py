@@ -30,6 +30,7 @@ from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.metrics.rank_metrics import PHASES, RankMetrics, RankMetricsWriter
 from shardwise.metrics.trackers import PrometheusWriter, check_tracker_installed
+from shardwise.parallel.prepare import prepare
 from shardwise.train.auto_layout import choose_plan, plan_record
 from shardwise.train.loop import Trainer
 from shardwise.train.run_folder import RunFolder
@@ -60,7 +61,7 @@ def make_run(folder: Path, layout: str, fault: str, **changes: Any) -> RunData:
 
 def _train(folder: str, layout: str, fault: str) -> None:
     run = RunFolder.open(Path(folder))
-    trainer = Trainer(run.job(), Layout.parse(layout), run, torch.device("cpu"))
+    trainer = Trainer(prepare(run.job(), Layout.parse(layout)), run, torch.device("cpu"))
     if fault == "straggler" and trainer.engine.mesh.rank == 1:
         compute = trainer.engine.run
 
@@ -127,7 +128,9 @@ def test_a_straggler_shows_by_its_own_time_and_the_others_by_waiting(layout: str
     assert waits(run, 0) - waits(run, 1) > 0.5 * PLANTED
     assert statistics.mode(slowest(run)) == (1, "compute")
     told = page_data(run)
-    assert told["ranks"]["stragglers"] == [1] and any("rank 1 computes" in words.lower() for words in told["summary"])
+    assert told["ranks"]["stragglers"] == [1] and any(
+        "rank 1 is a straggler" in words.lower() for words in told["summary"]
+    )
 
 
 def test_a_data_stall_is_data_on_its_rank(tmp_path: Path) -> None:
@@ -147,7 +150,7 @@ def test_a_slow_link_is_its_axis_and_no_rank(tmp_path: Path) -> None:
         others = [row[rank] for name, row in spent.items() if name.startswith("wait_seconds") and "tensor" not in name]
         assert max(others) < 0.5 * spent["wait_seconds tensor"][rank]
     assert max(spent["phase_seconds compute"]) < 0.5 * min(spent["wait_seconds tensor"])
-    assert any("over the axis tensor" in words for words in page_data(run)["summary"])
+    assert any("on the tensor axis" in words for words in page_data(run)["summary"])
     last = json.loads((run.path / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["wait_seconds"]["tensor"] > 0.5 * last["seconds"]
 
@@ -166,7 +169,7 @@ def test_an_uneven_stage_computes_and_the_other_has_the_bubble(tmp_path: Path) -
     assert found["measured"]["bubble"] > 0.2
     assert abs(found["measured"]["bubble"] - found["simulated"]["bubble"]) < 0.2
     rows = {row[0]: row for row in page_data(run)["plan"]["rows"]}
-    assert "bubble" in rows and rows["bubble"][1].endswith("%")
+    assert "pipeline bubble" in rows and rows["pipeline bubble"][1].endswith("%")
 
 
 @pytest.mark.parametrize("layout", ["replicate=2", "pipeline=1", "pipeline=2 schedule=zbv", "shard=2 zero=2"])
@@ -199,7 +202,7 @@ def test_rows_of_long_runs_are_sums_of_windows(tmp_path: Path) -> None:
     assert sum(line["steps"] for line in lines) == sum(line["seconds"][1] for line in lines) == 2000
     assert lines[-2]["phase_seconds"] == {"compute": [1.0, 4.5]}
     assert words == [
-        "rank 1 computes 4.5 times as long as those that do the same: the others wait 70% of a step for it."
+        "rank 1 is a straggler: it computes 4.5 times as long as its peers, and they wait 70% of each step for it."
     ]
 
 
@@ -360,7 +363,7 @@ def test_the_server_shows_runs_and_nothing_else(
     assert get(f"{address}/run/0001")[0] == 200 and get(f"{address}/run/%3Cb%3E0002")[0] == 200
     status, text = get(f"{address}/run/0001/data")
     version = json.loads(text)["version"]
-    assert get(f"{address}/run/0001/data?have={version}") == (204, "")
+    assert get(f"{address}/run/0001/data?version={version}") == (204, "")
     for path in (
         "/secret.txt", "/run/../secret.txt", "/run/..%2f..%2fsecret.txt", "/run/0001/../../secret.txt", "/run/%2e%2e",
         "/run/0001/job.toml", "/run//etc/passwd", "/run/0001/data/more", "/etc/passwd", "/run/0003",
@@ -396,14 +399,14 @@ def test_bad_folders_are_a_sentence(tmp_path: Path) -> None:
     nothing, empty = tmp_path / "no", write_run(tmp_path / "empty", [], [])
     for command in (["report"], ["watch"], ["trace"], ["compare", str(empty)]):
         code, text = invoke(*command, str(nothing))
-        assert code == 2 and "is no run folder" in text
+        assert code == 2 and "is not a run folder" in text
     assert invoke("report", str(empty))[0] == 0
     code, text = invoke("trace", str(empty))
-    assert code == 2 and "no steps of ranks" in text
+    assert code == 2 and "no per-rank step times" in text
     assert invoke("compare", str(empty))[0] == 2
     assert invoke("compare", str(empty), str(empty))[0] == 0
     code, text = invoke("compare", str(empty), str(empty), "--html", str(tmp_path / "no" / "page.html"))
-    assert code == 2 and "there is no folder" in text
+    assert code == 2 and "does not exist" in text
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "job.toml").write_text("model = 3")
     assert invoke("report", str(tmp_path / "job"))[0] == 2

@@ -29,9 +29,11 @@ from typer.utils import get_params_from_function
 import shardwise
 from shardwise import cli, errors, support
 from shardwise.job import PRECISIONS, Job
-from shardwise.kinds import MODEL_CONFIGS, Count, DecoderConfig
 from shardwise.layout import SCHEDULES, Layout, micro_batch_error
-from shardwise.presets import PRESETS
+from shardwise.models.config import Count
+from shardwise.models.gpt_family import DecoderConfig
+from shardwise.models.presets import PRESETS
+from shardwise.models.registry import BUILT_IN
 from shardwise.verify import parity
 
 ROOT = Path(__file__).parent.parent
@@ -101,7 +103,8 @@ def job_keys() -> Iterator[tuple[str, str, FieldInfo, str]]:
     for name, field in Job.model_fields.items():
         if name == "model":
             sections += [
-                ("model" if kind == "gpt" else f"model: {kind}", section) for kind, section in MODEL_CONFIGS.items()
+                ("model" if kind == "gpt" else f"model: {kind}", section)
+                for kind, section in ((name, family.config) for name, family in BUILT_IN.items())
             ]
         elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             sections.append((name, field.annotation))
@@ -129,10 +132,10 @@ def job_tables() -> str:
             kind = section.removeprefix("model: ")
             relation = (
                 "In addition to the keys of `gpt`:"
-                if issubclass(MODEL_CONFIGS[kind], DecoderConfig)
+                if issubclass(BUILT_IN[kind].config, DecoderConfig)
                 else "Instead of the keys of `gpt`:"
             )
-            title = f'### `[model]` for {MODEL_CONFIGS[kind].description}: `name = "{kind}"`\n\n{relation}'
+            title = f'### `[model]` for {BUILT_IN[kind].config.description}: `name = "{kind}"`\n\n{relation}'
         parts += [title, table(("key", "value", "default", "meaning"), lines)]
     return "\n\n".join(parts)
 

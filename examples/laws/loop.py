@@ -1,11 +1,11 @@
-"""The whole loop on this machine: designs small runs, trains them, fits a law, and holds it against a larger run.
+"""The full scaling-law workflow on one machine: design small runs, train them, fit a law, predict a larger run.
 
     python examples/laws/loop.py                   about ten minutes on two CPU cores
-    python examples/laws/loop.py --plot law.svg    draws the fit too
+    python examples/laws/loop.py --plot law.svg    also plots the fit
 
-Twelve decoders of 10 to 114 thousand parameters learn the text of Python's standard library, byte by byte, at three
-budgets. The law fitted to them must foretell the loss of a thirteenth run, whose budget is three times the largest
-of theirs, within 3%. Runs that are finished are not trained again, others go on. Ends with 1 if the law is off.
+Trains twelve decoders of 10 to 114 thousand parameters on the source code of Python's standard library, byte by byte,
+at three budgets. The law fitted to them must predict the loss of a thirteenth run, with three times the largest budget,
+within 3%. Finished runs are not repeated, unfinished ones resume. Exits with 1 if the prediction is off.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ ALLOWED = 0.03
 
 
 def train(path: Path, folder: Path) -> None:
-    """One run, in a process of its own."""
-    begun = (folder / "job.toml").exists()
-    if begun and finished(folder):
-        print(f"{folder} is there already", flush=True)
+    """Trains or resumes one run in its own process."""
+    started = (folder / "job.toml").exists()
+    if started and finished(folder):
+        print(f"{folder} is already trained", flush=True)
         return
-    command = [sys.executable, "-m", "shardwise", "train", *(["--resume", str(folder)] if begun else [str(path)])]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode:
-        sys.exit(done.stdout)
+    command = [sys.executable, "-m", "shardwise", "train", *(["--resume", str(folder)] if started else [str(path)])]
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if result.returncode:
+        sys.exit(result.stdout)
     print(f"{folder} trained", flush=True)
 
 
@@ -55,9 +55,9 @@ def finished(folder: Path) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("runs/laws"), help="for job files and runs")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and of the order of samples")
-    parser.add_argument("--plot", type=Path, help="an SVG file for the drawing")
+    parser.add_argument("--folder", type=Path, default=Path("runs/laws"), help="folder for job files and runs")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and sample order")
+    parser.add_argument("--plot", type=Path, help="SVG file for the plot")
     options = parser.parse_args()
     folder: Path = options.folder
     settings = [*SETTINGS, f"seed={options.seed}"]
@@ -65,21 +65,21 @@ def main() -> None:
     (largest,) = design_grid(LARGEST, LARGEST, 1, 1, 1.0, "gpt", settings, "all", folder)
     jobs = [largest, *grid]
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(train, write_grid(jobs, folder), [folder / "runs" / one.name for one in jobs]))
+        list(pool.map(train, write_grid(jobs, folder), [folder / "runs" / job.name for job in jobs]))
 
-    places = [folder / "runs" / one.name for one in grid]
-    print(fit_text(places, None, 400, 0, "all", folder / "law.json", None, False))
-    found = fit_scaling_law(read_runs(places))
+    run_folders = [folder / "runs" / job.name for job in grid]
+    print(fit_text(run_folders, None, 400, 0, "all", folder / "law.json", None, False))
+    fit = fit_scaling_law(read_runs(run_folders))
     if options.plot:
-        write_plot(found, options.plot, "Scaling law of tiny decoders on the standard library's text")
+        write_plot(fit, options.plot, "Scaling law of tiny decoders on the standard library's text")
     run = read_runs([folder / "runs" / largest.name])
     N, D, loss = float(run.parameters[0]), float(run.tokens[0]), float(run.loss[0])
-    said = float(found.law.loss(N, D))
-    low, high = prediction_interval(to_fitted_law(found, "the grid"), N, D)
+    predicted = float(fit.law.loss(N, D))
+    low, high = prediction_interval(to_fitted_law(fit, "the grid"), N, D)
     print(f"largest run: {N:,.0f} parameters, {D:,.0f} tokens: loss {loss:.4f}")
-    words = f"the law of the {len(found.runs)} others says {said:.4f} (95%: {low:.4f} to {high:.4f})"
-    print(f"{words}: {said / loss - 1:+.2%}")
-    sys.exit(abs(said / loss - 1) > ALLOWED)
+    prediction = f"predicted from the {len(fit.runs)} other runs: {predicted:.4f} (95%: {low:.4f} to {high:.4f})"
+    print(f"{prediction}, error {predicted / loss - 1:+.2%}")
+    sys.exit(abs(predicted / loss - 1) > ALLOWED)
 
 
 if __name__ == "__main__":

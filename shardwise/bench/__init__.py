@@ -1,1 +1,1 @@
-"""Measurements that a user asks for by `shardwise bench`."""
+"""The benchmarks of `shardwise bench`."""

@@ -1,16 +1,16 @@
-"""How long a step of a job waits for its data, and which stage of making a batch takes longest.
+"""Benchmarks the data pipeline: how long a step waits for its batch, and which stage of a batch is the slowest.
 
-Stages are timed in this process, one batch after the other, each without those inside it:
+Stages are timed in this process, one batch after the other; a stage excludes the stages it calls:
 
-    order       which samples come
-    read        records from files, a window of tokens, or numbers drawn where there are no files
-    decode      bytes to numbers
-    objective   what is predicted: masks, runs left out
-    augment     images changed on the fly
-    collate     rows to one tensor
-    transfer    to the device
+    order       choose the samples of the batch
+    read        read records or token windows from files, or generate synthetic ones
+    decode      parse bytes
+    objective   build inputs and targets (masking, span corruption)
+    augment     augment images
+    collate     stack samples into one tensor
+    transfer    copy to the device
 
-The wait is that of real steps on one device, with the job's loader beside them.
+The wait is measured in real steps on one device, with the job's loader running concurrently.
 """
 
 from __future__ import annotations
@@ -27,17 +27,16 @@ import torch
 from shardwise.console import pluralize
 from shardwise.data.loader import Loader
 from shardwise.data.make_sources import make_sources
-from shardwise.data.objectives import make_objective
 from shardwise.data.sample_stream import SampleStream, rank_positions
 from shardwise.job import Job
 from shardwise.layout import Layout
 from shardwise.parallel.parallelize import parallelize
-from shardwise.parallel.tables.table_engine import make_engine_optimizer
+from shardwise.parallel.prepare import prepare
 from shardwise.step import step
 
 WARMUP_STEPS = 2
 STAGES = ("order", "read", "decode", "objective", "augment", "collate", "transfer")
-# Methods of a source by the stage that they are.
+# The stage of each method of a source.
 STAGE_OF_METHOD = {
     "rows": "read",
     "read_bytes": "read",
@@ -49,7 +48,7 @@ STAGE_OF_METHOD = {
 
 
 class StageTimer:
-    """Seconds by stage; what a stage calls of others counts for those."""
+    """Accumulates seconds by stage; time in a nested stage counts only for the nested one."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -73,17 +72,17 @@ class StageTimer:
 class DataReport:
     device: str
     batch_size: int
-    """In a batch."""
+    """Samples per batch."""
     workers: int
     prefetch: int
     stage_seconds: dict[str, float]
-    """Seconds of a batch, in the median."""
+    """Median seconds per batch, by stage."""
     loader_samples_per_s: float
-    """Samples a second of the loader with nothing else to do."""
+    """Throughput of the loader alone."""
     step_seconds: float
-    """Of a step, in the median."""
+    """Median seconds per step."""
     wait_seconds: float
-    """Of that, for the batch; in the mean, since one step may wait for many."""
+    """Mean seconds per step that wait for the batch; the mean, since waits are rare and long."""
 
     @property
     def slowest_stage(self) -> str:
@@ -91,35 +90,39 @@ class DataReport:
 
     @property
     def wait_fraction(self) -> float:
-        """Of all steps' time, what is waiting."""
+        """Fraction of the step time that waits for data."""
         return self.wait_seconds / self.step_seconds
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "slowest_stage": self.slowest_stage, "wait_fraction": self.wait_fraction}
 
     def text(self) -> str:
-        producer = pluralize(self.workers, "worker") if self.workers else "a thread"
+        loader = pluralize(self.workers, "worker") if self.workers else "a thread"
         total = sum(self.stage_seconds.values())
-        lines = [f"{self.device}, batches of {self.batch_size}, made by {producer}, {self.prefetch} ahead"]
+        lines = [f"{self.device}, {self.batch_size} samples per batch, loaded by {loader}, prefetch {self.prefetch}"]
         lines += [
             f"  {name:10s} {1e3 * part:9.3f} ms  {100 * part / total:5.1f}%"
             for name, part in self.stage_seconds.items()
         ]
+        training = self.batch_size / self.step_seconds
+        wait = f"{1e3 * self.wait_seconds:.3f} ms ({100 * self.wait_fraction:.2f}%)"
         lines += [
-            f"  {'in all':10s} {1e3 * total:9.3f} ms, most of it {self.slowest_stage}",
-            f"loader alone {self.loader_samples_per_s:,.0f} samples/s; steps take {self.batch_size / self.step_seconds:,.0f} samples/s",
-            f"a step of {1e3 * self.step_seconds:.1f} ms waits {1e3 * self.wait_seconds:.3f} ms for data, {100 * self.wait_fraction:.2f}%",
+            f"  {'total':10s} {1e3 * total:9.3f} ms; the slowest stage is {self.slowest_stage}",
+            f"loader alone: {self.loader_samples_per_s:,.0f} samples/s; training: {training:,.0f} samples/s",
+            f"a step takes {1e3 * self.step_seconds:.1f} ms, of which it waits {wait} for data",
         ]
         return "\n".join(lines)
 
 
 def bench_data(job: Job, device: torch.device, steps: int = 10) -> DataReport:
+    """Measures the loader alone, real steps, and each stage of a batch."""
     training, _, _ = make_sources(job)
-    stream = SampleStream(training, job.seed, objective=make_objective(job.model, job.seed))
-    loader, (seconds, wait) = _measure_loader(job, stream, device, steps), _measure_steps(job, stream, device, steps)
-    stages = _measure_stages(job, stream, device, steps)
+    stream = SampleStream(training, job.seed, objective=job.family.objective(job.model, job.seed))
+    throughput = _measure_loader(job, stream, device, steps)
+    seconds, wait = _measure_steps(job, stream, device, steps)
+    stages = _measure_stages(job, stream, device, steps)  # last, since it instruments the stream
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    return DataReport(name, job.samples, job.data.workers, job.data.prefetch, stages, loader, seconds, wait)
+    return DataReport(name, job.samples, job.data.workers, job.data.prefetch, stages, throughput, seconds, wait)
 
 
 def _make_loader(job: Job, stream: SampleStream, device: torch.device) -> Loader:
@@ -127,6 +130,7 @@ def _make_loader(job: Job, stream: SampleStream, device: torch.device) -> Loader
 
 
 def _measure_loader(job: Job, stream: SampleStream, device: torch.device, steps: int) -> float:
+    """Returns the samples per second of the loader alone."""
     with _make_loader(job, stream, device) as loader:
         for _ in range(WARMUP_STEPS + job.data.prefetch):
             next(loader)
@@ -137,22 +141,22 @@ def _measure_loader(job: Job, stream: SampleStream, device: torch.device, steps:
 
 
 def _measure_steps(job: Job, stream: SampleStream, device: torch.device, steps: int) -> tuple[float, float]:
-    """Seconds of a step, and how much of it is waiting."""
-    engine = parallelize(job, Layout(), device)
-    optimizer = make_engine_optimizer(job, engine)
+    """Returns the median seconds per step and the mean seconds it waits for data."""
+    engine = parallelize(prepare(job, Layout()), device)
+    optimizer = engine.make_optimizer(job)
     times, waits = [], []
     with _make_loader(job, stream, device) as loader:
         for _ in range(WARMUP_STEPS + steps):
             begin, before = time.perf_counter(), loader.wait_seconds
             outcome = step(engine, optimizer, next(loader)[1].to(device), job.optimizer.clip)
-            float(outcome.loss)  # as training waits for it
+            float(outcome.loss)  # synchronizes, as training does
             times.append(time.perf_counter() - begin)
             waits.append(loader.wait_seconds - before)
     return statistics.median(times[WARMUP_STEPS:]), statistics.mean(waits[WARMUP_STEPS:])
 
 
 def _measure_stages(job: Job, stream: SampleStream, device: torch.device, steps: int) -> dict[str, float]:
-    """Last, since it leaves its clocks in the stream."""
+    """Returns the median seconds per batch of each stage. Leaves timers in the stream."""
     timer = StageTimer()
     source: Any = stream.source
     for name, stage in STAGE_OF_METHOD.items():
@@ -166,7 +170,7 @@ def _measure_stages(job: Job, stream: SampleStream, device: torch.device, steps:
     patched._read_sample = timer.wrap("read", stream._read_sample)
     patched.objective = timer.wrap("objective", stream.objective)
     read = timer.wrap("collate", stream.read)
-    samples_by_stage: dict[str, list[float]] = {}
+    times: dict[str, list[float]] = {}
     for number in range(WARMUP_STEPS + steps):
         timer.seconds.clear()
         samples = read(rank_positions(number, job.samples, 1, 0))
@@ -177,5 +181,5 @@ def _measure_stages(job: Job, stream: SampleStream, device: torch.device, steps:
         timer.seconds["transfer"] = time.perf_counter() - begin
         if number >= WARMUP_STEPS:
             for stage in timer.seconds:
-                samples_by_stage.setdefault(stage, []).append(timer.seconds[stage])
-    return {stage: statistics.median(samples_by_stage[stage]) for stage in STAGES if stage in samples_by_stage}
+                times.setdefault(stage, []).append(timer.seconds[stage])
+    return {stage: statistics.median(times[stage]) for stage in STAGES if stage in times}

@@ -1,9 +1,10 @@
-"""A parameter server, to compare all-reduce with: some ranks, or all, hold a slice of the weights each.
+"""A parameter server as a baseline for all-reduce: some or all ranks each serve a slice of the weights.
 
-Synchronous (`exchange`): everyone sends a server its slice of the gradient and gets back the sum; a schedule like those
-of `shardwise.comm.allreduce`. Asynchronous (`AsyncParameterServer`, `ParameterServerWorker`): a server updates its weights as gradients come and
-answers with what it has, but lets nobody run more than `staleness` rounds ahead of the slowest (Ho et al., 2013).
-A rank that dies is left behind, and named at the end; one that served a slice is named at once by those who ask it.
+Synchronous (`push_pull_schedule`): every rank sends each server its slice of the gradient and receives the sum, with a
+schedule like those of `shardwise.comm.allreduce`. Asynchronous (`AsyncParameterServer`, `ParameterServerWorker`): a
+server applies gradients as they arrive and replies with its current weights, but lets no rank run more than `staleness`
+rounds ahead of the slowest (Ho et al., 2013). If a worker dies, the others continue and the error names it at the end;
+if a server dies, its clients raise at once.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ from torch import Tensor
 from shardwise.comm.allreduce import Bounds, P2PStep, PeerSlice, chunk_bounds
 from shardwise.errors import RunError
 
-UpdateFn = Callable[[Tensor, Tensor], object]  # of weights and a gradient, in place
-PUSH_TAG, PULL_TAG = 1, 2  # tags: a rank's thread and its server's threads share the group
+UpdateFn = Callable[[Tensor, Tensor], object]  # updates the weights in place, given a gradient
+PUSH_TAG, PULL_TAG = 1, 2  # a rank's worker and server threads share one process group
 
 
 def server_bounds(count: int, ranks: int, servers: int) -> Bounds:
-    """The ends of the slices; the first `servers` ranks hold one each."""
+    """Returns the bounds of the slices; the first `servers` ranks serve one each."""
     return chunk_bounds(count, servers) + [count] * (ranks - servers)
 
 
 def push_pull_schedule(rank: int, ranks: int, count: int, servers: int) -> list[P2PStep]:
+    """Returns a rank's steps: push gradient slices to the servers, then pull the sums."""
     bounds, offsets = server_bounds(count, ranks, servers), range(1, ranks)
 
     def part(peer: int, owner: int) -> PeerSlice:
@@ -39,22 +41,22 @@ def push_pull_schedule(rank: int, ranks: int, count: int, servers: int) -> list[
 
 
 def push_pull_count(rank: int, ranks: int, count: int, servers: int) -> int:
-    """What others serve of the gradient, and to each other rank what this one serves."""
+    """Returns the elements a rank sends: gradient slices to the servers, and its served slice to every other rank."""
     bounds = server_bounds(count, ranks, servers)
     served = bounds[rank + 1] - bounds[rank]
     return count - served + (ranks - 1) * served
 
 
 class AsyncParameterServer:
-    """A slice of the weights, served by a thread for each other rank."""
+    """Serves a slice of the weights, with one thread per other rank."""
 
     def __init__(self, weights: Tensor, update: UpdateFn, staleness: int, rounds: int):
         self.weights, self.update, self.staleness, self.rounds = weights, update, staleness, rounds
         self.rounds_done = [0] * dist.get_world_size()
         self.max_staleness = 0
-        """The most rounds that one rank was ever ahead of another."""
+        """The largest lead, in rounds, of any rank over the slowest."""
         self.dead_ranks: dict[int, int] = {}
-        """Ranks that do not answer, and after how many rounds."""
+        """Ranks that stopped responding, with the rounds they completed."""
         self.condition = threading.Condition()
         clients = [rank for rank in range(len(self.rounds_done)) if rank != dist.get_rank()]
         self.threads = [threading.Thread(target=self._serve, args=(rank,), daemon=True) for rank in clients]
@@ -62,7 +64,7 @@ class AsyncParameterServer:
             thread.start()
 
     def apply_gradient(self, rank: int, gradient: Tensor) -> Tensor:
-        """Updates with a rank's gradient; returns the weights once the rank may go on."""
+        """Applies a rank's gradient; returns the weights once the staleness bound lets the rank continue."""
         with self.condition:
             self.update(self.weights, gradient)
             self.rounds_done[rank] += 1
@@ -72,10 +74,9 @@ class AsyncParameterServer:
             return self.weights.clone()
 
     def _rounds_ahead(self, rank: int) -> int:
-        """Rounds before the slowest that still answers."""
-        return self.rounds_done[rank] - min(
-            rounds_done for other, rounds_done in enumerate(self.rounds_done) if other not in self.dead_ranks
-        )
+        """Returns a rank's lead, in rounds, over the slowest live rank."""
+        live_rounds = [rounds for other, rounds in enumerate(self.rounds_done) if other not in self.dead_ranks]
+        return self.rounds_done[rank] - min(live_rounds)
 
     def _serve(self, rank: int) -> None:
         gradient = torch.empty_like(self.weights)
@@ -92,22 +93,22 @@ class AsyncParameterServer:
         for thread in self.threads:
             thread.join()
         if self.dead_ranks:
-            raise RunError(
-                " ".join(_no_answer_message(rank, rounds_done) for rank, rounds_done in sorted(self.dead_ranks.items()))
-            )
+            raise RunError(" ".join(_no_response(rank, rounds) for rank, rounds in sorted(self.dead_ranks.items())))
 
 
-def _no_answer_message(rank: int, rounds_done: int) -> str:
-    return f"rank {rank} does not answer (asynchronous server, after round {rounds_done})."
+def _no_response(rank: int, rounds_done: int) -> str:
+    return f"rank {rank} does not answer (asynchronous parameter server, after round {rounds_done})."
 
 
 class ParameterServerWorker:
-    """One rank's end, and the slice that it serves where it serves one. Every rank makes as many rounds."""
+    """A rank's client, and its server if it serves a slice. Every rank must run the same number of rounds."""
 
     def __init__(self, weights: Tensor, update: UpdateFn, servers: int, staleness: int, rounds: int):
         self.weights, self.rank = weights.view(-1), dist.get_rank()
         if not 1 <= servers <= dist.get_world_size():
-            raise RunError(f"{servers} servers among {dist.get_world_size()} ranks: at least one, at most all.")
+            raise RunError(
+                f"{servers} servers among {dist.get_world_size()} ranks: use at least 1 and at most all ranks."
+            )
         bounds = chunk_bounds(self.weights.numel(), servers)
         self.slices = [slice(*ends) for ends in zip(bounds, bounds[1:])]
         served = self.weights[self.slices[self.rank]].clone() if self.rank < servers else None
@@ -115,7 +116,7 @@ class ParameterServerWorker:
         self.rounds_done = 0
 
     def push_pull(self, gradient: Tensor) -> None:
-        """Sends a gradient; puts what the servers answer into the weights."""
+        """Sends a gradient to the servers and receives the updated weights."""
         flat, pending = gradient.view(-1), []
         for server, server_slice in enumerate(self.slices):
             if server != self.rank:
@@ -123,7 +124,7 @@ class ParameterServerWorker:
                     send_work = dist.isend(flat[server_slice], server, tag=PUSH_TAG)
                     pending.append((server, send_work, dist.irecv(self.weights[server_slice], server, tag=PULL_TAG)))
                 except RuntimeError:
-                    raise RunError(_no_answer_message(server, self.rounds_done)) from None
+                    raise RunError(_no_response(server, self.rounds_done)) from None
         if self.server is not None:
             self.weights[self.slices[self.rank]] = self.server.apply_gradient(self.rank, flat[self.slices[self.rank]])
         for server, send_work, recv_work in pending:
@@ -132,10 +133,10 @@ class ParameterServerWorker:
                 send_work.wait()
                 recv_work.wait()
             except RuntimeError:
-                raise RunError(_no_answer_message(server, self.rounds_done)) from None
+                raise RunError(_no_response(server, self.rounds_done)) from None
         self.rounds_done += 1
 
     def join(self) -> None:
-        """Until every rank has made its rounds."""
+        """Waits until every rank has completed its rounds."""
         if self.server is not None:
             self.server.join()

@@ -1,8 +1,8 @@
-"""How fast one device takes steps of a job, and where a step's time goes.
+"""Benchmarks training steps of a job on one device, and breaks down where the time goes.
 
-Steps are taken as training takes them, on random tokens. Their time is the median between device events, or on a CPU
-of the clock. Where it goes is read off the profiler, in one more step: kernels by their names, the head (projection and
-loss, with the products of their backward, which are computed at once) by when they ran.
+Steps run as in training, on random tokens. The step time is the median between CUDA events, or of the wall clock on a
+CPU. The breakdown comes from one more, profiled step: kernels are classified by name, and those of the head (projection
+and loss, whose backward matmuls run in the forward) by when they ran.
 """
 
 from __future__ import annotations
@@ -21,49 +21,47 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from shardwise.cluster import GIB, device_peak_flops
 from shardwise.data.make_sources import synthetic_source
-from shardwise.data.objectives import make_objective
 from shardwise.data.sample_stream import Samples, SampleStream, rank_positions
 from shardwise.errors import LayoutError
 from shardwise.job import Job
 from shardwise.layout import Layout
 from shardwise.models import bert, gpt, t5
-from shardwise.models.registry import forward_flops_per_module
-from shardwise.optim import make_optimizer
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.parallelize import parallelize
+from shardwise.parallel.prepare import forward_flops, prepare
 from shardwise.step import CudaGraphStep, make_step_fn, step
 
-WARMUP_STEPS = 3  # steps in which blocks are compiled and states made
+WARMUP_STEPS = 3  # compile the blocks and initialize optimizer state
 HEAD_ANNOTATION = "shardwise head"
 KERNEL_PATTERNS = {
     "attention": r"sdpa|flash|fmha|attention|cudnn::fusion",
-    "matrix products": r"gemm|nvjet|cutlass|wgmma|xmma|aten::(mm|addmm|bmm|_scaled_mm)|mkldnn",
+    "matmul": r"gemm|nvjet|cutlass|wgmma|xmma|aten::(mm|addmm|bmm|_scaled_mm)|mkldnn",
     "optimizer": r"adam|multi_tensor|NormTwo|foreach",
 }
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """One job on one device."""
+    """Throughput, memory and time breakdown of one job on one device."""
 
     device: str
     layout: str
     compiled: bool
     uses_cuda_graph: bool
-    """Whether steps are replayed as one CUDA graph."""
+    """Whether steps replay a CUDA graph."""
     tokens: int
-    """In a step."""
+    """Tokens per step."""
     seconds: float
-    """Of a step, in the median."""
+    """Median seconds per step."""
     relative_iqr: float
-    """Between the quarter of fastest and of slowest steps, over the median."""
+    """Interquartile range of the step time over its median."""
     flops_per_second: float
-    """Of the model, a second: nothing that is computed again counts."""
+    """Model FLOP/s, without recomputation."""
     peak_flops_per_second: float
-    """Of the data sheet; 0 where there is none."""
+    """Peak FLOP/s of the device; 0 if unknown."""
     peak_memory_gib: float
     time_breakdown: dict[str, float]
-    """Seconds by what they go to, of one profiled step."""
+    """Seconds by kind of kernel, in one profiled step."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -77,36 +75,39 @@ class StepReport:
         return {**asdict(self), "tokens_per_second": self.tokens_per_second, "mfu": self.mfu}
 
     def text(self) -> str:
-        flags = [flag for flag, is_set in (("compiled", self.compiled), ("recorded", self.uses_cuda_graph)) if is_set]
-        mfu = f"{100 * self.mfu:.0f}% of the peak" if self.peak_flops_per_second else "no peak rate known"
+        flags = [flag for flag, is_set in (("compiled", self.compiled), ("CUDA graph", self.uses_cuda_graph)) if is_set]
+        mfu = (
+            f"{100 * self.mfu:.0f}% MFU"
+            if self.peak_flops_per_second
+            else "MFU unknown (no peak FLOP/s for this device)"
+        )
         memory = f"; peak memory {self.peak_memory_gib:.1f} GiB" if self.peak_memory_gib else ""
         lines = [
-            f"{self.device}, layout '{self.layout}'{', ' if flags else ''}{', '.join(flags)}",
-            f"{1e3 * self.seconds:.1f} ms a step of {self.tokens:,} tokens, half of them within "
-            f"{100 * self.relative_iqr:.1f}%: {self.tokens_per_second:,.0f} tokens/s",
-            f"{self.flops_per_second / 1e12:.4g} TFLOP/s of the model, {mfu}{memory}",
+            ", ".join([self.device, f"layout '{self.layout}'", *flags]),
+            f"{1e3 * self.seconds:.1f} ms per step of {self.tokens:,} tokens (interquartile range "
+            f"{100 * self.relative_iqr:.1f}%): {self.tokens_per_second:,.0f} tokens/s",
+            f"{self.flops_per_second / 1e12:.4g} model TFLOP/s, {mfu}{memory}",
         ]
         total = sum(self.time_breakdown.values())
         lines += [
-            f"  {name:16s} {1e3 * part:8.1f} ms  {100 * part / total:5.1f}%"
-            for name, part in self.time_breakdown.items()
+            f"  {name:16s} {1e3 * seconds:8.1f} ms  {100 * seconds / total:5.1f}%"
+            for name, seconds in self.time_breakdown.items()
         ]
         return "\n".join(lines)
 
 
 def bench_step(job: Job, device: torch.device, steps: int = 10, warmup_steps: int = WARMUP_STEPS) -> StepReport:
-    """Measures a job on one device, after `warm` steps."""
+    """Benchmarks a job on one device, after `warmup_steps` steps."""
     layout = Layout() if job.layout == "auto" else Layout.parse(job.layout)
     if layout.world > 1:
-        raise LayoutError(
-            f"layout '{layout}': `bench step` measures one device; leave it out or give one of 1 process."
-        )
+        raise LayoutError(f"layout '{layout}': `bench step` runs on one device; remove the layout from the job.")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    engine = parallelize(job, layout, device)
-    optimizer = make_optimizer(job.optimizer, engine.param_shards)
-    model = job.require_chain_model()
-    stream = SampleStream(synthetic_source(job, 4 * job.samples), job.seed, objective=make_objective(model, job.seed))
+    engine = parallelize(prepare(job, layout), device)
+    optimizer = engine.make_optimizer(job)
+    stream = SampleStream(
+        synthetic_source(job, 4 * job.samples), job.seed, objective=job.family.objective(job.model, job.seed)
+    )
     batches = [stream.read(rank_positions(number, job.samples, 1, 0)).to(device) for number in range(4)]
 
     for number in range(warmup_steps):
@@ -126,8 +127,8 @@ def bench_step(job: Job, device: torch.device, steps: int = 10, warmup_steps: in
         time_breakdown["gaps"] = unaccounted
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return StepReport(
-        name, str(layout), compiled, isinstance(step_fn, CudaGraphStep), job.samples * job.model.sequence, median,
-        (quartiles[2] - quartiles[0]) / median, 3 * sum(forward_flops_per_module(model)) * job.samples / median,
+        name, str(layout), compiled, isinstance(step_fn, CudaGraphStep), job.samples * job.model.sequence_length, median,
+        (quartiles[2] - quartiles[0]) / median, 3 * sum(forward_flops(job.model)) * job.samples / median,
         device_peak_flops(device, job.precision) or 0.0, peak, time_breakdown,
     )  # fmt: skip
 
@@ -152,7 +153,7 @@ def _time_steps_cpu(step_fn: Callable[[Samples], Any], batches: list[Samples]) -
 
 
 def _profile_step(engine: Engine, step_fn: Callable[[], Any], device: torch.device) -> dict[str, float]:
-    """Seconds of a step by kind of work."""
+    """Profiles one step; returns its seconds by kind of kernel."""
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with _annotate_head(engine), profile(activities=activities) as profiler:
@@ -163,7 +164,7 @@ def _profile_step(engine: Engine, step_fn: Callable[[], Any], device: torch.devi
     if on_gpu:
         events = [event for event in events if event.device_type == DeviceType.CUDA]
     heads = [event.time_range for event in events if event.name == HEAD_ANNOTATION]
-    time_breakdown = dict.fromkeys(["matrix products", "attention", "head", "elementwise", "optimizer"], 0.0)
+    time_breakdown = dict.fromkeys(["matmul", "attention", "head", "elementwise", "optimizer"], 0.0)
     for event in events:
         seconds = (event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total) / 1e6
         if event.name != HEAD_ANNOTATION and not (on_gpu and event.is_user_annotation):
@@ -173,7 +174,7 @@ def _profile_step(engine: Engine, step_fn: Callable[[], Any], device: torch.devi
 
 
 def classify_kernel(kernel: str) -> str:
-    """What a kernel is for, by its name."""
+    """Returns the kind of a kernel, judging by its name."""
     for kind, pattern in KERNEL_PATTERNS.items():
         if re.search(pattern, kernel, re.IGNORECASE):
             return kind
@@ -182,7 +183,7 @@ def classify_kernel(kernel: str) -> str:
 
 @contextmanager
 def _annotate_head(engine: Engine) -> Iterator[None]:
-    """Lets the profiler see when the head runs."""
+    """Annotates the head's forward for the profiler."""
     annotations: list[Any] = []
 
     def begin(*args: Any) -> None:

@@ -1,1 +1,1 @@
-"""Faults planted on purpose, and what came of them."""
+"""Fault injection, and what the run made of each fault."""

@@ -1,7 +1,7 @@
-"""A worker with faults planted in it, for `chaos` and the tests: real signals, real hangs, real damage.
+"""A worker with fault injection, for `shardwise chaos` and the tests: real signals, real hangs, real damage.
 
-`faults.json` in the run folder lists them, `{"kind": "kill", "rank": 1, "step": 7, "phase": "backward"}`. Each happens
-once: its rank first writes `faults/NUMBER` with the time, and does nothing where that file is there.
+`faults.json` in the run folder lists the faults, such as `{"kind": "kill", "rank": 1, "step": 7, "phase": "backward"}`.
+Each fault triggers once: its rank first writes the time to `faults/NUMBER`, and skips a fault whose file exists.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ PHASES = ("data", "forward", "backward", "optimizer", "save", "load")
 @dataclass(frozen=True)
 class Fault:
     kind: str
-    """kill, stop, flip (a checkpoint), flip memory (a snapshot), weight, state or gradient (a bit of one), nan, inf,
-    spike, fill or free (the disk), loop, sleep, raise, skip, mismatch or slip (a block computes wrongly once)."""
+    """kill, stop; flip or flip memory (a bit of a checkpoint or snapshot, then kill); weight, state or gradient (a bit
+    of one); nan, inf, spike; fill or free (the disk); loop, sleep, raise; skip or mismatch (a collective);
+    miscompute (a block returns a wrong result once)."""
     rank: int
     step: int
     phase: str = "data"
@@ -54,18 +55,19 @@ def read_faults(run: Path) -> list[Fault]:
 
 
 def trigger_times(run: Path) -> dict[int, float]:
-    """When each fault happened, by its number."""
+    """Returns the time at which each fault triggered, by its number."""
     return {int(path.name): float(path.read_text()) for path in (run / "faults").glob("[0-9]*")}
 
 
 def main(arguments: list[str]) -> None:
+    """The entry point of a worker: trains like `shardwise.launch.worker`, with this rank's faults injected."""
     run, rank = Path(arguments[0]), int(os.environ["RANK"])
-    done = trigger_times(run)
-    own_faults = [fault for fault in read_faults(run) if fault.rank == rank and fault.number not in done]
+    triggered = trigger_times(run)
+    pending = [fault for fault in read_faults(run) if fault.rank == rank and fault.number not in triggered]
     original_run = Trainer.run
 
     def run_with_faults(trainer: Trainer) -> None:
-        _FaultInjector(run, trainer, own_faults).install()
+        _FaultInjector(run, trainer, pending).install()
         original_run(trainer)
 
     Trainer.run = run_with_faults  # type: ignore[assignment, method-assign]
@@ -73,60 +75,59 @@ def main(arguments: list[str]) -> None:
 
 
 def samples_by_step(run: Path) -> dict[int, list[int]]:
-    """Which samples each step was at last taken with, by place in the stream, in order."""
-    taken: dict[tuple[int, str], list[int]] = {}
+    """Returns the sorted sample indices of the last execution of each step."""
+    ids_by_file: dict[tuple[int, str], list[int]] = {}
     for path in (run / "faults").glob("samples-*"):
         for line in path.read_text().splitlines():
             step, *ids = map(int, line.split())
-            taken[step, path.name] = ids
-    found: dict[int, list[int]] = {}
-    for (step, _), ids in taken.items():
-        found[step] = sorted(found.get(step, []) + ids)
-    return found
+            ids_by_file[step, path.name] = ids
+    samples: dict[int, list[int]] = {}
+    for (step, _), ids in ids_by_file.items():
+        samples[step] = sorted(samples.get(step, []) + ids)
+    return samples
 
 
 class _FaultInjector:
+    """Hooks a trainer so that its rank's faults trigger at their step and phase."""
+
     def __init__(self, run: Path, trainer: Trainer, faults: list[Fault]):
         self.run, self.trainer, self.faults, self.step = run, trainer, faults, 0
         self.forward_counts: Counter[int] = Counter()
 
     def install(self) -> None:
-        trainer, mark = self.trainer, self.trainer.set_phase
+        trainer, engine, original_set_phase = self.trainer, self.trainer.engine, self.trainer.set_phase
 
-        def note(phase: str, step: int) -> None:
+        def set_phase(phase: str, step: int) -> None:
             self.step = step
-            mark(phase, step)
+            original_set_phase(phase, step)
             if phase in ("data", "loading"):
-                self.fire("load" if phase == "loading" else phase)
+                self.trigger("load" if phase == "loading" else phase)
 
-        trainer.set_phase = note
-        engine = trainer.engine
+        trainer.set_phase = set_phase
         if engine.is_data_leader:
             _call_before(engine, "run", self._log_samples)
         if not self.faults:
             return
         for module in engine.chains[:1]:
             module.register_forward_hook(self._on_forward)
-        trainer.optimizer.register_step_pre_hook(lambda *_: self.fire("optimizer"))
-        _call_after(checkpoint, "write_pieces", lambda: self.fire("save"))
+        trainer.optimizer.register_step_pre_hook(lambda *_: self.trigger("optimizer"))
+        _call_after(checkpoint, "write_pieces", lambda: self.trigger("save"))
         _call_after(engine.data, "reduce_gradients", self._inject_nan)
-        _call_before(
-            stepping,
-            "reduce_loss_and_norm",
-            lambda *_: self._inject_bit_flip(trainer.corruption_detector.state_checksums.gradients, "gradient"),
-        )
-        if any(fault.kind == "inf" for fault in self.faults):
+        gradients = trainer.corruption_detector.state_checksums.gradients
+        _call_before(stepping, "reduce_loss_and_norm", lambda *_: self._inject_bit_flip(gradients, "gradient"))
+        kinds = {fault.kind for fault in self.faults}
+        if "inf" in kinds:
             for name, module in engine.chains[-1].named_modules():
                 if not list(module.children()) and name.endswith(self.faults[0].phase):
                     module.register_forward_hook(self._inject_inf)
                     break
-        if any(fault.kind == "miscompute" for fault in self.faults):
+        if "miscompute" in kinds:
             engine.chains[0].blocks()[-1].register_forward_hook(self._inject_miscompute)
-        if any(fault.kind == "spike" for fault in self.faults):
+        if "spike" in kinds:
             self._inject_loss_spike()
-        if any(fault.kind == "sleep" for fault in self.faults):
+        if "sleep" in kinds:
             _call_before(SampleStream, "read", self._inject_sleep)
-        if any(fault.kind in ("skip", "mismatch") for fault in self.faults):
+        if kinds & {"skip", "mismatch"}:
             self._inject_collective_mismatch()
 
     def _log_samples(self, samples: Samples, scale: Tensor) -> None:
@@ -134,10 +135,10 @@ class _FaultInjector:
             file.write(" ".join(map(str, [self.step, *samples.ids.flatten().tolist()])) + "\n")
 
     def take_due(self, *kinds: str, phase: str | None = None) -> Fault | None:
-        """The fault of these kinds whose time has come, marked as happened."""
+        """Returns a fault of these kinds that is due, and marks it as triggered; None if there is none."""
         for fault in self.faults:
-            now = phase == "load" or self.step >= fault.step
-            if fault.kind in kinds and now and phase in (None, fault.phase):
+            is_due = phase == "load" or self.step >= fault.step
+            if fault.kind in kinds and is_due and phase in (None, fault.phase):
                 try:
                     with (self.run / "faults" / str(fault.number)).open("x") as file:
                         file.write(repr(time.time()))
@@ -146,7 +147,8 @@ class _FaultInjector:
                 return fault
         return None
 
-    def fire(self, phase: str) -> None:
+    def trigger(self, phase: str) -> None:
+        """Triggers the faults that are due in this phase of the step."""
         state_checksums = self.trainer.corruption_detector.state_checksums
         self._inject_bit_flip(state_checksums.weights, "weight", phase)
         self._inject_bit_flip(lambda: state_checksums.states()[:-1], "state", phase)
@@ -162,7 +164,7 @@ class _FaultInjector:
             while True:
                 pass
         elif fault.kind == "raise":
-            raise ValueError(f"planted at step {self.step}")
+            raise ValueError(f"injected at step {self.step}")
         else:
             if fault.kind == "flip":
                 corrupt_checkpoint(self.run, fault.number)
@@ -171,29 +173,29 @@ class _FaultInjector:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _inject_bit_flip(self, tracked: Callable[[], list[TrackedTensor]], kind: str, phase: str | None = None) -> None:
-        """The sign or a bit of the exponent of one number."""
+        """Flips a bit of one element of a random tensor, and records which tensor."""
         fault = self.take_due(kind, phase=phase)
         if fault is not None:
             rng = random.Random(fault.number)
-            chosen = rng.choice([one for one in tracked() if one.tensor.numel()])
-            flip_tensor_bit(chosen.tensor, rng)
-            (self.run / "faults" / f"number-{fault.number}").write_text(chosen.label)
+            target = rng.choice([entry for entry in tracked() if entry.tensor.numel()])
+            flip_tensor_bit(target.tensor, rng)
+            (self.run / "faults" / f"tensor-{fault.number}").write_text(target.label)
 
     def _on_forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        self.fire("forward")
+        self.trigger("forward")
         if isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(lambda gradient: self.fire("backward"))
+            output.register_hook(lambda gradient: self.trigger("backward"))
 
     def _inject_nan(self) -> None:
         if self.take_due("nan"):
             self.trainer.engine.param_shards[0].grad.view(-1)[:1] = float("nan")
 
     def _inject_inf(self, module: torch.nn.Module, inputs: Any, output: Any) -> Any:
-        """At its step a module gives infinity, as often as the step is taken."""
+        """Makes a module return infinity at the fault's step, in replays too."""
         return output * float("inf") if self.step == self.faults[0].step else None
 
     def _inject_miscompute(self, module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
-        """A result that is off, in the first or the second forward of a step."""
+        """Scales the result of a block, in the first or second forward of a step."""
         self.forward_counts[self.step] += 1
         fault = self.take_due("miscompute", phase={1: "first", 2: "second"}.get(self.forward_counts[self.step], ""))
         return output * 1.25 if fault is not None else None
@@ -202,29 +204,27 @@ class _FaultInjector:
         policy = self.trainer.anomaly_policy
         original = policy.evaluate
 
-        def check_with_spike(step: int, verdict: Verdict, samples: Samples) -> None:
+        def evaluate_with_spike(step: int, verdict: Verdict, samples: Samples) -> None:
             original(step, Verdict(1e3, 1.0, False) if self.take_due("spike") else verdict, samples)
 
-        policy.evaluate = check_with_spike  # type: ignore[method-assign]
+        policy.evaluate = evaluate_with_spike  # type: ignore[method-assign]
 
-    def _inject_sleep(self, stream: SampleStream, places: Any) -> None:
-        if places[0] // self.trainer.job.samples >= self.faults[0].step - 1 and self.take_due_now("sleep"):
-            time.sleep(3600)
-
-    def take_due_now(self, kind: str) -> bool:
-        self.step = max(self.step, max(fault.step for fault in self.faults))
-        return self.take_due(kind) is not None
+    def _inject_sleep(self, stream: SampleStream, positions: Any) -> None:
+        if positions[0] // self.trainer.job.samples >= self.faults[0].step - 1:
+            self.step = max(self.step, max(fault.step for fault in self.faults))  # the loader reads ahead of the step
+            if self.take_due("sleep"):
+                time.sleep(3600)
 
     def _inject_collective_mismatch(self) -> None:
-        """Has the first sum of a step left out, or made with another size."""
+        """Skips the first all-reduce of a step, or calls it with another size."""
         original = stepping.all_reduce
 
-        def disordered(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def faulty_all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             if self.take_due("skip"):
                 return None
             return original(tensor.new_zeros(77) if self.take_due("mismatch") else tensor, *args, **kwargs)
 
-        stepping.all_reduce = disordered
+        stepping.all_reduce = faulty_all_reduce
 
 
 def _call_after(owner: Any, name: str, callback: Callable[[], None]) -> None:
@@ -249,16 +249,16 @@ def _call_before(owner: Any, name: str, callback: Callable[..., None]) -> None:
 
 
 def flip_tensor_bit(tensor: Tensor, rng: random.Random) -> None:
-    """The sign, or a bit of the exponent, half of the time each; of integers any bit."""
+    """Flips a bit of one element: the sign or an exponent bit with equal probability; for integers any bit."""
     size = 8 * tensor.element_size()
     mantissa_bits = {torch.float64: 52, torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}.get(tensor.dtype, 0)
     bit = rng.choice((size - 1, rng.randrange(mantissa_bits, size - 1)))
-    flat = tensor.data.view(-1).view(INT_DTYPES[tensor.element_size()])  # behind the back of autograd, which would tell
+    flat = tensor.data.view(-1).view(INT_DTYPES[tensor.element_size()])  # `.data` hides the change from autograd
     flat[rng.randrange(flat.numel())] ^= -(2**bit) if bit == size - 1 else 2**bit
 
 
 def corrupt_checkpoint(run: Path, seed: int) -> None:
-    """One bit of one file of the newest checkpoint, where there is another one before it."""
+    """Flips one bit in a file of the newest checkpoint, if an older checkpoint exists."""
     good = valid_checkpoints(run / "checkpoints")
     if len(good) < 2:
         return
@@ -271,7 +271,7 @@ def corrupt_checkpoint(run: Path, seed: int) -> None:
 
 
 def corrupt_snapshots(folder: Path, rank: int) -> None:
-    """One bit in each snapshot of a rank."""
+    """Flips one bit in each snapshot of a rank."""
     for path in folder.glob(f"rank-{rank}.[0-9]"):
         with path.open("r+b") as file:
             byte = file.read(1)[0]
@@ -280,7 +280,7 @@ def corrupt_snapshots(folder: Path, rank: int) -> None:
 
 
 def fill_disk(run: Path, fill: bool) -> None:
-    """Leaves room for some lines and no checkpoint, on a disk of the run's own; or gives the room back."""
+    """Fills the run folder's disk up to a few KiB, too little for a checkpoint; or frees it again."""
     ballast = run / "faults" / "ballast"
     if not fill:
         ballast.unlink()

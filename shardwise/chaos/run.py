@@ -1,4 +1,5 @@
-"""A job under random real faults, beside the same job undisturbed: what was noticed, how fast, and what came of it."""
+"""Runs a job with and without random faults, and reports which faults were detected, how fast, and whether the results
+agree."""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ from shardwise.errors import JobError
 from shardwise.job import Job, load_job
 from shardwise.launch.launch import launch
 from shardwise.layout import Layout
-from shardwise.parallel.parallelize import check_layout
+from shardwise.parallel.prepare import prepare
 from shardwise.train.run_folder import RunFolder
 from shardwise.workers.fork_server import ForkServer
 
 FAULTY_WORKER = "shardwise.chaos.faulty_worker"
-BIT_FLIP_KINDS = ("weight", "state", "gradient")  # of which a bit is flipped
+BIT_FLIP_KINDS = ("weight", "state", "gradient")  # tensors in which a bit is flipped
 FAULT_KINDS = ("kill", "kill", "kill", "stop", "flip", "nan", *BIT_FLIP_KINDS)
 EXPECTED_EVENT = {"kill": "killed", "stop": "suspended", "flip": "killed", "nan": "rollback"} | dict.fromkeys(
     BIT_FLIP_KINDS, "corruption"
@@ -30,14 +31,15 @@ FAILURE_EVENTS = ("killed", "suspended", "hung", "failed", "rollback", "corrupti
 
 @dataclass(frozen=True)
 class FaultOutcome:
-    """What became of one fault."""
+    """How one fault was detected."""
 
     fault: Fault
     detected_as: str
-    """The event that names it; "together": that of another fault that ended the same attempt; empty: none does."""
+    """The event that reports it; "masked": another fault ended the same attempt; empty: not detected."""
     seconds: float
+    """Seconds from the fault to the event."""
     is_attributed: bool
-    """Whether the event is of its kind and names its rank, or for a NaN its step."""
+    """Whether the event has the expected kind and names the fault's rank (for a NaN: its step)."""
 
 
 @dataclass(frozen=True)
@@ -46,64 +48,63 @@ class ChaosReport:
     outcomes: list[FaultOutcome]
     finished: bool
     matches_baseline: bool
-    """Whether loss and gradient norm of every step are those of the undisturbed run, bit by bit."""
+    """Whether the loss and gradient norm of every step are bitwise equal to those of the fault-free run."""
     lost_samples: int
     repeated_samples: int
     corrupted_checkpoints: int
     rejected_checkpoints: int
-    """Damaged checkpoints that were made, and that were refused when a run wanted to load them."""
+    """Checkpoints that a restart rejected; one that is never loaded is never rejected."""
 
     @property
     def ok(self) -> bool:
-        return (
-            self.finished
-            and self.matches_baseline
-            and not self.lost_samples
-            and not self.repeated_samples
-            and all(t.detected_as for t in self.outcomes)
-        )
+        same_samples = not self.lost_samples and not self.repeated_samples
+        all_detected = all(outcome.detected_as for outcome in self.outcomes)
+        return self.finished and self.matches_baseline and same_samples and all_detected
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {"ok": self.ok}
 
     def text(self) -> str:
         rows = [
-            "fault     rank  step  phase      noticed     after",
+            "fault     rank  step  phase      detected    after",
             "--------  ----  ----  ---------  ----------  ------",
         ]
         for outcome in self.outcomes:
             fault, after = outcome.fault, f"{outcome.seconds:.2f} s" if outcome.detected_as else ""
-            where = f"{fault.kind:<8}  {fault.rank:>4}  {fault.step:>4}  {fault.phase:<9}"
-            rows.append(f"{where}  {outcome.detected_as or 'NOT':<10}  {after}")
-        named = sum(outcome.is_attributed for outcome in self.outcomes)
-        together = sum(outcome.detected_as == "together" for outcome in self.outcomes)
+            columns = f"{fault.kind:<8}  {fault.rank:>4}  {fault.step:>4}  {fault.phase:<9}"
+            rows.append(f"{columns}  {outcome.detected_as or 'NO':<10}  {after}")
+        attributed = sum(outcome.is_attributed for outcome in self.outcomes)
+        masked = sum(outcome.detected_as == "masked" for outcome in self.outcomes)
         seconds = sorted(outcome.seconds for outcome in self.outcomes if outcome.is_attributed) or [0.0]
-        verdict = "equals" if self.matches_baseline else "DIFFERS FROM"
         rows += [
-            f"layout '{self.layout}': {pluralize(len(self.outcomes), 'fault')}, {named} named rightly, {together} together "
-            f"with another; after {seconds[len(seconds) // 2]:.2f} s in the median, {seconds[-1]:.2f} s at most;",
-            f"the run {'finished' if self.finished else 'DID NOT FINISH'}; its curve {verdict} that of the undisturbed "
-            "run, bit by bit;",
-            f"samples lost: {self.lost_samples}, repeated: {self.repeated_samples}; checkpoints damaged: {self.corrupted_checkpoints}, refused: "
-            f"{self.rejected_checkpoints}.",
+            f"layout '{self.layout}': {pluralize(len(self.outcomes), 'fault')}, {attributed} attributed correctly, "
+            f"{masked} masked by another fault",
+            f"time to detect: median {seconds[len(seconds) // 2]:.2f} s, maximum {seconds[-1]:.2f} s",
+            f"the run {'finished' if self.finished else 'DID NOT FINISH'}; its losses "
+            f"{'are bitwise equal to' if self.matches_baseline else 'DIFFER FROM'} those of the fault-free run",
+            f"samples lost: {self.lost_samples}, repeated: {self.repeated_samples}",
+            f"checkpoints corrupted: {self.corrupted_checkpoints}, rejected on load: {self.rejected_checkpoints}",
         ]
         return "\n".join(rows)
 
 
 def draw_faults(count: int, seed: int, layout: Layout, job: Job) -> list[Fault]:
-    """Faults at random ranks, steps and phases, in the order of their steps; none in the first two steps."""
+    """Draws faults at random ranks, steps and phases, ordered by step; none in the first two steps."""
     rng = random.Random(seed)
     every = job.checkpoint.every
     if job.total_steps < 4 or not every:
-        raise JobError("chaos needs at least 4 steps, and checkpoint.every above 0.")
+        raise JobError(
+            f"chaos needs at least 4 steps and checkpoint.every > 0, but the job has {job.total_steps} steps and "
+            f"checkpoint.every = {every}."
+        )
     steps = sorted(rng.randint(3, job.total_steps - 1) for _ in range(count))
     faults = []
     for number, step in enumerate(steps):
         kind, rank = rng.choice(FAULT_KINDS), rng.randrange(layout.world)
         if (kind == "flip" and step < 2 * every + 3) or (kind in BIT_FLIP_KINDS and step < every + 3):
-            kind = "kill"  # there is no checkpoint yet to fall back on
+            kind = "kill"  # no checkpoint to roll back to yet
         if kind == "gradient" and layout.replicate == 1:
-            kind = "weight"  # a sum that nobody else has
+            kind = "weight"  # no replica has the same gradient to compare with
         phase = "data" if kind == "flip" else "gradient" if kind in ("nan", "gradient") else rng.choice(PHASES)
         phase = rng.choice(PHASES[:3]) if kind in ("weight", "state") else phase
         faults.append(Fault(kind, rank, step, phase, number))
@@ -113,64 +114,59 @@ def draw_faults(count: int, seed: int, layout: Layout, job: Job) -> list[Fault]:
 def run_chaos(
     job_file: Path | None, settings: list[str], faults: int, seed: int, say: Callable[[str], None]
 ) -> ChaosReport:  # fmt: skip
-    """Runs a job twice in its layout, the second time with faults planted, and compares."""
+    """Runs a job twice in its layout, the second time with injected faults, and compares the two runs."""
     job = load_job(job_file, settings)
     if job.layout == "auto":
-        raise JobError("chaos needs a layout of more than one process; give one with --layout, such as 'shard=2'.")
+        raise JobError("chaos needs an explicit layout; set one with --layout, such as 'shard=2'.")
     layout = Layout.parse(job.layout)
-    check_layout(job, layout)
+    prepare(job, layout)
     if layout.world == 1:
-        raise JobError(f"layout '{layout}' has one process, which nobody supervises; chaos needs two or more.")
+        raise JobError(f"layout '{layout}' has one process, which runs without a supervisor; chaos needs two or more.")
     baseline = RunFolder.create(_derive_job(job, "baseline", faults))
     fork_server = ForkServer(FAULTY_WORKER)
     try:
         inject_faults(baseline.path, [])
-        say("the undisturbed run:")
+        say("run without faults:")
         launch(baseline, layout, resume=False, entry=f"{FAULTY_WORKER}:main", fork_server=fork_server)
-        say(f"the same with {faults} faults:")
+        say(f"run with {pluralize(faults, 'fault')}:")
         faulty = RunFolder.create(_derive_job(job, "faulty", faults))
-        faults_drawn = draw_faults(faults, seed, layout, job)
-        inject_faults(faulty.path, faults_drawn)
+        drawn = draw_faults(faults, seed, layout, job)
+        inject_faults(faulty.path, drawn)
         launch(faulty, layout, resume=False, entry=f"{FAULTY_WORKER}:main", fork_server=fork_server)
     finally:
         fork_server.close()
-    return evaluate_run(str(layout), faults_drawn, faulty, baseline)
+    return evaluate_run(str(layout), drawn, faulty, baseline)
 
 
 def _derive_job(job: Job, name: str, faults: int) -> Job:
-    """The job in a folder of its own, with as many restarts as there are faults, and all looked at in each step."""
-    folder = str(Path(job.run.folder or "runs/chaos") / name)
-    kept = max(2, job.checkpoint.keep)
-    run = job.run.model_copy(
-        update={
-            "folder": folder,
-            "max_restarts": faults + 1,
-            "on_nan": "rollback",
-            "max_corruptions": faults,
-            "checksum_every": 1,
-        }
-    )
-    return job.model_copy(update={"run": run, "checkpoint": job.checkpoint.model_copy(update={"keep": kept})})
+    """Returns the job in its own folder, with enough restarts for all faults and all checksums in every step."""
+    changes = {
+        "folder": str(Path(job.run.folder or "runs/chaos") / name), "max_restarts": faults + 1, "on_nan": "rollback",
+        "max_corruptions": faults, "checksum_every": 1,
+    }  # fmt: skip
+    checkpoint = job.checkpoint.model_copy(update={"keep": max(2, job.checkpoint.keep)})
+    return job.model_copy(update={"run": job.run.model_copy(update=changes), "checkpoint": checkpoint})
 
 
 def evaluate_run(layout: str, faults: list[Fault], faulty: RunFolder, baseline: RunFolder) -> ChaosReport:
+    """Matches each triggered fault with the first failure event after it, and compares the run with its baseline."""
     times = trigger_times(faulty.path)
-    triggered = sorted((fault for fault in faults if fault.number in times), key=lambda one: times[one.number])
-    ends = [event for event in faulty.events() if event["event"] in FAILURE_EVENTS and "settled" not in event]
+    triggered = sorted((fault for fault in faults if fault.number in times), key=lambda fault: times[fault.number])
+    events = [event for event in faulty.events() if event["event"] in FAILURE_EVENTS and "settled" not in event]
     event_by_fault = {
-        one.number: next((end for end in ends if end["time"] >= times[one.number]), None) for one in triggered
+        fault.number: next((event for event in events if event["time"] >= times[fault.number]), None)
+        for fault in triggered
     }
-    named = {one.number for one in triggered if _is_attributed(event_by_fault[one.number], one)}
+    attributed = {fault.number for fault in triggered if _is_attributed(event_by_fault[fault.number], fault)}
     outcomes = []
     for fault in triggered:
-        end = event_by_fault[fault.number]
-        others = [one for one in triggered if event_by_fault[one.number] is end and one.number in named]
-        word = "" if end is None else end["event"] if fault.number in named else "together" if others else ""
-        outcomes.append(
-            FaultOutcome(fault, word, end["time"] - times[fault.number] if end else 0.0, fault.number in named)
-        )
+        event, is_attributed = event_by_fault[fault.number], fault.number in attributed
+        is_masked = any(event_by_fault[number] is event for number in attributed)
+        detected_as = "" if event is None else event["event"] if is_attributed else "masked" if is_masked else ""
+        seconds = event["time"] - times[fault.number] if event else 0.0
+        outcomes.append(FaultOutcome(fault, detected_as, seconds, is_attributed))
     expected_samples, used_samples = (
-        [place for ids in samples_by_step(run.path).values() for place in ids] for run in (baseline, faulty)
+        [index for ids in samples_by_step(run.path).values() for index in ids] for run in (baseline, faulty)
     )
     kinds = [event["event"] for event in faulty.events()]
     return ChaosReport(
@@ -185,15 +181,16 @@ def evaluate_run(layout: str, faults: list[Fault], faulty: RunFolder, baseline: 
     )
 
 
-def _is_attributed(end: dict[str, Any] | None, fault: Fault) -> bool:
-    if end is None:
+def _is_attributed(event: dict[str, Any] | None, fault: Fault) -> bool:
+    if event is None:
         return False
-    if fault.kind == "nan" and end["event"] == "rollback":
-        return bool(end["step"] >= fault.step)
-    found = "corruption" if fault.kind == "nan" else EXPECTED_EVENT[fault.kind]  # a NaN that a replica does not have
-    return end["event"] == found and fault.rank in end["ranks"]
+    if fault.kind == "nan" and event["event"] == "rollback":
+        return bool(event["step"] >= fault.step)
+    # A NaN on one replica only is reported as corruption: its copies differ.
+    expected = "corruption" if fault.kind == "nan" else EXPECTED_EVENT[fault.kind]
+    return event["event"] == expected and fault.rank in event["ranks"]
 
 
 def _loss_curve(run: RunFolder) -> list[tuple[int, int, str]]:
-    """Step, samples, and loss and norm to the last bit."""
-    return [(r["step"], r["samples"], json.dumps([r["loss"], r["grad_norm"]])) for r in run.metrics()]
+    """Returns step, samples, and loss and gradient norm with all digits; as JSON text, because NaN != NaN."""
+    return [(row["step"], row["samples"], json.dumps([row["loss"], row["grad_norm"]])) for row in run.metrics()]

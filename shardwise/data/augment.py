@@ -1,13 +1,13 @@
-"""Images changed on the fly, so that no two epochs show the same.
+"""Random image augmentation.
 
-    crop     moved by up to an eighth of its side, what is left bare filled with the mean
-    flip     mirrored, every other one
-    colour   brighter or darker, with more or less contrast and colour, each by up to a fifth
-    cutout   a square of half its side replaced by the mean (DeVries and Taylor 2017)
-    mixup    blended with another image of the set, and the loss with it (Zhang et al. 2018; their alpha = 1)
+    crop     random crop after padding each side with the mean by an eighth of the image size
+    flip     horizontal flip with probability 1/2
+    colour   random brightness, contrast and saturation, each by up to 20%
+    cutout   a random square of half the image size set to the mean (DeVries and Taylor 2017)
+    mixup    blends two images of the dataset and their losses (Zhang et al. 2018, alpha = 1)
 
-They come in this order, whatever that of the job. What is drawn is a hash of the seed and the image's place in the
-stream, and no number depends on the images beside it: any layout, number of workers or resume gives the same samples.
+They are applied in this order, whatever the order in the job. Random numbers are hashes of the seed and the sample's
+stream position, so every layout, number of workers and resume produces the same samples.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ImageAugmentation:
         return "mixup" in self.names
 
     def apply(self, images: np.ndarray, positions: np.ndarray, mixup_index: int = 0) -> np.ndarray:
-        """Each image by itself; `turn` is 1 for the second image of a place."""
+        """Augments each image on its own; `mixup_index` is 1 for the second image of a mixup pair."""
         if self.names & {"crop", "flip"}:
             images = self._crop_and_flip(images, positions, mixup_index)
         if "colour" in self.names:
@@ -39,7 +39,7 @@ class ImageAugmentation:
         return images
 
     def mixup_partners(self, positions: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of each place another image of the set, and the share that it gets, in parts of `WHOLE`."""
+        """Returns for each position the index of a second image and its weight, in units of 1 / MIX_WEIGHT_SCALE."""
         partner, weight = self._uniform("mixup", positions, 2)
         return (partner * count).astype(np.int64), (weight * MIX_WEIGHT_SCALE).astype(np.int64)
 
@@ -51,11 +51,10 @@ class ImageAugmentation:
         partner_targets: np.ndarray,
         mixup_weights: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Blended images, and both classes with the second's share in one number each."""
+        """Returns the blended images, and targets that pack both classes and the second one's weight into one int64."""
         weight = (mixup_weights / MIX_WEIGHT_SCALE).astype(np.float32)[:, None, None, None]
-        return images * (
-            1 - weight
-        ) + partner_images * weight, targets | partner_targets << SECOND_CLASS_BIT | mixup_weights << MIX_WEIGHT_BIT
+        packed = targets | partner_targets << SECOND_CLASS_BIT | mixup_weights << MIX_WEIGHT_BIT
+        return images * (1 - weight) + partner_images * weight, packed
 
     def _crop_and_flip(self, images: np.ndarray, positions: np.ndarray, mixup_index: int) -> np.ndarray:
         image_size = images.shape[-1]
@@ -88,8 +87,7 @@ class ImageAugmentation:
         return images
 
     def _uniform(self, purpose: str, positions: np.ndarray, count: int, mixup_index: int = 0) -> np.ndarray:
-        """`count` numbers from 0 to before 1 for each place (count, B)."""
-        words = mix64_numpy(positions.astype(np.uint64) ^ hash_key_uint64("augment", self.seed, purpose, mixup_index))
-        return to_unit_interval(
-            mix64_numpy(words + np.arange(1, count + 1, dtype=np.uint64)[:, None] * np.uint64(0x9E3779B97F4A7C15))
-        )
+        """Returns `count` uniform numbers in [0, 1) for each position, (count, B)."""
+        bits = mix64_numpy(positions.astype(np.uint64) ^ hash_key_uint64("augment", self.seed, purpose, mixup_index))
+        increments = np.arange(1, count + 1, dtype=np.uint64)[:, None] * np.uint64(0x9E3779B97F4A7C15)
+        return to_unit_interval(mix64_numpy(bits + increments))

@@ -1,4 +1,4 @@
-"""Records that cannot be read: the first ends the run, or each is named, counted and passed over (`data.on_bad_record`)."""
+"""Handles unreadable records as `data.on_bad_record` says: fail at the first one, or skip and log each."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from pathlib import Path
 from shardwise.console import pluralize
 from shardwise.errors import DataError
 
-MAX_SHOWN = 3  # in what is told
+MAX_SHOWN = 3  # bad records that a summary quotes
 
 
 @dataclass
 class BadRecords:
     skip: bool = False
     log_path: Path | None = None
-    """Where each is written, a line each; several processes may."""
+    """File that every process appends its bad records to, one per line."""
     messages: dict[str, None] = field(default_factory=dict)
-    """What was told to this process, in order and each once."""
+    """Messages of this process, in order and without duplicates."""
 
     def report(self, error: DataError) -> None:
-        """Raises, or keeps what it says."""
+        """Raises the error, or records its message if bad records are skipped."""
         if not self.skip:
-            raise DataError(f'{error} With data.on_bad_record = "skip" such records are passed over.') from None
+            raise DataError(f'{error} With data.on_bad_record = "skip" such records are skipped.') from None
         message = " ".join(str(error).split())
         if message in self.messages:
             return
@@ -32,11 +32,11 @@ class BadRecords:
                 file.write(message + "\n")
 
     def summary(self) -> str:
-        """How many, and the first of them; empty if there are none."""
+        """Returns the number of skipped records and the first few messages; empty if there are none."""
         messages = list(self.messages)
         if self.log_path is not None and self.log_path.exists():
             messages = list(dict.fromkeys(self.log_path.read_text(encoding="utf-8").splitlines()))
         if not messages:
             return ""
         more = f" And {len(messages) - MAX_SHOWN} more." if len(messages) > MAX_SHOWN else ""
-        return f"{pluralize(len(messages), 'bad record')} passed over. {' '.join(messages[:MAX_SHOWN])}{more}"
+        return f"{pluralize(len(messages), 'bad record')} skipped. {' '.join(messages[:MAX_SHOWN])}{more}"

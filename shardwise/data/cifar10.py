@@ -1,9 +1,9 @@
-"""CIFAR-10 as published: 50,000 images of 32 x 32 for training and 10,000 for testing, in ten classes.
+"""Reads CIFAR-10 as published: 50,000 training and 10,000 test images of 32 x 32 pixels in ten classes.
 
-The binary version has records of 3,073 bytes: the class, then red, green and blue, row by row. It is read through a
-memory map. The Python version is six pickles of a dictionary, whose `data` is a numpy array (images, 3,072) and whose
-`labels` are a list. A pickle is a program, so none is run: nothing may be called by name but what makes an array, and
-those names lead to stand-ins here that keep the bytes.
+The binary version has records of 3,073 bytes: the class, then the red, green and blue planes. It is memory-mapped.
+The Python version is six pickled dictionaries with `data`, a numpy array (images, 3072), and `labels`, a list.
+Unpickling can run code, so a restricted unpickler maps the few globals that numpy arrays need to stubs and rejects
+everything else.
 """
 
 from __future__ import annotations
@@ -28,40 +28,38 @@ IMAGE_BYTES = 3 * IMAGE_SIZE * IMAGE_SIZE
 TRAIN_FILES = tuple(f"data_batch_{number}" for number in range(1, 6))
 TEST_FILE = "test_batch"
 HOMEPAGE = "https://www.cs.toronto.edu/~kriz/cifar.html"
-# Of the training images, red, green and blue, as shares of 255.
+# Per-channel statistics of the training images, on a scale of 0 to 1.
 MEAN = np.array([0.4914, 0.4822, 0.4465], np.float32)[:, None, None]
 STD = np.array([0.2470, 0.2435, 0.2616], np.float32)[:, None, None]
 
 
 @dataclass(frozen=True)
 class CifarFile:
-    """One of the six files. Pickles as its path: every process reads it for itself."""
+    """One of the six files. Pickles as its path, so that each worker process opens the file itself."""
 
     path: Path
 
     @cached_property
     def images_and_labels(self) -> tuple[np.ndarray, np.ndarray]:
-        """Images (n, 3072) and classes (n,), both in bytes."""
+        """Images (n, 3072) and classes (n,), both uint8."""
         try:
             if self.path.suffix != ".bin":
                 return _read_pickle(self.path)
             num_records = self.path.stat().st_size // (1 + IMAGE_BYTES)
-            records = (
-                np.memmap(self.path, np.uint8, "r", shape=(num_records, 1 + IMAGE_BYTES))
-                if num_records
-                else _NO_RECORDS
-            )
+            shape = (num_records, 1 + IMAGE_BYTES)
+            # An empty file cannot be mapped.
+            records = np.memmap(self.path, np.uint8, "r", shape=shape) if num_records else np.empty(shape, np.uint8)
             return records[:, 1:], records[:, 0]
         except OSError as error:
             raise DataError(f"{self.path} cannot be read: {error.strerror}.") from None
 
     def valid_records(self, bad_records: BadRecords) -> np.ndarray:
-        """Which records are good."""
+        """Returns the indices of the records with a valid class, and reports the others."""
         images, classes = self.images_and_labels
         invalid = np.flatnonzero(classes >= NUM_CLASSES)
         for number in invalid.tolist():
             byte_offset = f" (byte {number * (1 + IMAGE_BYTES):,})" if self.path.suffix == ".bin" else ""
-            reason = f"class {classes[number]}, but CIFAR-10's are 0 to {NUM_CLASSES - 1}."
+            reason = f"class {classes[number]}, but CIFAR-10 has classes 0 to {NUM_CLASSES - 1}."
             bad_records.report(DataError(f"{self.path}, record {number + 1}{byte_offset}: {reason}"))
         if self.path.suffix == ".bin" and (remainder := self.path.stat().st_size % (1 + IMAGE_BYTES)):
             where = f"{self.path}, record {len(images) + 1} (byte {len(images) * (1 + IMAGE_BYTES):,})"
@@ -72,11 +70,8 @@ class CifarFile:
         return {"path": self.path}
 
 
-_NO_RECORDS = np.empty((0, 1 + IMAGE_BYTES), np.uint8)
-
-
 class Cifar10(ImageSource):
-    """The good records of some files, one file behind the other."""
+    """The valid records of several files, concatenated."""
 
     def __init__(self, files: Sequence[CifarFile], bad_records: BadRecords, augment: ImageAugmentation | None = None):
         valid = [file.valid_records(bad_records) for file in files]
@@ -85,10 +80,10 @@ class Cifar10(ImageSource):
         self.file_index = np.repeat(np.arange(len(valid)), [len(part) for part in valid])
         self.record_index = np.concatenate(valid)
         if not self.count:
-            raise DataError(f"{files[0].path.parent} holds no good record of CIFAR-10; get it anew from {HOMEPAGE}.")
+            raise DataError(f"{files[0].path.parent} has no valid CIFAR-10 record; download it again from {HOMEPAGE}.")
 
     def read_bytes(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Images (B, 3072) and classes (B,) as they lie in the files."""
+        """Returns images (B, 3072) and classes (B,) as stored, in uint8."""
         images, classes = np.empty((len(indices), IMAGE_BYTES), np.uint8), np.empty(len(indices), np.uint8)
         file_index, record_index = self.file_index[indices], self.record_index[indices]
         for number in np.unique(file_index).tolist():
@@ -106,7 +101,7 @@ class Cifar10(ImageSource):
 
 
 def open_cifar10(path: str, bad_records: BadRecords, augment: ImageAugmentation | None) -> tuple[Cifar10, Cifar10]:
-    """The training and the test images of a folder, which may hold the files or the folder that they come in."""
+    """Returns the training and test images of a folder that has the files, or the folder unpacked from the archive."""
     folder = Path(path).expanduser()
     folders = [folder, folder / "cifar-10-batches-bin", folder / "cifar-10-batches-py"]
     candidates = [(candidate_folder, suffix) for candidate_folder in folders for suffix in (".bin", "")]
@@ -115,21 +110,23 @@ def open_cifar10(path: str, bad_records: BadRecords, augment: ImageAugmentation 
         existing = [file for file in files if file.is_file()]
         if existing and len(existing) < len(files):
             missing = next(file for file in files if file not in existing)
-            raise DataError(f"{missing} is missing beside {existing[0].name}; unpack the files of {HOMEPAGE} again.")
+            raise DataError(
+                f"{missing} is missing next to {existing[0].name}; unpack the archive from {HOMEPAGE} again."
+            )
         if existing:
             batches = [CifarFile(file) for file in files]
             return Cifar10(batches[:-1], bad_records, augment), Cifar10(batches[-1:], bad_records)
     raise DataError(
-        f"data.path = {path!r} holds no CIFAR-10. Get cifar-10-binary.tar.gz or cifar-10-python.tar.gz from {HOMEPAGE}, "
-        f"unpack it into {f'{folder}' if path else 'a folder'}, and give that folder as data.path."
+        f"data.path = {path!r} has no CIFAR-10 files. Download cifar-10-binary.tar.gz or cifar-10-python.tar.gz "
+        f"from {HOMEPAGE}, unpack it into {f'{folder}' if path else 'a folder'}, and set data.path to that folder."
     )
 
 
-# Pickles that are not run
+# Restricted unpickling
 
 
 class _ArrayStub:
-    """Stands for a numpy array of bytes."""
+    """Stub for a numpy array of bytes."""
 
     shape: tuple[int, ...] = ()
     dtype: object = None
@@ -140,9 +137,9 @@ class _ArrayStub:
 
 
 class _DtypeStub:
-    """Stands for a numpy type."""
+    """Stub for a numpy dtype."""
 
-    def __init__(self, name: object, *more: object):
+    def __init__(self, name: object, *_: object):
         self.name = name.decode() if isinstance(name, bytes) else name
 
     def __setstate__(self, state: object) -> None:
@@ -173,21 +170,17 @@ _ALLOWED_GLOBALS[("_codecs", "encode")] = _encode_latin1  # how Python 3 writes 
 class _RestrictedUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED_GLOBALS:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no file of CIFAR-10 does")
+            raise pickle.UnpicklingError(f"it refers to {module}.{name}, which no CIFAR-10 file does")
         return _ALLOWED_GLOBALS[module, name]
 
 
 def _read_pickle(path: Path) -> tuple[np.ndarray, np.ndarray]:
     try:
-        found = _RestrictedUnpickler(io.BytesIO(path.read_bytes()), encoding="bytes").load()
-        values = {key.decode() if isinstance(key, bytes) else key: value for key, value in found.items()}
+        loaded = _RestrictedUnpickler(io.BytesIO(path.read_bytes()), encoding="bytes").load()
+        values = {key.decode() if isinstance(key, bytes) else key: value for key, value in loaded.items()}
         data, labels = values["data"], values["labels"]
-        if (
-            not isinstance(data, _ArrayStub)
-            or not isinstance(data.dtype, _DtypeStub)
-            or data.dtype.name not in ("u1", "|u1")
-        ):
-            raise ValueError("its data is no array of bytes")
+        if not isinstance(data, _ArrayStub) or getattr(data.dtype, "name", None) not in ("u1", "|u1"):
+            raise ValueError("its data is not an array of bytes")
         content = data.content.encode("latin1") if isinstance(data.content, str) else bytes(data.content)
         images = np.frombuffer(content, np.uint8).reshape(-1, IMAGE_BYTES)
         classes = np.array([min(max(int(label), -1), 255) for label in labels]).astype(np.uint8)
@@ -195,6 +188,6 @@ def _read_pickle(path: Path) -> tuple[np.ndarray, np.ndarray]:
             raise ValueError(f"it has {len(images)} images but {len(classes)} labels")
     except OSError:
         raise
-    except Exception as error:  # whatever a wrong file makes of the reader
-        raise DataError(f"{path} is no file of CIFAR-10: {error}. Get it anew from {HOMEPAGE}.") from None
+    except Exception as error:  # a malformed pickle can raise anything
+        raise DataError(f"{path} is not a CIFAR-10 file: {error}. Download it again from {HOMEPAGE}.") from None
     return images, classes

@@ -1,11 +1,12 @@
-"""Click logs: Criteo's format, and a generated log with the right skew.
+"""Click logs for DLRM: files in Criteo's format, and a synthetic log with a Zipf distribution of ids.
 
-A sample is one row of 64-bit words: label, places of all categories (-1: none), their weights, numbers. The last two
-are stored as the bits of float64, so that a row travels like any other (`shardwise.data.loader`); `ClickBatch.of` reads it.
+A sample is one int64 row: label, sparse ids (-1: none), their weights, dense features. Weights and dense features are
+stored as the bits of float64, so that the loader handles a row like any other; `ClickBatch.of` unpacks it.
 
-Criteo's files (Kaggle 2014, and the terabyte set): 40 fields a line, separated by tabs: label 0 or 1, 13 counts, 26
-categories as 32-bit hashes in hexadecimal; any but the label may be missing. A count x becomes log(1 + max(x, 0)), a
-missing one 0; a category becomes its hash modulo the rows of its table, a missing one an empty bag.
+A line of a Criteo file (Kaggle 2014 and the terabyte set) has 40 tab-separated fields: label 0 or 1, 13 integer
+features, 26 categorical features as 32-bit hashes in hexadecimal. All but the label may be missing. An integer x
+becomes log(1 + max(x, 0)), a missing one 0; a category becomes its hash modulo the rows of its table, a missing one an
+empty bag.
 """
 
 from __future__ import annotations
@@ -22,27 +23,27 @@ from torch import Tensor
 from shardwise.data.bad_records import BadRecords
 from shardwise.data.sample_stream import Samples
 from shardwise.errors import DataError
-from shardwise.kinds import DLRMConfig
 from shardwise.models.chain import IGNORE_INDEX
+from shardwise.models.dlrm_family import DLRMConfig
 from shardwise.random import hash_key_uint64, mix64_numpy, to_unit_interval
 
 NUM_DENSE_FEATURES, NUM_SPARSE_FEATURES = 13, 26
-LINES_PER_OFFSET = 16  # lines between two offsets that are kept
+LINES_PER_OFFSET = 16  # the index keeps the offset of every 16th line
 _U64 = np.uint64
 
 
 @dataclass(frozen=True)
 class ClickBatch:
-    """Samples of a click log as tensors."""
+    """Unpacked samples of a click log."""
 
     sparse_ids: Tensor
-    """(B, tables, lookups) int64, -1 where there is none"""
+    """(B, tables, lookups) int64; -1 pads bags"""
     weights: Tensor
     """(B, tables, lookups) float64"""
     dense_features: Tensor
     """(B, features) float64"""
     labels: Tensor
-    """(B,) int64; below zero: does not count"""
+    """(B,) int64; negative: ignored"""
 
     @classmethod
     def of(cls, samples: Samples, model: DLRMConfig) -> ClickBatch:
@@ -53,7 +54,7 @@ class ClickBatch:
 
 
 class ClickSource:
-    """Rows of clicks, from `first` on."""
+    """`count` rows of a click log, starting at row `first`."""
 
     length = 1
     vocab = 2
@@ -70,11 +71,11 @@ class ClickSource:
         return self.rows(np.array([self.first + index]))[0]
 
     def rows(self, indices: np.ndarray) -> np.ndarray:
-        """The samples at some places of the whole log, one below the other."""
+        """Returns packed rows by their indices in the whole log."""
         raise NotImplementedError
 
     def samples(self, indices: np.ndarray, positions: np.ndarray) -> Samples:
-        """The label is the target, all else is input."""
+        """Returns the rows as samples: the label is the target, the rest the input."""
         packed = torch.from_numpy(self.rows(self.first + indices))
         return Samples(
             packed[:, 1:].contiguous(), packed[:, :1].contiguous(), torch.from_numpy(positions.astype(np.int64))
@@ -89,14 +90,16 @@ def _pack_rows(
     return np.concatenate((labels[:, None].astype(np.int64), sparse_ids.reshape(count, -1), bits), axis=1)
 
 
-# Generated
+# Synthetic
 
 
 class SyntheticClicks(ClickSource):
-    """A log by hash of (seed, index). How often a category comes falls with a power of its rank (Zipf, exponent
-    `skew`); which rows the frequent ones are is mixed by table. Each category, and each number, pulls a click up or
-    down by an amount of its own, so there is something to learn. One category in fifty is missing; with several lookups
-    a bag has from one to all of them, with weights between 1/2 and 3/2."""
+    """A generated log in which each row is a hash of the seed and its index.
+
+    Ids follow a Zipf distribution; a permutation per table spreads the frequent ones over its rows. Each id and each
+    dense feature shifts the click's logit by its own amount, so that a model can learn. One bag in fifty is empty; with
+    several lookups a bag has between one and all of them, with weights between 1/2 and 3/2.
+    """
 
     zipf_exponent = 1.05
 
@@ -113,20 +116,17 @@ class SyntheticClicks(ClickSource):
         model = self.model
         shape = (len(indices), model.tables, model.lookups)
         size = model.tables * model.lookups
-        hash_increments = np.arange(2 * size + model.tables + model.dense_features + 1, dtype=_U64) * _U64(
-            0x9E3779B97F4A7C15
-        )
-        bits = mix64_numpy(mix64_numpy(indices.astype(_U64) ^ self.key)[:, None] + hash_increments)
+        draws = np.arange(2 * size + model.tables + model.dense_features + 1, dtype=_U64)
+        row_keys = mix64_numpy(indices.astype(_U64) ^ self.key)[:, None]
+        bits = mix64_numpy(row_keys + draws * _U64(0x9E3779B97F4A7C15))
         category_bits, weight_bits, length_bits, dense_bits, label_bits = np.split(
             bits, np.cumsum((size, size, model.tables, model.dense_features)), 1
         )
         rank = _zipf_ranks(to_unit_interval(category_bits).reshape(shape), self.table_rows, self.zipf_exponent)
-        sparse_ids = ((rank * self.row_multiplier[:, None] + self.row_offset[:, None]) % self.table_rows).astype(
-            np.int64
-        )
-        lengths = np.where(
-            to_unit_interval(length_bits) < 0.02, 0, 1 + (length_bits % _U64(model.lookups)).astype(np.int64)
-        )
+        permuted = (rank * self.row_multiplier[:, None] + self.row_offset[:, None]) % self.table_rows
+        sparse_ids = permuted.astype(np.int64)
+        nonempty_lengths = 1 + (length_bits % _U64(model.lookups)).astype(np.int64)
+        lengths = np.where(to_unit_interval(length_bits) < 0.02, 0, nonempty_lengths)
         present = np.arange(model.lookups) < lengths[:, :, None]
         bag_weights = present * (0.5 + to_unit_interval(weight_bits).reshape(shape) if model.lookups > 1 else 1.0)
         dense_features = np.log1p(np.floor(-20.0 * np.log1p(-to_unit_interval(dense_bits))))
@@ -142,28 +142,30 @@ class SyntheticClicks(ClickSource):
 
 
 def _zipf_ranks(u: np.ndarray, counts: np.ndarray, exponent: float) -> np.ndarray:
-    """Ranks from 0 on whose frequency falls as rank^-skew: the inverse of the continuous law's distribution."""
+    """Maps uniform numbers to ranks from 0 on, by the inverse CDF of the continuous power law rank^-exponent."""
     power = 1.0 - exponent
     ranks = (((counts + _U64(1)).astype(np.float64) ** power - 1.0) * u + 1.0) ** (1.0 / power) - 1.0
     return np.minimum(ranks.astype(_U64), counts - _U64(1))
 
 
 def _next_coprime(values: np.ndarray, counts: Sequence[int]) -> np.ndarray:
-    """The next number from each value on that shares no factor with its count: multiples of it visit every row once."""
-    found = []
+    """Returns the smallest number >= each value that is coprime to its count: its multiples visit every row once."""
+    coprimes = []
     for value, count in zip(values.tolist(), counts, strict=True):
         while np.gcd(value, count) != 1:
             value += 1
-        found.append(value)
-    return np.array(found, dtype=_U64)
+        coprimes.append(value)
+    return np.array(coprimes, dtype=_U64)
 
 
 # Criteo's files
 
 
 class CriteoClicks(ClickSource):
-    """One file, found through the offsets of some of its lines. A bad row that is passed over keeps its place in the
-    stream as a sample that does not count."""
+    """Rows of one Criteo file, located by the byte offset of every 16th line.
+
+    A skipped bad row keeps its stream position as a sample with an ignored target.
+    """
 
     def __init__(
         self,
@@ -196,50 +198,48 @@ class CriteoClicks(ClickSource):
 
 
 def index_criteo_file(path: Path) -> tuple[np.ndarray, int]:
-    """Offsets of every 16th line and of the end, and how many lines there are. Reads the file once."""
+    """Reads the file once; returns the byte offsets of every 16th line and of the end, and the number of lines."""
     offsets, lines, position, last_byte = [0], 0, 0, b"\n"
     try:
         with path.open("rb") as file:
             while chunk := file.read(1 << 24):
                 ends = np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n"))
-                offsets += (
-                    ends[LINES_PER_OFFSET - 1 - lines % LINES_PER_OFFSET :: LINES_PER_OFFSET] + position + 1
-                ).tolist()
+                indexed_ends = ends[LINES_PER_OFFSET - 1 - lines % LINES_PER_OFFSET :: LINES_PER_OFFSET]
+                offsets += (indexed_ends + position + 1).tolist()
                 lines, position, last_byte = lines + len(ends), position + len(chunk), chunk[-1:]
     except OSError as error:
         raise DataError(f"data.path = '{path}' cannot be read: {error.strerror}.") from None
     if last_byte != b"\n":
-        lines += 1  # the last line has no end
+        lines += 1  # the last line has no newline
     if not lines:
-        raise DataError(f"data.path = '{path}' is empty; a Criteo file has a click in each line.")
+        raise DataError(f"data.path = '{path}' is empty; a Criteo file has one sample per line.")
     if offsets[-1] != position:
         offsets.append(position)
     return np.array(offsets, np.int64), lines
 
 
 def parse_criteo_row(line: bytes, path: Path, line_number: int, model: DLRMConfig) -> np.ndarray:
-    """A line of 40 fields as a row; `number` counts lines from 1."""
+    """Parses a line of 40 fields into a packed row; `line_number` starts at 1."""
     where = f"{path}, row {line_number}"
     fields = line.rstrip(b"\r").decode("utf-8", "replace").split("\t")
-    if len(fields) != 1 + NUM_DENSE_FEATURES + NUM_SPARSE_FEATURES:
+    if len(fields) != (num_fields := 1 + NUM_DENSE_FEATURES + NUM_SPARSE_FEATURES):
         raise DataError(
-            f"{where}: it has {len(fields)} fields, but a Criteo row has {1 + NUM_DENSE_FEATURES + NUM_SPARSE_FEATURES}, separated by tabs: "
-            f"label, {NUM_DENSE_FEATURES} counts, {NUM_SPARSE_FEATURES} categories."
+            f"{where}: it has {len(fields)} fields, but a Criteo row has {num_fields}, separated by tabs: label, "
+            f"{NUM_DENSE_FEATURES} integer features, {NUM_SPARSE_FEATURES} categorical features."
         )
     if fields[0] not in ("0", "1"):
         raise DataError(f"{where}, field 1 (label): {fields[0]!r} is neither 0 nor 1.")
     dense_features = np.zeros(NUM_DENSE_FEATURES)
-    for place, text in enumerate(fields[1 : 1 + NUM_DENSE_FEATURES]):
+    for i, text in enumerate(fields[1 : 1 + NUM_DENSE_FEATURES]):
         try:
-            dense_features[place] = np.log1p(max(0, int(text))) if text else 0.0
+            dense_features[i] = np.log1p(max(0, int(text))) if text else 0.0
         except (ValueError, OverflowError):
-            raise DataError(f"{where}, field {place + 2} (count {place + 1}): {text!r} is no whole number.") from None
+            raise DataError(f"{where}, field {i + 2} (integer {i + 1}): {text!r} is not an integer.") from None
     sparse_ids = np.full((NUM_SPARSE_FEATURES, model.lookups), -1, np.int64)
-    for place, text in enumerate(fields[1 + NUM_DENSE_FEATURES :]):
+    for i, text in enumerate(fields[1 + NUM_DENSE_FEATURES :]):
         try:
-            sparse_ids[place, 0] = int(text, 16) % model.table_rows[place] if text else -1
+            sparse_ids[i, 0] = int(text, 16) % model.table_rows[i] if text else -1
         except ValueError:
-            raise DataError(
-                f"{where}, field {place + 2 + NUM_DENSE_FEATURES} (category {place + 1}): {text!r} is no hexadecimal number."
-            ) from None
+            field = f"field {i + 2 + NUM_DENSE_FEATURES} (category {i + 1})"
+            raise DataError(f"{where}, {field}: {text!r} is not a hexadecimal number.") from None
     return _pack_rows(np.array([int(fields[0])]), sparse_ids[None], 1.0 * (sparse_ids >= 0)[None], dense_features[None])

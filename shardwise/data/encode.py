@@ -1,4 +1,4 @@
-"""From text to a token file: files -> documents -> tokenizer -> tokens."""
+"""Encodes text into a token file: files -> documents -> tokenizer -> tokens."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ from shardwise.errors import DataError
 from shardwise.job import DataConfig, load_job
 
 MAX_BPE_TRAINING_BYTES = 128 << 20
-"""Bytes of text that pairs are trained on at most, spread evenly: more hardly changes them and takes hours."""
+"""Bytes of text, spread evenly, that a BPE tokenizer is trained on: more hardly changes it and takes hours."""
 ENCODE_BATCH_CHARS = 8 << 20
-"""Characters that are encoded at once."""
+"""Characters per call of the tokenizer."""
 
 ProgressCallback = Callable[[int, int], None]
-"""Called with the bytes of text that are done and those of all files."""
+"""Called with the bytes of text encoded so far and the total size of the files."""
 
 
 @dataclass(frozen=True)
 class EncodingSummary:
-    """What was written: tokens (with separators), documents, bytes of their text, ids of the tokenizer."""
+    """Size of a written token file: tokens with separators, documents, bytes of their text, vocabulary."""
 
     tokens: int
-    document_ids: int
+    documents: int
     text_bytes: int
     vocab: int
     tokenizer: Path | None = None
-    """Where the tokenizer was saved, if one was trained: what `data.tokenizer` must be to use the tokens."""
-    bad: str = ""
-    """What was passed over, in words."""
+    """Path of the trained tokenizer, if any: the value of `data.tokenizer` for jobs that use the tokens."""
+    bad_records: str = ""
+    """Summary of the skipped records."""
 
 
 def write_token_file(job_file: Path | None, settings: list[str], out: Path) -> str:
-    """Writes a job's source as a token file; what was written, in words."""
+    """Encodes a job's source into a token file; returns a summary for the terminal."""
     summary = encode_source(load_job(job_file, settings).data, out)
-    size = f"{pluralize(summary.document_ids, 'document')}, {summary.text_bytes:,} bytes of text"
-    message = f"{out}: {summary.tokens:,} tokens of a vocabulary of {summary.vocab:,} from {size}"
+    size = f"{pluralize(summary.documents, 'document')}, {summary.text_bytes:,} bytes of text"
+    message = f"{out}: {summary.tokens:,} tokens (vocabulary {summary.vocab:,}) from {size}"
     if summary.tokenizer is not None:
-        message += f"\n{summary.tokenizer}: the tokenizer that was trained on it, for data.tokenizer"
-    return f"{message}\n{summary.bad}" if summary.bad else message
+        message += f"\n{summary.tokenizer}: the tokenizer trained on this text; set data.tokenizer to it"
+    return f"{message}\n{summary.bad_records}" if summary.bad_records else message
 
 
 def encode_source(data: DataConfig, out: Path, progress: ProgressCallback | None = None) -> EncodingSummary:
-    """Writes the source's text as a token file; a `bpe:SIZE` tokenizer is trained and saved beside it."""
+    """Encodes the source's text into a token file; trains a `bpe:SIZE` tokenizer and saves it next to the file."""
     if data.source not in ("stdlib", "text", "jsonl"):
         raise DataError(f"data.source = {data.source!r} has no text to encode; use stdlib, text or jsonl.")
     files = find_files(data.source, data.path)
@@ -59,10 +59,9 @@ def encode_source(data: DataConfig, out: Path, progress: ProgressCallback | None
     if tokenizer_path:
         tokenizer_path.unlink(missing_ok=True)  # it may have been trained on other text
     bad_records = BadRecords(data.on_bad_record == "skip")
-    summary = encode_files(
-        data, files, load_or_train_tokenizer(data, files, tokenizer_path, bad_records), out, bad_records, progress
-    )
-    return replace(summary, tokenizer=tokenizer_path, bad=bad_records.summary())
+    tokenizer = load_or_train_tokenizer(data, files, tokenizer_path, bad_records)
+    summary = encode_files(data, files, tokenizer, out, bad_records, progress)
+    return replace(summary, tokenizer=tokenizer_path, bad_records=bad_records.summary())
 
 
 def encode_files(
@@ -91,7 +90,8 @@ def encode_files(
                 progress(size, total)
         if not documents:
             raise DataError(
-                f"{describe_source(data)} holds no text: {pluralize(len(files), 'file')}, empty or binary. Give another path."
+                f"{describe_source(data)} has no text: {pluralize(len(files), 'file')}, empty or binary. "
+                "Use another path."
             )
 
     written = write_token_arrays(out, arrays(), tokenizer.vocab)
@@ -118,15 +118,14 @@ def _batch_chunks(chunks: Iterator[TextChunk]) -> Iterator[list[TextChunk]]:
 def load_or_train_tokenizer(
     data: DataConfig, files: Sequence[Path], tokenizer_path: Path | None, bad_records: BadRecords
 ) -> Tokenizer:
-    """The tokenizer that the job names; pairs are trained once and kept at `saved`."""
+    """Returns the job's tokenizer; `bpe:SIZE` is trained once and saved at `tokenizer_path`."""
     size = parse_bpe_size(data.tokenizer)
     if size is None or tokenizer_path is None:
         return load_tokenizer(data.tokenizer)
     if not tokenizer_path.exists():
         stride = -(-sum(size_and_mtime(file)[0] for file in files) // MAX_BPE_TRAINING_BYTES)
-        train_bpe(
-            (chunk.text for chunk in islice(_read_source(data, files, bad_records), 0, None, max(1, stride))), size
-        ).save(tokenizer_path)
+        chunks = islice(_read_source(data, files, bad_records), 0, None, max(1, stride))
+        train_bpe((chunk.text for chunk in chunks), size).save(tokenizer_path)
     return load_tokenizer(str(tokenizer_path))
 
 

@@ -1,6 +1,6 @@
-"""Images with a class each, read many at once, and a set that needs no files.
+"""Base class of labelled image datasets, which read in batches, and a synthetic one.
 
-A sample is an image (3, side, side) in float32, about zero with a spread of about one, and its class as the target.
+A sample is a float32 image (3, size, size), normalised to mean 0 and standard deviation 1, with its class as target.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from shardwise.data.sample_stream import Samples
 
 
 class ImageSource:
-    """A list of images; what `augment` does to them depends on their place in the stream."""
+    """A dataset of labelled images, augmented as a function of the stream position."""
 
     def __init__(self, count: int, image_size: int, classes: int, augment: ImageAugmentation | None = None):
         self.count, self.image_size, self.augment = count, image_size, augment
@@ -23,14 +23,14 @@ class ImageSource:
         return self.count
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """One image as a row of numbers, its class behind them."""
+        """Returns one image, flattened, followed by its class."""
         if not 0 <= index < self.count:
             raise IndexError(f"sample {index} of {self.count}")
         images, classes = self.read_images(np.array([index]))
         return np.append(images.reshape(-1), classes).astype(np.float32)
 
     def read_images(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Images (B, 3, side, side) in float32, and their classes (B,)."""
+        """Returns float32 images (B, 3, size, size) and their classes (B,)."""
         raise NotImplementedError
 
     def samples(self, indices: np.ndarray, positions: np.ndarray) -> Samples:
@@ -47,8 +47,10 @@ class ImageSource:
 
 
 class SyntheticImages(ImageSource):
-    """Each class has a pattern of its own, shifted and under noise, so that a model learns; drawn from the seed and the
-    index alone."""
+    """Generated images: each class has its own wave pattern, randomly shifted and with noise added.
+
+    An image depends only on the seed and its index.
+    """
 
     def __init__(
         self,
@@ -73,14 +75,11 @@ class SyntheticImages(ImageSource):
         rng = np.random.default_rng((self.seed, 3, index))
         label = int(rng.integers(self.vocab))
         class_rng = np.random.default_rng((self.seed, 4, label))
-        waves = (
-            class_rng.normal(size=(3, 4, 2)) * 2 * np.pi / self.image_size * 2
-        )  # of each color: directions and lengths
+        # Four waves per channel.
+        waves = class_rng.normal(size=(3, 4, 2)) * 2 * np.pi / self.image_size * 2
         phase = class_rng.random((3, 4)) * 2 * np.pi
         x, y = np.meshgrid(np.arange(self.image_size), np.arange(self.image_size))
         shift = rng.integers(0, self.image_size // 4 + 1, 2)
         angle = waves[..., 0, None, None] * (x + shift[0]) + waves[..., 1, None, None] * (y + shift[1])
-        image = np.cos(angle + phase[..., None, None]).sum(1) / 2 + rng.normal(
-            size=(3, self.image_size, self.image_size)
-        )
-        return image, label
+        noise = rng.normal(size=(3, self.image_size, self.image_size))
+        return np.cos(angle + phase[..., None, None]).sum(1) / 2 + noise, label

@@ -1,14 +1,14 @@
-"""Batches of one data rank, made ready while the devices compute.
+"""Loads the batches of one data rank and prefetches them while the device computes.
 
-A thread keeps `prefetch` batches ahead. It reads them itself, which is enough for tokens (a memory map and a copy), or
-takes them from worker processes, which costly samples need. Worker w of n makes steps w, w + n, ...; the thread asks
-them in turn, so batches come in the order of the steps whatever the workers' speed, and a worker that is ahead waits at
-its pipe. The state is the number of the next step: to resume is to start there.
+A thread prefetches `prefetch` batches. It reads them itself, which is enough for tokens (a memory map and a copy), or
+receives them from worker processes, for expensive samples. Worker w of n reads steps w, w + n, ...; the thread polls
+workers round-robin, so batches arrive in step order, and a fast worker blocks on its pipe. The only state is the number
+of the next step, so resuming means starting there.
 
-PyTorch's DataLoader is not used: its order lives in a sampler's state, and of a worker's death it tells a process id.
-Workers come from multiprocessing's fork server (safe with threads and CUDA, torch imported once); the server itself
-belongs to Python, is shared by all loaders and ends with the program. Workers end when the loader is closed, when it is
-collected, and when its process is killed: the closed pipe tells them.
+PyTorch's DataLoader keeps its order in a sampler's state and reports only a process id when a worker dies, so it is not
+used. Workers come from multiprocessing's fork server (safe with threads and CUDA, imports torch once), which Python
+owns and all loaders share. Workers exit when the loader is closed or garbage-collected, and when its process is killed:
+their pipe closes.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from shardwise.data.sample_stream import Samples, SampleStream, rank_positions
 from shardwise.errors import DataError
 
 SkippedBatches = Sequence[tuple[int, int]]
-"""Batches that are left out: from which step on, and how many."""
+"""Skipped batches as (step, count): from this step on, the stream jumps over that many batches."""
 BatchIterator = Generator[tuple[int, Samples], None, None]
 ReadyQueue = queue.SimpleQueue[tuple[int, Samples] | BaseException | None]
 _CPU = torch.device("cpu")
 _POLL_SECONDS = 0.1
-"""Seconds between looks at the stop flag while a worker is slow; a batch that arrives is taken at once."""
+"""Interval at which the thread checks the stop flag while it waits for a worker; batches are received at once."""
 
 
 @dataclass(frozen=True)
 class _RankReader:
-    """What one data rank reads, step by step."""
+    """Reads one data rank's share of each global batch."""
 
     stream: SampleStream
     batch_size: int
@@ -63,7 +63,7 @@ class _RankReader:
 
 
 class Loader:
-    """An endless iterator of (step, batch) from `first_step` on; a context manager that closes itself."""
+    """Endless iterator over (step, batch) from `first_step` on; as a context manager it closes itself."""
 
     def __init__(
         self,
@@ -77,14 +77,14 @@ class Loader:
         device: torch.device = _CPU,
         skipped_batches: SkippedBatches = (),
     ):
-        """`samples_per_batch` counts the whole batch of all `ranks` together. For CUDA devices memory is pinned."""
+        """`global_batch_size` counts the samples of all `ranks`. Batches for a CUDA device are in pinned memory."""
         if global_batch_size % ranks:
             raise DataError(
                 f"a batch of {pluralize(global_batch_size, 'sample')} does not divide among {ranks} data ranks; "
                 f"use {max(1, global_batch_size // ranks) * ranks}."
             )
         self.wait_seconds = 0.0
-        """How long the consumer has waited for batches so far."""
+        """Total time that the consumer has waited for batches."""
         self._ready: ReadyQueue = queue.SimpleQueue()
         self._slots = threading.Semaphore(prefetch)
         self._failure: BaseException | None = None
@@ -93,9 +93,9 @@ class Loader:
         batches = (
             _read_in_workers(reader, first_step, workers, stop) if workers else _read_in_thread(reader, first_step)
         )
-        # The thread must not hold the loader itself, or one that is dropped without a close would never be collected.
-        arguments = (batches, self._ready, self._slots, stop, device)
-        thread = threading.Thread(target=_prefetch_loop, args=arguments, name="shardwise-data", daemon=True)
+        # The thread must not reference the loader, or one dropped without close() would never be garbage-collected.
+        args = (batches, self._ready, self._slots, stop, device)
+        thread = threading.Thread(target=_prefetch_loop, args=args, name="shardwise-data", daemon=True)
         thread.start()
         self._finalizer = weakref.finalize(self, _stop_prefetching, thread, stop, self._slots)
 
@@ -120,7 +120,7 @@ class Loader:
         return item
 
     def close(self) -> None:
-        """Ends the thread and the workers; may be called again."""
+        """Stops the thread and the workers; safe to call twice."""
         self._finalizer()
 
     def __enter__(self) -> Loader:
@@ -133,10 +133,10 @@ class Loader:
 def _prefetch_loop(
     batches: BatchIterator, ready: ReadyQueue, slots: threading.Semaphore, stop: threading.Event, device: torch.device
 ) -> None:
-    """The thread: one batch for each free slot, until it is told to stop; its error is the last thing it hands over."""
+    """Body of the prefetch thread: fills every free slot until stopped, and passes an error on as its last item."""
     try:
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # per thread; pinning would otherwise open a context on the first device
+            torch.cuda.set_device(device)  # per thread; otherwise pinning would create a context on device 0
         with closing(batches):
             while slots.acquire() and not stop.is_set():
                 item = next(batches, None)
@@ -146,13 +146,13 @@ def _prefetch_loop(
     except BaseException as error:
         ready.put(error)
     finally:
-        ready.put(None)  # whoever still waits is told that nothing comes any more
+        ready.put(None)  # wakes a consumer that is still waiting
 
 
 def _stop_prefetching(thread: threading.Thread, stop: threading.Event, slots: threading.Semaphore) -> None:
     stop.set()
     slots.release()
-    if thread is not threading.current_thread():  # a loader may be collected in any thread, its own too
+    if thread is not threading.current_thread():  # a loader may be garbage-collected in any thread, also this one
         thread.join()
 
 
@@ -165,7 +165,7 @@ def _read_in_thread(reader: _RankReader, first_step: int) -> BatchIterator:
         yield step, reader.read(step)
 
 
-# Workers
+# Worker processes
 
 
 def _read_in_workers(reader: _RankReader, first_step: int, workers: int, stop: threading.Event) -> BatchIterator:
@@ -183,7 +183,7 @@ def _read_in_workers(reader: _RankReader, first_step: int, workers: int, stop: t
     finally:
         for process, pipe in pool:
             pipe.close()
-            process.kill()  # it only reads: there is nothing that it could leave half done
+            process.kill()  # safe: workers only read
         for process, _ in pool:
             process.join()
             process.close()
@@ -203,12 +203,12 @@ def _start_worker(
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_worker_loop, args=(sender, reader, first_step, stride), daemon=True)  # type: ignore[attr-defined]
     process.start()
-    sender.close()  # so that the worker holds the only other end, and its death ends the pipe
+    sender.close()  # leaves the worker with the only other end, so that its death closes the pipe
     return process, receiver
 
 
 def _worker_loop(pipe: Connection, reader: _RankReader, first_step: int, stride: int) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # they go to the whole group; the loader's owner decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # signals reach the whole process group; the loader's owner decides
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
     try:
@@ -217,7 +217,7 @@ def _worker_loop(pipe: Connection, reader: _RankReader, first_step: int, stride:
                 batch = reader.read(step)
             except Exception as error:
                 return pipe.send(f"{error}" if isinstance(error, DataError) else f"{type(error).__name__}: {error}")
-            # As arrays: tensors would travel through shared memory, whose files outlive a killed process.
+            # As numpy arrays: tensors would go through shared memory, whose files outlive a killed process.
             pipe.send([part.numpy() for part in batch.tensors])
     except (BrokenPipeError, ConnectionResetError):
         return None  # the loader is gone
@@ -240,8 +240,8 @@ def _raise_worker_died(reader: _RankReader, step: int, process: BaseProcess) -> 
     listed = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
     if code < 0:
         cause = f"was killed by {signal.Signals(-code).name}"
-        remedy = "Lack of memory does that, and a file that is cut short while it is read; use fewer data.workers."
+        remedy = "Usual causes: out of memory (use fewer data.workers), or a file truncated while it was read."
     else:
         cause = f"ended with exit code {code}"
-        remedy = "Its own words are above; a script that starts workers must do so below `if __name__ == '__main__':`."
+        remedy = "See its output above; a script that uses data.workers needs an `if __name__ == '__main__':` guard."
     raise DataError(f"the data worker that read step {step} (samples {listed}) {cause}. {remedy}") from None

@@ -1,14 +1,14 @@
-"""From the `[data]` section of a job to its sources.
+"""Opens the sources of a job's `[data]` section.
 
     files -> documents -> tokenizer -> token file -> windows -> training | validation
-    text.py               tokenizer.py tokens.py     windows.py
+    text.py               tokenizer.py token_file.py token_windows.py
 
-`encode.py` takes text as far as its token file, here or for the command `shardwise data`.
+`encode.py` writes token files, both here and for the command `shardwise data`.
 
-Text is encoded once. The token file lies in a cache, in a folder named by a hash of all that determines it (format,
-source, files with their sizes and times, tokenizer), so a changed corpus is a new folder and an unchanged one is opened
-in no time. All ranks of a run ask for the same folder at once: one builds while the others wait at a lock, and where
-the file system has no locks all build the same and the last one wins, since files appear whole or not at all.
+Text is encoded once, into a cache folder whose name is a hash of everything that determines the tokens (format version,
+source, files with their sizes and times, tokenizer): a changed corpus gets a new folder, an unchanged one opens at
+once. When all ranks of a run open the same folder, one of them encodes while the others wait for a file lock. On a file
+system without locks all of them encode the same tokens; files are replaced atomically, so that is only slower.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any, cast
 
 from shardwise.console import pluralize
 from shardwise.data.augment import ImageAugmentation
@@ -40,7 +41,6 @@ from shardwise.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, p
 from shardwise.errors import DataError
 from shardwise.files import write_text
 from shardwise.job import DataConfig, Job
-from shardwise.kinds import DLRMConfig, ResNetConfig
 
 try:
     import fcntl
@@ -48,29 +48,32 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 CACHE_VERSION = 1
-"""Raised when the same files come to be encoded to other tokens, so that old caches are not taken for new ones."""
+"""Increment this when the same files would encode to different tokens, which invalidates old caches."""
 
 
 def default_cache_folder() -> Path:
-    """Where encoded corpora are kept between runs."""
+    """Returns the folder that keeps encoded corpora between runs."""
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "shardwise"
+
+
+SAMPLE_KINDS = {"criteo": "clicks", "cifar10": "images"}  # the other sources are text, tokens or synthetic
 
 
 def make_sources(
     job: Job, cache: Path | None = None, bad_records: BadRecords | None = None
 ) -> tuple[Source, Source, Tokenizer | None]:
-    """The training samples, the validation samples (maybe none) and the tokenizer, where one is known."""
+    """Returns the training source, the validation source (may be empty) and the tokenizer, if one is known."""
     bad_records = bad_records or BadRecords(job.data.on_bad_record == "skip")
-    if isinstance(job.model, DLRMConfig):
-        return *click_sources(job, bad_records), None
-    if job.data.source == "criteo":
-        raise DataError(f"data.source = 'criteo' has clicks, but model.name = {job.model.name!r} reads tokens.")
-    if job.data.source == "synthetic":
+    source, wanted = job.data.source, job.model.sample_kind
+    given = SAMPLE_KINDS.get(source, wanted)
+    if given != wanted and wanted == "tokens":
+        raise DataError(f"data.source = {source!r} has {given}, but model.name = {job.model.name!r} reads tokens.")
+    if wanted == "clicks":
+        return *_click_sources(job, bad_records), None
+    if source == "synthetic":
         return *_synthetic_sources(job), None
-    if isinstance(job.model, ResNetConfig):
+    if wanted == "images":
         return *_image_sources(job, job.model, bad_records), None
-    if job.data.source == "cifar10":
-        raise DataError(f"data.source = 'cifar10' has images, but model.name = {job.model.name!r} reads tokens.")
     if job.data.source == "mix":
         return _mixture_sources(job, job.data.mix, cache, bad_records)
     return _token_sources(job, cache or default_cache_folder(), bad_records)
@@ -79,11 +82,11 @@ def make_sources(
 def _mixture_sources(
     job: Job, mix: Mapping[str, float], cache: Path | None, bad_records: BadRecords
 ) -> tuple[Source, Source, Tokenizer | None]:
-    """Of a mixture, each part as if it were the only one: its last samples are held out too."""
+    """Opens every source of a mixture on its own; each holds out its own validation samples."""
     if parse_bpe_size(job.data.tokenizer):
         raise DataError(
-            f"data.tokenizer = {job.data.tokenizer!r} would be another one for each source of the mixture; train one "
-            "with `shardwise data` and give its path."
+            f"data.tokenizer = {job.data.tokenizer!r} would train a tokenizer for each source of the mixture; "
+            "train one with `shardwise data` and set data.tokenizer to its path."
         )
     sources = []
     for name in mix:
@@ -98,7 +101,7 @@ def _mixture_sources(
 
 
 def _parse_mixture_entry(name: str) -> tuple[str, str]:
-    """What a name in a mixture means."""
+    """Returns the source and the path that an entry of `data.mix` stands for."""
     kind, colon, path = name.partition(":")
     if name == "stdlib" or (colon and kind in ("text", "jsonl", "tokens")):
         return kind, path
@@ -112,16 +115,17 @@ def _mix_nonempty(sources: Sequence[Source], weights: Sequence[float]) -> Source
     return Mixture(*zip(*nonempty, strict=True)) if nonempty else sources[0]
 
 
-def _image_sources(job: Job, model: ResNetConfig, bad_records: BadRecords) -> tuple[Source, Source]:
+def _image_sources(job: Job, model: Any, bad_records: BadRecords) -> tuple[Source, Source]:
     if job.data.source != "cifar10":
         raise DataError(
-            f"data.source = {job.data.source!r} is text, and {model.description} reads images; use "
-            'data.source = "cifar10", or "synthetic", which draws some.'
+            f"data.source = {job.data.source!r} has text, but {model.description} reads images; use "
+            'data.source = "cifar10" or "synthetic".'
         )
     if model.image_size != IMAGE_SIZE or model.num_classes < NUM_CLASSES:
         raise DataError(
-            f"CIFAR-10 has images of {IMAGE_SIZE} x {IMAGE_SIZE} in {NUM_CLASSES} classes, but model.image_size is {model.image_size} and "
-            f"model.num_classes is {model.num_classes}; set them to {IMAGE_SIZE} and {NUM_CLASSES}."
+            f"CIFAR-10 has images of {IMAGE_SIZE} x {IMAGE_SIZE} in {NUM_CLASSES} classes, but model.image_size is "
+            f"{model.image_size} and model.num_classes is {model.num_classes}; "
+            f"set them to {IMAGE_SIZE} and {NUM_CLASSES}."
         )
     return open_cifar10(job.data.path, bad_records, make_augmentation(job))
 
@@ -139,53 +143,53 @@ def _token_sources(job: Job, cache: Path, bad_records: BadRecords) -> tuple[Sour
         longest = max(file.count for file in files)
         subject = "the longest of its files has" if len(files) > 1 else "it has"
         raise DataError(
-            f"{describe_source(job.data)} is too short for one sample: {subject} {pluralize(longest, 'token')}, and a sample needs "
-            f"{job.model.text_window + 1}. Give more text or a shorter model.sequence."
+            f"{describe_source(job.data)} is too short for one sample: {subject} {pluralize(longest, 'token')}, and a "
+            f"sample needs {job.model.text_window + 1}. Use more text or a shorter model.sequence."
         )
     first_held_out = len(source) - _num_held_out(len(source), job.data.validation_fraction)
     return Subset(source, 0, first_held_out), Subset(source, first_held_out, len(source)), tokenizer
 
 
 def _synthetic_sources(job: Job) -> tuple[Source, Source]:
-    # Validation goes on where training ends: other walks under the same rule. Under a second seed's rule nothing that
-    # was learned would hold.
-    count, model = job.data.samples, job.model
+    # Validation samples continue the training samples under the same seed, whose rules the model can learn.
+    count, model = job.data.samples, cast(Any, job.model)
     num_held_out = _num_held_out(count + 1, job.data.validation_fraction)
-    if isinstance(model, ResNetConfig):
-        return synthetic_source(job, count), SyntheticImages(
-            num_held_out, model.image_size, model.num_classes, job.seed, first_index=count
-        )
+    if model.sample_kind == "images":
+        held_out = SyntheticImages(num_held_out, model.image_size, model.num_classes, job.seed, first_index=count)
+        return synthetic_source(job, count), held_out
     source = synthetic_source(job, count + num_held_out)
     return Subset(source, 0, count), Subset(source, count, len(source))
 
 
 def synthetic_source(job: Job, count: int) -> Source:
-    """Samples that need no files, for any kind of model."""
-    model = job.require_chain_model()
-    if isinstance(model, ResNetConfig):
+    """Returns samples that need no files, for any model."""
+    model: Any = job.model
+    if model.sample_kind == "clicks":
+        return SyntheticClicks(model, 0, count, job.seed)
+    if model.sample_kind == "images":
         return SyntheticImages(count, model.image_size, model.num_classes, job.seed, make_augmentation(job))
-    return SyntheticTokens(count, model.text_window, model.vocab - model.reserved_ids, job.seed)
+    return SyntheticTokens(count, model.text_window, model.vocab_size - model.reserved_ids, job.seed)
 
 
-def click_sources(job: Job, bad_records: BadRecords) -> tuple[Source, Source]:
-    """Of a DLRM: rows of a generated log, or of Criteo's, of which the last ones are held out."""
-    model, count = job.model, job.data.samples
-    assert isinstance(model, DLRMConfig)
+def _click_sources(job: Job, bad_records: BadRecords) -> tuple[Source, Source]:
+    """Returns clicks of a generated log or of a Criteo file; the last ones are held out."""
+    model, count = cast(Any, job.model), job.data.samples
     if job.data.source == "synthetic":
         num_held_out = _num_held_out(count + 1, job.data.validation_fraction)
         return SyntheticClicks(model, 0, count, job.seed), SyntheticClicks(model, count, num_held_out, job.seed)
     if job.data.source != "criteo":
         raise DataError(
             f"data.source = {job.data.source!r} has no clicks, which a DLRM reads; use 'synthetic', or 'criteo' with "
-            "the file as data.path."
+            "data.path set to the file."
         )
     if (model.tables, model.dense_features) != (NUM_SPARSE_FEATURES, NUM_DENSE_FEATURES):
         raise DataError(
-            f"Criteo's rows have {NUM_SPARSE_FEATURES} categories and {NUM_DENSE_FEATURES} counts, but model.tables is {model.tables} and "
-            f"model.dense_features is {model.dense_features}; set them to {NUM_SPARSE_FEATURES} and {NUM_DENSE_FEATURES}."
+            f"Criteo rows have {NUM_SPARSE_FEATURES} categorical and {NUM_DENSE_FEATURES} integer features, but "
+            f"model.tables is {model.tables} and model.dense_features is {model.dense_features}; set them to "
+            f"{NUM_SPARSE_FEATURES} and {NUM_DENSE_FEATURES}."
         )
     if not job.data.path:
-        raise DataError("data.source = 'criteo' reads a file of Criteo's rows; give it as data.path.")
+        raise DataError("data.source = 'criteo' reads a Criteo file; set data.path to it.")
     path = Path(job.data.path)
     offsets, lines = index_criteo_file(path)
     first_held_out = lines - _num_held_out(lines, job.data.validation_fraction)
@@ -195,11 +199,11 @@ def click_sources(job: Job, bad_records: BadRecords) -> tuple[Source, Source]:
 
 
 def _num_held_out(count: int, fraction: float) -> int:
-    """Samples held out of `count`: at least one if any are wanted, and never all."""
+    """Returns how many of `count` samples to hold out: at least one if `fraction` is positive, and never all."""
     return min(count - 1, max(1, round(count * fraction))) if fraction > 0 else 0
 
 
-# Tokens that are there already
+# Token files
 
 
 def _open_token_files(job: Job) -> tuple[list[TokenFile], Tokenizer | None]:
@@ -208,31 +212,27 @@ def _open_token_files(job: Job) -> tuple[list[TokenFile], Tokenizer | None]:
         if path.endswith(f":{known}"):
             path, raw_dtype = path.removesuffix(f":{known}"), known
     found = find_files("tokens", path)
-    model = job.require_chain_model()
-    assert not isinstance(model, ResNetConfig)
-    files = [
-        open_raw_token_file(file, raw_dtype, model.vocab - model.reserved_ids) if raw_dtype else open_token_file(file)
-        for file in found
-    ]
+    text_vocab = job.model.vocab_size - job.model.reserved_ids
+    files = [open_raw_token_file(file, raw_dtype, text_vocab) if raw_dtype else open_token_file(file) for file in found]
     for file in files:
         _check_vocab(f"the token file {file.path}", file.vocab, job)
     return files, _tokenizer_for_token_files(0 if raw_dtype else max(file.vocab for file in files), job)
 
 
 def _tokenizer_for_token_files(vocab: int, job: Job) -> Tokenizer | None:
-    """What may have written tokens of a vocabulary (0: unknown): a tokenizer by its path, `bytes` only if it fits."""
+    """Returns the tokenizer of token files with this vocabulary (0: unknown); None if `bytes` does not match it."""
     if parse_bpe_size(job.data.tokenizer):
         raise DataError(
-            f"data.tokenizer = {job.data.tokenizer!r} would be trained on text, and data.source = 'tokens' has none; "
-            f"give the path of the tokenizer.json that the tokens were made with."
+            f"data.tokenizer = {job.data.tokenizer!r} needs text to train on, and data.source = 'tokens' has none; "
+            "set it to the tokenizer.json that encoded the tokens."
         )
     if job.data.tokenizer == "bytes":
         return ByteTokenizer() if vocab == ByteTokenizer.vocab else None
     tokenizer = load_tokenizer(job.data.tokenizer)
     if tokenizer.vocab < vocab:
         raise DataError(
-            f"data.tokenizer = {job.data.tokenizer!r} has {tokenizer.vocab} ids, but the tokens of {job.data.path} "
-            f"were made with {vocab}; give the tokenizer that they were made with."
+            f"data.tokenizer = {job.data.tokenizer!r} has {tokenizer.vocab} ids, but {job.data.path} has a vocabulary "
+            f"of {vocab}; use the tokenizer that encoded it."
         )
     return tokenizer
 
@@ -241,10 +241,9 @@ def _tokenizer_for_token_files(vocab: int, job: Job) -> Tokenizer | None:
 
 
 def _encode_cached(job: Job, cache: Path, bad_records: BadRecords) -> tuple[list[TokenFile], Tokenizer]:
-    """The source's token file from the cache, made there if it is not."""
-    _check_vocab(
-        "the tokenizer", parse_bpe_size(job.data.tokenizer) or 0, job
-    )  # before an hour of training pairs, not after
+    """Opens the source's token file in the cache; encodes it first if it is missing."""
+    # Checks the size before the tokenizer is trained, which may take an hour.
+    _check_vocab("the tokenizer", parse_bpe_size(job.data.tokenizer) or 0, job)
     files = find_files(job.data.source, job.data.path)
     folder = cache / _cache_key(job.data, files)
     with _file_lock(folder):
@@ -253,7 +252,7 @@ def _encode_cached(job: Job, cache: Path, bad_records: BadRecords) -> tuple[list
         _check_vocab("the tokenizer", tokenizer.vocab, job)
         try:
             tokens = open_token_file(folder / "tokens.bin")
-        except DataError:  # not there, or torn by something else than us
+        except DataError:  # missing, or damaged
             encode_files(job.data, files, tokenizer, folder / "tokens.bin", new_bad_records)
             if bad_records.skip:
                 write_text(folder / "bad.txt", "".join(f"{message}\n" for message in new_bad_records.messages))
@@ -276,11 +275,11 @@ def _cache_key(data: DataConfig, files: Sequence[Path]) -> str:
 
 @contextmanager
 def _file_lock(folder: Path) -> Iterator[None]:
-    """Only one process is in the block for this folder, where the file system can tell. Death frees the lock."""
+    """Holds an exclusive lock on a folder, if its file system has locks. A killed process releases it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / "lock").open("w")
-    except OSError:  # a cache that was filled elsewhere and is mounted read-only needs no lock
+    except OSError:  # a read-only cache, filled elsewhere, needs no lock
         yield
         return
     with lock:
@@ -293,11 +292,10 @@ def _file_lock(folder: Path) -> Iterator[None]:
 
 
 def _check_vocab(owner: str, vocab: int, job: Job) -> None:
-    model = job.require_chain_model()
-    assert not isinstance(model, ResNetConfig)
-    if vocab + model.reserved_ids > model.vocab:
-        reserved = f", and {model.description} needs {model.reserved_ids} of its own" if model.reserved_ids else ""
+    model = job.model
+    if vocab + model.reserved_ids > model.vocab_size:
+        reserved = f", and {model.description} reserves {model.reserved_ids} more" if model.reserved_ids else ""
         needed = vocab + model.reserved_ids
         raise DataError(
-            f"{owner} has {vocab} ids but model.vocab is {model.vocab}{reserved}; set model.vocab = {needed}."
+            f"{owner} has {vocab} ids{reserved}, but model.vocab is {model.vocab_size}; set model.vocab = {needed}."
         )

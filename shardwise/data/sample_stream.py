@@ -1,7 +1,8 @@
-"""The endless stream of samples of a run. Its state is one integer: how many samples were consumed.
+"""The endless sample stream of a run. Its only state is the number of samples consumed.
 
-Place `p` of the stream is sample `order(p mod n)` of epoch `p div n`, whatever the number of ranks; of a mixture, place
-`p` is a place in the stream of one of its sources. Which places a data rank reads when is arithmetic (`share`).
+Stream position p is sample `permutation(p mod n)` of epoch `p div n`, whatever the number of ranks. In a mixture every
+source has a stream of its own, and each position maps to a position in one of these. `rank_positions` computes which
+positions a data rank reads in a step.
 """
 
 from __future__ import annotations
@@ -14,25 +15,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.data.objectives import Objective, causal_lm
 from shardwise.data.source import Mixture, Source
 from shardwise.errors import DataError
+from shardwise.models.objectives import Objective, next_token
 from shardwise.random import Permutation
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Some samples as tensors: tokens (B, S), targets (B, S), and their places in the stream (B,)."""
+    """A batch: tokens (B, S), targets (B, S) and ids (B,), which are the samples' stream positions."""
 
     tokens: Tensor
     targets: Tensor
     ids: Tensor
     document_ids: Tensor | None = None
-    """Of every position of whole sequences, the number of its document (B, S); None: all are one."""
+    """The document that each token of the full sequence belongs to (B, S); None: each sequence is one document."""
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What a loader makes; documents are told apart on the device."""
+        """The tensors that a loader fills; document ids are computed on the device."""
         return self.tokens, self.targets, self.ids
 
     def split(self, size: int) -> Iterator[Samples]:
@@ -46,11 +47,11 @@ class Samples:
 
     @property
     def batch(self) -> dict[str, Tensor]:
-        """What a model is given by keyword, but for targets."""
+        """The keyword arguments of a model's forward, without targets."""
         return {"ids": self.ids} if self.document_ids is None else {"ids": self.ids, "document_ids": self.document_ids}
 
     def with_document_ids(self, end_of_document: int) -> Samples:
-        """The same samples with their documents numbered; `end` is the last token of one, -1: none is."""
+        """Numbers the documents, each of which ends with the token `end_of_document`; -1 leaves them unnumbered."""
         if end_of_document < 0:
             return self
         is_end = (self.tokens == end_of_document).int()
@@ -62,18 +63,18 @@ class Samples:
 
 @runtime_checkable
 class BatchedSource(Protocol):
-    """A source whose samples are no tokens with targets beside them: it makes them itself."""
+    """A source that builds batches itself, because its samples are not token sequences."""
 
     def samples(self, indices: np.ndarray, positions: np.ndarray) -> Samples: ...
 
 
 class SampleStream:
-    def __init__(self, source: Source, seed: int, shuffle: bool = True, objective: Objective = causal_lm):
+    def __init__(self, source: Source, seed: int, shuffle: bool = True, objective: Objective = next_token):
         self.source, self.seed, self.shuffle, self.objective = source, seed, shuffle, objective
         self._permutations: dict[tuple[int, ...], Permutation] = {}
 
     def indices(self, positions: np.ndarray) -> np.ndarray:
-        """The samples at some places of the stream."""
+        """Returns the indices of the samples at these stream positions."""
         if not isinstance(self.source, Mixture):
             return self._shuffled_indices(positions, len(self.source))
         source_index, source_positions = self.source.locate(positions)
@@ -86,7 +87,7 @@ class SampleStream:
         return indices
 
     def _shuffled_indices(self, positions: np.ndarray, count: int, *source_index: int) -> np.ndarray:
-        """Samples of one source at places of its own stream."""
+        """Returns sample indices for positions in one source's own stream."""
         if not self.shuffle:
             return positions % count
         indices = np.empty_like(positions)
@@ -112,11 +113,11 @@ class SampleStream:
         except DataError:
             raise
         except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            raise DataError(f"sample {index} of {type(self.source).__name__} cannot be read: {what}.") from error
+            cause = f"{type(error).__name__}: {error}"
+            raise DataError(f"sample {index} of {type(self.source).__name__} cannot be read: {cause}.") from error
 
 
 def rank_positions(step: int, global_batch_size: int, ranks: int, rank: int) -> np.ndarray:
-    """The places that data rank `rank` of `ranks` reads in `step`, of a global batch of `samples`."""
+    """Returns the stream positions that data rank `rank` of `ranks` reads in `step`."""
     per_rank = global_batch_size // ranks
     return np.arange(per_rank, dtype=np.int64) + (step * global_batch_size + rank * per_rank)

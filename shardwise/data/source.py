@@ -1,4 +1,4 @@
-"""What a source of samples is, a part of one, and the one that needs no files."""
+"""The `Source` protocol, subsets and mixtures of sources, and synthetic tokens."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from shardwise.random import Permutation
 
 
 class Source(Protocol):
-    """A fixed list of samples, each of `length + 1` tokens: inputs are all but the last, targets all but the first."""
+    """A map-style dataset of `length + 1` tokens per sample: inputs are all but the last, targets all but the first."""
 
     length: int
     vocab: int
-    """One more than the largest token that may come."""
+    """Vocabulary size: token ids are below it."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """The sample at `index` as int64, of `length + 1` tokens; -100 marks a target that does not count."""
+        """Returns `length + 1` int64 tokens; -100 marks an ignored target."""
         ...
 
 
 class Subset:
-    """The samples `first` to `last` (without it) of another source: how training and validation share one list."""
+    """Samples [start, stop) of another source; splits it into training and validation."""
 
     def __init__(self, source: Source, start: int, stop: int):
         self.source, self.start, self.stop = source, start, stop
@@ -43,14 +43,14 @@ class Subset:
 
 
 class Mixture:
-    """Several sources in one stream, each with its share of the places; behind one another as a list.
+    """Interleaves several sources in one stream by weight; as a dataset, their concatenation.
 
-    Which source a place gets is arithmetic: the first has its share of all places, evenly spread, the next its share of
-    those that are left, and so on. So among any first places each has its share to within one for each source before
-    it, and its samples come in an order and in epochs of its own.
+    The first source gets its share of all stream positions, evenly spread, the next its share of the remaining ones,
+    and so on. In any prefix of the stream each source has its share, to within one sample per preceding source. Each
+    source is shuffled and repeated on its own.
     """
 
-    WEIGHT_BITS = 24  # of a share; with places below 2^39 products fit 64 bits
+    WEIGHT_BITS = 24  # fixed-point bits of a weight; products fit 64 bits for positions below 2^39
 
     def __init__(self, sources: Sequence[Source], weights: Sequence[float]):
         self.sources = tuple(sources)
@@ -71,36 +71,33 @@ class Mixture:
         return self.sources[source_index][index - self.offset(source_index)]
 
     def offset(self, source_index: int) -> int:
-        """Where a source begins in the list."""
+        """Returns the index of a source's first sample in the concatenation."""
         return self.cumulative_sizes[source_index - 1] if source_index else 0
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of each place its source, and the place in that source's own stream."""
+        """Returns each position's source and the position in that source's own stream."""
         source_index, source_positions = np.full_like(positions, len(self.sources) - 1), positions.copy()
         unassigned = np.ones(len(positions), bool)
         for number, weight in enumerate(self._fixed_point_weights[:-1]):
-            before, after = (
-                (source_positions * weight) >> self.WEIGHT_BITS,
-                ((source_positions + 1) * weight) >> self.WEIGHT_BITS,
-            )
+            before = (source_positions * weight) >> self.WEIGHT_BITS
+            after = ((source_positions + 1) * weight) >> self.WEIGHT_BITS
             assigned = unassigned & (after > before)
             source_index[assigned] = number
-            source_positions = np.where(
-                assigned, before, np.where(unassigned, source_positions - before, source_positions)
-            )
+            passed_on = np.where(unassigned, source_positions - before, source_positions)
+            source_positions = np.where(assigned, before, passed_on)
             unassigned &= ~assigned
         return source_index, source_positions
 
 
 class SyntheticTokens:
-    """Random walks over the vocabulary: the next token follows from the last one but for some noise, so a model learns.
+    """Generated token sequences: a fixed permutation maps each token to the next, and 10% of tokens are random.
 
-    The rule depends on the seed, a walk on seed and index: sources that differ in `count` share their first samples.
+    The permutation depends on the seed, a sequence on seed and index: sources of different `count` share their samples.
     """
 
     def __init__(self, count: int, length: int, vocab: int, seed: int):
         self.count, self.length, self.vocab, self.seed = count, length, vocab, seed
-        # Row b takes 2^b steps of the rule at once, so that a run of any length is a few lookups instead of a loop.
+        # powers[b] applies the permutation 2^b times: a run of any length takes a few lookups instead of a loop.
         powers = [Permutation(vocab, "synthetic", seed)(np.arange(vocab))]
         for _ in range(length.bit_length() - 1):
             powers.append(powers[-1][powers[-1]])
@@ -115,9 +112,7 @@ class SyntheticTokens:
         tokens = rng.integers(0, self.vocab, self.length + 1)
         is_random[0] = True
         positions = np.arange(self.length + 1)
-        last_random = np.maximum.accumulate(
-            np.where(is_random, positions, 0)
-        )  # the drawn token that each place comes from
+        last_random = np.maximum.accumulate(np.where(is_random, positions, 0))
         tokens, steps = tokens[last_random], positions - last_random
         for power in self._powers[: int(steps.max()).bit_length()]:
             tokens = np.where(steps & 1, power[tokens], tokens)

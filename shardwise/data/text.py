@@ -1,12 +1,12 @@
-"""From files to text: which files a source means, and the documents in them, in an order that does not change.
+"""Finds the files of a text source and reads their documents, in a fixed order.
 
-    stdlib   the source of the running Python's own standard library: a corpus that is on every machine
-    text     a file, a folder (every text file below it, hidden ones apart) or a glob; one document per file
-    jsonl    the same, one JSON object per line; a record's field is a document
+    stdlib   the source code of the running Python's standard library: a corpus that every machine has
+    text     a file, a folder (all non-hidden text files below it) or a glob; one document per file
+    jsonl    the same, with one JSON object per line, one field of which is a document
 
-A text file is one that is UTF-8 without NUL bytes. Folders and globs may hold others, which are passed over; a file
-that was named must be one. Documents come in pieces of at most 2 Mi characters, cut at ends of lines, so that memory
-stays bounded whatever the size of a file.
+A text file is UTF-8 without NUL bytes. Other files in a folder or glob are skipped; as `data.path` itself they are an
+error. Documents are read in chunks of at most 2 Mi characters that end at line breaks where possible, so memory use is
+bounded.
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ from shardwise.errors import DataError, suggest
 
 CHUNK_CHARS = 1 << 20
 _SUFFIXES = {"text": (), "jsonl": (".jsonl", ".ndjson"), "tokens": (".bin",)}
-"""What a folder is searched for; empty: everything."""
+"""File name suffixes that a folder search accepts; empty: all."""
 
 
 class TextChunk(NamedTuple):
     text: str
     ends_document: bool
-    """Whether the document ends here."""
 
 
 def find_files(source: str, path: str) -> list[Path]:
-    """The files of a source, sorted; at least one."""
+    """Returns the sorted files of a source; raises DataError if there are none."""
     if source == "stdlib":
         return _stdlib_files()
     if not path:
@@ -44,46 +43,44 @@ def find_files(source: str, path: str) -> list[Path]:
     if os.path.isfile(expanded):
         return [Path(expanded)]
     if os.path.isdir(expanded):
-        found = [file for file in _walk_files(Path(expanded)) if file.name.endswith(_SUFFIXES[source] or "")]
-        wanted = f" that end in {' or '.join(_SUFFIXES[source])}" if _SUFFIXES[source] else ""
-        remedy = f"The folder has no files{wanted}"
+        files = [file for file in _walk_files(Path(expanded)) if file.name.endswith(_SUFFIXES[source] or "")]
+        suffixes = f" that end in {' or '.join(_SUFFIXES[source])}" if _SUFFIXES[source] else ""
+        problem = f"the folder has no files{suffixes}"
     else:
-        found = [Path(name) for name in sorted(glob.glob(expanded, recursive=True)) if os.path.isfile(name)]
-        remedy = (
-            "No file matches" if glob.has_magic(expanded) else f"There is no such file or folder (from {os.getcwd()})"
-        )
-    if not found:
-        raise DataError(f"data.path = {path!r} leads to nothing. {remedy}; give a file, a folder or a glob.")
-    return found
+        files = [Path(name) for name in sorted(glob.glob(expanded, recursive=True)) if os.path.isfile(name)]
+        problem = "no file matches" if glob.has_magic(expanded) else f"no such file or folder (from {os.getcwd()})"
+    if not files:
+        raise DataError(f"data.path = {path!r}: {problem}; give a file, a folder or a glob.")
+    return files
 
 
 def _walk_files(folder: Path, excluded: Iterable[str] = ()) -> Iterator[Path]:
-    for here, folders, names in os.walk(folder):
-        # In place: this is how os.walk is told where to go, and in which order.
+    for parent, folders, names in os.walk(folder):
+        # Assigned in place, which is how os.walk prunes and orders its traversal.
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in excluded)
-        yield from (Path(here, name) for name in sorted(names) if not name.startswith("."))
+        yield from (Path(parent, name) for name in sorted(names) if not name.startswith("."))
 
 
 def _stdlib_files() -> list[Path]:
     folder = Path(sysconfig.get_paths()["stdlib"])
     excluded = ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__")
-    found = [
+    files = [
         file
         for file in _walk_files(folder, excluded)
-        # The build's own settings differ from machine to machine, the rest only with the version of Python.
+        # Build settings differ between machines, all other files only between versions of Python.
         if file.suffix == ".py"
         and not file.name.startswith("_sysconfigdata")
         and not file.parent.name.startswith("config-")
     ]
-    if not found:
-        raise DataError(f"this Python keeps no source of its standard library in {folder}; use data.source = 'text'.")
-    return found
+    if not files:
+        raise DataError(f"the source code of the standard library is not in {folder}; use data.source = 'text'.")
+    return files
 
 
 def read_chunks(
     source: str, path: str, field: str, files: Sequence[Path], bad_records: BadRecords | None = None
 ) -> Iterator[TextChunk]:
-    """The text of `files`, document by document."""
+    """Yields the text of `files`, document by document."""
     is_named_file = source == "text" and os.path.isfile(os.path.expanduser(path))
     for file in files:
         try:
@@ -140,18 +137,20 @@ def _parse_record(line: bytes, field: str, where: str) -> str:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not valid JSON ({error}). Every line must be one JSON object.") from None
     if not isinstance(record, dict):
-        raise DataError(f"{where}: a JSON {type(record).__name__}. Every line must be one JSON object.")
+        raise DataError(f"{where}: this is a JSON {type(record).__name__}. Every line must be one JSON object.")
     if field not in record:
-        raise DataError(f"{where}: the record has no field {field!r} (data.text_field); {suggest(field, map(str, record))}")
+        raise DataError(
+            f"{where}: the record has no field {field!r} (data.text_field); {suggest(field, map(str, record))}"
+        )
     text = record[field]
     if not isinstance(text, str):
         raise DataError(
-            f"{where}: field {field!r} holds a {type(text).__name__}, not a string; choose another data.text_field."
+            f"{where}: field {field!r} is of type {type(text).__name__}, not a string; set data.text_field to another."
         )
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{where}: field {field!r} is not Unicode text ({error.reason}); mend or drop the record."
+            f"{where}: field {field!r} is not Unicode text ({error.reason}); fix or drop the record."
         ) from None
     return text

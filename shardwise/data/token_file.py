@@ -1,16 +1,16 @@
-"""The token file: a whole corpus as one array on disk, read through a memory map.
+"""The token file: an encoded corpus as one memory-mapped array.
 
-Encoding text is slow and happens once; training reads windows at random places of terabytes. So whatever the source,
-what a run reads is this file: a header of 32 bytes, then the tokens, little-endian, as narrow as the vocabulary allows.
+Encoding is slow and happens once; training reads windows at random offsets. Every text source is therefore encoded into
+this format: a header of 32 bytes, then little-endian tokens in the narrowest type that the vocabulary fits.
 
     bytes 0-7     "SHARDTOK"
     bytes 8-11    version of the format, 1
     bytes 12-15   bytes per token: 1, 2 or 4 (vocabulary up to 256, up to 65,536, or more)
-    bytes 16-23   vocabulary: one more than the largest id that may come
+    bytes 16-23   vocabulary size: all ids are below it
     bytes 24-31   number of tokens
 
-Headerless files of 16- or 32-bit ids, as other trainers write them, are read too, but only when the path says so:
-`data.path = "train.bin:uint16"`. Nothing in such a file tells what it is, and a wrong guess would train on noise.
+Headerless files of 16- or 32-bit ids, which other trainers write, need their type in the path:
+`data.path = "train.bin:uint16"`. The file itself does not identify it, and a wrong guess would train on noise.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from shardwise.files import atomic_write
 MAGIC = b"SHARDTOK"
 VERSION = 1
 RAW_DTYPES = {"uint16": "<u2", "uint32": "<u4"}
-"""What may follow the colon of a headerless file's path."""
+"""Type suffixes in the path of a headerless file."""
 _HEADER = struct.Struct("<8sIIQQ")
 _DTYPES = {1: "<u1", 2: "<u2", 4: "<u4"}
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """Some tokens on disk. Pickles as its path: every process maps the file for itself."""
+    """A memory-mapped array of tokens. Pickles without the map, so that each worker process maps the file itself."""
 
     path: Path
     dtype: str
@@ -50,15 +50,15 @@ class TokenFile:
     def __len__(self) -> int:
         return self.count
 
-    def read(self, first: int, last: int) -> np.ndarray:
-        """The tokens `first` to `last` (without it) as int64."""
-        return self._map[first:last].astype(np.int64)
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Returns the tokens [start, stop) as int64."""
+        return self._map[start:stop].astype(np.int64)
 
     @cached_property
     def _map(self) -> np.ndarray:
         if not self.count:  # an empty range cannot be mapped
             return np.empty(0, self.dtype)
-        # As a plain array: slices of a memory map take several times as long to make.
+        # As a plain array, because slicing a np.memmap is several times slower.
         return np.asarray(np.memmap(self.path, dtype=self.dtype, mode="r", offset=self.offset, shape=(self.count,)))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -66,12 +66,12 @@ class TokenFile:
 
 
 def open_token_file(path: Path) -> TokenFile:
-    """Opens a token file and checks that it is whole."""
+    """Opens a token file; raises DataError if its header or size is wrong."""
     header, size = _read_header_and_size(path)
     if not header.startswith(MAGIC) or len(header) < _HEADER.size:
         raise DataError(
-            f"{path} is not a token file: it begins with {header[:8]!r}, not {MAGIC!r}. Write one with `shardwise data`, "
-            f"or say data.path = '{path}:uint16' if it holds bare 16-bit ids."
+            f"{path} is not a token file: it begins with {header[:8]!r}, not {MAGIC!r}. Write one with `shardwise "
+            f"data`, or set data.path = '{path}:uint16' if it is a headerless file of 16-bit ids."
         )
     _, version, width, vocab, count = _HEADER.unpack(header)
     if version != VERSION or width not in _DTYPES:
@@ -81,20 +81,20 @@ def open_token_file(path: Path) -> TokenFile:
         )
     if size != _HEADER.size + width * count:
         raise DataError(
-            f"{path} has {size} bytes, but its header promises {count} tokens of {width} bytes, "
-            f"{_HEADER.size + width * count} bytes in all: it was cut short or overwritten. Copy or write it again."
+            f"{path} has {size} bytes, but its header requires {_HEADER.size + width * count} ({count} tokens of "
+            f"{width} bytes): it was truncated or overwritten. Copy or write it again."
         )
     return TokenFile(path, _DTYPES[width], vocab, count, _HEADER.size)
 
 
 def open_raw_token_file(path: Path, dtype: str, vocab: int) -> TokenFile:
-    """Opens a headerless file of `kind` ("uint16" or "uint32"), whose ids are taken to be below `vocab`."""
+    """Opens a headerless file of type `dtype` ("uint16" or "uint32"), whose ids must be below `vocab`."""
     header, size = _read_header_and_size(path)
     if header.startswith(MAGIC):
-        raise DataError(f"{path} says by its header what it holds; leave ':{dtype}' out of data.path.")
+        raise DataError(f"{path} has a header that gives its type; leave ':{dtype}' out of data.path.")
     width = np.dtype(RAW_DTYPES[dtype]).itemsize
     if size % width:
-        raise DataError(f"{path} has {size} bytes, not a multiple of {width}: it does not hold {dtype} ids alone.")
+        raise DataError(f"{path} has {size} bytes, not a multiple of {width}: it is not an array of {dtype} ids.")
     return TokenFile(path, RAW_DTYPES[dtype], vocab, size // width, 0)
 
 
@@ -107,16 +107,16 @@ def _read_header_and_size(path: Path) -> tuple[bytes, int]:
 
 
 def write_token_arrays(path: Path, arrays: Iterable[np.ndarray], vocab: int) -> TokenFile:
-    """Writes the arrays one behind the other; `path` appears only when all of it is there."""
+    """Writes the concatenated arrays as a token file; `path` appears only once it is complete."""
     width = 1 if vocab <= 1 << 8 else 2 if vocab <= 1 << 16 else 4
     count = 0
     with write_data_file(path) as file:
-        file.write(bytes(_HEADER.size))  # its place; a file that stops here is no token file
+        file.write(bytes(_HEADER.size))  # placeholder; without a header the file is not valid
         for array in arrays:
             if array.size and not 0 <= int(array.min()) <= int(array.max()) < vocab:
                 raise DataError(
-                    f"ids from {int(array.min())} to {int(array.max())} do not fit {path}: with a vocabulary of "
-                    f"{vocab} they lie between 0 and {vocab - 1}. Give the tokenizer's own vocabulary."
+                    f"{path}: ids range from {int(array.min())} to {int(array.max())}, but with a vocabulary of "
+                    f"{vocab} they must be between 0 and {vocab - 1}. Use the tokenizer's vocabulary."
                 )
             file.write(array.astype(_DTYPES[width]).tobytes())
             count += array.size
@@ -127,7 +127,7 @@ def write_token_arrays(path: Path, arrays: Iterable[np.ndarray], vocab: int) -> 
 
 @contextmanager
 def write_data_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file that appears under its name only when all of it is there; what goes wrong is told in a sentence."""
+    """Opens a file that appears at `path` only once it is complete; OS errors become DataErrors."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as file:

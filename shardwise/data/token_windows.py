@@ -1,7 +1,7 @@
-"""Samples of a corpus: windows of a token file, found by arithmetic.
+"""Samples as fixed-length windows of token files.
 
-Sample i of sequence length S is the tokens [i S, i S + S + 1): its last token is the next sample's first, so that every
-token but the very first is a target exactly once. The tokens behind the last whole window are left out.
+With sequence length S, sample i is the tokens [i S, i S + S + 1). Its last token is the next sample's first, so every
+token but the very first is a target exactly once. An incomplete last window is dropped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardwise.errors import DataError
 
 
 class TokenWindows:
-    """The samples of some token files, one file behind the other; a sample never spans two files."""
+    """The windows of several token files, concatenated; a window never spans two files."""
 
     def __init__(self, files: Sequence[TokenFile], length: int):
         self.files, self.length = tuple(files), length
@@ -34,8 +34,8 @@ class TokenWindows:
         file = self.files[file_index]
         first = (index - (self._cumulative_sizes[file_index - 1] if file_index else 0)) * self.length
         tokens = file.read(first, first + self.length + 1)
-        # The header says what may come; what is there may differ (headerless files, flipped bits). An id beyond the
-        # embedding's rows would end a GPU run with an assertion that names neither file nor sample.
+        # Ids can exceed the declared vocabulary (headerless files, bit flips). On a GPU, an id beyond the embedding's
+        # rows fails with a device assertion that names neither file nor sample.
         if (largest := int(tokens.max())) >= file.vocab:
             token_index = first + int(tokens.argmax())
             raise DataError(

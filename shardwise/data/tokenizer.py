@@ -1,13 +1,13 @@
-"""From text to tokens and back.
+"""Tokenizers.
 
-    bytes      256 ids, one per byte of UTF-8; nothing to train, nothing to install. The separator of documents is
-               byte 0: text has no use for NUL, so one in the text is dropped when encoded.
-    bpe:SIZE   byte-level pairs trained on the source with Hugging Face's `tokenizers` (an optional extra: training and
-               encoding at the speed of compiled code is no work to repeat by hand). Id 0 is the separator, `<|end|>`.
-    a path     a `tokenizer.json` of that library, or the folder that holds one, trained here or anywhere
+    bytes      256 ids, one per byte of UTF-8; needs no training and no package. Byte 0 is the end-of-document token;
+               NUL characters in the text are dropped.
+    bpe:SIZE   byte-level BPE trained on the source with Hugging Face's `tokenizers`, an optional extra. Id 0 is the
+               end-of-document token, `<|end|>`.
+    a path     a `tokenizer.json` of that library, or a folder that has one
 
-A separator follows every document. Text that happens to spell a separator is encoded as plain characters, never as one.
-The bytes that ids stand for can be counted, so that losses of different tokenizers compare as bits per byte.
+An end-of-document token follows every document. Text that spells a special token is encoded as plain characters.
+Tokenizers count the bytes that ids stand for, so that losses of different tokenizers compare as bits per byte.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardwise.errors import DataError
 
 EOS_TOKEN = "<|end|>"
 _EOS_TOKENS = (EOS_TOKEN, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
-"""Tokens that mark the end of a document in tokenizers of this house and others; the first that is there counts."""
+"""Known end-of-document tokens, ours and those of other tokenizers; the first one in the vocabulary is used."""
 
 
 class Tokenizer(Protocol):
@@ -34,19 +34,19 @@ class Tokenizer(Protocol):
     eos_id: int
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of one text, without a separator."""
+        """Returns the ids of a text, without an end-of-document token."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of several texts at once, which may use more than one core."""
+        """Returns the ids of several texts; may use several cores."""
         ...
 
     def decode(self, ids: ArrayLike) -> str:
-        """The text of some ids; separators, and what is not an id at all, show as nothing."""
+        """Returns the text of some ids; drops special tokens and invalid ids."""
         ...
 
     def count_bytes(self, ids: ArrayLike) -> int:
-        """How many bytes of UTF-8 the ids stand for; a separator and an ignored target (-100) stand for none."""
+        """Returns the UTF-8 bytes that the ids stand for; end-of-document tokens and ignored targets (-100) count 0."""
         ...
 
 
@@ -71,17 +71,17 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer of the `tokenizers` library."""
+    """Wraps a tokenizer of the `tokenizers` library."""
 
     def __init__(self, tokenizer: Any, name: str):
         tokenizer.encode_special_tokens = True
-        tokenizer.no_padding()  # saved tokenizers may carry settings for batches of another use
+        tokenizer.no_padding()  # saved tokenizers may have padding and truncation enabled
         tokenizer.no_truncation()
         eos_ids = [tokenizer.token_to_id(token) for token in _EOS_TOKENS if tokenizer.token_to_id(token) is not None]
         if not eos_ids:
             raise DataError(
-                f"the tokenizer {name} has no token for the end of a document; give it one of {', '.join(_EOS_TOKENS)} as a "
-                f"special token."
+                f"the tokenizer {name} has no end-of-document token; add one of "
+                f"{', '.join(_EOS_TOKENS)} as a special token."
             )
         self._tokenizer, self.eos_id = tokenizer, int(eos_ids[0])
         self.vocab = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
@@ -113,9 +113,9 @@ class HuggingFaceTokenizer:
         return flat[(flat >= 0) & (flat < self.vocab)]
 
     def _bytes_per_token(self) -> np.ndarray | None:
-        """Bytes by id where tokens are spelled in bytes, one character each; None: only decoding can tell.
+        """Returns the number of bytes of each id of a byte-level tokenizer; None for others, which have to decode.
 
-        Decoding cannot tell for ids that start or end amid a character, which windows of a corpus do.
+        Decoding is inexact for ids that begin or end within a character, which the windows of a corpus do.
         """
         if '"ByteLevel"' not in json.dumps(json.loads(self._tokenizer.to_str())["decoder"]):
             return None
@@ -128,20 +128,20 @@ class HuggingFaceTokenizer:
 
 
 def parse_bpe_size(name: str) -> int | None:
-    """The SIZE of `bpe:SIZE`; None: the name is of another kind."""
+    """Returns the SIZE of `bpe:SIZE`; None for any other name."""
     kind, colon, size = name.partition(":")
     if kind != "bpe" or not colon:
         return None
     if not size.isdecimal() or int(size) < 257:
         raise DataError(
-            f"data.tokenizer = {name!r}: write bpe:SIZE with a size of at least 257 (256 bytes and the separator), "
-            f"for instance bpe:4096."
+            f"data.tokenizer = {name!r}: write bpe:SIZE with a size of at least 257 (256 bytes and the "
+            "end-of-document token), for instance bpe:4096."
         )
     return int(size)
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """`bytes`, or a saved tokenizer by its path."""
+    """Returns the byte tokenizer for `bytes`, else loads the tokenizer at a path."""
     if name == "bytes":
         return ByteTokenizer()
     tokenizers = _import_tokenizers()
@@ -150,14 +150,14 @@ def load_tokenizer(name: str) -> Tokenizer:
         return HuggingFaceTokenizer(tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8")), str(path))
     except DataError:
         raise
-    except Exception as error:  # the library raises bare Exceptions for files it does not like
+    except Exception as error:  # the library raises bare Exceptions for malformed files
         raise DataError(
-            f"the tokenizer {path} cannot be read: {error}. Give a tokenizer.json of `tokenizers`."
+            f"the tokenizer {path} cannot be read: {error}. It must be a tokenizer.json of the tokenizers library."
         ) from error
 
 
 def train_bpe(texts: Iterable[str], size: int) -> HuggingFaceTokenizer:
-    """Byte-level pairs of `size` ids (fewer if the text has no more pairs); the same texts give the same tokenizer."""
+    """Trains a byte-level BPE of `size` ids, or fewer if the text has too few pairs. Training is deterministic."""
     tokenizers = _import_tokenizers()
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -173,7 +173,7 @@ def train_bpe(texts: Iterable[str], size: int) -> HuggingFaceTokenizer:
 
 
 def tokenizer_fingerprint(name: str) -> str:
-    """What tells whether text would be encoded the same way: the name, or the content of a saved tokenizer."""
+    """Returns a string that changes with the encoding: the name, or a hash of a saved tokenizer."""
     if name == "bytes" or parse_bpe_size(name) is not None:
         return name
     try:
@@ -187,7 +187,7 @@ def _tokenizer_path(name: str) -> Path:
     path = path / "tokenizer.json" if path.is_dir() else path
     if not path.is_file():
         raise DataError(
-            f"data.tokenizer = {name!r} is not a file; write 'bytes', 'bpe:SIZE' or the path of a tokenizer.json."
+            f"data.tokenizer = {name!r} is not a file; use 'bytes', 'bpe:SIZE' or the path of a tokenizer.json."
         )
     return path
 

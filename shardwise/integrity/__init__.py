@@ -1,1 +1,1 @@
-"""Non-finite numbers, loss spikes and silent corruption: how they are found and what is done about them."""
+"""Detects non-finite gradients, loss spikes and silent data corruption, and decides how the run reacts."""

@@ -1,4 +1,4 @@
-"""Numbers that go wrong: where they come from, and when a loss is no longer noise."""
+"""Detects loss spikes, and finds the module and ranks where non-finite values first appear."""
 
 from __future__ import annotations
 
@@ -16,89 +16,89 @@ from shardwise.data.sample_stream import Samples
 from shardwise.parallel.engine import Engine
 from shardwise.step import backward
 
-WINDOW, MIN_HISTORY = 64, 16  # losses that a new one is compared with; below the second nothing is said
+WINDOW, MIN_HISTORY = 64, 16  # recent losses to compare with; with fewer than MIN_HISTORY nothing is a spike
 
 
 class LossSpikeDetector:
-    """Losses far above those before them: further than `limit` deviations from the median.
+    """Detects losses more than `threshold` deviations above the median of recent losses.
 
-    The deviation is 1.4826 times the median distance from the median, which for a normal distribution is its standard
-    deviation, and which single losses cannot move; at least a thousandth of the median.
+    The deviation is 1.4826 times the median absolute deviation, which equals the standard deviation of a normal
+    distribution and is robust to outliers; at least 0.1% of the median.
     """
 
     def __init__(self, threshold: float):
         self.threshold, self.history = threshold, deque[float](maxlen=WINDOW)
 
     def evaluate(self, loss: float) -> str:
-        """Words for a loss that is a spike, nothing for one that is not; only those count for later ones."""
+        """Returns a description if the loss is a spike; otherwise adds it to the history and returns ""."""
         if self.threshold and len(self.history) >= MIN_HISTORY:
             center = median(self.history)
-            spread = max(1.4826 * median(abs(one - center) for one in self.history), 1e-3 * abs(center))
+            spread = max(1.4826 * median(abs(value - center) for value in self.history), 1e-3 * abs(center))
             deviations = (loss - center) / spread
             if deviations > self.threshold:
-                return f"a loss of {loss:.4g}, {deviations:.0f} deviations above {center:.4g}, the median of the last steps"
+                return f"a loss of {loss:.4g}, {deviations:.0f} deviations above the recent median of {center:.4g}"
         self.history.append(loss)
         return ""
 
 
 def locate_nonfinite(engine: Engine, samples: Samples) -> str:
-    """Takes a step again, without its update, and names the module and the ranks where numbers first go wrong.
+    """Replays a step without its update, and names the module and ranks where non-finite values first appear.
 
-    All ranks call it with the samples of that step, and get the same words.
+    All ranks call it with their samples of that step, and get the same description.
     """
-    found: list[tuple[str, str]] = []
+    findings: list[tuple[str, str]] = []
     hooks = []
     for chain in engine.chains:
         for name, module in chain.named_modules():
             if not list(module.children()):
-                hooks.append(module.register_forward_hook(_make_hook(name, found)))
+                hooks.append(module.register_forward_hook(_make_hook(name, findings)))
     try:
         backward(engine, samples)
     finally:
         for hook in hooks:
             hook.remove()
-    if not found:
-        # The backward walks from the loss to the first layer, so the last weight is the first that it reaches.
+    if not findings:
+        # The backward runs from the loss to the first layer, so it reaches the last parameter first.
         bad = [param_shard.name for param_shard in engine.param_shards if not param_shard.grad.isfinite().all()]
-        found = [("the gradient of", name) for name in bad[-1:]]
+        findings = [("the gradient of", name) for name in bad[-1:]]
     engine.data.sync_weights()
-    return _describe_origin(_gather_findings(engine, found[0] if found else None))
+    return _describe_origin(_gather_findings(engine, findings[0] if findings else None))
 
 
-def _make_hook(name: str, found: list[tuple[str, str]]) -> Callable[..., None]:
-    def watch(module: nn.Module, inputs: Any, output: Any) -> None:
-        if not found and not _is_finite(output):
+def _make_hook(name: str, findings: list[tuple[str, str]]) -> Callable[..., None]:
+    def check_output(module: nn.Module, inputs: Any, output: Any) -> None:
+        if not findings and not _is_finite(output):
             weights = [key for key, weight in module.named_parameters(recurse=False) if not _is_finite(weight)]
             if weights:
-                found.append(("the weight", f"{name}.{weights[0]}"))
+                findings.append(("the weight", f"{name}.{weights[0]}"))
             elif _is_finite(inputs):
-                found.append(("the output of", name))
+                findings.append(("the output of", name))
 
-    return watch
+    return check_output
 
 
 def _is_finite(value: Any) -> bool:
     if isinstance(value, Tensor):
         return not value.is_floating_point() or bool(torch.isfinite(value.detach()).all())
-    return all(_is_finite(one) for one in value) if isinstance(value, tuple | list) else True
+    return all(_is_finite(item) for item in value) if isinstance(value, tuple | list) else True
 
 
 def _gather_findings(engine: Engine, finding: tuple[str, str] | None) -> list[tuple[int, int, tuple[str, str] | None]]:
-    """Stage, rank and find of every rank, in the order in which a batch passes them."""
-    mine = (engine.mesh["pipeline"].index, engine.mesh.rank, finding)
-    findings: list[Any] = [mine]
+    """All-gathers the stage, rank and finding of every rank, in the order of the forward pass."""
+    local = (engine.mesh["pipeline"].index, engine.mesh.rank, finding)
+    findings: list[Any] = [local]
     if engine.mesh["world"].size > 1:
         findings = [None] * engine.mesh["world"].size
-        dist.all_gather_object(findings, mine)
-    return sorted(findings, key=lambda one: one[:2])
+        dist.all_gather_object(findings, local)
+    return sorted(findings, key=lambda entry: entry[:2])
 
 
 def _describe_origin(findings: list[tuple[int, int, tuple[str, str] | None]]) -> str:
     for forward in (True, False):
-        matching = [one for one in findings if one[2] and (one[2][0] != "the gradient of") == forward]
+        matching = [entry for entry in findings if entry[2] and (entry[2][0] != "the gradient of") == forward]
         if matching:
             first = (matching if forward else matching[::-1])[0][2]
             assert first is not None
             ranks = sorted(rank for _, rank, finding in matching if finding == first)
-            return f"it begins in {' '.join(first)} on {format_ranks(ranks)}"
-    return "taken again the step is finite, so what was wrong has passed"
+            return f"non-finite values first appear in {' '.join(first)} on {format_ranks(ranks)}"
+    return "a replay of the step is finite, so the fault was transient"

@@ -1,8 +1,8 @@
-"""Checksums of tensors, and which ranks must have the same ones.
+"""Checksums of the training state, and which ranks must agree on them.
 
-A checksum is the sum of a tensor's raw bits as 64-bit integers that wrap around: exact, on the tensor's own device, and
-different after any single flipped bit. Of all that a rank keeps from one step to the next there is one each, in a fixed
-order; those that other ranks have copies of are mixed to one number for each kind of copies, which is what travels.
+A checksum is the wrapping sum of a tensor's raw bits as 64-bit integers: exact, computed on the tensor's device, and
+changed by any single flipped bit. Each rank has one per weight, optimizer state and gradient, in a fixed order. Ranks
+exchange only one combined checksum per copy kind, that is per way in which a tensor is replicated.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from shardwise.parallel.param_shard import ParamShard
 
 INT_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 COPY_KINDS = ("replicas", "expert_replicas", "full_weights", "tensor", "tied")
-READERS = "readers"  # the kind of what all ranks should have that read different samples
-"""Of copies: of pieces; of pieces of experts that are cut; of weights that are kept whole though their updates are
-shared; of what the tensor axis does not cut; of weights that the first and the last stage share."""
+"""How a tensor is replicated: shards across data-parallel replicas; the same for expert shards; full weights under
+ZeRO-1; parameters that tensor parallelism does not shard; weights tied between the first and the last stage."""
+READERS = "readers"  # ranks that read different samples: they agree on a redundantly computed micro-batch
 
 
 def checksum(tensor: Tensor) -> Tensor:
+    """Returns the wrapping sum of the tensor's bits as integers, as a scalar on its device."""
     flat = tensor.detach().reshape(-1)
     if flat.storage_offset() * flat.element_size() % 8:
         flat = flat.clone()
@@ -35,7 +36,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TrackedTensor:
-    """One tensor of this rank."""
+    """A tensor of this rank with its name in messages, and how other ranks replicate it."""
 
     label: str
     tensor: Tensor
@@ -43,91 +44,86 @@ class TrackedTensor:
 
 
 def compute_checksums(tracked: Sequence[TrackedTensor], device: torch.device) -> Tensor:
-    found = [checksum(one.tensor).to(device) for one in tracked]
-    return torch.stack(found) if found else torch.zeros(0, dtype=torch.int64, device=device)
+    checksums = [checksum(entry.tensor).to(device) for entry in tracked]
+    return torch.stack(checksums) if checksums else torch.zeros(0, dtype=torch.int64, device=device)
 
 
 class StateChecksums:
-    """What there is on this rank, with its kinds of copies."""
+    """Lists the weights, optimizer states and gradients of this rank, with their copy kinds."""
 
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer):
         self.engine, self.optimizer = engine, optimizer
-        tied = [one.name for one in engine.tied] if engine.mesh.tied_stages.size > 1 else []
+        tied = [param_shard.name for param_shard in engine.tied] if engine.mesh.tied_stages.size > 1 else []
         self.copy_kinds = [self._copy_kinds_of(param_shard, tied) for _, param_shard in engine.data.param_pairs]
         self.keeps_full_weights = isinstance(engine.data, Zero1)
-        """Whether a weight is kept whole, and a holding is the part of it that is updated here."""
+        """Whether every data rank keeps full weights (ZeRO-1), of which it updates a shard."""
 
     def _copy_kinds_of(self, param_shard: ParamShard, tied: list[str]) -> frozenset[str]:
-        found = (
-            {"expert_replicas" if param_shard.is_expert else "replicas"}
-            if param_shard.replica_axis is not None
-            else set()
-        )
+        kinds = set()
+        if param_shard.replica_axis is not None:
+            kinds.add("expert_replicas" if param_shard.is_expert else "replicas")
         if param_shard.tensor_dim is None and self.engine.mesh["tensor"].size > 1:
-            found.add("tensor")
-        if tied.count(param_shard.name) == 1:  # in a V both are here
-            found.add("tied")
-        return frozenset(found)
+            kinds.add("tensor")
+        if tied.count(param_shard.name) == 1:  # in a V-shaped schedule this rank has both stages
+            kinds.add("tied")
+        return frozenset(kinds)
 
     def weights(self) -> list[TrackedTensor]:
-        """What modules compute with, and the pieces that are updated where these are tensors of their own. Tables in
-        host memory are not among them: they are too large to be read in every step."""
-        found = []
+        """Returns the weights, and the low-precision copies that modules compute with. Embedding tables in host memory
+        are left out: they are too large to read in every step."""
+        tracked = []
         shared = self.keeps_full_weights and self.engine.mesh["fsdp"].size > 1
         for (weight, param_shard), kinds in zip(self.engine.data.param_pairs, self.copy_kinds, strict=True):
             if param_shard.compute_copy is not None:
-                found.append(TrackedTensor(f"the rounded weight {param_shard.name}", param_shard.compute_copy))
+                tracked.append(TrackedTensor(f"compute copy of weight {param_shard.name}", param_shard.compute_copy))
             if shared and not param_shard.is_expert:
                 kinds = kinds - {"replicas"} | {"full_weights"}
-            found.append(
-                TrackedTensor(
-                    f"the weight {param_shard.name}", weight if self.keeps_full_weights else param_shard.tensor, kinds
-                )
-            )
-        return found
+            tensor = weight if self.keeps_full_weights else param_shard.tensor
+            tracked.append(TrackedTensor(f"weight {param_shard.name}", tensor, kinds))
+        return tracked
 
     def states(self) -> list[TrackedTensor]:
-        """Those of the optimizer. Counts of steps, which have one number each, are looked at together, last."""
-        found, numbers = [], list[Tensor]()
+        """Returns the optimizer states. Scalars, the step counts, come last as one tensor."""
+        tracked, scalars = [], list[Tensor]()
         for (_, param_shard), kinds in zip(self.engine.data.param_pairs, self.copy_kinds, strict=True):
             for key, value in self.optimizer.state.get(param_shard.tensor, {}).items():
                 if value.dim():
-                    found.append(TrackedTensor(f"the state {key} of {param_shard.name}", value, kinds))
+                    tracked.append(TrackedTensor(f"optimizer state {key} of {param_shard.name}", value, kinds))
                 else:
-                    numbers.append(value)
-        return [*found, TrackedTensor("the optimizer's counts of steps", torch.stack(numbers))] if numbers else found
+                    scalars.append(value)
+        return [*tracked, TrackedTensor("optimizer step counts", torch.stack(scalars))] if scalars else tracked
 
     def gradients(self) -> list[TrackedTensor]:
-        """Sums, of weights that other ranks hold too."""
+        """Returns the reduced gradients of weights that other ranks hold too."""
         pairs = zip(self.engine.data.param_pairs, self.copy_kinds, strict=True)
-        return [TrackedTensor(f"the gradient of {one.name}", one.grad, kinds) for (_, one), kinds in pairs if kinds]
+        return [TrackedTensor(f"gradient of {shard.name}", shard.grad, kinds) for (_, shard), kinds in pairs if kinds]
 
 
 def mixing_factors(kinds: Sequence[frozenset[str]]) -> Tensor:
-    """For each kind of copies a factor for each checksum; the sum of the products stands for all of the kind."""
+    """Returns a factor per copy kind and checksum; the weighted sum combines all checksums of a kind into one."""
     factors = torch.zeros(len(COPY_KINDS), len(kinds), dtype=torch.int64)
     for row, kind in enumerate(COPY_KINDS):
-        members = [number for number, tensor_kinds in enumerate(kinds) if kind in tensor_kinds]
-        for index, number in enumerate(members):
-            factors[row, number] = (0x9E3779B97F4A7C15 * (2 * index + 1) % 2**64) - 2**63 | 1
+        members = [column for column, tensor_kinds in enumerate(kinds) if kind in tensor_kinds]
+        for index, column in enumerate(members):
+            factors[row, column] = (0x9E3779B97F4A7C15 * (2 * index + 1) % 2**64) - 2**63 | 1
     return factors
 
 
 def reference_ranks(layout: Layout, local_sgd: bool) -> Tensor:
-    """For each rank the first one that should have the same, by kind of copies, and twice of those that read; a rank
-    without others is its own."""
+    """Returns, for each rank and copy kind, the lowest rank that should have the same checksum (the rank itself if it
+    has no copies). The last two columns are for the two results of a redundantly computed micro-batch."""
     grid = torch.arange(layout.world).reshape([getattr(layout, axis) for axis in AXES])
     replicate = [] if local_sgd else ["replicate"]
     axes_by_kind = {
         "replicas": [*replicate, *(["context"] if layout.shard == 1 else [])], "expert_replicas": replicate,
         "full_weights": [*replicate, "shard", "context"], "tensor": ["tensor"], READERS: [*replicate, "shard"],
     }  # fmt: skip
-    found = []
+    columns = []
     for kind in (*COPY_KINDS, READERS, READERS):
         reference = grid.clone()
         for axis in axes_by_kind.get(kind, []):
             reference = reference.narrow(AXES.index(axis), 0, 1).expand_as(grid)
         if kind == "tied":
             reference[-1] = reference[0]
-        found.append(reference.reshape(-1))
-    return torch.stack(found, 1)
+        columns.append(reference.reshape(-1))
+    return torch.stack(columns, 1)

@@ -1,20 +1,18 @@
-"""Numbers that change by themselves: found in the step in which it happens, with the rank and the tensor.
+"""Detects silent data corruption in the step where it happens, and names the rank and the tensor.
 
-- What a rank keeps (weights, optimizer states) has the checksums right before an update that it had right after the
-  last one. If not, this rank's memory has changed: it is named, whether or not others hold the same.
-- What several ranks hold (copies of weights, states and summed gradients) has the same checksums on all of them after
-  each update. If not, one of them computed something else: most are right, and of two the one that is wrong shows when
-  the step is taken again, which gives what it should have given.
-- What a rank computes from its own samples is computed again by others, now and then (`shardwise.integrity.redundant_compute`).
+- Memory: weights and optimizer states must have the same checksums right before an update as right after the previous
+  one. Otherwise the memory of that rank changed.
+- Copies: replicated weights, states and reduced gradients must have the same checksums on all their ranks after each
+  update. Otherwise the minority is wrong; between two ranks, a replay of the step shows which one was.
+- Compute: other ranks recompute some micro-batches of a rank (`shardwise.integrity.redundant_compute`).
 
-Nothing waits for it: checksums stay on the device, one small row of each rank travels with the signal to stop, and
-whether anything is wrong is read with the loss. All ranks come to the same verdict. The run then goes back to the last
-checkpoint; a checkpoint is confirmed when it was copied, so none of a changed state stays.
+It adds no synchronization: checksums stay on the device, one small row per rank is all-gathered with the stop flag, and
+the result is read with the loss. All ranks reach the same verdict, and roll back to the last checkpoint. The state is
+checked again after each checkpoint is copied, so no corrupt checkpoint survives.
 
-Where reading all tensors twice a step would take more than a hundredth of it, each step looks at a part of them in
-turn: copies that differ stay different, so they are found within one round, but what only one rank has is found only
-where it is just looked at. After the first find all are looked at in each step. The tensors of a rank are in
-`shardwise.integrity.checksums`.
+If checking every tensor would take more than about 1% of a step, each step checks one part of them in turn. Copies that
+differ stay different, so they are found within one round; a tensor that only one rank has is protected only while its
+part is being checked. After the first corruption, every step checks all tensors.
 """
 
 from __future__ import annotations
@@ -52,19 +50,19 @@ from shardwise.integrity.redundant_compute import RedundantCompute
 from shardwise.job import Job
 from shardwise.parallel.engine import Engine
 
-SIGNAL, CHANGED, FIRST_COPY = 0, 1, 2  # places in a rank's row
-MAX_OVERHEAD = 0.008  # of a step that checksums may take
-FLOPS_PER_BYTE = {"cpu": 1.5, "cuda": 120.0}  # that a device computes while it reads a byte, as measured
-MAX_PARTS = 100  # parts
-FLOPS_PER_CHECKSUM = {"cpu": 4e5, "cuda": 6e9}  # and while a checksum is begun
-MICRO_BATCH = "a micro-batch"
+SIGNAL, CHANGED, FIRST_COPY = 0, 1, 2  # columns of a rank's row
+MAX_OVERHEAD = 0.008  # share of a step that checksums may take
+FLOPS_PER_BYTE = {"cpu": 1.5, "cuda": 120.0}  # measured: compute forgone per byte that a checksum reads
+FLOPS_PER_CHECKSUM = {"cpu": 4e5, "cuda": 6e9}  # measured: compute forgone per checksum launched
+MAX_PARTS = 100
+MICRO_BATCH = "micro-batch"
 ChecksumLabels = list[tuple[str, frozenset[str]]]
-"""What checksums are of, each with its kinds of copies."""
+"""The label and copy kinds of each checksum."""
 
 
 @dataclass(frozen=True)
 class Corruption:
-    """`ranks`: of whom one is wrong, where there is more than one."""
+    """A detected corruption. If `ranks` has several entries, one of them is wrong."""
 
     step: int
     ranks: list[int]
@@ -73,12 +71,13 @@ class Corruption:
 
 
 class CorruptionDetector:
+    """Checks this rank's state around every update. All ranks call the same methods in the same order."""
+
     def __init__(
         self, job: Job, engine: Engine, optimizer: torch.optim.Optimizer, run: Path, flops: float,
         log_event: Callable[..., None],
     ):  # fmt: skip
-        """`flops`: of a step of this rank, 0 where steps are not to be watched. Which ranks were found corrupt is kept
-        in `run`."""
+        """`flops`: FLOPs per step of this rank; 0 disables the detector. `run`: the run folder (`quarantine.json`)."""
         self.job, self.engine, self.flops, self.log_event = job, engine, flops, log_event
         self.state_checksums, self.redundant_compute = StateChecksums(engine, optimizer), RedundantCompute(job, engine)
         self.device, self.world = engine.mesh.device, engine.mesh.layout.world
@@ -89,50 +88,47 @@ class CorruptionDetector:
         self.reference_ranks = reference_ranks(engine.mesh.layout, engine.mesh["local_sgd"].size > 1).to(self.device)
         self.mixing_factors: dict[tuple[int, int], Tensor] = {}
         self.checksum_labels = self.gradient_labels = self.expected_labels = self.changed_labels = ChecksumLabels()
-        none = torch.zeros(0, dtype=torch.int64, device=self.device)
-        self.checksums = self.gradient_checksums = self.expected_checksums = self.observed_checksums = none
-        """Of all that is looked at in a step: gradients, and the state after it (`kept`); that before it."""
-        self.changed = none.bool()
+        empty = torch.zeros(0, dtype=torch.int64, device=self.device)
+        self.checksums = self.gradient_checksums = self.expected_checksums = self.observed_checksums = empty
+        """`expected`: the state after the last update; `observed`: the state right before the next one; `checksums`:
+        gradients and expected state, for the comparison of copies."""
+        self.changed = empty.bool()
         self.unresolved: tuple[Corruption, int] | None = None
-        """A find that is to be settled when its step is taken again, and what the checksum was here."""
+        """A corruption that a replay of its step will attribute to one rank, and this rank's checksum before it."""
 
     def reset(self) -> None:
-        """To be called when weights and states were made or loaded."""
+        """Call after weights and optimizer states were initialized or loaded."""
         if self.enabled:
             self.parts = self.parts or self._choose_parts()
             self._store_expected(self._current_subset(self._tracked_state()))
             self.observed_checksums = self.expected_checksums
 
     def before_step(self, step: int, samples: Samples) -> None:
-        """To be called before step `done` is taken."""
+        """Call before each step."""
         if self.enabled:
             self.redundant_compute.before_step(step, samples)
 
     def before_update(self) -> None:
-        """To be called when gradients are summed and nothing is updated yet."""
+        """Call after gradients are reduced and before the optimizer step."""
         if self.enabled:
             gradients = self._current_subset(self.state_checksums.gradients())
             self.observed_checksums = compute_checksums(self._current_subset(self._tracked_state()), self.device)
             self.gradient_checksums = compute_checksums(gradients, self.device)
-            self.gradient_labels = [(one.label, one.copy_kinds) for one in gradients]
+            self.gradient_labels = _labels(gradients)
 
     def after_step(self) -> None:
-        """To be called when all is updated."""
+        """Call after the optimizer step."""
         if self.enabled:
-            # States are made in the first step, and come after weights.
-            self.changed, self.changed_labels = (
-                self.observed_checksums[: len(self.expected_checksums)] != self.expected_checksums,
-                self.expected_labels,
-            )
+            # The first step creates optimizer states; they come after the weights.
+            self.changed = self.observed_checksums[: len(self.expected_checksums)] != self.expected_checksums
+            self.changed_labels = self.expected_labels
             self.current_part = (self.current_part + 1) % self.parts
             self._store_expected(self._current_subset(self._tracked_state()))
-            self.checksums, self.checksum_labels = (
-                torch.cat((self.gradient_checksums, self.expected_checksums)),
-                self.gradient_labels + self.expected_labels,
-            )
+            self.checksums = torch.cat((self.gradient_checksums, self.expected_checksums))
+            self.checksum_labels = self.gradient_labels + self.expected_labels
 
     def reduce_flags(self, signal: int) -> Tensor:
-        """The highest signal that any rank was sent, and whether anything is wrong on any; still on the device."""
+        """Returns the highest stop signal of any rank and whether any rank is corrupt, as a tensor on the device."""
         row = torch.zeros(FIRST_COPY + len(COPY_KINDS) + 2, dtype=torch.int64, device=self.device)
         row[SIGNAL] = signal
         if len(self.checksums):
@@ -151,201 +147,178 @@ class CorruptionDetector:
         return torch.stack((table[:, SIGNAL].max(), wrong.long()))
 
     def evaluate(self, step: int, is_corrupt: bool) -> None:
-        """Raises `Rollback` where something is wrong, or `RunError` where a rank was found corrupt too often."""
+        """Raises `Rollback` after corruption, or `RunError` if a rank was corrupt too often."""
         if self.unresolved is not None and self.unresolved[0].step == step:
-            corruption, before = self.unresolved
+            corruption, first_checksum = self.unresolved
             self.unresolved = None
-            self._resolve(corruption, before)
+            self._resolve(corruption, first_checksum)
         if is_corrupt:
             self._report(self._locate_corruption(step))
 
     def check_saved_state(self, step: int) -> None:
-        """To be called when a checkpoint was copied: raises `Rollback` where the state is not that of its step, or
-        differs between ranks that hold the same."""
+        """Call after a checkpoint was copied. Raises `Rollback` if the state has changed since its step, or differs
+        between ranks that replicate it."""
         if not self.enabled:
             return
         state = self._tracked_state()
-        self.changed, self.changed_labels = (
-            compute_checksums(self._current_subset(state), self.device) != self.expected_checksums,
-            self.expected_labels,
-        )
+        self.changed = compute_checksums(self._current_subset(state), self.device) != self.expected_checksums
+        self.changed_labels = self.expected_labels
         if self.parts > 1:
-            self.checksums, self.checksum_labels = (
-                compute_checksums(state, self.device),
-                [(one.label, one.copy_kinds) for one in state],
-            )
+            self.checksums, self.checksum_labels = compute_checksums(state, self.device), _labels(state)
             self.mixing_factors.pop((self.current_part, len(self.checksums)), None)
         if self.reduce_flags(0)[1]:
             self._report(self._locate_corruption(step))
 
-    # Behind the scenes
+    # Internals
 
     def _store_expected(self, state: list[TrackedTensor]) -> None:
-        self.expected_checksums, self.expected_labels = (
-            compute_checksums(state, self.device),
-            [(one.label, one.copy_kinds) for one in state],
-        )
+        self.expected_checksums, self.expected_labels = compute_checksums(state, self.device), _labels(state)
 
     def _tracked_state(self) -> list[TrackedTensor]:
         return self.state_checksums.weights() + self.state_checksums.states()
 
     def _current_subset(self, tracked: list[TrackedTensor]) -> list[TrackedTensor]:
-        """What is looked at in this turn, on all ranks that hold it."""
+        """Returns the tensors of the current part, which is the same on all ranks."""
         if self.parts == 1:
             return tracked
-        return [one for one in tracked if crc32(one.label.encode()) % self.parts == self.current_part]
+        return [entry for entry in tracked if crc32(entry.label.encode()) % self.parts == self.current_part]
 
     def _choose_parts(self) -> int:
-        """In how many parts it takes no more than its share of a step, on the rank that has most to read."""
-        weights, kind = [one.tensor.nbytes for one in self.state_checksums.weights()], self.device.type
-        cost_per_pass = FLOPS_PER_BYTE[kind] * sum(weights) + FLOPS_PER_CHECKSUM[kind] * len(weights)
-        cost = torch.tensor(7.0 * cost_per_pass, device=self.device)  # weights and two averages, twice; gradients
+        """Returns the number of parts that keeps checksums below `MAX_OVERHEAD` on the rank with the most to read."""
+        sizes, kind = [entry.tensor.nbytes for entry in self.state_checksums.weights()], self.device.type
+        cost_per_pass = FLOPS_PER_BYTE[kind] * sum(sizes) + FLOPS_PER_CHECKSUM[kind] * len(sizes)
+        # Seven passes: weights and two optimizer moments, each before and after the update, and gradients.
+        cost = torch.tensor(7.0 * cost_per_pass, device=self.device)
         if self.world > 1:
             dist.all_reduce(cost, dist.ReduceOp.MAX)
         return min(max(1, math.ceil(float(cost) / (MAX_OVERHEAD * self.flops))), MAX_PARTS)
 
     def _locate_corruption(self, step: int) -> list[Corruption]:
-        """Who has what is wrong, from what all ranks know."""
+        """All-gathers the checksums of every tensor, and returns which ranks and tensors are corrupt."""
+        compute = self.redundant_compute
         report = {
-            "host": socket.gethostname(),
-            "checksums": self.checksums.tolist(),
-            "labels": self.checksum_labels,
-            "redundant_compute": (
-                int(self.redundant_compute.redundant_result),
-                int(self.redundant_compute.step_result),
-            ),
+            "host": socket.gethostname(), "checksums": self.checksums.tolist(), "labels": self.checksum_labels,
+            "redundant_compute": (int(compute.redundant_result), int(compute.step_result)),
             "changed": [label for (label, _), bad in zip(self.changed_labels, self.changed.tolist()) if bad],
-        }
+        }  # fmt: skip
         reports = self._all_gather(report)
-        self.hosts = [one["host"] for one in reports]
+        self.hosts = [report["host"] for report in reports]
         corruptions = []
-        for rank, one in enumerate(reports):
-            if one["changed"]:
-                others = f", and {len(one['changed']) - 1} more" if len(one["changed"]) > 1 else ""
-                words = f"rank {rank}: {one['changed'][0]} has changed since step {step - 1}, without an update{others}"
-                corruptions.append(Corruption(step, [rank], one["changed"][0], words))
+        for rank, report in enumerate(reports):
+            if changed := report["changed"]:
+                others = f" (and {pluralize(len(changed) - 1, 'other tensor')})" if len(changed) > 1 else ""
+                message = f"rank {rank}: {changed[0]}{others} changed after step {step - 1} without an update"
+                corruptions.append(Corruption(step, [rank], changed[0], message))
         return (
             corruptions
-            or self._check_redundant_compute(step, [one["redundant_compute"] for one in reports])
+            or self._check_redundant_compute(step, [report["redundant_compute"] for report in reports])
             or self._compare_copies(step, reports)
         )
 
     def _check_redundant_compute(self, step: int, votes: Sequence[tuple[int, int]]) -> list[Corruption]:
-        """Who computed a micro-batch otherwise than the others; of a tensor group that is all of it."""
+        """Returns the ranks whose result for the redundant micro-batch is wrong; a tensor group is named as a whole."""
         groups: dict[int, list[int]] = {}
-        for rank, first in enumerate(self.reference_ranks[:, -1].tolist()):
-            groups.setdefault(first, []).append(rank)
-        ranks = sorted(
-            {
-                g[number]
-                for g in groups.values()
-                for number in self.redundant_compute.find_outliers([votes[r] for r in g])
-            }
-        )
-        if not ranks:
+        for rank, reference in enumerate(self.reference_ranks[:, -1].tolist()):
+            groups.setdefault(reference, []).append(rank)
+        outliers = set[int]()
+        for group in groups.values():
+            indices = self.redundant_compute.find_outliers([votes[rank] for rank in group])
+            outliers |= {group[index] for index in indices}
+        if not outliers:
             return []
-        verb = "computes" if len(ranks) == 1 else "compute"
-        words = f"{format_ranks(ranks)} {verb} another result for a micro-batch of step {step} than others that took it"
-        return [Corruption(step, ranks, MICRO_BATCH, words)]
+        ranks = sorted(outliers)
+        message = f"{format_ranks(ranks)} computed a different result for a micro-batch of step {step} than other ranks"
+        return [Corruption(step, ranks, MICRO_BATCH, message)]
 
     def _compare_copies(self, step: int, reports: Sequence[dict[str, Any]]) -> list[Corruption]:
-        """The first tensor, gradients before all, of which ranks that should have the same do not."""
-        for label in dict.fromkeys(label for one in reports for label, _ in one["labels"]):
+        """Returns the first tensor, gradients first, whose copies differ between ranks, and the suspect ranks."""
+        for label in dict.fromkeys(label for report in reports for label, _ in report["labels"]):
             suspects: list[set[int]] = []
-            same: set[int] = set()
+            involved: set[int] = set()
             for column, kind in enumerate(COPY_KINDS):
                 groups: dict[int, dict[int, int]] = {}
-                for rank, one in enumerate(reports):
-                    here = {
-                        what: value for (what, kinds), value in zip(one["labels"], one["checksums"]) if kind in kinds
-                    }
-                    if label in here:
-                        groups.setdefault(int(self.reference_ranks[rank, column]), {})[rank] = here[label]
+                for rank, report in enumerate(reports):
+                    entries = zip(report["labels"], report["checksums"])
+                    copies = {name: value for (name, kinds), value in entries if kind in kinds}
+                    if label in copies:
+                        groups.setdefault(int(self.reference_ranks[rank, column]), {})[rank] = copies[label]
                 for group in groups.values():
-                    count = Counter(group.values()).most_common()
-                    if len(count) > 1:
-                        right = count[0][0] if 2 * count[0][1] > len(group) else None
-                        suspects.append({rank for rank, value in group.items() if value != right})
-                        same |= group.keys()
+                    counts = Counter(group.values()).most_common()
+                    if len(counts) > 1:
+                        majority = counts[0][0] if 2 * counts[0][1] > len(group) else None
+                        suspects.append({rank for rank, value in group.items() if value != majority})
+                        involved |= group.keys()
             if suspects:
                 ranks = sorted(set.intersection(*suspects) or set.union(*suspects))
-                if others := sorted(same - set(ranks)):
+                message = f"{format_ranks(ranks)} disagree on the value of {label} in step {step}"
+                if others := sorted(involved - set(ranks)):
                     verb = "has" if len(ranks) == 1 else "have"
-                    words = f"{format_ranks(ranks)} {verb} another result for {label} in step {step} than "
-                    return [Corruption(step, ranks, label, words + format_ranks(others))]
-                return [Corruption(step, ranks, label, f"{format_ranks(ranks)} do not agree on {label} in step {step}")]
-        raise RunError(f"step {step}: checksums that were mixed differ between ranks, those of single tensors do not.")
+                    difference = f"a different value of {label} in step {step} than {format_ranks(others)}"
+                    message = f"{format_ranks(ranks)} {verb} {difference}"
+                return [Corruption(step, ranks, label, message)]
+        raise RunError(f"step {step}: combined checksums differ between ranks, but no single tensor's checksums do.")
 
     def _report(self, corruptions: list[Corruption]) -> None:
+        """Logs corruptions, records attributed ranks, and raises `Rollback`."""
         for corruption in corruptions:
             is_attributed = len(corruption.ranks) == 1
             can_resolve = not is_attributed and self.parts == 1 and corruption.label != MICRO_BATCH
-            later = "; which of them is wrong shows when the step is taken again" if can_resolve else ""
-            self.log_event(
-                "corruption",
-                f"{corruption.message}{later}.",
-                step=corruption.step,
-                ranks=corruption.ranks,
-                tensor=corruption.label,
-            )
+            message = f"{corruption.message}{'; a replay of the step will show which one is wrong' * can_resolve}."
+            ranks, label = corruption.ranks, corruption.label
+            self.log_event("corruption", message, step=corruption.step, ranks=ranks, tensor=label)
             if is_attributed:
                 self._record_quarantine(corruption)
             elif can_resolve:
                 self.unresolved = corruption, self._local_checksum(corruption.label)
         self.parts, self.current_part = 1, 0
-        words = " and ".join(format_ranks(corruption.ranks) for corruption in corruptions)
-        raise Rollback(
-            corruptions[0].step,
-            f"{words} cannot be trusted with step {corruptions[0].step}",
-            skip_batches=False,
-            state_is_corrupt=True,
-        )
+        ranks_text = " and ".join(format_ranks(corruption.ranks) for corruption in corruptions)
+        step = corruptions[0].step
+        reason = f"the results of {ranks_text} in step {step} are not trusted"
+        raise Rollback(step, reason, skip_batches=False, state_is_corrupt=True)
 
-    def _resolve(self, corruption: Corruption, before: int) -> None:
-        wrong = [
-            rank
-            for rank, other in enumerate(self._all_gather(self._local_checksum(corruption.label) != before))
-            if other
-        ]
+    def _resolve(self, corruption: Corruption, first_checksum: int) -> None:
+        """Blames the ranks whose result changed in the replay: the replay gives what the step should have given."""
+        differs = self._all_gather(self._local_checksum(corruption.label) != first_checksum)
+        wrong = [rank for rank, is_different in enumerate(differs) if is_different]
         if not wrong:
             return
-        words = (
-            f"taken again, step {corruption.step} has another result for {corruption.label} on {format_ranks(wrong)}"
-        )
-        message = f"{words}: what was there before was wrong."
-        self.log_event("corruption", message, step=corruption.step, ranks=wrong, tensor=corruption.label, settled=True)
+        step, label = corruption.step, corruption.label
+        finding = f"the replay of step {step} gave a different value of {label} on {format_ranks(wrong)}"
+        message = f"{finding}, so the first result was wrong."
+        self.log_event("corruption", message, step=step, ranks=wrong, tensor=label, settled=True)
         for rank in wrong:
-            self._record_quarantine(Corruption(corruption.step, [rank], corruption.label, words))
+            self._record_quarantine(Corruption(step, [rank], label, finding))
 
     def _local_checksum(self, label: str) -> int:
-        """The checksum of a tensor here, if there is one."""
-        return next(
-            (int(value) for (what, _), value in zip(self.checksum_labels, self.checksums.tolist()) if what == label), 0
-        )
+        """Returns this rank's checksum of a tensor, or 0 if it does not have that tensor."""
+        entries = zip(self.checksum_labels, self.checksums.tolist())
+        return next((int(value) for (name, _), value in entries if name == label), 0)
 
     def _record_quarantine(self, corruption: Corruption) -> None:
-        """Writes down who was found; too often, and the run ends."""
-        rank = corruption.ranks[0]
-        quarantined: dict[str, list[Any]] = (
-            json.loads(self.quarantine_file.read_text()) if self.quarantine_file.exists() else {}
-        )
+        """Adds the rank to `quarantine.json`; raises `RunError` if it was found corrupt too often."""
+        rank, quarantined = corruption.ranks[0], dict[str, list[Any]]()
+        if self.quarantine_file.exists():
+            quarantined = json.loads(self.quarantine_file.read_text())
         if self.world > 1:
-            dist.barrier()  # all have read it
+            dist.barrier()  # all ranks have read the file before rank 0 rewrites it
         entries, host = quarantined.setdefault(str(rank), []), self.hosts[rank]
-        entries.append(
-            {"time": round(time.time(), 3), "step": corruption.step, "tensor": corruption.label, "host": host}
-        )
+        now = round(time.time(), 3)
+        entries.append({"time": now, "step": corruption.step, "tensor": corruption.label, "host": host})
         if self.engine.mesh.rank == 0:
             write_text(self.quarantine_file, json.dumps(quarantined, indent=1))
         if len(entries) > self.job.run.max_corruptions:
             raise RunError(
-                f"rank {rank} on {host} was found corrupt {pluralize(len(entries), 'time')}, last by this: {corruption.message}. "
-                "Take that device out and go on without it by --resume."
+                f"rank {rank} on {host} was corrupt {pluralize(len(entries), 'time')}, more than run.max_corruptions "
+                f"allows; most recently: {corruption.message}. Remove that device and continue with --resume."
             )
 
     def _all_gather(self, report: Any) -> list[Any]:
         if self.world == 1:
             return [report]
-        found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, report)
-        return found
+        reports: list[Any] = [None] * self.world
+        dist.all_gather_object(reports, report)
+        return reports
+
+
+def _labels(tracked: Sequence[TrackedTensor]) -> ChecksumLabels:
+    return [(entry.label, entry.copy_kinds) for entry in tracked]

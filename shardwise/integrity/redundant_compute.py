@@ -1,10 +1,10 @@
-"""A micro-batch computed twice: once in a step, by the rank whose turn it is, and once before it, by all data ranks.
+"""Redundant computation: before some steps, all data ranks compute one micro-batch that only its owner trains on.
 
-Checksums see what changes in memory, not a device that computes wrongly before gradients are summed. So now and then a
-micro-batch is drawn by the step's number, and all data ranks compute its loss and the gradient that reaches the first
-piece; then the step is taken, and the rank that the micro-batch belongs to has computed both for good. Dropout depends
-on the sample alone, so all are the same bits; what most have is right, and even of two ranks there are three results.
-On a GPU, where gradients of attention are summed in any order, it is the loss alone.
+Checksums detect changes in memory, but not a device that computes wrong results before gradients are reduced. Every
+`run.redundant_compute_every` steps, all data ranks compute the loss of one micro-batch, drawn from the step number, and
+its gradient with respect to the output of the first module; its owner then computes both again in the step itself.
+Dropout depends on the sample alone, so all results are bitwise equal. The majority is right: even two ranks give three
+results. On a GPU only the loss is compared, because attention backward kernels sum in no fixed order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from shardwise.data.sample_stream import Samples
 from shardwise.integrity.checksums import checksum
 from shardwise.job import Job
-from shardwise.kinds import DLRMConfig, MoEConfig, ResNetConfig
 from shardwise.parallel.engine import Engine
 from shardwise.step import count_targets
 
@@ -28,12 +27,12 @@ HASH_MULTIPLIER = 0x5851F42D4C957F2D
 
 
 class RedundantCompute:
-    """`second` and `first` are this rank's results; on ranks that have none of the first, both are the second."""
+    """Holds this rank's `redundant_result` and, on the owner, the `step_result` of the step (elsewhere equal to it)."""
 
     def __init__(self, job: Job, engine: Engine):
         self.job, self.engine, self.data = job, engine, engine.mesh["data"]
         # Where samples of several ranks are mixed, a rank's result depends on what the others have.
-        is_independent = not isinstance(job.model, DLRMConfig | MoEConfig | ResNetConfig) and engine.pipeline is None
+        is_independent = not job.model.mixes_samples and engine.pipeline is None
         self.every = (
             job.run.redundant_compute_every
             if is_independent and self.data.size > 1 and engine.mesh["local_sgd"].size == 1
@@ -45,7 +44,7 @@ class RedundantCompute:
         self._hooks: list[Any] = []
 
     def before_step(self, step: int, samples: Samples) -> None:
-        """To be called before step `done` is taken with `samples`."""
+        """Called before each step with its samples; does the redundant computation if it is due."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -61,7 +60,10 @@ class RedundantCompute:
             _StepHooks(self, micro_batch_index)
 
     def find_outliers(self, votes: list[tuple[int, int]]) -> list[int]:
-        """Of data ranks with their second and first results, those that differ from most; all where none are most."""
+        """Returns the data ranks whose results differ from the majority; all if there is no majority.
+
+        `votes`: the redundant and the step result of each data rank.
+        """
         results = [vote[0] for vote in votes] + [votes[self.owner][1]]
         value, count = Counter(results).most_common(1)[0]
         if 2 * count <= len(results):
@@ -69,7 +71,7 @@ class RedundantCompute:
         return [rank for rank, vote in enumerate(votes) if vote != (value, value)]
 
     def _broadcast_owner_batch(self, micro_batch: Samples) -> Samples:
-        """The owner's."""
+        """Broadcasts the owner's micro-batch to all data ranks."""
         tensors = [tensor.clone() for tensor in micro_batch.tensors]
         for tensor in tensors:
             dist.broadcast(tensor, group=self.data.group, group_src=self.owner)
@@ -89,14 +91,11 @@ class RedundantCompute:
 
 
 class _StepHooks:
-    """Has a step's own results of a micro-batch."""
+    """Records the results that the step itself computes for a micro-batch."""
 
     def __init__(self, redundant_compute: RedundantCompute, micro_batch_index: int):
-        self.redundant_compute, self.micro_batches_left, self.loss = (
-            redundant_compute,
-            micro_batch_index,
-            torch.zeros((), dtype=torch.int64),
-        )
+        self.redundant_compute, self.micro_batches_left = redundant_compute, micro_batch_index
+        self.loss = torch.zeros((), dtype=torch.int64)
         chain = redundant_compute.engine.chains[0]
         redundant_compute._hooks = [
             _first_module(chain).register_forward_hook(self.on_first_output), chain.register_forward_hook(self.on_loss)
@@ -120,8 +119,8 @@ def _first_module(chain: nn.Module) -> nn.Module:
     return next(chain.children())
 
 
-def _combine_checksums(sums: list[Tensor]) -> Tensor:
-    total = sums[0]
-    for one in sums[1:]:
-        total = total * HASH_MULTIPLIER + one
-    return total
+def _combine_checksums(checksums: list[Tensor]) -> Tensor:
+    combined = checksums[0]
+    for value in checksums[1:]:
+        combined = combined * HASH_MULTIPLIER + value
+    return combined

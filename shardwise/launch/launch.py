@@ -1,8 +1,8 @@
-"""Starting a training world: alone, under our supervisor, or as part of a world that exists already.
+"""Launches a training run: starts and supervises workers, or joins the world that torchrun or Slurm created.
 
-PyTorch's elastic agent is not used: it does not know which worker failed first, sees none that is stopped or stuck,
-imports PyTorch in each anew, and its restarts share a store, in which workers read the addresses of dead ones.
-What went wrong is told once, in the words of the worker that failed first.
+It does not use PyTorch's elastic agent, which cannot tell which worker failed first, does not detect suspended or hung
+workers, re-imports PyTorch in every worker, and shares a store across restarts, in which new workers find the addresses
+of dead ones. A failure is reported once, with the error of the worker that failed first.
 """
 
 from __future__ import annotations
@@ -32,44 +32,46 @@ from shardwise.workers.supervisor import Supervisor
 from shardwise.workers.worker_pool import WorkerPool
 
 WORKER_ENTRY_POINT = "shardwise.launch.worker:main"
-# Slurm's names for what torchrun calls RANK and so on.
+# torchrun's environment variables and their Slurm equivalents.
 _SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
 
 
 def existing_world_size() -> int | None:
-    """The size of the world that torchrun or Slurm made for us; None if we are to make one."""
+    """Returns the world size that torchrun or Slurm set up, or None if we launch the workers ourselves."""
     if "RANK" not in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in os.environ:
         for ours, theirs in _SLURM.items():
             os.environ[ours] = os.environ[theirs]
         os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", "1"))
         if "MASTER_ADDR" not in os.environ:
             raise LayoutError(
-                "started by Slurm without MASTER_ADDR; export it (the first host of the job) and MASTER_PORT, "
-                "or start with `srun torchrun ...`."
+                "Slurm started this process without MASTER_ADDR; export it (the first host of the Slurm job) and "
+                "MASTER_PORT, or start with `srun torchrun ...`."
             )
         os.environ.setdefault("MASTER_PORT", "29500")
     return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
 
 
 def check_layout_fits(layout: Layout, job: Job, nodes: int = 1) -> None:
-    """Raises where this world, or this machine, does not have what a layout and a job need."""
+    """Raises LayoutError if this world or machine cannot run the layout."""
     if job.compile is True and pick_device(job) == "cpu":
         check_compiler()
     world_size = existing_world_size()
     if layout.world % nodes:
         raise LayoutError(
-            f"layout '{layout}' has {pluralize(layout.world, 'process')}, which {nodes} nodes cannot share."
+            f"layout '{layout}' has {pluralize(layout.world, 'process')}, which {nodes} nodes cannot share equally; "
+            f"choose a layout whose world size is a multiple of {nodes}."
         )
     if world_size is not None and world_size != layout.world:
         raise LayoutError(
-            f"layout '{layout}' needs {pluralize(layout.world, 'process')}, but this world has {world_size}."
+            f"layout '{layout}' needs {pluralize(layout.world, 'process')}, but this world has {world_size}; "
+            "change the layout or the number of processes that torchrun or Slurm starts."
         )
     max_processes = max(job.run.processes, torch.cuda.device_count()) if pick_device(job) == "cuda" else layout.world
     if world_size is None and layout.world > max_processes * nodes:
         raise LayoutError(
             f"layout '{layout}' needs {pluralize(layout.world, 'process')}, but this machine has "
             f"{pluralize(torch.cuda.device_count(), 'GPU')}; "
-            "use a smaller layout, start under torchrun on more machines, let processes share a GPU "
+            "use a smaller layout, start on more machines (--node or torchrun), let processes share a GPU "
             f'(run.processes = {layout.world}), or set run.device = "cpu".'
         )
 
@@ -82,9 +84,9 @@ def launch(
     fork_server: ForkServer | None = None,
     node: Node | None = None,
 ) -> None:
-    """Runs the world to its end, through restarts. Raises the failure that they did not help against.
+    """Runs the training to its end, with restarts. Raises the last failure once restarts are used up.
 
-    `entry`: what a worker calls. `nursery`: where workers come from, if there is one already.
+    `entry` is the function that each worker calls; `fork_server` is an existing server to fork workers from.
     """
     if existing_world_size() is not None:
         _run_in_existing_world(folder, layout, resume)
@@ -133,7 +135,7 @@ def launch(
 
 
 def replan(folder: RunFolder, job: Job, processes: int) -> tuple[str, int]:
-    """The best layout of at most so many processes for a run that goes on, and how many it uses."""
+    """Returns the best layout for at most `processes` processes, and its world size, to resume a run with."""
     for count in range(processes, 0, -1):
         try:
             plan, source = choose_plan(job.model_copy(update={"layout": "auto"}), count)
@@ -143,24 +145,24 @@ def replan(folder: RunFolder, job: Job, processes: int) -> tuple[str, int]:
         layout = plan.best.layout
         folder.write_plan(plan_record(job, plan, source))
         return str(layout), layout.world
-    raise last if processes else LayoutError("no process is left.")
+    raise last if processes else LayoutError("no processes are left to run on.")
 
 
 def _run_in_existing_world(folder: RunFolder, layout: Layout, resume: bool) -> None:
-    """One rank of a world that others made. If it fails, it speaks only if no other rank failed before it."""
+    """Runs one rank under torchrun or Slurm. If it fails, it prints the error only if it was the first rank to fail."""
     try:
         run_worker(folder, layout, resume)
-    except BaseException as error:  # noqa: BLE001 - it is written down already
-        time.sleep(1.0)  # for the records of the others
+    except BaseException as error:  # noqa: BLE001 - run_worker has recorded it
+        time.sleep(1.0)  # lets other ranks write their error records
         records = folder.error_records()
         if records and records[0]["rank"] == int(os.environ["RANK"]):
             print(f"shardwise: {failure_text(records[0])}", file=sys.stderr, flush=True)
-        os._exit(getattr(error, "exit_code", 1))  # peers wait in collectives: no tear-down that would wait for them
+        os._exit(getattr(error, "exit_code", 1))  # peers hang in collectives: a regular exit would wait for them
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def failure_text(record: dict[str, Any]) -> str:
-    """A worker's last words: the sentence of an error that we raise on purpose, the trace of any other."""
+    """Returns the message of a failed worker: the sentence of an expected error, the traceback of any other."""
     text = record["trace"] or record["message"]
     return str(text) if record["exit_code"] == 2 else f"rank {record['rank']} failed: {text.rstrip()}"

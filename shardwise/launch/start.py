@@ -1,4 +1,4 @@
-"""From a command to a run: which job, which folder, which layout; then the launch and the last words."""
+"""Starts a training run: resolves job, layout and run folder, launches the workers, prints the final summary."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from shardwise.console import format_count, pluralize
@@ -17,13 +16,12 @@ from shardwise.data.tokenizer import HuggingFaceTokenizer
 from shardwise.errors import JobError, LayoutError
 from shardwise.files import write_text
 from shardwise.job import Job, load_job
-from shardwise.kinds import DLRMConfig
 from shardwise.launch.launch import WORKER_ENTRY_POINT, check_layout_fits, existing_world_size, launch
 from shardwise.launch.worker import init_distributed
 from shardwise.layout import AUTO_SCHEDULES, Layout
 from shardwise.metrics.trackers import check_tracker_installed
-from shardwise.parallel.parallelize import build_on_meta, check_layout, parameter_shapes
-from shardwise.parallel.tables import table_engine
+from shardwise.parallel.prepare import Prepared, prepare
+from shardwise.parallel.tables.table_engine import check_host_memory
 from shardwise.train.auto_layout import check_memory, choose_plan, describe_plan, layout_record, plan_record
 from shardwise.train.local_machine import host_memory, local_process_count
 from shardwise.train.run_folder import RunFolder
@@ -33,11 +31,12 @@ from shardwise.workers.fork_server import ForkServer
 from shardwise.workers.nodes import Node, NodeAgent
 
 DEMO = Path(__file__).parent.parent / "demo.toml"
-# What may change when a run goes on; all other keys are what the run is.
+# Job keys that --resume may change. All others define the run.
 RESUMABLE_KEYS = (
     "layout", "steps", "tokens", "compile", "tracker", "data.workers", "data.prefetch", "checkpoint.*", "validation.*",
     "run.device", "run.processes", "run.cluster", "run.max_restarts", "run.hang_timeout", "run.standby",
-    "run.elastic", "run.rejoin_timeout", "run.on_nan", "run.loss_spike_threshold", "run.checksum_every", "run.redundant_compute_every", "run.max_corruptions",
+    "run.elastic", "run.rejoin_timeout", "run.on_nan", "run.loss_spike_threshold", "run.checksum_every",
+    "run.redundant_compute_every", "run.max_corruptions",
     "embedding_tables.sharding", "embedding_tables.cached_rows", "embedding_tables.prefetch",
 )  # fmt: skip
 
@@ -49,12 +48,11 @@ def start_training(
     if existing_world_size() is not None:
         _start_run(job_file, settings, resume, say, None, None)
         return
-    fork_server = ForkServer(
-        WORKER_ENTRY_POINT.partition(":")[0]
-    )  # first of all: it forks best from a process that has done nothing yet
+    # Before anything else: a process that has done nothing yet is safe to fork.
+    fork_server = ForkServer(WORKER_ENTRY_POINT.partition(":")[0])
     try:
         if node is not None and node.index > 0:
-            say(f"waiting for the first node at {node.host}:{node.port}")
+            say(f"waiting for node 0 at {node.host}:{node.port}")
             NodeAgent(node, fork_server).run()
         else:
             _start_run(job_file, settings, resume, say, fork_server, node)
@@ -72,15 +70,14 @@ def _start_run(
     _check_same_run(previous_job, job)
     given_layout = None if job.layout == "auto" else Layout.parse(job.layout)
     if given_layout is not None:
-        check_layout(job, given_layout)  # here in its own words: the planner has another list of what it can weigh
+        prepare(job, given_layout)  # before the planner, which refuses layouts for other reasons
     nodes = node.count if node is not None else 1
     layout, record, reason_text = _plan_layout(job, nodes)
     check_layout_fits(layout, job, nodes)
     check_tracker_installed(job.tracker)
-    if isinstance(job.model, DLRMConfig):
-        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", layout.world))
-        table_engine.check_host_memory(job, layout, host_memory() / local_world_size)
-    # Here, so that a missing file or a wrong vocabulary is told before processes start, and text is encoded once.
+    prepared = prepare(job, layout)
+    check_host_memory(prepared, host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", layout.world)))
+    # Built before the workers start, to report a missing file or a wrong vocabulary early and to tokenize text once.
     _, _, tokenizer = make_sources(job)
     folder = _open_folder(job, resumed, layout)
     if _is_main_process():
@@ -90,10 +87,11 @@ def _start_run(
             tokenizer.save(folder.tokenizer)
         if job_file is None and resumed is None:
             say("no job file given: training the built-in demo")
-        _print_summary(job, layout, say)
+        _print_summary(prepared, say)
         say(f"        {reason_text}")
         if job.total_steps != previous_job.total_steps:
-            change = f"{pluralize(job.total_steps, 'step')} instead of {previous_job.total_steps}; the learning rate follows."
+            steps = pluralize(job.total_steps, "step")
+            change = f"{steps} instead of {previous_job.total_steps}; the learning rate schedule is adjusted."
             folder.log_event("steps_changed", change, steps=job.total_steps)
             say(f"steps_changed: {change}")
     launch(folder, layout, resume=resumed is not None, fork_server=fork_server, node=node)
@@ -103,11 +101,11 @@ def _start_run(
     if has_finished(folder):
         summarize(folder, job, say)
     else:
-        say(f"go on with: shardwise train --resume {folder.path}")
+        say(f"to resume: shardwise train --resume {folder.path}")
 
 
 def _plan_layout(job: Job, nodes: int) -> tuple[Layout, dict[str, Any], str]:
-    """The layout to train in, what is written down of its plan, and a line about it."""
+    """Returns the layout to train in, the record for plan.toml, and a line that describes the plan."""
     given_layout = None if job.layout == "auto" else Layout.parse(job.layout)
     try:
         plan, source = choose_plan(
@@ -116,8 +114,8 @@ def _plan_layout(job: Job, nodes: int) -> tuple[Layout, dict[str, Any], str]:
     except LayoutError as error:
         if given_layout is None or given_layout.schedule in AUTO_SCHEDULES:
             raise
-        reason_text = f"no prediction: {error}"  # the layout runs; the planner cannot weigh it
-        return given_layout, {**layout_record(job, given_layout), "reason": reason_text}, reason_text
+        reason_text = f"no prediction: {error}"  # the layout runs, but the planner cannot estimate it
+        return given_layout, {**layout_record(prepare(job, given_layout)), "reason": reason_text}, reason_text
     check_memory(job, plan)
     layout = (
         given_layout if given_layout is not None and given_layout.schedule not in AUTO_SCHEDULES else plan.best.layout
@@ -125,17 +123,14 @@ def _plan_layout(job: Job, nodes: int) -> tuple[Layout, dict[str, Any], str]:
     return layout, plan_record(job, plan, source), describe_plan(plan, source)
 
 
-def _print_summary(job: Job, layout: Layout, say: Callable[[str], None]) -> None:
-    if isinstance(job.model, DLRMConfig):
-        parameters = table_engine.count_parameters(job.model)
-    else:
-        parameters = sum(shape.numel() for shape in parameter_shapes(build_on_meta(job, torch.float32)).values())
+def _print_summary(prepared: Prepared, say: Callable[[str], None]) -> None:
+    job, layout, batch = prepared.job, prepared.layout, prepared.batch
+    parameters = prepared.parameters
     tokens = (
         f"{job.samples} x {job.model.length} tokens"
         if job.model.throughput_unit == "tokens"
         else f"{job.samples} samples"
     )
-    batch = check_layout(job, layout)
     say(f"job:    {job.model.name}, {format_count(parameters)} parameters, {job.precision}, on {job.data.source}")
     say(f"        {pluralize(job.total_steps, 'step')} of {tokens}, {job.optimizer.name} at {job.optimizer.lr:g}")
     parts = f"{pluralize(batch.micro_batches, 'micro-batch')} of {batch.micro_batch}"
@@ -143,12 +138,12 @@ def _print_summary(job: Job, layout: Layout, say: Callable[[str], None]) -> None
 
 
 def _is_main_process() -> bool:
-    """Whether this process speaks for the run: alone, or rank 0 of a world made by others."""
+    """Returns whether this process prints and writes for the run: our launcher, or rank 0 under torchrun or Slurm."""
     return existing_world_size() is None or os.environ["RANK"] == "0"
 
 
 def _open_folder(job: Job, resumed: RunFolder | None, layout: Layout) -> RunFolder:
-    """The run's folder; in a world made by others rank 0 picks it and tells the rest."""
+    """Creates or reopens the run folder. Under torchrun or Slurm, rank 0 creates it and broadcasts its path."""
     if resumed is not None:
         return resumed
     if existing_world_size() is None:
@@ -177,14 +172,14 @@ def _check_same_run(old: Job, new: Job) -> None:
     ]
     if changed:
         raise JobError(
-            f"--resume goes on with the same run, but {', '.join(changed)} would change; only {', '.join(RESUMABLE_KEYS[:-1])} "
-            f"and {RESUMABLE_KEYS[-1]} may. Start a new run for the rest."
+            f"--resume continues the same run, but {', '.join(changed)} would change; it may change only "
+            f"{', '.join(RESUMABLE_KEYS)}. Start a new run to change other keys."
         )
 
 
 def _flatten(job: Job) -> dict[str, object]:
-    """By key, with its section before a dot."""
-    found: dict[str, object] = {}
+    """Returns the job's values by dotted key."""
+    flat: dict[str, object] = {}
     for key, value in job.model_dump().items():
-        found |= {f"{key}.{name}": one for name, one in value.items()} if isinstance(value, dict) else {key: value}
-    return found
+        flat |= {f"{key}.{name}": leaf for name, leaf in value.items()} if isinstance(value, dict) else {key: value}
+    return flat

@@ -1,7 +1,7 @@
-"""One process of a training world.
+"""One training process (rank), forked by our launcher or started by torchrun, Slurm or on its own.
 
-Forked by our own launcher's nursery, or started by torchrun, by Slurm or alone. Whatever ends it is written down, with
-the time, before it dies: nobody else knows who failed first.
+Before a worker dies of an error, it records the error with a timestamp in the run folder, so that the launcher can tell
+which rank failed first.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ import torch.distributed as dist
 from shardwise.comm import host_staged
 from shardwise.errors import ShardwiseError
 from shardwise.job import Job
-from shardwise.kinds import DLRMConfig
 from shardwise.layout import Layout
-from shardwise.parallel.parallelize import build_on_meta, parameter_shapes
+from shardwise.parallel.prepare import Prepared, prepare
 from shardwise.train.local_machine import host_memory, pick_device
 from shardwise.train.loop import Trainer, make_engine
 from shardwise.train.metrics_processor import StopFlag
@@ -38,7 +37,7 @@ PROCESS_GROUP_TIMEOUT = timedelta(minutes=10)
 
 
 def main(arguments: list[str]) -> None:
-    """A worker that our launcher started: RUN LAYOUT STORE [--resume] [--held=FILE]."""
+    """Entry point of workers that our launcher starts: RUN LAYOUT STORE [--resume] [standby flags]."""
     folder, layout = RunFolder.open(Path(arguments[0])), Layout.parse(arguments[1])
     try:
         run_worker(
@@ -49,8 +48,8 @@ def main(arguments: list[str]) -> None:
             standby_wait(arguments),
             snapshot_folder_argument(arguments),
         )
-    except BaseException as error:  # noqa: BLE001 - it is written down already, and told by the launcher
-        # Peers wait in collectives: leave at once, without the tear-down that would wait for them.
+    except BaseException as error:  # noqa: BLE001 - run_worker has recorded it; the launcher reports it
+        # Peers hang in collectives: exit at once, because a regular exit would wait for them.
         sys.stdout.flush()
         os._exit(getattr(error, "exit_code", 1))
 
@@ -59,25 +58,26 @@ def run_worker(
     folder: RunFolder, layout: Layout, resume: bool, store: str | None = None,
     standby_gate: Callable[[], None] | None = None, snapshots: str = "",
 ) -> None:  # fmt: skip
-    """Trains as the rank that the environment names. What goes wrong is written to the run folder, then raised.
+    """Trains as the rank given by the environment. Records an error in the run folder, then raises it.
 
-    A stand-by is `held` until the world before it has ended. By then, on a CPU, it has joined the others and built the
-    model, if that is light; a GPU it leaves to those who train.
+    A standby worker blocks in `standby_gate` until the current workers have ended. On a CPU it first joins the process
+    group and builds the model, if that is small; on a GPU it leaves the device to the current workers.
     """
     rank = int(os.environ.get("RANK", "0"))
-    engine = None
+    prepared = engine = None
     if standby_gate is not None:
-        if pick_device(folder.job()) == "cpu" and _fits_twice(folder.job()):
-            engine = make_engine(folder.job(), layout, init_distributed(layout.world, folder.job(), store))
+        prepared = prepare(folder.job(), layout)
+        if pick_device(prepared.job) == "cpu" and _fits_twice(prepared):
+            engine = make_engine(prepared, init_distributed(layout.world, prepared.job, store))
         standby_gate()
     stop = StopFlag()
     install_signal_handlers(stop)
     heartbeat = Heartbeat(folder.path, rank)
     try:
-        job = folder.job()
-        device = init_distributed(layout.world, job, store)
-        Trainer(job, layout, folder, device, resume, stop, heartbeat.set_phase, engine, snapshots).run()
-    except BaseException as error:  # noqa: BLE001 - a KeyboardInterrupt or a DCP exception is to be told too
+        prepared = prepared or prepare(folder.job(), layout)
+        device = init_distributed(layout.world, prepared.job, store)
+        Trainer(prepared, folder, device, resume, stop, heartbeat.set_phase, engine, snapshots).run()
+    except BaseException as error:  # noqa: BLE001 - includes KeyboardInterrupt and DCP's BaseExceptions
         is_expected = isinstance(error, ShardwiseError)
         if not is_expected:
             with suppress(OSError):
@@ -92,18 +92,17 @@ def run_worker(
         raise
 
 
-def _fits_twice(job: Job) -> bool:
-    """Whether a second copy of every rank's weights is at most a tenth of the machine's memory. Tables never are."""
-    if isinstance(job.model, DLRMConfig):
+def _fits_twice(prepared: Prepared) -> bool:
+    """Whether a second copy of every rank's weights takes at most a tenth of the host's memory; tables never do."""
+    if prepared.tables:
         return False
-    numbers = sum(shape.numel() for shape in parameter_shapes(build_on_meta(job, torch.float32)).values())
-    return 8 * numbers * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= host_memory() / 10
+    return 8 * prepared.parameters * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= host_memory() / 10
 
 
 def init_distributed(world_size: int, job: Job, store: str | None = None) -> torch.device:
-    """Joins the world that the environment describes (torchrun's names, or Slurm's), and picks this rank's device.
+    """Initializes the process group from torchrun's environment variables and returns this rank's device.
 
-    `store`: a file through which the ranks of this machine find each other, or tcp:HOST:PORT:NAME."""
+    `store` is the rendezvous: a file shared by the ranks of this machine, or tcp:HOST:PORT:NAME."""
     device_type, local_rank = pick_device(job), int(os.environ.get("LOCAL_RANK", "0"))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device, is_shared = torch.device("cpu"), False
@@ -132,7 +131,7 @@ def init_distributed(world_size: int, job: Job, store: str | None = None) -> tor
 
 
 def install_signal_handlers(stop: StopFlag) -> None:
-    """SIGTERM and Ctrl-C set a flag; the step under way is finished and saved."""
+    """Makes SIGTERM and Ctrl-C set the stop flag, so that the current step is finished and saved."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         stop.signal_number = number

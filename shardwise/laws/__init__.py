@@ -1,1 +1,1 @@
-"""Scaling laws: small runs designed, a law fitted to them, and what it says of a large one."""
+"""Scaling laws: design small runs, fit a law to them, and recommend size and tokens for a budget."""

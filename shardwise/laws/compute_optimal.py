@@ -1,10 +1,10 @@
-"""Two other ways to the best size of a model for a budget, beside the fitted law (Hoffmann et al. 2022, section 3).
+"""Two estimates of the compute-optimal model size that need no fitted law (Hoffmann et al. 2022, section 3).
 
-- *iso-FLOP*: among runs of one budget, the minimum of a parabola through their losses over log N;
+- *iso-FLOP*: for each budget, the minimum of a parabola fitted to loss over log N;
 - *envelope*: the runs that no cheaper run beats.
 
-Each gives points (C, N), and through them the power N = k C^a. The law has its own: a = beta / (alpha + beta). Only
-final losses count: the loss in the midst of a run is not that of a shorter one, whose learning rate would have fallen.
+Each gives points (C, N), to which the power law N = k C^a is fitted. The fitted law implies a = beta / (alpha + beta).
+Only final losses count: an intermediate loss is higher than that of a shorter run with a decayed learning rate.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from scipy.stats import linregress
 
 from shardwise.laws.runs import Runs
 
-SAME_BUDGET_RATIO = 1.2  # budgets whose highest is at most so many times their lowest are one
-MIN_PARABOLA_RUNS = 4  # runs of different sizes that a parabola is put through at least
-MAX_LOSS_RATIO = 1.08  # runs whose loss is above so many times the lowest lie where no parabola holds
+SAME_BUDGET_RATIO = 1.2  # runs whose FLOPs are within this factor share a budget
+MIN_PARABOLA_RUNS = 4  # minimum number of different sizes for a parabola
+MAX_LOSS_RATIO = 1.08  # ignore runs above this multiple of the lowest loss: too far from the parabola's minimum
 
 
 @dataclass(frozen=True)
 class ComputeOptimalEstimate:
     method: str
     points: tuple[tuple[float, float], ...]
-    """Budget, and the best number of parameters for it."""
+    """Pairs of budget and optimal number of parameters."""
     exponent: float
     coefficient: float
 
@@ -39,9 +39,10 @@ class ComputeOptimalEstimate:
 
 
 def estimate_compute_optimal(runs: Runs) -> list[ComputeOptimalEstimate]:
-    """Those that the runs allow."""
-    found = [_fit_power_law("iso-FLOP", list(_isoflop_minima(runs))), _fit_power_law("envelope", list(_envelope(runs)))]
-    return [estimate for estimate in found if estimate is not None]
+    """Returns the estimates for which there are enough runs."""
+    points = {"iso-FLOP": list(_isoflop_minima(runs)), "envelope": list(_envelope(runs))}
+    estimates = [_fit_power_law(method, method_points) for method, method_points in points.items()]
+    return [estimate for estimate in estimates if estimate is not None]
 
 
 def _fit_power_law(method: str, points: list[tuple[float, float]]) -> ComputeOptimalEstimate | None:
@@ -52,7 +53,7 @@ def _fit_power_law(method: str, points: list[tuple[float, float]]) -> ComputeOpt
 
 
 def group_by_budget(runs: Runs) -> list[NDArray[np.intp]]:
-    """The places of runs by budget, lowest first."""
+    """Groups the indices of runs by budget, lowest budget first."""
     order = np.argsort(runs.flops)
     groups: list[list[int]] = []
     for index in order:
@@ -65,14 +66,14 @@ def group_by_budget(runs: Runs) -> list[NDArray[np.intp]]:
 
 def _isoflop_minima(runs: Runs) -> Iterator[tuple[float, float]]:
     for group in group_by_budget(runs):
-        kept = group[runs.loss[group] <= MAX_LOSS_RATIO * runs.loss[group].min()]
-        size = np.log(runs.parameters[kept])
+        near_best = group[runs.loss[group] <= MAX_LOSS_RATIO * runs.loss[group].min()]
+        size = np.log(runs.parameters[near_best])
         if len(np.unique(size)) < MIN_PARABOLA_RUNS:
             continue
-        curvature, slope, _ = np.polyfit(size, np.log(runs.loss[kept]), 2)
+        curvature, slope, _ = np.polyfit(size, np.log(runs.loss[near_best]), 2)
         minimum = -slope / (2 * curvature) if curvature > 0 else np.inf
         if size.min() <= minimum <= size.max():
-            yield float(np.exp(np.log(runs.flops[kept]).mean())), float(np.exp(minimum))
+            yield float(np.exp(np.log(runs.flops[near_best]).mean())), float(np.exp(minimum))
 
 
 def _envelope(runs: Runs) -> Iterator[tuple[float, float]]:

@@ -1,9 +1,8 @@
-"""A fit as JSON, read again for recommendations; and the law that is there without one.
+"""Fitted laws as JSON, and the built-in law.
 
-The built-in law is the re-analysis of Hoffmann et al.'s runs by Besiroglu et al. 2024 (arXiv 2404.10102): its published
-constants and standard errors. Errors of the five constants hang together, which the paper does not give; how they do
-was found by resampling the same 240 runs with `shardwise laws fit`, around the runs' middle, where it can be written
-with few digits.
+The built-in law is the re-analysis of Hoffmann et al.'s runs by Besiroglu et al. 2024 (arXiv 2404.10102), with its
+published constants and standard errors. The paper does not publish the correlations between the five constants; they
+come from resampling the same 240 runs with `shardwise laws fit`, at a pivot where few digits are enough.
 """
 
 from __future__ import annotations
@@ -24,25 +23,26 @@ from shardwise.laws.scaling_law import CONSTANTS, ScalingLaw
 
 @dataclass(frozen=True)
 class FittedLaw:
-    """What a recommendation needs of a fit."""
+    """A law with the statistics of its fit that a recommendation needs."""
 
     law: ScalingLaw
     bootstrap_samples: ScalingLaw
     residual_std: float
-    """Robust standard deviation of the logarithm of runs' losses around the law."""
+    """Robust standard deviation of the log-loss residuals."""
     fitted_ranges: dict[str, tuple[float, float]]
-    """Lowest and highest `parameters`, `tokens` and `flops` that it was fitted to."""
+    """Minimum and maximum of `parameters`, `tokens` and `flops` among the fitted runs."""
     parameter_count: str
     source: str
 
 
 def fit_as_dict(fit: ScalingLawFit) -> dict[str, Any]:
-    """All that is known of a fit; `read_fitted_law` reads it back."""
+    """Returns a fit as JSON values; `read_fitted_law` reads them back."""
     runs, law = fit.runs, fit.law
     exponent = law.beta / (law.alpha + law.beta)
     ranges = {quantity: [float(getattr(runs, quantity).min()), float(getattr(runs, quantity).max())]
               for quantity in ("parameters", "tokens", "flops")}  # fmt: skip
     outlier_indices = set(find_outliers(law, runs).tolist())
+    columns = [values.tolist() for values in (runs.parameters, runs.tokens, runs.loss, fit.residuals)]
     return {
         **fit.constants(),
         "counts": runs.parameter_count,
@@ -62,16 +62,8 @@ def fit_as_dict(fit: ScalingLawFit) -> dict[str, Any]:
                 "residual": residual,
                 "outlier": index in outlier_indices,
             }
-            for index, (name, N, D, loss, residual) in enumerate(
-                zip(
-                    runs.names,
-                    runs.parameters.tolist(),
-                    runs.tokens.tolist(),
-                    runs.loss.tolist(),
-                    fit.residuals.tolist(),
-                )
-            )
-        ],
+            for index, (name, N, D, loss, residual) in enumerate(zip(runs.names, *columns))
+        ],  # fmt: skip
         "draws": [[float(f"{value:.9g}") for value in row] for row in fit.bootstrap_samples.as_array().T.tolist()],
     }
 
@@ -81,22 +73,21 @@ def to_fitted_law(fit: ScalingLawFit, source: str) -> FittedLaw:
 
 
 def read_fitted_law(path: Path) -> FittedLaw:
-    """A fit that `shardwise laws fit` wrote."""
+    """Reads a fit written by `shardwise laws fit`."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise DataError(f"there is no file {path}.") from None
+        raise DataError(f"{path} does not exist; write a fit with `shardwise laws fit RUNS -o FILE`.") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DataError(f"{path} is no JSON file: {error}.") from None
+        raise DataError(f"{path} is not a JSON file: {error}.") from None
     try:
-        found = _parse_fitted_law(values, str(path))
-        if not np.isfinite(found.bootstrap_samples.as_array()).all() or min(found.law.as_array()) <= 0:
-            raise ValueError("a constant is not above 0 and finite")
-        return found
+        fitted_law = _parse_fitted_law(values, str(path))
+        if not np.isfinite(fitted_law.bootstrap_samples.as_array()).all() or min(fitted_law.law.as_array()) <= 0:
+            raise ValueError("a constant is not positive and finite")
+        return fitted_law
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError(
-            f"{path} is no saved fit ({error}); write one with `shardwise laws fit RUNS -o FILE`."
-        ) from None
+        message = f"{path} is not a saved fit ({error}); write one with `shardwise laws fit RUNS -o FILE`."
+        raise DataError(message) from None
 
 
 def _parse_fitted_law(values: Any, source: str) -> FittedLaw:
@@ -108,7 +99,7 @@ def _parse_fitted_law(values: Any, source: str) -> FittedLaw:
         or set(ranges) != {"parameters", "tokens", "flops"}
         or not len(bootstrap_samples.E)
     ):
-        raise ValueError("counts, ranges or draws are not those of a fit")
+        raise ValueError("invalid counts, ranges or draws")
     return FittedLaw(law, bootstrap_samples, float(values["scatter"]), ranges, values["counts"], source)
 
 
@@ -116,10 +107,9 @@ def _parse_fitted_law(values: Any, source: str) -> FittedLaw:
 
 PUBLISHED_CONSTANTS = ScalingLaw(1.8172, 482.01, 2085.43, 0.3478, 0.3658)
 PUBLISHED_STANDARD_ERRORS = {"E": 0.026, "A": 124.0, "B": 1293.0, "alpha": 0.015, "beta": 0.021}
-"""Published standard errors."""
 PIVOT = 2e7, 7.5e8
-"""Parameters and tokens at which the two terms are known best; log E, the logarithms of the two terms there, alpha and
-beta vary as below, in 1000 fits of resampled runs."""
+"""Parameters and tokens at which the two terms have the least uncertainty. Below: standard deviations and correlations
+of log E, the logs of the two terms at the pivot, alpha and beta, over 1000 bootstrap fits."""
 DEVIATIONS = (0.0144, 0.0091, 0.0107, 0.0146, 0.0208)
 CORRELATIONS = (
     (1.000, 0.133, 0.092, 0.573, 0.654),
@@ -131,7 +121,7 @@ CORRELATIONS = (
 
 
 def published_law() -> FittedLaw:
-    """The built-in law."""
+    """Returns the built-in law."""
     law, (n, d) = PUBLISHED_CONSTANTS, np.log(PIVOT)
     mean = [np.log(law.E), np.log(law.A) - law.alpha * n, np.log(law.B) - law.beta * d, law.alpha, law.beta]
     covariance = np.outer(DEVIATIONS, DEVIATIONS) * np.array(CORRELATIONS)

@@ -1,12 +1,12 @@
-"""The critical batch size of a run, from the noise of its gradients (McCandlish et al. 2018, arXiv 1812.06162).
+"""Estimates the critical batch size of a run from its gradient noise (McCandlish et al. 2018, arXiv 1812.06162).
 
-The squared norm of a gradient of b samples is, in the mean, |G|^2 + S / b: that of the true gradient, and the summed
-variance of one sample's gradient. Two batch sizes give both, and S / |G|^2 is the batch (the paper's simple noise
-scale) around which larger ones begin to waste tokens. Assumed: plain gradients, as if the optimizer did not rescale
-them.
+The expected squared norm of the gradient of b samples is |G|^2 + S / b, where G is the true gradient and S the summed
+variance of a single sample's gradient. Measuring it at two batch sizes gives both. S / |G|^2, the paper's simple noise
+scale, is the batch size beyond which larger batches start to waste tokens. It ignores how the optimizer rescales
+gradients.
 
-`metrics.jsonl` has the norm for one batch size only. So some more batches are read with the run's last weights: their
-gradients are the small ones, and the mean of them all is the large one.
+`metrics.jsonl` has the gradient norm at one batch size only, so this reads more batches with the run's final weights:
+each is a small batch, and their mean is the large one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shardwise.train.run_folder import RunFolder
 class GradientNoiseScale:
     run: str
     samples: float
-    """The critical batch."""
+    """Critical batch size."""
     sequence: int
     grad_norm_squared: float
     """|G|^2."""
@@ -48,17 +48,16 @@ class GradientNoiseScale:
 def solve_noise_scale(
     small_norm: float, large_norm: float, small_batch: float, large_batch: float
 ) -> tuple[float, float]:
-    """|G|^2 and S from the mean squared norms of gradients of `few` and of `many` samples."""
-    return (large_batch * large_norm - small_batch * small_norm) / (large_batch - small_batch), (
-        small_norm - large_norm
-    ) / (1 / small_batch - 1 / large_batch)
+    """Returns |G|^2 and S, given the mean squared gradient norms at a small and a large batch size."""
+    grad_norm_squared = (large_batch * large_norm - small_batch * small_norm) / (large_batch - small_batch)
+    return grad_norm_squared, (small_norm - large_norm) / (1 / small_batch - 1 / large_batch)
 
 
 def measure_noise_scale(run: Path, batches: int = 16, samples: int = 8) -> GradientNoiseScale:
-    """Reads `batches` batches of `samples` samples that follow those the run was trained on."""
+    """Measures the noise scale on `batches` batches of `samples` samples that follow the training samples."""
     folder = RunFolder.open(run)
     job = folder.job()
-    end = job.require_decoder().eod_token_id  # of a decoder: the loss is that of the next token
+    eod_token_id = job.require_decoder().eod_token_id
     device = torch.device(pick_device(job))
     model = load_model(folder, job, device).requires_grad_(True)
     stream = SampleStream(make_sources(job)[0], job.seed)
@@ -68,18 +67,18 @@ def measure_noise_scale(run: Path, batches: int = 16, samples: int = 8) -> Gradi
     for number in range(batches):
         batch = stream.read(np.arange(first + number * samples, first + (number + 1) * samples)).to(device)
         model.zero_grad()
-        logits = model(batch.tokens, **batch.with_document_ids(end).batch).flatten(0, 1)
+        logits = model(batch.tokens, **batch.with_document_ids(eod_token_id).batch).flatten(0, 1)
         F.cross_entropy(logits, batch.targets.flatten(), ignore_index=IGNORE_INDEX).backward()
         gradients = {name: weight.grad.double() for name, weight in model.named_parameters() if weight.grad is not None}
         mean_squared_norm += _squared_norm(gradients) / batches
         mean_gradients = {
             name: mean_gradients.get(name, 0.0) + gradient / batches for name, gradient in gradients.items()
         }
-    gradient, variance = solve_noise_scale(mean_squared_norm, _squared_norm(mean_gradients), samples, batches * samples)
-    if gradient <= 0 or variance <= 0:
-        raise DataError(f"{run}: {batches * samples} samples are too few to tell its gradient from noise; "
-                        "give more --batches.")  # fmt: skip
-    return GradientNoiseScale(run.name, variance / gradient, job.model.sequence, gradient, variance)
+    total = batches * samples
+    norm_squared, variance = solve_noise_scale(mean_squared_norm, _squared_norm(mean_gradients), samples, total)
+    if norm_squared <= 0 or variance <= 0:
+        raise DataError(f"{run}: {total} samples are too few to separate gradient from noise; increase --batches.")
+    return GradientNoiseScale(run.name, variance / norm_squared, job.model.sequence_length, norm_squared, variance)
 
 
 def _squared_norm(gradients: dict[str, torch.Tensor]) -> float:

@@ -1,4 +1,4 @@
-"""A fit as one drawing: runs and law at each budget, and how far each run lies from the law."""
+"""Plots a fit as SVG: runs and law at each budget, and the residual of each run."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ MAX_CURVES = 9
 
 
 def draw_fit(fit: ScalingLawFit, title: str) -> str:
+    """Returns the plot as an SVG document."""
     runs, law = fit.runs, fit.law
     groups = [group for group in group_by_budget(runs) if len(group) >= 3]
     shown = [groups[round(index)] for index in np.linspace(0, len(groups) - 1, min(MAX_CURVES, len(groups)))]
@@ -34,17 +35,14 @@ def draw_fit(fit: ScalingLawFit, title: str) -> str:
     left = Panel(MARGIN, sizes, (float(runs.loss.min()), float(runs.loss.max())), log_y=True)
     lines = [*left.axes("parameters", "loss: runs (dots) and law (lines), by budget")]
     for index, group in enumerate(shown):
-        colour, flops = COLORS[index], float(np.exp(np.log(6 * runs.parameters * runs.tokens)[group].mean()))
+        color, flops = COLORS[index], float(np.exp(np.log(6 * runs.parameters * runs.tokens)[group].mean()))
         curve = np.geomspace(runs.parameters[group].min() / 1.3, runs.parameters[group].max() * 1.3, 60)
         points = [(N, law.loss(N, flops / 6 / N)) for N in curve if sizes[0] <= N <= sizes[1]]
         drawn = [left.to_pixels(N, loss) for N, loss in points if loss <= runs.loss.max()]
-        lines.append(f'<path d="{line_path(drawn)}" stroke="{colour}" class="curve"/>')
-        lines += [svg_circle(*left.to_pixels(runs.parameters[run], runs.loss[run]), colour) for run in group]
-        lines.append(
-            svg_text(
-                MARGIN + PANEL_WIDTH - 6, MARGIN / 2 + 16 + 17 * index, f"{flops:.2g}", "end", f'style="fill:{colour}"'
-            )
-        )
+        lines.append(f'<path d="{line_path(drawn)}" stroke="{color}" class="curve"/>')
+        lines += [svg_circle(*left.to_pixels(runs.parameters[run], runs.loss[run]), color) for run in group]
+        y = MARGIN / 2 + 16 + 17 * index
+        lines.append(svg_text(MARGIN + PANEL_WIDTH - 6, y, f"{flops:.2g}", "end", f'style="fill:{color}"'))
     if shown:
         lines.append(svg_text(MARGIN + PANEL_WIDTH - 6, MARGIN / 2 + 16 + 17 * len(shown), "FLOPs (6ND)", "end"))
     lines += _draw_residuals(fit)
@@ -54,30 +52,20 @@ def draw_fit(fit: ScalingLawFit, title: str) -> str:
 
 
 def _draw_residuals(fit: ScalingLawFit) -> Iterator[str]:
-    """Runs that were left out are rings."""
-    tokens_per_parameter, percent = fit.runs.tokens / fit.runs.parameters, 100 * fit.residuals
-    dropped_tokens_per_parameter, dropped_percent = (
-        fit.dropped.tokens / fit.dropped.parameters,
-        100 * residuals(fit.law, fit.dropped),
-    )
-    all_percents, all_ratios = (
-        np.concatenate([percent, dropped_percent]),
-        np.concatenate([tokens_per_parameter, dropped_tokens_per_parameter]),
-    )
-    panel = Panel(
-        MARGIN + PANEL_WIDTH + GAP,
-        (all_ratios.min(), all_ratios.max()),
-        (min(all_percents.min(), 0.0), max(all_percents.max(), 0.0)),
-        False,
-    )
-    yield from panel.axes("tokens for each parameter", "measured over predicted loss, % (rings: left out)")
+    """Plots the residuals; dropped runs are open circles."""
+    ratios, percents = fit.runs.tokens / fit.runs.parameters, 100 * fit.residuals
+    dropped_ratios = fit.dropped.tokens / fit.dropped.parameters
+    dropped_percents = 100 * residuals(fit.law, fit.dropped)
+    all_ratios, all_percents = np.concatenate([ratios, dropped_ratios]), np.concatenate([percents, dropped_percents])
+    y_range = min(all_percents.min(), 0.0), max(all_percents.max(), 0.0)
+    panel = Panel(MARGIN + PANEL_WIDTH + GAP, (all_ratios.min(), all_ratios.max()), y_range, False)
+    yield from panel.axes("tokens per parameter", "measured over predicted loss, % (open circles: dropped)")
     x, y = panel.to_pixels(10**panel.x0, 0.0)
     yield f'<path d="M{x:.0f} {y:.1f}h{PANEL_WIDTH}" class="zero"/>'
-    yield from (
-        svg_circle(*panel.to_pixels(x_value, value), COLORS[0]) for x_value, value in zip(tokens_per_parameter, percent)
-    )
-    for x_value, value in zip(dropped_tokens_per_parameter, dropped_percent):
-        x, y = panel.to_pixels(x_value, value)
+    for ratio, percent in zip(ratios, percents):
+        yield svg_circle(*panel.to_pixels(ratio, percent), COLORS[0])
+    for ratio, percent in zip(dropped_ratios, dropped_percents):
+        x, y = panel.to_pixels(ratio, percent)
         yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" stroke="{COLORS[3]}" class="left"/>'
 
 
@@ -88,4 +76,4 @@ def write_plot(fit: ScalingLawFit, path: Path, title: str) -> None:
 def _caption(fit: ScalingLawFit) -> str:
     law = fit.law
     return (f"L = {law.E:.4g} + {law.A:.4g} / N^{law.alpha:.3f} + {law.B:.4g} / D^{law.beta:.3f}; "
-            f"{len(fit.runs)} runs, {len(fit.dropped)} left out")  # fmt: skip
+            f"{len(fit.runs)} runs, {len(fit.dropped)} dropped")  # fmt: skip

@@ -1,7 +1,7 @@
-"""What a law says of a budget: the size, the tokens, the loss, and what other choices would cost.
+"""Recommends model size and tokens for a compute budget, with the expected loss and the cost of alternatives.
 
-With devices and a cluster the planner (`shardwise plan`) adds the layout, the days and the device-hours, and turns days
-into a budget: the one whose best model it predicts to train in that time.
+Given devices and a cluster, the planner (`shardwise plan`) adds layout, days and device-hours. Given days, it finds the
+budget whose compute-optimal model trains in that time.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from shardwise.laws.runs import count_parameters
 from shardwise.laws.scaling_law import ScalingLaw
 from shardwise.planner.plan import Plan, make_plan
 
-EXTRAPOLATION_FACTOR = 100.0  # times the fitted range, from where on a prediction is flagged
-NEAR_OPTIMAL_TOLERANCE = 0.005  # share of the loss within which sizes count as equally good
-MAX_LOG_RATIO = 30.0  # logarithm of the factor up to which sizes are looked at
-OVERTRAINING_FACTORS = (2, 4, 8)  # how many times smaller the models are whose over-training is priced
+EXTRAPOLATION_FACTOR = 100.0  # warn beyond this factor outside the fitted range
+NEAR_OPTIMAL_TOLERANCE = 0.005  # relative loss difference that counts as equally good
+MAX_LOG_RATIO = 30.0  # log of the largest size ratio that is searched
+OVERTRAINING_FACTORS = (2, 4, 8)  # how many times smaller than optimal the overtrained models are
 SECONDS_PER_DAY = 86_400.0
-DAYS_TOLERANCE = 0.02  # how near the planned days must come to those asked for
+DAYS_TOLERANCE = 0.02  # accepted relative error of the planned days
 MAX_ITERATIONS = 6
 DEFAULT_SETTINGS = ("precision=bf16", "model.vocab=50304", "model.sequence=4096", "model.tied=false")
 
 
 @dataclass(frozen=True)
 class OvertrainedModel:
-    """A smaller model trained for longer to the same loss."""
+    """A smaller model trained on more tokens to the same loss."""
 
     parameters: float
     tokens: float
     flops: float
     break_even: float
-    """Tokens that must be read or written in use until its cheaper use, 2 FLOPs for each parameter, has paid for it."""
+    """Inference tokens, at 2 FLOPs per parameter, after which the smaller model has saved its extra training."""
 
 
 @dataclass(frozen=True)
 class DataConstrainedBudget:
-    """The same budget where only some tokens differ."""
+    """The same budget with a limited number of unique tokens."""
 
     unique_tokens: float
     loss: float
-    """Of the best choice for endless data, its tokens repeated."""
+    """Loss of the optimum for unlimited data, trained on repeated tokens."""
     parameters: float
     tokens: float
     best_loss: float
-    """Of the best choice when this is known: these parameters and tokens."""
+    """Loss of the optimum for limited data: `parameters` and `tokens`."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Recommendation:
     loss_interval: tuple[float, float]
     parameters_interval: tuple[float, float]
     near_optimal_parameters: tuple[float, float]
-    """The sizes between which the loss at the same budget is at most 0.5% above the lowest."""
+    """Range of sizes whose loss at the same budget is within 0.5% of the optimum."""
     overtrained: tuple[OvertrainedModel, ...]
     data_constrained: DataConstrainedBudget | None
     warnings: tuple[str, ...]
@@ -87,7 +87,7 @@ class Recommendation:
             "loss_interval": list(self.loss_interval),
             "flat_within": NEAR_OPTIMAL_TOLERANCE,
             "flat_parameters": list(self.near_optimal_parameters),
-            "over_training": [vars(model_) for model_ in self.overtrained],
+            "over_training": [vars(overtrained) for overtrained in self.overtrained],
             "warnings": list(self.warnings),
         }
         if self.data_constrained is not None:
@@ -107,46 +107,45 @@ class Recommendation:
 
 
 def recommend(fitted_law: FittedLaw, flops: float, unique_tokens: float | None = None) -> Recommendation:
+    """Returns the compute-optimal size and tokens for a budget, without a plan."""
     law = fitted_law.law
     N, D = law.compute_optimal(flops)
     loss = law.loss(N, D)
-    overtrained = tuple(_overtrained_model(law, N, N / factor, loss) for factor in OVERTRAINING_FACTORS)
+    overtrained = (_overtrained_model(law, N, N / factor, loss) for factor in OVERTRAINING_FACTORS)
+    data_constrained = None
+    if unique_tokens is not None and unique_tokens < D:
+        data_constrained = _data_constrained_budget(law, flops, N, D, unique_tokens)
     return Recommendation(
-        fitted_law,
-        flops,
-        N,
-        D,
-        loss,
-        prediction_interval(fitted_law, N, D),
-        interval(fitted_law.bootstrap_samples.compute_optimal(flops)[0]),
-        (_near_optimal_bound(law, flops, N, loss, -1), _near_optimal_bound(law, flops, N, loss, 1)),
-        tuple(candidate for candidate in overtrained if math.isfinite(candidate.tokens)),
-        None
-        if unique_tokens is None or unique_tokens >= D
-        else _data_constrained_budget(law, flops, N, D, unique_tokens),
-        extrapolation_warnings(fitted_law, N, D),
-    )
+        fitted_law, flops, N, D, loss,
+        loss_interval=prediction_interval(fitted_law, N, D),
+        parameters_interval=interval(fitted_law.bootstrap_samples.compute_optimal(flops)[0]),
+        near_optimal_parameters=tuple(_near_optimal_bound(law, flops, N, loss, sign) for sign in (-1, 1)),  # type: ignore
+        overtrained=tuple(model for model in overtrained if math.isfinite(model.tokens)),
+        data_constrained=data_constrained,
+        warnings=extrapolation_warnings(fitted_law, N, D),
+    )  # fmt: skip
 
 
 def prediction_interval(fitted_law: FittedLaw, N: float, D: float) -> tuple[float, float]:
-    """Where the loss of one run will lie: what the law does not know, and how far runs lie from it."""
+    """Returns the 95% interval of a run's loss: uncertainty of the law plus residuals of runs."""
     losses = np.asarray(fitted_law.bootstrap_samples.loss(N, D))
     residuals = np.random.default_rng(0).normal(0.0, fitted_law.residual_std, (25, len(losses)))
     return interval(losses * np.exp(residuals))
 
 
 def extrapolation_warnings(fitted_law: FittedLaw, N: float, D: float) -> tuple[str, ...]:
-    """A sentence for each quantity that lies far outside of what the law was fitted to."""
-    found = []
+    """Returns one warning for each quantity far outside the fitted range."""
+    warnings = []
     for quantity, value in (("parameters", N), ("tokens", D), ("flops", 6 * N * D)):
         low, high = fitted_law.fitted_ranges[quantity]
         ratio = max(value / high, low / value)
         if ratio > EXTRAPOLATION_FACTOR:
-            found.append(
-                f"extrapolation: {value:.3g} {'FLOPs' if quantity == 'flops' else quantity} is {ratio:,.0f} times "
-                f"beyond the fitted range ({low:.3g} to {high:.3g}); trust no digit of it."
+            unit = "FLOPs" if quantity == "flops" else quantity
+            warnings.append(
+                f"extrapolation: {value:.3g} {unit} is {ratio:,.0f} times outside the fitted range "
+                f"({low:.3g} to {high:.3g}); the recommendation is unreliable."
             )
-    return tuple(found)
+    return tuple(warnings)
 
 
 def _overtrained_model(law: ScalingLaw, best: float, N: float, loss: float) -> OvertrainedModel:
@@ -157,7 +156,7 @@ def _overtrained_model(law: ScalingLaw, best: float, N: float, loss: float) -> O
 
 
 def _near_optimal_bound(law: ScalingLaw, flops: float, best: float, loss: float, direction: int) -> float:
-    """The size below or above the best at which the loss of the same budget is 0.5% higher."""
+    """Returns the size below (-1) or above (1) the optimum at which the loss at the same budget is 0.5% higher."""
 
     def excess_loss(log_ratio: float) -> float:
         N = best * math.exp(direction * log_ratio)
@@ -170,65 +169,65 @@ def _near_optimal_bound(law: ScalingLaw, flops: float, best: float, loss: float,
 def _data_constrained_budget(
     law: ScalingLaw, flops: float, N: float, D: float, unique_tokens: float
 ) -> DataConstrainedBudget:
-    def loss(size: float) -> float:
-        return float(law.data_constrained_loss(math.exp(size), flops / 6 / math.exp(size), unique_tokens))
+    def loss(log_size: float) -> float:
+        return float(law.data_constrained_loss(math.exp(log_size), flops / 6 / math.exp(log_size), unique_tokens))
 
-    middle = math.log(N)
-    found = minimize_scalar(loss, bounds=(middle - 7, middle + 7), method="bounded", options={"xatol": 1e-6})
-    size = math.exp(found.x)
+    center = math.log(N)
+    result = minimize_scalar(loss, bounds=(center - 7, center + 7), method="bounded", options={"xatol": 1e-6})
+    size = math.exp(result.x)
     return DataConstrainedBudget(
-        unique_tokens, float(law.data_constrained_loss(N, D, unique_tokens)), size, flops / 6 / size, float(found.fun)
+        unique_tokens, float(law.data_constrained_loss(N, D, unique_tokens)), size, flops / 6 / size, float(result.fun)
     )
 
 
-# Through the planner
+# With a plan
 
 
 def recommend_with_plan(
     fitted_law: FittedLaw, flops: float | None, days: float | None, devices: int | None, cluster: str | None,
     unique_tokens: float | None, settings: Sequence[str],
 ) -> Recommendation:  # fmt: skip
-    """A recommendation for FLOPs, or for days on devices; planned where there are devices."""
+    """Recommends for a budget of FLOPs, or of days on devices; adds a plan if devices are given."""
     if (flops is None) == (days is None):
-        raise JobError("give a budget as --flops, or as --days with --devices and --cluster.")
+        raise JobError("give the budget either as --flops, or as --days with --devices and --cluster.")
     if days is not None and (devices is None or cluster is None):
-        raise JobError("--days needs --devices and --cluster: 30 days of what?")
+        raise JobError("--days needs --devices and --cluster; add both, or give the budget as --flops.")
     if (devices is None) != (cluster is None):
-        raise JobError("--devices and --cluster go together.")
+        raise JobError("--devices and --cluster need each other; give both or neither.")
     for name, value in (("--flops", flops), ("--days", days), ("--unique-tokens", unique_tokens)):
         if value is not None and not 0 < value < math.inf:
-            raise JobError(f"{name} {value:g}: it must be above 0.")
+            raise JobError(f"{name} {value:g}: the value must be positive and finite.")
     if devices is None or cluster is None:
         assert flops is not None
         return recommend(fitted_law, flops, unique_tokens)
     resolved_cluster = find_cluster(cluster)
     if flops is not None:
-        found = recommend(fitted_law, flops, unique_tokens)
-        return replace(found, plan=make_plan(recommended_job(found, devices, settings), resolved_cluster, devices))
+        result = recommend(fitted_law, flops, unique_tokens)
+        return replace(result, plan=make_plan(recommended_job(result, devices, settings), resolved_cluster, devices))
     assert days is not None
     flops = 0.4 * resolved_cluster.device.peak_flops("bf16") * devices * days * SECONDS_PER_DAY
     for _ in range(MAX_ITERATIONS):
-        found = recommend(fitted_law, flops, unique_tokens)
-        plan = make_plan(recommended_job(found, devices, settings), resolved_cluster, devices)
+        result = recommend(fitted_law, flops, unique_tokens)
+        plan = make_plan(recommended_job(result, devices, settings), resolved_cluster, devices)
         days_ratio = plan.training_seconds / (days * SECONDS_PER_DAY)
         if abs(days_ratio - 1) < DAYS_TOLERANCE:
             break
         flops /= days_ratio
-    return replace(found, plan=plan)
+    return replace(result, plan=plan)
 
 
-def recommended_job(found: Recommendation, devices: int, settings: Sequence[str]) -> Job:
-    """The recommended model as a job."""
+def recommended_job(result: Recommendation, devices: int, settings: Sequence[str]) -> Job:
+    """Returns a job that trains the recommended model."""
     template = load_job(None, [*DEFAULT_SETTINGS, *settings])
     if conflicting := sorted(set(SIZE_FIELDS) & template.require_decoder().model_fields_set):
-        raise JobError(f"--set model.{conflicting[0]}: the law chooses the size; set anything else.")
-    model = model_of_size(template, found.parameters, found.fitted_law.parameter_count)
+        raise JobError(f"--set model.{conflicting[0]}: the law chooses the model size; remove this setting.")
+    model = model_of_size(template, result.parameters, result.fitted_law.parameter_count)
     samples = template.samples
     if "batch" not in template.model_fields_set:
-        samples = batch_size_for_budget(found.flops, found.tokens, model.sequence, devices)
+        samples = batch_size_for_budget(result.flops, result.tokens, model.sequence, devices)
     batch = template.batch.model_copy(update={"samples": samples, "tokens": None})
-    values: dict[str, Any] = {"model": model, "batch": batch, "tokens": round(found.tokens), "steps": None}
+    values: dict[str, Any] = {"model": model, "batch": batch, "tokens": round(result.tokens), "steps": None}
     if "lr" not in template.optimizer.model_fields_set:
-        rate = learning_rate_for_budget(found.flops, samples * model.sequence)
+        rate = learning_rate_for_budget(result.flops, samples * model.sequence)
         values["optimizer"] = template.optimizer.model_copy(update={"lr": rate})
     return template.model_copy(update=values)

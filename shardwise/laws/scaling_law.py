@@ -1,7 +1,7 @@
-"""A scaling law: the loss of a model of N parameters after D tokens, L(N, D) = E + A / N^alpha + B / D^beta.
+"""The scaling law L(N, D) = E + A / N^alpha + B / D^beta: the loss of N parameters trained on D tokens.
 
-The form is that of Hoffmann et al. 2022 (arXiv 2203.15556), where training costs C = 6 N D floating-point operations.
-The five constants may be arrays, one entry for each resampled fit: every method then answers for all of them at once.
+The form is that of Hoffmann et al. 2022 (arXiv 2203.15556), where training costs C = 6 N D FLOPs. The five constants
+may be arrays with one entry per bootstrap fit; every method then returns arrays.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 FloatOrArray = Any
-"""A float, or an array of them."""
+"""A float or an array of floats."""
 CONSTANTS = ("E", "A", "B", "alpha", "beta")
 
-# How fast repeated tokens and needless parameters lose their worth, in repetitions: Muennighoff et al. 2023 (arXiv
-# 2305.16264), section 5 and appendix A, fitted there to runs of up to 9 billion parameters and 900 billion tokens.
+# Decay constants, in repetitions, of the value of repeated tokens and excess parameters: Muennighoff et al. 2023 (arXiv
+# 2305.16264), section 5 and appendix A, fitted to runs of up to 9 billion parameters and 900 billion tokens.
 REPEATED_TOKEN_DECAY = 15.387756
 EXCESS_PARAMETER_DECAY = 5.309743
 
@@ -25,7 +25,7 @@ EXCESS_PARAMETER_DECAY = 5.309743
 @dataclass(frozen=True)
 class ScalingLaw:
     E: FloatOrArray
-    """The loss that no model and no data can get below."""
+    """Irreducible loss."""
     A: FloatOrArray
     B: FloatOrArray
     alpha: FloatOrArray
@@ -35,19 +35,19 @@ class ScalingLaw:
         return self.E + self.A / N**self.alpha + self.B / D**self.beta
 
     def compute_optimal(self, flops: FloatOrArray) -> tuple[FloatOrArray, FloatOrArray]:
-        """The N and D of the lowest loss that 6 N D = `flops` can buy."""
+        """Returns the N and D with the lowest loss for 6 N D = `flops`."""
         exponent_sum = self.alpha + self.beta
         ratio = (self.alpha * self.A / (self.beta * self.B)) ** (1 / exponent_sum)
         return ratio * (flops / 6) ** (self.beta / exponent_sum), (flops / 6) ** (self.alpha / exponent_sum) / ratio
 
     def tokens_to_reach(self, N: FloatOrArray, loss: FloatOrArray) -> FloatOrArray:
-        """The D with which N parameters reach a loss; infinite where they never do."""
+        """Returns the D at which N parameters reach a loss; infinite if they never do."""
         reducible = np.asarray(loss - self.E - self.A / N**self.alpha, dtype=float)
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.where(reducible > 0, (self.B / reducible) ** (1 / self.beta), np.inf)[()]
 
     def optimal_parameters(self, D: FloatOrArray) -> FloatOrArray:
-        """The N for which D tokens are just the right number."""
+        """Returns the N for which D tokens are compute-optimal."""
         exponent_sum = self.alpha + self.beta
         ratio = (self.alpha * self.A / (self.beta * self.B)) ** (1 / exponent_sum)
         return ratio * (D * ratio) ** (self.beta / self.alpha)
@@ -55,19 +55,18 @@ class ScalingLaw:
     def effective_parameters_and_tokens(
         self, N: FloatOrArray, D: FloatOrArray, unique_tokens: float
     ) -> tuple[FloatOrArray, FloatOrArray]:
-        """The N and D of fresh data that training N on D tokens equals where only `unique` of them differ.
+        """Returns the N and D that on unique data give the loss of N and D with only `unique_tokens` unique tokens.
 
-        Each repetition is worth less than the one before, and so are parameters beyond those that the unique tokens
-        can use.
+        Each repetition of a token is worth less than the previous one, and so are parameters beyond those that are
+        compute-optimal for the unique tokens.
         """
         distinct_tokens = np.minimum(D, unique_tokens)
         useful_parameters = np.minimum(N, self.optimal_parameters(distinct_tokens))
-        return _effective_amount(
-            useful_parameters, N / useful_parameters - 1, EXCESS_PARAMETER_DECAY
-        ), _effective_amount(distinct_tokens, D / distinct_tokens - 1, REPEATED_TOKEN_DECAY)
+        parameters = _effective_amount(useful_parameters, N / useful_parameters - 1, EXCESS_PARAMETER_DECAY)
+        return parameters, _effective_amount(distinct_tokens, D / distinct_tokens - 1, REPEATED_TOKEN_DECAY)
 
     def data_constrained_loss(self, N: FloatOrArray, D: FloatOrArray, unique_tokens: float) -> FloatOrArray:
-        """The loss where only `unique` of the D tokens differ."""
+        """Returns the loss if only `unique_tokens` of the D tokens are unique."""
         return self.loss(*self.effective_parameters_and_tokens(N, D, unique_tokens))
 
     def as_array(self) -> NDArray[np.float64]:

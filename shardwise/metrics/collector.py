@@ -1,4 +1,4 @@
-"""What each rank tells the others of its steps: the row of the last one, in one small collective."""
+"""Collects every rank's metrics of the previous step on all ranks, in one small all-gather per step."""
 
 from __future__ import annotations
 
@@ -25,31 +25,21 @@ from shardwise.metrics.rank_metrics import (
 )
 from shardwise.parallel.engine import Engine
 
-TIMELINE_SAMPLES = 50  # steps of a run whose pipeline is recorded
+TIMELINE_SAMPLES = 50  # steps per run whose pipeline timeline is recorded
 
 
 class RankMetricsCollector:
-    """Of one rank. `tell`: who is told of slow ranks, in words."""
+    """Measures this rank's steps and exchanges them with the other ranks. `emit_event` gets straggler alerts."""
 
     def __init__(
-        self,
-        job: Job,
-        engine: Engine,
-        optimizer: torch.optim.Optimizer,
-        run_path: Path,
+        self, job: Job, engine: Engine, optimizer: torch.optim.Optimizer, run_path: Path,
         emit_event: Callable[[str, str], None],
-    ):
+    ):  # fmt: skip
         mesh, world = engine.mesh, engine.mesh.layout.world
-        self.job, self.engine, self.optimizer, self.run_path, self.emit_event = (
-            job,
-            engine,
-            optimizer,
-            run_path,
-            emit_event,
-        )
+        self.engine, self.optimizer, self.run_path, self.emit_event = engine, optimizer, run_path, emit_event
         self.device, self.rank, self.world, self.is_main = mesh.device, mesh.rank, world, mesh.rank == 0
         self.last_step, self.last_metrics = 0, RankMetrics()
-        """The last step that was taken, 0 for none that counts; the row of the last that is over."""
+        """The last step taken (0 if none since `reset`), and the metrics of the last step that has ended."""
         self.memory_by_kind: dict[str, float] = {}
         self._memory_read_time, self._peak_bytes = -1.0, 0.0
         self._hook = optimizer.register_step_pre_hook(self._count_gradient_bytes)
@@ -65,12 +55,12 @@ class RankMetricsCollector:
         self.records_timeline = engine.pipeline is not None and is_first_of_stage
 
     def reset(self) -> None:
-        """Steps begin, or begin again: what is known of one that came before is of no step that counts."""
+        """Discards the current measurement; called before the first step and after a rollback."""
         STEP_TIMER.begin_step()
         self.last_step = 0
 
     def begin(self, done: int) -> None:
-        """A step begins, after `done` others; the one before is over."""
+        """Ends the measurement of the previous step and starts that of step `done + 1`."""
         if self.last_step:
             self._end_step()
         STEP_TIMER.begin_step()
@@ -91,9 +81,8 @@ class RankMetricsCollector:
             self._step_start, seconds, phase_seconds, wait_seconds, self.peak_memory(), self.memory_by_kind
         )
         if actions := STEP_TIMER.take_recorded_actions():
-            shifted = [
-                [*what, round(a - self.clock_offset, 6), round(b - self.clock_offset, 6)] for *what, a, b in actions
-            ]
+            offset = self.clock_offset
+            shifted = [[*action, round(a - offset, 6), round(b - offset, 6)] for *action, a, b in actions]
             path = self.run_path / "timeline" / f"rank-{self.rank}.jsonl"
             with suppress(OSError):
                 path.parent.mkdir(exist_ok=True)
@@ -101,13 +90,13 @@ class RankMetricsCollector:
                     file.write(json.dumps({"step": self.last_step, "actions": shifted}) + "\n")
 
     def peak_memory(self) -> float:
-        """The most bytes held so far; of a CPU as of the last second, because asking the system takes its time."""
+        """Returns this rank's peak memory in bytes. On a CPU it is read once a second, because the call is slow."""
         if self.device.type == "cuda" or time.monotonic() - self._memory_read_time >= 1.0:
             self._memory_read_time, self._peak_bytes = time.monotonic(), peak_memory(self.device)
         return self._peak_bytes
 
     def _count_gradient_bytes(self, *_: Any) -> None:
-        """Before the first update, when there are gradients."""
+        """Counts gradient bytes right before the first optimizer step, while gradients exist."""
         self.memory_by_kind = self.memory_by_kind or memory_by_kind(
             {"gradients": [w.grad for w in self._weights() if w.grad is not None]}
         )
@@ -117,7 +106,7 @@ class RankMetricsCollector:
         return tensors + [param_shard.tensor for param_shard in self.engine.param_shards]
 
     def exchange(self) -> Tensor:
-        """The row of each rank for the step before, still on the device."""
+        """All-gathers the previous step's row of every rank. The result stays on the device."""
         local_row = torch.tensor(self.last_metrics.to_list(), dtype=torch.float64, device=self.device)
         all_rows = local_row.unsqueeze(0)
         if self.world > 1:
@@ -126,7 +115,7 @@ class RankMetricsCollector:
         return all_rows
 
     def write_previous(self, rows: Tensor, done: int) -> dict[str, Any]:
-        """After a step: the first rank writes down the rows of the one before. Returns who was slowest in that."""
+        """Writes the exchanged rows on rank 0 after a step. Returns the slowest rank of the previous step."""
         step, self.last_step = self.last_step, done
         if not step or not self.is_main:
             return {}
@@ -136,7 +125,7 @@ class RankMetricsCollector:
         return {"step": step, **find_slowest_rank(table)} if self.world > 1 else {}
 
     def finish(self) -> None:
-        """After the last step, on all ranks: what is left is written down."""
+        """Exchanges and writes the last step. Every rank must call it."""
         if not self.last_step:
             return
         self._memory_read_time = -1.0
@@ -148,7 +137,7 @@ class RankMetricsCollector:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes that this process has held: on the device, or in all where there is none."""
+    """Returns this process's peak memory in bytes: allocated GPU memory, or resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,8 +1,8 @@
-"""Where the time of each rank's steps went: a row of numbers of each rank and step, kept in `ranks.jsonl`.
+"""Per-rank step metrics: one row of numbers per rank and step, written to `ranks.jsonl`.
 
-The ranks give each other the row of their last step with the signal to stop, in one collective of each step. The first
-rank writes the rows of some steps as one line, sums of them: few at first, more as the run gets on, so that it has some
-two thousand lines however long it is.
+Ranks exchange the row of their previous step together with the stop flag, in one collective per step. Rank 0 writes
+one line per window of steps, with sums over the window. Windows grow during the run, so that the file has about two
+thousand lines however long the run is.
 """
 
 from __future__ import annotations
@@ -22,14 +22,18 @@ import torch
 PHASES = ("compute", "optimizer", "data", "checkpoint", "validation")
 WAIT_AXES = ("pipeline", "tensor", "context", "expert", "shard", "replicate", "data", "local_sgd", "world")
 MEMORY_KINDS = ("weights", "gradients", "optimizer")
-TARGET_LINES = 1000  # of a run whose lines are all as long as the last
-MIN_LINES = 200  # lines for what a run has taken so far, at least
-ALERT_WINDOW = 20  # steps that are looked at together
-STRAGGLER_RATIO = 1.5  # times the others' median from which a rank is slow ...
-ALERT_SHARE = 0.2  # ... and the share of the step that it costs them; of a wait for data, too
+# Numeric fields of metrics.jsonl that the page and the trackers read.
+SCALAR_METRICS = (
+    "samples", "loss", "grad_norm", "lr", "tokens_per_s", "seconds", "flops_per_s", "memory_gib", "time",
+    "mfu", "loss_scale", "gradient_compression_ratio", "expert_imbalance", "expert_drop_fraction",
+)  # fmt: skip
+TARGET_LINES = 1000  # the largest window has total_steps / TARGET_LINES steps ...
+MIN_LINES = 200  # ... and a window never has more than step / MIN_LINES steps
+ALERT_WINDOW = 20  # steps per check for stragglers and data stalls
+STRAGGLER_RATIO = 1.5  # a straggler's busy time over the median of its peers, at least ...
+ALERT_SHARE = 0.2  # ... and the share of the step that its peers lose; also the threshold for data stalls
 
-
-# Places in a row: when the step began, how long it took, what that went to, and what was held.
+# Columns of a row: step start, step time, phases, waits, memory.
 START, SECONDS, FIRST_PHASE = 0, 1, 2
 FIRST_WAIT = FIRST_PHASE + len(PHASES)
 PEAK_MEMORY = FIRST_WAIT + len(WAIT_AXES)
@@ -38,42 +42,35 @@ NUM_COLUMNS = PEAK_MEMORY + 1 + len(MEMORY_KINDS)
 
 @dataclass
 class RankMetrics:
-    """One rank's step, from its begin to that of the next."""
+    """One step of one rank, from its start to the start of the next."""
 
     start: float = 0.0
-    """Seconds since 1970, on the clock of rank 0."""
+    """Unix time, on the clock of rank 0."""
     seconds: float = 0.0
     phase_seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds of its own, by phase, without waits for other ranks."""
+    """Seconds by phase, without waits for other ranks."""
     wait_seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds that it waited for others, by axis."""
+    """Seconds waited for other ranks, by mesh axis."""
     peak_memory: float = 0.0
-    """The most bytes held so far."""
+    """Peak memory so far, in bytes."""
     memory_by_kind: dict[str, float] = field(default_factory=dict)
-    """Bytes of weights, gradients and states of the optimizer."""
+    """Bytes of weights, gradients and optimizer state."""
 
     def to_list(self) -> list[float]:
-        phases = [self.phase_seconds.get(part, 0.0) for part in PHASES]
+        phases = [self.phase_seconds.get(phase, 0.0) for phase in PHASES]
         waits = [self.wait_seconds.get(axis, 0.0) for axis in WAIT_AXES]
-        return [
-            self.start,
-            self.seconds,
-            *phases,
-            *waits,
-            self.peak_memory,
-            *(self.memory_by_kind.get(part, 0.0) for part in MEMORY_KINDS),
-        ]
+        memory = [self.memory_by_kind.get(kind, 0.0) for kind in MEMORY_KINDS]
+        return [self.start, self.seconds, *phases, *waits, self.peak_memory, *memory]
 
 
 @dataclass
 class RankMetricsWriter:
-    """Of the first rank: the rows of all ranks, step by step, each step a table (ranks, `WIDTH`)."""
+    """Writes the rows of all ranks to `ranks.jsonl`; lives on rank 0. A step is an array (ranks, `NUM_COLUMNS`)."""
 
     path: Path
     total_steps: int
-    """Steps of the run."""
     peer_groups: Sequence[Sequence[int]]
-    """Ranks that should take as long as each other: those of one pipeline stage."""
+    """Groups of ranks with equal work: the ranks of each pipeline stage."""
 
     def __post_init__(self) -> None:
         self.window: list[np.ndarray] = []
@@ -81,9 +78,9 @@ class RankMetricsWriter:
         self.active_alerts: set[str] = set()
 
     def add(self, step: int, rows: np.ndarray) -> list[str]:
-        """Takes in a step. Returns what there is to tell about the last ones, in words."""
+        """Adds a step. Returns new alerts (stragglers, data stalls) as sentences."""
         self.window.append(rows)
-        # A line of many ranks is long: there are fewer of them.
+        # Lines of many ranks are long, so each covers more steps.
         if len(self.window) >= max(1 + len(rows) // 32, min(self.total_steps // TARGET_LINES, step // MIN_LINES)):
             self.flush(step)
         self.recent_steps.append(rows)
@@ -96,16 +93,19 @@ class RankMetricsWriter:
         return new
 
     def flush(self, step: int) -> None:
-        """Writes down what was taken in up to a step."""
+        """Writes the current window, which ends at `step`, as one line."""
         if self.window:
             text = json.dumps(to_record(step, len(self.window), sum_steps(self.window)))
-            with suppress(OSError), self.path.open("a") as file:  # a full disk is told by what a run cannot do without
+            with (
+                suppress(OSError),
+                self.path.open("a") as file,
+            ):  # a lost line is harmless; checkpoints report a full disk
                 file.write(text + "\n")
             self.window = []
 
 
 def sum_steps(steps: list[np.ndarray]) -> np.ndarray:
-    """Some steps as one; what is held is that of the last."""
+    """Sums the steps of a window. Start times are those of the first step, memory is that of the last."""
     total = np.sum(steps, axis=0)
     total[:, START], total[:, PEAK_MEMORY:] = steps[0][:, START], steps[-1][:, PEAK_MEMORY:]
     return np.asarray(total)
@@ -126,7 +126,7 @@ def to_record(step: int, steps: int, ranks: np.ndarray) -> dict[str, Any]:
 
 
 def find_slowest_rank(rows: np.ndarray) -> dict[str, Any]:
-    """The rank, and its work, that took most above the median of all."""
+    """Returns the rank and phase that exceed the median over ranks by the most seconds."""
     phases = rows[:, FIRST_PHASE:FIRST_WAIT]
     medians = np.sort(phases, axis=0)[(len(phases) - 1) // 2]
     rank, phase = np.unravel_index(int((phases - medians).argmax()), phases.shape)
@@ -135,34 +135,36 @@ def find_slowest_rank(rows: np.ndarray) -> dict[str, Any]:
 
 
 def find_alerts(rows: np.ndarray, peer_groups: Sequence[Sequence[int]]) -> list[tuple[str, str]]:
-    """What is wrong with some steps: a word for it, and a sentence."""
-    found = []
+    """Returns (key, sentence) for each straggler, and for the worst data stall."""
+    alerts = []
     work, seconds = rows[:, FIRST_PHASE : FIRST_PHASE + 2].sum(1), np.maximum(rows[:, SECONDS], 1e-9)
     for group in peer_groups:
-        median = float(np.sort(work[list(group)])[(len(group) - 1) // 2])  # of two the quicker
+        median = float(np.sort(work[list(group)])[(len(group) - 1) // 2])  # of two ranks, the faster
         for rank in group:
             excess = float(work[rank]) - median
             if work[rank] > STRAGGLER_RATIO * median and excess > ALERT_SHARE * seconds[rank]:
-                slowdown = f"{work[rank] / max(median, 1e-9):.1f} times as long as those that do the same"
-                cost = f"the others wait {100 * excess / seconds[rank]:.0f}% of a step for it"
-                found.append((f"straggler {rank}", f"rank {rank} computes {slowdown}: {cost}."))
+                slowdown = f"computes {work[rank] / max(median, 1e-9):.1f} times as long as its peers"
+                cost = f"they wait {100 * excess / seconds[rank]:.0f}% of each step for it"
+                alerts.append((f"straggler {rank}", f"rank {rank} is a straggler: it {slowdown}, and {cost}."))
     data_shares = rows[:, FIRST_PHASE + PHASES.index("data")] / seconds
     rank = int(data_shares.argmax())
     if data_shares[rank] > ALERT_SHARE:
-        message = f"rank {rank} spends {100 * data_shares[rank]:.0f}% of its steps waiting for data"
-        found.append((f"data {rank}", f"{message}; more data.workers would help, or a faster source."))
-    return found
+        message = f"rank {rank} spends {100 * data_shares[rank]:.0f}% of its step time waiting for data"
+        alerts.append((f"data {rank}", f"{message}; raise data.workers or use a faster source."))
+    return alerts
 
 
 def clock_offset(all_gather: Any, device: torch.device, world: int, rank: int, rounds: int = 8) -> float:
-    """How far this rank's clock is ahead of that of rank 0: a collective ends for all at about the same time. 0 where
-    it is less than what that is off by itself."""
+    """Returns by how many seconds this rank's clock is ahead of rank 0's, or 0 if that is below the noise.
+
+    A collective ends at about the same time on all ranks, so each reads its clock right after one.
+    """
     sent = torch.zeros(1, dtype=torch.float64, device=device)
     received = sent.repeat(world)
     offsets = []
     for _ in range(rounds):
         all_gather(received, sent)
-        received.cpu()  # the collective is over
+        received.cpu()  # waits until the collective has finished
         sent.fill_(time.time())
         all_gather(received, sent)
         times = received.tolist()
@@ -172,7 +174,7 @@ def clock_offset(all_gather: Any, device: torch.device, world: int, rank: int, r
 
 
 def memory_by_kind(tensors_by_kind: dict[str, Sequence[Any]]) -> dict[str, float]:
-    """Bytes of tensors by what they are; memory that several share counts once, for the first."""
+    """Sums the bytes of tensors by kind. Shared storage counts once, for the first kind that holds it."""
     seen: set[int] = set()
     totals = dict.fromkeys(tensors_by_kind, 0.0)
     for kind, tensors in tensors_by_kind.items():

@@ -1,11 +1,11 @@
-"""The metrics of a run where a team already looks: `track` in the job.
+"""Experiment trackers, chosen by the job key `tracker`.
 
     csv          metrics.csv in the run folder
-    prometheus   metrics.prom in the run folder, for the text file collector of a node's exporter; once a second
-    tensorboard  the folder tensorboard in the run folder; needs the package tensorboard
-    wandb        a run of Weights & Biases; needs the package wandb and an account, or its offline mode
+    prometheus   metrics.prom in the run folder, for node_exporter's textfile collector; updated once a second
+    tensorboard  event files in the folder tensorboard of the run folder; needs the package tensorboard
+    wandb        a Weights & Biases run; needs the package wandb and an account, or its offline mode
 
-`metrics.jsonl` is there in any case. What goes wrong here ends the tracking, not the run.
+`metrics.jsonl` is written in any case. A tracker that fails is disabled; the run continues.
 """
 
 from __future__ import annotations
@@ -22,42 +22,38 @@ from typing import Any
 
 from shardwise.errors import JobError
 from shardwise.job import Job
-from shardwise.metrics.rank_metrics import PHASES, WAIT_AXES
-from shardwise.watch.run_data import SCALAR_METRICS
+from shardwise.metrics.rank_metrics import PHASES, SCALAR_METRICS, WAIT_AXES
 
 CSV_COLUMNS = (
-    "step",
-    *SCALAR_METRICS,
-    "data_wait_seconds",
-    *(f"phase_seconds.{part}" for part in (*PHASES, "other")),
+    "step", *SCALAR_METRICS, "data_wait_seconds", *(f"phase_seconds.{phase}" for phase in (*PHASES, "other")),
     *(f"wait_seconds.{axis}" for axis in WAIT_AXES),
-)
+)  # fmt: skip
 LogFn = Callable[[dict[str, Any]], None]
 
 
 def check_tracker_installed(name: str) -> None:
-    """Raises where what a tracker needs is not installed: before the run starts."""
+    """Raises JobError if the tracker's package is missing. Called before the run starts."""
     package = {"tensorboard": "tensorboard", "wandb": "wandb"}.get(name)
     if package is not None and importlib.util.find_spec(package) is None:
         raise JobError(
-            f'track = "{name}" needs the package {package}, which is not installed; install it (pip install {package}) '
-            'or use track = "csv" or "prometheus", which need nothing.'
+            f'tracker = "{name}" needs the package {package}, which is not installed; run `pip install {package}`, '
+            'or use tracker = "csv" or "prometheus", which need no package.'
         )
 
 
 def flatten(record: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a record, nested ones with a dot between their names."""
-    found: dict[str, float] = {}
+    """Returns the numbers of a record by name; nested names are joined with a dot."""
+    numbers: dict[str, float] = {}
     for key, value in record.items():
         if isinstance(value, dict) and key != "slowest":
-            found |= {f"{key}.{name}": one for name, one in flatten(value).items()}
+            numbers |= {f"{key}.{name}": number for name, number in flatten(value).items()}
         elif isinstance(value, int | float) and not isinstance(value, bool):
-            found[key] = value
-    return found
+            numbers[key] = value
+    return numbers
 
 
 class Tracker:
-    """Sends each record on. `tell`: who is told, once, that it no longer does."""
+    """Logs each record to the job's tracker. If that fails, emits one `tracker_failed` event and stops logging."""
 
     def __init__(self, job: Job, folder: Path, emit_event: Callable[[str, str], None]):
         self.job, self.folder, self.emit_event = job, folder, emit_event
@@ -69,19 +65,12 @@ class Tracker:
             return
         try:
             if self.log_fn is None:
-                factories: dict[str, Callable[[Job, Path], LogFn]] = {
-                    "csv": CsvWriter,
-                    "prometheus": PrometheusWriter,
-                    "tensorboard": _tensorboard,
-                    "wandb": _wandb,
-                }
-                self.log_fn = factories[self.job.tracker](self.job, self.folder)
+                self.log_fn = LOG_FN_FACTORIES[self.job.tracker](self.job, self.folder)
             self.log_fn(record)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the run goes on
+        except Exception as error:  # noqa: BLE001 - a broken tracker must not end the run
             self.disabled = True
-            self.emit_event(
-                "tracker_failed", f"{self.job.tracker} gets no more metrics: {type(error).__name__}: {error}"
-            )
+            reason = f"{type(error).__name__}: {error}"
+            self.emit_event("tracker_failed", f"{self.job.tracker} failed and gets no more metrics: {reason}")
 
 
 class CsvWriter:
@@ -90,7 +79,7 @@ class CsvWriter:
 
     def __call__(self, record: dict[str, Any]) -> None:
         if record["step"] != self.last_step + 1 or not self.path.exists():
-            self._rewrite()  # the first one, or the run went back
+            self._rewrite()  # the first record, or the run rolled back
         else:
             with self.path.open("a", newline="") as file:
                 csv.DictWriter(file, CSV_COLUMNS, extrasaction="ignore").writerow(flatten(record))
@@ -157,3 +146,8 @@ def _wandb(job: Job, folder: Path) -> LogFn:
             run.finish()
 
     return log
+
+
+LOG_FN_FACTORIES: dict[str, Callable[[Job, Path], LogFn]] = {
+    "csv": CsvWriter, "prometheus": PrometheusWriter, "tensorboard": _tensorboard, "wandb": _wandb,
+}  # fmt: skip

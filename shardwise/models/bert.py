@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.kinds import BertConfig
 from shardwise.models import gpt, layers
+from shardwise.models.bert_family import BertConfig
 from shardwise.models.chain import IGNORE_INDEX, Chain, InitSpec, ShardingPlan
 from shardwise.random import Dropout
 

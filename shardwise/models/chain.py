@@ -144,7 +144,8 @@ class Chain(nn.Module):
 
     def slice(self, first: int, last: int) -> Chain:
         """The pieces from `first` up to `last` as a chain of their own, sharing the modules."""
-        return Chain(list(self.named_children())[first:last], self.sharding_plan)
+        modules = list(self.named_children())
+        return self if (first, last) == (0, len(modules)) else Chain(modules[first:last], self.sharding_plan)
 
     def named_unique_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Each parameter once, under its one name."""

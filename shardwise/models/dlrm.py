@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.kinds import DLRMConfig
 from shardwise.models.chain import Chain, InitSpec, ShardingPlan
+from shardwise.models.dlrm_family import DLRMConfig
 
 
 class MLP(nn.Module):
@@ -98,15 +98,6 @@ class DenseDLRM(Chain):
             wide_logits, labels.clamp(min=0).to(wide_logits.dtype), reduction="none"
         )
         return (losses * (labels >= 0)).sum()
-
-
-def build_dlrm(config: DLRMConfig) -> DenseDLRM:
-    return DenseDLRM(config)
-
-
-def table_init_std(rows: int) -> float:
-    """Of a table's initial numbers: that of Naumov's uniform ones, between -1 and 1 over the root of the rows."""
-    return 1.0 / math.sqrt(3.0 * rows)
 
 
 def forward_flops(config: DLRMConfig) -> float:

@@ -17,13 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.kinds import DecoderConfig, ModelConfig, MoEConfig, T5Config
 from shardwise.models.chain import Chain, InitSpec, SequenceRegion, ShardDim, ShardingPlan, UnevenHeads, VocabEmbedding
 from shardwise.models.chain import VocabHead as HeadRule
+from shardwise.models.config import ModelConfig
+from shardwise.models.gpt_family import DecoderConfig
 from shardwise.models.latent_attention import MultiHeadLatentAttention
 from shardwise.models.layers import Linear, RMSNorm, apply_rope, rope_angles, sdpa
 from shardwise.models.loss import VocabShard, fused_linear_cross_entropy, loss_chunk_size
 from shardwise.models.moe import MoE
+from shardwise.models.moe_family import MoEConfig
+from shardwise.models.t5_family import T5Config
 from shardwise.random import Dropout
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from shardwise.kinds import MoEConfig
 from shardwise.models import layers
+from shardwise.models.moe_family import MoEConfig
 
 
 class MultiHeadLatentAttention(nn.Module):

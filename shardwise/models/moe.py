@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from shardwise.kinds import MoEConfig
+from shardwise.models.moe_family import MoEConfig
 
 
 class MoE(nn.Module):

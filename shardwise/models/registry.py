@@ -1,27 +1,66 @@
-"""Which file builds which kind of model."""
+"""The families by name, ours and those of installed packages, and how a `[model]` section finds its own."""
 
 from __future__ import annotations
 
-from shardwise.kinds import BertConfig, DecoderConfig, ResNetConfig, T5Config
-from shardwise.models import bert, gpt, resnet, t5
-from shardwise.models.chain import Chain
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any
 
-ChainModelConfig = DecoderConfig | T5Config | ResNetConfig
+from shardwise.errors import JobError, suggest
+from shardwise.models.bert_family import BertFamily
+from shardwise.models.config import ModelConfig
+from shardwise.models.dlrm_family import DLRMFamily
+from shardwise.models.family import Family
+from shardwise.models.gpt_family import GPTFamily
+from shardwise.models.moe_family import MoEFamily
+from shardwise.models.presets import PRESETS
+from shardwise.models.resnet_family import ResNetFamily
+from shardwise.models.t5_family import T5Family
+
+ENTRY_POINTS = "shardwise.families"
+BUILT_IN: dict[str, Family] = {
+    "gpt": GPTFamily(), "moe": MoEFamily(), "bert": BertFamily(), "t5": T5Family(), "resnet": ResNetFamily(),
+    "dlrm": DLRMFamily(),
+}  # fmt: skip
 
 
-def build_chain(config: ChainModelConfig, seed: int) -> Chain:
-    """The whole model, its weights not yet started."""
-    if isinstance(config, ResNetConfig):
-        return resnet.build_resnet(config, seed)
-    if isinstance(config, T5Config):
-        return t5.build_t5(config, seed)
-    return bert.build_bert(config, seed) if isinstance(config, BertConfig) else gpt.build_gpt(config, seed)
+@cache
+def families() -> dict[str, Family]:
+    """All families by name; those of other packages are loaded on the first call."""
+    found = dict(BUILT_IN)
+    for entry in entry_points(group=ENTRY_POINTS):
+        if entry.name in found:
+            raise JobError(f"the package entry point {entry.value!r} redefines the family {entry.name!r}.")
+        try:
+            family = entry.load()
+        except Exception as error:  # noqa: BLE001 - whatever a foreign package raises on import
+            raise JobError(f"the family {entry.name!r} of {entry.value!r} cannot be loaded: {error}.") from error
+        found[entry.name] = family() if isinstance(family, type) else family
+    return found
 
 
-def forward_flops_per_module(config: ChainModelConfig) -> list[float]:
-    """Forward floating-point operations per sample of each piece of the chain."""
-    if isinstance(config, ResNetConfig):
-        return resnet.forward_flops(config)
-    if isinstance(config, T5Config):
-        return t5.forward_flops(config)
-    return bert.forward_flops(config) if isinstance(config, BertConfig) else gpt.forward_flops(config)
+def family_name(name: str) -> str:
+    """Returns the family of a model or preset name; raises ValueError if there is no such model."""
+    if name in BUILT_IN:
+        return name
+    if name in PRESETS:
+        return str(PRESETS[name]["family"])
+    if name in families():
+        return name
+    raise ValueError(f"unknown model {name!r}; {suggest(name, [*families(), *PRESETS])}")
+
+
+def family_of(config: ModelConfig) -> Family:
+    """Returns the family that a config belongs to."""
+    name = family_name(config.name)
+    return BUILT_IN[name] if name in BUILT_IN else families()[name]
+
+
+def parse_model(values: Mapping[str, Any]) -> ModelConfig:
+    """Returns the config of a `[model]` section. A preset's values are the defaults of the keys that are missing."""
+    name = values.get("name", "gpt")
+    family = family_name(name) if isinstance(name, str) else "gpt"
+    preset = {key: value for key, value in PRESETS.get(name, {}).items() if key != "family"}
+    chosen = BUILT_IN[family] if family in BUILT_IN else families()[family]
+    return chosen.config.model_validate({**preset, **values})

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.kinds import ResNetConfig
 from shardwise.models.chain import IGNORE_INDEX, Chain, InitSpec, ShardingPlan
+from shardwise.models.resnet_family import ResNetConfig
 
 BLOCKS_PER_STAGE = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 MOMENTUM = 0.1
@@ -68,24 +68,27 @@ def block_shapes(config: ResNetConfig) -> Iterator[tuple[int, int, int]]:
 class BatchNorm(nn.Module):
     """Batch norm. `total` sums over the ranks that share a batch, of which there are `parts`; None: one has it all."""
 
-    mean: Tensor
+    running_mean: Tensor
     running_var: Tensor
 
     def __init__(self, channels: int, eps: float = 1e-5):
         super().__init__()
         self.weight, self.bias = (nn.Parameter(torch.empty(channels)) for _ in range(2))
-        self.register_buffer("mean", torch.zeros(channels))
+        self.register_buffer("running_mean", torch.zeros(channels))
         self.register_buffer("running_var", torch.ones(channels))
         self.eps, self.num_shards = eps, 1
         self.all_reduce_sum: Callable[[Tensor], Tensor] | None = None
 
     def reset_buffers(self) -> None:
         """Starts what is remembered, once it has memory."""
-        wide = torch.promote_types(self.mean.dtype, torch.float32)
-        self.mean, self.running_var = torch.zeros_like(self.mean, dtype=wide), torch.ones_like(self.mean, dtype=wide)
+        wide = torch.promote_types(self.running_mean.dtype, torch.float32)
+        self.running_mean, self.running_var = (
+            torch.zeros_like(self.running_mean, dtype=wide),
+            torch.ones_like(self.running_mean, dtype=wide),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        mean, variance = self._batch_statistics(x) if self.training else (self.mean, self.running_var)
+        mean, variance = self._batch_statistics(x) if self.training else (self.running_mean, self.running_var)
         wide = torch.promote_types(x.dtype, torch.float32)
         factor = (variance + self.eps).rsqrt() * self.weight.to(wide)
         shift = self.bias.to(wide) - mean * factor
@@ -97,7 +100,7 @@ class BatchNorm(nn.Module):
         mean = self._all_reduce(wide.sum((0, 2, 3))) / count
         variance = self._all_reduce((wide - mean[:, None, None]).square().sum((0, 2, 3))) / count
         with torch.no_grad():
-            self.mean.lerp_(mean.to(self.mean.dtype), MOMENTUM)
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), MOMENTUM)
             self.running_var.lerp_((variance * (count / max(1, count - 1))).to(self.running_var.dtype), MOMENTUM)
         return mean, variance
 

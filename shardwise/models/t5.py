@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.kinds import T5Config
 from shardwise.models import gpt, layers
 from shardwise.models.chain import Chain, InitSpec, SequenceRegion, ShardDim, ShardingPlan, VocabEmbedding
 from shardwise.models.chain import VocabHead as HeadRule
+from shardwise.models.t5_family import T5Config
 from shardwise.random import Dropout
 
 

@@ -1,4 +1,4 @@
-"""Optimizers over pieces of weights, and the schedules of their learning rate."""
+"""Optimizers for parameter shards, and learning rate schedules."""
 
 from shardwise.optim.lr_schedule import learning_rate, set_learning_rate
 from shardwise.optim.optimizer_factory import make_optimizer

@@ -1,8 +1,8 @@
 """Adafactor (Shazeer and Stern 2018) in the variant of `torch.optim.Adafactor`.
 
-Of a matrix it keeps a mean square for each row and each column, where Adam keeps two numbers for each weight. PyTorch's
-knows no pieces: here means and lengths are those of the whole weight, summed over the ranks that hold the others. The
-rate is the weight's length times the smaller of `lr` and 1/sqrt(step); no first moment.
+For a matrix it keeps the mean squared gradient of each row and column, where Adam keeps two numbers per element.
+PyTorch's version does not support shards; here, means and norms are those of the full parameter, summed over the ranks
+that shard it. The step size is the RMS of the parameter times min(lr, 1/sqrt(step)); there is no first moment.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from shardwise.optim.sharded_optimizer import ParamShardLike, ShardedOptimizer, sum_of_squares, sum_over_shards
 
-BETA2_DECAY = -0.8  # the share of the newest square in step t is t^DECAY
-EPS2 = 1e-3  # weights shorter than this count as so long
-EPS1 = 2.0**-23  # PyTorch's for float32. Its own for float64 would turn the rounding of a zero into a step.
+BETA2_DECAY = -0.8  # 1 - beta2 at step t is t^BETA2_DECAY
+EPS2 = 1e-3  # lower bound of a parameter's RMS in its step size
+EPS1 = 2.0**-23  # PyTorch's value for float32; its smaller float64 value would turn rounding noise into an update
 
 ShardWithState = tuple[ParamShardLike, dict[str, Tensor], dict[str, Any]]
 
@@ -43,7 +43,7 @@ class Adafactor(ShardedOptimizer):
             self.update_weight(shard, decayed - self._normalized_update(member, row_means) * lr.to(decayed.dtype))
 
     def _update_variances(self, members: list[ShardWithState], steps: list[Tensor]) -> dict[int, Tensor]:
-        """Takes the new squares in. Returns, by piece, the mean of its row means, one for each matrix."""
+        """Updates the running squares. Returns the mean over rows of each matrix's `row_var`, by id of its shard."""
         matrix_indices = [index for index, (shard, _, _) in enumerate(members) if len(shard.shape) > 1]
         shards = [members[index][0] for index in matrix_indices]
         partial_sums, summed_dims = [], []
@@ -70,7 +70,7 @@ class Adafactor(ShardedOptimizer):
         self.assign_unless_skipped(old, old.lerp(new, one_minus_beta2.to(new.dtype)))
 
     def _normalized_update(self, member: ShardWithState, row_means: dict[int, Tensor]) -> Tensor:
-        """Made twice, once for its length, for the sake of memory."""
+        """Returns the gradient over the root of its variance. Computed twice per step, to save memory."""
         shard, state, _ = member
         if id(shard) in row_means:
             variance = state["row_var"] @ state["col_var"] / row_means[id(shard)].clamp(min=EPS1)

@@ -1,8 +1,8 @@
-"""AdamW over the local pieces of weights: PyTorch's fused kernels, or our own where they cannot.
+"""AdamW for parameter shards with features that PyTorch's fused AdamW lacks.
 
-Ours takes gradients in the compute type, rounds the updated weights for the next step in the same pass over memory, and
-may keep its averages in bf16. On a GPU it is one kernel (`shardwise.optim.adamw_kernel`); elsewhere PyTorch's, a weight at a
-time.
+It takes gradients in the compute dtype, writes the compute copy of the updated weights in the same pass over memory,
+and can keep its moments in bf16. On a GPU it is one Triton kernel (`shardwise.optim.adamw_kernel`); elsewhere it calls
+PyTorch's fused kernel for one parameter at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardwise.optim.sharded_optimizer import ParamShardLike, ShardedOptimizer
 
 
 class AdamW(ShardedOptimizer):
-    """Our own. States have PyTorch's names."""
+    """AdamW with compute copies and an optional dtype for its moments. State names are PyTorch's."""
 
     def __init__(
         self, groups: list[dict[str, Any]], defaults: dict[str, Any], shards: Sequence[ParamShardLike],
@@ -28,7 +28,7 @@ class AdamW(ShardedOptimizer):
         self.lr_tensors = [torch.zeros((), device=group["params"][0].device) for group in self.param_groups]
 
     def copy_lr_to_device(self) -> None:
-        """Takes the learning rates to the device: a recorded step reads them there."""
+        """Copies the learning rates to the device, where a CUDA graph of the step reads them."""
         for group, lr_tensor in zip(self.param_groups, self.lr_tensors, strict=True):
             lr_tensor.fill_(group["lr"])
 
@@ -56,18 +56,9 @@ class AdamW(ShardedOptimizer):
     ) -> None:
         from shardwise.optim.adamw_kernel import fused_adamw_
 
-        moments = state["exp_avg"], state["exp_avg_sq"]
-        fused_adamw_(
-            shard.tensor.detach(),
-            shard.grad,
-            *moments,
-            shard.compute_copy,
-            state["step"],
-            lr_tensor,
-            group,
-            self.grad_scale,
-            self.found_inf,
-        )
+        weight, moments = shard.tensor.detach(), (state["exp_avg"], state["exp_avg_sq"])
+        scale_and_inf = self.grad_scale, self.found_inf
+        fused_adamw_(weight, shard.grad, *moments, shard.compute_copy, state["step"], lr_tensor, group, *scale_and_inf)
 
     def _init_state(self, weight: Tensor) -> None:
         state = self.state[weight]
@@ -84,6 +75,7 @@ def torch_adamw_(
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
+    """Updates one shard with PyTorch's fused kernel, converting moments of another dtype for the call."""
     weight, moments = shard.tensor.detach(), (state["exp_avg"], state["exp_avg_sq"])
     exp_avg, exp_avg_sq = (moment.to(weight.dtype) for moment in moments)
     beta1, beta2 = group["betas"]

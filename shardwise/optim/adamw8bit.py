@@ -1,9 +1,9 @@
-"""AdamW with its two averages in 8 bits: blockwise, in the dynamic code of Dettmers et al. (2022).
+"""AdamW with 8-bit moments: block-wise dynamic quantization (Dettmers et al. 2022).
 
-A block is a run of 256 numbers in a row of the piece, with one scale in 32 bits. Pieces that are cut by rows have the
-blocks of the whole weight; a cut across rows begins new ones, so what is rounded then depends a little on the layout.
-Vectors and small weights stay wide. Checkpoints hold the averages wide: read back into the same blocks they become the
-same codes, and any layout, or another kind of states, can go on from them.
+A block is 256 consecutive elements of a row of the shard, with one float32 scale. Shards along the first dimension have
+the same blocks as the full parameter; shards along the last one start new blocks, so rounding then depends slightly on
+the layout. Vectors and small parameters keep full-precision moments. Checkpoints store dequantized moments: quantizing
+them into the same blocks gives the same codes, and any layout or state dtype can resume from them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from shardwise.optim.adamw import torch_adamw_
 from shardwise.optim.sharded_optimizer import ParamShardLike, ShardedOptimizer
 
 BLOCK_SIZE = 256
-MIN_8BIT_NUMEL = 4096  # weights with fewer numbers stay wide
-MOMENT_IS_SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # whether it has a sign
+MIN_8BIT_NUMEL = 4096  # smaller parameters keep full-precision moments
+MOMENT_IS_SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 
 
 class AdamW8bit(ShardedOptimizer):
@@ -46,7 +46,7 @@ class AdamW8bit(ShardedOptimizer):
             shard.is_compute_copy_current = shard.compute_copy is not None
 
     def state_for_checkpoint(self, weight: Tensor) -> dict[str, Tensor]:
-        """The state as a checkpoint has it, in host memory: the device may have no room for it."""
+        """Returns dequantized moments in host memory, since the device may lack room for them."""
         state = self.state.get(weight, {})
         return {
             key: self._load_moment(self.shards[weight], key, torch.device("cpu")) if key in MOMENT_IS_SIGNED else value
@@ -54,7 +54,7 @@ class AdamW8bit(ShardedOptimizer):
         }  # fmt: skip
 
     def after_load(self) -> None:
-        """Rounds what a checkpoint has brought."""
+        """Quantizes the moments loaded from a checkpoint."""
         for shard, state, _ in self.iter_shards():
             for key in MOMENT_IS_SIGNED.keys() & state.keys():
                 self._store_moment(shard, key, state[key])
@@ -80,19 +80,19 @@ class AdamW8bit(ShardedOptimizer):
 
 @cache
 def dynamic_map(signed: bool) -> tuple[float, ...]:
-    """The 256 values: finer where they are larger, over seven powers of ten."""
+    """Returns the 256 values of the dynamic data type: seven decades, with more values in the larger ones."""
     values = [0.0, 1.0]
     for exponent in range(7):
         steps = 2**exponent if signed else 2 ** (exponent + 1)
         middles = [10.0 ** (exponent - 6) * (0.1 + 0.9 * (number + 0.5) / steps) for number in range(steps)]
         values += middles + ([-middle for middle in middles] if signed else [])
     values.sort()
-    # The largest of a block is kept as it is, whatever its sign.
+    # Both -1 and 1 are values, so that the largest element of a block is exact.
     return (-1.0, *values[1:]) if signed else tuple(values)
 
 
 def quantize_blockwise(tensor: Tensor, code_map: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes, of the same shape, and the scale of each block."""
+    """Returns uint8 codes of the same shape and the scale of each block."""
     rows = tensor.float().flatten(0, -2)
     blocks = F.pad(rows, (0, -rows.shape[1] % BLOCK_SIZE)).unflatten(1, (-1, BLOCK_SIZE))
     scale = blocks.abs().amax(2)

@@ -1,4 +1,4 @@
-"""The update of AdamW in one pass over memory. Imported only where there is a GPU; twin: `shardwise.optim.adamw`."""
+"""AdamW as one Triton kernel. Imported only on GPUs; `shardwise.optim.adamw` has the CPU counterpart."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def fused_adamw_(
     weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, compute_param: Tensor | None, step: Tensor,
     lr_tensor: Tensor, group: dict[str, Any], grad_scale: Tensor | None, found_inf: Tensor | None,
 ) -> None:  # fmt: skip
-    """Updates weight and averages in place, and what is rounded of the weight. `count` is that of this step."""
+    """Updates weight, moments and, if given, the compute copy in place. `step` counts from 1."""
     zero = torch.zeros((), device=weight.device) if grad_scale is None or found_inf is None else None
     _adamw_kernel[(triton.cdiv(weight.numel(), BLOCK),)](
         weight,
@@ -72,7 +72,7 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
         m = beta1 * m + (1.0 - beta1) * g
         v = beta2 * v + (1.0 - beta2) * g * g
         steps = tl.load(step)
-        # 1 - beta^n, of which only an exponential is at hand; with few steps it loses no more than a float's digits
+        # 1 - beta^n by exp and log: Triton has no power function
         bias_correction1 = 1.0 - tl.exp(steps * tl.log(beta1))
         bias_correction2 = 1.0 - tl.exp(steps * tl.log(beta2))
         w = w * (1.0 - lr * weight_decay) - lr * (m / bias_correction1) / (tl.sqrt(v / bias_correction2) + eps)

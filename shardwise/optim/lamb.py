@@ -1,8 +1,8 @@
-"""LAMB (You et al. 2020): Adam's step, for each weight as long as the weight is.
+"""LAMB (You et al. 2020): Adam's update, scaled per parameter by the trust ratio |weight| / |update|.
 
-PyTorch has none. The ratio of the two norms is that of the whole weight: its pieces' squares are summed over the ranks
-that hold them, for all weights at once. Weights that are not decayed (norms, biases) take Adam's step as it is, as in
-the authors' code. No bound on the ratio; it is 1 where either norm is zero.
+PyTorch has no LAMB. Both norms are those of the full parameter: squares are summed over the ranks that shard it, for
+all parameters in one collective per axis. As in the authors' code, parameters without weight decay (norms, biases) take
+Adam's plain update. The trust ratio is unbounded, and 1 if either norm is zero.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class LAMB(ShardedOptimizer):
     def _adam_update(
         self, shard: ParamShardLike, state: dict[str, Tensor], group: dict[str, Any], step_number: Tensor
     ) -> Tensor:
-        """Adam's step with decay. Made twice, once for its norm: keeping it would take the memory of the weights."""
+        """Returns Adam's update with decay. Computed twice per step, since storing it would cost memory."""
         dtype = shard.tensor.dtype
         bias_correction1, bias_correction2 = ((1.0 - beta**step_number).to(dtype) for beta in group["betas"])
         denominator = (state["exp_avg_sq"] / bias_correction2).sqrt_().add_(group["eps"])

@@ -1,4 +1,4 @@
-"""The learning rate of each step: warm-up, then constant, cosine, linear, or stable with a decay at the end (wsd)."""
+"""Learning rate schedules: warmup, then constant, cosine, linear or warmup-stable-decay (wsd)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardwise.job import OptimizerConfig
 
 
 def learning_rate(settings: OptimizerConfig, step: int, total_steps: int) -> float:
-    """For step 0, 1, ... of `total`; the last one has `final` times the highest rate."""
+    """Returns the learning rate of a step, counted from 0; the last step has `min_lr_ratio` times the peak."""
     warmup = round(settings.warmup * total_steps if settings.warmup < 1 else settings.warmup)
     if step < warmup:
         return settings.lr * (step + 1) / (warmup + 1)

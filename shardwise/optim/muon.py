@@ -1,9 +1,9 @@
-"""Muon (Jordan et al. 2024) for the matrices of blocks, AdamW for all else: `torch.optim.Muon` over pieces.
+"""Muon (Jordan et al. 2024) for the matrices inside blocks, AdamW for all other parameters.
 
-A matrix's averaged gradient is made orthogonal as a whole. Each matrix goes to one of the ranks that hold its pieces,
-is made orthogonal there and goes back; ranks that hold copies do each a part of them. So work and memory are shared. A
-stack of experts is as many matrices; what is one weight (queries, keys and values in one) is one matrix, as it would be
-for PyTorch. Steps have the length of AdamW's (PyTorch's `match_rms_adamw`), so one learning rate serves both.
+It computes what `torch.optim.Muon` computes, on shards. Orthogonalization needs full matrices: each matrix is gathered
+on one of the ranks that shard it, orthogonalized there, and scattered back; replicas each take a part of the matrices.
+Stacked expert weights are one matrix per expert; a fused QKV weight is one matrix, as in PyTorch. Updates have the RMS
+of AdamW's (PyTorch's `match_rms_adamw`), so one learning rate serves both.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Muon(ShardedOptimizer):
         self, groups: list[dict[str, Any]], defaults: dict[str, Any], shards: Sequence[ParamShardLike],
         adamw: torch.optim.Optimizer,
     ):  # fmt: skip
-        """`rest`: the optimizer of all other weights. To those who set rates and save states both are one."""
+        """`adamw` updates all other parameters; `param_groups` and `state` combine both optimizers."""
         super().__init__(groups, defaults, shards)
         self.adamw, self.muon_groups = adamw, self.param_groups
         self.param_groups = [*adamw.param_groups, *self.muon_groups]
@@ -47,21 +47,20 @@ class Muon(ShardedOptimizer):
             average = self.state[shard.tensor].setdefault("momentum_buffer", torch.zeros_like(grad))
             self.assign_unless_skipped(average, average.lerp(grad, 1.0 - group["momentum"]))
             updates.append(to_matmul_dtype(grad.lerp(average, group["momentum"])))
-        for (shard, group), update in zip(
-            members, orthogonalize(updates, [shard for shard, _ in members]), strict=True
-        ):
+        updates = orthogonalize(updates, [shard for shard, _ in members])
+        for (shard, group), update in zip(members, updates, strict=True):
             lr = group["lr"] * 0.2 * math.sqrt(max(shard.shape[-2:]))
             decayed = shard.tensor.detach() * (1.0 - group["lr"] * group["weight_decay"])
             self.update_weight(shard, decayed.sub_(update.to(decayed.dtype), alpha=lr))
 
 
 def to_matmul_dtype(tensor: Tensor) -> Tensor:
-    """As it goes into the products: on a GPU in bf16, as in PyTorch's; on a CPU, which may not know it, unchanged."""
+    """Casts float32 to bf16 on GPUs, as PyTorch's Muon does; CPUs keep the dtype, since not all support bf16."""
     return tensor.bfloat16() if tensor.is_cuda and tensor.dtype == torch.float32 else tensor
 
 
 def newton_schulz(x: Tensor) -> Tensor:
-    """Roughly the nearest orthogonal matrix, of one or of each in a stack."""
+    """Returns approximately the nearest orthogonal matrix, for one matrix or a batch."""
     if not x.numel():
         return x
     a, b, c = NS_COEFFICIENTS
@@ -77,7 +76,7 @@ def newton_schulz(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class MatrixShard:
-    """Of a matrix, or of a stack of them: what is held here, and how the rest lies."""
+    """This rank's shard of a matrix, or of a batch of matrices, and how it is sharded."""
 
     tensor: Tensor
     shape: torch.Size
@@ -90,12 +89,12 @@ class MatrixShard:
 
     @property
     def group_key(self) -> tuple[int, ...]:
-        """Those that are cut and copied over the same ranks travel together."""
+        """Matrices with the same key are sharded and replicated over the same ranks and share collectives."""
         return *(id(axis.group) for _, axis in self.sharded_dims), id(self.replica_axis)
 
 
 def orthogonalize(tensors: list[Tensor], shards: Sequence[ParamShardLike]) -> list[Tensor]:
-    """Each piece of what its whole matrix becomes."""
+    """Returns this rank's shard of each orthogonalized full matrix."""
     by_group: dict[tuple[int, ...], list[tuple[int, MatrixShard]]] = {}
     for index, (tensor, shard) in enumerate(zip(tensors, shards, strict=True)):
         sharded_dims = tuple((dim, axis) for dim, axis in shard.sharded_dims if dim >= len(shard.shape) - 2)
@@ -103,16 +102,15 @@ def orthogonalize(tensors: list[Tensor], shards: Sequence[ParamShardLike]) -> li
         by_group.setdefault(matrix_shard.group_key, []).append((index, matrix_shard))
     results = list(tensors)
     for group in by_group.values():
-        for (index, _), result in zip(
-            group, _orthogonalize_on_owners([matrix_shard for _, matrix_shard in group]), strict=True
-        ):
+        orthogonalized = _orthogonalize_on_owners([matrix_shard for _, matrix_shard in group])
+        for (index, _), result in zip(group, orthogonalized, strict=True):
             results[index] = result
     return results
 
 
 def _orthogonalize_on_owners(matrix_shards: list[MatrixShard]) -> list[Tensor]:
-    """Puts pieces together along their last cut, each on one rank of it, and so on for the cuts before; works; takes
-    everything apart again."""
+    """Gathers each matrix on one rank of its innermost sharded axis, recurses for the outer axes, orthogonalizes, and
+    scatters the results back."""
     if not matrix_shards or not matrix_shards[0].sharded_dims:
         return _orthogonalize_replicated(matrix_shards)
     axis = matrix_shards[0].sharded_dims[-1][1]
@@ -143,7 +141,7 @@ def _orthogonalize_on_owners(matrix_shards: list[MatrixShard]) -> list[Tensor]:
 
 
 def _orthogonalize_replicated(matrix_shards: list[MatrixShard]) -> list[Tensor]:
-    """Works on this rank's share of what all ranks of an axis have, and hands around what comes of it."""
+    """Splits matrices that replicas share among them: each orthogonalizes some and sends the results to the others."""
     axis = matrix_shards[0].replica_axis if matrix_shards else None
     if axis is None:
         return [newton_schulz(shard.tensor) for shard in matrix_shards]
@@ -161,22 +159,22 @@ def _restore_order(assignment: list[list[int]], results: list[list[Tensor]]) -> 
 def _all_to_all_tensors(
     tensors_by_rank: list[list[Tensor]], shapes: list[list[list[int]]], axis: AxisLike, like: Tensor
 ) -> list[list[Tensor]]:
-    """Sends each rank its tensors; gives those from each, which are of the given shapes. `like`: of their type."""
+    """All-to-all of lists of tensors; returns what each rank sent, in the given shapes and the dtype of `like`."""
     flat = torch.cat([like.new_empty(0), *(tensor.reshape(-1) for tensors in tensors_by_rank for tensor in tensors)])
     input_split_sizes = [sum(tensor.numel() for tensor in tensors) for tensors in tensors_by_rank]
-    output_split_sizes = [sum(map(math.prod, each)) for each in shapes]
+    output_split_sizes = [sum(map(math.prod, rank_shapes)) for rank_shapes in shapes]
     output = flat.new_empty(sum(output_split_sizes))
     all_to_all(output, flat, output_split_sizes, input_split_sizes, group=axis.group)
     return [
-        [tensor.view(shape) for tensor, shape in zip(chunk.split([*map(math.prod, each)]), each, strict=True)]
-        for chunk, each in zip(output.split(output_split_sizes), shapes, strict=True)
+        [part.view(shape) for part, shape in zip(chunk.split([*map(math.prod, rank_shapes)]), rank_shapes, strict=True)]
+        for chunk, rank_shapes in zip(output.split(output_split_sizes), shapes, strict=True)
     ]
 
 
 def _split_sizes(length: int, sharded_dims: Sequence[tuple[int, AxisLike]]) -> list[int]:
-    """How the last cut parts what those before it, along the same side, leave of a length."""
-    *before, (dim, axis) = sharded_dims
-    for outer_dim, outer_axis in before:
+    """Returns the sizes into which the innermost axis splits this dimension, after outer axes have split it."""
+    *outer, (dim, axis) = sharded_dims
+    for outer_dim, outer_axis in outer:
         if outer_dim == dim:
             length = outer_axis.span(length)[1]
     chunk_size = -(-length // axis.size)
@@ -184,7 +182,7 @@ def _split_sizes(length: int, sharded_dims: Sequence[tuple[int, AxisLike]]) -> l
 
 
 def _balance_by_cost(costs: list[int], ranks: int) -> list[list[int]]:
-    """What each rank works on: the costliest is given out first, to whom has least to do."""
+    """Assigns indices to ranks: the most expensive first, each to the rank with the least load."""
     loads, assignment = [0] * ranks, [list[int]() for _ in range(ranks)]
     for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
         rank = loads.index(min(loads))

@@ -1,4 +1,4 @@
-"""The optimizer that a job asks for, over the pieces that this rank holds."""
+"""Builds the optimizer of a job for this rank's parameter shards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardwise.optim.sharded_optimizer import ParamShardLike
 
 
 def make_optimizer(settings: OptimizerConfig, shards: Sequence[ParamShardLike]) -> torch.optim.Optimizer:
-    """Every rank makes one; what it needs to know of whole weights it asks the other ranks for, in its steps."""
+    """Builds the optimizer for this rank's shards; some communicate in each step to get full norms or matrices."""
     defaults: dict[str, Any] = {"lr": settings.lr}
     groups = _param_groups(settings, shards)
     if settings.name == "sgd":
@@ -36,7 +36,7 @@ def make_optimizer(settings: OptimizerConfig, shards: Sequence[ParamShardLike]) 
 
 
 def _make_adamw(settings: OptimizerConfig, shards: Sequence[ParamShardLike]) -> torch.optim.Optimizer:
-    """It works element by element, so pieces are all it needs: PyTorch's own where it can."""
+    """Returns PyTorch's fused AdamW, or ours for compute copies and low-precision moments. Neither communicates."""
     groups = _param_groups(settings, shards)
     defaults: dict[str, Any] = {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps}
     if settings.state_dtype == "8bit":
@@ -48,7 +48,7 @@ def _make_adamw(settings: OptimizerConfig, shards: Sequence[ParamShardLike]) -> 
 
 
 def _param_groups(settings: OptimizerConfig, shards: Sequence[ParamShardLike]) -> list[dict[str, Any]]:
-    """Pieces by their weight decay."""
+    """Groups the shards by weight decay."""
     groups: dict[float, list[Any]] = {}
     for shard in shards:
         default_decay = settings.weight_decay if shard.decays else 0.0

@@ -1,4 +1,4 @@
-"""Stochastic gradient descent with momentum, as `torch.optim.SGD` takes its steps; decay is part of the gradient."""
+"""SGD with momentum, equal to `torch.optim.SGD`; weight decay is added to the gradient."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What our optimizers share: steps over pieces of weights, and sums over all pieces of a weight.
+"""Base class of our optimizers, which update parameter shards and sum statistics over all shards of a parameter.
 
-A step reads no value: whether it does nothing is decided on the device, and alike on every rank. What is summed over
-ranks travels in float64, so that ranks with copies of a piece, which sum in groups of their own and maybe in another
-order, still come to the same number in the type of the weights.
+A step never synchronizes with the host: the device decides whether to skip it, identically on every rank. Sums over
+ranks use float64, so that replicas of a shard, which sum in different groups and maybe in another order, still get the
+same number in the dtype of the weights.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardwise.comm.collectives import all_reduce
 
 
 class AxisLike(Protocol):
-    """Ranks that hold pieces of one weight (see `shardwise.parallel.mesh`)."""
+    """A mesh axis that a parameter is sharded over (see `shardwise.parallel.mesh`)."""
 
     @property
     def size(self) -> int: ...
@@ -33,7 +33,7 @@ class AxisLike(Protocol):
 
 
 class ParamShardLike(Protocol):
-    """What an optimizer needs to know of a part of a weight (see `shardwise.parallel.param_shard`)."""
+    """What an optimizer reads of a parameter shard (see `shardwise.parallel.param_shard`)."""
 
     is_compute_copy_current: bool
 
@@ -66,10 +66,10 @@ class ParamShardLike(Protocol):
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Of a step that must do nothing `found_inf` is 1; `grad_scale` is what gradients are to be divided by."""
+    """As in PyTorch's fused optimizers, `found_inf` = 1 skips a step and gradients are divided by `grad_scale`."""
 
     collapsed_dims: dict[str, int] = {}
-    """Of states that have one number where the weight has a whole dimension: which one, from the last."""
+    """Dimensions, counted from the last, in which a state tensor has size 1."""
 
     def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any], shards: Sequence[ParamShardLike]):
         super().__init__(groups, {"fused": True, **defaults})
@@ -78,14 +78,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.found_inf: Tensor | None = None
 
     def state_for_checkpoint(self, weight: Tensor) -> dict[str, Tensor]:
-        """The state of a piece as a checkpoint has it."""
+        """Returns the state of a shard in the form that checkpoints store."""
         return self.state.get(weight, {})
 
     def after_load(self) -> None:
-        """To be called when a checkpoint has filled the states."""
+        """Called after a checkpoint has filled the states."""
 
     def iter_shards(self) -> Iterator[tuple[ParamShardLike, dict[str, Tensor], dict[str, Any]]]:
-        """Each piece with its state and its settings."""
+        """Yields each shard with its state and its param group."""
         for group in self.param_groups:
             for weight in group["params"]:
                 yield self.shards[weight], self.state[weight], group
@@ -95,7 +95,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return grad if self.grad_scale is None else grad / self.grad_scale
 
     def assign_unless_skipped(self, old: Tensor, new: Tensor) -> None:
-        """Makes `old` the new one, unless this step does nothing."""
+        """Copies `new` into `old` unless this step is skipped."""
         old.copy_(new if self.found_inf is None else torch.where(self.found_inf > 0.0, old, new))
 
     def update_weight(self, shard: ParamShardLike, new: Tensor) -> None:
@@ -105,7 +105,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             shard.is_compute_copy_current = True
 
     def increment_step(self, shard: ParamShardLike, state: dict[str, Tensor]) -> Tensor:
-        """The number of this step, from 1 on, for arithmetic."""
+        """Increments the step count unless the step is skipped; returns it in float64."""
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=shard.tensor.device)
         self.assign_unless_skipped(state["step"], state["step"] + 1.0)
@@ -113,16 +113,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def sum_of_squares(tensor: Tensor, dim: int | None = None) -> Tensor:
-    """The sum of squares, of all or along one dimension, which is kept."""
+    """Returns the float64 sum of squares of all elements, or along one dimension, which is kept with size 1."""
     return torch.linalg.vector_norm(tensor, dim=dim, keepdim=dim is not None, dtype=torch.float64).square()
 
 
 def sum_over_shards(
     partial_sums: Sequence[Tensor], shards: Sequence[ParamShardLike], summed_dims: Sequence[Collection[int]]
 ) -> list[Tensor]:
-    """Sums what each rank has of its pieces over the ranks that hold the others, one collective for an axis.
+    """All-reduces each shard's partial sums over the axes that shard it; one collective per axis.
 
-    `over`: the dimensions that were summed; cuts along others part what is summed on its own.
+    `summed_dims` are the dimensions that the partial sums reduce: axes that shard other dimensions are left alone.
     """
     sums = [partial_sum.double() for partial_sum in partial_sums]
     axes = {id(axis.group): axis for shard in shards for _, axis in shard.sharded_dims}

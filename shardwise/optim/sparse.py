@@ -1,8 +1,8 @@
-"""Updates of the rows of a table that a step has touched, each once, where they live.
+"""Sparse optimizers, which update only the embedding rows that a step used.
 
-Row-wise AdaGrad keeps one number for a row, the sum over steps of the mean square of its gradient; Adam's two averages
-are as large as the table and move only where a row is touched (`torch.optim.SparseAdam` does the same). Neither decays
-weights: that would touch every row in every step.
+Row-wise AdaGrad keeps one number per row, the sum of its gradient's mean squares. Sparse Adam keeps two moments of the
+table's size and updates them only for used rows, as `torch.optim.SparseAdam` does. Neither has weight decay, which
+would touch every row in every step.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 
 
 def scatter_add_rows_(table: Tensor, rows: Tensor, values: Tensor) -> None:
-    """As `index_add_` along rows, in half of its time on CPU."""
+    """Like `index_add_` along rows, but twice as fast on CPU."""
     table.scatter_add_(0, rows[:, None].expand_as(values), values)
 
 
 def rowwise_adagrad_(
     table: Tensor, state_sum: Tensor, rows: Tensor, gradient: Tensor, mean_squares: Tensor, lr: float, eps: float
 ) -> None:
-    """`squares`: the mean square of each touched row's whole gradient, of which `gradient` may be some columns."""
+    """`mean_squares` are those of the full rows' gradients; `gradient` may have only some of their columns."""
     state_sum.index_add_(0, rows, mean_squares)
     denominator = state_sum.index_select(0, rows).sqrt_().add_(eps)
     scatter_add_rows_(table, rows, (gradient / denominator[:, None]).mul_(-lr))
@@ -31,7 +31,7 @@ def sparse_adam_(
     table: Tensor, moments: tuple[Tensor, Tensor], rows: Tensor, gradient: Tensor, step: int, lr: float,
     betas: tuple[float, float], eps: float,
 ) -> None:  # fmt: skip
-    """`number`: of this step, from 1 on."""
+    """Updates the used rows and their moments; `step` counts from 1."""
     exp_avg, exp_avg_sq = (moment.index_select(0, rows) for moment in moments)
     exp_avg.lerp_(gradient, 1.0 - betas[0])
     exp_avg_sq.lerp_(gradient.square(), 1.0 - betas[1])
@@ -42,20 +42,17 @@ def sparse_adam_(
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
-    """An optimizer of dense weights, and tables beside it, as one: one learning rate to set, one state to save.
+    """Combines the optimizer of the dense weights with the embedding tables' own updates.
 
-    `grad_scale` and `found_inf` mean what they mean to PyTorch's fused optimizers.
+    `grad_scale` and `found_inf` are those of PyTorch's fused optimizers.
     """
 
     def __init__(self, dense: torch.optim.Optimizer, tables: Any, table_lr_scale: float):
-        """`tables` has `states()`, by tensor, and `update(lr, scale)`; they learn at `factor` times the rate."""
+        """`tables` has `optimizer_states()` and `update(lr, scale)`; `table_lr_scale` scales their learning rate."""
         self.dense, self.tables, self.table_lr_scale = dense, tables, table_lr_scale
         self.table_group: dict[str, Any] = {"params": [], "lr": 0.0}
         self.defaults = dense.defaults
-        self.param_groups = [
-            *dense.param_groups,
-            self.table_group,
-        ]  # the same objects: whoever sets a rate sets it for both
+        self.param_groups = [*dense.param_groups, self.table_group]  # shared, so that schedulers set both rates
         self.state = dense.state
         self.state.update(tables.optimizer_states())
         self.grad_scale: Tensor | None = None

@@ -22,7 +22,6 @@ from shardwise.comm.collectives import all_reduce, all_to_all, all_to_all_with_g
 from shardwise.comm.step_timer import STEP_TIMER
 from shardwise.data.sample_stream import Samples
 from shardwise.errors import LayoutError
-from shardwise.kinds import DecoderConfig, ModelConfig, MoEConfig
 from shardwise.layout import Layout
 from shardwise.models.chain import Chain, PositionAware
 from shardwise.models.gpt import SelfAttention
@@ -31,16 +30,11 @@ from shardwise.models.moe import MoE
 from shardwise.parallel.mesh import Axis, Mesh
 
 
-def check(model: ModelConfig, layout: Layout) -> None:
+def check(model: Any, layout: Layout) -> None:
     """Raises for a degree that the sequence or the heads do not allow."""
     degree, tensor = layout.context, layout.tensor
     if degree == 1:
         return
-    if not isinstance(model, DecoderConfig):
-        raise LayoutError(f"context={degree}: {model.description} is not cut along its sequence; leave context at 1.")
-    if isinstance(model, MoEConfig) and (model.kv_lora_rank or model.capacity_factor):
-        what = "latent attention" if model.kv_lora_rank else "model.capacity_factor, which counts along a whole sample,"
-        raise LayoutError(f"context={degree}: {what} is not cut along the sequence; leave context at 1.")
     ring = layout.context_method == "ring"
     unit = math.lcm((2 if ring else 1) * degree, degree * tensor)
     if model.sequence % unit:
@@ -58,7 +52,7 @@ def check(model: ModelConfig, layout: Layout) -> None:
         )
 
 
-def _heads_per_rank(model: DecoderConfig, tensor: int) -> list[int]:
+def _heads_per_rank(model: Any, tensor: int) -> list[int]:
     """Queries' heads of each tensor rank."""
     return [len(part) for part in torch.arange(model.heads).tensor_split(tensor)]
 

@@ -1,17 +1,20 @@
-"""What one rank needs for a step, and how it runs the micro-batches of one."""
+"""The engine: what one rank needs for a training step, and how it runs the micro-batches of one."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.data.sample_stream import Samples
-from shardwise.kinds import ModelConfig
+from shardwise.data.sample_stream import Samples, SampleStream
+from shardwise.job import Job
 from shardwise.layout import BatchSplit
 from shardwise.models.chain import Chain
+from shardwise.models.config import ModelConfig
+from shardwise.optim import make_optimizer
 from shardwise.parallel import context
 from shardwise.parallel.data_parallel import DataParallel
 from shardwise.parallel.mesh import Mesh
@@ -22,7 +25,7 @@ from shardwise.parallel.precision import LossScale
 
 @dataclass
 class Engine:
-    """What one rank needs for a step."""
+    """One rank's part of a job: its modules, parameter shards, mesh and batch."""
 
     model: ModelConfig
     mesh: Mesh
@@ -33,13 +36,34 @@ class Engine:
     param_shards: list[ParamShard]
     scale: LossScale
     positions: Tensor | None = None
-    """Of each sequence, which this rank holds; None: all."""
+    """The positions of each sequence that this rank holds under context parallelism; None: all."""
     outer_optimizer: Any = None
-    """Of replicas that train apart (`shardwise.parallel.local_sgd`)."""
+    """Averages replicas that take local steps (`shardwise.parallel.local_sgd`)."""
+
+    @property
+    def has_tables(self) -> bool:
+        """Whether the model has sharded embedding tables in host memory."""
+        return False
+
+    @property
+    def dense_shards(self) -> list[ParamShard]:
+        """The parameter shards without those of embedding tables."""
+        return [shard for shard in self.param_shards if shard.fixed_offset_and_shape is None]
+
+    def make_optimizer(self, job: Job) -> torch.optim.Optimizer:
+        """Returns the optimizer of all parameter shards of this rank."""
+        return make_optimizer(job.optimizer, self.dense_shards)
+
+    def begin_stream(self, job: Job, stream: SampleStream) -> None:
+        """Called before training on a stream of samples; an engine may look at what is in it."""
+
+    def batches(self, job: Job, loader: Iterator[tuple[int, Samples]], steps: int) -> Iterator[tuple[int, Samples]]:
+        """Returns the batches of the next `steps` steps; an engine may look ahead in them."""
+        return loader
 
     @property
     def tied(self) -> list[ParamShard]:
-        """Holdings of weights that a stage elsewhere, or another stage of this rank, holds too."""
+        """The shards of tied weights, which the first and the last pipeline stage both hold."""
         if self.pipeline is None:
             return []
         return [
@@ -49,9 +73,9 @@ class Engine:
         ]
 
     def run(self, samples: Samples, scale: Tensor) -> Tensor:
-        """Forward and backward of all micro-batches; the gradients are left in the parameters.
+        """Runs forward and backward of all micro-batches and leaves the gradients in the parameters.
 
-        Returns this rank's share of the loss: summed over all ranks of one tensor index it is the loss of the batch.
+        Returns this rank's part of the loss: its sum over all ranks with the same tensor index is the batch's loss.
         """
         samples = self.prepare_samples(samples)
         if self.pipeline is not None:
@@ -65,7 +89,7 @@ class Engine:
         return total
 
     def evaluate(self, samples: Samples) -> Tensor:
-        """This rank's share of the summed loss, forward only."""
+        """Returns this rank's part of the summed loss, forward only."""
         samples = self.prepare_samples(samples)
         if self.pipeline is not None:
             return self.pipeline.evaluate(samples)
@@ -79,10 +103,10 @@ class Engine:
             torch._foreach_div_(gradients, divisor.to(device))
 
     def prepare_samples(self, samples: Samples) -> Samples:
-        """This rank's positions, with documents told apart where the model asks for it."""
-        return context.shard_samples(samples.with_document_ids(getattr(self.model, "eod_token_id", -1)), self.positions)
+        """Returns this rank's positions of the samples, with document ids if attention is masked by document."""
+        return context.shard_samples(samples.with_document_ids(self.model.document_separator), self.positions)
 
     @property
     def is_data_leader(self) -> bool:
-        """Whether this rank is the one of its data index that speaks for its samples."""
+        """Whether this rank is the one that counts the samples of its data-parallel index."""
         return all(self.mesh[axis].index == 0 for axis in ("pipeline", "context", "tensor"))

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from shardwise.comm.collectives import all_reduce, all_to_all
 from shardwise.comm.step_timer import STEP_TIMER
 from shardwise.errors import LayoutError
-from shardwise.kinds import ModelConfig, MoEConfig
 from shardwise.layout import Layout
 from shardwise.models.chain import Chain, ShardDim
+from shardwise.models.config import ModelConfig
 from shardwise.models.moe import MoE, Permute, group_sizes, is_fake
 from shardwise.parallel.mesh import Axis, Mesh
 
@@ -28,12 +28,10 @@ def check(model: ModelConfig, layout: Layout) -> None:
     degree = layout.expert
     if degree == 1:
         return
-    if not isinstance(model, MoEConfig):
-        raise LayoutError(f"expert={degree}: {model.name!r} has no experts; leave expert at 1.")
-    if model.experts % degree:
-        nearest = max(n for n in range(1, degree) if model.experts % n == 0)
+    if model.num_experts % degree:
+        nearest = max(n for n in range(1, degree) if model.num_experts % n == 0)
         raise LayoutError(
-            f"expert={degree}: {model.experts} experts do not divide over {degree} ranks; use expert={nearest}."
+            f"expert={degree}: {model.num_experts} experts do not divide over {degree} ranks; use expert={nearest}."
         )
     ranks = layout.shard * layout.context
     if ranks % degree and (degree % layout.tensor or ranks % (degree // layout.tensor)):
@@ -90,7 +88,7 @@ class RoutingStats:
 
 
 def routing_stats(
-    model: MoEConfig, chains: list[Chain], world: Axis, device: torch.device, sent: float = 0.0, waited: float = 0.0
+    model: Any, chains: list[Chain], world: Axis, device: torch.device, sent: float = 0.0, waited: float = 0.0
 ) -> Tensor:
     """The numbers of a `RoutingStats`, of what was done since the last call; `sent`, `waited`: of this rank."""
     loads = torch.zeros(model.layers, model.experts, device=device)
@@ -115,10 +113,12 @@ def routing_stats(
     )
 
 
-def update_expert_bias(model: ModelConfig, chains: list[Chain], world: Axis, device: torch.device) -> None:
-    """After a step: experts that were chosen less than their share, by all ranks, become likelier. Ranks that see the
-    same tokens count them as often as one another, which changes no sign."""
-    if not isinstance(model, MoEConfig) or not model.router_bias_update_rate:
+def update_expert_bias(model: Any, chains: list[Chain], world: Axis, device: torch.device) -> None:
+    """After a step, raises the routing bias of experts that got less than their share of tokens over all ranks.
+
+    Ranks that see the same tokens count them equally often, which changes no sign.
+    """
+    if not model.num_experts or not model.router_bias_update_rate:
         return
     modules = (pair for chain in chains for pair in chain.named_modules())
     moe_layers = {name: module for name, module in modules if isinstance(module, MoE)}

@@ -18,7 +18,6 @@ from shardwise.comm.collectives import all_reduce
 from shardwise.comm.step_timer import STEP_TIMER
 from shardwise.errors import LayoutError
 from shardwise.job import Job, LocalSGDConfig
-from shardwise.kinds import DLRMConfig, MoEConfig
 from shardwise.layout import Layout
 from shardwise.parallel.engine import Engine
 
@@ -30,9 +29,6 @@ def check(job: Job, layout: Layout) -> None:
     setting = f"local_sgd.every = {job.local_sgd.every}"
     if layout.replicate == 1:
         raise LayoutError(f"{setting} trains replicas apart, but layout '{layout}' has one; use replicate=2 or more.")
-    if isinstance(job.model, DLRMConfig) or (isinstance(job.model, MoEConfig) and job.model.router_bias_update_rate):
-        what = "a DLRM's tables are" if isinstance(job.model, DLRMConfig) else "model.router_bias_update_rate is"
-        raise LayoutError(f"{setting}: {what} kept for all samples at once, not by replica; use local_sgd.every = 1.")
     if job.gradient.compress:
         raise LayoutError(f"{setting} and gradient.compress both make sums cheap; leave one of them out.")
 

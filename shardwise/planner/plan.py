@@ -13,10 +13,10 @@ from shardwise.cluster import GIB, Cluster, find_cluster
 from shardwise.console import pluralize
 from shardwise.errors import LayoutError
 from shardwise.job import Job, load_job
-from shardwise.kinds import family_name
 from shardwise.layout import Layout, kept_activation_fraction, solve_batch
-from shardwise.parallel.parallelize import check_layout
+from shardwise.models.registry import family_name
 from shardwise.parallel.pipeline import PipelineOrder
+from shardwise.parallel.prepare import prepare
 from shardwise.planner.costs.block_time import KernelProfile, Machine
 from shardwise.planner.costs.efficiency import efficiency_of
 from shardwise.planner.costs.engine_memory import EngineModel
@@ -59,7 +59,7 @@ class Plan:
 
     def tokens_per_second(self, prediction: Prediction) -> float:
         """On one device."""
-        return self.job.samples * self.job.model.sequence / prediction.seconds / self.devices
+        return self.job.samples * self.job.model.sequence_length / prediction.seconds / self.devices
 
     def flops(self, prediction: Prediction) -> float:
         """Of the model, a second, on one device: nothing that is computed again counts."""
@@ -209,7 +209,7 @@ def _replicated_layouts(job: Job, estimator: Estimator, devices: int) -> Iterato
 
 def _is_runnable(job: Job, layout: Layout) -> bool:
     try:
-        check_layout(job, layout)
+        prepare(job, layout)
     except LayoutError:
         return False
     return True
@@ -218,7 +218,7 @@ def _is_runnable(job: Job, layout: Layout) -> bool:
 def _phases(job: Job, cluster: Cluster, best: Prediction) -> Iterator[tuple[int, int, float]]:
     for steps, phase_job in job.phases():
         seconds = best.seconds if phase_job is job else make_estimator(phase_job, cluster).predict(best.layout).seconds
-        yield steps, phase_job.samples * phase_job.model.sequence, seconds
+        yield steps, phase_job.samples * phase_job.model.sequence_length, seconds
 
 
 def make_estimator(job: Job, cluster: Cluster) -> Estimator:
@@ -229,7 +229,9 @@ def make_estimator(job: Job, cluster: Cluster) -> Estimator:
     shape = planner_shape(job.model, kernel_profile.itemsize)
     estimator_class = OperatorListEstimator if isinstance(shape, OperatorListModel) else Estimator
     compiled = bool(cluster.measured.get("compiled")) and job.compile is not False
-    engine = EngineModel(job.require_decoder(), job.precision, compiled) if family_name(job.model) == "gpt" else None
+    engine = (
+        EngineModel(job.require_decoder(), job.precision, compiled) if family_name(job.model.name) == "gpt" else None
+    )
     framework_profile = engine_profile(job.precision, job.optimizer)
     if cluster.device.family == "cpu":
         framework_profile = replace(framework_profile, fixed_bytes=CPU_PROCESS_BYTES)
@@ -268,8 +270,8 @@ def _auto_schedule_variants(job: Job, estimator: Estimator, layout: Layout) -> l
 
 def resolve_layout(job: Job, shape: ModelShape, layout: Layout) -> Layout:
     """A layout with its micro-batch solved; raises where model or batch cannot have it."""
-    if family_name(job.model) == "gpt":
-        return replace(layout, micro_batch=check_layout(job, layout).micro_batch)
+    if family_name(job.model.name) == "gpt":
+        return replace(layout, micro_batch=prepare(job, layout).batch.micro_batch)
     if Estimator.is_auto_schedule(layout):
         raise LayoutError(f"schedule={layout.schedule}: orders are made for gpt only as yet; give a schedule's name.")
     limits = {

@@ -45,7 +45,7 @@ def title(plan: Plan) -> str:
         if shape.tables:
             share = shape.tables.bytes / plan.best.layout.data / GIB
             parts += f" and {shape.tables.bytes / GIB:.0f} GiB of tables, {share:.0f} in each rank's host memory"
-    each = f" of {model.sequence} tokens" if model.throughput_unit == "tokens" else ""
+    each = f" of {model.sequence_length} tokens" if model.throughput_unit == "tokens" else ""
     return (
         f"{model.name}: {_format_count(shape.parameters)} parameters{used}, {parts}; {plan.job.samples} samples{each} in "
         f"{plan.job.precision}, on {plan.devices} x {device.name} ({device.memory / GIB:.0f} GiB)"

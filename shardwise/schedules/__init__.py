@@ -1,1 +1,1 @@
-"""Pipeline schedules: named, simulated, in closed form and synthesised."""
+"""Pipeline schedules: PyTorch's own, simulated, in closed form, and synthesized for a layout."""

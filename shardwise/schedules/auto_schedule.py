@@ -1,7 +1,7 @@
-"""`schedule=auto`: the order of a pipeline that is made for one layout's own stages and memory.
+"""`schedule=auto`: synthesizes a pipeline schedule for one layout's stage costs and memory limit.
 
-The task is set here (what each stage takes, what a micro-batch in flight holds, what a rank may hold) and the answer
-is checked against the same memory model as any other schedule; the order itself is `shardwise.schedules.synthesize`'s.
+This file states the scheduling problem (stage costs, activation memory of a micro-batch, memory limit per rank), lets
+`shardwise.schedules.synthesize` solve it, and checks the result with the memory model that every schedule is held to.
 """
 
 from __future__ import annotations
@@ -24,42 +24,40 @@ from shardwise.schedules.synthesize import SynthesizedSchedule, named_candidates
 MAX_TRIES, LIMIT_SHRINK = 6, 0.9
 
 RankMemoryFn = Callable[[int, tuple[InFlightCounts, ...]], float]
-"""Bytes that a pipeline rank holds with so many micro-batches in flight."""
+"""Maps a pipeline rank and its in-flight micro-batch counts to the bytes it needs."""
 
 
 def make_auto_schedule(
     layout: Layout, costs: StageCosts, micro_batches: int, rank_memory: RankMemoryFn, limit: float
 ) -> SynthesizedSchedule:
-    """The fastest order found whose ranks all hold at most `limit`; where none does, one as shallow as can be."""
-    problem, placement = (
-        _scheduling_problem(layout, costs, micro_batches, rank_memory, limit),
-        V_PLACEMENT if layout.schedule in V_SHAPED else LOOP_PLACEMENT,
-    )
+    """Returns the fastest schedule found that keeps every rank within `limit` bytes.
 
-    def fits(one: SynthesizedSchedule) -> bool:
-        return all(
-            rank_memory(rank, one.simulation.program.peak_in_flight(rank)) <= limit for rank in range(problem.ranks)
-        )
+    If none fits, returns the one synthesized under the tightest memory limits.
+    """
+    problem = _scheduling_problem(layout, costs, micro_batches, rank_memory, limit)
+    placement = V_PLACEMENT if layout.schedule in V_SHAPED else LOOP_PLACEMENT
+
+    def fits(schedule: SynthesizedSchedule) -> bool:
+        program = schedule.simulation.program
+        return all(rank_memory(rank, program.peak_in_flight(rank)) <= limit for rank in range(problem.ranks))
 
     min_memory, limits = _min_memory(problem, placement), problem.memory_limits
     for _ in range(MAX_TRIES):
-        # Never below what the plainest order holds, so that there is one.
-        tried_limits = tuple(max(a, b) for a, b in zip(limits, min_memory))
-        found = synthesize(replace(problem, memory_limits=tried_limits), (placement,))
-        if tried_limits == min_memory or fits(found):
+        # Never below the minimum, so that synthesize always finds a schedule.
+        tried_limits = tuple(map(max, limits, min_memory))
+        best = synthesize(replace(problem, memory_limits=tried_limits), (placement,))
+        if tried_limits == min_memory or fits(best):
             break
-        limits = tuple(LIMIT_SHRINK * one for one in limits)  # what is held is not quite a sum: leave more room
-    # For the same reason the task may have ruled out a schedule with a name that fits.
-    others = [
-        one
-        for one in named_candidates(replace(problem, memory_limits=()), placement, {})
-        if one.seconds < found.seconds
-    ]
-    return min([one for one in others if fits(one)], key=lambda one: one.seconds, default=found)
+        # The problem models memory as a sum over micro-batches, which is approximate: leave more headroom.
+        limits = tuple(LIMIT_SHRINK * rank_limit for rank_limit in limits)
+    # For the same reason the problem's limits may have excluded a named schedule that does fit.
+    named = named_candidates(replace(problem, memory_limits=()), placement, {})
+    faster = [schedule for schedule in named if schedule.seconds < best.seconds and fits(schedule)]
+    return min(faster, key=lambda schedule: schedule.seconds, default=best)
 
 
 def _min_memory(problem: SchedulingProblem, placement: str) -> tuple[float, ...]:
-    """What an order holds that is as shallow as can be."""
+    """Returns the peak memory by rank of a schedule with the fewest micro-batches in flight."""
     p, m, v = problem.ranks, problem.micro_batches, problem.virtual
     for extra in range(m * v):
         depths_1f1b = (p - rank if v == 1 else (v - 1) * p + 2 * (p - rank) - 1 for rank in range(p))
@@ -74,18 +72,17 @@ def _min_memory(problem: SchedulingProblem, placement: str) -> tuple[float, ...]
 def _scheduling_problem(
     layout: Layout, costs: StageCosts, micro_batches: int, rank_memory: RankMemoryFn, limit: float
 ) -> SchedulingProblem:
-    """What a micro-batch holds is read off the memory model: by how much one more in flight makes it grow."""
+    """States the problem; a micro-batch's memory is what one more in flight adds in the memory model."""
     sizes, limits, retained_fraction = [0.0] * layout.stage_count, [], 1.0
     for rank in range(layout.pipeline):
         stages = layout.stages_of(rank)
         one_each, none = (1,) * len(stages), (0,) * len(stages)
         base_memory = rank_memory(rank, ((one_each, none),))
-        for place, stage in enumerate(stages):
-            one = tuple(int(place == other) for other in range(len(stages)))
-            one_more = tuple(a + b for a, b in zip(one_each, one))
+        for index, stage in enumerate(stages):
+            extra = tuple(int(index == other) for other in range(len(stages)))
+            one_more = tuple(a + b for a, b in zip(one_each, extra))
             sizes[stage] = max(1.0, rank_memory(rank, ((one_more, none),)) - base_memory)
-            retained_fraction = max(
-                retained_fraction, (rank_memory(rank, ((one_each, one),)) - base_memory) / sizes[stage]
-            )
+            retained = (rank_memory(rank, ((one_each, extra),)) - base_memory) / sizes[stage]
+            retained_fraction = max(retained_fraction, retained)
         limits.append(limit - base_memory + sum(sizes[stage] for stage in stages))
     return SchedulingProblem(costs, layout.pipeline, micro_batches, tuple(sizes), tuple(limits), retained_fraction)

@@ -1,16 +1,16 @@
-"""Seconds of a pipeline step without simulating it: microseconds, so that a search can ask for every layout.
+"""Time of a pipeline step in closed form: takes microseconds, so the planner's search can call it for every layout.
 
-The time of a schedule is that of its longest path through actions that wait for each other. For even stages there are
-few kinds of longest path, and `closed_form` is the largest of them: extra forwards, input halves, weight halves and
-transfers beside what every rank is busy with. They were read off simulated schedules. Each is a path, so none is ever
-too long; where a kind is left out the form is a lower bound. It is exact
+A schedule takes as long as its critical path. With even stages only a few critical paths are possible, and
+`closed_form` returns the longest: the work of one rank plus extra forwards, backward-inputs, backward-weights and
+transfers. The paths were derived from simulated schedules. Each is a real path, so the result never exceeds the
+simulation; where a path is missing, it is a lower bound. It is exact
 
 - without transfers, except for zbv with pipeline < micro-batches < 2 x pipeline - 1, and for zero-bubble with several
-  stages a rank and fewer micro-batches than ranks;
-- with transfers for gpipe, 1f1b and zero-bubble with one stage a rank; for the others while transfers are short.
+  stages per rank and fewer micro-batches than ranks;
+- with transfers for gpipe, 1f1b and zero-bubble with one stage per rank; for the others while transfers are short.
 
-For uneven stages `bound` adds, rank by rank, what it must compute, the time until it can start and the time that others
-need after it. It is never above the simulation; for gpipe it is exact.
+For uneven stages `uneven_lower_bound` adds up, for each rank, its own work, the time before it can start and the time
+other ranks need after it. It never exceeds the simulation and is exact for gpipe.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from shardwise.layout import FULL_BACKWARD, SPLIT_BACKWARD, V_SHAPED
 from shardwise.schedules.simulate import StageCosts
 
 CriticalPath = tuple[int, int, int, int]
-"""Forwards, input halves and weight halves beside a rank's own work; transfers."""
+"""Forwards, backward-inputs, backward-weights and transfers on the path beyond one rank's own work."""
 
 
 def closed_form(
     schedule: str, ranks: int, virtual: int, micro_batches: int,
     forward: float, backward_input: float, backward_weight: float, transfer: float = 0.0, overlap_p2p: bool = True,
 ) -> float:  # fmt: skip
-    """Seconds of a step with even stages; times are those of one stage and one micro-batch.
+    """Returns the seconds of a step with even stages, given the times of one stage and one micro-batch.
 
-    Not overlapped (see `simulate`) it is exact for gpipe and 1f1b and a loose lower bound for the others.
+    Without `overlap_p2p` (see `simulate`) it is exact for gpipe and 1f1b and a loose lower bound for the others.
     """
     work = micro_batches * virtual * (forward + backward_input + backward_weight)
     if ranks == 1:
@@ -56,14 +56,14 @@ def _single_path(schedule: str, p: int, m: int, overlap_p2p: bool) -> CriticalPa
 
 
 def _zigzag_transfers(p: int, m: int) -> int:
-    """Transfers on the longest path of 1f1b: down, up, and as often down and up again as micro-batches allow."""
+    """Returns the transfers on the critical path of 1f1b, which zigzags between neighboring stages."""
     rounds = -(-(m - 1) // p)
     return 2 * (p - 1 + m - 1 - rounds)
 
 
 def _interleaved_paths(p: int, v: int, m: int) -> list[CriticalPath]:
     extra = p - 1 if m >= p else v * p - 1 + m - m * v
-    # Rounds of just p micro-batches come back to a rank when it needs them; in longer ones there is time for transfers.
+    # In rounds of exactly p micro-batches results arrive just in time, so no transfer is hidden.
     transfers = 2 * (p - 1) if m > p and m % p else 2 * (v * p - 1)
     return [(extra, extra, extra, transfers)]
 
@@ -143,20 +143,20 @@ CRITICAL_PATHS = {
 
 
 def lower_bound(schedule: str, ranks: int, virtual: int, micro_batches: int, costs: StageCosts) -> float:
-    """Seconds of a step: exact for even stages (but for the cases above), never too long for others."""
+    """Returns seconds that a step takes at least; exact for even stages, except as listed above."""
     times = costs.forward, costs.backward_input, costs.backward_weight
     f, b, w = map(min, times)
-    least = closed_form(schedule, ranks, virtual, micro_batches, f, b, w)
+    even_bound = closed_form(schedule, ranks, virtual, micro_batches, f, b, w)
     if (f, b, w) == tuple(map(max, times)):
-        return least
-    return max(least, uneven_lower_bound(schedule, ranks, virtual, micro_batches, costs))
+        return even_bound
+    return max(even_bound, uneven_lower_bound(schedule, ranks, virtual, micro_batches, costs))
 
 
 def upper_bound(schedule: str, ranks: int, virtual: int, micro_batches: int, costs: StageCosts) -> float:
-    """Seconds that a step without transfers takes at most: with every stage as slow as the slowest of them."""
+    """Returns seconds that a step without transfers takes at most: every stage as slow as the slowest."""
     below_warmup = ranks < micro_batches < 2 * ranks - 1 if schedule == "zbv" else micro_batches < ranks
     if below_warmup and schedule in SPLIT_BACKWARD:
-        return inf  # where the closed form may be too short
+        return inf  # the closed form is only a lower bound here
     f, b, w = map(max, (costs.forward, costs.backward_input, costs.backward_weight))
     return closed_form(schedule, ranks, virtual, micro_batches, f, b, w)
 
@@ -164,18 +164,14 @@ def upper_bound(schedule: str, ranks: int, virtual: int, micro_batches: int, cos
 def uneven_lower_bound(
     schedule: str, ranks: int, virtual: int, micro_batches: int, costs: StageCosts, overlap_p2p: bool = True
 ) -> float:
-    """Seconds that a step with these stages takes at least."""
-    forward, backward_input, backward_weight, transfers = (
-        costs.forward,
-        costs.backward_input,
-        costs.backward_weight,
-        costs.transfer,
-    )
+    """Returns seconds that a step with these stage costs takes at least."""
+    forward, backward_input, backward_weight = costs.forward, costs.backward_input, costs.backward_weight
+    transfers = costs.transfer
     if ranks == 1:
         return micro_batches * (sum(forward) + sum(backward_input) + sum(backward_weight))
     if schedule in V_SHAPED:
         transfers = [*transfers[: ranks - 1], 0.0, *transfers[ranks:]]
-    if not overlap_p2p:  # a receive then is part of the action that waits for it
+    if not overlap_p2p:  # the receive is then part of the waiting action's time
         forward = [f + hop for f, hop in zip(forward, (0.0, *transfers))]
         backward_input = [b + hop for b, hop in zip(backward_input, (*transfers, 0.0))]
         transfers = [0.0] * len(transfers)
@@ -193,7 +189,7 @@ def uneven_lower_bound(
 
 
 def _lower_bound_1f1b(forward: Sequence[float], backward: Sequence[float], transfers: Sequence[float], m: int) -> float:
-    """By rank: until its first backward, its steady part, from its last forward on; and what earlier ranks add."""
+    """Maximum over ranks of warmup, steady state and cooldown, plus the time of the ranks before it."""
     best, before_and_after, round_trip = 0.0, 0.0, sum(forward) + sum(backward) + 2 * sum(transfers)
     warmup = len(forward)
     for f, b, hop in zip(forward, backward, (*transfers, 0.0)):
@@ -201,16 +197,13 @@ def _lower_bound_1f1b(forward: Sequence[float], backward: Sequence[float], trans
         round_trip -= both  # a micro-batch through all later stages and back
         warmup_idle = round_trip - (warmup - 1) * f
         cooldown_idle = round_trip - (warmup - 1) * b
+        total = before_and_after + m * both
         if m == warmup:
             idle = warmup_idle if warmup_idle > cooldown_idle else cooldown_idle
-            total = before_and_after + m * both + (idle if idle > 0 else 0.0)
+            total += idle if idle > 0 else 0.0
         else:
-            total = (
-                before_and_after
-                + m * both
-                + (warmup_idle if warmup_idle > 0 else 0.0)
-                + (cooldown_idle if cooldown_idle > 0 else 0.0)
-            )
+            total += warmup_idle if warmup_idle > 0 else 0.0
+            total += cooldown_idle if cooldown_idle > 0 else 0.0
         if total > best:
             best = total
         before_and_after += both + 2 * hop
@@ -222,47 +215,42 @@ def _lower_bound_1f1b(forward: Sequence[float], backward: Sequence[float], trans
 def _lower_bound_interleaved(
     forward: Sequence[float], backward: Sequence[float], transfers: Sequence[float], p: int, m: int
 ) -> float:
-    """By rank: its work, what earlier ranks do before it can start, what they do after it is done."""
+    """Maximum over ranks of its own work plus what earlier ranks do before it starts and after it ends."""
     outer = accumulate((f + b + 2 * hop for f, b, hop in zip(forward[: p - 1], backward, transfers)), initial=0.0)
     return max([lead + m * work for lead, work in zip(outer, _sum_by_rank("interleaved", forward, backward, p))])
 
 
-def _sum_by_rank(schedule: str, one: Sequence[float], other: Sequence[float], p: int) -> list[float]:
-    """Both costs of a rank's stages."""
-    both = [a + b for a, b in zip(one, other)]
+def _sum_by_rank(schedule: str, a_costs: Sequence[float], b_costs: Sequence[float], p: int) -> list[float]:
+    """Returns the sum of both costs over each rank's stages."""
+    both = [a + b for a, b in zip(a_costs, b_costs)]
     if schedule in V_SHAPED:
         return [a + b for a, b in zip(both[:p], both[::-1])]
     return both if len(both) == p else [sum(both[rank::p]) for rank in range(p)]
 
 
 def _lower_bound_split_backward(
-    schedule: str,
-    forward: Sequence[float],
-    backward_input: Sequence[float],
-    backward_weight: Sequence[float],
-    transfers: Sequence[float],
-    p: int,
-    m: int,
-) -> float:
-    """By rank: all of its work; or its forwards and input halves, and what follows the last of them."""
+    schedule: str, forward: Sequence[float], backward_input: Sequence[float], backward_weight: Sequence[float],
+    transfers: Sequence[float], p: int, m: int,
+) -> float:  # fmt: skip
+    """Maximum over ranks of all its work, or of its forwards and backward-inputs plus what must follow the last one."""
     inner = sum(forward) + sum(backward_input) + 2 * sum(transfers)
-    best = inner + (m - 1) * forward[0] + backward_weight[0]  # the last micro-batch alone
+    best = inner + (m - 1) * forward[0] + backward_weight[0]  # path of the last micro-batch
     forward_and_input = _sum_by_rank(schedule, forward, backward_input, p)
     weights = _sum_by_rank(schedule, backward_weight, [0.0] * len(backward_weight), p)
-    # Weight halves that the order leaves behind a rank's last input half, of its first stage and of its last.
+    # Steady: after its last backward-input, a rank has `rank + 1` backward-weights of its first stage left, and in zbv
+    # `rank` of its last stage.
     is_steady = m >= p if schedule == "zero-bubble" else schedule == "zbv" and m >= 2 * p - 1
     is_zbv, single_stage_zero_bubble = schedule == "zbv", schedule == "zero-bubble" and len(forward) == p
-    lead_in = lead_out = (
-        0.0  # what earlier ranks do before the first forward of this one, and after its last input half
-    )
+    # Time of earlier ranks before this rank's first forward and after its last backward-input.
+    lead_in = lead_out = 0.0
     for rank, hop in zip(range(p), (*transfers, 0.0)):
         f, b, w = forward[rank], backward_input[rank], backward_weight[rank]
         work = lead_in + m * forward_and_input[rank]
-        trailing_weight = (
-            (rank + 1) * w + (rank * backward_weight[-1 - rank] if is_zbv else 0.0) if is_steady else m * weights[rank]
-        )
+        trailing_weight = m * weights[rank]
+        if is_steady:
+            trailing_weight = (rank + 1) * w + (rank * backward_weight[-1 - rank] if is_zbv else 0.0)
         idle = lead_out + backward_weight[0] - trailing_weight if rank else 0.0
-        if single_stage_zero_bubble and m >= p - rank:  # between its first forwards and its first input half
+        if single_stage_zero_bubble and m >= p - rank:  # idle between warmup forwards and first backward-input
             first_wait = inner - b - (p - rank) * f
             idle = first_wait if first_wait > idle else idle
         total = work + m * weights[rank] + (idle if idle > 0 else 0.0)

@@ -1,8 +1,7 @@
-"""Actions of a pipeline laid out in time by rules: each as soon as its inputs are there and its rank is free.
+"""List scheduling of a pipeline: starts each action as soon as its inputs have arrived and its rank is free.
 
-One pass in order of time. Whenever a rank is free it chooses: a forward while it is not too far ahead of its backwards
-and there is room, else a backward, else a weight half if that fits before the next input arrives. `synthesize` tries
-many settings of the rules.
+One pass in order of time. A free rank runs a forward while it is below its in-flight limit and has memory, else a
+backward, else a backward-weight if that fits before the next input arrives. `synthesize` tries many `PriorityRules`.
 """
 
 from __future__ import annotations
@@ -20,25 +19,27 @@ LOOP_PLACEMENT, V_PLACEMENT = "loop", "v"
 
 @dataclass(frozen=True)
 class SchedulingProblem:
-    """What is to be scheduled."""
+    """Stage costs, ranks, micro-batches and memory limits of a pipeline to schedule."""
 
     costs: StageCosts
     ranks: int
     micro_batches: int
     activation_sizes: tuple[float, ...] = ()
-    """What a micro-batch in flight holds, by stage; 1 for each where nothing is given."""
+    """Memory of a micro-batch in flight, by stage; default 1 for every stage."""
     memory_limits: tuple[float, ...] = ()
-    """The most that a rank may hold; any number where nothing is given."""
+    """Memory limit by rank; default unlimited."""
     retained_fraction: float = 1.0
-    """The share that is held after the input half of a backward (see `PipelineProgram.peak`)."""
+    """Fraction of the memory still held after the backward-input (see `PipelineProgram.peak_memory`)."""
     split_backward: bool = True
-    """Whether a backward may run in two halves."""
+    """Whether a backward may be split into backward-input and backward-weight."""
     overlap_p2p: bool = True
-    """Whether transfers hide behind computation (see `simulate`)."""
+    """Whether transfers overlap with computation (see `simulate`)."""
 
     def __post_init__(self) -> None:
         if self.costs.stages % self.ranks:
-            raise LayoutError(f"{self.costs.stages} stages do not divide over {self.ranks} ranks; each holds as many.")
+            raise LayoutError(
+                f"{self.costs.stages} stages do not divide over {self.ranks} ranks; every rank needs the same number."
+            )
         object.__setattr__(self, "activation_sizes", tuple(self.activation_sizes) or (1.0,) * self.costs.stages)
         object.__setattr__(self, "memory_limits", tuple(self.memory_limits) or (inf,) * self.ranks)
 
@@ -47,35 +48,30 @@ class SchedulingProblem:
         return self.costs.stages // self.ranks
 
     def stage_to_rank(self, placement: str) -> list[int]:
-        """The rank of each stage."""
+        """Returns the rank of each stage."""
         first_to_last = list(range(self.ranks))
         return first_to_last + first_to_last[::-1] if placement == V_PLACEMENT else first_to_last * self.virtual
 
     def fits(self, program: PipelineProgram) -> bool:
-        slack = 1.0 + 1e-9
-        return all(
-            peak <= limit * slack
-            for peak, limit in zip(
-                program.peak_memory(self.activation_sizes, self.retained_fraction), self.memory_limits
-            )
-        )
+        peaks = program.peak_memory(self.activation_sizes, self.retained_fraction)
+        return all(peak <= limit * (1.0 + 1e-9) for peak, limit in zip(peaks, self.memory_limits))
 
 
 @dataclass(frozen=True)
 class PriorityRules:
-    """How a rank chooses among actions whose inputs are there."""
+    """How a rank chooses among actions whose inputs have arrived."""
 
     max_in_flight: tuple[int, ...]
-    """By rank, forwards ahead of input halves: below it forwards go first, at it none may start."""
+    """Maximum forwards ahead of backwards, by rank: below it forwards go first, at it none may start."""
     min_gap_fraction: float = 0.0
-    """The share of a weight half that must fit before the next input arrives."""
+    """Fraction of a backward-weight that must fit before the next input arrives."""
     later_stages_first: bool = True
-    """Whether forwards of later stages go before those of earlier ones."""
+    """Whether forwards of later stages have priority."""
     split_backward: bool = True
 
 
 def list_schedule(problem: SchedulingProblem, placement: str, rules: PriorityRules) -> dict[int, list[Action]] | None:
-    """Actions as soon as they can start, by `rules`; None where memory leaves no way on."""
+    """Returns each rank's actions under `rules`, or None if the memory limits cause a deadlock."""
     return _ListScheduler(problem, placement, rules).run()
 
 
@@ -92,21 +88,18 @@ class _ListScheduler:
         hops = [0.0 if a == b else hop for a, b, hop in zip(self.stage_to_rank, self.stage_to_rank[1:], costs.transfer)]
         forward_transfer, backward_transfer = [0.0, *hops], [*hops, 0.0]
         self.forward, self.backward_input = list(costs.forward), list(costs.backward_input)
-        if not problem.overlap_p2p:  # a receive then is part of the action that waits for it
+        if not problem.overlap_p2p:  # the receive is then part of the waiting action's time
             self.forward = [f + hop for f, hop in zip(self.forward, forward_transfer)]
             self.backward_input = [b + hop for b, hop in zip(self.backward_input, backward_transfer)]
             forward_transfer = backward_transfer = [0.0] * costs.stages
         self.forward_transfer, self.backward_transfer = forward_transfer, backward_transfer
-        # When the input of each stage's forward and backward is there, by micro-batch.
+        # When the input of each stage's forward and backward arrives, by micro-batch.
         self.forward_ready_at = [[0.0 if s == 0 else inf] * m for s in range(costs.stages)]
         self.backward_ready_at = [[inf] * m for _ in range(costs.stages)]
         self.next_forward, self.next_backward = [0] * costs.stages, [0] * costs.stages
         self.pending_weights: list[deque[tuple[int, int]]] = [deque() for _ in range(problem.ranks)]
-        self.in_flight, self.memory_used, self.free_at = (
-            [0] * problem.ranks,
-            [0.0] * problem.ranks,
-            [0.0] * problem.ranks,
-        )
+        self.in_flight = [0] * problem.ranks
+        self.memory_used, self.free_at = [0.0] * problem.ranks, [0.0] * problem.ranks
         self.order: dict[int, list[Action]] = {rank: [] for rank in range(problem.ranks)}
         self.events: list[tuple[float, int]] = []
 
@@ -127,20 +120,20 @@ class _ListScheduler:
         pending, next_input_at = self.pending_weights[rank], min(forward_at, backward_at)
         if forward_at <= now:
             self._start_forward(rank, forward, now)
-        elif blocked and pending:  # makes room
+        elif blocked and pending:  # frees memory for the blocked forward
             self._start_weight(rank, now)
         elif backward_at <= now:
             self._start_backward(rank, backward, now)
-        elif (
-            pending
-            and next_input_at - now >= self.rules.min_gap_fraction * self.problem.costs.backward_weight[pending[0][0]]
-        ):
+        elif pending and next_input_at - now >= self._min_gap(pending[0][0]):
             self._start_weight(rank, now)
         elif next_input_at < inf:
             heappush(self.events, (next_input_at, rank))
 
+    def _min_gap(self, stage: int) -> float:
+        return self.rules.min_gap_fraction * self.problem.costs.backward_weight[stage]
+
     def _next_forward(self, rank: int, now: float) -> tuple[int, float, bool]:
-        """The stage to run next, when its input is there, and whether only memory is in the way of another."""
+        """Returns the next stage to run, when its input arrives, and whether memory alone blocks another forward."""
         if self.in_flight[rank] >= self.rules.max_in_flight[rank]:
             return -1, inf, False
         room = self.problem.memory_limits[rank] * (1.0 + 1e-9) - self.memory_used[rank]
@@ -154,7 +147,7 @@ class _ListScheduler:
                     options.append((at, stage))
                 elif at <= now:
                     blocked = True
-            room -= self.problem.activation_sizes[stage]  # so that a micro-batch finds room on this rank's later stages
+            room -= self.problem.activation_sizes[stage]  # reserve memory for this rank's later stages
         ready = [stage for at, stage in options if at <= now]
         if ready:
             return ready[0] if self.rules.later_stages_first else ready[-1], now, blocked

@@ -1,46 +1,45 @@
-"""A pipeline step in simulated time, by the very order of actions that the runtime executes.
+"""Simulates a pipeline step, using the same order of actions that the runtime executes.
 
-The order comes from PyTorch's schedule classes (`shardwise.parallel.pipeline.named_order`) or from
-`shardwise.schedules.synthesize`. A rank runs its actions one after the other. An action waits for what the neighbouring
-stage makes for it: a forward for the forward of the stage before, a backward for that of the stage after.
+The order comes from PyTorch's schedule classes (`shardwise.parallel.pipeline.schedule_actions`) or from
+`shardwise.schedules.synthesize`. Each rank runs its actions one after the other. A forward waits for the forward of the
+previous stage, a backward for the backward of the next stage.
 
-`read` sorts the actions once so that each comes after what it waits for; `simulate` is then one pass over plain lists.
-The sorted form is kept per (schedule, ranks, virtual stages, micro-batches), so that a search pays for it once.
+`build_program` sorts the actions topologically; `simulate` is then one pass over plain lists. Programs of named
+schedules are cached by (schedule, ranks, virtual stages, micro-batches), so a search builds each only once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from shardwise.errors import LayoutError
 from shardwise.layout import V_SHAPED
 
+if TYPE_CHECKING:  # imports torch, which the simulator does without
+    from shardwise.parallel.pipeline import PipelineOrder
+
 KINDS = ("F", "I", "W", "B")
 FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FULL_BACKWARD = range(4)
 
 
 class Action(NamedTuple):
-    """One piece of work of one rank. Fields and letters are those of PyTorch's `_Action`; either can be read."""
+    """One action of one rank. Field order and kind letters match PyTorch's `_Action`, so either type can be used."""
 
     stage: int
     kind: str
-    """F forward, I input half of a backward, W its weight half, B both."""
+    """F: forward, I: backward-input, W: backward-weight, B: full backward."""
     micro_batch: int | None
     sub_actions: tuple[Any, ...] | None = None
-    """A forward and a backward, run one after the other, whose results are sent when both are done."""
-
-
-PipelineOrder = Mapping[int, Sequence[Any]]
-"""Actions by rank, `Action` or `_Action`; None, an empty slot, is passed over."""
+    """A forward and a backward that run one after the other and send their results when both are done."""
 
 
 class TimelineEvent(NamedTuple):
-    """One line of a timeline."""
+    """One executed action of a simulated timeline."""
 
     rank: int
     kind: str
@@ -52,20 +51,20 @@ class TimelineEvent(NamedTuple):
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Seconds by stage."""
+    """Seconds per micro-batch, by stage."""
 
     forward: Sequence[float]
     backward_input: Sequence[float]
-    """The half of a backward that makes the gradients of the stage's input."""
+    """Computes the gradient of the stage's input."""
     backward_weight: Sequence[float]
-    """The half that makes the gradients of its weights. A full backward takes both."""
+    """Computes the gradients of the stage's weights. A full backward takes the time of both."""
     transfer: Sequence[float]
-    """From each stage to the next, and back; one fewer than stages. Nothing between stages of one rank."""
+    """Between each pair of neighboring stages, in either direction. Free if both are on the same rank."""
 
     def __post_init__(self) -> None:
         counts = len(self.forward), len(self.backward_input), len(self.backward_weight), len(self.transfer) + 1
         if len(set(counts)) > 1:
-            raise LayoutError(f"forward, input, weight and transfers are of {counts} stages; give all for as many.")
+            raise LayoutError(f"stage costs cover {counts} stages; give one per stage, and one transfer fewer.")
 
     @classmethod
     def uniform(
@@ -80,8 +79,8 @@ class StageCosts:
         return len(self.forward)
 
     def as_executed(self) -> StageCosts:
-        """With the halves of the first stage as PyTorch runs them: it needs no gradient of its input, so its input half
-        does nothing and its weight half does all."""
+        """Returns the costs with the first stage as PyTorch runs it: it needs no input gradient, so its backward-input
+        does nothing and its backward-weight does all the work."""
         full_backward = self.backward_input[0] + self.backward_weight[0]
         return replace(
             self,
@@ -92,20 +91,20 @@ class StageCosts:
 
 @dataclass(frozen=True)
 class PipelineProgram:
-    """An order of actions, sorted so that each comes after what it waits for."""
+    """An order of actions, topologically sorted."""
 
     ranks: int
     stages: int
     stage_to_rank: tuple[int, ...]
     """The rank of each stage."""
     actions: list[tuple[int, int, int, int]]
-    """Rank, kind (a place in `KINDS`), stage, micro-batch."""
+    """Rank, kind (index into `KINDS`), stage, micro-batch."""
     instructions: list[tuple[int, int, int, int]]
-    """Rank, place of the cost, the step that is waited for (-1: none), place of the transfer."""
+    """Rank, index of the cost, index of the instruction it depends on (-1: none), index of the transfer."""
 
     @property
     def order(self) -> dict[int, list[Action]]:
-        """The actions by rank again, pairs taken apart."""
+        """Returns the actions by rank, with forward-backward pairs split up."""
         rows: dict[int, list[Action]] = {rank: [] for rank in range(self.ranks)}
         for index, (rank, *_) in enumerate(self.actions):
             rows[rank].append(self.action(index))
@@ -117,13 +116,13 @@ class PipelineProgram:
 
     @cached_property
     def table_indices(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of each action: its kind and stage as one number, its micro-batch."""
+        """Row (kind and stage) and column (micro-batch) of each action in `Simulation.end_time_table`."""
         _, kinds, stages, micro_batches = np.array(self.actions).T
         return kinds * self.stages + stages, micro_batches
 
     @cached_property
     def max_in_flight(self) -> tuple[int, ...]:
-        """By stage, the most micro-batches whose activations are held at once."""
+        """Maximum number of micro-batches whose activations are in memory at once, by stage."""
         held, most = [0] * self.stages, [0] * self.stages
         for _, kind, stage, _ in self.actions:
             if kind == FORWARD:
@@ -135,13 +134,16 @@ class PipelineProgram:
         return tuple(most)
 
     def peak_in_flight(self, rank: int) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-        """The fullest points of a rank, most in flight first: by its stages, micro-batches before their backward and
-        between its halves."""
+        """Returns the points of a rank's schedule that no other point exceeds in every count.
+
+        A point is, for each stage of the rank, the micro-batches before their backward and those between
+        backward-input and backward-weight.
+        """
         stages = [stage for stage, owner in enumerate(self.stage_to_rank) if owner == rank]
         in_flight, pending_weight = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
         peaks: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
-        for place, kind, stage, _ in self.actions:
-            if place != rank:
+        for action_rank, kind, stage, _ in self.actions:
+            if action_rank != rank:
                 continue
             if kind == BACKWARD_WEIGHT:
                 pending_weight[stage] -= 1
@@ -151,15 +153,15 @@ class PipelineProgram:
             peaks.add((tuple(in_flight.values()), tuple(pending_weight.values())))
         flat = {point: (*point[0], *point[1]) for point in peaks}
         return tuple(
-            point for point, one in sorted(flat.items(), reverse=True)
-            if not any(other != one and all(a >= b for a, b in zip(other, one)) for other in flat.values())
+            point for point, counts in sorted(flat.items(), reverse=True)
+            if not any(other != counts and all(a >= b for a, b in zip(other, counts)) for other in flat.values())
         )  # fmt: skip
 
     def peak_memory(self, sizes: Sequence[float], retained_fraction: float = 1.0) -> tuple[float, ...]:
-        """By rank, the most that its stages hold at once, where a micro-batch in flight holds `sizes[stage]`.
+        """Returns the peak memory by rank if a micro-batch in flight takes `sizes[stage]`.
 
-        A forward takes it, a full backward or a weight half frees it. After an input half the share `kept` is still
-        held; PyTorch keeps the whole graph until the weight half, so it is 1 there.
+        A forward allocates it; a full backward or a backward-weight frees it. After a backward-input
+        `retained_fraction` of it remains: 1 in PyTorch, which keeps the graph until the backward-weight.
         """
         held, most = [0.0] * self.ranks, [0.0] * self.ranks
         for rank, kind, stage, _ in self.actions:
@@ -180,13 +182,13 @@ class PipelineProgram:
 
 @dataclass(frozen=True)
 class Simulation:
-    """When everything happens."""
+    """Start and end times of every action of a program."""
 
     program: PipelineProgram
     start_times: list[float]
     end_times: list[float]
     rank_end_times: tuple[float, ...]
-    """By rank, the end of its last action."""
+    """End of the last action, by rank."""
 
     @cached_property
     def seconds(self) -> float:
@@ -194,14 +196,14 @@ class Simulation:
 
     @cached_property
     def bubble(self) -> tuple[float, ...]:
-        """By rank, the share of the whole time in which it computes nothing."""
+        """Idle fraction of the step, by rank."""
         busy = [0.0] * self.program.ranks
         for (rank, *_), start, end in zip(self.program.actions, self.start_times, self.end_times):
             busy[rank] += end - start
         return tuple(1.0 - time / self.seconds for time in busy)
 
     def end_time_table(self, count: int) -> np.ndarray:
-        """Ends by kind and stage, and by micro-batch; not a number where there is no such action."""
+        """Returns end times, one row per kind and stage, one column per micro-batch; NaN if there is no such action."""
         table = np.full((len(KINDS) * self.program.stages, count), np.nan)
         table[self.program.table_indices] = self.end_times
         return table[~np.isnan(table).all(1)]
@@ -215,19 +217,19 @@ class Simulation:
 
 
 def simulate(program: PipelineProgram, costs: StageCosts, overlap_p2p: bool = True) -> Simulation:
-    """Runs a program.
+    """Simulates a program.
 
-    Overlapped, what a rank sends travels while sender and receiver compute. Otherwise a transfer begins only when the
-    receiver has nothing else to do, as PyTorch's own GPipe and 1F1B do, which ask for an input just before they use it.
+    With `overlap_p2p`, transfers run while sender and receiver compute. Without it, a transfer starts only when the
+    receiver is idle, as in PyTorch's GPipe and 1F1B, which wait for an input just before they use it.
     """
     if costs.stages != program.stages:
-        raise LayoutError(f"costs of {costs.stages} stages for a schedule of {program.stages}; give one per stage.")
+        raise LayoutError(f"got costs of {costs.stages} stages for a schedule of {program.stages}; give one per stage.")
     full_backward = [i + w for i, w in zip(costs.backward_input, costs.backward_weight)]
     seconds = [*costs.forward, *costs.backward_input, *costs.backward_weight, *full_backward]
     hops = [0.0, *_transfer_seconds(program.stage_to_rank, costs.transfer)]
     count = len(program.instructions)
     starts, ends, free_at = [0.0] * count, [0.0] * (count + 1), [0.0] * program.ranks
-    # The last of `ends` stays 0: it is what an action that waits for nothing (-1) waits for.
+    # The last entry of `ends` stays 0: actions without a dependency (-1) read it.
     if overlap_p2p:
         for i, (rank, cost, depends_on, transfer) in enumerate(program.instructions):
             start, ready = free_at[rank], ends[depends_on] + hops[transfer]
@@ -245,21 +247,20 @@ def simulate(program: PipelineProgram, costs: StageCosts, overlap_p2p: bool = Tr
 
 
 def _transfer_seconds(owner: Sequence[int], transfer: Sequence[float]) -> list[float]:
-    return [0.0 if here == there else seconds for here, there, seconds in zip(owner, owner[1:], transfer)]
+    return [0.0 if a == b else seconds for a, b, seconds in zip(owner, owner[1:], transfer)]
 
 
-# Rank, kind (a place in KINDS), stage, micro-batch.
-ActionKey = tuple[int, int, int, int]
-# The action; places of its cost and its transfer; numbers of the results that it waits for, makes, and sends as well.
+ActionKey = tuple[int, int, int, int]  # rank, kind (index into KINDS), stage, micro-batch
+# Action, index of its cost, index of its transfer, and ids of the results it waits for, produces and also sends.
 Instruction = tuple[ActionKey, int, int, int, int, int]
 
 
 def build_program(order: PipelineOrder) -> PipelineProgram:
-    """Checks an order and sorts its actions. Raises where it cannot run to its end."""
+    """Sorts the actions of an order topologically. Raises LayoutError if the order deadlocks."""
     owner = {action[0]: rank for rank in order for part in order[rank] if part for action in part[3] or (part,)}
     stages, width = len(owner), max(len(order[rank]) for rank in order)
     queues = [_rank_instructions(rank, order[rank], stages, width) for rank in range(len(order))]
-    # Results by number: the step at whose end they are sent. The last two: nothing made, nothing to wait for.
+    # By result id, the instruction that sends it. The last two ids mean no result and no dependency.
     sent_at: list[int | None] = [*[None] * (2 * stages * width + 1), -1]
     actions: list[ActionKey] = []
     steps: list[tuple[int, int, int, int]] = []
@@ -283,13 +284,13 @@ def build_program(order: PipelineOrder) -> PipelineProgram:
     for rank, queue in enumerate(queues):
         if positions[rank] < len(queue):
             raise LayoutError(
-                f"rank {rank} waits for ever at action {positions[rank]} of the {len(queue)} of its order."
+                f"the pipeline order deadlocks: rank {rank} waits forever at action {positions[rank]} of {len(queue)}."
             )
     return PipelineProgram(len(queues), stages, tuple(owner[stage] for stage in range(stages)), actions, steps)
 
 
 def _rank_instructions(rank: int, parts: Sequence[Any], stages: int, width: int) -> list[Instruction]:
-    """A rank's actions with results numbered by stage and micro-batch, of which there are fewer than `width`."""
+    """Returns a rank's instructions. Result ids: forwards by stage and micro-batch, then backwards."""
     no_wait, no_result, last = -1, -2, stages - 1
     tasks: list[Instruction] = []
     for part in parts:
@@ -300,7 +301,7 @@ def _rank_instructions(rank: int, parts: Sequence[Any], stages: int, width: int)
             forward, backward = stage * width + micro_batch, (stages + stage) * width + micro_batch
             if letter == "F":
                 kind, waits_for, hop, produces = FORWARD, forward - width if stage else no_wait, stage, forward
-                if part[3]:  # sent by the backward that follows
+                if part[3]:  # the paired backward sends it
                     deferred, produces = produces, no_result
                 tasks.append(((rank, kind, stage, micro_batch), stage, hop, waits_for, produces, no_result))
                 continue
@@ -317,8 +318,8 @@ def _rank_instructions(rank: int, parts: Sequence[Any], stages: int, width: int)
 
 @lru_cache(maxsize=64)
 def named_program(schedule: str, ranks: int, virtual: int, micro_batches: int) -> PipelineProgram:
-    """The program of a schedule with a name."""
-    from shardwise.parallel.pipeline import schedule_actions  # brings torch, which closed forms can do without
+    """Returns the program of one of PyTorch's schedules."""
+    from shardwise.parallel.pipeline import schedule_actions  # imports torch, which closed forms do without
 
     return build_program(schedule_actions(schedule, ranks, virtual, micro_batches))
 
@@ -327,14 +328,14 @@ def named_program(schedule: str, ranks: int, virtual: int, micro_batches: int) -
 
 
 def step_seconds(schedule: str, ranks: int, virtual: int, micro_batches: int, costs: StageCosts) -> float:
-    """Seconds of a step by simulation, of as many micro-batches as it takes until each period is like the last.
+    """Returns the simulated seconds of a step; simulates only until the schedule reaches its steady state.
 
-    In the steady part of a schedule every period (one micro-batch, or one round of them) repeats the actions of the one
-    before. Once all of them come later by the same time, they always will: each waits for what came later by it too. So
-    the periods that are left out add as many times that.
+    In the steady state every period (one micro-batch, or one round of them) repeats the actions of the previous period.
+    Once all of them are delayed by the same time, they stay so, since their dependencies are delayed equally. Each
+    remaining period then adds that time.
     """
     period = 1 if schedule in ("1f1b", *V_SHAPED) else micro_batches // max(1, micro_batches // ranks)
-    max_in_flight = 2 * max(ranks, period)  # no micro-batch is in flight for longer
+    max_in_flight = 2 * max(ranks, period)  # upper bound on micro-batches in flight
     simulated = (4 * max_in_flight // period + 2) * period + micro_batches % period
     while schedule != "gpipe" and simulated < micro_batches:
         program = named_program(schedule, ranks, virtual, simulated)

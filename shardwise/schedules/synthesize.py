@@ -1,11 +1,11 @@
-"""A schedule made for the stages that there are, where those with a name are made for even ones.
+"""Synthesizes a pipeline schedule for uneven stages and a memory limit; named schedules assume even stages.
 
-Stages are seldom even: the first holds the embedding, the last the head, layers do not divide. `synthesize` lays out
-actions in time by a few rules, rank by rank, as soon as their inputs arrive, and tries many settings of the rules; then
-it takes the longest path through the best result apart. Schedules with a name that fit are among the candidates, so
-what it returns is never slower in simulation than the best of them, and no rank ever holds more than it may.
+Stages are seldom even: the first has the embedding, the last the head, and layers do not divide evenly. `synthesize`
+runs the list scheduler with many priority rules, then improves the best result by reordering its critical path. Named
+schedules that fit are candidates too, so the result is never slower in simulation than the best of them and never
+exceeds the memory limit of a rank.
 
-The search is counted in simulated actions, not in seconds: every rank of a run finds the same order.
+The search budget counts simulated actions, not seconds, so every rank of a run finds the same schedule.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from shardwise.schedules.list_scheduler import (
 from shardwise.schedules.simulate import Action, PipelineProgram, Simulation, build_program, named_program, simulate
 
 GAP_FRACTIONS = (0.0, 0.5, 1.0)
-TOLERANCE = 2e-3  # an order within this share of the least time that there can be is good enough
+TOLERANCE = 2e-3  # the search stops within this fraction of the lower bound
 
 
 @dataclass(frozen=True)
 class SynthesizedSchedule:
-    """The best order that was found."""
+    """The best schedule found."""
 
     simulation: Simulation
     placement: str
     """`loop` or `v`."""
     name: str
-    """The schedule with a name that it is, or `synthesised`."""
+    """The name of the schedule if it is a named one, else `synthesized`."""
     named_seconds: dict[str, float]
-    """Seconds of the schedules with a name that fit."""
+    """Seconds of the named schedules that fit."""
 
     @property
     def seconds(self) -> float:
@@ -50,28 +50,30 @@ class SynthesizedSchedule:
 
     @property
     def order(self) -> dict[int, list[Action]]:
-        """What each rank executes; `shardwise.parallel.pipeline.Pipeline` runs it."""
+        """Each rank's actions, as `shardwise.parallel.pipeline.Pipeline` takes them."""
         return self.simulation.program.order
 
 
 def synthesize(
     problem: SchedulingProblem, placements: Sequence[str] = (LOOP_PLACEMENT, V_PLACEMENT), effort: int = 200_000
 ) -> SynthesizedSchedule:
-    """The fastest order that fits. `effort`: simulated actions to spend on each part of the search."""
+    """Returns the fastest schedule that fits. `effort`: simulated actions to spend on each phase of the search."""
     named_seconds: dict[str, float] = {}
     found: list[SynthesizedSchedule] = []
     for placement in placements:
         if placement == LOOP_PLACEMENT or problem.virtual == 2:
             found += named_candidates(problem, placement, named_seconds)
-            best = min((one.simulation for one in found if one.placement == placement), key=_seconds, default=None)
+            named = [schedule.simulation for schedule in found if schedule.placement == placement]
+            best = min(named, key=_seconds, default=None)
             candidate = _search(problem, placement, effort, best)
             if candidate is not None and (best is None or candidate.seconds < best.seconds * (1 - 1e-9)):
                 found.append(SynthesizedSchedule(candidate, placement, "synthesized", named_seconds))
     if not found:
+        sizes, limits = (", ".join(f"{x:g}" for x in xs) for xs in (problem.activation_sizes, problem.memory_limits))
         raise LayoutError(
-            f"no order of {pluralize(problem.micro_batches, 'micro-batch')} over {pluralize(problem.ranks, 'rank')} fits: "
-            f"one in flight holds {', '.join(f'{size:g}' for size in problem.activation_sizes)} by stage and a rank may hold "
-            f"{', '.join(f'{limit:g}' for limit in problem.memory_limits)}; use a smaller micro-batch or more recomputation."
+            f"no schedule of {pluralize(problem.micro_batches, 'micro-batch')} on {pluralize(problem.ranks, 'rank')} "
+            f"fits in memory: a micro-batch takes {sizes} by stage, and the limits by rank are {limits}; use a smaller "
+            "micro-batch or more activation checkpointing."
         )
     return min(found, key=_seconds)
 
@@ -83,17 +85,17 @@ def _seconds(result: SynthesizedSchedule | Simulation) -> float:
 def named_candidates(
     problem: SchedulingProblem, placement: str, named_seconds: dict[str, float]
 ) -> Iterator[SynthesizedSchedule]:
-    """Schedules with a name that fit; notes their times."""
+    """Yields the named schedules that fit, and adds their times to `named_seconds`."""
     for name in _named_schedules(problem, placement):
         program = named_program(name, problem.ranks, problem.virtual, problem.micro_batches)
         if problem.fits(program):
             named_seconds[name] = _simulate(problem, program).seconds
-            # Read again, a pair of forward and backward sends each result at once.
+            # Rebuilt from `order`, which splits forward-backward pairs, so each result is sent at once.
             yield SynthesizedSchedule(_simulate(problem, build_program(program.order)), placement, name, named_seconds)
 
 
 def _named_schedules(problem: SchedulingProblem, placement: str) -> list[str]:
-    """Schedules with a name for a placement and a number of micro-batches."""
+    """Returns the named schedules that allow this placement and number of micro-batches."""
     if problem.ranks == 1:
         return []
     if placement == V_PLACEMENT:
@@ -115,7 +117,7 @@ def _simulate(problem: SchedulingProblem, program: PipelineProgram) -> Simulatio
 def _search(
     problem: SchedulingProblem, placement: str, effort: int, named_best: Simulation | None
 ) -> Simulation | None:
-    """The best that rules give, then the best of its neighbours."""
+    """Tries many priority rules, then improves the best schedule by local search."""
     floor = _time_lower_bound(problem, placement) * (1 + TOLERANCE)
     if named_best is not None and named_best.seconds <= floor:
         return named_best
@@ -141,24 +143,21 @@ def _search(
 
 
 def _time_lower_bound(problem: SchedulingProblem, placement: str) -> float:
-    """Seconds that no order can beat: a rank's work, the first micro-batch's way to it, the last one's way back."""
+    """Returns seconds no schedule can beat: a rank's work plus filling and draining the pipeline up to that rank."""
     costs, owner, m = problem.costs, problem.stage_to_rank(placement), problem.micro_batches
     best = lead_in = lead_out = 0.0
     for rank in range(problem.ranks):
         stages = [stage for stage, owner_rank in enumerate(owner) if owner_rank == rank]
-        halves = m * sum(costs.forward[s] + costs.backward_input[s] for s in stages)
+        forward_and_input = m * sum(costs.forward[s] + costs.backward_input[s] for s in stages)
         weights = m * sum(costs.backward_weight[s] for s in stages)
         if problem.split_backward:
-            best = max(best, lead_in + halves + weights, lead_in + halves + lead_out)
+            best = max(best, lead_in + forward_and_input + weights, lead_in + forward_and_input + lead_out)
         else:
-            best = max(best, lead_in + halves + weights + lead_out)
+            best = max(best, lead_in + forward_and_input + weights + lead_out)
         if rank < problem.ranks - 1:
+            weight = 0.0 if problem.split_backward else costs.backward_weight[rank]
             lead_in += costs.forward[rank] + costs.transfer[rank]
-            lead_out += (
-                costs.backward_input[rank]
-                + costs.transfer[rank]
-                + (0.0 if problem.split_backward else costs.backward_weight[rank])
-            )
+            lead_out += costs.backward_input[rank] + costs.transfer[rank] + weight
     return best
 
 
@@ -180,23 +179,18 @@ def _candidate_rules(problem: SchedulingProblem, placement: str) -> Iterator[Pri
 
 
 def _candidate_depths(problem: SchedulingProblem, placement: str) -> Iterator[tuple[int, ...]]:
-    """Forwards ahead of backwards: as 1f1b has them, twice that, as many as the way down and up takes, any number."""
+    """Yields in-flight limits by rank: 1f1b's, twice that, a round trip's worth, all stages, and unlimited."""
     p, m, v = problem.ranks, problem.micro_batches * problem.virtual, problem.virtual
     depth_1f1b = [p - rank if v == 1 else (v - 1) * p + 2 * (p - rank) - 1 for rank in range(p)]
     depth_double = [2 * depth - 1 for depth in depth_1f1b]
-    round_trip_depth = _round_trips(problem, placement)
-    for depth in (
-        depth_1f1b,
-        depth_double,
-        *([n + more for n in round_trip_depth] for more in (0, 1, 2, 3)),
-        [v * p] * p,
-        [m] * p,
-    ):
+    round_trips = _round_trips(problem, placement)
+    depths_round_trip = [[n + extra for n in round_trips] for extra in range(4)]
+    for depth in (depth_1f1b, depth_double, *depths_round_trip, [v * p] * p, [m] * p):
         yield tuple(max(1, min(m, d)) for d in depth)
 
 
 def _round_trips(problem: SchedulingProblem, placement: str) -> list[int]:
-    """By rank, micro-batches that start on its stages while one is on its way down and back."""
+    """Returns, by rank, how many micro-batches start on it while one goes to the last stage and back."""
     costs, owner = problem.costs, problem.stage_to_rank(placement)
     work = [0.0] * problem.ranks
     for stage, rank in enumerate(owner):
@@ -213,7 +207,7 @@ def _round_trips(problem: SchedulingProblem, placement: str) -> list[int]:
 def _hill_climb(
     problem: SchedulingProblem, placement: str, rules: PriorityRules, best: Simulation, effort: int, floor: float
 ) -> Simulation:
-    """Other depths of a rank or two, other fills: each kept that is no slower."""
+    """Randomly varies in-flight limits and gap fraction; keeps every change that is no slower."""
     rng, max_depth = Random(0), problem.micro_batches * problem.virtual
     for _ in range(_max_tries(best, effort)):
         if best.seconds <= floor:
@@ -221,8 +215,8 @@ def _hill_climb(
         depth = list(rules.max_in_flight)
         for rank in rng.sample(range(problem.ranks), rng.choice((1, 1, min(2, problem.ranks), problem.ranks))):
             depth[rank] = max(1, min(max_depth, depth[rank] + rng.choice((-1, 1, 1, 2))))
-        fill = rng.choice((rules.min_gap_fraction, rules.min_gap_fraction, *GAP_FRACTIONS))
-        neighbor_rules = replace(rules, max_in_flight=tuple(depth), min_gap_fraction=fill)
+        gap = rng.choice((rules.min_gap_fraction, rules.min_gap_fraction, *GAP_FRACTIONS))
+        neighbor_rules = replace(rules, max_in_flight=tuple(depth), min_gap_fraction=gap)
         candidate = _evaluate_rules(problem, placement, neighbor_rules)
         if candidate is not None and candidate.seconds <= best.seconds:
             rules, best = neighbor_rules, candidate
@@ -234,7 +228,7 @@ def _max_tries(result: Simulation, effort: int) -> int:
 
 
 def _shorten_critical_path(problem: SchedulingProblem, best: Simulation, effort: int, floor: float) -> Simulation:
-    """Moves one action of the longest path at a time, while that helps."""
+    """Moves one action of the critical path at a time until no move helps."""
     tries, better = _max_tries(best, effort), True
     while better and best.seconds > floor:
         better = False
@@ -258,15 +252,15 @@ def _simulate_if_valid(problem: SchedulingProblem, order: dict[int, list[Action]
 
 
 def _neighbor_orders(result: Simulation) -> Iterator[dict[int, list[Action]]]:
-    """Orders in which an action of the longest path comes before the one that kept it waiting."""
+    """Yields orders in which an action of the critical path moves ahead of the one it waited for."""
     order = result.program.order
-    places = {action: place for row in order.values() for place, action in enumerate(row)}
+    positions = {action: position for row in order.values() for position, action in enumerate(row)}
     for rank, early, late in _critical_path_pairs(result):
-        if early[::2] == late[::2] or early[:2] == late[:2]:  # it needs the other's result, or does the same
+        if early[::2] == late[::2] or early[:2] == late[:2]:  # same stage and micro-batch, or same stage and kind
             continue
-        first = places[early]
+        first = positions[early]
         yield {**order, rank: _move_action(order[rank], first + 1, first)}
-        if early.kind == "W":  # out of the way altogether
+        if early.kind == "W":  # or move the backward-weight to a later idle gap
             for gap in _idle_positions(result, rank, first)[:3]:
                 yield {**order, rank: _move_action(order[rank], first, gap - 1)}
 
@@ -278,42 +272,38 @@ def _move_action(actions: list[Action], old: int, new: int) -> list[Action]:
 
 
 def _critical_path_pairs(result: Simulation) -> Iterator[tuple[int, Action, Action]]:
-    """Along the longest path, from its end: an action, and the next of its rank, which starts when it has ended."""
+    """Yields back-to-back actions of one rank along the critical path, last first: rank, earlier and later action."""
     program, starts, ends = result.program, result.start_times, result.end_times
     before: list[int] = []
     latest = [-1] * program.ranks
-    for place, (rank, *_) in enumerate(program.instructions):
+    for position, (rank, *_) in enumerate(program.instructions):
         before.append(latest[rank])
-        latest[rank] = place
-    place = max(range(len(ends)), key=ends.__getitem__)
-    while place >= 0:
-        previous, waits = before[place], program.instructions[place][2]
-        if previous >= 0 and ends[previous] >= starts[place]:
-            yield program.actions[place][0], program.action(previous), program.action(place)
-            place = previous
+        latest[rank] = position
+    position = max(range(len(ends)), key=ends.__getitem__)
+    while position >= 0:
+        previous, waits = before[position], program.instructions[position][2]
+        if previous >= 0 and ends[previous] >= starts[position]:
+            yield program.actions[position][0], program.action(previous), program.action(position)
+            position = previous
         else:
-            place = waits
+            position = waits
 
 
 def _idle_positions(result: Simulation, rank: int, after: int) -> list[int]:
-    """Places in a rank's order, beyond `after`, before which it idles; its end too."""
-    rank_instructions = [i for i, step in enumerate(result.program.instructions) if step[0] == rank]
-    idle = [
-        k
-        for k in range(after + 2, len(rank_instructions))
-        if result.start_times[rank_instructions[k]] > result.end_times[rank_instructions[k - 1]]
-    ]
-    return [*idle, len(rank_instructions)]
+    """Returns the positions after `after` in a rank's order before which it idles, and the end."""
+    own = [i for i, step in enumerate(result.program.instructions) if step[0] == rank]
+    starts, ends = result.start_times, result.end_times
+    return [*(k for k in range(after + 2, len(own)) if starts[own[k]] > ends[own[k - 1]]), len(own)]
 
 
 def _merge_backwards(problem: SchedulingProblem, result: Simulation) -> Simulation:
-    """Halves of a backward that follow each other become one, where that costs no time: it is less work to run."""
+    """Merges adjacent backward-input and backward-weight where that costs no time: a full backward runs faster."""
     order = result.program.order
     pairs = [
-        (rank, place)
+        (rank, position)
         for rank, actions in order.items()
-        for place, (one, two) in enumerate(zip(actions, actions[1:]))
-        if one.kind == "I" and two == (one.stage, "W", one.micro_batch, None)
+        for position, (a, b) in enumerate(zip(actions, actions[1:]))
+        if a.kind == "I" and b == (a.stage, "W", a.micro_batch, None)
     ]
     groups = [pairs]
     merged: set[tuple[int, int]] = set()
@@ -328,13 +318,13 @@ def _merge_backwards(problem: SchedulingProblem, result: Simulation) -> Simulati
     return _simulate_if_valid(problem, _merged_order(order, merged)) or result
 
 
-def _merged_order(order: dict[int, list[Action]], places: set[tuple[int, int]]) -> dict[int, list[Action]]:
+def _merged_order(order: dict[int, list[Action]], positions: set[tuple[int, int]]) -> dict[int, list[Action]]:
     new: dict[int, list[Action]] = {}
     for rank, actions in order.items():
         new[rank] = []
-        for place, action in enumerate(actions):
-            if (rank, place) in places:
+        for position, action in enumerate(actions):
+            if (rank, position) in positions:
                 new[rank].append(action._replace(kind="B"))
-            elif (rank, place - 1) not in places:
+            elif (rank, position - 1) not in positions:
                 new[rank].append(action)
     return new

@@ -1,7 +1,7 @@
-"""The plan that a training follows: for `layout = "auto"` the best for this machine, else the layout that was given.
+"""Chooses the plan of a training run: the planner's best layout for `layout = "auto"`, else the job's own layout.
 
-It is made before any process starts and saved beside the run, so that what was predicted can be held against what was
-measured. Every process of a world that others made comes to the same plan by itself.
+The plan is made before any process starts and saved in the run folder, so that predictions can be compared with
+measurements. Under an external launcher every process computes the same plan by itself.
 """
 
 from __future__ import annotations
@@ -13,18 +13,17 @@ from shardwise.cluster import GIB
 from shardwise.console import pluralize
 from shardwise.errors import LayoutError
 from shardwise.job import Job
-from shardwise.kinds import DLRMConfig, ResNetConfig
 from shardwise.layout import Layout
-from shardwise.models.registry import forward_flops_per_module
-from shardwise.parallel.balance import cut_stages
-from shardwise.parallel.parallelize import check_layout
+from shardwise.parallel.prepare import Prepared, prepare
 from shardwise.planner.plan import Plan, make_estimator, make_plan
 from shardwise.train.local_machine import local_cluster, local_process_count
 
 
 def choose_plan(job: Job, world_size: int | None = None) -> tuple[Plan, str]:
-    """The plan for a world that is there, or for as many processes of this machine as the batch can use; and where the
-    description of the machine is from."""
+    """Returns the plan for `world_size` processes, or for as many as this machine has and the batch can use.
+
+    Also returns where the description of the machine comes from.
+    """
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) if world_size else 0
     if job.layout != "auto":
         layout = Layout.parse(job.layout)
@@ -34,12 +33,12 @@ def choose_plan(job: Job, world_size: int | None = None) -> tuple[Plan, str]:
     for devices in [max_devices] if world_size else range(max_devices, 0, -1):
         cluster, source = local_cluster(job, local_world_size or devices)
         try:
-            if isinstance(job.model, ResNetConfig):  # whose batch is one micro-batch, which the search does not try
+            if job.model.needs_whole_batch:  # the search does not try a whole batch as one micro-batch
                 return make_plan(job, cluster, layout=f"replicate={devices}"), source
             return make_plan(job, cluster, devices, runnable=True), source
         except LayoutError as error:
-            last = error
-    raise last
+            last_error = error
+    raise last_error
 
 
 def choose_layout(job: Job, world_size: int | None = None) -> Layout:
@@ -47,50 +46,45 @@ def choose_layout(job: Job, world_size: int | None = None) -> Layout:
 
 
 def check_memory(job: Job, plan: Plan) -> None:
-    """Raises where "auto" found nothing that fits. Who gives a layout may try."""
+    """Raises LayoutError if no layout that "auto" tried fits in memory. Explicit layouts are not checked."""
     if job.layout == "auto" and not plan.fits(plan.best):
         device = plan.cluster.device
         raise LayoutError(
-            f"no layout of {plan.devices} x {device.name} holds this job: '{plan.best.layout}' needs least, "
-            f"{plan.best.peak_memory / GIB:.3g} GiB a rank of {device.memory / GIB:.3g}; use more devices, or give that "
-            "layout to try it all the same."
+            f"no layout of {plan.devices} x {device.name} fits in memory: '{plan.best.layout}' needs least, "
+            f"{plan.best.peak_memory / GIB:.3g} of {device.memory / GIB:.3g} GiB per rank; use more devices, or "
+            "set that layout to try it anyway."
         )
 
 
 def describe_plan(plan: Plan, source: str) -> str:
-    """Why this layout, in a line."""
+    """Returns the prediction for the chosen layout and why it won, in one line."""
     best, device = plan.best, plan.cluster.device
-    line = f"predicted {_format_seconds(best.seconds)} a step, {best.peak_memory / GIB:.2g} of {device.memory / GIB:.3g} GiB on "
-    line += f"{device.name} ({source})"
+    memory = f"{best.peak_memory / GIB:.2g} of {device.memory / GIB:.3g} GiB"
+    line = f"predicted {_format_seconds(best.seconds)} per step, {memory} on {device.name} ({source})"
     if plan.evaluated == 1:
         return line
-    return f"best of {pluralize(plan.evaluated, 'layout')}: {line}" + (
-        f"; {plan.near_misses[0]}" if plan.near_misses else ""
-    )
+    near_miss = f"; {plan.near_misses[0]}" if plan.near_misses else ""
+    return f"best of {pluralize(plan.evaluated, 'layout')}: {line}{near_miss}"
 
 
 def _format_seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
-def _stage_bounds(job: Job, layout: Layout) -> list[list[int]]:
-    return [list(span) for span in cut_stages(layout, forward_flops_per_module(job.require_chain_model()))]
-
-
-def layout_record(job: Job, layout: Layout) -> dict[str, Any]:
-    """What `plan.toml` says of the cut itself."""
-    batch = check_layout(job, layout)
+def layout_record(prepared: Prepared) -> dict[str, Any]:
+    """Returns what `plan.toml` says of the layout itself."""
+    layout, batch = prepared.layout, prepared.batch
     return {
         "layout": str(layout),
         "world": layout.world,
-        "stages": [] if isinstance(job.model, DLRMConfig) else _stage_bounds(job, layout),
+        "stages": [list(span) for span in prepared.stages],
         "micro_batch": batch.micro_batch,
         "micro_batches": batch.micro_batches,
     }
 
 
 def _pipeline_record(job: Job, plan: Plan) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of a pipeline: the predicted seconds of its stages, and its order where that has no name."""
+    """Returns the predicted seconds of the pipeline's stages, and its order if the schedule is synthesised."""
     layout, estimator = plan.best.layout, make_estimator(job, plan.cluster)
     if layout.pipeline == 1:
         return {}, {}
@@ -101,12 +95,12 @@ def _pipeline_record(job: Job, plan: Plan) -> tuple[dict[str, Any], dict[str, An
 
 
 def plan_record(job: Job, plan: Plan, source: str) -> dict[str, Any]:
-    """What `plan.toml` holds."""
+    """Returns the contents of `plan.toml`."""
     best = plan.best
     others = zip(plan.layouts[1:], plan.reasons[1:], strict=True)
     stages, order = _pipeline_record(job, plan)
     return {
-        **layout_record(job, best.layout), **order,
+        **layout_record(prepare(job, best.layout)), **order,
         "reason": describe_plan(plan, source),
         "predicted": {
             "device": plan.cluster.device.name, "cluster_source": source, "step_seconds": best.seconds,
@@ -120,6 +114,7 @@ def plan_record(job: Job, plan: Plan, source: str) -> dict[str, Any]:
         },
         "rejected": [
             *({"layout": str(other.layout), "step_seconds": other.seconds, "reason": why} for other, why in others),
-            *({"choice": what, "reason": why} for what, _, why in (line.partition(": ") for line in plan.near_misses)),
+            *({"choice": choice, "reason": reason}
+              for choice, _, reason in (line.partition(": ") for line in plan.near_misses)),
         ],
     }  # fmt: skip

@@ -1,21 +1,23 @@
-"""Checkpoints: written whole or not at all, checked before they are believed, loaded into any layout.
+"""Checkpoints: written atomically, verified before they are loaded, and loadable into any layout.
 
     step-00000100/
-        __<rank>_0.distcp   the pieces that a rank wrote        tensors.json    which piece lies where
+        __<rank>_0.distcp   the shards that a rank wrote        tensors.json    file and offset of every shard
         .metadata           the same as a pickle, for           manifest.json   step, layout, state; size and SHA-256
                             PyTorch's own tools                                 of every file; written last
 
-Promises
-- A crash at any moment costs no finished checkpoint: files grow in `step-*.partial-*`, which gets its name once all is
-  on the disk. What a crash leaves behind is removed at the next start.
-- Nothing is loaded before every byte was compared with the manifest. A damaged checkpoint is named and the next older
-  one taken.
-- No file is trusted with code: the pickle is never read, pieces are read as bare tensors.
-- An asynchronous save stalls training for the copy to memory only, and what is saved is the state at the call.
-- Loaded into the layout that it was saved from, everything is the same bit by bit; into another, too, cut otherwise.
-- Every rank gets the same verdict. All ranks must see one file system.
+Guarantees
+- A crash never loses a finished checkpoint: files are written to `step-*.partial-*`, which is renamed once everything
+  is on disk. The next start removes leftovers.
+- Nothing is loaded before every byte has been compared with the manifest. Damaged checkpoints are reported, and the
+  next older one is used.
+- Loading never runs code: the pickle is not read, and shards are loaded with `weights_only`.
+- An asynchronous save blocks training only for the copy to host memory; it saves the state at the call.
+- Loading is bitwise exact, also into another layout.
+- Every rank reaches the same decision. All ranks must share one file system.
 
-Saved are `weights.<name>`, `optimizer.<name>.<key>` and, where the loss scale moves, `scale.<key>`.
+A checkpoint has `weights.<name>`, `optimizer.<name>.<key>`, `buffers.<name>`, `scale.<key>` (dynamic loss scale),
+`outer.<name>.<key>` (local SGD) and the tensors of `shardwise.train.error_feedback`. Replicas that local SGD lets
+diverge save theirs under the prefix `replica<n>.`.
 """
 
 from __future__ import annotations
@@ -56,20 +58,20 @@ __all__ = ["CheckpointManager", "valid_checkpoints", "load_weights"]
 
 
 class CheckpointManager:
-    """The checkpoints of one run. Every rank makes one, and calls the same methods in the same order."""
+    """Saves and loads the checkpoints of a run. Every rank must call the same methods in the same order."""
 
     def __init__(
         self, folder: Path, keep: int, asynchronous: bool, snapshots: Path | None = None, layout: str = ""
     ):  # fmt: skip
-        assert keep >= 1, "the newest good checkpoint is never removed"
+        assert keep >= 1, "the newest valid checkpoint is never removed"
         self.folder, self.keep, self.asynchronous = folder, keep, asynchronous
         self.damaged: list[str] = []
-        """What was wrong with the checkpoints that the last `load` passed over, a sentence each."""
+        """Problems of the damaged checkpoints that the last `load` skipped, one sentence each."""
         self.source = ""
-        """Where the last `load` took it from: memory, disk or, where there was none, nowhere."""
+        """Where the last `load` found its state: "memory", "disk", or "" if there was none."""
         self._group = CheckpointGroup.create()
         self.snapshots = None if snapshots is None else SnapshotStore(snapshots, layout, self._group.all_gather)
-        """Snapshots, where there is room for them."""
+        """In-memory snapshots; None if disabled or if memory is too small."""
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._staging: dict[str, Tensor] = {}
@@ -77,9 +79,9 @@ class CheckpointManager:
         self._group.on_rank_zero(self._prepare_folder)
 
     def save(self, step: int, engine: Engine, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Saves everything that training goes on from. `state` is small and fit for JSON; that of rank 0 counts.
+        """Saves everything that training resumes from. `state` is a small JSON-serializable dict; rank 0's is used.
 
-        Waits for the save before this one and, if it failed, raises and begins nothing.
+        Waits for the previous save first, and raises its error if it failed.
         """
         self.finish()
         pieces = replica_pieces(collect_pieces(engine, optimizer), engine.mesh["local_sgd"].index)
@@ -94,14 +96,14 @@ class CheckpointManager:
         self._thread.start()
 
     def finish(self) -> None:
-        """Waits for the write under way. Raises RunError, on every rank, if it failed."""
+        """Waits for the pending save; raises RunError, on every rank, if it failed."""
         self._wait()
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
     def load(self, engine: Engine, optimizer: torch.optim.Optimizer, step: int | None = None) -> dict[str, Any] | None:
-        """Loads the newest good checkpoint, or that of `step`. Returns its state, or None where there is none."""
+        """Loads the newest valid checkpoint or snapshot, or that of `step`; returns its state, or None."""
         self._wait()
         self.damaged = []
         snapshot = self.snapshots.latest_complete() if self.snapshots is not None and step is None else None
@@ -118,34 +120,30 @@ class CheckpointManager:
         if choice.path is None:
             return None
         path, group, index = choice.path, self._group, read_index(choice.path)
-        check_matches_model(
-            path,
-            index,
-            {f"weights.{param_shard.name}": param_shard.shape for param_shard in engine.param_shards},
-            group,
-        )
+        shapes = {f"weights.{param_shard.name}": param_shard.shape for param_shard in engine.param_shards}
+        check_matches_model(path, index, shapes, group)
         restore(index, engine, optimizer, lambda pieces: read_pieces(path, index, pieces, group))
         state: dict[str, Any] = choice.manifest["state"]
         return state
 
     def snapshot(self, step: int, engine: Engine, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> str:
-        """Copies everything to memory. Gives a sentence, on every rank, where there is no room and never will be."""
+        """Copies all state to host memory. If it does not fit, disables snapshots and returns why, on every rank."""
         assert self.snapshots is not None
         if self.snapshots.needs_communication:
-            self._wait()  # it talks over the group that writes use
+            self._wait()  # both use the checkpoint process group
         problem = self.snapshots.take(step, collect_pieces(engine, optimizer), {"step": step, **state})
         if problem:
             self.snapshots = None
         return problem
 
     def rewind(self, step: int) -> None:
-        """Removes every checkpoint newer than `step`, for a run that goes back to take another way."""
+        """Removes all checkpoints newer than `step`, for a run that rolls back."""
         self._wait()
         if self.snapshots is not None:
             self.snapshots.discard_after(step)
         self._group.on_rank_zero(lambda: self._remove_after(step))
 
-    # Behind the scenes, on rank 0 where it is about the folder
+    # Internals
 
     def _load_snapshot(
         self, snapshot: dict[str, Any], engine: Engine, optimizer: torch.optim.Optimizer
@@ -160,7 +158,7 @@ class CheckpointManager:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise CheckpointError(f"no checkpoints can be kept in {self.folder}: {error.strerror}.") from None
+            raise CheckpointError(f"cannot create the checkpoint folder {self.folder}: {error.strerror}.") from None
         remove_partials(self.folder)
 
     def _wait(self) -> None:
@@ -171,7 +169,7 @@ class CheckpointManager:
     def _stage_to_host(
         self, pieces: dict[str, CheckpointPiece], device: torch.device
     ) -> tuple[dict[str, CheckpointPiece], torch.cuda.Event | None]:
-        """The pieces in memory of our own, which is kept for the next time: fresh pages cost more than the copy."""
+        """Copies the shards to host buffers, which are reused: page faults would cost more than the copy."""
         on_gpu = device.type == "cuda"
         for name, piece in pieces.items():
             staged = self._staging.get(name)
@@ -182,7 +180,7 @@ class CheckpointManager:
         copies = {name: replace(piece, tensor=self._staging[name]) for name, piece in pieces.items()}
         if not on_gpu:
             return copies, None
-        ready = torch.cuda.Event()  # later kernels run after the copies by themselves; only the writer has to wait
+        ready = torch.cuda.Event()  # stream order protects the copies from later kernels; only the writer must wait
         ready.record()
         return copies, ready
 
@@ -193,37 +191,37 @@ class CheckpointManager:
             if ready is not None:
                 ready.synchronize()
             self._write(step, pieces, metadata)
-        except BaseException as error:  # raised by `finish`, in the thread that can act on it
+        except BaseException as error:  # `finish` raises it in the main thread
             self._failure = error
 
     def _write(self, step: int, pieces: dict[str, CheckpointPiece], metadata: str) -> None:
-        partial: Path | None = None
+        temporary: Path | None = None
         try:
-            partial = self._group.on_rank_zero(lambda: create_partial(self.folder, step))
-            files = write_pieces(partial, pieces, self._group)
-            facts = {**json.loads(metadata), "torch": torch.__version__, "world": self._group.size, "files": files}
-            self._group.on_rank_zero(lambda: self._commit(step, partial, facts))
+            temporary = self._group.on_rank_zero(lambda: create_partial(self.folder, step))
+            files = write_pieces(temporary, pieces, self._group)
+            manifest = {**json.loads(metadata), "torch": torch.__version__, "world": self._group.size, "files": files}
+            self._group.on_rank_zero(lambda: self._commit(step, temporary, manifest))
         except Exception as error:
-            if partial is not None and self._group.rank == 0:
-                shutil.rmtree(partial, ignore_errors=True)
+            if temporary is not None and self._group.rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
             raise RunError(
                 f"the checkpoint of step {step} could not be written to {self.folder}: {error}. "
-                "The ones before it are whole; give the folder room and write access."
+                "Earlier checkpoints are intact; check free space and write permission."
             ) from error
 
-    def _commit(self, step: int, partial: Path, facts: dict[str, Any]) -> None:
-        write_manifest(partial, facts)
-        fsync_and_rename(partial, next_free_path(self.folder, step))
+    def _commit(self, step: int, temporary: Path, manifest: dict[str, Any]) -> None:
+        write_manifest(temporary, manifest)
+        fsync_and_rename(temporary, next_free_path(self.folder, step))
         self._remove_old()
 
     def _remove_old(self) -> None:
-        """Removes what is older than the newest `keep` good ones, and what else there is of their steps."""
-        kept: dict[int, Path] = {}
+        """Removes checkpoints older than the newest `keep` valid ones, and other folders of the same steps."""
+        newest: dict[int, Path] = {}
         for step, path in valid_checkpoints(self.folder):
-            if path not in self._damaged_paths and len(kept) < self.keep:
-                kept.setdefault(step, path)
+            if path not in self._damaged_paths and len(newest) < self.keep:
+                newest.setdefault(step, path)
         for step, path in list_checkpoints(self.folder):
-            if kept and (step < min(kept) or kept.get(step, path) != path):
+            if newest and (step < min(newest) or newest.get(step, path) != path):
                 remove_checkpoint(path)
         remove_partials(self.folder)
 
@@ -234,9 +232,9 @@ class CheckpointManager:
 
 
 def load_weights(folder: Path, tensors: Mapping[str, Tensor], step: int | None = None) -> dict[str, Any] | None:
-    """Fills whole tensors, by parameter name, from the newest good checkpoint or that of `step`, in one process.
+    """Loads unsharded weights, by parameter name, from the newest valid checkpoint or that of `step`, in one process.
 
-    Returns its state, or None where there is no checkpoint.
+    Returns the checkpoint's state, or None if there is no checkpoint.
     """
     single = CheckpointGroup()
     choice = find_newest_valid(folder, single, step)
@@ -251,39 +249,38 @@ def load_weights(folder: Path, tensors: Mapping[str, Tensor], step: int | None =
     return state
 
 
-# What is saved of an engine
+# The state of an engine
 
 
 def collect_pieces(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, CheckpointPiece]:
-    """What this rank has of everything, each name once: of a weight that is tied in a V it holds two copies."""
+    """Returns this rank's shards of all state, by name. A tied weight with two local copies is saved once."""
     pieces: dict[str, CheckpointPiece] = {}
+    sharded = sharded_optimizer(optimizer)
     for param_shard in engine.param_shards:
         if f"weights.{param_shard.name}" in pieces:
             continue
         start, size = offset_and_shape(param_shard, engine.mesh)
-        values = {f"weights.{param_shard.name}": param_shard.tensor.detach()}
-        ours = sharded_optimizer(optimizer)
-        state = (
-            optimizer.state.get(param_shard.tensor, {})
-            if ours is None
-            else ours.state_for_checkpoint(param_shard.tensor)
-        )
+        tensor = param_shard.tensor
+        values = {f"weights.{param_shard.name}": tensor.detach()}
+        state = optimizer.state.get(tensor, {}) if sharded is None else sharded.state_for_checkpoint(tensor)
         for key, value in state.items():
-            assert isinstance(value, Tensor), f"the optimizer keeps {key} of {param_shard.name} as {value!r}, no tensor"
+            assert isinstance(value, Tensor), f"optimizer state {key} of {param_shard.name} is {value!r}, not a tensor"
             values[f"optimizer.{param_shard.name}.{key}"] = value
         for name, value in values.items():
             if value.dim() == 0:
                 pieces[name] = CheckpointPiece(value, (), value.shape)
                 continue
-            dims = value.dim()  # a table's state may have one number for a row
+            dims = value.dim()  # a table's state may have one number per row
             offsets, sizes, full_shape = list(start[:dims]), size[:dims], list(param_shard.shape[:dims])
             dim = collapsed_dim(optimizer, name)
             if dim is not None:
                 offsets[dim], sizes[dim], full_shape[dim] = 0, 1, 1
-            assert list(value.shape) == sizes, f"{name}: {list(value.shape)} does not lie as its weight, {size}"
+            assert list(value.shape) == sizes, (
+                f"{name}: its shape {list(value.shape)} does not match its weight's, {size}"
+            )
             pieces[name] = CheckpointPiece(value, tuple(offsets), torch.Size(full_shape))
     for chain in engine.chains:
-        for name, value in chain.named_buffers():  # every rank has the same
+        for name, value in chain.named_buffers():  # identical on every rank
             pieces[f"buffers.{name}"] = CheckpointPiece(value, (0,) * value.dim(), value.shape)
     if engine.scale.dynamic:
         for key, value in engine.scale.state().items():
@@ -298,22 +295,22 @@ def collect_pieces(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str
 
 
 def replica_pieces(pieces: dict[str, CheckpointPiece], replica: int) -> dict[str, CheckpointPiece]:
-    """What a replica that trains apart saves: the first under plain names, others what differs from it under theirs."""
+    """Returns what a local SGD replica saves: replica 0 everything, others their own state under a prefix."""
     if not replica:
         return pieces
     return {f"replica{replica}.{name}": piece for name, piece in pieces.items() if not name.startswith("outer.")}
 
 
 def collapsed_dim(optimizer: torch.optim.Optimizer, name: str) -> int | None:
-    """The side of a weight along which this state of its optimizer has a single number, if there is one."""
-    ours = sharded_optimizer(optimizer)
-    return (
-        ours.collapsed_dims.get(name.rpartition(".")[2]) if ours is not None and name.startswith("optimizer.") else None
-    )
+    """Returns the dimension in which this optimizer state has size 1, if any."""
+    sharded = sharded_optimizer(optimizer)
+    if sharded is None or not name.startswith("optimizer."):
+        return None
+    return sharded.collapsed_dims.get(name.rpartition(".")[2])
 
 
 def sharded_optimizer(optimizer: torch.optim.Optimizer) -> ShardedOptimizer | None:
-    """The optimizer of dense weights, where it is one of ours."""
+    """Returns the optimizer of the dense weights if it is a ShardedOptimizer."""
     dense = getattr(optimizer, "dense", optimizer)
     return dense if isinstance(dense, ShardedOptimizer) else None
 
@@ -322,10 +319,10 @@ def sharded_optimizer(optimizer: torch.optim.Optimizer) -> ShardedOptimizer | No
 def restore(
     index: Index, engine: Engine, optimizer: torch.optim.Optimizer, read: Callable[[dict[str, CheckpointPiece]], None]
 ) -> None:
-    """Fills an engine and its optimizer from a checkpoint that was examined. `read` fills pieces."""
+    """Loads a verified checkpoint into an engine and its optimizer; `read` fills the shards passed to it."""
     init_optimizer_state(index, optimizer, engine.param_shards)
     residuals = error_feedback.error_feedback_targets(engine, index)
-    # A replica that was not there before goes on from the first.
+    # A new local SGD replica starts from replica 0.
     replica_prefix = f"replica{engine.mesh['local_sgd'].index}."
     named = {
         replica_prefix + name if replica_prefix + name in index else name: piece
@@ -334,21 +331,21 @@ def restore(
     pieces = {name: piece for name, piece in named.items() if name in index}
     read(pieces | residuals)
     error_feedback.load_error_feedback(engine, residuals)
-    first: dict[str, Tensor] = {}
+    loaded: dict[str, Tensor] = {}
     for param_shard in engine.param_shards:
-        source = first.setdefault(param_shard.name, param_shard.tensor)
+        source = loaded.setdefault(param_shard.name, param_shard.tensor)  # differs for the second copy of a tied weight
         if source is not param_shard.tensor:
             param_shard.tensor.detach().copy_(source)
             for key, value in optimizer.state[source].items():
                 optimizer.state[param_shard.tensor][key].copy_(value)
-    ours = sharded_optimizer(optimizer)
-    if ours is not None:
-        ours.after_load()
+    sharded = sharded_optimizer(optimizer)
+    if sharded is not None:
+        sharded.after_load()
     engine.data.sync_weights()
 
 
 def init_optimizer_state(index: Index, optimizer: torch.optim.Optimizer, param_shards: list[ParamShard]) -> None:
-    """Gives the optimizer, which makes its state only in its first step, the very state that was saved, as zeros."""
+    """Allocates the saved optimizer states as zeros, since optimizers create their state only in the first step."""
     entries: dict[str, Index] = {}
     for name, entry in index.items():
         kind, _, rest = name.partition(".")
@@ -358,24 +355,24 @@ def init_optimizer_state(index: Index, optimizer: torch.optim.Optimizer, param_s
     step_on_device = {id(p): g.get("fused") or g.get("capturable") for g in optimizer.param_groups for p in g["params"]}
     for param_shard in param_shards:
         if param_shard.fixed_offset_and_shape is not None:
-            continue  # a table's state is there from the start
+            continue  # tables allocate their state when they are built
         weight, state = param_shard.tensor, optimizer.state[param_shard.tensor]
         state.clear()
         for key, entry in entries.get(param_shard.name, {}).items():
             if not entry["shape"]:
-                # A count of steps: only fused and capturable optimizers want it on the weight's device.
+                # The step count: only fused and capturable optimizers keep it on the weight's device.
                 device = weight.device if step_on_device.get(id(weight)) else torch.device("cpu")
                 state[key] = torch.zeros((), dtype=dtype_of(entry), device=device)
             else:
-                same = entry["dtype"] == index[f"weights.{param_shard.name}"]["dtype"]
+                has_weight_dtype = entry["dtype"] == index[f"weights.{param_shard.name}"]["dtype"]
                 size, dim = list(weight.shape), collapsed_dim(optimizer, f"optimizer.{param_shard.name}.{key}")
                 if dim is not None:
                     size[dim] = 1
-                state[key] = weight.new_zeros(size, dtype=weight.dtype if same else dtype_of(entry))
+                state[key] = weight.new_zeros(size, dtype=weight.dtype if has_weight_dtype else dtype_of(entry))
 
 
 def check_matches_model(path: Path, index: Index, needed: dict[str, torch.Size], group: CheckpointGroup) -> None:
-    """Raises, on every rank and before anything is loaded, if a checkpoint is of another model."""
+    """Raises CheckpointError, on every rank, if the checkpoint's parameters are not those of the model."""
     all_shapes: dict[str, torch.Size] = {}
     for part in group.all_gather(needed):
         all_shapes.update(part)
@@ -384,6 +381,6 @@ def check_matches_model(path: Path, index: Index, needed: dict[str, torch.Size],
         stored = index[name]["shape"] if name in index else "nothing"
         if expected != stored:
             raise CheckpointError(
-                f"checkpoint {path} is of another model: for {name.removeprefix('weights.')} it has {stored}, this one "
-                f"needs {expected}. Load it with the model that it was saved from."
+                f"checkpoint {path} is of another model: for {name.removeprefix('weights.')} it has {stored}, this "
+                f"model needs {expected}. Load it with the model that saved it."
             )

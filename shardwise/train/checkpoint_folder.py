@@ -1,8 +1,8 @@
-"""Checkpoint folders on the disk: which there are, whether they are whole, and how all ranks come to one verdict.
+"""Checkpoint folders on disk: listing, verifying, writing and removing them.
 
-A finished checkpoint is `step-<number>`; whatever is being written or removed is `step-<number>.partial-<word>`. Its
-`manifest.json` is written last and names every other file with size and SHA-256; it holds the sum of its own values
-too. `shardwise.train.checkpoint` says what is promised of all this.
+A finished checkpoint is `step-<number>`; one that is being written or removed is `step-<number>.partial-<id>`. Its
+`manifest.json` is written last and has the size and SHA-256 of every other file, and a SHA-256 of its own values.
+`shardwise.train.checkpoint` lists the guarantees.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardwise.errors import CheckpointError
 
 FORMAT_VERSION = 1
 MANIFEST_FILE = "manifest.json"
-# The second number: the step was saved again while an older folder of that step, perhaps a damaged one, was there.
+# The second number counts repeated saves of a step: an existing folder, maybe a damaged one, is not overwritten.
 FOLDER_PATTERN = re.compile(r"step-(\d+)(?:\.(\d+))?")
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CheckpointGroup:
-    """The ranks of a world, on a group of their own: a write behind training must not mix with its collectives."""
+    """All ranks, in a process group of their own, so that background saves do not mix with training's collectives."""
 
     rank: int = 0
     size: int = 1
@@ -47,7 +47,7 @@ class CheckpointGroup:
         return cls(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo", group_desc="checkpoint"))
 
     def all_gather(self, value: T) -> list[T]:
-        """The values of all ranks, on every rank."""
+        """Returns the values of all ranks, on every rank."""
         values: list[Any] = [value]
         if self.group is not None:
             values = [None] * self.size
@@ -55,47 +55,46 @@ class CheckpointGroup:
         return values
 
     def on_rank_zero(self, function: Callable[[], T]) -> T:
-        """What `act` gives on rank 0, and only there; its error is raised on every rank."""
-        answer: list[Any] = [None]
+        """Calls `function` on rank 0 only; returns its result, or raises its error, on every rank."""
+        outcome: list[Any] = [None]
         if self.rank == 0:
             try:
-                answer = [(function(), None)]
+                outcome = [(function(), None)]
             except Exception as error:
-                answer = [(None, error)]
+                outcome = [(None, error)]
         if self.group is not None:
-            dist.broadcast_object_list(answer, src=0, group=self.group)
-        value, problem = answer[0]
-        if problem is not None:
-            raise problem
+            dist.broadcast_object_list(outcome, src=0, group=self.group)
+        value, failure = outcome[0]
+        if failure is not None:
+            raise failure
         result: T = value
         return result
 
 
-# Which there are
+# Listing
 
 
 def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """Step and path of everything that has the name of a finished checkpoint, newest first."""
+    """Returns step and path of every folder named like a finished checkpoint, newest first."""
     if not folder.is_dir():
         return []
-    found = [(int(match[1]), path) for path in folder.iterdir() if (match := FOLDER_PATTERN.fullmatch(path.name))]
-    return sorted(found, key=lambda item: (item[0], _save_number(item[1])), reverse=True)
+    finished = [(int(match[1]), path) for path in folder.iterdir() if (match := FOLDER_PATTERN.fullmatch(path.name))]
+    return sorted(finished, key=lambda item: (item[0], _save_number(item[1])), reverse=True)
 
 
 def valid_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """Those of `saved` with a manifest and files of the right sizes; what is in the files is not read."""
-    good = []
+    """Returns the checkpoints whose manifest is valid and whose files have the right sizes; does not hash them."""
+    valid = []
     for step, path in list_checkpoints(folder):
         with suppress(DamagedCheckpoint):
-            if not any(
-                _file_problem(path, name, facts, size_only=True) for name, facts in read_manifest(path)["files"].items()
-            ):
-                good.append((step, path))
-    return good
+            files = read_manifest(path)["files"]
+            if not any(_file_problem(path, name, info, size_only=True) for name, info in files.items()):
+                valid.append((step, path))
+    return valid
 
 
 def next_free_path(folder: Path, step: int) -> Path:
-    """Where step `step` can be put. A folder cannot be replaced in one move, so an older one of that step stays."""
+    """Returns a free path for a step. A folder cannot be replaced atomically, so an existing one is kept."""
     taken = [_save_number(path) for number, path in list_checkpoints(folder) if number == step]
     name = f"step-{step:08d}"
     return folder / (f"{name}.{max(taken) + 1}" if taken else name)
@@ -106,16 +105,16 @@ def _save_number(path: Path) -> int:
     return int(match[2] or 0) if match else 0
 
 
-# Whether they are whole
+# Verification
 
 
 class DamagedCheckpoint(Exception):
-    """Names a file and what is wrong with it."""
+    """Raised with the file and its problem."""
 
 
 @dataclass(frozen=True)
 class CheckpointChoice:
-    """The newest checkpoint that holds every byte it was written with, and those that were passed over."""
+    """The newest intact checkpoint, and the damaged ones that were skipped, with their problems."""
 
     path: Path | None
     manifest: dict[str, Any]
@@ -123,11 +122,11 @@ class CheckpointChoice:
 
 
 def find_newest_valid(folder: Path, group: CheckpointGroup, step: int | None = None) -> CheckpointChoice:
-    """Reads everything in the newest checkpoint, or in that of `step`, and goes to the next older one if it must."""
+    """Returns the newest checkpoint, or that of `step`, whose files all match their hashes; skips damaged ones."""
     candidates = group.on_rank_zero(lambda: list_checkpoints(folder))
     if step is not None and step not in dict(candidates):
-        found = ", ".join(str(number) for number, _ in candidates) or "none"
-        raise CheckpointError(f"{folder} has no checkpoint of step {step}; there are: {found}.")
+        available = ", ".join(str(number) for number, _ in candidates) or "none"
+        raise CheckpointError(f"{folder} has no checkpoint of step {step}; available: {available}.")
     damaged: list[tuple[Path, str]] = []
     for number, path in candidates:
         if step is not None and number != step:
@@ -139,17 +138,17 @@ def find_newest_valid(folder: Path, group: CheckpointGroup, step: int | None = N
     if not damaged:
         return CheckpointChoice(None, {}, [])
     sentences = " ".join(sentence for _, sentence in damaged)
-    raise CheckpointError(f"none of the checkpoints in {folder} can be loaded. {sentences}")
+    raise CheckpointError(f"no checkpoint in {folder} can be loaded. {sentences}")
 
 
 def verify_checkpoint_files(path: Path, group: CheckpointGroup) -> tuple[list[str], dict[str, Any]]:
-    """What is wrong with a checkpoint, and its manifest. The files are shared out over the ranks."""
+    """Returns a checkpoint's problems and its manifest; the ranks divide the files among them."""
     try:
         manifest = group.on_rank_zero(lambda: read_manifest(path))
     except DamagedCheckpoint as error:
         return [str(error)], {}
     by_size = sorted(manifest["files"].items(), key=lambda item: -item[1]["bytes"])
-    problems = [_file_problem(path, name, facts) for name, facts in by_size[group.rank :: group.size]]
+    problems = [_file_problem(path, name, info) for name, info in by_size[group.rank :: group.size]]
     return sorted(problem for part in group.all_gather(problems) for problem in part if problem), manifest
 
 
@@ -164,20 +163,19 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise DamagedCheckpoint(f"{MANIFEST_FILE} has changed since it was written")
     if manifest["format"] != FORMAT_VERSION:
         raise DamagedCheckpoint(
-            f"{MANIFEST_FILE} is of format {manifest['format']}, this Shardwise reads format {FORMAT_VERSION}"
+            f"{MANIFEST_FILE} has format {manifest['format']}, but this version reads format {FORMAT_VERSION}"
         )
     return manifest
 
 
-def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
-    manifest = json.loads(
-        json.dumps({"format": FORMAT_VERSION, **facts})
-    )  # as it will be read: keys are text, tuples lists
+def write_manifest(folder: Path, values: dict[str, Any]) -> None:
+    # Through JSON once, so that the digest is of the values as they will be read: string keys, lists for tuples.
+    manifest = json.loads(json.dumps({"format": FORMAT_VERSION, **values}))
     write_hashed_file(folder / MANIFEST_FILE, json.dumps({**manifest, "sha256": _digest(manifest)}, indent=1))
 
 
 def _digest(manifest: dict[str, Any]) -> str:
-    """Of the values, however they are spaced."""
+    """Returns the SHA-256 of the values, independent of formatting."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
@@ -201,10 +199,7 @@ def _file_problem(path: Path, name: str, file_info: dict[str, Any], size_only: b
 
 
 class HashedFileWriter(io.BufferedWriter):
-    """A file that is hashed on its way to the disk, and is on the disk once it is closed.
-
-    The sum is of what was meant, so whatever happens to the file afterwards is seen.
-    """
+    """A file that hashes the data passed to it, so that later corruption shows, and calls fsync when it is closed."""
 
     def __init__(self, path: str | os.PathLike[str]):
         super().__init__(io.FileIO(path, "w"))
@@ -242,12 +237,12 @@ def write_hashed_file(path: Path, text: str) -> dict[str, Any]:
 
 def create_partial(folder: Path, step: int) -> Path:
     path = folder / f"step-{step:08d}.partial-{uuid.uuid4().hex[:8]}"
-    path.mkdir()  # not its parents: a run folder that is gone, perhaps with its mount, must not come back empty
+    path.mkdir()  # not its parents: a run folder that vanished, maybe with its mount, must not be recreated
     return path
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Away under another name first, so that a crash leaves no half of a checkpoint under a good name."""
+    """Renames the folder before deleting it, so that a crash leaves no incomplete checkpoint under a valid name."""
     removed = path.with_name(f"{path.name}.partial-{uuid.uuid4().hex[:8]}")
     with suppress(OSError):
         path.rename(removed)

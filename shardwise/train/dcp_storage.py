@@ -1,10 +1,9 @@
-"""Pieces of tensors into files and back, through PyTorch's distributed checkpoint (DCP).
+"""Writes and reads sharded tensors with PyTorch's distributed checkpoint (DCP).
 
-DCP knows how to drop what two ranks both have, to check that the rest covers each tensor once, and to fill the pieces
-of one layout from those of another. It is given planners of ours, so that a piece is what it is here, a tensor with the
-place where it starts, and not a DTensor: one on a mesh of GPUs cannot hold the copy in memory, and an empty one takes
-no part. It is given files of ours, which are hashed as they are written. And its index, a pickle, is written for
-PyTorch's own tools but never read: reading a pickle can run code. Ours is `tensors.json`.
+DCP removes duplicates between ranks, checks that the shards cover each tensor, and reshards on load. We give it our own
+planners, in which a shard is a tensor with its offsets instead of a DTensor: a DTensor on a GPU mesh cannot hold the
+copy in host memory, and DCP ignores empty ones. We give it our own files, which are hashed as they are written. Its
+index, a pickle, is written for PyTorch's tools but never read, since unpickling can run code; ours is `tensors.json`.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ from shardwise.errors import RunError
 from shardwise.train.checkpoint_folder import CheckpointGroup, HashedFileWriter, write_hashed_file
 
 INDEX_FILE = "tensors.json"
-Index = dict[str, dict[str, Any]]  # by name: dtype, shape, pieces as [file, offset, length, start, size]
-FileDigests = dict[str, dict[str, Any]]  # by name: bytes, sha256
+Index = dict[str, dict[str, Any]]  # by tensor name: dtype, shape, pieces as [file, offset, length, offsets, sizes]
+FileDigests = dict[str, dict[str, Any]]  # by file name: bytes, sha256
 
-# PyTorch says so at each save and load of a world of one, where it is just what is meant.
+# PyTorch warns at each save and load of a single process, where this is intended.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 @dataclass(frozen=True)
 class CheckpointPiece:
-    """A part of a whole tensor: where it starts, and the shape of the whole."""
+    """A shard of a tensor, with its offsets and the shape of the full tensor."""
 
     tensor: Tensor
     offsets: tuple[int, ...]
@@ -55,15 +54,15 @@ class CheckpointPiece:
         return Chunk(torch.Size(self.offsets), self.tensor.shape)
 
 
-def write_pieces(folder: Path, pieces: dict[str, CheckpointPiece], peers: CheckpointGroup) -> FileDigests:
-    """Writes the pieces of all ranks and the index of them. Returns, on every rank, what every file holds."""
+def write_pieces(folder: Path, pieces: dict[str, CheckpointPiece], group: CheckpointGroup) -> FileDigests:
+    """Writes the pieces of all ranks and their index. Returns, on every rank, size and hash of every file."""
     writer = DCPWriter(folder)
     try:
-        dcp.save(pieces, storage_writer=writer, planner=PieceSavePlanner(), **_process_group_args(peers))
+        dcp.save(pieces, storage_writer=writer, planner=PieceSavePlanner(), **_process_group_args(group))
     except CheckpointException as error:
         raise _first_failure(error) from error
-    files = {name: facts for part in peers.all_gather(writer.fs.files) for name, facts in part.items()}
-    files[INDEX_FILE] = peers.on_rank_zero(lambda: write_hashed_file(folder / INDEX_FILE, json.dumps(writer.index)))
+    files = {name: info for part in group.all_gather(writer.fs.files) for name, info in part.items()}
+    files[INDEX_FILE] = group.on_rank_zero(lambda: write_hashed_file(folder / INDEX_FILE, json.dumps(writer.index)))
     return files
 
 
@@ -72,14 +71,14 @@ def read_index(folder: Path) -> Index:
     return index
 
 
-def read_pieces(folder: Path, index: Index, pieces: dict[str, CheckpointPiece], peers: CheckpointGroup) -> None:
-    """Fills the pieces, which may be cut in any way."""
+def read_pieces(folder: Path, index: Index, pieces: dict[str, CheckpointPiece], group: CheckpointGroup) -> None:
+    """Fills the pieces from the checkpoint, resharding as needed."""
     try:
         dcp.load(
             dict(pieces),
             storage_reader=DCPReader(folder, index),
             planner=PieceLoadPlanner(),
-            **_process_group_args(peers),
+            **_process_group_args(group),
         )
     except CheckpointException as error:
         raise RunError(f"checkpoint {folder} could not be loaded: {_first_failure(error)}.") from error
@@ -90,12 +89,12 @@ def dtype_of(entry: dict[str, Any]) -> torch.dtype:
     return dtype
 
 
-def _process_group_args(peers: CheckpointGroup) -> dict[str, Any]:
-    return {"process_group": peers.group, "no_dist": peers.group is None}
+def _process_group_args(group: CheckpointGroup) -> dict[str, Any]:
+    return {"process_group": group.group, "no_dist": group.group is None}
 
 
 def _first_failure(error: CheckpointException) -> RuntimeError:
-    """The error of the first rank that had one. DCP's own is a BaseException, which most handlers miss."""
+    """Returns the error of the lowest failed rank. DCP's own is a BaseException, which most handlers miss."""
     rank, (cause, _) = min(error.failures.items())
     return RuntimeError(f"rank {rank}: {cause}")
 
@@ -134,9 +133,9 @@ class PieceLoadPlanner(DefaultLoadPlanner):
             if piece.tensor.numel():
                 entry = self.metadata.state_dict_metadata[name]
                 assert isinstance(entry, TensorStorageMetadata)
-                found = create_read_items_for_chunk_list(name, entry, [piece.chunk])
-                assert sum(prod(item.lengths) for item in found) == piece.tensor.numel(), f"{name} has holes"
-                items += found
+                read_items = create_read_items_for_chunk_list(name, entry, [piece.chunk])
+                assert sum(prod(item.lengths) for item in read_items) == piece.tensor.numel(), f"{name} is incomplete"
+                items += read_items
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
@@ -148,7 +147,7 @@ class PieceLoadPlanner(DefaultLoadPlanner):
 
 
 class HashingFileSystem(FileSystem):
-    """DCP's way to files, which keeps by name what was written."""
+    """DCP's file system, recording size and hash of every file written."""
 
     def __init__(self) -> None:
         self.files: FileDigests = {}
@@ -172,12 +171,12 @@ class HashingFileSystem(FileSystem):
 
 
 class DCPWriter(dcp.FileSystemWriter):
-    """Gathers on rank 0 the index that is read instead of DCP's."""
+    """DCP's writer; on rank 0 it also builds our index, which is read instead of DCP's."""
 
     fs: HashingFileSystem
 
     def __init__(self, folder: Path):
-        # Files sync themselves. With copying ahead every rank would open the first GPU.
+        # HashedFileWriter calls fsync. Copy-ahead would make every rank create a context on GPU 0.
         super().__init__(folder, sync_files=False, per_thread_copy_ahead=0)
         self.fs = HashingFileSystem()
         self.index: Index = {}

@@ -1,7 +1,7 @@
-"""What compressed sums of gradients owe, in checkpoints: by weight, the debt of each rank that takes part in its sum.
+"""Saves and loads the error feedback of compressed gradient reduction.
 
-Row n of `owed.NAME` is that of the n-th rank. In a layout with as many the debts are what they were; in others each
-rank takes an even share of their sum, so nothing is lost.
+Row n of `residual.NAME` is the residual of the n-th rank of the compressed axis. With the same number of ranks, every
+rank gets its own residual back; otherwise each gets an equal share of their sum, so nothing is lost.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from shardwise.train.dcp_storage import CheckpointPiece, Index, dtype_of
 
 
 def _compression_axis(data: DataParallel) -> Axis:
-    """The ranks that sum compressed."""
+    """Returns the axis whose gradient reduction is compressed."""
     return data.mesh["replicate"] if data.mesh["replicate"].size > 1 else data.mesh["shard"]
 
 
 def _residual_region(data: DataParallel, param_shard: ParamShard) -> tuple[tuple[int, ...], list[int]]:
-    """Where in a weight the debt of this rank lies: over `shard` it sends all rows that a tensor rank has."""
+    """Returns offsets and shape of this rank's residual: its shard, or over `shard` all rows of its tensor shard."""
     if data.mesh["replicate"].size > 1:
         return offset_and_shape(param_shard, data.mesh)
     start, size = [0] * len(param_shard.shape), list(param_shard.shape)
@@ -36,14 +36,14 @@ def _residual_region(data: DataParallel, param_shard: ParamShard) -> tuple[tuple
 
 
 def _low_rank_key(data: DataParallel, name: str) -> str:
-    """What a thin matrix of powersgd is saved as: ranks of one sum share it."""
+    """Returns the name of a PowerSGD Q matrix, which all ranks of a reduction share."""
     across_replicas = data.mesh["replicate"].size > 1
-    return f"thin.{name}.{data.mesh['tensor'].index}.{data.mesh['shard'].index if across_replicas else 0}"
+    return f"q_matrix.{name}.{data.mesh['tensor'].index}.{data.mesh['shard'].index if across_replicas else 0}"
 
 
 def error_feedback_pieces(engine: Engine) -> dict[str, CheckpointPiece]:
-    """This rank's debts."""
-    data, found = engine.data, {}
+    """Returns this rank's residuals and Q matrices."""
+    data, pieces = engine.data, {}
     if data.compressor is None:
         return {}
     axis = _compression_axis(data)
@@ -52,50 +52,50 @@ def error_feedback_pieces(engine: Engine) -> dict[str, CheckpointPiece]:
         if value is not None:
             start, size = _residual_region(data, param_shard)
             row = value.reshape(-1)[: math.prod(size)].view(1, *size)
-            found[f"owed.{param_shard.name}"] = CheckpointPiece(
-                row, (axis.index, *start), torch.Size((axis.size, *param_shard.shape))
-            )
-    for name, thin in data.compressor.q_matrices.items():
-        found[_low_rank_key(data, name)] = CheckpointPiece(thin, (0, 0), thin.shape)
-    return found
+            full_shape = torch.Size((axis.size, *param_shard.shape))
+            pieces[f"residual.{param_shard.name}"] = CheckpointPiece(row, (axis.index, *start), full_shape)
+    for name, q_matrix in data.compressor.q_matrices.items():
+        pieces[_low_rank_key(data, name)] = CheckpointPiece(q_matrix, (0, 0), q_matrix.shape)
+    return pieces
 
 
 def error_feedback_targets(engine: Engine, index: Index) -> dict[str, CheckpointPiece]:
-    """Memory for what a checkpoint has of this rank's debts, or of all of which it takes a share."""
-    data, found = engine.data, {}
+    """Allocates tensors for this rank's residual, or for those of all ranks if it takes a share of their sum."""
+    data, pieces = engine.data, {}
     if data.compressor is None:
         return {}
     axis = _compression_axis(data)
     for param_shard in engine.param_shards:
-        entry = index.get(f"owed.{param_shard.name}")
+        name = f"residual.{param_shard.name}"
+        entry = index.get(name)
         if entry is not None and data.should_compress(param_shard):
             start, size = _residual_region(data, param_shard)
-            rows, first = (1, axis.index) if entry["shape"][0] == axis.size else (entry["shape"][0], 0)
-            memory = _zeros_like_entry(entry, (rows, *size), engine)
-            found[f"owed.{param_shard.name}"] = CheckpointPiece(memory, (first, *start), torch.Size(entry["shape"]))
-        entry = index.get(_low_rank_key(data, param_shard.name))
+            rows, first_row = (1, axis.index) if entry["shape"][0] == axis.size else (entry["shape"][0], 0)
+            target = _zeros_like_entry(entry, (rows, *size), engine)
+            pieces[name] = CheckpointPiece(target, (first_row, *start), torch.Size(entry["shape"]))
+        name = _low_rank_key(data, param_shard.name)
+        entry = index.get(name)
         if entry is not None:
-            found[_low_rank_key(data, param_shard.name)] = CheckpointPiece(
-                _zeros_like_entry(entry, entry["shape"], engine), (0, 0), torch.Size(entry["shape"])
-            )
-    return found
+            target = _zeros_like_entry(entry, entry["shape"], engine)
+            pieces[name] = CheckpointPiece(target, (0, 0), torch.Size(entry["shape"]))
+    return pieces
 
 
 def load_error_feedback(engine: Engine, pieces: dict[str, CheckpointPiece]) -> None:
-    """Owes from now on what was read into `wanted`."""
+    """Replaces the compressor's residuals and Q matrices by the loaded `pieces`."""
     data = engine.data
     if data.compressor is None:
         return
-    data.compressor.residual.clear()  # of a run that goes back to before its first debt
+    data.compressor.residual.clear()  # a rollback may go back to a step without residuals
     data.compressor.q_matrices.clear()
     for param_shard in engine.param_shards:
-        piece = pieces.get(f"owed.{param_shard.name}")
-        if piece is not None:
-            share = 1 if piece.tensor.shape[0] == 1 else _compression_axis(data).size
-            data.compressor.residual[param_shard.name] = piece.tensor.sum(0) / share
-        thin = pieces.get(_low_rank_key(data, param_shard.name))
-        if thin is not None:
-            data.compressor.q_matrices[param_shard.name] = thin.tensor
+        residual = pieces.get(f"residual.{param_shard.name}")
+        if residual is not None:
+            num_shares = 1 if residual.tensor.shape[0] == 1 else _compression_axis(data).size
+            data.compressor.residual[param_shard.name] = residual.tensor.sum(0) / num_shares
+        q_matrix = pieces.get(_low_rank_key(data, param_shard.name))
+        if q_matrix is not None:
+            data.compressor.q_matrices[param_shard.name] = q_matrix.tensor
 
 
 def _zeros_like_entry(entry: dict[str, object], size: tuple[int, ...], engine: Engine) -> Tensor:

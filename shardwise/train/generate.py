@@ -1,4 +1,4 @@
-"""Text from a trained run, on one device."""
+"""Generates text from a trained run, on one device."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from shardwise.data.sample_stream import Samples
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer
 from shardwise.errors import CheckpointError, DataError, RunError
 from shardwise.job import Job
-from shardwise.kinds import DecoderConfig
 from shardwise.models.chain import Chain
-from shardwise.parallel.parallelize import build_on_meta
+from shardwise.models.gpt_family import DecoderConfig
 from shardwise.train.checkpoint import load_weights
 from shardwise.train.local_machine import pick_device
 from shardwise.train.run_folder import RunFolder
 
 
 def sample_run(run: Path, prompt: str, tokens: int, temperature: float, seed: int) -> str:
-    """What `shardwise sample` writes."""
+    """Returns the text that `shardwise sample` prints."""
     folder = RunFolder.open(run)
     job = folder.job()
     decoder = job.require_decoder()
@@ -31,7 +30,7 @@ def sample_run(run: Path, prompt: str, tokens: int, temperature: float, seed: in
 
 
 def load_run_tokenizer(folder: RunFolder, job: Job) -> Tokenizer:
-    """What turns a run's tokens into text."""
+    """Returns the tokenizer of a run; raises DataError if it has none."""
     if folder.tokenizer.exists():
         return load_tokenizer(str(folder.tokenizer))
     if job.data.source not in ("tokens", "synthetic"):
@@ -39,18 +38,18 @@ def load_run_tokenizer(folder: RunFolder, job: Job) -> Tokenizer:
     _, _, tokenizer = make_sources(job)
     if tokenizer is None:
         raise DataError(
-            f"{folder.path} was trained on tokens that no known tokenizer made (data.source = {job.data.source!r}), so "
-            f"it writes no text; if there is a tokenizer, put it there as {folder.tokenizer.name}."
+            f"{folder.path} was trained on tokens without a tokenizer (data.source = {job.data.source!r}), so it "
+            f"cannot generate text; if you have the tokenizer, save it there as {folder.tokenizer.name}."
         )
     return tokenizer
 
 
 def load_model(folder: RunFolder, job: Job, device: torch.device) -> Chain:
-    """The whole model with the weights of the newest good checkpoint."""
-    model = build_on_meta(job, torch.float32).to_empty(device=device)
+    """Returns the unsharded model with the weights of the newest valid checkpoint."""
+    model = job.family.build_on_meta(job.model, job.seed).to_empty(device=device)
     model.tie_weights()
     if not load_weights(folder.checkpoints, dict(model.named_unique_parameters())):
-        raise CheckpointError(f"{folder.path} has no checkpoint to take weights from; train it first.")
+        raise CheckpointError(f"{folder.path} has no checkpoint to load weights from; train it first.")
     return model.eval()
 
 
@@ -58,7 +57,7 @@ def load_model(folder: RunFolder, job: Job, device: torch.device) -> Chain:
 def generate(
     model: Chain, tokenizer: Tokenizer, prompt: str, count: int, config: DecoderConfig, temperature: float, seed: int
 ) -> str:
-    """`count` more tokens after `prompt`; with temperature 0 always the likeliest."""
+    """Returns the prompt with `count` more tokens; temperature 0 is greedy decoding."""
     device = next(model.parameters()).device
     generator = torch.Generator(device="cpu").manual_seed(seed)
     prompt_tokens = tokenizer.encode(prompt)
@@ -68,7 +67,7 @@ def generate(
         samples = Samples(window, window, torch.zeros(1, dtype=torch.int64, device=device))
         logits = model(window, **samples.with_document_ids(config.eod_token_id).batch)[0, -1].float().cpu()
         if not logits.isfinite().all():
-            raise RunError("what the model computes is not finite, so it writes nothing; look at the run's loss.")
+            raise RunError("the model's logits are not finite, so it cannot generate text; check the run's loss.")
         if temperature <= 0:
             tokens.append(int(logits.argmax()))
         else:

@@ -1,4 +1,4 @@
-"""What this machine has: devices, processes to run on them, and the cluster that it is to the planner."""
+"""This machine: its devices, the number of processes to run on them, and its description for the planner."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardwise.job import Job
 
 
 def pick_device(job: Job) -> str:
-    """`cuda` or `cpu`. Asks the driver's monitor: asking CUDA itself would break every process forked afterwards."""
+    """Returns `cuda` or `cpu`. Queries NVML, since initializing CUDA would break processes forked later."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     if job.run.device != "auto":
         if job.run.device == "cuda" and not torch.cuda.is_available():
@@ -28,12 +28,12 @@ def pick_device(job: Job) -> str:
 
 
 def check_compiler() -> None:
-    """Raises where there is nothing to build compiled blocks with: on a CPU they become C++."""
+    """Raises JobError if there is no C++ compiler, which `compile` needs on CPUs."""
     name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # where PyTorch looks
     if shutil.which(name) is None:
         raise JobError(
-            f"compile = true needs a C++ compiler on a CPU, and there is no {name!r}; install it, name another one in "
-            "the environment variable CXX, or set compile = false."
+            f"compile = true needs a C++ compiler on a CPU, and {name!r} was not found; install it, set the "
+            "environment variable CXX to another compiler, or set compile = false."
         )
 
 
@@ -50,44 +50,47 @@ def _core_count() -> int:
 
 
 def local_cluster(job: Job, processes: int) -> tuple[Cluster, str]:
-    """The cluster of this machine, for worlds with so many processes on it; and where its description is from.
+    """Returns this machine as a cluster for a world with that many processes on it, and where the numbers come from.
 
-    `run.cluster` if it is given; else the data sheet of the GPU, by its name and memory; else that of a CPU.
+    That is `run.cluster` if set, else the data sheet of the GPU by its name and memory, else the CPU preset.
     """
     if job.run.cluster:
         return find_cluster(job.run.cluster), job.run.cluster
     if pick_device(job) == "cpu":
-        return _cpu_cluster(processes), "the preset for CPUs"
+        return _cpu_cluster(processes), "the CPU preset"
     name, memory = first_gpu()
     known = cluster_by_driver_name(name, memory)
-    if known is None:  # a GPU that we have no data sheet of: what matters most is how much it holds
+    if known is None:  # an unknown GPU: its memory size matters most
         base = CLUSTERS["a100-80g"]
         device = replace(base.device, name=name, memory=memory or base.device.memory)
-        return replace(base, device=device, domain_size=processes), "no data sheet: computed as an A100"
+        return replace(base, device=device, domain_size=processes), "unknown GPU: modelled as an A100"
     return replace(
         known, domain_size=max(processes, known.domain_size if known.domain_size > 8 else 1)
     ), "its data sheet"
 
 
 def _cpu_cluster(processes: int) -> Cluster:
-    """Processes share the memory, and where they are more than cores those too: all else takes longer by as much."""
+    """Divides the memory among the processes; more processes than cores slow everything else down in proportion."""
     cpu = CLUSTERS["cpu"]
     oversubscription = max(1.0, processes / _core_count())
-    peak = {word: rate / oversubscription for word, rate in cpu.device.peak_by_precision.items()}
+    peaks = {precision: rate / oversubscription for precision, rate in cpu.device.peak_by_precision.items()}
     device = replace(
         cpu.device,
-        peak_by_precision=peak,
+        peak_by_precision=peaks,
         bandwidth=cpu.device.bandwidth / oversubscription,
         memory=host_memory() / processes,
     )
     slower = {key: cpu.measured[key] * oversubscription for key in ("kernel_launch", "collective_start", "latency")}
     return replace(
-        cpu, device=device, domain_size=processes, measured={**cpu.measured, **slower, "uncontended_speedup": oversubscription}
+        cpu,
+        device=device,
+        domain_size=processes,
+        measured={**cpu.measured, **slower, "uncontended_speedup": oversubscription},
     )
 
 
 def first_gpu() -> tuple[str, float]:
-    """Name and bytes of the first GPU, from the driver's monitor, for the same reason as in `pick_device`."""
+    """Returns name and memory of GPU 0 from NVML, for the same reason as in `pick_device`."""
     try:
         nvml, handle, name = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p(), ctypes.create_string_buffer(96)
         memory = (ctypes.c_ulonglong * 3)()  # total, free, used
@@ -101,7 +104,7 @@ def first_gpu() -> tuple[str, float]:
 
 
 def host_memory() -> float:
-    """Bytes of this machine, or of the container that we are in."""
+    """Returns the memory of this machine, or of its container, in bytes."""
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.is_file() else ""
     total = float(psutil.virtual_memory().total)

@@ -17,23 +17,22 @@ from shardwise.console import pluralize, signal_name
 from shardwise.data.bad_records import BadRecords
 from shardwise.data.loader import Loader
 from shardwise.data.make_sources import make_sources
-from shardwise.data.objectives import make_objective
 from shardwise.data.sample_stream import Samples, SampleStream
 from shardwise.errors import RunError
 from shardwise.integrity.anomaly_policy import AnomalyPolicy, Rollback
 from shardwise.integrity.corruption_detector import CorruptionDetector
-from shardwise.job import Job
-from shardwise.layout import AUTO_SCHEDULES, Layout
+from shardwise.layout import AUTO_SCHEDULES
 from shardwise.optim import learning_rate, set_learning_rate
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.pipeline import PipelineOrder
-from shardwise.parallel.tables.table_engine import TableEngine, make_engine_optimizer
+from shardwise.parallel.prepare import Prepared
+from shardwise.parallel.tables.table_engine import TableEngine
 from shardwise.planner.plan import auto_schedule_order
 from shardwise.step import CudaGraphStep, StepResult, make_step_fn
 from shardwise.train.checkpoint import CheckpointManager
 from shardwise.train.local_machine import local_cluster
-from shardwise.train.metrics_processor import MetricsProcessor, StopFlag, forward_flops, json_number
+from shardwise.train.metrics_processor import MetricsProcessor, StopFlag, json_number
 from shardwise.train.progress import Progress
 from shardwise.train.run_folder import RunFolder
 from shardwise.train.validate import validate
@@ -42,23 +41,23 @@ from shardwise.train.validate import validate
 PHASES = {"data": "data", "computing": "compute", "validating": "validation", "saving": "checkpoint"}
 
 
-def make_engine(job: Job, layout: Layout, device: torch.device) -> Engine:
-    """Of a schedule that is made, with the first rank's order, so that all have the same however machines differ."""
+def make_engine(prepared: Prepared, device: torch.device) -> Engine:
+    """Builds this rank's engine; rank 0 broadcasts a synthesised pipeline order, so that all ranks run the same."""
+    job, layout = prepared.job, prepared.layout
     broadcast_order: list[PipelineOrder | None] = [None]
     if layout.pipeline > 1 and layout.schedule in AUTO_SCHEDULES:
         if dist.get_rank() == 0:
             local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", layout.world))
             broadcast_order = [auto_schedule_order(job, layout, local_cluster(job, local_world_size)[0])]
         dist.broadcast_object_list(broadcast_order, device=device)
-    return parallelize(job, layout, device, order=broadcast_order[0])
+    return parallelize(prepared, device, order=broadcast_order[0])
 
 
 @dataclass
 class Trainer:
     """One rank of one run."""
 
-    job: Job
-    layout: Layout
+    prepared: Prepared
     folder: RunFolder
     device: torch.device
     resume: bool = False
@@ -71,11 +70,12 @@ class Trainer:
     """The folder of snapshots; empty: nothing that would outlive this process."""
 
     def __post_init__(self) -> None:
-        self.engine = self.prebuilt_engine or make_engine(self.job, self.layout, self.device)
-        self.optimizer = make_engine_optimizer(self.job, self.engine)
+        self.job, self.layout = self.prepared.job, self.prepared.layout
+        self.engine = self.prebuilt_engine or make_engine(self.prepared, self.device)
+        self.optimizer = self.engine.make_optimizer(self.job)
         self.step = self._make_step_fn()
-        is_watched = not isinstance(self.engine, TableEngine) and not isinstance(self.step, CudaGraphStep)
-        flops = is_watched * 3 * forward_flops(self.job) * self.job.samples / self.layout.world
+        is_watched = not self.engine.has_tables and not isinstance(self.step, CudaGraphStep)
+        flops = is_watched * 3 * self.prepared.forward_flops * self.job.samples / self.layout.world
         self.corruption_detector = CorruptionDetector(
             self.job, self.engine, self.optimizer, self.folder.path, flops, self._log_event
         )
@@ -124,7 +124,9 @@ class Trainer:
     def _train(self, first: int) -> None:
         """Takes all steps from `first` on, or until it is told to stop."""
         last = self.job.total_steps
-        stream = SampleStream(self.training, self.job.seed, objective=make_objective(self.job.model, self.job.seed))
+        stream = SampleStream(
+            self.training, self.job.seed, objective=self.job.family.objective(self.job.model, self.job.seed)
+        )
         data = self.engine.mesh["loader"]
         loader = Loader(
             stream, self.job.samples, data.size, data.index, first,
@@ -132,11 +134,8 @@ class Trainer:
             skipped_batches=self.folder.skipped_batches(),
         )  # fmt: skip
         batches: Iterator[tuple[int, Samples]] = iter(loader)
-        prefetch = self.job.embedding_tables.prefetch
-        if isinstance(self.engine, TableEngine):
-            self.engine.cache_hot_rows(stream, self.job.embedding_tables.cached_rows)
-            if self.device.type == "cuda" if prefetch == "auto" else prefetch:
-                batches = self.engine.prefetched_batches(loader, last - first)
+        self.engine.begin_stream(self.job, stream)
+        batches = self.engine.batches(self.job, iter(loader), last - first)
         self.metrics.ranks.reset()
         try:
             for number in range(first, last):
@@ -239,13 +238,13 @@ class Trainer:
     def _can_replay(self) -> bool:
         """Whether a step can be taken again without a trace of its own: no tables, no debts, no compiled blocks."""
         compiled = self.job.should_compile(self.device.type, self.layout)
-        return not (compiled or isinstance(self.engine, TableEngine) or self.job.gradient.compress)
+        return not (compiled or self.engine.has_tables or self.job.gradient.compress)
 
     def _roll_back(self, reason: Rollback) -> int:
         """Loads the last checkpoint. Returns the step to go on from."""
         if reason.state_is_corrupt:
             self.checkpoints.rewind(reason.step - 1)
-        state = None if isinstance(self.engine, TableEngine) else self.checkpoints.load(self.engine, self.optimizer)
+        state = None if self.engine.has_tables else self.checkpoints.load(self.engine, self.optimizer)
         if state is None and reason.state_is_corrupt:
             raise RuntimeError(f"{reason}, and there is no checkpoint to go back to")  # all begin again
         # Without a checkpoint: a step that updated nothing can be taken again, one that did is left as it is.

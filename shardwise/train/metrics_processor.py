@@ -15,13 +15,11 @@ from shardwise.comm.step_timer import STEP_TIMER
 from shardwise.integrity.anomaly_policy import Verdict
 from shardwise.integrity.corruption_detector import CorruptionDetector
 from shardwise.job import Job
-from shardwise.kinds import DLRMConfig, MoEConfig
 from shardwise.metrics.collector import RankMetricsCollector
 from shardwise.metrics.trackers import Tracker
-from shardwise.models import dlrm
-from shardwise.models.registry import forward_flops_per_module
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.expert import RoutingStats, routing_stats
+from shardwise.parallel.prepare import forward_flops
 from shardwise.step import StepResult
 from shardwise.train.progress import Progress
 from shardwise.train.run_folder import RunFolder
@@ -46,7 +44,7 @@ class MetricsProcessor:
 
     def __post_init__(self) -> None:
         self.device, self.world = self.engine.mesh.device, self.engine.mesh["world"]
-        self.step_flops = 3 * forward_flops(self.job) * self.job.samples
+        self.step_flops = 3 * sum(forward_flops(self.job.model)) * self.job.samples
         self.peak_flops = device_peak_flops(self.device, self.job.precision)
         self.ranks = RankMetricsCollector(self.job, self.engine, self.optimizer, self.folder.path, self._alert)
         self.tracker = Tracker(self.job, self.folder.path, self._alert)
@@ -67,7 +65,7 @@ class MetricsProcessor:
         rows = self.ranks.exchange()
         model, sent = self.job.model, dict(STEP_TIMER.bytes_sent)
         STEP_TIMER.bytes_sent.clear()
-        if isinstance(model, MoEConfig):
+        if model.num_experts:
             now = (
                 STEP_TIMER.wait_seconds if self.device.type == "cpu" else self.ranks.last_metrics.wait_seconds
             )  # a GPU is not there yet
@@ -86,7 +84,7 @@ class MetricsProcessor:
             record: dict[str, Any] = {
                 "step": step, "samples": step * self.job.samples,
                 "loss": json_number(loss), "grad_norm": json_number(grad_norm), "lr": lr,
-                "tokens_per_s": self.job.samples * self.job.model.sequence / seconds, "seconds": seconds,
+                "tokens_per_s": self.job.samples * self.job.model.sequence_length / seconds, "seconds": seconds,
                 "flops_per_s": self.step_flops / seconds, "data_wait_seconds": data_wait,
                 "memory_gib": self.ranks.peak_memory() / 2**30, "time": round(time.time(), 3),
             }  # fmt: skip
@@ -120,15 +118,6 @@ def _routing_metrics(routing: RoutingStats) -> dict[str, Any]:
     if routing.sent:
         record |= {"expert_bytes": int(routing.sent), "expert_wait_seconds": routing.waited}
     return {**record, "expert_load": [round(share, 5) for share in routing.expert_load]}
-
-
-def forward_flops(job: Job) -> float:
-    """Floating-point operations of a sample's forward."""
-    return (
-        dlrm.forward_flops(job.model)
-        if isinstance(job.model, DLRMConfig)
-        else sum(forward_flops_per_module(job.require_chain_model()))
-    )
 
 
 def json_number(value: float) -> float | str:

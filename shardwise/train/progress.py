@@ -1,4 +1,4 @@
-"""What rank 0 shows while it trains: one live line on a terminal, a few plain lines when piped."""
+"""Progress display of rank 0: one live line on a terminal, about ten plain lines otherwise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.text import Text
 
 from shardwise.console import print_line
 
-HIDDEN_EVENTS = {"checkpoint"}  # events that need no line of their own on a terminal
+HIDDEN_EVENTS = {"checkpoint"}  # too frequent to print
 
 
 class Progress:
@@ -20,14 +20,14 @@ class Progress:
         self.console = Console(highlight=False)
         self.is_terminal = enabled and self.console.file.isatty()
         self._live: Live | None = None
-        self._begin: tuple[int, float] | None = None
+        self._start: tuple[int, float] | None = None  # first step seen, and when
 
     def update(self, record: dict[str, Any]) -> None:
         if not self.enabled:
             return
         done = record["step"]
-        if self._begin is None:
-            self._begin = (done, time.monotonic())
+        if self._start is None:
+            self._start = (done, time.monotonic())
         line = self._line(record)
         if self.is_terminal:
             if self._live is None:
@@ -39,12 +39,12 @@ class Progress:
 
     def _line(self, record: dict[str, Any]) -> str:
         done = record["step"]
-        assert self._begin is not None
-        steps, seconds = done - self._begin[0], time.monotonic() - self._begin[1]
-        left = f"{_format_duration((self.total - done) * seconds / steps)} left" if steps else ""
+        assert self._start is not None
+        steps, seconds = done - self._start[0], time.monotonic() - self._start[1]
+        remaining = f"{_format_duration((self.total - done) * seconds / steps)} left" if steps else ""
         loss = record["loss"] if isinstance(record["loss"], str) else f"{record['loss']:.4f}"
-        place = f"step {done:>{len(str(self.total))}}/{self.total}"
-        return f"{place}  loss {loss}  {record['tokens_per_s']:,.0f} {self.unit}/s  {left}".rstrip()
+        step = f"step {done:>{len(str(self.total))}}/{self.total}"
+        return f"{step}  loss {loss}  {record['tokens_per_s']:,.0f} {self.unit}/s  {remaining}".rstrip()
 
     def print_event(self, kind: str, message: str) -> None:
         if not self.enabled or kind in HIDDEN_EVENTS:

@@ -1,15 +1,13 @@
-"""A run folder: plain files that anything can read, valid after a crash.
+"""The run folder: plain files that stay valid after a crash.
 
-What lies in it:
-
-    job.toml         the resolved job          plan.toml      layout, stages and batch arithmetic
-    metrics.jsonl    one object per step       events.jsonl   what happened, in words
-    checkpoints/     see `checkpoint`          errors/        what a worker said when it failed
-    tokenizer.json   where it is not `bytes`   bad-records.txt  what `data.on_bad_record = "skip"` passed over
-    heartbeats/      signs of life of ranks    doctor/        what was found when ranks died or hung
-    skips.json       batches left out after a spike of the loss
-    quarantine.json  ranks whose numbers went wrong by themselves
-    ranks.jsonl      each rank's time and memory   timeline/       actions of the pipeline in some steps
+job.toml         the resolved job               plan.toml        layout, stages and batch sizes
+metrics.jsonl    one object per step            events.jsonl     events with a message each
+ranks.jsonl      time and memory of each rank   timeline/        pipeline actions of selected steps
+checkpoints/     see `checkpoint.py`            errors/          errors of failed workers
+tokenizer.json   the tokenizer, unless `bytes`  bad-records.txt  records that `data.on_bad_record = "skip"` skipped
+heartbeats/      heartbeats of the ranks        doctor/          diagnoses of dead and hung ranks
+skips.json       batches skipped after loss spikes
+quarantine.json  ranks that computed corrupt results
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from shardwise.errors import JobError, RunError
 from shardwise.files import write_text
 from shardwise.job import Job, load_job
 
-DISK_FULL_TIMEOUT = 5.0  # seconds with a full disk: a checkpoint that finds no room is removed again
+DISK_FULL_TIMEOUT = 5.0  # seconds to wait on a full disk: a checkpoint that does not fit is removed meanwhile
 
 
 class RunFolder:
@@ -41,24 +39,24 @@ class RunFolder:
 
     @classmethod
     def create(cls, job: Job) -> RunFolder:
-        """A new folder for a job: the one it names, or the next number below `runs`."""
+        """Creates the folder of a job: `run.folder`, or the next number below `runs/`."""
         try:
             folder = cls(Path(job.run.folder) if job.run.folder else _next_folder(Path("runs")))
             if (folder.path / "job.toml").exists():
                 raise JobError(
-                    f"run.folder = {str(folder.path)!r} holds a run already; go on with `shardwise train --resume "
-                    f"{folder.path}` or name another folder."
+                    f"run.folder = {str(folder.path)!r} already has a run; continue it with `shardwise train --resume "
+                    f"{folder.path}`, or choose another folder."
                 )
             folder.path.mkdir(parents=True, exist_ok=True)
             write_text(folder.path / "job.toml", job.to_toml())
         except OSError as error:
-            raise JobError(f"the run folder cannot be made: {error}.") from None
+            raise JobError(f"cannot create the run folder: {error}.") from None
         return folder
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
         if not (path / "job.toml").is_file():
-            raise JobError(f"{path} is no run folder: it has no job.toml.")
+            raise JobError(f"{path} is not a run folder: it has no job.toml.")
         return cls(path)
 
     def job(self) -> Job:
@@ -67,10 +65,9 @@ class RunFolder:
     def write_plan(self, plan: dict[str, Any]) -> None:
         write_text(self.path / "plan.toml", tomli_w.dumps(plan))
 
-    def log_event(self, kind: str, message: str, **facts: Any) -> None:
-        _append_record(
-            self.path / "events.jsonl", {"time": round(time.time(), 3), "event": kind, "message": message, **facts}
-        )
+    def log_event(self, kind: str, message: str, **fields: Any) -> None:
+        record = {"time": round(time.time(), 3), "event": kind, "message": message, **fields}
+        _append_record(self.path / "events.jsonl", record)
 
     def log_metrics(self, record: dict[str, Any]) -> None:
         _append_record(self.path / "metrics.jsonl", record)
@@ -82,19 +79,18 @@ class RunFolder:
         return _read_records(self.path / "events.jsonl")
 
     def discard_after(self, step: int) -> None:
-        """Drops metrics of steps that will be taken again, so that each step stands once; they stand in order."""
+        """Truncates the metrics after `step`, since those steps will run again. Records are in step order."""
         for name in ("metrics.jsonl", "ranks.jsonl"):
-            path, kept = self.path / name, 0
+            path, offset = self.path / name, 0
             for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
-                if (record := _parse_record(line.decode(errors="replace"))) is not None and record.get(
-                    "step", 0
-                ) > step:
-                    os.truncate(path, kept)
+                record = _parse_record(line.decode(errors="replace"))
+                if record is not None and record.get("step", 0) > step:
+                    os.truncate(path, offset)
                     break
-                kept += len(line)
+                offset += len(line)
 
     def skipped_batches(self) -> list[tuple[int, int]]:
-        """Batches that the run leaves out: from which step on, and how many."""
+        """Returns the skipped batches as (step, count): from this step on, that many batches are skipped."""
         path = self.path / "skips.json"
         return [(step, count) for step, count in json.loads(path.read_text())] if path.exists() else []
 
@@ -115,7 +111,7 @@ class RunFolder:
 
 
 def _read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """All whole records; a line that a crash cut short is left out."""
+    """Yields all complete records; ignores a line that a crash truncated."""
     if not path.exists():
         return
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():

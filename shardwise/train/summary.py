@@ -14,7 +14,6 @@ from shardwise.data.source import Source
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.errors import RunError
 from shardwise.job import Job
-from shardwise.kinds import T5Config
 from shardwise.train.generate import generate, load_model
 from shardwise.train.run_folder import RunFolder
 from shardwise.train.validate import byte_frequency_bits
@@ -30,7 +29,7 @@ def has_finished(folder: RunFolder) -> bool:
 def summarize(folder: RunFolder, job: Job, say: Callable[[str], None]) -> None:
     """For a run that took all its steps."""
     training, held_out, tokenizer = make_sources(job)
-    if tokenizer is not None and len(held_out) and not isinstance(job.model, T5Config):
+    if tokenizer is not None and len(held_out) and job.model.targets_are_text:
         bits = _frequency_table_bits(job, training, held_out, tokenizer)
         say(f"for comparison: a table of byte frequencies reaches {bits:.3f} bits per byte")
     if tokenizer is not None and job.model.is_causal_lm:

@@ -8,12 +8,10 @@ import numpy as np
 import torch
 
 from shardwise.comm.collectives import all_reduce
-from shardwise.data.objectives import make_objective
 from shardwise.data.sample_stream import Samples, SampleStream, rank_positions
 from shardwise.data.source import Source
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.job import Job
-from shardwise.kinds import T5Config
 from shardwise.models.chain import IGNORE_INDEX
 from shardwise.models.resnet import ClassifierHead
 from shardwise.parallel.engine import Engine
@@ -26,8 +24,8 @@ def validate(engine: Engine, job: Job, source: Source, tokenizer: Tokenizer | No
     count = min(job.validation.samples, len(source))
     if count == 0:
         return None
-    data, has_bytes = engine.mesh["data"], not isinstance(job.model, T5Config)  # whose targets are marks too
-    stream = SampleStream(source, job.seed, shuffle=False, objective=make_objective(job.model, job.seed))
+    data, has_bytes = engine.mesh["data"], job.model.targets_are_text
+    stream = SampleStream(source, job.seed, shuffle=False, objective=job.family.objective(job.model, job.seed))
     totals = torch.zeros(4, dtype=torch.float64)  # loss, targets, bytes, images that were right
     heads = [module for chain in engine.chains for module in chain.modules() if isinstance(module, ClassifierHead)]
     for chain in engine.chains:

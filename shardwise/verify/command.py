@@ -7,10 +7,8 @@ from pathlib import Path
 
 from shardwise.errors import UserError
 from shardwise.job import BatchConfig, Job, load_job
-from shardwise.kinds import DLRMConfig
 from shardwise.layout import Layout
-from shardwise.parallel.parallelize import check_layout
-from shardwise.verify import dlrm_reference
+from shardwise.parallel.prepare import prepare
 from shardwise.verify.parity import VerifyResult, verify
 
 # One layout for each axis, and products of them, up to 8 processes.
@@ -35,7 +33,7 @@ def verify_job(
     """Proves the given layouts, or those of the default set that this job can have."""
     job = load_job(job_file, ["precision=float64", *settings])
     requested = layouts or ([job.layout] if job.layout != "auto" else [])
-    default_layouts = dlrm_reference.DLRM_LAYOUTS if isinstance(job.model, DLRMConfig) else DEFAULT_LAYOUTS
+    default_layouts = job.family.verify_layouts or DEFAULT_LAYOUTS
     selected = [Layout.parse(text) for text in requested or default_layouts]
     if shrink:
         job = shrink_batch(shrink_model(job), selected)
@@ -46,16 +44,14 @@ def verify_job(
 
 def _is_supported(job: Job, layout: Layout) -> bool:
     try:
-        check_layout(job, layout)
+        prepare(job, layout)
     except UserError:
         return False
     return True
 
 
 def shrink_model(job: Job) -> Job:
-    return job.model_copy(
-        update={"model": (job.model if isinstance(job.model, DLRMConfig) else job.require_chain_model()).shrink()}
-    )
+    return job.model_copy(update={"model": job.family.shrink(job.model)})
 
 
 def shrink_batch(job: Job, layouts: list[Layout]) -> Job:

@@ -1,7 +1,8 @@
-"""Compressed sums of gradients as one process would write them: the ranks one after the other, in plain numbers.
+"""Single-process reference for compressed gradient reduction: loops over the ranks with plain tensors.
 
-Knows from `shardwise/parallel/gradient_compression.py` only what a unit is: of a weight that a tensor rank holds, the rows that one
-shard rank gets; or, where replicas sum, the numbers that one of them adds up.
+It shares one definition with `shardwise/parallel/gradient_compression.py`: the unit of compression. With shards only, a
+unit is the rows of a tensor shard that one shard rank receives; across replicas, it is the slice that one replica
+reduces.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ RoundTrip = Callable[[Tensor], Tensor]
 
 
 class CompressedSumReference:
-    """The sums of a run, with what is owed."""
+    """Reduces gradients as the compressed collectives do. Keeps error feedback and PowerSGD state between steps."""
 
     def __init__(self, job: Job, layout: Layout, chain: Chain):
         self.layout, self.sharding_plan, self.seed = layout, chain.sharding_plan, job.seed
@@ -36,20 +37,21 @@ class CompressedSumReference:
         self.powersgd_q: dict[tuple[str, int, int], Tensor] = {}
 
     def __call__(self, name: str, gradients: list[Tensor]) -> Tensor:
-        """The sum of a weight's gradients, one of each data rank."""
+        """Returns the compressed sum of a weight's gradients, given one per data-parallel rank."""
         shape, total = gradients[0].shape, torch.zeros_like(gradients[0])
-        cut = self.sharding_plan.shard_dim_of(name)
+        tensor_shard = self.sharding_plan.shard_dim_of(name)
         tensor = self.layout.tensor
         is_tied_across_stages = self.layout.pipeline > 1 and name in self.sharding_plan.tied_parameters
         is_replicated = tensor > 1 and (
-            cut is None or (cut.uneven is not None and shape[cut.dim] // cut.unit % tensor != 0)
-        )  # fmt: skip
+            tensor_shard is None
+            or (tensor_shard.uneven is not None and shape[tensor_shard.dim] // tensor_shard.unit % tensor != 0)
+        )
         if len(shape) < 2 or is_tied_across_stages or is_replicated:
             return torch.stack(gradients).sum(0)
-        dim = cut.dim if cut is not None else 0
+        dim = tensor_shard.dim if tensor_shard is not None else 0
         shards = zip(*(gradient.chunk(tensor, dim) for gradient in [*gradients, total]), strict=True)
-        for index, (*parts, out) in enumerate(shards):
-            out.copy_(self._sum_tensor_shard(name, index, [part.contiguous() for part in parts]))
+        for index, (*rank_shards, out) in enumerate(shards):
+            out.copy_(self._sum_tensor_shard(name, index, [shard.contiguous() for shard in rank_shards]))
         return total
 
     def _sum_tensor_shard(self, name: str, index: int, parts: list[Tensor]) -> Tensor:
@@ -61,15 +63,11 @@ class CompressedSumReference:
             return torch.cat([self._sum_with_error_feedback(name, index, number, rows, size)
                               for number, rows in enumerate(_rows_by_rank(parts, shard))])  # fmt: skip
         replica_sums = [torch.stack(parts[n * shard : (n + 1) * shard]).sum(0) for n in range(replicate)]
-        return torch.cat(
-            [
-                self._sum_over_replicas(name, index, number, list(rows))
-                for number, rows in enumerate(_rows_by_rank(replica_sums, shard))
-            ]
-        )
+        return torch.cat([self._sum_over_replicas(name, index, number, list(rows))
+                          for number, rows in enumerate(_rows_by_rank(replica_sums, shard))])  # fmt: skip
 
     def _sum_over_replicas(self, name: str, index: int, number: int, rows: list[Tensor]) -> Tensor:
-        """The sum over replicas of the rows that shard rank `number` holds."""
+        """Returns the sum over replicas of the rows that shard rank `number` holds."""
         if not rows[0].numel():
             return rows[0]
         if self.rank:
@@ -82,7 +80,7 @@ class CompressedSumReference:
         return torch.cat(sums).view(rows[0].shape)
 
     def _round_trip_padded(self, x: Tensor, size: int) -> Tensor:
-        """A unit as it arrives; zeros fill it up."""
+        """Compresses and decompresses a unit, zero-padded to `size` elements."""
         padded = torch.nn.functional.pad(x.flatten(), (0, size - x.numel()))
         return self.round_trip(padded)[: x.numel()].view(x.shape)
 
@@ -98,7 +96,7 @@ class CompressedSumReference:
         return total
 
     def _powersgd_sum(self, name: str, index: int, number: int, parts: list[Tensor]) -> Tensor:
-        """As Vogels et al. write it: one turn of power iteration, from where the last one ended."""
+        """One PowerSGD power iteration (Vogels et al. 2019), warm-started from the previous step."""
         height, width = parts[0].shape[0], parts[0].flatten(1).shape[1]
         compensated = [
             part.flatten(1) + self.error_feedback.get((name, index, number, rank), torch.zeros(height, width))
@@ -120,7 +118,7 @@ class CompressedSumReference:
 
 
 def _rows_by_rank(parts: list[Tensor], ranks: int) -> Iterator[tuple[Tensor, ...]]:
-    """The rows of each rank, of all parts; some may be none."""
+    """Yields each rank's rows of every tensor; the last ranks may have none."""
     size = -(-parts[0].shape[0] // ranks)
     for rank in range(ranks):
         yield tuple(part[rank * size : (rank + 1) * size] for part in parts)
@@ -140,7 +138,7 @@ def onebit_round_trip(x: Tensor) -> Tensor:
     out = torch.zeros_like(x)
     for first in range(0, len(x), 64):
         block = x[first : first + 64]
-        size = (block.abs().sum() / 64).float().to(x.dtype)  # zeros fill up the last block
+        size = (block.abs().sum() / 64).float().to(x.dtype)  # the last block is zero-padded
         out[first : first + 64] = torch.where(block >= 0, size, -size)
     return out
 

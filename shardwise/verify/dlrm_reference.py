@@ -15,40 +15,27 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.data.criteo import ClickBatch, SyntheticClicks
+from shardwise.data.criteo import ClickBatch
 from shardwise.data.sample_stream import SampleStream
 from shardwise.job import Job
-from shardwise.kinds import DLRMConfig
 from shardwise.models.chain import init_weights
-from shardwise.models.dlrm import build_dlrm, table_init_std
 from shardwise.random import hash_key, normal_
 from shardwise.verify.reference_optimizers import make_reference_optimizers
-
-DLRM_LAYOUTS = (
-    "replicate=2", "shard=2 zero=1", "shard=2 zero=2", "shard=3 zero=3", "replicate=2 shard=2 zero=2",
-    "replicate=4 micro_batch=2", "shard=8 zero=1",
-)  # fmt: skip
-
-
-def make_click_stream(job: Job) -> SampleStream:
-    """Short enough that three steps see more than one epoch."""
-    assert isinstance(job.model, DLRMConfig)
-    return SampleStream(SyntheticClicks(job.model, 0, max(1, 2 * job.samples - 1), job.seed), job.seed)
 
 
 def run_dlrm_reference(
     job: Job, stream: SampleStream, learning_rates: list[float], record_outputs: Any, dtype: torch.dtype
 ) -> list[dict[str, Any]]:
     """One record per step: loss, norm, gradients before clipping, and weights after the update."""
-    model, settings = job.model, job.optimizer
-    assert isinstance(model, DLRMConfig)
-    dense = build_dlrm(model).to(dtype)
+    model: Any = job.model
+    settings = job.optimizer
+    dense = job.family.build(model, job.seed).to(dtype)
     init_weights(dense, job.seed)
     bags = []
-    for number, rows in enumerate(model.table_rows):
-        bag = nn.EmbeddingBag(rows, model.width, mode="sum", sparse=True, dtype=dtype)
+    for number, table in enumerate(job.family.tables(model)):
+        bag = nn.EmbeddingBag(table.rows, table.width, mode="sum", sparse=True, dtype=dtype)
         key = hash_key("init", job.seed, f"table{number}")
-        normal_(bag.weight.data, key, bag.weight.shape, (0, 0), table_init_std(rows))
+        normal_(bag.weight.data, key, bag.weight.shape, (0, 0), table.init_std)
         bags.append(bag)
     weights: dict[str, Any] = dict(dense.named_parameters())
     tables: dict[str, Any] = {f"table{number}": bag.weight for number, bag in enumerate(bags)}

@@ -1,4 +1,4 @@
-"""Replicas that train apart, in one process: a plain loop for each, and the meetings written out."""
+"""Single-process reference for local SGD: one plain training loop per replica, averaged at each synchronization."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ import torch
 from shardwise.data.sample_stream import SampleStream
 from shardwise.job import Job
 from shardwise.models.chain import init_weights
-from shardwise.models.registry import build_chain
 from shardwise.verify.reference import run_steps
 
 
 def run_local_sgd_reference(
     job: Job, count: int, stream: SampleStream, learning_rates: list[float], record_outputs: Any, dtype: torch.dtype
 ) -> list[list[dict[str, Any]]]:
-    """The records of each replica; weights are those after a meeting."""
+    """Returns the step records of each replica. Recorded weights are those after synchronization."""
     runs = [
         run_steps(job, stream, learning_rates, record_outputs, dtype, replicas_and_index=(count, index))
         for index in range(count)
     ]
     records: list[list[dict[str, Any]]] = [[] for _ in runs]
-    model = build_chain(job.require_chain_model(), job.seed).to(dtype)
+    model = job.family.build(job.model, job.seed).to(dtype)
     init_weights(model, job.seed)
     anchors: dict[str, Any] = {name: weight.detach() for name, weight in model.named_parameters()}
     momentum_buffers: dict[str, Any] = {}
@@ -32,19 +31,15 @@ def run_local_sgd_reference(
         for name in results[0][1]:
             digits = "".join(letter for letter in name.split(".")[0] if letter.isdigit())
             sync_group = (int(digits) + 1) % local_sgd.fragments if digits else 0
-            if (
-                steps_done != len(learning_rates)
-                and steps_done % local_sgd.every != sync_group * local_sgd.every // local_sgd.fragments
-            ):
+            sync_step = sync_group * local_sgd.every // local_sgd.fragments
+            if steps_done != len(learning_rates) and steps_done % local_sgd.every != sync_step:
                 continue
             with torch.no_grad():
                 mean = sum(weights[name] for _, weights in results) / count
                 if local_sgd.outer_optimizer:
-                    outer_gradient = anchors[name] - mean
-                    momentum_buffers[name] = local_sgd.outer_momentum * momentum_buffers.get(name, 0.0) + outer_gradient
-                    mean = anchors[name] - local_sgd.outer_lr * (
-                        outer_gradient + local_sgd.outer_momentum * momentum_buffers[name]
-                    )
+                    gradient, momentum = anchors[name] - mean, local_sgd.outer_momentum
+                    momentum_buffers[name] = momentum * momentum_buffers.get(name, 0.0) + gradient
+                    mean = anchors[name] - local_sgd.outer_lr * (gradient + momentum * momentum_buffers[name])
                     anchors[name] = mean.clone()
                 for record, weights in results:
                     weights[name].copy_(mean)

@@ -26,21 +26,19 @@ from torch.distributed.tensor import DTensor
 from shardwise.cluster import CLUSTERS
 from shardwise.comm.world import run_world
 from shardwise.data.make_sources import synthetic_source
-from shardwise.data.objectives import make_objective
 from shardwise.data.sample_stream import SampleStream, rank_positions
 from shardwise.data.source import Source
 from shardwise.errors import RunError
 from shardwise.job import Job
-from shardwise.kinds import DLRMConfig, ResNetConfig
 from shardwise.layout import Layout, solve_batch
 from shardwise.models.chain import IGNORE_INDEX, Chain
 from shardwise.optim import learning_rate, set_learning_rate
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.mesh import Axis
-from shardwise.parallel.parallelize import check_layout, parallelize
+from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.param_shard import sharded_dims_of
 from shardwise.parallel.precision import Precision
-from shardwise.parallel.tables.table_engine import TableEngine, make_engine_optimizer
+from shardwise.parallel.prepare import prepare
 from shardwise.planner.plan import auto_schedule_order
 from shardwise.random import hash_key, normal_
 from shardwise.step import StepResult, step
@@ -103,7 +101,7 @@ def verify(
 ) -> list[VerifyResult]:
     """Proves each layout against one process. Layouts that cannot be had raise before anything starts."""
     for layout in layouts:
-        check_layout(job, layout)
+        prepare(job, layout)
     if job.compile is True:
         check_compiler()
     reference = run_world(_run_reference, 1, job, steps)[0]
@@ -146,14 +144,12 @@ class IgnoredTargetsSource:
 
 def make_stream(job: Job) -> SampleStream:
     """Short enough that three steps see more than one epoch."""
-    if isinstance(job.model, DLRMConfig):
-        return dlrm_reference.make_click_stream(job)
     source = synthetic_source(job, max(1, 2 * job.samples - 1))
-    has_one_target = isinstance(job.model, ResNetConfig)  # an image is one target
+    has_one_target = job.model.sample_kind != "tokens"
     return SampleStream(
         source if has_one_target else IgnoredTargetsSource(source),
         job.seed,
-        objective=make_objective(job.model, job.seed),
+        objective=job.family.objective(job.model, job.seed),
     )
 
 
@@ -170,7 +166,7 @@ def _run_reference(job: Job, steps: int, layout: Layout | None = None) -> list[d
         record_outputs,
         Precision(job.precision).master_dtype,
     )
-    if isinstance(job.model, DLRMConfig):
+    if job.family.tables(job.model):
         records = dlrm_reference.run_dlrm_reference(*arguments)
     elif layout is not None and job.local_sgd.every > 1:
         records = _group_by_step(run_local_sgd_reference(job, layout.replicate, *arguments[1:]))
@@ -261,13 +257,12 @@ def relative_error(value: Tensor, expected: Tensor, floor: float = 0.0) -> float
 
 
 def _compare_layout(job: Job, layout: Layout, reference: list[dict[str, Any]], steps: int) -> VerifyResult:
-    order = None if isinstance(job.model, DLRMConfig) else auto_schedule_order(job, layout, CLUSTERS["cpu"])
-    engine = parallelize(job, layout, torch.device("cpu"), order=order)
-    optimizer = make_engine_optimizer(job, engine)
+    order = auto_schedule_order(job, layout, CLUSTERS["cpu"])
+    engine = parallelize(prepare(job, layout), torch.device("cpu"), order=order)
+    optimizer = engine.make_optimizer(job)
     dense = dlrm_reference.without_tables(engine)
     stream = make_stream(job)
-    if isinstance(engine, TableEngine):
-        engine.cache_hot_rows(stream, job.embedding_tables.cached_rows)
+    engine.begin_stream(job, stream)
     comparison = Comparison(job.precision)
     for step_index, lr in enumerate(_learning_rates(job, steps)):
         expected = reference[step_index]
@@ -291,7 +286,7 @@ def _compare_layout(job: Job, layout: Layout, reference: list[dict[str, Any]], s
             comparison.add(step_index, "grad_norm", 0, "grad_norm", relative_error(outcome.grad_norm, expected["norm"]))
             gradients = [h.grad.to(engine.scale.value.dtype) / engine.scale.value for h in dense.param_shards]
             _compare_shards(comparison, step_index, "gradient", dense, gradients, expected["gradients"])
-            if isinstance(engine, TableEngine):
+            if engine.has_tables:
                 dlrm_reference.compare_embedding_tables(
                     comparison, step_index, "gradient", engine, expected["gradients"]
                 )
@@ -304,7 +299,7 @@ def _compare_layout(job: Job, layout: Layout, reference: list[dict[str, Any]], s
         weights = [param_shard.tensor.detach() for param_shard in dense.param_shards]
         _compare_shards(comparison, step_index, "weight", dense, weights, expected["weights"])
         _compare_full_weights(comparison, step_index, dense, expected["weights"])
-        if isinstance(engine, TableEngine):
+        if engine.has_tables:
             dlrm_reference.compare_embedding_tables(comparison, step_index, "weight", engine, expected["weights"])
     return comparison.result(layout)
 

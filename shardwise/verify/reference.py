@@ -16,10 +16,8 @@ from torch import Tensor
 
 from shardwise.data.sample_stream import Samples, SampleStream
 from shardwise.job import Job
-from shardwise.kinds import DecoderConfig
 from shardwise.models.chain import IGNORE_INDEX, Chain, init_weights
 from shardwise.models.moe import MoE
-from shardwise.models.registry import build_chain
 from shardwise.models.resnet import unpack_targets
 from shardwise.verify.reference_optimizers import make_reference_optimizers
 
@@ -42,7 +40,7 @@ def run_steps(
     """Step by step, a record and the weights themselves. `sums` adds up the gradients of a weight that so many ranks
     made, after each of so many parts of their samples, where it is no plain sum. `share`: of so many equal parts of
     each batch, which one is read."""
-    model = build_chain(job.require_chain_model(), job.seed).to(dtype)
+    model = job.family.build(job.model, job.seed).to(dtype)
     init_weights(model, job.seed)
     weights: dict[str, Any] = dict(model.named_parameters())
     settings, local_batch_size = job.optimizer, job.samples // replicas_and_index[0]
@@ -54,9 +52,9 @@ def run_steps(
         outputs: dict[str, list[Tensor]] = {}
         handles = record_outputs(model, outputs)
         document_kwargs = {}
-        if isinstance(job.model, DecoderConfig) and job.model.eod_token_id >= 0:
+        if job.model.document_separator >= 0:
             document_kwargs["document_ids"] = torch.tensor(
-                [number_documents(row, job.model.eod_token_id) for row in samples.tokens.tolist()]
+                [number_documents(row, job.model.document_separator) for row in samples.tokens.tolist()]
             )
         logits = model(samples.tokens, ids=samples.ids, **document_kwargs)
         targets = samples.targets[:, -logits.shape[1] :]  # of a T5 those of the decoder

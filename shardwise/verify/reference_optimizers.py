@@ -1,7 +1,7 @@
-"""The truth's optimizers: PyTorch's own, and LAMB and Muon written out for whole weights in one process.
+"""Optimizers of the single-process reference: PyTorch's own, plus plain LAMB and Muon for unsharded weights.
 
-PyTorch has no LAMB; its Muon computes in bf16, where rounding would hide what `verify` looks for, so its formulas are
-here in the type of the weights. Nothing here knows of pieces.
+PyTorch has no LAMB, and its Muon computes in bf16, whose rounding would hide the errors that `verify` looks for, so
+Muon is written here in the dtype of the weights.
 """
 
 from __future__ import annotations

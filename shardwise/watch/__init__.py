@@ -1,1 +1,1 @@
-"""What a run shows of itself. Reads and writes plain files of the run folder; training does not depend on it."""
+"""The report page, live page, comparison and trace of runs. Reads run folders; training does not depend on it."""

@@ -1,7 +1,8 @@
-"""A run as a trace for Perfetto or chrome://tracing: all ranks on the clock of rank 0, a row each.
+"""Writes a run as a trace for Perfetto or chrome://tracing, with all ranks on the clock of rank 0.
 
-A rank's step is a box, and below it boxes for what its time went to, one after the other: their lengths are measured,
-their order within a step is not. Steps whose pipeline was recorded have its actions too, at the very times.
+Each rank has a row of steps and, below it, a row that breaks each step down by cause. The durations in the breakdown
+are measured; their order within a step is not. Steps with a recorded pipeline timeline also show its actions, at the
+measured times.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from shardwise.files import require_parent_folder, write_text
 from shardwise.watch.page_data import category_label
 from shardwise.watch.run_data import TIME_CATEGORIES, RunData, read_timelines
 
-STEP_ROW, CATEGORY_ROW, ACTION_ROW = 0, 1, 2  # rows of a rank
+STEP_ROW, CATEGORY_ROW, ACTION_ROW = 0, 1, 2  # a thread id of the trace each
 ACTION_NAMES = {"F": "forward", "B": "backward", "I": "backward (input)", "W": "backward (weight)"}
 
 
 def write_trace(folder: Path, out: Path | None) -> tuple[Path, int]:
-    """Writes the trace; returns where, and how many boxes it has."""
+    """Writes the trace. Returns its path and its number of events."""
     run, path = RunData(folder), out or folder / "trace.json"
     require_parent_folder(path)
     if not run.category_seconds:
-        raise JobError(f"{folder} has no steps of ranks to draw: its ranks.jsonl is missing or empty.")
+        raise JobError(f"{folder} has no per-rank step times to trace: its ranks.jsonl is missing or empty.")
     events = list(_trace_events(run))
     origin = min(float(starts.min()) for starts in run.starts)
     for event in events:
@@ -53,9 +54,8 @@ def _trace_events(run: RunData) -> Iterator[dict[str, Any]]:
         for rank, actions in ranks.items():
             for kind, stage, micro_batch, begin, end in actions:
                 args = {"stage": stage, "micro_batch": micro_batch, "step": step}
-                yield _complete_event(
-                    f"{ACTION_NAMES.get(kind, kind)} {micro_batch}", rank, ACTION_ROW, begin, end - begin, args
-                )
+                name = f"{ACTION_NAMES.get(kind, kind)} {micro_batch}"
+                yield _complete_event(name, rank, ACTION_ROW, begin, end - begin, args)
 
 
 def _complete_event(

@@ -1,4 +1,4 @@
-"""The commands that show runs: parse, call, print."""
+"""The commands watch, report, compare and trace: parse, call, print."""
 
 from __future__ import annotations
 
@@ -14,34 +14,37 @@ from rich.console import Console
 from shardwise.console import print_line
 from shardwise.errors import DataError
 
-RunArgument = Annotated[Path, typer.Argument(help="A run folder.")]
+RunArgument = Annotated[Path, typer.Argument(help="Run folder.")]
 
 
 @contextmanager
 def _file_errors_as_data_errors(*runs: Path) -> Iterator[None]:
-    """Files of a run are written by us, but anybody may have changed them since."""
+    """Turns errors about malformed files into DataError: a run's files may have been edited by hand."""
     try:
         yield
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         names = ", ".join(map(str, runs))
-        raise DataError(f"{names}: a file there holds what no run writes ({type(error).__name__}: {error}).") from None
+        reason = f"{type(error).__name__}: {error}"
+        raise DataError(f"a file in {names} is malformed ({reason}); restore it or remove it.") from None
 
 
 def watch(
-    run: Annotated[Path | None, typer.Argument(help="A run folder; without it, all below runs/.")] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: one that is free.")] = 8080,
-    host: Annotated[str, typer.Option(help="The address to serve on; any but this machine's own can be reached.")] = (
-        "127.0.0.1"
-    ),
+    run: Annotated[
+        Path | None, typer.Argument(help="Run folder; without it, the page lists all runs in runs/.")
+    ] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8080,
+    host: Annotated[
+        str, typer.Option(help="Address to bind; anything but a loopback address exposes the page to the network.")
+    ] = "127.0.0.1",
 ) -> None:
-    """Serves a live page of a run, or of all runs, on this machine."""
-    from shardwise.watch.serve import serve_runs as serve
+    """Serves a live page of a run, or of all runs."""
+    from shardwise.watch.serve import serve_runs
 
-    serve(run, port, host, print_line)
+    serve_runs(run, port, host, print_line)
 
 
 def report(run: RunArgument) -> None:
-    """Writes the page of a run as one file, report.html in its folder."""
+    """Writes the page of a run as one self-contained file, report.html in the run folder."""
     from shardwise.watch.report_page import write_report
 
     with _file_errors_as_data_errors(run):
@@ -49,11 +52,11 @@ def report(run: RunArgument) -> None:
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders.")],
-    html: Annotated[Path | None, typer.Option(help="Writes a page with curves to this file too.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    runs: Annotated[list[Path], typer.Argument(help="Two or more run folders.")],
+    html: Annotated[Path | None, typer.Option(help="Also write an HTML page with curves to this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
-    """Lays runs side by side: what their jobs differ in, loss over samples and over time, throughput."""
+    """Compares runs: job differences, loss over samples and over time, throughput."""
     from shardwise.watch import compare
     from shardwise.watch.report_page import write_page
 
@@ -69,9 +72,11 @@ def compare(
 
 def trace(
     run: RunArgument,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Without it: trace.json in the run folder.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="File to write; default: trace.json in the run folder.")
+    ] = None,
 ) -> None:
-    """Writes a trace for Perfetto or chrome://tracing, all ranks on one clock."""
+    """Writes a trace of all ranks for Perfetto or chrome://tracing."""
     from shardwise.watch.chrome_trace import write_trace
 
     with _file_errors_as_data_errors(run):

@@ -1,4 +1,4 @@
-"""Runs side by side: what their jobs differ in, loss over samples and over time, throughput."""
+"""Compares runs: job differences, loss over samples and over time, throughput."""
 
 from __future__ import annotations
 
@@ -15,13 +15,24 @@ from shardwise.watch.page_data import format_seconds, recent_median
 from shardwise.watch.run_data import RunData, bin_means, bin_starts, to_json_list, unit_of
 
 MAX_POINTS = 400
-HEADERS = ("run", "status", "layout", "steps", "samples", "loss", "validation", "step time", "per second", "goodput")
+HEADERS = (
+    "run",
+    "status",
+    "layout",
+    "steps",
+    "samples",
+    "loss",
+    "validation loss",
+    "step time",
+    "throughput",
+    "goodput",
+)
 
 
 def compare(paths: list[Path]) -> dict[str, Any]:
-    """For the page and the terminal."""
+    """Returns the comparison as one JSON value, for the page and the terminal."""
     if len(paths) < 2:
-        raise JobError("there is nothing to compare one run with; name two run folders or more.")
+        raise JobError("compare needs at least two run folders.")
     runs = [RunData(path) for path in paths]
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
@@ -43,7 +54,7 @@ def _row(run: RunData) -> list[str]:
         _format_number(loss, ".4f"),
         _format_number(validation_loss, ".4f"),
         format_seconds(recent_median(run.column("seconds"))) if run.steps else "",
-        f"{_format_number(speed, ',.0f')} {unit_of(run.job)}" if run.steps else "",
+        f"{_format_number(speed, ',.0f')} {unit_of(run.job)}/s" if run.steps else "",
         f"{100 * goodput(run).share:.0f}%",
     ]
 
@@ -66,32 +77,32 @@ def _curves(run: RunData) -> dict[str, Any]:
 
 
 def differences(runs: list[RunData]) -> list[list[str]]:
-    """Keys of the jobs that are not alike, with the value of each."""
+    """Returns a row per job key that differs: the key, then its value in each run."""
     values = [_flatten(run.job.model_dump()) for run in runs]
-    keys = sorted({key for one in values for key in one} - {"run.folder"})
-    rows = [[key, *(str(one.get(key, "")) for one in values)] for key in keys]
+    keys = sorted({key for job in values for key in job} - {"run.folder"})
+    rows = [[key, *(str(job.get(key, "")) for job in values)] for key in keys]
     return [row for row in rows if len(set(row[1:])) > 1]
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in values.items():
-        found |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
 
 
 def tables(comparison: dict[str, Any]) -> list[Table]:
-    """For a terminal: a column for each run."""
+    """Returns the terminal tables, with one column per run."""
     names = [escape(run["name"]) for run in comparison["runs"]]
-    overview = Table("", *names, title="runs side by side")
-    for place, header in enumerate(HEADERS[1:], start=1):
-        overview.add_row(header, *(escape(row[place]) for row in comparison["rows"]))
+    overview = Table("", *names, title="runs compared")
+    for index, header in enumerate(HEADERS[1:], start=1):
+        overview.add_row(header, *(escape(row[index]) for row in comparison["rows"]))
     jobs = Table("key", *names, title="job differences")
     for row in comparison["differences"]:
         jobs.add_row(*map(escape, row))
     curves = Table("samples", *names, title="loss over samples")
-    sample_counts = sorted({place for run in comparison["runs"] for place in run["samples"] if place is not None})
-    for place in [sample_counts[n] for n in bin_starts(len(sample_counts), 10)]:
-        values = (dict(zip(run["samples"], run["loss"])).get(place) for run in comparison["runs"])
-        curves.add_row(f"{place:,.0f}", *(_format_number(value, ".4f") for value in values))
+    sample_counts = sorted({count for run in comparison["runs"] for count in run["samples"] if count is not None})
+    for count in [sample_counts[n] for n in bin_starts(len(sample_counts), 10)]:
+        values = (dict(zip(run["samples"], run["loss"])).get(count) for run in comparison["runs"])
+        curves.add_row(f"{count:,.0f}", *(_format_number(value, ".4f") for value in values))
     return [overview, *([jobs] if comparison["differences"] else []), *([curves] if sample_counts else [])]

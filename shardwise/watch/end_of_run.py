@@ -1,4 +1,4 @@
-"""What is said and written when a run has ended: where its time went, in a table, and the report."""
+"""Prints the step time breakdown at the end of a run and writes its report."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from shardwise.watch.page_data import category_label, seconds_by_rank, summary_s
 from shardwise.watch.report_page import write_report
 from shardwise.watch.run_data import TIME_CATEGORIES, RunData
 
-MAX_RANKS = 8  # that a table shows; of more, those that stand out
+MAX_RANKS = 8  # with more ranks, the table shows the fastest, the median and the three slowest
 
 
 def print_end_of_run(folder: Path, say: Callable[[str], None]) -> None:
-    """Never raises: a run that is finished is finished, whatever becomes of its report."""
+    """Prints the time table and the summary, and writes report.html. Never raises: the run itself has ended."""
     try:
         run = RunData(folder)
         for line in [*time_table(run), *summary_sentences(run, goodput(run))]:
             say(line)
         say(f"report: {write_report(folder)}")
     except Exception as error:  # noqa: BLE001
-        say(f"no report could be made ({type(error).__name__}: {error}); try: shardwise report {folder}")
+        say(f"could not write the report ({type(error).__name__}: {error}); try: shardwise report {folder}")
 
 
 def time_table(run: RunData) -> list[str]:
-    """Milliseconds of a step by rank and by what they went to."""
+    """Returns the lines of a table with milliseconds per step, by rank and time category."""
     times = 1e3 * seconds_by_rank(run)
     if not times.size:
         return []
@@ -44,7 +44,7 @@ def time_table(run: RunData) -> list[str]:
 
 
 def _select_ranks(times: np.ndarray) -> list[tuple[str, int, np.ndarray]]:
-    """All of few ranks; of many those whose first part, computing, took least, middling and longest."""
+    """Returns (name, rank, times) of the ranks to show, chosen by the first category, compute."""
     count = times.shape[1]
     if count <= MAX_RANKS:
         return [(str(rank), rank, times[:, rank]) for rank in range(count)]

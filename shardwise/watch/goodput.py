@@ -1,7 +1,8 @@
-"""Goodput: the time of steps that counted over the time that a run took, and what the rest went to.
+"""Goodput: the time of productive steps over the wall time of a run, and the lost time by cause.
 
-A step counts if it is in the metrics: those that were taken again are there once. What lies between two of them is told
-by the events in between: checkpoints and validations by their own seconds, the rest by what happened there.
+A step is productive if it is in the metrics; a step that was repeated after a rollback or restart counts once. The time
+between two steps is attributed by the events in it: checkpoints and validations by their measured seconds, the rest to
+a restart or rollback if there was one.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ END_EVENTS = ("finished", "stopped")
 @dataclass
 class Goodput:
     wall_seconds: float = 0.0
-    """Seconds from the run's first sign to its last, but for those in which it was not running."""
+    """Seconds from the first event or step to the last, without the time between a stop and its resume."""
     productive_seconds: float = 0.0
     lost_seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds by cause."""
+    """Lost seconds by cause."""
 
     @property
     def share(self) -> float:
@@ -33,19 +34,19 @@ class Goodput:
 
 
 def goodput(run: RunData) -> Goodput:
-    """Losses and counted seconds add up to the wall time."""
+    """Returns the goodput of a run. Productive and lost seconds add up to the wall time."""
     ends, seconds = run.column("time"), run.column("seconds")
     finite = np.isfinite(ends) & np.isfinite(seconds)
     ends, seconds = ends[finite], seconds[finite]
     if not len(ends):
         return Goodput()
-    found = Goodput(lost_seconds={})
+    result = Goodput(lost_seconds={})
 
     def add_lost(cause: str, time: float) -> None:
         if time > 0:
-            found.lost_seconds[cause] = found.lost_seconds.get(cause, 0.0) + time
+            result.lost_seconds[cause] = result.lost_seconds.get(cause, 0.0) + time
 
-    # The first step compiles, and makes what all others use.
+    # The first step compiles and allocates; its time above the median is startup.
     median = float(np.median(seconds))
     startup_seconds = max(0.0, float(seconds[0]) - median) if len(seconds) > 2 else 0.0
     add_lost("startup", startup_seconds)
@@ -54,8 +55,8 @@ def goodput(run: RunData) -> Goodput:
     edges = [begin, *ends.tolist()]
     starts = [*(ends - seconds).tolist(), last]
     event_index = 0
-    # Time between the end of a step (or the start of the run) and the begin of the next (or the end).
-    for number, (gap_begin, gap_end) in enumerate(zip(edges, starts, strict=True)):
+    # Each gap lies between the end of a step (or the start of the run) and the next start (or the end of the run).
+    for index, (gap_begin, gap_end) in enumerate(zip(edges, starts, strict=True)):
         first = event_index
         while event_index < len(run.events) and run.events[event_index]["time"] <= gap_end + 1e-3:
             event_index += 1
@@ -63,7 +64,7 @@ def goodput(run: RunData) -> Goodput:
         gap = max(0.0, gap_end - gap_begin)
         for before, after in zip(gap_events, gap_events[1:]):
             if before["event"] in END_EVENTS and after["event"] in ("resumed", "steps_changed"):
-                gap -= max(0.0, after["time"] - before["time"])  # it was not running
+                gap -= max(0.0, after["time"] - before["time"])  # the run was not running
         for event in gap_events:
             for kind, key in (("checkpoint", "stall_seconds"), ("validation", "seconds")):
                 if event["event"] == kind and isinstance(event.get(key), int | float):
@@ -71,7 +72,7 @@ def goodput(run: RunData) -> Goodput:
                     add_lost(kind, duration)
                     gap -= duration
         causes = [LOST_TIME_CAUSE[event["event"]] for event in gap_events if event["event"] in LOST_TIME_CAUSE]
-        add_lost("startup" if number == 0 else causes[0] if causes else "between steps", gap)
-    found.productive_seconds = float(seconds.sum()) - startup_seconds
-    found.wall_seconds = found.productive_seconds + sum(found.lost_seconds.values())
-    return found
+        add_lost("startup" if index == 0 else causes[0] if causes else "between steps", gap)
+    result.productive_seconds = float(seconds.sum()) - startup_seconds
+    result.wall_seconds = result.productive_seconds + sum(result.lost_seconds.values())
+    return result

@@ -1,7 +1,7 @@
-"""A pipeline as it was predicted, and as it ran: when each action began and ended, and how long ranks were idle.
+"""The pipeline timeline of a run, predicted and measured: start and end of each action, and the bubble.
 
-Bubble means the same in both: the share of the time from the first action's begin to the last one's end in which a rank
-runs none, in the mean over ranks.
+The bubble is defined alike for both: the share of the time from the start of the first action to the end of the last in
+which a rank runs no action, averaged over ranks.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from shardwise.schedules.simulate import (
     build_program,
     named_program,
     simulate,
-)
+)  # fmt: skip
 from shardwise.watch.run_data import RunData, read_timelines
 
-MAX_ACTIONS = 4000  # actions that are drawn
+MAX_ACTIONS = 4000  # actions that the page draws
 
 
 def pipeline_data(run: RunData) -> dict[str, Any] | None:
-    """For the page: predicted, measured, and simulated with the times that were measured; None without a pipeline."""
+    """Returns the predicted and measured timelines and the bubble simulated from measured stage times; None without a
+    pipeline."""
     try:
         layout = Layout.parse(str(run.plan["layout"]))
         micro_batches = int(run.plan["micro_batches"])
@@ -37,29 +38,25 @@ def pipeline_data(run: RunData) -> dict[str, Any] | None:
         return None
     if program is None:
         return None
-    found: dict[str, Any] = {"ranks": layout.pipeline, "schedule": layout.schedule, "micro_batches": micro_batches}
+    data: dict[str, Any] = {"ranks": layout.pipeline, "schedule": layout.schedule, "micro_batches": micro_batches}
     stage_seconds = run.plan.get("predicted", {}).get("stage_seconds")
     if stage_seconds:
-        costs = StageCosts(
-            *(tuple(stage_seconds[key]) for key in ("forward", "backward_input", "backward_weight", "transfer"))
-        )
-        found["predicted"] = _simulated_timeline(simulate(program, costs))
+        keys = ("forward", "backward_input", "backward_weight", "transfer")
+        costs = StageCosts(*(tuple(stage_seconds[key]) for key in keys))
+        data["predicted"] = _simulated_timeline(simulate(program, costs))
     measured = _measured_steps(run, layout)
     if measured:
         step = max(measured)
         begin = min(action[4] for action in measured[step])
-        found["measured"] = {
-            "step": step,
-            "seconds": _span(measured[step]),
-            "bubble": statistics.mean(_bubble(actions, layout.pipeline) for actions in measured.values()),
-            "steps": len(measured),
-            "actions": [[*what, round(a - begin, 6), round(b - begin, 6)] for *what, a, b in measured[step]][
-                :MAX_ACTIONS
-            ],
-        }
+        actions = [[*action, round(a - begin, 6), round(b - begin, 6)] for *action, a, b in measured[step]]
+        bubble = statistics.mean(_bubble(actions, layout.pipeline) for actions in measured.values())
+        data["measured"] = {
+            "step": step, "steps": len(measured), "seconds": _span(measured[step]), "bubble": bubble,
+            "actions": actions[:MAX_ACTIONS],
+        }  # fmt: skip
         costs = _measured_costs([action for actions in measured.values() for action in actions], program)
-        found["simulated"] = {"bubble": statistics.mean(simulate(program, costs).bubble)}
-    return found
+        data["simulated"] = {"bubble": statistics.mean(simulate(program, costs).bubble)}
+    return data
 
 
 def _program(run: RunData, layout: Layout, micro_batches: int) -> PipelineProgram | None:
@@ -67,33 +64,28 @@ def _program(run: RunData, layout: Layout, micro_batches: int) -> PipelineProgra
         return None
     order = run.plan.get("order")
     if order:
-        return build_program(
-            {rank: [Action(int(s), str(k), int(m)) for s, k, m in row] for rank, row in enumerate(order)}
-        )
+        rows = [[Action(int(stage), str(kind), int(batch)) for stage, kind, batch in row] for row in order]
+        return build_program(dict(enumerate(rows)))
     return named_program(layout.schedule, layout.pipeline, layout.stages_per_rank, micro_batches)
 
 
 def _simulated_timeline(simulation: Simulation) -> dict[str, Any]:
-    actions = [
-        [e.rank, e.kind, e.stage, e.micro_batch, round(e.start, 6), round(e.end, 6)] for e in simulation.timeline
-    ]
-    return {
-        "seconds": simulation.seconds, "bubble": statistics.mean(simulation.bubble), "actions": actions[:MAX_ACTIONS],
-    }  # fmt: skip
+    timeline = simulation.timeline[:MAX_ACTIONS]
+    actions = [[e.rank, e.kind, e.stage, e.micro_batch, round(e.start, 6), round(e.end, 6)] for e in timeline]
+    return {"seconds": simulation.seconds, "bubble": statistics.mean(simulation.bubble), "actions": actions}
 
 
 def _measured_steps(run: RunData, layout: Layout) -> dict[int, list[list[Any]]]:
-    """By step, the actions of all pipeline ranks; steps of which some rank's are missing are left out."""
+    """Returns the recorded actions of all pipeline ranks by step, without steps that some rank did not record."""
     ranks_per_stage = layout.world // layout.pipeline
-    last_resume = max(
-        (event.get("step", 0) for event in run.events_of_kind("resumed")), default=0
-    )  # before, in another layout perhaps
-    found = {}
+    # Steps before the last resume may have run in another layout.
+    last_resume = max((event.get("step", 0) for event in run.events_of_kind("resumed")), default=0)
+    steps = {}
     for step, ranks in read_timelines(run.path).items():
         rows = {rank // ranks_per_stage: actions for rank, actions in ranks.items() if rank < layout.world}
         if len(rows) == layout.pipeline and step > last_resume:
-            found[step] = [[rank, *action] for rank, actions in sorted(rows.items()) for action in actions]
-    return found
+            steps[step] = [[rank, *action] for rank, actions in sorted(rows.items()) for action in actions]
+    return steps
 
 
 def _span(actions: Sequence[Sequence[Any]]) -> float:
@@ -105,7 +97,7 @@ def _bubble(actions: Sequence[Sequence[Any]], ranks: int) -> float:
 
 
 def _measured_costs(actions: Sequence[Sequence[Any]], program: PipelineProgram) -> StageCosts:
-    """By stage, the median seconds of its actions."""
+    """Returns the median measured seconds of each stage's actions."""
     times: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     for _, kind, stage, _, begin, end in actions:
         times[kind, stage].append(end - begin)

@@ -1,7 +1,8 @@
-"""The page of a run as one HTML document: styles, scripts and data inside, nothing fetched from anywhere.
+"""Renders the page of a run as one HTML document that contains its styles, scripts and data.
 
-Curves are drawn by uPlot (`assets/uPlot.LICENSE`), the rest by `assets/page.js`. Data goes in as JSON whose markup is
-escaped; the script makes text of it. The policy in the head forbids the browser any request but to the page's server.
+uPlot (`assets/uPlot.LICENSE`) draws the curves, `assets/page.js` the rest. The data is embedded as escaped JSON, and
+the script inserts it as text, never as markup. The content security policy blocks every request but those to the page's
+own server.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ CONTENT_SECURITY_POLICY = (
 BODY = """<header><h1 id="name">Run</h1>
 <p class="dim"><span id="status"></span> <span id="live" role="status"></span></p>
 <ul id="tiles" class="tiles" aria-label="key figures"></ul><ul id="summary" aria-label="summary"></ul></header>
-<noscript><p>This page draws itself: it needs JavaScript. The numbers are in the run folder.</p></noscript>
+<noscript><p>This page needs JavaScript. The numbers are also in the files of the run folder.</p></noscript>
 <main></main>"""
 
 
 def render_page(payload: dict[str, Any], title: str, live_url: str = "") -> str:
-    """The whole document. `live`: where to ask for news."""
+    """Returns the HTML document. A live page polls `live_url` for updates."""
     data = json.dumps(payload, allow_nan=False).replace("<", "\\u003c").replace("\u2028", "\\u2028")
     parts = [
         "<!DOCTYPE html>", f'<html lang="en" data-live="{escape(live_url)}">' if live_url else '<html lang="en">',
@@ -45,7 +46,7 @@ def render_page(payload: dict[str, Any], title: str, live_url: str = "") -> str:
 
 
 def render_run_list(runs: list[dict[str, Any]]) -> str:
-    """The page of all runs of a folder."""
+    """Returns the HTML page that lists all runs."""
     columns = ("run", "status", "layout", "step", "loss")
     first = "".join(f'<th scope="col">{head}</th>' for head in columns)
     rows = []
@@ -56,14 +57,15 @@ def render_run_list(runs: list[dict[str, Any]]) -> str:
         rows.append(f'<tr><td><a href="/run/{url_name}">{name}</a></td>{cells}</tr>')
     table = f"<table><thead><tr>{first}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-    head += f'<meta http-equiv="refresh" content="5"><meta http-equiv="Content-Security-Policy" content="{CONTENT_SECURITY_POLICY}">'
+    head += f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_SECURITY_POLICY}">'
+    head += '<meta http-equiv="refresh" content="5">'
     head += f'<link rel="icon" href="data:,"><title>Runs</title><style>{_read_asset("page.css")}</style>'
-    body = f"<h1>Runs</h1>{table if runs else '<p>There are no runs yet.</p>'}"
+    body = f"<h1>Runs</h1>{table if runs else '<p>No runs yet.</p>'}"
     return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>{body}</body></html>\n'
 
 
 def write_report(folder: Path) -> Path:
-    """Writes the page of a run into its folder."""
+    """Writes report.html into the run folder and returns its path."""
     run = RunData(folder)
     path = folder / "report.html"
     write_text(path, render_page(page_data(run), f"{run.name}: {run.status}"))

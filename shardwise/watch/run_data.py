@@ -1,6 +1,6 @@
-"""A run folder as numbers, read again and again while the run goes on: each time only what is new.
+"""Reads a run folder into arrays, incrementally while the run is in progress.
 
-Whatever a line holds, reading goes on: lines that are cut short, are no JSON or lack a field are passed over.
+Lines that are truncated, are not JSON or lack a field are ignored.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ import numpy as np
 
 from shardwise.errors import JobError
 from shardwise.job import Job, load_job
-from shardwise.metrics.rank_metrics import MEMORY_KINDS, PHASES, WAIT_AXES
+from shardwise.metrics.rank_metrics import MEMORY_KINDS, PHASES, SCALAR_METRICS, WAIT_AXES
 
-SCALAR_METRICS = (
-    "samples", "loss", "grad_norm", "lr", "tokens_per_s", "seconds", "flops_per_s", "memory_gib", "time",
-    "mfu", "loss_scale", "gradient_compression_ratio", "expert_imbalance", "expert_drop_fraction",
-)  # fmt: skip
-HEARTBEAT_TIMEOUT = 15.0  # seconds since a rank's last sign of life, after which a run is not taken to be running
+TIME_CATEGORIES = (
+    *(("phase_seconds", name) for name in PHASES),
+    *(("wait_seconds", axis) for axis in WAIT_AXES),
+    ("phase_seconds", "other"),
+)
+"""Where step time goes: the fields of ranks.jsonl, then the remainder."""
+HEARTBEAT_TIMEOUT = 15.0  # seconds without a heartbeat of any rank after which a run does not count as running
 JsonObject = dict[str, Any]
 
 
 class JsonLinesReader:
-    """A file of JSON lines that grows. Where it was replaced, or is shorter than it was, it is read anew."""
+    """Reads the new lines of a growing JSON Lines file. Starts over if the file was replaced or truncated."""
 
     def __init__(self, path: Path, on_reset: Callable[[], None], on_record: Callable[[JsonObject], None]):
         self.path, self.on_reset, self.on_record = path, on_reset, on_record
@@ -48,7 +50,7 @@ class JsonLinesReader:
                 text = file.read(size - self.offset)
         except OSError:
             return
-        complete = text.rfind(b"\n") + 1  # the rest is being written
+        complete = text.rfind(b"\n") + 1  # the rest is an unfinished line
         self.offset += complete
         for line in text[:complete].splitlines():
             try:
@@ -60,11 +62,11 @@ class JsonLinesReader:
 
 
 class RunData:
-    """What is known of a run."""
+    """The job, plan, metrics, per-rank step times and events of a run. `read` picks up what is new."""
 
     def __init__(self, path: Path):
         if not (path / "job.toml").is_file():
-            raise JobError(f"{path} is no run folder: it has no job.toml.")
+            raise JobError(f"{path} is not a run folder: it has no job.toml.")
         self.path, self.config_version = path, ""
         self._load_config()
         self._reset_metrics()
@@ -82,15 +84,12 @@ class RunData:
         return self.path.resolve().name
 
     def _load_config(self) -> None:
-        """Job and plan; read again when the run goes on with others."""
+        """Loads job and plan, and reloads them when a resume has changed the files."""
         files = [self.path / name for name in ("job.toml", "plan.toml")]
         config_version = "-".join(str(file.stat().st_mtime_ns) for file in files if file.is_file())
         if config_version != self.config_version:
-            self.job, self.plan, self.config_version = (
-                load_job(self.path / "job.toml"),
-                read_plan(self.path),
-                config_version,
-            )
+            self.job, self.plan = load_job(self.path / "job.toml"), read_plan(self.path)
+            self.config_version = config_version
 
     def read(self) -> None:
         self._load_config()
@@ -125,9 +124,9 @@ class RunData:
     def _reset_ranks(self) -> None:
         self.world = int(self.plan.get("world", 0) or 0)
         self.line_steps: list[tuple[int, int]] = []
-        """Last step, and how many, of each line."""
+        """Last step and number of steps of each line."""
         self.category_seconds: list[np.ndarray] = []
-        """Of each line: seconds of a step by part of `PARTS` and rank."""
+        """For each line, seconds per step as an array (`TIME_CATEGORIES`, ranks)."""
         self.starts: list[np.ndarray] = []
         self.memory: JsonObject = {}
 
@@ -135,7 +134,7 @@ class RunData:
         seconds = np.array(record["seconds"], dtype=np.float64)
         steps, category_seconds = int(record["steps"]), np.zeros((len(TIME_CATEGORIES), seconds.size))
         if self.category_seconds and seconds.size != self.category_seconds[-1].shape[1]:
-            self._reset_ranks()  # the run went on in another layout
+            self._reset_ranks()  # the run was resumed with another world size
         self.world = seconds.size
         for index, (kind, name) in enumerate(TIME_CATEGORIES[:-1]):
             if name in record[kind]:
@@ -160,19 +159,12 @@ class RunData:
 
     @property
     def status(self) -> str:
-        """In a word."""
+        """Returns `finished`, `stopped`, `running` or `not finished`."""
         last = self.events[-1]["event"] if self.events else ""
         if last in ("finished", "stopped"):
             return str(last)
         heartbeats = [file.stat().st_mtime for file in (self.path / "heartbeats").glob("rank-*.json")]
         return "running" if heartbeats and time.time() - max(heartbeats) < HEARTBEAT_TIMEOUT else "not finished"
-
-
-TIME_CATEGORIES = (
-    *(("phase_seconds", name) for name in PHASES),
-    *(("wait_seconds", axis) for axis in WAIT_AXES),
-    ("phase_seconds", "other"),
-)
 
 
 def to_float(value: object) -> float:
@@ -181,25 +173,24 @@ def to_float(value: object) -> float:
 
 def read_plan(path: Path) -> JsonObject:
     try:
-        found = tomllib.loads((path / "plan.toml").read_text(encoding="utf-8"))
+        plan = tomllib.loads((path / "plan.toml").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found.get("predicted", {}), dict) else {}
-
-
-def _add_timeline(found: dict[int, dict[int, list[list[Any]]]], rank: int, record: dict[str, Any]) -> None:
-    found[int(record["step"])][rank] = record["actions"]
+    return plan if isinstance(plan.get("predicted", {}), dict) else {}
 
 
 def read_timelines(path: Path) -> dict[int, dict[int, list[list[Any]]]]:
-    """By step, and by rank, the actions that were recorded of its pipeline: kind, stage, micro-batch, begin, end."""
-    found: dict[int, dict[int, list[list[Any]]]] = defaultdict(dict)
+    """Returns the recorded pipeline actions by step and rank: kind, stage, micro-batch, start, end."""
+    timelines: dict[int, dict[int, list[list[Any]]]] = defaultdict(dict)
+
+    def add(rank: int, record: JsonObject) -> None:
+        timelines[int(record["step"])][rank] = record["actions"]
+
     for file in sorted((path / "timeline").glob("rank-*.jsonl")):
         rank = file.stem.removeprefix("rank-")
         if rank.isdigit():
-            add = partial(_add_timeline, found, int(rank))
-            JsonLinesReader(file, lambda: None, add).read()
-    return dict(sorted(found.items()))
+            JsonLinesReader(file, lambda: None, partial(add, int(rank))).read()
+    return dict(sorted(timelines.items()))
 
 
 def unit_of(job: Job) -> str:
@@ -207,24 +198,24 @@ def unit_of(job: Job) -> str:
 
 
 def bin_starts(count: int, max_bins: int) -> np.ndarray:
-    """Where each of at most `most` equal pieces of a row begins."""
+    """Returns the first index of each of at most `max_bins` equal bins of `count` values."""
     return np.unique(np.linspace(0, count, min(count, max_bins), endpoint=False).astype(int))
 
 
 def bin_starts_by_step(steps: list[int], max_bins: int) -> np.ndarray:
-    """The same of rows whose places are steps, by these."""
+    """Returns the first index of each of at most `max_bins` bins that span equal ranges of steps."""
     if len(steps) <= max_bins:
         return np.arange(len(steps))
     return np.unique(np.searchsorted(steps, np.linspace(steps[0], steps[-1], max_bins, endpoint=False)))
 
 
 def bin_means(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Of each piece the mean of what is a number."""
+    """Returns the mean of the finite values of each bin, NaN for a bin without any."""
     finite = np.isfinite(values)
     sums, counts = np.add.reduceat(np.where(finite, values, 0.0), starts), np.add.reduceat(finite, starts)
     return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
 
 
 def to_json_list(values: np.ndarray, digits: int = 5) -> list[float | None]:
-    """For JSON: so many digits that count; None for what is no number."""
+    """Rounds to significant digits for JSON. Values that are not finite become None."""
     return [float(f"{value:.{digits}g}") if math.isfinite(value) else None for value in values.tolist()]

@@ -1,8 +1,7 @@
-"""The live page: a server on this machine that shows run folders, and nothing else of the disk.
+"""The live page: a local HTTP server that shows run folders and no other files.
 
-Names in an address are looked up among the runs that there are; none of them becomes a path. On this machine's own
-address it answers only those who call it by a name of that, so that no page elsewhere can read it through the browser
-(DNS rebinding).
+A name in a URL is looked up among the known runs and never becomes a path. Bound to a loopback address, the server
+answers only requests whose Host header names a loopback address, which prevents DNS rebinding.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class RunRegistry:
-    """The runs that a server shows: one, or those below a folder; each is read on from where it was."""
+    """The runs that the server shows: a single one, or all in a folder. Each is read incrementally."""
 
     def __init__(self, single_run: Path | None, runs_folder: Path = Path("runs")):
         self.single_run, self.runs_folder = single_run, runs_folder
         self._runs: dict[str, RunData] = {}
-        self._cache: dict[str, tuple[tuple[Any, ...], str]] = {}
+        self._cache: dict[str, tuple[str, str]] = {}
         self._lock = threading.Lock()
         if single_run is not None:
             run = RunData(single_run)
             self._runs[run.name] = run
         elif not runs_folder.is_dir():
-            raise JobError(f"there is no folder {runs_folder}; name a run folder: shardwise watch RUN.")
+            raise JobError(f"there is no folder {runs_folder}; pass a run folder: shardwise watch RUN.")
 
     def paths(self) -> dict[str, Path]:
         if self.single_run is not None:
@@ -53,43 +52,43 @@ class RunRegistry:
             return self._runs[name]
 
     def run_state(self, name: str) -> tuple[str, str] | None:
-        """A run's state as JSON, and a version of it; made anew where files have changed."""
+        """Returns the page data of a run as JSON, and its version; None if there is no such run. Cached per version."""
         run = self.find(name)
         if run is None:
             return None
         with self._lock:
             run.read()
-            version = (*(log.offset for log in run.logs), run.status.replace(" ", "_"), run.config_version)
-            if name not in self._cache or self._cache[name][0] != version:
-                version_text = "-".join(map(str, version))
-                self._cache[name] = version, json.dumps(page_data(run) | {"version": version_text}, allow_nan=False)
-            return self._cache[name][1], "-".join(map(str, version))
+            state = (*(log.offset for log in run.logs), run.status.replace(" ", "_"), run.config_version)
+            version = "-".join(map(str, state))
+            if name not in self._cache or self._cache[name][1] != version:
+                self._cache[name] = json.dumps(page_data(run) | {"version": version}, allow_nan=False), version
+            return self._cache[name]
 
     def list_runs(self) -> list[dict[str, Any]]:
-        found = []
+        rows = []
         for name in self.paths():
             try:
                 run = self.find(name)
                 assert run is not None
                 run.read()
                 step = f"{run.steps[-1] if run.steps else 0} of {run.job.total_steps}"
-                about = {"layout": run.plan.get("layout", ""), "step": step, "loss": run.last_record.get("loss", "")}
-                found.append({"name": name, "status": run.status, **about})
+                details = {"layout": run.plan.get("layout", ""), "step": step, "loss": run.last_record.get("loss", "")}
+                rows.append({"name": name, "status": run.status, **details})
             except Exception as error:  # noqa: BLE001 - one bad folder must not hide the others
-                found.append({"name": name, "status": str(error), "layout": "", "step": "", "loss": ""})
-        return found
+                rows.append({"name": name, "status": str(error), "layout": "", "step": "", "loss": ""})
+        return rows
 
 
 def make_handler(registry: RunRegistry, bind_host: str) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         server_version, sys_version = "shardwise", ""
 
-        def do_GET(self) -> None:  # noqa: N802 - the library's name
+        def do_GET(self) -> None:  # noqa: N802 - the name http.server calls
             try:
                 self._route()
             except (BrokenPipeError, ConnectionResetError):
-                pass  # whoever asked has gone
-            except Exception as error:  # noqa: BLE001 - a file or a request that nobody thought of
+                pass  # the client disconnected
+            except Exception as error:  # noqa: BLE001 - one bad request must not end the server
                 self._send(str(error), "text/plain", HTTPStatus.INTERNAL_SERVER_ERROR)
 
         do_HEAD = do_GET
@@ -97,17 +96,17 @@ def make_handler(registry: RunRegistry, bind_host: str) -> type[BaseHTTPRequestH
         def _route(self) -> None:
             host = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
             if bind_host in LOOPBACK and host not in LOOPBACK:
-                return self._send(f"{host!r} is no name of this machine.", "text/plain", HTTPStatus.FORBIDDEN)
+                return self._send(f"Host {host!r} is not a loopback name.", "text/plain", HTTPStatus.FORBIDDEN)
             url = urlsplit(self.path)
             parts = [unquote(part) for part in url.path.split("/") if part]
             if not parts and registry.single_run is None:
                 return self._send(render_run_list(registry.list_runs()), "text/html")
             if not parts:
                 parts = ["run", next(iter(registry.paths()))]
-            found = registry.run_state(parts[1]) if len(parts) in (2, 3) and parts[0] == "run" else None
-            if found is None or parts[2:] not in ([], ["data"]):
-                return self._send("There is no such page.", "text/plain", HTTPStatus.NOT_FOUND)
-            text, version = found
+            state = registry.run_state(parts[1]) if len(parts) in (2, 3) and parts[0] == "run" else None
+            if state is None or parts[2:] not in ([], ["data"]):
+                return self._send("Page not found.", "text/plain", HTTPStatus.NOT_FOUND)
+            text, version = state
             if parts[2:]:
                 if parse_qs(url.query).get("version") == [version]:
                     return self._send("", "text/plain", HTTPStatus.NO_CONTENT)
@@ -129,7 +128,7 @@ def make_handler(registry: RunRegistry, bind_host: str) -> type[BaseHTTPRequestH
                 self.wfile.write(body)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Nothing: the terminal is for people."""
+            """Logs nothing: requests would clutter the terminal."""
 
     return Handler
 
@@ -139,17 +138,17 @@ def make_server(run: Path | None, port: int, host: str = "127.0.0.1") -> Threadi
     try:
         server = ThreadingHTTPServer((host, port), make_handler(registry, host))
     except OSError as error:
-        raise JobError(f"port {port} of {host} cannot be had: {error.strerror}; name another with --port.") from None
+        raise JobError(f"cannot listen on {host}:{port}: {error.strerror}; choose another port with --port.") from None
     server.daemon_threads = True
     return server
 
 
 def serve_runs(run: Path | None, port: int, host: str, say: Callable[[str], None]) -> None:
-    """Serves until Ctrl-C."""
+    """Serves the live page until Ctrl-C."""
     server = make_server(run, port, host)
-    say(f"watching {run or 'all runs below runs'}: http://{host}:{server.server_address[1]}/  (Ctrl-C ends it)")
+    say(f"serving {run or 'all runs in runs/'} at http://{host}:{server.server_address[1]}/ (Ctrl-C to stop)")
     if host not in LOOPBACK:
-        say(f"note: everyone who reaches {host} can read this.")
+        say(f"note: anyone who can reach {host} can read this page.")
     try:
         server.serve_forever(poll_interval=0.5)
     except KeyboardInterrupt:

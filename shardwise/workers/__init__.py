@@ -1,1 +1,1 @@
-"""Where worker processes come from, how they are watched, and how they are replaced."""
+"""Starting, monitoring, diagnosing and restarting worker processes."""

@@ -1,19 +1,19 @@
-"""A process that has PyTorch imported and forks workers from itself when it is told to.
+"""A process that imports PyTorch once and forks workers on request.
 
-Importing takes seconds, a fork none: the workers of a world start together and, after a fault, again at once. It has
-one thread and no device, so that what it forks is whole. Python's own fork server is not used: it would import the
-caller's main program again, and does not say at once how a worker ended.
+An import takes seconds and a fork takes none, so workers start, and restart after a fault, at once. The server is
+single-threaded and touches no device, which makes forking safe. Python's own fork server would import the caller's main
+program again, and reports the exit of a worker late.
 
-Run: python -m shardwise.workers.fork_server SOCKET MODULE ... with modules to import. It reads one order per line:
+Run as python -m shardwise.workers.fork_server SOCKET MODULE..., with modules to import. It reads one command per line:
 
-    {"fork": "world 1", "ranks": [0, 1], "size": 2, "entry": "module:function", "arguments": [...], "held": false, ...}
-    {"release": "world 2"}                          workers that were held, as stand-bys, go on
-    {"kill": "world 1", "number": 9, "ranks": [0]}  a signal
-    {"grace": 0}                                    seconds that workers have when their caller is gone
-    {"forget": "/dev/shm/..."}                      the snapshots of a run, see `shardwise.workers.snapshots`
+    {"fork": "group-1", "ranks": [0, 1], "size": 2, "entry": "module:function", "arguments": [...], ...}
+    {"release": "group-2"}                              lets standby workers continue
+    {"kill": "group-1", "signal": 9, "ranks": [0]}      sends a signal
+    {"grace": 0}                                        seconds workers get to save once the launcher is gone
+    {"remove_snapshots": "/dev/shm/..."}                deletes a run's snapshots, see `shardwise.workers.snapshots`
 
-and says `{"world": "world 1", "pids": {"0": 7, "1": 8}}`, `{"world": "world 1", "rank": 0, "stopped": true}` or false,
-and `{"world": "world 1", "rank": 0, "code": -9}` of a worker that ended. It ends when its caller does.
+and reports `{"group": "group-1", "pids": {"0": 7, "1": 8}}`, `{"group": "group-1", "rank": 0, "stopped": true}` (false
+when continued) and `{"group": "group-1", "rank": 0, "code": -9}` (exit code). It exits with its launcher.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-GRACE_SECONDS = 60.0  # seconds that workers have to save when their launcher was killed outright
-STANDBY_FLAG = "--standby-fd="  # before the number of the file that a stand-by reads from
-SNAPSHOT_FLAG = "--snapshots="  # before the folder of snapshots
+GRACE_SECONDS = 60.0  # that workers get to save when their launcher was killed
+STANDBY_FLAG = "--standby-fd="  # file descriptor that a standby worker blocks on until it is released
+SNAPSHOT_FLAG = "--snapshots="  # snapshot folder
 EntryPoint = Callable[[list[str]], None]
 Message = dict[str, Any]
 
 
 class MessageChannel:
-    """JSON objects, a line each, over a socket."""
+    """Sends and receives JSON objects, one per line, over a socket."""
 
     def __init__(self, connection: socket.socket):
         self.connection, self._buffer = connection, b""
@@ -52,30 +52,30 @@ class MessageChannel:
         return self.connection.fileno()
 
     def send(self, message: Message) -> None:
-        with suppress(OSError):  # one that is gone is found when it is listened to
+        with suppress(OSError):  # `receive` reports a lost peer
             self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[Message] | None:
-        """What has come, after a wait for the first of it; None once the other end is gone."""
+        """Blocks until data arrives and returns the complete messages; None once the peer is gone."""
         try:
-            more = self.connection.recv(1 << 16)
+            chunk = self.connection.recv(1 << 16)
         except OSError:
             return None
-        if not more:
+        if not chunk:
             return None
-        *lines, self._buffer = (self._buffer + more).split(b"\n")
+        *lines, self._buffer = (self._buffer + chunk).split(b"\n")
         return [json.loads(line) for line in lines]
 
 
 class ForkServer(MessageChannel):
-    """The caller's end."""
+    """Starts a fork server with `modules` imported, and is the launcher's end of its socket."""
 
     def __init__(self, *modules: str):
         ours, theirs = socket.socketpair()
         sys.stdout.flush()
         sys.stderr.flush()
         if all(module in sys.modules for module in modules) and _is_single_threaded():
-            self.pid = os.fork()  # all is imported here already, and nothing computed yet
+            self.pid = os.fork()  # everything is imported here already
             if not self.pid:
                 ours.close()
                 _serve_and_exit(theirs)
@@ -95,13 +95,13 @@ class ForkServer(MessageChannel):
     def close(self) -> None:
         self.connection.close()
         if not self.has_sent:
-            os.kill(self.pid, signal.SIGKILL)  # perhaps in the middle of imports
+            os.kill(self.pid, signal.SIGKILL)  # it may still be importing
         with suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
 
 
 def _is_single_threaded() -> bool:
-    """Whether this process has one thread, also counting those of libraries: then what is forked is whole."""
+    """Whether this process has one thread, native ones included, so that it can fork safely."""
     try:
         return len(os.listdir("/proc/self/task")) == 1
     except OSError:
@@ -111,59 +111,55 @@ def _is_single_threaded() -> bool:
 @dataclass
 class _ForkedGroup:
     pids: dict[int, int]
-    """By rank, of those that live."""
+    """Pids of live workers, by rank."""
     release: Callable[[], None]
 
 
 def serve(connection: socket.socket) -> None:
-    """The nursery itself: forks, and tells who ended."""
+    """Runs the fork server: executes commands and reports workers that exit, stop or continue."""
     wakeup_read, wakeup_write = os.pipe()
     os.set_blocking(wakeup_write, False)
     signal.set_wakeup_fd(wakeup_write)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    channel, worlds, snapshot_folders, grace = (
-        MessageChannel(connection),
-        dict[str, _ForkedGroup](),
-        set[str](),
-        GRACE_SECONDS,
-    )
+    channel, groups = MessageChannel(connection), dict[str, _ForkedGroup]()
+    snapshot_folders, grace = set[str](), GRACE_SECONDS
     while True:
         ready = select.select([connection.fileno(), wakeup_read], [], [])[0]
         if wakeup_read in ready:
             os.read(wakeup_read, 1 << 12)
-            for name, world in worlds.items():
-                for message in _poll_workers(world):
-                    channel.send({"world": name, **message})
+            for name, group in groups.items():
+                for message in _poll_workers(group):
+                    channel.send({"group": name, **message})
         if connection.fileno() in ready:
             commands = channel.receive()
             if commands is None:
                 break
             for command in commands:
-                snapshot_folders.add(command.get("memory", ""))
+                snapshot_folders.add(command.get("snapshot_folder", ""))
                 grace = command.get("grace", grace)
-                _handle_command(command, worlds, channel)
-    # The caller is gone: workers save and end, those that were held at once. Those that do not end with us.
-    _signal([pid for world in worlds.values() for pid in world.pids.values()], signal.SIGTERM)
+                _handle_command(command, groups, channel)
+    # The launcher is gone: workers save and exit, standby workers exit at once. The rest are killed when we exit.
+    _signal([pid for group in groups.values() for pid in group.pids.values()], signal.SIGTERM)
     deadline = time.monotonic() + grace
-    while any(world.pids for world in worlds.values()) and time.monotonic() < deadline:
-        for world in worlds.values():
-            list(_poll_workers(world))
+    while any(group.pids for group in groups.values()) and time.monotonic() < deadline:
+        for group in groups.values():
+            list(_poll_workers(group))
         time.sleep(0.05)
     for snapshot_folder in snapshot_folders:
         _remove_snapshots(snapshot_folder)
 
 
-def _handle_command(command: Message, worlds: dict[str, _ForkedGroup], channel: MessageChannel) -> None:
+def _handle_command(command: Message, groups: dict[str, _ForkedGroup], channel: MessageChannel) -> None:
     if "fork" in command:
         name = command["fork"]
-        worlds[name] = world = _fork_workers(command, channel)
-        channel.send({"world": name, "pids": world.pids})
+        groups[name] = group = _fork_workers(command, channel)
+        channel.send({"group": name, "pids": group.pids})
     elif "remove_snapshots" in command:
         _remove_snapshots(command["remove_snapshots"])
     elif "release" in command:
-        worlds[command["release"]].release()
+        groups[command["release"]].release()
     elif "kill" in command:
-        pids = worlds[command["kill"]].pids if command["kill"] in worlds else {}
+        pids = groups[command["kill"]].pids if command["kill"] in groups else {}
         _signal([pid for rank, pid in pids.items() if rank in command.get("ranks", pids)], command["signal"])
 
 
@@ -173,14 +169,14 @@ def _remove_snapshots(snapshot_folder: str) -> None:
 
 
 def _signal(pids: Iterable[int], number: int) -> None:
-    for pid in pids:  # not waited for yet, so that no other process has its number
+    for pid in pids:  # not reaped yet, so the pid cannot have been reused
         with suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
-def _poll_workers(world: _ForkedGroup) -> Iterable[Message]:
-    """What happened to workers since the last look."""
-    for rank, pid in list(world.pids.items()):
+def _poll_workers(group: _ForkedGroup) -> Iterable[Message]:
+    """Yields the state changes of a group's workers since the last call."""
+    for rank, pid in list(group.pids.items()):
         while True:
             changed_pid, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
             if not changed_pid:
@@ -188,14 +184,14 @@ def _poll_workers(world: _ForkedGroup) -> Iterable[Message]:
             if os.WIFSTOPPED(status) or os.WIFCONTINUED(status):
                 yield {"rank": rank, "stopped": os.WIFSTOPPED(status)}
                 continue
-            del world.pids[rank]
+            del group.pids[rank]
             yield {"rank": rank, "code": os.waitstatus_to_exitcode(status)}
             break
 
 
 def _fork_workers(command: Message, channel: MessageChannel) -> _ForkedGroup:
     read, write = os.pipe() if command.get("standby") else (-1, -1)
-    arguments = [*command["arguments"], f"{SNAPSHOT_FLAG}{command.get('memory', '')}"]
+    arguments = [*command["arguments"], f"{SNAPSHOT_FLAG}{command.get('snapshot_folder', '')}"]
     arguments += [f"{STANDBY_FLAG}{read}"] if read >= 0 else []
 
     def release() -> None:
@@ -227,45 +223,41 @@ def _fork_worker(
             os.close(write)
         die_with_parent()
         slots = command.get("slots") or list(range(len(command["ranks"])))
-        names = {
-            "RANK": rank,
-            "LOCAL_RANK": slots[local_index],
-            "WORLD_SIZE": command["size"],
-            "LOCAL_WORLD_SIZE": len(slots),
-        }
-        os.environ.update({name: str(value) for name, value in names.items()} | command.get("environment", {}))
+        world = {"RANK": rank, "LOCAL_RANK": slots[local_index]}
+        world |= {"WORLD_SIZE": command["size"], "LOCAL_WORLD_SIZE": len(slots)}
+        os.environ.update({name: str(value) for name, value in world.items()} | command.get("environment", {}))
         load_entry_point(command["entry"])(arguments)
         sys.stdout.flush()
         code = 0
-    except BaseException:  # noqa: BLE001 - nobody else is left to tell it
+    except BaseException:  # noqa: BLE001 - nobody above reports it
         traceback.print_exc()
     finally:
-        os._exit(code)  # what waits for neighbours, or belongs to the nursery, is not torn down
+        os._exit(code)  # skip the teardown: it would wait for peers, or touch what belongs to the fork server
 
 
 def standby_wait(arguments: list[str]) -> Callable[[], None] | None:
-    """Of a worker that is held: waits until it is released. None for all others."""
+    """Returns a function that blocks a standby worker until it is released; None for any other worker."""
     for argument in arguments:
         if argument.startswith(STANDBY_FLAG):
-            file = int(argument.removeprefix(STANDBY_FLAG))
+            descriptor = int(argument.removeprefix(STANDBY_FLAG))
 
             def wait() -> None:
-                if not os.read(file, 1):
-                    os._exit(0)  # never needed
-                os.close(file)
+                if not os.read(descriptor, 1):
+                    os._exit(0)  # the pipe closed: this standby was never needed
+                os.close(descriptor)
 
             return wait
     return None
 
 
 def snapshot_folder_argument(arguments: list[str]) -> str:
-    return next((one.removeprefix(SNAPSHOT_FLAG) for one in arguments if one.startswith(SNAPSHOT_FLAG)), "")
+    return next((arg.removeprefix(SNAPSHOT_FLAG) for arg in arguments if arg.startswith(SNAPSHOT_FLAG)), "")
 
 
 def die_with_parent() -> None:
-    """No worker outlives a parent that is killed outright."""
+    """Makes the kernel kill this process when its parent dies (Linux only)."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def load_entry_point(entry: str) -> EntryPoint:
@@ -275,20 +267,23 @@ def load_entry_point(entry: str) -> EntryPoint:
 
 
 def _serve_and_exit(connection: socket.socket) -> None:
-    """All that a nursery does; it does not return."""
-    for given in (signal.SIGINT, signal.SIGTERM):  # they go to the whole group; the caller decides
-        signal.signal(given, signal.SIG_IGN)
+    """Runs the fork server and exits; never returns."""
+    _ignore_stop_signals()
     try:
         serve(connection)
-    except BaseException:  # noqa: BLE001 - nobody else is left to tell it
+    except BaseException:  # noqa: BLE001 - nobody above reports it
         traceback.print_exc()
     finally:
         os._exit(0)
 
 
+def _ignore_stop_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):  # the terminal sends them to every process; the launcher decides
+        signal.signal(number, signal.SIG_IGN)
+
+
 if __name__ == "__main__":
-    for given in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(given, signal.SIG_IGN)
+    _ignore_stop_signals()
     for module in sys.argv[2:]:
         importlib.import_module(module)
     _serve_and_exit(socket.socket(fileno=int(sys.argv[1])))

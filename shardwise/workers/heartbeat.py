@@ -1,11 +1,9 @@
-"""Signs of life: each rank keeps a small file that says where it is, and others read it without asking the rank.
+"""Heartbeat files: each rank records its progress in the run folder, where it outlives the process.
 
-    heartbeats/rank-3.json    process, step, phase and since when; rewritten in place, also five times a second by a thread
-    heartbeats/rank-3.stack   on SIGUSR1: the Python stacks of all threads, written by C code that needs no interpreter
-    heartbeats/rank-3.collectives   then, by the thread: the collectives of late as PyTorch's flight recorder has them, and the
-                         groups that they run in; written by a rank that fails, too
-
-The files live in the run folder, so that a rank that was killed has left its last words there.
+heartbeats/rank-3.json          pid, step, phase and its start time; rewritten on every change and five times a second
+heartbeats/rank-3.stack         on SIGUSR1: Python stacks of all threads, dumped by C code even if Python is stuck
+heartbeats/rank-3.collectives   after a stack dump or a failure: recent collectives of PyTorch's flight recorder and
+                                the ranks of each process group
 """
 
 from __future__ import annotations
@@ -25,12 +23,12 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 INTERVAL = 0.2
-POLL_INTERVAL = 0.05  # seconds between looks whether somebody asked
-RECORD_BYTES = 256  # bytes of a beat: rewritten in place, it has to have one length
+POLL_INTERVAL = 0.05  # seconds between checks for a new stack dump
+RECORD_BYTES = 256  # fixed length, because the record is overwritten in place
 
 
 class Heartbeat:
-    """This rank's files. `mark` is called by the thread that trains, wherever it comes to something new."""
+    """Writes this rank's heartbeat files. The training thread calls `set_phase` whenever it enters a new phase."""
 
     def __init__(self, run: Path, rank: int):
         folder = heartbeat_folder(run)
@@ -40,10 +38,10 @@ class Heartbeat:
         self._identity = {"rank": rank, "pid": os.getpid(), "host": socket.gethostname()}
         self._lock = threading.Lock()
         self._file = os.open(folder / f"rank-{rank}.json", os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
-        self._stack = open(folder / f"rank-{rank}.stack", "w")  # noqa: SIM115 - for as long as the process lives
+        self._stack = open(folder / f"rank-{rank}.stack", "w")  # noqa: SIM115 - open for the life of the process
         self.collectives_path.unlink(missing_ok=True)
         faulthandler.register(signal.SIGUSR1, self._stack)
-        faulthandler.enable(self._stack)  # of a crash in C code, too
+        faulthandler.enable(self._stack)  # dumps the stack on a crash in C code
         self._write()
         threading.Thread(target=self._run, name="shardwise-heartbeat", daemon=True).start()
 
@@ -52,16 +50,16 @@ class Heartbeat:
         self._write()
 
     def dump_collectives(self) -> None:
-        """Writes down which collectives this rank has begun of late, and which have not ended."""
+        """Writes the recent collectives of this rank, with those that have not completed."""
         record = {"time": time.time(), "collectives": in_flight_collectives(), "groups": process_group_ranks()}
-        temporary = self.collectives_path.with_suffix(".between")
+        temporary = self.collectives_path.with_suffix(".partial")
         temporary.write_text(json.dumps(record))
         temporary.replace(self.collectives_path)
 
     def _write(self) -> None:
         progress = {"step": self._step, "phase": self._phase, "since": round(self._since, 3)}
         record = {**self._identity, **progress, "heartbeat": round(time.time(), 3)}
-        with self._lock, suppress(OSError):  # a disk that is gone is told by what needs it
+        with self._lock, suppress(OSError):  # a lost disk is reported by whoever needs the data
             os.pwrite(self._file, json.dumps(record).ljust(RECORD_BYTES - 1)[: RECORD_BYTES - 1].encode() + b"\n", 0)
 
     def _run(self) -> None:
@@ -72,7 +70,7 @@ class Heartbeat:
             if polls % round(INTERVAL / POLL_INTERVAL) == 0:
                 self._write()
             size = os.fstat(self._stack.fileno()).st_size
-            if size != last_stack_size:  # somebody sent the signal
+            if size != last_stack_size:  # SIGUSR1 arrived
                 last_stack_size = size
                 with suppress(OSError):
                     self.dump_collectives()
@@ -83,13 +81,13 @@ def heartbeat_folder(run: Path) -> Path:
 
 
 def read_heartbeats(run: Path) -> dict[int, dict[str, Any]]:
-    """The last beat of each rank. One that is just being rewritten is left out."""
-    found = {}
+    """Returns the last heartbeat of each rank, except any that is being rewritten right now."""
+    heartbeats = {}
     for path in heartbeat_folder(run).glob("rank-*.json"):
         with suppress(OSError, ValueError):
             heartbeat = json.loads(path.read_text())
-            found[int(heartbeat["rank"])] = heartbeat
-    return dict(sorted(found.items()))
+            heartbeats[int(heartbeat["rank"])] = heartbeat
+    return dict(sorted(heartbeats.items()))
 
 
 def clear_heartbeats(run: Path) -> None:
@@ -98,15 +96,15 @@ def clear_heartbeats(run: Path) -> None:
 
 
 def in_flight_collectives() -> list[dict[str, Any]]:
-    """The collectives of late, oldest first; nothing where this PyTorch has no record of them."""
+    """Returns recent collectives, oldest first; empty if this PyTorch build has no flight recorder."""
     dump = getattr(c10d, "_dump_fr_trace_json", None) or getattr(c10d, "_dump_nccl_trace_json", None)
     if dump is None:
         return []
-    found = []
+    collectives = []
     for entry in json.loads(dump()).get("entries", []):
         number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
         group, axis = entry["process_group"]
-        found.append(
+        collectives.append(
             {
                 "group": group, "axis": axis_name(axis), "number": number, "is_p2p": entry["is_p2p"],
                 "op": entry["profiling_name"].partition(":")[2] or entry["profiling_name"],
@@ -114,11 +112,11 @@ def in_flight_collectives() -> list[dict[str, Any]]:
                 "completed": entry["retired"] or entry["state"] == "completed", "time": entry["time_created_ns"] / 1e9,
             }
         )  # fmt: skip
-    return found
+    return collectives
 
 
 def process_group_ranks() -> dict[str, list[int]]:
-    """The ranks of each process group that this rank is in, by the group's name."""
+    """Returns the ranks of every process group that this rank belongs to, by group name."""
     if not dist.is_initialized():
         return {}
     return {str(group.group_name): dist.get_process_group_ranks(group) for group in dist.distributed_c10d._world.pg_map}

@@ -1,12 +1,12 @@
-"""A run on several machines: one agent on each, the first of which leads.
+"""Multi-node runs: the process on node 0 coordinates, the other nodes run agents.
 
-    shardwise train job.toml --node 0/2 --address 10.0.0.1:29400     leads: plans, supervises, tells
-    shardwise train --node 1/2 --address 10.0.0.1:29400              lends its machine: forks what it is told to
+    shardwise train job.toml --node 0/2 --rdzv-endpoint 10.0.0.1:29400     coordinator: plans, supervises, reports
+    shardwise train --node 1/2 --rdzv-endpoint 10.0.0.1:29400              agent: forks workers on request
 
-Leader and members tell each other ten times a second that they are there, beside all collectives. A member that is not
-heard of is lost: its ranks are named, and all begin again when it is back, or without it (`run.elastic`). A member that
-does not hear its leader ends its workers, so that nothing of an old attempt lives on, and comes back when it can. All
-machines see the run folder; the loss of the leader ends the run, which goes on with `--resume`.
+Coordinator and agents exchange heartbeats ten times a second, independent of collectives. When an agent falls silent,
+its node is lost: the coordinator names its ranks and restarts all once the node rejoins, or without it (`run.elastic`).
+An agent that loses the coordinator kills its workers, so that no old attempt survives, and reconnects. All nodes share
+the run folder. Losing node 0 ends the run, which continues with `--resume`.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ import torch.distributed as dist
 
 from shardwise.errors import JobError, RunError
 from shardwise.workers.fork_server import ForkServer, Message, MessageChannel
-from shardwise.workers.worker_pool import NodeSlots, WorkerPool
+from shardwise.workers.worker_pool import FORK_SERVER_LOST, NodeSlots, WorkerPool
 
 HEARTBEAT_INTERVAL = 0.1
-HEARTBEAT_TIMEOUT = 0.7  # seconds of silence
-JOIN_TIMEOUT = 300.0  # seconds that agents wait for each other at the start
-MAX_REJECTIONS = 5  # in a row, after which a member does not ask again
+HEARTBEAT_TIMEOUT = 0.7  # seconds of silence after which a node counts as lost
+JOIN_TIMEOUT = 300.0  # seconds that nodes wait for each other at startup
+MAX_REJECTIONS = 5  # consecutive rejections after which an agent gives up
 
 
 @dataclass(frozen=True)
 class Node:
-    """Which of how many machines this is, and where the first one listens."""
+    """The index of this node, the number of nodes, and the address that node 0 listens on."""
 
     index: int
     count: int
@@ -53,22 +53,20 @@ class Node:
             return cls(index, count, host, int(port))
         except ValueError:
             raise JobError(
-                f"--node {text} --address {address}: write --node 0/2 --address HOST:PORT on the first of two "
-                "machines, --node 1/2 with the same address on the second."
+                f"--node {text} --rdzv-endpoint {address} is not valid: with two nodes, use --node 0/2 --rdzv-endpoint "
+                "HOST:PORT on the first one and --node 1/2 with the same endpoint on the second."
             ) from None
 
 
 class HeartbeatChannel(MessageChannel):
-    """A line to another agent, on which a sign of life goes out all the time and silence is counted."""
+    """A message channel between nodes that sends heartbeats and measures how long the peer has been silent."""
 
     def __init__(self, connection: socket.socket):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with suppress(OSError):
-            connection.setsockopt(
-                socket.IPPROTO_IP, socket.IP_TOS, 0x10
-            )  # before bulk data, where a queue knows the word
+            connection.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, 0x10)  # low delay: ahead of bulk data
         super().__init__(connection)
-        self.silent_seconds, self._last_check = 0.0, time.monotonic()
+        self._silence, self._last_check = 0.0, time.monotonic()
         self._lock, self.closed = threading.Lock(), False
         threading.Thread(target=self._send_heartbeats, daemon=True).start()
 
@@ -78,15 +76,15 @@ class HeartbeatChannel(MessageChannel):
 
     def receive(self) -> list[Message] | None:
         messages = super().receive()
-        self.silent_seconds = 0.0
+        self._silence = 0.0
         return messages
 
     def silence_seconds(self) -> float:
-        """Seconds of silence; those in which nobody listened count little."""
+        """Returns how long the peer has been silent, not counting long gaps in which we did not poll."""
         now = time.monotonic()
-        self.silent_seconds += min(now - self._last_check, 2 * HEARTBEAT_INTERVAL)
+        self._silence += min(now - self._last_check, 2 * HEARTBEAT_INTERVAL)
         self._last_check = now
-        return self.silent_seconds
+        return self._silence
 
     def close(self) -> None:
         self.closed = True
@@ -99,7 +97,7 @@ class HeartbeatChannel(MessageChannel):
 
 
 class NodeCoordinator(WorkerPool):
-    """The leader's crew: places of its own, and those of members."""
+    """The worker pool of node 0: its own slots and those of all agents that joined."""
 
     def __init__(self, run: Path, fork_server: ForkServer, slots: int, node: Node):
         super().__init__(run.resolve(), fork_server, slots)
@@ -107,20 +105,22 @@ class NodeCoordinator(WorkerPool):
         try:
             self._listener = socket.create_server((node.host, node.port), reuse_port=False)
         except OSError as error:
-            raise JobError(f"--address {node.host}:{node.port} cannot be listened on: {error.strerror}.") from None
+            endpoint = f"{node.host}:{node.port}"
+            raise JobError(f"cannot listen on --rdzv-endpoint {endpoint}: {error.strerror}.") from None
         self._store = dist.TCPStore(node.host, 0, None, True, wait_for_workers=False)
         self.wait_for_slots(slots * node.count, JOIN_TIMEOUT)
         if self.size < slots * node.count:
-            here = sorted(node_slots.node for node_slots in self.nodes)
+            joined = ", ".join(str(one.index) for one in self.nodes)
             raise RunError(
-                f"of {node.count} nodes only {here} came to {node.host}:{node.port} within {JOIN_TIMEOUT:g} s."
+                f"{node.count} nodes were expected at {node.host}:{node.port} within {JOIN_TIMEOUT:g} s, but only "
+                f"these joined: {joined}."
             )
 
     def store_address(self, name: str) -> str:
         return f"tcp:{self.node.host}:{self._store.port}:{name}"
 
-    def environment(self, node_slots: NodeSlots) -> dict[str, str]:
-        return gloo_interface_env(self.node.host) if node_slots.node == 0 else {}
+    def environment(self, node: NodeSlots) -> dict[str, str]:
+        return gloo_interface_env(self.node.host) if node.index == 0 else {}
 
     def pollables(self) -> list[Any]:
         return [*super().pollables(), self._listener]
@@ -131,12 +131,10 @@ class NodeCoordinator(WorkerPool):
                 self._accept_node()
             else:
                 self.receive_from(ready)
-        for node_slots in list(self.nodes):
-            if (
-                isinstance(node_slots.channel, HeartbeatChannel)
-                and node_slots.channel.silence_seconds() > HEARTBEAT_TIMEOUT
-            ):
-                self._mark_lost(node_slots, f"has not been heard of for {node_slots.channel.silent_seconds:.1f} s")
+        for node in list(self.nodes):
+            silence = node.channel.silence_seconds() if isinstance(node.channel, HeartbeatChannel) else 0.0
+            if silence > HEARTBEAT_TIMEOUT:
+                self._mark_lost(node, f"sent no heartbeat for {silence:.1f} s")
 
     def receive_from(self, channel: MessageChannel) -> None:
         if not isinstance(channel, HeartbeatChannel):
@@ -144,9 +142,9 @@ class NodeCoordinator(WorkerPool):
             return
         messages = channel.receive()
         if messages is None:
-            for node_slots in list(self.nodes):
-                if node_slots.channel is channel:
-                    self._mark_lost(node_slots, "closed its link")
+            for node in list(self.nodes):
+                if node.channel is channel:
+                    self._mark_lost(node, "closed the connection")
             return
         self.dispatch(messages)
 
@@ -161,61 +159,62 @@ class NodeCoordinator(WorkerPool):
         channel = HeartbeatChannel(connection)
         index = _read_node_index(channel)
         connection.settimeout(None)
-        if not 0 < index < self.node.count or any(node_slots.node == index for node_slots in self.nodes):
-            channel.send({"rejected": f"node {index} of {self.node.count} is not wanted here, or here already."})
+        if not 0 < index < self.node.count or any(node.index == index for node in self.nodes):
+            reason = f"node {index} has joined already, or is not one of nodes 1 to {self.node.count - 1}."
+            channel.send({"rejected": reason})
             channel.close()
             return
         self.nodes.append(NodeSlots(index, channel, list(range(self.slots_per_node)), host))
-        self.nodes.sort(key=lambda node_slots: node_slots.node)
+        self.nodes.sort(key=lambda node: node.index)
 
-    def _mark_lost(self, node_slots: NodeSlots, why: str) -> None:
-        self.nodes.remove(node_slots)
-        assert isinstance(node_slots.channel, HeartbeatChannel)
-        node_slots.channel.close()
+    def _mark_lost(self, node: NodeSlots, why: str) -> None:
+        self.nodes.remove(node)
+        assert isinstance(node.channel, HeartbeatChannel)
+        node.channel.close()
         for worker_group in self.worker_groups():
-            for rank in worker_group.ranks_by_node.get(node_slots.node, []):
-                worker_group.lost_ranks[rank] = f"is cut off: node {node_slots.node} ({node_slots.host}) {why}"
+            for rank in worker_group.ranks_by_node.get(node.index, []):
+                worker_group.lost_ranks[rank] = f"is unreachable (node {node.index} at {node.host} {why})"
                 worker_group.exit_codes.setdefault(rank, -signal.SIGKILL)
 
     def close(self) -> None:
-        for node_slots in self.nodes:
-            if isinstance(node_slots.channel, HeartbeatChannel):
-                node_slots.channel.send({"shutdown": True})
-                node_slots.channel.close()
+        for node in self.nodes:
+            if isinstance(node.channel, HeartbeatChannel):
+                node.channel.send({"shutdown": True})
+                node.channel.close()
         self._listener.close()
         super().close()
 
 
 def _read_node_index(channel: HeartbeatChannel) -> int:
-    """Which node a new link says that it is; -1 where it is none of ours."""
+    """Returns the node index that a new connection announces; -1 if it is not one of our agents."""
     deadline = time.monotonic() + 2.0
     with suppress(ValueError, TypeError, AttributeError):
         while time.monotonic() < deadline and (messages := channel.receive()) is not None:
-            for message in messages:  # a sign of life may come first
+            for message in messages:  # a heartbeat may come first
                 if "node" in message:
                     return int(message["node"])
     return -1
 
 
 def open_store(address: str, world_size: int) -> dist.Store:
-    """Where the ranks of a world find each other, as a crew has told it."""
+    """Opens the rendezvous store at the address that `WorkerPool.store_address` returned."""
     if not address.startswith("tcp:"):
         return dist.FileStore(address, world_size)
-    _, host, port, name = address.split(":")  # a name of its own for each attempt: nobody reads addresses of dead ones
+    _, host, port, name = address.split(":")  # the name is unique per attempt, so no rank reads stale addresses
     return dist.PrefixStore(name, dist.TCPStore(host, int(port), None, False))
 
 
 def gloo_interface_env(address: str) -> dict[str, str]:
-    """What tells gloo by which network it reaches the others: by default it takes the one of the host's name."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address == address for one in addresses):
+    """Returns the setting that makes gloo use the interface with this address instead of the host name's."""
+    for name, interface_addresses in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in interface_addresses):
             return {"GLOO_SOCKET_IFNAME": name}
     return {}
 
 
 @dataclass
 class NodeAgent:
-    """An agent that lends its machine: everything from the leader goes to the nursery, and back."""
+    """The agent of a node other than 0: relays messages between the coordinator and the local fork server."""
 
     node: Node
     fork_server: ForkServer
@@ -223,54 +222,54 @@ class NodeAgent:
     rejections: int = 0
 
     def run(self) -> None:
-        """Until the leader says that all is done. Raises where it cannot be reached."""
-        self.fork_server.send({"grace": 0})  # alone its workers cannot save
+        """Serves until the coordinator shuts down. Raises RunError if it cannot be reached."""
+        self.fork_server.send({"grace": 0})  # without the other nodes, workers cannot save a checkpoint
         while True:
-            link = self._connect()
-            if self._relay(link):
+            channel = self._connect()
+            if self._relay(channel):
                 return
-            for world in self.worker_groups:
-                self.fork_server.send({"kill": world, "signal": signal.SIGKILL})
-            link.close()
+            for name in self.worker_groups:
+                self.fork_server.send({"kill": name, "signal": signal.SIGKILL})
+            channel.close()
 
     def _connect(self) -> HeartbeatChannel:
         deadline = time.monotonic() + JOIN_TIMEOUT
         while True:
             try:
-                link = HeartbeatChannel(socket.create_connection((self.node.host, self.node.port), timeout=2.0))
-                link.connection.settimeout(None)
-                link.send({"node": self.node.index})
-                return link
+                channel = HeartbeatChannel(socket.create_connection((self.node.host, self.node.port), timeout=2.0))
+                channel.connection.settimeout(None)
+                channel.send({"node": self.node.index})
+                return channel
             except OSError as error:
                 if time.monotonic() > deadline:
                     raise RunError(
-                        f"the first node was not to be reached at {self.node.host}:{self.node.port} for {JOIN_TIMEOUT:g} s: "
-                        f"{error}. If its run has ended, start both again with --resume."
+                        f"could not reach node 0 at {self.node.host}:{self.node.port} for {JOIN_TIMEOUT:g} s: {error}. "
+                        "If its run has ended, restart all nodes, node 0 with --resume."
                     ) from None
                 time.sleep(HEARTBEAT_INTERVAL)
 
-    def _relay(self, link: HeartbeatChannel) -> bool:
-        """Whether the run is done; if not, the leader is lost."""
-        interface_env = gloo_interface_env(link.connection.getsockname()[0])
+    def _relay(self, channel: HeartbeatChannel) -> bool:
+        """Relays messages; returns True when the run is done, False when the connection is lost or rejected."""
+        interface_env = gloo_interface_env(channel.connection.getsockname()[0])
         while True:
-            ready = select.select([link, self.fork_server], [], [], HEARTBEAT_INTERVAL)[0]
+            ready = select.select([channel, self.fork_server], [], [], HEARTBEAT_INTERVAL)[0]
             if self.fork_server in ready:
                 messages = self.fork_server.receive()
                 if messages is None:
-                    raise RunError("the process that starts workers was killed; the workers ended with it.")
+                    raise RunError(FORK_SERVER_LOST)
                 for message in messages:
-                    link.send(message)
-            if link in ready:
-                commands = link.receive()
+                    channel.send(message)
+            if channel in ready:
+                commands = channel.receive()
                 if commands is None:
                     return False
                 for command in commands:
                     if "shutdown" in command:
                         return True
                     if "rejected" in command:
-                        self.rejections += 1  # one that comes back may be here before it counts as lost
+                        self.rejections += 1  # a node may rejoin before the coordinator has noticed its loss
                         if self.rejections > MAX_REJECTIONS:
-                            raise RunError(f"the first node says: {command['rejected']}")
+                            raise RunError(f"node 0 rejected this node: {command['rejected']}")
                         time.sleep(1.0)
                         return False
                     if "fork" in command:
@@ -279,5 +278,5 @@ class NodeAgent:
                         command["environment"] = interface_env
                     if "heartbeat" not in command:
                         self.fork_server.send(command)
-            elif link.silence_seconds() > HEARTBEAT_TIMEOUT:
+            elif channel.silence_seconds() > HEARTBEAT_TIMEOUT:
                 return False

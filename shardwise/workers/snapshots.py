@@ -1,12 +1,12 @@
-"""Snapshots in memory that outlives a worker, on its machine and on another.
+"""In-memory snapshots of the training state: in shared memory, which outlives the worker, and on a second node.
 
     /dev/shm/shardwise-<run>-<node>/
-        rank-3.0, rank-3.1              the bytes of a rank's tensors, of its last two snapshots in turn
-        rank-3.0.json, rank-3.1.json    step, names, shapes and a sum over the bytes; written last
+        rank-3.0, rank-3.1              tensor bytes of the last two snapshots of a rank
+        rank-3.0.json, rank-3.1.json    step, names, shapes and a checksum; written last
 
-A rank copies its tensors there; a thread sums the bytes up, then the snapshot counts. Where a run has several machines
-the thread also sends them to the rank's keeper on the next one, which keeps them like its own: a machine that comes
-back with empty memory gets them from there. A snapshot is loaded where all ranks have one of that step and layout.
+A rank copies its tensors there. A thread computes the checksum, which makes the snapshot valid, and in a multi-node run
+sends the snapshot to a backup rank on the next node: a node that rejoins with empty memory gets it back from there. A
+restart loads the newest step for which every rank has a valid snapshot in the same layout.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from shardwise.files import write_text
 SHARED_MEMORY = Path("/dev/shm")
 SLOTS = 2
 ALIGNMENT = 64
-MAX_OVERHEAD = 0.01  # of the time, for snapshots
+MAX_OVERHEAD = 0.01  # share of training time that snapshots may take
 Gather = Callable[[Any], list[Any]]
-"""The values of all ranks, on every rank."""
+"""All-gathers a Python object."""
 
 
 def snapshot_folder(run: Path, node: int) -> str:
-    """Where a machine keeps the snapshots of a run; nowhere if it has no such memory."""
+    """Returns the folder in which a node keeps the snapshots of a run; empty if it has no /dev/shm."""
     key = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:12]
     return str(SHARED_MEMORY / f"shardwise-{key}-{node}") if SHARED_MEMORY.is_dir() else ""
 
 
 class TensorPiece(Protocol):
-    """See `shardwise.train.dcp_storage`."""
+    """A local shard and the shape of its full tensor: `CheckpointPiece` of `shardwise.train.dcp_storage`."""
 
     @property
     def tensor(self) -> Tensor: ...
@@ -55,7 +55,7 @@ class TensorPiece(Protocol):
 
 
 class SnapshotStore:
-    """What one rank keeps. Every rank makes one, and calls the same methods in the same order."""
+    """The snapshots of one rank. All ranks call the same methods in the same order."""
 
     def __init__(self, folder: Path, layout: str, gather: Gather):
         self.folder, self.layout, self.gather = folder, layout, gather
@@ -63,31 +63,31 @@ class SnapshotStore:
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
         self.ranks_per_node = local_world_size
         self.group: dist.ProcessGroup | None = None
-        if (
-            self.size > 1 and set(gather(local_world_size)) == {local_world_size} and local_world_size < self.size
-        ):  # as many on each machine
+        is_uniform = self.size > 1 and set(gather(local_world_size)) == {local_world_size}
+        if is_uniform and local_world_size < self.size:  # several nodes with equally many ranks
             self.group = dist.new_group(backend="gloo", group_desc="snapshot")
         self.backup_rank = (self.rank + local_world_size) % self.size
+        """The rank on the next node that keeps a copy of our snapshots."""
         self.backed_up_rank = (self.rank - local_world_size) % self.size
-        """The ranks that keep our snapshots, and whose we keep: the same place on the next machine, and the last."""
+        """The rank on the previous node whose snapshots we keep a copy of."""
         self._slot, self._snapshots_taken, self._last_snapshot, self._min_interval = 0, 0, (0, 0.0), 1
         self._thread: threading.Thread | None = None
 
     def check_space(self, tensors: Mapping[str, Tensor]) -> str:
-        """Empty, or a sentence where this machine has no room for the snapshots of its ranks."""
+        """Returns a sentence if this node has no room for the snapshots of its ranks; empty if it has."""
         copies = SLOTS * (2 if self.group is not None else 1) * self.ranks_per_node
         need = copies * sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         try:
             self.folder.mkdir(exist_ok=True)
-            buffer = os.statvfs(self.folder)
-            free = min(buffer.f_bavail * buffer.f_frsize, psutil.virtual_memory().available // 2)
+            disk = os.statvfs(self.folder)
+            free = min(disk.f_bavail * disk.f_frsize, psutil.virtual_memory().available // 2)
         except OSError as error:
-            return f"no snapshots are taken: {error}."
+            return f"snapshots are disabled: {error}."
         if need <= free:
             return ""
         return (
-            f"no snapshots are taken: this machine's ranks need {need / 2**30:.3g} GiB for theirs, and "
-            f"{free / 2**30:.3g} can be had in {self.folder.parent}; restarts go on from checkpoints on the disk."
+            f"snapshots are disabled: the ranks of this node need {need / 2**30:.3g} GiB, but only "
+            f"{free / 2**30:.3g} GiB are available in {self.folder.parent}; restarts load checkpoints from disk."
         )
 
     def is_due(self, step: int, every: int) -> bool:
@@ -95,23 +95,21 @@ class SnapshotStore:
 
     @property
     def needs_communication(self) -> bool:
-        """Whether ranks talk to each other when the next one is taken."""
+        """Whether taking the next snapshot involves a collective."""
         return self._snapshots_taken in (0, SLOTS)
 
     def take(self, step: int, pieces: Mapping[str, TensorPiece], state: Mapping[str, Any]) -> str:
-        """A snapshot. Gives a sentence, on every rank, where there is no room and never will be.
+        """Takes a snapshot. Returns a sentence, the same on every rank, if a node has no room for snapshots.
 
-        Once each slot has its memory it is known how long one takes; more come so late that it is `SHARE` of all time.
+        The first snapshot in each slot also allocates memory. The one after them is timed, and sets the interval that
+        keeps snapshots below `MAX_OVERHEAD`.
         """
         begin = time.perf_counter()
         tensors = {name: piece.tensor for name, piece in pieces.items()}
-        problems = (
-            [problem for problem in self.gather(self.check_space(tensors)) if problem]
-            if not self._snapshots_taken
-            else []
-        )
-        if problems:
-            return str(problems[0])
+        if not self._snapshots_taken:
+            problems = [problem for problem in self.gather(self.check_space(tensors)) if problem]
+            if problems:
+                return str(problems[0])
         dtypes = {name: str(piece.tensor.dtype).removeprefix("torch.") for name, piece in pieces.items()}
         index = {name: {"dtype": dtypes[name], "shape": list(piece.shape)} for name, piece in pieces.items()}
         self.write(step, tensors, {"index": index, "state": state})
@@ -130,7 +128,7 @@ class SnapshotStore:
             piece.tensor.copy_(tensors[name])
 
     def write(self, step: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
-        """Copies the tensors. They count as a snapshot when the thread behind this has summed them up."""
+        """Copies the tensors. The snapshot is valid once the background thread has written its header."""
         self.finish()
         self._slot = (self._slot + 1) % SLOTS
         entries: list[tuple[str, str, list[int], int]] = []
@@ -139,9 +137,7 @@ class SnapshotStore:
             entries.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), end))
             end += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
         end = max(end, ALIGNMENT)
-        self._header_path(self.rank, self._slot).unlink(
-            missing_ok=True
-        )  # nobody is to believe what is half overwritten
+        self._header_path(self.rank, self._slot).unlink(missing_ok=True)  # invalid while it is being overwritten
         buffer = self._mapped_bytes(self.rank, self._slot, end)
         for (_, _, _, start), tensor in zip(entries, tensors.values(), strict=True):
             _tensor_view(buffer, start, tensor.dtype, list(tensor.shape)).copy_(tensor)
@@ -155,29 +151,26 @@ class SnapshotStore:
             self._thread = None
 
     def latest_complete(self) -> dict[str, Any] | None:
-        """The newest snapshot that all ranks have, brought here where only its keeper has it: what it is about."""
+        """Returns the header of the newest snapshot that all ranks have, or None; restores ours from its backup."""
         self.finish()
         local_headers = {rank: self._valid_headers(rank) for rank in {self.rank, self.backed_up_rank}}
         all_steps = self.gather(
             {rank: [header["step"] for header in headers.values()] for rank, headers in local_headers.items()}
         )
         holders: dict[int, dict[int, list[int]]] = {}
-        for holder, there in enumerate(all_steps):
-            for rank, steps in there.items():
+        for holder, steps_by_rank in enumerate(all_steps):
+            for rank, steps in steps_by_rank.items():
                 for step in steps:
                     holders.setdefault(step, {}).setdefault(rank, []).append(holder)
         complete = [step for step, ranks in holders.items() if len(ranks) == self.size]
         if not complete:
             return None
         step = max(complete)
-        for rank, there in sorted(holders[step].items()):
-            if rank not in there:
-                self._fetch_backup(step, rank, there[0], local_headers)
-        slot, header = next(
-            (slot, header) for slot, header in local_headers[self.rank].items() if header["step"] == step
-        )
-        self._slot = slot
-        self.discard_after(step)  # of an attempt that may have gone another way
+        for rank, rank_holders in sorted(holders[step].items()):
+            if rank not in rank_holders:
+                self._fetch_backup(step, rank, rank_holders[0], local_headers)
+        self._slot, header = next(entry for entry in local_headers[self.rank].items() if entry[1]["step"] == step)
+        self.discard_after(step)  # later ones may come from an attempt with other results
         return header
 
     def tensors(self, header: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -193,16 +186,16 @@ class SnapshotStore:
                 if header["step"] > step:
                     self._header_path(rank, slot).unlink(missing_ok=True)
 
-    # Behind the scenes
+    # Internals
 
     def _finalize(self, header: dict[str, Any], buffer: Tensor, slot: int) -> None:
-        with suppress(OSError, RuntimeError):  # a snapshot that could not be taken does not count
+        with suppress(OSError, RuntimeError):  # a snapshot without a header is never loaded
             write_header(self._header_path(self.rank, slot), header, buffer)
             if self.group is not None:
                 self._exchange_backups(header, buffer, slot)
 
     def _exchange_backups(self, header: dict[str, Any], buffer: Tensor, slot: int) -> None:
-        """Sends ours to the keeper, and takes in our ward's."""
+        """Sends our snapshot to the backup rank, and stores that of the rank that we back up."""
         encoded = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
         sizes = torch.empty(2, dtype=torch.int64)
         self._exchange(torch.tensor([buffer.numel(), encoded.numel()]), sizes)
@@ -213,20 +206,19 @@ class SnapshotStore:
         self._exchange(buffer, backup)
         write_header(self._header_path(self.backed_up_rank, slot), json.loads(bytes(received.numpy())), backup)
 
-    def _exchange(self, out: Tensor, into: Tensor) -> None:
-        sent = dist.isend(out, self.backup_rank, group=self.group)
-        dist.recv(into, self.backed_up_rank, group=self.group)
-        assert sent is not None
-        sent.wait()
+    def _exchange(self, source: Tensor, destination: Tensor) -> None:
+        send = dist.isend(source, self.backup_rank, group=self.group)
+        dist.recv(destination, self.backed_up_rank, group=self.group)
+        assert send is not None
+        send.wait()
 
     def _fetch_backup(
         self, step: int, rank: int, holder: int, local_headers: dict[int, dict[int, dict[str, Any]]]
     ) -> None:
-        """The snapshot of a rank from its keeper to itself."""
-        found = (
-            [(s, h) for s, h in local_headers.get(rank, {}).items() if h["step"] == step] if self.rank == holder else []
-        )
-        slot, header = self.gather(found[0] if found else None)[holder]
+        """Sends the backup of a rank's snapshot from its holder to that rank."""
+        headers = local_headers.get(rank, {}) if self.rank == holder else {}
+        entry = next((entry for entry in headers.items() if entry[1]["step"] == step), None)
+        slot, header = self.gather(entry)[holder]
         if self.rank == holder:
             dist.send(self._mapped_bytes(rank, slot, header["bytes"]), rank, group=self.group)
         elif self.rank == rank:
@@ -237,16 +229,16 @@ class SnapshotStore:
             local_headers[rank][slot] = header
 
     def _valid_headers(self, rank: int) -> dict[int, dict[str, Any]]:
-        """By slot, what is kept of a rank in this layout, and holds what was written."""
-        found = {}
+        """Returns, by slot, the headers of a rank's snapshots that match this layout and their checksum."""
+        headers = {}
         for slot in range(SLOTS):
             with suppress(OSError, ValueError, KeyError, RuntimeError):
                 header = json.loads(self._header_path(rank, slot).read_text())
                 path = self._data_path(rank, slot)
                 fits = header["layout"] == self.layout and path.stat().st_size >= header["bytes"]
                 if fits and _checksum(self._mapped_bytes(rank, slot, header["bytes"])) == header["sum"]:
-                    found[slot] = header
-        return found
+                    headers[slot] = header
+        return headers
 
     def _header_path(self, rank: int, slot: int) -> Path:
         return self.folder / f"rank-{rank}.{slot}.json"
@@ -255,7 +247,7 @@ class SnapshotStore:
         return self.folder / f"rank-{rank}.{slot}"
 
     def _mapped_bytes(self, rank: int, slot: int, size: int) -> Tensor:
-        """The file's memory itself."""
+        """Maps a snapshot file into memory."""
         return torch.from_file(str(self._data_path(rank, slot)), shared=True, size=size, dtype=torch.uint8)
 
 
@@ -264,7 +256,7 @@ def write_header(path: Path, header: dict[str, Any], buffer: Tensor) -> None:
 
 
 def _checksum(buffer: Tensor) -> int:
-    """Changes with any bit that flips."""
+    """Returns the sum of all 64-bit words, which any single flipped bit changes."""
     return int(buffer.view(torch.int64).sum())
 
 

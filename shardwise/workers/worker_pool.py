@@ -1,7 +1,7 @@
-"""Where workers can run: the places of one machine or of several, as one.
+"""The pool of worker slots of a run, on one machine or several.
 
-A place is a machine with a nursery and some slots, each for a process and its device. Its nursery is our own child, or
-belongs to an agent on another machine that passes everything on (`shardwise.workers.nodes`).
+Each node has a fork server and some slots, each for one process and its device. The local fork server is our own child;
+that of another node belongs to its agent, which relays all messages (`shardwise.workers.nodes`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,14 @@ from shardwise.errors import RunError
 from shardwise.workers.fork_server import ForkServer, Message, MessageChannel
 from shardwise.workers.snapshots import snapshot_folder
 
+FORK_SERVER_LOST = "the fork server was killed, and its workers with it; continue with --resume."
+
 
 @dataclass
 class NodeSlots:
-    node: int
+    """A node and its usable slots."""
+
+    index: int
     channel: MessageChannel
     slots: list[int]
     host: str = ""
@@ -28,19 +32,18 @@ class NodeSlots:
 
 @dataclass
 class WorkerGroup:
-    """The workers of one attempt, or the stand-bys for the next."""
+    """The workers of one attempt, or the standby workers for the next one."""
 
     name: str
     layout: str
     size: int
     ranks_by_node: dict[int, list[int]]
-    """By node."""
     pids: dict[int, int] = field(default_factory=dict)
     exit_codes: dict[int, int] = field(default_factory=dict)
     stopped_since: dict[int, float] = field(default_factory=dict)
-    """Ranks that are stopped, and since when."""
+    """When each stopped (SIGSTOP) rank was first seen stopped."""
     lost_ranks: dict[int, str] = field(default_factory=dict)
-    """Ranks whose machine is not heard of any more, and what is known of it."""
+    """Ranks whose node is lost, with the reason."""
 
     @property
     def alive_ranks(self) -> list[int]:
@@ -67,7 +70,7 @@ class WorkerGroup:
 
 
 class WorkerPool:
-    """The places that a run has. `nursery`: where workers of this machine come from."""
+    """Starts, signals and monitors the workers of a run. `fork_server` forks those of this machine."""
 
     def __init__(self, run: Path, fork_server: ForkServer, slots: int):
         self.run, self.nodes = run, [NodeSlots(0, fork_server, list(range(slots)))]
@@ -76,93 +79,90 @@ class WorkerPool:
 
     @property
     def size(self) -> int:
-        return sum(len(node_slots.slots) for node_slots in self.nodes)
+        """The number of usable slots."""
+        return sum(len(node.slots) for node in self.nodes)
 
     def store_address(self, name: str) -> str:
-        """Where the ranks of a world find each other: a file, where all are on one machine."""
+        """Returns the address of a worker group's rendezvous store: a file, since all ranks share this machine."""
         return str(Path(self._folder.name) / name)
 
-    def environment(self, node_slots: NodeSlots) -> dict[str, str]:
+    def environment(self, node: NodeSlots) -> dict[str, str]:
+        """Returns extra environment variables for the workers of a node."""
         return {}
 
     def fork(
         self, name: str, layout: str, size: int, entry: str, extra_arguments: list[str], as_standby: bool
     ) -> WorkerGroup:
-        """Starts the workers of a world, or stand-bys for it, on the first slots that there are."""
-        ranks_by_node, first = {}, 0
-        for node_slots in self.nodes:
-            count = min(len(node_slots.slots), size - first)
-            ranks_by_node[node_slots.node] = list(range(first, first + count))
-            first += count
-        assert first == size, f"{size} workers, but {self.size} slots"
-        command = {"fork": name, "size": size, "entry": entry, "standby": as_standby}
+        """Starts a group of workers, or of standby workers, on the first free slots."""
+        ranks_by_node, next_rank = {}, 0
+        for node in self.nodes:
+            count = min(len(node.slots), size - next_rank)
+            ranks_by_node[node.index] = list(range(next_rank, next_rank + count))
+            next_rank += count
+        assert next_rank == size, f"{size} workers, but {self.size} slots"
         arguments = [str(self.run), layout, self.store_address(name), *extra_arguments]
-        for node_slots in self.nodes:
-            if ranks := ranks_by_node[node_slots.node]:
-                node_command: dict[str, Any] = {
-                    "ranks": ranks,
-                    "slots": node_slots.slots[: len(ranks)],
-                    "arguments": arguments,
-                }
-                node_command |= {
-                    "memory": snapshot_folder(self.run, node_slots.node),
-                    "environment": self.environment(node_slots),
-                }
-                node_slots.channel.send(command | node_command)
+        command = {"fork": name, "size": size, "entry": entry, "standby": as_standby, "arguments": arguments}
+        for node in self.nodes:
+            if ranks := ranks_by_node[node.index]:
+                folder, environment = snapshot_folder(self.run, node.index), self.environment(node)
+                placement = {"ranks": ranks, "slots": node.slots[: len(ranks)]}
+                node.channel.send(command | placement | {"snapshot_folder": folder, "environment": environment})
         self._worker_groups[name] = WorkerGroup(name, layout, size, ranks_by_node)
         return self._worker_groups[name]
 
     def remove_snapshots(self) -> None:
-        """The snapshots of this run: what is left of an earlier start, or of this one at its end."""
-        for node_slots in self.nodes:
-            node_slots.channel.send({"remove_snapshots": snapshot_folder(self.run, node_slots.node)})
+        """Deletes the in-memory snapshots of this run on every node."""
+        for node in self.nodes:
+            node.channel.send({"remove_snapshots": snapshot_folder(self.run, node.index)})
 
     def release(self, worker_group: WorkerGroup) -> None:
-        for node_slots in self.nodes:
-            if worker_group.ranks_by_node.get(node_slots.node):
-                node_slots.channel.send({"release": worker_group.name})
+        """Lets the standby workers of a group continue."""
+        self._send(worker_group, {"release": worker_group.name})
 
     def kill(self, worker_group: WorkerGroup, signal_number: int, ranks: list[int] | None = None) -> None:
-        for node_slots in self.nodes:
-            if worker_group.ranks_by_node.get(node_slots.node):
-                node_slots.channel.send(
-                    {"kill": worker_group.name, "signal": signal_number, **({} if ranks is None else {"ranks": ranks})}
-                )
+        """Sends a signal to these ranks, or to the whole group."""
+        selection = {} if ranks is None else {"ranks": ranks}
+        self._send(worker_group, {"kill": worker_group.name, "signal": signal_number, **selection})
+
+    def _send(self, worker_group: WorkerGroup, command: Message) -> None:
+        for node in self.nodes:
+            if worker_group.ranks_by_node.get(node.index):
+                node.channel.send(command)
 
     def receive(self, timeout: float) -> None:
-        """Takes in what workers did, after a wait of at most so long for the first word."""
+        """Waits up to `timeout` seconds for messages and applies them."""
         for channel in select.select(self.pollables(), [], [], timeout)[0]:
             self.receive_from(channel)
 
     def pollables(self) -> list[Any]:
-        return [node_slots.channel for node_slots in self.nodes]
+        return [node.channel for node in self.nodes]
 
     def worker_groups(self) -> list[WorkerGroup]:
         return list(self._worker_groups.values())
 
     def wait_for_slots(self, size: int, timeout: float) -> None:
-        """Waits for machines that may come back, at most so long, until there are so many slots."""
+        """Waits up to `timeout` seconds until nodes have joined that bring `size` slots. One machine: nothing to do."""
 
     def receive_from(self, channel: MessageChannel) -> None:
         messages = channel.receive()
         if messages is None:
-            raise RunError("the process that starts workers was killed; the workers ended with it.")
+            raise RunError(FORK_SERVER_LOST)
         self.dispatch(messages)
 
     def dispatch(self, messages: list[Message]) -> None:
         for message in messages:
-            if message.get("world") in self._worker_groups:
-                self._worker_groups[message["world"]].receive(message)
+            if message.get("group") in self._worker_groups:
+                self._worker_groups[message["group"]].receive(message)
 
     def exclude_ranks(self, worker_group: WorkerGroup, ranks: list[int]) -> None:
-        """The slots of these ranks are not used any more."""
-        for node_slots in self.nodes:
-            node_ranks = worker_group.ranks_by_node.get(node_slots.node, [])
-            excluded_slots = {node_slots.slots[node_ranks.index(rank)] for rank in ranks if rank in node_ranks}
-            node_slots.slots = [slot for slot in node_slots.slots if slot not in excluded_slots]
+        """Removes the slots of these ranks from the pool."""
+        for node in self.nodes:
+            node_ranks = worker_group.ranks_by_node.get(node.index, [])
+            excluded = {node.slots[node_ranks.index(rank)] for rank in ranks if rank in node_ranks}
+            node.slots = [slot for slot in node.slots if slot not in excluded]
 
     def kill_and_wait(self, worker_group: WorkerGroup | None, timeout: float = 10.0) -> None:
-        """Kills all of a world, and waits until they are gone."""
+        """Kills a worker group and waits until its processes are gone."""
         if worker_group is None:
             return
         self.kill(worker_group, 9)
@@ -170,7 +170,7 @@ class WorkerPool:
         self._worker_groups.pop(worker_group.name, None)
 
     def wait_for_exit(self, worker_group: WorkerGroup, timeout: float) -> None:
-        """Waits until all have ended, at most so long."""
+        """Waits up to `timeout` seconds until all workers of a group have exited."""
         deadline = time.monotonic() + timeout
         while (worker_group.alive_ranks or not worker_group.all_started) and time.monotonic() < deadline:
             self.receive(min(0.1, timeout))

@@ -1,14 +1,14 @@
-"""A DLRM on many ranks: its dense part data-parallel like any model, its tables over the host memory of all ranks.
+"""The engine of a model with sharded embedding tables: the dense part trains like any model, the tables are sharded
+over the host memory of all ranks.
 
-Pieces of tables are holdings like any other: the same step sums, measures and clips them, the same checkpoint saves
-them and cuts them anew. Only their gradient is of the touched rows alone.
+Table shards are parameter shards like any other: the same step reduces, measures and clips their gradients, and the
+same checkpoint saves and reshards them. Their gradient holds only the rows that the batch touched.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -19,79 +19,34 @@ from torch import Tensor
 
 from shardwise.data.criteo import ClickBatch
 from shardwise.data.sample_stream import Samples, SampleStream
-from shardwise.errors import JobError, LayoutError
+from shardwise.errors import LayoutError
 from shardwise.job import Job
-from shardwise.kinds import DLRMConfig
-from shardwise.layout import BatchSplit, Layout, solve_batch
-from shardwise.models.dlrm import build_dlrm, table_init_std
-from shardwise.optim import make_optimizer
 from shardwise.optim.sparse import CombinedOptimizer
-from shardwise.parallel.data_parallel import ParamSpecs
 from shardwise.parallel.engine import Engine
-from shardwise.parallel.fsdp import is_single_process, make_data_parallel, uses_fsdp
-from shardwise.parallel.gradient_reduction import check as check_gradient
-from shardwise.parallel.local_sgd import check as check_sync
 from shardwise.parallel.mesh import Axis, Mesh
-from shardwise.parallel.param_shard import ParamShard, init_param_shard
-from shardwise.parallel.precision import LossScale, Precision
+from shardwise.parallel.param_shard import ParamShard
+from shardwise.parallel.prepare import Prepared
 from shardwise.parallel.tables.bags import Bags, check_ids, sum_bags
 from shardwise.parallel.tables.hot_rows import HotRowCache, most_frequent_ids
 from shardwise.parallel.tables.sharded_tables import LookupRoute, RowPrefetcher, ShardedTables
-from shardwise.parallel.tables.table_placement import TableShard, TableSpec, place_tables
-from shardwise.support import REFUSED, support
+from shardwise.parallel.tables.table_placement import TableShard, place_tables
 
-HOT_ROW_SAMPLES = 32_768  # samples from which the rows are picked that are used most
-
-
-def dlrm_config(job: Job) -> DLRMConfig:
-    assert isinstance(job.model, DLRMConfig)
-    return job.model
+HOT_ROW_SAMPLES = 32_768  # samples that are read to find the most frequently used rows
 
 
-def count_parameters(model: DLRMConfig) -> int:
-    """Numbers in tables and products."""
-    with torch.device("meta"):
-        dense = sum(weight.numel() for weight in build_dlrm(model).parameters())
-    return dense + sum(model.table_rows) * model.width
+def place_job_tables(prepared: Prepared, ranks: int) -> list[TableShard]:
+    return place_tables(prepared.tables, ranks, prepared.job.embedding_tables.sharding)
 
 
-def table_specs(model: DLRMConfig) -> list[TableSpec]:
-    return [TableSpec(f"table{i}", rows, model.width, model.lookups) for i, rows in enumerate(model.table_rows)]
-
-
-def table_shards(job: Job, ranks: int) -> list[TableShard]:
-    return place_tables(table_specs(dlrm_config(job)), ranks, job.embedding_tables.sharding)
-
-
-def check_dlrm_layout(job: Job, layout: Layout) -> BatchSplit:
-    """Raises for what a DLRM cannot have."""
-    for axis in ("tensor", "pipeline", "context", "expert"):
-        degree = getattr(layout, axis)
-        if degree > 1:
-            raise LayoutError(
-                f"{axis}={degree}: a DLRM is cut by its tables and its samples alone; use shard={degree} or "
-                f"replicate={degree}, which both spread the tables over all ranks."
-            )
-    if layout.recompute != "none":
-        raise LayoutError(f"recompute={layout.recompute}: a DLRM has no blocks to compute again; leave it out.")
-    if job.compile is True:
-        raise JobError("compile = true: a DLRM has no blocks to compile; leave compile out.")
-    if job.precision in ("fp8", "fp16"):
-        raise JobError(f"precision = {job.precision!r}: a DLRM is trained in bf16, float32 or float64.")
-    check_gradient(job.gradient, layout)
-    check_sync(job, layout)
-    found = support(layout, job.precision)
-    if found.verdict == REFUSED:
-        raise LayoutError(f"layout '{layout}': {found.explanation}")
-    return solve_batch(layout, job.samples)
-
-
-def check_host_memory(job: Job, layout: Layout, bytes_per_rank: float) -> None:
-    """Raises where the rows and states of some rank's tables are larger than the `each` bytes that a rank has."""
+def check_host_memory(prepared: Prepared, bytes_per_rank: float) -> None:
+    """Raises LayoutError if some rank's tables and their optimizer states do not fit into its host memory."""
+    if not prepared.tables:
+        return
+    job, layout = prepared.job, prepared.layout
     element_size = 8 if job.precision == "float64" else 4
-    copies = 3.0 if job.embedding_tables.optimizer == "adam" else 1.0 + 1.0 / dlrm_config(job).width
+    copies = 3.0 if job.embedding_tables.optimizer == "adam" else 1.0 + 1.0 / prepared.tables[0].width
     bytes_by_rank = [0.0] * layout.data
-    for shard in table_shards(job, layout.data):
+    for shard in place_job_tables(prepared, layout.data):
         bytes_by_rank[shard.rank] += shard.size * element_size * copies
     max_bytes = max(bytes_by_rank)
     if max_bytes > bytes_per_rank:
@@ -100,14 +55,14 @@ def check_host_memory(job: Job, layout: Layout, bytes_per_rank: float) -> None:
         if job.embedding_tables.sharding != "auto" and total_bytes / layout.data <= bytes_per_rank:
             remedy = 'use embedding_tables.sharding = "auto", which cuts tables that are too large'
         raise LayoutError(
-            f"layout '{layout}': rank {bytes_by_rank.index(max_bytes)} would hold {max_bytes / 2**30:.3g} GiB of tables and their "
-            f"states, but has {bytes_per_rank / 2**30:.3g} GiB of memory; {remedy}."
+            f"layout '{layout}': rank {bytes_by_rank.index(max_bytes)} would hold {max_bytes / 2**30:.3g} GiB of tables "
+            f"and their states, but has {bytes_per_rank / 2**30:.3g} GiB of memory; {remedy}."
         )
 
 
 @dataclass(eq=False, kw_only=True)
 class TableParamShard(ParamShard):
-    """A piece of a table. Its gradient is that of the touched rows, in their order."""
+    """A shard of a table. Its gradient holds the touched rows only, in their order."""
 
     tables: ShardedTables
     shard: TableShard
@@ -117,13 +72,13 @@ class TableParamShard(ParamShard):
         return self.tables.gradient_of(self.shard)[1]
 
 
-@dataclass(kw_only=True)
+@dataclass
 class TableEngine(Engine):
-    """What one rank needs for a step of a DLRM."""
+    """An engine whose model looks up rows of sharded embedding tables."""
 
-    model: DLRMConfig
-    compute_dtype: torch.dtype
-    tables: ShardedTables
+    model: Any
+    compute_dtype: torch.dtype = torch.float32
+    tables: ShardedTables = field(kw_only=True)
     prefetcher: RowPrefetcher | None = None
 
     def run(self, samples: Samples, scale: Tensor) -> Tensor:
@@ -152,12 +107,12 @@ class TableEngine(Engine):
         return torch.stack([self._loss(self.chains[0], micro_batch, vectors) for micro_batch, vectors in parts]).sum()
 
     def _rows_on_device(self, route: LookupRoute, fetched: Tensor) -> Tensor:
-        """A batch's rows on the device: those that were fetched, then those that are kept there."""
+        """Returns a batch's rows on the device: the fetched ones, then those cached there."""
         rows, hot = fetched.to(self.mesh.device), self.tables.hot_rows
         return rows if hot is None else torch.cat((rows, hot.values[route.cached_rows.to(rows.device)]))
 
     def cache_hot_rows(self, stream: SampleStream, count: int) -> None:
-        """Keeps the `count` rows that the first samples use most on every device, as they are now."""
+        """Caches the `count` rows that the first samples use most on every device."""
         self.tables.hot_rows = None
         if count:
             bags = self._bags(stream.read(np.arange(HOT_ROW_SAMPLES)))
@@ -167,11 +122,28 @@ class TableEngine(Engine):
                 self.tables.hot_rows = HotRowCache(self.tables, rows, self.mesh["data"], self.mesh.device)
 
     def divide_gradients(self, divisor: Tensor) -> None:
-        torch._foreach_div_([one.grad for one in self.param_shards if not isinstance(one, TableParamShard)], divisor)
+        torch._foreach_div_([shard.grad for shard in self.dense_shards], divisor)
         self.tables.divide_gradients(float(divisor))
 
+    @property
+    def has_tables(self) -> bool:
+        return True
+
+    def make_optimizer(self, job: Job) -> torch.optim.Optimizer:
+        """Returns AdamW for the dense weights beside the tables' sparse optimizer."""
+        return CombinedOptimizer(super().make_optimizer(job), self.tables, job.embedding_tables.lr_multiplier)
+
+    def begin_stream(self, job: Job, stream: SampleStream) -> None:
+        self.cache_hot_rows(stream, job.embedding_tables.cached_rows)
+
+    def batches(self, job: Job, loader: Iterator[tuple[int, Samples]], steps: int) -> Iterator[tuple[int, Samples]]:
+        prefetch = job.embedding_tables.prefetch
+        if self.mesh.device.type == "cuda" if prefetch == "auto" else prefetch:
+            return self.prefetched_batches(loader, steps)
+        return loader
+
     def prefetched_batches(self, batches: Iterator[tuple[int, Samples]], count: int) -> Iterator[tuple[int, Samples]]:
-        """The batches of `count` steps; while one is computed with, the rows of the next are fetched."""
+        """Yields the batches of `count` steps; the rows of the next batch are fetched while this one computes."""
         if self.prefetcher is None:
             self.prefetcher = RowPrefetcher(self.tables)
         current: list[tuple[int, Samples]] = []
@@ -189,7 +161,7 @@ class TableEngine(Engine):
         return self.tables.route(self._bags(samples), samples.ids.cpu())
 
     def _micro_batches(self, samples: Samples, route: LookupRoute, rows: Tensor) -> Iterator[tuple[Samples, Tensor]]:
-        """The micro-batches, each with the vectors of its bags."""
+        """Yields the micro-batches, each with its pooled embedding vectors."""
         bag = 0
         for micro_batch in samples.split(self.batch.micro_batch):
             offsets = route.offsets[bag : bag + micro_batch.ids.numel() * self.model.tables + 1]
@@ -207,64 +179,27 @@ class TableEngine(Engine):
         return loss
 
 
-def parallelize_dlrm(
-    job: Job, layout: Layout, device: torch.device, memory: AbstractContextManager[Any] | None = None
-) -> TableEngine:
-    """This rank's part of the job."""
-    batch = check_dlrm_layout(job, layout)
-    model, mesh, precision = dlrm_config(job), Mesh(layout, device), Precision(job.precision)
-    mixed_alone = is_single_process(layout, precision)
-    with torch.device("meta"):
-        chain = build_dlrm(model).to(precision.compute_dtype if mixed_alone else precision.master_dtype)
-    if not uses_fsdp(layout) and not mixed_alone:
-        precision.apply(chain)
-    data = make_data_parallel([chain], layout, mesh, precision, batch, job.gradient, job.seed)
-    shapes: ParamSpecs = {name: (weight.shape, None, False) for name, weight in chain.named_unique_parameters()}
-    with memory or nullcontext():
-        chain.to_empty(device=device)
-        param_shards = data.make_param_shards(shapes)
-        for param_shard in param_shards:
-            init_param_shard(param_shard, chain.sharding_plan.init_spec_of(param_shard.name), job.seed, mesh)
-        data.sync_weights()
-    tables = make_tables(job, mesh, precision.master_dtype)
-    for view in tables.local_shards:
-        table, shard = tables.tables[view.shard.table], view.shard
-        param_shards.append(
-            TableParamShard(
-                table.name,
-                view.rows,
-                torch.Size((table.rows, table.width)),
-                None,
-                False,
-                1,
-                tables=tables,
-                shard=shard,
-                fixed_offset_and_shape=(shard.start, list(view.rows.shape)),
-            )  # fmt: skip
+def make_table_shards(tables: ShardedTables) -> list[ParamShard]:
+    """Returns this rank's shards of the tables, as the optimizer, checkpoints and verify see them."""
+    return [
+        TableParamShard(
+            tables.tables[view.shard.table].name, view.rows,
+            torch.Size((tables.tables[view.shard.table].rows, tables.tables[view.shard.table].width)), None, False, 1,
+            tables=tables, shard=view.shard, fixed_offset_and_shape=(view.shard.start, list(view.rows.shape)),
         )
-    return TableEngine(
-        mesh, batch, [chain], data, None, param_shards, LossScale(precision, device), model=model,
-        compute_dtype=precision.compute_dtype, tables=tables,
-    )  # fmt: skip
+        for view in tables.local_shards
+    ]  # fmt: skip
 
 
-def make_tables(job: Job, mesh: Mesh, dtype: torch.dtype) -> ShardedTables:
-    """This rank's tables, started."""
+def make_tables(prepared: Prepared, mesh: Mesh, dtype: torch.dtype) -> ShardedTables:
+    """Returns this rank's tables, initialised."""
     axis, on_gpu = mesh["data"], mesh.device.type == "cuda"
     if on_gpu and axis.size > 1:
         axis = Axis(axis.size, axis.index, dist.new_group(backend="gloo"))  # rows are in host memory
-    model, settings = dlrm_config(job), job.embedding_tables
+    job, settings = prepared.job, prepared.job.embedding_tables
     tables = ShardedTables(
-        table_specs(model), table_shards(job, axis.size), axis, dtype, settings.optimizer, job.optimizer.betas,
+        prepared.tables, place_job_tables(prepared, axis.size), axis, dtype, settings.optimizer, job.optimizer.betas,
         job.optimizer.eps, pin_memory=on_gpu,
     )  # fmt: skip
-    tables.init_weights(job.seed, [table_init_std(rows) for rows in model.table_rows])
+    tables.init_weights(job.seed, [table.init_std for table in prepared.tables])
     return tables
-
-
-def make_engine_optimizer(job: Job, engine: Engine) -> torch.optim.Optimizer:
-    """Of a whole engine: AdamW for dense weights, beside it the tables' own where there are any."""
-    dense = make_optimizer(job.optimizer, [h for h in engine.param_shards if not isinstance(h, TableParamShard)])
-    if not isinstance(engine, TableEngine):
-        return dense
-    return CombinedOptimizer(dense, engine.tables, job.embedding_tables.lr_multiplier)

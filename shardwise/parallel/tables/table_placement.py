@@ -15,23 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardwise.models.family import TableSpec
+
 SHARDING_TYPES = ("auto", "table", "row", "column")
-
-
-@dataclass(frozen=True)
-class TableSpec:
-    """A table as the plan sees it."""
-
-    name: str
-    rows: int
-    width: int
-    lookups_per_sample: float = 1.0
-    """Lookups of a sample."""
-
-    @property
-    def size(self) -> int:
-        """Numbers."""
-        return self.rows * self.width
 
 
 @dataclass(frozen=True, order=True)

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import torch
 
-from shardwise.kinds import DecoderConfig
 from shardwise.layout import Layout, kept_activation_fraction
 from shardwise.models.gpt import build_gpt, forward_flops
+from shardwise.models.gpt_family import DecoderConfig
 from shardwise.models.loss import loss_chunk_size
 from shardwise.parallel.balance import cut_stages
 from shardwise.parallel.data_parallel import BUCKET_BYTES

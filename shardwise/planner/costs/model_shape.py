@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from shardwise.kinds import BertConfig, DecoderConfig, MoEConfig
+from shardwise.models.bert_family import BertConfig
+from shardwise.models.gpt_family import DecoderConfig
+from shardwise.models.moe_family import MoEConfig
 
 
 @dataclass(frozen=True, kw_only=True)

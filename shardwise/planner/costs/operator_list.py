@@ -18,9 +18,12 @@ from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 from statistics import fmean as mean
 
-from shardwise.kinds import DecoderConfig, DLRMConfig, ResNetConfig, T5Config
 from shardwise.layout import Layout, kept_activation_fraction
+from shardwise.models.dlrm_family import DLRMConfig
+from shardwise.models.gpt_family import DecoderConfig
 from shardwise.models.resnet import block_shapes
+from shardwise.models.resnet_family import ResNetConfig
+from shardwise.models.t5_family import T5Config
 from shardwise.planner.costs.block_time import ModuleTime, ParallelDegrees
 from shardwise.planner.costs.memory_model import MemoryInputs, WeightCounts
 from shardwise.planner.costs.model_shape import ModelShape, shape_of

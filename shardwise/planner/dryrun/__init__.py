@@ -1,1 +1,1 @@
-"""One training step of any world on fake tensors: exact memory and traffic."""
+"""One training step of any world size on fake tensors: exact memory and communication volume."""

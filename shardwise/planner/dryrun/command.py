@@ -1,4 +1,4 @@
-"""`shardwise dryrun`: which job, layout and ranks; the reports as text."""
+"""`shardwise dryrun`: resolves job, layout and ranks, and formats the reports as text."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ def dryrun_job(
     job_file: Path | None, settings: list[str], layout: str | None, ranks: list[int], every_stage: bool,
     on_report: Callable[[RankReport], None],
 ) -> list[RankReport]:  # fmt: skip
-    """Reports of the given ranks, or of one for each typical place in the pipeline, or for every place."""
+    """Dry-runs the given ranks, plus one rank per pipeline stage with `every_stage`; by default `typical_ranks`."""
     job = load_job(job_file, settings)
     layout_text = layout or job.layout
     if layout_text == "auto":
-        raise JobError('a dry run needs a layout; give one with --layout "pipeline=2 tensor=4", or in the job.')
+        raise JobError('layout = "auto": a dry run needs a fixed layout, e.g. --layout "pipeline=2 tensor=4".')
     parsed = Layout.parse(layout_text)
     rank_list = sorted({*ranks, *(typical_ranks(parsed, every_stage) if every_stage or not ranks else ())})
     return dry_run(job, parsed, rank_list, on_report)
 
 
 def describe_reports(reports: Sequence[RankReport]) -> str:
-    """Two tables: memory with a line for each rank, traffic with a column for each."""
-    layout, micro_batches = Layout.parse(reports[0].layout), reports[0].micro_batches
+    """Formats two tables: peak memory with one row per rank, communication with one column per rank."""
+    layout, micro_batches = Layout.parse(reports[0].layout), pluralize(reports[0].micro_batches, "micro-batch")
     return "\n".join(
         [
-            f"Layout '{layout}': {pluralize(layout.world, 'process')}, {pluralize(micro_batches, 'micro-batch')} a step.",
+            f"Layout '{layout}': {pluralize(layout.world, 'process')}, {micro_batches} per step.",
             "",
-            "Memory of a rank at the fullest moment of a step, GiB",
+            "Peak memory per rank, GiB",
             *_align_columns(_memory_rows(reports), left=(1, 2, len(ROLES) + 4)),
-            "copies: weights in the compute type. buffers: what is received, sums on their way, samples.",
+            "copies: weights in the compute dtype. buffers: communication buffers, samples, everything else.",
             "",
-            "Traffic of a rank in a step",
+            "Communication per rank and step",
             *_align_columns(_traffic_rows(reports), left=(0, 1)),
         ]
     )
 
 
 def _memory_rows(reports: Sequence[RankReport]) -> list[list[str]]:
-    rows = [["rank", "stage", "holds", *ROLES, "total", "fullest in"]]
+    rows = [["rank", "stage", "modules", *ROLES, "total", "peak in"]]
     for report in reports:
         sizes = [_format_gib(report.memory[role]) for role in ROLES]
         stages = " ".join(map(str, report.stages))
@@ -57,14 +57,14 @@ def _memory_rows(reports: Sequence[RankReport]) -> list[list[str]]:
 
 
 def _stage_contents(report: RankReport) -> str:
-    """`embed, 2 layers`."""
+    """Formats the modules of a rank, e.g. `embed, 2 layers`."""
     kinds = [name.rstrip("0123456789") for stage in report.modules for name in stage]
     groups = [(kind, len(list(group))) for kind, group in groupby(kinds)]
     return ", ".join(pluralize(count, "layer") if kind == "block" else kind for kind, count in groups)
 
 
 def _traffic_rows(reports: Sequence[RankReport]) -> list[list[str]]:
-    """Ranks that send the same share their columns."""
+    """Formats the communication table; ranks with equal traffic share a column."""
     columns: dict[tuple[CollectiveTraffic, ...], list[int]] = {}
     for report in reports:
         columns.setdefault(report.traffic, []).append(report.rank)
@@ -72,13 +72,13 @@ def _traffic_rows(reports: Sequence[RankReport]) -> list[list[str]]:
         ["", "", *(text for ranks in columns.values() for text in ("", _format_ranks(ranks)))],
         ["axis", "collective", *(["calls", "GiB"] * len(columns))],
     ]
-    found = [{CollectiveKind(entry.axis, entry.kind): entry for entry in traffic} for traffic in columns]
-    for transfer in sorted({transfer for entries in found for transfer in entries}, key=lambda each: each.sort_key):
+    by_kind = [{CollectiveKind(entry.axis, entry.kind): entry for entry in traffic} for traffic in columns]
+    for kind in sorted({kind for entries in by_kind for kind in entries}, key=lambda kind: kind.sort_key):
         cells = []
-        for entries in found:
-            entry = entries.get(transfer)
+        for entries in by_kind:
+            entry = entries.get(kind)
             cells += ["-", "-"] if entry is None else [f"{entry.count:,}", _format_gib(entry.bytes)]
-        rows.append([*transfer, *cells])
+        rows.append([*kind, *cells])
     return rows
 
 
@@ -96,8 +96,8 @@ def _align_columns(rows: list[list[str]], left: Sequence[int]) -> list[str]:
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
-            cell.ljust(width) if place in left else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(width) if index in left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
     ]

@@ -1,19 +1,19 @@
-"""What a rank of any world holds and sends in a step, without that world.
+"""Measures the memory and communication of one rank of any world size, without that world.
 
-A process here takes the place of one rank: a process group that talks to nobody, and tensors that have shapes but no
-numbers. Through the same `parallelize` and the same `step` as training it takes one step, and a `MemoryCommTracker` sees every
-storage and every collective. Each rank has a pass of its own, in a process of its own.
+A process plays one rank, with a fake process group and fake tensors. It runs one step through the same `parallelize`
+and `step` as training while a `MemoryCommTracker` records every storage and every collective. Each rank is measured in
+its own process.
 
-Not every micro-batch need be run. Once a pipeline is full, each period (a forward and a backward of one micro-batch; of
-one round of them where the schedule works in rounds) holds and sends what the one before did. So a pass stops a little
-after the pipeline is full, and the remaining micro-batches are added by arithmetic: traffic grows by one period's,
-memory by what is held per micro-batch for the whole step (samples, and PyTorch's buffers for what is received) and by
-what a period leaves behind. This is exact, not an estimate: tests compare it with passes over all micro-batches.
+Not every micro-batch is run. Once the pipeline is full, every period (forward and backward of one micro-batch, or of
+one round of micro-batches) allocates and sends the same as the previous one. So a dry run stops shortly after the
+pipeline is full and extrapolates: each remaining period adds one period's traffic and whatever memory a period leaves
+behind, plus the memory that each micro-batch needs for the whole step (samples, PyTorch's receive buffers). This is
+exact, not an estimate: tests compare it with runs over all micro-batches.
 
-Tensors are those of PyTorch's kernels without compilation. Attention is the fused one, which keeps the same on CPU and
-GPU; RMSNorm, one kernel on a GPU and several on a CPU, counts as one (`FusedRMSNorm`). The step is the first one, with
-the optimizer's states made before it; later ones are alike, but for DDP (`replicate` alone), which then arranges its
-buckets anew: calls may differ by a few, bytes do not.
+Tensors are those of PyTorch's eager kernels. Attention is the fused kernel, which saves the same tensors on CPU and
+GPU; RMSNorm, fused only on GPU, counts as fused (`FusedRMSNorm`). The step is the first one, with optimizer state
+initialized beforehand. Later steps are the same, except that DDP (`replicate` alone) rebuilds its buckets after the
+first: the number of calls may differ slightly, the bytes do not.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardwise.cluster import CLUSTERS
 from shardwise.console import pluralize
 from shardwise.data.make_sources import synthetic_source
-from shardwise.data.objectives import make_objective
 from shardwise.data.sample_stream import Samples, SampleStream
 from shardwise.errors import LayoutError, RunError
 from shardwise.job import BatchConfig, Job
@@ -49,7 +48,8 @@ from shardwise.layout import AUTO_SCHEDULES, V_SHAPED, Layout, solve_batch
 from shardwise.models import loss
 from shardwise.optim import make_optimizer
 from shardwise.parallel.engine import Engine
-from shardwise.parallel.parallelize import check_layout, parallelize
+from shardwise.parallel.parallelize import parallelize
+from shardwise.parallel.prepare import prepare
 from shardwise.planner.dryrun.memory_comm_tracker import (
     ROLES,
     BytesByRole,
@@ -63,7 +63,7 @@ from shardwise.step import step
 
 @dataclass(frozen=True)
 class CollectiveTraffic:
-    """What one rank sends and receives in a step along one axis by one kind of collective."""
+    """Calls and bytes of one kind of collective on one mesh axis, for one rank and step."""
 
     axis: str
     kind: str
@@ -73,26 +73,26 @@ class CollectiveTraffic:
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank in one step."""
+    """Memory and communication of one rank in one step."""
 
     layout: str
     rank: int
     stages: tuple[int, ...]
-    """Of the pipeline, that it holds."""
+    """Pipeline stages on this rank."""
     modules: tuple[tuple[str, ...], ...]
-    """Of the chain, by stage."""
+    """Names of the model's top-level modules, by stage."""
     memory: dict[str, int]
-    """Bytes by role at the fullest moment of a step."""
+    """Peak bytes, by role."""
     peak_phase: str
-    """When that is: in a `forward or backward`, or in the `update` after them."""
+    """When the peak occurs: `forward or backward`, or `update` for gradient reduction and optimizer step."""
     resident_memory: dict[str, int]
-    """Bytes by role between two steps."""
+    """Bytes between two steps, by role."""
     traffic: tuple[CollectiveTraffic, ...]
     micro_batches: int
     micro_batches_run: int
-    """Micro-batches that the pass ran; the others were added by arithmetic."""
+    """Micro-batches that were run; the others are extrapolated."""
     seconds: float
-    """That the pass took."""
+    """Wall time of the dry run."""
 
     @property
     def total(self) -> int:
@@ -108,8 +108,8 @@ def dry_run(
     ranks: Sequence[int] | None = None,
     on_report: Callable[[RankReport], None] = lambda _: None,
 ) -> list[RankReport]:
-    """Reports of some ranks, by default of `typical_ranks`. `show` is called as each of them is ready."""
-    check_layout(job, layout)
+    """Measures the given ranks (default `typical_ranks`) and calls `on_report` as each one finishes."""
+    prepare(job, layout)
     rank_list = list(typical_ranks(layout) if ranks is None else ranks)
     for rank in rank_list:
         if not 0 <= rank < layout.world:
@@ -127,27 +127,29 @@ def dry_run(
                 reports[report.rank] = report
                 on_report(report)
         except BrokenProcessPool:
-            raise RunError("a process of the dry run was killed; was there enough memory?") from None
+            raise RunError(
+                "a process of the dry run was killed, probably out of memory; free some memory or look at fewer ranks."
+            ) from None
         finally:
             pool.shutdown(cancel_futures=True)
     return [reports[rank] for rank in rank_list]
 
 
 def typical_ranks(layout: Layout, all_stages: bool = False) -> list[int]:
-    """Ranks of the first, second, middle and last place in the pipeline, or of every one.
+    """Returns one rank of the first, second, middle and last pipeline rank, or of every pipeline rank.
 
-    Of those with one place the first of each other axis is taken: where a cut is uneven, it holds most.
+    It is the one with index 0 on every other axis, which has the largest shard if the split is uneven.
     """
     pipeline = layout.pipeline
     pipeline_ranks = set(range(pipeline)) if all_stages else {0, min(1, pipeline - 1), pipeline // 2, pipeline - 1}
     return [pipeline_rank * (layout.world // pipeline) for pipeline_rank in sorted(pipeline_ranks)]
 
 
-# One pass
+# One rank
 
 
 def _init_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a pass without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a worker without a traceback
     torch.set_num_threads(1)
 
 
@@ -158,8 +160,8 @@ def _dry_run_rank(job: Job, layout: Layout, rank: int) -> RankReport:
 
 @contextmanager
 def fake_process_group(world: int, rank: int) -> Iterator[None]:
-    """A world in which the others are not there: what is received is whatever was there before."""
-    # The import makes the backend known.
+    """Initializes a fake process group: collectives return uninitialized data."""
+    # The import registers the backend.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if world > 1:
@@ -172,87 +174,83 @@ def fake_process_group(world: int, rank: int) -> Iterator[None]:
 
 
 def micro_batches_to_run(layout: Layout, micro_batches: int) -> tuple[int, int]:
-    """How many micro-batches fill the pipeline and show one more period, and how many make a period."""
+    """Returns how many micro-batches fill the pipeline and complete one more period, and the length of a period."""
     if layout.pipeline == 1:
-        return 3, 1  # the first makes the gradients, the second adds to them
+        return 3, 1  # the first allocates the gradients, the second accumulates into them
     if layout.schedule in ("gpipe", *AUTO_SCHEDULES):
-        return micro_batches, 1  # never full, or of no period
+        return micro_batches, 1  # no steady state, or not periodic
     if layout.schedule == "1f1b":
         return layout.pipeline + 2, 1
     if layout.schedule in V_SHAPED:
         return 2 * layout.stage_count + 2, 1
-    round_ = micro_batches // max(1, micro_batches // layout.pipeline)
-    return 4 * round_, round_
+    round_size = micro_batches // max(1, micro_batches // layout.pipeline)
+    return 4 * round_size, round_size
 
 
 def measure_rank(job: Job, layout: Layout, fake: bool = True, all_micro_batches: bool = False) -> RankReport:
-    """This rank of the world that this process is in, be it real or not. `whole`: runs every micro-batch."""
+    """Measures this process's rank in the current process group, real or fake."""
     begin = time.perf_counter()
     batch = solve_batch(layout, job.samples)
-    simulated, period = micro_batches_to_run(layout, batch.micro_batches)
-    ran = batch.micro_batches if all_micro_batches else min(simulated, batch.micro_batches)
-    batch_size = BatchConfig(samples=ran * batch.micro_batch * layout.data)
-    job = job.model_copy(update={"batch": batch_size, "compile": False})
+    needed, period = micro_batches_to_run(layout, batch.micro_batches)
+    count = batch.micro_batches if all_micro_batches else min(needed, batch.micro_batches)
+    batch_config = BatchConfig(samples=count * batch.micro_batch * layout.data)
+    job = job.model_copy(update={"batch": batch_config, "compile": False})
     layout = dataclasses.replace(layout, micro_batch=batch.micro_batch)
-    recording = _record_step(job, layout, ran, fake)
-    remaining = batch.micro_batches - ran
-    memory, moment = recording.memory(remaining, period)
+    recording = _record_step(job, layout, count, fake)
+    remaining = batch.micro_batches - count
+    memory, peak_phase = recording.memory(remaining, period)
     return RankReport(
         layout=str(layout),
         rank=recording.engine.mesh.rank,
         stages=layout.stages_of(recording.engine.mesh["pipeline"].index),
         modules=tuple(tuple(name for name, _ in chain.named_children()) for chain in recording.engine.chains),
         memory=_by_role(memory),
-        peak_phase=moment,
+        peak_phase=peak_phase,
         resident_memory=_by_role(recording.held_after(recording.end.event, remaining, period)),
         traffic=recording.traffic(remaining, period),
         micro_batches=batch.micro_batches,
-        micro_batches_run=ran,
+        micro_batches_run=count,
         seconds=time.perf_counter() - begin,
     )
 
 
-def _by_role(found: BytesByRole) -> dict[str, int]:
-    return {role: found[role] for role in ROLES}
+def _by_role(memory: BytesByRole) -> dict[str, int]:
+    return {role: memory[role] for role in ROLES}
 
 
 @dataclass
 class StepRecording:
-    """A step in the ledger."""
+    """A recorded step: the tracker and the trace points of its phases."""
 
     engine: Engine
     tracker: MemoryCommTracker
     micro_batches_run: int
     before_batch: TracePoint
-    """Before there was anything for its micro-batches."""
+    """Before samples and receive buffers were allocated."""
     begin: TracePoint
     forward_starts: list[TracePoint]
-    """The begin of each forward of this rank's first stage."""
+    """Start of each forward of this rank's first stage."""
     update_start: TracePoint
-    """All forwards and backwards are done."""
+    """After the last backward."""
     end: TracePoint
 
     def memory(self, remaining: int, period: int) -> tuple[BytesByRole, str]:
-        """At the fullest moment, had there been some more micro-batches; and which moment that is."""
+        """Returns the peak bytes, with `remaining` more micro-batches extrapolated, and the phase of the peak."""
         peak = self.tracker.bytes_at(self.tracker.peak_event(self.begin, self.update_start))
         _add_scaled(peak, self.tracker.growth_between(self.before_batch, self.begin), remaining, self.micro_batches_run)
         if remaining:
             growth = self.tracker.growth_between(*self._period(period))
-            if growth.total() > 0:  # then the last period is the fullest
+            if growth.total() > 0:  # the peak is then in the last period
                 _add_scaled(peak, growth, remaining, period)
         after = self.held_after(self.tracker.peak_event(self.update_start, self.end), remaining, period)
         return (peak, "forward or backward") if peak.total() >= after.total() else (after, "update")
 
     def held_after(self, event: int, remaining: int, period: int) -> BytesByRole:
-        """Held at some time after the last backward."""
+        """Returns the bytes at an event after the last backward, with `remaining` more micro-batches extrapolated."""
         held = self.tracker.bytes_at(event)
         if remaining:
-            _add_scaled(
-                held,
-                self.tracker.surviving_bytes(self.before_batch, self.begin, event),
-                remaining,
-                self.micro_batches_run,
-            )
+            batch_bytes = self.tracker.surviving_bytes(self.before_batch, self.begin, event)
+            _add_scaled(held, batch_bytes, remaining, self.micro_batches_run)
             _add_scaled(held, self.tracker.surviving_bytes(*self._period(period), event), remaining, period)
         return held
 
@@ -261,8 +259,8 @@ class StepRecording:
         if remaining:
             for total, steady in zip((counts, sizes), self.tracker.traffic_between(*self._period(period)), strict=True):
                 _add_scaled(total, steady, remaining, period)
-        order = sorted(counts, key=lambda transfer: transfer.sort_key)
-        return tuple(CollectiveTraffic(*transfer, counts[transfer], sizes[transfer]) for transfer in order)
+        kinds = sorted(counts, key=lambda kind: kind.sort_key)
+        return tuple(CollectiveTraffic(*kind, counts[kind], sizes[kind]) for kind in kinds)
 
     def _period(self, length: int) -> tuple[TracePoint, TracePoint]:
         return self.forward_starts[-1 - length], self.forward_starts[-1]
@@ -277,16 +275,14 @@ def _record_step(job: Job, layout: Layout, micro_batches: int, fake: bool) -> St
     tracker = MemoryCommTracker()
     modes = [FakeTensorMode(allow_non_fake_inputs=True), tracker] if fake else [tracker]
     order = auto_schedule_order(job, layout, CLUSTERS["h100"])
-    sample = SampleStream(synthetic_source(job, 1), job.seed, objective=make_objective(job.model, job.seed)).read(
-        np.arange(1)
-    )
-    sample_tensors = sample.tokens, sample.targets, sample.ids
-    engine = parallelize(job, layout, torch.device("cpu"), _enter_all(modes), order)
+    stream = SampleStream(synthetic_source(job, 1), job.seed, objective=job.family.objective(job.model, job.seed))
+    example = stream.read(np.arange(1))
+    engine = parallelize(prepare(job, layout), torch.device("cpu"), _enter_all(modes), order)
     tracker.axes = axis_by_group(engine.mesh)
-    forwards: list[TracePoint] = []
-    engine.chains[0].register_forward_pre_hook(lambda *args: forwards.append(tracker.now()))
-    update = _track_engine(engine, tracker)
-    gc.disable()  # when it runs is chance
+    forward_starts: list[TracePoint] = []
+    engine.chains[0].register_forward_pre_hook(lambda *args: forward_starts.append(tracker.now()))
+    backward_ends = _track_engine(engine, tracker)
+    gc.disable()  # collections at random times would make the trace nondeterministic
     try:
         with _enter_all(modes), _gpu_kernels():
             optimizer = make_optimizer(job.optimizer, engine.param_shards)
@@ -296,18 +292,19 @@ def _record_step(job: Job, layout: Layout, micro_batches: int, fake: bool) -> St
             if engine.pipeline is not None:
                 engine.pipeline.initialize()
             count = micro_batches * engine.batch.micro_batch
-            samples = Samples(*(torch.zeros(count, *sample.shape[1:], dtype=sample.dtype) for sample in sample_tensors))
+            fields = example.tokens, example.targets, example.ids
+            samples = Samples(*(torch.zeros(count, *field.shape[1:], dtype=field.dtype) for field in fields))
             begin = tracker.now()
             tracker.default_role = "activations"
             step(engine, optimizer, samples, job.optimizer.clip, lambda _: _mark_gradients(engine, tracker))
             end = tracker.now()
     finally:
         gc.enable()
-    return StepRecording(engine, tracker, micro_batches, before_batch, begin, forwards, update[0], end)
+    return StepRecording(engine, tracker, micro_batches, before_batch, begin, forward_starts, backward_ends[0], end)
 
 
 class FusedRMSNorm(torch.autograd.Function):
-    """What RMSNorm makes and keeps where it is one kernel, without its numbers."""
+    """Allocates and saves what the fused RMSNorm kernel does, without computing values."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -321,7 +318,7 @@ class FusedRMSNorm(torch.autograd.Function):
 
 
 def _fused_loss(logits: Tensor, targets: Tensor, vocab_shard: loss.VocabShard | None) -> tuple[Tensor, Tensor]:
-    """What the loss makes where it is one kernel: the logits' gradient, in their place."""
+    """Allocates what the fused loss kernel does: the gradient overwrites the logits."""
     if vocab_shard is not None or logits.dtype == torch.float64:
         return softmax_loss(logits, targets, vocab_shard)
     return logits.new_zeros((), dtype=torch.promote_types(logits.dtype, torch.float32)), logits
@@ -332,16 +329,16 @@ softmax_loss = loss.cross_entropy_with_grad
 
 @contextmanager
 def _gpu_kernels() -> Iterator[None]:
-    """Operators that are one kernel on a GPU count as one."""
-    norm, product = torch.nn.functional.rms_norm, loss.addmm_
+    """Replaces operators that are fused on GPU by ones that allocate like the fused kernel."""
+    rms_norm, addmm_ = torch.nn.functional.rms_norm, loss.addmm_
     torch.nn.functional.rms_norm = lambda x, shape, weight, eps: FusedRMSNorm.apply(x, weight)  # type: ignore
     loss.cross_entropy_with_grad = _fused_loss
-    loss.addmm_ = lambda total, a, b: product(total, a, b) if a.dtype == total.dtype else None
+    loss.addmm_ = lambda total, a, b: addmm_(total, a, b) if a.dtype == total.dtype else None
     try:
         yield
     finally:
-        torch.nn.functional.rms_norm = norm
-        loss.cross_entropy_with_grad, loss.addmm_ = softmax_loss, product
+        torch.nn.functional.rms_norm = rms_norm
+        loss.cross_entropy_with_grad, loss.addmm_ = softmax_loss, addmm_
 
 
 @contextmanager
@@ -353,7 +350,7 @@ def _enter_all(modes: Sequence[Any]) -> Iterator[None]:
 
 
 def _init_optimizer_states(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
-    """Makes the states, which otherwise the end of the first step does."""
+    """Initializes the optimizer state, which otherwise happens at the end of the first step."""
     for param_shard in engine.param_shards:
         param_shard.tensor.grad = torch.zeros_like(param_shard.tensor)
     optimizer.step()
@@ -362,7 +359,7 @@ def _init_optimizer_states(engine: Engine, optimizer: torch.optim.Optimizer) -> 
 
 
 def _track_engine(engine: Engine, tracker: MemoryCommTracker) -> list[TracePoint]:
-    """Tells the ledger what is a weight and what a gradient. In the list will be the end of the last backward."""
+    """Marks weights and gradients in the tracker. The returned list receives the end of the last backward."""
     tracker.mark((param_shard.tensor for param_shard in engine.param_shards), "weights")
     for chain in engine.chains:
         has_copies = any(param_shard.compute_copy is not None for param_shard in engine.param_shards)
@@ -386,16 +383,15 @@ def _track_engine(engine: Engine, tracker: MemoryCommTracker) -> list[TracePoint
 
 
 def _mark_weights_hook(tracker: MemoryCommTracker) -> Callable[[nn.Module, Any], None]:
-    def look(module: nn.Module, args: Any) -> None:
-        for weight in module._parameters.values():
-            if weight is not None:
-                tracker.mark([weight], "weights")  # FSDP shows the whole one here
+    def mark_weights(module: nn.Module, args: Any) -> None:
+        # When this hook runs, FSDP has unsharded the parameters.
+        tracker.mark((weight for weight in module._parameters.values() if weight is not None), "weights")
 
-    return look
+    return mark_weights
 
 
 def _mark_copy_view(tracker: MemoryCommTracker) -> Callable[[Tensor], Tensor]:
-    """The last view of a weight: what the module computes with."""
+    """Returns a parametrization that marks the weight a module computes with, appended as the last one."""
 
     def mark(view: Tensor) -> Tensor:
         tracker.mark([view], "copies", overwrite=False)

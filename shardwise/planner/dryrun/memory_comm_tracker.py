@@ -1,21 +1,20 @@
-"""What one process holds and sends: a book that is written while PyTorch computes, on real tensors or on fake ones.
+"""Records the memory and collectives of one process while PyTorch runs, on real or fake tensors.
 
-Memory: every storage is noted when it is born, when it changes its size and when it goes, so that the fullest moment
-can be found afterwards. What a storage is for is often known only later (a product becomes a gradient), and then holds
-from its birth on:
+Memory: every storage is recorded when it is allocated, resized and freed, so that the peak can be found afterwards. The
+role of a storage is often known only later (a matmul result becomes a gradient); it then applies retroactively:
 
-    weights      parameters, and what is gathered of them
-    copies       weights as modules compute with them, where that differs (rounded, some rows)
-    gradients    what is, was or will be the `.grad` of a parameter
-    optimizer    its states
-    activations  what forwards keep for backwards, and what either is working on
-    buffers      what waits for or comes from a transfer, samples, all else
+    weights      parameters, sharded or gathered
+    copies       weights that modules compute with, if different (cast, or some rows)
+    gradients    storages that are, were or become the `.grad` of a parameter
+    optimizer    optimizer state
+    activations  tensors saved for the backward, and temporaries of forward and backward
+    buffers      communication buffers, samples, everything else
 
-Traffic: every collective is counted under the axis whose group it uses, with the bytes of its larger side: what goes
-into an all-reduce, a reduce-scatter or an all-to-all, what comes out of an all-gather, what is sent or received.
+Traffic: every collective counts toward the mesh axis whose group it uses, with the bytes of its larger side: the input
+of an all-reduce, reduce-scatter or all-to-all, the output of an all-gather, the tensor of a send or receive.
 
-Bytes are those of the tensors; an allocator adds its rounding. PyTorch's own MemTracker knows neither cut weights nor
-more than one call of a module, and CommDebugMode fails under its pipeline.
+Bytes are those of the tensors; the allocator adds its rounding. PyTorch's MemTracker supports neither tensor-parallel
+shards nor repeated calls of a module, and CommDebugMode fails under PyTorch's pipeline schedules.
 """
 
 from __future__ import annotations
@@ -38,22 +37,15 @@ from shardwise.layout import AXES
 from shardwise.parallel.mesh import Mesh
 
 ROLES = ("weights", "copies", "gradients", "optimizer", "activations", "buffers")
-BytesByRole = Counter[str]  # by role
+BytesByRole = Counter[str]
 AXIS_NAMES = (
-    *AXES,
-    "shard x context",
-    "replicate x context",
-    "expert",
-    "expert_replicas",
-    "data",
-    "tied_weights",
-    "world",
+    *AXES, "shard x context", "replicate x context", "expert", "expert_replicas", "data", "tied_weights", "world",
     "other",
-)
+)  # fmt: skip
 
 
 class StorageRecord:
-    """One storage: its size, its role where that is known, and the one it has where not."""
+    """One storage: its size, its role, and the role it has until one is marked."""
 
     __slots__ = ("size", "role", "default_role", "ref")
 
@@ -63,10 +55,10 @@ class StorageRecord:
 
 
 class TracePoint(NamedTuple):
-    """A place in the book."""
+    """A point in the recording: the number of storage events and of collectives so far."""
 
     event: int
-    transfer: int
+    collective: int
 
 
 class CollectiveKind(NamedTuple):
@@ -75,11 +67,11 @@ class CollectiveKind(NamedTuple):
 
     @property
     def sort_key(self) -> tuple[int, str]:
-        """In a table."""
+        """Sort key for tables: axes in mesh order."""
         return AXIS_NAMES.index(self.axis), self.kind
 
 
-# By operator: what it is, and which argument is its larger side, or -1 for its result.
+# By operator: the collective, and the index of the argument that is its larger side, or -1 for its result.
 _COLLECTIVE_OPS = {
     "c10d.allreduce_": ("all-reduce", 0),
     "c10d.allreduce_coalesced_": ("all-reduce", 0),
@@ -103,23 +95,23 @@ _COLLECTIVE_OPS = {
 _IGNORED_OPS = (
     "c10d.barrier", "c10d.monitored_barrier_", "_c10d_functional.wait_tensor", "_c10d_functional._wrap_tensor_autograd"
 )  # fmt: skip
-# These work on tensors made for the purpose; other collectives are a part of the model and carry activations.
+# These use dedicated buffers; other collectives are part of the model and carry activations.
 _BUFFER_OPS = ("c10d._allgather_base_", "c10d._reduce_scatter_base_", "c10d.recv_")
 
 
 class MemoryCommTracker(TorchDispatchMode):
-    """Sees what is computed while it is entered. `axes`: by name of a process group, what it is called."""
+    """Records storages and collectives while active. `axes` maps process group names to mesh axes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.axes: dict[str, str] = {}
-        self.default_role = "buffers"  # the role of what is born from now on, if it finds no other
-        self.events: list[tuple[StorageRecord, int]] = []  # a storage, and by how many bytes it grew
+        self.default_role = "buffers"  # role of storages allocated from now on, unless marked
+        self.events: list[tuple[StorageRecord, int]] = []  # storage and change in bytes
         self.collectives: list[tuple[CollectiveKind, int]] = []
         self._live_storages: dict[int, StorageRecord] = {}
         self._op_names: dict[Any, str] = {}
 
-    # What is seen
+    # Recording
 
     def __enter__(self) -> Any:
         self._resize = resize = torch.UntypedStorage.resize_
@@ -129,7 +121,7 @@ class MemoryCommTracker(TorchDispatchMode):
             self._record_storage(storage)
             return result
 
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]  # FSDP frees and takes so
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]  # how FSDP frees and allocates
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -138,16 +130,16 @@ class MemoryCommTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # two of three calls ask for it
+            return args[0].fake_device  # fast path: two thirds of all calls
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
-            return NotImplemented  # what these compute inside is seen
+            return NotImplemented  # their inner operators are recorded
         result = func(*args, **(kwargs or {}))
         for tensor in _tensors(result):
             self._record_tensor(tensor)
         name = self._op_names.get(func) or self._op_names.setdefault(func, str(func.overloadpacket))
         if name.startswith(("c10d.", "_c10d_functional.")):
             self._record_collective(name, args, result)
-        elif name == "fsdp.chunk_cat":  # FSDP packs whole gradients to be summed
+        elif name == "fsdp.chunk_cat":  # FSDP packs unsharded gradients for the reduce-scatter
             self.mark(_tensors(args[0]), "gradients")
         return result
 
@@ -160,23 +152,23 @@ class MemoryCommTracker(TorchDispatchMode):
 
     def _record_storage(self, storage: torch.UntypedStorage) -> StorageRecord:
         key = storage._cdata
-        block = self._live_storages.get(key)
-        if block is None:
-            block = self._live_storages[key] = StorageRecord(self.default_role)
-            block.ref = weakref.ref(storage, lambda _, key=key: self._record_resize(self._live_storages.pop(key), 0))  # type: ignore[misc]
-        self._record_resize(block, storage.nbytes())
-        return block
+        record = self._live_storages.get(key)
+        if record is None:
+            record = self._live_storages[key] = StorageRecord(self.default_role)
+            record.ref = weakref.ref(storage, lambda _, key=key: self._record_resize(self._live_storages.pop(key), 0))  # type: ignore[misc]
+        self._record_resize(record, storage.nbytes())
+        return record
 
-    def _record_resize(self, block: StorageRecord, size: int) -> None:
-        if size != block.size:
-            self.events.append((block, size - block.size))
-            block.size = size
+    def _record_resize(self, record: StorageRecord, size: int) -> None:
+        if size != record.size:
+            self.events.append((record, size - record.size))
+            record.size = size
 
     def _record_collective(self, name: str, args: Any, result: Any) -> None:
         if name in _IGNORED_OPS:
             return
         if name not in _COLLECTIVE_OPS:
-            raise RunError(f"the operator {name} moves bytes, but there is no rule for counting them.")
+            raise RunError(f"the dry run cannot count the bytes of {name}; add the operator to _COLLECTIVE_OPS.")
         kind, argument = _COLLECTIVE_OPS[name]
         tensors = result if argument < 0 else args[argument]
         size = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(tensors))
@@ -189,62 +181,60 @@ class MemoryCommTracker(TorchDispatchMode):
             if isinstance(arg, torch.ScriptObject):
                 arg = dist.ProcessGroup.unbox(arg)
             if isinstance(arg, dist.ProcessGroup):
-                return self.axes.get(arg.group_name, "other")  # other objects follow
+                return self.axes.get(arg.group_name, "other")
             if isinstance(arg, str) and arg in self.axes:
                 return self.axes[arg]
         return "other"
 
-    # What is told
-
     def mark(self, tensors: Iterable[Tensor], role: str, overwrite: bool = True) -> None:
-        """Says what some tensors are for. `anew`: also where that was said before."""
+        """Sets the role of tensors; without `overwrite`, only of those that have none yet."""
         for tensor in tensors:
-            block = self._record_tensor(tensor)
-            if overwrite or not block.role:
-                block.role = role
+            record = self._record_tensor(tensor)
+            if overwrite or not record.role:
+                record.role = role
 
-    # What is asked
+    # Queries
 
     def now(self) -> TracePoint:
         return TracePoint(len(self.events), len(self.collectives))
 
     def bytes_at(self, event: int) -> BytesByRole:
-        """Bytes by role at some time."""
+        """Returns the bytes in memory at an event, by role."""
         return _sum_by_role(self.events[:event])
 
     def growth_between(self, begin: TracePoint, end: TracePoint) -> BytesByRole:
-        """By how many bytes each role grew."""
+        """Returns the change in bytes between two points, by role."""
         return _sum_by_role(self.events[begin.event : end.event])
 
     def surviving_bytes(self, begin: TracePoint, end: TracePoint, event: int) -> BytesByRole:
-        """Bytes of what was born between two moments and is still there at a later time."""
-        before = {id(block) for block, _ in self.events[: begin.event]}
-        born = {id(block) for block, _ in self.events[begin.event : end.event]} - before
-        return _sum_by_role(entry for entry in self.events[begin.event : event] if id(entry[0]) in born)
+        """Returns the bytes allocated between two points that are still in memory at a later event, by role."""
+        before = {id(record) for record, _ in self.events[: begin.event]}
+        allocated = {id(record) for record, _ in self.events[begin.event : end.event]} - before
+        return _sum_by_role(entry for entry in self.events[begin.event : event] if id(entry[0]) in allocated)
 
     def peak_event(self, begin: TracePoint, end: TracePoint) -> int:
-        """The first time between two moments at which most is held."""
-        best, now, most = begin.event, 0, 0
+        """Returns the event between two points at which memory peaks first."""
+        peak_event, current, peak = begin.event, 0, 0
         for event, (_, size) in enumerate(self.events[begin.event : end.event], start=begin.event + 1):
-            now += size
-            if now > most:
-                best, most = event, now
-        return best
+            current += size
+            if current > peak:
+                peak_event, peak = event, current
+        return peak_event
 
     def traffic_between(
         self, begin: TracePoint, end: TracePoint
     ) -> tuple[Counter[CollectiveKind], Counter[CollectiveKind]]:
-        """By kind of transfer, how often and how many bytes."""
+        """Returns calls and bytes between two points, by kind of collective."""
         counts: Counter[CollectiveKind] = Counter()
         sizes: Counter[CollectiveKind] = Counter()
-        for transfer, sent in self.collectives[begin.transfer : end.transfer]:
-            counts[transfer] += 1
-            sizes[transfer] += sent
+        for kind, size in self.collectives[begin.collective : end.collective]:
+            counts[kind] += 1
+            sizes[kind] += size
         return counts, sizes
 
 
 def axis_by_group(mesh: Mesh) -> dict[str, str]:
-    """By name of its process group, each axis; where axes share a group, the first of them in the mesh."""
+    """Maps process group names to axis names; axes that share a group count as the outermost."""
     axes = [
         ("tied_weights", mesh.tied_stages),
         ("expert_replicas", mesh["expert_replicas"]),
@@ -265,6 +255,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def _sum_by_role(events: Iterable[tuple[StorageRecord, int]]) -> BytesByRole:
     total: BytesByRole = Counter()
-    for block, size in events:
-        total[block.role or block.default_role] += size
+    for record, size in events:
+        total[record.role or record.default_role] += size
     return total

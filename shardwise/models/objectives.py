@@ -1,11 +1,12 @@
-"""What a sample's tokens are turned into: what the model reads, and what it is to predict.
+"""Training objectives: how a window of tokens becomes inputs and targets.
 
-    Shifted   a decoder: every token from those before it
-    Masked    BERT: a fixed number of positions, most of them hidden (80% a mask, 10% any token, 10% left as they are)
-    Spans     T5: runs of tokens left out; the encoder reads the rest with a mark for each run, the decoder writes marks
-              and runs. Encoder and decoder lie one behind the other in one row.
+    next_token      decoders: predict every token from those before it
+    MaskedLM        BERT: predict a fixed number of positions (80% masked, 10% replaced at random, 10% unchanged)
+    SpanCorruption  T5: spans are replaced by sentinels in the encoder's input, and the decoder writes them; encoder and
+                    decoder inputs are concatenated into one row
 
-Images and clicks come with their targets. What is drawn depends on the seed and the sample's place in the stream alone.
+Images and clicks carry their own targets. Random choices depend only on the seed and the sample's position in the
+stream.
 """
 
 from __future__ import annotations
@@ -14,28 +15,23 @@ from typing import Protocol
 
 import numpy as np
 
-from shardwise.kinds import BertConfig, ModelConfig, T5Config
+from shardwise.models.bert_family import BertConfig
 from shardwise.models.chain import IGNORE_INDEX
+from shardwise.models.t5_family import T5Config
 
 
 class Objective(Protocol):
     def __call__(self, rows: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and targets of some samples (`rows`: one token more than their source's length); -100 does not
-        count."""
+        """Returns inputs and targets of a batch of windows, each one token longer than the source's length. Targets
+        of -100 are ignored."""
 
 
-def make_objective(model: ModelConfig, seed: int) -> Objective:
-    if isinstance(model, BertConfig):
-        return MaskedLM(model, seed)
-    return SpanCorruption(model, seed) if isinstance(model, T5Config) else causal_lm
-
-
-def causal_lm(rows: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def next_token(rows: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return rows[:, :-1].clip(min=0), np.ascontiguousarray(rows[:, 1:])  # an ignored target is still some input
 
 
 class PerSampleObjective:
-    """Sample by sample."""
+    """Base class of objectives that transform one sample at a time."""
 
     def __call__(self, rows: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         transformed = [self.transform(row, position) for row, position in zip(rows, positions.tolist(), strict=True)]
@@ -83,7 +79,7 @@ class SpanCorruption(PerSampleObjective):
             encoder_chunks += [row[start : start + kept], sentinel]
             decoder_chunks += [sentinel, row[start + kept : start + kept + dropped]]
             start += kept + dropped
-        eos = model.vocab - 1 - spans  # begin, end, and what fills up
+        eos = model.vocab - 1 - spans  # start, end and padding token
         encoder_tokens = _pad_with_eos(np.concatenate(encoder_chunks), model.sequence, eos, eos)
         decoder_targets = _pad_with_eos(np.concatenate(decoder_chunks), model.target_sequence, eos, IGNORE_INDEX)
         decoder_tokens = np.concatenate(
@@ -94,7 +90,7 @@ class SpanCorruption(PerSampleObjective):
 
 
 def _random_partition(rng: np.random.Generator, total: int, count: int) -> np.ndarray:
-    """`count` whole numbers of at least 1 that add up to `total`, all such rows alike likely."""
+    """Returns `count` positive integers that sum to `total`, uniformly over all such partitions."""
     cuts = np.sort(rng.permutation(total - 1)[: count - 1]) + 1
     return np.diff(np.concatenate(([0], cuts, [total])))
 

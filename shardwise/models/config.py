@@ -1,0 +1,109 @@
+"""The base of every config section, and of the `[model]` section of every family. Imports no PyTorch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+_SUFFIX = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+
+
+def _parse_count(value: object) -> object:
+    """Accepts `"0.5M"` for 500000; leaves anything else to the type check."""
+    if not isinstance(value, str):
+        return value
+    digits, suffix = (value[:-1], value[-1].lower()) if value[-1:].lower() in _SUFFIX else (value, "")
+    try:
+        number = float(digits) * _SUFFIX.get(suffix, 1)
+        if number != int(number):
+            raise ValueError
+    except (ValueError, OverflowError):
+        raise ValueError(f"{value!r} is not a whole number; write 500000 or '0.5M'") from None
+    return int(number)
+
+
+Count = Annotated[int, BeforeValidator(_parse_count)]
+
+
+class ConfigSection(BaseModel):
+    """A section of a job: frozen, and unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=False)
+
+
+class ModelConfig(ConfigSection):
+    """What the `[model]` sections of all families share, and what the rest of the package may ask of any of them."""
+
+    description: ClassVar[str]
+    """The family with its article, for messages: "a decoder"."""
+    sample_kind: ClassVar[Literal["tokens", "images", "clicks"]] = "tokens"
+    """What a sample of the data is."""
+    is_causal_lm: ClassVar[bool] = False
+    """Whether the model generates text from left to right."""
+    targets_are_text: ClassVar[bool] = True
+    """Whether every target is a token of the text, so that bits per byte can be computed from the loss."""
+    mixes_samples: ClassVar[bool] = False
+    """Whether a sample's result depends on the other samples of the batch (batch norm, shared expert capacity)."""
+    needs_whole_batch: ClassVar[bool] = False
+    """Whether each rank must run its share of the batch as a single micro-batch."""
+    has_block_matrices: ClassVar[bool] = True
+    """Whether blocks hold matrices of the kind that Muon updates."""
+    name: str
+
+    def shrink(self) -> Self:
+        """Returns a small model of the same family for proofs; odd sizes stay odd."""
+        return self.model_validate(self.model_dump() | self._shrunk_values())
+
+    def _shrunk_values(self) -> dict[str, Any]:
+        """The values that differ in the small model."""
+        raise NotImplementedError
+
+    @property
+    def throughput_unit(self) -> str:
+        """What throughput counts: tokens or samples."""
+        return "tokens" if self.sample_kind == "tokens" else "samples"
+
+    @property
+    def sequence_length(self) -> int:
+        """Positions of a sample inside the model; 1 where a sample is not a sequence."""
+        return int(getattr(self, "sequence", 1))
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids; 0 where a sample has none."""
+        return int(getattr(self, "vocab", 0))
+
+    @property
+    def length(self) -> int:
+        """Positions that the model computes for a sample, those of a decoder beside an encoder included."""
+        return self.sequence_length
+
+    @property
+    def text_window(self) -> int:
+        """Tokens of text from which a sample is made."""
+        return self.length
+
+    @property
+    def reserved_ids(self) -> int:
+        """Ids at the end of the vocabulary that the text may not contain (masks, sentinels)."""
+        return 0
+
+    @property
+    def document_separator(self) -> int:
+        """Token id across which attention is masked; -1: attention is not masked by document."""
+        return -1
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of a sparse block; 0: the model has none."""
+        return 0
+
+    @property
+    def adamw_only(self) -> str:
+        """The key that works only with AdamW; empty: none does."""
+        return ""
+
+    def phases(self, steps: int) -> list[tuple[int, Self]]:
+        """The parts of a training of `steps` steps: the steps of each, and the model config that it uses."""
+        return [(steps, self)]

@@ -1,0 +1,100 @@
+"""DLRM: recommenders with embedding tables that are sharded over the host memory of all ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field, model_validator
+
+from shardwise.models.config import Count, ModelConfig
+from shardwise.models.family import Family, TableSpec
+
+if TYPE_CHECKING:
+    from shardwise.models.chain import Chain
+
+
+class DLRMConfig(ModelConfig):
+    """A recommender: a row of a table for each category, and two rows of products (Naumov et al. 2019)."""
+
+    description = "a DLRM"
+    sample_kind = "clicks"
+    mixes_samples = True
+    has_block_matrices = False
+    name: str = "dlrm"
+    tables: int = Field(26, ge=1)
+    """Categories, each with a table of its own, kept in the hosts' memory."""
+    rows: Annotated[Count, Field(ge=1)] | tuple[Annotated[Count, Field(ge=1)], ...] = 1_000_000
+    """Rows of each table, or a list with those of every one."""
+    width: int = Field(128, ge=1)
+    """Numbers in a row."""
+    lookups: int = Field(1, ge=1)
+    """Rows of a table that a sample uses; they are summed."""
+    dense_features: int = Field(13, ge=1)
+    """Numbers of a sample that are no categories."""
+    bottom: tuple[Annotated[int, Field(ge=1)], ...] = (512, 256)
+    """Hidden features of the products that turn `features` into `width` numbers."""
+    top: tuple[Annotated[int, Field(ge=1)], ...] = (1024, 1024, 512, 256)
+    """Hidden features of the products after tables and features have met."""
+
+    @model_validator(mode="after")
+    def _check_rows(self) -> DLRMConfig:
+        if isinstance(self.rows, tuple) and len(self.rows) != self.tables:
+            raise ValueError(f"rows has {len(self.rows)} numbers, but there are {self.tables} tables; give each one.")
+        return self
+
+    @property
+    def table_rows(self) -> tuple[int, ...]:
+        """Rows of every table."""
+        return self.rows if isinstance(self.rows, tuple) else (self.rows,) * self.tables
+
+    def _shrunk_values(self) -> dict[str, Any]:
+        tables = min(self.tables, 5)
+        rows = [min(size, 41) for size in self.table_rows[:tables]]
+        return {
+            "tables": tables, "rows": rows if isinstance(self.rows, tuple) else rows[0], "width": min(self.width, 8),
+            "lookups": min(self.lookups, 3), "bottom": [min(size, 16) for size in self.bottom[:2]],
+            "top": [min(size, 16) for size in self.top[:2]],
+        }  # fmt: skip
+
+
+class DLRMFamily(Family):
+    config = DLRMConfig
+    verify_layouts = (
+        "replicate=2", "shard=2 zero=1", "shard=2 zero=2", "shard=3 zero=3", "replicate=2 shard=2 zero=2",
+        "replicate=4 micro_batch=2", "shard=8 zero=1",
+    )  # fmt: skip
+
+    def build(self, config: DLRMConfig, seed: int) -> Chain:
+        from shardwise.models.dlrm import DenseDLRM
+
+        return DenseDLRM(config)
+
+    def refusals(self, config: DLRMConfig) -> dict[str, str]:
+        samples_only = (
+            "a DLRM is split by its tables and its samples only; use shard or replicate, which both spread the tables "
+            "over all ranks."
+        )
+        precision = "a DLRM trains in bf16, float32 or float64."
+        return {
+            **dict.fromkeys(("tensor", "pipeline", "context", "expert"), samples_only),
+            "recompute": "a DLRM has no blocks to recompute; leave it out.",
+            "compile": "a DLRM has no blocks to compile; leave compile out.",
+            "fp8": precision,
+            "fp16": precision,
+            "local_sgd": "a DLRM's tables are kept for all samples at once, not per replica; use local_sgd.every = 1.",
+            "redundant_compute": "the tables are shared by all ranks.",
+        }
+
+    def forward_flops(self, config: DLRMConfig) -> list[float]:
+        from shardwise.models.dlrm import forward_flops
+
+        return [forward_flops(config)]
+
+    def tables(self, config: DLRMConfig) -> list[TableSpec]:
+        # Naumov's initial values are uniform between -1 and 1 over the square root of the rows; ours are normal with
+        # the same standard deviation.
+        return [
+            TableSpec(f"table{number}", rows, config.width, config.lookups, 1.0 / math.sqrt(3.0 * rows))
+            for number, rows in enumerate(config.table_rows)
+        ]

@@ -1,0 +1,107 @@
+"""A family of models as one object: everything that the rest of the package asks about a kind of model.
+
+The engine, planner, verify, data and train rooms call these methods; none of them asks which family it has. To add a
+family, subclass `Family` and `ModelConfig` in one file and list it in `shardwise.models.registry`; another package
+registers its own through the entry point group `shardwise.families` (see `examples/family`).
+
+The built-in families keep their config and `Family` apart from the network (`gpt_family.py` beside `gpt.py`), so that
+a typo in a job is reported without importing PyTorch. A family of your own may be one file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from shardwise.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from shardwise.models.chain import Chain, ShardingPlan
+    from shardwise.models.objectives import Objective
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """An embedding table that is sharded over the host memory of all ranks."""
+
+    name: str
+    rows: int
+    width: int
+    lookups_per_sample: float = 1.0
+    init_std: float = 1.0
+
+    @property
+    def size(self) -> int:
+        return self.rows * self.width
+
+
+class Family:
+    """One family of models. The methods get the family's own config."""
+
+    config: ClassVar[type[ModelConfig]]
+    """The `[model]` section."""
+    verify_layouts: ClassVar[Sequence[str]] = ()
+    """Layouts that `shardwise verify` proves by default; empty: the standard list."""
+    weight_names: ClassVar[Mapping[str, str]] = {}
+    """Our parameter names, as patterns, to the names of the independent implementation that `reference` builds."""
+
+    def build(self, config: Any, seed: int) -> Chain:
+        """Returns the model on the current default device, uninitialised. `seed` keys its dropout."""
+        raise NotImplementedError
+
+    def sharding_plan(self, config: Any) -> ShardingPlan:
+        """Returns how the parameters may be sharded, are tied and are initialised."""
+        return self.build_on_meta(config).sharding_plan
+
+    def build_on_meta(self, config: Any, seed: int = 0) -> Chain:
+        """Returns the model on the meta device: shapes without memory."""
+        import torch
+
+        with torch.device("meta"):
+            return self.build(config, seed)
+
+    def objective(self, config: Any, seed: int) -> Objective:
+        """Returns what turns samples of the data into inputs and targets; by default, next-token prediction."""
+        from shardwise.models.objectives import next_token
+
+        return next_token
+
+    def shrink(self, config: Any) -> Any:
+        """Returns a small config of the same family, for proofs."""
+        return config.shrink()
+
+    def refusals(self, config: Any) -> dict[str, str]:
+        """Returns what this model cannot do and why: an axis of a layout, "recompute", "compile", a precision,
+        "local_sgd" or "redundant_compute", each with the end of a sentence that starts with the setting."""
+        return {
+            "context": f"{config.description} cannot be split along the sequence; leave context at 1.",
+            "expert": f"{config.description} has no experts; leave expert at 1.",
+        }
+
+    def forward_flops(self, config: Any) -> list[float]:
+        """Returns the forward FLOPs per sample of each module of the chain, by tracing it on fake tensors."""
+        from shardwise.models.trace import trace_flops
+
+        return trace_flops(self.build_on_meta(config), self.example_batch(config))
+
+    def example_batch(self, config: Any) -> tuple[torch.Tensor, ...]:
+        """Returns the positional inputs of the chain for one sample, on the meta device."""
+        import torch
+
+        return (torch.empty(1, config.length, dtype=torch.int64, device="meta"),)
+
+    def hidden_shape(self, config: Any) -> tuple[int, int]:
+        """Returns the positions and features of the activations between two modules of the chain, for pipelines."""
+        return config.length, config.width
+
+    def tables(self, config: Any) -> Sequence[TableSpec]:
+        """Returns the embedding tables that live in host memory, outside the chain."""
+        return ()
+
+    def reference(self, config: Any) -> nn.Module | None:
+        """Returns the same model from an independent implementation (transformers), or None if there is none."""
+        return None

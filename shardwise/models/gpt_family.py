@@ -1,0 +1,118 @@
+"""The decoder family: GPT-2, GPT-3 and Llama shapes from one config."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from shardwise.models.config import ModelConfig
+from shardwise.models.family import Family
+
+if TYPE_CHECKING:
+    from shardwise.models.chain import Chain
+
+
+class DecoderConfig(ModelConfig):
+    """A row of equal blocks: a decoder, where no kind below says otherwise."""
+
+    description = "a decoder"
+    is_causal_lm = True
+    supports_mup: ClassVar[bool] = True
+    name: str = "gpt"
+    layers: int = Field(8, ge=1, le=10_000)
+    width: int = Field(256, ge=1)
+    heads: int = Field(8, ge=1)
+    kv_heads: int = Field(0, ge=0)
+    """Heads of keys and values; 0: as many as `heads`."""
+    head_dim: int = Field(0, ge=0)
+    """Features of one head; 0: width / heads."""
+    ffn: int = Field(0, ge=0)
+    """Hidden features of the feed-forward part; 0: 4 x width, or 8/3 x width for swiglu, in multiples of 64."""
+    vocab: int = Field(256, ge=2)
+    sequence: int = Field(256, ge=1)
+    positions: Literal["learned", "rotary"] = "rotary"
+    norm: Literal["layer", "rms"] = "rms"
+    activation: Literal["gelu", "swiglu"] = "swiglu"
+    bias: bool = False
+    tied: bool = True
+    """Whether the head uses the token embedding's weights."""
+    dropout: float = Field(0.0, ge=0.0, lt=1.0)
+    """Dropout of embeddings and of what each block adds to the stream."""
+    attention_dropout: float = 0.0
+    rope_theta: float = Field(10_000.0, gt=0.0)
+    norm_eps: float = Field(1e-5, gt=0.0)
+    init_std: float = Field(0.02, gt=0.0)
+    eod_token_id: int = Field(-1, ge=-1)
+    """The id that ends a document; tokens do not attend to documents before their own. -1: they do."""
+    mup_base_width: int = Field(0, ge=0)
+    """The width at which the learning rate was found, for it to hold at this width too (muP); 0: off."""
+
+    @model_validator(mode="after")
+    def _check_shape(self) -> DecoderConfig:
+        defaults = {}
+        if self.mup_base_width and not self.supports_mup:
+            raise ValueError(f"mup_base_width is for 'gpt', not for {self.description}; leave it out")
+        if self.eod_token_id >= self.vocab:
+            raise ValueError(f"eod_token_id ({self.eod_token_id}) is not below vocab ({self.vocab})")
+        if self.eod_token_id >= 0 and not self.is_causal_lm:
+            raise ValueError(f"eod_token_id is for decoders, not for {self.description}; leave it out")
+        if not self.kv_heads:
+            defaults["kv_heads"] = self.heads
+        if not self.head_dim:
+            if self.width % self.heads:
+                raise ValueError(
+                    f"width {self.width} does not divide into {self.heads} heads; change one of them or set head_dim"
+                )
+            defaults["head_dim"] = self.width // self.heads
+        if not self.ffn:
+            hidden = 4 * self.width if self.activation == "gelu" else -(-8 * self.width // 3 // 64) * 64
+            defaults["ffn"] = hidden or self.width
+        # The class is frozen for its users; here it is still being made.
+        for key, value in defaults.items():
+            object.__setattr__(self, key, value)
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+        if self.positions == "rotary" and self.head_dim % 2:
+            raise ValueError(f"rotary positions turn pairs of features, but a head has {self.head_dim}; make it even")
+        if self.attention_dropout:
+            raise ValueError(
+                "dropout of attention probabilities would need their masks to be the same in every layout, which "
+                "no fused attention kernel gives; use dropout (of the blocks' outputs) and leave attention_dropout out"
+            )
+        return self
+
+    def _shrunk_values(self) -> dict[str, Any]:
+        group = self.heads // self.kv_heads
+        kv_heads = min(self.kv_heads, max(1, 4 // group) if group < 4 else 2)
+        heads = kv_heads * min(group, 4)
+        return {
+            "layers": min(self.layers, 6), "heads": heads, "kv_heads": kv_heads, "head_dim": 8, "width": 8 * heads,
+            "ffn": min(self.ffn, 16 * heads + self.ffn % 2), "vocab": min(self.vocab, 128 + self.vocab % 2),
+            "sequence": min(self.sequence, 32), "eod_token_id": min(self.eod_token_id, 5),
+        }  # fmt: skip
+
+    @property
+    def document_separator(self) -> int:
+        return self.eod_token_id
+
+    @property
+    def adamw_only(self) -> str:
+        return "mup_base_width" if self.mup_base_width else ""
+
+
+class GPTFamily(Family):
+    config = DecoderConfig
+
+    def build(self, config: DecoderConfig, seed: int) -> Chain:
+        from shardwise.models.gpt import build_gpt
+
+        return build_gpt(config, seed)
+
+    def refusals(self, config: DecoderConfig) -> dict[str, str]:
+        return {"expert": f"{config.name!r} has no experts; leave expert at 1."}
+
+    def forward_flops(self, config: DecoderConfig) -> list[float]:
+        from shardwise.models.gpt import forward_flops
+
+        return forward_flops(config)

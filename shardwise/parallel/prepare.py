@@ -1,0 +1,120 @@
+"""One look at the model: what every part of a run needs to know of a job in a layout before any device is touched.
+
+`prepare` builds the model on the meta device, checks that it can run in the layout, cuts it into pipeline stages and
+splits the batch. The launcher calls it once and so does each worker; the result is handed on. In a worker
+`parallelize` takes the model over and shards it in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+
+from shardwise.errors import JobError, LayoutError
+from shardwise.job import Job
+from shardwise.layout import AXES, BatchSplit, Layout, solve_batch
+from shardwise.models.chain import Chain, ShardingPlan
+from shardwise.models.config import ModelConfig
+from shardwise.models.family import Family, TableSpec
+from shardwise.models.registry import family_of
+from shardwise.parallel import context, expert, gradient_reduction, local_sgd, tensor
+from shardwise.parallel.balance import cut_stages
+from shardwise.support import REFUSED, support
+
+
+@lru_cache(maxsize=4)
+def meta_model(config: ModelConfig, seed: int = 0) -> Chain:
+    """Returns the model on the meta device. Built once per process; only `parallelize` may change it."""
+    return family_of(config).build_on_meta(config, seed)
+
+
+@lru_cache(maxsize=64)
+def forward_flops(config: ModelConfig) -> tuple[float, ...]:
+    """Returns the forward FLOPs per sample of each module of the model."""
+    return tuple(family_of(config).forward_flops(config))
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A job in a layout, checked."""
+
+    job: Job
+    layout: Layout
+    family: Family
+    model: Chain
+    """The whole model on the meta device."""
+    stages: list[tuple[int, int]]
+    """First and last module (exclusive) of each pipeline stage."""
+    batch: BatchSplit
+    tables: Sequence[TableSpec]
+    """Embedding tables in host memory, beside the model."""
+    shapes: dict[str, torch.Size]
+    """The unsharded shape of each parameter."""
+
+    @property
+    def sharding_plan(self) -> ShardingPlan:
+        return self.model.sharding_plan
+
+    @cached_property
+    def parameters(self) -> int:
+        """All parameters, those of embedding tables included."""
+        return sum(shape.numel() for shape in self.shapes.values()) + sum(table.size for table in self.tables)
+
+    @property
+    def forward_flops(self) -> float:
+        """Forward FLOPs of one sample."""
+        return sum(forward_flops(self.job.model))
+
+
+def parameter_shapes(chain: Chain) -> dict[str, torch.Size]:
+    return {name: weight.shape for name, weight in chain.named_unique_parameters()}
+
+
+def prepare(job: Job, layout: Layout) -> Prepared:
+    """Checks a job in a layout; raises JobError or LayoutError before any process starts if it cannot run."""
+    job.require_trainable()
+    family, config = job.family, job.model
+    check_refusals(job, layout)
+    model = meta_model(config, job.seed)
+    shapes = parameter_shapes(model)
+    tensor.check(model.sharding_plan, shapes, config.length, layout.tensor)
+    expert.check(config, layout)
+    context.check(config, layout)
+    gradient_reduction.check(job.gradient, layout)
+    local_sgd.check(job, layout)
+    stages = cut_stages(layout, forward_flops(config))
+    found = support(layout, job.precision)
+    if found.verdict == REFUSED:
+        raise LayoutError(f"layout '{layout}': {found.explanation}")
+    if job.compile is True and layout.has_split_backward:
+        raise LayoutError(
+            f"compile = true with schedule {layout.schedule}: PyTorch cannot split the backward of compiled blocks; "
+            "use schedule=1f1b or interleaved, or compile = false."
+        )
+    batch = solve_batch(layout, job.samples)
+    if config.needs_whole_batch and batch.micro_batches > 1:
+        raise LayoutError(
+            f"{batch.micro_batches} micro-batches: {config.description} needs its share of the batch in one micro-batch "
+            "(batch norm); leave micro_batch out, or use more ranks or a smaller batch."
+        )
+    return Prepared(job, layout, family, model, stages, batch, family.tables(config), shapes)
+
+
+def check_refusals(job: Job, layout: Layout) -> None:
+    """Raises for what the model's family refuses."""
+    refused = job.family.refusals(job.model)
+    for axis in (*AXES, "expert"):
+        degree = getattr(layout, axis)
+        if degree > 1 and axis in refused:
+            raise LayoutError(f"{axis}={degree}: {refused[axis]}")
+    if layout.recompute != "none" and "recompute" in refused:
+        raise LayoutError(f"recompute={layout.recompute}: {refused['recompute']}")
+    if job.local_sgd.every > 1 and "local_sgd" in refused:
+        raise LayoutError(f"local_sgd.every = {job.local_sgd.every}: {refused['local_sgd']}")
+    if job.compile is True and "compile" in refused:
+        raise JobError(f"compile = true: {refused['compile']}")
+    if job.precision in refused:
+        raise JobError(f"precision = {job.precision!r}: {refused[job.precision]}")
