@@ -31,7 +31,7 @@ from shardwise.data.sample_stream import Samples, SampleStream, rank_positions
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.parallel.parallelize import parallelize
-from shardwise.parallel.tables import sharded_tables
+from shardwise.parallel.tables import table_storage
 from shardwise.parallel.tables.bags import Bags, sum_bags
 from shardwise.parallel.tables.sharded_tables import ShardedTables
 from shardwise.parallel.tables.table_engine import TableEngine, dlrm_config, make_engine_optimizer
@@ -78,13 +78,13 @@ def distinct_rows(job: Job, ranks: int) -> float:
 
 def ours(job: Job, layout: Layout) -> dict[str, Any]:
     sent = [0]
-    real = sharded_tables.all_to_all
+    real = table_storage.all_to_all
 
-    def counted(out: Tensor, given: Tensor, received: Any, sizes: list[int], group: Any) -> None:
+    def counted(out: Tensor, given: Tensor, received: Any, sizes: list[int], axis: Any) -> None:
         sent[0] += given.element_size() * (sum(sizes) - sizes[dist.get_rank()])
-        real(out, given, received, sizes, group=group)
+        real(out, given, received, sizes, axis=axis)
 
-    sharded_tables.all_to_all = counted
+    table_storage.all_to_all = counted
     ShardedTables.init_weights = lambda self, seed, std: [rows.fill_(START) for rows in self.storage]  # type: ignore[method-assign,assignment,return-value]
     engine = parallelize(job, layout, torch.device("cpu"))
     assert isinstance(engine, TableEngine)

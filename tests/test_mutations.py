@@ -326,7 +326,7 @@ def stale_weights_after_the_step(patch: Patch) -> None:
         return spread
 
     for kind in (data.Zero1, sharded.FSDP):
-        patch.setattr(kind, "spread_weights", once(kind.spread_weights))
+        patch.setattr(kind, "gather_weights", once(kind.gather_weights))
 
 
 @caught("shard=2", "weight", "head.norm.bias")
