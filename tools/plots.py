@@ -187,7 +187,7 @@ def main() -> None:
     words, numbers = DOCS / "planner.md", ROOT / "shardwise" / "planner" / "accuracy.toml"
     old = words.read_text(encoding="utf-8")
     if not MARK.search(old):
-        sys.exit(f"{page_path}: the markers of the generated section are missing.")
+        sys.exit(f"{words}: the markers of the generated section are missing.")
     outputs = {
         DOCS / "planner-time.svg": plot(pairs_of(results, "seconds"), "step time", "seconds"),
         DOCS / "planner-memory.svg": plot(pairs_of(results, "memory"), "peak memory", "GiB"),
