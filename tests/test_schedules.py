@@ -325,7 +325,7 @@ def test_an_order_must_be_given() -> None:
     with pytest.raises(LayoutError, match="needs an `order`"):
         run_world(without_order, 2)
     mixture = make_job({"model": {"name": "mixtral-8x7b"}, "batch": {"samples": 64}})
-    with pytest.raises(LayoutError, match="gpt only as yet"):
+    with pytest.raises(LayoutError, match="only available for dense decoders"):
         make_plan(mixture, find_cluster("h100"), layout="pipeline=4 schedule=auto")
 
 
