@@ -21,9 +21,9 @@ from shardwise.models.config import ConfigSection, Count, ModelConfig
 from shardwise.models.family import Family
 from shardwise.models.gpt_family import DecoderConfig
 from shardwise.models.registry import families, family_name, family_of, parse_model
+from shardwise.peer_words import job_hint
 
 PRECISIONS = ("float64", "float32", "bf16", "fp16", "fp8")
-from shardwise.peer_words import job_hint
 
 
 class DataConfig(ConfigSection):
@@ -87,13 +87,11 @@ class OptimizerConfig(ConfigSection):
     momentum: float = Field(0.95, ge=0.0, lt=1.0)
     """Momentum of sgd and muon."""
     state_dtype: Literal["float32", "bf16", "8bit"] = "float32"
-    """Dtype of AdamW's two moments. bf16 halves their size, 8bit (blocks of 256 values with one scale) quarters it;
-    both round in every step."""
+    """Dtype of AdamW's two moments: bf16 halves and 8bit (256 values per scale) quarters them, with rounding."""
     clip: float = Field(1.0, ge=0.0)
     """Maximum global gradient norm; 0 disables clipping."""
     schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
-    """Learning rate after the warm-up: constant, cosine or linear decay to `min_lr_ratio`, or warmup-stable-decay
-    (wsd)."""
+    """Learning rate after the warm-up: constant, decaying to `min_lr_ratio`, or warmup-stable-decay (wsd)."""
     warmup: float = Field(0.05, ge=0.0)
     """Warm-up steps; a value below 1 is a fraction of all steps."""
     wsd_decay: float = Field(0.2, ge=0.0)
@@ -112,21 +110,18 @@ class EmbeddingTablesConfig(ConfigSection):
     sharding: Literal["auto", "table", "row", "column"] = "auto"
     """How a DLRM's embedding tables are sharded over the ranks; auto picks per table, balancing bytes and lookups."""
     optimizer: Literal["adagrad", "adam"] = "adagrad"
-    """Row-wise AdaGrad (one value per row) or sparse Adam (two values per weight); only rows used by the batch are
-    updated."""
+    """Row-wise AdaGrad (one value per row) or sparse Adam (two per weight); updates only rows that the batch uses."""
     lr_multiplier: float = Field(1.0, gt=0.0)
     """Learning rate of the tables, relative to that of the dense weights."""
     cached_rows: Count = Field(0, ge=0)
     """Number of most-used rows that every device also keeps, with their optimizer state."""
     prefetch: bool | Literal["auto"] = "auto"
-    """Whether to fetch the rows of the next batch while this one computes; auto prefetches on a GPU. Results are the
-    same either way."""
+    """Whether to fetch the next batch's rows while this one computes (same results); auto prefetches on a GPU."""
 
 
 class GradientConfig(ConfigSection):
     all_reduce: Literal["library", "ring", "halving", "tree", "two-level"] = "library"
-    """How full gradients are all-reduced over data-parallel ranks: by PyTorch's backend, or by one of our
-    point-to-point algorithms."""
+    """How full gradients are all-reduced: by PyTorch's backend, or by one of our point-to-point algorithms."""
     nproc_per_node: int = Field(0, ge=0)
     """Processes per node, for `two-level`; 0 uses the number launched together on each node."""
     compress: str = ""
@@ -222,8 +217,7 @@ class RunConfig(ConfigSection):
     """Compare checksums of all weights and optimizer states once every N steps, a part in each step, and roll back on
     corruption. 0 disables it; auto keeps the cost below 1% of a step."""
     redundant_compute_every: int = Field(500, ge=0)
-    """Steps between redundant computations, in which all data-parallel ranks compute one micro-batch and compare
-    results; 0 disables them."""
+    """Steps between checks in which all data-parallel ranks compute one micro-batch and compare; 0 disables them."""
     max_corruptions: int = Field(3, ge=0)
     """Corruptions tolerated per rank before the run ends and names the rank."""
 

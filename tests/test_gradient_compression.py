@@ -4,7 +4,6 @@ import pytest
 import torch
 from test_train import train
 
-from shardwise.comm.step_timer import STEP_TIMER
 from shardwise.comm.world import run_world
 from shardwise.errors import JobError, LayoutError, RunError
 from shardwise.job import Job, make_job
@@ -58,11 +57,11 @@ def sent_by(way: str, text: str) -> int:
 
     asked = job(way)
     engine = parallelize(prepare(asked, Layout.parse(text)), torch.device("cpu"))
-    STEP_TIMER.read_and_reset()
+    engine.timer.read_and_reset()
     data = engine.mesh["data"]
     samples = make_stream(asked).read(rank_positions(0, asked.samples, data.size, data.index))
     step(engine, make_optimizer(asked.optimizer, engine.param_shards), samples, 1.0)
-    return STEP_TIMER.read_and_reset()[0]["data"]
+    return engine.timer.read_and_reset()[0]["data"]
 
 
 def test_bytes_are_what_the_formula_says():

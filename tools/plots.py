@@ -1,10 +1,10 @@
-"""Holds predictions against the measured runs of `benchmarks/runs.csv`, and writes down how good they are:
+"""Compares the planner's predictions with the measured runs of `benchmarks/runs.csv` and writes the errors to
 
 - `docs/explanation/planner-time.svg` and `planner-memory.svg`: predicted against measured, a dot a run;
 - the generated part of `docs/explanation/planner.md`: the errors, overall and by source;
-- `shardwise/planner/accuracy.py`: the error that `shardwise plan` states.
+- `shardwise/planner/accuracy.toml`: the error that `shardwise plan` states.
 
-Run after every change of the planner or its constants: python tools/plots.py [--check]; some seconds.
+Run it after every change of the planner or its constants: python tools/plots.py [--check]; takes some seconds.
 With `--check`: exits 1 if one of them is stale.
 """
 
@@ -27,7 +27,7 @@ from published import read_rows  # noqa: E402
 
 DOCS = ROOT / "docs" / "explanation"
 MARK = re.compile(r"(<!-- generated: accuracy \(tools/plots\.py\) -->\n).*?(<!-- end generated -->)", re.DOTALL)
-SIDE, EDGE = 460, 56  # pixels of the square, and of the room around it
+SIDE, EDGE = 460, 56  # pixels of the plot area and its margin
 FAMILIES = {
     "one A100 node (vTrain)": ("#8aa4bd", "vtrain"), "Megatron-LM papers": ("#c0392b", "megatron-sc21 megatron-2020"),
     "NVIDIA's recipes": ("#59a14f", "megatron-bridge nemo dgxc"),
@@ -40,15 +40,15 @@ Pairs = dict[str, list[tuple[float, float]]]
 
 
 def family(source: str) -> str:
-    """The first whose words a source's name begins with; the last has none, and takes the rest."""
+    """Returns the first family with a prefix of the source's name; the last one has no prefixes and takes the rest."""
     return next(name for name, (_, words) in FAMILIES.items() if not words or source.startswith(tuple(words.split())))
 
 
-# Drawings
+# Plots
 
 
 def plot(pairs: Pairs, what: str, unit: str) -> str:
-    """Both axes logarithmic and alike; the diagonal is a perfect prediction, the dashed lines are 25% off it."""
+    """A log-log scatter plot; the diagonal is a perfect prediction, the dashed lines are 25% off."""
     numbers = [number for dots in pairs.values() for pair in dots for number in pair]
     low, high = floor(5 * log10(min(numbers))) / 5, ceil(5 * log10(max(numbers))) / 5
     scale = SIDE / (high - low)
@@ -114,15 +114,15 @@ def _text(x: float, y: float, words: str, anchor: str, more: str = "") -> str:
 
 
 def pairs_of(results: Sequence[Result], key: str) -> Pairs:
-    """Measured and predicted values by family, in the order of the legend."""
-    found: Pairs = defaultdict(list)
+    """Measured and predicted values by family, in legend order."""
+    pairs: Pairs = defaultdict(list)
     for result in results:
         if measured := getattr(result["row"], key):
-            found[family(result["row"].source)].append((measured, result[key]))
-    return {name: found[name] for name in FAMILIES if name in found}
+            pairs[family(result["row"].source)].append((measured, result[key]))
+    return {name: pairs[name] for name in FAMILIES if name in pairs}
 
 
-# Words
+# The page
 
 
 def percent(value: float | None) -> str:
@@ -130,21 +130,19 @@ def percent(value: float | None) -> str:
 
 
 def page(results: Sequence[Result], others: Sequence[Result]) -> str:
-    """The generated part of the page."""
-    node = [one for one in results if one["row"].source == "vtrain-single"]
-    many = [one for one in results if one["row"].source != "vtrain-single"]
-    columns = [summary(list(some)) for some in (many, node, others)]
-    rows = [("runs", *(str(one["used"]) for one in columns))]
+    """The generated section of the page."""
+    one_node = [result for result in results if result["row"].source == "vtrain-single"]
+    published = [result for result in results if result["row"].source != "vtrain-single"]
+    columns = [summary(list(group)) for group in (published, one_node, others)]
+    rows = [("runs", *(str(column["used"]) for column in columns))]
     for what in ("time", "memory"):
         for key, word in (("median", "median error"), ("p90", "90th percentile"), ("bias", "bias")):
             name = f"{'step time' if what == 'time' else 'memory'}, {word}"
-            rows.append((name, *(percent(one[what].get(key)) for one in columns)))
-    rows.append(("memory more than 5% too low", *(percent(one["memory"].get("under")) for one in columns)))
-    rows.append(("runs that ran, said to fit", *(percent(one["fits"].get("ran_ok")) for one in columns)))
-    rows.append(
-        ("regret of the layout it would choose, mean", *(percent(one["regret"].get("mean")) for one in columns))
-    )
-    parts = [*_table(("", "published runs", "one node", "not fitted to"), rows), "", "By source:", ""]
+            rows.append((name, *(percent(column[what].get(key)) for column in columns)))
+    rows.append(("memory underestimated by over 5%", *(percent(column["memory"].get("under")) for column in columns)))
+    rows.append(("real runs predicted to fit", *(percent(column["fits"].get("ran_ok")) for column in columns)))
+    rows.append(("mean regret of the chosen layout", *(percent(column["regret"].get("mean")) for column in columns)))
+    parts = [*_table(("", "published runs", "one node", "held-out sources"), rows), "", "By source:", ""]
     parts += _table(
         ("source", "runs", "step time: median", "90th percentile", "bias", "memory: median"),
         _sources([*results, *others]),
@@ -156,11 +154,11 @@ def _sources(results: Sequence[Result]) -> Iterator[tuple[str, ...]]:
     by: dict[str, list[Result]] = defaultdict(list)
     for result in results:
         by[result["row"].source].append(result)
-    for name, some in sorted(by.items()):
-        time, memory = error_summary(time_errors(some)), error_summary(memory_errors(some))
+    for name, group in sorted(by.items()):
+        time, memory = error_summary(time_errors(group)), error_summary(memory_errors(group))
         shares = [percent(values.get(key)) for values, key in
                   ((time, "median"), (time, "p90"), (time, "bias"), (memory, "median"))]  # fmt: skip
-        yield name, str(len(some)), *shares
+        yield name, str(len(group)), *shares
 
 
 def _table(head: Sequence[str], rows: Any) -> Iterator[str]:
@@ -169,17 +167,13 @@ def _table(head: Sequence[str], rows: Any) -> Iterator[str]:
     yield from ("| " + " | ".join(row) + " |" for row in rows)
 
 
-def accuracy_constants(results: list[Result], text: str) -> str:
-    """The module with today's numbers."""
-    time, memory = error_summary(time_errors(results)), error_summary(memory_errors(results))
-    values = {
-        "NUM_RUNS": len(time_errors(results)), "NUM_MEMORY_RUNS": len(memory_errors(results)),
-        "TIME_MEDIAN, TIME_P90": f"{time['median']:.3f}, {time['p90']:.3f}",
-        "MEMORY_MEDIAN, MEMORY_P90": f"{memory['median']:.3f}, {memory['p90']:.3f}",
-    }  # fmt: skip
-    for name, value in values.items():
-        text = re.sub(rf"^{name} = .*$", f"{name} = {value}", text, flags=re.MULTILINE)
-    return text
+def accuracy_figures(results: list[Result]) -> str:
+    """The TOML file that `shardwise/planner/accuracy.py` reads."""
+    lines = ["# Written by tools/plots.py from benchmarks/runs.csv; do not edit."]
+    for name, errors in (("time", time_errors(results)), ("memory", memory_errors(results))):
+        lines.append(f"{name}_runs = {len(errors)}")
+        lines += [f"{name}_{key} = {error_summary(errors)[key]:.3f}" for key in ("median", "p90")]
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
@@ -190,21 +184,21 @@ def main() -> None:
         [result for values in read_rows(path) if "skipped" not in (result := predict_row(path, values))]
         for path in (ROOT / "benchmarks" / "runs.csv", ROOT / "benchmarks" / "unseen.csv")
     )
-    words, numbers = DOCS / "planner.md", ROOT / "shardwise" / "planner" / "accuracy.py"
+    words, numbers = DOCS / "planner.md", ROOT / "shardwise" / "planner" / "accuracy.toml"
     old = words.read_text(encoding="utf-8")
     if not MARK.search(old):
-        sys.exit(f"{words}: the marks of the generated part are gone.")
-    made = {
+        sys.exit(f"{words}: the markers of the generated section are missing.")
+    outputs = {
         DOCS / "planner-time.svg": plot(pairs_of(results, "seconds"), "step time", "seconds"),
         DOCS / "planner-memory.svg": plot(pairs_of(results, "memory"), "peak memory", "GiB"),
         words: MARK.sub(lambda match: match[1] + page(results, others) + match[2], old),
-        numbers: accuracy_constants(results, numbers.read_text(encoding="utf-8")),
+        numbers: accuracy_figures(results),
     }
-    stale = [path for path, text in made.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    stale = [path for path, text in outputs.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     for path in stale:
         print(f"{path.relative_to(ROOT)} {'is stale' if options.check else 'written'}")
         if not options.check:
-            path.write_text(made[path], encoding="utf-8")
+            path.write_text(outputs[path], encoding="utf-8")
     sys.exit(options.check and bool(stale))
 
 

@@ -1,4 +1,4 @@
-"""Pictures of the page of a run for the documentation, by Chromium. Run: python tools/screens.py RUN"""
+"""Takes screenshots of a run's report page for the documentation, with Chromium. Run: python tools/screens.py RUN"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from browser import Browser  # noqa: E402
 
 from shardwise.watch.report_page import write_report  # noqa: E402
 
-WIDE = 1000
+WIDTH = 1000  # pixels
 
 
 def main() -> None:
@@ -21,9 +21,9 @@ def main() -> None:
         ("watch-light", False, "#memory, #mesh, #plan, #goodput, #curves, #events, #job"),
         ("watch-dark", True, "header, #loss, #time, #heat, #pipeline, #job"),
     ):
-        with Browser(WIDE, 900, dark) as browser:
+        with Browser(WIDTH, 900, dark) as browser:
             browser.open(f"file://{path}")
-            browser.js(f"for (const one of document.querySelectorAll('{hidden}')) one.hidden = true")
+            browser.js(f"for (const panel of document.querySelectorAll('{hidden}')) panel.hidden = true")
             browser.shoot(ROOT / "docs" / f"{name}.png")
 
 
