@@ -80,7 +80,7 @@ def stable(line: str) -> str:
     """Returns what must be the same in every run: numbers masked, but for layouts and jobs; no column widths."""
     line = re.sub(r"[\u2500-\u257f]+", "|", line)
     if not line.startswith(EXACT):
-        line = re.sub(r"(?<![\w=])\d[\d,.:]*(e[-+]?\d+)?", "#", line)
+        line = re.sub(r"(?<![\w=])\d+(?:[,.:]\d+)*(?:e[-+]?\d+)?", "#", line)
     return " ".join(line.split())
 
 

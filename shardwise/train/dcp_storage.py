@@ -37,9 +37,6 @@ INDEX_FILE = "tensors.json"
 Index = dict[str, dict[str, Any]]  # by tensor name: dtype, shape, pieces as [file, offset, length, offsets, sizes]
 FileDigests = dict[str, dict[str, Any]]  # by file name: bytes, sha256
 
-# PyTorch warns at each save and load of a single process, where this is intended.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-
 
 @dataclass(frozen=True)
 class CheckpointPiece:
@@ -90,6 +87,8 @@ def dtype_of(entry: dict[str, Any]) -> torch.dtype:
 
 
 def _process_group_args(group: CheckpointGroup) -> dict[str, Any]:
+    if group.group is None:  # PyTorch would warn at each save and load of a single process, which is intended here
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
     return {"process_group": group.group, "no_dist": group.group is None}
 
 
