@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 
 from shardwise.chaos.faulty_worker import Fault, inject_faults, trigger_times
-from shardwise.comm.collectives import all_reduce
 from shardwise.comm.world import run_world
 from shardwise.data.sample_stream import SampleStream, rank_positions
 from shardwise.data.source import SyntheticTokens
@@ -131,7 +130,7 @@ def compare(job: Job, layout: Layout, turns: int, device: str) -> list[float]:
         else:
             flag = torch.zeros((), device=device)
             if layout.world > 1:
-                all_reduce(flag, dist.ReduceOp.MAX)
+                dist.all_reduce(flag, dist.ReduceOp.MAX)
             torch.stack([outcome.loss, flag]).tolist()
         if turn >= 2 * WARMUP_STEPS:
             times[with_checks].append((time.perf_counter() - begin[0], time.process_time() - begin[1], check_seconds))

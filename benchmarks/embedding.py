@@ -18,7 +18,7 @@ import argparse
 import resource
 import statistics
 import time
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -32,10 +32,10 @@ from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.prepare import prepare
-from shardwise.parallel.tables import sharded_tables
+from shardwise.parallel.tables import table_storage
 from shardwise.parallel.tables.bags import Bags, sum_bags
 from shardwise.parallel.tables.sharded_tables import ShardedTables
-from shardwise.parallel.tables.table_engine import TableEngine, dlrm_config
+from shardwise.parallel.tables.table_engine import TableEngine
 from shardwise.step import step
 
 GIB = 2**30
@@ -60,13 +60,13 @@ def make(rows: int, samples: int, sharding: str) -> Job:
 
 
 def batches(job: Job, ranks: int, rank: int) -> list[Samples]:
-    stream = SampleStream(SyntheticClicks(dlrm_config(job), 0, 1 << 20, job.seed), job.seed)
+    stream = SampleStream(SyntheticClicks(job.model, 0, 1 << 20, job.seed), job.seed)
     return [stream.read(rank_positions(turn, job.samples, ranks, rank)) for turn in range(TURNS + 1)]
 
 
 def distinct_rows(job: Job, ranks: int) -> float:
     """Returns the expected number of distinct rows in a rank's samples, over all tables."""
-    model = dlrm_config(job)
+    model = cast(Any, job.model)
     power = 1.0 - SyntheticClicks.zipf_exponent
     edges = np.arange(1.0, model.rows + 2.0) ** power
     probabilities = np.diff(edges) / (edges[-1] - 1.0)
@@ -79,16 +79,16 @@ def distinct_rows(job: Job, ranks: int) -> float:
 
 def bench_sharded(job: Job, layout: Layout) -> dict[str, Any]:
     sent = [0]
-    all_to_all = sharded_tables.all_to_all
+    all_to_all = table_storage.all_to_all
 
-    def counting(out: Tensor, tensor: Tensor, received: Any, sizes: list[int], group: Any) -> None:
+    def counting(out: Tensor, tensor: Tensor, received: Any, sizes: list[int], axis: Any) -> None:
         sent[0] += tensor.element_size() * (sum(sizes) - sizes[dist.get_rank()])
-        all_to_all(out, tensor, received, sizes, group=group)
+        all_to_all(out, tensor, received, sizes, axis=axis)
 
-    sharded_tables.all_to_all = counting
+    table_storage.all_to_all = counting
     ShardedTables.init_weights = lambda self, seed, std: [rows.fill_(START) for rows in self.storage]  # type: ignore[method-assign,assignment,return-value]
     engine = parallelize(prepare(job, layout), torch.device("cpu"))
-    assert engine.has_tables
+    assert isinstance(engine, TableEngine)
     results: dict[str, Any] = {"lookup": [], "update": [], "ids": [], "rows": [], "sent": []}
     all_samples = batches(job, layout.world, dist.get_rank())
     for samples in all_samples:
@@ -140,7 +140,7 @@ def lookup_and_update(engine: TableEngine, samples: Samples, results: dict[str, 
 
 def bench_embedding_bag(job: Job) -> dict[str, Any]:
     torch.set_num_threads(2)
-    model = dlrm_config(job)
+    model = cast(Any, job.model)
     bags = []
     for _ in range(model.tables):
         weight = torch.full((model.rows, model.width), START)
@@ -196,7 +196,7 @@ def main() -> None:
     parser.add_argument("--sharding", default="auto")
     options = parser.parse_args()
     job, layout = make(options.rows, options.samples, options.sharding), Layout(shard=options.ranks)
-    model = dlrm_config(job)
+    model = cast(Any, job.model)
     size = 4 * model.tables * model.rows * model.width
     print(f"{model.tables} tables of {model.rows:,} rows of width {model.width} in float32: {size / GIB:.2f} GiB")
     print(f"batch of {job.samples} samples, {options.ranks} processes, sharding {options.sharding}")

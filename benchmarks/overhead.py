@@ -60,7 +60,7 @@ def our_step(job: Job, layout: Layout) -> Callable[[Samples], Tensor]:
 
 def compare(job: Job, layout: Layout, turns: int) -> tuple[float, float]:
     """Returns the median seconds of our step and of the plain one."""
-    stream = SampleStream(SyntheticTokens(4096, job.model.sequence, job.model.vocab, 0), 0)
+    stream = SampleStream(SyntheticTokens(4096, job.model.sequence_length, job.model.vocab_size, 0), 0)
     rank = dist.get_rank() if layout.world > 1 else 0
     batches = [stream.read(rank_positions(number, job.samples, layout.data, rank)) for number in range(4)]
     ours, plain = our_step(job, layout), plain_step(job, layout.world)

@@ -1,19 +1,19 @@
-"""How good the planner is: predicts measured runs from their configuration alone and compares.
+"""Measures the planner's accuracy: predicts measured runs from their configuration alone and compares.
 
-    python benchmarks/planner_accuracy.py runs.csv                 a report in words
-    python benchmarks/planner_accuracy.py runs.csv --json          the same for machines
+    python benchmarks/planner_accuracy.py runs.csv                 a report
+    python benchmarks/planner_accuracy.py runs.csv --json          the same as JSON
     python benchmarks/planner_accuracy.py runs.csv --rows out.csv  every row with its prediction, in the file's order
 
 Columns: model shape (`layers`, `hidden`, `heads`, `kv_heads`, `ffn_hidden`, `vocab`, `seq_len`, `experts`,
 `experts_per_token`, `params_b`), machine (`gpu`, `gpus`, `gpus_per_node`), layout (`dp`, `fsdp`, `tp`, `sp`, `pp`,
 `virtual_pp`, `cp`, `ep`, `zero_stage`), batch (`micro_batch`, `global_batch`, in sequences), `precision`, `recompute`;
 measured: `iter_time_s`, `tokens_per_s_per_gpu` or `tflops_per_gpu` with `tflops_kind`, `peak_mem_gib`. A row whose note
-says OUT OF MEMORY, or whose file is named so, must be said not to fit. What is assumed where a cell is empty stands at
-the head of `benchmarks/published.py`.
+says OUT OF MEMORY, or whose file is named so, must be predicted not to fit. `benchmarks/published.py` lists the
+assumptions about empty cells.
 
-Errors are |predicted / measured - 1|. Regret: over groups of at least three rows with the same model, machine, number
-of devices, global batch and precision, the measured time of the row predicted fastest over that of the fastest, minus
-1; of rows that are predicted alike (one layout in several releases) the first counts.
+Errors are |predicted / measured - 1|. Regret is computed over groups of at least three rows with the same model,
+machine, number of devices, global batch and precision: the measured time of the row predicted to be fastest, over that
+of the fastest row, minus 1. Of rows with equal predictions (one layout in several releases) the first counts.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ def out_of_memory(path: Path, values: dict[str, str]) -> bool:
 
 
 def predict_row(path: Path, values: dict[str, str]) -> dict[str, Any]:
-    """Predicted seconds, memory and verdict, beside what was measured; or why the row was skipped."""
+    """Returns predicted seconds, memory and whether it fits, with the measurements; or why the row was skipped."""
     is_oom = out_of_memory(path, values)
     try:
         row = parse_row(values)
         if row.seconds is None and row.memory is None and not is_oom:
             raise SkipRow("neither time nor memory was measured")
-        found, layout = evaluate_run(row, may_recompute=not is_oom)
+        prediction, layout = evaluate_run(row, may_recompute=not is_oom)
     except SkipRow as reason:
         return {"skipped": str(reason)}
     limit = row.cluster.device.memory
     return {
-        "row": row, "layout": str(layout), "seconds": found.seconds, "memory": found.peak_memory / 2**30,
-        "fits": found.peak_memory <= limit, "is_oom": is_oom,
+        "row": row, "layout": str(layout), "seconds": prediction.seconds, "memory": prediction.peak_memory / 2**30,
+        "fits": prediction.peak_memory <= limit, "is_oom": is_oom,
     }  # fmt: skip
 
 

@@ -1,10 +1,10 @@
-"""Predicted against measured on CPU processes: does the planner rank layouts as they turn out, after `calibrate`?
+"""Predicted against measured step times on CPU processes: does the planner rank layouts correctly after `calibrate`?
 
     python benchmarks/planner_cpu.py [--json] [--rounds N] [--cluster FILE]
 
-Four processes form one gloo world and hold a small GPT in each of the layouts below. Steps are taken in rounds, one of
-every layout after the other, so that what else the machine does falls on all of them alike; a layout's time is the
-median over the rounds. The order is what counts: Spearman's rank correlation of predicted and measured times.
+Four gloo processes build a small GPT in each of the layouts below. Every round runs one step of each layout, so that
+other load on the machine affects all layouts equally; a layout's time is the median over the rounds. What counts is the
+order: Spearman's rank correlation of predicted and measured times.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def the_job() -> Job:
 
 
 def measure(layouts: list[str], rounds: int) -> list[list[float]]:
-    """Seconds of each round by layout, on one rank of the world; the first round is for warming up."""
+    """Returns the seconds of each round by layout, on one rank. The first round is a warm-up and does not count."""
     job, device = the_job(), torch.device("cpu")
     engines = [parallelize(prepare(job, Layout.parse(text)), device) for text in layouts]
     optimizers = [make_optimizer(job.optimizer, engine.param_shards) for engine in engines]
     stream = SampleStream(SyntheticTokens(256, job.require_decoder().sequence, job.require_decoder().vocab, 0), 0)
     times: list[list[float]] = [[] for _ in layouts]
     for number in range(rounds + 1):
-        for place, (engine, optimizer) in enumerate(zip(engines, optimizers, strict=True)):
+        for layout_times, engine, optimizer in zip(times, engines, optimizers, strict=True):
             data = engine.mesh["data"]
             samples = stream.read(rank_positions(number, job.samples, data.size, data.index))
             dist.barrier()
@@ -62,16 +62,16 @@ def measure(layouts: list[str], rounds: int) -> list[list[float]]:
             step(engine, optimizer, samples, job.optimizer.clip)
             dist.barrier()
             if number:
-                times[place].append(time.perf_counter() - begin)
+                layout_times.append(time.perf_counter() - begin)
     return times
 
 
 def ranks(values: list[float]) -> list[float]:
-    order = sorted(range(len(values)), key=lambda place: values[place])
-    found = [0.0] * len(values)
-    for rank, place in enumerate(order):
-        found[place] = float(rank)
-    return found
+    order = sorted(range(len(values)), key=lambda index: values[index])
+    result = [0.0] * len(values)
+    for rank, index in enumerate(order):
+        result[index] = float(rank)
+    return result
 
 
 def spearman(a: list[float], b: list[float]) -> float:
@@ -90,7 +90,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--cluster", help="a file of an earlier `calibrate --processes 4`, instead of measuring now")
+    parser.add_argument("--cluster", help="use this file written by `calibrate --processes 4`; do not measure")
     options = parser.parse_args()
     layouts = list(LAYOUTS)
     cluster = find_cluster(options.cluster) if options.cluster else calibrate("cpu", PROCESSES)
@@ -107,9 +107,9 @@ def main() -> None:
     if options.json:
         print(json.dumps(record))
         return
-    for text, seconds, guess in sorted(both, key=lambda one: one[1]):
-        off = f"{100 * (guess / seconds - 1):+.0f}%"
-        print(f"{text:45s} {1e3 * seconds:7.1f} ms, predicted {1e3 * guess:7.1f} ms ({off})")
+    for text, seconds, prediction in sorted(both, key=lambda row: row[1]):
+        error = f"{100 * (prediction / seconds - 1):+.0f}%"
+        print(f"{text:45s} {1e3 * seconds:7.1f} ms, predicted {1e3 * prediction:7.1f} ms ({error})")
     print(f"rank correlation {record['spearman']:.2f}, median error {100 * record['median_error']:.0f}%")
 
 

@@ -1,4 +1,4 @@
-"""Predicted against measured on one GPU: step time and peak memory of jobs of different shape, after `calibrate`.
+"""Predicted against measured step time and peak memory of differently shaped jobs on one GPU, after `calibrate`.
 
 python benchmarks/planner_gpu.py [--json FILE]
 """
@@ -41,7 +41,7 @@ def compare(name: str, cluster: Cluster) -> dict[str, object]:
     estimator = make_estimator(job, cluster)
     layout = resolve_layout(job, estimator.work.shape, Layout.parse(text))
     predicted = estimator.predict(layout)
-    held = predicted.memory[0]
+    memory = predicted.memory[0]
     report = bench_step(job.model_copy(update={"layout": str(layout)}), torch.device("cuda"))
     seconds, peak = report.seconds, GIB * report.peak_memory_gib
     torch._dynamo.reset()
@@ -50,15 +50,16 @@ def compare(name: str, cluster: Cluster) -> dict[str, object]:
     return {
         "job": name, "layout": str(layout), "seconds": seconds, "predicted_seconds": predicted.seconds,
         "time_error": predicted.seconds / seconds - 1, "gib": peak / GIB,
-        "predicted_gib": (held.total - held.reserve) / GIB, "memory_error": (held.total - held.reserve) / peak - 1,
-        "parts": report.time_breakdown, "held": {key: value / GIB for key, value in vars(held).items()},
+        "predicted_gib": (memory.total - memory.reserve) / GIB,
+        "memory_error": (memory.total - memory.reserve) / peak - 1,
+        "parts": report.time_breakdown, "memory": {key: value / GIB for key, value in vars(memory).items()},
     }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--job", choices=JOBS, action="append", help="only these")
+    parser.add_argument("--job", choices=JOBS, action="append", help="run only this job; repeatable")
     options = parser.parse_args()
     cluster = calibrate("cuda", 1, print)
     print({key: round(value, 7) for key, value in cluster.measured.items()})
@@ -73,7 +74,7 @@ def main() -> None:
         print(
             f"{name:12s} {record['layout']}: {1e3 * record['seconds']:.1f} ms, predicted "
             f"{1e3 * record['predicted_seconds']:.1f} ({100 * record['time_error']:+.1f}%); {record['gib']:.2f} GiB, "
-            f"predicted {record['predicted_gib']:.2f} ({100 * record['memory_error']:+.1f}%) {record['held']}",
+            f"predicted {record['predicted_gib']:.2f} ({100 * record['memory_error']:+.1f}%) {record['memory']}",
             flush=True,
         )
     if options.json:

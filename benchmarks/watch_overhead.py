@@ -18,8 +18,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.collectives import all_reduce
-from shardwise.comm.step_timer import STEP_TIMER
 from shardwise.comm.world import run_world
 from shardwise.data.sample_stream import SampleStream, rank_positions
 from shardwise.data.source import SyntheticTokens
@@ -51,21 +49,21 @@ def compare(job: Job, layout: Layout, turns: int, folder: str) -> tuple[Times, T
     times: dict[bool, Times] = {True: [], False: []}
     for turn in range(turns + 3):
         for metrics in (True, False) if turn % 2 else (False, True):
-            STEP_TIMER.enabled = metrics
+            engine.timer.enabled = metrics
             if layout.world > 1:
                 dist.barrier()
             begin, cpu_begin = time.perf_counter(), time.process_time()
             if metrics:
                 metrics_processor.ranks.begin(turn)
-                STEP_TIMER.begin_phase("data")
-                STEP_TIMER.begin_phase("compute")
+                engine.timer.begin_phase("data")
+                engine.timer.begin_phase("compute")
             outcome = step(engine, optimizer, batches[turn % 4], job.optimizer.clip)
             if metrics:
                 metrics_processor.log_step(turn + 1, outcome, 0.0, begin, 0.0)
             else:
                 flag = torch.zeros(())
                 if layout.world > 1:
-                    all_reduce(flag, dist.ReduceOp.MAX)
+                    dist.all_reduce(flag, dist.ReduceOp.MAX)
                 torch.stack((outcome.loss, outcome.grad_norm, outcome.skipped, flag)).tolist()
             if turn >= 3:
                 times[metrics].append((time.perf_counter() - begin, time.process_time() - cpu_begin))

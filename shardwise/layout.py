@@ -21,7 +21,9 @@ from shardwise.console import pluralize
 from shardwise.errors import LayoutError, suggest
 from shardwise.peer_words import layout_hint
 
-AXES = ("pipeline", "replicate", "shard", "context", "tensor")
+AXES = ("pipeline", "replicate", "shard", "context", "tensor")  # mesh dimensions, outermost first
+DATA_AXES = ("replicate", "shard")  # whose ranks see different samples
+DEGREES = (*AXES, "expert")  # expert folds over shard x context (x tensor), so it is no mesh dimension of its own
 FULL_BACKWARD = ("gpipe", "1f1b", "interleaved")
 AUTO_SCHEDULES = ("auto", "auto-v")  # orders made for the stages that there are, by shardwise.schedules.synthesize
 SPLIT_BACKWARD = ("zero-bubble", "zbv", "dualpipev", *AUTO_SCHEDULES)
@@ -63,7 +65,7 @@ class Layout:
     """Layers per pipeline stage, fixed by the user (`stages=3,5`); empty: balanced by cost."""
 
     def __post_init__(self) -> None:
-        for axis in (*AXES, "expert"):
+        for axis in DEGREES:
             degree = getattr(self, axis)
             if degree < 1:
                 raise LayoutError(f"{axis}={degree}: a degree counts processes, so it is at least 1.")

@@ -109,14 +109,23 @@ def load_sources(folders: dict[str, Path], layout: Layout) -> dict[str, tuple[An
     return results
 
 
+class Sources(dict[str, tuple[Path, list[Any]]]):
+    """By layout: a folder with a checkpoint of step 2, and what each rank had then and lost in steps 3 and 4.
+
+    Each is made when a test first asks for it, since parallel test workers need few of them."""
+
+    def __init__(self, factory: pytest.TempPathFactory) -> None:
+        self.factory = factory
+
+    def __missing__(self, text: str) -> tuple[Path, list[Any]]:
+        folder, layout = self.factory.mktemp("source"), Layout.parse(text)
+        self[text] = folder, run_world(make_source, layout.world, folder, layout)
+        return self[text]
+
+
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[Any]]]:
-    """By layout: a folder with a checkpoint of step 2, and what each rank had then and lost in steps 3 and 4."""
-    made = {}
-    for text in LAYOUTS:
-        folder, layout = tmp_path_factory.mktemp("source"), Layout.parse(text)
-        made[text] = folder, run_world(make_source, layout.world, folder, layout)
-    return made
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
+    return Sources(tmp_path_factory)
 
 
 def neighbours(text: str) -> list[str]:

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from shardwise.comm.axis import Axis
 from shardwise.comm.world import run_world
 from shardwise.errors import LayoutError
 from shardwise.job import Job, make_job
@@ -13,7 +14,6 @@ from shardwise.models.chain import init_weights
 from shardwise.models.gpt import build_gpt
 from shardwise.models.layers import sdpa
 from shardwise.parallel import context
-from shardwise.parallel.mesh import Axis
 from shardwise.parallel.prepare import prepare
 from shardwise.verify.parity import verify
 

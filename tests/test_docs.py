@@ -116,7 +116,7 @@ def test_commands_parse(page: Path) -> None:
     for line in commands(page.read_text(encoding="utf-8")):
         name, *words = shlex.split(line, comments=True)
         values = known[name].make_context(name, words).params
-        for setting in values.get("settings") or []:
+        for setting in values.get("overrides") or []:
             load_job(None, [setting])
         layouts = values.get("layout") or []
         for layout in [layouts] if isinstance(layouts, str) else layouts:

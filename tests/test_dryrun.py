@@ -51,42 +51,26 @@ def profile(job: Job, layout: Layout, fake: bool) -> tuple[Any, ...]:
     return notes.traffic(0, 1), [[each[role] for role in ("weights", "gradients", "optimizer")] for each in held]
 
 
-def profiles(cases: list[tuple[Job, Layout]]) -> list[tuple[Any, ...]]:
-    """This rank, in every layout."""
-    return [profile(job, layout, fake=False) for job, layout in cases]
-
-
-def fake_profiles(cases: list[tuple[Job, Layout]], ranks: tuple[int, ...]) -> list[list[tuple[Any, ...]]]:
-    """Some ranks of worlds that are not there, in one process: by layout, by rank."""
-    found: list[list[tuple[Any, ...]]] = []
-    for job, layout in cases:
-        found.append([])
-        for rank in ranks:
-            with fake_process_group(layout.world, rank):
-                found[-1].append(profile(job, layout, fake=True))
+def fake_profiles(job: Job, layout: Layout, ranks: tuple[int, ...]) -> list[tuple[Any, ...]]:
+    """Some ranks of a world that is not there, in one process."""
+    found: list[tuple[Any, ...]] = []
+    for rank in ranks:
+        with fake_process_group(layout.world, rank):
+            found.append(profile(job, layout, fake=True))
     return found
 
 
-# Layouts of one world run one after the other in the same processes, which then start up once.
-@pytest.mark.parametrize("texts", [
-    ["replicate=2"],
-    [
-        "replicate=2 shard=2 zero=3",
-        "pipeline=2 shard=2 zero=2 schedule=interleaved",
-        "pipeline=2 shard=2 zero=3 schedule=zero-bubble",
-        "pipeline=2 tensor=2 schedule=zbv",
-        "pipeline=2 context=2",
-    ],
-    ["pipeline=2 tensor=2 shard=2 zero=1", "pipeline=2 tensor=2 shard=2 zero=3"],
+@pytest.mark.parametrize("text", [
+    "replicate=2", "replicate=2 shard=2 zero=3", "pipeline=2 shard=2 zero=2 schedule=interleaved",
+    "pipeline=2 shard=2 zero=3 schedule=zero-bubble", "pipeline=2 tensor=2 schedule=zbv",
+    "pipeline=2 tensor=2 shard=2 zero=1", "pipeline=2 context=2", "pipeline=2 tensor=2 shard=2 zero=3",
 ])  # fmt: skip
-def test_a_fake_world_is_like_a_real_one(texts: list[str]) -> None:
-    cases = [make(text, 2) for text in texts]
-    world = cases[0][1].world
-    ranks = (0, world - 1)
-    real = run_world(profiles, world, cases)
-    for number, fakes in enumerate(run_world(fake_profiles, 1, cases, ranks)[0]):
-        for rank, fake in zip(ranks, fakes, strict=True):
-            assert fake == real[rank][number], (texts[number], rank)
+def test_a_fake_world_is_like_a_real_one(text: str) -> None:
+    job, layout = make(text, 2)
+    ranks = (0, layout.world - 1)
+    real = run_world(profile, layout.world, job, layout, False)
+    for rank, fake in zip(ranks, run_world(fake_profiles, 1, job, layout, ranks)[0], strict=True):
+        assert fake == real[rank], rank
 
 
 def test_one_process_holds_the_same_with_and_without_numbers() -> None:
@@ -160,21 +144,20 @@ PARTLY = [
 ]
 
 
-def test_arithmetic_stands_in_for_micro_batches() -> None:
-    for case, (part, whole) in zip(PARTLY, run_world(parts_and_wholes, 1)[0], strict=True):
-        assert part.micro_batches_run < whole.micro_batches_run == part.micro_batches == case[1]
-        for key in ("memory", "peak_phase", "resident_memory", "traffic"):
-            assert getattr(part, key) == getattr(whole, key), (case, key)
+@pytest.mark.parametrize("case", PARTLY, ids=[text for text, _, _ in PARTLY])
+def test_arithmetic_stands_in_for_micro_batches(case: tuple[str, int, int]) -> None:
+    part, whole = run_world(part_and_whole, 1, *case)[0]
+    assert part.micro_batches_run < whole.micro_batches_run == part.micro_batches == case[1]
+    for key in ("memory", "peak_phase", "resident_memory", "traffic"):
+        assert getattr(part, key) == getattr(whole, key), key
 
 
-def parts_and_wholes() -> list[list[RankReport]]:
-    found: list[list[RankReport]] = []
-    for text, micro_batches, rank in PARTLY:
-        job, layout = make(text, micro_batches)
-        found.append([])
-        for whole in (False, True):
-            with fake_process_group(layout.world, rank):
-                found[-1].append(measure_rank(job, layout, all_micro_batches=whole))
+def part_and_whole(text: str, micro_batches: int, rank: int) -> list[RankReport]:
+    job, layout = make(text, micro_batches)
+    found: list[RankReport] = []
+    for whole in (False, True):
+        with fake_process_group(layout.world, rank):
+            found.append(measure_rank(job, layout, all_micro_batches=whole))
     return found
 
 
@@ -262,39 +245,31 @@ PLANNED = [
 ]
 
 
-def test_the_plan_is_what_the_engine_does() -> None:
+@pytest.mark.parametrize("case", PLANNED, ids=[f"{precision} {text}" for _, precision, text, _ in PLANNED])
+def test_the_plan_is_what_the_engine_does(case: tuple[dict[str, Any], str, str, int]) -> None:
     """Memory of every stage within 5%, without the allocator's reserve, which a dry run cannot see; traffic exactly."""
-    for (job, layout, case), reports in zip(planned(), run_world(stages, 1)[0], strict=True):
-        estimator = make_estimator(job, find_cluster("h100"))
-        own, prediction = estimator.work.engine, estimator.predict(layout)
-        assert own is not None
-        assert len(reports) == len(prediction.memory) == len(prediction.traffic)
-        for rank, (report, memory) in enumerate(zip(reports, prediction.memory, strict=True)):
-            error = (memory.total - memory.reserve) / report.total - 1
-            # The order of a V of our own may have all micro-batches in flight before there are gradients.
-            assert -0.05 < error < (0.2 if "auto-v" in case else 0.05), (case, rank)
-            program = estimator.auto_schedule(layout).simulation.program if estimator.is_auto_schedule(layout) else None
-            found = engine_traffic(own, layout, rank, report.micro_batches, program)
-            assert found == {(entry.axis, entry.kind): entry.bytes for entry in report.traffic}, (case, rank)
-            assert sum(prediction.traffic[rank].values()) == sum(entry.bytes for entry in report.traffic)
+    model, precision, text, micro_batches = case
+    layout = Layout.parse(text if "micro_batch" in text else f"{text} micro_batch=1")
+    samples = layout.data * layout.micro_batch * micro_batches
+    job = make_job({"model": model, "batch": {"samples": samples}, "precision": precision})
+    reports = run_world(every_stage, 1, job, layout)[0]
+    estimator = make_estimator(job, find_cluster("h100"))
+    own, prediction = estimator.work.engine, estimator.predict(layout)
+    assert own is not None
+    assert len(reports) == len(prediction.memory) == len(prediction.traffic)
+    for rank, (report, memory) in enumerate(zip(reports, prediction.memory, strict=True)):
+        error = (memory.total - memory.reserve) / report.total - 1
+        # The order of a V of our own may have all micro-batches in flight before there are gradients.
+        assert -0.05 < error < (0.2 if "auto-v" in text else 0.05), rank
+        program = estimator.auto_schedule(layout).simulation.program if estimator.is_auto_schedule(layout) else None
+        found = engine_traffic(own, layout, rank, report.micro_batches, program)
+        assert found == {(entry.axis, entry.kind): entry.bytes for entry in report.traffic}, rank
+        assert sum(prediction.traffic[rank].values()) == sum(entry.bytes for entry in report.traffic)
 
 
-def planned() -> list[tuple[Job, Layout, str]]:
-    cases = []
-    for model, precision, text, micro_batches in PLANNED:
-        layout = Layout.parse(text if "micro_batch" in text else f"{text} micro_batch=1")
-        samples = layout.data * layout.micro_batch * micro_batches
-        job = make_job({"model": model, "batch": {"samples": samples}, "precision": precision})
-        cases.append((job, layout, text))
-    return cases
-
-
-def stages() -> list[list[RankReport]]:
-    """Every stage of every layout."""
-    found: list[list[RankReport]] = []
-    for job, layout, _ in planned():
-        found.append([])
-        for rank in typical_ranks(layout, all_stages=True):
-            with fake_process_group(layout.world, rank):
-                found[-1].append(measure_rank(job, layout))
+def every_stage(job: Job, layout: Layout) -> list[RankReport]:
+    found: list[RankReport] = []
+    for rank in typical_ranks(layout, all_stages=True):
+        with fake_process_group(layout.world, rank):
+            found.append(measure_rank(job, layout))
     return found

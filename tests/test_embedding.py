@@ -29,7 +29,7 @@ from shardwise.optim import sparse
 from shardwise.parallel.mesh import SINGLE_RANK, Mesh
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.prepare import prepare
-from shardwise.parallel.tables import bags, sharded_tables, table_engine, table_placement
+from shardwise.parallel.tables import bags, sharded_tables, table_engine, table_placement, table_storage
 from shardwise.parallel.tables.bags import Bags
 from shardwise.parallel.tables.hot_rows import HotRowCache, most_frequent_ids
 from shardwise.parallel.tables.sharded_tables import ShardedTables
@@ -365,7 +365,7 @@ def plant_weights_ignored(patch: pytest.MonkeyPatch) -> None:
 
 def plant_wrong_rank(patch: pytest.MonkeyPatch) -> None:
     """A piece's rows are counted from the neighbour's first: another row than the one that was asked for is used."""
-    real = sharded_tables.fuse_shards
+    real = table_storage.fuse_shards
 
     def banks_of(shards: Any, rank: int) -> Any:
         banks = real(shards, rank)
@@ -427,7 +427,7 @@ def plant_stale_rows(patch: pytest.MonkeyPatch) -> None:
 def plant_steps_not_counted(patch: pytest.MonkeyPatch) -> None:
     """Adam's averages are corrected as if every step were the first."""
     real = sparse.sparse_adam_
-    patch.setattr(sharded_tables, "sparse_adam_", lambda t, a, r, g, number, *rest: real(t, a, r, g, 1, *rest))
+    patch.setattr(table_storage, "sparse_adam_", lambda t, a, r, g, number, *rest: real(t, a, r, g, 1, *rest))
 
 
 def plant_kept_alone(patch: pytest.MonkeyPatch) -> None:
@@ -638,4 +638,4 @@ def test_the_example_trains_learns_and_goes_on_elsewhere(tmp_path: Path) -> None
 def test_a_world_of_one_has_no_process_group() -> None:
     job = small()
     engine = parallelize(prepare(job, Layout()), torch.device("cpu"))
-    assert engine.tables.group is None and isinstance(engine.mesh, Mesh) and not torch.distributed.is_initialized()
+    assert engine.tables.axis.group is None and isinstance(engine.mesh, Mesh) and not torch.distributed.is_initialized()

@@ -46,4 +46,4 @@ def test_published_times_between_failures() -> None:
     assert mtbf_hours(1024) == pytest.approx(7.9) and mtbf_hours(16384) == pytest.approx(1.8)
     assert mtbf_hours(8) == pytest.approx(7.9 * 128) and mtbf_hours(131072) == pytest.approx(0.225)
     found = expected_goodput(16384, 5.0, 0, 1e10)
-    assert 0.9 < found.best_goodput < 1 and "this job has none" in found.describe(5.0)
+    assert 0.9 < found.best_goodput < 1 and "saves only at the end" in found.describe(5.0)

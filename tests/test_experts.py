@@ -11,21 +11,20 @@ import torch
 import torch.nn.functional as F
 
 import shardwise.step as step_file
-from shardwise.comm.step_timer import STEP_TIMER
 from shardwise.comm.world import run_world
 from shardwise.data.sample_stream import rank_positions
 from shardwise.errors import LayoutError
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.models.chain import init_weights
-from shardwise.models.gpt import build_gpt, forward_flops
+from shardwise.models.gpt import build_gpt
 from shardwise.models.moe import MoE, load_balancing_loss
 from shardwise.models.moe_family import MoEConfig
 from shardwise.optim import make_optimizer
 from shardwise.parallel import data_parallel, expert
 from shardwise.parallel import parallelize as road
 from shardwise.parallel.parallelize import parallelize
-from shardwise.parallel.prepare import prepare
+from shardwise.parallel.prepare import forward_flops, prepare
 from shardwise.planner.dryrun.dry_run import fake_process_group, measure_rank
 from shardwise.step import step
 from shardwise.train.checkpoint import CheckpointManager
@@ -264,7 +263,6 @@ def test_planted_bugs_are_caught(plant: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 def load_of(text: str, capacity: float = 0.0) -> list[expert.RoutingStats]:
     """Of two steps; nothing has run since the second."""
-    STEP_TIMER.read_and_reset()
     job = small(8, experts=4, capacity_factor=capacity)
     engine = parallelize(prepare(job, Layout.parse(text)), torch.device("cpu"))
     optimizer = make_optimizer(job.optimizer, engine.param_shards)
@@ -273,7 +271,7 @@ def load_of(text: str, capacity: float = 0.0) -> list[expert.RoutingStats]:
     for number in range(3):
         if number < 2:
             step(engine, optimizer, make_stream(job).read(rank_positions(number, 8, ranks.size, ranks.index)), 1.0)
-        sent, waited = (counts.get("expert", 0.0) for counts in STEP_TIMER.read_and_reset())
+        sent, waited = (counts.get("expert", 0.0) for counts in engine.timer.read_and_reset())
         told = expert.routing_stats(model, engine.chains, engine.mesh["world"], torch.device("cpu"), sent, waited)
         found.append(expert.RoutingStats.from_values(told.tolist()))
     return found

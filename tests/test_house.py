@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -103,3 +104,54 @@ def test_the_rule_finds_what_is_planted(rule: Any, tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
     violations = rule(house.House(tmp_path, "pkg"))
     assert len(violations) == count, "\n".join(violations)
+
+
+UNPATCHED = """
+import importlib, logging, pkgutil, sys, types
+import torch, torch.distributed as dist
+import torch.distributed.fsdp._fully_shard as fully_shard_package, torch.distributed.pipelining as pipelining_package
+import torch.distributed.tensor, torch.nn.parallel, torch._functorch.config
+
+def modules(*packages):
+    for package in packages:
+        yield package
+        for info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+            yield importlib.import_module(info.name)
+
+watched = [torch, torch.nn.functional, dist, dist.distributed_c10d, torch.nn.parallel.distributed,
+           torch._functorch.config, *modules(fully_shard_package, pipelining_package)]
+
+def snapshot():
+    found = {f"level of {name}": logging.getLogger(name).level for name in
+              [name for name in logging.root.manager.loggerDict if name.startswith("torch")]}
+    for module in watched:
+        for name, value in vars(module).items():
+            found[f"{module.__name__}.{name}"] = id(value)
+            if isinstance(value, type) and value.__module__.startswith("torch"):
+                found |= {f"{module.__name__}.{name}.{key}": id(each) for key, each in vars(value).items()
+                          if isinstance(each, (types.FunctionType, classmethod, staticmethod, property))}
+    return found
+
+before = snapshot()
+import shardwise
+for info in pkgutil.walk_packages(shardwise.__path__, "shardwise."):
+    if info.name.endswith("__main__"):
+        continue
+    try:
+        importlib.import_module(info.name)
+    except ModuleNotFoundError as error:
+        if error.name != "triton":  # which PyTorch brings for GPUs only
+            raise
+after = snapshot()
+changed = [name for name, value in before.items() if after.get(name) != value]
+assert not changed, changed
+from shardwise.comm.step_timer import StepTimer
+timers = [f"{name}.{key}" for name, module in list(sys.modules.items()) if name.startswith("shardwise")
+          for key, value in vars(module).items() if isinstance(value, StepTimer)]
+assert not timers, timers
+"""
+
+
+def test_importing_shardwise_patches_nothing_in_torch_and_makes_no_timer() -> None:
+    done = subprocess.run([sys.executable, "-c", UNPATCHED], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

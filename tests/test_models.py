@@ -8,7 +8,8 @@ import torch.nn.functional as F
 
 from shardwise.job import DecoderConfig
 from shardwise.models.chain import Chain, init_weights
-from shardwise.models.gpt import build_gpt, forward_flops
+from shardwise.models.gpt import build_gpt
+from shardwise.parallel.prepare import forward_flops
 
 SMALL = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "vocab": 61, "sequence": 16}
 

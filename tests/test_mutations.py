@@ -22,8 +22,8 @@ import shardwise.parallel.fsdp as sharded
 import shardwise.parallel.gradient_reduction as gradient
 import shardwise.parallel.parallelize as parallelize
 import shardwise.parallel.param_shard as param_shard
-import shardwise.parallel.pipeline as pipeline
 import shardwise.parallel.tensor as tensor
+import shardwise.parallel.torch_pipelining as pipeline
 import shardwise.step as step
 import shardwise.verify.parity as parity
 from shardwise.layout import Layout
@@ -125,7 +125,7 @@ def the_gradient_of_a_gather_not_summed(patch: Patch) -> None:
         @staticmethod
         def forward(ctx: Any, x: Tensor, axis: Any) -> Tensor:
             ctx.axis = axis
-            return tensor.all_gather_with_grad(x.contiguous(), tensor.SEQUENCE_DIM, axis.group).clone()
+            return tensor.all_gather_with_grad(x.contiguous(), tensor.SEQUENCE_DIM, axis).clone()
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

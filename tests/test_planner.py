@@ -15,11 +15,13 @@ from shardwise.errors import JobError
 from shardwise.job import make_job
 from shardwise.layout import Layout
 from shardwise.models.gpt import build_gpt
-from shardwise.planner.costs.block_time import KernelProfile, Machine
+from shardwise.planner.costs.block_time import KernelProfile
 from shardwise.planner.costs.efficiency import efficiency_of
+from shardwise.planner.costs.machine import Machine
 from shardwise.planner.costs.model_shape import shape_of
-from shardwise.planner.estimate import Estimator, Workload, split_evenly
+from shardwise.planner.estimate import Estimator
 from shardwise.planner.plan import make_plan
+from shardwise.planner.prediction import Workload, split_evenly
 from shardwise.planner.search import class_layouts, class_lower_bound, layout_classes, search
 
 SHAPES = [

@@ -19,26 +19,24 @@ from shardwise.job import load_job, make_job
 from shardwise.layout import Layout
 from shardwise.models.chain import Chain
 from shardwise.models.dlrm_family import DLRMConfig
-from shardwise.models.gpt import build_gpt, forward_flops
+from shardwise.models.gpt import build_gpt
 from shardwise.models.gpt_family import DecoderConfig
+from shardwise.models.operator_costs import OperatorCosts
 from shardwise.models.resnet_family import ResNetConfig
+from shardwise.models.resnet_operators import resnet_operators
 from shardwise.models.t5_family import T5Config
+from shardwise.models.trace import interpolate_traces, trace_module
 from shardwise.parallel.precision import Precision
-from shardwise.planner.costs.block_time import KernelProfile, Machine
+from shardwise.parallel.prepare import forward_flops
+from shardwise.planner.costs.block_time import KernelProfile
 from shardwise.planner.costs.efficiency import efficiency_of
+from shardwise.planner.costs.machine import Machine
 from shardwise.planner.costs.memory_model import block_activation_bytes, engine_profile
 from shardwise.planner.costs.model_shape import shape_of
-from shardwise.planner.costs.module_trace import trace_module
-from shardwise.planner.costs.operator_costs import OperatorCosts
-from shardwise.planner.costs.operator_list import (
-    OperatorListEstimator,
-    dlrm_operators,
-    operator_list_model,
-    planner_shape,
-    resnet_operators,
-)
-from shardwise.planner.estimate import Workload
+from shardwise.planner.costs.operator_list import OperatorListModel, operator_list_model
+from shardwise.planner.operator_list_estimate import OperatorListEstimator
 from shardwise.planner.plan import make_plan
+from shardwise.planner.prediction import Workload
 from shardwise.planner.search import search
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -116,9 +114,7 @@ def test_closed_saved_bytes_are_near_the_trace(values: dict[str, object]) -> Non
     small sums are left out of it."""
     model, pieces = traced(values)
     tokens = 2 * model.sequence
-    closed = block_activation_bytes(
-        shape_of(model), KernelProfile("float32"), engine_profile("float32"), Layout(micro_batch=2), True, False
-    )[0]
+    closed = block_activation_bytes(shape_of(model), 4, Layout(micro_batch=2), False)[0]
     more = 4 * 2 * tokens * model.width if model.norm == "rms" else 0
     assert closed == pytest.approx(pieces[1].saved_bytes - more, rel=0.13)
 
@@ -228,20 +224,28 @@ def test_the_list_of_a_resnet_is_its_trace() -> None:
     assert sum(mine.moved_bytes for mine in closed) == pytest.approx(sum(its.moved_bytes for its in found), rel=0.1)
 
 
-def test_the_list_of_a_dlrm_is_its_trace() -> None:
+def test_a_dlrm_is_traced() -> None:
+    """Both MLPs and the interaction between them, for any micro-batch size."""
     model = DLRMConfig(tables=3, width=8, dense_features=5, bottom=(16,), top=(32, 4))
-    sides = (5, 16, 8)
-    bottom = nn.Sequential(*(nn.Linear(*pair) for pair in zip(sides, sides[1:])))
-    sides = (8 + 6, 32, 4, 1)
-    top = nn.Sequential(*(nn.Linear(*pair) for pair in zip(sides, sides[1:])))
-    products = [
-        q
-        for p in (*trace_module(bottom, torch.zeros(7, 5)), *trace_module(top, torch.zeros(7, 14)))
-        for q in p.products
-    ]
-    closed = list(dlrm_operators(model, 4, 7))
-    assert [q for piece in closed if piece.name != "meet" for q in piece.products] == products
-    assert sum(piece.parameters for piece in closed) == sum(p.numel() for m in (bottom, top) for p in m.parameters())
+    shape = shape_of(model)
+    assert isinstance(shape, OperatorListModel)
+    bottom, top, interaction = shape.make_operators(7)
+    sizes = [[(p.rows, p.inner, p.columns) for p in module.products] for module in (bottom, top)]
+    assert sizes == [[(7, 5, 16), (7, 16, 8)], [(7, 14, 32), (7, 32, 4), (7, 4, 1)]]
+    assert [(p.groups, p.rows, p.inner, p.columns) for p in interaction.products] == [(7, 4, 8, 4)]
+    assert interaction.saved_bytes > 4 * 7 * 4 * 8
+    assert shape.active_parameters == 5 * 16 + 16 + 16 * 8 + 8 + 14 * 32 + 32 + 32 * 4 + 4 + 4 + 1
+    assert shape.parameters == shape.active_parameters + 3 * 1_000_000 * 8
+
+
+@pytest.mark.parametrize("samples", [1, 2, 8, 31])
+def test_interpolated_costs_are_those_of_a_trace(samples: int) -> None:
+    module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 5))
+
+    def trace(count: int) -> tuple[OperatorCosts, ...]:
+        return trace_module(module, torch.zeros(count, 3, 8, 8))
+
+    assert interpolate_traces(trace)(samples) == trace(samples)
 
 
 def test_any_module_can_be_planned() -> None:
@@ -270,7 +274,7 @@ def test_any_module_can_be_planned() -> None:
     ],
 )  # fmt: skip
 def test_published_sizes(name: str, total: float, active: float | None) -> None:
-    shape = planner_shape(make_job({"model": {"name": name}}).model, 2)
+    shape = shape_of(make_job({"model": {"name": name}}).model, 2)
     assert shape.parameters == pytest.approx(total, rel=0.012)
     if active:
         assert shape.active_parameters == pytest.approx(active, rel=0.02)
@@ -280,12 +284,12 @@ def test_published_sizes(name: str, total: float, active: float | None) -> None:
 
 def test_flops_of_a_resnet_and_a_t5() -> None:
     """7.8 billion products and sums of an image (He et al. 2015, table 1: 7.6); two for each weight and token."""
-    assert planner_shape(ResNetConfig(name="resnet-101"), 2).flops(1) / 6 == pytest.approx(7.8e9, rel=0.01)
+    assert shape_of(ResNetConfig(name="resnet-101"), 2).flops(1) / 6 == pytest.approx(7.8e9, rel=0.01)
     model = T5Config(name="t5-11b")
     attention, ffn = 4 * 1024 * 16384, 2 * 1024 * 65536
     weights = 512 * (attention + ffn) + 114 * (attention + ffn) + (114 * 2 + 512 * 2) * 1024 * 16384
     squares = 2 * 16384 * (2 * 512**2 + 114**2 + 2 * 114 * 512)
-    assert planner_shape(model, 2).flops(1) == 3 * (24 * (2 * weights + squares) + 2 * 114 * 1024 * 32128)
+    assert shape_of(model, 2).flops(1) == 3 * (24 * (2 * weights + squares) + 2 * 114 * 1024 * 32128)
 
 
 # Jobs

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from shardwise.cli import app
 from shardwise.comm import host_staged
-from shardwise.comm.step_timer import STEP_TIMER, StepTimer
+from shardwise.comm.step_timer import StepTimer
 from shardwise.comm.world import run_world
 from shardwise.data.sample_stream import SampleStream
 from shardwise.errors import JobError
@@ -86,15 +86,15 @@ def _train(folder: str, layout: str, fault: str) -> None:
             "_reduce_scatter_base",
             "reduce_scatter_single",
         ):
-            _slow_link(name)
+            _slow_link(name, trainer.engine.mesh["tensor"].group.group_name)
     trainer.run()
 
 
-def _slow_link(name: str) -> None:
+def _slow_link(name: str, tensor_group: str) -> None:
     send = getattr(host_staged.HostStagedBackend, name)
 
     def late(group: Any, *args: Any) -> Any:
-        if STEP_TIMER.axis_of_group.get(group.group_name) == "tensor":
+        if group.group_name == tensor_group:
             time.sleep(PLANTED / 10)
         return send(group, *args)
 
@@ -227,14 +227,13 @@ class Tick:
 def test_the_meter_of_a_gpu_counts_spans_between_events(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Tick)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    timer = StepTimer()
-    timer.device = torch.device("cuda")
+    timer = StepTimer(torch.device("cuda"))
     timer.begin_step()
     timer.begin_phase("compute")
     Tick.clock = 1.0
-    with timer.waiting_for_axis("tensor"):
+    with timer.waiting("tensor"):
         Tick.clock = 1.5
-        with timer.waiting_for_axis("shard"):  # within a wait: none of its own
+        with timer.waiting("shard"):  # within a wait: none of its own
             Tick.clock = 2.0
     timer.begin_wait()
     Tick.clock = 2.25

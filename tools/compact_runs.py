@@ -1,10 +1,10 @@
-"""Makes `benchmarks/runs.csv`: of larger tables of measured runs, what the planner's constants are fitted to.
+"""Writes `benchmarks/runs.csv`, the compact table of measured runs to which the planner's constants are fitted.
 
     python tools/compact_runs.py FILE.csv ... [-o benchmarks/runs.csv]
 
-Kept are runs of quality A or B that can be predicted and have a measured time or memory; of their columns those that
-`benchmarks/published.py` reads, and the source. Notes and second measures of the same time are left out where a run is
-read the same without them. So the compact table gives the same runs as the larger ones: checked here, row by row.
+Keeps runs of quality A or B that can be predicted and have a measured time or memory, the columns that
+`benchmarks/published.py` reads, and the source. Drops notes and redundant measurements that do not change how a run is
+parsed, and checks row by row that the compact table gives the same runs.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from published import MeasuredRun, SkipRow, parse_row, read_rows  # noqa: E402
 SOURCE = ("source", "source_ref")
 
 
-class Watched(dict[str, str]):
-    """A row that remembers which of its cells were read."""
+class RecordingRow(dict[str, str]):
+    """A row that records which columns are read, over all rows."""
 
     seen: set[str] = set()
     needed: set[str] = set()
@@ -40,25 +40,24 @@ class Watched(dict[str, str]):
 
 
 def parsed(values: dict[str, str]) -> MeasuredRun | None:
-    """What is read of a row, the row itself left out; None where it cannot be used."""
+    """Returns the parsed run without its raw cells; None if it cannot be used."""
     try:
-        row = parse_row(Watched(values))
+        row = parse_row(RecordingRow(values))
     except SkipRow:
         return None
     return replace(row, values={}) if (row.seconds or row.memory) and row.quality in "AB" else None
 
 
 def shortened(values: dict[str, str]) -> dict[str, str]:
-    """A row without what it would be read the same without: parts of its note, further measures of the same time,
-    sizes that are the usual ones."""
-    whole, parts = parsed(values), values.get("note", "").split("; ")
+    """Returns the row without cells and parts of its note that do not change how it is parsed."""
+    original, parts = parsed(values), values.get("note", "").split("; ")
     for part in list(parts):
         fewer = [other for other in parts if other is not part]
-        if parsed({**values, "note": "; ".join(fewer)}) == whole:
+        if parsed({**values, "note": "; ".join(fewer)}) == original:
             parts = fewer
     values = {**values, "note": "; ".join(parts)}
     for key in ("tflops_kind", "tflops_per_gpu", "tokens_per_s_per_gpu", "kv_heads", "ffn_hidden"):
-        if parsed(fewer_cells := {**values, key: ""}) == whole:
+        if parsed(fewer_cells := {**values, key: ""}) == original:
             values = fewer_cells
     return values
 
@@ -70,15 +69,14 @@ def main() -> None:
     options = parser.parse_args()
     rows = [values for path in options.files for values in read_rows(path)]
     kept = [shortened(values) for values in rows if parsed(values) is not None]
-    used = {key for key in Watched.seen if any(values.get(key) for values in kept)}
-    columns = [key for key in rows[0] if key in (*SOURCE, *Watched.needed, *used)]
+    used = {key for key in RecordingRow.seen if any(values.get(key) for values in kept)}
+    columns = [key for key in rows[0] if key in (*SOURCE, *RecordingRow.needed, *used)]
     with options.out.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         writer.writerows(kept)
-    again = [parsed(values) for values in read_rows(options.out)]
-    if again != [parsed(values) for values in kept]:
-        sys.exit(f"{options.out}: a row is read otherwise than before; published.py needs a column that was left out.")
+    if [parsed(values) for values in read_rows(options.out)] != [parsed(values) for values in kept]:
+        sys.exit(f"{options.out}: a row parses differently; published.py needs a column that was left out.")
     print(f"{options.out}: {len(kept)} of {len(rows)} rows, {len(columns)} columns, {options.out.stat().st_size} bytes")
 
 

@@ -1,22 +1,24 @@
-"""Fits the planner's efficiency constants to measured runs, and says how good they are on runs they were not fitted to.
+"""Fits the planner's efficiency constants to measured runs, and cross-validates them.
 
-    python tools/fit_planner.py                 fits to benchmarks/runs.csv and prints the table for efficiency.py
-    python tools/fit_planner.py --check         leaves one source after the other out, and predicts it with the rest
+    python tools/fit_planner.py            fits to benchmarks/runs.csv and writes the constants
+    python tools/fit_planner.py --check    leaves out one source at a time and predicts it from the rest
 
-Least squares of log(predicted / measured), robust against outliers (soft L1), with two kinds of terms: each run's own
-error, and within a group of runs that differ only in the layout each run's error against the group's, since ranking
-layouts is what the planner is for. A source with many runs weighs less per run. Every constant is drawn towards the
-prior below, so that a device with few runs stays near the common value. Never a constant per run, model or source.
+Writes `shardwise/planner/constants.toml`, which the planner reads, and `benchmarks/frameworks.toml` with the constants
+that only other people's software needs.
+
+The fit is robust (soft L1) least squares of log(predicted / measured) with two kinds of terms: each run's error, and,
+within groups of runs that differ only in their layout, each run's error relative to the group's mean, since the
+planner's job is to rank layouts. Runs of a source with many runs weigh less. A prior pulls every constant towards a
+known value, so that device families with few runs stay near it. There is never a constant per run, model or source.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections import Counter, defaultdict
-from dataclasses import replace
+from dataclasses import fields
 from math import exp, log
 from pathlib import Path
 
@@ -25,12 +27,13 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+from frameworks import FrameworkEfficiency  # noqa: E402
 from published import MeasuredRun, SkipRow, evaluate_run, parse_row, predicted_seconds, read_rows  # noqa: E402
 
 from shardwise.layout import Layout  # noqa: E402
 from shardwise.planner.costs.efficiency import Efficiency  # noqa: E402
 
-# What such kernels and links are known to reach. Chosen by hand; not from the runs, but after looking at some of them.
+# Known rates of kernels and links. Chosen by hand: not computed from the runs, but after looking at some of them.
 PRIOR = {
     "matmul": 0.75,
     "low_precision_matmul": 0.6,
@@ -64,9 +67,8 @@ PRIOR = {
     "tensor_wait": 2e-4,
     "all_to_all": 0.6,
 }
-# Of some families more is known. Products: the best that anybody measured of one alone (Bekman, ml-engineering,
-# "Maximum Achievable Matmul FLOPS"), and near all on a TPU's systolic arrays. Attention: the papers of FlashAttention 2
-# and 3.
+# Family-specific priors. Matmuls: the best isolated measurement (Bekman, ml-engineering, "Maximum Achievable Matmul
+# FLOPS"), and nearly the peak on a TPU's systolic arrays. Attention: the FlashAttention 2 and 3 papers.
 FAMILY_PRIOR = {
     "ampere": {"matmul": 0.87, "attention": 0.65},
     "hopper": {"matmul": 0.80, "low_precision_matmul": 0.72, "attention": 0.65},
@@ -75,15 +77,9 @@ FAMILY_PRIOR = {
     "tpu": {"matmul": 0.95},
 }
 FAMILY_KEYS = (
-    "matmul",
-    "low_precision_matmul",
-    "attention",
-    "memory",
-    "inner",
-    "outer",
-    "kernel_launch",
-    "overlap_tensor",
-)
+    "matmul", "low_precision_matmul", "attention", "memory", "inner", "outer", "kernel_launch", "overlap_tensor",
+)  # fmt: skip
+OTHER_FAMILY = (0.75, 0.6, 0.55, 0.7, 0.7, 0.7, 1e-5, 0.3)  # by hand, for families without measured runs
 COMMON_KEYS = tuple(key for key in PRIOR if key not in FAMILY_KEYS)
 LOG_KEYS = (
     "kernel_launch",
@@ -99,24 +95,20 @@ LOG_KEYS = (
     "grad_accumulation_bytes",
     "collective_start",
     "tensor_wait",
-)  # the others are shares
+)  # fitted on a log scale; the others are fractions, fitted on a logit scale
 PRIOR_WEIGHT = 0.5
-# Times as strongly: what large products, links and hosts do is known from timing them alone, what PyTorch's own loss,
-# scores and sums move from counting operators.
+# Multiples of that weight: large matmuls, links and kernel launches are known from isolated timings, the traffic of
+# PyTorch's loss, scores and gradient accumulation from counting operators.
 PRIOR_STRENGTH = {
-    "matmul": 4.0,
-    "kernel_launch": 8.0,
-    "inner": 4.0,
-    "outer": 4.0,
-    "loss_bytes_per_logit": 6.0,
-    "grad_accumulation_bytes": 2.0,
-    "score_passes": 2.0,
-    "tensor_wait": 4.0,
-    "contention": 2.0,
-    "latency": 2.0,
-}
+    "matmul": 4.0, "kernel_launch": 8.0, "inner": 4.0, "outer": 4.0, "loss_bytes_per_logit": 6.0,
+    "grad_accumulation_bytes": 2.0, "score_passes": 2.0, "tensor_wait": 4.0, "contention": 2.0, "latency": 2.0,
+}  # fmt: skip
 GROUP_WEIGHT = 5.0
-SOFT_L1_SCALE = 0.2  # errors far above it count less
+SOFT_L1_SCALE = 0.2  # larger errors count linearly
+
+CONSTANTS_FILE = ROOT / "shardwise" / "planner" / "constants.toml"
+FRAMEWORKS_FILE = ROOT / "benchmarks" / "frameworks.toml"
+FRAMEWORK_KEYS = {field.name for field in fields(FrameworkEfficiency)} - {field.name for field in fields(Efficiency)}
 
 RunAndLayout = tuple[MeasuredRun, Layout]
 
@@ -130,7 +122,7 @@ def from_unconstrained(key: str, value: float) -> float:
 
 
 def load(paths: list[Path]) -> list[RunAndLayout]:
-    """Rows with a measured time, and the layout each stands for: that does not depend on any constant."""
+    """Returns the runs with a measured time, each with its full layout, which depends on no constant."""
     runs = []
     for path in paths:
         for values in read_rows(path):
@@ -144,7 +136,7 @@ def load(paths: list[Path]) -> list[RunAndLayout]:
 
 
 def group_ids(runs: list[RunAndLayout]) -> np.ndarray:
-    """For each run the number of its group, or -1."""
+    """Returns each run's group, or -1. A group has at least three runs that differ only in their layout."""
     keys = [repr((row.source, row.shape, row.cluster, row.layout.world, row.samples)) for row, _ in runs]
     counts = Counter(keys)
     numbers = {key: number for number, key in enumerate(dict.fromkeys(keys)) if counts[key] >= 3}
@@ -171,14 +163,12 @@ class EfficiencyFit:
         self.run_weight /= self.run_weight.mean()
         self.group_id = group_ids(runs)
 
-    def efficiencies(self, x: np.ndarray) -> dict[str, Efficiency]:
-        values: dict[str, dict[str, float]] = defaultdict(dict)
-        for (family, key), number in zip(self.parameter_names, x, strict=True):
-            values[family][key] = from_unconstrained(key, number)
-        return {family: replace(Efficiency(), **{**values[""], **values[family]}) for family in self.families}
+    def efficiencies(self, x: np.ndarray) -> dict[str, FrameworkEfficiency]:
+        values = constants(self, x)
+        return {family: FrameworkEfficiency(**{**values[""], **values[family]}) for family in self.families}
 
     def errors(self, x: np.ndarray, only: str = "") -> np.ndarray:
-        """log(predicted / measured); of one family alone, zero for the others."""
+        """Returns log(predicted / measured) of each run; zero outside family `only`, if given."""
         efficiencies = self.efficiencies(x)
         out = np.zeros(len(self.runs))
         for n, (row, layout) in enumerate(self.runs):
@@ -187,7 +177,7 @@ class EfficiencyFit:
         return out
 
     def terms(self, errors: np.ndarray) -> np.ndarray:
-        """Own errors, and errors against the group's mean; linear in `errors`."""
+        """Returns the weighted errors, and the errors relative to the group's mean; linear in `errors`."""
         in_group = self.group_id >= 0
         means = np.zeros(len(errors))
         for number in np.unique(self.group_id[in_group]):
@@ -198,7 +188,7 @@ class EfficiencyFit:
         )
 
     def solve(self, rounds: int, start: np.ndarray | None = None) -> np.ndarray:
-        """Levenberg-Marquardt with weights for outliers."""
+        """Minimises the cost by Levenberg-Marquardt with iteratively reweighted residuals."""
         x = self.prior.copy() if start is None else start
         errors, damping = self.errors(x), 1.0
         cost = self.cost(errors, x)
@@ -233,7 +223,7 @@ class EfficiencyFit:
 
 
 def cross_validate(runs: list[RunAndLayout], rounds: int) -> dict[str, float]:
-    """Median error of each source when all constants are fitted without it."""
+    """Returns the median error of each source when all constants are fitted without it."""
     start = None
     median_by_source: dict[str, float] = {}
     all_errors: list[float] = []
@@ -250,16 +240,12 @@ def cross_validate(runs: list[RunAndLayout], rounds: int) -> dict[str, float]:
             )
             for key in FAMILY_KEYS
         }
-        unknown_family = replace(Efficiency(), **{**common, **mean})  # a family of which nothing else is known
-        errors = [
-            abs(
-                predicted_seconds(row, layout, efficiencies.get(row.cluster.device.family, unknown_family))
-                / row.seconds
-                - 1
-            )  # type: ignore[operator]
-            for row, layout in runs
-            if row.source == source
-        ]
+        unknown_family = FrameworkEfficiency(**{**common, **mean})  # a family with no other source
+        errors = []
+        for row, layout in runs:
+            if row.source == source and row.seconds:
+                efficiency = efficiencies.get(row.cluster.device.family, unknown_family)
+                errors.append(abs(predicted_seconds(row, layout, efficiency) / row.seconds - 1))
         median_by_source[source] = statistics.median(errors)
         all_errors += errors
         print(f"  {source:24s} {len(errors):4d} runs, median {100 * median_by_source[source]:5.1f}%", flush=True)
@@ -277,20 +263,41 @@ def print_fit(fit: EfficiencyFit, x: np.ndarray) -> None:
     for name, values in sorted(by.items()):
         print(f"  {name:40s} {len(values):4d}  median {100 * statistics.median(map(abs, values)):5.1f}%  "
               f"bias {100 * statistics.median(values):+6.1f}%")  # fmt: skip
-    values = {name: from_unconstrained(name[1], number) for name, number in zip(fit.parameter_names, x, strict=True)}
-    for key in COMMON_KEYS:
-        print(f"    {key}: float = {values['', key]:.3g}")
-    for family in fit.families:
-        print(f'    "{family}": ({", ".join(f"{values[family, key]:.3g}" for key in FAMILY_KEYS)}),')
+
+
+def constants(fit: EfficiencyFit, x: np.ndarray) -> dict[str, dict[str, float]]:
+    """Returns the fitted constants by family; "": for all families."""
+    values: dict[str, dict[str, float]] = defaultdict(dict)
+    for (family, key), number in zip(fit.parameter_names, x, strict=True):
+        values[family][key] = from_unconstrained(key, number)
+    return values
+
+
+def write_constants(values: dict[str, dict[str, float]], planner_file: Path, frameworks_file: Path) -> None:
+    common = values[""]
+    families = {family: values[family] for family in sorted(values) if family}
+    families["other"] = dict(zip(FAMILY_KEYS, OTHER_FAMILY, strict=True))
+    _write_toml(planner_file, "shardwise/planner/costs/efficiency.py", {
+        "common": {key: value for key, value in common.items() if key not in FRAMEWORK_KEYS},
+        **{f"families.{family}": family_values for family, family_values in families.items()},
+    })  # fmt: skip
+    framework_values = {key: value for key, value in common.items() if key in FRAMEWORK_KEYS}
+    _write_toml(frameworks_file, "benchmarks/frameworks.py", {"common": framework_values})
+
+
+def _write_toml(path: Path, reader: str, tables: dict[str, dict[str, float]]) -> None:
+    text = f"# Written by tools/fit_planner.py from benchmarks/runs.csv; do not edit. {reader} explains each.\n"
+    for name, values in tables.items():
+        text += f"\n[{name}]\n" + "".join(f"{key} = {value:.3g}\n" for key, value in values.items())
+    path.write_text(text, encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path, default=[ROOT / "benchmarks" / "runs.csv"])
-    parser.add_argument("--check", action="store_true", help="cross-validate by source")
+    parser.add_argument("--check", action="store_true", help="cross-validate by source, write nothing")
     parser.add_argument("--prior-weight", type=float, default=PRIOR_WEIGHT)
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--save", type=Path, help="write the constants as JSON too")
     options = parser.parse_args()
     globals()["PRIOR_WEIGHT"] = options.prior_weight
     runs = load(options.files)
@@ -300,10 +307,7 @@ def main() -> None:
     fit = EfficiencyFit(runs)
     x = fit.solve(options.rounds)
     print_fit(fit, x)
-    if options.save:
-        options.save.write_text(
-            json.dumps({f"{f}.{k}": from_unconstrained(k, v) for (f, k), v in zip(fit.parameter_names, x, strict=True)})
-        )
+    write_constants(constants(fit, x), CONSTANTS_FILE, FRAMEWORKS_FILE)
 
 
 if __name__ == "__main__":

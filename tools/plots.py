@@ -1,8 +1,8 @@
 """Compares the planner's predictions with the measured runs of `benchmarks/runs.csv` and writes the errors to
 
-- `docs/explanation/planner-time.svg` and `planner-memory.svg`: predicted against measured, one dot per run;
-- the generated section of `docs/explanation/planner.md`: errors overall and by source;
-- `shardwise/planner/accuracy.py`: the error that `shardwise plan` prints.
+- `docs/explanation/planner-time.svg` and `planner-memory.svg`: predicted against measured, a dot a run;
+- the generated part of `docs/explanation/planner.md`: the errors, overall and by source;
+- `shardwise/planner/accuracy.toml`: the error that `shardwise plan` states.
 
 Run it after every change of the planner or its constants: python tools/plots.py [--check]; takes some seconds.
 With `--check`: exits 1 if one of them is stale.
@@ -167,17 +167,13 @@ def _table(head: Sequence[str], rows: Any) -> Iterator[str]:
     yield from ("| " + " | ".join(row) + " |" for row in rows)
 
 
-def accuracy_constants(results: list[Result], text: str) -> str:
-    """Returns the text of `accuracy.py` with the current numbers."""
-    time, memory = error_summary(time_errors(results)), error_summary(memory_errors(results))
-    values = {
-        "NUM_RUNS": len(time_errors(results)), "NUM_MEMORY_RUNS": len(memory_errors(results)),
-        "TIME_MEDIAN, TIME_P90": f"{time['median']:.3f}, {time['p90']:.3f}",
-        "MEMORY_MEDIAN, MEMORY_P90": f"{memory['median']:.3f}, {memory['p90']:.3f}",
-    }  # fmt: skip
-    for name, value in values.items():
-        text = re.sub(rf"^{name} = .*$", f"{name} = {value}", text, flags=re.MULTILINE)
-    return text
+def accuracy_figures(results: list[Result]) -> str:
+    """The TOML file that `shardwise/planner/accuracy.py` reads."""
+    lines = ["# Written by tools/plots.py from benchmarks/runs.csv; do not edit."]
+    for name, errors in (("time", time_errors(results)), ("memory", memory_errors(results))):
+        lines.append(f"{name}_runs = {len(errors)}")
+        lines += [f"{name}_{key} = {error_summary(errors)[key]:.3f}" for key in ("median", "p90")]
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
@@ -188,15 +184,15 @@ def main() -> None:
         [result for values in read_rows(path) if "skipped" not in (result := predict_row(path, values))]
         for path in (ROOT / "benchmarks" / "runs.csv", ROOT / "benchmarks" / "unseen.csv")
     )
-    page_path, accuracy_path = DOCS / "planner.md", ROOT / "shardwise" / "planner" / "accuracy.py"
-    old = page_path.read_text(encoding="utf-8")
+    words, numbers = DOCS / "planner.md", ROOT / "shardwise" / "planner" / "accuracy.toml"
+    old = words.read_text(encoding="utf-8")
     if not MARK.search(old):
-        sys.exit(f"{page_path}: the markers of the generated section are missing.")
+        sys.exit(f"{words}: the markers of the generated section are missing.")
     outputs = {
         DOCS / "planner-time.svg": plot(pairs_of(results, "seconds"), "step time", "seconds"),
         DOCS / "planner-memory.svg": plot(pairs_of(results, "memory"), "peak memory", "GiB"),
-        page_path: MARK.sub(lambda match: match[1] + page(results, others) + match[2], old),
-        accuracy_path: accuracy_constants(results, accuracy_path.read_text(encoding="utf-8")),
+        words: MARK.sub(lambda match: match[1] + page(results, others) + match[2], old),
+        numbers: accuracy_figures(results),
     }
     stale = [path for path, text in outputs.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     for path in stale:

@@ -30,7 +30,6 @@ from shardwise.bench.parameter_server import push_pull_count, push_pull_schedule
 from shardwise.cluster import CLUSTERS, LinkSpec, read_cluster, write_cluster
 from shardwise.comm import allreduce
 from shardwise.comm.allreduce import Schedule, SentNumelFn, get_algorithm, segment_bounds, sent_bytes
-from shardwise.comm.collectives import all_reduce
 from shardwise.comm.world import run_world
 from shardwise.console import pluralize
 from shardwise.draw import (
@@ -180,7 +179,7 @@ def _measure(processes_per_node: int, sizes: list[int], repeats: int) -> CommRep
     steps: dict[str, list[int]] = {name: [] for name in seconds}
     for size in sizes:
         tensor = torch.zeros(size // 4)
-        collectives: dict[str, Callable[[], Any]] = {LIBRARY: partial(all_reduce, tensor)}
+        collectives: dict[str, Callable[[], Any]] = {LIBRARY: partial(dist.all_reduce, tensor)}
         for name, (schedule, _) in schedules.items():
             collectives[name] = partial(allreduce.run_schedule, tensor, schedule, name)
         for name, elapsed in _time_collectives(collectives, repeats).items():

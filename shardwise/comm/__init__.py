@@ -1,1 +1,1 @@
-"""How gradients and weights travel."""
+"""Collectives, all-reduce algorithms, worlds of local processes, and the step timer."""

@@ -1,14 +1,16 @@
-"""All-reduce algorithms over point-to-point messages: ring, halving and doubling, tree, two levels.
+"""All-reduce algorithms over point-to-point messages: ring, halving-doubling, tree, two-level.
 
-An algorithm is a schedule, as data: for each step, what this rank sends to whom and takes from whom. `run` is the one
-place that moves numbers. A long message is cut into segments that follow each other through the schedule, so that a
-step of one travels while another step of the next does. Each number is summed up in one place and handed on from there,
-so all ranks get the same bits. Beside each schedule stands the exact count of numbers that a rank sends.
+An algorithm is a schedule, as data: for each step, the slices this rank sends and receives, and the peers.
+`run_schedule` executes any of them. Long messages are split into segments that are pipelined through the schedule.
+Each element is summed on one rank and distributed from there, so all ranks get the same bits. Next to each schedule is
+the exact number of elements a rank sends.
 
-PyTorch's own `all_reduce` hides its algorithm, its traffic and the name of a rank that does not answer.
+PyTorch's own `all_reduce` hides its algorithm, its traffic and which rank does not respond.
 
-    ring       Patarasu, Yuan (2009). Halving: Rabenseifner (2004), where ranks beyond a power of two fold into others.
-    tree       binomial, sum towards rank 0 and back.  Two levels: scatter in a node, rings across nodes, gather.
+    ring       Patarasuk, Yuan (2009)
+    halving    recursive halving and doubling, Rabenseifner (2004); ranks beyond a power of two fold into a neighbour
+    tree       binomial: reduce to rank 0, then broadcast
+    two-level  reduce-scatter within a node, rings across nodes, all-gather within the node
 """
 
 from __future__ import annotations
@@ -16,19 +18,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.comm import torch_collectives
 from shardwise.errors import RunError
 
-SEGMENT_BYTES = 1 << 22  # bytes
+SEGMENT_BYTES = 1 << 22
 Bounds = list[int]
 
 
 class PeerSlice(NamedTuple):
-    """Numbers that travel to or from another rank of the group."""
+    """A slice of the message, sent to or received from a peer of the group."""
 
     peer: int
     start: int
@@ -36,20 +39,20 @@ class PeerSlice(NamedTuple):
 
 
 class P2PStep(NamedTuple):
-    """What one rank does at a time; a rank that waits has steps with neither."""
+    """One step of a rank; idle if it neither sends nor receives."""
 
     send: PeerSlice | None = None
     recv: PeerSlice | None = None
     accumulate: bool = False
-    """Whether what is taken is added to what is there, or takes its place."""
+    """Whether the received slice is added to the local one or replaces it."""
 
 
-Schedule = Callable[[int, int, int], list[P2PStep]]  # of rank, ranks and numbers
+Schedule = Callable[[int, int, int], list[P2PStep]]  # (rank, ranks, numel)
 SentNumelFn = Callable[[int, int, int], int]
 
 
 def chunk_bounds(count: int, parts: int, first: int = 0) -> Bounds:
-    """The ends of nearly equal parts."""
+    """Returns the boundaries of `parts` nearly equal chunks of `count` elements."""
     return [first + count * part // parts for part in range(parts + 1)]
 
 
@@ -68,13 +71,13 @@ def ring_schedule(rank: int, ranks: int, count: int) -> list[P2PStep]:
 
 
 def ring_sent_numel(rank: int, ranks: int, count: int) -> int:
-    """All parts but one, twice: 2 (ranks - 1) / ranks of the message where that divides."""
+    """Returns all chunks but one, twice: 2 (ranks - 1) / ranks of the message if it divides."""
     bounds = chunk_bounds(count, ranks)
     return 2 * count - _chunk_size(bounds, rank + 1) - _chunk_size(bounds, rank + 2) if ranks > 1 else 0
 
 
 def _ring_reduce_scatter(index: int, members: list[int], bounds: Bounds) -> list[P2PStep]:
-    """Sums round a ring; in the end a place holds the part after its own."""
+    """Reduces around the ring; in the end each member holds the sum of the chunk after its own index."""
     return [_ring_step(index, members, bounds, index - step, True) for step in range(len(members) - 1)]
 
 
@@ -119,7 +122,7 @@ def halving_doubling_schedule(rank: int, ranks: int, count: int) -> list[P2PStep
 
 
 def halving_doubling_sent_numel(rank: int, ranks: int, count: int) -> int:
-    """2 (core - 1) / core of the message; folded ranks and their partners send the whole once besides."""
+    """Returns 2 (core - 1) / core of the message, plus one full message for folded ranks and their partners."""
     core = 1 << (ranks.bit_length() - 1)
     core_rank = _core_rank(rank, ranks)
     if core_rank is None:
@@ -133,7 +136,7 @@ def halving_doubling_sent_numel(rank: int, ranks: int, count: int) -> int:
 
 
 def _core_rank(rank: int, ranks: int) -> int | None:
-    """A rank's place among a power of two of them; None where its right neighbour speaks for it."""
+    """Returns a rank's index among the largest power of two of ranks; None if it folds into its right neighbour."""
     extra = ranks - (1 << (ranks.bit_length() - 1))
     if rank >= 2 * extra:
         return rank - extra
@@ -161,7 +164,7 @@ def tree_schedule(rank: int, ranks: int, count: int) -> list[P2PStep]:
 
 
 def tree_sent_numel(rank: int, ranks: int, count: int) -> int:
-    """The whole once to the parent, and once to each child."""
+    """Returns one full message for the parent and one per child."""
     levels = (rank & -rank).bit_length() - 1 if rank else (ranks - 1).bit_length()
     children = sum(rank + (1 << level) < ranks for level in range(levels))
     return count * ((rank > 0) + children)
@@ -171,7 +174,7 @@ def tree_sent_numel(rank: int, ranks: int, count: int) -> int:
 
 
 def two_level_schedule(rank: int, ranks: int, count: int, ranks_per_node: int) -> list[P2PStep]:
-    """`node`: ranks on a node, neighbours in the group."""
+    """`ranks_per_node`: ranks on a node, which are neighbours in the group."""
     node, local_rank = divmod(rank, ranks_per_node)
     intra_node = [node * ranks_per_node + other for other in range(ranks_per_node)]
     inter_node = [other * ranks_per_node + local_rank for other in range(ranks // ranks_per_node)]
@@ -188,7 +191,7 @@ def two_level_schedule(rank: int, ranks: int, count: int, ranks_per_node: int) -
 
 
 def two_level_sent_numel(rank: int, ranks: int, count: int, ranks_per_node: int) -> int:
-    """A ring in the node, and one of a node-th of the message across nodes."""
+    """Returns a ring within the node, plus a ring of one node chunk across nodes."""
     node, local_rank = divmod(rank, ranks_per_node)
     chunk_size = _chunk_size(chunk_bounds(count, ranks_per_node), local_rank + 1)
     return ring_sent_numel(local_rank, ranks_per_node, count) + ring_sent_numel(
@@ -204,7 +207,7 @@ ALGORITHMS: dict[str, tuple[Schedule, SentNumelFn]] = {
 
 
 def get_algorithm(name: str, ranks_per_node: int = 1) -> tuple[Schedule, SentNumelFn]:
-    """A schedule and its count by name; `node` is for two levels."""
+    """Returns a schedule and its count of sent elements; `ranks_per_node` is for `two-level`."""
     if name == "two-level":
         return partial(two_level_schedule, ranks_per_node=ranks_per_node), partial(
             two_level_sent_numel, ranks_per_node=ranks_per_node
@@ -212,7 +215,7 @@ def get_algorithm(name: str, ranks_per_node: int = 1) -> tuple[Schedule, SentNum
     return ALGORITHMS[name]
 
 
-# Moving
+# Execution
 
 
 def all_reduce(
@@ -222,19 +225,19 @@ def all_reduce(
     ranks_per_node: int = 1,
     segment_bytes: int = SEGMENT_BYTES,
 ) -> int:
-    """Sums a contiguous tensor over a group, in place. Returns the bytes that this rank sent."""
+    """Sums a contiguous tensor over a group, in place. Returns the bytes this rank sent."""
     return run_schedule(tensor, get_algorithm(name, ranks_per_node)[0], f"{name} all-reduce", group, segment_bytes)
 
 
 def segment_bounds(count: int, element_size: int, segment_bytes: int = SEGMENT_BYTES) -> Bounds:
-    """The ends of the segments of so many numbers of `size` bytes."""
+    """Returns the boundaries of the segments of `count` elements."""
     return chunk_bounds(count, max(1, -(-count * element_size // segment_bytes)))
 
 
 def sent_bytes(
     sent_numel: SentNumelFn, rank: int, ranks: int, count: int, element_size: int, segment_bytes: int = SEGMENT_BYTES
 ) -> int:
-    """What a rank sends for so many numbers of `size` bytes: the formula over all segments."""
+    """Returns the bytes a rank sends for `count` elements: the formula summed over all segments."""
     bounds = segment_bounds(count, element_size, segment_bytes)
     return element_size * sum(sent_numel(rank, ranks, _chunk_size(bounds, index)) for index in range(len(bounds) - 1))
 
@@ -246,14 +249,14 @@ def run_schedule(
     group: dist.ProcessGroup | None = None,
     segment_bytes: int = SEGMENT_BYTES,
 ) -> int:
-    """Walks a schedule with the numbers of a contiguous tensor. Returns the bytes that this rank sent."""
+    """Executes a schedule on a contiguous tensor. Returns the bytes this rank sent."""
     if not dist.is_initialized():
         return 0
     flat, rank, ranks = tensor.detach().view(-1), dist.get_rank(group), dist.get_world_size(group)
     bounds = segment_bounds(flat.numel(), flat.element_size(), segment_bytes)
     steps_by_segment = [schedule(rank, ranks, _chunk_size(bounds, index)) for index in range(len(bounds) - 1)]
     depth, bytes_sent = len(steps_by_segment[0]), 0
-    # Segments that are under way at the same moment never share a place in it.
+    # Segments in flight at the same time never share a receive buffer.
     recv_buffers = [flat.new_empty(_max_recv_numel(steps_by_segment)) for _ in range(min(depth, len(steps_by_segment)))]
     for tick in range(depth + len(steps_by_segment) - 1):
         recvs, sends, accumulations = [], [], []
@@ -287,13 +290,13 @@ def _send_recv(
     accumulations: list[tuple[Tensor, Tensor] | None],
     description: str,
 ) -> None:
-    """Sends and takes at once, and adds up as it comes. Takes are first: gloo tells a sender that its peer is ready in
-    the same stream, where the word would wait behind what is sent."""
+    """Sends and receives concurrently, and accumulates as slices arrive. Receives are posted first: gloo announces a
+    posted receive in the same stream as the data, where it would queue behind what is sent."""
     ops = recvs + sends
     peer = ops[0].peer
     try:
         works = dist.batch_isend_irecv(ops)
-        if len(works) < len(ops):  # NCCL has one for all
+        if len(works) < len(ops):  # NCCL returns one work for the batch
             for work in works:
                 work.wait()
             works = []
@@ -307,16 +310,18 @@ def _send_recv(
         raise RunError(f"rank {find_unresponsive_rank(peer)} does not answer ({description}).") from error
 
 
-# Who is to blame
+# Which rank is unresponsive
 
-BLAME_GRACE_SECONDS = 1.0  # seconds in which others may say for whom they waited
+BLAME_GRACE_SECONDS = 1.0  # time for the others to publish which rank they waited for
 
 
 def find_unresponsive_rank(peer: int) -> int:
-    """The rank at the end of the line, where we wait for a peer that waits for another. Whoever gives up leaves the
-    name of the rank it waited for in the store; one that does not answer leaves none."""
+    """Returns the rank at the end of the chain of ranks that wait for each other.
+
+    A rank that times out publishes in the store which rank it waited for; an unresponsive rank publishes nothing.
+    """
     try:
-        store: Any = dist.distributed_c10d._get_default_store()
+        store = torch_collectives.default_store()
         store.set(f"waited for/{dist.get_rank()}", str(peer))
         seen, deadline = {dist.get_rank()}, time.monotonic() + BLAME_GRACE_SECONDS
         while peer not in seen:
@@ -327,5 +332,5 @@ def find_unresponsive_rank(peer: int) -> int:
                 time.sleep(0.02)
             peer = int(store.get(f"waited for/{peer}"))
     except RuntimeError:
-        pass  # with the store gone, our own peer is all that we know
+        pass  # without the store, our own peer is all we know
     return peer

@@ -1,6 +1,8 @@
-"""Collectives under one name for all PyTorch versions that we run on (2.13 renamed some of them), each measured: how
-long a rank waits for it is told to the meter, by axis. Those that go on beside other work are not; nor are those in
-compiled code."""
+"""Timed collectives over one axis of the mesh.
+
+One name per collective for every PyTorch version we support (2.13 renamed some). The axis's step timer records how long
+this rank waits in each, except for asynchronous calls and inside compiled code.
+"""
 
 from __future__ import annotations
 
@@ -9,43 +11,41 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import _functional_collectives as functional
 
-from shardwise.comm.step_timer import STEP_TIMER
+from shardwise.comm import torch_collectives
+from shardwise.comm.axis import Axis
 
-P2P_CHUNK_BYTES = 1 << 18  # bytes
-
-
-def _first_available(module: Any, new: str, old: str) -> Any:
-    return getattr(module, new, None) or getattr(module, old)
+P2P_CHUNK_BYTES = 1 << 18  # bytes per message of `all_to_all_rows`
 
 
 def _timed(collective: Any) -> Any:
-    def timed_collective(tensor: Tensor, *args: Any, group: Any = None, async_op: bool = False, **kwargs: Any) -> Any:
+    def timed_collective(tensor: Tensor, *args: Any, axis: Axis, async_op: bool = False) -> Any:
         if async_op or torch.compiler.is_compiling():
-            return collective(tensor, *args, group=group, async_op=async_op, **kwargs)
-        with STEP_TIMER.waiting_for_group(group, tensor.device):
-            return collective(tensor, *args, group=group, **kwargs)
+            return collective(tensor, *args, group=axis.group, async_op=async_op)
+        with axis.waiting(tensor.device):
+            return collective(tensor, *args, group=axis.group)
 
     return timed_collective
 
 
 all_reduce = _timed(dist.all_reduce)
-all_gather = _timed(_first_available(dist, "all_gather_single", "all_gather_into_tensor"))
-reduce_scatter = _timed(_first_available(dist, "reduce_scatter_single", "reduce_scatter_tensor"))
+all_gather = _timed(torch_collectives.all_gather_into_tensor)
+reduce_scatter = _timed(torch_collectives.reduce_scatter_tensor)
 all_to_all = _timed(dist.all_to_all_single)
 
 
-def all_to_all_rows(output: Tensor, input: Tensor, group: Any) -> None:
-    """Row i of `sent` goes to rank i, and what comes from it to row i of `came`; bytes. In pieces on CPUs: of long
-    messages that meet on a slow link, gloo's arrive at half of its rate."""
+def all_to_all_rows(output: Tensor, input: Tensor, axis: Axis) -> None:
+    """Sends row i of `input` to rank i and receives row i of `output` from it; both hold bytes.
+
+    On CPUs in chunks: gloo reaches half its bandwidth when long messages in both directions share a slow link.
+    """
     if input.device.type != "cpu":
-        all_to_all(output, input.contiguous(), group=group)
+        all_to_all(output, input.contiguous(), axis=axis)
         return
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    ranks, rank, group = axis.size, axis.index, axis.group
     output[rank] = input[rank]
     in_flight: list[tuple[Any, Any]] = []
-    with STEP_TIMER.waiting_for_group(group, input.device):
+    with axis.waiting(input.device):
         for distance in range(1, ranks):
             dst, src = (rank + distance) % ranks, (rank - distance) % ranks
             for first in range(0, input.shape[1], P2P_CHUNK_BYTES):
@@ -58,77 +58,71 @@ def all_to_all_rows(output: Tensor, input: Tensor, group: Any) -> None:
             work.wait()
 
 
-def _synchronous(collective: Any) -> Any:
-    """PyTorch hands out what is still on its way as a tensor that waits when it is used. One that is dropped before
-    anyone used it is written to after its memory was freed (gloo), so we wait at once; a GPU's stream does anyway."""
-
-    def wait_for_result(x: Tensor, *args: Any) -> Tensor:
-        if torch.compiler.is_compiling():
-            return collective(x, *args)  # type: ignore[no-any-return]
-        with STEP_TIMER.waiting_for_group(args[-1], x.device):
-            output: Any = collective(x, *args)
-            return output.wait() if isinstance(output, functional.AsyncCollectiveTensor) else output
-
-    return wait_for_result
+# Collectives with a gradient. All-gather and reduce-scatter are each other's backward; all-to-all is its own, with the
+# split sizes swapped. `axis` is None in compiled code, where waits are not timed and the compiler places them.
 
 
-_all_gather_tensor = _synchronous(_first_available(functional, "all_gather_single", "all_gather_tensor"))
-_reduce_scatter_tensor = _synchronous(_first_available(functional, "reduce_scatter_single", "reduce_scatter_tensor"))
-_all_to_all_single = _synchronous(functional.all_to_all_single)
+def _wait_for(collective: Any, x: Tensor, *args: Any, group: Any, axis: Axis | None) -> Tensor:
+    """Runs a functional collective and waits for its result.
+
+    PyTorch returns a tensor that waits on first use. With gloo, one that is dropped unused is written to after its
+    memory was freed, so we wait at once; on a GPU only the stream waits.
+    """
+    if axis is None:
+        return collective(x, *args, group)  # type: ignore[no-any-return]
+    with axis.waiting(x.device):
+        return torch_collectives.wait(collective(x, *args, group))
 
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Any) -> Tensor:
-        ctx.comm_args = dim, group
-        return _all_gather_tensor(x, dim, group)  # type: ignore[no-any-return]
+    def forward(ctx: Any, x: Tensor, dim: int, group: Any, axis: Axis | None) -> Tensor:
+        ctx.dim, ctx.group, ctx.axis = dim, group, axis
+        return _wait_for(torch_collectives.functional_all_gather, x, dim, group=group, axis=axis)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        dim, group = ctx.comm_args
-        return _reduce_scatter_tensor(grads[0].contiguous(), "sum", dim, group), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        reduce = torch_collectives.functional_reduce_scatter
+        grad = _wait_for(reduce, grads[0].contiguous(), "sum", ctx.dim, group=ctx.group, axis=ctx.axis)
+        return grad, None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Any) -> Tensor:
-        ctx.comm_args = dim, group
-        return _reduce_scatter_tensor(x, "sum", dim, group)  # type: ignore[no-any-return]
+    def forward(ctx: Any, x: Tensor, dim: int, group: Any, axis: Axis | None) -> Tensor:
+        ctx.dim, ctx.group, ctx.axis = dim, group, axis
+        return _wait_for(torch_collectives.functional_reduce_scatter, x, "sum", dim, group=group, axis=axis)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        dim, group = ctx.comm_args
-        return _all_gather_tensor(grads[0].contiguous(), dim, group), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        gather = torch_collectives.functional_all_gather
+        grad = _wait_for(gather, grads[0].contiguous(), ctx.dim, group=ctx.group, axis=ctx.axis)
+        return grad, None, None, None
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, output_split_sizes: list[int], input_split_sizes: list[int], group: Any) -> Tensor:
-        ctx.comm_args = input_split_sizes, output_split_sizes, group
-        return _all_to_all_single(x, output_split_sizes, input_split_sizes, group)  # type: ignore[no-any-return]
+    def forward(ctx: Any, x: Tensor, output_split_sizes: list[int], input_split_sizes: list[int], axis: Axis) -> Tensor:
+        ctx.split_sizes, ctx.axis = (input_split_sizes, output_split_sizes), axis
+        exchange = torch_collectives.functional_all_to_all
+        return _wait_for(exchange, x, output_split_sizes, input_split_sizes, group=axis.group, axis=axis)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_to_all_single(grads[0].contiguous(), *ctx.comm_args), None, None, None
+        exchange = torch_collectives.functional_all_to_all
+        grad = _wait_for(exchange, grads[0].contiguous(), *ctx.split_sizes, group=ctx.axis.group, axis=ctx.axis)
+        return grad, None, None, None
 
 
-# With a gradient: each of the first two is the other's backward, the third its own, with sizes the other way round.
+def all_gather_with_grad(x: Tensor, dim: int, axis: Axis) -> Tensor:
+    timed_axis = None if torch.compiler.is_compiling() else axis
+    return _AllGather.apply(x, dim, axis.group, timed_axis)  # type: ignore[no-any-return]
 
 
-def all_gather_with_grad(x: Tensor, dim: int, group: Any) -> Tensor:
-    return _AllGather.apply(x, dim, group)  # type: ignore[no-any-return]
+def reduce_scatter_with_grad(x: Tensor, dim: int, axis: Axis) -> Tensor:
+    timed_axis = None if torch.compiler.is_compiling() else axis
+    return _ReduceScatter.apply(x, dim, axis.group, timed_axis)  # type: ignore[no-any-return]
 
 
-def reduce_scatter_with_grad(x: Tensor, dim: int, group: Any) -> Tensor:
-    """The sum."""
-    return _ReduceScatter.apply(x, dim, group)  # type: ignore[no-any-return]
-
-
-def all_to_all_with_grad(x: Tensor, output_split_sizes: list[int], input_split_sizes: list[int], group: Any) -> Tensor:
-    return _AllToAll.apply(x, output_split_sizes, input_split_sizes, group)  # type: ignore[no-any-return]
-
-
-__all__ = [
-    "all_gather", "all_gather_with_grad", "all_reduce", "all_to_all", "all_to_all_with_grad", "reduce_scatter",
-    "reduce_scatter_with_grad", "all_to_all_rows",
-]  # fmt: skip
+def all_to_all_with_grad(x: Tensor, output_split_sizes: list[int], input_split_sizes: list[int], axis: Axis) -> Tensor:
+    return _AllToAll.apply(x, output_split_sizes, input_split_sizes, axis)  # type: ignore[no-any-return]

@@ -1,7 +1,8 @@
-"""A backend for processes that share a GPU: what travels goes through the memory of the host, by gloo.
+"""A process-group backend for several processes on one GPU: copies tensors to host memory and uses gloo.
 
-NCCL wants a GPU for each process, and gloo itself sends no memory of a GPU from one to another and crashes in some of
-its collectives (PyTorch 2.11). Every operation waits for its end; this is for trying layouts out, not for speed.
+NCCL needs one GPU per process, and gloo on CUDA tensors supports no send and receive and crashes in some collectives
+(PyTorch 2.11). Every collective is synchronous; this is for trying out layouts, not for speed. A backend in Python
+needs PyTorch's c10d internals; in this room, this file and `torch_collectives.py` are the ones that touch them.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 c10d: Any = torch._C._distributed_c10d  # type: ignore[attr-defined]
-ProcessGroup: Any = dist.ProcessGroup  # whose signatures differ from version to version
+ProcessGroup: Any = dist.ProcessGroup  # signatures differ between PyTorch versions
 
 BACKEND = "host_staged"
 
 
 def register_backend() -> None:
-    """Makes the backend known to PyTorch, once."""
+    """Registers the backend with PyTorch, once per process."""
     if not hasattr(dist.Backend, BACKEND.upper()):
         dist.Backend.register_backend(BACKEND, _create_backend, devices=["cpu", "cuda"])
 
@@ -30,7 +31,7 @@ def _create_backend(store: dist.Store, rank: int, size: int, timeout: timedelta)
 
 
 class HostStagedBackend(ProcessGroup):  # type: ignore[misc]
-    """Gloo's process group behind copies; the names of its methods are PyTorch's, old ones and new."""
+    """Wraps a gloo process group in host copies. Methods carry the names of old and new PyTorch versions."""
 
     def __init__(self, gloo: Any, rank: int, size: int):
         super().__init__(rank, size)
@@ -118,7 +119,7 @@ class HostStagedBackend(ProcessGroup):  # type: ignore[misc]
 
 
 class HostStagedWork(dist.Work):
-    """What is under way, and where it is to lie once it is there."""
+    """A send or receive in flight; `wait` copies what was received to its tensors."""
 
     def __init__(self, work: Any, tensors: list[Tensor], host_tensors: list[Tensor]):
         super().__init__()

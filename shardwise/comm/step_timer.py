@@ -1,9 +1,8 @@
-"""Where the time of this rank's steps goes: by phase, and by the axis of others that it waits for; and what it was told
-of bytes that it sent.
+"""Times the steps of one rank: seconds per phase, seconds of waiting per mesh axis, and bytes sent.
 
-A moment belongs to one part only: a wait is taken out of the phase that it lies in, and a wait within a wait is none of
-its own. On a CPU the clock is the host's. On a GPU phases of the device and waits are spans between events in the
-stream that computes, read once it has done them, so that nothing waits for a measurement.
+No second counts twice: a wait is subtracted from the phase around it, and a wait inside a wait is ignored. On a CPU the
+host's clock is used. On a GPU, device phases and waits are spans between CUDA events in the compute stream, read once
+the GPU has passed them, so timing never synchronizes. The engine's mesh owns the timer.
 """
 
 from __future__ import annotations
@@ -17,23 +16,23 @@ from typing import Any
 
 import torch
 
-DEVICE_PHASES = ("compute", "optimizer")  # phases that a GPU goes through; others are the host's
-PHASES_INCLUDING_WAITS = ("data", "checkpoint", "validation")  # phases whose waits are not told apart
-Timestamp = Any  # seconds, or an event of a GPU; None while a graph is recorded
+DEVICE_PHASES = ("compute", "optimizer")  # timed on the GPU; the others on the host
+PHASES_INCLUDING_WAITS = ("data", "checkpoint", "validation")  # their waits are not booked separately
+Timestamp = Any  # seconds, or a CUDA event; None while a CUDA graph is captured
 
 
 class StepTimer:
-    def __init__(self) -> None:
+    """Phases, waits, bytes and pipeline actions of this rank's current step."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
         self.enabled = True
-        self.device = torch.device("cpu")
-        self.axis_of_group: dict[str, str] = {}
-        """By name of a process group, the axis that it is of."""
+        self.device = device or torch.device("cpu")
         self.bytes_sent: Counter[str] = Counter()
-        """Bytes, by axis."""
+        """Bytes sent, by axis."""
         self.wait_seconds: defaultdict[str, float] = defaultdict(float)
-        """Seconds, by axis."""
+        """Seconds of waiting, by axis."""
         self.phase_seconds: defaultdict[str, float] = defaultdict(float)
-        """Seconds, by phase, without waits."""
+        """Seconds by phase, without waits."""
         self._pending_spans: list[tuple[str, str, Timestamp, Timestamp]] = []
         self._phase, self._phase_start = "", time.perf_counter()
         self._wait_start: Timestamp = None
@@ -42,7 +41,7 @@ class StepTimer:
         self._thread: int | None = None
 
     def begin_step(self) -> None:
-        """A step begins, in the thread that it is measured in."""
+        """Starts a step; only waits of the calling thread are timed on a CPU."""
         self.begin_phase("")
         self._thread = threading.get_ident()
         self._collect_finished_spans()
@@ -50,7 +49,7 @@ class StepTimer:
         self.phase_seconds.clear()
 
     def begin_phase(self, name: str) -> None:
-        """The phase under way ends, another begins; "": none."""
+        """Ends the current phase and begins another; an empty name begins none."""
         if self._phase and self.enabled:
             on_device = self._phase in DEVICE_PHASES
             self._add_span("", self._phase, self._phase_start, self._timestamp() if on_device else time.perf_counter())
@@ -58,20 +57,9 @@ class StepTimer:
         self._phase_start = self._timestamp() if name in DEVICE_PHASES else time.perf_counter()
 
     @contextmanager
-    def waiting_for_group(self, group: Any, device: torch.device) -> Iterator[None]:
-        """To be entered around what waits for other ranks of a group."""
-        name = "world" if group is None else getattr(group, "group_name", group)
-        with self._time_wait(self.axis_of_group.get(name, "world"), device):
-            yield
-
-    @contextmanager
-    def waiting_for_axis(self, axis: str) -> Iterator[None]:
-        """To be entered around what waits for other ranks of an axis."""
-        with self._time_wait(axis, self.device):
-            yield
-
-    @contextmanager
-    def _time_wait(self, axis: str, device: torch.device) -> Iterator[None]:
+    def waiting(self, axis: str, device: torch.device | None = None) -> Iterator[None]:
+        """Times the block it wraps as a wait for the other ranks of an axis."""
+        device = device or self.device
         is_other_thread = device.type == "cpu" and self._thread not in (None, threading.get_ident())
         if not self.enabled or self._wait_depth or is_other_thread or self._phase in PHASES_INCLUDING_WAITS:
             yield
@@ -85,7 +73,7 @@ class StepTimer:
             self._add_span(axis, self._phase, begin, self._timestamp(device))
 
     def begin_wait(self) -> None:
-        """From here on, until `since`, this rank has nothing to do but to wait."""
+        """Starts a wait that `end_wait` ends; a later call moves its start."""
         self._wait_start = self._timestamp() if self.enabled else None
 
     def end_wait(self, axis: str) -> None:
@@ -93,10 +81,10 @@ class StepTimer:
             self._add_span(axis, self._phase, self._wait_start, self._timestamp())
             self._wait_start = None
 
-    # Actions of a pipeline, in steps in which somebody wants to know them
+    # Pipeline actions, in steps whose timeline is recorded
 
     def start_recording(self) -> None:
-        """Actions are written down until they are asked for."""
+        """Records pipeline actions until `take_recorded_actions`."""
         self._actions, self._recording_start = [], (self._timestamp(), time.time())
 
     @contextmanager
@@ -109,21 +97,16 @@ class StepTimer:
         self._actions.append((kind, stage, micro_batch, begin, self._timestamp()))
 
     def take_recorded_actions(self) -> list[tuple[str, int, int, float, float]]:
-        """Kind, stage, micro-batch, begin and end in seconds since 1970; of a GPU that has done them."""
+        """Returns (kind, stage, micro-batch, begin, end) per action, in Unix time. The GPU must have finished them."""
         actions, self._actions = self._actions, None
         if not actions:
             return []
         start_timestamp, start_unix_time = self._recording_start
 
         def to_unix_time(timestamp: Timestamp) -> float:
-            return float(
-                start_unix_time
-                + (
-                    timestamp - start_timestamp
-                    if isinstance(start_timestamp, float)
-                    else start_timestamp.elapsed_time(timestamp) / 1e3
-                )
-            )
+            if isinstance(start_timestamp, float):
+                return float(start_unix_time + timestamp - start_timestamp)
+            return float(start_unix_time + start_timestamp.elapsed_time(timestamp) / 1e3)
 
         return [(*action, to_unix_time(start), to_unix_time(end)) for *action, start, end in actions]  # type: ignore[misc]
 
@@ -149,7 +132,7 @@ class StepTimer:
             self.phase_seconds[phase] += -seconds if axis else seconds
 
     def _collect_finished_spans(self) -> None:
-        """Takes in the spans that a GPU has gone through by now; the others are later ones."""
+        """Books the spans that the GPU has passed; the others stay pending."""
         still_pending = []
         for axis, phase, begin, end in self._pending_spans:
             if end.query():
@@ -159,17 +142,14 @@ class StepTimer:
         self._pending_spans = still_pending
 
     def elapsed(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Seconds by phase and by axis since the step began, of phases that have ended."""
+        """Returns seconds by phase and by axis since the step began; the current phase is not included."""
         self._collect_finished_spans()
         return dict(self.phase_seconds), dict(self.wait_seconds)
 
     def read_and_reset(self) -> tuple[dict[str, int], dict[str, float]]:
-        """Bytes and seconds by axis; both begin anew."""
+        """Returns bytes sent and seconds waited by axis, and resets both."""
         self._collect_finished_spans()
         sent_and_waited = dict(self.bytes_sent), dict(self.wait_seconds)
         self.bytes_sent.clear()
         self.wait_seconds.clear()
         return sent_and_waited
-
-
-STEP_TIMER = StepTimer()

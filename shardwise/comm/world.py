@@ -1,8 +1,8 @@
-"""Worlds of processes on this machine, forked from one that has torch imported already.
+"""Runs a function in several local processes, forked from this one so that torch is imported already.
 
-For verify and the tests, where a world lives for seconds. Training starts its workers under a supervisor
-(`shardwise.workers.supervisor`). A worker that fails ends the world at once; the error that is raised is that of the
-worker that failed first, by its own clock, not of those that lost a neighbour because of it.
+For verify and tests, where a world lives for seconds; training starts its workers under a supervisor
+(`shardwise.workers.supervisor`). The first failure ends the world. The error raised is that of the worker that failed
+first by its own clock, not of workers that lost their peer because of it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ def run_world(
     function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 240.0, backend: str = "gloo",
     is_fresh_process: bool = False,
 ) -> list[Any]:  # fmt: skip
-    """Runs `function(*args)` in `size` processes that form one world; returns what each gave, by rank. `fresh`: this
-    process has computed nothing yet, so oneDNN has no threads in it; on ARM its products wait for ever for those that a
-    fork has left behind, so children of others do without it."""
+    """Runs `function(*args)` in `world_size` processes of one process group. Returns their results by rank.
+
+    `is_fresh_process`: this process has computed nothing yet, so oneDNN has started no threads. Otherwise children run
+    without oneDNN: on ARM its matmuls wait forever for threads that a fork does not copy.
+    """
     if torch.cuda.is_initialized():
-        raise RunError("this process has used CUDA, which does not survive a fork: start one of its own for this.")
+        raise RunError("this process has used CUDA, which does not survive a fork; call it from one that has not.")
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         workers, connections = [], []
@@ -73,8 +75,8 @@ def _worker_main(
     faulthandler.register(signal.SIGUSR1, open(os.path.join(folder, f"stack{rank}"), "w"))  # noqa: SIM115
     torch.set_num_threads(1)
     torch.backends.mkldnn.set_flags(is_fresh_process)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these worlds compute on the CPU, and CUDA does not survive a fork
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # nor does the compiler's pool of processes
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these worlds run on the CPU, and CUDA does not survive a fork
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # nor do the compiler's worker processes
     try:
         if world_size > 1:
             store = dist.FileStore(os.path.join(folder, "store"), world_size)
@@ -82,14 +84,14 @@ def _worker_main(
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
         result = function(*args)
         if world_size > 1:
-            dist.barrier()  # who leaves early takes the links away from those who are still making them
+            dist.barrier()  # a rank that exits early breaks connections that others are still opening
         message = (True, time.time_ns(), result)
-    except BaseException as error:  # noqa: BLE001 - every way to die is reported to the parent
+    except BaseException as error:  # noqa: BLE001 - every failure is reported to the parent
         is_shardwise_error = isinstance(error, ShardwiseError)
         message = (False, time.time_ns(), error if is_shardwise_error else f"rank {rank}: {traceback.format_exc()}")
     connection.send_bytes(pickle.dumps(message))
     connection.close()
-    # Leave without tearing down process groups: a neighbour may have died, and waiting for it would hang.
+    # Exit without destroying process groups: a peer may have died, and waiting for it would hang.
     sys.stdout.flush()
     os._exit(0)
 
@@ -100,7 +102,7 @@ def _collect_results(connections: list[Connection], workers: list[Any], timeout:
     deadline = time.monotonic() + timeout
     waiting = {connection: rank for rank, connection in enumerate(connections)}
     while waiting:
-        # After a failure the others get a moment to say that they failed earlier.
+        # After a failure, give the others a moment to report that they failed earlier.
         wait_timeout = 0.5 if failures else max(0.0, deadline - time.monotonic())
         ready = wait(list(waiting), timeout=wait_timeout)
         if not ready:
@@ -112,11 +114,8 @@ def _collect_results(connections: list[Connection], workers: list[Any], timeout:
                 succeeded, timestamp, payload = pickle.loads(connection.recv_bytes())
             except EOFError:
                 workers[rank].join(1.0)
-                succeeded, timestamp, payload = (
-                    False,
-                    time.time_ns(),
-                    f"rank {rank} ended with code {workers[rank].exitcode}",
-                )
+                message = f"rank {rank} exited with code {workers[rank].exitcode}"
+                succeeded, timestamp, payload = False, time.time_ns(), message
             if succeeded:
                 results[rank] = payload
             else:
@@ -134,7 +133,7 @@ def _collect_results(connections: list[Connection], workers: list[Any], timeout:
 
 
 def _dump_stack(pid: int, file: Path) -> str:
-    """Where a process is that does not end."""
+    """Returns the stack traces of a process that does not finish."""
     os.kill(pid, signal.SIGUSR1)
     time.sleep(0.3)
     return file.read_text()

@@ -141,7 +141,7 @@ class CorruptionDetector:
         table = row[None]
         if self.world > 1:
             table = row.new_empty(self.world, len(row))
-            all_gather(table.view(-1), row)
+            all_gather(table.view(-1), row, axis=self.engine.mesh.all_ranks)
         copies = table[:, FIRST_COPY:]
         wrong = table[:, CHANGED].any() | (copies != copies.gather(0, self.reference_ranks)).any()
         return torch.stack((table[:, SIGNAL].max(), wrong.long()))

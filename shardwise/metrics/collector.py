@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.collectives import all_gather
-from shardwise.comm.step_timer import STEP_TIMER
 from shardwise.job import Job
 from shardwise.metrics.rank_metrics import (
     RankMetrics,
@@ -36,6 +35,7 @@ class RankMetricsCollector:
         emit_event: Callable[[str, str], None],
     ):  # fmt: skip
         mesh, world = engine.mesh, engine.mesh.layout.world
+        self.timer = engine.timer
         self.engine, self.optimizer, self.run_path, self.emit_event = engine, optimizer, run_path, emit_event
         self.device, self.rank, self.world, self.is_main = mesh.device, mesh.rank, world, mesh.rank == 0
         self.last_step, self.last_metrics = 0, RankMetrics()
@@ -49,28 +49,28 @@ class RankMetricsCollector:
             job.total_steps,
             [range(rank, rank + ranks_per_stage) for rank in range(0, world, ranks_per_stage)],
         )
-        self.clock_offset = clock_offset(all_gather, self.device, world, self.rank) if world > 1 else 0.0
+        self.clock_offset = clock_offset(mesh.all_ranks, self.device) if world > 1 else 0.0
         self.timeline_every = max(10, job.total_steps // TIMELINE_SAMPLES)
         is_first_of_stage = all(mesh[axis].index == 0 for axis in ("loader", "context", "tensor"))
         self.records_timeline = engine.pipeline is not None and is_first_of_stage
 
     def reset(self) -> None:
         """Discards the current measurement; called before the first step and after a rollback."""
-        STEP_TIMER.begin_step()
+        self.timer.begin_step()
         self.last_step = 0
 
     def begin(self, done: int) -> None:
         """Ends the measurement of the previous step and starts that of step `done + 1`."""
         if self.last_step:
             self._end_step()
-        STEP_TIMER.begin_step()
+        self.timer.begin_step()
         self._step_start, self._step_counter = time.time() - self.clock_offset, time.perf_counter()
         if self.records_timeline and done % self.timeline_every == 2:
-            STEP_TIMER.start_recording()
+            self.timer.start_recording()
 
     def _end_step(self) -> None:
-        STEP_TIMER.begin_phase("")
-        phase_seconds, wait_seconds = STEP_TIMER.elapsed()
+        self.timer.begin_phase("")
+        phase_seconds, wait_seconds = self.timer.elapsed()
         if "weights" not in self.memory_by_kind:
             self._hook.remove()
             states = [value for state in self.optimizer.state.values() for value in state.values()]
@@ -80,7 +80,7 @@ class RankMetricsCollector:
         self.last_metrics = RankMetrics(
             self._step_start, seconds, phase_seconds, wait_seconds, self.peak_memory(), self.memory_by_kind
         )
-        if actions := STEP_TIMER.take_recorded_actions():
+        if actions := self.timer.take_recorded_actions():
             offset = self.clock_offset
             shifted = [[*action, round(a - offset, 6), round(b - offset, 6)] for *action, a, b in actions]
             path = self.run_path / "timeline" / f"rank-{self.rank}.jsonl"
@@ -111,7 +111,7 @@ class RankMetricsCollector:
         all_rows = local_row.unsqueeze(0)
         if self.world > 1:
             all_rows = local_row.new_empty(self.world, local_row.numel())
-            all_gather(all_rows.view(-1), local_row)
+            all_gather(all_rows.view(-1), local_row, axis=self.engine.mesh.all_ranks)
         return all_rows
 
     def write_previous(self, rows: Tensor, done: int) -> dict[str, Any]:

@@ -19,8 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardwise.comm.axis import Axis
+from shardwise.comm.collectives import all_gather
+from shardwise.layout import DEGREES
+
 PHASES = ("compute", "optimizer", "data", "checkpoint", "validation")
-WAIT_AXES = ("pipeline", "tensor", "context", "expert", "shard", "replicate", "data", "local_sgd", "world")
+WAIT_AXES = (*DEGREES, "data", "local_sgd", "world")
 MEMORY_KINDS = ("weights", "gradients", "optimizer")
 # Numeric fields of metrics.jsonl that the page and the trackers read.
 SCALAR_METRICS = (
@@ -154,21 +158,21 @@ def find_alerts(rows: np.ndarray, peer_groups: Sequence[Sequence[int]]) -> list[
     return alerts
 
 
-def clock_offset(all_gather: Any, device: torch.device, world: int, rank: int, rounds: int = 8) -> float:
+def clock_offset(ranks: Axis, device: torch.device, rounds: int = 8) -> float:
     """Returns by how many seconds this rank's clock is ahead of rank 0's, or 0 if that is below the noise.
 
     A collective ends at about the same time on all ranks, so each reads its clock right after one.
     """
     sent = torch.zeros(1, dtype=torch.float64, device=device)
-    received = sent.repeat(world)
+    received = sent.repeat(ranks.size)
     offsets = []
     for _ in range(rounds):
-        all_gather(received, sent)
+        all_gather(received, sent, axis=ranks)
         received.cpu()  # waits until the collective has finished
         sent.fill_(time.time())
-        all_gather(received, sent)
+        all_gather(received, sent, axis=ranks)
         times = received.tolist()
-        offsets.append(times[rank] - times[0])
+        offsets.append(times[ranks.index] - times[0])
     offset = statistics.median(offsets)
     return offset if abs(offset) > max(offsets) - min(offsets) else 0.0
 

@@ -93,11 +93,3 @@ class MaskedLMHead(gpt.LMHead):
             x = x.gather(1, predicted_first.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
             targets = targets.gather(1, predicted_first)
         return super().forward(x, targets)
-
-
-def forward_flops(config: BertConfig) -> list[float]:
-    """As `gpt.cost`: attention sees the whole square, the head only what is predicted."""
-    embed, *blocks, _ = gpt.forward_flops(config)
-    full_attention_flops = 2.0 * config.sequence**2 * config.heads * config.head_dim
-    head = 2.0 * config.width * (config.sequence * config.width + config.max_predictions * config.vocab)
-    return [embed, *(block + full_attention_flops for block in blocks), head]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -73,7 +73,11 @@ class BertFamily(GPTFamily):
 
         return MaskedLM(config, seed)
 
-    def forward_flops(self, config: BertConfig) -> list[float]:  # type: ignore[override]
-        from shardwise.models.bert import forward_flops
+    def decoder_shape(self, config: BertConfig) -> dict[str, Any]:  # type: ignore[override]
+        predicted = {"causal": False, "logit_fraction": config.mlm_probability, "has_engine_model": False}
+        return {**super().decoder_shape(config), **predicted}
 
-        return forward_flops(config)
+    def forward_flops(self, config: BertConfig) -> list[float]:
+        *others, _ = super().forward_flops(config)
+        logits = config.max_predictions * config.vocab  # the head computes only the predicted positions
+        return [*others, 2.0 * config.width * (config.sequence * config.width + logits)]

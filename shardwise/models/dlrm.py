@@ -98,12 +98,3 @@ class DenseDLRM(Chain):
             wide_logits, labels.clamp(min=0).to(wide_logits.dtype), reduction="none"
         )
         return (losses * (labels >= 0)).sum()
-
-
-def forward_flops(config: DLRMConfig) -> float:
-    """Floating-point operations of a sample's forward."""
-    num_pairs = config.tables * (config.tables + 1) // 2
-    bottom = [config.dense_features, *config.bottom, config.width]
-    top = [config.width + num_pairs, *config.top, 1]
-    mlp_flops = sum(2 * size * out_size for sizes in (bottom, top) for size, out_size in pairwise(sizes))
-    return mlp_flops + 2.0 * config.width * (config.tables + 1) ** 2

@@ -11,6 +11,8 @@ from shardwise.models.config import Count, ModelConfig
 from shardwise.models.family import Family, TableSpec
 
 if TYPE_CHECKING:
+    import torch
+
     from shardwise.models.chain import Chain
 
 
@@ -87,9 +89,24 @@ class DLRMFamily(Family):
         }
 
     def forward_flops(self, config: DLRMConfig) -> list[float]:
-        from shardwise.models.dlrm import forward_flops
+        import torch
 
-        return [forward_flops(config)]
+        from shardwise.models.trace import trace_module
+
+        costs = trace_module(self.build_on_meta(config), **self.example_batch(config, 1, torch.float32))
+        bottom, top, interaction = (module.flops for module in costs)
+        return [bottom, top + interaction]
+
+    def example_batch(self, config: DLRMConfig, samples: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        import torch
+
+        return {
+            "numbers": torch.empty(samples, config.dense_features, dtype=dtype, device="meta"),
+            "vectors": torch.empty(
+                samples, config.tables, config.width, dtype=dtype, device="meta", requires_grad=True
+            ),
+            "labels": torch.empty(samples, device="meta"),
+        }
 
     def tables(self, config: DLRMConfig) -> list[TableSpec]:
         # Naumov's initial values are uniform between -1 and 1 over the square root of the rows; ours are normal with

@@ -10,8 +10,9 @@ a typo in a job is reported without importing PyTorch. A family of your own may 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardwise.models.config import ModelConfig
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from shardwise.models.chain import Chain, ShardingPlan
     from shardwise.models.objectives import Objective
+    from shardwise.models.operator_costs import OperatorCosts
 
 
 @dataclass(frozen=True)
@@ -82,17 +84,40 @@ class Family:
             "expert": f"{config.description} has no experts; leave expert at 1.",
         }
 
-    def forward_flops(self, config: Any) -> list[float]:
-        """Returns the forward FLOPs per sample of each module of the chain, by tracing it on fake tensors."""
-        from shardwise.models.trace import trace_flops
-
-        return trace_flops(self.build_on_meta(config), self.example_batch(config))
-
-    def example_batch(self, config: Any) -> tuple[torch.Tensor, ...]:
-        """Returns the positional inputs of the chain for one sample, on the meta device."""
+    def example_batch(self, config: Any, samples: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Returns inputs and targets of a micro-batch on the meta device, by the names of the chain's arguments."""
         import torch
 
-        return (torch.empty(1, config.length, dtype=torch.int64, device="meta"),)
+        tokens = torch.empty(samples, config.length, dtype=torch.int64, device="meta")
+        return {"x": tokens, "ids": tokens[:, 0], "targets": tokens}
+
+    def forward_flops(self, config: Any) -> list[float]:
+        """Returns the forward FLOPs per sample of each module of the chain, by tracing it on fake tensors."""
+        import torch
+
+        from shardwise.models.trace import trace_flops
+
+        return trace_flops(self.build_on_meta(config), self.example_batch(config, 1, torch.float32))
+
+    def decoder_shape(self, config: Any) -> dict[str, Any] | None:
+        """Returns the sizes from which the planner predicts a decoder in closed form; None: it uses operator costs."""
+        return None
+
+    def operator_costs(self, config: Any, itemsize: int) -> Callable[..., tuple[OperatorCosts, ...]]:
+        """Returns a function from a micro-batch size (and a tensor degree, if the model has heads) to the costs of each
+        module, by tracing; `itemsize`: bytes per activation."""
+        import torch
+
+        from shardwise.models.trace import interpolate_traces, trace_module
+
+        dtype = {8: torch.float64, 4: torch.float32, 2: torch.bfloat16}[itemsize]
+
+        @lru_cache(maxsize=16)
+        def trace(samples: int) -> tuple[OperatorCosts, ...]:
+            model = self.build_on_meta(config).to(dtype)
+            return trace_module(model, **self.example_batch(config, samples, dtype))
+
+        return interpolate_traces(trace)
 
     def hidden_shape(self, config: Any) -> tuple[int, int]:
         """Returns the positions and features of the activations between two modules of the chain, for pipelines."""
@@ -105,3 +130,10 @@ class Family:
     def reference(self, config: Any) -> nn.Module | None:
         """Returns the same model from an independent implementation (transformers), or None if there is none."""
         return None
+
+
+def listed_costs(
+    operators: Callable[..., Iterator[OperatorCosts]], config: Any, itemsize: int
+) -> Callable[..., tuple[OperatorCosts, ...]]:
+    """Returns the `operator_costs` of a family that lists its operators by hand."""
+    return lru_cache(maxsize=64)(lambda *sizes: tuple(operators(config, itemsize, *sizes)))

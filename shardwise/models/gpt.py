@@ -308,21 +308,3 @@ class LMHead(nn.Module):
         return fused_linear_cross_entropy(
             x.flatten(0, 1), self.weight, targets.flatten(), self.vocab_shard, self.loss_chunk_size, self.use_fp8
         )
-
-
-def forward_flops(config: DecoderConfig) -> list[float]:
-    """Forward floating-point operations per sample of each piece of the chain, for balancing stages."""
-    seq_len, width = config.sequence, config.width
-    attention_width = config.heads * config.head_dim
-    attention_params = width * (attention_width + 2 * config.kv_heads * config.head_dim) + attention_width * width
-    blocks = []
-    for layer in range(config.layers):
-        hidden = float(config.ffn)
-        if isinstance(config, MoEConfig) and is_moe_layer(config, layer):
-            hidden = config.experts_per_token * config.expert_ffn + config.shared_expert_ffn
-        matmul_params = attention_params + width * hidden * (3 if config.activation == "swiglu" else 2)
-        blocks.append(
-            2.0 * seq_len * matmul_params + 2.0 * seq_len * seq_len * attention_width
-        )  # half of the square: causal
-    # A lookup moves memory and multiplies nothing; it is counted as some operations per number moved.
-    return [8.0 * seq_len * width, *blocks, 2.0 * seq_len * width * config.vocab]

@@ -112,7 +112,10 @@ class GPTFamily(Family):
     def refusals(self, config: DecoderConfig) -> dict[str, str]:
         return {"expert": f"{config.name!r} has no experts; leave expert at 1."}
 
-    def forward_flops(self, config: DecoderConfig) -> list[float]:
-        from shardwise.models.gpt import forward_flops
-
-        return forward_flops(config)
+    def decoder_shape(self, config: DecoderConfig) -> dict[str, Any]:
+        return {
+            "layers": config.layers, "width": config.width, "heads": config.heads, "kv_heads": config.kv_heads,
+            "head_dim": config.head_dim, "ffn": config.ffn, "vocab": config.vocab, "sequence": config.sequence,
+            "gated": config.activation == "swiglu", "tied": config.tied,
+            "positions": config.sequence if config.positions == "learned" else 0, "has_engine_model": True,
+        }  # fmt: skip

@@ -77,6 +77,12 @@ class MoEConfig(DecoderConfig):
 class MoEFamily(GPTFamily):
     config = MoEConfig
 
+    def decoder_shape(self, config: MoEConfig) -> dict[str, Any]:  # type: ignore[override]
+        keys = ("experts", "experts_per_token", "expert_ffn", "shared_expert_ffn", "q_lora_rank", "kv_lora_rank",
+                "qk_rope_head_dim")  # fmt: skip
+        sparse = {"sparse_layers": config.layers - config.dense_layers, "has_engine_model": False}
+        return {**super().decoder_shape(config), **{key: getattr(config, key) for key in keys}, **sparse}
+
     def refusals(self, config: MoEConfig) -> dict[str, str]:  # type: ignore[override]
         refused = {"redundant_compute": "experts are shared by the samples of all ranks."}
         if config.kv_lora_rank or config.capacity_factor:

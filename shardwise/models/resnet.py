@@ -181,20 +181,3 @@ def unpack_targets(targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         (targets >> SECOND_CLASS_BIT) & mask,
         (targets >> MIX_WEIGHT_BIT).clamp(min=0) / MIX_WEIGHT_SCALE,
     )
-
-
-def forward_flops(config: ResNetConfig) -> list[float]:
-    """Forward floating-point operations per sample of each piece of the chain."""
-    side = -(-config.image_size // 2) if config.stem == "imagenet" else config.image_size
-    flops = [2.0 * side**2 * 3 * config.width * (49 if config.stem == "imagenet" else 9)]
-    side = -(-side // 2) if config.stem == "imagenet" else side
-    for wide, inner, stride in block_shapes(config):
-        in_side, side = side, -(-side // stride)
-        if config.has_bottlenecks:
-            macs = in_side**2 * wide * inner + side**2 * (9 * inner**2 + 4 * inner**2)
-        else:
-            macs = side**2 * (9 * wide * inner + 9 * inner**2)
-        out = inner * (4 if config.has_bottlenecks else 1)
-        macs += side**2 * wide * out if stride > 1 or wide != out else 0
-        flops.append(2.0 * macs)
-    return [*flops, 2.0 * 8 * config.width * (4 if config.has_bottlenecks else 1) * config.num_classes]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from shardwise.models.config import ModelConfig
-from shardwise.models.family import Family
+from shardwise.models.family import Family, listed_costs
 
 if TYPE_CHECKING:
     import torch
 
     from shardwise.models.chain import Chain
+    from shardwise.models.operator_costs import OperatorCosts
 
 
 class ResNetConfig(ModelConfig):
@@ -66,12 +68,14 @@ class ResNetFamily(Family):
             "redundant_compute": "batch norm mixes the samples of all ranks.",
         }
 
-    def forward_flops(self, config: ResNetConfig) -> list[float]:
-        from shardwise.models.resnet import forward_flops
+    def operator_costs(self, config: ResNetConfig, itemsize: int) -> Callable[..., tuple[OperatorCosts, ...]]:
+        from shardwise.models.resnet_operators import resnet_operators
 
-        return forward_flops(config)
+        return listed_costs(resnet_operators, config, itemsize)
 
-    def example_batch(self, config: ResNetConfig) -> tuple[torch.Tensor, ...]:
+    def example_batch(self, config: ResNetConfig, samples: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         import torch
 
-        return (torch.empty(1, 3 * config.image_size**2, dtype=torch.int64, device="meta"),)
+        pixels = torch.empty(samples, 3, config.image_size, config.image_size, dtype=torch.uint8, device="meta")
+        labels = torch.empty(samples, 1, dtype=torch.int64, device="meta")
+        return {"x": pixels, "ids": labels[:, 0], "targets": labels}

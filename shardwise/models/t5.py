@@ -245,13 +245,3 @@ class T5LMHead(gpt.LMHead):
         return super().forward(
             x[:, self.encoder_length :], None if targets is None else targets[:, self.encoder_length :]
         )
-
-
-def forward_flops(config: T5Config) -> list[float]:
-    """Forward floating-point operations per sample of each piece of the chain, for balancing stages."""
-    s, t, d, a = config.sequence, config.target_sequence, config.width, config.heads * config.head_dim
-    hidden = 2.0 * d * config.ffn * (3 if config.activation == "geglu" else 2)
-    encoder = s * (8.0 * d * a + hidden) + 4.0 * s * s * a
-    decoder = t * (8.0 * d * a + hidden) + 4.0 * t * t * a + 4.0 * d * a * (s + t) + 4.0 * s * t * a
-    moved = 8.0 * config.length * d
-    return [moved, *[encoder] * config.layers, moved, *[decoder] * config.layers, 2.0 * t * d * config.vocab]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
 from shardwise.console import pluralize
 from shardwise.models.config import ModelConfig
-from shardwise.models.family import Family
+from shardwise.models.family import Family, listed_costs
 
 if TYPE_CHECKING:
     from shardwise.models.chain import Chain
     from shardwise.models.objectives import Objective
+    from shardwise.models.operator_costs import OperatorCosts
 
 
 class T5Config(ModelConfig):
@@ -106,7 +108,7 @@ class T5Family(Family):
 
         return SpanCorruption(config, seed)
 
-    def forward_flops(self, config: T5Config) -> list[float]:
-        from shardwise.models.t5 import forward_flops
+    def operator_costs(self, config: T5Config, itemsize: int) -> Callable[..., tuple[OperatorCosts, ...]]:
+        from shardwise.models.t5_operators import t5_operators
 
-        return forward_flops(config)
+        return listed_costs(t5_operators, config, itemsize)

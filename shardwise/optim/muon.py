@@ -164,7 +164,7 @@ def _all_to_all_tensors(
     input_split_sizes = [sum(tensor.numel() for tensor in tensors) for tensors in tensors_by_rank]
     output_split_sizes = [sum(map(math.prod, rank_shapes)) for rank_shapes in shapes]
     output = flat.new_empty(sum(output_split_sizes))
-    all_to_all(output, flat, output_split_sizes, input_split_sizes, group=axis.group)
+    all_to_all(output, flat, output_split_sizes, input_split_sizes, axis=axis)
     return [
         [part.view(shape) for part, shape in zip(chunk.split([*map(math.prod, rank_shapes)]), rank_shapes, strict=True)]
         for chunk, rank_shapes in zip(output.split(output_split_sizes), shapes, strict=True)

@@ -133,7 +133,7 @@ def sum_over_shards(
         ]  # fmt: skip
         if indices:
             flat = torch.cat([sums[index].reshape(-1) for index in indices])
-            all_reduce(flat, group=axis.group)
+            all_reduce(flat, axis=axis)
             for index, full_sum in zip(indices, flat.split([sums[index].numel() for index in indices]), strict=True):
                 sums[index] = full_sum.view(sums[index].shape)
     return sums

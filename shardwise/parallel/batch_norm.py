@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.comm.axis import Axis
 from shardwise.comm.collectives import all_reduce
 from shardwise.models.chain import Chain
 from shardwise.models.resnet import BatchNorm
-from shardwise.parallel.mesh import Axis
 
 
 def apply(chain: Chain, axis: Axis) -> None:
@@ -36,5 +36,5 @@ class AllReduceSum(torch.autograd.Function):
 
 def _all_reduce_sum(numbers: Tensor, axis: Axis) -> Tensor:
     numbers = numbers.clone(memory_format=torch.contiguous_format)
-    all_reduce(numbers, group=axis.group)
+    all_reduce(numbers, axis=axis)
     return numbers

@@ -1,12 +1,13 @@
-"""Context parallelism: each rank holds a part of every sequence, and attends to the rest of it.
+"""Context parallelism: each rank holds a part of every sequence and attends to all of it.
 
-    ring    keys and values go round from rank to rank; each adds its part of the softmax. A rank holds the n-th chunk
-            from the front and the n-th from the back: under a causal mask all have as much to do in every round.
-    heads   queries, keys and values are exchanged for some heads of the whole sequence, attended to as on one device,
-            and exchanged back (DeepSpeed's Ulysses).
+    ring     keys and values circulate from rank to rank, and each rank accumulates the softmax over them. Rank n holds
+             the n-th chunk from the front and the n-th from the back, which balances the work under a causal mask.
+    ulysses  an all-to-all gives each rank some heads of the full sequence, attention runs as on one device, and a
+             second all-to-all restores the sequence split (DeepSpeed Ulysses).
 
-PyTorch's own `context_parallel` knows neither CPUs nor float64, and wants its own cut of heads and tensors. A part of
-the softmax and its backward are PyTorch's flash kernels where there is one for the type; `MathAttention` is what they compute.
+PyTorch's own `context_parallel` supports neither CPUs nor float64 and prescribes its own sharding. Attention over one
+chunk and its backward use PyTorch's flash kernels, which only private ATen operators expose with their log-sum-exp;
+`MathAttention` is the same computation for dtypes and masks that have no flash kernel.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from shardwise.comm.axis import Axis
 from shardwise.comm.collectives import all_reduce, all_to_all, all_to_all_with_grad
-from shardwise.comm.step_timer import STEP_TIMER
 from shardwise.data.sample_stream import Samples
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
@@ -27,7 +28,7 @@ from shardwise.models.chain import Chain, PositionAware
 from shardwise.models.gpt import SelfAttention
 from shardwise.models.layers import sdpa
 from shardwise.models.moe import MoE
-from shardwise.parallel.mesh import Axis, Mesh
+from shardwise.parallel.mesh import Mesh
 
 
 def check(model: Any, layout: Layout) -> None:
@@ -53,12 +54,12 @@ def check(model: Any, layout: Layout) -> None:
 
 
 def _heads_per_rank(model: Any, tensor: int) -> list[int]:
-    """Queries' heads of each tensor rank."""
+    """Returns the query heads of each tensor rank."""
     return [len(part) for part in torch.arange(model.heads).tensor_split(tensor)]
 
 
 def local_positions(length: int, axis: Axis, by: str) -> Tensor:
-    """Where in the sequence the positions lie that this rank holds, in its order."""
+    """Returns the sequence positions of this rank, in its order."""
     all_positions = torch.arange(length)
     if by == "ulysses":
         return all_positions.chunk(axis.size)[axis.index]
@@ -67,13 +68,13 @@ def local_positions(length: int, axis: Axis, by: str) -> Tensor:
 
 
 def apply(chain: Chain, layout: Layout, mesh: Mesh, length: int, device: torch.device) -> None:
-    """Tells the modules of a chain where their positions lie, and how to attend to those that lie elsewhere."""
+    """Sets position ids, rotary embeddings and the attention function of a chain's modules for this rank."""
     context, tensor = mesh["context"], mesh["tensor"]
     if context.size == tensor.size == 1:
         return
     context_positions = local_positions(length, context, layout.context_method)
     sequence_positions = context_positions.chunk(tensor.size)[tensor.index].to(device)
-    rope_cos_sin: tuple[Tensor, Tensor] | None = None  # one for all
+    rope_cos_sin: tuple[Tensor, Tensor] | None = None  # shared by all layers
     for module in chain.modules():
         if isinstance(module, PositionAware):
             module.position_ids = sequence_positions
@@ -92,12 +93,12 @@ def apply(chain: Chain, layout: Layout, mesh: Mesh, length: int, device: torch.d
         if isinstance(module, MoE):
             module.sequence_shards, module.all_reduce_sum = (
                 context.size,
-                lambda counts: all_reduce(counts, group=context.group),
+                lambda counts: all_reduce(counts, axis=context),
             )
 
 
 def shard_samples(samples: Samples, positions: Tensor | None) -> Samples:
-    """This rank's positions of some samples; the documents of all of them."""
+    """Returns this rank's positions of the tokens and targets; document ids stay complete."""
     if positions is None:
         return samples
     return replace(
@@ -106,16 +107,16 @@ def shard_samples(samples: Samples, positions: Tensor | None) -> Samples:
 
 
 class UlyssesAttention:
-    """Some heads of the whole sequence instead of all heads of a part."""
+    """Attention over some heads of the full sequence instead of all heads of a part."""
 
     def __init__(self, axis: Axis):
         self.axis = axis
 
     @torch.compiler.disable
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, document_ids: Tensor | None = None) -> Tensor:
-        """(B, heads, own positions, H), as many out."""
+        """Takes and returns (B, heads, local positions, H)."""
         ranks = self.axis.size
-        if k.shape[1] % ranks:  # too few heads of keys and values to deal out: each query's head with its own
+        if k.shape[1] % ranks:  # too few KV heads to distribute: repeats them for each query head
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         sizes = [x.shape[1] // ranks for x in (q, k, v)]
         parts = [torch.cat(part, 1) for part in zip(*(x.chunk(ranks, 1) for x in (q, k, v)), strict=True)]
@@ -126,39 +127,41 @@ class UlyssesAttention:
         return torch.cat(back.unbind(), 1)
 
     def _all_to_all(self, x: Tensor) -> Tensor:
-        """The n-th of what each rank has, to rank n."""
+        """Sends x[n] to rank n."""
         even = [1] * self.axis.size
-        return all_to_all_with_grad(x.contiguous(), even, even, self.axis.group)  # type: ignore[no-any-return]
+        return all_to_all_with_grad(x.contiguous(), even, even, self.axis)
 
 
 class RingAttention:
-    """Keys and values go round."""
+    """Attention with keys and values circulating around the ring."""
 
     def __init__(self, axis: Axis):
         self.axis = axis
 
     @torch.compiler.disable
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, document_ids: Tensor | None = None) -> Tensor:
-        """(B, heads, own positions, H), as many out."""
+        """Takes and returns (B, heads, local positions, H)."""
         return RingAttentionFunction.apply(q, k, v, self.axis, causal, document_ids)  # type: ignore[no-any-return]
 
 
 def other_document_mask(
     document_ids: Tensor | None, axis: Axis, ring_step: int, query_slice: slice, key_slice: slice
 ) -> Tensor | None:
-    """Which keys of a turn lie in another document than a query (B, queries, keys); None: there is only one."""
+    """Returns where key and query are in different documents (B, queries, keys); None without document ids."""
     if document_ids is None:
         return None
-    source = Axis(axis.size, (axis.index - ring_step) % axis.size, axis.group)
-    mine, theirs = (document_ids[:, local_positions(document_ids.shape[1], one, "ring")] for one in (axis, source))
-    return mine[:, query_slice].unsqueeze(2) != theirs[:, key_slice].unsqueeze(1)
+    source = replace(axis, index=(axis.index - ring_step) % axis.size)
+    of_queries, of_keys = (
+        document_ids[:, local_positions(document_ids.shape[1], rank_axis, "ring")] for rank_axis in (axis, source)
+    )
+    return of_queries[:, query_slice].unsqueeze(2) != of_keys[:, key_slice].unsqueeze(1)
 
 
 def visible_slices(axis: Axis, ring_step: int, length: int, causal: bool) -> tuple[slice, slice, bool]:
-    """In which turn this rank's queries, of which of them, see which of the keys that are there; and whether masked.
+    """Returns the query and key slices visible at this ring step, and whether a causal mask applies.
 
-    The keys of turn n come from the n-th rank before this one. Its front chunk lies before ours where its number is
-    lower, and its back chunk then behind ours."""
+    At step n the keys come from the n-th rank before this one. If that rank's index is lower, its front chunk precedes
+    all our positions and its back chunk follows them."""
     everything, half = slice(None), length // 2
     if ring_step == 0 or not causal:
         return everything, everything, causal
@@ -168,7 +171,7 @@ def visible_slices(axis: Axis, ring_step: int, length: int, causal: bool) -> tup
 
 
 class RingAttentionFunction(torch.autograd.Function):
-    """Attention over all keys and values of the ring."""
+    """Ring attention with its backward."""
 
     @staticmethod
     def forward(
@@ -203,9 +206,8 @@ class RingAttentionFunction(torch.autograd.Function):
         axis, masked, kernel, grad = ctx.axis, ctx.masked, select_kernel(q, ctx.document_ids), grads[0]
         group, length = q.shape[1] // k.shape[1], q.shape[2]
         dq, kv = torch.zeros_like(q), torch.stack((k, v))
-        kv_grad_transfer: RingSendRecv | None = (
-            None  # the gradient of keys and values follows them round, one turn later, and home
-        )
+        # The gradient of keys and values follows them around the ring, one step later, back to their rank.
+        kv_grad_transfer: RingSendRecv | None = None
         for ring_step in range(axis.size):
             next_kv = RingSendRecv(kv, axis) if ring_step + 1 < axis.size else None
             query_slice, key_slice, causal = visible_slices(axis, ring_step, length, masked)
@@ -221,9 +223,9 @@ class RingAttentionFunction(torch.autograd.Function):
                 causal,
             )
             dq[:, :, query_slice] += parts[0]
-            given = kv_grad_transfer.wait() if kv_grad_transfer else torch.zeros_like(kv)
-            given[:, :, :, key_slice] += torch.stack([part.unflatten(1, (-1, group)).sum(2) for part in parts[1:]])
-            kv_grad_transfer = RingSendRecv(given, axis)
+            kv_grad = kv_grad_transfer.wait() if kv_grad_transfer else torch.zeros_like(kv)
+            kv_grad[:, :, :, key_slice] += torch.stack([part.unflatten(1, (-1, group)).sum(2) for part in parts[1:]])
+            kv_grad_transfer = RingSendRecv(kv_grad, axis)
             kv = next_kv.wait() if next_kv else kv
         assert kv_grad_transfer is not None
         dk, dv = kv_grad_transfer.wait()
@@ -231,43 +233,43 @@ class RingAttentionFunction(torch.autograd.Function):
 
 
 def _repeat_kv(kv: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Keys and values, one head for each of the queries'."""
+    """Returns keys and values, repeated to one head per query head."""
     k, v = kv.repeat_interleave(group, 2) if group > 1 else kv
     return k, v
 
 
 class RingSendRecv:
-    """A tensor on its way to the next rank of the ring, and what comes from the one before."""
+    """Asynchronously sends a tensor to the next rank of the ring and receives one from the previous rank."""
 
     def __init__(self, x: Tensor, axis: Axis):
         self.sent, self.received = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
         size = self.sent.numel()
         send_sizes, recv_sizes = [0] * axis.size, [0] * axis.size
         send_sizes[(axis.index + 1) % axis.size] = recv_sizes[(axis.index - 1) % axis.size] = size
-        self.group = axis.group
+        self.axis = axis
         self.work = all_to_all(
-            self.received.view(-1), self.sent.view(-1), recv_sizes, send_sizes, group=axis.group, async_op=True
+            self.received.view(-1), self.sent.view(-1), recv_sizes, send_sizes, axis=axis, async_op=True
         )
 
     def wait(self) -> Tensor:
         if self.work is not None:
-            with STEP_TIMER.waiting_for_group(self.group, self.received.device):
+            with self.axis.waiting(self.received.device):
                 self.work.wait()
         return self.received
 
 
 class AttentionKernel(Protocol):
-    """A part of attention: the softmax over some keys only, with the logarithm of its sum (B, heads, queries)."""
+    """Attention over some of the keys, with the log-sum-exp of the scores (B, heads, queries)."""
 
     other_document_mask: Tensor | None
-    """Keys that a query does not see (B, queries, keys)."""
+    """Keys hidden from a query (B, queries, keys)."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]: ...
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Given output and logarithm of the sum over all keys: the gradients of queries, keys and values."""
+        """Returns gradients of q, k and v. `out` and `lse` are those over all keys."""
 
 
 def select_kernel(q: Tensor, document_ids: Tensor | None) -> AttentionKernel:
@@ -281,7 +283,7 @@ def select_kernel(q: Tensor, document_ids: Tensor | None) -> AttentionKernel:
 
 
 class MathAttention:
-    """By the definition."""
+    """Attention by its definition."""
 
     other_document_mask: Tensor | None = None
 
@@ -300,7 +302,7 @@ class MathAttention:
     def _scores(self, q: Tensor, k: Tensor, causal: bool) -> Tensor:
         scores = q @ k.mT / math.sqrt(q.shape[-1])
         if self.other_document_mask is not None:
-            # Not infinite: a query may see none of these keys. It always sees itself, so these count for nothing.
+            # Finite, because a query may see none of these keys: -inf would give NaN. Its own key outweighs them later.
             scores = scores.masked_fill(self.other_document_mask.unsqueeze(1), torch.finfo(scores.dtype).min / 4)
         if not causal:
             return scores
@@ -308,7 +310,7 @@ class MathAttention:
 
 
 class CpuFlashAttention:
-    """PyTorch's flash attention for CPUs."""
+    """PyTorch's flash attention on CPUs."""
 
     other_document_mask: Tensor | None = None
 
@@ -319,23 +321,23 @@ class CpuFlashAttention:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        given = grad, q, k, v, out, lse
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, 0.0, causal)
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return backward(grad, q, k, v, out, lse, 0.0, causal)
 
 
 class CudaFlashAttention:
-    """PyTorch's flash attention for GPUs, in 16 bits."""
+    """PyTorch's flash attention on GPUs, in bf16 and fp16."""
 
     other_document_mask: Tensor | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-        found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False)
-        return found[0], found[1]
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False)
+        return out, lse
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, of which there is none
-        given = grad.contiguous(), q, k, v, out.contiguous(), lse.contiguous(), None, None
+        state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # RNG state of dropout, which is off
+        tensors = grad.contiguous(), q, k, v, out.contiguous(), lse.contiguous(), None, None
         lengths = q.shape[2], k.shape[2], 0.0, causal
-        return torch.ops.aten._scaled_dot_product_flash_attention_backward(*given, *lengths, state, state[0])
+        return torch.ops.aten._scaled_dot_product_flash_attention_backward(*tensors, *lengths, state, state[0])

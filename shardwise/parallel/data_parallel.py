@@ -1,18 +1,19 @@
-"""Data parallelism: who holds whole weights, and how gradients of different samples become one sum.
+"""Data parallelism: where weights, gradients and optimizer state live, and how gradients are reduced.
 
-    Alone    one process in mixed precision: the modules hold rounded weights, the holdings the wide ones beside them.
-    Whole    weights and gradients whole; one sum per step over all samples. With `shard` the sum is a reduce-scatter,
-             each rank updates its rows and the rows are gathered again: ZeRO 1. Knows nothing of autograd, so it is
-             right under every pipeline schedule. `replicate` beside tensor or pipeline comes here too.
-    Bucketed PyTorch's DDP: `replicate` alone, the sum overlaps the last backward; one by `gradient.all_reduce` waits for
-             its end.
-    Sharded  PyTorch's FSDP2 (`sharded.py`): ZeRO 2 (gradients reduce-scattered after each backward) and 3 (weights too
-             are freed after each forward and backward), on the (replicate, shard) mesh.
+    SingleProcess  one process in mixed precision: modules hold bf16 or fp16 weights, next to fp32 master weights.
+    Zero1          full weights and gradients on every rank, reduced once per step. With `shard`, gradients are
+                   reduce-scattered, each rank updates its rows, and weights are all-gathered: ZeRO 1. It does not
+                   hook into autograd, so it works under every pipeline schedule. Also for `replicate` combined with
+                   tensor or pipeline.
+    DDP            PyTorch's DDP, for `replicate` alone: the all-reduce overlaps the last backward. An algorithm of
+                   `gradient.all_reduce` other than "library" is synchronous.
+    FSDP           PyTorch's FSDP2 (`fsdp.py`) on the (replicate, shard) mesh: ZeRO 2 reduce-scatters gradients after
+                   each backward, ZeRO 3 also reshards weights after each forward and backward.
 
-Every engine gives sums, not means: the loss is already divided by the number of targets in the whole batch.
+All of them reduce to sums, not means: the loss is already divided by the number of targets in the global batch.
 
-PyTorch's ZeroRedundancyOptimizer hands out whole parameters, not rows, and knows neither cut weights nor stages, so
-ZeRO 1 is written here.
+ZeRO 1 is by hand because PyTorch's ZeroRedundancyOptimizer assigns whole parameters, not rows, to ranks, and supports
+neither tensor-parallel weights nor pipeline stages.
 """
 
 from __future__ import annotations
@@ -27,26 +28,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from shardwise.comm.axis import Axis
 from shardwise.comm.collectives import all_gather, all_reduce, reduce_scatter
-from shardwise.comm.step_timer import STEP_TIMER
 from shardwise.errors import RunError
 from shardwise.models.chain import Chain
 from shardwise.parallel.gradient_compression import Compressor
 from shardwise.parallel.gradient_reduction import GradientReducer
-from shardwise.parallel.mesh import Axis, Mesh
+from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.param_shard import ParamShard, sharded_dims_of
 
-# Meant for later versions of PyTorch; what it says to use instead does something else.
-warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
-
-# By parameter: the whole shape, the dimension cut over the tensor axis, whether its experts are cut.
+# By parameter: full shape, the dimension split over the tensor axis, whether its experts are split over ranks.
 ParamSpecs = dict[str, tuple[torch.Size, int | None, bool]]
 ParamPairs = list[tuple[nn.Parameter, ParamShard]]
-BUCKET_BYTES = 64 << 20  # bytes of gradients that travel at once
+BUCKET_BYTES = 64 << 20  # bytes of gradients per collective
 
 
 class DataParallel(ABC):
-    """What a step needs of each engine. `modules` are what is called to compute, one per chain."""
+    """The interface that a step uses. `modules` are the callables that compute, one per chain."""
 
     def __init__(self, chains: list[Chain], mesh: Mesh):
         self.chains, self.mesh = chains, mesh
@@ -54,10 +52,10 @@ class DataParallel(ABC):
         self.param_pairs: ParamPairs = []
         self.compressor: Compressor | None = None
         self.compression_paused = False
-        """Whether sums are plain for now, in the steps before `gradient.compress_after`."""
+        """Whether gradients are reduced uncompressed, in the steps before `gradient.compress_after`."""
 
     def make_param_shards(self, specs: ParamSpecs) -> list[ParamShard]:
-        """The holdings, once the parameters have memory."""
+        """Returns this rank's parameter shards; call it once the parameters have memory."""
         for chain in self.chains:
             for name, weight in chain.named_unique_parameters():
                 shape, tensor_dim, expert = specs[name]
@@ -65,7 +63,7 @@ class DataParallel(ABC):
                 replicas = self.mesh["replicate" if expert else "replicas"]
                 num_replicas = replicas.size * (self.mesh["tensor"].size if tensor_dim is None else 1)
                 if self.mesh["pipeline"].size > 1 and name in chain.sharding_plan.tied_parameters:
-                    num_replicas *= 2  # the first stage and the last
+                    num_replicas *= 2  # on the first and on the last stage
                 param_shard = ParamShard(
                     name, self.local_shard(weight, axis), shape, tensor_dim, axis.size > 1, num_replicas, expert
                 )
@@ -78,7 +76,7 @@ class DataParallel(ABC):
         return [param_shard for _, param_shard in self.param_pairs]
 
     def should_compress(self, param_shard: ParamShard) -> bool:
-        """Whether the gradient of a weight travels compressed: it is large, and nothing but a sum over samples."""
+        """Whether a gradient is reduced compressed: it is large, and only data-parallel ranks contribute to it."""
         layout = self.mesh.layout
         is_tensor_sharded = layout.tensor == 1 or param_shard.tensor_dim is not None
         is_tied = layout.pipeline > 1 and param_shard.name in self.chains[0].sharding_plan.tied_parameters
@@ -86,27 +84,25 @@ class DataParallel(ABC):
         return compression_active and len(param_shard.shape) > 1 and is_tensor_sharded and not is_tied
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        """To be entered around the forward and backward of one micro-batch."""
+        """Wraps forward and backward of one micro-batch."""
         return nullcontext()
 
     def reduce_gradients(self) -> None:
-        """Sums gradients over all samples and hands each holding its piece."""
+        """Sums gradients over all samples and sets the gradient of each parameter shard."""
         for weight, param_shard in self.param_pairs:
-            if (
-                weight.grad is None and param_shard.tensor.grad is None
-            ):  # of several micro-batches it may be added already
+            if weight.grad is None and param_shard.tensor.grad is None:  # the hook may have accumulated it already
                 raise RunError(f"the parameter {param_shard.name} got no gradient in this step.")
         self.sum_gradients()
 
     def sync_weights(self) -> None:
-        """Drops the gradients and lets every rank compute with the updated weights."""
+        """Frees the gradients and makes the updated weights available on every rank."""
         for weight, param_shard in self.param_pairs:
             weight.grad = param_shard.tensor.grad = None
         self.gather_weights()
 
     @abstractmethod
     def local_shard(self, weight: nn.Parameter, axis: Axis) -> Tensor:
-        """The part of a weight that this rank updates, in the weight's own memory; `axis`: the ranks that share it."""
+        """Returns the part of a weight that this rank updates; `axis`: the ranks that shard it."""
 
     @abstractmethod
     def sum_gradients(self) -> None: ...
@@ -116,8 +112,8 @@ class DataParallel(ABC):
 
 
 class SingleProcess(DataParallel):
-    """One process. Weights are rounded once a step, by the optimizer as it updates them, and not in every use. With one
-    micro-batch the gradients stay as narrow as they were made; with more they are added up in the wide type."""
+    """One process. The optimizer rounds weights to the compute dtype once per step, not at every use. With one
+    micro-batch, gradients stay in the compute dtype; with several they are accumulated in the master dtype."""
 
     def __init__(self, chains: list[Chain], mesh: Mesh, master_dtype: torch.dtype, micro_batches: int):
         super().__init__(chains, mesh)
@@ -135,7 +131,7 @@ class SingleProcess(DataParallel):
         return torch.empty_like(weight, dtype=self.master_dtype, requires_grad=False)
 
     def sum_gradients(self) -> None:
-        """There is one share."""
+        """Nothing to reduce: there is one process."""
 
     @torch.no_grad()
     def gather_weights(self) -> None:
@@ -163,7 +159,7 @@ def _accumulate_hook(master: Tensor) -> Callable[[Tensor], None]:
 
 
 class Zero1(DataParallel):
-    """Whole weights and gradients on every rank."""
+    """Full weights and gradients on every rank; optimizer state sharded if `shard` > 1."""
 
     def __init__(self, chains: list[Chain], mesh: Mesh, reducer: GradientReducer):
         super().__init__(chains, mesh)
@@ -176,7 +172,7 @@ class Zero1(DataParallel):
         return weight.detach()[first : first + length]
 
     def reduction_groups(self) -> Iterator[tuple[Axis, Axis, ParamPairs]]:
-        """Weights by the ranks that share their updates, and those that hold the same: of cut experts others."""
+        """Yields (shard axis, replica axis, weights); experts split over ranks have axes of their own."""
         for expert, axis, replicas in ((False, "fsdp", "replicas"), (True, "expert_replicas", "replicate")):
             pairs = [pair for pair in self.param_pairs if pair[1].is_expert == expert]
             if pairs:
@@ -189,7 +185,7 @@ class Zero1(DataParallel):
 
     def _reduce_pairs(self, shard: Axis, replicas: Axis, pairs: ParamPairs) -> None:
         if shard.size == replicas.size == 1:
-            return  # a holding is its weight
+            return  # the shard is the weight
         compressed = [pair for pair in pairs if self.should_compress(pair[1])]
         if replicas.size == 1:
             for bucket in _make_buckets(compressed):
@@ -207,19 +203,19 @@ class Zero1(DataParallel):
             reduced = packed[0]
             if shard.size > 1 and self.reducer.uses_library:
                 reduced = torch.empty_like(packed[0])
-                reduce_scatter(reduced, packed.view(-1), group=shard.group)
+                reduce_scatter(reduced, packed.view(-1), axis=shard)
             elif shard.size > 1:
-                self.reducer(packed, shard.group)
+                self.reducer(packed, shard)
                 reduced = packed[shard.index].clone()
             if replicas.size > 1 and not compressed:
-                self.reducer(reduced, replicas.group)
+                self.reducer(reduced, replicas)
             for (_, param_shard), piece in zip(bucket, reduced.split(sizes), strict=True):
                 param_shard.tensor.grad = piece[: param_shard.tensor.numel()].view(param_shard.tensor.shape)
         if compressed:
             all_reduce_gradients(self, [(param_shard, param_shard.grad) for _, param_shard in pairs], replicas)
 
     def _reduce_scatter_compressed(self, shard: Axis, bucket: ParamPairs) -> None:
-        """Of each weight of a bucket, the compressed sum of this rank's rows."""
+        """Reduce-scatters a bucket compressed and sets this rank's gradients."""
         assert self.compressor is not None
         sizes = [_padded_shard_numel(weight, shard) for weight, _ in bucket]
         rows = [
@@ -247,14 +243,14 @@ class Zero1(DataParallel):
                 ]
             )
             gathered = local.new_empty(shard.size * local.numel())
-            all_gather(gathered, local, group=shard.group)
+            all_gather(gathered, local, axis=shard)
             columns = gathered.view(shard.size, -1).split(sizes, dim=1)
             for (weight, _), column in zip(bucket, columns, strict=True):
                 weight.detach().copy_(column.reshape(-1)[: weight.numel()].view(weight.shape))
 
 
 def all_reduce_gradients(data: DataParallel, gradients: list[tuple[ParamShard, Tensor]], replicas: Axis) -> None:
-    """Sums over replicas, in place: compressed where it is worth it."""
+    """All-reduces gradients over replicas in place, those of large weights compressed."""
     compressed = [
         (param_shard, gradient)
         for param_shard, gradient in gradients
@@ -270,7 +266,7 @@ def all_reduce_gradients(data: DataParallel, gradients: list[tuple[ParamShard, T
             gradient.copy_(reduced)
     if uncompressed:
         flat = torch.cat([gradient.reshape(-1) for gradient in uncompressed])
-        all_reduce(flat, group=replicas.group)
+        all_reduce(flat, axis=replicas)
         for gradient, reduced in zip(
             uncompressed, flat.split([gradient.numel() for gradient in uncompressed]), strict=True
         ):
@@ -292,7 +288,7 @@ def _make_buckets(pairs: ParamPairs) -> Iterator[ParamPairs]:
 
 
 def _padded_shard_numel(weight: Tensor, shard: Axis) -> int:
-    """Numbers in the largest piece of a weight on the shard axis; the smaller ones are padded to it."""
+    """Returns the elements of a weight's largest shard; smaller shards are padded to it."""
     return -(-weight.shape[0] // shard.size) * (weight.numel() // weight.shape[0])
 
 
@@ -303,20 +299,24 @@ def _flatten_and_pad(tensor: Tensor | None, size: int) -> Tensor:
 
 
 class DDP(DataParallel):
-    """PyTorch's DDP: `replicate` alone."""
+    """PyTorch's DDP, for `replicate` alone."""
 
     def __init__(self, chains: list[Chain], mesh: Mesh, reducer: GradientReducer):
         super().__init__(chains, mesh)
         self.reducer = reducer
 
     def make_param_shards(self, specs: ParamSpecs) -> list[ParamShard]:
-        group = self.mesh["replicate"].group
-        self.ddp = DistributedDataParallel(
-            self.chains[0], process_group=group, init_sync=False, gradient_as_bucket_view=True, broadcast_buffers=False
-        )
-        # The sum; DDP by itself gives the mean.
+        axis = self.mesh["replicate"]
+        with warnings.catch_warnings():
+            # PyTorch 2.13 deprecates `broadcast_buffers`; the replacement it names does something else.
+            warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
+            self.ddp = DistributedDataParallel(
+                self.chains[0], process_group=axis.group, init_sync=False, gradient_as_bucket_view=True,
+                broadcast_buffers=False,
+            )  # fmt: skip
+        # Sums; DDP by itself averages.
         self.ddp.register_comm_hook(
-            (self.reducer, group), _async_all_reduce_hook if self.reducer.uses_library else _blocking_all_reduce_hook
+            (self, axis), _async_all_reduce_hook if self.reducer.uses_library else _blocking_all_reduce_hook
         )
         self.modules = [self.ddp]
         return super().make_param_shards(specs)
@@ -328,26 +328,26 @@ class DDP(DataParallel):
         return nullcontext() if last else self.ddp.no_sync()
 
     def sum_gradients(self) -> None:
-        """Was done in the backward, which is over only when the last bucket is there."""
-        STEP_TIMER.end_wait("replicate")
+        """DDP has reduced the gradients: its backward ends when the last bucket has arrived."""
+        self.mesh.timer.end_wait("replicate")
 
     def gather_weights(self) -> None:
-        """Every rank took the same step."""
+        """Nothing to gather: every rank has updated all weights."""
 
 
-# Without annotations: DDP compares them with classes, and here they would be text.
+# No annotations: DDP compares them with classes, and postponed annotations are strings.
 def _async_all_reduce_hook(state, bucket):  # type: ignore[no-untyped-def]
-    _, group = state
+    data, axis = state
     buffer = bucket.buffer()
-    work = all_reduce(buffer, group=group, async_op=True)
-    STEP_TIMER.begin_wait()  # the last bucket is full when the last gradient is made
+    work = all_reduce(buffer, axis=axis, async_op=True)
+    data.mesh.timer.begin_wait()  # the last bucket fills with the last gradient, so only the last call counts
     return work.get_future().then(lambda future: buffer)
 
 
 def _blocking_all_reduce_hook(state, bucket):  # type: ignore[no-untyped-def]
-    reducer, group = state
+    data, axis = state
     buffer = bucket.buffer()
-    reducer(buffer, group)
+    data.reducer(buffer, axis)
     future: Any = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
     future.set_result(buffer)
     return future

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.comm.step_timer import StepTimer
 from shardwise.data.sample_stream import Samples, SampleStream
 from shardwise.job import Job
 from shardwise.layout import BatchSplit
@@ -71,6 +72,10 @@ class Engine:
             for param_shard in self.param_shards
             if param_shard.name in self.chains[0].sharding_plan.tied_parameters
         ]
+
+    @property
+    def timer(self) -> StepTimer:
+        return self.mesh.timer
 
     def run(self, samples: Samples, scale: Tensor) -> Tensor:
         """Runs forward and backward of all micro-batches and leaves the gradients in the parameters.

@@ -1,8 +1,8 @@
-"""Expert parallelism: each rank of the expert axis holds some of the experts, and tokens travel to theirs and back.
+"""Expert parallelism: each rank of the expert axis owns some experts; tokens are dispatched to them and back.
 
-The axis is folded over shard x context: it needs no ranks of its own, and what is not an expert knows nothing of it.
-Where these ranks do not suffice, the tensor axis cuts between experts too, instead of each of them within. Its ranks
-see the same tokens, so each serves the choices of its own experts, and the sum at the end of a region joins them.
+The expert axis folds over shard x context: it needs no ranks of its own, and other modules are unaffected. If those
+ranks do not suffice, the tensor axis also distributes whole experts instead of splitting each one. Tensor ranks see the
+same tokens, so each computes its own experts and the reduce-scatter at the end of the region sums the outputs.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.axis import Axis
 from shardwise.comm.collectives import all_reduce, all_to_all
-from shardwise.comm.step_timer import STEP_TIMER
+from shardwise.comm.step_timer import StepTimer
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
 from shardwise.models.chain import Chain, ShardDim
 from shardwise.models.config import ModelConfig
 from shardwise.models.moe import MoE, Permute, group_sizes, is_fake
-from shardwise.parallel.mesh import Axis, Mesh
+from shardwise.parallel.mesh import Mesh
 
 
 def check(model: ModelConfig, layout: Layout) -> None:
@@ -43,8 +44,10 @@ def check(model: ModelConfig, layout: Layout) -> None:
 
 
 def apply(chain: Chain, layout: Layout, mesh: Mesh) -> set[str]:
-    """Cuts the experts of a chain on the meta device. Returns the names of the parameters that were cut over ranks of
-    shard x context; what the tensor axis cuts is told to it."""
+    """Splits the experts of a chain on the meta device. Returns the names of parameters split over the expert axis.
+
+    What the tensor axis splits goes into the chain's sharding plan.
+    """
     sharded_names: set[str] = set()
     axis, tensor_splits_experts = mesh["expert"], layout.expert_ranks < layout.expert
     if tensor_splits_experts:
@@ -62,24 +65,24 @@ def apply(chain: Chain, layout: Layout, mesh: Mesh) -> set[str]:
             size = weight.shape[0] // axis.size, *weight.shape[1:]
             setattr(module.bank, leaf, nn.Parameter(torch.empty(size, dtype=weight.dtype, device=weight.device)))
             sharded_names.add(f"{name}.bank.{leaf}")
-        module.dispatcher = TokenDispatcher(axis)
+        module.dispatcher = TokenDispatcher(axis, mesh.timer)
     return sharded_names
 
 
 @dataclass
 class RoutingStats:
-    """Where the tokens of a step went, in all layers and ranks."""
+    """Routing of a step, over all layers and ranks."""
 
     imbalance: float
-    """Rows of the busiest expert over the mean, in the mean over layers. 1: all were used alike."""
+    """Tokens of the busiest expert over the mean of all experts, averaged over layers; 1 is balanced."""
     dropped_tokens: float
-    """Share of the choices that found no room."""
+    """Fraction of the routing choices dropped for lack of capacity."""
     sent: float
-    """Bytes that left a rank for another."""
+    """Bytes sent between ranks."""
     waited: float
-    """Seconds that a rank waited for them, in the mean over ranks."""
+    """Seconds a rank waited for them, averaged over ranks."""
     expert_load: list[float]
-    """By expert, its share of all choices."""
+    """Fraction of all routing choices, by expert."""
 
     @classmethod
     def from_values(cls, values: list[float]) -> RoutingStats:
@@ -90,7 +93,7 @@ class RoutingStats:
 def routing_stats(
     model: Any, chains: list[Chain], world: Axis, device: torch.device, sent: float = 0.0, waited: float = 0.0
 ) -> Tensor:
-    """The numbers of a `RoutingStats`, of what was done since the last call; `sent`, `waited`: of this rank."""
+    """Returns the values of a `RoutingStats` since the last call; `sent` and `waited` are this rank's."""
     loads = torch.zeros(model.layers, model.experts, device=device)
     scalars = torch.zeros(3, device=device)
     for chain in chains:
@@ -104,7 +107,7 @@ def routing_stats(
     scalars[1], scalars[2] = sent, waited / world.size
     if world.size > 1:
         packed = torch.cat((loads.flatten(), scalars))
-        all_reduce(packed, group=world.group)
+        all_reduce(packed, axis=world)
         loads, scalars = packed[:-3].view_as(loads), packed[-3:]
     sparse, total_load = loads[model.dense_layers :], loads.sum().clamp(min=1e-9)
     imbalance = (sparse.amax(1) / sparse.mean(1).clamp(min=1e-9)).mean()
@@ -127,7 +130,7 @@ def update_expert_bias(model: Any, chains: list[Chain], world: Axis, device: tor
         assert module.tokens_per_expert is not None
         load[_layer_index(name)] = module.tokens_per_expert
     if world.size > 1:
-        all_reduce(load, group=world.group)
+        all_reduce(load, axis=world)
     for name, module in moe_layers.items():
         module.update_expert_bias(load[_layer_index(name)].to(module.expert_bias.dtype))
 
@@ -137,19 +140,19 @@ def _layer_index(name: str) -> int:
 
 
 class TokenDispatcher:
-    """Takes rows that lie by expert to the ranks that hold these, and what comes of them back."""
+    """Sends tokens, sorted by expert, to the ranks that own the experts, and their outputs back."""
 
-    def __init__(self, axis: Axis):
-        self.axis = axis
+    def __init__(self, axis: Axis, timer: StepTimer):
+        self.axis, self.timer = axis, timer
 
     def dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, DispatchState]:
-        """The rows of this rank's experts, by expert, from all ranks; how many each has; and the way back."""
+        """Returns the tokens of this rank's experts, their count by expert, and the state for `combine`."""
         ranks = self.axis.size
         received_counts = torch.empty_like(counts)
-        all_to_all(received_counts, counts, group=self.axis.group)
+        all_to_all(received_counts, counts, axis=self.axis)
         by_rank = received_counts.view(ranks, -1)  # source, expert
         sent, received = group_sizes(counts.view(ranks, -1).sum(1), rows), group_sizes(by_rank.sum(1), rows)
-        rows = TokenAllToAll.apply(rows, received, sent, self.axis)
+        rows = TokenAllToAll.apply(rows, received, sent, self)
         if is_fake(counts):
             permutation = torch.arange(rows.shape[0], device=rows.device)
         else:
@@ -160,32 +163,32 @@ class TokenDispatcher:
 
     def combine(self, rows: Tensor, state: DispatchState) -> Tensor:
         rows = Permute.apply(rows, state.inverse_permutation, state.permutation)
-        return TokenAllToAll.apply(rows, state.sent, state.received, self.axis)  # type: ignore[no-any-return]
+        return TokenAllToAll.apply(rows, state.sent, state.received, self)  # type: ignore[no-any-return]
+
+    def exchange(self, rows: Tensor, received: list[int], sent: list[int]) -> Tensor:
+        """Sends `sent[i]` rows to rank i and receives `received[i]` from it."""
+        received_rows = rows.new_empty(sum(received), *rows.shape[1:])
+        sent_bytes = (sum(sent) - sent[self.axis.index]) * rows.shape[1] * rows.element_size()
+        self.timer.bytes_sent["expert"] += sent_bytes
+        all_to_all(received_rows, rows, received, sent, axis=self.axis)
+        return received_rows
 
 
 class TokenAllToAll(torch.autograd.Function):
-    """Runs of rows to other ranks, and as many from them; the gradients go the other way."""
+    """All-to-all of tokens; the backward sends gradients the opposite way."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, received: list[int], sent: list[int], axis: Axis) -> Tensor:
-        ctx.sizes = sent, received, axis
-        return _all_to_all_tokens(rows, received, sent, axis)
+    def forward(ctx: Any, rows: Tensor, received: list[int], sent: list[int], dispatcher: TokenDispatcher) -> Tensor:
+        ctx.sent, ctx.received, ctx.dispatcher = sent, received, dispatcher
+        return dispatcher.exchange(rows, received, sent)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_to_all_tokens(grads[0].contiguous(), *ctx.sizes), None, None, None
-
-
-def _all_to_all_tokens(rows: Tensor, received: list[int], sent: list[int], axis: Axis) -> Tensor:
-    received_rows = rows.new_empty(sum(received), *rows.shape[1:])
-    sent_bytes = (sum(sent) - sent[axis.index]) * rows.shape[1] * rows.element_size()
-    STEP_TIMER.bytes_sent["expert"] += sent_bytes
-    all_to_all(received_rows, rows, received, sent, group=axis.group)
-    return received_rows
+        return ctx.dispatcher.exchange(grads[0].contiguous(), ctx.sent, ctx.received), None, None, None
 
 
 class DispatchState(NamedTuple):
-    """What is remembered of a way, for the way back."""
+    """What `combine` needs of a `dispatch`."""
 
     permutation: Tensor
     inverse_permutation: Tensor

@@ -1,4 +1,4 @@
-"""Data parallelism by PyTorch's FSDP2, and the choice between it and the engines of `data.py`."""
+"""ZeRO 2 and 3 with PyTorch's FSDP2, and the choice of the data-parallel strategy for a layout."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
+from shardwise.comm.axis import Axis
 from shardwise.comm.collectives import reduce_scatter
-from shardwise.comm.step_timer import STEP_TIMER
 from shardwise.job import GradientConfig
 from shardwise.layout import BatchSplit, Layout
 from shardwise.models.chain import Chain
@@ -21,22 +19,10 @@ from shardwise.models.moe import ExpertWeights
 from shardwise.parallel.data_parallel import DDP, DataParallel, SingleProcess, Zero1, all_reduce_gradients
 from shardwise.parallel.gradient_compression import CompressionSpec, Compressor
 from shardwise.parallel.gradient_reduction import GradientReducer
-from shardwise.parallel.mesh import Axis, Mesh
+from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.param_shard import ParamShard
 from shardwise.parallel.precision import Precision
-
-
-def _timed(method: Any) -> Any:
-    def timed_method(group: Any, *args: Any, **kwargs: Any) -> Any:
-        with STEP_TIMER.waiting_for_group(group._reduce_scatter_process_group, group.device):
-            return method(group, *args, **kwargs)
-
-    return timed_method
-
-
-# What gathers weights and sums gradients: on a GPU in streams of their own, for which the one that computes waits here.
-for _name in ("unshard", "wait_for_unshard", "post_backward", "finalize_backward"):
-    setattr(FSDPParamGroup, _name, _timed(getattr(FSDPParamGroup, _name)))
+from shardwise.parallel.torch_fsdp import DefaultReduceScatter, param_groups, time_waits
 
 
 class FSDP(DataParallel):
@@ -48,38 +34,41 @@ class FSDP(DataParallel):
         super().__init__(chains, mesh)
         self.compressor = compressor
         self.shapes = {name: weight.shape for chain in chains for name, weight in chain.named_unique_parameters()}
-        """Of the weights of this tensor rank."""
+        """Shapes of this tensor rank's weights before FSDP shards them."""
         for chain in chains:
             tied = {name.partition(".")[0] for pair in chain.sharding_plan.ties for name in pair}
             children = dict(chain.named_children())
             if mesh.layout.expert_ranks > 1:
                 for module in chain.modules():
                     if isinstance(module, ExpertWeights):
-                        self._shard(module, policy, mesh.expert_fsdp_mesh)
+                        self._shard(module, policy, mesh.expert_fsdp_mesh, mesh["expert_replicas"])
             for name, child in children.items():
-                if not (name in tied and tied <= children.keys()):  # tied weights stay together, in the root
-                    self._shard(child, policy, mesh.fsdp_mesh)
-            self._shard(chain, policy, mesh.fsdp_mesh)
+                if not (name in tied and tied <= children.keys()):  # tied weights stay together in the root
+                    self._shard(child, policy, mesh.fsdp_mesh, mesh["fsdp"])
+            self._shard(chain, policy, mesh.fsdp_mesh, mesh["fsdp"])
             if mesh.layout.pipeline > 1:
                 self._set_backward_prefetch([child for child in children.values() if isinstance(child, FSDPModule)])
 
     @staticmethod
     def _set_backward_prefetch(modules: list[FSDPModule]) -> None:
-        """Tells each piece which weights its backward gathers ahead: those of the piece before; the first, none but its
-        own. By itself FSDP goes by the order of all forwards so far, and with several micro-batches in flight it then
-        gathers pieces whose turn is not near."""
+        """Makes the backward of each module prefetch the weights of the one before it; the first prefetches its own.
+
+        By default FSDP follows the order of all forwards so far, and with several micro-batches in flight it then
+        gathers modules that are not next.
+        """
         for previous, module in zip([modules[0], *modules], modules):
             module.set_modules_to_backward_prefetch([previous])
 
-    def _shard(self, module: nn.Module, policy: MixedPrecisionPolicy, mesh: DeviceMesh) -> None:
+    def _shard(self, module: nn.Module, policy: MixedPrecisionPolicy, mesh: DeviceMesh, axis: Axis) -> None:
         reshard = self.mesh.layout.zero == 3
         compress_over_replicas = self.compressor is not None and self.mesh.layout.replicate > 1
         if compress_over_replicas:
-            mesh = mesh["shard"]  # the sum over replicas is ours
+            mesh = mesh["shard"]  # we all-reduce over replicas, compressed
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
         assert isinstance(module, FSDPModule)
+        time_waits(module, axis)
         module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # gloo knows no premultiplied sum
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sum
         module.set_reshard_after_backward(reshard, recurse=False)
         if compress_over_replicas:
             module.set_all_reduce_hook(lambda flat: self._all_reduce_replicas(module, flat))
@@ -87,13 +76,11 @@ class FSDP(DataParallel):
             module.set_custom_reduce_scatter(CompressedReduceScatter(self, module))
 
     def fsdp_params_of(self, module: FSDPModule) -> list[tuple[ParamShard, int]]:
-        """The weights whose gradients FSDP reduces for a module, in its order, with the size of their pieces."""
-        state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        """Returns the parameter shards FSDP reduces for a module, in its order, with their padded sizes."""
         param_shards = {id(weight): param_shard for weight, param_shard in self.param_pairs}
         return [
             (param_shards[id(param.sharded_param)], param.padded_sharded_param_size.numel())
-            for group in groups for param in group.fsdp_params
+            for group in param_groups(module) for param in group.fsdp_params
         ]  # fmt: skip
 
     def _all_reduce_replicas(self, module: FSDPModule, flat: Tensor) -> None:
@@ -109,7 +96,7 @@ class FSDP(DataParallel):
         return _to_local(weight.detach())
 
     def sum_gradients(self) -> None:
-        """Was done after each backward; what is left is to take the local pieces."""
+        """Sets the local gradients, which FSDP has reduced after each backward."""
         for weight, param_shard in self.param_pairs:
             param_shard.tensor.grad = _to_local(weight.grad)
 
@@ -117,11 +104,11 @@ class FSDP(DataParallel):
         for chain in self.chains:
             for module in chain.modules():
                 if isinstance(module, FSDPModule):
-                    module.reshard()  # whole weights of before the update must not be used again
+                    module.reshard()  # frees unsharded weights, which are stale after the update
 
 
 class CompressedReduceScatter(DefaultReduceScatter):
-    """What FSDP calls to sum the gradients of a module."""
+    """The reduce-scatter FSDP calls for the gradients of a module: compressed for large weights."""
 
     def __init__(self, data: FSDP, module: FSDPModule):
         self.data, self.module = data, module
@@ -150,7 +137,7 @@ class CompressedReduceScatter(DefaultReduceScatter):
                 output.copy_(reduced)
         if uncompressed:
             flat = uncompressed[0][0].new_empty(sum(part.shape[1] for part, _ in uncompressed))
-            reduce_scatter(flat, torch.cat([part for part, _ in uncompressed], 1).view(-1), group=shard.group)
+            reduce_scatter(flat, torch.cat([part for part, _ in uncompressed], 1).view(-1), axis=shard)
             for (_, output), reduced in zip(
                 uncompressed, flat.split([part.shape[1] for part, _ in uncompressed]), strict=True
             ):
@@ -180,7 +167,9 @@ def make_data_parallel(
     seed: int,
 ) -> DataParallel:
     compressor = (
-        Compressor(CompressionSpec.parse(gradient.compress), seed) if gradient.compress and layout.data > 1 else None
+        Compressor(CompressionSpec.parse(gradient.compress), seed, mesh.timer)
+        if gradient.compress and layout.data > 1
+        else None
     )
     if is_single_process(layout, precision):
         return SingleProcess(chains, mesh, precision.master_dtype, batch.micro_batches)

@@ -1,18 +1,18 @@
-"""Gradients that travel compressed, with feedback: what was lost in a step is added to the next (`gradient.compress`).
+"""Compressed gradient reduction with error feedback: the error of a step is added to the next (`gradient.compress`).
 
     fp16, bf16       rounded
-    int8             127 steps up and down to the largest of each 1024 numbers
-    onebit           the sign, and the mean size of each 64 numbers
-    topk:0.01        the largest hundredth of each 256 numbers (3 of them), with its places
-    powersgd:rank=4  a matrix as a product of two thin ones (Vogels et al. 2019, arXiv 1905.13727)
+    int8             quantized to [-127, 127], one scale per 1024 elements
+    onebit           the sign, and the mean magnitude per 64 elements
+    topk:0.01        the largest 1% of each 256 elements (rounded up: 3), with their indices
+    powersgd:rank=4  a matrix as a product of two low-rank ones (Vogels et al. 2019, arXiv 1905.13727)
 
-A unit of compression is what one rank sends another of one weight, so buckets and other weights change nothing. A sum
-over `shard` is a reduce-scatter: units go to those who need them and are added up there, in the wide type. A sum over
-`replicate` sends rounded numbers twice, to who adds them up and, rounded again, back; few numbers (topk, onebit) go to
-everyone at once. With both axes only the sum over `replicate`, the far one, is compressed.
+Each rank compresses what it sends to one peer of one weight, so the result does not depend on bucketing. Over `shard`,
+gradients are reduce-scattered: each rank decompresses and sums what it receives in full precision. Over `replicate`,
+dense formats are sent twice, to the rank that sums them and, compressed again, back; sparse ones (topk, onebit) go to
+all ranks at once. With both axes, only the reduction over `replicate`, the slower link, is compressed.
 
-Not compressed, as they are small or only a part of a sum: weights of one dimension, weights that several tensor ranks
-or both ends of a pipeline hold.
+Never compressed, because they are small or only partial sums: 1-D weights, weights replicated over the tensor axis, and
+tied weights of a pipeline.
 """
 
 from __future__ import annotations
@@ -22,25 +22,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.comm.axis import Axis
 from shardwise.comm.collectives import all_reduce, all_to_all_rows
-from shardwise.comm.step_timer import STEP_TIMER
+from shardwise.comm.step_timer import StepTimer
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
-from shardwise.parallel.mesh import Axis
 from shardwise.random import hash_key, normal_
 
-# Numbers that share a scale, or of which the largest are sent. A weight has rows of very different sizes: signs have
-# nothing but the scale to tell them by, and among all numbers the small ones would wait long. 256: a place is a byte.
+# Elements that share a scale, or among which topk selects. Small, because the rows of a weight differ in scale: a sign
+# carries no magnitude of its own, and a global topk would starve small rows. 256: an index fits in a byte.
 BLOCK_SIZES = {"int8": 1024, "onebit": 64, "topk": 256}
 INT8_MAX = 127.0
 
 
 @dataclass(frozen=True)
 class CompressionSpec:
-    """A text such as `topk:0.01`, understood."""
+    """A parsed `gradient.compress`, such as `topk:0.01`."""
 
     kind: str
     ratio: float = 0.0
@@ -48,7 +47,7 @@ class CompressionSpec:
 
     @classmethod
     def parse(cls, text: str) -> CompressionSpec:
-        """Of a text that the job has checked."""
+        """Parses a text that the job has validated."""
         kind, _, argument = text.partition(":")
         if kind == "topk":
             return cls(kind, ratio=float(argument))
@@ -56,25 +55,25 @@ class CompressionSpec:
 
     @property
     def uses_all_gather(self) -> bool:
-        """Whether a sum over replicas goes to everyone at once."""
+        """Whether gradients are all-gathered over replicas and summed on every rank."""
         return self.kind in ("topk", "onebit")
 
 
 def check(text: str, layout: Layout) -> None:
-    """Raises for layouts in which gradients are partial sums before they travel."""
+    """Raises LayoutError for layouts whose gradients are partial sums before the data-parallel reduction."""
     for axis in ("context", "expert"):
         if text and getattr(layout, axis) > 1:
             raise LayoutError(
-                f"gradient.compress beside {axis}={getattr(layout, axis)}: only sums over samples are compressed; "
+                f"gradient.compress with {axis}={getattr(layout, axis)}: only data-parallel sums can be compressed; "
                 f"leave gradient.compress out or use {axis}=1."
             )
 
 
-# Rows of numbers as bytes
+# Encoding
 
 
 def encode(spec: CompressionSpec, rows: Tensor) -> Tensor:
-    """Rows (n, size) as bytes (n, as many for all)."""
+    """Returns rows (n, size) as bytes (n, `encoded_bytes`)."""
     if spec.kind in ("fp16", "bf16"):
         return rows.to(torch.float16 if spec.kind == "fp16" else torch.bfloat16).view(torch.uint8)
     block = BLOCK_SIZES[spec.kind]
@@ -93,7 +92,7 @@ def encode(spec: CompressionSpec, rows: Tensor) -> Tensor:
 
 
 def decode(spec: CompressionSpec, encoded: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """Rows (n, `size`) from their bytes."""
+    """Returns rows (n, size) from their bytes."""
     if spec.kind in ("fp16", "bf16"):
         return _contiguous_view(encoded, torch.float16 if spec.kind == "fp16" else torch.bfloat16).to(dtype)
     block = BLOCK_SIZES[spec.kind]
@@ -117,7 +116,7 @@ def decode(spec: CompressionSpec, encoded: Tensor, size: int, dtype: torch.dtype
 
 
 def encoded_bytes(spec: CompressionSpec, size: int, dtype: torch.dtype) -> int:
-    """Bytes of a row."""
+    """Returns the encoded bytes of a row of `size` elements."""
     if spec.kind not in BLOCK_SIZES:
         return 2 * size
     block = BLOCK_SIZES[spec.kind]
@@ -134,62 +133,63 @@ def _bit_shifts(device: torch.device) -> Tensor:
 
 
 def _contiguous_view(encoded: Tensor, dtype: torch.dtype) -> Tensor:
-    return encoded.clone(memory_format=torch.contiguous_format).view(dtype)  # with strides of its own
+    return encoded.clone(memory_format=torch.contiguous_format).view(dtype)  # `view(dtype)` needs contiguous rows
 
 
-# Sums
+# Reduction
 
 
 class Compressor:
-    """The sums of one rank over one axis, and what they owe: `residual` by weight, and the thin matrices of
-    powersgd."""
+    """Compressed collectives of one rank, with their state: the residual and PowerSGD's Q matrix of each weight."""
 
-    def __init__(self, spec: CompressionSpec, seed: int):
-        self.spec, self.seed = spec, seed
+    def __init__(self, spec: CompressionSpec, seed: int, timer: StepTimer):
+        self.spec, self.seed, self.timer = spec, seed, timer
         self.residual: dict[str, Tensor] = {}
         self.q_matrices: dict[str, Tensor] = {}
 
     def reduce_scatter(
         self, names: Sequence[str], rows: Sequence[Tensor], shapes: Sequence[torch.Size], axis: Axis
     ) -> list[Tensor]:  # fmt: skip
-        """Of each weight's rows (ranks, size), which zeros may fill up, the sum of the row of this rank; `shapes`: of
-        the weights."""
-        STEP_TIMER.bytes_sent["whole"] += sum(one.nbytes for one in rows) * (axis.size - 1) // axis.size
+        """Returns this rank's row of each weight, summed over ranks. `rows` are (ranks, size), zero-padded; `shapes`
+        are those of the weights."""
+        self.timer.bytes_sent["whole"] += sum(row.nbytes for row in rows) * (axis.size - 1) // axis.size
         if self.spec.kind == "powersgd":
-            matrices = [one.reshape(-1, math.prod(shape[1:])) for one, shape in zip(rows, shapes, strict=True)]
+            matrices = [row.reshape(-1, math.prod(shape[1:])) for row, shape in zip(rows, shapes, strict=True)]
             return [sums.view(axis.size, -1)[axis.index].clone() for sums in self._powersgd(names, matrices, axis)]
-        encoded = [self._encode_with_feedback(*one) for one in zip(names, rows, map(math.prod, shapes), strict=True)]
+        encoded = [self._encode_with_feedback(*args) for args in zip(names, rows, map(math.prod, shapes), strict=True)]
         received = self._all_to_all(torch.cat(encoded, 1), axis)
-        return [part.sum(0) for part in self._decode_parts(received, [one.shape[1] for one in rows], rows[0].dtype)]
+        return [part.sum(0) for part in self._decode_parts(received, [row.shape[1] for row in rows], rows[0].dtype)]
 
     def all_reduce(self, names: Sequence[str], values: Sequence[Tensor], axis: Axis) -> list[Tensor]:
-        """The sum of each weight's numbers, in its shape, on every rank."""
-        STEP_TIMER.bytes_sent["whole"] += 2 * sum(value.nbytes for value in values) * (axis.size - 1) // axis.size
+        """Returns the sum of each gradient over the axis, on every rank."""
+        self.timer.bytes_sent["whole"] += 2 * sum(value.nbytes for value in values) * (axis.size - 1) // axis.size
         if self.spec.kind == "powersgd":
             sums = self._powersgd(names, [value.view(value.shape[0], -1) for value in values], axis)
             return [totals.view(value.shape) for totals, value in zip(sums, values, strict=True)]
         rank_rows = 1 if self.spec.uses_all_gather else axis.size
         rows = [_pad_to_rows(value, rank_rows) for value in values]
-        sizes, dtype = [one.shape[1] for one in rows], rows[0].dtype
+        sizes, dtype = [row.shape[1] for row in rows], rows[0].dtype
         numels = [value.numel() for value in values]
-        encoded = torch.cat([self._encode_with_feedback(*one) for one in zip(names, rows, numels, strict=True)], 1)
+        encoded = torch.cat([self._encode_with_feedback(*args) for args in zip(names, rows, numels, strict=True)], 1)
         if self.spec.uses_all_gather:
             totals = [part.sum(0) for part in self._decode_parts(self._all_gather(encoded, axis), sizes, dtype)]
         else:
             local_sums = [
                 part.sum(0, keepdim=True) for part in self._decode_parts(self._all_to_all(encoded, axis), sizes, dtype)
             ]
-            reencoded = torch.cat([encode(self.spec, one) for one in local_sums], 1)
+            reencoded = torch.cat([encode(self.spec, total) for total in local_sums], 1)
             totals = [part.flatten() for part in self._decode_parts(self._all_gather(reencoded, axis), sizes, dtype)]
-        return [one[: value.numel()].view(value.shape) for one, value in zip(totals, values, strict=True)]
+        return [total[: value.numel()].view(value.shape) for total, value in zip(totals, values, strict=True)]
 
     def _encode_with_feedback(self, name: str, rows: Tensor, numel: int) -> Tensor:
-        """Rows as they are sent; what their first `numbers` numbers lose is owed."""
+        """Encodes rows plus the residual; keeps the error of the first `numel` elements as the new residual."""
         residual = self.residual.get(name)
         total = rows if residual is None else rows + _pad_like(residual, rows)
         encoded = encode(self.spec, total)
         error = total - decode(self.spec, encoded, rows.shape[1], rows.dtype)
-        self.residual[name] = error.flatten()[:numel].nan_to_num_(0.0, 0.0, 0.0)  # of a step that is skipped
+        self.residual[name] = error.flatten()[:numel].nan_to_num_(
+            0.0, 0.0, 0.0
+        )  # NaN in a step that is skipped must not stay
         return encoded
 
     def _decode_parts(self, received: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
@@ -197,35 +197,33 @@ class Compressor:
         parts = zip(received.split(lengths, 1), sizes, strict=True)
         return [decode(self.spec, part, size, dtype) for part, size in parts]
 
-    @staticmethod
-    def _all_to_all(encoded: Tensor, axis: Axis) -> Tensor:
+    def _all_to_all(self, encoded: Tensor, axis: Axis) -> Tensor:
         received = torch.empty_like(encoded)
-        STEP_TIMER.bytes_sent["data"] += encoded.numel() * (axis.size - 1) // axis.size
-        all_to_all_rows(received, encoded, axis.group)
+        self.timer.bytes_sent["data"] += encoded.numel() * (axis.size - 1) // axis.size
+        all_to_all_rows(received, encoded, axis)
         return received
 
-    @staticmethod
-    def _all_gather(encoded: Tensor, axis: Axis) -> Tensor:
+    def _all_gather(self, encoded: Tensor, axis: Axis) -> Tensor:
         received = encoded.new_empty(axis.size, encoded.shape[1])
-        STEP_TIMER.bytes_sent["data"] += encoded.numel() * (axis.size - 1)
-        all_to_all_rows(received, encoded.expand(axis.size, -1), axis.group)
+        self.timer.bytes_sent["data"] += encoded.numel() * (axis.size - 1)
+        all_to_all_rows(received, encoded.expand(axis.size, -1), axis)
         return received
 
     def _powersgd(self, names: Sequence[str], matrices: Sequence[Tensor], axis: Axis) -> list[Tensor]:
-        """The summed matrices, each as a product of two thin ones."""
+        """Returns the low-rank sums P Qᵀ of the matrices over the axis."""
         totals = []
         for name, matrix in zip(names, matrices, strict=True):
             residual = self.residual.get(name)
             totals.append(matrix if residual is None else matrix + _pad_like(residual, matrix))
         qs = [self._initial_q(name, total) for name, total in zip(names, totals, strict=True)]
         ps = self._all_reduce([total @ q for total, q in zip(totals, qs, strict=True)], axis)
-        ps = [torch.linalg.qr(one).Q for one in ps]
-        local_qs = [total.mT @ one for total, one in zip(totals, ps, strict=True)]
-        for name, total, one, q in zip(names, totals, ps, local_qs, strict=True):
-            self.residual[name] = (total - one @ q.mT).nan_to_num_(0.0, 0.0, 0.0)
+        ps = [torch.linalg.qr(p).Q for p in ps]
+        local_qs = [total.mT @ p for total, p in zip(totals, ps, strict=True)]
+        for name, total, p, q in zip(names, totals, ps, local_qs, strict=True):
+            self.residual[name] = (total - p @ q.mT).nan_to_num_(0.0, 0.0, 0.0)
         qs = self._all_reduce(local_qs, axis)
         self.q_matrices.update((name, q.nan_to_num(0.0, 0.0, 0.0)) for name, q in zip(names, qs, strict=True))
-        return [one @ q.mT for one, q in zip(ps, qs, strict=True)]
+        return [p @ q.mT for p, q in zip(ps, qs, strict=True)]
 
     def _initial_q(self, name: str, matrix: Tensor) -> Tensor:
         q = self.q_matrices.get(name)
@@ -235,24 +233,23 @@ class Compressor:
             normal_(q, hash_key("powersgd", self.seed, name), torch.Size(size), (0, 0), 1.0)
         return q
 
-    @staticmethod
-    def _all_reduce(parts: list[Tensor], axis: Axis) -> list[Tensor]:
+    def _all_reduce(self, parts: list[Tensor], axis: Axis) -> list[Tensor]:
         flat = torch.cat([part.reshape(-1) for part in parts])
         traffic = 2 * (axis.size - 1) * flat.numel() * flat.element_size() // axis.size
-        STEP_TIMER.bytes_sent["data"] += traffic
-        all_reduce(flat, dist.ReduceOp.SUM, group=axis.group)
-        found = flat.split([part.numel() for part in parts])
-        return [one.view(part.shape) for one, part in zip(found, parts, strict=True)]
+        self.timer.bytes_sent["data"] += traffic
+        all_reduce(flat, axis=axis)
+        chunks = flat.split([part.numel() for part in parts])
+        return [chunk.view(part.shape) for chunk, part in zip(chunks, parts, strict=True)]
 
 
 def _pad_to_rows(values: Tensor, count: int) -> Tensor:
-    """Numbers in `count` rows of one length, the last ones filled up with zeros."""
+    """Returns the elements in `count` rows of equal length, zero-padded at the end."""
     flat = values.reshape(-1)
     size = -(-flat.numel() // count)
     return torch.nn.functional.pad(flat, (0, count * size - flat.numel())).view(count, size)
 
 
 def _pad_like(values: Tensor, rows: Tensor) -> Tensor:
-    """Numbers in the shape of others, filled up with zeros."""
+    """Returns the elements in the shape of `rows`, zero-padded at the end."""
     flat = values.reshape(-1)
     return torch.nn.functional.pad(flat, (0, rows.numel() - flat.numel())).view(rows.shape)

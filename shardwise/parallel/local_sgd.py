@@ -1,12 +1,12 @@
-"""Replicas that train apart and meet now and then: the section `sync` of a job.
+"""Local SGD and DiLoCo: replicas train independently and synchronize every N steps (`[local_sgd]` of a job).
 
-Each replica takes steps on its own share of the batch, with a gradient, a norm and an optimizer of its own. After every
-`every` steps weights are averaged over the replicas (local SGD); or their mean change since the last meeting is the
-gradient of an outer step, taken by Nesterov's momentum from where they met (DiLoCo, Douillard et al. 2023, arXiv
-2311.08105). With `parts` the blocks meet in turn, some at a time, so that less travels at once (streaming DiLoCo,
-Douillard et al. 2025, arXiv 2501.18512). After the last step all meet.
+Each replica trains on its share of the batch, with its own gradient, norm and optimizer. Every `every` steps weights
+are averaged over replicas (local SGD), or their mean change since the last synchronization is the gradient of an outer
+step with Nesterov momentum (DiLoCo, Douillard et al. 2023, arXiv 2311.08105). With `fragments`, groups of blocks
+synchronize in turn, which lowers peak bandwidth (streaming DiLoCo, Douillard et al. 2025, arXiv 2501.18512). All
+fragments synchronize after the last step.
 
-What is inside of a replica (shard, tensor, pipeline, ...) knows nothing of this.
+The axes inside a replica (shard, tensor, pipeline, ...) are unaffected.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.collectives import all_reduce
-from shardwise.comm.step_timer import STEP_TIMER
 from shardwise.errors import LayoutError
 from shardwise.job import Job, LocalSGDConfig
 from shardwise.layout import Layout
@@ -23,29 +22,31 @@ from shardwise.parallel.engine import Engine
 
 
 def check(job: Job, layout: Layout) -> None:
-    """Raises where there is nothing that could train apart, or where it would not mean what it says."""
+    """Raises LayoutError if the layout has no replicas, or the model has state that replicas cannot own."""
     if job.local_sgd.every == 1:
         return
     setting = f"local_sgd.every = {job.local_sgd.every}"
     if layout.replicate == 1:
-        raise LayoutError(f"{setting} trains replicas apart, but layout '{layout}' has one; use replicate=2 or more.")
+        raise LayoutError(
+            f"{setting} trains replicas independently, but layout '{layout}' has one; use replicate=2 or more."
+        )
     if job.gradient.compress:
         raise LayoutError(f"{setting} and gradient.compress both make sums cheap; leave one of them out.")
 
 
 def fragment_of(name: str, parts: int) -> int:
-    """The part in which a weight meets: blocks in turn; the first also has what is in no block."""
+    """Returns the fragment of a weight: blocks round-robin, everything outside of blocks in fragment 0."""
     digits = "".join(filter(str.isdigit, name.partition(".")[0]))
     return (int(digits) + 1) % parts if digits else 0
 
 
 def is_sync_due(sync: LocalSGDConfig, done: int, fragment: int, last: int) -> bool:
-    """Whether a part meets after so many steps."""
+    """Whether a fragment synchronizes after `done` steps."""
     return done == last or done % sync.every == fragment * sync.every // sync.fragments
 
 
 class OuterOptimizer:
-    """What a rank keeps for the meetings of its replica with the others."""
+    """Synchronizes this rank's parameter shards with the other replicas."""
 
     def __init__(self, sync: LocalSGDConfig, engine: Engine):
         self.local_sgd, self.engine, self.axis = sync, engine, engine.mesh["local_sgd"]
@@ -58,7 +59,7 @@ class OuterOptimizer:
                 self.outer_momentum[number] = torch.zeros_like(self.anchor[number])
 
     def state_of(self, number: int) -> dict[str, Tensor]:
-        """By name, what is remembered of a holding from one meeting to the next."""
+        """Returns the outer-optimizer state of a parameter shard, by name."""
         return (
             {"anchor": self.anchor[number], "momentum": self.outer_momentum[number]}
             if self.local_sgd.outer_optimizer
@@ -67,7 +68,7 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def after_step(self, done: int, last: int) -> None:
-        """To be called after each step."""
+        """Synchronizes the fragments that are due; call it after each step."""
         due = {fragment for fragment in self.fragments if is_sync_due(self.local_sgd, done, fragment, last)}
         if not due:
             return
@@ -95,7 +96,7 @@ class OuterOptimizer:
 
     def _average(self, tensors: list[Tensor]) -> list[Tensor]:
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        STEP_TIMER.bytes_sent["local_sgd"] += 2 * (self.axis.size - 1) * flat.nbytes // self.axis.size
-        all_reduce(flat, group=self.axis.group)
+        self.engine.timer.bytes_sent["local_sgd"] += 2 * (self.axis.size - 1) * flat.nbytes // self.axis.size
+        all_reduce(flat, axis=self.axis)
         parts = (flat / self.axis.size).split([tensor.numel() for tensor in tensors])
         return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

@@ -23,10 +23,11 @@ from shardwise.parallel.engine import Engine
 from shardwise.parallel.fsdp import is_single_process, make_data_parallel, uses_fsdp
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.param_shard import init_param_shard
-from shardwise.parallel.pipeline import Pipeline, PipelineOrder
+from shardwise.parallel.pipeline import Pipeline
 from shardwise.parallel.precision import LossScale, Precision
 from shardwise.parallel.prepare import Prepared, meta_model
 from shardwise.parallel.tables.table_engine import TableEngine, make_table_shards, make_tables
+from shardwise.parallel.torch_pipelining import PipelineOrder
 
 # The share of a compiled block's activations that it may keep for the backward; it recomputes the cheap operators of
 # the rest. On an H200 this takes a quarter less memory at the same speed.

@@ -1,9 +1,9 @@
-"""The piece of a parameter that one rank holds and updates.
+"""The shard of a parameter that one rank updates.
 
-After the backward passes everything speaks of holdings: gradient sums, norm, clipping, optimizer, checkpoint, verify.
-A whole parameter is cut over the tensor axis along `tensor_dim` (or kept whole there), and the part may be shared over
-the shard axis along its first dimension. Both cuts are PyTorch's chunks; `place` says where a piece lies in the whole,
-which is how it is started, saved, loaded and compared.
+After the backward, everything works on parameter shards: gradient reduction, norm, clipping, optimizer, checkpoint,
+verify. A parameter is split over the tensor axis along `tensor_dim`, or replicated there, and the result may be sharded
+along its first dimension over the fsdp axis. Both splits are those of `torch.chunk`. `offset_and_shape` locates a shard
+in the full parameter, which is how shards are initialized, saved, loaded and compared.
 """
 
 from __future__ import annotations
@@ -13,40 +13,41 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardwise.comm.axis import Axis
 from shardwise.models.chain import InitSpec
-from shardwise.parallel.mesh import Axis, Mesh
+from shardwise.parallel.mesh import Mesh
 from shardwise.random import hash_key, normal_
 
 
 @dataclass(eq=False)
 class ParamShard:
-    """A piece, plain and local. `tensor.grad` is set between the gradients' sum and the optimizer's step."""
+    """A plain local tensor. `tensor.grad` is set between gradient reduction and the optimizer step."""
 
     name: str
     tensor: Tensor
     shape: torch.Size
-    """Of the whole parameter."""
+    """Shape of the full parameter."""
     tensor_dim: int | None
-    """The dimension cut over the tensor axis; None: every rank of the axis holds the same."""
+    """The dimension split over the tensor axis; None if replicated there."""
     is_sharded: bool
-    """Whether the first dimension is shared over the shard axis; of experts that are cut, over those with the same."""
+    """Whether the first dimension is sharded over fsdp, or over expert_replicas for experts split over ranks."""
     num_replicas: int
-    """Ranks that hold this very piece; each counts for 1/copies in a norm."""
+    """Ranks with this same shard; each contributes 1/num_replicas of its squared norm."""
     is_expert: bool = False
-    """Whether the first dimension is cut over the expert axis before that."""
+    """Whether the first dimension is split over the expert axis first."""
     compute_copy: Tensor | None = None
-    """What modules compute with, where it is kept beside the piece in the compute type (`shardwise.parallel.data_parallel`); the
-    gradient may be its own."""
+    """The weight in compute precision that modules use, if kept next to the master weight (`SingleProcess`). The
+    gradient may be on it."""
     is_compute_copy_current: bool = False
-    """Whether the optimizer has rounded the updated piece already."""
+    """Whether the optimizer has already rounded the updated master weight to `compute_copy`."""
     sharded_dims: tuple[tuple[int, Axis], ...] = ()
-    """How the parameter is cut (see `sharded_dims_of`), over axes of more than one rank."""
+    """How the parameter is split (see `sharded_dims_of`), over axes larger than 1."""
     replica_axis: Axis | None = None
-    """Ranks of other samples that hold this very piece, where there are any."""
+    """Data-parallel ranks with this same shard; None if there are none."""
     is_matrix: bool = False
-    """Whether it is a product's matrix in a block, or a stack of them: what Muon is for."""
+    """Whether it is a weight matrix of a block, or a stack of them: what Muon updates."""
     fixed_offset_and_shape: tuple[tuple[int, ...], list[int]] | None = None
-    """Start and size of the piece, where no axis cuts it (`shardwise.parallel.tables.table_placement`)."""
+    """Offset and shape of a table shard, which no axis defines (`shardwise.parallel.tables.table_placement`)."""
 
     @property
     def grad(self) -> Tensor:
@@ -58,12 +59,12 @@ class ParamShard:
 
     @property
     def decays(self) -> bool:
-        """Weight decay is for matrices and tables, not for norms and biases."""
+        """Whether weight decay applies: to matrices and tables, not to norms and biases."""
         return len(self.shape) > 1
 
 
 def offset_and_shape(param_shard: ParamShard, mesh: Mesh) -> tuple[tuple[int, ...], list[int]]:
-    """Start and size of this rank's piece inside its parameter."""
+    """Returns offset and shape of this rank's shard in the full parameter."""
     if param_shard.fixed_offset_and_shape is not None:
         return param_shard.fixed_offset_and_shape
     start, size = [0] * len(param_shard.shape), list(param_shard.shape)
@@ -74,7 +75,7 @@ def offset_and_shape(param_shard: ParamShard, mesh: Mesh) -> tuple[tuple[int, ..
 
 
 def sharded_dims_of(param_shard: ParamShard, mesh: Mesh) -> list[tuple[int, Axis]]:
-    """How its parameter is cut, one cut after the other: along which dimension, over which axis."""
+    """Returns the (dimension, axis) splits of its parameter, in the order in which they apply."""
     sharded_dims = [] if param_shard.tensor_dim is None else [(param_shard.tensor_dim, mesh["tensor"])]
     if param_shard.is_expert:
         sharded_dims.append((0, mesh["expert"]))
@@ -84,7 +85,7 @@ def sharded_dims_of(param_shard: ParamShard, mesh: Mesh) -> list[tuple[int, Axis
 
 
 def init_param_shard(param_shard: ParamShard, init: InitSpec, seed: int, mesh: Mesh) -> None:
-    """Fills a piece with what the whole parameter has there at the start of the run."""
+    """Fills a shard with its slice of the initial parameter, which depends on the seed alone."""
     if init.kind == "normal":
         offset, _ = offset_and_shape(param_shard, mesh)
         normal_(

@@ -1,9 +1,8 @@
-"""What a module sees of its parameters.
+"""Parametrization: a module reads its parameter through a function, such as a cast or this rank's heads.
 
-`present` lets a parameter read as a function of itself: cast to the precision of the computation, or narrowed to the
-heads of this rank. Gradients flow through the function to the parameter. The parameter stays where PyTorch keeps it
-(in `_parameters`, where FSDP exchanges it); a property of the module's class reads it from there and shows the view.
-Hooks would do the same, but a compiler cannot look through those that must run after an error too.
+Gradients flow through the function to the parameter. The parameter itself stays in `_parameters`, where FSDP swaps it;
+a property of the module's class reads it from there and applies the function. Hooks could do the same, but the compiler
+cannot trace hooks that must also run after an error, and `torch.nn.utils.parametrize` moves and renames the parameter.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ Parametrization = Callable[[Tensor], Tensor | None]
 
 
 def parametrize(module: nn.Module, name: str, parametrization: Parametrization) -> None:
-    """`module.name` is `view(parameter)` from now on; views of one apply in order, until one gives None."""
+    """Makes `module.name` read as `parametrization(parameter)`. Several apply in order, until one returns None."""
     parametrizations: dict[str, list[Parametrization]] = module.__dict__.setdefault("_parametrizations", {})
     if name not in parametrizations:
         module.__class__ = _parametrized_class(type(module), name)  # type: ignore[assignment,arg-type]
@@ -27,12 +26,12 @@ def parametrize(module: nn.Module, name: str, parametrization: Parametrization) 
 
 @cache
 def _parametrized_class(base: type, name: str) -> type:
-    """One class for all modules of a kind, so that what is compiled for one block serves the next."""
+    """Returns one class for all modules of a type, so that code compiled for one block serves the next."""
 
     def get_parameter(module: nn.Module) -> Tensor | None:
         value: Tensor | None = module._parameters.get(name)
         if isinstance(value, DTensor):
-            return value  # a piece, as FSDP leaves it when the module does not run
+            return value  # FSDP shows the shard while the module does not run
         for parametrization in module.__dict__["_parametrizations"][name]:
             value = None if value is None else parametrization(value)
         return value

@@ -1,7 +1,7 @@
-"""In which precision numbers are kept and computed with.
+"""Mixed precision: master and compute dtypes, and the loss scale of fp16.
 
-Weights, gradients' sums and optimizer states are kept in the master type. Modules see their weights rounded to the
-compute type, in every layout alike: through FSDP's own policy where it holds the weights, through a view elsewhere.
+Weights, reduced gradients and optimizer state are in the master dtype. Modules see weights cast to the compute dtype in
+every layout: by FSDP's mixed-precision policy if FSDP shards the weights, by a parametrization otherwise.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Precision:
 
     @property
     def use_fp8(self) -> bool:
-        """Whether the products of the blocks are in 8 bits (`shardwise.models.fp8`)."""
+        """Whether the linear layers of the blocks run in fp8 (`shardwise.models.fp8`)."""
         return self.name == "fp8"
 
     def fsdp_policy(self) -> MixedPrecisionPolicy:
@@ -48,22 +48,20 @@ class Precision:
         return MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=self.master_dtype)
 
     def apply(self, module: nn.Module) -> None:
-        """Lets every module see its own parameters in the compute type."""
+        """Makes every module read its parameters in the compute dtype."""
         if self.is_mixed:
-            cast = partial(
-                torch.Tensor.to, dtype=self.compute_dtype
-            )  # one for all: compiled blocks are told apart by it
+            # One object for all modules: the compiler guards on it, so another would recompile every block.
+            cast = partial(torch.Tensor.to, dtype=self.compute_dtype)
             for part in module.modules():
                 for name in part._parameters:
                     parametrize(part, name, cast)
 
 
 class LossScale:
-    """Dynamic loss scaling for fp16: one scale and one decision for the whole world, kept on the device.
+    """Dynamic loss scaling for fp16: one scale for all ranks, kept on the device.
 
-    The decision comes from the global gradient norm, which is the same number on every rank, so no two ranks of any
-    mesh can decide differently (PyTorch's GradScaler lets them). Halves after an overflow, doubles after `patience`
-    steps without one.
+    It follows the global gradient norm, which is the same on every rank, so ranks cannot disagree about an overflow
+    (with PyTorch's GradScaler they can). Halves after an overflow, doubles after `growth_interval` steps without one.
     """
 
     def __init__(self, precision: Precision, device: torch.device, growth_interval: int = 1000):

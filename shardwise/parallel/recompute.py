@@ -1,15 +1,15 @@
-"""What is not kept for the backward but computed again.
+"""Activation checkpointing: which activations are saved for the backward and which are recomputed.
 
-    none       everything is kept
-    selective  products and attention are kept, the rest of each block is computed again
-    full       only what enters a block is kept
-    0.4        this share of a stage's blocks, rounded down to whole ones, keeps everything; the others are `full`
+    none       saves everything
+    selective  saves matmuls and attention, recomputes the rest of each block
+    full       saves only the input of each block
+    0.4        saves everything in this fraction of a stage's blocks, rounded down; the others are `full`
 
-Dropout is a hash and not a stream, so nothing of the random state is to be saved or restored.
+Dropout is a hash of seed and position, so no RNG state needs to be saved or restored.
 
-PyTorch's checkpoint computes a block again in every walk through its graph. Under a split backward that is once for the
-input gradient and once for each product and norm, 9 forwards in all instead of 2, and its selective kind refuses the
-second walk. There `Again` computes a block again once, and keeps what it got until the weight gradients are done.
+PyTorch's `checkpoint` recomputes a block in every traversal of its graph. Under a split backward that is once for the
+input gradient and once per matmul and norm, 9 forwards instead of 2, and selective checkpointing refuses the second
+traversal. `CheckpointOnce` recomputes a block once and keeps the activations until the weight gradients are done.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
 
 def apply(chain: Chain, layout: Layout) -> None:
-    """Wraps the blocks of a chain."""
+    """Wraps the forward of each block of a chain."""
     if layout.recompute == "none":
         return
     keep_fraction = kept_activation_fraction(layout.recompute) or 0.0
     for number, block in enumerate(chain.blocks()):
-        # Spread the kept blocks evenly: block n is kept when the running count of kept ones rises there.
+        # Spreads the blocks that save everything evenly: block n is one if the running count rises there.
         if int((number + 1) * keep_fraction) > int(number * keep_fraction):
             continue
-        # The instance's forward is replaced, not the module: names and hooks stay as they are.
+        # Replaces the instance's forward, not the module, so parameter names and hooks stay.
         contexts = (
             partial(create_selective_checkpoint_contexts, _policy) if layout.recompute == "selective" else _no_contexts
         )
@@ -70,7 +70,7 @@ def _no_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[
 
 
 class CheckpointOnce:
-    """A forward that keeps only its input, and is computed again at most once, however often the backward comes by."""
+    """A forward that saves only its input and is recomputed at most once, however often the backward traverses it."""
 
     def __init__(self, forward: Callable[..., Tensor], contexts: Callable[[], Any]):
         self.forward, self.contexts = forward, contexts
@@ -78,7 +78,7 @@ class CheckpointOnce:
     def __call__(self, x: Tensor, **batch: Any) -> Tensor:
         forward_context, recompute_context = self.contexts()
         count = itertools.count()
-        saved: list[Tensor] = []  # what the backward needs, in the order in which the forward saved it
+        saved: list[Tensor] = []  # in the order in which the forward saves them
 
         def unpack(number: int) -> Tensor:
             if not saved:
@@ -91,10 +91,10 @@ class CheckpointOnce:
                     self.forward(detached, **batch)
             return saved[number]
 
-        # The graph holds `unpack`, and that holds `kept`: both go when the last gradient has been taken.
+        # The graph references `unpack`, which references `saved`: both are freed with the last gradient.
         with saved_tensors_hooks(lambda tensor: next(count), unpack), forward_context:
             return self.forward(x, **batch)
 
 
 def _forbid_unpack(packed: Any) -> Tensor:
-    raise AssertionError("nobody walks through the graph of a block that was computed again")
+    raise AssertionError("the graph of a recomputed block is never traversed")

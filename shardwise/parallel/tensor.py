@@ -1,18 +1,17 @@
-"""Tensor parallelism with sequence parallelism, from the rules beside a model.
+"""Tensor parallelism with sequence parallelism, from a model's sharding plan.
 
-Weights are cut into plain local tensors and the modules compute on them as they are; what travels is added at the
-edges that the rules name. Between those edges activations are cut along the sequence.
+Weights are split into plain local tensors, and modules compute on them unchanged; collectives run at the modules that
+the plan names. Between those, activations are split along the sequence.
 
-    Region   gather along the sequence -> module on cut weights -> sum over ranks, cut along the sequence
-    Table    look up own rows, zero elsewhere -> sum over ranks, cut along the sequence
-    Head     gather along the sequence -> logits of own vocabulary -> loss over the whole vocabulary
+    SequenceRegion  all-gather along the sequence -> module on split weights -> reduce-scatter along the sequence
+    VocabEmbedding  look up this rank's rows, zero for others -> reduce-scatter along the sequence
+    VocabHead       all-gather along the sequence -> logits of this rank's vocabulary -> loss over the full vocabulary
 
-A parameter that is not cut sees only a part of the tokens or heads on each rank, so its gradient is a partial sum;
-the step adds those up, once.
+A replicated parameter sees only some tokens or heads on each rank, so its gradient is a partial sum; the step
+all-reduces those once.
 
-PyTorch's DTensor styles compute the same. They are not used because heads that do not divide crash or need weights of
-another shape, because plain and distributed tensors do not mix in norms and fused optimizers, and because each operator
-pays for its dispatch; here an operator costs what it costs on one device.
+DTensor's parallel styles compute the same. We do not use them because uneven heads crash or need weights of another
+shape, plain tensors and DTensors do not mix in norms and fused optimizers, and every operator pays for dispatch.
 """
 
 from __future__ import annotations
@@ -25,32 +24,32 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.comm.axis import Axis
 from shardwise.comm.collectives import all_gather_with_grad, all_reduce, reduce_scatter_with_grad
 from shardwise.console import pluralize
 from shardwise.errors import LayoutError
 from shardwise.models.chain import Chain, SequenceRegion, ShardDim, ShardingPlan, VocabEmbedding, VocabHead
 from shardwise.models.loss import VocabShard
-from shardwise.parallel.mesh import Axis
 from shardwise.parallel.parametrize import parametrize
 
-SEQUENCE_DIM = 1  # the dimension of positions in (sample, position, feature)
+SEQUENCE_DIM = 1  # of (batch, sequence, hidden)
 
 
 def splits_evenly(cut: ShardDim, shape: torch.Size, degree: int) -> bool:
-    """Whether chunks of the tensor keep its units whole; if not, every rank holds it whole and uses its own rows."""
+    """Whether chunks keep units such as heads whole. If not, every rank keeps the full tensor and uses its rows."""
     return cut.uneven is None or shape[cut.dim] // cut.unit % degree == 0
 
 
-def check(rules: ShardingPlan, shapes: dict[str, torch.Size], sequence: int, degree: int) -> None:
-    """Raises for a degree that the maths does not allow."""
+def check(plan: ShardingPlan, shapes: dict[str, torch.Size], sequence: int, degree: int) -> None:
+    """Raises LayoutError if sequence, heads or rows do not divide by the tensor degree."""
     if degree == 1:
         return
     if sequence % degree:
         raise LayoutError(
-            f"tensor={degree} cuts activations along the sequence, but a sequence of {sequence} does not divide by it; "
-            f"the nearest that does: {max(degree, round(sequence / degree) * degree)}."
+            f"tensor={degree} splits activations along the sequence, but a sequence of {sequence} does not divide by "
+            f"it; the nearest that does: {max(degree, round(sequence / degree) * degree)}."
         )
-    cuts = {name: cut for name in shapes if (cut := rules.shard_dim_of(name)) is not None}
+    cuts = {name: cut for name in shapes if (cut := plan.shard_dim_of(name)) is not None}
     for name, cut in cuts.items():
         units = shapes[name][cut.dim] // cut.unit
         if cut.uneven is None and cut.unit > 1 and units % degree:
@@ -71,7 +70,7 @@ def check(rules: ShardingPlan, shapes: dict[str, torch.Size], sequence: int, deg
 
 
 def apply(chain: Chain, axis: Axis) -> dict[str, int | None]:
-    """Cuts a chain on the meta device for this rank. Returns, by parameter name, the dimension it was cut along."""
+    """Splits a chain on the meta device for this rank. Returns the split dimension of each parameter; None: none."""
     sharded_dims: dict[str, int | None] = {name: None for name, _ in chain.named_unique_parameters()}
     if axis.size == 1:
         return sharded_dims
@@ -112,7 +111,7 @@ def _shard_parameter(chain: Chain, name: str, shape: torch.Size, cut: ShardDim, 
         size[cut.dim] = length
         setattr(owner, leaf, nn.Parameter(torch.empty(size, dtype=full_weight.dtype, device=full_weight.device)))
         if cut.dim == 0:
-            owner.__dict__["first_row"] = first  # of the whole tensor, for those who look rows up
+            owner.__dict__["first_row"] = first  # offset in the full tensor, for lookups
     else:
         assert cut.uneven is not None
         parts = torch.tensor(cut.uneven.parts).tensor_split(axis.size)[axis.index]
@@ -120,7 +119,7 @@ def _shard_parameter(chain: Chain, name: str, shape: torch.Size, cut: ShardDim, 
 
 
 class RowSelector:
-    """The given rows of a tensor along one dimension; they are copied to its device once."""
+    """Selects the given rows of a tensor along one dimension; moves the indices to its device once."""
 
     def __init__(self, dim: int, rows: Tensor):
         self.dim, self.rows = dim, rows
@@ -132,18 +131,18 @@ class RowSelector:
 
 
 def all_gather_sequence(x: Tensor, axis: Axis) -> Tensor:
-    """Whole sequences from their parts; the gradient is summed and cut again."""
-    return all_gather_with_grad(x.contiguous(), SEQUENCE_DIM, axis.group)
+    """All-gathers along the sequence; the backward is a reduce-scatter."""
+    return all_gather_with_grad(x.contiguous(), SEQUENCE_DIM, axis)
 
 
 def reduce_scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
-    """The sum over ranks, cut along the sequence; the gradient is gathered."""
-    return reduce_scatter_with_grad(x.contiguous(), SEQUENCE_DIM, axis.group)
+    """Reduce-scatters along the sequence; the backward is an all-gather."""
+    return reduce_scatter_with_grad(x.contiguous(), SEQUENCE_DIM, axis)
 
 
 def _apply_sequence_region(module: nn.Module, row: nn.Module | None, axis: Axis) -> None:
     if row is not None:
-        parametrize(row, "bias", lambda bias: None)  # the product gives a partial sum: its bias is added below, once
+        parametrize(row, "bias", lambda bias: None)  # the matmul gives a partial sum; the bias is added once, below
 
     def pre_hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return all_gather_sequence(args[0], axis), *args[1:]
@@ -172,9 +171,9 @@ def _apply_vocab_head(module: Any, axis: Axis) -> None:
         return all_gather_sequence(args[0], axis), *args[1:]
 
     module.register_forward_pre_hook(pre_hook)
-    module.loss_chunk_size *= axis.size  # each rank has a part of a row's logits
+    module.loss_chunk_size *= axis.size  # each rank computes only its part of the logits
     module.vocab_shard = VocabShard(
         module.first_row,
-        all_reduce_max=lambda numbers: all_reduce(numbers, dist.ReduceOp.MAX, group=axis.group),
-        all_reduce_sum=lambda numbers: all_reduce(numbers, group=axis.group),
+        all_reduce_max=lambda numbers: all_reduce(numbers, dist.ReduceOp.MAX, axis=axis),
+        all_reduce_sum=lambda numbers: all_reduce(numbers, axis=axis),
     )

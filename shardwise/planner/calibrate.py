@@ -1,9 +1,9 @@
-"""Measures what this machine reaches, and writes it as a cluster for the planner.
+"""Measures this machine and writes the result as a cluster file for the planner.
 
-Every number comes from the kind of work that it will be used to predict: products over sizes, fused attention, whole
-blocks of our own model (a tiny one for the host's part, a large one for the memory's), collectives over sizes; on a GPU
-steps of training, by what its kernels are for: compiled, as hot and as short of power as training makes it. Where
-several processes share the machine, all of them measure at the same time, as they will compute at the same time.
+Every constant is measured on the kind of work it predicts: matmuls of several sizes, fused attention, whole blocks of
+our model (a tiny one for launch overhead, a large one for memory traffic), collectives of several sizes. On a GPU it
+measures compiled training steps by kernel category, at the temperature and power limit of real training. Processes that
+share a machine measure at the same time, as they will train at the same time.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from shardwise.bench.train_step import bench_step
 from shardwise.cluster import CLUSTERS, Cluster, DeviceSpec, LinkSpec, device_by_driver_name, write_cluster
+from shardwise.comm.axis import Axis
 from shardwise.comm.collectives import all_gather, reduce_scatter
 from shardwise.comm.world import run_world
 from shardwise.errors import JobError, suggest
@@ -34,20 +35,21 @@ from shardwise.models.chain import init_weights
 from shardwise.models.gpt import DecoderBlock, build_gpt
 from shardwise.models.loss import aligned_logits
 from shardwise.parallel.parallelize import ACTIVATION_MEMORY_BUDGET
-from shardwise.planner.costs.block_time import KernelProfile, Machine, ParallelDegrees, attention_time, block_time
+from shardwise.planner.costs.block_time import BlockTimeModel, KernelProfile, ParallelDegrees
 from shardwise.planner.costs.efficiency import efficiency_of
+from shardwise.planner.costs.machine import Machine
 from shardwise.planner.costs.model_shape import shape_of
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-FRESH_PROCESSES = True  # nothing was computed in this process
-COLLECTIVE_CALLS = 30  # of each collective: a count, as all ranks must make as many
-MIN_SECONDS = 0.3  # seconds of any other work on a CPU
+FRESH_PROCESSES = True  # measure in new processes, in which nothing has run yet
+COLLECTIVE_CALLS = 30  # per measurement; a fixed count, since all ranks must make equally many
+MIN_SECONDS = 0.3  # duration of any other measurement on a CPU
 SINGLE_DEVICE = ParallelDegrees(tensor=1, context=1, expert=1, micro_batch=1)
 
 
 @dataclass(frozen=True)
 class BenchmarkSizes:
-    """How large the work is that is measured: enough to fill the device, little enough to be done soon."""
+    """Sizes of the measured work: large enough to fill the device, small enough to finish soon."""
 
     matmul_sizes: tuple[int, ...]
     copy_bytes: int
@@ -68,37 +70,37 @@ GPU_SIZES = BenchmarkSizes(
 
 
 def calibrate_to_file(out: Path, processes: int, device: str) -> str:
-    """Writes the cluster file; returns what is in it, in words."""
+    """Measures this machine, writes the cluster file and returns a summary."""
     if device not in ("auto", "cpu", "cuda"):
         raise JobError(f"--device {device}: {suggest(device, ('auto', 'cpu', 'cuda'))}")
     has_gpu = torch.cuda.is_available()
     if device == "cuda" and not has_gpu:
-        raise JobError("--device cuda: PyTorch sees no GPU here.")
+        raise JobError("--device cuda: PyTorch finds no GPU on this machine; use --device cpu.")
     require_parent_folder(out)
     cluster = calibrate("cuda" if has_gpu and device != "cpu" else "cpu", processes)
     write_cluster(cluster, out)
-    peaks = ", ".join(f"{word} {rate / 1e12:.3g} TFLOP/s" for word, rate in cluster.device.peak_by_precision.items())
+    peaks = ", ".join(f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in cluster.device.peak_by_precision.items())
     shares = ", ".join(f"{key} {cluster.measured[key]:.2f}" for key in ("matmul", "attention", "memory"))
     return (
         f"{out}: {cluster.domain_size} x {cluster.device.name}, {peaks}, {cluster.device.bandwidth / 1e9:.3g} GB/s; "
-        f"reached: {shares}; {cluster.measured['kernel_launch'] * 1e6:.1f} us a kernel; "
+        f"efficiency: {shares}; {cluster.measured['kernel_launch'] * 1e6:.1f} us per kernel launch; "
         f"link {cluster.inner.bandwidth / 1e9:.3g} GB/s, {cluster.inner.latency * 1e6:.0f} us."
     )
 
 
 def calibrate(kind: str, processes: int, report: Callable[[str], None] = lambda _: None) -> Cluster:
-    """The cluster that this machine is, for worlds of `processes` on it."""
+    """Measures this machine as a cluster of `processes` ranks."""
     if kind == "cuda":
         report("measuring one GPU")
         return _make_cluster(kind, torch.cuda.device_count(), _measure_process(kind), None)
-    report(f"measuring {processes} processes at once")
-    found = run_world(_measure_process, processes, kind, is_fresh_process=FRESH_PROCESSES)
-    values = {key: statistics.mean(one[key] for one in found) for key in found[0]}
+    report(f"measuring {processes} concurrent processes")
+    results = run_world(_measure_process, processes, kind, is_fresh_process=FRESH_PROCESSES)
+    values = {key: statistics.mean(result[key] for result in results) for key in results[0]}
     if processes == 1:
         return _make_cluster(kind, processes, values, None)
     report("measuring collectives")
     links = run_world(_measure_links, processes, CPU_SIZES.message_bytes, is_fresh_process=FRESH_PROCESSES)
-    values |= {key: statistics.mean(one[key] for one in links) for key in links[0]}
+    values |= {key: statistics.mean(result[key] for result in links) for key in links[0]}
     return _make_cluster(kind, processes, values, LinkSpec(values["link_bandwidth"], values["p2p_latency"]))
 
 
@@ -125,7 +127,7 @@ def _make_cluster(kind: str, processes: int, values: dict[str, float], link: Lin
 
 
 def _fit_efficiencies(cluster: Cluster, values: dict[str, float]) -> dict[str, float]:
-    """The efficiencies that make the prediction of a block what was measured."""
+    """Returns the efficiencies with which the planner predicts the measured times."""
     device = cluster.device
     dtype_name = "bf16" if device.family != "cpu" else "float32"
     efficiencies = {
@@ -149,28 +151,24 @@ def _fit_efficiencies(cluster: Cluster, values: dict[str, float]) -> dict[str, f
     }
     large = _decoder_config(GPU_SIZES.large_model if device.family != "cpu" else CPU_SIZES.large_model)
     if device.family == "cpu":
-        # Nothing runs beside anything else: the host is the device, so their times add up.
+        # Host and device are the same processor: nothing overlaps and their times add up.
         efficiencies |= {"overlap_data": 0.0, "overlap_p2p": 0.0, "overlap_p2p_interleaved": 0.0, "contention": 0.0}
         efficiencies |= {
             "collective_start": values.get("collective_start", 0.0),
             "uncontended_speedup": max(1.0, values["large_block"] / values.get("uncontended", values["large_block"])),
         }
-        # So that attention of the measured size takes as long as was measured.
-        forward, _ = attention_time(
-            Machine(cluster, efficiency_of("cpu", efficiencies)),
-            shape_of(large),
-            KernelProfile(dtype_name),
-            SINGLE_DEVICE,
-        )
+        # Makes the prediction for the measured attention equal to its measurement.
+        machine = Machine(cluster, efficiency_of("cpu", efficiencies))
+        forward, _ = BlockTimeModel(machine, shape_of(large), KernelProfile(dtype_name)).attention(SINGLE_DEVICE)
         efficiencies["attention"] *= forward * values["attention"] / _attention_flops(large)
     if device.family == "cpu":
-        # What a large block takes beyond its products and attention goes to memory.
+        # The time of a large block beyond its matmuls and attention is memory traffic.
         machine = Machine(cluster, replace(efficiency_of("cpu", efficiencies), memory=1.0))
         best = _ideal_times(machine, large, KernelProfile(dtype_name), SINGLE_DEVICE)
         compute = best["matmul"] + best["attention"]
         rest = max(values["large_block"] - values["launch_seconds"] - compute, 0.2 * best["memory"])
         return efficiencies | {"memory": min(4.0, best["memory"] / rest)}
-    # What steps of training went to, over what they would at the peak.
+    # Ideal seconds at the peak over measured seconds, per kernel category.
     machine = Machine(
         cluster, replace(efficiency_of(device.family, efficiencies), memory=1.0, matmul=1.0, attention=1.0)
     )
@@ -189,25 +187,25 @@ def _fit_efficiencies(cluster: Cluster, values: dict[str, float]) -> dict[str, f
 def _ideal_times(
     machine: Machine, model: DecoderConfig, kernel_profile: KernelProfile, degrees: ParallelDegrees
 ) -> dict[str, float]:
-    """Seconds of a block, forward and backward, by the share that they are to be divided by."""
-    ideal = block_time(machine, shape_of(model), kernel_profile, degrees, False)
-    core = sum(attention_time(machine, shape_of(model), kernel_profile, degrees))
+    """Returns the seconds of a block's forward and backward at 100% efficiency, by efficiency constant."""
+    time_model = BlockTimeModel(machine, shape_of(model), kernel_profile)
+    ideal, core = time_model.block(degrees, False), sum(time_model.attention(degrees))
     moved = 3 * machine.memory_time(ideal.moved_bytes)
     return {"matmul": ideal.forward + ideal.backward - moved - core, "attention": core, "memory": moved}
 
 
-STEP_SAMPLES = 4  # samples of a step that is measured on a GPU
-WARMUP_STEPS = 100  # steps before it: a cool GPU is faster
+STEP_SAMPLES = 4  # samples per measured training step on a GPU
+WARMUP_STEPS = 100  # before measuring, since a cool GPU is faster
 MODEL_KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
     "gpt-2": {"norm": "layer", "activation": "gelu", "bias": True, "positions": "learned"},
 }
-KERNEL_CATEGORIES = {"matmul": "matmul", "attention": "attention", "memory": "elementwise"}
-KERNELS_PER_BLOCK = 72  # of a forward and a backward of a block, as `cost.block` counts them
+KERNEL_CATEGORIES = {"matmul": "matrix products", "attention": "attention", "memory": "elementwise"}
+KERNELS_PER_BLOCK = 72  # of a block's forward and backward, as `BlockTimeModel` counts them
 
 
 def _measure_process(kind: str) -> dict[str, float]:
-    """Rates and seconds of one process."""
+    """Measures rates and durations in one process."""
     device, sizes = torch.device(kind), GPU_SIZES if kind == "cuda" else CPU_SIZES
     dtype_names = ("float32", "bf16") if kind == "cuda" else ("float32",)
     values = {
@@ -249,15 +247,15 @@ def _matmul_rate(n: int, dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _unaligned_matmul_rate(n: int, dtype: torch.dtype, device: torch.device) -> float:
-    """FLOP/s of a projection to an odd number of words, over its forward and both products of its backward."""
+    """Returns the FLOP/s of a projection to an odd vocabulary size, over forward and backward."""
     x, weight = torch.randn(n, n, device=device).to(dtype), torch.randn(n + 1, n, device=device).to(dtype)
     gradient = aligned_logits(x, weight)
     products = (lambda: aligned_logits(x, weight), lambda: gradient @ weight, lambda: gradient.t() @ x)
-    return 6.0 * n * n * (n + 1) / sum(_median_seconds(one, device) for one in products)
+    return 6.0 * n * n * (n + 1) / sum(_median_seconds(product, device) for product in products)
 
 
 def _attention_rates(model: DecoderConfig, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
-    """FLOP/s of forward and backward, half of the square counted."""
+    """Returns the FLOP/s of forward and backward, counting half of the scores."""
     shape = (1, model.heads, model.sequence, model.head_dim)
     q, k, v = (torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3))
     flops = _attention_flops(model)
@@ -273,7 +271,7 @@ def _attention_flops(model: DecoderConfig) -> float:
 
 
 def _block_seconds(model: DecoderConfig, dtype: torch.dtype, device: torch.device) -> float:
-    """Seconds of a block's forward and backward; on a GPU compiled and recorded, as training runs it."""
+    """Returns the seconds of a block's forward and backward; on a GPU compiled and as a CUDA graph, as in training."""
     chain = build_gpt(model, 0)
     init_weights(chain, 0)
     block = next(module for module in chain.modules() if isinstance(module, DecoderBlock)).to(
@@ -301,7 +299,7 @@ def _block_seconds(model: DecoderConfig, dtype: torch.dtype, device: torch.devic
 
 
 def _median_seconds(fn: Callable[[], Any], device: torch.device, repeats: int = 7) -> float:
-    """The median of some turns. On a GPU a turn is several calls: none waits to start."""
+    """Returns the median seconds of a call. On a GPU each repeat queues several calls to hide launch latency."""
     if device.type == "cpu":
         return _mean_seconds(fn)
     calls, times = 8, []
@@ -317,8 +315,8 @@ def _median_seconds(fn: Callable[[], Any], device: torch.device, repeats: int = 
 
 
 def _mean_seconds(fn: Callable[[], Any], calls: int = 0) -> float:
-    """Seconds of a call on a CPU, in the mean over so many, or over `LEAST` seconds of them: where processes take turns
-    on a processor, what counts is how many calls each gets done, not how long one of them is interrupted."""
+    """Returns the mean seconds of a call on a CPU, over `calls` calls or `MIN_SECONDS`. A mean, because processes that
+    share cores interrupt each other: what counts is how many calls finish."""
     fn()
     fn()
     done, begin = 0, time.perf_counter()
@@ -329,17 +327,17 @@ def _mean_seconds(fn: Callable[[], Any], calls: int = 0) -> float:
 
 
 def _measure_links(messages: tuple[int, ...]) -> dict[str, float]:
-    """Of one process of a world: seconds of a block while all others wait, of collectives, of transfers.
+    """Measures, on one rank, a block while all other ranks wait, collectives and point-to-point transfers.
 
-    Half of the collectives that training uses gather and half sum, so both are measured, for the whole world and, where
-    it has more, for pairs side by side. From both follow what a collective costs to start, and what for each hop; from
-    the largest message the bandwidth.
+    Training uses all-gather and reduce-scatter equally often, so both are measured, over the whole world and over pairs
+    of ranks. The two group sizes give the start cost of a collective and its latency per hop; the largest message gives
+    the bandwidth.
     """
     size, rank, device = dist.get_world_size(), dist.get_rank(), torch.device("cpu")
     small, large = messages[0], messages[-1]
     values = {}
-    for turn in range(size):
-        if turn == rank:
+    for active_rank in range(size):
+        if active_rank == rank:
             values["uncontended"] = _block_seconds(_decoder_config(CPU_SIZES.large_model), torch.float32, device)
         dist.barrier()
     pairs = [dist.new_group([n, n + 1]) for n in range(0, size - size % 2, 2)]
@@ -358,18 +356,19 @@ def _measure_links(messages: tuple[int, ...]) -> dict[str, float]:
 
 
 def _collective_seconds(message: int, size: int, group: dist.ProcessGroup | None) -> float:
-    """Seconds to gather, or sum and scatter, a message in all; the mean of both."""
+    """Returns the mean seconds of an all-gather and a reduce-scatter of `message` bytes in total."""
     shard = torch.zeros(message // 4 // size)
     full = torch.zeros(size * len(shard))
-    gather = _mean_seconds(lambda: all_gather(full, shard, group=group), COLLECTIVE_CALLS)
-    return (gather + _mean_seconds(lambda: reduce_scatter(shard, full, group=group), COLLECTIVE_CALLS)) / 2
+    axis = Axis(size, dist.get_rank(group), dist.group.WORLD if group is None else group)
+    gather = _mean_seconds(lambda: all_gather(full, shard, axis=axis), COLLECTIVE_CALLS)
+    return (gather + _mean_seconds(lambda: reduce_scatter(shard, full, axis=axis), COLLECTIVE_CALLS)) / 2
 
 
 def _p2p_seconds(message: int, rank: int, group: dist.ProcessGroup) -> float:
-    """Seconds from one process to its neighbour: half of there and back."""
+    """Returns the seconds of a transfer to the neighbouring rank: half of a round trip."""
     tensor, other = torch.zeros(message // 4), rank ^ 1
 
-    def there_and_back() -> None:
+    def round_trip() -> None:
         if rank < other:
             dist.send(tensor, other, group)
             dist.recv(tensor, other, group)
@@ -377,4 +376,4 @@ def _p2p_seconds(message: int, rank: int, group: dist.ProcessGroup) -> float:
             dist.recv(tensor, other, group)
             dist.send(tensor, other, group)
 
-    return _mean_seconds(there_and_back, COLLECTIVE_CALLS) / 2
+    return _mean_seconds(round_trip, COLLECTIVE_CALLS) / 2

@@ -1,30 +1,20 @@
-"""Step time and memory of one layout on one cluster, from closed forms: microseconds, so that a search can ask often.
+"""Predicts step time and memory of a layout in closed form, in microseconds, so that a search can try many layouts.
 
-A pipeline takes what the closed form of its schedule says (`shardwise.schedules.closed_form`): exact for even stages, never
-too long for others. Layouts of our own engine can be simulated too: `predict` does, a search only for its finalists.
+Pipeline time comes from the closed form of the schedule (`shardwise.schedules.closed_form`): exact for equal stages, a
+lower bound otherwise. With an `EngineModel`, `predict` simulates the schedule; the search does so for its finalists.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import log2
-from typing import Any, NamedTuple
+from typing import Any
 
 from shardwise.layout import AUTO_SCHEDULES, V_SHAPED, Layout, kept_activation_fraction
-from shardwise.planner.costs.block_time import (
-    KernelProfile,
-    Machine,
-    ModuleTime,
-    ParallelDegrees,
-    block_time,
-    embedding_time,
-    head_time,
-)
-from shardwise.planner.costs.engine_memory import EngineModel
+from shardwise.planner.costs.block_time import BlockTimeModel, ModuleTime, ParallelDegrees
 from shardwise.planner.costs.engine_traffic import traffic_by_axis
+from shardwise.planner.costs.machine import Machine
 from shardwise.planner.costs.memory_model import (
-    FrameworkProfile,
     MemoryInputs,
     RankMemory,
     StageLayers,
@@ -34,118 +24,38 @@ from shardwise.planner.costs.memory_model import (
     optimizer_shards,
     rank_memory,
 )
-from shardwise.planner.costs.model_shape import ModelShape
+from shardwise.planner.prediction import (
+    BlockTime,
+    ModuleLoad,
+    Prediction,
+    StagePartition,
+    StepTiming,
+    Workload,
+    split_evenly,
+)
 from shardwise.schedules.auto_schedule import make_auto_schedule
 from shardwise.schedules.closed_form import lower_bound, upper_bound
 from shardwise.schedules.simulate import StageCosts, step_seconds
 from shardwise.schedules.synthesize import SynthesizedSchedule
 
-BUCKET_BYTES = 1e8  # bytes of gradients that travel at once
-BUCKET_GROWTH_RANKS = 40  # data ranks beyond which buckets grow with their number in Megatron-Core
-# Bytes moved to update a weight of one process: itself, two averages, the gradient twice, the rounded copy.
+BUCKET_BYTES = 1e8  # of gradients reduced at once
+# Bytes moved per weight by the update of a single process: weight, two moments, gradient twice, rounded copy.
 UPDATE_BYTES = 34.0
-ACCUMULATE_BYTES = 8.0  # and to add the gradient of one of several micro-batches
+ACCUMULATE_BYTES = 8.0  # and to accumulate the gradient of each of several micro-batches
 BLOCK_AXES = ("tensor", "context", "expert")
 
 
-@dataclass(frozen=True)
-class Workload:
-    """What is computed in a step, however it is cut."""
-
-    shape: ModelShape
-    kernel_profile: KernelProfile
-    samples: int
-    framework_profile: FrameworkProfile = FrameworkProfile()
-    sequence_parallel: bool = True
-    engine: EngineModel | None = None
-    """Our engine's view of the model, if it is to run it. Others cut stages as even as can be."""
-
-
-@dataclass(frozen=True)
-class StepTiming:
-    """Seconds of a step, and of its parts that come once."""
-
-    seconds: float
-    bubble: float
-    """Share of the pipeline's time in which the slowest rank waits for the others."""
-    data: float
-    """Exposed traffic of the data axes."""
-    update: float
-    exposed_p2p: float
-    """Exposed transfers between stages, of one micro-batch."""
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What a step takes, and holds on each pipeline rank."""
-
-    layout: Layout
-    timing: StepTiming
-    memory: tuple[RankMemory, ...]
-    exposed: dict[str, float]
-    """Seconds of traffic that nothing hides, by axis."""
-    traffic: tuple[dict[str, int], ...] = ()
-    """Bytes by axis that each pipeline rank sends and receives in a step; empty where it is not for our own engine."""
-
-    @property
-    def seconds(self) -> float:
-        return self.timing.seconds
-
-    @property
-    def bubble(self) -> float:
-        return self.timing.bubble
-
-    @property
-    def peak_memory(self) -> float:
-        return max(memory.total for memory in self.memory)
-
-
-class StagePartition(NamedTuple):
-    """How a pipeline is cut."""
-
-    stages: tuple[StageLayers, ...]
-    ranks: tuple[StageLayers, ...]
-    representative_ranks: tuple[int, ...]
-    """Of each kind of rank, the first and the last; and the second of all."""
-    distinct_ranks: tuple[StageLayers, ...]
-    """The kinds of ranks."""
-
-
-class ModuleLoad(NamedTuple):
-    """Seconds of forward and backward of one micro-batch, by piece of the chain."""
-
-    block: float
-    first: float
-    last: float
-
-    def slowest_rank_time(self, partition: StagePartition) -> float:
-        """Of the slowest rank."""
-        block, first, last = self
-        return max(
-            [
-                n * block + (first if head else 0.0) + (last if tail else 0.0)
-                for n, head, tail in partition.distinct_ranks
-            ]
-        )
-
-
-@dataclass(frozen=True)
-class BlockTime:
-    """Seconds of one micro-batch through one block, traffic included."""
-
-    forward: float
-    backward: float
-    weight_grad: float
-    """The part of `backward` that makes weight gradients."""
-    exposed: dict[str, float]
-
-
 class Estimator:
-    """Predicts layouts of one job on one machine. What many layouts share is computed once."""
+    """Predicts layouts of one job on one machine, and caches what layouts share.
+
+    `benchmarks/frameworks.py` overrides attributes and methods to predict other people's software."""
 
     def __init__(self, machine: Machine, work: Workload):
         self.machine, self.work = machine, work
         self.efficiency = machine.efficiency
+        self.time_model = BlockTimeModel(machine, work.shape, work.kernel_profile)
+        self.gathers_per_block = 1  # FSDP gathers a block's weights in one collective
+        self.reduced_gradient_bytes = work.framework_profile.gradient_bytes
         self._degrees: dict[tuple[int, ...], ParallelDegrees] = {}
         self._module_times: dict[ParallelDegrees, tuple[ModuleTime, ModuleTime, ModuleTime]] = {}
         self._memory_inputs: dict[tuple[Any, ...], MemoryInputs] = {}
@@ -155,12 +65,13 @@ class Estimator:
         self._auto_schedules: dict[Layout, SynthesizedSchedule] = {}
 
     def predict(self, layout: Layout) -> Prediction:
-        """Simulated, where it is for our own engine."""
+        """Returns the full prediction; simulates the schedule if there is an `EngineModel`."""
         timing = self.step_timing(layout, simulated=self.work.engine is not None)
         memory = tuple(self.memory(layout, rank) for rank in range(layout.pipeline))
         return Prediction(layout, timing, memory, self.exposed(layout, timing), tuple(self.traffic(layout)))
 
     def traffic(self, layout: Layout) -> Iterator[dict[str, int]]:
+        """Yields bytes by axis of each pipeline rank, if there is an `EngineModel` for the layout."""
         engine, micro_batches = self.work.engine, self.micro_batches(layout)
         if engine is not None and layout.context == layout.expert == 1:
             program = self.auto_schedule(layout).simulation.program if self.is_auto_schedule(layout) else None
@@ -169,36 +80,34 @@ class Estimator:
             )
 
     def memory(self, layout: Layout, rank: int) -> RankMemory:
-        """Of a pipeline rank."""
+        """Returns the memory of a pipeline rank."""
         engine, micro_batches = self.work.engine, self.micro_batches(layout)
         if engine is not None and layout.context == layout.expert == 1:
-            points = (
-                self.auto_schedule(layout).simulation.program.peak_in_flight(rank)
-                if self.is_auto_schedule(layout)
-                else None
-            )
-            return engine.memory(layout, rank, micro_batches, self.work.framework_profile, points)
+            peaks = None
+            if self.is_auto_schedule(layout):
+                peaks = self.auto_schedule(layout).simulation.program.peak_in_flight(rank)
+            return engine.memory(layout, rank, micro_batches, self.work.framework_profile, peaks)
         return rank_memory(self.memory_inputs(layout), layout, rank, self.stages(layout).ranks[rank], micro_batches)
 
     @staticmethod
     def is_auto_schedule(layout: Layout) -> bool:
-        """Whether its order has no name."""
+        """Returns whether the planner synthesizes the layout's schedule."""
         return layout.pipeline > 1 and layout.schedule in AUTO_SCHEDULES
 
     def auto_schedule(self, layout: Layout) -> SynthesizedSchedule:
-        """The order of `schedule=auto`."""
+        """Synthesizes the schedule of `schedule=auto`."""
         engine, count = self.work.engine, self.micro_batches(layout)
         assert engine is not None
         if layout not in self._auto_schedules:
             self._auto_schedules[layout] = make_auto_schedule(
                 layout, self.stage_costs(layout), count,
-                lambda rank, points: engine.memory(layout, rank, count, self.work.framework_profile, points).total,
+                lambda rank, peaks: engine.memory(layout, rank, count, self.work.framework_profile, peaks).total,
                 self.machine.device.memory,
             )  # fmt: skip
         return self._auto_schedules[layout]
 
     def peak_memory(self, layout: Layout) -> float:
-        """Bytes of the fullest rank."""
+        """Returns the bytes of the rank with the most."""
         return max([self.memory(layout, rank).total for rank in self.stages(layout).representative_ranks])
 
     def fits(self, layout: Layout) -> bool:
@@ -219,22 +128,20 @@ class Estimator:
         return StepTiming(self.step_time(layout, pipeline), 1.0 - busy / pipeline, data, update, hop)
 
     def max_step_time(self, layout: Layout) -> float:
-        """Seconds that a layout takes at most."""
+        """Returns an upper bound of the step time."""
         if layout.pipeline == 1:
             return self.step_timing(layout).seconds
         shape = layout.schedule, layout.pipeline, layout.stages_per_rank, self.micro_batches(layout)
         return self.step_time(layout, upper_bound(*shape, self.stage_costs(layout)))
 
     def step_time(self, layout: Layout, pipeline: float) -> float:
-        """Seconds of a step whose micro-batches take so long."""
-        if (
-            self.efficiency.uncontended_speedup > 1.0 and layout.pipeline > 1
-        ):  # who waits leaves its processor to the others
+        """Returns the seconds of a step whose micro-batches take `pipeline` seconds."""
+        if self.efficiency.uncontended_speedup > 1.0 and layout.pipeline > 1:  # idle ranks leave their cores to others
             pipeline = max(pipeline / self.efficiency.uncontended_speedup, self._balanced_time(layout))
         return (pipeline + sum(self.per_step_times(layout)) + self.efficiency.fixed_seconds) * self.jitter(layout.world)
 
     def _balanced_time(self, layout: Layout) -> float:
-        """Seconds that the ranks of a pipeline work on all micro-batches, in the mean."""
+        """Returns the mean busy time of the pipeline ranks."""
         block, (_, first, last) = self.block_time(layout), self.module_times(self.parallel_degrees(layout))
         work = self.work.shape.layers * (block.forward + block.backward) + first.total + last.total
         return self.micro_batches(layout) * (work / layout.pipeline + self.exposed_p2p(layout))
@@ -243,7 +150,7 @@ class Estimator:
         return 1.0 + self.efficiency.jitter * log2(max(1.0, world / self.machine.cluster.domain_size))
 
     def slowest_rank_time(self, layout: Layout) -> float:
-        """Seconds that the slowest rank works on one micro-batch."""
+        """Returns the seconds that the slowest rank computes per micro-batch."""
         return self.exposed_p2p(layout) + self.module_load(layout).slowest_rank_time(self.stages(layout))
 
     def module_load(self, layout: Layout) -> ModuleLoad:
@@ -252,13 +159,13 @@ class Estimator:
         return ModuleLoad(block.forward + block.backward, first.total, last.total)
 
     def stage_costs(self, layout: Layout) -> StageCosts:
-        """Seconds by stage. What is felt of a transfer is work of both sides."""
+        """Returns the seconds of each stage. Exposed transfers count as work of both sides."""
         block, hop = self.block_time(layout), self.exposed_p2p(layout) / (2 * layout.stages_per_rank)
         _, first, last = self.module_times(self.parallel_degrees(layout))
         stage_times: dict[StageLayers, tuple[float, float, float]] = {}
         parts = self.stages(layout).stages
         for part in set(parts):
-            ends = [end for end, here in ((first, part.first), (last, part.last)) if here]
+            ends = [end for end, has_end in ((first, part.first), (last, part.last)) if has_end]
             forward = part.blocks * block.forward + sum([end.forward + end.traffic for end in ends])
             backward = part.blocks * block.backward + sum([end.backward + end.traffic for end in ends])
             weight = part.blocks * block.weight_grad + sum([end.weight_grad for end in ends])
@@ -268,54 +175,40 @@ class Estimator:
         return costs.as_executed() if layout.has_split_backward else costs
 
     def per_step_times(self, layout: Layout) -> tuple[float, float]:
-        """Seconds that come once a step: exposed traffic of the data axes, and the update, of the fullest rank."""
+        """Returns the seconds once per step of exposed data-parallel communication and of the update, on the rank with
+        the most weights."""
         key = (
-            self.parallel_degrees(layout),
-            layout.recompute,
-            layout.zero,
-            layout.shard,
-            layout.replicate,
-            layout.pipeline,
-            layout.stage_count,
-            layout.schedule in V_SHAPED,
-            layout.stages,
-            layout.world == 1,
+            self.parallel_degrees(layout), layout.recompute, layout.zero, layout.shard, layout.replicate,
+            layout.pipeline, layout.stage_count, layout.schedule in V_SHAPED, layout.stages, layout.world == 1,
             layout.micro_batch,
-        )
+        )  # fmt: skip
         if key not in self._per_step_times:
-            block, weights, ranks = (
-                self.block_time(layout),
-                self.memory_inputs(layout).weights,
-                self.stages(layout).ranks,
-            )
+            block, weights = self.block_time(layout), self.memory_inputs(layout).weights
+            ranks, micro_batches = self.stages(layout).ranks, self.micro_batches(layout)
             fullest = max((ranks[0], ranks[-1]), key=weights.of_stage)
             dense_weights, experts = weights.of_stage(fullest), fullest.blocks * weights.experts
             data = self.data(layout, dense_weights, experts, fullest.blocks * (block.forward + block.backward))
             updated = dense_weights / optimizer_shards(layout) + experts / expert_optimizer_shards(layout)
             update_bytes = self.work.framework_profile.update_bytes
             if self.keeps_rounded_weights(layout):
-                update_bytes = UPDATE_BYTES + (
-                    ACCUMULATE_BYTES * self.micro_batches(layout) if self.micro_batches(layout) > 1 else 0.0
-                )
+                update_bytes = UPDATE_BYTES + (ACCUMULATE_BYTES * micro_batches if micro_batches > 1 else 0.0)
             self._per_step_times[key] = data, self.machine.bulk_memory_time(update_bytes * updated)
         return self._per_step_times[key]
 
     def exposed(self, layout: Layout, timing: StepTiming) -> dict[str, float]:
-        """Seconds of a step in which the busiest rank waits for traffic, by axis."""
+        """Returns the seconds of a step that the busiest rank waits for communication, by axis."""
         block, micro_batches = self.block_time(layout), self.micro_batches(layout)
-        exposed = {
-            axis: micro_batches * max(self.blocks_per_rank(layout)) * seconds for axis, seconds in block.exposed.items()
-        }
+        blocks = max(self.blocks_per_rank(layout))
+        exposed = {axis: micro_batches * blocks * seconds for axis, seconds in block.exposed.items()}
         exposed["shard"] = exposed.get("shard", 0.0) + timing.data
         exposed["pipeline"] = micro_batches * timing.exposed_p2p
         return {axis: seconds for axis, seconds in exposed.items() if seconds}
 
     def blocks_per_rank(self, layout: Layout) -> list[int]:
-        """Blocks per pipeline rank."""
         return [part.blocks for part in self.stages(layout).ranks]
 
     def stages(self, layout: Layout) -> StagePartition:
-        """As our engine cuts them; for others as the user fixed them, or as even as can be."""
+        """Returns our engine's stages; without an `EngineModel` the user's, or stages as equal as possible."""
         p, v = layout.pipeline, layout.stages_per_rank
         key = p, v, layout.schedule in V_SHAPED, layout.stages
         if key not in self._stages:
@@ -325,64 +218,56 @@ class Estimator:
                 blocks = list(layout.stages) or self._even_blocks(layout)
                 stages = tuple(StageLayers(n, stage == 0, stage == p * v - 1) for stage, n in enumerate(blocks))
             ranks = tuple(merge_stages([stages[stage] for stage in layout.stages_of(rank)]) for rank in range(p))
-            kinds = {min(1, p - 1)}
+            representatives = {min(1, p - 1)}
             for part in set(ranks):
-                kinds |= {ranks.index(part), p - 1 - ranks[::-1].index(part)}
-            self._stages[key] = StagePartition(stages, ranks, tuple(sorted(kinds)), tuple(set(ranks)))
+                representatives |= {ranks.index(part), p - 1 - ranks[::-1].index(part)}
+            self._stages[key] = StagePartition(stages, ranks, tuple(sorted(representatives)), tuple(set(ranks)))
         return self._stages[key]
 
     def _even_blocks(self, layout: Layout) -> list[int]:
-        """Blocks by stage, as even as can be by rank."""
+        """Returns the blocks of each stage, with ranks as equal as possible."""
         blocks = [0] * layout.stage_count
         for rank, count in enumerate(split_evenly(self.work.shape.layers, layout.pipeline)):
-            for stage, own in zip(layout.stages_of(rank), split_evenly(count, layout.stages_per_rank)):
-                blocks[stage] = own
+            for stage, stage_blocks in zip(layout.stages_of(rank), split_evenly(count, layout.stages_per_rank)):
+                blocks[stage] = stage_blocks
         return blocks
 
     def micro_batches(self, layout: Layout) -> int:
         return max(1, round(self.work.samples / layout.data / layout.micro_batch))
 
     def parallel_degrees(self, layout: Layout) -> ParallelDegrees:
-        # Experts wider than the model are cut by the tensor axis too; narrow ones would make small products.
+        # The tensor axis splits experts wider than the model; narrower ones would leave small matmuls.
         key = layout.tensor, layout.context, layout.expert, layout.micro_batch
         if key not in self._degrees:
             shape = self.work.shape
             expert_tensor = layout.tensor if shape.expert_ffn > shape.width else 1
-            self._degrees[key] = ParallelDegrees(*key, expert_tensor, self.work.sequence_parallel)
+            self._degrees[key] = ParallelDegrees(*key, expert_tensor)
         return self._degrees[key]
 
     def module_times(self, degrees: ParallelDegrees) -> tuple[ModuleTime, ModuleTime, ModuleTime]:
-        """One block (dense and sparse ones mixed as the model does), the embedding, the head."""
+        """Returns the times of a block (dense and sparse blocks averaged), the embedding and the head."""
         if degrees not in self._module_times:
-            machine, shape, kernel_profile = self.machine, self.work.shape, self.work.kernel_profile
-            share = shape.sparse_layers / shape.layers
-            dense = block_time(machine, shape, kernel_profile, degrees, False) if share < 1 else ModuleTime()
-            sparse = block_time(machine, shape, kernel_profile, degrees, True) if share else ModuleTime()
-            inner = dense.lerp(sparse, share)
-            self._module_times[degrees] = (
-                inner,
-                embedding_time(machine, shape, kernel_profile, degrees),
-                head_time(machine, shape, kernel_profile, degrees),
-            )
+            model, share = self.time_model, self.work.shape.sparse_layers / self.work.shape.layers
+            dense = model.block(degrees, False) if share < 1 else ModuleTime()
+            sparse = model.block(degrees, True) if share else ModuleTime()
+            self._module_times[degrees] = dense.lerp(sparse, share), model.embedding(degrees), model.head(degrees)
         return self._module_times[degrees]
 
     def memory_inputs(self, layout: Layout) -> MemoryInputs:
         degrees = self.parallel_degrees(layout)
         key = degrees, layout.recompute, layout.pipeline == 1
         if key not in self._memory_inputs:
-            work = self.work
-            self._memory_inputs[key] = make_memory_inputs(
-                work.shape,
-                work.kernel_profile,
-                work.framework_profile,
-                layout,
-                work.sequence_parallel,
-                degrees.expert_tensor,
-            )
+            self._memory_inputs[key] = self._make_memory_inputs(layout, degrees)
         return self._memory_inputs[key]
 
+    def _make_memory_inputs(self, layout: Layout, degrees: ParallelDegrees) -> MemoryInputs:
+        w = self.work
+        return make_memory_inputs(
+            w.shape, w.kernel_profile.itemsize, w.framework_profile, layout, degrees.expert_tensor
+        )
+
     def block_time(self, layout: Layout) -> BlockTime:
-        """Forward and backward of a block, with what is computed again and gathered for it."""
+        """Returns forward and backward of a block with recomputation and weight gathering."""
         degrees = self.parallel_degrees(layout)
         key = degrees, layout.recompute, layout.zero, layout.shard, layout.world == 1
         if key not in self._block_times:
@@ -393,11 +278,7 @@ class Estimator:
         share = kept_activation_fraction(layout.recompute)
         recompute_fraction = 1.0 - share if share is not None else float(layout.recompute == "full")
         backward_extra = inner.traffic
-        moved = (
-            self.efficiency.grad_accumulation_bytes
-            if self.work.framework_profile.cast_bytes is None
-            else self.work.framework_profile.cast_bytes
-        )
+        moved = self.work.framework_profile.cast_bytes
         if moved and not self.keeps_rounded_weights(layout):
             weights = self.memory_inputs(layout).weights
             backward_extra += self.machine.bulk_memory_time(moved * (weights.block + weights.experts))
@@ -407,11 +288,7 @@ class Estimator:
             + recompute_fraction * forward
         )
         if layout.recompute == "selective":
-            backward += (
-                self.machine.memory_time(inner.moved_bytes)
-                if self.work.framework_profile.selective_keeps_matmuls
-                else inner.core_attention
-            )
+            backward += self.selective_recompute_time(layout, inner)
         exposed = {axis: (2.0 + recompute_fraction) * getattr(inner, axis) for axis in BLOCK_AXES}
         if layout.zero >= 2 and layout.shard > 1:
             gather = self._weight_gather_time(layout)
@@ -421,41 +298,41 @@ class Estimator:
             exposed["shard"] = exposed_forward + exposed_backward
         return BlockTime(forward, backward, inner.weight_grad, exposed)
 
+    def selective_recompute_time(self, layout: Layout, block: ModuleTime) -> float:
+        """Returns the seconds that selective recomputation adds: it repeats all but matmuls and attention."""
+        return self.machine.memory_time(block.moved_bytes)
+
     def keeps_rounded_weights(self, layout: Layout) -> bool:
         return self.work.engine is not None and self.work.engine.keeps_rounded_weights(layout)
 
     def _weight_gather_time(self, layout: Layout) -> float:
-        """Seconds to gather the weights of a block over the shard axis, or to sum its gradients over it."""
-        stride, size, weights = (
-            layout.tensor * layout.context,
-            self.work.kernel_profile.itemsize,
-            self.memory_inputs(layout).weights,
-        )
-        # Software that overlaps gathers a block at once; before it, each weight by itself.
-        bucket = size * weights.block / (1 if self.work.kernel_profile.overlap_comm else 8)
+        """Returns the seconds to all-gather a block's weights over the shard axis, or to reduce-scatter gradients."""
+        stride, size = layout.tensor * layout.context, self.work.kernel_profile.itemsize
+        weights = self.memory_inputs(layout).weights
+        bucket = size * weights.block / self.gathers_per_block
         gather = self.machine.all_gather(size * weights.block, layout.shard, stride, bucket)
         return gather + self.machine.all_gather(size * weights.experts, max(1, layout.shard // layout.expert), stride)
 
     def exposed_p2p(self, layout: Layout) -> float:
-        """Exposed transfers between stages, of one micro-batch on one rank."""
+        """Returns the exposed seconds of transfers between stages, per micro-batch and rank."""
         if layout.pipeline == 1:
             return 0.0
         stride = layout.world // layout.pipeline
         transfer = self.machine.p2p(self.stage_output_bytes(layout), min(stride, self.machine.cluster.domain_size))
-        # Between stages of one rank's own there is other work to do while a transfer is under way.
+        # With several stages a rank has other work during a transfer.
         hidden = self.efficiency.overlap_p2p if layout.stages_per_rank == 1 else self.efficiency.overlap_p2p_interleaved
         return 2 * layout.stages_per_rank * transfer * (1.0 - hidden)
 
     def stage_output_bytes(self, layout: Layout) -> float:
-        """Bytes of a micro-batch from stage to stage."""
+        """Returns the bytes of one micro-batch that one stage sends to the next."""
         shape = self.work.shape
         tokens = layout.micro_batch * shape.sequence / layout.context
         return self.work.kernel_profile.itemsize * tokens * shape.width / layout.tensor
 
     def data(self, layout: Layout, dense_weights: float, experts: float, last_pass: float) -> float:
-        """Exposed traffic of the data axes once a step: gradients to their sums, updated weights back."""
+        """Returns the exposed seconds per step of reducing gradients and gathering updated weights."""
         stride = layout.tensor * layout.context
-        expert_replicas = max(1, layout.data * layout.context // layout.expert)  # ranks with the same experts
+        expert_replicas = max(1, layout.data * layout.context // layout.expert)  # ranks that hold the same experts
         shard = min(expert_replicas, max(1, layout.shard * layout.context // layout.expert)) if layout.shard > 1 else 1
         reduce_dense, gather_dense = self._grad_sync_times(
             layout, dense_weights, layout.shard, layout.replicate, stride
@@ -463,33 +340,28 @@ class Estimator:
         reduce_experts, gather_experts = self._grad_sync_times(
             layout, experts, shard, expert_replicas // shard, stride * layout.expert
         )
-        if self.work.kernel_profile.eager:  # nothing is computed before all weights are back
-            return self._exposed_comm(reduce_dense + reduce_experts, last_pass) + gather_dense + gather_experts
-        return self._exposed_comm(reduce_dense + reduce_experts + gather_dense + gather_experts, last_pass)
+        return self.exposed_sync_time(reduce_dense + reduce_experts, gather_dense + gather_experts, last_pass)
+
+    def exposed_sync_time(self, reduce: float, gather: float, last_pass: float) -> float:
+        """Returns what remains of a step's gradient reduction and weight gathering after overlap with the last pass."""
+        return self._exposed_comm(reduce + gather, last_pass)
+
+    def bucket_bytes(self, layout: Layout) -> float:
+        return BUCKET_BYTES
 
     def _grad_sync_times(
         self, layout: Layout, numel: float, shard: int, replicate: int, stride: int
     ) -> tuple[float, float]:
-        """Seconds to sum gradients over shard and replicate ranks, and to gather the updated weights; but for what
-        ZeRO 2 and 3 have done after each micro-batch."""
-        gradient, size = min(4.0, self.work.framework_profile.gradient_bytes), self.work.kernel_profile.itemsize
+        """Returns the seconds to reduce gradients over shard and replicate ranks and to gather updated weights, without
+        what ZeRO 2 and 3 communicate in each micro-batch."""
+        gradient, size = self.reduced_gradient_bytes, self.work.kernel_profile.itemsize
         all_gather, all_reduce = self.machine.all_gather, self.machine.all_reduce
-        grows_buckets = self.work.engine is None and not self.work.kernel_profile.eager
-        bucket = BUCKET_BYTES * max(1.0, layout.data / BUCKET_GROWTH_RANKS) if grows_buckets else BUCKET_BYTES
+        bucket = self.bucket_bytes(layout)
         reduce = all_gather(gradient * numel, shard, stride, bucket) if layout.zero == 1 else 0.0
         gather = all_gather(size * numel, shard, stride, bucket) if layout.zero < 3 else 0.0
         return reduce + all_reduce(gradient * numel / shard, replicate, stride * shard, bucket), gather
 
     def _exposed_comm(self, traffic: float, compute: float) -> float:
-        """What is left of traffic that can hide behind `beside` seconds of work."""
-        if not self.work.kernel_profile.overlap_comm:
-            return traffic
+        """Returns what remains of `traffic` seconds that can overlap with `compute` seconds."""
         hidden = min(traffic, self.efficiency.overlap_data * compute)
         return traffic - hidden + self.efficiency.contention * hidden
-
-
-def split_evenly(layers: int, pipeline: int) -> list[int]:
-    """Blocks per pipeline rank, as even as can be, the fewer ones at the ends, where embedding and head are."""
-    base, remainder = divmod(layers, pipeline)
-    first = (pipeline - remainder) // 2
-    return [base + (first <= rank < first + remainder) for rank in range(pipeline)]

@@ -1,14 +1,14 @@
-"""The share of time that a run keeps in useful steps, when machines fail.
+"""Expected goodput: the fraction of time that a run spends in useful steps when machines fail.
 
-Failures come at random, `between` seconds apart in the mean. Useful work goes on for `interval` seconds, then a save
-stalls it for `stall`; a failure loses what was done since, and takes `recover` seconds to come back from. The expected
-time for an interval is then (between + recover)(e^((interval + stall) / between) - 1), and the best interval, for small
-stalls the square root of 2 stall between (Young 1974), is Daly's (2006, equation 37).
+Failures arrive at random with a mean time `mtbf` between them. A run works for `interval` seconds, then a checkpoint
+stalls it for `save_stall`; a failure loses the work since the last checkpoint and takes `recovery_seconds` to recover
+from. The expected time of an interval is (mtbf + recovery)(e^((interval + stall) / mtbf) - 1). The best interval is
+Daly's (2006, equation 37), which for short stalls is sqrt(2 stall mtbf) (Young 1974).
 
-How often: Kokolis et al. 2024 ("Revisiting Reliability in Large-Scale Machine Learning Research Clusters") give 7.9
-hours at 1,024 GPUs, measured, and 1.8 at 16,384. Llama 3's training had 466 interruptions in 54 days on 16,384 GPUs,
-one in 2.8 hours (Grattafiori et al. 2024). Between the two points of the former we take a power; outside, each GPU for
-its own.
+Failure rates: Kokolis et al. 2024 ("Revisiting Reliability in Large-Scale Machine Learning Research Clusters") measured
+7.9 hours between failures at 1,024 GPUs and give 1.8 hours at 16,384. Llama 3's training had 466 interruptions in 54
+days on 16,384 GPUs, one in 2.8 hours (Grattafiori et al. 2024). Between Kokolis' two points we interpolate by a power
+law; outside of them each GPU fails independently.
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 FAILURE_HOURS = ((1024, 7.9), (16384, 1.8))  # devices, hours between failures
-HOST_COPY_BANDWIDTH = 5e9  # bytes a second of a rank's state to host memory; measured on CPU processes, slow for a GPU
-RECOVERY_SECONDS = (
-    30.0  # seconds on a GPU: assumed, with compilation; CPU processes with stand-bys take 1 (docs: faults)
-)
+HOST_COPY_BANDWIDTH = 5e9  # bytes per second from a rank to host memory; measured on CPU processes, low for a GPU
+RECOVERY_SECONDS = 30.0  # on a GPU: assumed, with compilation; CPU processes with stand-bys take 1 s (docs: faults)
 
 
 def mtbf_hours(devices: int) -> float:
-    """Mean hours between failures of a world."""
+    """Returns the mean time between failures of a run on `devices` GPUs, in hours."""
     (small_world, small_hours), (large_world, large_hours) = FAILURE_HOURS
     if devices <= small_world:
         return small_hours * small_world / devices
@@ -38,12 +36,12 @@ def mtbf_hours(devices: int) -> float:
 
 
 def goodput_fraction(interval: float, save_stall: float, recovery_seconds: float, mtbf: float) -> float:
-    """Of all time, that of useful steps. All in seconds."""
+    """Returns the fraction of time spent in useful steps. All arguments are in seconds."""
     return interval / ((mtbf + recovery_seconds) * math.expm1((interval + save_stall) / mtbf))
 
 
 def optimal_checkpoint_interval(save_stall: float, mtbf: float) -> float:
-    """Seconds between saves that keep most."""
+    """Returns the seconds of work between checkpoints that maximise goodput."""
     if save_stall >= 2 * mtbf:
         return mtbf
     correction = math.sqrt(save_stall / (2 * mtbf))
@@ -52,7 +50,7 @@ def optimal_checkpoint_interval(save_stall: float, mtbf: float) -> float:
 
 @dataclass(frozen=True)
 class ExpectedGoodput:
-    """What a plan says. Seconds, shares."""
+    """Expected goodput of a plan, in seconds and fractions unless stated otherwise."""
 
     mtbf_hours: float
     save_stall: float
@@ -60,7 +58,7 @@ class ExpectedGoodput:
     best_interval: float
     best_goodput: float
     interval: float
-    """Between the job's checkpoints; 0: it has none but at the end."""
+    """Between the job's checkpoints; 0: it saves only at the end."""
     goodput: float
 
     def as_dict(self) -> dict[str, Any]:
@@ -69,31 +67,23 @@ class ExpectedGoodput:
     def describe(self, step_seconds: float) -> str:
         steps = max(1, round(self.best_interval / step_seconds))
         sentence = (
-            f"a failure every {_time(3600 * self.mtbf_hours)} is to be expected; with {_time(self.recovery_seconds)} to come "
-            f"back and {_time(self.save_stall)} for a save, {100 * self.best_goodput:.2f}% of the time is kept by a "
-            f"checkpoint every {steps:,} steps ({_time(self.best_interval)})"
+            f"expect a failure every {_time(3600 * self.mtbf_hours)}. With {_time(self.recovery_seconds)} to recover "
+            f"and {_time(self.save_stall)} per checkpoint, goodput is best with a checkpoint every {steps:,} steps "
+            f"({_time(self.best_interval)}): {100 * self.best_goodput:.2f}%"
         )
-        return (
-            f"{sentence}, {100 * self.goodput:.2f}% by yours." if self.interval else f"{sentence}; this job has none."
-        )
+        yours = f"your interval gives {100 * self.goodput:.2f}%" if self.interval else "this job saves only at the end"
+        return f"{sentence}; {yours}."
 
 
 def expected_goodput(
     devices: int, step_seconds: float, every: int, bytes_per_rank: float, recovery_seconds: float = RECOVERY_SECONDS
 ) -> ExpectedGoodput:
-    """For a world with steps of so many seconds, a save every so many of them, and so much state on a rank."""
+    """Returns the goodput of a run that saves `bytes_per_rank` per rank every `every` steps (0: only at the end)."""
     mtbf, save_stall = 3600 * mtbf_hours(devices), bytes_per_rank / HOST_COPY_BANDWIDTH
     best, interval = optimal_checkpoint_interval(save_stall, mtbf), every * step_seconds
     goodput = goodput_fraction(interval, save_stall, recovery_seconds, mtbf) if every else 0.0
-    return ExpectedGoodput(
-        mtbf / 3600,
-        save_stall,
-        recovery_seconds,
-        best,
-        goodput_fraction(best, save_stall, recovery_seconds, mtbf),
-        interval,
-        goodput,
-    )
+    best_goodput = goodput_fraction(best, save_stall, recovery_seconds, mtbf)
+    return ExpectedGoodput(mtbf / 3600, save_stall, recovery_seconds, best, best_goodput, interval, goodput)
 
 
 def _time(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""A plan: the best layouts of a job on a cluster, what each costs, and why notable others lost."""
+"""A plan: the best layouts of a job on a cluster, their predicted cost, and why other layouts are not the best."""
 
 from __future__ import annotations
 
@@ -14,22 +14,25 @@ from shardwise.console import pluralize
 from shardwise.errors import LayoutError
 from shardwise.job import Job, load_job
 from shardwise.layout import Layout, kept_activation_fraction, solve_batch
-from shardwise.models.registry import family_name
-from shardwise.parallel.pipeline import PipelineOrder
 from shardwise.parallel.prepare import prepare
-from shardwise.planner.costs.block_time import KernelProfile, Machine
+from shardwise.parallel.torch_pipelining import PipelineOrder
+from shardwise.planner.costs.block_time import KernelProfile
+from shardwise.planner.costs.decoder_shape import ModelShape
 from shardwise.planner.costs.efficiency import efficiency_of
 from shardwise.planner.costs.engine_memory import EngineModel
+from shardwise.planner.costs.machine import Machine
 from shardwise.planner.costs.memory_model import engine_profile
-from shardwise.planner.costs.model_shape import ModelShape
-from shardwise.planner.costs.operator_list import OperatorListEstimator, OperatorListModel, planner_shape
-from shardwise.planner.estimate import Estimator, Prediction, Workload
+from shardwise.planner.costs.model_shape import shape_of
+from shardwise.planner.costs.operator_list import OperatorListModel
+from shardwise.planner.estimate import Estimator
 from shardwise.planner.expected_goodput import ExpectedGoodput, expected_goodput
+from shardwise.planner.operator_list_estimate import OperatorListEstimator
+from shardwise.planner.prediction import Prediction, Workload
 from shardwise.planner.search import SearchResult, search
 
-TIE_TOLERANCE = 0.01  # layouts whose predicted times differ by less are taken for equally fast
-COMFORTABLE_MEMORY = 0.9  # of the memory: a plainer layout is not taken where it would be fuller than this
-CPU_PROCESS_BYTES = 0.4 * GIB  # what a process with PyTorch takes before it holds anything
+TIE_TOLERANCE = 0.01  # layouts whose predicted times differ by less count as equally fast
+COMFORTABLE_MEMORY = 0.9  # fraction of device memory up to which a simpler layout is preferred
+CPU_PROCESS_BYTES = 0.4 * GIB  # of a process that has only imported PyTorch
 
 
 @dataclass(frozen=True)
@@ -40,15 +43,15 @@ class Plan:
     layouts: tuple[Prediction, ...]
     """Best first."""
     reasons: tuple[str, ...]
-    """Beside each layout: why it is not first."""
+    """For each layout, why it is not the first."""
     near_misses: tuple[str, ...]
-    """A line for each notable alternative to the best."""
+    """One line for each neighbour of the best layout."""
     evaluated: int
     seconds: float
-    """That the search took."""
+    """Duration of the search."""
     shape: ModelShape
     phases: tuple[tuple[int, int, float], ...]
-    """Of the whole training: steps, tokens or samples in each, seconds of each."""
+    """For each phase of the training: steps, tokens or samples per step, seconds per step."""
 
     @property
     def best(self) -> Prediction:
@@ -58,15 +61,15 @@ class Plan:
         return prediction.peak_memory <= self.cluster.device.memory
 
     def tokens_per_second(self, prediction: Prediction) -> float:
-        """On one device."""
+        """Returns tokens (or samples) per second and device."""
         return self.job.samples * self.job.model.sequence_length / prediction.seconds / self.devices
 
     def flops(self, prediction: Prediction) -> float:
-        """Of the model, a second, on one device: nothing that is computed again counts."""
+        """Returns model FLOP/s per device, without recomputation."""
         return self.shape.flops(self.job.samples) / prediction.seconds / self.devices
 
     def hardware_flops(self, prediction: Prediction) -> float:
-        """With the products that are computed again; our selective recomputation keeps all products."""
+        """Returns hardware FLOP/s per device, with recomputed matmuls; selective recomputation repeats none."""
         recompute = prediction.layout.recompute
         kept = kept_activation_fraction(recompute)
         recompute_fraction = float(recompute == "full") if kept is None else 1.0 - kept
@@ -78,14 +81,14 @@ class Plan:
 
     @property
     def training_seconds(self) -> float:
-        """Seconds of the whole training with the best layout."""
+        """Duration of the whole training with the best layout."""
         return sum(steps * seconds for steps, _, seconds in self.phases)
 
     @property
     def goodput(self) -> ExpectedGoodput:
-        """With the best layout: what failures leave of the time."""
-        held = max(rank.weights + rank.optimizer for rank in self.best.memory)
-        return expected_goodput(self.devices, self.best.seconds, self.job.checkpoint.every, held)
+        """Expected goodput with the best layout under machine failures."""
+        saved = max(rank.weights + rank.optimizer for rank in self.best.memory)
+        return expected_goodput(self.devices, self.best.seconds, self.job.checkpoint.every, saved)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -122,89 +125,76 @@ class Plan:
 
 
 def plan_job(job_file: Path | None, settings: list[str], cluster: str, devices: int | None, layout: str | None) -> Plan:
-    """Plans a job for a cluster, or judges one layout of it."""
+    """Plans a job file for a cluster, or predicts one layout of it."""
     return make_plan(load_job(job_file, settings), find_cluster(cluster), devices, layout)
 
 
 def make_plan(
     job: Job, cluster: Cluster, devices: int | None = None, layout: str | None = None, runnable: bool = False
 ) -> Plan:
-    """`runnable`: for training here and now; only layouts that our engine can run, the plainest of equals first."""
+    """Returns the plan of a job. `runnable`: the best layout must run on our engine, and of equally fast layouts the
+    simplest wins."""
     estimator = make_estimator(job, cluster)
     if layout is not None:
         resolved = resolve_layout(job, estimator.work.shape, Layout.parse(layout))
         if devices is not None and devices != resolved.world:
             raise LayoutError(
-                f"layout '{resolved}' needs {resolved.world} devices, not {devices}; leave --devices out."
+                f"layout '{resolved}' uses {resolved.world} devices, but --devices is {devices}; leave --devices out."
             )
         begin = time.perf_counter()
         is_undecided = estimator.is_auto_schedule(resolved) and resolved.schedule == "auto" and not resolved.virtual
         predictions = (
             _auto_schedule_variants(job, estimator, resolved) if is_undecided else [estimator.predict(resolved)]
         )
-        found = SearchResult(tuple(predictions), len(predictions), time.perf_counter() - begin)
+        result = SearchResult(tuple(predictions), len(predictions), time.perf_counter() - begin)
+    elif runnable:
+        result = _search_runnable(job, estimator, devices or cluster.domain_size)
     else:
-        found = (_search_runnable if runnable else _search_best)(job, estimator, devices or cluster.domain_size)
-    best = found.best[0]
-    near_missed = (
-        tuple(near_misses(estimator, best)) if layout is None and best.peak_memory <= cluster.device.memory else ()
-    )
-    reasons = ("", *(explain_gap(estimator, best, other) for other in found.best[1:]))
+        result = search(estimator, devices or cluster.domain_size)
+    best = result.best[0]
+    fits = best.peak_memory <= cluster.device.memory
+    neighbours = tuple(near_misses(estimator, best)) if layout is None and fits else ()
+    reasons = ("", *(explain_gap(estimator, best, other) for other in result.best[1:]))
     return Plan(
-        job, cluster, best.layout.world, found.best, reasons, near_missed, found.evaluated, found.seconds,
+        job, cluster, best.layout.world, result.best, reasons, neighbours, result.evaluated, result.seconds,
         estimator.work.shape, tuple(_phases(job, cluster, best)),
     )  # fmt: skip
-
-
-def _search_best(job: Job, estimator: Estimator, devices: int) -> SearchResult:
-    return search(estimator, devices)
 
 
 def _search_runnable(job: Job, estimator: Estimator, devices: int) -> SearchResult:
     keep, first = 10, None
     while first is None:
-        found = search(estimator, devices, keep)
-        known = {prediction.layout for prediction in found.best}
-        predictions = [
-            *found.best,
-            *(
-                prediction
-                for prediction in _replicated_layouts(job, estimator, devices)
-                if prediction.layout not in known
-            ),
-        ]
+        result = search(estimator, devices, keep)
+        known = {prediction.layout for prediction in result.best}
+        replicated = (p for p in _replicated_layouts(job, estimator, devices) if p.layout not in known)
+        predictions = [*result.best, *replicated]
         fastest = min(prediction.seconds for prediction in predictions)
 
         def rank(prediction: Prediction, fastest: float = fastest) -> tuple[object, ...]:
-            layout, spare = (
-                prediction.layout,
-                prediction.peak_memory <= COMFORTABLE_MEMORY * estimator.machine.device.memory,
-            )
-            if prediction.seconds > (1 + TIE_TOLERANCE) * fastest or not spare:
+            layout, limit = prediction.layout, COMFORTABLE_MEMORY * estimator.machine.device.memory
+            if prediction.seconds > (1 + TIE_TOLERANCE) * fastest or prediction.peak_memory > limit:
                 return True, prediction.seconds
             sharding_level = layout.zero if layout.shard > 1 else 0
             return False, layout.pipeline, layout.tensor, layout.recompute != "none", sharding_level, prediction.seconds
 
         predictions.sort(key=rank)
         first = next((prediction for prediction in predictions if _is_runnable(job, prediction.layout)), None)
-        if first is None and len(found.best) < keep:
+        if first is None and len(result.best) < keep:
             raise LayoutError(
                 f"no layout of {pluralize(devices, 'device')} can run this job; change the batch or the model."
             )
         keep *= 10
-    others = sorted(
-        (prediction for prediction in predictions if prediction is not first), key=lambda prediction: prediction.seconds
-    )
-    return replace(found, best=(first, *others[:9]))
+    others = sorted((p for p in predictions if p is not first), key=lambda p: p.seconds)
+    return replace(result, best=(first, *others[:9]))
 
 
 def _replicated_layouts(job: Job, estimator: Estimator, devices: int) -> Iterator[Prediction]:
-    """Whole copies with the whole of their samples at once, which need not be a power of two; if that can be."""
+    """Yields plain data parallelism with a single micro-batch, which may not be a power of two, if it fits."""
     layout = Layout(replicate=devices)
     if job.samples % devices == 0:
-        one = estimator.predict(replace(layout, micro_batch=solve_batch(layout, job.samples).micro_batch))
-        if one.peak_memory <= estimator.machine.device.memory:
-            yield one
+        prediction = estimator.predict(replace(layout, micro_batch=solve_batch(layout, job.samples).micro_batch))
+        if prediction.peak_memory <= estimator.machine.device.memory:
+            yield prediction
 
 
 def _is_runnable(job: Job, layout: Layout) -> bool:
@@ -223,15 +213,13 @@ def _phases(job: Job, cluster: Cluster, best: Prediction) -> Iterator[tuple[int,
 
 def make_estimator(job: Job, cluster: Cluster) -> Estimator:
     machine = Machine(cluster, efficiency_of(cluster.device.family, cluster.measured))
-    # Bytes moved for each logit, measured on an H200: our kernel's; and those of PyTorch's own operators, which widen,
-    # normalise, gather, and all that back.
-    kernel_profile = KernelProfile(job.precision, loss_bytes_per_logit=53.0 if cluster.device.family == "cpu" else 10.0)
-    shape = planner_shape(job.model, kernel_profile.itemsize)
+    kernel_profile = KernelProfile(job.precision)
+    if cluster.device.family == "cpu":  # no fused loss: PyTorch's operators widen, normalise and gather
+        kernel_profile = KernelProfile(job.precision, loss_bytes_per_logit=53.0)
+    shape = shape_of(job.model, kernel_profile.itemsize)
     estimator_class = OperatorListEstimator if isinstance(shape, OperatorListModel) else Estimator
     compiled = bool(cluster.measured.get("compiled")) and job.compile is not False
-    engine = (
-        EngineModel(job.require_decoder(), job.precision, compiled) if family_name(job.model.name) == "gpt" else None
-    )
+    engine = EngineModel(job.require_decoder(), job.precision, compiled) if shape.has_engine_model else None
     framework_profile = engine_profile(job.precision, job.optimizer)
     if cluster.device.family == "cpu":
         framework_profile = replace(framework_profile, fixed_bytes=CPU_PROCESS_BYTES)
@@ -239,7 +227,7 @@ def make_estimator(job: Job, cluster: Cluster) -> Estimator:
 
 
 def auto_schedule_order(job: Job, layout: Layout, cluster: Cluster) -> PipelineOrder | None:
-    """What each pipeline rank executes, where the layout's schedule is one that is made; None where it has a name."""
+    """Returns the actions of each pipeline rank for a synthesized schedule; None for a named one."""
     if not Estimator.is_auto_schedule(layout):
         return None
     estimator = make_estimator(job, cluster)
@@ -247,83 +235,80 @@ def auto_schedule_order(job: Job, layout: Layout, cluster: Cluster) -> PipelineO
 
 
 def _auto_schedule_variants(job: Job, estimator: Estimator, layout: Layout) -> list[Prediction]:
-    """`schedule=auto` with nothing said of stages: the best way to place them, then all else that was tried."""
+    """Predicts `schedule=auto` without a stage placement: returns the best placement, then everything else tried."""
 
-    def rank(one: Prediction) -> tuple[bool, float]:
-        fits = one.peak_memory <= estimator.machine.device.memory
-        return not fits, one.seconds if fits else one.peak_memory
+    def rank(prediction: Prediction) -> tuple[bool, float]:
+        fits = prediction.peak_memory <= estimator.machine.device.memory
+        return not fits, prediction.seconds if fits else prediction.peak_memory
 
     def best_first(candidates: list[tuple[str, int]]) -> list[Prediction]:
-        found = []
+        predictions = []
         for schedule, virtual in candidates:
-            with suppress(LayoutError):  # not of this model or batch
-                one = resolve_layout(job, estimator.work.shape, replace(layout, schedule=schedule, virtual=virtual))
-                found.append(estimator.predict(one))
-        return sorted(found, key=rank)
+            with suppress(LayoutError):  # the model or batch does not allow it
+                variant = replace(layout, schedule=schedule, virtual=virtual)
+                predictions.append(estimator.predict(resolve_layout(job, estimator.work.shape, variant)))
+        return sorted(predictions, key=rank)
 
-    named_variants = best_first([("1f1b", 0), ("interleaved", 2), ("interleaved", 4), ("zero-bubble", 0), ("zbv", 0),
-                        ("dualpipev", 0)])  # fmt: skip
-    deeper = [("auto", one.layout.virtual) for one in named_variants[:1] if one.layout.stages_per_rank > 2]
+    named_variants = best_first(
+        [("1f1b", 0), ("interleaved", 2), ("interleaved", 4), ("zero-bubble", 0), ("zbv", 0), ("dualpipev", 0)]
+    )
+    deeper = [("auto", p.layout.virtual) for p in named_variants[:1] if p.layout.stages_per_rank > 2]
     auto_variants = best_first([("auto", 1), ("auto", 2), ("auto-v", 2), *deeper])
     return [auto_variants[0], *sorted([*named_variants, *auto_variants[1:]], key=rank)]
 
 
 def resolve_layout(job: Job, shape: ModelShape, layout: Layout) -> Layout:
-    """A layout with its micro-batch solved; raises where model or batch cannot have it."""
-    if family_name(job.model.name) == "gpt":
+    """Returns the layout with its micro-batch filled in; raises LayoutError if model or batch do not allow it."""
+    if shape.has_engine_model:
         return replace(layout, micro_batch=prepare(job, layout).batch.micro_batch)
     if Estimator.is_auto_schedule(layout):
-        raise LayoutError(f"schedule={layout.schedule}: orders are made for gpt only as yet; give a schedule's name.")
+        raise LayoutError(
+            f"schedule={layout.schedule} is only available for dense decoders so far, not for {job.model.name}; name a "
+            "schedule such as 1f1b."
+        )
     limits = {
-        "tensor": shape.heads,
-        "pipeline": shape.stages,
-        "context": shape.context_positions,
+        "tensor": shape.heads, "pipeline": shape.stages, "context": shape.context_positions,
         "expert": shape.experts or 1,
-    }
-    for axis, most in limits.items():
+    }  # fmt: skip
+    for axis, limit in limits.items():
         degree = getattr(layout, axis)
-        if degree > most or (axis != "pipeline" and most % degree):
-            raise LayoutError(
-                f"{axis}={degree}: {job.model.name} is planned with {axis} degrees that {_degree_rule(axis, most)}."
-            )
+        if degree > limit or (axis != "pipeline" and limit % degree):
+            rule = f"be at most {limit}" if axis == "pipeline" or limit == 1 else f"divide {limit}"
+            raise LayoutError(f"{axis}={degree}: for {job.model.name} the {axis} degree must {rule}.")
     return replace(layout, micro_batch=solve_batch(layout, job.samples).micro_batch)
 
 
-def _degree_rule(axis: str, most: int) -> str:
-    return f"are at most {most}" if axis == "pipeline" or most == 1 else f"divide {most}"
-
-
-# Why others lost
+# Why other layouts are not the best
 
 
 def explain_gap(estimator: Estimator, best: Prediction, other: Prediction) -> str:
-    """What makes another layout slower, or too large."""
+    """Returns why another layout is slower than the best, or does not fit."""
     limit = estimator.machine.device.memory
     if other.peak_memory > limit:
         return f"does not fit: {other.peak_memory / GIB:.0f} GiB of {limit / GIB:.0f}"
     slower = other.seconds / best.seconds - 1
     if slower < 0:
-        return f"{100 * slower:+.1f}%, within the error of the prediction; not as plain"
-    here, there = time_breakdown(best), time_breakdown(other)
-    growth = {name: there.get(name, 0.0) - here.get(name, 0.0) for name in {*here, *there}}
+        return f"{100 * slower:+.1f}%, within the prediction error; less simple"
+    best_parts, other_parts = time_breakdown(best), time_breakdown(other)
+    growth = {name: other_parts.get(name, 0.0) - best_parts.get(name, 0.0) for name in {*best_parts, *other_parts}}
     name = max(growth, key=lambda part: growth[part])
     if slower < 0.001 or growth[name] <= 0:
         return f"{100 * slower:+.1f}%"
-    return f"{100 * slower:+.1f}%: {name} takes {growth[name]:.3g} s more"
+    return f"{100 * slower:+.1f}%: {growth[name]:.3g} s more {name}"
 
 
 def time_breakdown(prediction: Prediction) -> dict[str, float]:
-    """Seconds of a step by what they go to."""
-    labels = {"shard": "data traffic", "pipeline": "passing between stages"}
-    breakdown = {labels.get(axis, f"{axis} traffic"): seconds for axis, seconds in prediction.exposed.items()}
-    breakdown["the bubble"] = prediction.bubble * prediction.seconds
-    breakdown["the update"] = prediction.timing.update
-    breakdown["computing"] = prediction.seconds - sum(breakdown.values())
+    """Returns the seconds of a step by cause."""
+    labels = {"shard": "data-parallel communication", "pipeline": "stage-to-stage transfer"}
+    breakdown = {labels.get(axis, f"{axis} communication"): seconds for axis, seconds in prediction.exposed.items()}
+    breakdown["pipeline bubble"] = prediction.bubble * prediction.seconds
+    breakdown["optimizer update"] = prediction.timing.update
+    breakdown["compute"] = prediction.seconds - sum(breakdown.values())
     return breakdown
 
 
 def near_misses(estimator: Estimator, best: Prediction) -> Iterator[str]:
-    """One line for each neighbour of the best layout in which one choice is made otherwise."""
+    """Yields one line for each layout that differs from the best in one choice."""
     seen = {str(best.layout)}
     for choice, changes in _neighbor_layouts(best.layout):
         try:
@@ -331,23 +316,23 @@ def near_misses(estimator: Estimator, best: Prediction) -> Iterator[str]:
             solve_batch(layout, estimator.work.samples)
             if str(layout) in seen or estimator.work.shape.heads % layout.tensor:
                 continue
-            why = explain_gap(estimator, best, estimator.predict(layout))
-        except LayoutError:  # no such layout, or not of this model
+            reason = explain_gap(estimator, best, estimator.predict(layout))
+        except LayoutError:  # invalid, or not possible for this model
             continue
         seen.add(str(layout))
-        leaves = layout.tensor > estimator.machine.cluster.domain_size >= best.layout.tensor
-        yield f"{choice}{' (it leaves the fast domain)' if leaves else ''}: {why}"
+        crosses_domains = layout.tensor > estimator.machine.cluster.domain_size >= best.layout.tensor
+        yield f"{choice}{' (crosses node boundaries)' if crosses_domains else ''}: {reason}"
 
 
 def _neighbor_layouts(layout: Layout) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What could be otherwise, in words and as changes."""
+    """Yields other choices, as a label and as changes of the layout."""
     tensor, pipeline, data = layout.tensor, layout.pipeline, layout.data
-    no_pipeline: dict[str, Any] = {"schedule": "1f1b", "virtual": 0}  # of a pipeline of one rank
+    no_pipeline: dict[str, Any] = {"schedule": "1f1b", "virtual": 0}
     for axis in ("shard", "replicate", "pipeline"):
         degree = getattr(layout, axis)
         if degree % 2 == 0:
-            more = no_pipeline if axis == "pipeline" and degree == 2 else {}
-            yield f"tensor={2 * tensor}", {axis: degree // 2, "tensor": 2 * tensor, **more}
+            schedule_change = no_pipeline if axis == "pipeline" and degree == 2 else {}
+            yield f"tensor={2 * tensor}", {axis: degree // 2, "tensor": 2 * tensor, **schedule_change}
             break
     if tensor % 2 == 0:
         wider_axis = "shard" if layout.shard > 1 else "replicate"

@@ -1,7 +1,7 @@
-"""A plan as one page: a table, memory bars, the pipeline's timeline, what lost and why. One file, nothing fetched.
+"""A plan as one self-contained HTML page: layouts, where time and memory go, the pipeline's timeline, other choices.
 
-Drawn by hand as SVG: a plotting library would bring megabytes of script for some rectangles. The timeline is that of
-the very order of actions that training executes (`shardwise.schedules.simulate`).
+The SVG is drawn by hand: a plotting library would add megabytes of script for a few rectangles. The timeline shows the
+actions that training executes (`shardwise.schedules.simulate`).
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from shardwise.files import require_parent_folder, write_text
 from shardwise.layout import micro_batch_error
 from shardwise.planner.accuracy import ACCURACY_SENTENCE
 from shardwise.planner.costs.memory_model import RankMemory
-from shardwise.planner.estimate import Prediction
 from shardwise.planner.plan import Plan, make_estimator, time_breakdown
+from shardwise.planner.prediction import Prediction
 from shardwise.planner.show import MEMORY_PARTS, format_exposed, title, training_summary
 from shardwise.schedules.simulate import TimelineEvent, named_program, simulate
 
 PAGE_WIDTH = 1120  # pixels of every drawing
-LABEL_WIDTH = 96  # for what stands before a bar
-MAX_ROWS = 16  # ranks that a drawing shows
-TIMELINE_PAIRS = 30  # forwards and backwards of a rank that the timeline shows
-MAX_ACTIONS = 20_000  # that are simulated at most
+LABEL_WIDTH = 96  # pixels left of a bar
+MAX_ROWS = 16  # ranks in a drawing
+TIMELINE_PAIRS = 30  # forward-backward pairs of a rank in the timeline
+MAX_ACTIONS = 20_000  # to simulate for the timeline
 MEMORY_COLOURS = dict(
     zip(MEMORY_PARTS, ("#4e79a7", "#f28e2b", "#59a14f", "#e8c547", "#b07aa1", "#bab0ac"), strict=True)
 )
 TIME_COLOURS = ("#4e79a7", "#e15759", "#f28e2b", "#76b7b2", "#b07aa1", "#9c755f", "#e8c547", "#bab0ac")
 ACTION_STYLES = {
-    "F": ("forward", "#9ecae9"), "B": ("backward", "#ffbf79"), "I": ("backward: gradients of inputs", "#ffbf79"),
-    "W": ("backward: gradients of weights", "#a5d69a"),
+    "F": ("forward", "#9ecae9"), "B": ("backward", "#ffbf79"), "I": ("backward: input gradients", "#ffbf79"),
+    "W": ("backward: weight gradients", "#a5d69a"),
 }  # fmt: skip
 STYLE = """
 body { font: 15px/1.45 system-ui, "DejaVu Sans", sans-serif; color: #1f2933; background: #fff; margin: 24px auto;
@@ -49,14 +49,14 @@ svg { display: block; width: 100%; height: auto } svg text { font-size: 12px; fi
 
 
 def plan_page(plan: Plan) -> str:
-    """The whole document."""
+    """Returns the HTML document."""
     name = "Best layout" if plan.evaluated > 1 else "Layout"
     best = f"<code>{escape(str(plan.best.layout))}</code>"
     fit = "" if plan.fits(plan.best) else " <strong>It does not fit.</strong>"
     body = [
         f"<h1>Plan: {escape(plan.job.model.name)} on {plan.devices} x {escape(plan.cluster.device.name)}</h1>",
         f"<p class='dim'>{escape(title(plan))}</p>",
-        f"<p>{name}: {best}: {_seconds(plan.best.seconds)} a step.{fit} {escape(training_summary(plan))}</p>",
+        f"<p>{name}: {best}: {_seconds(plan.best.seconds)} per step.{fit} {escape(training_summary(plan))}</p>",
         f"<h2>Layout{'s, best first' if plan.evaluated > 1 else ''}</h2>",
         _layouts_table(plan),
         "<h2>Where a step's time goes</h2>",
@@ -65,9 +65,9 @@ def plan_page(plan: Plan) -> str:
         *_memory_bars(plan),
         "<h2>Pipeline timeline</h2>",
         *_pipeline_section(plan),
-        "<h2>What lost, and why</h2>",
-        _bullet_list(plan.near_misses or ("Nothing was searched: one layout was judged.",)),
-        "<h2>Assumptions and error</h2>",
+        "<h2>Other choices</h2>",
+        _bullet_list(plan.near_misses or ("No search: only this layout was predicted.",)),
+        "<h2>Assumptions and accuracy</h2>",
         _bullet_list(_assumptions(plan)),
     ]
     head = f"<meta charset='utf-8'/><title>Plan: {escape(plan.job.model.name)}</title><style>{STYLE}</style>"
@@ -89,32 +89,27 @@ def _seconds(seconds: float) -> str:
 
 def _layouts_table(plan: Plan) -> str:
     unit = plan.job.model.throughput_unit
-    heads = ("#", "layout", "step", f"{unit}/s and device", "model TFLOP/s", "hardware TFLOP/s", "of peak", "GiB",
-             "bubble", "traffic that nothing hides", "why not first")  # fmt: skip
-    words = ("layout", "traffic that nothing hides", "why not first")
-    rows = []
-    for number, (one, why) in enumerate(zip(plan.layouts, plan.reasons, strict=True)):
+    heads = ("#", "layout", "step", f"{unit}/s per device", "model TFLOP/s", "hardware TFLOP/s", "of peak", "GiB",
+             "bubble", "exposed communication", "why not first")  # fmt: skip
+    text_columns = ("layout", "exposed communication", "why not first")
+    best_row, rows = " class='best'", []
+
+    def css_class(head: str) -> str:
+        return " class='text'" if head in text_columns else ""
+
+    for number, (p, reason) in enumerate(zip(plan.layouts, plan.reasons, strict=True)):
         cells = (
-            str(number + 1), str(one.layout), _seconds(one.seconds), f"{plan.tokens_per_second(one):.4g}",
-            f"{plan.flops(one) / 1e12:.3g}", f"{plan.hardware_flops(one) / 1e12:.3g}",
-            f"{100 * plan.mfu(one):.0f}%", f"{one.peak_memory / GIB:.1f}", f"{100 * one.bubble:.1f}%",
-            format_exposed(one), why,
+            str(number + 1), str(p.layout), _seconds(p.seconds), f"{plan.tokens_per_second(p):.4g}",
+            f"{plan.flops(p) / 1e12:.3g}", f"{plan.hardware_flops(p) / 1e12:.3g}", f"{100 * plan.mfu(p):.0f}%",
+            f"{p.peak_memory / GIB:.1f}", f"{100 * p.bubble:.1f}%", format_exposed(p), reason,
         )  # fmt: skip
         row = ""
         for head, cell in zip(heads, cells, strict=True):
             text = f"<code>{escape(cell)}</code>" if head == "layout" else escape(cell)
-            row += f"<td{_text_cell_class(head in words)}>{text}</td>"
-        rows.append(f"<tr{_best_row_class(number == 0)}>{row}</tr>")
-    first = "".join(f"<th{_text_cell_class(head in words)}>{escape(head)}</th>" for head in heads)
-    return f"<table><thead><tr>{first}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
-
-
-def _best_row_class(first: bool) -> str:
-    return " class='best'" if first else ""
-
-
-def _text_cell_class(text: bool) -> str:
-    return " class='text'" if text else ""
+            row += f"<td{css_class(head)}>{text}</td>"
+        rows.append(f"<tr{'' if number else best_row}>{row}</tr>")
+    header = "".join(f"<th{css_class(head)}>{escape(head)}</th>" for head in heads)
+    return f"<table><thead><tr>{header}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
 # Bars
@@ -136,8 +131,8 @@ def _rect(x: float, y: float, width: float, height: float, colour: str, note: st
     return f"<rect {place} fill='{colour}' stroke='{edge}' stroke-width='0.6'><title>{escape(note)}</title></rect>"
 
 
-def _text(x: float, y: float, words: str, anchor: str = "start", more: str = "") -> str:
-    return f"<text x='{x:.1f}' y='{y:.1f}' text-anchor='{anchor}'{more}>{escape(words)}</text>"
+def _text(x: float, y: float, words: str, anchor: str = "start", attributes: str = "") -> str:
+    return f"<text x='{x:.1f}' y='{y:.1f}' text-anchor='{anchor}'{attributes}>{escape(words)}</text>"
 
 
 def _bar(
@@ -152,25 +147,24 @@ def _bar(
 
 
 def _time_bars(plan: Plan) -> Iterator[str]:
-    """A bar for each layout of the table."""
-    shares = [{part: max(0.0, value) for part, value in time_breakdown(one).items()} for one in plan.layouts]
-    shares = [{"computing": one["computing"], **one} for one in shares]
-    names = list(
-        dict.fromkeys(name for one in shares for name, value in one.items() if value > 0.001 * sum(one.values()))
-    )
+    """Yields a legend and a bar for each layout of the table."""
+    breakdowns = [{part: max(0.0, value) for part, value in time_breakdown(p).items()} for p in plan.layouts]
+    breakdowns = [{"compute": parts["compute"], **parts} for parts in breakdowns]
+    visible = (name for parts in breakdowns for name, value in parts.items() if value > 0.001 * sum(parts.values()))
+    names = list(dict.fromkeys(visible))
     colours = dict(zip(names, TIME_COLOURS, strict=False))
-    shares = [{name: one[name] for name in names if name in one} for one in shares]
-    scale = (PAGE_WIDTH - LABEL_WIDTH - 60) / max(sum(one.values()) for one in shares)
+    breakdowns = [{name: parts[name] for name in names if name in parts} for parts in breakdowns]
+    scale = (PAGE_WIDTH - LABEL_WIDTH - 60) / max(sum(parts.values()) for parts in breakdowns)
     yield _legend(colours)
-    bars = (_bar(26 * n, f"# {n + 1}", one, colours, scale, "s") for n, one in enumerate(shares))
-    yield _svg(26 * len(shares) + 4, (shape for bar in bars for shape in bar), "seconds of a step by what they go to")
+    bars = (_bar(26 * n, f"# {n + 1}", parts, colours, scale, "s") for n, parts in enumerate(breakdowns))
+    yield _svg(26 * len(breakdowns) + 4, (shape for bar in bars for shape in bar), "seconds of a step by cause")
 
 
 def _memory_bars(plan: Plan) -> Iterator[str]:
-    """A bar for each pipeline rank, and the device's limit."""
+    """Yields a legend and a bar for each pipeline rank, with the device's limit."""
     limit, memories = plan.cluster.device.memory / GIB, plan.best.memory
     shown = _shown_ranks(len(memories))
-    scale = (PAGE_WIDTH - LABEL_WIDTH - 60) / max(limit, *(one.total / GIB for one in memories))
+    scale = (PAGE_WIDTH - LABEL_WIDTH - 60) / max(limit, *(memory.total / GIB for memory in memories))
     edge, bottom = LABEL_WIDTH + limit * scale, 20 + 26 * len(shown)
     shapes = [_text(edge, 12, f"limit {limit:.3g}", "end" if edge > PAGE_WIDTH / 2 else "start")]
     for row, rank in enumerate(shown):
@@ -179,7 +173,7 @@ def _memory_bars(plan: Plan) -> Iterator[str]:
     yield _legend(MEMORY_COLOURS)
     yield _svg(bottom + 4, shapes, "memory by pipeline rank")
     if len(shown) < len(memories):
-        yield f"<p class='dim'>{len(shown)} of {len(memories)} pipeline ranks: the first and the last.</p>"
+        yield f"<p class='dim'>{len(shown)} of {len(memories)} pipeline ranks shown: the first and the last.</p>"
 
 
 def _shown_ranks(count: int) -> Sequence[int]:
@@ -194,13 +188,13 @@ def _memory_gib(memory: RankMemory) -> dict[str, float]:
 
 
 def _pipeline_section(plan: Plan) -> Iterator[str]:
-    """Of the best layout, or of the best with a pipeline."""
+    """Yields the timeline of the best layout that has a pipeline."""
     prediction = next((prediction for prediction in plan.layouts if prediction.layout.pipeline > 1), None)
     if prediction is None:
         yield "<p>None of these layouts has a pipeline: every rank runs all layers, micro-batch after micro-batch.</p>"
         return
     if prediction is not plan.best:
-        yield "<p>The best layout has no pipeline. This is the best of the table that has one:</p>"
+        yield "<p>The best layout has no pipeline. This is the best layout that has one:</p>"
     yield f"<p><code>{escape(str(prediction.layout))}</code></p>"
     yield from _timeline_chart(plan, prediction)
 
@@ -216,7 +210,7 @@ def _timeline_chart(plan: Plan, prediction: Prediction) -> Iterator[str]:
         simulation = simulate(program, estimator.stage_costs(layout))
     events = simulation.timeline
     rows = min(layout.pipeline, MAX_ROWS)
-    first = layout.pipeline - rows  # the last ranks: forwards and backwards meet there soonest
+    first = layout.pipeline - rows  # the last ranks start their backwards first
     begin = min(event.start for event in events if event.rank >= first)
     until = min(simulation.seconds, begin + TIMELINE_PAIRS * max(_micro_batch_spans(events, first)))
     if simulation.seconds - begin < 1.3 * (until - begin):
@@ -234,31 +228,31 @@ def _timeline_chart(plan: Plan, prediction: Prediction) -> Iterator[str]:
         word = _seconds(begin + moment) if begin + moment else "0"
         shapes.append(_text(LABEL_WIDTH + moment * scale, 26 * rows + 18, word, anchor))
     yield _svg(26 * rows + 24, shapes, "timeline of the pipeline")
-    yield f"<p class='dim'>{escape(_timeline_caption(rows, layout.pipeline, begin, until, simulation.seconds, count, micro_batches))}</p>"
+    caption = _timeline_caption(rows, layout.pipeline, begin, until, simulation.seconds, count, micro_batches)
+    yield f"<p class='dim'>{escape(caption)}</p>"
 
 
 def _simulated_micro_batches(plan: Plan, prediction: Prediction, micro_batches: int) -> int:
-    """Micro-batches to simulate: all, or as many as the schedule takes of a number that can be drawn."""
+    """Returns the number of micro-batches to simulate: all, or as many as the schedule allows within `MAX_ACTIONS`."""
     layout = prediction.layout
-    most = max(2 * layout.pipeline, MAX_ACTIONS // (3 * layout.stage_count))
-    counts = (count for count in range(min(micro_batches, most), 0, -1) if micro_batch_error(layout, count) is None)
-    found = next(counts, None)
-    if found is None:
-        raise LayoutError(f"layout '{layout}' runs no number of micro-batches.")
-    return found
+    limit = max(2 * layout.pipeline, MAX_ACTIONS // (3 * layout.stage_count))
+    for count in range(min(micro_batches, limit), 0, -1):
+        if micro_batch_error(layout, count) is None:
+            return count
+    raise LayoutError(f"the schedule of layout '{layout}' runs with no number of micro-batches up to {limit}.")
 
 
 def _micro_batch_spans(events: Sequence[TimelineEvent], rank: int) -> list[float]:
-    """Seconds of forward and backward of one micro-batch of each stage of a rank."""
-    found: dict[int, dict[str, float]] = {}
+    """Returns the seconds of forward and backward of one micro-batch, for each stage of a rank."""
+    spans: dict[int, dict[str, float]] = {}
     for event in events:
         if event.rank == rank:
-            found.setdefault(event.stage, {})[event.kind] = event.end - event.start
-    return [sum(kinds.values()) for kinds in found.values()]
+            spans.setdefault(event.stage, {})[event.kind] = event.end - event.start
+    return [sum(kinds.values()) for kinds in spans.values()]
 
 
 def _action_rect(event: TimelineEvent, x: float, y: float, width: float, later: bool) -> Iterator[str]:
-    """A rectangle, with the number of its micro-batch if that fits; marked if it is not of its rank's first stage."""
+    """Yields a rectangle, labelled with its micro-batch if there is room; `later` marks stages after a rank's first."""
     name, colour = ACTION_STYLES[event.kind]
     note = f"{name}, stage {event.stage}, micro-batch {event.micro_batch}: {_seconds(event.end - event.start)}"
     number = str(event.micro_batch)
@@ -272,20 +266,20 @@ def _action_rect(event: TimelineEvent, x: float, y: float, width: float, later: 
 def _timeline_caption(
     rows: int, ranks: int, begin: float, end: float, total_seconds: float, count: int, micro_batches: int
 ) -> str:
-    words = ["Numbers are micro-batches; a dark upper edge marks stages after a rank's first; gaps are the bubble."]
+    sentences = ["Numbers are micro-batches; a dark upper edge marks stages after a rank's first; gaps are the bubble."]
     if rows < ranks:
-        words.append(f"Shown: the last {rows} of {ranks} pipeline ranks, from where the first of them starts.")
+        sentences.append(f"Shown: the last {rows} of {ranks} pipeline ranks, from their first action on.")
     if end < total_seconds:
-        words.append(f"Shown: {_seconds(end - begin)} of {_seconds(total_seconds)}.")
+        sentences.append(f"Shown: {_seconds(end - begin)} of {_seconds(total_seconds)}.")
     if count < micro_batches:
-        words.append(f"Simulated with {count} of the {micro_batches} micro-batches.")
-    return " ".join(words)
+        sentences.append(f"Simulated with {count} of the {micro_batches} micro-batches.")
+    return " ".join(sentences)
 
 
 def _assumptions(plan: Plan) -> Iterator[str]:
     device, cluster = plan.cluster.device, plan.cluster
     links = f"{cluster.inner.bandwidth / 1e9:.3g} GB/s within groups of {cluster.domain_size}"
-    kind = "measured by calibrate" if cluster.measured else "fitted shares of the data sheet's peaks"
+    kind = "measured by calibrate" if cluster.measured else "fitted to published runs"
     rate = device.peak_flops(plan.shape.precision(plan.job.precision)) / 1e12
     yield ACCURACY_SENTENCE
     yield (
@@ -293,5 +287,5 @@ def _assumptions(plan: Plan) -> Iterator[str]:
         f"{device.bandwidth / 1e9:.4g} GB/s; links: {links}, {cluster.outer.bandwidth / 1e9:.3g} GB/s between them; "
         f"efficiencies: {kind}."
     )
-    yield "All devices are alike and healthy; no time for data, checkpoints, validation or failures."
-    yield "Memory counts a reserve for the allocator, the driver and the communication library."
+    yield "All devices are identical and healthy; data loading, checkpoints, validation and failures take no time."
+    yield "Memory includes a reserve for the allocator, the driver and the communication library."

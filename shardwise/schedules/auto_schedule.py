@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from shardwise.layout import V_SHAPED, Layout
-from shardwise.planner.costs.engine_memory import InFlightCounts
+from shardwise.schedules.in_flight import InFlightCounts
 from shardwise.schedules.list_scheduler import (
     LOOP_PLACEMENT,
     V_PLACEMENT,

@@ -1,6 +1,6 @@
 """Simulates a pipeline step, using the same order of actions that the runtime executes.
 
-The order comes from PyTorch's schedule classes (`shardwise.parallel.pipeline.schedule_actions`) or from
+The order comes from PyTorch's schedule classes (`shardwise.parallel.torch_pipelining.schedule_actions`) or from
 `shardwise.schedules.synthesize`. Each rank runs its actions one after the other. A forward waits for the forward of the
 previous stage, a backward for the backward of the next stage.
 
@@ -319,7 +319,7 @@ def _rank_instructions(rank: int, parts: Sequence[Any], stages: int, width: int)
 @lru_cache(maxsize=64)
 def named_program(schedule: str, ranks: int, virtual: int, micro_batches: int) -> PipelineProgram:
     """Returns the program of one of PyTorch's schedules."""
-    from shardwise.parallel.pipeline import schedule_actions  # imports torch, which closed forms do without
+    from shardwise.parallel.torch_pipelining import schedule_actions  # imports torch, which closed forms do without
 
     return build_program(schedule_actions(schedule, ranks, virtual, micro_batches))
 

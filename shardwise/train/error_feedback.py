@@ -11,9 +11,9 @@ import math
 import torch
 from torch import Tensor
 
+from shardwise.comm.axis import Axis
 from shardwise.parallel.data_parallel import DataParallel
 from shardwise.parallel.engine import Engine
-from shardwise.parallel.mesh import Axis
 from shardwise.parallel.param_shard import ParamShard, offset_and_shape
 from shardwise.train.dcp_storage import CheckpointPiece, Index, dtype_of
 

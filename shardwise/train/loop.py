@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.step_timer import STEP_TIMER
 from shardwise.console import pluralize, signal_name
 from shardwise.data.bad_records import BadRecords
 from shardwise.data.loader import Loader
@@ -25,9 +24,8 @@ from shardwise.layout import AUTO_SCHEDULES
 from shardwise.optim import learning_rate, set_learning_rate
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.parallelize import parallelize
-from shardwise.parallel.pipeline import PipelineOrder
 from shardwise.parallel.prepare import Prepared
-from shardwise.parallel.tables.table_engine import TableEngine
+from shardwise.parallel.torch_pipelining import PipelineOrder
 from shardwise.planner.plan import auto_schedule_order
 from shardwise.step import CudaGraphStep, StepResult, make_step_fn
 from shardwise.train.checkpoint import CheckpointManager
@@ -81,9 +79,7 @@ class Trainer:
         )
         self.is_rank_zero = self.engine.mesh.rank == 0
         keep, asynchronous = self.job.checkpoint.keep, self.job.checkpoint.asynchronous
-        takes_snapshots = self.job.checkpoint.snapshot_every and not isinstance(
-            self.engine, TableEngine
-        )  # tables are too large
+        takes_snapshots = self.job.checkpoint.snapshot_every and not self.engine.has_tables  # tables are too large
         snapshots = Path(self.snapshots) if self.snapshots and takes_snapshots else None
         self.checkpoints = CheckpointManager(self.folder.checkpoints, keep, asynchronous, snapshots, str(self.layout))
         self.progress = Progress(self.job.total_steps, self.is_rank_zero, self.job.model.throughput_unit)
@@ -266,7 +262,7 @@ class Trainer:
 
     def _set_phase(self, phase: str, step: int) -> None:
         self.set_phase(phase, step)
-        STEP_TIMER.begin_phase(PHASES.get(phase, ""))
+        self.engine.timer.begin_phase(PHASES.get(phase, ""))
 
     def _log_event(self, kind: str, message: str, **facts: Any) -> None:
         if self.is_rank_zero:

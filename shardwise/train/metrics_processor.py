@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from shardwise.cluster import device_peak_flops
-from shardwise.comm.step_timer import STEP_TIMER
 from shardwise.integrity.anomaly_policy import Verdict
 from shardwise.integrity.corruption_detector import CorruptionDetector
 from shardwise.job import Job
@@ -55,7 +54,7 @@ class MetricsProcessor:
 
     def log_step(self, step: int, outcome: StepResult, lr: float, start_time: float, data_wait: float) -> Verdict:
         """Writes down what a step gave that began at `begin` and waited so long for data."""
-        STEP_TIMER.begin_phase("")
+        self.engine.timer.begin_phase("")
         engine = self.engine
         replicas = engine.mesh["local_sgd"]
         if replicas.size > 1:
@@ -63,11 +62,11 @@ class MetricsProcessor:
         values = [outcome.loss, outcome.grad_norm, outcome.skipped, engine.scale.value]
         values.extend(self.corruption_detector.reduce_flags(self.stop.signal_number))
         rows = self.ranks.exchange()
-        model, sent = self.job.model, dict(STEP_TIMER.bytes_sent)
-        STEP_TIMER.bytes_sent.clear()
+        model, sent = self.job.model, dict(self.engine.timer.bytes_sent)
+        self.engine.timer.bytes_sent.clear()
         if model.num_experts:
             now = (
-                STEP_TIMER.wait_seconds if self.device.type == "cpu" else self.ranks.last_metrics.wait_seconds
+                self.engine.timer.wait_seconds if self.device.type == "cpu" else self.ranks.last_metrics.wait_seconds
             )  # a GPU is not there yet
             values.extend(
                 routing_stats(
@@ -80,7 +79,7 @@ class MetricsProcessor:
         seconds = time.perf_counter() - start_time
         slowest = self.ranks.write_previous(rows, step)
         if self.ranks.is_main:
-            spent, waits = STEP_TIMER.elapsed()
+            spent, waits = self.engine.timer.elapsed()
             record: dict[str, Any] = {
                 "step": step, "samples": step * self.job.samples,
                 "loss": json_number(loss), "grad_norm": json_number(grad_norm), "lr": lr,

@@ -46,7 +46,7 @@ def validate(engine: Engine, job: Job, source: Source, tokenizer: Tokenizer | No
         head.num_correct = 0
     if engine.mesh.layout.world > 1:
         totals = totals.to(engine.mesh.device)
-        all_reduce(totals)
+        all_reduce(totals, axis=engine.mesh.all_ranks)
     total, targets, size, right = totals.tolist()
     result = {"loss": total / targets}
     if heads:

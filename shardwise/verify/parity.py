@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.cluster import CLUSTERS
+from shardwise.comm.axis import Axis
 from shardwise.comm.world import run_world
 from shardwise.data.make_sources import synthetic_source
 from shardwise.data.sample_stream import SampleStream, rank_positions
@@ -34,7 +35,6 @@ from shardwise.layout import Layout, solve_batch
 from shardwise.models.chain import IGNORE_INDEX, Chain
 from shardwise.optim import learning_rate, set_learning_rate
 from shardwise.parallel.engine import Engine
-from shardwise.parallel.mesh import Axis
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.param_shard import sharded_dims_of
 from shardwise.parallel.precision import Precision

@@ -1,4 +1,4 @@
-"""What samples look up in tables: bags of ids with weights, and their sums."""
+"""Bags: the ids that samples look up in embedding tables, with weights, and their weighted sums."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from shardwise.parallel.tables.table_placement import TableSpec
 
 @dataclass(frozen=True)
 class Bags:
-    """What samples look up. Bag b is of sample b div tables and table b mod tables, and has the ids from `offsets[b]`
-    to before `offsets[b + 1]`, maybe none; its vector is the sum of their rows times `weights`."""
+    """The lookups of some samples. Bag b is of sample b // tables and table b % tables; its ids are
+    `ids[offsets[b]:offsets[b + 1]]`, maybe none, and its vector is the sum of their rows times `weights`."""
 
     ids: Tensor
     """(N,) int64"""
@@ -27,7 +27,7 @@ class Bags:
 
     @classmethod
     def of(cls, ids: Tensor, weights: Tensor) -> Bags:
-        """From (sample, table, place) with -1 where there is none."""
+        """Returns the bags of padded ids (sample, table, slot); -1 is padding."""
         is_present = ids != -1
         counts = is_present.sum(2).flatten()
         offsets = torch.zeros(counts.numel() + 1, dtype=torch.int64)
@@ -36,7 +36,7 @@ class Bags:
 
 
 def check_ids(bags: Bags, tables: Sequence[TableSpec], sample_ids: Tensor) -> Tensor:
-    """The table of each id. Raises for one that is outside of its table; `places` are the samples' in the stream."""
+    """Returns the table of each id. Raises DataError if one is out of range; `sample_ids` are stream positions."""
     counts = bags.offsets.diff()
     bag_indices = torch.arange(counts.numel()).repeat_interleave(counts)
     table = bag_indices % len(tables)
@@ -47,14 +47,14 @@ def check_ids(bags: Bags, tables: Sequence[TableSpec], sample_ids: Tensor) -> Te
         bad_table = tables[int(table[first])]
         sample = int(sample_ids[int(bag_indices[first]) // len(tables)])
         raise DataError(
-            f"sample {sample}, {bad_table.name}: id {int(bags.ids[first])} is outside of its table, which has rows 0 to "
-            f"{bad_table.rows - 1}; give ids modulo the rows, or a table with more."
+            f"sample {sample}, {bad_table.name}: id {int(bags.ids[first])} is outside of its table, which has rows "
+            f"0 to {bad_table.rows - 1}; give ids modulo the rows, or a table with more."
         )
     return table
 
 
 def sum_bags(rows: Tensor, indices: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
-    """Each bag's vector, from the distinct rows: a weighted sum, zero where the bag is empty."""
+    """Returns the vector of each bag, a weighted sum of the distinct rows; zero for an empty bag."""
     if not rows.shape[0]:
         return rows.new_zeros(offsets.numel() - 1, rows.shape[1])
     return F.embedding_bag(

@@ -1,43 +1,41 @@
-"""Rows that are used most, kept on every rank's device with their optimizer's state.
+"""A cache of the most used table rows on every rank's device, with their optimizer state.
 
-They need no asking and no copy from host memory: their gradients are summed over all ranks like those of dense weights,
-and every rank takes the same update. The rank that a row belongs to writes it back to host memory after each, so that
-checkpoints, norms and other layouts find every row where it lives.
+Cached rows need no all-to-all and no copy from host memory: their gradients are all-reduced like those of dense
+weights, and every rank applies the same update. The rank that owns a row writes it back to host memory after each
+update, so checkpoints, norms and other layouts find it there.
 
-Which rows: those that the first samples of the stream use most. That depends on the data alone, so a run that goes on
-keeps the rows that it kept before.
+Cached are the rows that the first samples of the stream use most. That depends on the data alone, so a resumed run
+caches the same rows.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from shardwise.comm.axis import Axis
 from shardwise.comm.collectives import all_reduce
-from shardwise.parallel.mesh import Axis
 from shardwise.parallel.tables.table_placement import TableShard
-
-if TYPE_CHECKING:
-    from shardwise.parallel.tables.sharded_tables import FusedTable, ShardedTables
+from shardwise.parallel.tables.table_storage import FusedTable, TableStorage
 
 
 def most_frequent_ids(ids: Tensor, count: int) -> Tensor:
-    """The `count` numbers that come most often, but none that comes once; in order."""
+    """Returns the `count` most frequent ids, sorted, without those that occur once."""
     unique_ids, counts = torch.unique(ids, return_counts=True)
     order = torch.sort(counts, descending=True, stable=True).indices[:count]
     return unique_ids[order[counts[order] > 1]].sort().values
 
 
 class HotRowCache:
-    def __init__(self, tables: ShardedTables, rows: Tensor, axis: Axis, device: torch.device):
-        """`rows`: counted through all tables, in order. `axis`: the ranks whose gradients are summed."""
+    """The cached rows of all tables on this rank's device."""
+
+    def __init__(self, tables: TableStorage, rows: Tensor, axis: Axis, device: torch.device):
+        """`rows`: sorted row numbers over all tables. `axis`: the ranks whose gradients are summed."""
         self.tables, self.rows, self.axis, self.device = tables, rows, axis, device
         self.values = tables.lookup_rows(rows).to(device)
         self.state = {key: value.to(device) for key, value in tables.lookup_states(rows).items()}
         self.local_rows = [self._find_local_rows(fused) for fused in tables.local_tables]
-        """By bank of ours: where in it each kept row lives, -1 where it does not."""
+        """By fused table of this rank: the row of each cached row in it, -1 if it is elsewhere."""
         self._set_gradients(rows[:0].to(device), self.values[:0])
 
     def _find_local_rows(self, fused: FusedTable) -> Tensor:
@@ -48,14 +46,14 @@ class HotRowCache:
         return local_rows
 
     def _row_range(self, shard: TableShard, rows: Tensor) -> tuple[int, int, int]:
-        """Which of some rows are of a piece, from a place to before another; and the number of its first row."""
+        """Returns the range of `rows` that lies in a shard, and the number of the shard's first row."""
         first, last = (self.tables.table_offsets[shard.table] + row for row in shard.rows)
         begin, end = torch.searchsorted(rows, torch.tensor([first, last])).tolist()
         return begin, end, first
 
     def split_cached(self, unique_rows: Tensor, inverse_indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of a batch's distinct rows: those that are not kept; the ids' places when the kept ones come after these; the
-        places of those among all that are kept."""
+        """Splits a batch's distinct rows. Returns those to fetch; the inverse indices with the cached ones appended to
+        these; and the indices of the cached ones in this cache."""
         cache_index = torch.searchsorted(self.rows, unique_rows).clamp_(max=self.rows.numel() - 1)
         is_cached = self.rows[cache_index] == unique_rows
         order = torch.cat(((~is_cached).nonzero()[:, 0], is_cached.nonzero()[:, 0]))
@@ -63,32 +61,32 @@ class HotRowCache:
         return unique_rows[~is_cached], new_position[inverse_indices], cache_index[is_cached]
 
     def reduce_gradients(self, cached_rows: Tensor, gradient: Tensor) -> None:
-        """Takes this rank's gradients of kept rows, and adds up those of all ranks."""
+        """Sums the gradients of cached rows over all ranks."""
         if self.axis.size == 1:
             self._set_gradients(cached_rows.to(self.device), gradient)
             return
         width = gradient.shape[1]
-        total = gradient.new_zeros(self.rows.numel(), width + 1)  # the last column: who touched a row
+        total = gradient.new_zeros(self.rows.numel(), width + 1)  # the last column counts the ranks that use a row
         total.index_copy_(
             0, cached_rows.to(self.device), torch.cat((gradient, torch.ones_like(gradient[:, :1])), dim=1)
         )
-        all_reduce(total, group=self.axis.group)
+        all_reduce(total, axis=self.axis)
         touched = total[:, width].nonzero()[:, 0]
         self._set_gradients(touched, total[:, :width].index_select(0, touched))
 
     def _set_gradients(self, touched: Tensor, gradient: Tensor) -> None:
-        """The kept rows that the whole batch uses, and their gradient; in host memory, too."""
+        """Keeps the cached rows that the global batch uses and their gradient, also in host memory."""
         self.touched, self.gradient = touched, gradient
         self.touched_cpu, self.gradient_cpu = touched.cpu(), gradient.cpu()
 
     def gradient_of(self, shard: TableShard) -> tuple[Tensor, Tensor]:
-        """Of a piece of a table: its kept rows that were touched, counted from its first, and their gradient."""
+        """Returns the touched cached rows of a shard, relative to its first row, and their gradient."""
         rows = self.rows[self.touched_cpu]
         begin, end, first = self._row_range(shard, rows)
         return rows[begin:end] - first, self.gradient_cpu[begin:end, slice(*shard.columns)]
 
     def update(self, lr: float) -> None:
-        """Takes the step of all touched rows, and writes this rank's back to where they live."""
+        """Updates all touched rows and writes those that this rank owns back to host memory."""
         tables = self.tables
         mean_square = self.gradient.square().mean(1) if tables.optimizer == "adagrad" else None
         tables.update_rows(self.values, self.state, self.touched, self.gradient, mean_square, lr)

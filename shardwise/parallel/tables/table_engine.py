@@ -8,7 +8,7 @@ same checkpoint saves and reshards them. Their gradient holds only the rows that
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -23,13 +23,14 @@ from shardwise.errors import LayoutError
 from shardwise.job import Job
 from shardwise.optim.sparse import CombinedOptimizer
 from shardwise.parallel.engine import Engine
-from shardwise.parallel.mesh import Axis, Mesh
+from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.param_shard import ParamShard
 from shardwise.parallel.prepare import Prepared
 from shardwise.parallel.tables.bags import Bags, check_ids, sum_bags
 from shardwise.parallel.tables.hot_rows import HotRowCache, most_frequent_ids
-from shardwise.parallel.tables.sharded_tables import LookupRoute, RowPrefetcher, ShardedTables
+from shardwise.parallel.tables.sharded_tables import RowPrefetcher, ShardedTables
 from shardwise.parallel.tables.table_placement import TableShard, place_tables
+from shardwise.parallel.tables.table_storage import LookupRoute
 
 HOT_ROW_SAMPLES = 32_768  # samples that are read to find the most frequently used rows
 
@@ -195,7 +196,7 @@ def make_tables(prepared: Prepared, mesh: Mesh, dtype: torch.dtype) -> ShardedTa
     """Returns this rank's tables, initialised."""
     axis, on_gpu = mesh["data"], mesh.device.type == "cuda"
     if on_gpu and axis.size > 1:
-        axis = Axis(axis.size, axis.index, dist.new_group(backend="gloo"))  # rows are in host memory
+        axis = replace(axis, group=dist.new_group(backend="gloo"))  # rows are in host memory
     job, settings = prepared.job, prepared.job.embedding_tables
     tables = ShardedTables(
         prepared.tables, place_job_tables(prepared, axis.size), axis, dtype, settings.optimizer, job.optimizer.betas,

@@ -1,13 +1,13 @@
-"""Where the rows of embedding tables live: by table, by row, by column, or a mix picked from sizes and access rates.
+"""Placement of embedding tables on ranks: table-wise, row-wise, column-wise, or a mix chosen by size and lookups.
 
-    table    each table whole on one rank
-    row      each table's rows in equal runs over all ranks
-    column   each row's numbers in equal runs over all ranks
-    auto     rows of tables larger than a rank's share of the bytes, columns of those asked for more often than a rank's
-             share of the lookups, the others whole; each to the rank that is least loaded by bytes and by lookups
+    table    each table on one rank
+    row      the rows of each table in equal chunks over all ranks
+    column   the columns of each table in equal chunks over all ranks
+    auto     row-wise if a table exceeds a rank's share of all bytes, column-wise if it exceeds a rank's share of all
+             lookups, otherwise table-wise; each shard goes to the rank with the least memory and lookups so far
 
-Runs are PyTorch's chunks. A rank has at most one piece of a table. Lookups of a table cut by rows are taken to fall on
-its pieces by their sizes: true where ids are hashed, as they are here, and not where small ids are the frequent ones.
+Chunks are those of `torch.chunk`. A rank has at most one shard of a table. Lookups of a row-wise table are assumed to
+be proportional to shard size: true for hashed ids, as here, but not if small ids are the frequent ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SHARDING_TYPES = ("auto", "table", "row", "column")
 
 @dataclass(frozen=True, order=True)
 class TableShard:
-    """A piece of a table: rows and columns from the first number to before the second."""
+    """A shard of a table: half-open ranges of rows and columns."""
 
     rank: int
     table: int
@@ -35,12 +35,12 @@ class TableShard:
 
     @property
     def size(self) -> int:
-        """Numbers."""
+        """Number of elements."""
         return (self.rows[1] - self.rows[0]) * (self.columns[1] - self.columns[0])
 
 
 def place_tables(tables: Sequence[TableSpec], ranks: int, sharding: str = "auto") -> list[TableShard]:
-    """The pieces of all tables, by rank and table."""
+    """Returns the shards of all tables, sorted by rank and table."""
     assert sharding in SHARDING_TYPES, sharding
     shards_by_table: list[list[TableShard]] = []
     numel_per_rank = sum(table.size for table in tables) / ranks
@@ -61,7 +61,7 @@ def place_tables(tables: Sequence[TableSpec], ranks: int, sharding: str = "auto"
 
 
 def _shard_table(table_index: int, table: TableSpec, sharding: str, num_shards: int) -> list[TableShard]:
-    """The pieces of a table, on ranks from 0 on."""
+    """Returns the shards of a table, on ranks 0, 1, ..."""
     rows, columns = (0, table.rows), (0, table.width)
     if sharding == "row":
         return [
@@ -77,7 +77,7 @@ def _shard_table(table_index: int, table: TableSpec, sharding: str, num_shards: 
 
 
 def _chunk_ranges(total: int, num_chunks: int) -> list[tuple[int, int]]:
-    """Chunks of equal size but for the last; none that is empty."""
+    """Returns chunks of equal size except the last; none is empty."""
     size = -(-total // num_chunks)
     return [(first, min(first + size, total)) for first in range(0, total, size)]
 
@@ -85,7 +85,7 @@ def _chunk_ranges(total: int, num_chunks: int) -> list[tuple[int, int]]:
 def _balance_over_ranks(
     tables: Sequence[TableSpec], shards_by_table: list[list[TableShard]], ranks: int
 ) -> list[TableShard]:
-    """Greedy: the heaviest pieces first, each to the rank with the least of what it has most of."""
+    """Assigns shards greedily, heaviest first, to the rank whose larger load (memory or lookups) stays smallest."""
     total_numel = sum(table.size for table in tables)
     total_lookups = sum(table.lookups_per_sample for table in tables) or 1.0
     loads = [[0.0, 0.0] for _ in range(ranks)]
@@ -97,8 +97,8 @@ def _balance_over_ranks(
     placed: list[TableShard] = []
     ranks_of_table: dict[int, set[int]] = {}
     for shard in sorted(
-        (one for table_shards in shards_by_table for one in table_shards),
-        key=lambda one: (-max(relative_load(one)), one),
+        (shard for table_shards in shards_by_table for shard in table_shards),
+        key=lambda shard: (-max(relative_load(shard)), shard),
     ):
         memory_share, lookup_share = relative_load(shard)
         free = [rank for rank in range(ranks) if rank not in ranks_of_table.setdefault(shard.table, set())]

@@ -1,105 +1,88 @@
-"""What software reaches of the peaks: few numbers, global or per device family, fitted to published runs.
+"""How much of a device's peaks real kernels and links reach: a few constants, global or per device family.
 
-`tools/fit_planner.py` fits them; never one number per run, model or source. `docs/explanation/planner.md` says how good
-the prediction is, and what each number means in kernels.
+`tools/fit_planner.py` fits them to published runs and writes `shardwise/planner/constants.toml`; it never fits one per
+run, model or source. `docs/explanation/planner.md` states the resulting error.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+CONSTANTS = tomllib.loads((Path(__file__).parents[1] / "constants.toml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """Shares of peaks, and seconds."""
+    """Fractions of peaks, counts and seconds."""
 
-    matmul: float = 0.75
-    """Of the peak rate, in large products of 16 bits."""
-    low_precision_matmul: float = 0.6
-    """Of the peak rate, in large products of 8 bits or fewer, scaling and casts included."""
-    attention: float = 0.55
-    """Of the 16-bit peak, in the forward of fused attention; the backward reaches `attention_backward` of that."""
-    attention_backward: float = 0.758
-    memory: float = 0.7
-    """Of the memory's bandwidth, in operators that only move numbers."""
-    bulk_memory: float = 0.0
-    """Of the memory's bandwidth, in one large operator such as the update; 0: as `memory`."""
-    eager: float = 2
-    """How many times as many kernels a block takes in PyTorch's own operators, against fused ones."""
-    flash_attention_2: float = 0.602
-    """Rate of FlashAttention 2 and before it, against today's fused attention."""
-    score_passes: float = 2.79
-    """How often each number of the square of scores is moved in a forward, where attention is not fused."""
-    loss_bytes_per_logit: float = 94.6
-    """Bytes moved per logit in forward and backward of a loss of PyTorch's own operators."""
-    grad_accumulation_bytes: float = 18.7
-    """Bytes moved per weight and micro-batch where PyTorch's own operators add gradients, one weight after another."""
-    inner: float = 0.7
-    """Of the inner link's bandwidth, in large collectives."""
-    outer: float = 0.7
-    """Of the outer link's bandwidth."""
-    all_to_all: float = 0.642
-    """Of that, where everybody sends to everybody."""
-    latency: float = 3.25
-    """Of the links' latency, felt in each hop of a collective."""
-    collective_start: float = 4.73e-05
-    """Seconds until the ranks of a collective are all there and it runs."""
-    tensor_wait: float = 0.000235
-    """Seconds that ranks of the tensor axis wait for each other at a sum, where nothing overlaps it."""
-    kernel_launch: float = 1e-5
-    """Seconds of the host to start one kernel."""
-    overlap_sharpness: float = 13.2
-    """How sharply a pass is either the host's or the device's: seconds are the norm of both of this power."""
-    matmul_half_rate_depth: float = 89.8
-    """Length of the inner sum at which a product runs at half of its rate."""
-    wave_quantization: float = 0.821
-    """How much of a last, partly filled wave of tiles is felt."""
-    unaligned_64: float = 0.796
-    """Rate of products whose sides are no multiples of 64 numbers."""
+    # Per device family.
+    matmul: float
+    """Of the peak FLOP/s, in large 16-bit matmuls."""
+    low_precision_matmul: float
+    """Of the peak FLOP/s, in large matmuls of 8 bits or fewer, including scaling and casts."""
+    attention: float
+    """Of the 16-bit peak, in the forward of fused attention."""
+    memory: float
+    """Of the memory bandwidth, in elementwise operators."""
+    inner: float
+    """Of the bandwidth within a domain (node, rack, torus), in large collectives."""
+    outer: float
+    """Of the bandwidth between domains."""
+    kernel_launch: float
+    """Host seconds to launch one kernel."""
+    overlap_tensor: float
+    """Fraction of tensor-parallel communication that overlaps with matmuls."""
+
+    # For all families.
+    attention_backward: float
+    """Rate of attention's backward relative to its forward."""
+    matmul_half_rate_depth: float
+    """Inner dimension at which a matmul reaches half of its rate."""
+    wave_quantization: float
+    """Fraction of the loss to a partly filled last wave of tiles that is visible."""
+    unaligned_64: float
+    """Rate of matmuls with a dimension that 64 does not divide."""
+    grouped_matmul: float
+    """Rate of many small matmuls (experts) relative to one."""
+    all_to_all: float
+    """Of `outer`, in an all-to-all."""
+    latency: float
+    """Latency per hop of a collective, relative to the link's."""
+    collective_start: float
+    """Seconds until all ranks of a collective have arrived and it runs."""
+    overlap_sharpness: float
+    """Exponent of the p-norm of device and host time (`Machine.bottleneck_time`)."""
+    overlap_data: float
+    """Fraction of a pass that can hide gradient reduction or weight gathering."""
+    contention: float
+    """Cost of hidden communication, as a fraction of its time."""
+    overlap_expert: float
+    """Fraction of expert dispatch that overlaps with compute."""
+    overlap_p2p: float
+    """Fraction of transfers between stages that overlaps, with one stage per rank."""
+    overlap_p2p_interleaved: float
+    """The same with several stages per rank."""
+    routing_kernels: float
+    """Kernels that a forward launches to dispatch tokens to experts and combine them."""
+    jitter: float
+    """Relative step time added by each doubling of the number of domains: waiting for the slowest."""
+    fixed_seconds: float
+    """Seconds added to every step."""
+
+    # Not fitted; `calibrate` measures them.
     unaligned_8: float = 0.3
-    """Rate of products whose sides are no multiples of 8 numbers."""
-    overlap_tensor: float = 0.3
-    """Share of the tensor axis' traffic that hides behind products, where software overlaps it."""
-    overlap_data: float = 0.834
-    """Share of a backward that can hide gradient sums; share of a pass that can hide the gathering of weights."""
-    contention: float = 0.104
-    """What hidden traffic costs all the same, as a share of its time."""
-    overlap_expert: float = 0.587
-    overlap_p2p: float = 0.411
-    """Share of the transfers between stages that hides, with one stage a rank."""
-    overlap_p2p_interleaved: float = 0.795
-    """The same with several stages a rank."""
-    grouped_matmul: float = 0.665
-    """Rate of many small products side by side, of experts, against one."""
-    routing_kernels: float = 162
-    """Kernels that the host starts to send tokens to experts and back, in a forward."""
-    jitter: float = 0.00641
-    """What each doubling of the number of domains adds to a step, waiting for the slowest."""
-    fixed_seconds: float = 0.00369
-    """Seconds of a step that depend on nothing."""
+    """Rate of matmuls with a dimension that 8 does not divide."""
+    bulk_memory: float = 0.0
+    """Of the memory bandwidth, in one large operator such as the optimizer update; 0: same as `memory`."""
     compiled: float = 0.0
-    """1 where blocks were compiled, and steps recorded, when the rest was measured."""
+    """1 if blocks were compiled and steps captured as CUDA graphs when the rest was measured."""
     uncontended_speedup: float = 1.0
-    """How many times as fast a rank runs while the others wait: above 1 where processes share processors."""
-
-
-DEFAULT_EFFICIENCY = Efficiency()
-# fmt: off
-_FAMILY_FIELDS = (
-    "matmul", "low_precision_matmul", "attention", "memory", "inner", "outer", "kernel_launch", "overlap_tensor",
-)
-_FAMILY_VALUES = {
-    "ampere":           (0.856, 0.6, 0.719, 0.563, 0.696, 0.711, 1.57e-05, 0.2),
-    "blackwell":        (0.674, 0.754, 0.312, 0.569, 0.687, 0.681, 1.32e-05, 0.163),
-    "blackwell-ultra":  (0.761, 0.828, 0.53, 0.67, 0.718, 0.687, 1.9e-05, 0.219),
-    "hopper":           (0.769, 0.784, 0.415, 0.561, 0.714, 0.742, 1.73e-05, 0.241),
-    "tpu":              (0.95, 0.64, 0.432, 0.478, 0.719, 0.7, 1.6e-05, 0.219),
-    "volta":            (0.722, 0.6, 0.5, 0.762, 0.646, 0.696, 1.6e-05, 0.2),
-}
-
-FAMILY_EFFICIENCIES = {family: dict(zip(_FAMILY_FIELDS, values, strict=True)) for family, values in _FAMILY_VALUES.items()}
-# fmt: on
+    """How much faster a rank runs while the others wait: above 1 where processes share cores."""
 
 
 def efficiency_of(family: str, measured: dict[str, float]) -> Efficiency:
-    return replace(DEFAULT_EFFICIENCY, **{**FAMILY_EFFICIENCIES.get(family, {}), **measured})
+    """Returns a family's fitted constants, overridden by what `calibrate` measured."""
+    families = CONSTANTS["families"]
+    return Efficiency(**{**CONSTANTS["common"], **families.get(family, families["other"]), **measured})

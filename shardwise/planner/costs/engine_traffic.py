@@ -1,8 +1,7 @@
-"""Bytes that a rank of our own engine sends and receives in a step, by axis and collective, as a dry run counts them:
-the larger side of each collective, on the first rank of every axis but the pipeline.
+"""Exact bytes that a rank of our engine communicates per step, by axis and collective.
 
-Nothing is estimated: parameters are those of the engine (`EngineModel`), padded as it pads them, and tests hold every number
-against dry runs.
+Counts as a dry run does: the larger side of each collective, on rank 0 of every axis but the pipeline. Parameters come
+from `EngineModel`, padded as the engine pads them; `tests/test_dryrun.py` checks equality to the byte.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from shardwise.schedules.simulate import BACKWARD_INPUT, PipelineProgram, named_
 def engine_traffic(
     engine: EngineModel, layout: Layout, rank: int, micro_batches: int, program: PipelineProgram | None = None
 ) -> dict[tuple[str, str], int]:
-    """Of a pipeline rank: by axis and collective. `program`: that of a schedule that has no name."""
+    """Returns a pipeline rank's bytes by axis and collective. `program`: that of a synthesized schedule."""
     stages = engine.stages(layout)
     stages_of_rank = [stages[stage] for stage in layout.stages_of(rank)]
     totals: Counter[tuple[str, str]] = Counter()
@@ -30,7 +29,7 @@ def engine_traffic(
     if layout.pipeline > 1 and engine.model.tied and (stages_of_rank[0].first != stages_of_rank[-1].last):
         table = next(each for each in engine.params_by_module(layout.tensor)["embed"])
         totals["tied_weights", "all-reduce"] += engine.master_itemsize * table.shard_numel(layout.shard)
-    # The number of targets; loss and norm.
+    # The number of targets; then loss and gradient norm.
     sole_axis = [axis for axis in AXES if getattr(layout, axis) == layout.world > 1]
     if layout.data > 1:
         totals[sole_axis[0] if sole_axis else "data", "all-reduce"] += engine.master_itemsize
@@ -44,7 +43,7 @@ def engine_traffic(
 def traffic_by_axis(
     engine: EngineModel, layout: Layout, rank: int, micro_batches: int, program: PipelineProgram | None = None
 ) -> dict[str, int]:
-    """All collectives of an axis together."""
+    """Returns the bytes by axis, summed over collectives."""
     totals: Counter[str] = Counter()
     for (axis, _), size in engine_traffic(engine, layout, rank, micro_batches, program).items():
         totals[axis] += size
@@ -66,27 +65,24 @@ def _add_tensor_traffic(
     stages_of_rank: list[StageLayers],
     micro_batches: int,
 ) -> None:
-    """Each edge of a region gathers or sums one stream forward, the other way back."""
+    """Each end of a sequence region all-gathers or reduce-scatters the hidden state; the backward does the reverse."""
     blocks, first, last = (sum(each) for each in zip(*stages_of_rank, strict=True))
     edges = 4 * blocks + first + last
     recomputed = recomputed_blocks(layout, stages_of_rank)
     stream = micro_batches * round(engine.block_sizes(layout).gathered_hidden_bytes)
     totals["tensor", "all-gather"] += stream * (edges + 2 * recomputed)
-    # A checkpoint stops when it has all that was saved: before the block's last sum.
+    # Recomputation stops once all saved tensors exist, which is before the block's last reduce-scatter.
     totals["tensor", "reduce-scatter"] += stream * (edges + (2 if layout.has_split_backward else 1) * recomputed)
     tokens = layout.micro_batch * engine.model.sequence
-    totals["tensor", "all-reduce"] += (
-        last * micro_batches * 3 * engine.master_itemsize * tokens
-    )  # maxima, sums, hits of the loss
+    # The loss reduces each token's maximum, sum and target logit.
+    totals["tensor", "all-reduce"] += last * micro_batches * 3 * engine.master_itemsize * tokens
     for stage_layers in stages_of_rank:
-        uncut = [
-            each.shard_numel(layout.shard) for each in engine.parameters(layout, stage_layers) if not each.is_sharded
-        ]
-        totals["tensor", "all-reduce"] += engine.master_itemsize * sum(uncut)
+        replicated = [p.shard_numel(layout.shard) for p in engine.parameters(layout, stage_layers) if not p.is_sharded]
+        totals["tensor", "all-reduce"] += engine.master_itemsize * sum(replicated)
 
 
 def recomputed_blocks(layout: Layout, stages_of_rank: list[StageLayers]) -> int:
-    """Blocks whose forward is run again, collectives included."""
+    """Returns how many blocks repeat their forward, including its collectives."""
     share = kept_activation_fraction(layout.recompute)
     if share is None:
         share = float(layout.recompute != "full")
@@ -94,12 +90,13 @@ def recomputed_blocks(layout: Layout, stages_of_rank: list[StageLayers]) -> int:
 
 
 def _split_backward_count(layout: Layout, stage: int, micro_batches: int, program: PipelineProgram | None) -> int:
-    """Backwards of a stage in two halves, each of which needs whole weights; the first stage's input half does not."""
+    """Returns how many backwards of a stage run in two halves, each of which gathers the weights. Stage 0 computes no
+    input gradient."""
     if not layout.has_split_backward or stage == 0:
         return 0
     if program is None and layout.schedule != "dualpipev":
         return micro_batches
-    simulated = min(micro_batches, 2 * layout.stage_count)  # those in the steady part are whole
+    simulated = min(micro_batches, 2 * layout.stage_count)  # backwards in the steady state are not split
     program = program or named_program(layout.schedule, layout.pipeline, layout.stages_per_rank, simulated)
     return sum(1 for _, kind, place, _ in program.actions if kind == BACKWARD_INPUT and place == stage)
 
@@ -115,7 +112,7 @@ def _add_data_traffic(
 ) -> None:
     shard, w = layout.shard, engine.master_itemsize
     shard_numel = sum(
-        each.shard_numel(shard) for stage_layers in stages_of_rank for each in engine.parameters(layout, stage_layers)
+        p.shard_numel(shard) for stage_layers in stages_of_rank for p in engine.parameters(layout, stage_layers)
     )
     fsdp = shard > 1 and layout.zero > 1
     times = micro_batches if fsdp else 1
@@ -129,7 +126,7 @@ def _add_data_traffic(
                 else 2 * micro_batches + _split_backward_count(layout, stage, micro_batches, program)
             )
             totals["shard", "all-gather"] += (
-                gathers * size * sum(e.shard_numel(shard) for e in engine.parameters(layout, stage_layers))
+                gathers * size * sum(p.shard_numel(shard) for p in engine.parameters(layout, stage_layers))
             )
     if layout.replicate > 1:
         totals["replicate", "all-reduce"] += times * shard_numel * w

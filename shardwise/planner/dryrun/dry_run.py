@@ -290,7 +290,7 @@ def _record_step(job: Job, layout: Layout, micro_batches: int, fake: bool) -> St
             tracker.mark((value for state in optimizer.state.values() for value in state.values()), "optimizer")
             before_batch = tracker.now()
             if engine.pipeline is not None:
-                engine.pipeline.initialize()
+                engine.pipeline.schedule.initialize()
             count = micro_batches * engine.batch.micro_batch
             fields = example.tokens, example.targets, example.ids
             samples = Samples(*(torch.zeros(count, *field.shape[1:], dtype=field.dtype) for field in fields))

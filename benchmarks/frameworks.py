@@ -1,0 +1,228 @@
+"""How other people's training software differs from our engine, for predicting their measured runs.
+
+The planner predicts our engine. The classes here override it for Megatron-LM of 2020 to 2022, DeepSpeed, Megatron-Core,
+PyTorch FSDP, torchtitan and XLA: unfused attention, eager operators, no overlap, growing gradient buckets, and what
+each keeps in memory. `benchmarks/published.py` decides which run used which software.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shardwise.layout import Layout
+from shardwise.planner.costs.block_time import BlockTimeModel, KernelProfile, ModuleTime, ParallelDegrees
+from shardwise.planner.costs.decoder_shape import ModelShape
+from shardwise.planner.costs.efficiency import Efficiency, efficiency_of
+from shardwise.planner.costs.machine import Machine
+from shardwise.planner.costs.memory_model import FrameworkProfile, MemoryInputs, make_memory_inputs
+from shardwise.planner.estimate import Estimator
+from shardwise.planner.prediction import Workload
+
+CONSTANTS = tomllib.loads((Path(__file__).parent / "frameworks.toml").read_text(encoding="utf-8"))["common"]
+BUCKET_GROWTH_RANKS = 40  # data ranks above which Megatron-Core's gradient buckets grow with their number
+UNALIGNED_HEAD_SLOWDOWN = 8.0  # batched matmuls with a head size not divisible by 8; from published runs
+HEAD_KERNELS = 60  # kernels of norm, logits and loss in eager PyTorch, one way
+FUSED_LOSS_BYTES = 16.0  # bytes moved per logit in forward and backward of a fused loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrameworkEfficiency(Efficiency):
+    """Efficiencies with the constants that only other people's software needs; fitted by `tools/fit_planner.py`."""
+
+    eager: float = CONSTANTS["eager"]
+    """Kernels per block in eager PyTorch, relative to fused kernels."""
+    flash_attention_2: float = CONSTANTS["flash_attention_2"]
+    """Rate of FlashAttention 2 and older, relative to today's fused attention."""
+    score_passes: float = CONSTANTS["score_passes"]
+    """How often a forward of unfused attention moves each score."""
+    loss_bytes_per_logit: float = CONSTANTS["loss_bytes_per_logit"]
+    """Bytes moved per logit in forward and backward of an eager loss."""
+    grad_accumulation_bytes: float = CONSTANTS["grad_accumulation_bytes"]
+    """Bytes moved per weight and micro-batch when eager PyTorch accumulates gradients weight by weight."""
+    tensor_wait: float = CONSTANTS["tensor_wait"]
+    """Seconds that tensor ranks wait for each other at an all-reduce that nothing overlaps."""
+
+
+def framework_efficiency(family: str, measured: dict[str, float]) -> FrameworkEfficiency:
+    return FrameworkEfficiency(**vars(efficiency_of(family, measured)))
+
+
+@dataclass(frozen=True)
+class FrameworkKernels(KernelProfile):
+    """How a framework computes. Defaults: Megatron-Core with Transformer Engine."""
+
+    loss_bytes_per_logit: float = FUSED_LOSS_BYTES
+    has_eager_loss: bool = False
+    """Whether the loss is PyTorch's own operators where the vocabulary is not split."""
+    fused_attention: bool = True
+    flash_attention_2: bool = False
+    """Whether the fused attention is FlashAttention 2 or older."""
+    eager: bool = False
+    """Whether elementwise operators are PyTorch's own, launched one by one."""
+    overlap_comm: bool = True
+    """Whether gradient reduction and tensor-parallel communication overlap with compute."""
+    sequence_parallel: bool = True
+
+
+@dataclass(frozen=True)
+class FrameworkMemory(FrameworkProfile):
+    """What a framework keeps. Defaults: mixed-precision Adam in Megatron-Core."""
+
+    weight_bytes: float = 2.0
+    sharded_weight_bytes: float = 0.0  # counted in `optimizer_bytes`
+    compute_copy_bytes: float = 0.0
+    optimizer_bytes: float = 12.0
+    """Main weights and two moments."""
+    logits: float = 8.0
+    cast_bytes: float = 0.0
+    update_bytes: float = 30.0
+    fragmentation: float = 0.04
+    fixed_bytes: float = 2.0 * 2**30
+    accumulates_eagerly: bool = False
+    """Whether gradients are accumulated weight by weight (`FrameworkEfficiency.grad_accumulation_bytes`)."""
+    keeps_gathered_inputs: bool = False
+    """Whether the backward keeps the gathered inputs of tensor-parallel matmuls and does not gather them again."""
+    has_unfused_activation: bool = False
+    """Whether activation and gate are separate operators that each save their input."""
+    keeps_dropout_masks: bool = False
+    selective_keeps_matmuls: bool = False
+    """Whether selective recomputation keeps matmuls and attention; otherwise it recomputes attention only."""
+
+
+# DeepSpeed and Megatron-LM in fp16; eager PyTorch where the ZeRO stage is stated, with a fused loss for FSDP (stage 3);
+# XLA on TPUs; Megatron-Core otherwise, which keeps 16-bit gradients.
+LEGACY_MEGATRON = FrameworkMemory(
+    gradient_bytes=2.0, optimizer_bytes=16.0, accumulates_eagerly=True, keeps_dropout_masks=True, logits=10.0,
+    fragmentation=0.2, fixed_bytes=5.2 * 2**30,
+)  # fmt: skip
+PYTORCH_EAGER = FrameworkMemory(
+    keeps_gathered_inputs=True, has_unfused_activation=True, fragmentation=0.25, fixed_bytes=3.2 * 2**30
+)
+PYTORCH_FSDP = FrameworkMemory(logits=6.0, fragmentation=0.03, fixed_bytes=1.5 * 2**30)
+XLA_TPU = FrameworkMemory(gradient_bytes=2.0, logits=4.0, fragmentation=0.0, fixed_bytes=0.5 * 2**30)
+MEGATRON_CORE = FrameworkMemory(gradient_bytes=2.0)
+
+
+class FrameworkTimeModel(BlockTimeModel):
+    """Module times with a framework's kernels."""
+
+    kernel_profile: FrameworkKernels
+
+    def __init__(self, machine: Machine, shape: ModelShape, kernels: FrameworkKernels, efficiency: FrameworkEfficiency):
+        super().__init__(machine, shape, kernels)
+        self.efficiency = efficiency
+
+    def attention(self, degrees: ParallelDegrees) -> tuple[float, float]:
+        if self.kernel_profile.fused_attention:
+            forward, backward = super().attention(degrees)
+            rate = self.efficiency.flash_attention_2 if self.kernel_profile.flash_attention_2 else 1.0
+            return forward / rate, backward / rate
+        # Unfused: the scores are written, masked, normalised, dropped out and read again.
+        shape, precision, queries = self.shape, self.kernel_profile.precision, self.shape.sequence / degrees.context
+        heads = degrees.micro_batch * shape.heads / degrees.tensor
+        matmuls = self.machine.matmul(queries, shape.head_dim, shape.sequence, precision, heads)
+        matmuls += self.machine.matmul(queries, shape.sequence, shape.head_dim, precision, heads)
+        matmuls *= UNALIGNED_HEAD_SLOWDOWN if shape.head_dim % 8 else 1.0  # no tensor cores
+        passes = self.efficiency.score_passes * (1 if self._has_fused_softmax(degrees) else 2)
+        score_bytes = self.kernel_profile.itemsize * heads * queries * shape.sequence * passes
+        scores = self.machine.memory_time(score_bytes)
+        return matmuls + scores, 2 * matmuls + 1.2 * scores
+
+    def _has_fused_softmax(self, degrees: ParallelDegrees) -> bool:
+        """Returns whether Megatron's fused masked softmax applies: it needs a batch of heads divisible by four."""
+        return degrees.micro_batch * self.shape.heads // degrees.tensor % 4 == 0
+
+    def kernels_per_block(self, degrees: ParallelDegrees) -> float:
+        if not self.kernel_profile.fused_attention:
+            return 60.0 if self._has_fused_softmax(degrees) else 80.0
+        return super().kernels_per_block(degrees) * (self.efficiency.eager if self.kernel_profile.eager else 1.0)
+
+    def hidden_tokens(self, tokens: float, tensor: int) -> float:
+        return super().hidden_tokens(tokens, tensor) if self.kernel_profile.sequence_parallel else tokens
+
+    def exposed_tensor_time(self, seconds: float) -> float:
+        overlaps = self.kernel_profile.overlap_comm
+        return super().exposed_tensor_time(seconds) if overlaps else seconds + 2 * self.efficiency.tensor_wait
+
+    def loss_bytes_per_logit(self, tensor: int) -> float:
+        # With a split vocabulary, measured runs take no longer than with a fused loss.
+        is_eager = self.kernel_profile.has_eager_loss and tensor == 1
+        return self.efficiency.loss_bytes_per_logit if is_eager else super().loss_bytes_per_logit(tensor)
+
+    def head(self, degrees: ParallelDegrees) -> ModuleTime:
+        head = super().head(degrees)
+        host = HEAD_KERNELS * self.efficiency.kernel_launch if self.kernel_profile.has_eager_loss else 0.0
+        forward, backward = (self.machine.bottleneck_time(seconds, host) for seconds in (head.forward, head.backward))
+        return replace(head, forward=forward, backward=backward)
+
+
+class FrameworkEstimator(Estimator):
+    """Predicts layouts that a framework runs."""
+
+    def __init__(self, machine: Machine, shape: ModelShape, kernels: FrameworkKernels, memory: FrameworkMemory,
+                 samples: int, efficiency: FrameworkEfficiency):  # fmt: skip
+        if memory.accumulates_eagerly:
+            memory = replace(memory, cast_bytes=efficiency.grad_accumulation_bytes)
+        super().__init__(machine, Workload(shape, kernels, samples, memory))
+        self.kernels, self.profile = kernels, memory
+        self.time_model = FrameworkTimeModel(machine, shape, kernels, efficiency)
+        self.gathers_per_block = 1 if kernels.overlap_comm else 8  # older FSDP gathers each weight separately
+        self.reduced_gradient_bytes = min(4.0, memory.gradient_bytes)
+
+    def bucket_bytes(self, layout: Layout) -> float:
+        growth = 1.0 if self.kernels.eager else max(1.0, layout.data / BUCKET_GROWTH_RANKS)
+        return super().bucket_bytes(layout) * growth
+
+    def exposed_sync_time(self, reduce: float, gather: float, last_pass: float) -> float:
+        if self.kernels.eager:  # the next forward waits for all gathered weights
+            return self._exposed_comm(reduce, last_pass) + gather
+        return super().exposed_sync_time(reduce, gather, last_pass)
+
+    def _exposed_comm(self, traffic: float, compute: float) -> float:
+        return super()._exposed_comm(traffic, compute) if self.kernels.overlap_comm else traffic
+
+    def selective_recompute_time(self, layout: Layout, block: ModuleTime) -> float:
+        if self.profile.selective_keeps_matmuls:
+            return super().selective_recompute_time(layout, block)
+        return self.time_model.attention(self.parallel_degrees(layout))[0]
+
+    def _make_memory_inputs(self, layout: Layout, degrees: ParallelDegrees) -> MemoryInputs:
+        inputs = make_memory_inputs(
+            self.work.shape, self.kernels.itemsize, self.profile, layout, degrees.expert_tensor, self.activation_bytes
+        )
+        if layout.recompute == "selective" and not self.profile.selective_keeps_matmuls:
+            inputs = replace(inputs, recomputed_per_block=0.0)
+        return replace(inputs, recv_buffer_bytes=0.0)
+
+    def activation_bytes(
+        self, shape: ModelShape, itemsize: int, layout: Layout, sparse: bool
+    ) -> tuple[float, float, float]:
+        """Returns the bytes a block saves for one micro-batch's backward: with no, selective and full recomputation."""
+        t, tokens = layout.tensor, layout.micro_batch * shape.sequence / layout.context
+        hidden_numel = tokens * shape.width / (t if self.kernels.sequence_parallel else 1)
+        matmul_inputs = tokens * shape.width if self.profile.keeps_gathered_inputs else hidden_numel
+        kv = 2 * shape.kv_heads * shape.head_dim
+        if shape.kv_lora_rank:
+            kv = 2 * shape.attention_width + t * (shape.q_lora_rank + shape.kv_lora_rank)
+        saved = itemsize * (2 * hidden_numel + 2 * matmul_inputs)
+        saved += itemsize * tokens * (shape.query_width + kv + shape.attention_width) / t
+        if self.profile.has_unfused_activation:
+            saved += itemsize * tokens * (shape.query_width + kv / 2) / t
+        if self.profile.keeps_dropout_masks:
+            saved += 2 * hidden_numel
+        hidden = shape.shared_expert_ffn if sparse else shape.ffn
+        ffn_maps = shape.ffn_matrices + (1 if self.profile.has_unfused_activation and shape.gated else 0)
+        saved += itemsize * tokens * hidden * ffn_maps / t
+        if sparse:
+            saved += itemsize * tokens * shape.experts_per_token / t * (2 * shape.width + ffn_maps * shape.expert_ffn)
+        selective = saved
+        if self.profile.selective_keeps_matmuls:
+            matmul_outputs = shape.query_width + kv + shape.attention_width + (shape.ffn_matrices - 1) * hidden
+            gathered = 2 * matmul_inputs if self.profile.keeps_gathered_inputs and t > 1 else 0
+            selective = itemsize * (3 * hidden_numel + gathered + tokens * matmul_outputs / t)
+        if not self.kernels.fused_attention:
+            heads = layout.micro_batch * shape.heads / t
+            saved += heads * shape.sequence / layout.context * shape.sequence * (2 * itemsize + 1)
+        return saved, selective, itemsize * hidden_numel

@@ -1,0 +1,98 @@
+"""What a module of a model costs, whatever runs it: its matmuls, attention, and the bytes that it moves and saves.
+
+The numbers are those of one micro-batch on one rank. They come from a trace (`shardwise.models.trace`) or from a list
+that a family writes by hand; the planner turns them into time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class MatMul:
+    """`groups` batched (rows x inner) @ (inner x columns) matmuls; also stands for a convolution."""
+
+    rows: int
+    inner: int
+    columns: int
+    groups: int = 1
+    kernel_numel: int = 0
+    """Positions of a convolution's kernel, each of which reads the input once; 0: not a convolution."""
+
+    def precision(self, requested: str) -> str:
+        """Returns the precision it runs in: by default PyTorch lets cuDNN run float32 convolutions in TF32."""
+        return "tf32" if self.kernel_numel and requested == "float32" else requested
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.groups * self.rows * self.inner * self.columns
+
+    @property
+    def moved_numel(self) -> float:
+        """Elements read and written; a convolution reads each input element once."""
+        read = self.rows * self.inner / max(1, self.kernel_numel) + self.inner * self.columns
+        return self.groups * (read + self.rows * self.columns)
+
+
+@dataclass(frozen=True)
+class AttentionOp:
+    """Softmax attention over all heads of all samples."""
+
+    heads: int
+    queries: int
+    keys: int
+    qk_head_dim: int
+    v_head_dim: int
+    causal: bool = False
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of a forward; causal attention counts half of the scores."""
+        flops = 2.0 * self.heads * self.queries * self.keys * (self.qk_head_dim + self.v_head_dim)
+        return flops * (0.5 if self.causal else 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorCosts:
+    """Costs of one module for one micro-batch, of the forward unless stated otherwise."""
+
+    name: str
+    parameters: int
+    parameter_bytes: int
+    output_bytes: int
+    """Bytes passed to the next module."""
+    saved_bytes: int
+    """Bytes saved for the backward, including the input but not parameters."""
+    moved_bytes: int
+    """Bytes read and written by operators other than matmuls and attention."""
+    num_ops: int
+    """Operators, not counting views."""
+    products: tuple[MatMul, ...] = ()
+    attention: tuple[AttentionOp, ...] = ()
+    backward: float = 0.0
+    """FLOPs of the backward without attention."""
+    all_reduce_bytes: float = 0.0
+    """Bytes that a forward all-reduces over tensor ranks; a gather or reduce-scatter counts half."""
+
+    @property
+    def flops(self) -> float:
+        return sum(op.flops for op in self.products) + sum(op.flops for op in self.attention)
+
+
+def merge_costs(
+    name: str, operators: list[OperatorCosts], output: int, saved: int, moved: int, calls: int
+) -> OperatorCosts:
+    """Returns the costs of operators in a row, plus what the module itself saves, moves and launches."""
+    return OperatorCosts(
+        name=name,
+        parameters=sum(p.parameters for p in operators),
+        parameter_bytes=sum(p.parameter_bytes for p in operators),
+        output_bytes=output,
+        saved_bytes=saved + sum(p.saved_bytes for p in operators),
+        moved_bytes=moved + sum(p.moved_bytes for p in operators),
+        num_ops=calls + sum(p.num_ops for p in operators),
+        products=tuple(q for p in operators for q in p.products),
+        attention=tuple(q for p in operators for q in p.attention),
+        all_reduce_bytes=sum(p.all_reduce_bytes for p in operators),
+    )

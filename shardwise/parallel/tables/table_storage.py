@@ -1,0 +1,243 @@
+"""This rank's rows of all embedding tables in host memory, and the exchange of rows with the other ranks.
+
+Storage and routes stay in host memory, pinned if there is a GPU. A world of size 1 sends nothing. By hand, because
+PyTorch has no sharded embedding tables and TorchRec keeps tables and optimizers in kernels of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.axis import Axis
+from shardwise.comm.collectives import all_to_all
+from shardwise.optim.sparse import rowwise_adagrad_, sparse_adam_
+from shardwise.parallel.tables.table_placement import TableShard, TableSpec
+from shardwise.random import hash_key, normal_
+
+RowIndices = list[list[Tensor]]  # row indices, by rank and fused table
+
+
+class FusedTable:
+    """Shards of one rank with the same columns, stacked in one tensor."""
+
+    def __init__(self, columns: tuple[int, int], shards: list[TableShard]):
+        self.columns, self.shards = columns, shards
+        self.width = columns[1] - columns[0]
+        self.row_offsets = [0]
+        for shard in shards:
+            self.row_offsets.append(self.row_offsets[-1] + shard.rows[1] - shard.rows[0])
+
+
+def fuse_shards(shards: Sequence[TableShard], rank: int) -> list[FusedTable]:
+    """Returns the fused tables of a rank; every rank computes the same."""
+    local_shards = [shard for shard in shards if shard.rank == rank]
+    column_ranges = sorted({shard.columns for shard in local_shards})
+    return [
+        FusedTable(columns, [shard for shard in local_shards if shard.columns == columns]) for columns in column_ranges
+    ]
+
+
+@dataclass(frozen=True)
+class LookupRoute:
+    """Which rows of a batch come from and go to which rank."""
+
+    ids: Tensor
+    """Stream positions of the samples, which identify the batch."""
+    offsets: Tensor
+    weights: Tensor
+    inverse_indices: Tensor
+    """For each id, its index among the distinct rows: first the fetched ones, then the cached ones."""
+    num_fetched_rows: int
+    """Number of distinct rows to fetch."""
+    cached_rows: Tensor
+    """The other distinct rows, as indices into the hot-row cache."""
+    requested_rows: RowIndices
+    """The distinct rows that come from each rank and fused table."""
+    served_rows: RowIndices
+    """The rows that each rank requests, by fused table of this rank."""
+
+
+@dataclass(frozen=True)
+class TableShardView:
+    """Views of one local shard: its rows and their optimizer state."""
+
+    shard: TableShard
+    rows: Tensor
+    state: dict[str, Tensor]
+
+
+class TableStorage:
+    """This rank's shards of all tables, with lookups of rows that any rank holds."""
+
+    def __init__(
+        self,
+        tables: Sequence[TableSpec],
+        shards: Sequence[TableShard],
+        axis: Axis,
+        dtype: torch.dtype,
+        optimizer: str = "adagrad",
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        pin_memory: bool = False,
+    ):
+        assert len({table.width for table in tables}) == 1, "the tables of a model have rows of one width"
+        self.tables, self.shards, self.axis, self.dtype = list(tables), list(shards), axis, dtype
+        self.optimizer, self.betas, self.eps = optimizer, betas, eps
+        self.width = tables[0].width
+        self.table_offsets = [0]
+        for table in tables:
+            self.table_offsets.append(self.table_offsets[-1] + table.rows)
+        self.fused_tables = [fuse_shards(shards, rank) for rank in range(axis.size)]
+        self.local_tables = self.fused_tables[axis.index]
+        factory_kwargs: dict[str, Any] = {"dtype": dtype, "pin_memory": pin_memory}
+        self.storage = [
+            torch.zeros(fused.row_offsets[-1], fused.width, **factory_kwargs) for fused in self.local_tables
+        ]
+        self.state: list[dict[str, Tensor]] = []
+        for rows in self.storage:
+            if optimizer == "adagrad":
+                self.state.append({"sum": torch.zeros(rows.shape[0], **factory_kwargs)})
+            else:
+                self.state.append({key: torch.zeros_like(rows) for key in ("exp_avg", "exp_avg_sq")})
+        self.step_state = {"step": torch.zeros((), dtype=torch.int64)}
+        self.local_shards = list(self._make_shard_views())
+        self.has_column_shards = any(shard.columns != (0, self.width) for shard in self.shards)
+
+    def _make_shard_views(self) -> Iterator[TableShardView]:
+        for fused, rows, state in zip(self.local_tables, self.storage, self.state, strict=True):
+            for shard, first, last in zip(fused.shards, fused.row_offsets, fused.row_offsets[1:]):
+                views = {key: value[first:last] for key, value in state.items()}
+                yield TableShardView(
+                    shard, rows[first:last], views if self.optimizer == "adagrad" else {**views, **self.step_state}
+                )
+
+    def init_weights(self, seed: int, std: Sequence[float]) -> None:
+        """Initializes the rows; the values depend on the seed alone, not on the placement."""
+        for view in self.local_shards:
+            table = self.tables[view.shard.table]
+            shape = torch.Size((table.rows, table.width))
+            key = hash_key("init", seed, table.name)
+            normal_(view.rows, key, shape, view.shard.start, std[view.shard.table])
+
+    def _request_rows(self, unique_rows: Tensor, axis: Axis | None = None) -> tuple[RowIndices, RowIndices]:
+        """Requests rows from the ranks that own them. Returns the requested rows and those requested from this rank."""
+        requested: RowIndices = []
+        rows: list[Tensor] = []
+        for rank_tables in self.fused_tables:
+            requested.append([])
+            for fused in rank_tables:
+                positions, local_rows = [], []
+                for shard, first in zip(fused.shards, fused.row_offsets):
+                    base = self.table_offsets[shard.table]
+                    ends = torch.tensor([base + shard.rows[0], base + shard.rows[1]])
+                    begin, end = torch.searchsorted(unique_rows, ends).tolist()
+                    positions.append(torch.arange(begin, end))
+                    local_rows.append(unique_rows[begin:end] - (base + shard.rows[0] - first))
+                requested[-1].append(torch.cat(positions))
+                rows.append(torch.cat(local_rows))
+        return requested, self._send_requests(requested, cat_or_empty(rows, torch.int64), axis)
+
+    def _send_requests(self, requested: RowIndices, rows: Tensor, axis: Axis | None) -> RowIndices:
+        counts = torch.tensor(
+            [positions.numel() for rank_tables in requested for positions in rank_tables], dtype=torch.int64
+        )
+        num_local_tables = len(self.local_tables)
+        received_counts = self._all_to_all(
+            counts, [len(rank_tables) for rank_tables in requested], [num_local_tables] * self.axis.size, axis
+        )
+        sizes = (
+            received_counts.view(self.axis.size, num_local_tables).tolist()
+            if num_local_tables
+            else [[]] * self.axis.size
+        )
+        sent = [sum(positions.numel() for positions in rank_tables) for rank_tables in requested]
+        received = self._all_to_all(rows, sent, [sum(rank_sizes) for rank_sizes in sizes], axis)
+        parts = iter(received.split([size for rank_sizes in sizes for size in rank_sizes]))
+        return [[next(parts) for _ in rank_sizes] for rank_sizes in sizes]
+
+    def fetch(self, route: LookupRoute, axis: Axis | None = None, storage: Sequence[Tensor] | None = None) -> Tensor:
+        """Fetches the distinct rows of this rank's samples, from `storage` if given instead of the weights."""
+        parts = [
+            rows.index_select(0, row_indices).reshape(-1)
+            for rank_rows in route.served_rows
+            for rows, row_indices in zip(storage or self.storage, rank_rows, strict=True)
+        ]
+        received = self._exchange_rows(cat_or_empty(parts, self.dtype), route, is_backward=False, axis=axis)
+        rows = torch.empty(route.num_fetched_rows, self.width, dtype=self.dtype)
+        start = 0
+        for fused, positions in self._requests_by_table(route):
+            size = positions.numel() * fused.width
+            part = received[start : start + size].view(-1, fused.width)
+            rows[:, fused.columns[0] : fused.columns[1]].index_copy_(0, positions, part)
+            start += size
+        return rows
+
+    def lookup_rows(self, rows: Tensor, storage: Sequence[Tensor] | None = None) -> Tensor:
+        """Fetches rows by sorted number over all tables, from `storage` if given instead of the weights."""
+        empty = rows[:0]
+        return self.fetch(
+            LookupRoute(empty, empty, empty, empty, rows.numel(), empty, *self._request_rows(rows)), storage=storage
+        )
+
+    def lookup_states(self, rows: Tensor) -> dict[str, Tensor]:
+        """Fetches the optimizer state of some rows."""
+        if self.optimizer == "adagrad":
+            sums = [
+                state["sum"][:, None].expand(-1, fused.width) for fused, state in zip(self.local_tables, self.state)
+            ]
+            return {"sum": self.lookup_rows(rows, sums)[:, 0].contiguous()}
+        return {key: self.lookup_rows(rows, [state[key] for state in self.state]) for key in ("exp_avg", "exp_avg_sq")}
+
+    def _requests_by_table(self, route: LookupRoute) -> Iterator[tuple[FusedTable, Tensor]]:
+        for rank_tables, requested in zip(self.fused_tables, route.requested_rows, strict=True):
+            yield from zip(rank_tables, requested, strict=True)
+
+    def _exchange_rows(self, values: Tensor, route: LookupRoute, is_backward: bool, axis: Axis | None = None) -> Tensor:
+        """Sends rows from owners to requesters; the opposite way in the backward."""
+        served_sizes = [numel_of(rank_rows, self.local_tables) for rank_rows in route.served_rows]
+        requested_sizes = [
+            numel_of(positions, rank_tables)
+            for positions, rank_tables in zip(route.requested_rows, self.fused_tables, strict=True)
+        ]
+        return self._all_to_all(
+            values, *((requested_sizes, served_sizes) if is_backward else (served_sizes, requested_sizes)), axis
+        )
+
+    def _all_to_all(
+        self, input: Tensor, input_split_sizes: list[int], output_split_sizes: list[int], axis: Axis | None
+    ) -> Tensor:
+        if self.axis.size == 1:
+            return input
+        output = input.new_empty(sum(output_split_sizes))
+        all_to_all(output, input, output_split_sizes, input_split_sizes, axis=axis or self.axis)
+        return output
+
+    def update_rows(
+        self,
+        rows: Tensor,
+        state: dict[str, Tensor],
+        indices: Tensor,
+        gradient: Tensor,
+        mean_square: Tensor | None,
+        lr: float,
+    ) -> None:
+        """Updates some rows; `mean_square`: for AdaGrad, that of each full row gradient."""
+        if mean_square is not None:
+            rowwise_adagrad_(rows, state["sum"], indices, gradient, mean_square, lr, self.eps)
+        else:
+            moments, step = (state["exp_avg"], state["exp_avg_sq"]), int(self.step_state["step"])
+            sparse_adam_(rows, moments, indices, gradient, step, lr, self.betas, self.eps)
+
+
+def numel_of(rows: list[Tensor], rank_tables: list[FusedTable]) -> int:
+    """Returns the elements in the given rows of each fused table."""
+    return sum(row_indices.numel() * fused.width for row_indices, fused in zip(rows, rank_tables, strict=True))
+
+
+def cat_or_empty(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.cat(parts) if parts else torch.empty(0, dtype=dtype)

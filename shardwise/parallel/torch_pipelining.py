@@ -1,0 +1,203 @@
+"""PyTorch's pipelining internals, in one file.
+
+We need what `torch.distributed.pipelining` does not offer: the order of a schedule without a process group, schedules
+with an order of our own, timed stages and waits, and FSDP that follows its own rules under a pipeline.
+
+PyTorch's stage looks for FSDP in its module and then keeps weights and gradients unsharded, whatever the ZeRO stage.
+`StageModule` hides FSDP, which then reshards and reduces at every backward: ZeRO 2 and 3 as defined. FSDP's own rules
+know no split backward: `PatchedPipelineStage` holds FSDP back during the input-gradient half, which has no weight
+gradients yet, and lets it act after the weight-gradient half.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+    schedules,
+)
+from torch.distributed.pipelining.schedules import (
+    FORWARD,
+    REDUCE_GRAD,
+    PipelineScheduleSingle,
+    ScheduleDualPipeV,
+    _Action,
+    _ComputationType,
+    _PipelineScheduleRuntime,
+)
+
+from shardwise.comm.step_timer import StepTimer
+from shardwise.parallel import torch_fsdp
+
+SCHEDULE_CLASSES = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
+PipelineOrder = Mapping[int, Sequence[Any]]
+"""The actions of each pipeline rank, with the fields of PyTorch's `_Action`."""
+
+
+def schedule_actions(schedule: str, ranks: int, virtual: int, micro_batches: int) -> dict[int, list[_Action]]:
+    """Returns the actions each pipeline rank executes under one of PyTorch's schedules. Needs no process group."""
+    schedule_class: Any = SCHEDULE_CLASSES[schedule]
+    stage = SimpleNamespace(num_stages=ranks * virtual, group_size=ranks, group_rank=0, submod=None)
+    if issubclass(schedule_class, PipelineScheduleSingle):
+        order = schedule_class(stage, micro_batches).pipeline_order
+    else:
+        # Without sends and receives, which take PyTorch far longer to insert than the actions themselves.
+        without_comms = type("Bare", (schedule_class,), {"_prepare_schedule_with_comms": lambda self, actions: None})
+        with _quiet_logger():
+            order = without_comms([stage] * virtual, micro_batches).pipeline_order
+    actions_by_rank = {
+        rank: [action for action in actions if action is not None and action.computation_type != REDUCE_GRAD]
+        for rank, actions in order.items()
+    }
+    if schedule == "1f1b":
+        # PyTorch's list numbers the last rank's forwards from 1; what it executes is numbered from 0.
+        numbers = iter(range(micro_batches))
+        actions_by_rank[ranks - 1] = [
+            action._replace(microbatch_index=next(numbers)) if action[1] == FORWARD else action
+            for action in actions_by_rank[ranks - 1]
+        ]
+    return actions_by_rank
+
+
+class PipelineSchedule:
+    """A schedule of PyTorch's, or one that runs `order`, over this rank's stages."""
+
+    def __init__(
+        self, name: str, order: PipelineOrder | None, stages: list[PipelineStage], micro_batches: int,
+        loss_fn: Callable[[Tensor, Tensor], Tensor], timer: StepTimer,
+    ):  # fmt: skip
+        schedule_class: Any = _PipelineScheduleRuntime if order else SCHEDULE_CLASSES[name]
+        self.stages, self.timer = stages, timer
+        self.is_single_stage = issubclass(schedule_class, PipelineScheduleSingle)
+        with _quiet_logger():
+            self.schedule = schedule_class(
+                stages[0] if self.is_single_stage else stages, micro_batches, loss_fn=loss_fn, scale_grads=False
+            )
+        if order:
+            actions = {rank: [_Action(s, _ComputationType(k), *rest) for s, k, *rest in order[rank]] for rank in order}
+            self.schedule._prepare_schedule_with_comms(actions)
+
+    def initialize(self) -> None:
+        """Connects to the neighbouring stages and allocates receive buffers, which the first step does otherwise."""
+        for stage in self.stages:
+            stage.has_backward = True
+        (self.schedule._initialize_stage if self.is_single_stage else self.schedule._initialize_stages)((), {})
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        with _timed_waits(self.timer), _quiet_logger():
+            self.schedule.step(*args, **kwargs)
+
+
+@contextmanager
+def _timed_waits(timer: StepTimer) -> Iterator[None]:
+    """Times PyTorch's waits for neighbouring stages; every schedule calls one module-level function for them."""
+    wait = schedules._wait_batch_p2p
+
+    def timed_wait(work: Any) -> None:
+        with timer.waiting("pipeline"):
+            wait(work)
+
+    schedules._wait_batch_p2p = timed_wait
+    try:
+        yield
+    finally:
+        schedules._wait_batch_p2p = wait
+
+
+@contextmanager
+def _quiet_logger() -> Iterator[None]:
+    """Silences the schedules' logger: on every rank it prints bubbles of a schedule that it makes, and the whole
+    schedule when a stage raises."""
+    level = schedules.logger.level
+    schedules.logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        schedules.logger.setLevel(level)
+
+
+class StageModule(nn.Module):
+    """A module as the pipeline sees it: without FSDP, and with contiguous outputs."""
+
+    def __init__(self, module: nn.Module, reshard_after_use: bool):
+        super().__init__()
+        self.module, self.reshard_after_use = module, reshard_after_use
+
+    def forward(self, x: Tensor, **batch: Tensor) -> Tensor:
+        return self.module(x, **batch).contiguous()
+
+
+class PatchedPipelineStage(PipelineStage):
+    """PyTorch's stage with three fixes and timed actions."""
+
+    def __init__(self, module: StageModule, *args: Any, timer: StepTimer, **kwargs: Any):
+        super().__init__(module, *args, **kwargs)
+        self.timer = timer
+
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        """Skips messages to this rank itself: in a V, neighbouring stages share a rank, and gloo has no such link."""
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+    def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
+        """Votes for static shapes (PyTorch 2.13): each stage knows its own, and a fake tensor has no value to read."""
+        super()._warmup_backward_result(received_result)
+        return torch.tensor([1], dtype=torch.int32, device=self.device)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self.timer.record_action("F", self.stage_index, fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        kind = "B" if kwargs.get("full_backward", True) else "I"
+        with self.timer.record_action(kind, self.stage_index, bwd_chunk_id):
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self.timer.record_action("W", self.stage_index, bwd_chunk_id):
+            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_maybe_with_nosync(self, backward_type: str, *args: Any, **kwargs: Any) -> Any:
+        """Under FSDP, runs half a backward on unsharded weights and reduces gradients after the weight half."""
+        stage: Any = self.submod
+        root = stage.module
+        if backward_type == "full" or not isinstance(root, FSDPModule):
+            return super().backward_maybe_with_nosync(backward_type, *args, **kwargs)
+        fsdp_modules = [module for module in stage.modules() if isinstance(module, FSDPModule)]
+        for module in fsdp_modules:
+            module.unshard()  # the graph ends in the unsharded weights, so the stage must show those, not the shards
+        _set_fsdp_sync(root, sync_gradients=False, reshard=False)
+        result = super().backward_maybe_with_nosync(backward_type, *args, **kwargs)
+        _set_fsdp_sync(root, sync_gradients=True, reshard=stage.reshard_after_use)
+        if backward_type == "weight":
+            torch_fsdp.finish_backward(root)
+        elif stage.reshard_after_use:
+            for module in fsdp_modules:
+                module.reshard()
+        return result
+
+
+def _set_fsdp_sync(root: FSDPModule, sync_gradients: bool, reshard: bool) -> None:
+    """Sets whether FSDP reduces gradients and reshards weights at the end of a backward."""
+    root.set_is_last_backward(sync_gradients)
+    root.set_requires_gradient_sync(sync_gradients)
+    root.set_reshard_after_backward(reshard)

@@ -1,0 +1,132 @@
+"""A decoder's shape: everything its cost depends on.
+
+A model is an embedding, a sequence of blocks and a head. A dense block is attention and a feed-forward layer; a sparse
+block has experts. `ModelShape` is frozen, so that costs computed from it can be cached.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    sequence: int
+    gated: bool = True
+    tied: bool = False
+    causal: bool = True
+    positions: int = 0
+    """Learned position embeddings."""
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_ffn: int = 0
+    shared_expert_ffn: int = 0
+    """Hidden size of the experts that every token uses."""
+    sparse_layers: int = 0
+    """Blocks with experts; the others are dense."""
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    """Multi-head latent attention: ranks of the low-rank projections of queries, and of keys and values."""
+    qk_rope_head_dim: int = 0
+    """Multi-head latent attention: features per head with rotary positions."""
+    logit_fraction: float = 1.0
+    """Fraction of positions for which logits are computed."""
+    has_engine_model: bool = False
+    """Whether `EngineModel` knows our engine's exact memory and traffic for it; so far for dense decoders."""
+
+    @property
+    def stages(self) -> int:
+        """The most pipeline stages it can be split into."""
+        return self.layers
+
+    @property
+    def context_positions(self) -> int:
+        """Positions that context ranks can split."""
+        return self.sequence
+
+    def precision(self, requested: str) -> str:
+        """Returns the precision of the matmuls in a job of precision `requested`."""
+        return requested
+
+    @cached_property
+    def query_width(self) -> int:
+        return self.heads * (self.head_dim + self.qk_rope_head_dim)
+
+    @cached_property
+    def attention_width(self) -> int:
+        """Features per token of attention's output."""
+        return self.heads * self.head_dim
+
+    @cached_property
+    def projections(self) -> tuple[tuple[int, int, bool], ...]:
+        """Attention's linear layers as (in, out, split by the tensor axis)."""
+        width, kv = self.width, self.kv_heads * self.head_dim
+        if not self.kv_lora_rank:
+            return ((width, self.query_width + 2 * kv, True), (self.attention_width, width, True))
+        down = self.q_lora_rank + self.kv_lora_rank + self.qk_rope_head_dim
+        up = (self.q_lora_rank, self.query_width, True), (self.kv_lora_rank, 2 * self.attention_width, True)
+        return ((width, down, False), *up, (self.attention_width, width, True))
+
+    @cached_property
+    def attention_weights(self) -> int:
+        return sum(inner * outer for inner, outer, _ in self.projections)
+
+    @cached_property
+    def ffn_matrices(self) -> int:
+        """Matrices of width x hidden in a feed-forward layer."""
+        return 3 if self.gated else 2
+
+    @cached_property
+    def dense_ffn_weights(self) -> int:
+        return self.ffn_matrices * self.width * self.ffn
+
+    @cached_property
+    def expert_weights(self) -> int:
+        """Weights of all experts of one block."""
+        return self.experts * self.ffn_matrices * self.width * self.expert_ffn
+
+    @cached_property
+    def non_expert_weights(self) -> int:
+        """Weights of a sparse block without its experts."""
+        return (
+            self.attention_weights + self.ffn_matrices * self.width * self.shared_expert_ffn + self.width * self.experts
+        )
+
+    @cached_property
+    def embedding_weights(self) -> int:
+        return (self.vocab + self.positions) * self.width
+
+    @cached_property
+    def parameters(self) -> int:
+        dense = (self.layers - self.sparse_layers) * (self.attention_weights + self.dense_ffn_weights)
+        sparse = self.sparse_layers * (self.non_expert_weights + self.expert_weights)
+        return dense + sparse + self.embedding_weights + (0 if self.tied else self.vocab * self.width)
+
+    @cached_property
+    def active_parameters(self) -> int:
+        """Matmul weights that one token uses, including the head."""
+        unused = 0.0
+        if self.experts:
+            unused = self.sparse_layers * self.expert_weights * (1 - self.experts_per_token / self.experts)
+        return round(self.parameters - unused - self.embedding_weights + (self.vocab * self.width if self.tied else 0))
+
+    def flops(self, samples: int) -> float:
+        """Returns the FLOPs of forward and backward; causal attention counts half of the scores."""
+        head = 2.0 * self.logit_fraction * samples * self.sequence * self.vocab * self.width
+        return 3.0 * (self.block_flops(samples) + head)
+
+    def block_flops(self, samples: int) -> float:
+        """Returns the forward FLOPs of all blocks, which full recomputation repeats."""
+        tokens = samples * self.sequence
+        attention_flops = (
+            2.0 * tokens * self.sequence * (self.query_width + self.attention_width) * (0.5 if self.causal else 1.0)
+        )
+        return 2.0 * (self.active_parameters - self.vocab * self.width) * tokens + self.layers * attention_flops

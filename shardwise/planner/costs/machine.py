@@ -1,0 +1,114 @@
+"""Seconds of one operator or collective on one device of a cluster, from data-sheet peaks and fitted efficiencies."""
+
+from __future__ import annotations
+
+from math import ceil, inf
+
+from shardwise.cluster import Cluster
+from shardwise.planner.costs.efficiency import Efficiency
+
+LOW_PRECISION = ("fp8", "fp4")
+TILES = ((256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.6))  # rows, columns, rate relative to the best
+MIN_KERNEL_SECONDS = 4e-6  # of the shortest kernel
+
+
+class Machine:
+    """Times operators and collectives on one cluster."""
+
+    def __init__(self, cluster: Cluster, efficiency: Efficiency):
+        self.cluster, self.device, self.efficiency = cluster, cluster.device, efficiency
+
+    def matmul(
+        self, m: float, k: float, n: float, precision: str, groups: float = 1.0, moved_bytes: float = 0.0
+    ) -> float:
+        """Seconds of `groups` batched (m x k) @ (k x n) matmuls; `moved_bytes` overrides the bytes they touch."""
+        if not (m and k and n):
+            return 0.0
+        e = self.efficiency
+        narrow = precision in LOW_PRECISION and self.device.peak_flops(precision) > self.device.peak_flops("bf16")
+        rate = e.low_precision_matmul if narrow else e.matmul
+        rate = rate * k / (k + e.matmul_half_rate_depth * (2 if narrow else 1))
+        rate *= max(self.tile_utilization(m, n, groups, *tile) for tile in TILES)
+        if k % 8 or n % 8:
+            rate *= e.unaligned_8
+        elif k % 64 or n % 64:
+            rate *= e.unaligned_64
+        if groups > 1:
+            rate *= e.grouped_matmul
+        size = 1 if narrow else {"float64": 8, "float32": 4}.get(precision, 2)
+        moved_bytes = moved_bytes or groups * (m * k + k * n + m * n) * size
+        return max(2.0 * groups * m * k * n / (self.device.peak_flops(precision) * rate), self.memory_time(moved_bytes))
+
+    def tile_utilization(
+        self, m: float, n: float, groups: float, tile_rows: int, tile_columns: int, rate: float
+    ) -> float:
+        """Fraction of the peak that tiles of this size reach, after losses to edges and to the last, partial wave."""
+        waves = ceil(m / tile_rows) * ceil(n / tile_columns) * groups / self.device.compute_units
+        used = groups * m * n / (ceil(waves) * self.device.compute_units * tile_rows * tile_columns)
+        return rate * (1.0 - self.efficiency.wave_quantization * (1.0 - used))
+
+    def linear(self, m: float, k: float, n: float, precision: str, groups: float = 1.0) -> tuple[float, float, float]:
+        """Seconds of a linear layer's forward, of its input gradient and of its weight gradient."""
+        shapes = (m, k, n), (m, n, k), (k, m, n)
+        forward, input_grad, weight_grad = (self.matmul(*sizes, precision, groups) for sizes in shapes)
+        return forward, input_grad, weight_grad
+
+    def bottleneck_time(self, device_seconds: float, host_seconds: float) -> float:
+        """Seconds of a pass limited by the device or by kernel launches on the host.
+
+        A p-norm of both: close to the larger one, and longer than it where they are similar, since each then waits for
+        the other part of the time."""
+        if not host_seconds:
+            return device_seconds
+        power = self.efficiency.overlap_sharpness
+        return (device_seconds**power + host_seconds**power) ** (1.0 / power)
+
+    def memory_time(self, size: float) -> float:
+        """Seconds to move `size` bytes of device memory in elementwise operators."""
+        return max(size / (self.device.bandwidth * self.efficiency.memory), MIN_KERNEL_SECONDS)
+
+    def bulk_memory_time(self, size: float) -> float:
+        """Seconds to move `size` bytes in one large operator, such as the optimizer update."""
+        share = self.efficiency.bulk_memory or self.efficiency.memory
+        return max(size / (self.device.bandwidth * share), MIN_KERNEL_SECONDS)
+
+    def bandwidth(self, ranks: int, stride: int) -> float:
+        """Bandwidth per rank of a group whose neighbours are `stride` devices apart."""
+        c, e = self.cluster, self.efficiency
+        inner = c.inner.bandwidth * e.inner
+        if ranks * stride <= c.domain_size:
+            dims = int(c.topology[-1]) if c.topology.startswith("torus") else 1
+            return inner / dims if ranks <= 16 else inner  # a small group on a torus uses the links of one dimension
+        ports = max(1, c.domain_size // stride)  # each rank of the group in a domain has its own port
+        return min(inner, ports * c.outer.bandwidth * e.outer)
+
+    def all_gather(self, total_bytes: float, ranks: int, stride: int, bucket: float = inf) -> float:
+        """Seconds to all-gather or reduce-scatter `total_bytes` over `ranks`, in buckets of at most `bucket` bytes."""
+        if ranks == 1 or not total_bytes:
+            return 0.0
+        c = self.cluster
+        domains = max(1, ranks * stride // c.domain_size)
+        ring_seconds = (ranks - domains) * c.inner.latency + (domains - 1) * c.outer.latency
+        sent_bytes = total_bytes * (ranks - 1) / ranks
+        latency = self.efficiency.collective_start + self.efficiency.latency * ring_seconds
+        return sent_bytes / self.bandwidth(ranks, stride) + latency * max(1, ceil(total_bytes / bucket))
+
+    def all_reduce(self, total_bytes: float, ranks: int, stride: int, bucket: float = inf) -> float:
+        return 2.0 * self.all_gather(total_bytes, ranks, stride, bucket)
+
+    def all_to_all(self, total_bytes: float, ranks: int, stride: int) -> float:
+        """Seconds of an all-to-all in which each rank sends `total_bytes`."""
+        if ranks == 1:
+            return 0.0
+        c, e = self.cluster, self.efficiency
+        ranks_in_domain = min(ranks, max(1, c.domain_size // stride))
+        intra_domain = total_bytes * (ranks_in_domain - 1) / ranks / (c.inner.bandwidth * e.inner)
+        inter_domain = total_bytes * (ranks - ranks_in_domain) / ranks / (c.outer.bandwidth * e.outer * e.all_to_all)
+        return max(intra_domain, inter_domain) + c.inner.latency * 2 + (c.outer.latency if inter_domain else 0.0)
+
+    def p2p(self, size: float, stride: int) -> float:
+        """Seconds to send `size` bytes to a rank `stride` devices away."""
+        c, e = self.cluster, self.efficiency
+        if stride < c.domain_size:
+            return size / (c.inner.bandwidth * e.inner) + c.inner.latency
+        return size / (c.outer.bandwidth * e.outer) + c.outer.latency

@@ -1,0 +1,94 @@
+"""Predicts layouts of models given as lists of operator costs (`shardwise.planner.costs.operator_list`).
+
+Estimator and search treat such a model as equal blocks of average cost. All are planned over the data axes, replicated
+or sharded by ZeRO; T5 also over tensor and pipeline ranks. Its stages are assumed equal in time, since our engine
+balances them, and as large in memory as if all blocks were the largest.
+
+A DLRM's tables are in host memory, split over the data ranks. In each step every rank reads the rows that all samples
+need from its tables, copies them to the device and sends them to the samples' ranks by an all-to-all; gradients return
+the same way. None of this overlaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean as mean
+
+from shardwise.layout import Layout, kept_activation_fraction
+from shardwise.models.operator_costs import OperatorCosts
+from shardwise.planner.costs.block_time import ModuleTime, ParallelDegrees
+from shardwise.planner.costs.memory_model import MemoryInputs, WeightCounts
+from shardwise.planner.costs.operator_list import OperatorListModel
+from shardwise.planner.costs.operator_time import mean_module_time, operators_time
+from shardwise.planner.estimate import Estimator
+
+HOST_ROW_BANDWIDTH = 20e9  # bytes per second and rank of random host reads or writes of rows of about 500 bytes
+HOST_LINK_BANDWIDTH = 25e9  # bytes per second and direction between host and device: PCIe 4 x16
+
+
+class OperatorListEstimator(Estimator):
+    @property
+    def model(self) -> OperatorListModel:
+        assert isinstance(self.work.shape, OperatorListModel)
+        return self.work.shape
+
+    def module_times(self, degrees: ParallelDegrees) -> tuple[ModuleTime, ModuleTime, ModuleTime]:
+        if degrees not in self._module_times:
+            first, blocks, last = (
+                mean_module_time(
+                    [operators_time(self.machine, self.work.kernel_profile, module, degrees.tensor) for module in part]
+                )
+                for part in self._split_ends(degrees.micro_batch, degrees.tensor)
+            )
+            self._module_times[degrees] = blocks, first, last
+        return self._module_times[degrees]
+
+    def _split_ends(
+        self, micro_batch: int, tensor: int
+    ) -> tuple[Sequence[OperatorCosts], Sequence[OperatorCosts], Sequence[OperatorCosts]]:
+        """Returns first module, blocks and last module; without ends, all modules are blocks."""
+        modules = self.model.make_operators(micro_batch, *([tensor] if tensor > 1 else []))
+        return (modules[:1], modules[1:-1], modules[-1:]) if self.model.has_ends else ((), modules, ())
+
+    def stage_output_bytes(self, layout: Layout) -> float:
+        return self.memory_inputs(layout).recv_buffer_bytes
+
+    def memory_inputs(self, layout: Layout) -> MemoryInputs:
+        key = layout.micro_batch, layout.recompute, layout.tensor, layout.pipeline > 1
+        if key not in self._memory_inputs:
+            first, blocks, last = self._split_ends(layout.micro_batch, layout.tensor)
+            itemsize = self.work.kernel_profile.itemsize
+            typical = max if layout.pipeline > 1 else mean  # some stage has only the largest blocks
+            weights = WeightCounts(
+                typical(module.parameters for module in blocks), 0.0, sum(module.parameters for module in first),
+                sum(module.parameters for module in last),
+            )  # fmt: skip
+            saved_all = typical(module.saved_bytes for module in blocks)
+            inputs = typical(module.output_bytes for module in blocks)
+            matmul_outputs = typical(
+                sum(itemsize * p.groups * p.rows * p.columns for p in module.products) for module in blocks
+            )
+            share = kept_activation_fraction(layout.recompute)
+            kept_fraction = float(layout.recompute != "full") if share is None else share
+            saved = kept_fraction * saved_all
+            if layout.recompute == "selective":
+                saved = min(saved_all, matmul_outputs + inputs)
+            hidden_bytes = max(module.output_bytes for module in (*first, *blocks))
+            recomputes = layout.recompute != "none"
+            self._memory_inputs[key] = MemoryInputs(
+                weights, self.work.framework_profile, itemsize, saved + (1 - kept_fraction) * inputs,
+                recomputed_per_block=max(module.saved_bytes for module in blocks) if recomputes else 0.0,
+                logits=sum(module.saved_bytes for module in last), hidden_bytes=hidden_bytes,
+                recv_buffer_bytes=hidden_bytes, kept_fraction=kept_fraction, head_weights=weights.first,
+            )  # fmt: skip
+        return self._memory_inputs[key]
+
+    def data(self, layout: Layout, dense_weights: float, experts: float, last_pass: float) -> float:
+        seconds, tables = super().data(layout, dense_weights, experts, last_pass), self.model.tables
+        if tables is None:
+            return seconds
+        samples = self.work.samples / layout.data
+        pooled_bytes = samples * tables.pooled_bytes
+        one_way = pooled_bytes / HOST_LINK_BANDWIDTH + self.machine.all_to_all(pooled_bytes, layout.data, 1)
+        # Rows are read for the forward, and read and written for the update.
+        return seconds + 2 * one_way + 3 * samples * tables.rows / HOST_ROW_BANDWIDTH

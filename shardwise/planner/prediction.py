@@ -1,0 +1,105 @@
+"""The values that an estimate is made from and returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shardwise.layout import Layout
+from shardwise.planner.costs.block_time import KernelProfile
+from shardwise.planner.costs.decoder_shape import ModelShape
+from shardwise.planner.costs.engine_memory import EngineModel
+from shardwise.planner.costs.memory_model import FrameworkProfile, RankMemory, StageLayers
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a step computes, whatever the layout."""
+
+    shape: ModelShape
+    kernel_profile: KernelProfile
+    samples: int
+    framework_profile: FrameworkProfile = FrameworkProfile()
+    engine: EngineModel | None = None
+    """Our engine's exact stages, memory and traffic, if known. Otherwise stages are split as evenly as possible."""
+
+
+@dataclass(frozen=True)
+class StepTiming:
+    """Seconds of a step and of its parts."""
+
+    seconds: float
+    bubble: float
+    """Fraction of the pipeline's time in which the slowest rank idles."""
+    data: float
+    """Exposed communication of the data axes."""
+    update: float
+    """Optimizer update."""
+    exposed_p2p: float
+    """Exposed transfers between stages, per micro-batch."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted step time, and memory of each pipeline rank."""
+
+    layout: Layout
+    timing: StepTiming
+    memory: tuple[RankMemory, ...]
+    exposed: dict[str, float]
+    """Seconds of communication that does not overlap with compute, by axis."""
+    traffic: tuple[dict[str, int], ...] = ()
+    """Bytes per step that each pipeline rank communicates, by axis; empty without an `EngineModel`."""
+
+    @property
+    def seconds(self) -> float:
+        return self.timing.seconds
+
+    @property
+    def bubble(self) -> float:
+        return self.timing.bubble
+
+    @property
+    def peak_memory(self) -> float:
+        return max(memory.total for memory in self.memory)
+
+
+class StagePartition(NamedTuple):
+    """How a pipeline splits the model."""
+
+    stages: tuple[StageLayers, ...]
+    ranks: tuple[StageLayers, ...]
+    """The stages of each rank, added up."""
+    representative_ranks: tuple[int, ...]
+    """Ranks among which one has the peak memory: the first and last of each distinct kind, and rank 1."""
+    distinct_ranks: tuple[StageLayers, ...]
+
+
+class ModuleLoad(NamedTuple):
+    """Seconds of forward and backward of one micro-batch through a block, the embedding and the head."""
+
+    block: float
+    first: float
+    last: float
+
+    def slowest_rank_time(self, partition: StagePartition) -> float:
+        block, first, last = self
+        return max([n * block + (first if a else 0.0) + (last if b else 0.0) for n, a, b in partition.distinct_ranks])
+
+
+@dataclass(frozen=True)
+class BlockTime:
+    """Seconds of one micro-batch through one block, including exposed communication and recomputation."""
+
+    forward: float
+    backward: float
+    weight_grad: float
+    """The part of `backward` that computes weight gradients."""
+    exposed: dict[str, float]
+
+
+def split_evenly(layers: int, pipeline: int) -> list[int]:
+    """Returns the blocks of each pipeline rank; the ends, which have embedding and head, get the smaller counts."""
+    base, remainder = divmod(layers, pipeline)
+    first = (pipeline - remainder) // 2
+    return [base + (first <= rank < first + remainder) for rank in range(pipeline)]

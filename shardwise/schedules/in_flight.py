@@ -1,0 +1,79 @@
+"""Micro-batches in flight at the memory peaks of the named pipeline schedules, in closed form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+from shardwise.layout import Layout
+
+InFlightCounts = tuple[tuple[int, ...], tuple[int, ...]]
+"""Per stage of a rank: micro-batches before their backward, and micro-batches whose weight gradients are pending."""
+
+
+def schedule_peak_in_flight(layout: Layout, rank: int, micro_batches: int) -> tuple[InFlightCounts, ...]:
+    """Returns the candidates for a pipeline rank's memory peak; no other moment holds more than all of them."""
+    return _schedule_peak_in_flight(layout.schedule, layout.pipeline, layout.stages_per_rank, rank, micro_batches)
+
+
+@lru_cache(maxsize=4096)
+def _schedule_peak_in_flight(schedule: str, p: int, v: int, r: int, m: int) -> tuple[InFlightCounts, ...]:
+    none = (0,) * v
+    if p == 1:
+        return (((1,), (0,)),)
+    if schedule == "gpipe":
+        return (((m,), none),)
+    if schedule == "1f1b":
+        return (((min(m, p - r),), none),)
+    if schedule == "interleaved":
+        return tuple((live, none) for live in _interleaved_in_flight(p, v, r, m))
+    if schedule == "zero-bubble":
+        return tuple(_zero_bubble_in_flight(p, v, r, m))
+    # V-shaped: the steady state, then the drain with pending weight gradients.
+    steady = ((2 * p - 1 - r, r + 1), (2 * p - r, r)) if schedule == "zbv" else ((2 * p - r, r + 1),)
+    peaks: list[InFlightCounts] = [((min(m, first), min(m, last)), none) for first, last in steady]
+    pending = (r + 1, r) if schedule == "zbv" else ((r + 2) // 2, (r + 1) // 2)
+    peaks.append(((min(m, p - 1 - r), 0), (min(m, pending[0]), min(m, pending[1]))))
+    peaks.append(((min(m, 2 * p - 1 - r), min(m, r)), (0, 1)))
+    return tuple(peaks)
+
+
+def _round_size(p: int, m: int) -> int:
+    return m // max(1, m // p)
+
+
+def _interleaved_in_flight(p: int, v: int, r: int, m: int) -> Iterator[tuple[int, ...]]:
+    """Yields the maximal counts. Forwards visit the stages in rounds; after the warm-up forwards and backwards
+    alternate, and backwards visit the stages in rounds in reverse order."""
+    size, total = _round_size(p, m), m * v
+    warmup = min(total, (p - 1 - r) * 2 + (v - 1) * size)
+    live = [0] * v
+    counts: set[tuple[int, ...]] = set()
+    for step in range(min(total, warmup + 2 * size * v)):
+        live[step // size % v] += 1
+        if step >= warmup:
+            if {step % size, (step - warmup) % size} & {0, size - 1}:  # between these, counts change monotonically
+                counts.add(tuple(live))
+            live[v - 1 - (step - warmup) // size % v] -= 1
+    counts.add(tuple(live))
+    for count in counts:
+        if not any(other != count and all(a >= b for a, b in zip(other, count)) for other in counts):
+            yield count
+
+
+def _zero_bubble_in_flight(p: int, v: int, r: int, m: int) -> Iterator[InFlightCounts]:
+    """Yields the counts: all ranks hold equally many micro-batches, and the later the rank, the more of them only wait
+    for their weight gradients."""
+    size = _round_size(p, m)
+    for extra in {0, size if m > size and v > 1 else 0}:
+        live = [size] * v
+        live[0], live[-1] = live[0] + extra, live[-1] - extra
+        if v == 1:
+            live = [size]
+        for pending_total in (min(r, m), min(r + 1, m)):
+            for order in {tuple(range(v)), tuple(reversed(range(v)))}:
+                left, rest, pending = pending_total, list(live), [0] * v
+                for stage in order:
+                    taken = min(left, rest[stage])
+                    left, rest[stage], pending[stage] = left - taken, rest[stage] - taken, taken
+                yield tuple(rest), tuple(pending)

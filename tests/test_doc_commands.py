@@ -1,0 +1,157 @@
+"""The console blocks of README, tutorial and how-to pages: commands that take seconds run, and print what is shown.
+
+`SKIPPED` lists the commands that do not run here, with the reason. `stable` alone decides what of a line is compared:
+numbers that vary are masked. A shown line `...` stands for any lines.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_docs import ROOT, blocks
+
+from shardwise.cli import main
+from shardwise.job import load_job
+from shardwise.launch.start import DEMO, _print_summary
+from shardwise.layout import Layout
+from shardwise.parallel.prepare import prepare
+
+PAGES = [ROOT / "README.md", ROOT / "docs/tutorial.md", *sorted(ROOT.glob("docs/how-to/*.md"))]
+TRAIN = 'shardwise train first.toml --set layout="pipeline=1" --set run.folder=runs/one'
+USES_RUN = ("shardwise sample", "shardwise compare", "shardwise trace")  # of the run that TRAIN leaves
+EXACT = ("job:", "layout:", "shardwise:")  # lines whose numbers do not vary
+
+YOUR_JOB = "a template for the reader's own job; the tutorial runs the same command"
+TRAINS = "trains for more than seconds; tests/test_train.py trains, stops and resumes"
+MEASURES = "measures this machine for a minute, or needs that measurement"
+SKIPPED = {
+    'shardwise train job.toml --set layout="pipeline=2 tensor=2"': YOUR_JOB,
+    'shardwise verify job.toml --layout "pipeline=2 shard=2 tensor=2"': YOUR_JOB,
+    'shardwise train first.toml --set layout="pipeline=2 shard=2 tensor=2"': TRAINS,
+    'shardwise train first.toml --set layout="pipeline=2 stages=1,3"': TRAINS,
+    'shardwise train job.toml --set layout="shard=2 zero=3 recompute=selective"': TRAINS,
+    "shardwise train job.toml --set tracker=csv": TRAINS,
+    "shardwise train text.toml": TRAINS,
+    "shardwise train --resume runs/first": TRAINS,
+    'shardwise train --resume runs/first --set layout="replicate=2"': TRAINS,
+    'shardwise train --resume runs/first --set layout="pipeline=2 shard=2 tensor=2 zero=3"': TRAINS,
+    "shardwise train --resume runs/first --processes 4": TRAINS,
+    "shardwise train --resume runs/bad": "needs a damaged checkpoint; tests/test_checkpoint.py damages some",
+    "shardwise calibrate -o here.toml": MEASURES,
+    "shardwise plan job.toml --cluster here.toml": MEASURES,
+    "shardwise train job.toml --cluster here.toml": MEASURES,
+    "shardwise bench data images.toml": "needs CIFAR-10",
+    "shardwise verify examples/llama-small.toml --shrink": "verifies a dozen layouts, which takes minutes",
+    'shardwise verify examples/gpt.toml --shrink --layout "pipeline=2 schedule=zbv" --layout "shard=2 zero=3"': (
+        "the same command as the one with --json"
+    ),
+    "shardwise watch runs/0001": "serves until Ctrl-C; tests/test_watch.py asks the server",
+}
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """Yields each `$ shardwise ...` of the pages, and the lines shown below it."""
+    for page in PAGES:
+        for text in blocks(page, "console"):
+            for part in re.split(r"^\$ ", text.replace("\\\n", " "), flags=re.MULTILINE)[1:]:
+                command, *shown = part.splitlines()
+                if command.startswith("shardwise "):
+                    yield command, shown
+
+
+SHOWN: dict[str, list[list[str]]] = {}
+for _command, _lines in commands():
+    SHOWN.setdefault(_command, []).append(_lines)
+RUNNABLE = [command for command in SHOWN if command not in SKIPPED]
+
+
+def stable(line: str) -> str:
+    """Returns what must be the same in every run: numbers masked, but for layouts and jobs; no column widths."""
+    line = re.sub(r"[\u2500-\u257f]+", "|", line)
+    if not line.startswith(EXACT):
+        line = re.sub(r"(?<![\w=])\d[\d,.:]*(e[-+]?\d+)?", "#", line)
+    return " ".join(line.split())
+
+
+def check_output(command: str, output: str) -> None:
+    for shown in SHOWN[command]:
+        printed = iter(map(stable, output.splitlines()))
+        for line in shown:
+            assert line == "..." or stable(line) in printed, f"$ {command}\ndoes not print\n{line}\nbut\n{output}"
+
+
+def run(command: str, folder: Path) -> str:
+    words = [sys.executable, "-m", *shlex.split(command)]
+    environment = {**os.environ, "COLUMNS": "100", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, cwd=folder, env=environment, text=True, capture_output=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The reader's folder: the tutorial's job, the examples, and some text."""
+    (tutorial,) = blocks(ROOT / "docs" / "tutorial.md", "toml")
+    (tmp_path / "first.toml").write_text(tutorial)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "my-text").mkdir()
+    for number, page in enumerate(PAGES[:5]):
+        shutil.copy(page, tmp_path / "my-text" / f"{number}.txt")
+    return tmp_path
+
+
+def test_every_skip_is_of_a_command_on_a_page() -> None:
+    assert set(SKIPPED) <= set(SHOWN), sorted(set(SKIPPED) - set(SHOWN))
+    assert TRAIN in RUNNABLE and len(RUNNABLE) >= 8
+
+
+def is_error(command: str) -> bool:
+    return any(line.startswith("shardwise: ") for shown in SHOWN[command] for line in shown)
+
+
+@pytest.mark.parametrize("command", [command for command in RUNNABLE if is_error(command)])
+def test_errors_are_those_shown(
+    command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", shlex.split(command))
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    check_output(command, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "command", [one for one in RUNNABLE if one != TRAIN and not one.startswith(USES_RUN) and not is_error(one)]
+)
+def test_commands_print_what_is_shown(command: str, folder: Path) -> None:
+    if "bpe:" in command:
+        pytest.importorskip("tokenizers")
+    check_output(command, run(command, folder))
+
+
+def test_a_run_and_what_is_done_with_it(folder: Path) -> None:
+    """The tutorial's first training; then it stands in for the runs that other pages read."""
+    check_output(TRAIN, run(TRAIN, folder))
+    for name in ("0001", "0002"):
+        shutil.copytree(folder / "runs" / "one", folder / "runs" / name)
+    for command in RUNNABLE:
+        if command.startswith(USES_RUN):
+            check_output(command, run(command, folder))
+
+
+def test_the_demo_is_the_one_shown() -> None:
+    (demo,) = (text for text in blocks(ROOT / "README.md", "console") if text.startswith("$ make demo"))
+    job = load_job(DEMO)
+    lines: list[str] = []
+    (layout,) = re.findall(r"^layout: (.*?) \(", demo, re.MULTILINE)
+    _print_summary(prepare(job, Layout.parse(layout)), lines.append)
+    assert lines and all(line in demo.splitlines() for line in lines), lines
