@@ -61,7 +61,8 @@ def test_experts_beside_a_cut_sequence(layout):
 
 
 @pytest.mark.parametrize(("model", "layout"), [
-    (LLAMA, "context=2"), (LLAMA, "context=2 tensor=2 context_method=ulysses"), (LLAMA, "pipeline=2 context=2 schedule=zbv"),
+    (LLAMA, "context=2"), (LLAMA, "context=2 tensor=2 context_method=ulysses"),
+    (LLAMA, "pipeline=2 context=2 schedule=zbv"),
     (LLAMA, "shard=2 tensor=2 zero=3 recompute=full"), (GPT2, "context=3 recompute=selective"),
     (MOE | {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_rope_head_dim": 4}, "pipeline=2 tensor=2"),
 ])  # fmt: skip

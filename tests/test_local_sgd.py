@@ -21,7 +21,8 @@ def job(how: dict[str, object], **more: object) -> Job:
 @pytest.mark.parametrize(("how", "layouts"), [
     ({"every": 2}, ["replicate=3", "replicate=2 shard=2 zero=3"]),
     (NESTEROV, ["replicate=2 shard=2 zero=1", "pipeline=2 replicate=2 tensor=2"]),
-    ({"every": 4, "outer_optimizer": "nesterov", "fragments": 3, "outer_lr": 0.5}, ["replicate=2", "replicate=2 context=2"]),
+    ({"every": 4, "outer_optimizer": "nesterov", "fragments": 3, "outer_lr": 0.5},
+     ["replicate=2", "replicate=2 context=2"]),
 ])  # fmt: skip
 def test_replicas_are_those_of_one_process(how, layouts):
     for record in verify(job(how), [Layout.parse(text) for text in layouts], steps=5):

@@ -127,8 +127,8 @@ def bench_step(job: Job, device: torch.device, steps: int = 10, warmup_steps: in
         time_breakdown["gaps"] = unaccounted
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return StepReport(
-        name, str(layout), compiled, isinstance(step_fn, CudaGraphStep), job.samples * job.model.sequence_length, median,
-        (quartiles[2] - quartiles[0]) / median, 3 * sum(forward_flops(job.model)) * job.samples / median,
+        name, str(layout), compiled, isinstance(step_fn, CudaGraphStep), job.samples * job.model.sequence_length,
+        median, (quartiles[2] - quartiles[0]) / median, 3 * sum(forward_flops(job.model)) * job.samples / median,
         device_peak_flops(device, job.precision) or 0.0, peak, time_breakdown,
     )  # fmt: skip
 

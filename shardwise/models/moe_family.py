@@ -90,6 +90,6 @@ class MoEFamily(GPTFamily):
             refused["context"] = f"{cause} cannot be split along the sequence; leave context at 1."
         if config.router_bias_update_rate:
             refused["local_sgd"] = (
-                "model.router_bias_update_rate is kept for all samples at once, not per replica; use local_sgd.every = 1."
+                "model.router_bias_update_rate is kept for all samples, not per replica; use local_sgd.every = 1."
             )
         return refused

@@ -32,9 +32,9 @@ PRESETS: dict[str, dict[str, object]] = {
     # DeepSeek-AI 2024, section 4.2; without the layer that predicts a second token
     "deepseek-v3": {**_LLAMA3, "family": "moe", "layers": 61, "width": 7168, "heads": 128, "kv_heads": 128,
                     "head_dim": 128, "ffn": 18432, "vocab": 129280, "sequence": 4096, "rope_theta": 1e4,
-                    "norm_eps": 1e-6, "experts": 256, "experts_per_token": 8, "expert_ffn": 2048, "shared_expert_ffn": 2048,
-                    "dense_layers": 3, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "scoring_func": "sigmoid",
-                    "routed_scaling_factor": 2.5, "router_bias_update_rate": 1e-3, "router_aux_loss_coef": 1e-4},
+                    "norm_eps": 1e-6, "experts": 256, "experts_per_token": 8, "expert_ffn": 2048,
+                    "shared_expert_ffn": 2048, "dense_layers": 3, "q_lora_rank": 1536, "kv_lora_rank": 512,
+                    "qk_rope_head_dim": 64, "scoring_func": "sigmoid", "routed_scaling_factor": 2.5, "router_bias_update_rate": 1e-3, "router_aux_loss_coef": 1e-4},
     # Devlin et al. 2018
     "bert-base":   {**_BERT, "layers": 12, "width": 768, "heads": 12},
     "bert-large":  {**_BERT, "layers": 24, "width": 1024, "heads": 16},

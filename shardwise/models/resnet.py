@@ -3,8 +3,8 @@
 18 and 34 have blocks of two 3 x 3 convolutions, 50, 101 and 152 bottlenecks, whose stride is in the 3 x 3 convolution.
 The stem is ImageNet's (7 x 7, stride 2, pooled) or CIFAR's (3 x 3).
 
-A norm takes mean and variance over the whole batch, on one device as on many (`shardwise.parallel.batch_norm` sums them over
-ranks): so the batch is one micro-batch. What it remembers of them for validation is a pair of buffers.
+BatchNorm computes mean and variance over the whole global batch, on one device as on many (`shardwise.parallel.batch_norm`
+all-reduces them), so the batch is a single micro-batch. Its running statistics for validation are buffers.
 """
 
 from __future__ import annotations

@@ -79,11 +79,11 @@ class T5Config(ModelConfig):
     def _check_t5(self) -> T5Config:
         noise_tokens, spans = self.noise_counts(self.text_window)
         if self.text_window - noise_tokens + spans + 1 > self.sequence:
-            raise ValueError(f"sequence ({self.sequence}) is too short for a text with runs left out; give at least 8")
+            raise ValueError(f"sequence ({self.sequence}) is too short for span corruption; use at least 8")
         if noise_tokens + spans + 1 > self.target_sequence:
             raise ValueError(
-                f"targets ({self.target_sequence}) is too short: of {self.text_window} tokens {noise_tokens} are left out in "
-                f"{pluralize(spans, 'run')}, which take {noise_tokens + spans + 1}; set targets = {noise_tokens + spans + 1}"
+                f"target_sequence ({self.target_sequence}) is too short: {noise_tokens} of {self.text_window} tokens are "
+                f"masked in {pluralize(spans, 'span')}; set target_sequence = {noise_tokens + spans + 1}"
             )
         return self
 

@@ -48,7 +48,7 @@ def check(model: Any, layout: Layout) -> None:
         )
     if not ring and any(heads % degree for heads in _heads_per_rank(model, tensor)):
         raise LayoutError(
-            f"context={degree} context_method=ulysses deals out the {model.heads // tensor} heads of a rank, which do not "
+            f"context={degree} context_method=ulysses splits the {model.heads // tensor} heads of a rank, which do not "
             f"divide by {degree}; use context_method=ring or another degree."
         )
 

@@ -1,7 +1,7 @@
 """Builds this rank's engine from a prepared job: the one place that knows the order.
 
     model on the meta device -> this rank's pipeline stages -> expert and tensor sharding -> precision, activation
-    checkpointing, compilation -> data parallelism -> memory and initial weights -> parameter shards -> pipeline schedule
+    checkpointing, compilation -> data parallelism -> memory and initial weights -> parameter shards -> schedule
 
 Training, verification and dry runs all come through here.
 """
@@ -78,9 +78,8 @@ def parallelize(
             precision.apply(chain)
         recompute.apply(chain, layout)
         if job.should_compile(device.type, layout):
-            functorch.activation_memory_budget = (
-                ACTIVATION_MEMORY_BUDGET_FP8 if precision.use_fp8 else ACTIVATION_MEMORY_BUDGET
-            )
+            budget = ACTIVATION_MEMORY_BUDGET_FP8 if precision.use_fp8 else ACTIVATION_MEMORY_BUDGET
+            functorch.activation_memory_budget = budget
             for block in chain.blocks():
                 block.compile()
 

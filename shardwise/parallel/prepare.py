@@ -97,8 +97,8 @@ def prepare(job: Job, layout: Layout) -> Prepared:
     batch = solve_batch(layout, job.samples)
     if config.needs_whole_batch and batch.micro_batches > 1:
         raise LayoutError(
-            f"{batch.micro_batches} micro-batches: {config.description} needs its share of the batch in one micro-batch "
-            "(batch norm); leave micro_batch out, or use more ranks or a smaller batch."
+            f"{batch.micro_batches} micro-batches: {config.description} (batch norm) needs its share of the batch in one; "
+            "leave micro_batch out, or use more ranks or a smaller batch."
         )
     return Prepared(job, layout, family, model, stages, batch, family.tables(config), shapes)
 

@@ -54,10 +54,10 @@ def check_host_memory(prepared: Prepared, bytes_per_rank: float) -> None:
         total_bytes = sum(bytes_by_rank)
         remedy = f"use at least {-int(-total_bytes // bytes_per_rank)} ranks with as much each, or fewer model.rows"
         if job.embedding_tables.sharding != "auto" and total_bytes / layout.data <= bytes_per_rank:
-            remedy = 'use embedding_tables.sharding = "auto", which cuts tables that are too large'
+            remedy = 'use embedding_tables.sharding = "auto", which splits tables that are too large'
         raise LayoutError(
-            f"layout '{layout}': rank {bytes_by_rank.index(max_bytes)} would hold {max_bytes / 2**30:.3g} GiB of tables "
-            f"and their states, but has {bytes_per_rank / 2**30:.3g} GiB of memory; {remedy}."
+            f"layout '{layout}': rank {bytes_by_rank.index(max_bytes)} would hold {max_bytes / 2**30:.3g} GiB of "
+            f"tables and their states, but has {bytes_per_rank / 2**30:.3g} GiB of memory; {remedy}."
         )
 
 
