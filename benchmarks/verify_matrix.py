@@ -102,13 +102,13 @@ def read(results: Path) -> list[dict[str, Any]]:
 
 def markdown(records: list[dict[str, Any]]) -> Iterator[str]:
     """Yields a table with the worst error of each row of the support table, then costs and refusals."""
-    costs = list(dict.fromkeys(rule.sentence for _, rule in all_combinations() if rule.verdict == EXACT_AT_COST))
+    costs = list(dict.fromkeys(rule.explanation for _, rule in all_combinations() if rule.verdict == EXACT_AT_COST))
     yield "| schedule | zero | recompute | verdict | layouts | loss | grad norm | gradients | weights | seconds |"
     yield "| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |"
     for combination, rule in all_combinations():
         if combination.precision != "float64" or rule.verdict == REFUSED:
             continue
-        verdict = f"exact, cost {costs.index(rule.sentence) + 1}" if rule.verdict == EXACT_AT_COST else rule.verdict
+        verdict = f"exact, cost {costs.index(rule.explanation) + 1}" if rule.verdict == EXACT_AT_COST else rule.verdict
         rows = [record for record in records if tuple(record["combination"]) == combination[:3]]
         worst = [f"{max(_number(row[key]) for row in rows):.0e}" if rows else "" for key in ERRORS]
         seconds = sum(row["seconds"] for row in rows)
@@ -118,7 +118,7 @@ def markdown(records: list[dict[str, Any]]) -> Iterator[str]:
     for row in SUPPORT_RULES:
         if row.verdict == REFUSED:
             zero, recompute = ", ".join(map(str, row.zero)), ", ".join(row.recompute)
-            yield f"Refused: {', '.join(row.schedule)} with zero {zero} and recompute {recompute}: {row.sentence}\n"
+            yield f"Refused: {', '.join(row.schedule)} with zero {zero} and recompute {recompute}: {row.explanation}\n"
     bad = [record for record in records if not record["ok"]]
     yield f"{len(records)} layouts, {len(records) - len(bad)} exact to 1e-10, {len(bad)} not."
     yield from (f"- {record['layout']}: {record['failure'] or record['first_difference']}" for record in bad)
