@@ -181,7 +181,7 @@ def test_examples_can_be_trained_or_say_that_they_cannot(example: Path) -> None:
     try:
         job.require_trainable()
     except JobError:
-        assert re.search("To train|see ", example.read_text(encoding="utf-8")), "it does not say how to train it"
+        assert "not yet" in example.read_text(encoding="utf-8") or "see " in example.read_text(encoding="utf-8")
     else:
         prepare(job, choose_layout(job))
     assert example.read_text(encoding="utf-8").startswith("# "), "an example says what it is for"
