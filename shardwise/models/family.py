@@ -19,7 +19,7 @@ from shardwise.models.config import ModelConfig
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+    from torch import Tensor, nn
 
     from shardwise.models.chain import Chain, ShardingPlan
     from shardwise.models.objectives import Objective
@@ -48,8 +48,6 @@ class Family:
     """The `[model]` section."""
     verify_layouts: ClassVar[Sequence[str]] = ()
     """Layouts that `shardwise verify` proves by default; empty: the standard list."""
-    weight_names: ClassVar[Mapping[str, str]] = {}
-    """Our parameter names, as patterns, to the names of the independent implementation that `reference` builds."""
 
     def build(self, config: Any, seed: int) -> Chain:
         """Returns the model on the current default device, uninitialised. `seed` keys its dropout."""
@@ -130,6 +128,10 @@ class Family:
     def reference(self, config: Any) -> nn.Module | None:
         """Returns the same model from an independent implementation (transformers), or None if there is none."""
         return None
+
+    def reference_weights(self, config: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns weights or gradients of ours under the names and in the shapes of `reference`."""
+        raise NotImplementedError
 
 
 def listed_costs(

@@ -1,0 +1,119 @@
+"""Our decoders as transformers' own modules: the independent implementation that tests compare us with.
+
+`reference_decoder` returns transformers' Llama or GPT-2 of the same shape, and `reference_weights` our weights under its
+parameter names. Our fused QKV projection stores its rows by KV head: the queries of a group, then its key and value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from shardwise.models.gpt_family import DecoderConfig
+
+LLAMA_NAMES = {
+    "embed.tokens.weight": "model.embed_tokens.weight", "head.norm.weight": "model.norm.weight",
+    "head.project.weight": "lm_head.weight", "norm1.weight": "input_layernorm.weight",
+    "norm2.weight": "post_attention_layernorm.weight", "attention.out.weight": "self_attn.o_proj.weight",
+    "mlp.gate.weight": "mlp.gate_proj.weight", "mlp.up.weight": "mlp.up_proj.weight",
+    "mlp.down.weight": "mlp.down_proj.weight",
+}  # fmt: skip
+GPT2_NAMES = {
+    "embed.tokens.weight": "transformer.wte.weight", "embed.positions.weight": "transformer.wpe.weight",
+    "head.norm": "transformer.ln_f", "head.project.weight": "lm_head.weight", "norm1": "ln_1", "norm2": "ln_2",
+    "attention.out": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj",
+}  # fmt: skip
+
+
+class KeepFloat64(TorchFunctionMode):
+    """Within it, float64 tensors ignore casts to float32, which transformers applies in norms, rotary embeddings and
+    softmax: a module runs in float64 throughout."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if args and isinstance(args[0], Tensor) and args[0].dtype is torch.float64:
+            if func is Tensor.float or (func is Tensor.to and any(arg is torch.float32 for arg in args[1:])):
+                return args[0]
+            if kwargs.get("dtype") is torch.float32:
+                kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+def is_llama(config: DecoderConfig) -> bool:
+    return (config.positions, config.norm, config.activation, config.bias) == ("rotary", "rms", "swiglu", False)
+
+
+def is_gpt2(config: DecoderConfig) -> bool:
+    plain = config.kv_heads == config.heads and config.head_dim * config.heads == config.width
+    return plain and (config.positions, config.norm, config.activation, config.bias) == ("learned", "layer", "gelu", True)
+
+
+def reference_decoder(config: DecoderConfig) -> nn.Module | None:
+    """Returns transformers' module of the same shape in float64; None if it has none or is not installed."""
+    try:
+        import transformers
+    except ImportError:
+        return None
+    sizes: dict[str, Any] = {"vocab_size": config.vocab, "tie_word_embeddings": config.tied, "attn_implementation": "eager"}
+    if config.mup_base_width or config.eod_token_id >= 0:
+        return None
+    if is_llama(config):
+        llama = transformers.LlamaConfig(
+            **sizes, hidden_size=config.width, num_hidden_layers=config.layers, num_attention_heads=config.heads,
+            num_key_value_heads=config.kv_heads, head_dim=config.head_dim, intermediate_size=config.ffn,
+            max_position_embeddings=config.sequence, rms_norm_eps=config.norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        )  # fmt: skip
+        model = transformers.LlamaForCausalLM(llama).double()
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+        model.model.rotary_emb.inv_freq = config.rope_theta**-exponents  # it was made in float32
+        return model
+    if is_gpt2(config):
+        gpt2 = transformers.GPT2Config(
+            **sizes, n_embd=config.width, n_layer=config.layers, n_head=config.heads, n_inner=config.ffn,
+            n_positions=config.sequence, layer_norm_epsilon=config.norm_eps, activation_function="gelu_new",
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        )  # fmt: skip
+        return transformers.GPT2LMHeadModel(gpt2).double()
+    return None
+
+
+def reference_weights(config: DecoderConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns our weights, or gradients, under the parameter names and in the shapes of `reference_decoder`."""
+    return dict(pair for name, tensor in weights.items() for pair in _renamed(config, name, tensor))
+
+
+def _renamed(config: DecoderConfig, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    llama = is_llama(config)
+    names, prefix = (LLAMA_NAMES, "model.layers.") if llama else (GPT2_NAMES, "transformer.h.")
+    block, _, rest = name.partition(".")
+    if not block.startswith("block"):
+        ours, prefix, kept = name, "", name
+    else:
+        ours, prefix, kept = rest, f"{prefix}{block.removeprefix('block')}.", rest
+    if kept.startswith("attention.qkv."):
+        parts = split_qkv(config, tensor)
+        if llama:
+            yield from ((f"{prefix}self_attn.{part}_proj.weight", value) for part, value in zip("qkv", parts))
+        else:
+            packed = torch.cat(parts)
+            leaf = kept.removeprefix("attention.qkv.")
+            yield f"{prefix}attn.c_attn.{leaf}", packed.T if leaf == "weight" else packed
+        return
+    if ours in names:
+        yield prefix + names[ours], tensor
+        return
+    module, _, leaf = ours.rpartition(".")
+    transposed = not llama and leaf == "weight" and module in ("attention.out", "mlp.up", "mlp.down")  # GPT-2's Conv1D
+    yield f"{prefix}{names[module]}.{leaf}", tensor.T if transposed else tensor
+
+
+def split_qkv(config: DecoderConfig, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Splits the fused projection (or its bias) into queries, keys and values, each by head."""
+    group = config.heads // config.kv_heads
+    rows = fused.unflatten(0, (config.kv_heads, group + 2, config.head_dim))
+    return rows[:, :group].flatten(0, 2), rows[:, group].flatten(0, 1), rows[:, group + 1].flatten(0, 1)
