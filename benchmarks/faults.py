@@ -129,7 +129,7 @@ def run_command(command: str) -> None:
 def start_agent(number: int, *arguments: str) -> subprocess.Popen[bytes]:
     """Starts the node agent with this number in its network namespace."""
     command = ["ip", "netns", "exec", f"{NAME}{number}", sys.executable, "-m", "shardwise", "train", *arguments]
-    node = ["--node", f"{number}/2", "--rdzv-endpoint", f"10.79.0.1:{PORT}"]
+    node = ["--node", f"{number}/2", "--address", f"10.79.0.1:{PORT}"]
     return subprocess.Popen([*command, *node], start_new_session=True, stdout=subprocess.DEVNULL)
 
 

@@ -155,7 +155,7 @@ def test_without_a_lost_node_a_run_goes_on_with_fewer_and_then_with_all(link: No
 def test_a_node_that_is_none_is_refused_in_a_sentence() -> None:
     assert Node.parse("1/2", "10.0.0.1:29400") == Node(1, 2, "10.0.0.1", 29400)
     for text, address in (("2/2", "a:1"), ("one", "a:1"), ("0/2", None), ("0/2", "a")):
-        with pytest.raises(JobError, match="use --node 0/2 --rdzv-endpoint HOST:PORT"):
+        with pytest.raises(JobError, match="use --node 0/2 --address HOST:PORT"):
             Node.parse(text, address)
 
 

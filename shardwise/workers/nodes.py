@@ -1,7 +1,7 @@
 """Multi-node runs: the process on node 0 coordinates, the other nodes run agents.
 
-    shardwise train job.toml --node 0/2 --rdzv-endpoint 10.0.0.1:29400     coordinator: plans, supervises, reports
-    shardwise train --node 1/2 --rdzv-endpoint 10.0.0.1:29400              agent: forks workers on request
+    shardwise train job.toml --node 0/2 --address 10.0.0.1:29400     coordinator: plans, supervises, reports
+    shardwise train --node 1/2 --address 10.0.0.1:29400              agent: forks workers on request
 
 Coordinator and agents exchange heartbeats ten times a second, independent of collectives. When an agent falls silent,
 its node is lost: the coordinator names its ranks and restarts all once the node rejoins, or without it (`run.elastic`).
@@ -53,7 +53,7 @@ class Node:
             return cls(index, count, host, int(port))
         except ValueError:
             raise JobError(
-                f"--node {text} --rdzv-endpoint {address} is not valid: with two nodes, use --node 0/2 --rdzv-endpoint "
+                f"--node {text} --address {address} is not valid: with two nodes, use --node 0/2 --address "
                 "HOST:PORT on the first one and --node 1/2 with the same endpoint on the second."
             ) from None
 
@@ -106,7 +106,7 @@ class NodeCoordinator(WorkerPool):
             self._listener = socket.create_server((node.host, node.port), reuse_port=False)
         except OSError as error:
             endpoint = f"{node.host}:{node.port}"
-            raise JobError(f"cannot listen on --rdzv-endpoint {endpoint}: {error.strerror}.") from None
+            raise JobError(f"cannot listen on --address {endpoint}: {error.strerror}.") from None
         self._store = dist.TCPStore(node.host, 0, None, True, wait_for_workers=False)
         self.wait_for_slots(slots * node.count, JOIN_TIMEOUT)
         if self.size < slots * node.count:
