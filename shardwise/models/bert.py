@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from shardwise.models import gpt, layers
 from shardwise.models.bert_family import BertConfig
-from shardwise.models.chain import IGNORE_INDEX, Chain, InitSpec, ShardingPlan
+from shardwise.models.chain import IGNORE_INDEX, Chain
+from shardwise.models.sharding import InitSpec, ShardingPlan
 from shardwise.random import Dropout
 
 

@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.models.chain import Chain, InitSpec, ShardingPlan
+from shardwise.models.chain import Chain
 from shardwise.models.dlrm_family import DLRMConfig
+from shardwise.models.sharding import InitSpec, ShardingPlan
 
 
 class MLP(nn.Module):

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from shardwise.models.chain import Chain, ShardingPlan
+    from shardwise.models.chain import Chain
     from shardwise.models.objectives import Objective
     from shardwise.models.operator_costs import OperatorCosts
+    from shardwise.models.sharding import ShardingPlan
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.models.chain import Chain, InitSpec, SequenceRegion, ShardDim, ShardingPlan, UnevenHeads, VocabEmbedding
-from shardwise.models.chain import VocabHead as HeadRule
+from shardwise.models.chain import Chain
 from shardwise.models.config import ModelConfig
 from shardwise.models.gpt_family import DecoderConfig
 from shardwise.models.latent_attention import MultiHeadLatentAttention
@@ -26,6 +25,16 @@ from shardwise.models.layers import Linear, RMSNorm, apply_rope, rope_angles, sd
 from shardwise.models.loss import VocabShard, fused_linear_cross_entropy, loss_chunk_size
 from shardwise.models.moe import MoE
 from shardwise.models.moe_family import MoEConfig
+from shardwise.models.sharding import (
+    Colwise,
+    InitSpec,
+    Rowwise,
+    SequenceRegion,
+    ShardingPlan,
+    UnevenHeads,
+    VocabEmbedding,
+    VocabHead,
+)
 from shardwise.models.t5_family import T5Config
 from shardwise.random import Dropout
 
@@ -96,21 +105,21 @@ def sharding_plan(config: DecoderConfig) -> ShardingPlan:
     values = UnevenHeads("head", tuple(columns for _, columns in by_query))
     return ShardingPlan(
         shard_dims=(
-            ShardDim("embed.tokens.weight", 0),
-            ShardDim("block*.attention.qkv.*", 0, unit=group_rows, uneven=queries),
-            ShardDim("block*.attention.out.weight", 1, unit=value_rows, uneven=values),
-            ShardDim("block*.attention.q_up.weight", 0, unit=config.head_dim + getattr(config, "qk_rope_head_dim", 0)),
-            ShardDim("block*.attention.kv_up.weight", 0, unit=2 * config.head_dim),
-            ShardDim("block*.mlp.up.*", 0),
-            ShardDim("block*.mlp.gate.*", 0),
-            ShardDim("block*.mlp.down.weight", 1),
-            ShardDim("head.project.weight", 0),
-            ShardDim("block*.mlp.bank.up", 1),
-            ShardDim("block*.mlp.bank.gate", 1),
-            ShardDim("block*.mlp.bank.down", 2),
-            ShardDim("block*.mlp.shared.up.*", 0),
-            ShardDim("block*.mlp.shared.gate.*", 0),
-            ShardDim("block*.mlp.shared.down.weight", 1),
+            Rowwise("embed.tokens.weight", dim=0),
+            Colwise("block*.attention.qkv.*", unit=group_rows, uneven=queries),
+            Rowwise("block*.attention.out.weight", unit=value_rows, uneven=values),
+            Colwise("block*.attention.q_up.weight", unit=config.head_dim + getattr(config, "qk_rope_head_dim", 0)),
+            Colwise("block*.attention.kv_up.weight", unit=2 * config.head_dim),
+            Colwise("block*.mlp.up.*"),
+            Colwise("block*.mlp.gate.*"),
+            Rowwise("block*.mlp.down.weight"),
+            Colwise("head.project.weight"),
+            Colwise("block*.mlp.bank.up", dim=1),
+            Colwise("block*.mlp.bank.gate", dim=1),
+            Rowwise("block*.mlp.bank.down", dim=2),
+            Colwise("block*.mlp.shared.up.*"),
+            Colwise("block*.mlp.shared.gate.*"),
+            Rowwise("block*.mlp.shared.down.weight"),
         ),
         modules=(
             VocabEmbedding("embed.tokens"),
@@ -118,7 +127,7 @@ def sharding_plan(config: DecoderConfig) -> ShardingPlan:
                 "block*.attention", rowwise="out", uneven=(("queries_per_kv_head", 1),)
             ),  # each query with a key and value of its own
             SequenceRegion("block*.mlp", rowwise="down"),
-            HeadRule("head.project"),
+            VocabHead("head.project"),
         ),
         ties=(("head.project.weight", "embed.tokens.weight"),) if config.tied else (),
         init=(

@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.models.chain import IGNORE_INDEX, Chain, InitSpec, ShardingPlan
+from shardwise.models.chain import IGNORE_INDEX, Chain
 from shardwise.models.resnet_family import ResNetConfig
+from shardwise.models.sharding import InitSpec, ShardingPlan
 
 BLOCKS_PER_STAGE = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 MOMENTUM = 0.1

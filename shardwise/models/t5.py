@@ -18,8 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.models import gpt, layers
-from shardwise.models.chain import Chain, InitSpec, SequenceRegion, ShardDim, ShardingPlan, VocabEmbedding
-from shardwise.models.chain import VocabHead as HeadRule
+from shardwise.models.chain import Chain
+from shardwise.models.sharding import (
+    Colwise,
+    InitSpec,
+    Rowwise,
+    SequenceRegion,
+    ShardingPlan,
+    VocabEmbedding,
+    VocabHead,
+)
 from shardwise.models.t5_family import T5Config
 from shardwise.random import Dropout
 
@@ -39,21 +47,21 @@ def sharding_plan(config: T5Config) -> ShardingPlan:
     attentions = ("*coder*.attention", "decoder*.cross")
     return ShardingPlan(
         shard_dims=(
-            ShardDim("embed.tokens.weight", 0),
-            *(ShardDim(f"{name}.{part}.weight", 0, unit=config.head_dim) for name in attentions for part in "qkv"),
-            *(ShardDim(f"{name}.out.weight", 1, unit=config.head_dim) for name in attentions),
-            ShardDim("*.attention.distances", 1),
-            ShardDim("*.mlp.up.weight", 0),
-            ShardDim("*.mlp.gate.weight", 0),
-            ShardDim("*.mlp.down.weight", 1),
-            ShardDim("head.project.weight", 0),
+            Rowwise("embed.tokens.weight", dim=0),
+            *(Colwise(f"{name}.{part}.weight", unit=config.head_dim) for name in attentions for part in "qkv"),
+            *(Rowwise(f"{name}.out.weight", unit=config.head_dim) for name in attentions),
+            Colwise("*.attention.distances", dim=1),
+            Colwise("*.mlp.up.weight"),
+            Colwise("*.mlp.gate.weight"),
+            Rowwise("*.mlp.down.weight"),
+            Colwise("head.project.weight"),
         ),
         modules=(
             VocabEmbedding("embed.tokens"),
             SequenceRegion("*coder*.attention", rowwise="out"),
             SequenceRegion("decoder*.cross", rowwise="out"),
             SequenceRegion("*coder*.mlp", rowwise="down"),
-            HeadRule("head.project"),
+            VocabHead("head.project"),
         ),
         ties=(("head.project.weight", "embed.tokens.weight"),) if config.tied else (),
         init=(
