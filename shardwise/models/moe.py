@@ -1,4 +1,4 @@
-"""Mixture of experts: an MLP of which each token uses the top-k experts.
+"""Mixture of experts: each token goes through its top-k experts instead of one MLP.
 
 No token is dropped unless `capacity_factor` is set. Rows are sorted by expert, so that one grouped matmul runs all
 experts, and then sorted back. Both are permutations, so gradients are summed in the same order in every layout.

@@ -55,8 +55,8 @@ class MoEConfig(DecoderConfig):
             raise ValueError(f"dense_layers ({self.dense_layers}) must be below layers ({self.layers})")
         if bool(self.kv_lora_rank) != bool(self.q_lora_rank) or (self.qk_rope_head_dim and not self.kv_lora_rank):
             raise ValueError(
-                f"latent attention needs q_lora_rank ({self.q_lora_rank}) and kv_lora_rank ({self.kv_lora_rank}) above 0; "
-                f"otherwise leave both and qk_rope_head_dim ({self.qk_rope_head_dim}) at 0"
+                f"latent attention needs q_lora_rank ({self.q_lora_rank}) and kv_lora_rank ({self.kv_lora_rank}) above "
+                f"0; otherwise leave both and qk_rope_head_dim ({self.qk_rope_head_dim}) at 0"
             )
         return self
 
