@@ -495,7 +495,7 @@ def test_planted_bugs_are_caught(plant: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("text", ["tensor=2", "pipeline=2", "context=2", "shard=2 expert=2"])
 def test_other_axes_are_refused(text: str) -> None:
-    with pytest.raises(LayoutError, match=r"=2: a DLRM is split by its tables and its samples only; use shard"):
+    with pytest.raises(LayoutError, match=r"=2: a DLRM supports data parallelism and sharded tables only; use shard"):
         prepare(small(), Layout.parse(text))
 
 

@@ -65,7 +65,7 @@ def test_what_cannot_be_cut_is_told(model, layout, said):
 
 @pytest.mark.parametrize(("model", "said"), [
     ({**SPANS, "target_sequence": 3}, "in 1 run, which take 6; set targets = 6"),
-    ({**BERT, "mask_token_id": 61}, "is not below vocab"),
+    ({**BERT, "mask_token_id": 61}, "must be below vocab"),
     ({**BERT, "kv_heads": 2}, "a BERT has learned positions"),
 ])  # fmt: skip
 def test_shapes_that_cannot_be(model, said):
@@ -200,7 +200,7 @@ def test_a_bottleneck_with_the_stem_of_imagenet():
 
 
 @pytest.mark.parametrize(("layout", "said"), [
-    ("pipeline=2", "split along its samples only"), ("tensor=2", "use replicate or shard"),
+    ("pipeline=2", "supports data parallelism only"), ("tensor=2", "use replicate or shard"),
     ("micro_batch=2", "6 micro-batches"), ("recompute=full", "recompute=none"),
 ])  # fmt: skip
 def test_what_a_batch_norm_does_not_allow(layout, said):

@@ -76,7 +76,7 @@ def test_what_cannot_be_had():
         prepare(job(NESTEROV), Layout.parse("shard=2"))
     with pytest.raises(LayoutError, match="leave one of them out"):
         prepare(job(NESTEROV, gradient={"compress": "int8"}), Layout.parse("replicate=2"))
-    with pytest.raises(LayoutError, match="a DLRM's tables are kept for all samples"):
+    with pytest.raises(LayoutError, match="a DLRM's tables are shared by all replicas"):
         prepare(job(NESTEROV, model={"name": "dlrm"}), Layout.parse("replicate=2"))
     with pytest.raises(JobError, match="at most one part meets in a step"):
         job({"every": 2, "fragments": 3})

@@ -1,1 +1,1 @@
-"""Models written for one device, and beside each, as data, how it may be cut and what it costs."""
+"""Models written for one device, with their configs, sharding plans, losses, objectives and operator costs."""

@@ -1,7 +1,6 @@
-"""BERT: an encoder that predicts tokens that were hidden from it (Devlin et al. 2018), written for one device.
+"""BERT: an encoder trained by masked language modeling (Devlin et al. 2018), written for one device.
 
-Of its two tasks the masked tokens are trained, not the order of two sentences; so all tokens are of the first type, and
-the projection to the vocabulary has no bias of its own. Letters in shapes as in `gpt`.
+Next-sentence prediction is left out, so every token has token type 0. The projection to the vocabulary has no bias.
 """
 
 from __future__ import annotations
@@ -14,12 +13,13 @@ from torch import Tensor, nn
 
 from shardwise.models import gpt, layers
 from shardwise.models.bert_family import BertConfig
-from shardwise.models.chain import IGNORE_INDEX, Chain, InitSpec, ShardingPlan
+from shardwise.models.chain import IGNORE_INDEX, Chain
+from shardwise.models.sharding import InitSpec, ShardingPlan
 from shardwise.random import Dropout
 
 
 def build_bert(config: BertConfig, seed: int) -> Chain:
-    """The chain embed, block0, block1, ..., head."""
+    """Returns the chain embed, block0, block1, ..., head."""
     blocks = [(f"block{i}", BertBlock(config, f"block{i}", seed)) for i in range(config.layers)]
     return Chain([("embed", BertEmbedding(config, seed)), *blocks, ("head", BertHead(config))], sharding_plan(config))
 
@@ -51,7 +51,7 @@ class BertEmbedding(nn.Module):
 
 
 class BertBlock(nn.Module):
-    """Norms come after the sums."""
+    """A post-norm transformer block."""
 
     def __init__(self, config: BertConfig, name: str, seed: int):
         super().__init__()
@@ -79,7 +79,7 @@ class BertHead(nn.Module):
 
 
 class MaskedLMHead(gpt.LMHead):
-    """Only positions that are predicted become logits; there are at most `predicted` of them in a sample."""
+    """An LM head that computes only the predicted positions, at most `max_predictions` per sample."""
 
     def __init__(self, config: BertConfig):
         super().__init__(config)
@@ -87,9 +87,8 @@ class MaskedLMHead(gpt.LMHead):
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         if targets is not None:
-            predicted_first = (
-                (targets == IGNORE_INDEX).to(torch.int8).argsort(dim=1, stable=True)[:, : self.max_predictions]
-            )
-            x = x.gather(1, predicted_first.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
-            targets = targets.gather(1, predicted_first)
+            predicted_first = (targets == IGNORE_INDEX).to(torch.int8).argsort(dim=1, stable=True)
+            positions = predicted_first[:, : self.max_predictions]
+            x = x.gather(1, positions.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+            targets = targets.gather(1, positions)
         return super().forward(x, targets)

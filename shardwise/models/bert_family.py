@@ -1,4 +1,4 @@
-"""BERT: an encoder trained by masked language modelling."""
+"""The config and family of BERT: an encoder trained by masked language modeling."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class BertConfig(DecoderConfig):
-    """An encoder that predicts masked tokens."""
+    """An encoder trained by masked language modeling."""
 
     description = "a BERT"
     is_causal_lm = False
@@ -25,13 +25,13 @@ class BertConfig(DecoderConfig):
     activation: Literal["gelu", "swiglu"] = "gelu"
     bias: bool = True
     mlm_probability: float = Field(0.15, gt=0.0, le=1.0)
-    """Share of the tokens that are predicted; only they reach the head."""
+    """Fraction of the tokens that are predicted; the LM head computes only these."""
     mask_token_id: int = Field(-1, ge=-1)
-    """The id that hides a token; -1: the last of the vocabulary, which no text may then have."""
+    """Id of the mask token; -1: the last id of the vocabulary, which the text must not contain."""
     phase1_sequence: int = Field(0, ge=0)
-    """Tokens in a sample of the first part of the training; 0: there is no such part."""
+    """Sequence length of a first training phase with shorter samples; 0: a single phase."""
     phase1_fraction: float = Field(0.9, ge=0.0, le=1.0)
-    """Share of the steps that the first part takes, where there is one."""
+    """Fraction of the steps in the first phase, if `phase1_sequence` is set."""
 
     @property
     def resolved_mask_id(self) -> int:
@@ -43,15 +43,17 @@ class BertConfig(DecoderConfig):
 
     @property
     def max_predictions(self) -> int:
-        """Positions of a sample that are predicted."""
+        """Predicted positions per sample."""
         return max(1, round(self.mlm_probability * self.sequence))
 
     @model_validator(mode="after")
     def _check_bert(self) -> BertConfig:
         if self.mask_token_id >= self.vocab:
-            raise ValueError(f"mask_id ({self.mask_token_id}) is not below vocab ({self.vocab})")
+            raise ValueError(f"mask_token_id ({self.mask_token_id}) must be below vocab ({self.vocab})")
         if self.kv_heads != self.heads or self.positions != "learned" or self.norm != "layer" or not self.bias:
-            raise ValueError("a BERT has learned positions, layer norms, biases, and a key for each query's head")
+            raise ValueError(
+                "a BERT has learned positions, LayerNorm, biases and kv_heads = heads; leave these keys out"
+            )
         return self
 
     def phases(self, steps: int) -> list[tuple[int, Self]]:

@@ -33,7 +33,7 @@ class ConfigSection(BaseModel):
 
 
 class ModelConfig(ConfigSection):
-    """What the `[model]` sections of all families share, and what the rest of the package may ask of any of them."""
+    """The base of every family's `[model]` section: what the rest of the package may ask of any model."""
 
     description: ClassVar[str]
     """The family with its article, for messages: "a decoder"."""
@@ -48,7 +48,7 @@ class ModelConfig(ConfigSection):
     needs_whole_batch: ClassVar[bool] = False
     """Whether each rank must run its share of the batch as a single micro-batch."""
     has_block_matrices: ClassVar[bool] = True
-    """Whether blocks hold matrices of the kind that Muon updates."""
+    """Whether blocks have weight matrices that Muon can update."""
     name: str
 
     def shrink(self) -> Self:
@@ -56,7 +56,7 @@ class ModelConfig(ConfigSection):
         return self.model_validate(self.model_dump() | self._shrunk_values())
 
     def _shrunk_values(self) -> dict[str, Any]:
-        """The values that differ in the small model."""
+        """Returns the values that differ in the small model."""
         raise NotImplementedError
 
     @property
@@ -66,27 +66,27 @@ class ModelConfig(ConfigSection):
 
     @property
     def sequence_length(self) -> int:
-        """Positions of a sample inside the model; 1 where a sample is not a sequence."""
+        """Positions of a sample inside the model; 1 if a sample is not a sequence."""
         return int(getattr(self, "sequence", 1))
 
     @property
     def vocab_size(self) -> int:
-        """Token ids; 0 where a sample has none."""
+        """Number of token ids; 0 if a sample has no tokens."""
         return int(getattr(self, "vocab", 0))
 
     @property
     def length(self) -> int:
-        """Positions that the model computes for a sample, those of a decoder beside an encoder included."""
+        """Positions that the model computes per sample, over encoder and decoder."""
         return self.sequence_length
 
     @property
     def text_window(self) -> int:
-        """Tokens of text from which a sample is made."""
+        """Tokens of text that one sample is made from."""
         return self.length
 
     @property
     def reserved_ids(self) -> int:
-        """Ids at the end of the vocabulary that the text may not contain (masks, sentinels)."""
+        """Number of ids at the end of the vocabulary that the text must not contain (mask, sentinels)."""
         return 0
 
     @property
@@ -101,9 +101,9 @@ class ModelConfig(ConfigSection):
 
     @property
     def adamw_only(self) -> str:
-        """The key that works only with AdamW; empty: none does."""
+        """The configured key that works only with AdamW; empty: none."""
         return ""
 
     def phases(self, steps: int) -> list[tuple[int, Self]]:
-        """The parts of a training of `steps` steps: the steps of each, and the model config that it uses."""
+        """Returns the phases of a run of `steps` steps, as pairs (steps, model config)."""
         return [(steps, self)]

@@ -1,8 +1,7 @@
-"""DLRM (Naumov et al. 2019, arXiv:1906.00091): numbers through a bottom of products, categories as rows of tables; each
-pair of vectors meets in a dot product; what they give and the numbers' own vector go through a top of products to one
-logit: the click.
+"""DLRM (Naumov et al. 2019, arXiv:1906.00091), written for one device, without its embedding tables.
 
-`DenseDLRM` is all but the tables, written for one device. A sample's rows come in as one summed vector a table.
+The bottom MLP embeds the dense features. The dot products of all pairs of embeddings (the dense one and one per table,
+summed over its lookups) and the dense embedding go through the top MLP to one logit, the click.
 """
 
 from __future__ import annotations
@@ -15,12 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.models.chain import Chain, InitSpec, ShardingPlan
+from shardwise.models.chain import Chain
 from shardwise.models.dlrm_family import DLRMConfig
+from shardwise.models.sharding import InitSpec, ShardingPlan
 
 
 class MLP(nn.Module):
-    """Linear layers with a ReLU after each; after the last one where `ends`."""
+    """Linear layers with ReLU; after the last one only if `final_relu`."""
 
     def __init__(self, sizes: list[int], final_relu: bool):
         super().__init__()
@@ -36,10 +36,10 @@ class MLP(nn.Module):
 
 
 class DotInteraction(torch.autograd.Function):
-    """The dot product of each pair of a sample's vectors, (B, n, width) to (B, pairs).
+    """Dot products of all pairs of a sample's vectors: (B, n, width) to (B, pairs).
 
-    With a gradient of its own, which is one product. PyTorch's would multiply by a transposed batch, which on ARM can
-    take a hundred times as long (2048 of 27 x 64 on one core: 2 to 6 s; with the transpose written out first 0.05 s).
+    Its backward is a single matmul. PyTorch's multiplies by a transposed batch, which can be 100 times slower on ARM
+    (2048 of 27 x 64 on one core: 2 to 6 s; 0.05 s with a contiguous transpose).
     """
 
     @staticmethod
@@ -58,20 +58,20 @@ class DotInteraction(torch.autograd.Function):
 
 
 def _lower_triangle(x: Tensor) -> Tensor:
-    """Below the diagonal, as places in a flat square."""
+    """Returns the indices of the lower triangle, without the diagonal, in a flattened square matrix."""
     first, second = torch.tril_indices(x.shape[1], x.shape[1], -1, device=x.device)
     return first * x.shape[1] + second
 
 
 class DenseDLRM(Chain):
-    """Numbers (B, features) and vectors (B, tables, width) in; out come the logits (B,) or, with labels, their summed
-    binary cross-entropy. A label below zero does not count."""
+    """Maps dense features (B, features) and embeddings (B, tables, width) to logits (B,) or, given labels, to their
+    summed binary cross-entropy. Negative labels are ignored."""
 
     bottom: MLP
     top: MLP
 
     def __init__(self, config: DLRMConfig):
-        num_pairs = config.tables * (config.tables + 1) // 2  # pairs of the tables' vectors and the numbers'
+        num_pairs = config.tables * (config.tables + 1) // 2  # of the tables' embeddings and the dense one
         bottom = MLP([config.dense_features, *config.bottom, config.width], final_relu=True)
         top = MLP([config.width + num_pairs, *config.top, 1], final_relu=False)
         init_specs = [
@@ -79,13 +79,13 @@ class DenseDLRM(Chain):
             for part, mlp in (("bottom", bottom), ("top", top))
             for number, pair in enumerate(pairwise(mlp.sizes))
         ]
-        rules = ShardingPlan(
+        plan = ShardingPlan(
             shard_dims=(),
             modules=(),
             init=(*init_specs, ("*.bias", InitSpec("zeros"))),
             compared_modules=("bottom", "top"),
         )
-        super().__init__([("bottom", bottom), ("top", top)], rules)
+        super().__init__([("bottom", bottom), ("top", top)], plan)
 
     def forward(self, numbers: Tensor, vectors: Tensor, labels: Tensor | None = None) -> Tensor:  # type: ignore[override]
         dense_vector = self.bottom(numbers)
@@ -93,8 +93,6 @@ class DenseDLRM(Chain):
         logits: Tensor = self.top(torch.cat((dense_vector, DotInteraction.apply(all_vectors)), dim=1))[:, 0]
         if labels is None:
             return logits
-        wide_logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        losses = F.binary_cross_entropy_with_logits(
-            wide_logits, labels.clamp(min=0).to(wide_logits.dtype), reduction="none"
-        )
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        losses = F.binary_cross_entropy_with_logits(logits, labels.clamp(min=0).to(logits.dtype), reduction="none")
         return (losses * (labels >= 0)).sum()

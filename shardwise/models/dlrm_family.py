@@ -1,4 +1,4 @@
-"""DLRM: recommenders with embedding tables that are sharded over the host memory of all ranks."""
+"""The config and family of DLRM: recommenders with embedding tables sharded over the host memory of all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class DLRMConfig(ModelConfig):
-    """A recommender: a row of a table for each category, and two rows of products (Naumov et al. 2019)."""
+    """A recommender: one embedding table per categorical feature, and two MLPs (Naumov et al. 2019)."""
 
     description = "a DLRM"
     sample_kind = "clicks"
@@ -25,29 +25,29 @@ class DLRMConfig(ModelConfig):
     has_block_matrices = False
     name: str = "dlrm"
     tables: int = Field(26, ge=1)
-    """Categories, each with a table of its own, kept in the hosts' memory."""
+    """Number of categorical features; each has its own embedding table in host memory."""
     rows: Annotated[Count, Field(ge=1)] | tuple[Annotated[Count, Field(ge=1)], ...] = 1_000_000
-    """Rows of each table, or a list with those of every one."""
+    """Rows per table, or a list with the rows of each table."""
     width: int = Field(128, ge=1)
-    """Numbers in a row."""
+    """Embedding dimension."""
     lookups: int = Field(1, ge=1)
-    """Rows of a table that a sample uses; they are summed."""
+    """Lookups per table and sample; their embeddings are summed."""
     dense_features: int = Field(13, ge=1)
-    """Numbers of a sample that are no categories."""
+    """Number of dense (continuous) features."""
     bottom: tuple[Annotated[int, Field(ge=1)], ...] = (512, 256)
-    """Hidden features of the products that turn `features` into `width` numbers."""
+    """Hidden sizes of the bottom MLP, which maps the dense features to `width`."""
     top: tuple[Annotated[int, Field(ge=1)], ...] = (1024, 1024, 512, 256)
-    """Hidden features of the products after tables and features have met."""
+    """Hidden sizes of the top MLP, which maps the feature interactions to the logit."""
 
     @model_validator(mode="after")
     def _check_rows(self) -> DLRMConfig:
         if isinstance(self.rows, tuple) and len(self.rows) != self.tables:
-            raise ValueError(f"rows has {len(self.rows)} numbers, but there are {self.tables} tables; give each one.")
+            raise ValueError(f"rows lists {len(self.rows)} sizes for {self.tables} tables; give one size per table")
         return self
 
     @property
     def table_rows(self) -> tuple[int, ...]:
-        """Rows of every table."""
+        """Returns the rows of each table."""
         return self.rows if isinstance(self.rows, tuple) else (self.rows,) * self.tables
 
     def _shrunk_values(self) -> dict[str, Any]:
@@ -74,8 +74,8 @@ class DLRMFamily(Family):
 
     def refusals(self, config: DLRMConfig) -> dict[str, str]:
         samples_only = (
-            "a DLRM is split by its tables and its samples only; use shard or replicate, which both spread the tables "
-            "over all ranks."
+            "a DLRM supports data parallelism and sharded tables only; use shard or replicate, which both shard the "
+            "tables over all ranks."
         )
         precision = "a DLRM trains in bf16, float32 or float64."
         return {
@@ -84,8 +84,8 @@ class DLRMFamily(Family):
             "compile": "a DLRM has no blocks to compile; leave compile out.",
             "fp8": precision,
             "fp16": precision,
-            "local_sgd": "a DLRM's tables are kept for all samples at once, not per replica; use local_sgd.every = 1.",
-            "redundant_compute": "the tables are shared by all ranks.",
+            "local_sgd": "a DLRM's tables are shared by all replicas; use local_sgd.every = 1.",
+            "redundant_compute": "a DLRM's tables are shared by all ranks.",
         }
 
     def forward_flops(self, config: DLRMConfig) -> list[float]:

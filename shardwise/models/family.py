@@ -1,11 +1,11 @@
 """A family of models as one object: everything that the rest of the package asks about a kind of model.
 
-The engine, planner, verify, data and train rooms call these methods; none of them asks which family it has. To add a
-family, subclass `Family` and `ModelConfig` in one file and list it in `shardwise.models.registry`; another package
-registers its own through the entry point group `shardwise.families` (see `examples/family`).
+Every other package calls these methods; none checks which family it has. To add a family, subclass `Family` and
+`ModelConfig` and list it in `shardwise.models.registry`; another package registers its own under the entry point group
+`shardwise.families`.
 
-The built-in families keep their config and `Family` apart from the network (`gpt_family.py` beside `gpt.py`), so that
-a typo in a job is reported without importing PyTorch. A family of your own may be one file.
+The built-in families keep the config and the `Family` in one file and the network in another (`gpt_family.py` and
+`gpt.py`), so that a typo in a job is reported without importing PyTorch. Your own family may be a single file.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from shardwise.models.chain import Chain, ShardingPlan
+    from shardwise.models.chain import Chain
     from shardwise.models.objectives import Objective
     from shardwise.models.operator_costs import OperatorCosts
+    from shardwise.models.sharding import ShardingPlan
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class TableSpec:
 
 
 class Family:
-    """One family of models. The methods get the family's own config."""
+    """One family of models. Each method takes a config of type `config`."""
 
     config: ClassVar[type[ModelConfig]]
     """The `[model]` section."""
@@ -50,11 +51,11 @@ class Family:
     """Layouts that `shardwise verify` proves by default; empty: the standard list."""
 
     def build(self, config: Any, seed: int) -> Chain:
-        """Returns the model on the current default device, uninitialised. `seed` keys its dropout."""
+        """Returns the model on the current default device, uninitialized. `seed` keys its dropout masks."""
         raise NotImplementedError
 
     def sharding_plan(self, config: Any) -> ShardingPlan:
-        """Returns how the parameters may be sharded, are tied and are initialised."""
+        """Returns how tensor parallelism splits the parameters, which are tied and how each is initialized."""
         return self.build_on_meta(config).sharding_plan
 
     def build_on_meta(self, config: Any, seed: int = 0) -> Chain:
@@ -65,7 +66,7 @@ class Family:
             return self.build(config, seed)
 
     def objective(self, config: Any, seed: int) -> Objective:
-        """Returns what turns samples of the data into inputs and targets; by default, next-token prediction."""
+        """Returns the function that turns token windows into inputs and targets; by default, next-token prediction."""
         from shardwise.models.objectives import next_token
 
         return next_token
@@ -75,15 +76,15 @@ class Family:
         return config.shrink()
 
     def refusals(self, config: Any) -> dict[str, str]:
-        """Returns what this model cannot do and why: an axis of a layout, "recompute", "compile", a precision,
-        "local_sgd" or "redundant_compute", each with the end of a sentence that starts with the setting."""
+        """Returns the settings that this model does not support, each with the reason. Keys: an axis of a layout,
+        "recompute", "compile", a precision, "local_sgd" or "redundant_compute"."""
         return {
             "context": f"{config.description} cannot be split along the sequence; leave context at 1.",
             "expert": f"{config.description} has no experts; leave expert at 1.",
         }
 
     def example_batch(self, config: Any, samples: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Returns inputs and targets of a micro-batch on the meta device, by the names of the chain's arguments."""
+        """Returns a micro-batch on the meta device, as keyword arguments of the chain's `forward`."""
         import torch
 
         tokens = torch.empty(samples, config.length, dtype=torch.int64, device="meta")
@@ -98,12 +99,12 @@ class Family:
         return trace_flops(self.build_on_meta(config), self.example_batch(config, 1, torch.float32))
 
     def decoder_shape(self, config: Any) -> dict[str, Any] | None:
-        """Returns the sizes from which the planner predicts a decoder in closed form; None: it uses operator costs."""
+        """Returns the sizes that the planner's closed-form decoder model needs; None: it uses `operator_costs`."""
         return None
 
     def operator_costs(self, config: Any, itemsize: int) -> Callable[..., tuple[OperatorCosts, ...]]:
-        """Returns a function from a micro-batch size (and a tensor degree, if the model has heads) to the costs of each
-        module, by tracing; `itemsize`: bytes per activation."""
+        """Returns a function from a micro-batch size (and optionally a tensor degree) to the costs of each module, by
+        tracing. `itemsize`: bytes per activation."""
         import torch
 
         from shardwise.models.trace import interpolate_traces, trace_module
@@ -118,15 +119,15 @@ class Family:
         return interpolate_traces(trace)
 
     def hidden_shape(self, config: Any) -> tuple[int, int]:
-        """Returns the positions and features of the activations between two modules of the chain, for pipelines."""
+        """Returns the positions and features of the activations that pipeline stages exchange."""
         return config.length, config.width
 
     def tables(self, config: Any) -> Sequence[TableSpec]:
-        """Returns the embedding tables that live in host memory, outside the chain."""
+        """Returns the embedding tables, which are kept in host memory outside the chain."""
         return ()
 
     def reference(self, config: Any) -> nn.Module | None:
-        """Returns the same model from an independent implementation (transformers), or None if there is none."""
+        """Returns the same model from an independent implementation (transformers), or None."""
         return None
 
     def reference_weights(self, config: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

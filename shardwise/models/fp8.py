@@ -1,12 +1,13 @@
-"""Matrix products in 8-bit floating point: `y = x @ weight.T` and both products of its backward.
+"""FP8 matmuls: `y = x @ weight.T` and both matmuls of its backward.
 
-Each row of a factor has a scale of its own, its largest number over the largest that e4m3 holds, so rows keep their
-digits whatever the others are. A scale must not change along the sum of a product. The gradient of the weights sums
-over positions, which are the rows of both factors; so the scales of x go into the gradient of y before that is rounded,
-with one scale for all of it, and x is used as the forward rounded it. Only that, a byte a number, is kept for the
-backward.
+Operands are quantized per row: the scale of a row is its absolute maximum over that of e4m3, so rows of small numbers
+keep their precision. A scale must be constant along the dimension that a matmul sums over. The weight gradient sums
+over positions, which are the rows of both operands. So the row scales of x are multiplied into the gradient of y, which
+is quantized with a single scale, and x is used as the forward quantized it. The backward thus saves x in one byte per
+element.
 
-Sums are of 32 bits. Where there is no GPU the same roundings are made and the products are PyTorch's.
+Matmuls accumulate in float32 (with fast accumulation on a GPU). Without a GPU, operands are rounded the same way and
+multiplied in float32.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 E5M2 = torch.float8_e5m2
 E5M2_MAX = 57344.0
-DIM_MULTIPLE = 16  # sides of a product must be multiples of it
+DIM_MULTIPLE = 16  # every dimension of an FP8 matmul must be a multiple of this
 
 
 def can_use_fp8(x: Tensor, weight: Tensor) -> bool:
-    """Whether a product can be had in 8 bits."""
+    """Whether all dimensions of `x @ weight.T` are multiples of 16, as FP8 kernels require."""
     rows = x.numel() // x.shape[-1]
     return not (rows % DIM_MULTIPLE or weight.shape[0] % DIM_MULTIPLE or weight.shape[1] % DIM_MULTIPLE)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """As `F.linear`; in the type of `x` where its sides do not allow for 8 bits."""
+    """`F.linear` in FP8, or in the dtype of `x` if the shapes do not allow FP8."""
     if not can_use_fp8(x, weight):
         return torch.nn.functional.linear(x, weight, bias)
     y: Tensor = FP8Linear.apply(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
@@ -38,7 +39,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class FP8Linear(torch.autograd.Function):
-    """`x @ weight.T` of matrices."""
+    """`x @ weight.T` of 2D tensors."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -53,17 +54,17 @@ class FP8Linear(torch.autograd.Function):
         grad = grads[0]
         grad8, grad_scale = quantize_rows(grad)
         grad_x = scaled_mm(grad8, grad_scale, *quantize_rows(weight.t()), grad.dtype)
-        # Rows of the gradient times the scales of x: its largest number is known from the rows' own.
+        # The absolute maximum of grad * x_scale over that of e4m3, from the row scales.
         scale = (grad_scale * x_scale).amax()
-        both8 = (grad.float() * (x_scale / scale)).t().contiguous().to(E4M3)
+        scaled_grad8 = (grad.float() * (x_scale / scale)).t().contiguous().to(E4M3)
         one = torch.ones((), dtype=torch.float32, device=grad.device)
-        grad_weight = scaled_mm(both8, scale.view(1, 1), x8.t().contiguous(), one.view(1, 1), weight.dtype)
+        grad_weight = scaled_mm(scaled_grad8, scale.view(1, 1), x8.t().contiguous(), one.view(1, 1), weight.dtype)
         return grad_x, grad_weight
 
 
 class GradInputMatmul:
-    """`grad @ weight` for many gradients. These are of logits: the likely words are far above all others, which only
-    the wider range of e5m2 keeps from becoming zero."""
+    """`grad @ weight` for gradients of logits, with the weight quantized once. Gradients are e5m2: a few likely tokens
+    dominate each row, and the range of e4m3 would round all others to zero."""
 
     def __init__(self, weight: Tensor):
         self.weight = quantize_rows(weight.t())
@@ -77,13 +78,13 @@ class GradInputMatmul:
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype = E4M3, dtype_max: float = E4M3_MAX) -> tuple[Tensor, Tensor]:
-    """A matrix in 8 bits, and the scale of each row (rows, 1)."""
+    """Returns a matrix in FP8 and the scale of each row (rows, 1)."""
     scale = x.abs().amax(-1, keepdim=True).float().clamp(min=1e-12) / dtype_max
     return (x.float() / scale).to(dtype).contiguous(), scale
 
 
 def scaled_mm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`a @ b.T`, of rows with scales or with one for all."""
+    """Returns `a @ b.T` of FP8 matrices, both with one scale per row or both with a single scale."""
     if a.is_cuda:
         if a_scale.numel() == 1 or b_scale.numel() == 1:
             a_scale, b_scale = a_scale.view(()), b_scale.view(())

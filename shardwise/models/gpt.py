@@ -1,10 +1,10 @@
-"""The decoder: GPT-2, GPT-3 and Llama shapes from one configuration, written for one device.
+"""Decoder-only transformers: GPT-2, GPT-3 and Llama shapes from one config, written for one device.
 
-Letters in shapes: B samples, S positions, D width, K heads of keys and values, G queries per such head, H features of
-a head, F hidden features, V vocabulary.
+Shape letters: B samples, S positions, D width, K key/value heads, G query heads per key/value head, H features per
+head, F hidden features of the MLP, V vocabulary.
 
-Queries, keys and values come from one product whose rows lie by head of keys and values: for each of the K, G queries,
-then the key, then the value. A rank that holds some of these groups has all it needs to attend.
+One matmul computes queries, keys and values. The rows of its weight are grouped by key/value head: G query heads, the
+key head, the value head. A rank that holds whole groups computes their attention without communication.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.models.chain import Chain, InitSpec, SequenceRegion, ShardDim, ShardingPlan, UnevenHeads, VocabEmbedding
-from shardwise.models.chain import VocabHead as HeadRule
+from shardwise.models.chain import Chain
 from shardwise.models.config import ModelConfig
 from shardwise.models.gpt_family import DecoderConfig
 from shardwise.models.latent_attention import MultiHeadLatentAttention
@@ -26,12 +25,22 @@ from shardwise.models.layers import Linear, RMSNorm, apply_rope, rope_angles, sd
 from shardwise.models.loss import VocabShard, fused_linear_cross_entropy, loss_chunk_size
 from shardwise.models.moe import MoE
 from shardwise.models.moe_family import MoEConfig
+from shardwise.models.sharding import (
+    Colwise,
+    InitSpec,
+    Rowwise,
+    SequenceRegion,
+    ShardingPlan,
+    UnevenHeads,
+    VocabEmbedding,
+    VocabHead,
+)
 from shardwise.models.t5_family import T5Config
 from shardwise.random import Dropout
 
 
 def build_gpt(config: DecoderConfig, seed: int) -> Chain:
-    """The chain embed, block0, block1, ..., head."""
+    """Returns the chain embed, block0, block1, ..., head."""
     blocks = [
         (f"block{i}", DecoderBlock(config, f"block{i}", seed, is_moe_layer(config, i))) for i in range(config.layers)
     ]
@@ -42,22 +51,21 @@ def build_gpt(config: DecoderConfig, seed: int) -> Chain:
         if isinstance(module, Linear | LMHead):
             module.scale = 1.0 / mup_width_multiplier(config)
         if isinstance(module, SelfAttention) and config.mup_base_width:
-            module.scale = module.head_dim**-0.5  # scores are divided by the head's size, not by its root
+            module.scale = module.head_dim**-0.5  # muP divides scores by head_dim, not by its root
     return chain
 
 
 def mup_width_multiplier(config: DecoderConfig) -> float:
-    """How many times wider a model is than the one its learning rate was found for (muP, Yang et al. 2022).
+    """Returns m, the width relative to the base model whose learning rate was tuned (muP, Yang et al. 2022).
 
-    Theirs gives hidden matrices an initial deviation that falls with the root of this, and a learning rate that falls
-    with it; logits are divided by it. Adam does not see the scale of a gradient, so the same comes of one learning rate
-    for all, hidden products divided by it, and an initial deviation that grows with its root: no optimizer need know.
+    The paper scales the initial std of hidden matrices by 1/sqrt(m), their learning rate by 1/m and the logits by 1/m.
+    Adam ignores the scale of gradients, so an initial std scaled by sqrt(m) and hidden matmuls scaled by 1/m train the
+    same with one learning rate for all parameters. The optimizer needs no change.
     """
     return config.width / config.mup_base_width if config.mup_base_width else 1.0
 
 
 def is_moe_layer(config: DecoderConfig, layer: int) -> bool:
-    """Whether a layer has experts."""
     return isinstance(config, MoEConfig) and layer >= config.dense_layers
 
 
@@ -65,9 +73,8 @@ def configure_modules(
     chain: Chain, config: ModelConfig, device: torch.device, dtype: torch.dtype, *, pipelined: bool, use_fp8: bool,
     loss_chunk_size: int, aux_loss_scale: Callable[[], Tensor],
 ) -> None:  # fmt: skip
-    """Gives a chain whose weights have memory what does not change from step to step: one rotation for all blocks, how
-    many positions' logits the loss holds at once (all in a pipeline), whether products are in 8 bits, and what weighs
-    the loss that keeps experts in balance."""
+    """Configures a chain once its weights have memory: RoPE tables that all blocks share, FP8, the loss chunk size (0,
+    that is no chunks, in a pipeline) and the scale of the experts' auxiliary loss."""
     for module in chain.modules():
         if isinstance(module, MoE):
             module.aux_loss_scale = aux_loss_scale
@@ -80,8 +87,8 @@ def configure_modules(
     if rope_modules and isinstance(config, DecoderConfig):
         rope_dim = config.qk_rope_head_dim if isinstance(config, MoEConfig) and config.kv_lora_rank else config.head_dim
         cos, sin = rope_angles(config.sequence, rope_dim, config.rope_theta, device)
-        wide = torch.promote_types(dtype, torch.float32)
-        rope_cos_sin = cos.to(wide), sin.to(wide)
+        rope_dtype = torch.promote_types(dtype, torch.float32)
+        rope_cos_sin = cos.to(rope_dtype), sin.to(rope_dtype)
         for attention in rope_modules:
             attention.rope_cos_sin = rope_cos_sin
 
@@ -90,35 +97,34 @@ def sharding_plan(config: DecoderConfig) -> ShardingPlan:
     group_rows = (config.heads // config.kv_heads + 2) * config.head_dim
     value_rows = config.heads // config.kv_heads * config.head_dim
     hidden_std = config.init_std * math.sqrt(mup_width_multiplier(config))
-    residual_std = hidden_std / math.sqrt(2 * config.layers)  # of what a block adds to the stream
+    residual_std = hidden_std / math.sqrt(2 * config.layers)  # GPT-2: of the matrices that write to the residual stream
     by_query = [_query_head_rows(config, query) for query in range(config.heads)]
     queries = UnevenHeads("head", tuple(rows for rows, _ in by_query))
     values = UnevenHeads("head", tuple(columns for _, columns in by_query))
     return ShardingPlan(
         shard_dims=(
-            ShardDim("embed.tokens.weight", 0),
-            ShardDim("block*.attention.qkv.*", 0, unit=group_rows, uneven=queries),
-            ShardDim("block*.attention.out.weight", 1, unit=value_rows, uneven=values),
-            ShardDim("block*.attention.q_up.weight", 0, unit=config.head_dim + getattr(config, "qk_rope_head_dim", 0)),
-            ShardDim("block*.attention.kv_up.weight", 0, unit=2 * config.head_dim),
-            ShardDim("block*.mlp.up.*", 0),
-            ShardDim("block*.mlp.gate.*", 0),
-            ShardDim("block*.mlp.down.weight", 1),
-            ShardDim("head.project.weight", 0),
-            ShardDim("block*.mlp.bank.up", 1),
-            ShardDim("block*.mlp.bank.gate", 1),
-            ShardDim("block*.mlp.bank.down", 2),
-            ShardDim("block*.mlp.shared.up.*", 0),
-            ShardDim("block*.mlp.shared.gate.*", 0),
-            ShardDim("block*.mlp.shared.down.weight", 1),
+            Rowwise("embed.tokens.weight", dim=0),
+            Colwise("block*.attention.qkv.*", unit=group_rows, uneven=queries),
+            Rowwise("block*.attention.out.weight", unit=value_rows, uneven=values),
+            Colwise("block*.attention.q_up.weight", unit=config.head_dim + getattr(config, "qk_rope_head_dim", 0)),
+            Colwise("block*.attention.kv_up.weight", unit=2 * config.head_dim),
+            Colwise("block*.mlp.up.*"),
+            Colwise("block*.mlp.gate.*"),
+            Rowwise("block*.mlp.down.weight"),
+            Colwise("head.project.weight"),
+            Colwise("block*.mlp.bank.up", dim=1),
+            Colwise("block*.mlp.bank.gate", dim=1),
+            Rowwise("block*.mlp.bank.down", dim=2),
+            Colwise("block*.mlp.shared.up.*"),
+            Colwise("block*.mlp.shared.gate.*"),
+            Rowwise("block*.mlp.shared.down.weight"),
         ),
         modules=(
             VocabEmbedding("embed.tokens"),
-            SequenceRegion(
-                "block*.attention", rowwise="out", uneven=(("queries_per_kv_head", 1),)
-            ),  # each query with a key and value of its own
+            # With uneven heads, each query head gets its own copy of its key and value head.
+            SequenceRegion("block*.attention", rowwise="out", uneven=(("queries_per_kv_head", 1),)),
             SequenceRegion("block*.mlp", rowwise="down"),
-            HeadRule("head.project"),
+            VocabHead("head.project"),
         ),
         ties=(("head.project.weight", "embed.tokens.weight"),) if config.tied else (),
         init=(
@@ -132,20 +138,13 @@ def sharding_plan(config: DecoderConfig) -> ShardingPlan:
             ("head.*", InitSpec("normal", config.init_std)),
             ("*", InitSpec("normal", hidden_std)),
         ),
-        compared_modules=(
-            "embed",
-            "block*.norm1",
-            "block*.attention",
-            "block*.norm2",
-            "block*.mlp",
-            "block*",
-            "head.norm",
-        ),
-    )
+        compared_modules=("embed", "block*.norm1", "block*.attention", "block*.norm2", "block*.mlp", "block*",
+                          "head.norm"),
+    )  # fmt: skip
 
 
 def _query_head_rows(config: DecoderConfig, query: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The rows of `qkv` that one query head needs (query, its key, its value), and its columns of `out`."""
+    """Returns the rows of `qkv` that a query head needs (query, key, value), and its columns of `out`."""
     group, size = config.heads // config.kv_heads, config.head_dim
     first = query // group * (group + 2)
     heads = (first + query % group, first + group, first + group + 1)
@@ -161,12 +160,9 @@ class DecoderEmbedding(nn.Module):
         self.dropout = Dropout(config.dropout, "embed", seed)
 
     def forward(
-        self,
-        tokens: Tensor,
-        ids: Tensor | None = None,
-        targets: Tensor | None = None,
+        self, tokens: Tensor, ids: Tensor | None = None, targets: Tensor | None = None,
         document_ids: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         x = self.tokens(tokens)
         if self.positions is not None:
             x = x + self.positions(x.shape[1])
@@ -174,7 +170,7 @@ class DecoderEmbedding(nn.Module):
 
 
 class LearnedPositions(nn.Module):
-    """Learned positions: the rows of `weight` that `places` says, or the first ones."""
+    """Learned position embeddings, of `position_ids` if set, otherwise of the first positions."""
 
     def __init__(self, sequence: int, width: int):
         super().__init__()
@@ -213,10 +209,9 @@ def build_mlp(config: DecoderConfig) -> nn.Module:
 
 
 def build_moe(config: MoEConfig) -> nn.Module:
-    shared = (
-        config.model_copy(update={"ffn": config.shared_expert_ffn, "bias": False}) if config.shared_expert_ffn else None
-    )
-    return MoE(config, build_mlp(shared) if shared else None)
+    if not config.shared_expert_ffn:
+        return MoE(config, None)
+    return MoE(config, build_mlp(config.model_copy(update={"ffn": config.shared_expert_ffn, "bias": False})))
 
 
 def build_norm(config: DecoderConfig) -> nn.Module:
@@ -226,7 +221,7 @@ def build_norm(config: DecoderConfig) -> nn.Module:
 
 
 class SelfAttention(nn.Module):
-    """Attention with grouped queries; the number of heads is read off the weights it is given."""
+    """Grouped-query attention. The weights determine the number of heads, so it also runs on sharded weights."""
 
     def __init__(self, config: DecoderConfig, causal: bool = True):
         super().__init__()
@@ -237,7 +232,7 @@ class SelfAttention(nn.Module):
         self.rope_cos_sin: tuple[Tensor, Tensor] | None = None
         self.scale = 1.0
         self.attention_fn: Callable[[Tensor, Tensor, Tensor, bool, Tensor | None], Tensor] = sdpa
-        """Another where a rank has only a part of the sequence (`shardwise.parallel.context`)."""
+        """Context parallelism replaces it (`shardwise.parallel.context`): a rank then has only part of the sequence."""
         self.qkv = Linear(config.width, (config.heads + 2 * config.kv_heads) * config.head_dim, bias=config.bias)
         self.out = Linear(config.heads * config.head_dim, config.width, bias=config.bias)
 
@@ -249,7 +244,7 @@ class SelfAttention(nn.Module):
             rope_cos_sin = self.rope_cos_sin or rope_angles(x.shape[1], self.head_dim, self.rope_theta, x.device)
             q, k = apply_rope(q, rope_cos_sin), apply_rope(k, rope_cos_sin)
         q = q if self.scale == 1.0 else q * self.scale
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # B KG S H, as seen; in memory S comes first
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # B KG S H, as views: memory stays B S KG H
         return self.out(self.attention_fn(q, k, v, self.causal, document_ids).transpose(1, 2).flatten(2))
 
 
@@ -276,7 +271,7 @@ class GELUMLP(nn.Module):
 
 
 class DecoderHead(nn.Module):
-    """The last norm and the projection to the vocabulary."""
+    """The final norm and the LM head."""
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
@@ -290,14 +285,14 @@ class DecoderHead(nn.Module):
 
 
 class LMHead(nn.Module):
-    """Logits, or the loss summed over the targets where they are given."""
+    """Projects to the vocabulary. Returns logits, or the loss summed over the targets if there are any."""
 
     def __init__(self, config: DecoderConfig | T5Config):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.vocab, config.width))
         self.vocab_shard: VocabShard | None = None
         self.loss_chunk_size = loss_chunk_size(config.vocab)
-        """Positions whose logits are held at once; 0: all."""
+        """Positions whose logits are in memory at once; 0: all."""
         self.use_fp8 = False
         self.scale = 1.0
 

@@ -1,4 +1,4 @@
-"""The decoder family: GPT-2, GPT-3 and Llama shapes from one config."""
+"""The config and family of decoder-only transformers: GPT-2, GPT-3 and Llama shapes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class DecoderConfig(ModelConfig):
-    """A row of equal blocks: a decoder, where no kind below says otherwise."""
+    """A decoder-only transformer. The MoE and BERT configs extend it."""
 
     description = "a decoder"
     is_causal_lm = True
@@ -27,11 +27,11 @@ class DecoderConfig(ModelConfig):
     width: int = Field(256, ge=1)
     heads: int = Field(8, ge=1)
     kv_heads: int = Field(0, ge=0)
-    """Heads of keys and values; 0: as many as `heads`."""
+    """Number of key/value heads (grouped-query attention); 0: `heads`."""
     head_dim: int = Field(0, ge=0)
-    """Features of one head; 0: width / heads."""
+    """Features per head; 0: width / heads."""
     ffn: int = Field(0, ge=0)
-    """Hidden features of the feed-forward part; 0: 4 x width, or 8/3 x width for swiglu, in multiples of 64."""
+    """Hidden size of the MLP; 0: 4 x width for gelu, 8/3 x width rounded to a multiple of 64 for swiglu."""
     vocab: int = Field(256, ge=2)
     sequence: int = Field(256, ge=1)
     positions: Literal["learned", "rotary"] = "rotary"
@@ -39,49 +39,49 @@ class DecoderConfig(ModelConfig):
     activation: Literal["gelu", "swiglu"] = "swiglu"
     bias: bool = False
     tied: bool = True
-    """Whether the head uses the token embedding's weights."""
+    """Whether the LM head shares the token embedding's weight."""
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
-    """Dropout of embeddings and of what each block adds to the stream."""
+    """Dropout probability of the embeddings and of each residual branch."""
     attention_dropout: float = 0.0
     rope_theta: float = Field(10_000.0, gt=0.0)
     norm_eps: float = Field(1e-5, gt=0.0)
     init_std: float = Field(0.02, gt=0.0)
     eod_token_id: int = Field(-1, ge=-1)
-    """The id that ends a document; tokens do not attend to documents before their own. -1: they do."""
+    """Id of the end-of-document token; attention is masked across documents. -1: no document masking."""
     mup_base_width: int = Field(0, ge=0)
-    """The width at which the learning rate was found, for it to hold at this width too (muP); 0: off."""
+    """Width at which the learning rate was tuned; muP transfers it to `width`. 0: off."""
 
     @model_validator(mode="after")
     def _check_shape(self) -> DecoderConfig:
         defaults = {}
         if self.mup_base_width and not self.supports_mup:
-            raise ValueError(f"mup_base_width is for 'gpt', not for {self.description}; leave it out")
+            raise ValueError(f"mup_base_width needs a 'gpt', and this is {self.description}; leave it out")
         if self.eod_token_id >= self.vocab:
-            raise ValueError(f"eod_token_id ({self.eod_token_id}) is not below vocab ({self.vocab})")
+            raise ValueError(f"eod_token_id ({self.eod_token_id}) must be below vocab ({self.vocab})")
         if self.eod_token_id >= 0 and not self.is_causal_lm:
-            raise ValueError(f"eod_token_id is for decoders, not for {self.description}; leave it out")
+            raise ValueError(f"eod_token_id needs a decoder, and this is {self.description}; leave it out")
         if not self.kv_heads:
             defaults["kv_heads"] = self.heads
         if not self.head_dim:
             if self.width % self.heads:
                 raise ValueError(
-                    f"width {self.width} does not divide into {self.heads} heads; change one of them or set head_dim"
+                    f"width ({self.width}) must be a multiple of heads ({self.heads}); change one or set head_dim"
                 )
             defaults["head_dim"] = self.width // self.heads
         if not self.ffn:
             hidden = 4 * self.width if self.activation == "gelu" else -(-8 * self.width // 3 // 64) * 64
             defaults["ffn"] = hidden or self.width
-        # The class is frozen for its users; here it is still being made.
+        # The config is frozen, so plain assignment fails even inside its own validator.
         for key, value in defaults.items():
             object.__setattr__(self, key, value)
         if self.heads % self.kv_heads:
             raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
         if self.positions == "rotary" and self.head_dim % 2:
-            raise ValueError(f"rotary positions turn pairs of features, but a head has {self.head_dim}; make it even")
+            raise ValueError(f"rotary positions need an even head_dim, not {self.head_dim}; change it")
         if self.attention_dropout:
             raise ValueError(
-                "dropout of attention probabilities would need their masks to be the same in every layout, which "
-                "no fused attention kernel gives; use dropout (of the blocks' outputs) and leave attention_dropout out"
+                f"attention_dropout ({self.attention_dropout}) must be 0: fused attention kernels cannot draw the same "
+                "dropout masks in every layout; use dropout instead"
             )
         return self
 

@@ -1,5 +1,7 @@
-"""Kernels for GPUs where PyTorch's own operators move memory more often than needed. Each has a plain twin that runs
-anywhere and that it is tested against. Imported only where there is a GPU: Triton comes with PyTorch there.
+"""Triton kernels that replace several memory-bound PyTorch operators by one.
+
+Each has a PyTorch equivalent that runs on any device and that it is tested against. Import this module only on a GPU:
+CPU builds of PyTorch come without Triton.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from torch import Tensor
 
 
 def cross_entropy_with_grad_(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
-    """The summed cross-entropy; the logits become its gradient, in place. Twin: `shardwise.models.loss`."""
+    """Returns the summed cross-entropy and overwrites the logits with their gradient. In PyTorch:
+    `shardwise.models.loss.cross_entropy_with_grad`."""
     rows, size = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     block = min(8192, triton.next_power_of_2(size))
@@ -48,7 +51,7 @@ def _cross_entropy_kernel(logits, stride, targets, losses, size, ignore_index, B
 
 
 def quantize_rows_triton(x: Tensor, fp8_dtype: torch.dtype, dtype_max: float) -> tuple[Tensor, Tensor]:
-    """A matrix in 8 bits, and the scale of each row. Twin: `shardwise.models.fp8.rounded`."""
+    """Returns a matrix in FP8 and the scale of each row. In PyTorch: `shardwise.models.fp8.quantize_rows`."""
     rows, size = x.shape
     quantized = torch.empty_like(x, dtype=fp8_dtype)
     scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device)

@@ -1,7 +1,7 @@
-"""Latent attention (DeepSeek-AI 2024, section 2.1): queries, keys and values are made from a few numbers of a token.
+"""Multi-head latent attention (DeepSeek-AI 2024, section 2.1): queries, keys and values from low-rank projections.
 
-A head's query and key have `head_size` features from those numbers and `rope_size` that carry the position; of the key
-the latter are the same for all heads. Letters in shapes as in `gpt`; R features with positions.
+Each head's query and key have `head_dim` features without positions and `qk_rope_head_dim` features with RoPE; all
+heads share the RoPE part of the key. Shape letters as in `gpt`, and R RoPE features.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""The projection to the vocabulary and its loss in one, a few positions at a time: the logits are never held whole.
+"""Fused linear cross-entropy: projects to the vocabulary and computes the loss chunk by chunk, so that the full logits
+are never in memory.
 
-The loss is the last thing a forward computes, so the gradient of a chunk's logits is known as soon as they are there,
-but for one factor that comes with the backward. Both products of the backward follow at once, and the chunk is dropped.
-What stays until the backward is the gradient of the input and of the weights. In a pipeline, where many micro-batches
-wait for their backward, or for its second half, that would be too much: there the logits' gradient stays instead.
+The loss ends the forward, so the gradient of a chunk's logits is known at once, up to a factor that comes with the
+backward. The forward therefore also computes both gradient matmuls and frees the chunk; it saves the gradients of the
+input and the weight. In a pipeline, many micro-batches wait for their backward and each would save a weight gradient,
+so there the loss runs unchunked and saves the gradient of the logits instead.
 """
 
 from __future__ import annotations
@@ -18,55 +19,48 @@ from torch import Tensor
 from shardwise.models import fp8
 from shardwise.models.chain import IGNORE_INDEX
 
-MAX_LOGITS = 1 << 29  # numbers of logits at once
+MAX_LOGITS = 1 << 29  # logits in memory at once
 
 InPlaceAllReduce = Callable[[Tensor], None]
 
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The part of the vocabulary whose logits this rank computes, and how ranks share what a softmax needs."""
+    """The part of the vocabulary whose logits this rank computes, and the collectives of its softmax."""
 
     start: int
     all_reduce_max: InPlaceAllReduce
-    """Takes the maximum over the ranks, in place."""
     all_reduce_sum: InPlaceAllReduce
-    """Adds up over the ranks, in place."""
 
 
 def loss_chunk_size(vocab_size: int) -> int:
-    """Positions whose logits are computed together, a multiple of 128."""
+    """Returns the number of positions per chunk, a multiple of 128."""
     return max(128, MAX_LOGITS // vocab_size // 128 * 128)
 
 
 def fused_linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, vocab_shard: VocabShard | None, chunk_size: int, use_fp8: bool = False
 ) -> Tensor:
-    """Cross-entropy of `x @ weight.T` summed over the targets that count, `rows` positions at a time; 0: all at once,
-    and the backward by itself. `narrow`: the gradient of `x` is a product in 8 bits."""
+    """Returns the cross-entropy of `x @ weight.T`, summed over the targets, in chunks of `chunk_size` positions; 0: in
+    one piece, with its gradient matmuls in the backward. `use_fp8`: the gradient of `x` is an FP8 matmul."""
     if chunk_size:
         return FusedLinearCrossEntropy.apply(x, weight, targets, vocab_shard, chunk_size, use_fp8)  # type: ignore[no-any-return]
     return CrossEntropy.apply(torch.nn.functional.linear(x, weight), targets, vocab_shard)  # type: ignore[no-any-return]
 
 
 class FusedLinearCrossEntropy(torch.autograd.Function):
-    """Both in one."""
+    """Chunked linear and cross-entropy; the forward also computes the gradients."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        vocab_shard: VocabShard | None,
-        chunk_size: int,
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, vocab_shard: VocabShard | None, chunk_size: int,
         use_fp8: bool,
-    ) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        loss = torch.zeros((), dtype=wide, device=x.device)
+    ) -> Tensor:  # fmt: skip
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        loss = torch.zeros((), dtype=dtype, device=x.device)
         needs_grad = any(ctx.needs_input_grad)
         grad_x = torch.empty_like(x) if needs_grad else None
-        grad_weight = torch.zeros_like(weight, dtype=wide) if needs_grad else None
+        grad_weight = torch.zeros_like(weight, dtype=dtype) if needs_grad else None
         grad_input_matmul = (
             fp8.GradInputMatmul(weight)
             if use_fp8 and needs_grad and fp8.can_use_fp8(x[:chunk_size], weight) and fp8.can_use_fp8(x, weight)
@@ -84,7 +78,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
                 else:
                     grad_x[chunk] = grad_input_matmul(grad)
                 addmm_(grad_weight, grad.t(), x[chunk])
-            del logits, grad  # before the next ones are made
+            del logits, grad  # before the next chunk allocates its own
         if needs_grad:
             ctx.save_for_backward(grad_x, grad_weight)
         return loss
@@ -97,8 +91,8 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
 
 
 def aligned_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """`x @ weight.T` in rows that begin at multiples of 16 bytes on a GPU: where they do not, as with 50,257 words,
-    products with it take five times as long."""
+    """Returns `x @ weight.T`; on a GPU its rows are aligned to 16 bytes, because matmuls with unaligned logits (a
+    vocabulary of 50,257) are five times slower."""
     columns, unit = weight.shape[0], 16 // x.element_size()
     if not x.is_cuda or columns % unit == 0:
         return x @ weight.t()
@@ -107,12 +101,12 @@ def aligned_logits(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _scale_to_dtype(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The product, rounded once: a narrow type would round the scale itself, and with it every gradient alike."""
+    """Returns `x * scale`, rounded once: casting the scale to a 16-bit dtype first would bias every gradient."""
     return torch.mul(x, scale.view(1), out=torch.empty_like(x, dtype=dtype))
 
 
 def addmm_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """`total += a @ b`, in one kernel where a wide sum of narrow products is one."""
+    """`total += a @ b`, in one kernel if 16-bit matmuls can accumulate into the wider `total`."""
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
@@ -120,13 +114,11 @@ def addmm_(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 class CrossEntropy(torch.autograd.Function):
-    """The loss of logits that are there."""
+    """Cross-entropy of given logits, which it overwrites with their gradient."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, vocab_shard: VocabShard | None) -> Tensor:
-        loss, grad = cross_entropy_with_grad(
-            logits.detach(), targets, vocab_shard
-        )  # nobody needs the logits after this
+        loss, grad = cross_entropy_with_grad(logits.detach(), targets, vocab_shard)
         ctx.save_for_backward(grad)
         return loss
 
@@ -137,16 +129,16 @@ class CrossEntropy(torch.autograd.Function):
 
 
 def cross_entropy_with_grad(logits: Tensor, targets: Tensor, vocab_shard: VocabShard | None) -> tuple[Tensor, Tensor]:
-    """The summed loss, and its gradient by the logits in their type. The logits are used up."""
+    """Returns the summed loss and its gradient by the logits, which is computed in place."""
     if logits.is_cuda and vocab_shard is None and logits.dtype != torch.float64:
         from shardwise.models.kernels import cross_entropy_with_grad_
 
         return cross_entropy_with_grad_(logits, targets, IGNORE_INDEX), logits
     probs = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    highest = probs.max(-1).values
+    row_max = probs.max(-1).values
     if vocab_shard is not None:
-        vocab_shard.all_reduce_max(highest)
-    probs.sub_(highest.unsqueeze(-1))
+        vocab_shard.all_reduce_max(row_max)
+    probs.sub_(row_max.unsqueeze(-1))
     is_counted = targets != IGNORE_INDEX
     local_target = targets - (vocab_shard.start if vocab_shard is not None else 0)
     in_shard = is_counted & (local_target >= 0) & (local_target < logits.shape[-1])

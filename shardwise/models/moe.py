@@ -1,10 +1,9 @@
-"""A feed-forward part of many experts, of which each token uses a few.
+"""Mixture of experts: each token goes through its top-k experts instead of one MLP.
 
-A token goes to the `active` experts that its router finds likeliest; none is dropped but by a `capacity`. Rows are
-sorted by expert, so that the products of all experts are one grouped product, and sorted back; both are permutations,
-in which no two rows meet, so gradients add up in the same order everywhere.
+No token is dropped unless `capacity_factor` is set. Rows are sorted by expert, so that one grouped matmul runs all
+experts, and then sorted back. Both are permutations, so gradients are summed in the same order in every layout.
 
-Letters in shapes: T tokens, E experts, F hidden features of one, D width.
+Shape letters: T tokens, E experts, F hidden features of an expert, D width.
 """
 
 from __future__ import annotations
@@ -27,42 +26,35 @@ class MoE(nn.Module):
         self.router = nn.Parameter(torch.empty(config.experts, config.width))
         self.bank = ExpertWeights(config)
         self.shared = shared
-        self.top_k, self.router_aux_loss_coef, self.router_z_loss_coef = (
-            config.experts_per_token,
-            config.router_aux_loss_coef,
-            config.router_z_loss_coef,
-        )
-        self.sigmoid, self.routed_scaling_factor, self.capacity_factor = (
-            config.scoring_func == "sigmoid",
-            config.routed_scaling_factor,
-            config.capacity_factor,
-        )
+        self.top_k, self.sigmoid = config.experts_per_token, config.scoring_func == "sigmoid"
+        self.router_aux_loss_coef, self.router_z_loss_coef = config.router_aux_loss_coef, config.router_z_loss_coef
+        self.routed_scaling_factor, self.capacity_factor = config.routed_scaling_factor, config.capacity_factor
         self.bias_update_rate = config.router_bias_update_rate
         self.register_buffer("expert_bias", torch.zeros(config.experts) if self.bias_update_rate else None)
-        """What is added to likelihoods where experts are chosen."""
+        """Added to the probabilities for the top-k choice only; the routing weights do not include it."""
         self.tokens_per_expert: Tensor | None = torch.zeros(config.experts) if self.bias_update_rate else None
-        """Rows that each expert was chosen for since the last step."""
+        """Tokens routed to each expert since the last optimizer step, for `update_expert_bias`."""
         self.aux_loss_scale: Callable[[], Tensor] | None = None
-        """The factor of the router's own losses in the gradient; without it they are left in `extra` instead."""
+        """Returns the factor of the auxiliary loss in the gradient. None: the loss is stored in `aux_loss` instead."""
         self.aux_loss: Tensor | None = None
         self.expert_load: Tensor | None = None
-        """Rows that each expert got since this was last set to zero; what is computed again counts again."""
+        """Tokens routed to each expert since the last reset; recomputation does not count."""
         self.dropped_tokens: Tensor | None = None
-        """Choices that found no room, counted alike."""
+        """Routing choices dropped for lack of capacity since the last reset; recomputation does not count."""
         self.sequence_shards = 1
-        """In which sequences are cut over ranks; `total` sums over these."""
+        """Number of ranks that split each sequence; `all_reduce_sum` sums over them."""
         self.all_reduce_sum: Callable[[Tensor], Any] | None = None
         self.local_experts: tuple[int, int] | None = None
-        """The first expert and how many, whose rows this rank takes care of; of others it gives zeros. None: all."""
+        """(first, count) of the experts that this rank computes; other experts give zeros. None: all."""
         self.dispatcher: Any = None
-        """Takes rows to experts that other ranks hold (`shardwise.parallel.expert`); None: all are here."""
+        """Sends rows to experts on other ranks (`shardwise.parallel.expert`); None: all experts are local."""
 
-    @torch.compiler.disable  # how many rows an expert has is known only when it runs
+    @torch.compiler.disable  # the number of rows per expert depends on the data
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, 1)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        scores = F.linear(tokens.to(wide), self.router.to(wide))  # T E
-        probs = scores.sigmoid() if self.sigmoid else scores.softmax(-1)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        logits = F.linear(tokens.to(dtype), self.router.to(dtype))  # T E
+        probs = logits.sigmoid() if self.sigmoid else logits.softmax(-1)
         expert_ids = (probs if self.expert_bias is None else probs.detach() + self.expert_bias).topk(self.top_k).indices
         weights = probs.gather(1, expert_ids)
         weights = self.routed_scaling_factor * weights / weights.sum(-1, keepdim=True)
@@ -72,41 +64,41 @@ class MoE(nn.Module):
         y = y.unflatten(0, x.shape[:2])
         if not self.router_aux_loss_coef and not self.router_z_loss_coef:
             return y
-        # Both are sums over samples, so that no layout or micro-batch changes them.
+        # Both losses are sums over samples, so they do not depend on the layout or the micro-batch size.
         if self.sigmoid:
             probs = probs / probs.sum(-1, keepdim=True)
         aux_loss = self.router_aux_loss_coef * load_balancing_loss(
             probs, expert_ids, x.shape[0], self.sequence_shards, self.all_reduce_sum
         )
         if self.router_z_loss_coef:
-            aux_loss = aux_loss + self.router_z_loss_coef * scores.logsumexp(-1).square().sum() / (
-                self.sequence_shards * x.shape[1]
-            )
+            length = self.sequence_shards * x.shape[1]
+            aux_loss = aux_loss + self.router_z_loss_coef * logits.logsumexp(-1).square().sum() / length
         if self.aux_loss_scale is None:
             self.aux_loss = aux_loss
             return y
         return AddAuxiliaryLoss.apply(y, aux_loss, self.aux_loss_scale())  # type: ignore[no-any-return]
 
     def reset_buffers(self) -> None:
-        """Starts what is remembered, once it has memory."""
+        """Initializes the buffers on the device of the weights."""
         if self.bias_update_rate:
-            wide = torch.float64 if self.router.dtype == torch.float64 else torch.float32
+            dtype = torch.promote_types(self.router.dtype, torch.float32)
             self.expert_bias, self.tokens_per_expert = (
-                torch.zeros(self.router.shape[0], dtype=wide, device=self.router.device) for _ in range(2)
+                torch.zeros(self.router.shape[0], dtype=dtype, device=self.router.device) for _ in range(2)
             )
 
     @torch.no_grad()
-    def update_expert_bias(self, rows: Tensor) -> None:
-        """After a step, given the rows that each expert was chosen for in all of it (Wang et al. 2024)."""
+    def update_expert_bias(self, counts: Tensor) -> None:
+        """Raises the bias of underloaded experts and lowers that of others, given the step's tokens per expert over all
+        ranks (Wang et al. 2024)."""
         assert self.expert_bias is not None and self.tokens_per_expert is not None
-        self.expert_bias.add_((rows.mean() - rows).sign(), alpha=self.bias_update_rate)
+        self.expert_bias.add_((counts.mean() - counts).sign(), alpha=self.bias_update_rate)
         self.tokens_per_expert.zero_()
 
     def apply_experts(self, tokens: Tensor, weights: Tensor, expert_ids: Tensor, samples: int) -> Tensor:
-        """What each token's experts make of it, weighted."""
+        """Returns the weighted sum of the outputs of each token's experts."""
         order = expert_ids.flatten().argsort(stable=True)
         counts = _tokens_per_expert(expert_ids.flatten(), self.router.shape[0])
-        # Not when a block is computed again in the backward.
+        # Count each token once: activation checkpointing recomputes the forward inside the backward.
         first_time = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
         if first_time:
             self.expert_load = counts.clone() if self.expert_load is None else self.expert_load.add_(counts)
@@ -127,7 +119,7 @@ class MoE(nn.Module):
         return (rows.unflatten(0, expert_ids.shape) * weights.unsqueeze(-1)).sum(1)
 
     def _kept_mask(self, expert_ids: Tensor, samples: int, first_time: bool) -> Tensor | None:
-        """Which of all choices are served here; None: all of them."""
+        """Returns which routing choices this rank computes; None: all."""
         kept = None
         if self.capacity_factor and not is_fake(expert_ids):
             kept = within_capacity(expert_ids.reshape(samples, -1), self.router.shape[0], self.capacity_factor)
@@ -141,7 +133,7 @@ class MoE(nn.Module):
         return kept
 
     def _run_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Rows that lie by expert, through the experts, wherever they are."""
+        """Runs rows, sorted by expert, through their experts on this or other ranks."""
         dispatch_state = None
         if self.dispatcher is not None:
             rows, counts, dispatch_state = self.dispatcher.dispatch(rows, counts)
@@ -152,7 +144,7 @@ class MoE(nn.Module):
 
 
 class ExpertWeights(nn.Module):
-    """The experts themselves, as stacks of matrices."""
+    """The weights of all experts, stacked to (E, out, in)."""
 
     def __init__(self, config: MoEConfig):
         super().__init__()
@@ -162,7 +154,7 @@ class ExpertWeights(nn.Module):
         self.down = nn.Parameter(torch.empty(count, width, hidden))
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Rows that lie by expert, through theirs."""
+        """Runs rows, sorted by expert, through their experts; `counts`: rows per expert."""
         hidden = GroupedLinear.apply(rows, self.up, counts)
         if self.gate is None:
             hidden = F.gelu(hidden, approximate="tanh")
@@ -172,37 +164,33 @@ class ExpertWeights(nn.Module):
 
 
 def within_capacity(expert_ids: Tensor, experts: int, capacity: float) -> Tensor:
-    """Of the choices of each sample (samples, choices in order), which find room: an expert takes `capacity` times its
-    even share of a sample. Flat."""
+    """Returns a flat mask of the routing choices (samples, choices in order) that are within capacity: per sample, an
+    expert takes the first `capacity` x choices / experts, rounded up."""
     capacity_rows = math.ceil(capacity * expert_ids.shape[1] / experts)
     order = expert_ids.argsort(dim=1, stable=True)
     by_expert = expert_ids.gather(1, order)
     counts = torch.zeros(expert_ids.shape[0], experts, dtype=torch.int64, device=expert_ids.device)
     counts.scatter_add_(1, expert_ids, torch.ones_like(expert_ids))
-    first = counts.cumsum(1) - counts  # where each expert's begin
+    first = counts.cumsum(1) - counts  # offset of each expert's rows
     position_in_expert = torch.arange(expert_ids.shape[1], device=expert_ids.device) - first.gather(1, by_expert)
     return torch.empty_like(order).scatter_(1, order, position_in_expert).flatten() < capacity_rows
 
 
 def load_balancing_loss(
-    probs: Tensor,
-    expert_ids: Tensor,
-    samples: int,
-    num_shards: int = 1,
+    probs: Tensor, expert_ids: Tensor, samples: int, num_shards: int = 1,
     all_reduce_sum: Callable[[Tensor], Any] | None = None,
-) -> Tensor:
-    """By sample, E x the sum over experts of their share of its tokens and their mean likelihood: 1 where all are used
-    alike. Summed over samples. (DeepSeek-AI 2024, equation 17.) Where a sequence is cut into `parts`, `total` sums what
-    was used of them, and the sum over parts is the whole."""
+) -> Tensor:  # fmt: skip
+    """Returns the sum over samples of E x sum over experts of (fraction of the choices) x (mean probability), which is
+    1 per balanced sample (DeepSeek-AI 2024, equation 17). If `num_shards` ranks split each sequence, `all_reduce_sum`
+    sums their counts, and the sum of their results is the full loss."""
     experts = probs.shape[1]
-    each = expert_ids.reshape(samples, -1)
-    used = torch.zeros(samples, experts, dtype=probs.dtype, device=probs.device)
-    used.scatter_add_(1, each, torch.ones_like(each, dtype=probs.dtype))
+    choices = expert_ids.reshape(samples, -1)
+    counts = torch.zeros(samples, experts, dtype=probs.dtype, device=probs.device)
+    counts.scatter_add_(1, choices, torch.ones_like(choices, dtype=probs.dtype))
     if all_reduce_sum is not None:
-        all_reduce_sum(used)
-    return (
-        experts * (used / (num_shards * each.shape[1]) * probs.unflatten(0, (samples, -1)).mean(1) / num_shards).sum()
-    )
+        all_reduce_sum(counts)
+    mean_probs = probs.unflatten(0, (samples, -1)).mean(1)
+    return experts * (counts / (num_shards * choices.shape[1]) * mean_probs / num_shards).sum()
 
 
 def _tokens_per_expert(expert_ids: Tensor, experts: int) -> Tensor:
@@ -211,7 +199,7 @@ def _tokens_per_expert(expert_ids: Tensor, experts: int) -> Tensor:
 
 
 class AddAuxiliaryLoss(torch.autograd.Function):
-    """A value, and beside it a loss that joins only in the backward, times a factor."""
+    """Returns `y` unchanged; the backward adds the gradient of `factor` x `aux_loss`."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, aux_loss: Tensor, factor: Tensor) -> Tensor:
@@ -225,11 +213,11 @@ class AddAuxiliaryLoss(torch.autograd.Function):
 
 
 class Permute(torch.autograd.Function):
-    """Rows in another order, of which the other way round is known."""
+    """Permutes rows; the backward uses the inverse permutation instead of a scatter-add."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
-        ctx.save_for_backward(back)
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
         return x.index_select(0, order)
 
     @staticmethod
@@ -238,7 +226,7 @@ class Permute(torch.autograd.Function):
 
 
 class GroupedLinear(torch.autograd.Function):
-    """`x @ weight.T` with another weight (E, out, in) for each run of rows; a run may be empty."""
+    """`x @ weight.T` with one weight (E, out, in) per group of rows; a group may be empty."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -252,25 +240,26 @@ class GroupedLinear(torch.autograd.Function):
         if _has_grouped_mm(grad):
             grad_weight = torch._grouped_mm(grad.t(), x, _group_offsets(counts))
         else:
-            runs = zip(grad.split(group_sizes(counts, x)), x.split(group_sizes(counts, x)), strict=True)
-            grad_weight = torch.stack([one.t() @ other for one, other in runs])
+            sizes = group_sizes(counts, x)
+            groups = zip(grad.split(sizes), x.split(sizes), strict=True)
+            grad_weight = torch.stack([group_grad.t() @ group_x for group_grad, group_x in groups])
         return grouped_mm(grad, weight, counts), grad_weight, None
 
 
 def grouped_mm(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Runs of rows, each times its own matrix (E, in, out)."""
+    """Multiplies each group of rows by its own matrix of `weight` (E, in, out)."""
     if _has_grouped_mm(x):
         return torch._grouped_mm(x, weight, _group_offsets(counts))
-    return torch.cat([run @ matrix for run, matrix in zip(x.split(group_sizes(counts, x)), weight, strict=True)])
+    return torch.cat([group @ matrix for group, matrix in zip(x.split(group_sizes(counts, x)), weight, strict=True)])
 
 
 def _has_grouped_mm(x: Tensor) -> bool:
-    """Whether PyTorch has one kernel for all experts; it also spares the host from knowing how many rows each has."""
+    """Whether PyTorch has a grouped matmul kernel, which also avoids a device-to-host copy of the group sizes."""
     return x.is_cuda and x.dtype == torch.bfloat16
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor has no numbers."""
+    """Whether a tensor has no data (dry run)."""
     return isinstance(tensor, FakeTensor)
 
 
@@ -279,8 +268,8 @@ def _group_offsets(counts: Tensor) -> Tensor:
 
 
 def group_sizes(counts: Tensor, x: Tensor) -> list[int]:
-    """How many of the rows of `x` are in each run; the host must know them."""
-    if is_fake(counts):  # a dry run knows no numbers: as even as can be
-        rows, runs = x.shape[0], counts.shape[0]
-        return [rows // runs + (run < rows % runs) for run in range(runs)]
+    """Returns the number of rows of `x` in each group, on the host; a dry run assumes an even split."""
+    if is_fake(counts):
+        rows, groups = x.shape[0], counts.shape[0]
+        return [rows // groups + (group < rows % groups) for group in range(groups)]
     return [int(count) for count in counts.tolist()]

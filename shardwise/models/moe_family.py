@@ -1,4 +1,4 @@
-"""Mixture-of-experts decoders (Mixtral, DeepSeek-V3): each token uses a few experts of a sparse block."""
+"""The config and family of mixture-of-experts decoders: Mixtral and DeepSeek-V3 shapes."""
 
 from __future__ import annotations
 
@@ -10,52 +10,53 @@ from shardwise.models.gpt_family import DecoderConfig, GPTFamily
 
 
 class MoEConfig(DecoderConfig):
-    """A decoder with experts, of which each token uses some; its attention may be latent."""
+    """A mixture-of-experts decoder, optionally with multi-head latent attention (MLA)."""
 
     description = "a mixture of experts"
     supports_mup = False
     mixes_samples = True
     name: str = "moe"
     experts: int = Field(8, ge=2)
-    """Experts in a block."""
+    """Number of routed experts per MoE layer."""
     experts_per_token: int = Field(2, ge=1)
-    """Experts that a token uses."""
+    """Number of routed experts per token (top-k)."""
     expert_ffn: int = Field(0, ge=0)
-    """Hidden features of one expert; 0: as `ffn`."""
+    """Hidden size of each routed expert; 0: `ffn`."""
     shared_expert_ffn: int = Field(0, ge=0)
-    """Hidden features of the feed-forward part that every token uses beside its experts."""
+    """Hidden size of the shared expert, which processes every token; 0: no shared expert."""
     dense_layers: int = Field(0, ge=0)
-    """Blocks at the begin that have no experts."""
+    """Number of leading blocks with a dense MLP instead of experts."""
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"
-    """What makes a token's likelihoods of its router's scores."""
+    """Function that turns router logits into routing probabilities."""
     routed_scaling_factor: float = Field(1.0, gt=0.0)
-    """Factor of what the experts give."""
+    """Factor of the routing weights, which sum to 1 before it."""
     capacity_factor: float = Field(0.0, ge=0.0)
-    """Tokens of a sample that an expert takes, over its even share; those that come later are dropped. 0: takes all."""
+    """Capacity of an expert per sample, relative to an even load; tokens beyond it are dropped. 0: no limit."""
     router_bias_update_rate: float = Field(0.0, ge=0.0)
-    """Balance without a loss: after each step experts that got less than their share become likelier by this."""
+    """Auxiliary-loss-free load balancing: change of an expert's routing bias per step; 0: off."""
     router_aux_loss_coef: float = Field(0.01, ge=0.0)
-    """Weight of the loss that asks each sample to use all experts alike; 0: none."""
+    """Coefficient of the load-balancing loss, which is computed per sample; 0: off."""
     router_z_loss_coef: float = Field(0.0, ge=0.0)
-    """Weight of the loss that keeps the router's scores small: the mean of their squared log-sum-exp; 0: none."""
+    """Coefficient of the router z-loss, the mean squared log-sum-exp of the router logits; 0: off."""
     q_lora_rank: int = Field(0, ge=0)
-    """Latent attention: numbers of a token that its queries are made from."""
+    """MLA: rank of the query projection; 0: no MLA."""
     kv_lora_rank: int = Field(0, ge=0)
-    """Latent attention: numbers of a token that its keys and values are made from; 0: plain attention."""
+    """MLA: rank of the joint key/value projection; 0: no MLA."""
     qk_rope_head_dim: int = Field(0, ge=0)
-    """Latent attention: features of a head that carry the position, beside `head_size`."""
+    """MLA: features per query and key head that carry RoPE, in addition to `head_dim`."""
 
     @model_validator(mode="after")
     def _check_experts(self) -> MoEConfig:
         if not self.expert_ffn:
             object.__setattr__(self, "expert_ffn", self.ffn)
         if self.experts_per_token > self.experts:
-            raise ValueError(f"experts_per_token ({self.experts_per_token}) is above experts ({self.experts})")
+            raise ValueError(f"experts_per_token ({self.experts_per_token}) exceeds experts ({self.experts})")
         if self.dense_layers >= self.layers:
-            raise ValueError(f"dense_layers ({self.dense_layers}) leaves none of {self.layers} layers for experts")
+            raise ValueError(f"dense_layers ({self.dense_layers}) must be below layers ({self.layers})")
         if bool(self.kv_lora_rank) != bool(self.q_lora_rank) or (self.qk_rope_head_dim and not self.kv_lora_rank):
             raise ValueError(
-                "latent attention has q_rank and kv_rank, and may have rope_size; plain attention has none"
+                f"latent attention needs q_lora_rank ({self.q_lora_rank}) and kv_lora_rank ({self.kv_lora_rank}) above "
+                f"0; otherwise leave both and qk_rope_head_dim ({self.qk_rope_head_dim}) at 0"
             )
         return self
 
@@ -87,12 +88,14 @@ class MoEFamily(GPTFamily):
         return {**super().decoder_shape(config), **{key: getattr(config, key) for key in keys}, **sparse}
 
     def refusals(self, config: MoEConfig) -> dict[str, str]:  # type: ignore[override]
-        refused = {"redundant_compute": "experts are shared by the samples of all ranks."}
+        refused = {"redundant_compute": "experts process tokens of all ranks."}
         if config.kv_lora_rank or config.capacity_factor:
-            cause = "latent attention" if config.kv_lora_rank else "model.capacity_factor, which counts a whole sample,"
+            cause = (
+                "latent attention" if config.kv_lora_rank else "model.capacity_factor, which applies to full samples,"
+            )
             refused["context"] = f"{cause} cannot be split along the sequence; leave context at 1."
         if config.router_bias_update_rate:
             refused["local_sgd"] = (
-                "model.router_bias_update_rate is kept for all samples, not per replica; use local_sgd.every = 1."
+                "model.router_bias_update_rate needs every step's expert load of all replicas; use local_sgd.every = 1."
             )
         return refused

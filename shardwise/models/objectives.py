@@ -2,7 +2,7 @@
 
     next_token      decoders: predict every token from those before it
     MaskedLM        BERT: predict a fixed number of positions (80% masked, 10% replaced at random, 10% unchanged)
-    SpanCorruption  T5: spans are replaced by sentinels in the encoder's input, and the decoder writes them; encoder and
+    SpanCorruption  T5: sentinels replace spans in the encoder's input, and the decoder predicts the spans; encoder and
                     decoder inputs are concatenated into one row
 
 Images and clicks carry their own targets. Random choices depend only on the seed and the sample's position in the
@@ -27,7 +27,7 @@ class Objective(Protocol):
 
 
 def next_token(rows: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    return rows[:, :-1].clip(min=0), np.ascontiguousarray(rows[:, 1:])  # an ignored target is still some input
+    return rows[:, :-1].clip(min=0), np.ascontiguousarray(rows[:, 1:])  # ignored targets (-100) are not valid inputs
 
 
 class PerSampleObjective:
@@ -67,18 +67,16 @@ class SpanCorruption(PerSampleObjective):
         model, rng = self.model, np.random.default_rng((self.seed, 2, position))
         row = row[: model.text_window]
         noise, spans = model.noise_counts(len(row))
-        noise_lengths, kept_lengths = (
-            _random_partition(rng, noise, spans),
-            _random_partition(rng, len(row) - noise, spans),
-        )
+        noise_lengths = _random_partition(rng, noise, spans)
+        kept_lengths = _random_partition(rng, len(row) - noise, spans)
         encoder_chunks: list[np.ndarray] = []
         decoder_chunks: list[np.ndarray] = []
         start = 0
-        for number, (kept, dropped) in enumerate(zip(kept_lengths, noise_lengths, strict=True)):
+        for number, (kept, masked) in enumerate(zip(kept_lengths, noise_lengths, strict=True)):
             sentinel = np.array([model.vocab - 1 - number])
             encoder_chunks += [row[start : start + kept], sentinel]
-            decoder_chunks += [sentinel, row[start + kept : start + kept + dropped]]
-            start += kept + dropped
+            decoder_chunks += [sentinel, row[start + kept : start + kept + masked]]
+            start += kept + masked
         eos = model.vocab - 1 - spans  # start, end and padding token
         encoder_tokens = _pad_with_eos(np.concatenate(encoder_chunks), model.sequence, eos, eos)
         decoder_targets = _pad_with_eos(np.concatenate(decoder_chunks), model.target_sequence, eos, IGNORE_INDEX)

@@ -1,7 +1,7 @@
-"""What a module of a model costs, whatever runs it: its matmuls, attention, and the bytes that it moves and saves.
+"""Hardware-independent costs of a module: its matmuls, attention, and the bytes that it moves and saves.
 
-The numbers are those of one micro-batch on one rank. They come from a trace (`shardwise.models.trace`) or from a list
-that a family writes by hand; the planner turns them into time.
+All numbers are for one micro-batch on one rank. They come from a trace (`shardwise.models.trace`) or from a family's
+hand-written list; the planner turns them into time and memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class MatMul:
     columns: int
     groups: int = 1
     kernel_numel: int = 0
-    """Positions of a convolution's kernel, each of which reads the input once; 0: not a convolution."""
+    """Spatial size of a convolution's kernel (9 for 3 x 3); 0: not a convolution."""
 
     def precision(self, requested: str) -> str:
         """Returns the precision it runs in: by default PyTorch lets cuDNN run float32 convolutions in TF32."""
@@ -81,9 +81,9 @@ class OperatorCosts:
 
 
 def merge_costs(
-    name: str, operators: list[OperatorCosts], output: int, saved: int, moved: int, calls: int
+    name: str, operators: list[OperatorCosts], output: int, saved: int, moved: int, num_ops: int
 ) -> OperatorCosts:
-    """Returns the costs of operators in a row, plus what the module itself saves, moves and launches."""
+    """Returns the sum of the costs of a module's operators, plus what the module itself saves, moves and launches."""
     return OperatorCosts(
         name=name,
         parameters=sum(p.parameters for p in operators),
@@ -91,7 +91,7 @@ def merge_costs(
         output_bytes=output,
         saved_bytes=saved + sum(p.saved_bytes for p in operators),
         moved_bytes=moved + sum(p.moved_bytes for p in operators),
-        num_ops=calls + sum(p.num_ops for p in operators),
+        num_ops=num_ops + sum(p.num_ops for p in operators),
         products=tuple(q for p in operators for q in p.products),
         attention=tuple(q for p in operators for q in p.attention),
         all_reduce_bytes=sum(p.all_reduce_bytes for p in operators),

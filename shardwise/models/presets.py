@@ -1,4 +1,4 @@
-"""Published model shapes, by name. Sources: the papers and model cards named beside each."""
+"""Published model shapes by name, each with its source."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ PRESETS: dict[str, dict[str, object]] = {
     # Jiang et al. 2024, table 1, and the model's configuration
     "mixtral-8x7b": {**_LLAMA3, "family": "moe", "layers": 32, "width": 4096, "heads": 32, "ffn": 14336, "vocab": 32000,
                      "sequence": 8192, "rope_theta": 1e6, "experts": 8, "experts_per_token": 2},
-    # DeepSeek-AI 2024, section 4.2; without the layer that predicts a second token
+    # DeepSeek-AI 2024, section 4.2; without multi-token prediction
     "deepseek-v3": {**_LLAMA3, "family": "moe", "layers": 61, "width": 7168, "heads": 128, "kv_heads": 128,
                     "head_dim": 128, "ffn": 18432, "vocab": 129280, "sequence": 4096, "rope_theta": 1e4,
                     "norm_eps": 1e-6, "experts": 256, "experts_per_token": 8, "expert_ffn": 2048,
                     "shared_expert_ffn": 2048, "dense_layers": 3, "q_lora_rank": 1536, "kv_lora_rank": 512,
-                    "qk_rope_head_dim": 64, "scoring_func": "sigmoid", "routed_scaling_factor": 2.5, "router_bias_update_rate": 1e-3, "router_aux_loss_coef": 1e-4},
+                    "qk_rope_head_dim": 64, "scoring_func": "sigmoid", "routed_scaling_factor": 2.5,
+                    "router_bias_update_rate": 1e-3, "router_aux_loss_coef": 1e-4},
     # Devlin et al. 2018
     "bert-base":   {**_BERT, "layers": 12, "width": 768, "heads": 12},
     "bert-large":  {**_BERT, "layers": 24, "width": 1024, "heads": 16},
     # Raffel et al. 2020
     "t5-11b":      {"family": "t5", "layers": 24, "width": 1024, "heads": 128, "head_dim": 128, "ffn": 65536},
-    # Criteo's terabyte of clicks, ids modulo 40 million, as in MLCommons' training benchmark 0.7 to 2.1
+    # Criteo 1TB click logs, ids modulo 40 million, as in MLPerf Training 0.7 to 2.1
     "dlrm-mlperf": {"family": "dlrm", "tables": 26, "width": 128, "bottom": [512, 256],
                     "top": [1024, 1024, 512, 256], "rows": [
                         39884406, 39043, 17289, 7420, 20263, 3, 7120, 1543, 63, 38532951, 2953546, 403346, 10, 2208,

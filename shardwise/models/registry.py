@@ -1,4 +1,4 @@
-"""The families by name, ours and those of installed packages, and how a `[model]` section finds its own."""
+"""The families by name, built-in and from installed packages, and the parser of the `[model]` section."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ BUILT_IN: dict[str, Family] = {
 
 @cache
 def families() -> dict[str, Family]:
-    """All families by name; those of other packages are loaded on the first call."""
-    found = dict(BUILT_IN)
+    """Returns all families by name; loads those of other packages on the first call."""
+    registered = dict(BUILT_IN)
     for entry in entry_points(group=ENTRY_POINTS):
-        if entry.name in found:
-            raise JobError(f"the package entry point {entry.value!r} redefines the family {entry.name!r}.")
+        if entry.name in registered:
+            raise JobError(f"the entry point {entry.value!r} redefines the family {entry.name!r}; rename one of them.")
         try:
             family = entry.load()
-        except Exception as error:  # noqa: BLE001 - whatever a foreign package raises on import
-            raise JobError(f"the family {entry.name!r} of {entry.value!r} cannot be loaded: {error}.") from error
-        found[entry.name] = family() if isinstance(family, type) else family
-    return found
+        except Exception as error:  # noqa: BLE001 - a third-party package may raise anything on import
+            raise JobError(f"cannot load the family {entry.name!r} from {entry.value!r}: {error}.") from error
+        registered[entry.name] = family() if isinstance(family, type) else family
+    return registered
 
 
 def family_name(name: str) -> str:
-    """Returns the family of a model or preset name; raises ValueError if there is no such model."""
+    """Returns the family of a model or preset name; raises ValueError if the name is unknown."""
     if name in BUILT_IN:
         return name
     if name in PRESETS:
@@ -58,7 +58,7 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def parse_model(values: Mapping[str, Any]) -> ModelConfig:
-    """Returns the config of a `[model]` section. A preset's values are the defaults of the keys that are missing."""
+    """Returns the config of a `[model]` section. A preset provides the defaults of missing keys."""
     name = values.get("name", "gpt")
     family = family_name(name) if isinstance(name, str) else "gpt"
     preset = {key: value for key, value in PRESETS.get(name, {}).items() if key != "family"}

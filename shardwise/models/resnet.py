@@ -1,10 +1,10 @@
 """ResNet: residual networks for images (He et al. 2015), written for one device.
 
-18 and 34 have blocks of two 3 x 3 convolutions, 50, 101 and 152 bottlenecks, whose stride is in the 3 x 3 convolution.
-The stem is ImageNet's (7 x 7, stride 2, pooled) or CIFAR's (3 x 3).
+Depths 18 and 34 have blocks of two 3 x 3 convolutions; 50, 101 and 152 have bottlenecks with the stride in the 3 x 3
+convolution. The stem is ImageNet's (7 x 7, stride 2, max pooling) or CIFAR's (3 x 3).
 
-BatchNorm computes mean and variance over the whole global batch, on one device as on many (`shardwise.parallel.batch_norm`
-all-reduces them), so the batch is a single micro-batch. Its running statistics for validation are buffers.
+BatchNorm computes mean and variance over the global batch (`shardwise.parallel.batch_norm` all-reduces them), so each
+rank runs its share of the batch as a single micro-batch. The running statistics for validation are buffers.
 """
 
 from __future__ import annotations
@@ -15,34 +15,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.models.chain import IGNORE_INDEX, Chain, InitSpec, ShardingPlan
+from shardwise.models.chain import IGNORE_INDEX, Chain
 from shardwise.models.resnet_family import ResNetConfig
+from shardwise.models.sharding import InitSpec, ShardingPlan
 
 BLOCKS_PER_STAGE = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 MOMENTUM = 0.1
-# A target is a class, or two classes of a blend in one number: from bit 24 on the second, from bit 48 on its share in
-# parts of 32,768. A plain class is thus one whose second has no share.
+# A target packs the two classes of mixup into one integer: the first class below bit 24, the second from bit 24 and its
+# weight from bit 48, in units of 1/32,768. A plain class is a target whose second class has weight 0.
 SECOND_CLASS_BIT, MIX_WEIGHT_BIT, MIX_WEIGHT_SCALE = 24, 48, 1 << 15
 
 
 def build_resnet(config: ResNetConfig, seed: int) -> Chain:
-    """The chain stem, block0, block1, ..., head."""
+    """Returns the chain stem, block0, block1, ..., head."""
     modules: list[tuple[str, nn.Module]] = [("stem", ResNetStem(config))]
     modules += [
         (f"block{i}", ResNetBlock(*shape, has_bottlenecks=config.has_bottlenecks))
         for i, shape in enumerate(block_shapes(config))
     ]
-    chain = Chain(
-        [
-            *modules,
-            ("head", ClassifierHead(8 * config.width * (4 if config.has_bottlenecks else 1), config.num_classes)),
-        ],
-        ShardingPlan((), ()),
-    )
+    out_channels = 8 * config.width * (4 if config.has_bottlenecks else 1)
+    modules.append(("head", ClassifierHead(out_channels, config.num_classes)))
+    chain = Chain(modules, ShardingPlan((), ()))
     chain.sharding_plan = ShardingPlan(
         shard_dims=(),
         modules=(),
-        # He et al.'s start: of each convolution's own outputs.
+        # He initialization, by the fan-out of each convolution.
         init=(
             *((f"{name}.weight", InitSpec("normal", (2 / (conv.out_channels * conv.kernel_size[0] ** 2)) ** 0.5))
               for name, conv in chain.named_modules() if isinstance(conv, nn.Conv2d)),
@@ -56,17 +53,17 @@ def build_resnet(config: ResNetConfig, seed: int) -> Chain:
 
 
 def block_shapes(config: ResNetConfig) -> Iterator[tuple[int, int, int]]:
-    """Channels in, channels inside, and stride of each block."""
+    """Yields input channels, inner channels and stride of each block."""
     in_channels = config.width
     for stage, count in enumerate(BLOCKS_PER_STAGE[config.depth]):
         mid_channels = config.width * 2**stage
-        for place in range(count):
-            yield in_channels, mid_channels, 2 if stage and not place else 1
+        for index in range(count):
+            yield in_channels, mid_channels, 2 if stage and not index else 1
             in_channels = mid_channels * (4 if config.has_bottlenecks else 1)
 
 
 class BatchNorm(nn.Module):
-    """Batch norm. `total` sums over the ranks that share a batch, of which there are `parts`; None: one has it all."""
+    """Batch norm over `num_shards` ranks, which `all_reduce_sum` sums over; None: this rank has the whole batch."""
 
     running_mean: Tensor
     running_var: Tensor
@@ -80,32 +77,30 @@ class BatchNorm(nn.Module):
         self.all_reduce_sum: Callable[[Tensor], Tensor] | None = None
 
     def reset_buffers(self) -> None:
-        """Starts what is remembered, once it has memory."""
-        wide = torch.promote_types(self.running_mean.dtype, torch.float32)
-        self.running_mean, self.running_var = (
-            torch.zeros_like(self.running_mean, dtype=wide),
-            torch.ones_like(self.running_mean, dtype=wide),
-        )
+        """Initializes the running statistics on the device of the weights."""
+        dtype = torch.promote_types(self.running_mean.dtype, torch.float32)
+        self.running_mean = torch.zeros_like(self.running_mean, dtype=dtype)
+        self.running_var = torch.ones_like(self.running_mean, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         mean, variance = self._batch_statistics(x) if self.training else (self.running_mean, self.running_var)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        factor = (variance + self.eps).rsqrt() * self.weight.to(wide)
-        shift = self.bias.to(wide) - mean * factor
-        return (x.to(wide) * factor[:, None, None] + shift[:, None, None]).to(x.dtype)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        factor = (variance + self.eps).rsqrt() * self.weight.to(dtype)
+        shift = self.bias.to(dtype) - mean * factor
+        return (x.to(dtype) * factor[:, None, None] + shift[:, None, None]).to(x.dtype)
 
     def _batch_statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        count = self.num_shards * wide.numel() // wide.shape[1]
-        mean = self._all_reduce(wide.sum((0, 2, 3))) / count
-        variance = self._all_reduce((wide - mean[:, None, None]).square().sum((0, 2, 3))) / count
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        count = self.num_shards * x.numel() // x.shape[1]
+        mean = self._all_reduce(x.sum((0, 2, 3))) / count
+        variance = self._all_reduce((x - mean[:, None, None]).square().sum((0, 2, 3))) / count
         with torch.no_grad():
             self.running_mean.lerp_(mean.to(self.running_mean.dtype), MOMENTUM)
             self.running_var.lerp_((variance * (count / max(1, count - 1))).to(self.running_var.dtype), MOMENTUM)
         return mean, variance
 
-    def _all_reduce(self, numbers: Tensor) -> Tensor:
-        return numbers if self.all_reduce_sum is None else self.all_reduce_sum(numbers)
+    def _all_reduce(self, x: Tensor) -> Tensor:
+        return x if self.all_reduce_sum is None else self.all_reduce_sum(x)
 
 
 class ResNetStem(nn.Module):
@@ -125,21 +120,20 @@ class ResNetBlock(nn.Module):
     def __init__(self, in_channels: int, mid_channels: int, stride: int, has_bottlenecks: bool):
         super().__init__()
         out = 4 * mid_channels if has_bottlenecks else mid_channels
-        # Windows, strides and channels of the convolutions in a row.
-        rows = (
-            [(1, 1, mid_channels), (3, stride, mid_channels), (1, 1, out)]
-            if has_bottlenecks
-            else [(3, stride, mid_channels), (3, 1, mid_channels)]
-        )
+        convs = [(3, stride, mid_channels), (3, 1, mid_channels)]  # kernel size, stride, output channels
+        if has_bottlenecks:
+            convs = [(1, 1, mid_channels), (3, stride, mid_channels), (1, 1, out)]
         self.convs, self.norms = nn.ModuleList(), nn.ModuleList()
-        before = in_channels
-        for kernel_size, step, channels in rows:
-            self.convs.append(nn.Conv2d(before, channels, kernel_size, step, kernel_size // 2, bias=False))
+        channels_before = in_channels
+        for kernel_size, conv_stride, channels in convs:
+            padding = kernel_size // 2
+            self.convs.append(nn.Conv2d(channels_before, channels, kernel_size, conv_stride, padding, bias=False))
             self.norms.append(BatchNorm(channels))
-            before = channels
-        beside = stride > 1 or in_channels != out
-        self.beside = nn.Conv2d(in_channels, out, 1, stride, bias=False) if beside else None
-        self.beside_norm = BatchNorm(out) if beside else None
+            channels_before = channels
+        # The projection shortcut. Initial weights are hashes of parameter names, so its name stays.
+        has_projection = stride > 1 or in_channels != out
+        self.beside = nn.Conv2d(in_channels, out, 1, stride, bias=False) if has_projection else None
+        self.beside_norm = BatchNorm(out) if has_projection else None
 
     def forward(self, x: Tensor, ids: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
         y = x
@@ -151,33 +145,32 @@ class ResNetBlock(nn.Module):
 
 
 class ClassifierHead(nn.Module):
-    """The mean over the image, and its class: logits (B, 1, classes), or the loss summed over the targets."""
+    """Average pooling and the classifier. Returns logits (B, 1, classes), or the loss summed over the targets."""
 
     def __init__(self, in_channels: int, classes: int):
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.empty(classes, in_channels)), nn.Parameter(torch.empty(classes))
         self.num_correct: int | Tensor = 0
-        """Of all samples outside training since it was last set to 0, how many had their class as the likeliest."""
+        """Correctly classified validation samples since the last reset."""
 
     def forward(self, x: Tensor, ids: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
         logits = F.linear(x.mean((2, 3)), self.weight, self.bias).unsqueeze(1)
         if targets is None:
             return logits
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
-        counts = targets.flatten() != IGNORE_INDEX
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
+        is_counted = targets.flatten() != IGNORE_INDEX
         first, second, mix_weight = unpack_targets(targets.flatten())
         if not self.training:
-            self.num_correct = self.num_correct + ((wide.argmax(-1) == first) & counts).sum()
-        losses = [F.cross_entropy(wide, which.where(counts, IGNORE_INDEX), ignore_index=IGNORE_INDEX, reduction="none")
-                for which in (first, second)]  # fmt: skip
-        return (losses[0] * (1 - mix_weight) + losses[1] * mix_weight).sum()
+            self.num_correct = self.num_correct + ((logits.argmax(-1) == first) & is_counted).sum()
+        first_loss, second_loss = (
+            F.cross_entropy(logits, label.where(is_counted, IGNORE_INDEX), ignore_index=IGNORE_INDEX, reduction="none")
+            for label in (first, second)
+        )
+        return (first_loss * (1 - mix_weight) + second_loss * mix_weight).sum()
 
 
 def unpack_targets(targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Both classes of each target, and the second's share."""
+    """Returns the first and the second class of each target, and the weight of the second."""
     mask = (1 << SECOND_CLASS_BIT) - 1
-    return (
-        targets & mask,
-        (targets >> SECOND_CLASS_BIT) & mask,
-        (targets >> MIX_WEIGHT_BIT).clamp(min=0) / MIX_WEIGHT_SCALE,
-    )
+    mix_weight = (targets >> MIX_WEIGHT_BIT).clamp(min=0) / MIX_WEIGHT_SCALE
+    return targets & mask, (targets >> SECOND_CLASS_BIT) & mask, mix_weight

@@ -1,4 +1,4 @@
-"""ResNet: residual convolutional networks for images."""
+"""The config and family of ResNets: residual convolutional networks for images."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ResNetConfig(ModelConfig):
-    """A residual network, for images."""
+    """A residual convolutional network for image classification."""
 
     description = "a ResNet"
     sample_kind = "images"
@@ -27,26 +27,22 @@ class ResNetConfig(ModelConfig):
     has_block_matrices = False
     name: str = "resnet"
     depth: Literal[18, 34, 50, 101, 152] = 50
-    """Convolutions in a row, and the last product."""
+    """Number of layers; 50 and more use bottleneck blocks."""
     stem: Literal["imagenet", "cifar"] = "imagenet"
-    """The first convolution: 7 x 7 in steps of two and pooled, or 3 x 3."""
+    """First layers: 7 x 7 convolution with stride 2 and max pooling (`imagenet`), or 3 x 3 convolution (`cifar`)."""
     width: int = Field(64, ge=1)
-    """Channels of the first blocks; each of the three stages after them has twice as many."""
+    """Channels of the first stage; each of the three later stages doubles them."""
     image_size: int = Field(224, ge=8)
-    """Pixels of a side."""
+    """Image height and width in pixels."""
     num_classes: int = Field(1000, ge=1)
 
     @property
     def has_bottlenecks(self) -> bool:
-        """Whether blocks are bottlenecks."""
         return self.depth >= 50
 
     def _shrunk_values(self) -> dict[str, Any]:
-        return {
-            "width": min(self.width, 8),
-            "image_size": min(self.image_size, 32),
-            "num_classes": min(self.num_classes, 10),
-        }
+        limits = {"width": 8, "image_size": 32, "num_classes": 10}
+        return {key: min(getattr(self, key), limit) for key, limit in limits.items()}
 
 
 class ResNetFamily(Family):
@@ -59,13 +55,13 @@ class ResNetFamily(Family):
 
     def refusals(self, config: ResNetConfig) -> dict[str, str]:
         samples_only = (
-            f"{config.description} is split along its samples only (batch norm needs the whole batch, images are "
+            f"{config.description} supports data parallelism only (batch norm spans the whole batch, and images are "
             "small); use replicate or shard."
         )
         return {
             **dict.fromkeys(("tensor", "pipeline", "context", "expert"), samples_only),
-            "recompute": "batch norm would update its running statistics twice; use recompute=none.",
-            "redundant_compute": "batch norm mixes the samples of all ranks.",
+            "recompute": "recomputation would update the running statistics of batch norm twice; use recompute=none.",
+            "redundant_compute": "batch norm spans the samples of all ranks.",
         }
 
     def operator_costs(self, config: ResNetConfig, itemsize: int) -> Callable[..., tuple[OperatorCosts, ...]]:

@@ -1,12 +1,12 @@
-"""T5: an encoder and a decoder that also attends to what the encoder gave (Raffel et al. 2020), written for one device.
+"""T5: an encoder-decoder transformer (Raffel et al. 2020), written for one device.
 
-Encoder and decoder lie one behind the other along the sequence: the stream is (B, S + T, D), S positions of the encoder
-and T of the decoder. Blocks of either side work on theirs and add nothing to the other, so the model is a chain like
-any other: a stage of a pipeline hands on one tensor, and sequence parallelism cuts one length.
+The residual stream concatenates encoder and decoder along the sequence: (B, S + T, D) with S encoder and T decoder
+positions. An encoder block updates only the first S positions, a decoder block only the last T. So the model is a
+chain: a pipeline stage sends one tensor, and sequence parallelism splits one dimension.
 
-Positions are told by a number for each head and distance, added to the scores. Each block has its own table of them (as
-in UMT5; the first T5 shares one between all blocks of a side, which would tie every stage of a pipeline to the first).
-Scores are not divided by the root of the head's size, norms have no mean, products no bias.
+Attention adds a learned bias per head and relative position to its scores. Each block has its own bias table, as in
+UMT5; the original T5 shares one among all encoder blocks and one among all decoder blocks, which would tie weights
+across every pipeline stage. Scores are not scaled by 1/sqrt(head_dim), norms are RMSNorm, linear layers have no bias.
 """
 
 from __future__ import annotations
@@ -18,14 +18,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.models import gpt, layers
-from shardwise.models.chain import Chain, InitSpec, SequenceRegion, ShardDim, ShardingPlan, VocabEmbedding
-from shardwise.models.chain import VocabHead as HeadRule
+from shardwise.models.chain import Chain
+from shardwise.models.sharding import (
+    Colwise,
+    InitSpec,
+    Rowwise,
+    SequenceRegion,
+    ShardingPlan,
+    VocabEmbedding,
+    VocabHead,
+)
 from shardwise.models.t5_family import T5Config
 from shardwise.random import Dropout
 
 
 def build_t5(config: T5Config, seed: int) -> Chain:
-    """The chain embed, encoder0, ..., bridge, decoder0, ..., head."""
+    """Returns the chain embed, encoder0, ..., bridge, decoder0, ..., head."""
     modules: list[tuple[str, nn.Module]] = [("embed", T5Embedding(config, seed))]
     modules += [(f"encoder{i}", T5EncoderBlock(config, f"encoder{i}", seed)) for i in range(config.layers)]
     modules += [("bridge", EncoderFinalNorm(config, seed))]
@@ -35,25 +43,25 @@ def build_t5(config: T5Config, seed: int) -> Chain:
 
 def sharding_plan(config: T5Config) -> ShardingPlan:
     attention_width = config.heads * config.head_dim
-    head = 1.0 if config.tied else config.width**-0.5
+    head_std = 1.0 if config.tied else config.width**-0.5
     attentions = ("*coder*.attention", "decoder*.cross")
     return ShardingPlan(
         shard_dims=(
-            ShardDim("embed.tokens.weight", 0),
-            *(ShardDim(f"{name}.{part}.weight", 0, unit=config.head_dim) for name in attentions for part in "qkv"),
-            *(ShardDim(f"{name}.out.weight", 1, unit=config.head_dim) for name in attentions),
-            ShardDim("*.attention.distances", 1),
-            ShardDim("*.mlp.up.weight", 0),
-            ShardDim("*.mlp.gate.weight", 0),
-            ShardDim("*.mlp.down.weight", 1),
-            ShardDim("head.project.weight", 0),
+            Rowwise("embed.tokens.weight", dim=0),
+            *(Colwise(f"{name}.{part}.weight", unit=config.head_dim) for name in attentions for part in "qkv"),
+            *(Rowwise(f"{name}.out.weight", unit=config.head_dim) for name in attentions),
+            Colwise("*.attention.distances", dim=1),
+            Colwise("*.mlp.up.weight"),
+            Colwise("*.mlp.gate.weight"),
+            Rowwise("*.mlp.down.weight"),
+            Colwise("head.project.weight"),
         ),
         modules=(
             VocabEmbedding("embed.tokens"),
             SequenceRegion("*coder*.attention", rowwise="out"),
             SequenceRegion("decoder*.cross", rowwise="out"),
             SequenceRegion("*coder*.mlp", rowwise="down"),
-            HeadRule("head.project"),
+            VocabHead("head.project"),
         ),
         ties=(("head.project.weight", "embed.tokens.weight"),) if config.tied else (),
         init=(
@@ -62,7 +70,7 @@ def sharding_plan(config: T5Config) -> ShardingPlan:
             ("*.q.weight", InitSpec("normal", (config.width * config.head_dim) ** -0.5)),
             ("*.out.weight", InitSpec("normal", attention_width**-0.5)),
             ("*.down.weight", InitSpec("normal", config.ffn**-0.5)),
-            ("head.project.weight", InitSpec("normal", head)),
+            ("head.project.weight", InitSpec("normal", head_std)),
             ("*", InitSpec("normal", config.width**-0.5)),
         ),
         block_pattern="*coder*",
@@ -82,7 +90,7 @@ class T5Embedding(nn.Module):
 
 
 class OneSideRMSNorm(nn.Module):
-    """A norm of one side of the stream; the other passes."""
+    """RMSNorm of the encoder's or the decoder's positions; the others pass unchanged."""
 
     def __init__(self, config: T5Config, decoder: bool):
         super().__init__()
@@ -111,7 +119,7 @@ class T5EncoderBlock(nn.Module):
 
 
 class EncoderFinalNorm(nn.Module):
-    """The encoder's last norm."""
+    """The final norm of the encoder."""
 
     def __init__(self, config: T5Config, seed: int):
         super().__init__()
@@ -127,7 +135,7 @@ class T5DecoderBlock(nn.Module):
         self.norm1 = layers.RMSNorm(config.width, eps=config.norm_eps)
         self.attention = T5Attention(config, "decoder")
         self.dropout1 = Dropout(config.dropout, f"{name}.1", seed)
-        self.norm2 = OneSideRMSNorm(config, decoder=True)  # keys and values are what the encoder gave
+        self.norm2 = OneSideRMSNorm(config, decoder=True)  # the encoder's output is already normalized
         self.cross = T5Attention(config, "cross")
         self.dropout2 = Dropout(config.dropout, f"{name}.2", seed)
         self.norm3 = layers.RMSNorm(config.width, eps=config.norm_eps)
@@ -141,7 +149,7 @@ class T5DecoderBlock(nn.Module):
 
 
 class T5Attention(nn.Module):
-    """Of the encoder to itself, of the decoder to what it has written (causal), or of the decoder to the encoder."""
+    """Self-attention of the encoder, causal self-attention of the decoder, or cross-attention, by `role`."""
 
     def __init__(self, config: T5Config, role: str):
         super().__init__()
@@ -150,46 +158,40 @@ class T5Attention(nn.Module):
         self.k = layers.Linear(config.width, attention_width, bias=False)
         self.v = layers.Linear(config.width, attention_width, bias=False)
         self.out = layers.Linear(attention_width, config.width, bias=False)
-        self.distances = (
-            nn.Parameter(torch.empty(config.relative_attention_num_buckets, config.heads)) if role != "cross" else None
-        )
-        self.head_dim, self.relative_attention_max_distance, self.causal = (
-            config.head_dim,
-            config.relative_attention_max_distance,
-            role == "decoder",
-        )
+        buckets = config.relative_attention_num_buckets
+        self.distances = nn.Parameter(torch.empty(buckets, config.heads)) if role != "cross" else None
+        self.max_distance = config.relative_attention_max_distance
+        self.head_dim, self.causal = config.head_dim, role == "decoder"
         encoder, decoder = slice(0, config.sequence), slice(config.sequence, config.length)
         self.query_slice = encoder if role == "encoder" else decoder
         self.key_slice = decoder if role == "decoder" else encoder
 
     def forward(self, x: Tensor) -> Tensor:
-        own, other = x[:, self.query_slice], x[:, self.key_slice]
+        q_in, kv_in = x[:, self.query_slice], x[:, self.key_slice]
         q, k, v = (
-            product(part).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for product, part in ((self.q, own), (self.k, other), (self.v, other))
+            linear(inputs).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for linear, inputs in ((self.q, q_in), (self.k, kv_in), (self.v, kv_in))
         )
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=self._relative_bias(own.shape[1], q.dtype), scale=1.0)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=self._relative_bias(q_in.shape[1], q.dtype), scale=1.0)
         return _pad_to_stream(self.out(y.transpose(1, 2).flatten(2)), self.query_slice, x.shape[1])
 
     def _relative_bias(self, length: int, dtype: torch.dtype) -> Tensor | None:
-        """(heads, queries, keys); of keys behind a decoder's query minus infinity."""
+        """Returns the bias (heads, queries, keys), -inf for a decoder's future keys. None: cross-attention."""
         if self.distances is None:
             return None
         positions = torch.arange(length, device=self.distances.device)
-        relative_position = positions - positions[:, None]  # of the key
-        bias = self.distances[
-            relative_position_bucket(
-                relative_position, not self.causal, self.distances.shape[0], self.relative_attention_max_distance
-            )
-        ].permute(2, 0, 1)
+        relative_position = positions - positions[:, None]  # key minus query
+        num_buckets = self.distances.shape[0]
+        buckets = relative_position_bucket(relative_position, not self.causal, num_buckets, self.max_distance)
+        bias = self.distances[buckets].permute(2, 0, 1)
         return (bias.masked_fill(relative_position > 0, -math.inf) if self.causal else bias).to(dtype)
 
 
 def relative_position_bucket(
     relative_position: Tensor, bidirectional: bool, num_buckets: int, max_distance: int
 ) -> Tensor:
-    """Groups of distances: half of them one by one, the others ever wider, up to `farthest`; with `both`, half of all
-    for keys ahead and half for those behind."""
+    """Returns the bucket of each relative position. Half of the buckets hold one distance each, the others grow
+    logarithmically up to `max_distance`. If `bidirectional`, half of all buckets are for keys after the query."""
     offset = torch.zeros_like(relative_position)
     if bidirectional:
         num_buckets //= 2
@@ -198,9 +200,9 @@ def relative_position_bucket(
     else:
         distance = (-relative_position).clamp(min=0)
     max_exact = num_buckets // 2
-    # In float64: at a border the logarithm must fall to the same side everywhere.
-    share = (distance.clamp(min=1).double() / max_exact).log() / math.log(max_distance / max_exact)
-    log_bucket = (max_exact + (share * (num_buckets - max_exact)).long()).clamp(max=num_buckets - 1)
+    # float64, so that rounding at bucket borders is the same on every device.
+    log_fraction = (distance.clamp(min=1).double() / max_exact).log() / math.log(max_distance / max_exact)
+    log_bucket = (max_exact + (log_fraction * (num_buckets - max_exact)).long()).clamp(max=num_buckets - 1)
     return offset + torch.where(distance < max_exact, distance, log_bucket)
 
 
@@ -213,14 +215,14 @@ class T5MLP(nn.Module):
         self.side = side
 
     def forward(self, x: Tensor) -> Tensor:
-        own = x[:, self.side]
-        hidden = self.up(own)
-        hidden = hidden.relu() if self.gate is None else F.gelu(self.gate(own), approximate="tanh") * hidden
+        inputs = x[:, self.side]
+        hidden = self.up(inputs)
+        hidden = hidden.relu() if self.gate is None else F.gelu(self.gate(inputs), approximate="tanh") * hidden
         return _pad_to_stream(self.down(hidden), self.side, x.shape[1])
 
 
 def _pad_to_stream(y: Tensor, side: slice, length: int) -> Tensor:
-    """One side's positions, and nothing at the other's."""
+    """Pads the positions of `side` with zeros to the full stream."""
     return F.pad(y, (0, 0, side.start, length - side.stop))
 
 
@@ -235,13 +237,12 @@ class T5Head(nn.Module):
 
 
 class T5LMHead(gpt.LMHead):
-    """Only the decoder's positions become logits."""
+    """An LM head that computes only the decoder's positions."""
 
     def __init__(self, config: T5Config):
         super().__init__(config)
         self.encoder_length, self.scale = config.sequence, config.width**-0.5 if config.tied else 1.0
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        return super().forward(
-            x[:, self.encoder_length :], None if targets is None else targets[:, self.encoder_length :]
-        )
+        decoder = slice(self.encoder_length, None)
+        return super().forward(x[:, decoder], None if targets is None else targets[:, decoder])

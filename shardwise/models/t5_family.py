@@ -1,4 +1,4 @@
-"""T5: an encoder-decoder trained by span corruption."""
+"""The config and family of T5: an encoder-decoder trained by span corruption."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ if TYPE_CHECKING:
 
 
 class T5Config(ModelConfig):
-    """An encoder, and a decoder that also attends to what the encoder gave; relative positions."""
+    """An encoder-decoder with relative position biases."""
 
     description = "a T5"
     targets_are_text = False
     name: str = "t5"
     layers: int = Field(12, ge=1, le=10_000)
-    """Blocks of the encoder, and as many of the decoder."""
+    """Number of encoder blocks, and of decoder blocks."""
     width: int = Field(768, ge=1)
     heads: int = Field(12, ge=1)
     head_dim: int = Field(64, ge=1)
-    """Features of one head; heads x head_size need not be the width."""
+    """Features per head; heads x head_dim need not equal width."""
     ffn: int = Field(3072, ge=1)
-    """Hidden features of the feed-forward part."""
+    """Hidden size of the MLP."""
     vocab: int = Field(32128, ge=2)
     sequence: int = Field(512, ge=1)
-    """Tokens that the encoder reads."""
+    """Sequence length of the encoder in tokens."""
     target_sequence: int = Field(114, ge=1)
-    """Tokens that the decoder predicts."""
+    """Sequence length of the decoder in tokens."""
     activation: Literal["relu", "geglu"] = "relu"
-    """Of the feed-forward part."""
+    """Activation of the MLP; `geglu` is gated GELU (T5 v1.1)."""
     tied: bool = True
-    """Whether the head uses the token embedding's weights."""
+    """Whether the LM head shares the token embedding's weight."""
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
-    """Dropout of embeddings and of what each block adds to the stream."""
+    """Dropout probability of the embeddings and of each residual branch."""
     noise_density: float = Field(0.15, gt=0.0, lt=1.0)
-    """Share of the text that the decoder is to write."""
+    """Fraction of the tokens that span corruption masks."""
     mean_noise_span_length: float = Field(3.0, ge=1.0)
-    """Tokens that are left out in a row, in the mean."""
+    """Mean length of a masked span in tokens."""
     relative_attention_num_buckets: int = Field(32, ge=4)
-    """Distances that attention tells apart: near ones one by one, farther ones in ever wider groups."""
+    """Number of relative-position buckets; near distances have one each, far ones share logarithmic ones."""
     relative_attention_max_distance: int = Field(128, ge=2)
-    """The distance from which on all are one group."""
+    """Distance in tokens from which all positions share the last bucket."""
     norm_eps: float = Field(1e-6, gt=0.0)
 
     @property
@@ -57,13 +57,13 @@ class T5Config(ModelConfig):
         return self.sequence + self.target_sequence
 
     def noise_counts(self, tokens: int) -> tuple[int, int]:
-        """Of so many tokens, how many are left out, in how many runs."""
+        """Returns how many of `tokens` tokens are masked, and in how many spans."""
         noise_tokens = min(tokens - 1, max(1, round(self.noise_density * tokens)))
         return noise_tokens, max(1, min(round(noise_tokens / self.mean_noise_span_length), tokens - noise_tokens))
 
     @property
     def text_window(self) -> int:
-        """The most tokens of which what is left, with a mark for each run and one for the end, fits the encoder."""
+        """Most tokens whose unmasked part fits the encoder, with one sentinel per span and an end token."""
         tokens = self.sequence
         while True:
             noise_tokens, spans = self.noise_counts(tokens + 1)
@@ -82,8 +82,8 @@ class T5Config(ModelConfig):
             raise ValueError(f"sequence ({self.sequence}) is too short for span corruption; use at least 8")
         if noise_tokens + spans + 1 > self.target_sequence:
             raise ValueError(
-                f"target_sequence ({self.target_sequence}) is too short: {noise_tokens} of {self.text_window} tokens are "
-                f"masked in {pluralize(spans, 'span')}; set target_sequence = {noise_tokens + spans + 1}"
+                f"target_sequence ({self.target_sequence}) is too short: {noise_tokens} of {self.text_window} tokens "
+                f"are masked in {pluralize(spans, 'span')}; set target_sequence = {noise_tokens + spans + 1}"
             )
         return self
 

@@ -1,6 +1,6 @@
-"""The operator costs of a T5, written by hand.
+"""Hand-written operator costs of a T5.
 
-Tracing T5-11B takes 7.5 s of CPU time and a search would need two traces per tensor degree, but should finish in 2 s.
+A search should take 2 s, but would need two traces per tensor degree, and tracing T5-11B takes 7.5 s of CPU time.
 Parameters and matmul FLOPs agree with the trace (which adds the relative-position tables, 0.3%), but RMSNorm is several
 operators in a trace and one fused kernel in a compiled block.
 """
@@ -45,7 +45,7 @@ def t5_operators(model: T5Config, itemsize: int, samples: int, tensor: int = 1) 
         yield merge_costs(f"decoder{index}", operators, decoder_tokens * model.width * itemsize // tensor, 0, 0, 0)
     logits = decoder_tokens * model.vocab // tensor
     weights = 0 if model.tied else table
-    # The loss widens logits to 32 bits, normalises them and gathers the targets'.
+    # The loss casts logits to float32, normalizes them and gathers those of the targets.
     yield OperatorCosts(
         name="head",
         parameters=weights,
@@ -70,7 +70,7 @@ def _attention_costs(
         MatMul(queries, attention_width, width),
     )
     heads = samples * model.heads // tensor
-    square = AttentionOp(heads, queries // samples, keys // samples, head, head, causal)
+    attention = AttentionOp(heads, queries // samples, keys // samples, head, head, causal)
     weights = 4 * width * attention_width + width
     hidden_numel, qkv_numel = queries * width // tensor, (2 * queries + 2 * keys) * attention_width
     return OperatorCosts(
@@ -82,7 +82,7 @@ def _attention_costs(
         moved_bytes=itemsize * (6 * hidden_numel + qkv_numel),
         num_ops=8,
         products=products,
-        attention=(square,),
+        attention=(attention,),
         all_reduce_bytes=itemsize * width * (queries + keys * (keys != queries) / 2),
     )
 

@@ -1,7 +1,7 @@
 """Traces what any module computes, moves and saves, by running it on fake tensors.
 
-Each child runs forward and then backward on its own, on the outputs of the children before it. Work outside of children
-is recorded as a last entry without a name and without its backward; a module without children is its own entry.
+Each child runs its forward and then its backward, on detached outputs of the children before it. Work outside of any
+child goes into a last, unnamed entry, without its backward; a module without children is its own entry.
 
 The kernels are those of PyTorch on a CPU: an operator that is one kernel on a GPU (RMSNorm) may be several here, and
 then moves and saves more. Matmuls, attention, parameters and outputs are the same everywhere.
@@ -29,7 +29,7 @@ LOOKUPS = ("embedding", "index", "index_select", "gather")
 
 
 def trace_module(module: nn.Module, *inputs: Any, **kwargs: Any) -> tuple[OperatorCosts, ...]:
-    """Returns the costs of a module's children in order of first use. Inputs and weights may be real, meta or fake."""
+    """Returns the costs of a module's children in order of first call. Inputs and weights may be real, meta or fake."""
     recorder = _OperatorRecorder()
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         inputs, kwargs = tree_map_only(Tensor, _to_fake(fake), (inputs, kwargs))
@@ -41,11 +41,11 @@ def trace_module(module: nn.Module, *inputs: Any, **kwargs: Any) -> tuple[Operat
 
 
 def trace_flops(chain: nn.Module, batch: Mapping[str, Tensor]) -> list[float]:
-    """Returns the forward FLOPs of each child of a chain, without the loss; `batch`: its input `x` and other arguments.
+    """Returns the forward FLOPs of each child of a chain, without the loss; `batch`: arguments of its `forward`.
 
-    Equal children (type, parameter shapes, input shape) are traced once: gpt-1t takes 0.6 s of CPU time, of which most
-    builds the model. A child that multiplies nothing, such as an embedding, counts 8 FLOPs per output element for the
-    memory that it moves.
+    Equal children (type, parameter shapes, input shape) are traced once: gpt-1t takes 0.6 s of CPU time, most of it to
+    build the model. A child without matmuls, such as an embedding, counts 8 FLOPs per output element for the memory
+    that it moves.
     """
     batch = {name: tensor for name, tensor in batch.items() if name != "targets"}  # the fused loss computes gradients
     x: Tensor = batch.pop("x")

@@ -18,9 +18,10 @@ from shardwise.comm.collectives import all_reduce, all_to_all
 from shardwise.comm.step_timer import StepTimer
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
-from shardwise.models.chain import Chain, ShardDim
+from shardwise.models.chain import Chain
 from shardwise.models.config import ModelConfig
 from shardwise.models.moe import MoE, Permute, group_sizes, is_fake
+from shardwise.models.sharding import ShardDim
 from shardwise.parallel.mesh import Mesh
 
 

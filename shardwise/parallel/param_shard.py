@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.axis import Axis
-from shardwise.models.chain import InitSpec
+from shardwise.models.sharding import InitSpec
 from shardwise.parallel.mesh import Mesh
 from shardwise.random import hash_key, normal_
 

@@ -16,10 +16,11 @@ import torch
 from shardwise.errors import JobError, LayoutError
 from shardwise.job import Job
 from shardwise.layout import AXES, BatchSplit, Layout, solve_batch
-from shardwise.models.chain import Chain, ShardingPlan
+from shardwise.models.chain import Chain
 from shardwise.models.config import ModelConfig
 from shardwise.models.family import Family, TableSpec
 from shardwise.models.registry import family_of
+from shardwise.models.sharding import ShardingPlan
 from shardwise.parallel import context, expert, gradient_reduction, local_sgd, tensor
 from shardwise.parallel.balance import cut_stages
 from shardwise.support import REFUSED, support

@@ -28,8 +28,9 @@ from shardwise.comm.axis import Axis
 from shardwise.comm.collectives import all_gather_with_grad, all_reduce, reduce_scatter_with_grad
 from shardwise.console import pluralize
 from shardwise.errors import LayoutError
-from shardwise.models.chain import Chain, SequenceRegion, ShardDim, ShardingPlan, VocabEmbedding, VocabHead
+from shardwise.models.chain import Chain
 from shardwise.models.loss import VocabShard
+from shardwise.models.sharding import SequenceRegion, ShardDim, ShardingPlan, VocabEmbedding, VocabHead
 from shardwise.parallel.parametrize import parametrize
 
 SEQUENCE_DIM = 1  # of (batch, sequence, hidden)

@@ -1,0 +1,119 @@
+"""Sharding plans: how tensor parallelism splits a model, which weights are tied and how each is initialized, as data.
+
+A model states its plan and holds no parallel code. `shardwise.parallel` applies the plan, the planner computes costs
+from it, and `verify` checks the result. Names are `fnmatch` patterns of parameters or modules; the first match wins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+
+@dataclass(frozen=True)
+class UnevenHeads:
+    """A finer split for heads that do not divide by the tensor degree: the row indices that each head needs."""
+
+    unit_name: str
+    parts: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class ShardDim:
+    """Splits the parameters that match `parameter` along `dim`. `unit` rows, such as those of a head, stay together.
+
+    If the units do not divide by the tensor degree and `uneven` is set, every rank keeps the full parameter and uses
+    the rows of its own parts.
+    """
+
+    parameter: str
+    dim: int
+    unit: int = 1
+    uneven: UnevenHeads | None = None
+
+
+@dataclass(frozen=True)
+class Colwise(ShardDim):
+    """Splits output features: dim 0 of a linear weight or bias, dim 1 of stacked experts (E, out, in)."""
+
+    dim: int = 0
+
+
+@dataclass(frozen=True)
+class Rowwise(ShardDim):
+    """Splits input features: dim 1 of a linear weight, dim 2 of stacked experts, dim 0 of an embedding."""
+
+    dim: int = 1
+
+
+@dataclass(frozen=True)
+class SequenceRegion:
+    """A module that runs on full sequences with sharded weights.
+
+    Its input is all-gathered along the sequence; its output is a partial sum, which is reduce-scattered along the
+    sequence. `rowwise` names the submodule or parameter that computes the partial sum; the bias of a submodule is added
+    once, after the sum. `uneven` lists attributes to set on the module if its heads do not divide by the tensor degree.
+    """
+
+    module: str
+    rowwise: str
+    uneven: tuple[tuple[str, object], ...] = ()
+
+
+@dataclass(frozen=True)
+class VocabEmbedding:
+    """An embedding with a sharded vocabulary. Tokens of other ranks give zeros; the sum over ranks is reduce-scattered
+    along the sequence."""
+
+    module: str
+
+
+@dataclass(frozen=True)
+class VocabHead:
+    """An LM head with a sharded vocabulary and its loss. The input is all-gathered along the sequence; the loss
+    all-reduces the softmax's maxima and sums."""
+
+    module: str
+
+
+@dataclass(frozen=True)
+class InitSpec:
+    """How a parameter is initialized: `normal` with standard deviation `std`, `ones` or `zeros`."""
+
+    kind: str
+    std: float = 0.0
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    shard_dims: tuple[ShardDim, ...]
+    modules: tuple[SequenceRegion | VocabEmbedding | VocabHead, ...]
+    ties: tuple[tuple[str, str], ...] = ()
+    """Tied parameters, as pairs (alias, canonical name)."""
+    init: tuple[tuple[str, InitSpec], ...] = ()
+    """Pairs (parameter pattern, initialization)."""
+    block_pattern: str = "block*"
+    """Pattern of the repeated blocks."""
+    compared_modules: tuple[str, ...] = ()
+    """Patterns of the modules with (sample, position, feature) outputs that `verify` compares, in forward order."""
+
+    def shard_dim_of(self, parameter: str) -> ShardDim | None:
+        return next((rule for rule in self.shard_dims if fnmatchcase(parameter, rule.parameter)), None)
+
+    def init_spec_of(self, parameter: str) -> InitSpec:
+        return next(init for pattern, init in self.init if fnmatchcase(parameter, pattern))
+
+    def is_matrix(self, parameter: str, dims: int) -> bool:
+        """Whether a parameter is a block's matmul weight or a stack of them; routers and embeddings are not."""
+        module, _, leaf = parameter.partition(".")
+        is_matmul_weight = (dims == 2 and leaf.endswith(".weight")) or (dims == 3 and ".bank." in leaf)
+        return is_matmul_weight and fnmatchcase(module, self.block_pattern)
+
+    @property
+    def tied_parameters(self) -> set[str]:
+        """Returns the canonical names of parameters that the first and the last stage share."""
+        return {name for _, name in self.ties}
+
+    def canonical_name(self, parameter: str) -> str:
+        """Returns the canonical name of a tied parameter, and any other name unchanged."""
+        return dict(self.ties).get(parameter, parameter)
