@@ -1,14 +1,14 @@
-"""Shardwise: train PyTorch models in any layout, proven equal to one device.
+"""Shardwise: train PyTorch models in any layout, verified against a single process.
 
-The public names, for use from Python, beside the functions `shardwise.step.step` and `shardwise.verify.parity.verify`
-(which are rooms of the house too, so they keep their full names):
+The public names for use from Python. `step` and `verify` are also names of modules, so they are imported by their full
+names, `shardwise.step.step` and `shardwise.verify.parity.verify`:
 
     job = load_job(Path("job.toml"))
-    engine = parallelize(prepare(job, Layout.parse("shard=2")), torch.device("cpu"))  # in each process of the world
+    engine = parallelize(prepare(job, Layout.parse("shard=2")), torch.device("cpu"))  # on each rank
     result = step(engine, engine.make_optimizer(job), samples, clip=1.0)
     records = verify(job, [Layout.parse("pipeline=2 tensor=2")])
 
-They are imported on first use, so that the command line can tell a typo without waiting for PyTorch.
+Names are imported on first use, so that the command line reports a typo without importing PyTorch.
 """
 
 from importlib import import_module

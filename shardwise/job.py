@@ -1,7 +1,7 @@
-"""A job: what the user asked for, read from TOML and `--set`, checked, with every default filled in.
+"""The job: everything the user configures, read from TOML and `--set`, validated, with every default filled in.
 
-All problems are reported at once, each with its place. A key means the same in the file, in `--set` and in the
-resolved copy that is saved with the run. The section of the model is in `shardwise.kinds`.
+All problems are reported at once, each with its key. A key means the same in the file, in `--set` and in the
+resolved copy that is saved with the run. The `[model]` section is defined by each family in `shardwise.models`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class DataConfig(ConfigSection):
     @model_validator(mode="after")
     def _check_mix(self) -> DataConfig:
         if bool(self.mix) != (self.source == "mix"):
-            raise ValueError('a mixture has source = "mix" and its paths below [data.mix]; give both or neither')
+            raise ValueError('source = "mix" and paths below [data.mix] belong together; set both or neither')
         return self
 
 
@@ -67,7 +67,7 @@ class BatchConfig(ConfigSection):
     @model_validator(mode="after")
     def _check_one_unit(self) -> BatchConfig:
         if self.samples is not None and self.tokens is not None:
-            raise ValueError("give samples or tokens, not both")
+            raise ValueError("set samples or tokens, not both")
         return self
 
 
@@ -102,7 +102,9 @@ class OptimizerConfig(ConfigSection):
     @model_validator(mode="after")
     def _check_state_dtype(self) -> OptimizerConfig:
         if self.state_dtype != "float32" and self.name != "adamw":
-            raise ValueError(f"states = {self.state_dtype!r} is for adamw, not for {self.name}; leave it out")
+            raise ValueError(
+                f"state_dtype = {self.state_dtype!r} works with adamw only, not with {self.name}; remove it"
+            )
         return self
 
 
@@ -130,18 +132,20 @@ class GradientConfig(ConfigSection):
     compress_after: float = Field(0.2, ge=0.0, allow_inf_nan=False)
     """Uncompressed steps before compression starts; a value below 1 is a fraction of all steps."""
 
-    def uncompressed_steps(self, total: int) -> int:
-        return round(self.compress_after * total if self.compress_after < 1 else self.compress_after)
+    def uncompressed_steps(self, total_steps: int) -> int:
+        return round(self.compress_after * total_steps if self.compress_after < 1 else self.compress_after)
 
     @model_validator(mode="after")
     def _check_compress(self) -> GradientConfig:
         if not re.fullmatch(r"|fp16|bf16|int8|onebit|topk:0?\.\d*[1-9]\d*|powersgd(:rank=[1-9]\d*)?", self.compress):
             raise ValueError(
-                f"compress = {self.compress!r} is no way to compress; use fp16, bf16, int8, onebit, topk:0.01 (a share "
-                "between 0 and 1) or powersgd:rank=4"
+                f"compress = {self.compress!r} is not a compression method; use fp16, bf16, int8, onebit, topk:0.01 "
+                "(a fraction between 0 and 1) or powersgd:rank=4"
             )
         if self.compress and self.all_reduce != "library":
-            raise ValueError("compress and reduce are two ways to sum; leave one of them out")
+            raise ValueError(
+                f"compress works with all_reduce = 'library' only, not with {self.all_reduce!r}; remove one of them"
+            )
         return self
 
 
@@ -162,7 +166,7 @@ class LocalSGDConfig(ConfigSection):
     def _check_fragments(self) -> LocalSGDConfig:
         if self.fragments > self.every:
             raise ValueError(
-                f"parts ({self.fragments}) is above every ({self.every}): at most one part meets in a step"
+                f"fragments ({self.fragments}) exceeds every ({self.every}); at most one fragment synchronizes per step"
             )
         return self
 
@@ -270,17 +274,18 @@ class Job(ConfigSection):
     @model_validator(mode="after")
     def _check_consistency(self) -> Job:
         if self.steps is not None and self.tokens is not None:
-            raise ValueError("give steps or tokens, not both")
+            raise ValueError("set steps or tokens, not both")
         if self.gradient.compress and self.precision == "fp16":
-            raise ValueError("gradient.compress: with fp16 the loss scale moves under what is owed; use bf16")
+            raise ValueError("gradient.compress: fp16 loss scaling would rescale the error-feedback buffers; use bf16")
         if self.optimizer.name == "muon" and not self.model.has_block_matrices:
             raise ValueError(
-                f"optimizer.name = 'muon' is for matrices of blocks, and {self.model.description} has none"
+                f"optimizer.name = 'muon' updates matrices of transformer blocks, but {self.model.description} has "
+                "none; use another optimizer"
             )
         if self.optimizer.name != "adamw" and self.model.adamw_only:
             raise ValueError(f"{self.model.adamw_only} works with adamw only, not with {self.optimizer.name}")
         if self.data.augment and self.model.sample_kind != "images":
-            raise ValueError(f"data.augment changes images, and {self.model.description} reads none; leave it out")
+            raise ValueError(f"data.augment applies to images, but {self.model.description} reads none; remove it")
         if self.layout != "auto":
             try:
                 Layout.parse(self.layout)
@@ -290,7 +295,7 @@ class Job(ConfigSection):
 
     @property
     def samples(self) -> int:
-        """Samples in a global batch."""
+        """Global batch size in samples."""
         if self.batch.samples is not None:
             return self.batch.samples
         if self.batch.tokens is not None:
@@ -298,7 +303,7 @@ class Job(ConfigSection):
         return 32
 
     def should_compile(self, device: str, layout: Layout) -> bool:
-        """Whether blocks are compiled on a device of that type."""
+        """Whether to compile blocks on a device of this type."""
         if self.compile == "auto":
             return device == "cuda" and not layout.has_split_backward
         return self.compile
@@ -314,11 +319,11 @@ class Job(ConfigSection):
         return family_of(self.model)
 
     def require_trainable(self) -> None:
-        """Raises JobError for a job that can be planned but not trained in one run."""
+        """Raises JobError if the job can be planned but not trained in one run."""
         if len(self.phases()) > 1:
             raise JobError(
-                "model.phase1_sequence: a training with two sample lengths can be planned but not trained in one run; "
-                "train each phase as a run of its own."
+                "model.phase1_sequence: training with two sequence lengths can be planned but not run; "
+                "train each phase in a separate run."
             )
 
     def require_decoder(self) -> DecoderConfig:
@@ -331,24 +336,24 @@ class Job(ConfigSection):
         return cast(DecoderConfig, self.model)
 
     def phases(self) -> list[tuple[int, Job]]:
-        """The steps of each phase of the training, and the job that takes them."""
+        """Returns the training phases: the number of steps and the job of each."""
         return [
             (steps, self.model_copy(update={"model": model})) for steps, model in self.model.phases(self.total_steps)
         ]
 
     def to_toml(self) -> str:
-        """The job as TOML with every default filled in; `load_job` reads it back to an equal job."""
+        """Returns the job as TOML with every default filled in; `load_job` reads it back as an equal job."""
         return tomli_w.dumps(self.model_dump(exclude_none=True))
 
 
 def load_job(path: Path | None, overrides: Sequence[str] = ()) -> Job:
-    """Reads a job file (None: an empty one), applies `key.path=value` overrides, checks everything."""
+    """Reads a job file (None means all defaults), applies `key.path=value` overrides and validates the result."""
     values: dict[str, Any] = {}
     if path is not None:
         try:
             values = tomllib.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise JobError(f"there is no job file {path}.") from None
+            raise JobError(f"the job file {path} does not exist.") from None
         except (OSError, UnicodeDecodeError) as error:
             raise JobError(f"the job file {path} cannot be read: {error}.") from None
         except tomllib.TOMLDecodeError as error:
@@ -359,10 +364,10 @@ def load_job(path: Path | None, overrides: Sequence[str] = ()) -> Job:
 
 
 def make_job(values: Mapping[str, Any], origin: str = "the job") -> Job:
-    """Returns the checked job of a mapping as TOML gives it; raises JobError with all problems at once."""
+    """Validates a mapping as parsed from TOML and returns the job; raises JobError that lists all problems."""
     problems: list[Any] = []
     family, model = "", values.get("model")
-    if isinstance(model, Mapping):  # validated on its own: the family's config decides which keys there are
+    if isinstance(model, Mapping):  # validated separately: the keys depend on the family
         try:
             family = family_name(model["name"]) if isinstance(model.get("name"), str) else "gpt"
             values = {**values, "model": parse_model(model)}
@@ -375,7 +380,7 @@ def make_job(values: Mapping[str, Any], origin: str = "the job") -> Job:
     try:
         job = Job(**values)
     except ValidationError as error:
-        # Without a model, checks of the job as a whole would speak of the default one.
+        # After a model error, checks across sections (empty loc) would complain about the default model.
         problems += [problem for problem in error.errors() if problem["loc"] or not problems]
     except TypeError as error:
         raise JobError(f"{origin}: {error}.") from None
@@ -385,10 +390,11 @@ def make_job(values: Mapping[str, Any], origin: str = "the job") -> Job:
     for problem in problems:
         path, _, message = _format_problem(problem, family).partition(": ")
         messages.setdefault(path, []).append(message)
-    # A value of a union type is one problem, with what each of the types asks for.
-    joined = {path: ", or ".join(one.rstrip(".") for one in found[:-1]) for path, found in messages.items()}
-    last = {path: ", or " * bool(joined[path]) + found[-1] for path, found in messages.items()}
-    sentences = [f"{path}: {joined[path]}{last[path]}".removesuffix(": ") for path in messages]
+    # Pydantic reports each member of a union type as its own problem; join them into one sentence.
+    joined = {
+        path: ", or ".join([*(text.rstrip(".") for text in texts[:-1]), texts[-1]]) for path, texts in messages.items()
+    }
+    sentences = [f"{path}: {text}".removesuffix(": ") for path, text in joined.items()]
     raise JobError("\n".join(f"{origin}: {sentence}" for sentence in sentences))
 
 
@@ -396,11 +402,11 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     key = key.strip()
     if not separator or not key:
-        raise JobError(f"--set {override!r}: write key=value, for instance --set steps=100.")
+        raise JobError(f"--set {override!r} is not of the form key=value; write for example --set steps=100.")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        value = text.strip()  # a bare word is a string
+        value = text.strip()  # an unquoted string
     *sections, leaf = key.split(".")
     section_values = values
     for section in sections:
@@ -415,12 +421,12 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
 
 
 def _format_problem(problem: Any, family: str) -> str:
-    """Returns one of pydantic's errors as a sentence; `family`: the family of the job's model."""
+    """Returns a pydantic error as a sentence; `family` is the family of the job's model."""
     location = list(problem["loc"])
     if problem["type"] == "extra_forbidden":
         hint = job_hint(str(location[-1]), problem["input"]) or _suggest_key(location, family)
         return f"unknown key {'.'.join(map(str, location))!r}; {hint}"
-    # Pydantic adds the member of a union that it tried; it is not part of the key.
+    # For a union, pydantic appends the member type to the location; it is not part of the key.
     type_names = ("bool", "int", "float", "str", "constrained-int", "constrained-float")
     location = [part for part in location if part not in type_names and "[" not in str(part)]
     path = ".".join(map(str, location))
@@ -429,14 +435,14 @@ def _format_problem(problem: Any, family: str) -> str:
     if problem["type"] == "value_error":
         return f"{path}: {message}" if path else message
     if problem["type"] == "missing":
-        return f"{path}: a value is missing here."
+        return f"{path}: a value is required."
     if problem["type"] in ("model_type", "model_attributes_type"):
-        return f"{path} = {problem['input']!r}: {path} is a section; write its keys below [{path}]."
+        return f"{path} = {problem['input']!r}: {path} is a section, not a value; set its keys below [{path}]."
     return f"{path} = {problem['input']!r}: {message.replace('Input should', 'should')}"
 
 
 def _suggest_key(location: list[str | int], family: str) -> str:
-    """Suggests the key that was meant: one of the same section, or one of another family's model."""
+    """Suggests the key that was probably meant, and says which other model families have this key."""
     *sections, key = map(str, location)
     if not sections:
         return suggest(key, Job.model_fields)

@@ -1,9 +1,8 @@
-"""How one training job is cut: the degrees of each axis, the pipeline schedule, the ZeRO stage, recomputation.
+"""How a job is parallelized: the degree of each axis, the pipeline schedule, the ZeRO stage, recomputation.
 
-A `Layout` is a frozen value, checked when it is made. Its text form, `pipeline=2 shard=2 tensor=2`, is what command
-lines, logs and checkpoints show; `Layout.parse` reads it back. What a layout means for a certain model and batch
-(does the sequence divide, how many micro-batches are there) is answered by `solve_batch` here and by
-`shardwise.parallel.parallelize.check`, before any process is started.
+A `Layout` is a frozen value, validated on construction. Command lines, logs and checkpoints show its text form,
+`pipeline=2 shard=2 tensor=2`; `Layout.parse` reads it back. Before any process starts, `solve_batch` splits the global
+batch and `shardwise.parallel.prepare` checks that the model can run in the layout.
 
 Mesh order, outermost first: pipeline, replicate, shard, context, tensor.
 """
@@ -22,10 +21,10 @@ from shardwise.errors import LayoutError, suggest
 from shardwise.peer_words import layout_hint
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")  # mesh dimensions, outermost first
-DATA_AXES = ("replicate", "shard")  # whose ranks see different samples
-DEGREES = (*AXES, "expert")  # expert folds over shard x context (x tensor), so it is no mesh dimension of its own
+DATA_AXES = ("replicate", "shard")  # their ranks read different samples
+DEGREES = (*AXES, "expert")  # expert folds over shard x context (x tensor): it is not a mesh dimension
 FULL_BACKWARD = ("gpipe", "1f1b", "interleaved")
-AUTO_SCHEDULES = ("auto", "auto-v")  # orders made for the stages that there are, by shardwise.schedules.synthesize
+AUTO_SCHEDULES = ("auto", "auto-v")  # synthesized for the actual stage costs by shardwise.schedules.synthesize
 SPLIT_BACKWARD = ("zero-bubble", "zbv", "dualpipev", *AUTO_SCHEDULES)
 SCHEDULES = FULL_BACKWARD + SPLIT_BACKWARD
 V_SHAPED = ("zbv", "dualpipev", "auto-v")
@@ -35,87 +34,90 @@ CONTEXT_METHODS = ("ring", "ulysses")
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One cut of one job. Every field has a default that means "do not cut"."""
+    """How one job is parallelized. The defaults describe a single process."""
 
     pipeline: int = 1
-    """Ranks that each hold some of the layers."""
+    """Ranks that each hold some of the layers (pipeline parallelism)."""
     replicate: int = 1
-    """Copies of the model that each see other samples."""
+    """Replicas of the model, each training on different samples."""
     shard: int = 1
-    """Ranks that share optimizer states, gradients or weights (see `zero`) and each see other samples."""
+    """Ranks that shard optimizer states, gradients or weights (see `zero`), each training on different samples."""
     context: int = 1
-    """Ranks that each hold a part of every sequence."""
+    """Ranks that each hold a part of every sequence (context parallelism)."""
     context_method: str = "ring"
-    """How they attend: keys and values go round in a ring, or each rank gets some heads of the whole sequence."""
+    """How context ranks attend: `ring` passes keys and values around; `ulysses` gives each rank some heads of the full
+    sequence."""
     tensor: int = 1
-    """Ranks that each hold a part of every matrix; activations between matrices are cut along the sequence."""
+    """Ranks that each hold a part of every matrix (tensor parallelism, with sequence parallelism between matrices)."""
     expert: int = 1
-    """Ranks that share the experts, folded over shard x context, and over tensor where these do not suffice."""
+    """Ranks that share the experts. They fold over shard x context, and over tensor too if those do not suffice."""
     schedule: str = "1f1b"
-    """The order of forwards and backwards in a pipeline."""
+    """Pipeline schedule: the order of forwards and backwards."""
     virtual: int = 0
-    """Pipeline stages per rank; 0 lets the schedule decide (2 for interleaved and the V-shaped, otherwise 1)."""
+    """Pipeline stages per rank; 0 uses the schedule's default (2 for interleaved and V-shaped ones, otherwise 1)."""
     micro_batch: int = 0
-    """Samples in one forward; 0 lets `solve_batch` decide."""
+    """Samples per micro-batch; 0 lets `solve_batch` choose."""
     zero: int = 1
-    """What `shard` cuts: 1 optimizer states, 2 gradients too, 3 weights too."""
+    """ZeRO stage of `shard`: 1 shards optimizer states, 2 also gradients, 3 also weights (FSDP)."""
     recompute: str = "none"
-    """What is computed again in the backward: none, selective, full, or the share of block activations to keep."""
+    """Activation checkpointing: none, selective, full, or the fraction of block activations to keep."""
     stages: tuple[int, ...] = ()
-    """Layers per pipeline stage, fixed by the user (`stages=3,5`); empty: balanced by cost."""
+    """Layers per pipeline stage (`stages=3,5`); empty balances the stages by cost."""
 
     def __post_init__(self) -> None:
         for axis in DEGREES:
             degree = getattr(self, axis)
             if degree < 1:
-                raise LayoutError(f"{axis}={degree}: a degree counts processes, so it is at least 1.")
+                raise LayoutError(f"{axis}={degree}: a degree must be at least 1.")
         if self.schedule not in SCHEDULES:
-            raise LayoutError(f"schedule={self.schedule}: no such schedule; {suggest(self.schedule, SCHEDULES)}")
+            raise LayoutError(f"schedule={self.schedule}: unknown schedule; {suggest(self.schedule, SCHEDULES)}")
         if self.context_method not in CONTEXT_METHODS:
             raise LayoutError(f"context_method={self.context_method}: {suggest(self.context_method, CONTEXT_METHODS)}")
         if self.zero not in (1, 2, 3):
-            raise LayoutError(f"zero={self.zero}: the ZeRO stage is 1, 2 or 3.")
+            raise LayoutError(f"zero={self.zero}: the ZeRO stage must be 1, 2 or 3.")
         if self.micro_batch < 0:
-            raise LayoutError(f"micro_batch={self.micro_batch}: a micro-batch has at least 1 sample.")
+            raise LayoutError(f"micro_batch={self.micro_batch}: a micro-batch must have at least 1 sample.")
         kept_activation_fraction(self.recompute)
         self._check_virtual()
 
     def _check_virtual(self) -> None:
         if self.virtual < 0:
-            raise LayoutError(f"virtual={self.virtual}: a rank holds at least 1 stage.")
+            raise LayoutError(f"virtual={self.virtual}: a rank must hold at least 1 stage.")
         if self.pipeline == 1:
             if self.virtual > 1:
-                raise LayoutError(f"virtual={self.virtual} cuts pipeline stages, but pipeline=1; set pipeline above 1.")
+                raise LayoutError(f"virtual={self.virtual} needs a pipeline, but pipeline=1; set pipeline above 1.")
         elif self.schedule in ("gpipe", "1f1b") and self.virtual > 1:
             raise LayoutError(
                 f"virtual={self.virtual}: schedule {self.schedule} runs one stage per rank; "
-                "use schedule=interleaved or leave virtual out."
+                "use schedule=interleaved or remove virtual."
             )
         elif self.schedule in V_SHAPED and self.virtual not in (0, 2):
-            raise LayoutError(f"virtual={self.virtual}: schedule {self.schedule} runs exactly 2 stages per rank.")
+            raise LayoutError(
+                f"virtual={self.virtual}: schedule {self.schedule} runs exactly 2 stages per rank; remove virtual."
+            )
         if self.stages and len(self.stages) != self.stage_count:
             raise LayoutError(
-                f"stages={','.join(map(str, self.stages))} fixes {pluralize(len(self.stages), 'stage')}, "
+                f"stages={','.join(map(str, self.stages))} lists {pluralize(len(self.stages), 'stage')}, "
                 f"but the pipeline has {self.stage_count} (pipeline={self.pipeline} x {self.stages_per_rank} per rank)."
             )
         if any(layers < 0 for layers in self.stages):
             raise LayoutError(f"stages={','.join(map(str, self.stages))}: a stage cannot hold fewer than 0 layers.")
 
-    # Derived facts.
+    # Derived properties
 
     @cached_property
     def world(self) -> int:
-        """Processes that run this layout."""
+        """World size: the number of processes."""
         return prod(getattr(self, axis) for axis in AXES)
 
     @cached_property
     def data(self) -> int:
-        """Groups of processes that see different samples."""
+        """Data-parallel degree: how many ways the global batch is split."""
         return self.replicate * self.shard
 
     @cached_property
     def expert_ranks(self) -> int:
-        """Of the expert degree, what lies on shard x context; the rest lies on the tensor axis."""
+        """The part of the expert degree on shard x context; the tensor axis provides the rest."""
         return self.expert if self.shard * self.context % self.expert == 0 else self.expert // self.tensor
 
     @cached_property
@@ -131,16 +133,16 @@ class Layout:
 
     @property
     def has_split_backward(self) -> bool:
-        """Whether the schedule runs input and weight gradients apart."""
+        """Whether the schedule runs input and weight gradients as separate actions."""
         return self.pipeline > 1 and self.schedule in SPLIT_BACKWARD
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that pipeline rank `rank` holds, in model order: in loops, or down and up again in a V."""
+        """Returns the stages of a pipeline rank in model order: every `pipeline`-th one, or a symmetric pair in a V."""
         if self.pipeline > 1 and self.schedule in V_SHAPED:
             return rank, self.stage_count - 1 - rank
         return tuple(range(rank, self.stage_count, self.pipeline))
 
-    # Text form.
+    # Text form
 
     def __str__(self) -> str:
         parts = []
@@ -157,7 +159,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """Reads the text form: words of the form key=value with spaces between them."""
+        """Parses the text form: key=value words separated by spaces."""
         fields = {field.name: field for field in dataclasses.fields(cls)}
         values: dict[str, object] = {}
         for word in text.split():
@@ -171,7 +173,7 @@ class Layout:
                 hint = layout_hint(key, value) or suggest(key, fields)
                 raise LayoutError(f"layout {text!r}: unknown key {key!r}; {hint}")
             if key in values:
-                raise LayoutError(f"layout {text!r}: {key} is given twice; give it once.")
+                raise LayoutError(f"layout {text!r}: {key} is set twice; set it once.")
             values[key] = (
                 value if key in ("schedule", "recompute", "context_method") else _parse_integers(text, key, value)
             )
@@ -191,7 +193,7 @@ def _parse_integers(text: str, key: str, value: str) -> object:
 
 
 def kept_activation_fraction(recompute: str) -> float | None:
-    """The share of block activations that `recompute` keeps, where it is given as a number; None for a policy."""
+    """Returns the fraction of block activations that `recompute` keeps, or None if it names a policy."""
     if recompute in RECOMPUTE:
         return None
     try:
@@ -200,18 +202,18 @@ def kept_activation_fraction(recompute: str) -> float | None:
         fraction = -1.0
     if not 0.0 <= fraction <= 1.0:
         raise LayoutError(
-            f"recompute={recompute}: give one of {', '.join(RECOMPUTE)}, or the share of block activations to keep "
-            "as a number from 0 to 1."
+            f"recompute={recompute}: use {', '.join(RECOMPUTE)}, or the fraction of block activations to keep "
+            "(from 0 to 1)."
         )
     return fraction
 
 
-# Batch arithmetic: solved, never asked for.
+# Batch split
 
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """How one global batch is served: `samples` = data ranks x micro-batches x micro-batch size."""
+    """How a global batch is split: `samples` = data-parallel degree x micro-batches x micro-batch size."""
 
     samples: int
     micro_batch: int
@@ -219,27 +221,25 @@ class BatchSplit:
 
 
 def micro_batch_error(layout: Layout, count: int) -> str | None:
-    """Why a pipeline cannot run this number of micro-batches; None if it can."""
+    """Returns why the schedule cannot run this number of micro-batches, or None if it can."""
     if layout.pipeline == 1:
         return None
-    if layout.schedule == "1f1b" and count < layout.stage_count:
-        return f"schedule 1f1b needs at least as many micro-batches as stages ({layout.stage_count})"
-    if layout.schedule == "dualpipev" and count < layout.stage_count:
-        return f"schedule dualpipev needs at least as many micro-batches as stages ({layout.stage_count})"
+    if layout.schedule in ("1f1b", "dualpipev") and count < layout.stage_count:
+        return f"schedule {layout.schedule} needs at least as many micro-batches as stages ({layout.stage_count})"
     if layout.schedule in ("interleaved", "zero-bubble"):
         rounds = max(1, count // layout.pipeline)
         if count % rounds:
             return (
                 f"schedule {layout.schedule} runs its micro-batches in max(1, n // pipeline) equal rounds, "
-                f"and {count} micro-batches do not make {rounds}"
+                f"but {count} micro-batches are not divisible by {rounds}"
             )
     return None
 
 
 def solve_batch(layout: Layout, samples: int) -> BatchSplit:
-    """Micro-batch and accumulation for a global batch of `samples`, or an error with the nearest that can be served."""
+    """Splits a global batch into micro-batches; raises LayoutError with the nearest valid batch sizes if it cannot."""
     if samples < 1:
-        raise LayoutError(f"a global batch of {samples} samples: it needs at least 1.")
+        raise LayoutError(f"a global batch of {samples} samples: it must have at least 1.")
     split = _split_batch(layout, samples)
     if isinstance(split, BatchSplit):
         return split
@@ -247,31 +247,29 @@ def solve_batch(layout: Layout, samples: int) -> BatchSplit:
     nearest_sizes = list(
         islice((n for n in _nearest_first(samples, limit) if isinstance(_split_batch(layout, n), BatchSplit)), 2)
     )
-    remedy = (
-        f"The nearest that can: {' and '.join(map(str, sorted(nearest_sizes)))}."
-        if nearest_sizes
-        else "No nearby batch can."
-    )
+    remedy = f"The nearest valid sizes: {' and '.join(map(str, sorted(nearest_sizes)))}."
+    if not nearest_sizes:
+        remedy = "No nearby size is valid; change the layout."
     requested = pluralize(samples, "sample")
-    raise LayoutError(f"layout '{layout}' cannot serve a global batch of {requested}: {split}. {remedy}")
+    raise LayoutError(f"layout '{layout}' cannot run a global batch of {requested}: {split}. {remedy}")
 
 
 def _split_batch(layout: Layout, samples: int) -> BatchSplit | str:
     if samples % layout.data:
-        return f"it does not divide over replicate x shard = {layout.data}"
+        return f"it is not divisible by replicate x shard = {layout.data}"
     per_rank = samples // layout.data
     if layout.micro_batch:
         if per_rank % layout.micro_batch:
-            return f"a rank's share of {per_rank} is no multiple of micro_batch={layout.micro_batch}"
+            return f"a rank's {per_rank} samples are not divisible by micro_batch={layout.micro_batch}"
         count = per_rank // layout.micro_batch
         return micro_batch_error(layout, count) or BatchSplit(samples, layout.micro_batch, count)
     counts = [count for count in _divisors(per_rank) if not micro_batch_error(layout, count)]
     if not counts:
-        return micro_batch_error(layout, per_rank) or "no number of micro-batches fits"
+        return micro_batch_error(layout, per_rank) or "no number of micro-batches works"
     if layout.pipeline == 1:
         count = counts[0]
     else:
-        # Four micro-batches per stage keep the bubble of 1f1b near a fifth; beyond that small products cost more.
+        # Four micro-batches per stage keep the 1f1b bubble near a fifth; with more, small matmuls cost more.
         count = min(counts, key=lambda n: (n < 4 * layout.pipeline, abs(n - 4 * layout.pipeline)))
     return BatchSplit(samples, per_rank // count, count)
 

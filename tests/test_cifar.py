@@ -124,7 +124,7 @@ def test_what_is_missing_is_told(tmp_path: Path) -> None:
         make_sources(make_job({"model": {**MODEL, "image_size": 64}, "data": data}))
     with pytest.raises(DataError, match="has images, but model.name = 'gpt'"):
         make_sources(make_job({"data": data}))
-    with pytest.raises(JobError, match="data.augment changes images, and a decoder reads none"):
+    with pytest.raises(JobError, match="data.augment applies to images, but a decoder reads none"):
         make_job({"data": {"augment": ["flip"]}})
 
 
@@ -267,7 +267,7 @@ def test_accuracy_and_bad_records_of_a_run(tmp_path: Path) -> None:
         run_world(train, Layout.parse(layout).world, folder, job, layout)
         events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
         (validation,) = [event for event in events if event["event"] == "validation"]
-        assert f"{100 * validation['accuracy']:.1f}% right" in validation["message"]
+        assert f"{100 * validation['accuracy']:.1f}% accuracy" in validation["message"]
         assert (validation["accuracy"] * 12).is_integer()
         (bad,) = [event for event in events if event["event"] == "bad_records"]
         assert "1 bad record skipped" in bad["message"] and "data_batch_1.bin, record 13" in bad["message"]

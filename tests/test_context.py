@@ -102,10 +102,10 @@ def test_documents_that_are_seen_after_all_are_caught(way, monkeypatch):
 
 
 @pytest.mark.parametrize(("model", "layout", "said"), [
-    (LLAMA, "context=5", "a sequence of 24 does not divide by 10; the nearest that does: 20"),
-    (LLAMA, "context=4 tensor=4", "a sequence of 24 does not divide by 16"),
+    (LLAMA, "context=5", "the sequence length 24 is not divisible by 10; the nearest valid length is 20"),
+    (LLAMA, "context=4 tensor=4", "the sequence length 24 is not divisible by 16"),
     (LLAMA, "context=3 context_method=ulysses", "use context_method=ring"),
-    (MOE, "context=2 expert=4", "1 x 2 x 1 cannot be cut so"),
+    (MOE, "context=2 expert=4", "tensor is 1 x 2 x 1"),
 ])  # fmt: skip
 def test_what_cannot_be_cut_is_told_before_the_run(model, layout, said):
     with pytest.raises(LayoutError, match=said):

@@ -518,7 +518,7 @@ def test_a_table_that_no_rank_can_hold() -> None:
     check_host_memory(prepare(job, Layout.parse("shard=4")), 2 << 20)
     with pytest.raises(LayoutError, match=r'rank 0 would hold .* use embedding_tables.sharding = "auto"'):
         check_host_memory(prepare(job, Layout.parse("shard=4")), 1 << 19)
-    with pytest.raises(LayoutError, match=r"use at least 11 ranks with as much each"):
+    with pytest.raises(LayoutError, match=r"use at least 11 ranks with that much memory each"):
         check_host_memory(prepare(job, Layout.parse("shard=4")), 100_000)
     check_host_memory(prepare(small(24, {}, tables=1, rows=1024, width=128), Layout.parse("shard=4")), 1 << 19)
 

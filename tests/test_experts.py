@@ -170,8 +170,8 @@ def test_a_dry_run_and_its_costs() -> None:
 
 def test_what_does_not_divide_is_told() -> None:
     for text, words in {
-        "shard=2 expert=2": "5 experts do not divide over 2 ranks; use expert=1",
-        "shard=3 expert=5": "3 x 1 x 1 cannot be cut so; use shard=5",
+        "shard=2 expert=2": "5 experts are not divisible by 2 ranks; use expert=1",
+        "shard=3 expert=5": "tensor is 3 x 1 x 1; use shard=5",
     }.items():
         with pytest.raises(LayoutError, match=words):
             prepare(small(15), Layout.parse(text))

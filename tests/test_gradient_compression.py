@@ -117,11 +117,11 @@ def test_debts_that_are_forgotten_are_caught(monkeypatch):
 
 
 def test_what_cannot_be_had():
-    with pytest.raises(JobError, match="'topk' is no way to compress; use fp16"):
+    with pytest.raises(JobError, match="'topk' is not a compression method; use fp16"):
         job("topk")
     with pytest.raises(JobError, match="compress_after"):
         job("int8", after=-1)
-    with pytest.raises(JobError, match="leave one of them out"):
+    with pytest.raises(JobError, match="remove one of them"):
         make_job({"gradient": {"compress": "int8", "all_reduce": "ring"}})
     with pytest.raises(JobError, match="use bf16"):
         make_job({"precision": "fp16", "gradient": {"compress": "int8"}})

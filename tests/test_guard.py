@@ -116,7 +116,7 @@ def test_a_passing_nan_is_rolled_back_and_leaves_no_trace(
     (event,) = events(run, "rollback")
     assert event["message"] == (
         "step 7 had a gradient norm of nan, so its update was skipped; a replay of the step is finite, so the fault "
-        "was transient; going back to step 4."
+        "was transient; rolling back to step 4."
     )
 
 
@@ -143,7 +143,7 @@ def test_a_spike_is_left_out_with_the_batches_since_the_checkpoint(fork_server: 
     run = train(fork_server, job, "shard=2", Fault("spike", 0, 20), Fault("spike", 1, 20, number=1))
     (event,) = events(run, "rollback")
     assert str(event["message"]).startswith("step 20 had a loss of 1000, ")
-    assert str(event["message"]).endswith("going back to step 18 and leaving out the 2 batches since.")
+    assert str(event["message"]).endswith("rolling back to step 18 and skipping the 2 batches since.")
     assert run.skipped_batches() == [(18, 2)]
     other = small_job(tmp_path / "other", run={"folder": str(tmp_path / "other")}, **changes)
     RunFolder(tmp_path / "other").path.mkdir()

@@ -137,7 +137,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
         with pytest.raises(JobError):
             load_job(tmp_path / name)
-    with pytest.raises(JobError, match="no job file"):
+    with pytest.raises(JobError, match="does not exist"):
         load_job(tmp_path / "missing.toml")
     with pytest.raises(JobError):
         load_job(tmp_path)

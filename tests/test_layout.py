@@ -80,7 +80,7 @@ def test_text_form(text: str, shown: str) -> None:
         ("pipeline", "not of the form key=value"),
         ("pipeline=two", "not a whole number"),
         ("pipeline=2,2", "takes one number"),
-        ("tensor=2 tensor=4", "given twice"),
+        ("tensor=2 tensor=4", "set twice"),
         ("tensor=0", "at least 1"),
         ("shard=-2", "at least 1"),
         ("pipeline=2 schedule=1f2b", "did you mean '1f1b'"),
@@ -93,8 +93,8 @@ def test_text_form(text: str, shown: str) -> None:
         ("pipeline=2 virtual=2", "schedule=interleaved"),
         ("pipeline=2 schedule=zbv virtual=3", "exactly 2"),
         ("pipeline=2 virtual=-1", "at least 1 stage"),
-        ("pipeline=2 stages=1,2,3", "fixes 3 stages, but the pipeline has 2"),
-        ("pipeline=2 stages=4", "fixes 1 stage, but the pipeline has 2"),
+        ("pipeline=2 stages=1,2,3", "lists 3 stages, but the pipeline has 2"),
+        ("pipeline=2 stages=4", "lists 1 stage, but the pipeline has 2"),
         ("pipeline=2 stages=-1,3", "fewer than 0"),
     ],
 )
@@ -135,7 +135,7 @@ def test_a_batch_is_served_whole_or_refused_with_one_that_can(layout: Layout, sa
         batch = solve_batch(layout, samples)
     except LayoutError as error:
         assert "\n" not in str(error)
-        if "The nearest that can" in str(error):
+        if "The nearest valid sizes" in str(error):
             tail = str(error).rpartition(": ")[2].rstrip(".")
             for near in map(int, tail.split(" and ")):
                 assert solve_batch(layout, near).samples == near
@@ -148,10 +148,14 @@ def test_a_batch_is_served_whole_or_refused_with_one_that_can(layout: Layout, sa
 @pytest.mark.parametrize(
     ("text", "samples", "message"),
     [
-        ("shard=3", 8, "does not divide over replicate x shard = 3. The nearest that can: 6 and 9."),
-        ("shard=2 micro_batch=4", 12, "share of 6 is no multiple of micro_batch=4. The nearest that can: 8 and 16."),
-        ("pipeline=4 micro_batch=2", 6, "as many micro-batches as stages (4). The nearest that can: 8 and 10."),
-        ("pipeline=2 schedule=dualpipev", 3, "as stages (4). The nearest that can: 4 and 5."),
+        ("shard=3", 8, "is not divisible by replicate x shard = 3. The nearest valid sizes: 6 and 9."),
+        (
+            "shard=2 micro_batch=4",
+            12,
+            "6 samples are not divisible by micro_batch=4. The nearest valid sizes: 8 and 16.",
+        ),
+        ("pipeline=4 micro_batch=2", 6, "as many micro-batches as stages (4). The nearest valid sizes: 8 and 10."),
+        ("pipeline=2 schedule=dualpipev", 3, "as stages (4). The nearest valid sizes: 4 and 5."),
         ("pipeline=2 schedule=interleaved micro_batch=1", 5, "in max(1, n // pipeline) equal rounds"),
         ("pipeline=1", 0, "at least 1"),
     ],

@@ -74,9 +74,9 @@ def test_planted_bugs_are_caught(plant, monkeypatch):
 def test_what_cannot_be_had():
     with pytest.raises(LayoutError, match="has one; use replicate=2"):
         prepare(job(NESTEROV), Layout.parse("shard=2"))
-    with pytest.raises(LayoutError, match="leave one of them out"):
+    with pytest.raises(LayoutError, match="remove one of them"):
         prepare(job(NESTEROV, gradient={"compress": "int8"}), Layout.parse("replicate=2"))
     with pytest.raises(LayoutError, match="a DLRM's tables are shared by all replicas"):
         prepare(job(NESTEROV, model={"name": "dlrm"}), Layout.parse("replicate=2"))
-    with pytest.raises(JobError, match="at most one part meets in a step"):
+    with pytest.raises(JobError, match="at most one fragment synchronizes per step"):
         job({"every": 2, "fragments": 3})

@@ -309,8 +309,8 @@ def test_states_are_as_large_as_planned() -> None:
 @pytest.mark.parametrize(
     ("values", "word"),
     [
-        ({"optimizer": {"name": "lamb", "state_dtype": "bf16"}}, "states = 'bf16' is for adamw"),
-        ({"optimizer": {"name": "muon"}, "model": {"name": "resnet"}}, "'muon' is for matrices of blocks"),
+        ({"optimizer": {"name": "lamb", "state_dtype": "bf16"}}, "state_dtype = 'bf16' works with adamw only"),
+        ({"optimizer": {"name": "muon"}, "model": {"name": "resnet"}}, "'muon' updates matrices of transformer blocks"),
         ({"optimizer": {"name": "sgd"}, "model": {"mup_base_width": 64}}, "mup_base_width is worked out for adamw"),
         ({"optimizer": {"weight_decay_overrides": {"embed.*": -1.0}}}, "optimizer.weight_decay_overrides.embed"),
         ({"optimizer": {"name": "adam"}}, "optimizer.name = 'adam'"),

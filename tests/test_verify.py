@@ -263,5 +263,5 @@ def test_an_impossible_layout_raises_before_any_process_starts() -> None:
     job = tiny(4, layers=4, **SHAPES["Llama"])
     with pytest.raises(LayoutError, match="at most 6 stages"):
         verify(job, [Layout.parse("replicate=2"), Layout.parse("pipeline=7")])
-    with pytest.raises(LayoutError, match="the nearest that does"):
+    with pytest.raises(LayoutError, match="the nearest valid length"):
         prepare(job, Layout.parse("tensor=3"))

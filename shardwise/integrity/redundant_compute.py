@@ -27,11 +27,11 @@ HASH_MULTIPLIER = 0x5851F42D4C957F2D
 
 
 class RedundantCompute:
-    """Holds this rank's `redundant_result` and, on the owner, the `step_result` of the step (elsewhere equal to it)."""
+    """Holds the checksum of the redundant computation and, on the owner, that of the step (elsewhere equal to it)."""
 
     def __init__(self, job: Job, engine: Engine):
         self.job, self.engine, self.data = job, engine, engine.mesh["data"]
-        # Where samples of several ranks are mixed, a rank's result depends on what the others have.
+        # If a sample's result depends on other samples (batch norm, MoE capacity), other ranks cannot reproduce it.
         is_independent = not job.model.mixes_samples and engine.pipeline is None
         self.every = (
             job.run.redundant_compute_every
@@ -44,7 +44,7 @@ class RedundantCompute:
         self._hooks: list[Any] = []
 
     def before_step(self, step: int, samples: Samples) -> None:
-        """Called before each step with its samples; does the redundant computation if it is due."""
+        """Does the redundant computation if it is due; call it before each step with the samples of the step."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

@@ -121,31 +121,29 @@ def launch(
     def forward_signal(signal_number: int, frame: FrameType | None) -> None:
         supervisor.forward_signal(signal_number)
 
-    previous = {
-        signal_number: signal.signal(signal_number, forward_signal) for signal_number in (signal.SIGTERM, signal.SIGINT)
-    }
+    previous_handlers = {number: signal.signal(number, forward_signal) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         supervisor.supervise(resume)
     finally:
         worker_pool.close()
         if fork_server is None:
             server.close()
-        for signal_number, handler in previous.items():
-            signal.signal(signal_number, handler)
+        for number, handler in previous_handlers.items():
+            signal.signal(number, handler)
 
 
 def replan(folder: RunFolder, job: Job, processes: int) -> tuple[str, int]:
-    """Returns the best layout for at most `processes` processes, and its world size, to resume a run with."""
+    """Returns the best layout for at most `processes` processes, and its world size, to resume the run in."""
     for count in range(processes, 0, -1):
         try:
             plan, source = choose_plan(job.model_copy(update={"layout": "auto"}), count)
         except LayoutError as error:
-            last = error
+            last_error = error
             continue
         layout = plan.best.layout
         folder.write_plan(plan_record(job, plan, source))
         return str(layout), layout.world
-    raise last if processes else LayoutError("no processes are left to run on.")
+    raise last_error if processes else LayoutError("no processes are left to run on.")
 
 
 def _run_in_existing_world(folder: RunFolder, layout: Layout, resume: bool) -> None:

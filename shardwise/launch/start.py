@@ -48,7 +48,7 @@ def start_training(
     if existing_world_size() is not None:
         _start_run(job_file, settings, resume, say, None, None)
         return
-    # Before anything else: a process that has done nothing yet is safe to fork.
+    # Started first, because a process without threads or PyTorch state is safe to fork.
     fork_server = ForkServer(WORKER_ENTRY_POINT.partition(":")[0])
     try:
         if node is not None and node.index > 0:
@@ -125,20 +125,17 @@ def _plan_layout(job: Job, nodes: int) -> tuple[Layout, dict[str, Any], str]:
 
 def _print_summary(prepared: Prepared, say: Callable[[str], None]) -> None:
     job, layout, batch = prepared.job, prepared.layout, prepared.batch
-    parameters = prepared.parameters
-    tokens = (
-        f"{job.samples} x {job.model.length} tokens"
-        if job.model.throughput_unit == "tokens"
-        else f"{job.samples} samples"
-    )
-    say(f"job:    {job.model.name}, {format_count(parameters)} parameters, {job.precision}, on {job.data.source}")
-    say(f"        {pluralize(job.total_steps, 'step')} of {tokens}, {job.optimizer.name} at {job.optimizer.lr:g}")
-    parts = f"{pluralize(batch.micro_batches, 'micro-batch')} of {batch.micro_batch}"
-    say(f"layout: {layout} ({pluralize(layout.world, 'process')}, {parts})")
+    has_tokens = job.model.throughput_unit == "tokens"
+    size = f"{job.samples} x {job.model.length} tokens" if has_tokens else f"{job.samples} samples"
+    count = format_count(prepared.parameters)
+    say(f"job:    {job.model.name}, {count} parameters, {job.precision}, on {job.data.source}")
+    say(f"        {pluralize(job.total_steps, 'step')} of {size}, {job.optimizer.name} at {job.optimizer.lr:g}")
+    micro_batches = f"{pluralize(batch.micro_batches, 'micro-batch')} of {batch.micro_batch}"
+    say(f"layout: {layout} ({pluralize(layout.world, 'process')}, {micro_batches})")
 
 
 def _is_main_process() -> bool:
-    """Returns whether this process prints and writes for the run: our launcher, or rank 0 under torchrun or Slurm."""
+    """Whether this process prints and writes for the run: our launcher, or rank 0 under torchrun or Slurm."""
     return existing_world_size() is None or os.environ["RANK"] == "0"
 
 
@@ -164,12 +161,10 @@ def _open_folder(job: Job, resumed: RunFolder | None, layout: Layout) -> RunFold
 
 
 def _check_same_run(old: Job, new: Job) -> None:
+    """Raises JobError if the jobs differ in a key that --resume may not change."""
     before, after = _flatten(old), _flatten(new)
-    changed = [
-        key
-        for key in before
-        if before[key] != after[key] and not any(fnmatchcase(key, free) for free in RESUMABLE_KEYS)
-    ]
+    different = [key for key in before if before[key] != after[key]]
+    changed = [key for key in different if not any(fnmatchcase(key, pattern) for pattern in RESUMABLE_KEYS)]
     if changed:
         raise JobError(
             f"--resume continues the same run, but {', '.join(changed)} would change; it may change only "

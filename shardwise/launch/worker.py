@@ -40,14 +40,8 @@ def main(arguments: list[str]) -> None:
     """Entry point of workers that our launcher starts: RUN LAYOUT STORE [--resume] [standby flags]."""
     folder, layout = RunFolder.open(Path(arguments[0])), Layout.parse(arguments[1])
     try:
-        run_worker(
-            folder,
-            layout,
-            "--resume" in arguments[3:],
-            arguments[2],
-            standby_wait(arguments),
-            snapshot_folder_argument(arguments),
-        )
+        resume, snapshots = "--resume" in arguments[3:], snapshot_folder_argument(arguments)
+        run_worker(folder, layout, resume, arguments[2], standby_wait(arguments), snapshots)
     except BaseException as error:  # noqa: BLE001 - run_worker has recorded it; the launcher reports it
         # Peers hang in collectives: exit at once, because a regular exit would wait for them.
         sys.stdout.flush()
@@ -93,7 +87,7 @@ def run_worker(
 
 
 def _fits_twice(prepared: Prepared) -> bool:
-    """Whether a second copy of every rank's weights takes at most a tenth of the host's memory; tables never do."""
+    """Whether a second copy of every rank's weights takes at most a tenth of host memory; False with tables."""
     if prepared.tables:
         return False
     return 8 * prepared.parameters * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= host_memory() / 10
@@ -119,13 +113,9 @@ def init_distributed(world_size: int, job: Job, store: str | None = None) -> tor
         if store is None:
             dist.init_process_group(backend, timeout=PROCESS_GROUP_TIMEOUT)
         else:
-            rank = int(os.environ["RANK"])
+            rank, opened = int(os.environ["RANK"]), open_store(store, world_size)
             dist.init_process_group(
-                backend,
-                timeout=PROCESS_GROUP_TIMEOUT,
-                store=open_store(store, world_size),
-                rank=rank,
-                world_size=world_size,
+                backend, timeout=PROCESS_GROUP_TIMEOUT, store=opened, rank=rank, world_size=world_size
             )
     return device
 

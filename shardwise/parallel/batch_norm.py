@@ -1,4 +1,4 @@
-"""Norms over a batch that lies on several ranks: sums over all of them, so that every layout computes the same."""
+"""Synchronized batch norm: statistics are summed over all data-parallel ranks, so every layout computes the same."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from shardwise.models.resnet import BatchNorm
 
 
 def apply(chain: Chain, axis: Axis) -> None:
+    """Resets the running statistics of batch norms and synchronizes the norms over an axis."""
     for module in chain.modules():
         if isinstance(module, BatchNorm):
             module.reset_buffers()
@@ -22,7 +23,7 @@ def apply(chain: Chain, axis: Axis) -> None:
 
 
 class AllReduceSum(torch.autograd.Function):
-    """The sum over ranks; so is its gradient."""
+    """All-reduce (sum), whose backward is an all-reduce too."""
 
     @staticmethod
     def forward(ctx: Any, numbers: Tensor, axis: Axis) -> Tensor:

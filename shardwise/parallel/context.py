@@ -32,7 +32,7 @@ from shardwise.parallel.mesh import Mesh
 
 
 def check(model: Any, layout: Layout) -> None:
-    """Raises for a degree that the sequence or the heads do not allow."""
+    """Raises LayoutError if the context degree does not divide the sequence or the heads."""
     degree, tensor = layout.context, layout.tensor
     if degree == 1:
         return
@@ -40,16 +40,16 @@ def check(model: Any, layout: Layout) -> None:
     unit = math.lcm((2 if ring else 1) * degree, degree * tensor)
     if model.sequence % unit:
         nearest = max(unit, round(model.sequence / unit) * unit)
-        why = "cuts sequences into two chunks a rank" if ring else "cuts sequences into one chunk a rank"
-        beside = f" beside tensor={tensor}" if tensor > 1 else ""
+        chunks = "two chunks" if ring else "one chunk"
+        combined = f" with tensor={tensor}" if tensor > 1 else ""
         raise LayoutError(
-            f"context={degree} {why}{beside}, but a sequence of {model.sequence} does not divide by {unit}; "
-            f"the nearest that does: {nearest}."
+            f"context={degree}{combined} splits each sequence into {chunks} per rank, but the sequence length "
+            f"{model.sequence} is not divisible by {unit}; the nearest valid length is {nearest}."
         )
     if not ring and any(heads % degree for heads in _heads_per_rank(model, tensor)):
         raise LayoutError(
-            f"context={degree} context_method=ulysses splits the {model.heads // tensor} heads of a rank, which do not "
-            f"divide by {degree}; use context_method=ring or another degree."
+            f"context={degree} context_method=ulysses splits the {model.heads // tensor} heads of a rank, which are "
+            f"not divisible by {degree}; use context_method=ring or another degree."
         )
 
 
@@ -58,10 +58,10 @@ def _heads_per_rank(model: Any, tensor: int) -> list[int]:
     return [len(part) for part in torch.arange(model.heads).tensor_split(tensor)]
 
 
-def local_positions(length: int, axis: Axis, by: str) -> Tensor:
+def local_positions(length: int, axis: Axis, method: str) -> Tensor:
     """Returns the sequence positions of this rank, in its order."""
     all_positions = torch.arange(length)
-    if by == "ulysses":
+    if method == "ulysses":
         return all_positions.chunk(axis.size)[axis.index]
     chunks = all_positions.chunk(2 * axis.size)
     return torch.cat((chunks[axis.index], chunks[-1 - axis.index])) if axis.size > 1 else all_positions
@@ -82,19 +82,16 @@ def apply(chain: Chain, layout: Layout, mesh: Mesh, length: int, device: torch.d
             continue
         if isinstance(module, SelfAttention):
             if module.rope_cos_sin is not None:
-                rope_cos_sin = rope_cos_sin or (
-                    module.rope_cos_sin[0][context_positions.to(device)],
-                    module.rope_cos_sin[1][context_positions.to(device)],
-                )
+                cos, sin = module.rope_cos_sin
+                rows = context_positions.to(device)
+                rope_cos_sin = rope_cos_sin or (cos[rows], sin[rows])
                 module.rope_cos_sin = rope_cos_sin
             module.attention_fn = (
                 RingAttention(context) if layout.context_method == "ring" else UlyssesAttention(context)
             )
         if isinstance(module, MoE):
-            module.sequence_shards, module.all_reduce_sum = (
-                context.size,
-                lambda counts: all_reduce(counts, axis=context),
-            )
+            module.sequence_shards = context.size
+            module.all_reduce_sum = lambda counts: all_reduce(counts, axis=context)
 
 
 def shard_samples(samples: Samples, positions: Tensor | None) -> Samples:
@@ -123,8 +120,8 @@ class UlyssesAttention:
         exchanged = self._all_to_all(torch.stack(parts))
         q, k, v = torch.cat(exchanged.unbind(), 2).split(sizes, 1)
         y = sdpa(q, k, v, causal, document_ids)
-        back = self._all_to_all(torch.stack(y.chunk(ranks, 2)))
-        return torch.cat(back.unbind(), 1)
+        by_heads = self._all_to_all(torch.stack(y.chunk(ranks, 2)))
+        return torch.cat(by_heads.unbind(), 1)
 
     def _all_to_all(self, x: Tensor) -> Tensor:
         """Sends x[n] to rank n."""
@@ -162,12 +159,12 @@ def visible_slices(axis: Axis, ring_step: int, length: int, causal: bool) -> tup
 
     At step n the keys come from the n-th rank before this one. If that rank's index is lower, its front chunk precedes
     all our positions and its back chunk follows them."""
-    everything, half = slice(None), length // 2
+    full, half = slice(None), length // 2
     if ring_step == 0 or not causal:
-        return everything, everything, causal
+        return full, full, causal
     if ring_step <= axis.index:
-        return everything, slice(half), False
-    return slice(half, None), everything, False
+        return full, slice(half), False
+    return slice(half, None), full, False
 
 
 class RingAttentionFunction(torch.autograd.Function):
@@ -213,15 +210,8 @@ class RingAttentionFunction(torch.autograd.Function):
             query_slice, key_slice, causal = visible_slices(axis, ring_step, length, masked)
             key, value = _repeat_kv(kv[:, :, :, key_slice], group)
             kernel.other_document_mask = other_document_mask(ctx.document_ids, axis, ring_step, query_slice, key_slice)
-            parts = kernel.backward(
-                grad[:, :, query_slice],
-                q[:, :, query_slice],
-                key,
-                value,
-                out[:, :, query_slice],
-                lse[:, :, query_slice],
-                causal,
-            )
+            local_grad, local_q, local_out, local_lse = (x[:, :, query_slice] for x in (grad, q, out, lse))
+            parts = kernel.backward(local_grad, local_q, key, value, local_out, local_lse, causal)
             dq[:, :, query_slice] += parts[0]
             kv_grad = kv_grad_transfer.wait() if kv_grad_transfer else torch.zeros_like(kv)
             kv_grad[:, :, :, key_slice] += torch.stack([part.unflatten(1, (-1, group)).sum(2) for part in parts[1:]])
@@ -283,7 +273,7 @@ def select_kernel(q: Tensor, document_ids: Tensor | None) -> AttentionKernel:
 
 
 class MathAttention:
-    """Attention by its definition."""
+    """Attention in plain PyTorch operators, with scores materialized."""
 
     other_document_mask: Tensor | None = None
 
@@ -302,7 +292,7 @@ class MathAttention:
     def _scores(self, q: Tensor, k: Tensor, causal: bool) -> Tensor:
         scores = q @ k.mT / math.sqrt(q.shape[-1])
         if self.other_document_mask is not None:
-            # Finite, because a query may see none of these keys: -inf would give NaN. Its own key outweighs them later.
+            # Finite, because -inf gives NaN for a query that sees none of these keys; its own key outweighs them later.
             scores = scores.masked_fill(self.other_document_mask.unsqueeze(1), torch.finfo(scores.dtype).min / 4)
         if not causal:
             return scores

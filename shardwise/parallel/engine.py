@@ -1,4 +1,4 @@
-"""The engine: what one rank needs for a training step, and how it runs the micro-batches of one."""
+"""The engine: everything one rank needs for a training step, and how it runs the micro-batches of a step."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Engine:
     param_shards: list[ParamShard]
     scale: LossScale
     positions: Tensor | None = None
-    """The positions of each sequence that this rank holds under context parallelism; None: all."""
+    """The sequence positions that this rank holds under context parallelism; None means all."""
     outer_optimizer: Any = None
     """Averages replicas that take local steps (`shardwise.parallel.local_sgd`)."""
 
@@ -56,10 +56,10 @@ class Engine:
         return make_optimizer(job.optimizer, self.dense_shards)
 
     def begin_stream(self, job: Job, stream: SampleStream) -> None:
-        """Called before training on a stream of samples; an engine may look at what is in it."""
+        """Called before training on a stream; a subclass may sample it, for example to find hot rows."""
 
     def batches(self, job: Job, loader: Iterator[tuple[int, Samples]], steps: int) -> Iterator[tuple[int, Samples]]:
-        """Returns the batches of the next `steps` steps; an engine may look ahead in them."""
+        """Returns the batches of the next `steps` steps; a subclass may prefetch for them."""
         return loader
 
     @property
@@ -67,11 +67,8 @@ class Engine:
         """The shards of tied weights, which the first and the last pipeline stage both hold."""
         if self.pipeline is None:
             return []
-        return [
-            param_shard
-            for param_shard in self.param_shards
-            if param_shard.name in self.chains[0].sharding_plan.tied_parameters
-        ]
+        tied_names = self.chains[0].sharding_plan.tied_parameters
+        return [param_shard for param_shard in self.param_shards if param_shard.name in tied_names]
 
     @property
     def timer(self) -> StepTimer:
@@ -86,9 +83,11 @@ class Engine:
         if self.pipeline is not None:
             return self.pipeline.run(samples, scale)
         total = torch.zeros_like(scale)
-        for number, part in enumerate(samples.split(self.batch.micro_batch), start=1):
+        for number, micro_batch in enumerate(samples.split(self.batch.micro_batch), start=1):
             with self.data.micro_batch(last=number == self.batch.micro_batches):
-                loss = self.data.modules[0](part.tokens, targets=part.targets, **part.batch) * scale
+                loss = (
+                    self.data.modules[0](micro_batch.tokens, targets=micro_batch.targets, **micro_batch.batch) * scale
+                )
                 loss.backward()
             total += loss.detach()
         return total
@@ -98,11 +97,11 @@ class Engine:
         samples = self.prepare_samples(samples)
         if self.pipeline is not None:
             return self.pipeline.evaluate(samples)
-        parts = samples.split(self.batch.micro_batch)
-        return torch.stack([self.chains[0](p.tokens, targets=p.targets, **p.batch) for p in parts]).sum()
+        micro_batches = samples.split(self.batch.micro_batch)
+        return torch.stack([self.chains[0](m.tokens, targets=m.targets, **m.batch) for m in micro_batches]).sum()
 
     def divide_gradients(self, divisor: Tensor) -> None:
-        """Divides all gradients."""
+        """Divides all gradients in place."""
         for device in {param_shard.tensor.device for param_shard in self.param_shards}:
             gradients = [param_shard.grad for param_shard in self.param_shards if param_shard.tensor.device == device]
             torch._foreach_div_(gradients, divisor.to(device))
@@ -113,5 +112,5 @@ class Engine:
 
     @property
     def is_data_leader(self) -> bool:
-        """Whether this rank is the one that counts the samples of its data-parallel index."""
+        """Whether this rank counts the samples of its data-parallel index: it is first on all other axes."""
         return all(self.mesh[axis].index == 0 for axis in ("pipeline", "context", "tensor"))

@@ -26,28 +26,27 @@ from shardwise.parallel.mesh import Mesh
 
 
 def check(model: ModelConfig, layout: Layout) -> None:
-    """Raises for a degree that model or layout do not allow."""
+    """Raises LayoutError if the expert degree does not fit the model or the layout."""
     degree = layout.expert
     if degree == 1:
         return
     if model.num_experts % degree:
         nearest = max(n for n in range(1, degree) if model.num_experts % n == 0)
         raise LayoutError(
-            f"expert={degree}: {model.num_experts} experts do not divide over {degree} ranks; use expert={nearest}."
+            f"expert={degree}: {model.num_experts} experts are not divisible by {degree} ranks; use expert={nearest}."
         )
     ranks = layout.shard * layout.context
     if ranks % degree and (degree % layout.tensor or ranks % (degree // layout.tensor)):
         raise LayoutError(
-            f"expert={degree} lies on ranks of shard x context, and with all of the tensor axis where these do not "
-            f"suffice, but {layout.shard} x {layout.context} x {layout.tensor} cannot be cut so; use shard={degree} or "
-            "a multiple of it."
+            f"expert={degree} must divide shard x context, or be tensor times a divisor of it, but shard x context x "
+            f"tensor is {layout.shard} x {layout.context} x {layout.tensor}; use shard={degree} or a multiple of it."
         )
 
 
 def apply(chain: Chain, layout: Layout, mesh: Mesh) -> set[str]:
     """Splits the experts of a chain on the meta device. Returns the names of parameters split over the expert axis.
 
-    What the tensor axis splits goes into the chain's sharding plan.
+    If the tensor axis distributes experts too, this is added to the chain's sharding plan.
     """
     sharded_names: set[str] = set()
     axis, tensor_splits_experts = mesh["expert"], layout.expert_ranks < layout.expert
@@ -151,7 +150,7 @@ class TokenDispatcher:
         ranks = self.axis.size
         received_counts = torch.empty_like(counts)
         all_to_all(received_counts, counts, axis=self.axis)
-        by_rank = received_counts.view(ranks, -1)  # source, expert
+        by_rank = received_counts.view(ranks, -1)  # (source rank, expert)
         sent, received = group_sizes(counts.view(ranks, -1).sum(1), rows), group_sizes(by_rank.sum(1), rows)
         rows = TokenAllToAll.apply(rows, received, sent, self)
         if is_fake(counts):
@@ -189,7 +188,7 @@ class TokenAllToAll(torch.autograd.Function):
 
 
 class DispatchState(NamedTuple):
-    """What `combine` needs of a `dispatch`."""
+    """State that `dispatch` passes to `combine`."""
 
     permutation: Tensor
     inverse_permutation: Tensor

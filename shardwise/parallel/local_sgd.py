@@ -22,7 +22,7 @@ from shardwise.parallel.engine import Engine
 
 
 def check(job: Job, layout: Layout) -> None:
-    """Raises LayoutError if the layout has no replicas, or the model has state that replicas cannot own."""
+    """Raises LayoutError if local SGD is on but the layout has one replica or gradients are compressed."""
     if job.local_sgd.every == 1:
         return
     setting = f"local_sgd.every = {job.local_sgd.every}"
@@ -31,13 +31,13 @@ def check(job: Job, layout: Layout) -> None:
             f"{setting} trains replicas independently, but layout '{layout}' has one; use replicate=2 or more."
         )
     if job.gradient.compress:
-        raise LayoutError(f"{setting} and gradient.compress both make sums cheap; leave one of them out.")
+        raise LayoutError(f"{setting} cannot be combined with gradient.compress; remove one of them.")
 
 
-def fragment_of(name: str, parts: int) -> int:
+def fragment_of(name: str, fragments: int) -> int:
     """Returns the fragment of a weight: blocks round-robin, everything outside of blocks in fragment 0."""
     digits = "".join(filter(str.isdigit, name.partition(".")[0]))
-    return (int(digits) + 1) % parts if digits else 0
+    return (int(digits) + 1) % fragments if digits else 0
 
 
 def is_sync_due(sync: LocalSGDConfig, done: int, fragment: int, last: int) -> bool:
@@ -60,11 +60,9 @@ class OuterOptimizer:
 
     def state_of(self, number: int) -> dict[str, Tensor]:
         """Returns the outer-optimizer state of a parameter shard, by name."""
-        return (
-            {"anchor": self.anchor[number], "momentum": self.outer_momentum[number]}
-            if self.local_sgd.outer_optimizer
-            else {}
-        )
+        if not self.local_sgd.outer_optimizer:
+            return {}
+        return {"anchor": self.anchor[number], "momentum": self.outer_momentum[number]}
 
     @torch.no_grad()
     def after_step(self, done: int, last: int) -> None:
@@ -72,12 +70,8 @@ class OuterOptimizer:
         due = {fragment for fragment in self.fragments if is_sync_due(self.local_sgd, done, fragment, last)}
         if not due:
             return
-        param_shards = list(enumerate(self.engine.param_shards))
-        due_shards = [
-            (n, param_shard)
-            for n, param_shard in param_shards
-            if fragment_of(param_shard.name, self.local_sgd.fragments) in due
-        ]
+        param_shards, fragments = enumerate(self.engine.param_shards), self.local_sgd.fragments
+        due_shards = [(n, shard) for n, shard in param_shards if fragment_of(shard.name, fragments) in due]
         means = self._average([param_shard.tensor.detach() for _, param_shard in due_shards])
         for (number, param_shard), mean in zip(due_shards, means, strict=True):
             if self.local_sgd.outer_optimizer:
@@ -95,8 +89,9 @@ class OuterOptimizer:
         self.engine.data.sync_weights()
 
     def _average(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Averages tensors over replicas with one all-reduce."""
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         self.engine.timer.bytes_sent["local_sgd"] += 2 * (self.axis.size - 1) * flat.nbytes // self.axis.size
         all_reduce(flat, axis=self.axis)
-        parts = (flat / self.axis.size).split([tensor.numel() for tensor in tensors])
-        return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+        means = (flat / self.axis.size).split([tensor.numel() for tensor in tensors])
+        return [mean.view(tensor.shape) for mean, tensor in zip(means, tensors, strict=True)]

@@ -1,9 +1,9 @@
-"""Builds this rank's engine from a prepared job: the one place that knows the order.
+"""Builds this rank's engine from a prepared job. This is the only place that knows the order of application:
 
     model on the meta device -> this rank's pipeline stages -> expert and tensor sharding -> precision, activation
     checkpointing, compilation -> data parallelism -> memory and initial weights -> parameter shards -> schedule
 
-Training, verification and dry runs all come through here.
+Training, verification and dry runs all use `parallelize`.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from shardwise.parallel.prepare import Prepared, meta_model
 from shardwise.parallel.tables.table_engine import TableEngine, make_table_shards, make_tables
 from shardwise.parallel.torch_pipelining import PipelineOrder
 
-# The share of a compiled block's activations that it may keep for the backward; it recomputes the cheap operators of
-# the rest. On an H200 this takes a quarter less memory at the same speed.
+# The fraction of a compiled block's activations that torch.compile may save for the backward; it recomputes cheap
+# operators for the rest. On an H200 this saves a quarter of the memory at the same speed.
 ACTIVATION_MEMORY_BUDGET = 0.85
 ACTIVATION_MEMORY_BUDGET_FP8 = 1.0  # in fp8 activations are half as large, and a lower budget recomputes attention
 
 
-def select_attention_backend(kind: str, device: torch.device) -> None:
+def select_attention_backend(backend: str, device: torch.device) -> None:
     """Restricts PyTorch to one of its attention kernels in this process; "auto" leaves the choice to PyTorch."""
-    if kind == "auto":
+    if backend == "auto":
         return
-    if device.type == "cpu" and kind in ("cudnn", "efficient"):
-        raise JobError(f'attention = "{kind}" is a kernel for GPUs; on a CPU use "flash", "math" or "auto".')
-    torch.backends.cuda.enable_cudnn_sdp(kind == "cudnn")
-    torch.backends.cuda.enable_flash_sdp(kind == "flash")
-    torch.backends.cuda.enable_mem_efficient_sdp(kind == "efficient")
-    torch.backends.cuda.enable_math_sdp(kind == "math")
+    if device.type == "cpu" and backend in ("cudnn", "efficient"):
+        raise JobError(f'sdpa_backend = "{backend}" is a kernel for GPUs; on a CPU use "flash", "math" or "auto".')
+    torch.backends.cuda.enable_cudnn_sdp(backend == "cudnn")
+    torch.backends.cuda.enable_flash_sdp(backend == "flash")
+    torch.backends.cuda.enable_mem_efficient_sdp(backend == "efficient")
+    torch.backends.cuda.enable_math_sdp(backend == "math")
 
 
 def parallelize(
@@ -54,10 +54,10 @@ def parallelize(
     """Returns this rank's engine. Shards the prepared model in place, so a `Prepared` serves one engine.
 
     A dry run passes a `memory` context in which weights have shapes but no values; `schedule=auto` needs the `order`
-    that was synthesised for it (`shardwise.planner.plan.order_of`).
+    that was synthesized for it (`shardwise.planner.plan.auto_schedule_order`).
     """
     job, layout, batch = prepared.job, prepared.layout, prepared.batch
-    meta_model.cache_clear()  # it becomes this engine's own
+    meta_model.cache_clear()  # because this engine modifies the model
     select_attention_backend(job.sdpa_backend, device)
     uses_local_sgd = job.local_sgd.every > 1
     mesh = Mesh(layout, device, uses_local_sgd)
@@ -94,7 +94,7 @@ def parallelize(
         for chain in chains:
             chain.to_empty(device=device)
             if not fully_sharded:
-                chain.tie_weights()  # `to_empty` gives each name memory of its own; FSDP does not
+                chain.tie_weights()  # `to_empty` allocates tied weights separately; FSDP keeps them tied
             configure_modules(
                 chain, job.model, device, precision.compute_dtype, pipelined=layout.pipeline > 1,
                 use_fp8=precision.use_fp8, loss_chunk_size=job.loss.chunk_size, aux_loss_scale=aux_loss_scale,

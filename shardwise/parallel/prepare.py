@@ -1,8 +1,7 @@
-"""One look at the model: what every part of a run needs to know of a job in a layout before any device is touched.
+"""Prepares a job for a layout, before any device is used.
 
-`prepare` builds the model on the meta device, checks that it can run in the layout, cuts it into pipeline stages and
-splits the batch. The launcher calls it once and so does each worker; the result is handed on. In a worker
-`parallelize` takes the model over and shards it in place.
+`prepare` builds the model on the meta device, checks that it can run in the layout, splits it into pipeline stages and
+splits the batch. The launcher and each worker call it once. In a worker, `parallelize` then shards the model in place.
 """
 
 from __future__ import annotations
@@ -40,15 +39,15 @@ def forward_flops(config: ModelConfig) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A job in a layout, checked."""
+    """A job, validated for a layout."""
 
     job: Job
     layout: Layout
     family: Family
     model: Chain
-    """The whole model on the meta device."""
+    """The full model on the meta device."""
     stages: list[tuple[int, int]]
-    """First and last module (exclusive) of each pipeline stage."""
+    """Module range of each pipeline stage: first, and last (exclusive)."""
     batch: BatchSplit
     tables: Sequence[TableSpec]
     """Embedding tables in host memory, beside the model."""
@@ -61,7 +60,7 @@ class Prepared:
 
     @cached_property
     def parameters(self) -> int:
-        """All parameters, those of embedding tables included."""
+        """Number of parameters, including embedding tables."""
         return sum(shape.numel() for shape in self.shapes.values()) + sum(table.size for table in self.tables)
 
     @property
@@ -87,9 +86,9 @@ def prepare(job: Job, layout: Layout) -> Prepared:
     gradient_reduction.check(job.gradient, layout)
     local_sgd.check(job, layout)
     stages = cut_stages(layout, forward_flops(config))
-    found = support(layout, job.precision)
-    if found.verdict == REFUSED:
-        raise LayoutError(f"layout '{layout}': {found.explanation}")
+    supported = support(layout, job.precision)
+    if supported.verdict == REFUSED:
+        raise LayoutError(f"layout '{layout}': {supported.explanation}")
     if job.compile is True and layout.has_split_backward:
         raise LayoutError(
             f"compile = true with schedule {layout.schedule}: PyTorch cannot split the backward of compiled blocks; "
@@ -98,14 +97,14 @@ def prepare(job: Job, layout: Layout) -> Prepared:
     batch = solve_batch(layout, job.samples)
     if config.needs_whole_batch and batch.micro_batches > 1:
         raise LayoutError(
-            f"{batch.micro_batches} micro-batches: {config.description} (batch norm) needs its share of the batch in one; "
-            "leave micro_batch out, or use more ranks or a smaller batch."
+            f"{batch.micro_batches} micro-batches: {config.description} (batch norm) runs each rank's samples as one "
+            "micro-batch; remove micro_batch, or use more ranks or a smaller batch."
         )
     return Prepared(job, layout, family, model, stages, batch, family.tables(config), shapes)
 
 
 def check_refusals(job: Job, layout: Layout) -> None:
-    """Raises for what the model's family refuses."""
+    """Raises JobError or LayoutError for a setting that the model family does not support."""
     refused = job.family.refusals(job.model)
     for axis in (*AXES, "expert"):
         degree = getattr(layout, axis)

@@ -36,53 +36,52 @@ from shardwise.parallel.parametrize import parametrize
 SEQUENCE_DIM = 1  # of (batch, sequence, hidden)
 
 
-def splits_evenly(cut: ShardDim, shape: torch.Size, degree: int) -> bool:
-    """Whether chunks keep units such as heads whole. If not, every rank keeps the full tensor and uses its rows."""
-    return cut.uneven is None or shape[cut.dim] // cut.unit % degree == 0
+def splits_evenly(shard_dim: ShardDim, shape: torch.Size, degree: int) -> bool:
+    """Whether chunks split no unit such as a head. If they do, every rank keeps the full tensor and selects rows."""
+    return shard_dim.uneven is None or shape[shard_dim.dim] // shard_dim.unit % degree == 0
 
 
 def check(plan: ShardingPlan, shapes: dict[str, torch.Size], sequence: int, degree: int) -> None:
-    """Raises LayoutError if sequence, heads or rows do not divide by the tensor degree."""
+    """Raises LayoutError if the tensor degree does not divide the sequence or the heads, or leaves a rank empty."""
     if degree == 1:
         return
     if sequence % degree:
         raise LayoutError(
-            f"tensor={degree} splits activations along the sequence, but a sequence of {sequence} does not divide by "
-            f"it; the nearest that does: {max(degree, round(sequence / degree) * degree)}."
+            f"tensor={degree} splits activations along the sequence, but the sequence length {sequence} is not "
+            f"divisible by {degree}; the nearest valid length is {max(degree, round(sequence / degree) * degree)}."
         )
-    cuts = {name: cut for name in shapes if (cut := plan.shard_dim_of(name)) is not None}
-    for name, cut in cuts.items():
-        units = shapes[name][cut.dim] // cut.unit
-        if cut.uneven is None and cut.unit > 1 and units % degree:
-            raise LayoutError(f"tensor={degree} does not divide the {units} heads of {name}; use one that does.")
-    for name, cut in cuts.items():
-        shape = shapes[name]
-        if splits_evenly(cut, shape, degree):
-            parts, what, empty = shape[cut.dim], "row", -(-shape[cut.dim] // degree) * (degree - 1) >= shape[cut.dim]
+    shard_dims = {name: shard_dim for name in shapes if (shard_dim := plan.shard_dim_of(name)) is not None}
+    for name, shard_dim in shard_dims.items():
+        units = shapes[name][shard_dim.dim] // shard_dim.unit
+        if shard_dim.uneven is None and shard_dim.unit > 1 and units % degree:
+            raise LayoutError(f"tensor={degree} does not divide the {units} heads of {name}; use a degree that does.")
+    for name, shard_dim in shard_dims.items():
+        if splits_evenly(shard_dim, shapes[name], degree):
+            count, unit_name = shapes[name][shard_dim.dim], "row"
+            is_rank_empty = -(-count // degree) * (degree - 1) >= count
         else:
-            assert cut.uneven is not None
-            parts, what = len(cut.uneven.parts), cut.uneven.unit_name
-            empty = parts < degree
-        if empty:
+            assert shard_dim.uneven is not None
+            count, unit_name = len(shard_dim.uneven.parts), shard_dim.uneven.unit_name
+            is_rank_empty = count < degree
+        if is_rank_empty:
             raise LayoutError(
-                f"tensor={degree} leaves a rank without any of the {pluralize(parts, what)} of {name}; "
-                "use a smaller tensor."
+                f"tensor={degree} leaves a rank without any of the {pluralize(count, unit_name)} of {name}; "
+                "use a smaller degree."
             )
 
 
 def apply(chain: Chain, axis: Axis) -> dict[str, int | None]:
-    """Splits a chain on the meta device for this rank. Returns the split dimension of each parameter; None: none."""
+    """Splits a chain on the meta device for this rank. Returns the split dimension of each parameter, or None."""
     sharded_dims: dict[str, int | None] = {name: None for name, _ in chain.named_unique_parameters()}
     if axis.size == 1:
         return sharded_dims
     shapes = {name: parameter.shape for name, parameter in chain.named_parameters(remove_duplicate=False)}
     for name, shape in shapes.items():
-        cut = chain.sharding_plan.shard_dim_of(name)
-        if cut is not None:
-            _shard_parameter(chain, name, shape, cut, axis)
-            sharded_dims[chain.sharding_plan.canonical_name(name)] = (
-                cut.dim if splits_evenly(cut, shape, axis.size) else None
-            )
+        shard_dim = chain.sharding_plan.shard_dim_of(name)
+        if shard_dim is not None:
+            _shard_parameter(chain, name, shape, shard_dim, axis)
+            dim = shard_dim.dim if splits_evenly(shard_dim, shape, axis.size) else None
+            sharded_dims[chain.sharding_plan.canonical_name(name)] = dim
     chain.tie_weights()
     for name, module in chain.named_modules():
         rule = next((rule for rule in chain.sharding_plan.modules if fnmatchcase(name, rule.module)), None)
@@ -90,8 +89,8 @@ def apply(chain: Chain, axis: Axis) -> dict[str, int | None]:
             row = getattr(module, rule.rowwise, None)
             _apply_sequence_region(module, row if isinstance(row, nn.Module) else None, axis)
             weight = f"{name}.{rule.rowwise}.weight"
-            cut = chain.sharding_plan.shard_dim_of(weight) if weight in shapes else None
-            if cut is not None and not splits_evenly(cut, shapes[weight], axis.size):
+            shard_dim = chain.sharding_plan.shard_dim_of(weight) if weight in shapes else None
+            if shard_dim is not None and not splits_evenly(shard_dim, shapes[weight], axis.size):
                 for attribute, value in rule.uneven:
                     setattr(module, attribute, value)
         elif isinstance(rule, VocabEmbedding):
@@ -101,22 +100,22 @@ def apply(chain: Chain, axis: Axis) -> dict[str, int | None]:
     return sharded_dims
 
 
-def _shard_parameter(chain: Chain, name: str, shape: torch.Size, cut: ShardDim, axis: Axis) -> None:
+def _shard_parameter(chain: Chain, name: str, shape: torch.Size, shard_dim: ShardDim, axis: Axis) -> None:
     owner_name, _, leaf = name.rpartition(".")
     owner = chain.get_submodule(owner_name)
     full_weight = owner._parameters[leaf]
     assert full_weight is not None
-    if splits_evenly(cut, shape, axis.size):
-        first, length = axis.span(shape[cut.dim])
+    if splits_evenly(shard_dim, shape, axis.size):
+        first, length = axis.span(shape[shard_dim.dim])
         size = list(shape)
-        size[cut.dim] = length
+        size[shard_dim.dim] = length
         setattr(owner, leaf, nn.Parameter(torch.empty(size, dtype=full_weight.dtype, device=full_weight.device)))
-        if cut.dim == 0:
+        if shard_dim.dim == 0:
             owner.__dict__["first_row"] = first  # offset in the full tensor, for lookups
     else:
-        assert cut.uneven is not None
-        parts = torch.tensor(cut.uneven.parts).tensor_split(axis.size)[axis.index]
-        parametrize(owner, leaf, RowSelector(cut.dim, parts.flatten()))
+        assert shard_dim.uneven is not None
+        rows = torch.tensor(shard_dim.uneven.parts).tensor_split(axis.size)[axis.index]
+        parametrize(owner, leaf, RowSelector(shard_dim.dim, rows.flatten()))
 
 
 class RowSelector:

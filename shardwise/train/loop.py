@@ -1,10 +1,10 @@
-"""The training loop of one rank: samples in, steps, metrics, checkpoints out."""
+"""The training loop of one rank: reads batches, takes steps, logs metrics, validates, saves and rolls back."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,12 +35,12 @@ from shardwise.train.progress import Progress
 from shardwise.train.run_folder import RunFolder
 from shardwise.train.validate import validate
 
-# By what a rank is doing, what its time counts for.
+# The timer phase that each phase of a rank counts toward.
 PHASES = {"data": "data", "computing": "compute", "validating": "validation", "saving": "checkpoint"}
 
 
 def make_engine(prepared: Prepared, device: torch.device) -> Engine:
-    """Builds this rank's engine; rank 0 broadcasts a synthesised pipeline order, so that all ranks run the same."""
+    """Builds this rank's engine; rank 0 broadcasts a synthesized pipeline order, so that all ranks run the same."""
     job, layout = prepared.job, prepared.layout
     broadcast_order: list[PipelineOrder | None] = [None]
     if layout.pipeline > 1 and layout.schedule in AUTO_SCHEDULES:
@@ -61,11 +61,11 @@ class Trainer:
     resume: bool = False
     stop: StopFlag = field(default_factory=StopFlag)
     set_phase: Callable[[str, int], None] = lambda phase, step: None
-    """Told where this rank is: a phase, and the step that it belongs to."""
+    """Called with the phase and the step whenever this rank enters a new phase."""
     prebuilt_engine: Engine | None = None
-    """The engine, where it was made before."""
+    """An engine that a standby worker has already built; None builds one."""
     snapshots: str = ""
-    """The folder of snapshots; empty: nothing that would outlive this process."""
+    """Folder of in-memory snapshots that outlive this process; empty disables them."""
 
     def __post_init__(self) -> None:
         self.job, self.layout = self.prepared.job, self.prepared.layout
@@ -83,7 +83,7 @@ class Trainer:
         snapshots = Path(self.snapshots) if self.snapshots and takes_snapshots else None
         self.checkpoints = CheckpointManager(self.folder.checkpoints, keep, asynchronous, snapshots, str(self.layout))
         self.progress = Progress(self.job.total_steps, self.is_rank_zero, self.job.model.throughput_unit)
-        # What is found while sources are opened every rank finds; what is found in the stream, one.
+        # Every rank finds the bad records of opening the sources, so only rank 0 logs those; later ones one rank finds.
         self.bad_records = BadRecords(
             self.job.data.on_bad_record == "skip", self.folder.bad_records_path if self.is_rank_zero else None
         )
@@ -118,7 +118,7 @@ class Trainer:
             self.progress.close()
 
     def _train(self, first: int) -> None:
-        """Takes all steps from `first` on, or until it is told to stop."""
+        """Takes all steps after step `first`, or until a signal asks it to stop."""
         last = self.job.total_steps
         stream = SampleStream(
             self.training, self.job.seed, objective=self.job.family.objective(self.job.model, self.job.seed)
@@ -129,7 +129,6 @@ class Trainer:
             workers=self.job.data.workers, prefetch=self.job.data.prefetch, device=self.device,
             skipped_batches=self.folder.skipped_batches(),
         )  # fmt: skip
-        batches: Iterator[tuple[int, Samples]] = iter(loader)
         self.engine.begin_stream(self.job, stream)
         batches = self.engine.batches(self.job, iter(loader), last - first)
         self.metrics.ranks.reset()
@@ -160,15 +159,15 @@ class Trainer:
                 if snapshots is not None and snapshots.is_due(done, self.job.checkpoint.snapshot_every) and done < last:
                     self._snapshot(done)
                 if verdict.stop_signal and done < last:
-                    reason = f"told to stop by {signal_name(verdict.stop_signal)}"
-                    self._log_event("stopped", f"{reason}: saved step {done} and ended.", step=done)
+                    reason = f"stopped by {signal_name(verdict.stop_signal)}"
+                    self._log_event("stopped", f"{reason} after saving step {done}.", step=done)
                     break
             else:
                 self._validate(last)
                 self._set_phase("saving", last)
                 self.checkpoints.finish()
-                if words := self.bad_records.summary():
-                    self._log_event("bad_records", words, step=last)
+                if summary := self.bad_records.summary():
+                    self._log_event("bad_records", summary, step=last)
                 self._log_event("finished", "all steps are done.", step=last)
             self.checkpoints.finish()
             self.metrics.ranks.finish()
@@ -176,18 +175,18 @@ class Trainer:
             loader.close()
 
     def _restore(self) -> int:
-        """The step to go on from."""
+        """Loads the newest checkpoint when resuming. Returns the step to continue from."""
         if not self.resume:
             self._log_event("started", f"training in layout '{self.layout}'.", layout=str(self.layout), step=0)
             return 0
         self._set_phase("loading", 0)
         state = self.checkpoints.load(self.engine, self.optimizer)
-        for sentence in self.checkpoints.damaged:
-            self._log_event("checkpoint_corrupt", sentence)
+        for message in self.checkpoints.damaged:
+            self._log_event("checkpoint_corrupt", message)
         first = 0 if state is None else int(state["step"])
         if self.is_rank_zero:
             self.folder.discard_after(first)
-        message = f"going on from step {first} in layout '{self.layout}'."
+        message = f"resuming from step {first} in layout '{self.layout}'."
         source = self.checkpoints.source
         self._log_event("resumed", message, layout=str(self.layout), step=first, source=source)
         return first
@@ -206,14 +205,14 @@ class Trainer:
         self._set_phase("saving", done)
         try:
             self.checkpoints.finish()
-        except RunError as error:  # of the save before this one
-            self._log_event("checkpoint_failed", f"{error} The run goes on.", step=done)
+        except RunError as error:  # from the previous save
+            self._log_event("checkpoint_failed", f"{error} The run continues.", step=done)
         try:
             self.checkpoints.save(done, self.engine, self.optimizer, self._state(done))
         except RunError as error:
             if done == self.job.total_steps:
                 raise
-            self._log_event("checkpoint_failed", f"{error} The run goes on.", step=done)
+            self._log_event("checkpoint_failed", f"{error} The run continues.", step=done)
             return
         self.corruption_detector.check_saved_state(done)
         stall = round(time.perf_counter() - begin, 4)
@@ -225,37 +224,37 @@ class Trainer:
         result = validate(self.engine, self.job, self.held_out, self.tokenizer)
         if result is not None:
             bits = f", {result['bits_per_byte']:.3f} bits per byte" if "bits_per_byte" in result else ""
-            accuracy = f", {100 * result['accuracy']:.1f}% right" if "accuracy" in result else ""
+            accuracy = f", {100 * result['accuracy']:.1f}% accuracy" if "accuracy" in result else ""
             message = f"loss {result['loss']:.4f}{bits}{accuracy} after step {done}."
             seconds = round(time.perf_counter() - begin, 4)
             values = {key: json_number(value) for key, value in result.items()}
             self._log_event("validation", message, step=done, seconds=seconds, **values)
 
     def _can_replay(self) -> bool:
-        """Whether a step can be taken again without a trace of its own: no tables, no debts, no compiled blocks."""
+        """Whether a step can be replayed without side effects: no tables, no error feedback, no compiled blocks."""
         compiled = self.job.should_compile(self.device.type, self.layout)
         return not (compiled or self.engine.has_tables or self.job.gradient.compress)
 
     def _roll_back(self, reason: Rollback) -> int:
-        """Loads the last checkpoint. Returns the step to go on from."""
+        """Loads the last checkpoint. Returns the step to continue from."""
         if reason.state_is_corrupt:
             self.checkpoints.rewind(reason.step - 1)
         state = None if self.engine.has_tables else self.checkpoints.load(self.engine, self.optimizer)
         if state is None and reason.state_is_corrupt:
-            raise RuntimeError(f"{reason}, and there is no checkpoint to go back to")  # all begin again
-        # Without a checkpoint: a step that updated nothing can be taken again, one that did is left as it is.
+            raise RuntimeError(
+                f"{reason}, and there is no checkpoint to roll back to"
+            )  # the launcher restarts all ranks
+        # Without a checkpoint, a step that updated nothing is retried; one that did update stays as it is.
         first = int(state["step"]) if state is not None else reason.step - (not reason.skip_batches)
-        action = (
-            f"going back to step {first}" if state is not None else f"without a checkpoint, going on from step {first}"
-        )
+        action = f"rolling back to step {first}" if state is not None else f"no checkpoint, resuming from step {first}"
         if reason.skip_batches and state is not None:
-            action += f" and leaving out the {pluralize(reason.step - first, 'batch')} since"
+            action += f" and skipping the {pluralize(reason.step - first, 'batch')} since"
             if self.is_rank_zero:
                 self.folder.add_skip(first, reason.step - first)
         if self.is_rank_zero:
             self.folder.discard_after(first)
         if self.engine.mesh["world"].size > 1:
-            dist.barrier()  # all read the same list of what is left out
+            dist.barrier()  # so that all ranks read the same list of skipped batches
         self._log_event("rollback", f"{reason}; {action}.", step=reason.step)
         self.step = self._make_step_fn()
         return first

@@ -1,5 +1,7 @@
-"""What a step gave: one line of metrics, written by the first rank, and the numbers that every rank decides by. Where
-its time went is told by the meter, and by every rank to the first."""
+"""Metrics of a step: rank 0 writes one record per step, and every rank gets the verdict that it acts on.
+
+The step timer says where the time went; every rank reports its own metrics to rank 0.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from shardwise.train.run_folder import RunFolder
 
 @dataclass
 class StopFlag:
-    """The signal that told this rank to stop, 0 for none; the world agrees on it at the end of each step."""
+    """The signal that asked this rank to stop, or 0; all ranks agree on it at the end of each step."""
 
     signal_number: int = 0
 
@@ -53,7 +55,7 @@ class MetricsProcessor:
         self.progress.print_event(kind, message)
 
     def log_step(self, step: int, outcome: StepResult, lr: float, start_time: float, data_wait: float) -> Verdict:
-        """Writes down what a step gave that began at `begin` and waited so long for data."""
+        """Logs a step that began at `start_time` and waited `data_wait` seconds for data. Returns the verdict on it."""
         self.engine.timer.begin_phase("")
         engine = self.engine
         replicas = engine.mesh["local_sgd"]
@@ -65,17 +67,12 @@ class MetricsProcessor:
         model, sent = self.job.model, dict(self.engine.timer.bytes_sent)
         self.engine.timer.bytes_sent.clear()
         if model.num_experts:
-            now = (
-                self.engine.timer.wait_seconds if self.device.type == "cpu" else self.ranks.last_metrics.wait_seconds
-            )  # a GPU is not there yet
-            values.extend(
-                routing_stats(
-                    model, engine.chains, self.world, self.device, sent.get("expert", 0), now.get("expert", 0.0)
-                )
-            )
-        loss, grad_norm, skipped, scale, stop_signal, is_corrupt, *routing_values = torch.stack(
-            values
-        ).tolist()  # the one wait for the device
+            # A GPU has not finished this step yet, so its wait times are those of the previous one.
+            waits = engine.timer.wait_seconds if self.device.type == "cpu" else self.ranks.last_metrics.wait_seconds
+            sent_bytes, waited = sent.get("expert", 0), waits.get("expert", 0.0)
+            values.extend(routing_stats(model, engine.chains, self.world, self.device, sent_bytes, waited))
+        stacked = torch.stack(values).tolist()  # the only synchronization with the device
+        loss, grad_norm, skipped, scale, stop_signal, is_corrupt, *routing_values = stacked
         seconds = time.perf_counter() - start_time
         slowest = self.ranks.write_previous(rows, step)
         if self.ranks.is_main:
@@ -120,5 +117,5 @@ def _routing_metrics(routing: RoutingStats) -> dict[str, Any]:
 
 
 def json_number(value: float) -> float | str:
-    """JSON has no NaN and no infinity."""
+    """Returns a non-finite value as a string, because JSON has no NaN or infinity."""
     return value if math.isfinite(value) else str(value)

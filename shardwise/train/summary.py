@@ -1,4 +1,4 @@
-"""What is said when a run has ended: how good the model is, what it writes, where the run lies."""
+"""The summary of a finished run: a baseline for its loss, a sample of generated text, the run folder."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ FREQUENCY_SAMPLES = 512  # training samples whose bytes are counted for the freq
 
 
 def has_finished(folder: RunFolder) -> bool:
-    """Whether the last thing that happened to a run was its end."""
+    """Whether the run's last event is `finished`."""
     return next((event["event"] for event in reversed(list(folder.events()))), "") == "finished"
 
 
 def summarize(folder: RunFolder, job: Job, say: Callable[[str], None]) -> None:
-    """For a run that took all its steps."""
+    """Prints the summary of a run that has taken all its steps."""
     training, held_out, tokenizer = make_sources(job)
     if tokenizer is not None and len(held_out) and job.model.targets_are_text:
         bits = _frequency_table_bits(job, training, held_out, tokenizer)
-        say(f"for comparison: a table of byte frequencies reaches {bits:.3f} bits per byte")
+        say(f"for comparison: predicting bytes by their frequency gives {bits:.3f} bits per byte")
     if tokenizer is not None and job.model.is_causal_lm:
         prompt_source = held_out if len(held_out) else training
         prompt = "def " if job.data.source == "stdlib" else _default_prompt(prompt_source, tokenizer)
@@ -40,15 +40,15 @@ def summarize(folder: RunFolder, job: Job, say: Callable[[str], None]) -> None:
             text = generate(model, tokenizer, prompt, 160, job.require_decoder(), temperature=0.7, seed=job.seed)
         except RunError as error:
             text = str(error)
-        say(f"a sample of what it writes after {prompt!r}:")
+        say(f"generated text after {prompt!r}:")
         say("\n".join(f"  | {line}" for line in text.splitlines()))
-        say(f"more text:  shardwise sample {folder.path} --prompt {shlex.quote(prompt)}")
+        say(f"for more: shardwise sample {folder.path} --prompt {shlex.quote(prompt)}")
     say(f"run folder: {folder.path}")
 
 
 def _frequency_table_bits(job: Job, training: Source, held_out: Source, tokenizer: Tokenizer) -> float:
     indices = np.linspace(0, len(training) - 1, min(FREQUENCY_SAMPLES, len(training))).astype(int)
-    # The samples that the model was tried on.
+    # The samples that validation used.
     validation_indices = SampleStream(held_out, job.seed, shuffle=False).indices(
         np.arange(min(job.validation.samples, len(held_out)))
     )
@@ -58,9 +58,9 @@ def _frequency_table_bits(job: Job, training: Source, held_out: Source, tokenize
 
 
 def _default_prompt(source: Source, tokenizer: Tokenizer) -> str:
-    """The first words of a text; not the very first, which may be the rest of one."""
+    """Returns a few words of the first sample, without its first word, which may be cut off."""
     return " ".join(tokenizer.decode(source[0]).split()[1:4])[:40]
 
 
 def _decode_samples(source: Source, tokenizer: Tokenizer, indices: np.ndarray) -> bytes:
-    return b"".join(tokenizer.decode(source[int(place)]).encode("utf-8", "replace") for place in indices)
+    return b"".join(tokenizer.decode(source[int(index)]).encode("utf-8", "replace") for index in indices)

@@ -1,4 +1,4 @@
-"""The loss on held-out samples, in any layout, and what a frequency table would reach on them."""
+"""Validation: the loss on held-out samples in any layout, and the byte-frequency baseline to compare it with."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from shardwise.parallel.engine import Engine
 
 @torch.no_grad()
 def validate(engine: Engine, job: Job, source: Source, tokenizer: Tokenizer | None) -> dict[str, float] | None:
-    """Mean loss per target over the first `validation.samples` held-out samples; bits per byte where text has bytes,
-    the share of images whose class was the likeliest."""
+    """Returns the mean loss per target over the first `validation.samples` held-out samples; for text also bits per
+    byte, for images also the accuracy. None if no samples are held out."""
     count = min(job.validation.samples, len(source))
     if count == 0:
         return None
     data, has_bytes = engine.mesh["data"], job.model.targets_are_text
     stream = SampleStream(source, job.seed, shuffle=False, objective=job.family.objective(job.model, job.seed))
-    totals = torch.zeros(4, dtype=torch.float64)  # loss, targets, bytes, images that were right
+    totals = torch.zeros(4, dtype=torch.float64)  # loss, targets, bytes, correctly classified images
     heads = [module for chain in engine.chains for module in chain.modules() if isinstance(module, ClassifierHead)]
     for chain in engine.chains:
         chain.eval()
     for number in range(-(-count // job.samples)):
         indices = rank_positions(number, job.samples, data.size, data.index)
         samples = _mask_beyond(stream.read(np.minimum(indices, len(source) - 1)), indices, count)
-        loss = engine.evaluate(samples.to(engine.mesh.device))
-        totals[0] += loss.double().cpu() / engine.mesh["tensor"].size
+        batch_loss = engine.evaluate(samples.to(engine.mesh.device))
+        totals[0] += batch_loss.double().cpu() / engine.mesh["tensor"].size
         if engine.is_data_leader:
-            targets_counted = samples.targets[samples.targets != IGNORE_INDEX]
-            totals[1] += targets_counted.numel()
-            totals[2] += tokenizer.count_bytes(targets_counted.numpy()) if tokenizer is not None and has_bytes else 0
+            counted = samples.targets[samples.targets != IGNORE_INDEX]
+            totals[1] += counted.numel()
+            totals[2] += tokenizer.count_bytes(counted.numpy()) if tokenizer is not None and has_bytes else 0
     for chain in engine.chains:
         chain.train()
     for head in heads:
@@ -47,22 +47,22 @@ def validate(engine: Engine, job: Job, source: Source, tokenizer: Tokenizer | No
     if engine.mesh.layout.world > 1:
         totals = totals.to(engine.mesh.device)
         all_reduce(totals, axis=engine.mesh.all_ranks)
-    total, targets, size, right = totals.tolist()
-    result = {"loss": total / targets}
+    loss, targets, num_bytes, correct = totals.tolist()
+    result = {"loss": loss / targets}
     if heads:
-        result["accuracy"] = right / targets
-    if size:
-        result["bits_per_byte"] = total / math.log(2) / size
+        result["accuracy"] = correct / targets
+    if num_bytes:
+        result["bits_per_byte"] = loss / math.log(2) / num_bytes
     return result
 
 
 def _mask_beyond(samples: Samples, indices: np.ndarray, count: int) -> Samples:
-    """The last round may ask for more samples than there are: those do not count."""
+    """Ignores the targets of samples at or beyond `count`, which pad the last batch."""
     beyond = torch.from_numpy(indices >= count)
     return Samples(samples.tokens, samples.targets.masked_fill(beyond[:, None], IGNORE_INDEX), samples.ids)
 
 
 def byte_frequency_bits(training: bytes, held_out: bytes) -> float:
-    """Bits per byte of a model that knows only how often each byte comes in the training text."""
+    """Returns the bits per byte of a model that predicts each byte by its frequency in the training text."""
     counts = np.bincount(np.frombuffer(training, np.uint8), minlength=256) + 1.0
     return float(-np.log2(counts / counts.sum())[np.frombuffer(held_out, np.uint8)].mean())

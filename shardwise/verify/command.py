@@ -1,4 +1,4 @@
-"""`shardwise verify`: which job, which layouts; how a model is made small."""
+"""`shardwise verify`: selects the layouts to verify and shrinks the model and the batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardwise.layout import Layout
 from shardwise.parallel.prepare import prepare
 from shardwise.verify.parity import VerifyResult, verify
 
-# One layout for each axis, and products of them, up to 8 processes.
+# One layout per axis, and combinations of axes, with up to 8 processes.
 DEFAULT_LAYOUTS = (
     "replicate=2", "shard=2 zero=1", "shard=2 zero=2", "shard=2 zero=3", "tensor=2", "pipeline=2",
     "pipeline=2 schedule=gpipe", "pipeline=2 schedule=interleaved", "pipeline=2 schedule=zero-bubble",
@@ -30,7 +30,7 @@ def verify_job(
     steps: int,
     show: Callable[[VerifyResult], None],
 ) -> list[VerifyResult]:
-    """Proves the given layouts, or those of the default set that this job can have."""
+    """Verifies the given layouts, or else the job's layout, or else every default layout that the job supports."""
     job = load_job(job_file, ["precision=float64", *settings])
     requested = layouts or ([job.layout] if job.layout != "auto" else [])
     default_layouts = job.family.verify_layouts or DEFAULT_LAYOUTS
@@ -55,7 +55,8 @@ def shrink_model(job: Job) -> Job:
 
 
 def shrink_batch(job: Job, layouts: list[Layout]) -> Job:
-    """The smallest global batch from 16 samples on that every layout can serve, where the job's own is larger."""
+    """Returns the job with the smallest global batch of at least 16 samples that every layout can run; never a larger
+    one than the job's."""
     for samples in range(16, job.samples, 8):
         small = job.model_copy(update={"batch": BatchConfig(samples=samples)})
         if all(_is_supported(small, layout) for layout in layouts):

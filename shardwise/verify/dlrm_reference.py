@@ -1,7 +1,7 @@
-"""Verify for a DLRM: the truth, and the comparison of tables that lie on many ranks.
+"""Verification of a DLRM: the single-process reference, and the comparison of sharded embedding tables with it.
 
-The truth is one process: PyTorch's EmbeddingBag, `torch.optim`, and row-wise AdaGrad written out. Of ours it imports
-the dense model, the samples and the initial numbers, and nothing that knows of ranks.
+The reference uses PyTorch's EmbeddingBag, `torch.optim`, and row-wise AdaGrad written out. It shares only the dense
+model, the samples and the initial weights with the rest of the package, and no code that knows about ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardwise.verify.reference_optimizers import make_reference_optimizers
 def run_dlrm_reference(
     job: Job, stream: SampleStream, learning_rates: list[float], record_outputs: Any, dtype: torch.dtype
 ) -> list[dict[str, Any]]:
-    """One record per step: loss, norm, gradients before clipping, and weights after the update."""
+    """Returns one record per step: loss, gradient norm, gradients before clipping, weights after the update."""
     model: Any = job.model
     settings = job.optimizer
     dense = job.family.build(model, job.seed).to(dtype)
@@ -72,29 +72,18 @@ def run_dlrm_reference(
             for name, table in tables.items():
                 gradient = table.grad.to_dense()
                 squared_grad_sums[name] += gradient.square().mean(dim=1)
-                table.data -= (
-                    lr
-                    * job.embedding_tables.lr_multiplier
-                    * gradient
-                    / (squared_grad_sums[name].sqrt() + settings.eps)[:, None]
-                )
+                denominator = (squared_grad_sums[name].sqrt() + settings.eps)[:, None]
+                table.data -= lr * job.embedding_tables.lr_multiplier * gradient / denominator
         updated_weights = {name: weight.detach().clone() for name, weight in (weights | tables).items()}
         for weight in (weights | tables).values():
             weight.grad = None
-        records.append(
-            {
-                "loss": loss.detach(),
-                "norm": norm,
-                "outputs": outputs,
-                "gradients": gradients,
-                "weights": updated_weights,
-            }
-        )
+        record = {"loss": loss.detach(), "norm": norm, "outputs": outputs, "gradients": gradients}
+        records.append(record | {"weights": updated_weights})
     return records
 
 
 def _pool_embeddings(bag: nn.EmbeddingBag, batch: ClickBatch, table: int) -> Tensor:
-    """A table's vector of each sample."""
+    """Returns the pooled embedding of each sample from one table."""
     ids: list[int] = []
     weights: list[float] = []
     offsets = []
@@ -111,11 +100,11 @@ def _pool_embeddings(bag: nn.EmbeddingBag, batch: ClickBatch, table: int) -> Ten
     return pooled
 
 
-# Comparison, in the layout's own world
+# Comparison, on the ranks of the layout
 
 
 def compare_embedding_tables(comparison: Any, step: int, kind: str, engine: Any, expected: dict[str, Tensor]) -> None:
-    """Compares each rank's pieces of tables, their `gradient` or their `weight`, with the same pieces of the truth."""
+    """Compares the gradient or weight (`kind`) of each rank's table shards with the same shards of the reference."""
     names = [table.name for table in engine.tables.tables]
     squared_errors = torch.zeros(len(names), dtype=torch.float64)
     num_compared = torch.zeros(len(names), dtype=torch.float64)
@@ -135,12 +124,10 @@ def compare_embedding_tables(comparison: Any, step: int, kind: str, engine: Any,
     rms_norm = math.sqrt(sum(float(tensor.norm()) ** 2 for tensor in expected.values()) / len(expected))
     for index, name in enumerate(names):
         error = math.sqrt(float(squared_errors[index])) / max(float(expected[name].norm()), comparison.floor * rms_norm)
-        is_complete = num_compared[index] == expected[name].numel()  # every number is held once
+        is_complete = num_compared[index] == expected[name].numel()  # every element is on exactly one rank
         comparison.add(step, kind, len(expected) + index, name, error if is_complete else math.inf)
 
 
 def without_tables(engine: Any) -> Any:
-    return replace(
-        engine,
-        param_shards=[param_shard for param_shard in engine.param_shards if param_shard.fixed_offset_and_shape is None],
-    )
+    """Returns the engine with the parameter shards of its dense part only."""
+    return replace(engine, param_shards=engine.dense_shards)

@@ -1,12 +1,12 @@
-"""Does a layout compute what one device computes? Runs both and compares number by number.
+"""Checks that a layout computes what a single process computes: runs both and compares all tensors.
 
 The error of a tensor is |a - b| / max(|b|, 1e-6 x RMS of all tensors' norms), with Frobenius norms, so that a gradient
-which is mathematically zero does not cry wolf. Compared, in the order in which a step makes them: the output of each
-watched module (as a fingerprint per sample and position; not with `compile`), the loss, every gradient, the norm, every
-weight after the update. The first that differs is named; gradients are looked through in the order in which the
-backward makes them, from the head down. An output that no rank has made differs too.
+that is mathematically zero raises no false alarm. A step is compared in the order in which it computes: the output of
+each compared module (as a fingerprint per sample and position; not with `compile`), the loss, every gradient, the
+gradient norm, every weight after the update. The first difference is reported; gradients count in backward order, from
+the head down. An output that no rank computed is a difference too.
 
-Every rank compares the piece that it holds with the same piece of the truth, so copies that drift apart are seen.
+Every rank compares its own shards with the same shards of the reference, so replicas that diverge are found.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from shardwise.verify.local_sgd_reference import run_local_sgd_reference
 from shardwise.verify.reference import run_reference
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-3, "bf16": 1e-1, "fp16": 1e-2, "fp8": 3e-1}
-# Of tensors' typical norm. In half precisions rounding decides which way Adam moves a weight with hardly a gradient.
+# Relative to the RMS norm. In half precision, rounding decides which way Adam moves a weight with a tiny gradient.
 NORM_FLOOR = {"float64": 1e-6, "float32": 1e-6, "bf16": 0.1, "fp16": 0.1, "fp8": 0.1}
-QUANTITIES = ("output", "loss", "gradient", "grad_norm", "weight")  # in the order in which a step makes them
+QUANTITIES = ("output", "loss", "gradient", "grad_norm", "weight")  # in the order in which a step computes them
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a layout first leaves the truth."""
+    """The first difference between a layout and the single-process reference."""
 
     step: int
     kind: str
@@ -67,7 +67,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """The verdict on one layout: the largest relative error of each kind, not a number where it came to none."""
+    """The result for one layout: the largest relative error of each kind, NaN if the layout did not run."""
 
     layout: str
     ok: bool
@@ -77,29 +77,29 @@ class VerifyResult:
     weight: float = math.nan
     first_difference: Difference | None = None
     failure: str | None = None
-    """Why the layout could not be run to the end."""
+    """Why the layout did not finish."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values; an error that is no number is None, as JSON has no word for it."""
+        """Returns plain values for JSON, with None for non-finite errors."""
         values = asdict(self)
-        for place in (values, values["first_difference"] or {}):
-            place.update({k: None for k, v in place.items() if isinstance(v, float) and not math.isfinite(v)})
+        for record in (values, values["first_difference"] or {}):
+            record.update({k: None for k, v in record.items() if isinstance(v, float) and not math.isfinite(v)})
         return values
 
     def describe(self) -> str:
         if self.failure is not None:
-            return f"layout '{self.layout}' did not run to the end: {self.failure}"
+            return f"layout '{self.layout}' did not finish: {self.failure}"
         if self.first_difference is None:
-            return f"layout '{self.layout}' computes what one process computes."
+            return f"layout '{self.layout}' matches the single-process reference."
         first = self.first_difference
-        what = f"{first.name} ({first.kind})" if first.kind != first.name else first.name
-        return f"layout '{self.layout}' first differs in step {first.step}: {what}, relative error {first.error:.1e}."
+        name = f"{first.name} ({first.kind})" if first.kind != first.name else first.name
+        return f"layout '{self.layout}' first differs in step {first.step}: {name}, relative error {first.error:.1e}."
 
 
 def verify(
     job: Job, layouts: list[Layout], steps: int = 3, report: Callable[[VerifyResult], None] = lambda _: None
 ) -> list[VerifyResult]:
-    """Proves each layout against one process. Layouts that cannot be had raise before anything starts."""
+    """Compares each layout with the single-process reference. Raises first if the job cannot run in one of them."""
     for layout in layouts:
         prepare(job, layout)
     if job.compile is True:
@@ -119,16 +119,16 @@ def verify(
 
 
 def _shorten_error(error: RunError) -> str:
-    """A traceback ends with what matters; the rank stands before it."""
+    """Returns the rank, which the first line names, and the last line of the traceback."""
     first, *_, last = [line.strip() for line in f"{error}\n{error}".splitlines() if line.strip()]
     return last if first == last else f"{first.partition(':')[0]}: {last}"
 
 
-# What is read
+# Samples
 
 
 class IgnoredTargetsSource:
-    """A source in which some targets do not count, in each sample another number of them: ranks must not average."""
+    """Ignores a different number of targets in each sample, so that averaging the ranks' losses would be wrong."""
 
     def __init__(self, source: Source):
         self.source, self.length, self.vocab = source, source.length, source.vocab
@@ -143,7 +143,7 @@ class IgnoredTargetsSource:
 
 
 def make_stream(job: Job) -> SampleStream:
-    """Short enough that three steps see more than one epoch."""
+    """Returns a stream so short that three steps read more than one epoch."""
     source = synthetic_source(job, max(1, 2 * job.samples - 1))
     has_one_target = job.model.sample_kind != "tokens"
     return SampleStream(
@@ -158,7 +158,7 @@ def _learning_rates(job: Job, steps: int) -> list[float]:
 
 
 def _run_reference(job: Job, steps: int, layout: Layout | None = None) -> list[dict[str, Any]]:
-    """What one process computes; with a layout, how it sums in it."""
+    """Runs the single-process reference; with a layout, it emulates that layout's gradient compression or local SGD."""
     arguments = (
         job,
         make_stream(job),
@@ -173,27 +173,26 @@ def _run_reference(job: Job, steps: int, layout: Layout | None = None) -> list[d
     elif layout is None or layout.data == 1:
         records = run_reference(*arguments)
     else:
-        # ZeRO 2 and 3 sum after each micro-batch.
+        # ZeRO 2 and 3 reduce gradients after each micro-batch.
         micro_batches = solve_batch(layout, job.samples).micro_batches if layout.shard > 1 and layout.zero > 1 else 1
         records = run_reference(
             *arguments, (layout.data, micro_batches), lambda chain: CompressedSumReference(job, layout, chain)
         )
-    for record in records:
-        for record_ in record.get("replicas", [record]):
-            record_["outputs"] = {name: output_fingerprint(outputs) for name, outputs in record_["outputs"].items()}
+    for record in (replica for step_record in records for replica in step_record.get("replicas", [step_record])):
+        record["outputs"] = {name: output_fingerprint(outputs) for name, outputs in record["outputs"].items()}
     return records
 
 
 def _group_by_step(by_replica: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Of replicas that train apart: step by step the records of all."""
+    """Regroups the records of each local-SGD replica by step."""
     return [{"replicas": list(records)} for records in zip(*by_replica, strict=True)]
 
 
-# Outputs as fingerprints
+# Fingerprints of outputs
 
 
 def record_outputs(chain: Chain, outputs: dict[str, list[Tensor]]) -> list[Any]:
-    """Keeps each watched output, micro-batch by micro-batch."""
+    """Hooks the compared modules so that `outputs` collects their outputs by micro-batch. Returns the handles."""
     return [
         module.register_forward_hook(_make_output_hook(name, outputs))
         for name, module in chain.named_modules()
@@ -206,25 +205,25 @@ def record_outputs(chain: Chain, outputs: dict[str, list[Tensor]]) -> list[Any]:
 
 def _make_output_hook(name: str, outputs: dict[str, list[Tensor]]) -> Any:
     def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-        if torch._C._current_graph_task_id() == -1:  # not when a block is computed again in the backward
+        if torch._C._current_graph_task_id() == -1:  # not during recomputation in the backward
             outputs.setdefault(name, []).append(output.detach())
 
     return hook
 
 
 def output_fingerprint(batches: list[Tensor]) -> Tensor:
-    """One number per sample and position: the product of an output with a fixed random vector."""
+    """Returns one number per sample and position: the dot product of the output with a fixed random vector."""
     combined = torch.cat(batches).to(torch.float64)
     direction = torch.empty(combined.shape[-1], dtype=torch.float64)
     normal_(direction, hash_key("fingerprint"), direction.shape, (0,), 1.0)
     return combined @ direction
 
 
-# Comparison, in the layout's own world
+# Comparison, on the ranks of the layout
 
 
 class Comparison:
-    """Collects errors on one rank in the order in which a step makes them, and agrees on them over the world."""
+    """Collects the errors of one rank; `result` combines those of all ranks."""
 
     def __init__(self, precision: str):
         self.tolerance, self.floor = TOLERANCE[precision], NORM_FLOOR[precision]
@@ -244,8 +243,8 @@ class Comparison:
         gathered: list[Any] = [local_errors] * layout.world
         if layout.world > 1:
             dist.all_gather_object(gathered, local_errors)
-        max_errors = {kind: max(other[kind] for other, _ in gathered) for kind in QUANTITIES}
-        first = min((found for _, found in gathered if found is not None), key=lambda item: item[0], default=None)
+        max_errors = {kind: max(errors[kind] for errors, _ in gathered) for kind in QUANTITIES}
+        first = min((item for _, item in gathered if item is not None), key=lambda item: item[0], default=None)
         return VerifyResult(
             layout=str(layout), ok=first is None, loss=max_errors["loss"], grad_norm=max_errors["grad_norm"],
             grad=max_errors["gradient"], weight=max_errors["weight"], first_difference=first[1] if first else None,
@@ -272,7 +271,7 @@ def _compare_layout(job: Job, layout: Layout, reference: list[dict[str, Any]], s
         set_learning_rate(optimizer, lr)
         engine.data.compression_paused = step_index < job.gradient.uncompressed_steps(steps)
         outputs: dict[str, list[Tensor]] = {}
-        # A hook would be compiled into its block: blocks would be compiled anew in each step, and differ from training.
+        # torch.compile would trace the hooks: blocks would recompile in each step and differ from those in training.
         handles = (
             []
             if job.compile is True
@@ -284,7 +283,7 @@ def _compare_layout(job: Job, layout: Layout, reference: list[dict[str, Any]], s
                 _compare_outputs(comparison, step_index, engine, outputs, expected["outputs"])
             comparison.add(step_index, "loss", 0, "loss", relative_error(outcome.loss, expected["loss"]))
             comparison.add(step_index, "grad_norm", 0, "grad_norm", relative_error(outcome.grad_norm, expected["norm"]))
-            gradients = [h.grad.to(engine.scale.value.dtype) / engine.scale.value for h in dense.param_shards]
+            gradients = [p.grad.to(engine.scale.value.dtype) / engine.scale.value for p in dense.param_shards]
             _compare_shards(comparison, step_index, "gradient", dense, gradients, expected["gradients"])
             if engine.has_tables:
                 dlrm_reference.compare_embedding_tables(
@@ -336,7 +335,7 @@ def _compare_shards(
     values: list[Tensor],
     expected: dict[str, Tensor],
 ) -> None:
-    """Compares what lies as the holdings do. Pieces of one tensor add up to one error."""
+    """Compares one value per parameter shard. The errors of all shards of a tensor add up to one error."""
     mesh = engine.mesh
     squared_errors = torch.zeros(len(values), dtype=torch.float64)
     for i, (param_shard, value) in enumerate(zip(engine.param_shards, values, strict=True)):
@@ -344,8 +343,9 @@ def _compare_shards(
         for dim, axis in sharded_dims_of(param_shard, mesh):
             expected_shard = _local_chunk(expected_shard, axis, dim)
         squared_errors[i] = (value - expected_shard).square().sum() if value.shape == expected_shard.shape else math.inf
-    for axis, is_sharded in ((mesh["tensor"], [h.tensor_dim is not None for h in engine.param_shards]),
-                      (mesh["fsdp_context"], [h.is_sharded or h.is_expert for h in engine.param_shards])):  # fmt: skip
+    tensor_sharded = [p.tensor_dim is not None for p in engine.param_shards]
+    fsdp_sharded = [p.is_sharded or p.is_expert for p in engine.param_shards]
+    for axis, is_sharded in ((mesh["tensor"], tensor_sharded), (mesh["fsdp_context"], fsdp_sharded)):
         if axis.size > 1:
             sums = squared_errors.clone()
             dist.all_reduce(sums, group=axis.group)
@@ -357,23 +357,23 @@ def _compare_shards(
 
 
 def _compare_full_weights(comparison: Comparison, step_index: int, engine: Engine, expected: dict[str, Tensor]) -> None:
-    """Where ranks keep whole weights beside their pieces, those must be the updated ones too."""
+    """Compares the full weights that ranks keep beside their shards (ZeRO 1): the update must reach them too."""
     if engine.mesh["fsdp_context"].size == 1:
-        return  # the pieces are the weights
+        return  # the shards are the weights
     rms_norm, order = _rms_norm_and_order(expected)
-    cuts = {h.name: sharded_dims_of(replace(h, is_sharded=False), engine.mesh) for h in engine.param_shards}
+    sharded_dims = {p.name: sharded_dims_of(replace(p, is_sharded=False), engine.mesh) for p in engine.param_shards}
     for chain in engine.chains:
         for name, weight in chain.named_unique_parameters():
             if not isinstance(weight, DTensor):
                 chunk = expected[name]
-                for dim, axis in cuts[name]:
+                for dim, axis in sharded_dims[name]:
                     chunk = _local_chunk(chunk, axis, dim)
                 error = relative_error(weight.detach(), chunk, comparison.floor * rms_norm)
                 comparison.add(step_index, "weight", order[name], name, error)
 
 
 def _local_chunk(full: Tensor, axis: Axis, dim: int | None) -> Tensor:
-    """This rank's chunk; the last ones may be empty."""
+    """Returns this rank's chunk; trailing chunks may be empty."""
     if dim is None or axis.size == 1:
         return full
     chunks = full.chunk(axis.size, dim)
@@ -381,6 +381,6 @@ def _local_chunk(full: Tensor, axis: Axis, dim: int | None) -> Tensor:
 
 
 def _rms_norm_and_order(expected: dict[str, Tensor]) -> tuple[float, dict[str, int]]:
-    """The typical norm of the tensors, and the place of each, from the head down."""
+    """Returns the RMS norm of the tensors, and the index of each in backward order."""
     norms = torch.stack([tensor.norm() for tensor in expected.values()])
-    return float(norms.square().mean().sqrt()), {name: place for place, name in enumerate(reversed(expected))}
+    return float(norms.square().mean().sqrt()), {name: index for index, name in enumerate(reversed(expected))}

@@ -1,8 +1,7 @@
-"""The truth: one process, a plain loop. Imports the model, the samples and torch.optim, nothing else of ours
-(but what `torch.optim` lacks, written out beside it).
+"""The single-process reference: a plain training loop that `verify` compares every layout with.
 
-It knows nothing of layouts, micro-batches, holdings, our step or our loss; what `verify` finds different from it is
-wrong.
+It uses the model, the samples, `torch.optim` and, for what `torch.optim` lacks, `reference_optimizers`. It shares no
+code with layouts, parameter shards, `shardwise.step` or our loss, so it cannot share their bugs.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from shardwise.verify.reference_optimizers import make_reference_optimizers
 
 
 def run_reference(*arguments: Any) -> list[dict[str, Any]]:
-    """One record per step: loss, norm, gradients before clipping, and weights after the update."""
+    """Returns one record per step: loss, gradient norm, gradients before clipping, weights after the update."""
     return [record for record, _ in run_steps(*arguments)]
 
 
@@ -37,9 +36,12 @@ def run_steps(
     make_gradient_sum: Callable[[Chain], Callable[[str, list[Tensor]], Tensor]] | None = None,
     replicas_and_index: tuple[int, int] = (1, 0),
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Step by step, a record and the weights themselves. `sums` adds up the gradients of a weight that so many ranks
-    made, after each of so many parts of their samples, where it is no plain sum. `share`: of so many equal parts of
-    each batch, which one is read."""
+    """Yields, per step, a record and the live weights.
+
+    `make_gradient_sum` returns a function that sums a weight's per-rank gradients; it is called once per micro-batch,
+    with `ranks_and_micro_batches` emulated. None means a plain sum. `replicas_and_index` splits each batch into equal
+    parts and selects the one to train on.
+    """
     model = job.family.build(job.model, job.seed).to(dtype)
     init_weights(model, job.seed)
     weights: dict[str, Any] = dict(model.named_parameters())
@@ -57,7 +59,7 @@ def run_steps(
                 [number_documents(row, job.model.document_separator) for row in samples.tokens.tolist()]
             )
         logits = model(samples.tokens, ids=samples.ids, **document_kwargs)
-        targets = samples.targets[:, -logits.shape[1] :]  # of a T5 those of the decoder
+        targets = samples.targets[:, -logits.shape[1] :]  # for a T5, the targets of the decoder
         loss = loss_sum(job, logits.flatten(0, 1), targets.flatten()) / (targets != IGNORE_INDEX).sum()
         aux_losses: list[Any] = [getattr(module, "aux_loss", None) for module in model.modules()]
         (loss + sum(aux_loss for aux_loss in aux_losses if aux_loss is not None) / local_batch_size).backward()
@@ -79,16 +81,8 @@ def run_steps(
             if isinstance(module, MoE) and module.tokens_per_expert is not None:
                 module.update_expert_bias(module.tokens_per_expert)
         updated_weights = {name: weight.detach().clone() for name, weight in weights.items()}
-        yield (
-            {
-                "loss": loss.detach(),
-                "norm": norm,
-                "outputs": outputs,
-                "gradients": gradients,
-                "weights": updated_weights,
-            },
-            weights,
-        )
+        record = {"loss": loss.detach(), "norm": norm, "outputs": outputs, "gradients": gradients}
+        yield record | {"weights": updated_weights}, weights
 
 
 def sum_per_rank_gradients(
@@ -98,7 +92,7 @@ def sum_per_rank_gradients(
     ranks_and_micro_batches: tuple[int, int],
     sum_gradients: Callable[[str, list[Tensor]], Tensor],
 ) -> None:
-    """The gradients again, of each rank's samples by themselves, added up by `adder`."""
+    """Recomputes the gradients of each emulated rank and micro-batch and adds them up with `sum_gradients`."""
     weights, count = dict(model.named_parameters()), (samples.targets != IGNORE_INDEX).sum()
     rank_micro_batches = [
         list(rank_samples.split(rank_samples.ids.numel() // ranks_and_micro_batches[1]))
@@ -121,7 +115,7 @@ def sum_per_rank_gradients(
 
 
 def loss_sum(job: Job, logits: Tensor, targets: Tensor) -> Tensor:
-    """The loss summed over the targets; that of a blend of two images is the same blend."""
+    """Returns the loss summed over targets; with mixup, the weighted sum of the losses of both labels."""
     if "mixup" not in job.data.augment:
         return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
     first, second, mixup_weight = unpack_targets(targets)
@@ -130,7 +124,7 @@ def loss_sum(job: Job, logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def number_documents(tokens: list[int], end_of_document: int) -> list[int]:
-    """Of each token, the number of its document."""
+    """Returns the document index of each token."""
     document_ids, document = [], 0
     for token in tokens:
         document_ids.append(document)

@@ -40,7 +40,7 @@ def place_job_tables(prepared: Prepared, ranks: int) -> list[TableShard]:
 
 
 def check_host_memory(prepared: Prepared, bytes_per_rank: float) -> None:
-    """Raises LayoutError if some rank's tables and their optimizer states do not fit into its host memory."""
+    """Raises LayoutError if the tables and optimizer states of a rank do not fit into its host memory."""
     if not prepared.tables:
         return
     job, layout = prepared.job, prepared.layout
@@ -52,12 +52,14 @@ def check_host_memory(prepared: Prepared, bytes_per_rank: float) -> None:
     max_bytes = max(bytes_by_rank)
     if max_bytes > bytes_per_rank:
         total_bytes = sum(bytes_by_rank)
-        remedy = f"use at least {-int(-total_bytes // bytes_per_rank)} ranks with as much each, or fewer model.rows"
+        remedy = (
+            f"use at least {-int(-total_bytes // bytes_per_rank)} ranks with that much memory each, or fewer model.rows"
+        )
         if job.embedding_tables.sharding != "auto" and total_bytes / layout.data <= bytes_per_rank:
             remedy = 'use embedding_tables.sharding = "auto", which splits tables that are too large'
         raise LayoutError(
             f"layout '{layout}': rank {bytes_by_rank.index(max_bytes)} would hold {max_bytes / 2**30:.3g} GiB of "
-            f"tables and their states, but has {bytes_per_rank / 2**30:.3g} GiB of memory; {remedy}."
+            f"tables and optimizer states, but has {bytes_per_rank / 2**30:.3g} GiB of memory; {remedy}."
         )
 
 
@@ -113,7 +115,7 @@ class TableEngine(Engine):
         return rows if hot is None else torch.cat((rows, hot.values[route.cached_rows.to(rows.device)]))
 
     def cache_hot_rows(self, stream: SampleStream, count: int) -> None:
-        """Caches the `count` rows that the first samples use most on every device."""
+        """Caches, on every device, the `count` rows that the first samples use most."""
         self.tables.hot_rows = None
         if count:
             bags = self._bags(stream.read(np.arange(HOT_ROW_SAMPLES)))
@@ -131,7 +133,7 @@ class TableEngine(Engine):
         return True
 
     def make_optimizer(self, job: Job) -> torch.optim.Optimizer:
-        """Returns AdamW for the dense weights beside the tables' sparse optimizer."""
+        """Returns one optimizer for both the dense weights and the tables."""
         return CombinedOptimizer(super().make_optimizer(job), self.tables, job.embedding_tables.lr_multiplier)
 
     def begin_stream(self, job: Job, stream: SampleStream) -> None:
@@ -193,7 +195,7 @@ def make_table_shards(tables: ShardedTables) -> list[ParamShard]:
 
 
 def make_tables(prepared: Prepared, mesh: Mesh, dtype: torch.dtype) -> ShardedTables:
-    """Returns this rank's tables, initialised."""
+    """Returns this rank's tables with initial weights."""
     axis, on_gpu = mesh["data"], mesh.device.type == "cuda"
     if on_gpu and axis.size > 1:
         axis = replace(axis, group=dist.new_group(backend="gloo"))  # rows are in host memory
