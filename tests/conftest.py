@@ -68,3 +68,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         seen[name + kind] += 1
     config.hook.pytest_deselected(items=left)
     items[:] = kept
+
+
+@pytest.fixture(autouse=True)
+def fresh_models() -> None:
+    """A test may patch a model: none is handed on from the test before."""
+    from shardwise.parallel.prepare import forward_flops, meta_model
+
+    meta_model.cache_clear()
+    forward_flops.cache_clear()

@@ -165,7 +165,8 @@ def test_a_dry_run_and_its_costs() -> None:
     assert sparse != plain
     model = job.model
     assert isinstance(model, MoEConfig)
-    assert sparse - plain == 2.0 * 8 * 16 * 3 * (2 * 24 + 8 - model.ffn)
+    router = 2.0 * 8 * 16 * model.experts
+    assert sparse - plain == 2.0 * 8 * 16 * 3 * (2 * 24 + 8 - model.ffn) + router
 
 
 def test_what_does_not_divide_is_told() -> None:

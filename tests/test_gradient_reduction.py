@@ -46,7 +46,7 @@ def test_recommenders_too() -> None:
     ("all_reduce", "nproc_per_node", "layout", "said"),
     [
         ("ring", 0, "shard=2 zero=3", "use zero=1 or gradient.all_reduce"),
-        ("tree", 0, "replicate=2 shard=2 zero=2", "with zero=2 PyTorch's FSDP"),
+        ("tree", 0, "replicate=2 shard=2 zero=2", "with zero=2 FSDP"),
         ("two-level", 2, "replicate=3", "split ranks 0, 1, 2 unevenly"),
         ("two-level", 3, "replicate=3 tensor=2", "split ranks 0, 2, 4 unevenly"),
         ("two-level", 4, "shard=3 context=2 zero=1", "nodes of 4 processes"),

@@ -24,7 +24,9 @@ def test_logits_and_gradients_are_those_of_transformers(model: dict[str, object]
     init_weights(ours, 0)
     with torch.no_grad():
         for weight in ours.parameters():  # biases and norms too, which start at 0 and 1
-            weight.add_(0.05 * torch.randn(weight.shape, dtype=weight.dtype, generator=torch.Generator().manual_seed(1)))
+            weight.add_(
+                0.05 * torch.randn(weight.shape, dtype=weight.dtype, generator=torch.Generator().manual_seed(1))
+            )
     reference = job.family.reference(job.model)
     assert reference is not None
     weights = {name: weight.detach() for name, weight in ours.named_parameters(remove_duplicate=False)}

@@ -92,8 +92,9 @@ def count_forwards(job: Job, layout: Layout) -> dict[str, float]:
         calls[name] = calls.get(name, 0) + 1
         return right(self, *args, **kwargs)
 
+    prepared = prepare(job, layout)  # which traces the blocks
     gpt.DecoderBlock.forward = forward  # in this process alone
-    engine = parallelize(prepare(job, layout), torch.device("cpu"))
+    engine = parallelize(prepared, torch.device("cpu"))
     samples = make_stream(job).read(rank_positions(0, job.samples, layout.data, engine.mesh["data"].index))
     step(engine, make_optimizer(job.optimizer, engine.param_shards), samples, 1.0)
     return {name: count / engine.batch.micro_batches for name, count in calls.items()}

@@ -13,11 +13,20 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from shardwise.models.chain import Chain, InitSpec, SequenceRegion, ShardDim, ShardingPlan, VocabEmbedding, VocabHead
+from shardwise.models.chain import Chain
 from shardwise.models.config import ModelConfig
 from shardwise.models.family import Family
 from shardwise.models.gpt import LMHead
 from shardwise.models.layers import Linear, RMSNorm
+from shardwise.models.sharding import (
+    Colwise,
+    InitSpec,
+    Rowwise,
+    SequenceRegion,
+    ShardingPlan,
+    VocabEmbedding,
+    VocabHead,
+)
 
 
 class MixerConfig(ModelConfig):
@@ -85,10 +94,10 @@ class MixerFamily(Family):
     def sharding_plan(self, config: MixerConfig) -> ShardingPlan:
         return ShardingPlan(
             shard_dims=(
-                ShardDim("embed.tokens.weight", 0),
-                ShardDim("block*.mixer.up.weight", 0),
-                ShardDim("block*.mixer.down.weight", 1),
-                ShardDim("head.project.weight", 0),
+                Colwise("embed.tokens.weight"),
+                Colwise("block*.mixer.up.weight"),
+                Rowwise("block*.mixer.down.weight"),
+                Colwise("head.project.weight"),
             ),
             modules=(
                 VocabEmbedding("embed.tokens"),

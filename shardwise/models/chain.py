@@ -32,6 +32,7 @@ class Chain(nn.Module):
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], sharding_plan: ShardingPlan):
         super().__init__()
+        self.is_taken = False  # whether an engine has sharded it
         self.sharding_plan = sharding_plan
         for name, module in modules:
             self.add_module(name, module)

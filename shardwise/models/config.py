@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+
+from shardwise.models.presets import PRESETS
 
 _SUFFIX = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
@@ -50,6 +53,13 @@ class ModelConfig(ConfigSection):
     has_block_matrices: ClassVar[bool] = True
     """Whether blocks have weight matrices that Muon can update."""
     name: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _apply_preset(cls, values: Any) -> Any:
+        """Fills in the shape of a preset; keys that are given win."""
+        preset = PRESETS.get(str(values.get("name")), {}) if isinstance(values, Mapping) else {}
+        return {**{key: value for key, value in preset.items() if key != "family"}, **values} if preset else values
 
     def shrink(self) -> Self:
         """Returns a small model of the same family for proofs; odd sizes stay odd."""

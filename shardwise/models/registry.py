@@ -61,6 +61,5 @@ def parse_model(values: Mapping[str, Any]) -> ModelConfig:
     """Returns the config of a `[model]` section. A preset provides the defaults of missing keys."""
     name = values.get("name", "gpt")
     family = family_name(name) if isinstance(name, str) else "gpt"
-    preset = {key: value for key, value in PRESETS.get(name, {}).items() if key != "family"}
     chosen = BUILT_IN[family] if family in BUILT_IN else families()[family]
-    return chosen.config.model_validate({**preset, **values})
+    return chosen.config.model_validate(values)

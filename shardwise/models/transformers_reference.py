@@ -49,7 +49,12 @@ def is_llama(config: DecoderConfig) -> bool:
 
 def is_gpt2(config: DecoderConfig) -> bool:
     plain = config.kv_heads == config.heads and config.head_dim * config.heads == config.width
-    return plain and (config.positions, config.norm, config.activation, config.bias) == ("learned", "layer", "gelu", True)
+    return plain and (config.positions, config.norm, config.activation, config.bias) == (
+        "learned",
+        "layer",
+        "gelu",
+        True,
+    )
 
 
 def reference_decoder(config: DecoderConfig) -> nn.Module | None:
@@ -58,7 +63,11 @@ def reference_decoder(config: DecoderConfig) -> nn.Module | None:
         import transformers
     except ImportError:
         return None
-    sizes: dict[str, Any] = {"vocab_size": config.vocab, "tie_word_embeddings": config.tied, "attn_implementation": "eager"}
+    sizes: dict[str, Any] = {
+        "vocab_size": config.vocab,
+        "tie_word_embeddings": config.tied,
+        "attn_implementation": "eager",
+    }
     if config.mup_base_width or config.eod_token_id >= 0:
         return None
     if is_llama(config):

@@ -25,7 +25,7 @@ from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.param_shard import init_param_shard
 from shardwise.parallel.pipeline import Pipeline
 from shardwise.parallel.precision import LossScale, Precision
-from shardwise.parallel.prepare import Prepared, meta_model
+from shardwise.parallel.prepare import Prepared
 from shardwise.parallel.tables.table_engine import TableEngine, make_table_shards, make_tables
 from shardwise.parallel.torch_pipelining import PipelineOrder
 
@@ -57,13 +57,12 @@ def parallelize(
     that was synthesized for it (`shardwise.planner.plan.auto_schedule_order`).
     """
     job, layout, batch = prepared.job, prepared.layout, prepared.batch
-    meta_model.cache_clear()  # because this engine modifies the model
     select_attention_backend(job.sdpa_backend, device)
     uses_local_sgd = job.local_sgd.every > 1
     mesh = Mesh(layout, device, uses_local_sgd)
     precision = Precision(job.precision)
     single_process = is_single_process(layout, precision)
-    model = prepared.model.to(precision.compute_dtype if single_process else precision.master_dtype)
+    model = prepared.take_model().to(precision.compute_dtype if single_process else precision.master_dtype)
     chains = [model.slice(*prepared.stages[index]) for index in layout.stages_of(mesh["pipeline"].index)]
 
     param_specs: ParamSpecs = {}

@@ -63,6 +63,14 @@ class Prepared:
         """Number of parameters, including embedding tables."""
         return sum(shape.numel() for shape in self.shapes.values()) + sum(table.size for table in self.tables)
 
+    def take_model(self) -> Chain:
+        """Returns the model for an engine to shard in place; a second engine gets a model of its own."""
+        meta_model.cache_clear()
+        if self.model.is_taken:
+            return self.family.build_on_meta(self.job.model, self.job.seed)
+        self.model.is_taken = True
+        return self.model
+
     @property
     def forward_flops(self) -> float:
         """Forward FLOPs of one sample."""

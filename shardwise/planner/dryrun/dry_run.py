@@ -42,7 +42,7 @@ from shardwise.cluster import CLUSTERS
 from shardwise.console import pluralize
 from shardwise.data.make_sources import synthetic_source
 from shardwise.data.sample_stream import Samples, SampleStream
-from shardwise.errors import LayoutError, RunError
+from shardwise.errors import JobError, LayoutError, RunError
 from shardwise.job import BatchConfig, Job
 from shardwise.layout import AUTO_SCHEDULES, V_SHAPED, Layout, solve_batch
 from shardwise.models import loss
@@ -109,7 +109,11 @@ def dry_run(
     on_report: Callable[[RankReport], None] = lambda _: None,
 ) -> list[RankReport]:
     """Measures the given ranks (default `typical_ranks`) and calls `on_report` as each one finishes."""
-    prepare(job, layout)
+    if prepare(job, layout).tables:
+        raise JobError(
+            f"model.name = {job.model.name!r}: a dry run does not simulate embedding tables in host memory; use "
+            "`shardwise plan`."
+        )
     rank_list = list(typical_ranks(layout) if ranks is None else ranks)
     for rank in rank_list:
         if not 0 <= rank < layout.world:
