@@ -64,7 +64,7 @@ def test_what_cannot_be_cut_is_told(model, layout, said):
 
 
 @pytest.mark.parametrize(("model", "said"), [
-    ({**SPANS, "target_sequence": 3}, "in 1 span; set target_sequence = 6"),
+    ({**SPANS, "target_sequence": 3}, "4 of 26 tokens are masked in 1 span; set target_sequence = 6"),
     ({**BERT, "mask_token_id": 61}, "must be below vocab"),
     ({**BERT, "kv_heads": 2}, "a BERT has learned positions"),
 ])  # fmt: skip

@@ -43,7 +43,7 @@ def test_explicit_keys_win_over_a_preset() -> None:
         ({"model": {"layer": 3}}, ["model.layer", "'layers'"]),
         ({"step": 3}, ["step", "'steps'"]),
         ({"model": {"name": "lama3-8b"}}, ["lama3-8b", "llama3-8b"]),
-        ({"model": {"width": 100, "heads": 7}}, ["width 100", "7 heads"]),
+        ({"model": {"width": 100, "heads": 7}}, ["width (100)", "heads (7)"]),
         ({"model": {"heads": 8, "kv_heads": 3}}, ["heads (8)", "kv_heads (3)"]),
         ({"model": {"attention_dropout": 0.1}}, ["attention"]),
         ({"steps": 3, "tokens": "1M"}, ["steps or tokens"]),

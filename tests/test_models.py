@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from shardwise.job import DecoderConfig
 from shardwise.models.chain import Chain, init_weights
 from shardwise.models.gpt import build_gpt
+from shardwise.models.registry import family_of, parse_model
 from shardwise.parallel.prepare import forward_flops
 
 SMALL = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "vocab": 61, "sequence": 16}
@@ -29,15 +30,17 @@ def make(**changes: object) -> Chain:
     ],
 )  # fmt: skip
 def test_presets_have_the_published_number_of_parameters(name: str, count: int) -> None:
+    config = parse_model({"name": name})
     with torch.device("meta"):
-        model = build_gpt(DecoderConfig(name=name), 0)
+        model = family_of(config).build(config, 0)
     assert sum(parameter.numel() for parameter in model.parameters()) == count
 
 
 def test_trillion_and_175b() -> None:
     for name, low, high in (("gpt-1t", 1.0e12, 1.02e12), ("gpt3-175b", 174e9, 176e9)):
+        config = parse_model({"name": name})
         with torch.device("meta"):
-            model = build_gpt(DecoderConfig(name=name), 0)
+            model = family_of(config).build(config, 0)
         assert low < sum(parameter.numel() for parameter in model.parameters()) < high
 
 

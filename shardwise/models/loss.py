@@ -41,8 +41,8 @@ def loss_chunk_size(vocab_size: int) -> int:
 def fused_linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, vocab_shard: VocabShard | None, chunk_size: int, use_fp8: bool = False
 ) -> Tensor:
-    """Returns the cross-entropy of `x @ weight.T`, summed over the targets, in chunks of `chunk_size` positions; 0: in
-    one piece, with its gradient matmuls in the backward. `use_fp8`: the gradient of `x` is an FP8 matmul."""
+    """Returns the cross-entropy of `x @ weight.T`, summed over the targets, in chunks of `chunk_size` positions; 0:
+    without chunks, and with the gradient matmuls in the backward. `use_fp8`: the gradient of `x` is an FP8 matmul."""
     if chunk_size:
         return FusedLinearCrossEntropy.apply(x, weight, targets, vocab_shard, chunk_size, use_fp8)  # type: ignore[no-any-return]
     return CrossEntropy.apply(torch.nn.functional.linear(x, weight), targets, vocab_shard)  # type: ignore[no-any-return]
