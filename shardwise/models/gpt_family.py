@@ -31,7 +31,7 @@ class DecoderConfig(ModelConfig):
     head_dim: int = Field(0, ge=0)
     """Features per head; 0: width / heads."""
     ffn: int = Field(0, ge=0)
-    """Hidden size of the MLP; 0: 4 x width for gelu, 8/3 x width rounded to a multiple of 64 for swiglu."""
+    """Hidden size of the MLP; 0: 4 x width for gelu, 8/3 x width rounded up to a multiple of 64 for swiglu."""
     vocab: int = Field(256, ge=2)
     sequence: int = Field(256, ge=1)
     positions: Literal["learned", "rotary"] = "rotary"
