@@ -67,6 +67,7 @@ def test_what_cannot_be_cut_is_told(model, layout, said):
     ({**SPANS, "target_sequence": 3}, "4 of 26 tokens are masked in 1 span; set target_sequence = 6"),
     ({**BERT, "mask_token_id": 61}, "must be below vocab"),
     ({**BERT, "kv_heads": 2}, "a BERT has learned positions"),
+    ({**BERT, "activation": "swiglu"}, "a BERT has learned positions"),
 ])  # fmt: skip
 def test_shapes_that_cannot_be(model, said):
     with pytest.raises(JobError, match=said):

@@ -50,9 +50,10 @@ class BertConfig(DecoderConfig):
     def _check_bert(self) -> BertConfig:
         if self.mask_token_id >= self.vocab:
             raise ValueError(f"mask_token_id ({self.mask_token_id}) must be below vocab ({self.vocab})")
-        if self.kv_heads != self.heads or self.positions != "learned" or self.norm != "layer" or not self.bias:
+        fixed = (self.positions, self.norm, self.activation, self.bias) == ("learned", "layer", "gelu", True)
+        if not fixed or self.kv_heads != self.heads:
             raise ValueError(
-                "a BERT has learned positions, LayerNorm, biases and kv_heads = heads; leave these keys out"
+                "a BERT has learned positions, LayerNorm, GELU, biases and kv_heads = heads; leave these keys out"
             )
         return self
 
