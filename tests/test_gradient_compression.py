@@ -125,5 +125,5 @@ def test_what_cannot_be_had():
         make_job({"gradient": {"compress": "int8", "all_reduce": "ring"}})
     with pytest.raises(JobError, match="use bf16"):
         make_job({"precision": "fp16", "gradient": {"compress": "int8"}})
-    with pytest.raises(LayoutError, match="beside context=2"):
+    with pytest.raises(LayoutError, match="with context=2"):
         prepare(job("int8"), Layout.parse("context=2"))
