@@ -23,8 +23,6 @@ from shardwise.models.family import Family
 from shardwise.models.gpt_family import DecoderConfig
 from shardwise.models.registry import family_name, family_of, parse_model
 
-PRECISIONS = ("float64", "float32", "bf16", "fp16", "fp8")
-
 
 class DataConfig(ConfigSection):
     source: Literal["stdlib", "text", "jsonl", "tokens", "mix", "synthetic", "criteo", "cifar10"] = "stdlib"
@@ -102,9 +100,7 @@ class OptimizerConfig(ConfigSection):
     @model_validator(mode="after")
     def _check_state_dtype(self) -> OptimizerConfig:
         if self.state_dtype != "float32" and self.name != "adamw":
-            raise ValueError(
-                f"state_dtype = {self.state_dtype!r} works with adamw only, not with {self.name}; remove it"
-            )
+            raise ValueError(f"state_dtype = {self.state_dtype!r} works with adamw only, not {self.name}; remove it")
         return self
 
 
@@ -143,9 +139,7 @@ class GradientConfig(ConfigSection):
                 "(a fraction between 0 and 1) or powersgd:rank=4"
             )
         if self.compress and self.all_reduce != "library":
-            raise ValueError(
-                f"compress works with all_reduce = 'library' only, not with {self.all_reduce!r}; remove one of them"
-            )
+            raise ValueError(f"compress works only without all_reduce = {self.all_reduce!r}; remove one of them")
         return self
 
 
@@ -279,8 +273,7 @@ class Job(ConfigSection):
             raise ValueError("gradient.compress: fp16 loss scaling would rescale the error-feedback buffers; use bf16")
         if self.optimizer.name == "muon" and not self.model.has_block_matrices:
             raise ValueError(
-                f"optimizer.name = 'muon' updates matrices of transformer blocks, but {self.model.description} has "
-                "none; use another optimizer"
+                f"optimizer.name = 'muon' needs matrices of transformer blocks; {self.model.description} has none"
             )
         if self.optimizer.name != "adamw" and self.model.adamw_only:
             raise ValueError(f"{self.model.adamw_only} works with adamw only, not with {self.optimizer.name}")

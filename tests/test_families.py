@@ -55,7 +55,7 @@ def test_an_untied_t5_with_relu():
 @pytest.mark.parametrize(("model", "layout", "said"), [
     (SPANS, "context=2", "a T5 cannot be split along the sequence"),
     ({**SPANS, "heads": 6}, "tensor=4", "tensor=4 does not divide the 6 heads"),
-    ({**SPANS, "sequence": 23}, "tensor=2", "a sequence of 31 does not divide"),
+    ({**SPANS, "sequence": 23}, "tensor=2", "the sequence length 31 is not divisible"),
     (SPANS, "shard=2 expert=2", "has no experts"),
 ])  # fmt: skip
 def test_what_cannot_be_cut_is_told(model, layout, said):

@@ -310,7 +310,7 @@ def test_states_are_as_large_as_planned() -> None:
     ("values", "word"),
     [
         ({"optimizer": {"name": "lamb", "state_dtype": "bf16"}}, "state_dtype = 'bf16' works with adamw only"),
-        ({"optimizer": {"name": "muon"}, "model": {"name": "resnet"}}, "'muon' updates matrices of transformer blocks"),
+        ({"optimizer": {"name": "muon"}, "model": {"name": "resnet"}}, "'muon' needs matrices of transformer blocks"),
         ({"optimizer": {"name": "sgd"}, "model": {"mup_base_width": 64}}, "mup_base_width works with adamw only"),
         ({"optimizer": {"weight_decay_overrides": {"embed.*": -1.0}}}, "optimizer.weight_decay_overrides.embed"),
         ({"optimizer": {"name": "adam"}}, "optimizer.name = 'adam'"),

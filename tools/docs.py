@@ -28,7 +28,7 @@ from typer.utils import get_params_from_function
 
 import shardwise
 from shardwise import cli, errors, support
-from shardwise.job import PRECISIONS, Job
+from shardwise.job import Job
 from shardwise.layout import SCHEDULES, Layout, micro_batch_error
 from shardwise.models.config import Count
 from shardwise.models.gpt_family import DecoderConfig
@@ -362,7 +362,7 @@ def names() -> str:
 
 
 def limits() -> str:
-    rows = [[name, f"{parity.TOLERANCE[name]:g}", f"{parity.NORM_FLOOR[name]:g}"] for name in PRECISIONS]
+    rows = [[name, f"{parity.TOLERANCE[name]:g}", f"{parity.NORM_FLOOR[name]:g}"] for name in support.PRECISIONS]
     return table(("precision", "tolerance", "floor"), rows)
 
 
