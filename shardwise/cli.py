@@ -62,11 +62,11 @@ def train(
         str | None, Option(help="Cluster preset or file to plan for; short for --set run.cluster=...")
     ] = None,
     processes: Annotated[
-        int | None, Option(min=1, help="Plan a layout for N processes; short for --set run.processes=N layout=auto.")
+        int | None, Option(min=1, help="Plan a layout for N processes; short for --set run.processes=N --set layout=auto.")
     ] = None,
     resume: Annotated[Path | None, Option(help="Resume the run in this folder, in any layout.")] = None,
     node: Annotated[
-        str | None, Option(metavar="K/N", help="Multi-node: this is node K of N; node 0 needs the job.")
+        str | None, Option(metavar="K/N", help="Multi-node: this is node K (from 0) of N; only node 0 is given the job file.")
     ] = None,
     address: Annotated[
         str | None, Option(metavar="HOST:PORT", help="Multi-node: address on which node 0 listens.")
@@ -98,7 +98,7 @@ def verify(
     job_file: JobFile = None,
     overrides: Overrides = None,
     layout: Annotated[
-        list[str] | None, Option(help="Layout to verify; repeatable. Default: the job's, or a standard set.")
+        list[str] | None, Option(help="Layout to verify; repeatable. Default: the job's layout, or if that is auto, a default set on up to 8 processes.")
     ] = None,
     shrink: Annotated[bool, Option(help="Shrink the model first, to verify large models quickly.")] = False,
     steps: Annotated[int, Option(min=3, help="Number of optimizer steps to compare.")] = 3,
@@ -140,7 +140,7 @@ def plan(
     cluster: Annotated[
         str, Option(help="Cluster preset (a100-80g, h100, ...) or a file from `shardwise calibrate`.")
     ] = "cpu",
-    devices: Annotated[int | None, Option(min=1, help="Number of devices; default: one node.")] = None,
+    devices: Annotated[int | None, Option(min=1, help="Number of devices; default: one domain of the cluster (a node, rack or TPU pod; 1024 for the cpu preset).")] = None,
     layout: Annotated[str | None, Option(help="Estimate this layout instead of searching.")] = None,
     as_json: JsonFlag = False,
     html: Annotated[Path | None, Option(help="Also write the plan as an HTML page to this file.")] = None,
@@ -173,7 +173,8 @@ def dryrun(
     every_stage: Annotated[bool, Option("--every-stage", help="Simulate one rank of every pipeline stage.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Runs one training step as chosen ranks of any world size, without devices: exact memory and traffic."""
+    """Simulates one training step of selected ranks of any world size on fake tensors, and prints their exact memory and
+    traffic. Needs no devices."""
     load_job(job_file, overrides or []).require_trainable()
 
     from shardwise.planner.dryrun.command import describe_reports, dryrun_job
@@ -250,7 +251,7 @@ def bench_data(
 def bench_comm(
     processes: Annotated[int, Option(min=2, help="Number of processes to start; ignored under torchrun.")] = 4,
     nproc_per_node: Annotated[
-        int | None, Option(min=1, show_default=False, help="Processes per node; default: torchrun's, or half of all.")
+        int | None, Option(min=1, show_default=False, help="Processes per node; default: torchrun's LOCAL_WORLD_SIZE, or half of --processes.")
     ] = None,
     max_mib: Annotated[int, Option(min=1, metavar="MIB", help="Largest message, in MiB.")] = 16,
     repeats: Annotated[int, Option(min=1, help="Number of measurements per message size.")] = 7,
