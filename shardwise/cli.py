@@ -62,13 +62,11 @@ def train(
         str | None, Option(help="Cluster preset or file to plan for; short for --set run.cluster=...")
     ] = None,
     processes: Annotated[
-        int | None,
-        Option(min=1, help="Plan a layout for N processes; short for --set run.processes=N --set layout=auto."),
+        int | None, Option(min=1, help="Plan for N processes; short for --set run.processes=N --set layout=auto.")
     ] = None,
     resume: Annotated[Path | None, Option(help="Resume the run in this folder, in any layout.")] = None,
     node: Annotated[
-        str | None,
-        Option(metavar="K/N", help="Multi-node: this is node K (from 0) of N; only node 0 is given the job file."),
+        str | None, Option(metavar="K/N", help="Multi-node: this is node K (from 0) of N; only 0 gets the job.")
     ] = None,
     address: Annotated[
         str | None, Option(metavar="HOST:PORT", help="Multi-node: address on which node 0 listens.")
@@ -101,9 +99,7 @@ def verify(
     overrides: Overrides = None,
     layout: Annotated[
         list[str] | None,
-        Option(
-            help="Layout to verify; repeatable. Default: the job's layout, or if that is auto, a default set on up to 8 processes."
-        ),
+        Option(help="Layout to verify; repeatable. Default: the job's, or if that is auto, a default set."),
     ] = None,
     shrink: Annotated[bool, Option(help="Shrink the model first, to verify large models quickly.")] = False,
     steps: Annotated[int, Option(min=3, help="Number of optimizer steps to compare.")] = 3,
@@ -145,13 +141,7 @@ def plan(
     cluster: Annotated[
         str, Option(help="Cluster preset (a100-80g, h100, ...) or a file from `shardwise calibrate`.")
     ] = "cpu",
-    devices: Annotated[
-        int | None,
-        Option(
-            min=1,
-            help="Number of devices; default: one domain of the cluster (a node, rack or TPU pod; 1024 for the cpu preset).",
-        ),
-    ] = None,
+    devices: Annotated[int | None, Option(min=1, help="Number of devices; default: one node, rack or pod.")] = None,
     layout: Annotated[str | None, Option(help="Estimate this layout instead of searching.")] = None,
     as_json: JsonFlag = False,
     html: Annotated[Path | None, Option(help="Also write the plan as an HTML page to this file.")] = None,
@@ -184,8 +174,7 @@ def dryrun(
     every_stage: Annotated[bool, Option("--every-stage", help="Simulate one rank of every pipeline stage.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Simulates one training step of selected ranks of any world size on fake tensors, and prints their exact memory and
-    traffic. Needs no devices."""
+    """Simulates a step of selected ranks of any world size on fake tensors; prints their exact memory and traffic."""
     load_job(job_file, overrides or []).require_trainable()
 
     from shardwise.planner.dryrun.command import describe_reports, dryrun_job
@@ -263,11 +252,7 @@ def bench_comm(
     processes: Annotated[int, Option(min=2, help="Number of processes to start; ignored under torchrun.")] = 4,
     nproc_per_node: Annotated[
         int | None,
-        Option(
-            min=1,
-            show_default=False,
-            help="Processes per node; default: torchrun's LOCAL_WORLD_SIZE, or half of --processes.",
-        ),
+        Option(min=1, show_default=False, help="Processes per node; default: LOCAL_WORLD_SIZE or half of --processes."),
     ] = None,
     max_mib: Annotated[int, Option(min=1, metavar="MIB", help="Largest message, in MiB.")] = 16,
     repeats: Annotated[int, Option(min=1, help="Number of measurements per message size.")] = 7,
@@ -413,8 +398,7 @@ def laws_recommend(
     overrides: Overrides = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Recommends model size and tokens for a compute budget, and predicts the loss of the recommended and of
-    alternative model sizes."""
+    """Recommends model size and tokens for a compute budget, and predicts its loss and that of other sizes."""
     from shardwise.laws.command import recommend_text
 
     print_line(recommend_text(law, flops, days, devices, cluster, unique_tokens, overrides or [], as_json))

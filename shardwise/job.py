@@ -239,7 +239,7 @@ class Job(ConfigSection):
     """One training job, checked, with every default filled in; `job.toml` in the run folder shows them all."""
 
     seed: int = Field(0, ge=0)
-    """Determines initial weights, sample order, dropout, augmentation and masking; a run depends on no other random state."""
+    """Determines initial weights, sample order, dropout, augmentation and masking; there is no other random state."""
     steps: int | None = Field(None, ge=1)
     """Optimizer steps; 200 if neither `steps` nor `tokens` is set."""
     tokens: Count | None = Field(None, ge=1)
