@@ -62,11 +62,11 @@ def train(
         str | None, Option(help="Cluster preset or file to plan for; short for --set run.cluster=...")
     ] = None,
     processes: Annotated[
-        int | None, Option(min=1, help="Plan a layout for N processes; short for --set run.processes=N layout=auto.")
+        int | None, Option(min=1, help="Plan for N processes; short for --set run.processes=N --set layout=auto.")
     ] = None,
     resume: Annotated[Path | None, Option(help="Resume the run in this folder, in any layout.")] = None,
     node: Annotated[
-        str | None, Option(metavar="K/N", help="Multi-node: this is node K of N; node 0 needs the job.")
+        str | None, Option(metavar="K/N", help="Multi-node: this is node K (from 0) of N; only 0 gets the job.")
     ] = None,
     address: Annotated[
         str | None, Option(metavar="HOST:PORT", help="Multi-node: address on which node 0 listens.")
@@ -98,7 +98,8 @@ def verify(
     job_file: JobFile = None,
     overrides: Overrides = None,
     layout: Annotated[
-        list[str] | None, Option(help="Layout to verify; repeatable. Default: the job's, or a standard set.")
+        list[str] | None,
+        Option(help="Layout to verify; repeatable. Default: the job's, or if that is auto, a default set."),
     ] = None,
     shrink: Annotated[bool, Option(help="Shrink the model first, to verify large models quickly.")] = False,
     steps: Annotated[int, Option(min=3, help="Number of optimizer steps to compare.")] = 3,
@@ -140,7 +141,7 @@ def plan(
     cluster: Annotated[
         str, Option(help="Cluster preset (a100-80g, h100, ...) or a file from `shardwise calibrate`.")
     ] = "cpu",
-    devices: Annotated[int | None, Option(min=1, help="Number of devices; default: one node.")] = None,
+    devices: Annotated[int | None, Option(min=1, help="Number of devices; default: one node, rack or pod.")] = None,
     layout: Annotated[str | None, Option(help="Estimate this layout instead of searching.")] = None,
     as_json: JsonFlag = False,
     html: Annotated[Path | None, Option(help="Also write the plan as an HTML page to this file.")] = None,
@@ -173,7 +174,7 @@ def dryrun(
     every_stage: Annotated[bool, Option("--every-stage", help="Simulate one rank of every pipeline stage.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Runs one training step as chosen ranks of any world size, without devices: exact memory and traffic."""
+    """Simulates a step of selected ranks of any world size on fake tensors; prints their exact memory and traffic."""
     load_job(job_file, overrides or []).require_trainable()
 
     from shardwise.planner.dryrun.command import describe_reports, dryrun_job
@@ -250,7 +251,8 @@ def bench_data(
 def bench_comm(
     processes: Annotated[int, Option(min=2, help="Number of processes to start; ignored under torchrun.")] = 4,
     nproc_per_node: Annotated[
-        int | None, Option(min=1, show_default=False, help="Processes per node; default: torchrun's, or half of all.")
+        int | None,
+        Option(min=1, show_default=False, help="Processes per node; default: LOCAL_WORLD_SIZE or half of --processes."),
     ] = None,
     max_mib: Annotated[int, Option(min=1, metavar="MIB", help="Largest message, in MiB.")] = 16,
     repeats: Annotated[int, Option(min=1, help="Number of measurements per message size.")] = 7,
@@ -344,7 +346,7 @@ ParameterCount = Annotated[
 
 @laws.command("design")
 def laws_design(
-    budget: Annotated[str, Option(metavar="LOW:HIGH", help="Smallest and largest compute budget, FLOPs.")],
+    budget: Annotated[str, Option(metavar="LOW:HIGH", help="Smallest and largest compute budget, in FLOPs; required.")],
     model: Annotated[str, Option(help="Model family; only gpt is supported.")] = "gpt",
     budgets: Annotated[int, Option(min=1, help="Number of compute budgets.")] = 3,
     sizes: Annotated[int, Option(min=1, help="Number of model sizes per budget.")] = 5,
@@ -387,7 +389,7 @@ def laws_fit(
 
 @laws.command("recommend")
 def laws_recommend(
-    flops: Annotated[float | None, Option(help="Compute budget in FLOPs, or give --days.")] = None,
+    flops: Annotated[float | None, Option(help="Compute budget in FLOPs; alternatively, --days.")] = None,
     devices: Annotated[int | None, Option(min=1, help="Number of devices; needs --cluster.")] = None,
     cluster: Annotated[str | None, Option(help="Cluster preset or calibrated file; needs --devices.")] = None,
     days: Annotated[float | None, Option(help="Time budget in days; needs --devices and --cluster.")] = None,
@@ -396,7 +398,7 @@ def laws_recommend(
     overrides: Overrides = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Recommends model size and tokens for a compute budget, and predicts the loss of this and other choices."""
+    """Recommends model size and tokens for a compute budget, and predicts its loss and that of other sizes."""
     from shardwise.laws.command import recommend_text
 
     print_line(recommend_text(law, flops, days, devices, cluster, unique_tokens, overrides or [], as_json))

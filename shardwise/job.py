@@ -154,7 +154,8 @@ class LocalSGDConfig(ConfigSection):
     outer_momentum: float = Field(0.9, ge=0.0, lt=1.0)
     """Momentum of the outer optimizer."""
     fragments: int = Field(1, ge=1)
-    """Number of fragments that the blocks are synchronized in, at different steps within `every` (streaming DiLoCo)."""
+    """Number of fragments into which the blocks are divided; each fragment is synchronized at a different step within
+    `every` (streaming DiLoCo)."""
 
     @model_validator(mode="after")
     def _check_fragments(self) -> LocalSGDConfig:
@@ -167,7 +168,8 @@ class LocalSGDConfig(ConfigSection):
 
 class LossConfig(ConfigSection):
     chunk_size: int = Field(0, ge=0)
-    """Positions whose logits are materialized at once, without a pipeline; 0 picks a chunk of 1 GiB in bf16."""
+    """Number of positions per chunk of the fused linear cross-entropy, used without a pipeline; 0 picks a chunk whose
+    logits take 1 GiB in bf16."""
 
 
 class CheckpointConfig(ConfigSection):
@@ -178,8 +180,8 @@ class CheckpointConfig(ConfigSection):
     asynchronous: bool = True
     """Whether to write files in the background while training continues."""
     snapshot_every: int = Field(10, ge=0)
-    """Steps between in-memory snapshots, which survive a worker and speed up restarts in the same layout; 0 disables
-    them."""
+    """Steps between in-memory snapshots, which survive the death of a worker and speed up restarts in the same
+    layout; 0 disables them."""
 
 
 class RunConfig(ConfigSection):
@@ -191,15 +193,15 @@ class RunConfig(ConfigSection):
     """Processes for `layout = "auto"`; 0 means one per GPU, or one per core without a GPU. With more processes than
     GPUs, processes share them."""
     cluster: str = ""
-    """Hardware description for the planner: a file written by `calibrate`, or a name; empty uses the data sheet of this
-    machine."""
+    """Hardware description for the planner: a file written by `calibrate`, or a name; empty uses the built-in data
+    sheet of this machine's GPU, or the `cpu` preset without a GPU."""
     max_restarts: int = Field(3, ge=0)
-    """Restarts from the newest valid checkpoint that are allowed in a row without progress."""
+    """Maximum number of consecutive restarts without progress."""
     hang_timeout: float = Field(300.0, gt=0)
     """Seconds without progress on any rank before the rank that the others wait for counts as hung."""
     standby: bool = True
-    """Whether to keep a second set of workers on standby once steps are running: forked and, on a CPU, with the model
-    built if that takes at most a tenth of the memory."""
+    """Whether to keep a second set of workers on standby once steps are running: they are forked in advance
+    and, on a CPU, also build the model if that takes at most a tenth of the memory."""
     rejoin_timeout: float = Field(30.0, ge=0)
     """Seconds to wait for a lost node before continuing without it (elastic) or ending the run."""
     elastic: bool = False
@@ -209,10 +211,10 @@ class RunConfig(ConfigSection):
     """What to do after a step with non-finite gradients, which updates nothing: continue, roll back to the last
     checkpoint and retry once, or stop. A dynamic loss scale always skips."""
     loss_spike_threshold: float = Field(0.0, ge=0)
-    """Roll back to the last checkpoint and skip the batches since then if the loss exceeds the recent median by this
-    many deviations; 0 disables detection."""
+    """Roll back to the last checkpoint and skip the batches since then if the loss exceeds the median of the last
+    64 losses by this many robust standard deviations (1.4826 x MAD); 0 disables detection."""
     checksum_every: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
-    """Compare checksums of all weights and optimizer states once every N steps, a part in each step, and roll back on
+    """Verify checksums of weights and optimizer states, covering all of them once every N steps, and roll back on
     corruption. 0 disables it; auto keeps the cost below 1% of a step."""
     redundant_compute_every: int = Field(500, ge=0)
     """Steps between checks in which all data-parallel ranks compute one micro-batch and compare; 0 disables them."""
@@ -231,7 +233,7 @@ class Job(ConfigSection):
     """One training job, checked, with every default filled in; `job.toml` in the run folder shows them all."""
 
     seed: int = Field(0, ge=0)
-    """Determines initial weights, sample order and dropout; nothing else does."""
+    """Determines initial weights, sample order, dropout, augmentation and masking; there is no other random state."""
     steps: int | None = Field(None, ge=1)
     """Optimizer steps; 200 if neither `steps` nor `tokens` is set."""
     tokens: Count | None = Field(None, ge=1)
@@ -240,7 +242,8 @@ class Job(ConfigSection):
     """A layout in [text form](layout.md); `"auto"` uses the [planner](../how-to/plan-a-run.md)'s choice for this
     machine."""
     precision: Literal["float64", "float32", "bf16", "fp16", "fp8"] = "float32"
-    """Compute dtype. Master weights, gradient sums and optimizer states are float64 for float64, otherwise float32."""
+    """Compute dtype. Master weights, gradient accumulation and optimizer states are float64 for float64, otherwise
+    float32 (except `optimizer.state_dtype`)."""
     compile: bool | Literal["auto"] = "auto"
     """Whether to compile each block with `torch.compile` (on a CPU this needs a C++ compiler); auto compiles on a GPU
     unless the schedule splits the backward."""

@@ -50,13 +50,15 @@ class Layout:
     tensor: int = 1
     """Ranks that each hold a part of every matrix (tensor parallelism, with sequence parallelism between matrices)."""
     expert: int = 1
-    """Ranks that share the experts. They fold over shard x context, and over tensor too if those do not suffice."""
+    """Expert-parallel degree: each rank holds 1/`expert` of the experts. It reuses the ranks of shard x context (and of
+    tensor, if those are not a multiple of it) and adds no processes."""
     schedule: str = "1f1b"
-    """Pipeline schedule: the order of forwards and backwards."""
+    """Pipeline schedule: `gpipe`, `1f1b`, `interleaved`, `zero-bubble`, `zbv`, `dualpipev`, `auto` (synthesized) or
+    `auto-v` (synthesized, V-shaped)."""
     virtual: int = 0
     """Pipeline stages per rank; 0 uses the schedule's default (2 for interleaved and V-shaped ones, otherwise 1)."""
     micro_batch: int = 0
-    """Samples per micro-batch; 0 lets `solve_batch` choose."""
+    """Samples per micro-batch; 0 chooses it from the global batch (see [micro-batches](#micro-batches))."""
     zero: int = 1
     """ZeRO stage of `shard`: 1 shards optimizer states, 2 also gradients, 3 also weights (FSDP)."""
     recompute: str = "none"

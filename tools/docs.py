@@ -320,7 +320,7 @@ def _cell(verdicts: dict[Any, Any], schedule: str, zero: int, recompute: str, no
     kinds: dict[str, list[str]] = {}
     for words, support_of in verdicts.items():
         if (words.schedule, words.zero, words.recompute) == (schedule, zero, recompute):
-            short = {support.EXACT: "exact", support.EXACT_AT_COST: "exact, cost", support.REFUSED: "refused"}[
+            short = {support.EXACT: "exact", support.EXACT_AT_COST: "exact, at a cost", support.REFUSED: "refused"}[
                 support_of.verdict
             ]
             label = f"{short} ({notes[support_of.explanation]})" if support_of.explanation else short
@@ -341,7 +341,7 @@ def support_sentences() -> str:
     lines = []
     for number, verdict in enumerate(_explained_verdicts(), start=1):
         text = verdict.explanation[0].upper() + verdict.explanation[1:]
-        lines.append(f"{number}. *{verdict.verdict}*: {sentence(text)}")
+        lines.append(f"{number}. {sentence(text)}")
     return "\n".join(lines)
 
 

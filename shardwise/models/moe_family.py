@@ -29,7 +29,7 @@ class MoEConfig(DecoderConfig):
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"
     """Function that turns router logits into routing probabilities."""
     routed_scaling_factor: float = Field(1.0, gt=0.0)
-    """Factor of the routing weights, which sum to 1 before it."""
+    """Factor by which the routing weights are multiplied after they are normalized to sum to 1."""
     capacity_factor: float = Field(0.0, ge=0.0)
     """Capacity of an expert per sample, relative to an even load; tokens beyond it are dropped. 0: no limit."""
     router_bias_update_rate: float = Field(0.0, ge=0.0)

@@ -47,7 +47,8 @@ class T5Config(ModelConfig):
     mean_noise_span_length: float = Field(3.0, ge=1.0)
     """Mean length of a masked span in tokens."""
     relative_attention_num_buckets: int = Field(32, ge=4)
-    """Number of relative-position buckets; near distances have one each, far ones share logarithmic ones."""
+    """Number of relative-position buckets; small distances get one bucket each, larger ones share logarithmically
+    spaced buckets."""
     relative_attention_max_distance: int = Field(128, ge=2)
     """Distance in tokens from which all positions share the last bucket."""
     norm_eps: float = Field(1e-6, gt=0.0)
