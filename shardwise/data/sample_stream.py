@@ -46,7 +46,7 @@ class Samples:
         )
 
     @property
-    def batch(self) -> dict[str, Tensor]:
+    def forward_kwargs(self) -> dict[str, Tensor]:
         """The keyword arguments of a model's forward, without targets."""
         return {"ids": self.ids} if self.document_ids is None else {"ids": self.ids, "document_ids": self.document_ids}
 

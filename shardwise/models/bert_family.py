@@ -79,7 +79,7 @@ class BertFamily(GPTFamily):
         return None
 
     def decoder_shape(self, config: BertConfig) -> dict[str, Any]:  # type: ignore[override]
-        predicted = {"causal": False, "logit_fraction": config.mlm_probability, "has_engine_model": False}
+        predicted = {"causal": False, "logit_fraction": config.mlm_probability, "has_exact_cost_model": False}
         return {**super().decoder_shape(config), **predicted}
 
     def forward_flops(self, config: BertConfig) -> list[float]:

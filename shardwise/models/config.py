@@ -46,11 +46,11 @@ class ModelConfig(ConfigSection):
     """Whether the model generates text from left to right."""
     targets_are_text: ClassVar[bool] = True
     """Whether every target is a token of the text, so that bits per byte can be computed from the loss."""
-    mixes_samples: ClassVar[bool] = False
+    is_recomputable_elsewhere: ClassVar[bool] = True
     """Whether a sample's result depends on the other samples of the batch (batch norm, shared expert capacity)."""
-    needs_whole_batch: ClassVar[bool] = False
+    requires_single_micro_batch: ClassVar[bool] = False
     """Whether each rank must run its share of the batch as a single micro-batch."""
-    has_block_matrices: ClassVar[bool] = True
+    supports_muon: ClassVar[bool] = True
     """Whether blocks have weight matrices that Muon can update."""
     name: str
 

@@ -21,8 +21,8 @@ class DLRMConfig(ModelConfig):
 
     description = "a DLRM"
     sample_kind = "clicks"
-    mixes_samples = True
-    has_block_matrices = False
+    is_recomputable_elsewhere = False
+    supports_muon = False
     name: str = "dlrm"
     tables: int = Field(26, ge=1)
     """Number of categorical features; each has its own embedding table in host memory."""
@@ -85,7 +85,6 @@ class DLRMFamily(Family):
             "fp8": precision,
             "fp16": precision,
             "local_sgd": "a DLRM's tables are shared by all replicas; use local_sgd.every = 1.",
-            "redundant_compute": "a DLRM's tables are shared by all ranks.",
         }
 
     def forward_flops(self, config: DLRMConfig) -> list[float]:

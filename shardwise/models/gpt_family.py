@@ -130,5 +130,5 @@ class GPTFamily(Family):
             "layers": config.layers, "width": config.width, "heads": config.heads, "kv_heads": config.kv_heads,
             "head_dim": config.head_dim, "ffn": config.ffn, "vocab": config.vocab, "sequence": config.sequence,
             "gated": config.activation == "swiglu", "tied": config.tied,
-            "positions": config.sequence if config.positions == "learned" else 0, "has_engine_model": True,
+            "positions": config.sequence if config.positions == "learned" else 0, "has_exact_cost_model": True,
         }  # fmt: skip

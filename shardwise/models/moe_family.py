@@ -14,7 +14,7 @@ class MoEConfig(DecoderConfig):
 
     description = "a mixture of experts"
     supports_mup = False
-    mixes_samples = True
+    is_recomputable_elsewhere = False
     name: str = "moe"
     experts: int = Field(8, ge=2)
     """Number of routed experts per MoE layer."""
@@ -84,7 +84,7 @@ class MoEFamily(GPTFamily):
     def decoder_shape(self, config: MoEConfig) -> dict[str, Any]:  # type: ignore[override]
         keys = ("experts", "experts_per_token", "expert_ffn", "shared_expert_ffn", "q_lora_rank", "kv_lora_rank",
                 "qk_rope_head_dim")  # fmt: skip
-        sparse = {"sparse_layers": config.layers - config.dense_layers, "has_engine_model": False}
+        sparse = {"sparse_layers": config.layers - config.dense_layers, "has_exact_cost_model": False}
         return {**super().decoder_shape(config), **{key: getattr(config, key) for key in keys}, **sparse}
 
     def refusals(self, config: MoEConfig) -> dict[str, str]:  # type: ignore[override]
