@@ -54,7 +54,7 @@ class Samples:
         return {"ids": self.ids} if self.document_ids is None else {"ids": self.ids, "document_ids": self.document_ids}
 
     def with_document_ids(self, end_of_document: int) -> Samples:
-        """Sets `document_ids`: documents are numbered from 0 and end with token `end_of_document`; -1 leaves it None."""
+        """Sets `document_ids`: documents are numbered from 0 each ends with `end_of_document`; -1: None."""
         if end_of_document < 0:
             return self
         is_end = (self.tokens == end_of_document).int()

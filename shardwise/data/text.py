@@ -149,8 +149,8 @@ def _parse_record(line: bytes, field: str, where: str) -> str:
     text = record[field]
     if not isinstance(text, str):
         raise DataError(
-            f"{where}: field {field!r} is a JSON {_JSON_TYPES[type(text)]}, not a string; set data.text_field to a field "
-            "with text."
+            f"{where}: field {field!r} is a JSON {_JSON_TYPES[type(text)]}, not a string; "
+            "set data.text_field to a field with text."
         )
     try:
         text.encode()

@@ -54,12 +54,12 @@ class ResNetFamily(Family):
         return build_resnet(config, seed)
 
     def refusals(self, config: ResNetConfig) -> dict[str, str]:
-        samples_only = (
+        data_parallel_only = (
             f"{config.description} supports data parallelism only (batch norm spans the whole batch, and images are "
             "small); use replicate or shard."
         )
         return {
-            **dict.fromkeys(("tensor", "pipeline", "context", "expert"), samples_only),
+            **dict.fromkeys(("tensor", "pipeline", "context", "expert"), data_parallel_only),
             "recompute": "recomputation would update the running statistics of batch norm twice; use recompute=none.",
         }
 
