@@ -1,7 +1,7 @@
 """Timed collectives over one axis of the mesh.
 
-The names are the same for every supported PyTorch version (2.13 renamed some collectives). Except for asynchronous calls
-and in compiled code, the axis's step timer records how long this rank waits in each collective.
+The names are the same for every supported PyTorch version (2.13 renamed some collectives). Except in asynchronous
+calls and compiled code, the axis's step timer records how long this rank waits in each collective.
 """
 
 from __future__ import annotations

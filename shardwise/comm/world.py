@@ -39,8 +39,8 @@ def run_world(
     """
     if torch.cuda.is_initialized():
         raise RunError(
-            "this process has used CUDA, which does not survive a fork; call run_world from a process that has not used "
-            "CUDA."
+            "this process has used CUDA, which does not survive a fork; call run_world from a process that has not "
+            "used CUDA."
         )
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:

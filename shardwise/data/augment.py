@@ -7,7 +7,8 @@
     mixup    blends two images of the dataset and their losses (Zhang et al. 2018, alpha = 1)
 
 They are applied in this order, whatever the order in the job. Random numbers are hashes of the seed and the sample's
-stream position, so the samples do not depend on the layout or the number of workers, and a resumed run gets the same ones.
+stream position, so the samples do not depend on the layout or the number of workers, and a resumed run gets
+the same ones.
 """
 
 from __future__ import annotations

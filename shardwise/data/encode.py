@@ -18,7 +18,7 @@ from shardwise.errors import DataError
 from shardwise.job import DataConfig, load_job
 
 MAX_BPE_TRAINING_BYTES = 128 << 20
-"""A BPE tokenizer is trained on about this many bytes, sampled evenly; more takes hours and barely changes the result."""
+"""A BPE tokenizer is trained on about this many bytes, sampled evenly; more takes hours and hardly changes it."""
 ENCODE_BATCH_CHARS = 8 << 20
 """Characters per call of the tokenizer."""
 

@@ -3,10 +3,10 @@
 A thread prefetches `prefetch` batches. It reads them itself, which is enough for tokens (a memory map and a copy), or
 receives them from worker processes, for expensive samples. Worker w of n reads steps first_step + w,
 first_step + w + n, ...; the thread polls workers round-robin, so batches arrive in step order, and a fast worker blocks
-on its pipe. Besides the skipped batches, the only state is the number of the next step, so resuming means starting there.
+on its pipe. Besides the skipped batches, the only state is the number of the next step, so resuming starts there.
 
-PyTorch's DataLoader is not used: resuming needs its sampler's state, and it reports only the process id of a worker that
-dies. Workers come from multiprocessing's fork server (safe with threads and CUDA, imports torch once), which Python
+PyTorch's DataLoader is not used: resuming needs its sampler's state, and it reports only the process id of a worker
+that dies. Workers come from multiprocessing's fork server (safe with threads and CUDA, imports torch once), which Python
 owns and all loaders share. Workers exit when the loader is closed or garbage-collected, and when its process is killed:
 their pipe closes.
 """
@@ -41,7 +41,7 @@ BatchIterator = Generator[tuple[int, Samples], None, None]
 ReadyQueue = queue.SimpleQueue[tuple[int, Samples] | BaseException | None]
 _CPU = torch.device("cpu")
 _POLL_SECONDS = 0.1
-"""Interval at which the thread checks the stop flag while it waits for a worker; a batch is received as soon as it arrives."""
+"""Interval at which the thread checks the stop flag while it waits for a worker; batches are received immediately."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ TIMELINE_SAMPLES = 50  # steps per run whose pipeline timeline is recorded
 
 
 class RankMetricsCollector:
-    """Measures this rank's steps and all-gathers the measurements. Calls `emit_event` for new alerts (stragglers and data
+    """Measures this rank's steps and all-gathers them. Calls `emit_event` for new alerts (stragglers and data
     stalls, both as `straggler` events)."""
 
     def __init__(
@@ -92,7 +92,7 @@ class RankMetricsCollector:
                     file.write(json.dumps({"step": self.last_step, "actions": shifted}) + "\n")
 
     def peak_memory(self) -> float:
-        """Returns this rank's peak memory in bytes. On a CPU it is read at most once a second, because reading is slow."""
+        """Returns this rank's peak memory in bytes. On a CPU it is read at most once a second: reading is slow."""
         if self.device.type == "cuda" or time.monotonic() - self._memory_read_time >= 1.0:
             self._memory_read_time, self._peak_bytes = time.monotonic(), _process_peak_memory(self.device)
         return self._peak_bytes
@@ -117,8 +117,8 @@ class RankMetricsCollector:
         return all_rows
 
     def write_previous(self, rows: Tensor, step: int) -> dict[str, Any]:
-        """Call after step `step`. On rank 0, writes the gathered rows of the previous step and returns that step's slowest
-        rank; returns {} on other ranks."""
+        """Call after step `step`. On rank 0, writes the gathered rows of the previous step and returns its slowest rank;
+        returns {} on other ranks."""
         previous_step, self.last_step = self.last_step, step
         if not previous_step or not self.is_main:
             return {}

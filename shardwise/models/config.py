@@ -63,7 +63,7 @@ class ModelConfig(ConfigSection):
         return {**{key: value for key, value in preset.items() if key != "family"}, **values} if preset else values
 
     def shrink(self) -> Self:
-        """Returns a small config of the same family for `shardwise verify`; odd sizes stay odd, to test uneven shards."""
+        """Returns a small config of the same family for `shardwise verify`; odd sizes stay odd (uneven shards)."""
         return self.model_validate(self.model_dump() | self._shrunk_values())
 
     def _shrunk_values(self) -> dict[str, Any]:

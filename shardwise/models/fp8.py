@@ -6,8 +6,8 @@ over positions, which are the rows of both operands. So the row scales of x are 
 is quantized with a single scale, and the forward's quantized x is reused. So the forward saves x in FP8, one byte per
 element; the weight is saved in its own dtype and quantized again.
 
-On a GPU, matmuls use fast accumulation, which on Hopper is less precise than float32. Without a GPU, operands are rounded
-the same way and multiplied in float32.
+On a GPU, matmuls use fast accumulation, which on Hopper is less precise than float32. Without a GPU, operands are
+rounded the same way and multiplied in float32.
 """
 
 from __future__ import annotations
