@@ -98,6 +98,7 @@ class MoEFamily(GPTFamily):
             )
         if config.router_bias_update_rate:
             refused["local_sgd"] = (
-                "model.router_bias_update_rate needs the expert load of all replicas at every step; use local_sgd.every = 1."
+                "model.router_bias_update_rate needs the expert load of all replicas at every step; "
+                "use local_sgd.every = 1."
             )
         return refused
