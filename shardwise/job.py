@@ -274,7 +274,7 @@ class Job(ConfigSection):
             raise ValueError("set steps or tokens, not both")
         if self.gradient.compress and self.precision == "fp16":
             raise ValueError("gradient.compress: fp16 loss scaling would rescale the error-feedback buffers; use bf16")
-        if self.optimizer.name == "muon" and not self.model.has_block_matrices:
+        if self.optimizer.name == "muon" and not self.model.supports_muon:
             raise ValueError(
                 f"optimizer.name = 'muon' needs matrices of transformer blocks; {self.model.description} has none"
             )

@@ -79,7 +79,7 @@ def test_a_document_is_read_as_if_it_stood_alone():
     ids = torch.zeros(1, dtype=torch.int64)
     whole = context.Samples(tokens, tokens, ids).with_document_ids(3)
     assert whole.document_ids.tolist() == [[0, 0, 0, 1, 1, 2, 3, 3, 3]]
-    found = model(tokens, **whole.batch)
+    found = model(tokens, **whole.forward_kwargs)
     for first, last in ((0, 3), (3, 5), (5, 6), (6, 9)):
         assert torch.allclose(found[:, first:last], model(tokens[:, first:last], ids=ids), rtol=1e-10)
     assert not torch.allclose(found[:, 6:], model(tokens, ids=ids)[:, 6:], rtol=1e-3)

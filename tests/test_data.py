@@ -277,9 +277,9 @@ def test_jsonl(tmp_path: Path) -> None:
     ("line", "words"),
     [
         ("{", "not valid JSON"),
-        ("[1]", "a JSON list"),
+        ("[1]", "a JSON array"),
         ('{"txt": "a"}', "did you mean 'txt'"),
-        ('{"text": 5}', "is of type int"),
+        ('{"text": 5}', "is a JSON number"),
         ('{"text": "\\ud800"}', "not Unicode"),
     ],
 )
@@ -528,7 +528,7 @@ def test_workers_do_not_outlive_their_owner() -> None:
 
 
 def test_uneven_batches_are_refused() -> None:
-    with pytest.raises(DataError, match="10 samples does not divide among 4 data ranks; use 8"):
+    with pytest.raises(DataError, match="10 samples is not divisible by 4 data-parallel ranks; use 8"):
         Loader(SampleStream(Marks(4), 0), 10, ranks=4)
 
 

@@ -19,7 +19,7 @@ class Axis:
     index: int
     group: dist.ProcessGroup | None
     name: str = field(default="world", compare=False)
-    """Where the step timer books waits for this axis."""
+    """The name under which the step timer records waits for this axis."""
     timer: StepTimer | None = field(default=None, compare=False, repr=False)
     """The engine's step timer; None: waits are not timed."""
 

@@ -1,7 +1,7 @@
 """Timed collectives over one axis of the mesh.
 
-One name per collective for every PyTorch version we support (2.13 renamed some). The axis's step timer records how long
-this rank waits in each, except for asynchronous calls and inside compiled code.
+The names are the same for every supported PyTorch version (2.13 renamed some collectives). Except in asynchronous
+calls and compiled code, the axis's step timer records how long this rank waits in each collective.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ all_to_all = _timed(dist.all_to_all_single)
 
 
 def all_to_all_rows(output: Tensor, input: Tensor, axis: Axis) -> None:
-    """Sends row i of `input` to rank i and receives row i of `output` from it; both hold bytes.
+    """Sends row i of `input` to rank i and receives row i of `output` from it; both are uint8 (ranks, bytes).
 
-    On CPUs in chunks: gloo reaches half its bandwidth when long messages in both directions share a slow link.
+    On CPUs, rows are sent in chunks, because gloo reaches only half its bandwidth when long messages in both
+    directions share a slow link.
     """
     if input.device.type != "cpu":
         all_to_all(output, input.contiguous(), axis=axis)
@@ -46,8 +47,8 @@ def all_to_all_rows(output: Tensor, input: Tensor, axis: Axis) -> None:
     output[rank] = input[rank]
     in_flight: list[tuple[Any, Any]] = []
     with axis.waiting(input.device):
-        for distance in range(1, ranks):
-            dst, src = (rank + distance) % ranks, (rank - distance) % ranks
+        for offset in range(1, ranks):
+            dst, src = (rank + offset) % ranks, (rank - offset) % ranks
             for first in range(0, input.shape[1], P2P_CHUNK_BYTES):
                 chunk = slice(first, first + P2P_CHUNK_BYTES)
                 send = dist.isend(input[dst, chunk], group=group, group_dst=dst)
@@ -59,14 +60,15 @@ def all_to_all_rows(output: Tensor, input: Tensor, axis: Axis) -> None:
 
 
 # Collectives with a gradient. All-gather and reduce-scatter are each other's backward; all-to-all is its own, with the
-# split sizes swapped. `axis` is None in compiled code, where waits are not timed and the compiler places them.
+# split sizes swapped. In compiled code, `axis` of all-gather and reduce-scatter is None: waits are not timed, and the
+# compiler places them.
 
 
-def _wait_for(collective: Any, x: Tensor, *args: Any, group: Any, axis: Axis | None) -> Tensor:
+def _run_and_wait(collective: Any, x: Tensor, *args: Any, group: Any, axis: Axis | None) -> Tensor:
     """Runs a functional collective and waits for its result.
 
-    PyTorch returns a tensor that waits on first use. With gloo, one that is dropped unused is written to after its
-    memory was freed, so we wait at once; on a GPU only the stream waits.
+    PyTorch returns a tensor that waits on first use. If it is garbage-collected before, gloo still writes into its
+    freed memory. So we wait immediately; on a GPU only the stream waits, not the host.
     """
     if axis is None:
         return collective(x, *args, group)  # type: ignore[no-any-return]
@@ -78,12 +80,12 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: Any, axis: Axis | None) -> Tensor:
         ctx.dim, ctx.group, ctx.axis = dim, group, axis
-        return _wait_for(torch_collectives.functional_all_gather, x, dim, group=group, axis=axis)
+        return _run_and_wait(torch_collectives.functional_all_gather, x, dim, group=group, axis=axis)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         reduce = torch_collectives.functional_reduce_scatter
-        grad = _wait_for(reduce, grads[0].contiguous(), "sum", ctx.dim, group=ctx.group, axis=ctx.axis)
+        grad = _run_and_wait(reduce, grads[0].contiguous(), "sum", ctx.dim, group=ctx.group, axis=ctx.axis)
         return grad, None, None, None
 
 
@@ -91,12 +93,12 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: Any, axis: Axis | None) -> Tensor:
         ctx.dim, ctx.group, ctx.axis = dim, group, axis
-        return _wait_for(torch_collectives.functional_reduce_scatter, x, "sum", dim, group=group, axis=axis)
+        return _run_and_wait(torch_collectives.functional_reduce_scatter, x, "sum", dim, group=group, axis=axis)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         gather = torch_collectives.functional_all_gather
-        grad = _wait_for(gather, grads[0].contiguous(), ctx.dim, group=ctx.group, axis=ctx.axis)
+        grad = _run_and_wait(gather, grads[0].contiguous(), ctx.dim, group=ctx.group, axis=ctx.axis)
         return grad, None, None, None
 
 
@@ -105,12 +107,12 @@ class _AllToAll(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, output_split_sizes: list[int], input_split_sizes: list[int], axis: Axis) -> Tensor:
         ctx.split_sizes, ctx.axis = (input_split_sizes, output_split_sizes), axis
         exchange = torch_collectives.functional_all_to_all
-        return _wait_for(exchange, x, output_split_sizes, input_split_sizes, group=axis.group, axis=axis)
+        return _run_and_wait(exchange, x, output_split_sizes, input_split_sizes, group=axis.group, axis=axis)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         exchange = torch_collectives.functional_all_to_all
-        grad = _wait_for(exchange, grads[0].contiguous(), *ctx.split_sizes, group=ctx.axis.group, axis=ctx.axis)
+        grad = _run_and_wait(exchange, grads[0].contiguous(), *ctx.split_sizes, group=ctx.axis.group, axis=ctx.axis)
         return grad, None, None, None
 
 

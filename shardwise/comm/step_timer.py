@@ -1,8 +1,9 @@
 """Times the steps of one rank: seconds per phase, seconds of waiting per mesh axis, and bytes sent.
 
-No second counts twice: a wait is subtracted from the phase around it, and a wait inside a wait is ignored. On a CPU the
-host's clock is used. On a GPU, device phases and waits are spans between CUDA events in the compute stream, read once
-the GPU has passed them, so timing never synchronizes. The engine's mesh owns the timer.
+No interval is counted twice: a wait is subtracted from the phase around it, except in PHASES_INCLUDING_WAITS, whose
+waits are not timed, and nested `waiting` blocks are counted once. On a CPU the host's clock is used. On a GPU, device phases
+and waits are spans between CUDA events in the compute stream, read after they have completed, so timing never
+synchronizes. The engine's mesh owns the timer.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from typing import Any
 import torch
 
 DEVICE_PHASES = ("compute", "optimizer")  # timed on the GPU; the others on the host
-PHASES_INCLUDING_WAITS = ("data", "checkpoint", "validation")  # their waits are not booked separately
-Timestamp = Any  # seconds, or a CUDA event; None while a CUDA graph is captured
+PHASES_INCLUDING_WAITS = ("data", "checkpoint", "validation")  # waits in `waiting` blocks count towards these phases
+Timestamp = Any
+"""`perf_counter` seconds on a CPU, otherwise a CUDA event; None during CUDA graph capture, where spans are dropped."""
 
 
 class StepTimer:
@@ -41,7 +43,7 @@ class StepTimer:
         self._thread: int | None = None
 
     def begin_step(self) -> None:
-        """Starts a step; only waits of the calling thread are timed on a CPU."""
+        """Resets the times and starts a step. On a CPU, only waits of the calling thread are timed from now on."""
         self.begin_phase("")
         self._thread = threading.get_ident()
         self._collect_finished_spans()
@@ -49,7 +51,7 @@ class StepTimer:
         self.phase_seconds.clear()
 
     def begin_phase(self, name: str) -> None:
-        """Ends the current phase and begins another; an empty name begins none."""
+        """Ends the current phase and begins another; an empty name only ends the current one."""
         if self._phase and self.enabled:
             on_device = self._phase in DEVICE_PHASES
             self._add_span("", self._phase, self._phase_start, self._timestamp() if on_device else time.perf_counter())
@@ -73,7 +75,7 @@ class StepTimer:
             self._add_span(axis, self._phase, begin, self._timestamp(device))
 
     def begin_wait(self) -> None:
-        """Starts a wait that `end_wait` ends; a later call moves its start."""
+        """Starts a wait that `end_wait` ends. Calling it again before `end_wait` restarts the wait."""
         self._wait_start = self._timestamp() if self.enabled else None
 
     def end_wait(self, axis: str) -> None:
@@ -132,7 +134,7 @@ class StepTimer:
             self.phase_seconds[phase] += -seconds if axis else seconds
 
     def _collect_finished_spans(self) -> None:
-        """Books the spans that the GPU has passed; the others stay pending."""
+        """Accumulates the spans whose end event has completed; the others stay pending."""
         still_pending = []
         for axis, phase, begin, end in self._pending_spans:
             if end.query():
@@ -142,7 +144,10 @@ class StepTimer:
         self._pending_spans = still_pending
 
     def elapsed(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Returns seconds by phase and by axis since the step began; the current phase is not included."""
+        """Returns seconds by phase and by axis since the step began, without the current phase.
+
+        Spans whose CUDA events complete late are counted in a later step.
+        """
         self._collect_finished_spans()
         return dict(self.phase_seconds), dict(self.wait_seconds)
 

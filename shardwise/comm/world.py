@@ -1,8 +1,8 @@
-"""Runs a function in several local processes, forked from this one so that torch is imported already.
+"""Runs a function in several local processes, forked from this one, so torch is already imported.
 
-For verify and tests, where a world lives for seconds; training starts its workers under a supervisor
-(`shardwise.workers.supervisor`). The first failure ends the world. The error raised is that of the worker that failed
-first by its own clock, not of workers that lost their peer because of it.
+For short runs: verify, calibration and tests. Training starts its workers under a supervisor
+(`shardwise.workers.supervisor`). If a worker fails, the others are killed. The error raised is that of the worker that
+failed first (by timestamp), not a follow-up error of its peers.
 """
 
 from __future__ import annotations
@@ -35,10 +35,13 @@ def run_world(
     """Runs `function(*args)` in `world_size` processes of one process group. Returns their results by rank.
 
     `is_fresh_process`: this process has computed nothing yet, so oneDNN has started no threads. Otherwise children run
-    without oneDNN: on ARM its matmuls wait forever for threads that a fork does not copy.
+    without oneDNN: on ARM, its matmuls would wait forever for its thread pool, which a fork does not copy.
     """
     if torch.cuda.is_initialized():
-        raise RunError("this process has used CUDA, which does not survive a fork; call it from one that has not.")
+        raise RunError(
+            "this process has used CUDA, which does not survive a fork; call run_world from a process that has not "
+            "used CUDA."
+        )
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         workers, connections = [], []
@@ -76,7 +79,7 @@ def _worker_main(
     torch.set_num_threads(1)
     torch.backends.mkldnn.set_flags(is_fresh_process)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these worlds run on the CPU, and CUDA does not survive a fork
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # nor do the compiler's worker processes
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # the compiler's worker processes do not survive it either
     try:
         if world_size > 1:
             store = dist.FileStore(os.path.join(folder, "store"), world_size)
@@ -100,16 +103,16 @@ def _collect_results(connections: list[Connection], workers: list[Any], timeout:
     results: dict[int, Any] = {}
     failures: list[tuple[int, int, Any]] = []
     deadline = time.monotonic() + timeout
-    waiting = {connection: rank for rank, connection in enumerate(connections)}
-    while waiting:
+    pending = {connection: rank for rank, connection in enumerate(connections)}
+    while pending:
         # After a failure, give the others a moment to report that they failed earlier.
         wait_timeout = 0.5 if failures else max(0.0, deadline - time.monotonic())
-        ready = wait(list(waiting), timeout=wait_timeout)
+        ready = wait(list(pending), timeout=wait_timeout)
         if not ready:
             break
         for connection in ready:
             assert isinstance(connection, Connection)
-            rank = waiting.pop(connection)
+            rank = pending.pop(connection)
             try:
                 succeeded, timestamp, payload = pickle.loads(connection.recv_bytes())
             except EOFError:
@@ -123,8 +126,8 @@ def _collect_results(connections: list[Connection], workers: list[Any], timeout:
     if failures:
         _, rank, payload = min(failures, key=lambda failure: failure[0])
         raise payload if isinstance(payload, ShardwiseError) else RunError(str(payload))
-    if waiting:
-        unfinished = sorted(waiting.values())
+    if pending:
+        unfinished = sorted(pending.values())
         stacks = "\n".join(
             f"rank {rank}:\n{_dump_stack(workers[rank].pid, folder / f'stack{rank}')}" for rank in unfinished
         )
@@ -133,7 +136,7 @@ def _collect_results(connections: list[Connection], workers: list[Any], timeout:
 
 
 def _dump_stack(pid: int, file: Path) -> str:
-    """Returns the stack traces of a process that does not finish."""
+    """Returns the stack traces of a process that has timed out."""
     os.kill(pid, signal.SIGUSR1)
     time.sleep(0.3)
     return file.read_text()

@@ -1,13 +1,14 @@
 """Random image augmentation.
 
-    crop     random crop after padding each side with the mean by an eighth of the image size
+    crop     pads each side with the mean, by 1/8 of the image size, and crops at random
     flip     horizontal flip with probability 1/2
-    colour   random brightness, contrast and saturation, each by up to 20%
+    colour   changes contrast and saturation by up to 20%, and brightness by up to 0.2 standard deviations
     cutout   a random square of half the image size set to the mean (DeVries and Taylor 2017)
     mixup    blends two images of the dataset and their losses (Zhang et al. 2018, alpha = 1)
 
 They are applied in this order, whatever the order in the job. Random numbers are hashes of the seed and the sample's
-stream position, so every layout, number of workers and resume produces the same samples.
+stream position, so the samples do not depend on the layout or the number of workers, and a resumed run gets
+the same ones.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ class ImageAugmentation:
         if self.names & {"crop", "flip"}:
             images = self._crop_and_flip(images, positions, mixup_index)
         if "colour" in self.names:
-            images = self._color_jitter(images, positions, mixup_index)
+            images = self._colour_jitter(images, positions, mixup_index)
         if "cutout" in self.names:
             images = self._cutout(images, positions, mixup_index)
         return images
 
-    def mixup_partners(self, positions: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    def mixup_partners(self, positions: np.ndarray, num_images: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns for each position the index of a second image and its weight, in units of 1 / MIX_WEIGHT_SCALE."""
         partner, weight = self._uniform("mixup", positions, 2)
-        return (partner * count).astype(np.int64), (weight * MIX_WEIGHT_SCALE).astype(np.int64)
+        return (partner * num_images).astype(np.int64), (weight * MIX_WEIGHT_SCALE).astype(np.int64)
 
     def mixup(
         self,
@@ -70,11 +71,11 @@ class ImageAugmentation:
             out[...] = crop[:, :, ::-1] if is_flipped else crop
         return augmented
 
-    def _color_jitter(self, images: np.ndarray, positions: np.ndarray, mixup_index: int) -> np.ndarray:
+    def _colour_jitter(self, images: np.ndarray, positions: np.ndarray, mixup_index: int) -> np.ndarray:
         jitter = (0.4 * self._uniform("colour", positions, 3, mixup_index) - 0.2).astype(np.float32)[:, :, None, None]
-        brightness, contrast, colour = jitter
+        brightness, contrast, saturation = jitter
         grey = (images[:, 0] + images[:, 1] + images[:, 2]) / np.float32(3)
-        images = images * (1 + colour)[:, None] - (grey * colour)[:, None]
+        images = images * (1 + saturation)[:, None] - (grey * saturation)[:, None]
         return images * (1 + contrast)[:, None] + brightness[:, None]
 
     def _cutout(self, images: np.ndarray, positions: np.ndarray, mixup_index: int) -> np.ndarray:

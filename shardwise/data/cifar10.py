@@ -35,13 +35,13 @@ STD = np.array([0.2470, 0.2435, 0.2616], np.float32)[:, None, None]
 
 @dataclass(frozen=True)
 class CifarFile:
-    """One of the six files. Pickles as its path, so that each worker process opens the file itself."""
+    """One of the six files. Only its path is pickled, so each worker process opens the file itself."""
 
     path: Path
 
     @cached_property
     def images_and_labels(self) -> tuple[np.ndarray, np.ndarray]:
-        """Images (n, 3072) and classes (n,), both uint8."""
+        """Images (n, 3072) and labels (n,), both uint8."""
         try:
             if self.path.suffix != ".bin":
                 return _read_pickle(self.path)
@@ -54,12 +54,12 @@ class CifarFile:
             raise DataError(f"{self.path} cannot be read: {error.strerror}.") from None
 
     def valid_records(self, bad_records: BadRecords) -> np.ndarray:
-        """Returns the indices of the records with a valid class, and reports the others."""
-        images, classes = self.images_and_labels
-        invalid = np.flatnonzero(classes >= NUM_CLASSES)
+        """Returns the indices of the records with a valid label, and reports the others."""
+        images, labels = self.images_and_labels
+        invalid = np.flatnonzero(labels >= NUM_CLASSES)
         for number in invalid.tolist():
             byte_offset = f" (byte {number * (1 + IMAGE_BYTES):,})" if self.path.suffix == ".bin" else ""
-            reason = f"class {classes[number]}, but CIFAR-10 has classes 0 to {NUM_CLASSES - 1}."
+            reason = f"class {labels[number]}, but CIFAR-10 has classes 0 to {NUM_CLASSES - 1}."
             bad_records.report(DataError(f"{self.path}, record {number + 1}{byte_offset}: {reason}"))
         if self.path.suffix == ".bin" and (remainder := self.path.stat().st_size % (1 + IMAGE_BYTES)):
             where = f"{self.path}, record {len(images) + 1} (byte {len(images) * (1 + IMAGE_BYTES):,})"
@@ -83,25 +83,25 @@ class Cifar10(ImageSource):
             raise DataError(f"{files[0].path.parent} has no valid CIFAR-10 record; download it again from {HOMEPAGE}.")
 
     def read_bytes(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns images (B, 3072) and classes (B,) as stored, in uint8."""
-        images, classes = np.empty((len(indices), IMAGE_BYTES), np.uint8), np.empty(len(indices), np.uint8)
+        """Returns images (B, 3072) and labels (B,) as stored, in uint8."""
+        images, labels = np.empty((len(indices), IMAGE_BYTES), np.uint8), np.empty(len(indices), np.uint8)
         file_index, record_index = self.file_index[indices], self.record_index[indices]
         for number in np.unique(file_index).tolist():
             mask = file_index == number
             file_images, file_labels = self.files[number].images_and_labels
-            images[mask], classes[mask] = file_images[record_index[mask]], file_labels[record_index[mask]]
-        return images, classes
+            images[mask], labels[mask] = file_images[record_index[mask]], file_labels[record_index[mask]]
+        return images, labels
 
     def read_images(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        images, classes = self.read_bytes(indices)
+        images, labels = self.read_bytes(indices)
         pixels = images.reshape(-1, 3, IMAGE_SIZE, IMAGE_SIZE).astype(np.float32)
         pixels *= 1 / (255 * STD)
         pixels -= MEAN / STD
-        return pixels, classes.astype(np.int64)
+        return pixels, labels.astype(np.int64)
 
 
 def open_cifar10(path: str, bad_records: BadRecords, augment: ImageAugmentation | None) -> tuple[Cifar10, Cifar10]:
-    """Returns the training and test images of a folder that has the files, or the folder unpacked from the archive."""
+    """Opens the training and test images in `path`, which has either the six files or the unpacked archive's folder."""
     folder = Path(path).expanduser()
     folders = [folder, folder / "cifar-10-batches-bin", folder / "cifar-10-batches-py"]
     candidates = [(candidate_folder, suffix) for candidate_folder in folders for suffix in (".bin", "")]
@@ -111,7 +111,7 @@ def open_cifar10(path: str, bad_records: BadRecords, augment: ImageAugmentation 
         if existing and len(existing) < len(files):
             missing = next(file for file in files if file not in existing)
             raise DataError(
-                f"{missing} is missing next to {existing[0].name}; unpack the archive from {HOMEPAGE} again."
+                f"{missing} is missing, although {existing[0].name} exists; unpack the archive from {HOMEPAGE} again."
             )
         if existing:
             batches = [CifarFile(file) for file in files]
@@ -164,7 +164,7 @@ _ALLOWED_GLOBALS: dict[tuple[str, str], Any] = {("numpy", "ndarray"): _ArrayStub
 for _core in ("numpy.core", "numpy._core"):
     _ALLOWED_GLOBALS[(f"{_core}.multiarray", "_reconstruct")] = _make_array_stub
     _ALLOWED_GLOBALS[(f"{_core}.numeric", "_frombuffer")] = _array_stub_from_buffer
-_ALLOWED_GLOBALS[("_codecs", "encode")] = _encode_latin1  # how Python 3 writes bytes for Python 2
+_ALLOWED_GLOBALS[("_codecs", "encode")] = _encode_latin1  # Python 3 pickles bytes this way in protocol 2
 
 
 class _RestrictedUnpickler(pickle.Unpickler):
@@ -178,16 +178,16 @@ def _read_pickle(path: Path) -> tuple[np.ndarray, np.ndarray]:
     try:
         loaded = _RestrictedUnpickler(io.BytesIO(path.read_bytes()), encoding="bytes").load()
         values = {key.decode() if isinstance(key, bytes) else key: value for key, value in loaded.items()}
-        data, labels = values["data"], values["labels"]
+        data, label_list = values["data"], values["labels"]
         if not isinstance(data, _ArrayStub) or getattr(data.dtype, "name", None) not in ("u1", "|u1"):
             raise ValueError("its data is not an array of bytes")
         content = data.content.encode("latin1") if isinstance(data.content, str) else bytes(data.content)
         images = np.frombuffer(content, np.uint8).reshape(-1, IMAGE_BYTES)
-        classes = np.array([min(max(int(label), -1), 255) for label in labels]).astype(np.uint8)
-        if len(classes) != len(images):
-            raise ValueError(f"it has {len(images)} images but {len(classes)} labels")
+        labels = np.array([min(max(int(label), -1), 255) for label in label_list]).astype(np.uint8)
+        if len(labels) != len(images):
+            raise ValueError(f"it has {len(images)} images but {len(labels)} labels")
     except OSError:
         raise
     except Exception as error:  # a malformed pickle can raise anything
         raise DataError(f"{path} is not a CIFAR-10 file: {error}. Download it again from {HOMEPAGE}.") from None
-    return images, classes
+    return images, labels

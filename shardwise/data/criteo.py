@@ -67,7 +67,7 @@ class ClickSource:
 
     def __getitem__(self, index: int) -> np.ndarray:
         if not 0 <= index < self.count:
-            raise IndexError(f"sample {index} of {self.count}")
+            raise IndexError(f"sample index {index} is out of range for {self.count} samples")
         return self.rows(np.array([self.first + index]))[0]
 
     def rows(self, indices: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ from shardwise.errors import DataError
 from shardwise.job import DataConfig, load_job
 
 MAX_BPE_TRAINING_BYTES = 128 << 20
-"""Bytes of text, spread evenly, that a BPE tokenizer is trained on: more hardly changes it and takes hours."""
+"""A BPE tokenizer is trained on about this many bytes, sampled evenly; more takes hours and hardly changes it."""
 ENCODE_BATCH_CHARS = 8 << 20
 """Characters per call of the tokenizer."""
 
@@ -28,7 +28,7 @@ ProgressCallback = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class EncodingSummary:
-    """Size of a written token file: tokens with separators, documents, bytes of their text, vocabulary."""
+    """Counts of a written token file. `tokens` includes end-of-document tokens; `text_bytes` is in UTF-8."""
 
     tokens: int
     documents: int
@@ -40,13 +40,13 @@ class EncodingSummary:
     """Summary of the skipped records."""
 
 
-def write_token_file(job_file: Path | None, settings: list[str], out: Path) -> str:
+def write_token_file(job_file: Path | None, overrides: list[str], out: Path) -> str:
     """Encodes a job's source into a token file; returns a summary for the terminal."""
-    summary = encode_source(load_job(job_file, settings).data, out)
+    summary = encode_source(load_job(job_file, overrides).data, out)
     size = f"{pluralize(summary.documents, 'document')}, {summary.text_bytes:,} bytes of text"
     message = f"{out}: {summary.tokens:,} tokens (vocabulary {summary.vocab:,}) from {size}"
     if summary.tokenizer is not None:
-        message += f"\n{summary.tokenizer}: the tokenizer trained on this text; set data.tokenizer to it"
+        message += f"\n{summary.tokenizer}: tokenizer trained on this text; set data.tokenizer to this path"
     return f"{message}\n{summary.bad_records}" if summary.bad_records else message
 
 
@@ -72,11 +72,11 @@ def encode_files(
     bad_records: BadRecords,
     progress: ProgressCallback | None = None,
 ) -> EncodingSummary:
-    total = sum(size_and_mtime(file)[0] for file in files)
-    documents = size = 0
+    total_bytes = sum(size_and_mtime(file)[0] for file in files)
+    documents = encoded_bytes = 0
 
     def arrays() -> Iterator[np.ndarray]:
-        nonlocal documents, size
+        nonlocal documents, encoded_bytes
         eos = np.array([tokenizer.eos_id], np.uint32)
         for chunks in _batch_chunks(_read_source(data, files, bad_records)):
             texts = [chunk.text for chunk in chunks]
@@ -85,17 +85,17 @@ def encode_files(
                 if chunk.ends_document:
                     yield eos
             documents += sum(chunk.ends_document for chunk in chunks)
-            size += sum(len(text.encode()) for text in texts)
+            encoded_bytes += sum(len(text.encode()) for text in texts)
             if progress:
-                progress(size, total)
+                progress(encoded_bytes, total_bytes)
         if not documents:
             raise DataError(
                 f"{describe_source(data)} has no text: {pluralize(len(files), 'file')}, empty or binary. "
                 "Use another path."
             )
 
-    written = write_token_arrays(out, arrays(), tokenizer.vocab)
-    return EncodingSummary(written.count, documents, size, tokenizer.vocab)
+    token_file = write_token_arrays(out, arrays(), tokenizer.vocab)
+    return EncodingSummary(token_file.count, documents, encoded_bytes, tokenizer.vocab)
 
 
 def _read_source(data: DataConfig, files: Sequence[Path], bad_records: BadRecords) -> Iterator[TextChunk]:
@@ -118,7 +118,7 @@ def _batch_chunks(chunks: Iterator[TextChunk]) -> Iterator[list[TextChunk]]:
 def load_or_train_tokenizer(
     data: DataConfig, files: Sequence[Path], tokenizer_path: Path | None, bad_records: BadRecords
 ) -> Tokenizer:
-    """Returns the job's tokenizer; `bpe:SIZE` is trained once and saved at `tokenizer_path`."""
+    """Returns the job's tokenizer. A `bpe:SIZE` tokenizer is trained on first use and saved at `tokenizer_path`."""
     size = parse_bpe_size(data.tokenizer)
     if size is None or tokenizer_path is None:
         return load_tokenizer(data.tokenizer)

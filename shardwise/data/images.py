@@ -25,7 +25,7 @@ class ImageSource:
     def __getitem__(self, index: int) -> np.ndarray:
         """Returns one image, flattened, followed by its class."""
         if not 0 <= index < self.count:
-            raise IndexError(f"sample {index} of {self.count}")
+            raise IndexError(f"sample index {index} is out of range for {self.count} samples")
         images, classes = self.read_images(np.array([index]))
         return np.append(images.reshape(-1), classes).astype(np.float32)
 

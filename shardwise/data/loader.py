@@ -1,12 +1,12 @@
-"""Loads the batches of one data rank and prefetches them while the device computes.
+"""Loads the batches of one data-parallel rank and prefetches them while the device computes.
 
 A thread prefetches `prefetch` batches. It reads them itself, which is enough for tokens (a memory map and a copy), or
-receives them from worker processes, for expensive samples. Worker w of n reads steps w, w + n, ...; the thread polls
-workers round-robin, so batches arrive in step order, and a fast worker blocks on its pipe. The only state is the number
-of the next step, so resuming means starting there.
+receives them from worker processes, for expensive samples. Worker w of n reads steps first_step + w,
+first_step + w + n, ...; the thread polls workers round-robin, so batches arrive in step order, and a fast worker blocks
+on its pipe. Besides the skipped batches, the only state is the number of the next step, so resuming starts there.
 
-PyTorch's DataLoader keeps its order in a sampler's state and reports only a process id when a worker dies, so it is not
-used. Workers come from multiprocessing's fork server (safe with threads and CUDA, imports torch once), which Python
+PyTorch's DataLoader is not used: resuming needs its sampler's state, and it reports only the process id of a worker
+that dies. Workers come from multiprocessing's fork server (safe with threads and CUDA, imports torch once), which Python
 owns and all loaders share. Workers exit when the loader is closed or garbage-collected, and when its process is killed:
 their pipe closes.
 """
@@ -41,12 +41,12 @@ BatchIterator = Generator[tuple[int, Samples], None, None]
 ReadyQueue = queue.SimpleQueue[tuple[int, Samples] | BaseException | None]
 _CPU = torch.device("cpu")
 _POLL_SECONDS = 0.1
-"""Interval at which the thread checks the stop flag while it waits for a worker; batches are received at once."""
+"""Interval at which the thread checks the stop flag while it waits for a worker; batches are received immediately."""
 
 
 @dataclass(frozen=True)
 class _RankReader:
-    """Reads one data rank's share of each global batch."""
+    """Reads one data-parallel rank's share of each global batch."""
 
     stream: SampleStream
     batch_size: int
@@ -55,7 +55,7 @@ class _RankReader:
     skipped_batches: SkippedBatches = ()
 
     def positions(self, step: int) -> np.ndarray:
-        step += sum(batches for first_skipped, batches in self.skipped_batches if first_skipped <= step)
+        step += sum(count for from_step, count in self.skipped_batches if from_step <= step)
         return rank_positions(step, self.batch_size, self.ranks, self.rank)
 
     def read(self, step: int) -> Samples:
@@ -63,7 +63,7 @@ class _RankReader:
 
 
 class Loader:
-    """Endless iterator over (step, batch) from `first_step` on; as a context manager it closes itself."""
+    """Endless iterator over (step, batch) from `first_step` on. As a context manager, it is closed on exit."""
 
     def __init__(
         self,
@@ -80,8 +80,8 @@ class Loader:
         """`global_batch_size` counts the samples of all `ranks`. Batches for a CUDA device are in pinned memory."""
         if global_batch_size % ranks:
             raise DataError(
-                f"a batch of {pluralize(global_batch_size, 'sample')} does not divide among {ranks} data ranks; "
-                f"use {max(1, global_batch_size // ranks) * ranks}."
+                f"a global batch of {pluralize(global_batch_size, 'sample')} is not divisible by {ranks} data-parallel "
+                f"ranks; use {max(1, global_batch_size // ranks) * ranks}."
             )
         self.wait_seconds = 0.0
         """Total time that the consumer has waited for batches."""
@@ -133,7 +133,7 @@ class Loader:
 def _prefetch_loop(
     batches: BatchIterator, ready: ReadyQueue, slots: threading.Semaphore, stop: threading.Event, device: torch.device
 ) -> None:
-    """Body of the prefetch thread: fills every free slot until stopped, and passes an error on as its last item."""
+    """Body of the prefetch thread. Fills free slots until stopped; puts an error on the queue, and None at the end."""
     try:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # per thread; otherwise pinning would create a context on device 0
@@ -152,7 +152,7 @@ def _prefetch_loop(
 def _stop_prefetching(thread: threading.Thread, stop: threading.Event, slots: threading.Semaphore) -> None:
     stop.set()
     slots.release()
-    if thread is not threading.current_thread():  # a loader may be garbage-collected in any thread, also this one
+    if thread is not threading.current_thread():  # a loader may be garbage-collected in any thread, including this one
         thread.join()
 
 
@@ -183,7 +183,7 @@ def _read_in_workers(reader: _RankReader, first_step: int, workers: int, stop: t
     finally:
         for process, pipe in pool:
             pipe.close()
-            process.kill()  # safe: workers only read
+            process.kill()  # safe: workers write no files
         for process, _ in pool:
             process.join()
             process.close()
@@ -203,12 +203,13 @@ def _start_worker(
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_worker_loop, args=(sender, reader, first_step, stride), daemon=True)  # type: ignore[attr-defined]
     process.start()
-    sender.close()  # leaves the worker with the only other end, so that its death closes the pipe
+    sender.close()  # the worker keeps the only write end, so its death closes the pipe
     return process, receiver
 
 
 def _worker_loop(pipe: Connection, reader: _RankReader, first_step: int, stride: int) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # signals reach the whole process group; the loader's owner decides
+    # Signals such as Ctrl-C reach the whole process group; the loader's process decides when workers stop.
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
     try:

@@ -1,8 +1,8 @@
-"""The endless sample stream of a run. Its only state is the number of samples consumed.
+"""The endless sample stream of a run. It is stateless: the stream position determines the sample.
 
-Stream position p is sample `permutation(p mod n)` of epoch `p div n`, whatever the number of ranks. In a mixture every
-source has a stream of its own, and each position maps to a position in one of these. `rank_positions` computes which
-positions a data rank reads in a step.
+Stream position p is sample `permutation(p mod n)` of epoch `p div n`, whatever the number of ranks. In a mixture each
+source has its own stream, and each position of the mixture maps to a position in one of them. `rank_positions` computes
+which positions a data-parallel rank reads in a step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from shardwise.random import Permutation
 
 @dataclass(frozen=True)
 class Samples:
-    """A batch: tokens (B, S), targets (B, S) and ids (B,), which are the samples' stream positions."""
+    """A batch: tokens (B, S), targets (B, S) and ids (B,), which are the samples' stream positions.
+
+    Sources of images and clicks store their inputs in `tokens` and their labels in `targets`.
+    """
 
     tokens: Tensor
     targets: Tensor
@@ -33,7 +36,7 @@ class Samples:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The tensors that a loader fills; document ids are computed on the device."""
+        """The tensors that the loader provides; document ids are computed later, on the device."""
         return self.tokens, self.targets, self.ids
 
     def split(self, size: int) -> Iterator[Samples]:
@@ -46,12 +49,12 @@ class Samples:
         )
 
     @property
-    def batch(self) -> dict[str, Tensor]:
-        """The keyword arguments of a model's forward, without targets."""
+    def forward_kwargs(self) -> dict[str, Tensor]:
+        """The keyword arguments of a chain's forward besides tokens and targets."""
         return {"ids": self.ids} if self.document_ids is None else {"ids": self.ids, "document_ids": self.document_ids}
 
     def with_document_ids(self, end_of_document: int) -> Samples:
-        """Numbers the documents, each of which ends with the token `end_of_document`; -1 leaves them unnumbered."""
+        """Sets `document_ids`: documents are numbered from 0 each ends with `end_of_document`; -1: None."""
         if end_of_document < 0:
             return self
         is_end = (self.tokens == end_of_document).int()
@@ -118,6 +121,6 @@ class SampleStream:
 
 
 def rank_positions(step: int, global_batch_size: int, ranks: int, rank: int) -> np.ndarray:
-    """Returns the stream positions that data rank `rank` of `ranks` reads in `step`."""
+    """Returns the stream positions that data-parallel rank `rank` of `ranks` reads in `step`."""
     per_rank = global_batch_size // ranks
     return np.arange(per_rank, dtype=np.int64) + (step * global_batch_size + rank * per_rank)

@@ -38,7 +38,7 @@ class Subset:
 
     def __getitem__(self, index: int) -> np.ndarray:
         if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
+            raise IndexError(f"sample index {index} is out of range for {len(self)} samples")
         return self.source[self.start + index]
 
 
@@ -66,7 +66,7 @@ class Mixture:
 
     def __getitem__(self, index: int) -> np.ndarray:
         if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
+            raise IndexError(f"sample index {index} is out of range for {len(self)} samples")
         source_index = bisect_right(self.cumulative_sizes, index)
         return self.sources[source_index][index - self.offset(source_index)]
 

@@ -2,11 +2,11 @@
 
     stdlib   the source code of the running Python's standard library: a corpus that every machine has
     text     a file, a folder (all non-hidden text files below it) or a glob; one document per file
-    jsonl    the same, with one JSON object per line, one field of which is a document
+    jsonl    like text, but each line is a JSON object whose field `data.text_field` is a document
 
-A text file is UTF-8 without NUL bytes. Other files in a folder or glob are skipped; as `data.path` itself they are an
-error. Documents are read in chunks of at most 2 Mi characters that end at line breaks where possible, so memory use is
-bounded.
+A text file is UTF-8 without NUL bytes. Other files in a folder or glob are skipped; if `data.path` names one, it is
+an error. Text files are read in chunks of at most 2 x CHUNK_CHARS characters that end at line breaks where possible; a
+JSONL record is read whole.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ from shardwise.errors import DataError, suggest
 
 CHUNK_CHARS = 1 << 20
 _SUFFIXES = {"text": (), "jsonl": (".jsonl", ".ndjson"), "tokens": (".bin",)}
-"""File name suffixes that a folder search accepts; empty: all."""
+"""File name suffixes that a folder search accepts; an empty tuple accepts all."""
+
+_JSON_TYPES = {
+    dict: "object", list: "array", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null",
+}  # fmt: skip
 
 
 class TextChunk(NamedTuple):
@@ -34,7 +38,7 @@ class TextChunk(NamedTuple):
 
 
 def find_files(source: str, path: str) -> list[Path]:
-    """Returns the sorted files of a source; raises DataError if there are none."""
+    """Returns the files of a source in a fixed order; raises DataError if there are none."""
     if source == "stdlib":
         return _stdlib_files()
     if not path:
@@ -100,7 +104,7 @@ def _is_text(path: Path) -> bool:
     decode = codecs.getincrementaldecoder("utf-8")().decode
     with path.open("rb") as file:
         try:
-            while chunk := file.read(CHUNK_CHARS):
+            while chunk := file.read(CHUNK_CHARS):  # here bytes
                 if b"\0" in chunk:
                     return False
                 decode(chunk)
@@ -137,7 +141,7 @@ def _parse_record(line: bytes, field: str, where: str) -> str:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not valid JSON ({error}). Every line must be one JSON object.") from None
     if not isinstance(record, dict):
-        raise DataError(f"{where}: this is a JSON {type(record).__name__}. Every line must be one JSON object.")
+        raise DataError(f"{where}: this is a JSON {_JSON_TYPES[type(record)]}. Every line must be one JSON object.")
     if field not in record:
         raise DataError(
             f"{where}: the record has no field {field!r} (data.text_field); {suggest(field, map(str, record))}"
@@ -145,7 +149,8 @@ def _parse_record(line: bytes, field: str, where: str) -> str:
     text = record[field]
     if not isinstance(text, str):
         raise DataError(
-            f"{where}: field {field!r} is of type {type(text).__name__}, not a string; set data.text_field to another."
+            f"{where}: field {field!r} is a JSON {_JSON_TYPES[type(text)]}, not a string; "
+            "set data.text_field to a field with text."
         )
     try:
         text.encode()

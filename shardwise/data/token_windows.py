@@ -1,7 +1,7 @@
 """Samples as fixed-length windows of token files.
 
 With sequence length S, sample i is the tokens [i S, i S + S + 1). Its last token is the next sample's first, so every
-token but the very first is a target exactly once. An incomplete last window is dropped.
+token of a file's windows except the first is a target exactly once. An incomplete last window is dropped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TokenWindows:
 
     def __getitem__(self, index: int) -> np.ndarray:
         if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
+            raise IndexError(f"sample index {index} is out of range for {len(self)} samples")
         file_index = bisect_right(self._cumulative_sizes, index)
         file = self.files[file_index]
         first = (index - (self._cumulative_sizes[file_index - 1] if file_index else 0)) * self.length

@@ -31,11 +31,11 @@ class RedundantCompute:
 
     def __init__(self, job: Job, engine: Engine):
         self.job, self.engine, self.data = job, engine, engine.mesh["data"]
-        # If a sample's result depends on other samples (batch norm, MoE capacity), other ranks cannot reproduce it.
-        is_independent = not job.model.mixes_samples and engine.pipeline is None
+        # With batch norm, experts or sharded tables, another rank cannot compute a micro-batch alone.
+        is_recomputable = job.model.is_recomputable_elsewhere and engine.pipeline is None
         self.every = (
             job.run.redundant_compute_every
-            if is_independent and self.data.size > 1 and engine.mesh["local_sgd"].size == 1
+            if is_recomputable and self.data.size > 1 and engine.mesh["local_sgd"].size == 1
             else 0
         )
         self.checks_gradients = engine.mesh.device.type == "cpu"
@@ -81,7 +81,7 @@ class RedundantCompute:
         chain, first_outputs = self.engine.chains[0], list[Tensor]()
         hook = _first_module(chain).register_forward_hook(lambda module, inputs, output: first_outputs.append(output))
         try:
-            loss = chain(micro_batch.tokens, targets=micro_batch.targets, **micro_batch.batch)
+            loss = chain(micro_batch.tokens, targets=micro_batch.targets, **micro_batch.forward_kwargs)
         finally:
             hook.remove()
         checksums = [checksum(loss)]

@@ -28,7 +28,8 @@ TIMELINE_SAMPLES = 50  # steps per run whose pipeline timeline is recorded
 
 
 class RankMetricsCollector:
-    """Measures this rank's steps and exchanges them with the other ranks. `emit_event` gets straggler alerts."""
+    """Measures this rank's steps and all-gathers them. Calls `emit_event` for new alerts (stragglers and data
+    stalls, both as `straggler` events)."""
 
     def __init__(
         self, job: Job, engine: Engine, optimizer: torch.optim.Optimizer, run_path: Path,
@@ -42,7 +43,7 @@ class RankMetricsCollector:
         """The last step taken (0 if none since `reset`), and the metrics of the last step that has ended."""
         self.memory_by_kind: dict[str, float] = {}
         self._memory_read_time, self._peak_bytes = -1.0, 0.0
-        self._hook = optimizer.register_step_pre_hook(self._count_gradient_bytes)
+        self._gradient_bytes_hook = optimizer.register_step_pre_hook(self._count_gradient_bytes)
         ranks_per_stage = world // mesh.layout.pipeline
         self.writer = RankMetricsWriter(
             run_path / "ranks.jsonl",
@@ -51,6 +52,7 @@ class RankMetricsCollector:
         )
         self.clock_offset = clock_offset(mesh.all_ranks, self.device) if world > 1 else 0.0
         self.timeline_every = max(10, job.total_steps // TIMELINE_SAMPLES)
+        # "loader": the data-parallel ranks of all local-SGD replicas.
         is_first_of_stage = all(mesh[axis].index == 0 for axis in ("loader", "context", "tensor"))
         self.records_timeline = engine.pipeline is not None and is_first_of_stage
 
@@ -59,30 +61,30 @@ class RankMetricsCollector:
         self.timer.begin_step()
         self.last_step = 0
 
-    def begin(self, done: int) -> None:
-        """Ends the measurement of the previous step and starts that of step `done + 1`."""
+    def begin(self, steps_done: int) -> None:
+        """Ends the measurement of the previous step and starts that of step `steps_done + 1`."""
         if self.last_step:
             self._end_step()
         self.timer.begin_step()
-        self._step_start, self._step_counter = time.time() - self.clock_offset, time.perf_counter()
-        if self.records_timeline and done % self.timeline_every == 2:
+        self._step_start, self._step_perf_counter = time.time() - self.clock_offset, time.perf_counter()
+        if self.records_timeline and steps_done % self.timeline_every == 2:
             self.timer.start_recording()
 
     def _end_step(self) -> None:
         self.timer.begin_phase("")
         phase_seconds, wait_seconds = self.timer.elapsed()
         if "weights" not in self.memory_by_kind:
-            self._hook.remove()
+            self._gradient_bytes_hook.remove()
             states = [value for state in self.optimizer.state.values() for value in state.values()]
             states = [value for value in states if isinstance(value, Tensor)]
             self.memory_by_kind |= memory_by_kind({"weights": self._weights(), "optimizer": states})
-        seconds = time.perf_counter() - self._step_counter
+        seconds = time.perf_counter() - self._step_perf_counter
         self.last_metrics = RankMetrics(
             self._step_start, seconds, phase_seconds, wait_seconds, self.peak_memory(), self.memory_by_kind
         )
         if actions := self.timer.take_recorded_actions():
             offset = self.clock_offset
-            shifted = [[*action, round(a - offset, 6), round(b - offset, 6)] for *action, a, b in actions]
+            shifted = [[*action, round(begin - offset, 6), round(end - offset, 6)] for *action, begin, end in actions]
             path = self.run_path / "timeline" / f"rank-{self.rank}.jsonl"
             with suppress(OSError):
                 path.parent.mkdir(exist_ok=True)
@@ -90,9 +92,9 @@ class RankMetricsCollector:
                     file.write(json.dumps({"step": self.last_step, "actions": shifted}) + "\n")
 
     def peak_memory(self) -> float:
-        """Returns this rank's peak memory in bytes. On a CPU it is read once a second, because the call is slow."""
+        """Returns this rank's peak memory in bytes. On a CPU it is read at most once a second: reading is slow."""
         if self.device.type == "cuda" or time.monotonic() - self._memory_read_time >= 1.0:
-            self._memory_read_time, self._peak_bytes = time.monotonic(), peak_memory(self.device)
+            self._memory_read_time, self._peak_bytes = time.monotonic(), _process_peak_memory(self.device)
         return self._peak_bytes
 
     def _count_gradient_bytes(self, *_: Any) -> None:
@@ -106,7 +108,7 @@ class RankMetricsCollector:
         return tensors + [param_shard.tensor for param_shard in self.engine.param_shards]
 
     def exchange(self) -> Tensor:
-        """All-gathers the previous step's row of every rank. The result stays on the device."""
+        """All-gathers every rank's metrics row of the previous step; returns (ranks, columns) on the device."""
         local_row = torch.tensor(self.last_metrics.to_list(), dtype=torch.float64, device=self.device)
         all_rows = local_row.unsqueeze(0)
         if self.world > 1:
@@ -114,15 +116,16 @@ class RankMetricsCollector:
             all_gather(all_rows.view(-1), local_row, axis=self.engine.mesh.all_ranks)
         return all_rows
 
-    def write_previous(self, rows: Tensor, done: int) -> dict[str, Any]:
-        """Writes the exchanged rows on rank 0 after a step. Returns the slowest rank of the previous step."""
-        step, self.last_step = self.last_step, done
-        if not step or not self.is_main:
+    def write_previous(self, rows: Tensor, step: int) -> dict[str, Any]:
+        """Call after step `step`. On rank 0, writes the gathered rows of the previous step and returns its slowest rank;
+        returns {} on other ranks."""
+        previous_step, self.last_step = self.last_step, step
+        if not previous_step or not self.is_main:
             return {}
         table = rows.cpu().numpy()
-        for message in self.writer.add(step, table):
+        for message in self.writer.add(previous_step, table):
             self.emit_event("straggler", message)
-        return {"step": step, **find_slowest_rank(table)} if self.world > 1 else {}
+        return {"step": previous_step, **find_slowest_rank(table)} if self.world > 1 else {}
 
     def finish(self) -> None:
         """Exchanges and writes the last step. Every rank must call it."""
@@ -136,7 +139,7 @@ class RankMetricsCollector:
             self.writer.flush(self.last_step)
 
 
-def peak_memory(device: torch.device) -> int:
+def _process_peak_memory(device: torch.device) -> int:
     """Returns this process's peak memory in bytes: allocated GPU memory, or resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

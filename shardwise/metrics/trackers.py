@@ -1,11 +1,11 @@
 """Experiment trackers, chosen by the job key `tracker`.
 
     csv          metrics.csv in the run folder
-    prometheus   metrics.prom in the run folder, for node_exporter's textfile collector; updated once a second
-    tensorboard  event files in the folder tensorboard of the run folder; needs the package tensorboard
-    wandb        a Weights & Biases run; needs the package wandb and an account, or its offline mode
+    prometheus   metrics.prom in the run folder, for node_exporter's textfile collector; updated at most once a second
+    tensorboard  event files in `tensorboard/` of the run folder; needs the tensorboard package
+    wandb        a Weights & Biases run; needs the wandb package and an account, or its offline mode
 
-`metrics.jsonl` is written in any case. A tracker that fails is disabled; the run continues.
+`metrics.jsonl` is always written. A tracker that fails is disabled; the run continues.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def check_tracker_installed(name: str) -> None:
 
 
 def flatten(record: dict[str, Any]) -> dict[str, float]:
-    """Returns the numbers of a record by name; nested names are joined with a dot."""
+    """Flattens a record to its numbers; nested keys are joined with a dot. Skips `slowest`, which is no time series."""
     numbers: dict[str, float] = {}
     for key, value in record.items():
         if isinstance(value, dict) and key != "slowest":
@@ -70,7 +70,7 @@ class Tracker:
         except Exception as error:  # noqa: BLE001 - a broken tracker must not end the run
             self.disabled = True
             reason = f"{type(error).__name__}: {error}"
-            self.emit_event("tracker_failed", f"{self.job.tracker} failed and gets no more metrics: {reason}")
+            self.emit_event("tracker_failed", f"{self.job.tracker} failed and is disabled for this run: {reason}")
 
 
 class CsvWriter:
@@ -111,8 +111,8 @@ class PrometheusWriter:
         lines: list[str] = []
         for key, value in flatten(record).items():
             name, _, part = key.partition(".")
-            kind = f"# TYPE shardwise_{name} gauge"
-            lines += [] if kind in lines else [kind]
+            type_line = f"# TYPE shardwise_{name} gauge"
+            lines += [] if type_line in lines else [type_line]
             label = f',part="{part}"' if part else ""
             lines.append(f'shardwise_{name}{{run="{self.run}"{label}}} {value}')
         return "\n".join(lines) + "\n"

@@ -27,7 +27,7 @@ class BertConfig(DecoderConfig):
     mlm_probability: float = Field(0.15, gt=0.0, le=1.0)
     """Fraction of the tokens that are predicted; the LM head computes only these."""
     mask_token_id: int = Field(-1, ge=-1)
-    """Id of the mask token; -1: the last id of the vocabulary, which the text must not contain."""
+    """Id of the mask token. -1 reserves the last id of the vocabulary, which the text must not contain."""
     phase1_sequence: int = Field(0, ge=0)
     """Sequence length of a first training phase with shorter samples; 0: a single phase."""
     phase1_fraction: float = Field(0.9, ge=0.0, le=1.0)
@@ -43,7 +43,7 @@ class BertConfig(DecoderConfig):
 
     @property
     def max_predictions(self) -> int:
-        """Predicted positions per sample."""
+        """Number of predicted positions per sample."""
         return max(1, round(self.mlm_probability * self.sequence))
 
     @model_validator(mode="after")
@@ -58,9 +58,9 @@ class BertConfig(DecoderConfig):
         return self
 
     def phases(self, steps: int) -> list[tuple[int, Self]]:
-        first = round(self.phase1_fraction * steps) if self.phase1_sequence else 0
-        short = self.model_copy(update={"sequence": self.phase1_sequence})
-        return [(first, short), (steps - first, self)] if first else [(steps, self)]
+        phase1_steps = round(self.phase1_fraction * steps) if self.phase1_sequence else 0
+        phase1_config = self.model_copy(update={"sequence": self.phase1_sequence})
+        return [(phase1_steps, phase1_config), (steps - phase1_steps, self)] if phase1_steps else [(steps, self)]
 
 
 class BertFamily(GPTFamily):
@@ -80,8 +80,8 @@ class BertFamily(GPTFamily):
         return None
 
     def decoder_shape(self, config: BertConfig) -> dict[str, Any]:  # type: ignore[override]
-        predicted = {"causal": False, "logit_fraction": config.mlm_probability, "has_engine_model": False}
-        return {**super().decoder_shape(config), **predicted}
+        overrides = {"causal": False, "logit_fraction": config.mlm_probability, "has_exact_cost_model": False}
+        return {**super().decoder_shape(config), **overrides}
 
     def forward_flops(self, config: BertConfig) -> list[float]:
         *others, _ = super().forward_flops(config)

@@ -1,4 +1,4 @@
-"""The base of every config section, and of the `[model]` section of every family. Imports no PyTorch."""
+"""Base classes of config sections and of every family's `[model]` section. Imports no PyTorch."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
 from shardwise.models.presets import PRESETS
 
-_SUFFIX = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+_SUFFIX_FACTORS = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 def _parse_count(value: object) -> object:
     """Accepts `"0.5M"` for 500000; leaves anything else to the type check."""
     if not isinstance(value, str):
         return value
-    digits, suffix = (value[:-1], value[-1].lower()) if value[-1:].lower() in _SUFFIX else (value, "")
+    digits, suffix = (value[:-1], value[-1].lower()) if value[-1:].lower() in _SUFFIX_FACTORS else (value, "")
     try:
-        number = float(digits) * _SUFFIX.get(suffix, 1)
+        number = float(digits) * _SUFFIX_FACTORS.get(suffix, 1)
         if number != int(number):
             raise ValueError
     except (ValueError, OverflowError):
@@ -36,42 +36,43 @@ class ConfigSection(BaseModel):
 
 
 class ModelConfig(ConfigSection):
-    """The base of every family's `[model]` section: what the rest of the package may ask of any model."""
+    """The base of every family's `[model]` section: the attributes that the rest of the package uses."""
 
     description: ClassVar[str]
-    """The family with its article, for messages: "a decoder"."""
+    """Family name with an indefinite article, for error messages: "a decoder"."""
     sample_kind: ClassVar[Literal["tokens", "images", "clicks"]] = "tokens"
-    """What a sample of the data is."""
+    """Type of a data sample."""
     is_causal_lm: ClassVar[bool] = False
     """Whether the model generates text from left to right."""
     targets_are_text: ClassVar[bool] = True
     """Whether every target is a token of the text, so that bits per byte can be computed from the loss."""
-    mixes_samples: ClassVar[bool] = False
-    """Whether a sample's result depends on the other samples of the batch (batch norm, shared expert capacity)."""
-    needs_whole_batch: ClassVar[bool] = False
-    """Whether each rank must run its share of the batch as a single micro-batch."""
-    has_block_matrices: ClassVar[bool] = True
-    """Whether blocks have weight matrices that Muon can update."""
+    is_recomputable_elsewhere: ClassVar[bool] = True
+    """Whether another data-parallel rank can recompute a micro-batch of this model alone (no batch norm over ranks, no
+    experts or tables on other ranks)."""
+    requires_single_micro_batch: ClassVar[bool] = False
+    """Whether each rank must run its share of the batch as a single micro-batch, without gradient accumulation."""
+    supports_muon: ClassVar[bool] = True
+    """Whether blocks have weight matrices, which Muon updates."""
     name: str
 
     @model_validator(mode="before")
     @classmethod
     def _apply_preset(cls, values: Any) -> Any:
-        """Fills in the shape of a preset; keys that are given win."""
+        """Fills in the preset's values; explicit keys override them."""
         preset = PRESETS.get(str(values.get("name")), {}) if isinstance(values, Mapping) else {}
         return {**{key: value for key, value in preset.items() if key != "family"}, **values} if preset else values
 
     def shrink(self) -> Self:
-        """Returns a small model of the same family for proofs; odd sizes stay odd."""
+        """Returns a small config of the same family for `shardwise verify`; odd sizes stay odd (uneven shards)."""
         return self.model_validate(self.model_dump() | self._shrunk_values())
 
     def _shrunk_values(self) -> dict[str, Any]:
-        """Returns the values that differ in the small model."""
+        """Returns the values that differ in the small config."""
         raise NotImplementedError
 
     @property
     def throughput_unit(self) -> str:
-        """What throughput counts: tokens or samples."""
+        """Unit of throughput: tokens or samples."""
         return "tokens" if self.sample_kind == "tokens" else "samples"
 
     @property
@@ -86,12 +87,12 @@ class ModelConfig(ConfigSection):
 
     @property
     def length(self) -> int:
-        """Positions that the model computes per sample, over encoder and decoder."""
+        """Number of positions that the model computes per sample, in encoder and decoder together."""
         return self.sequence_length
 
     @property
     def text_window(self) -> int:
-        """Tokens of text that one sample is made from."""
+        """Number of text tokens that one sample is built from."""
         return self.length
 
     @property
@@ -101,17 +102,17 @@ class ModelConfig(ConfigSection):
 
     @property
     def document_separator(self) -> int:
-        """Token id across which attention is masked; -1: attention is not masked by document."""
+        """Id of the end-of-document token, across which attention is masked; -1: no document masking."""
         return -1
 
     @property
     def num_experts(self) -> int:
-        """Experts of a sparse block; 0: the model has none."""
+        """Number of routed experts per MoE layer; 0: the model has none."""
         return 0
 
     @property
     def adamw_only(self) -> str:
-        """The configured key that works only with AdamW; empty: none."""
+        """The configured key that works only with AdamW; empty if there is none."""
         return ""
 
     def phases(self, steps: int) -> list[tuple[int, Self]]:

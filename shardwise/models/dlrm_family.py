@@ -21,8 +21,8 @@ class DLRMConfig(ModelConfig):
 
     description = "a DLRM"
     sample_kind = "clicks"
-    mixes_samples = True
-    has_block_matrices = False
+    is_recomputable_elsewhere = False
+    supports_muon = False
     name: str = "dlrm"
     tables: int = Field(26, ge=1)
     """Number of categorical features; each has its own embedding table in host memory."""
@@ -31,7 +31,7 @@ class DLRMConfig(ModelConfig):
     width: int = Field(128, ge=1)
     """Embedding dimension."""
     lookups: int = Field(1, ge=1)
-    """Lookups per table and sample; their embeddings are summed."""
+    """Number of lookups per table and sample (multi-hot); their embeddings are summed."""
     dense_features: int = Field(13, ge=1)
     """Number of dense (continuous) features."""
     bottom: tuple[Annotated[int, Field(ge=1)], ...] = (512, 256)
@@ -47,7 +47,7 @@ class DLRMConfig(ModelConfig):
 
     @property
     def table_rows(self) -> tuple[int, ...]:
-        """Returns the rows of each table."""
+        """Number of rows of each table."""
         return self.rows if isinstance(self.rows, tuple) else (self.rows,) * self.tables
 
     def _shrunk_values(self) -> dict[str, Any]:
@@ -73,19 +73,18 @@ class DLRMFamily(Family):
         return DenseDLRM(config)
 
     def refusals(self, config: DLRMConfig) -> dict[str, str]:
-        samples_only = (
+        data_parallel_only = (
             "a DLRM supports data parallelism and sharded tables only; use shard or replicate, which both shard the "
             "tables over all ranks."
         )
         precision = "a DLRM trains in bf16, float32 or float64."
         return {
-            **dict.fromkeys(("tensor", "pipeline", "context", "expert"), samples_only),
-            "recompute": "a DLRM has no blocks to recompute; leave it out.",
+            **dict.fromkeys(("tensor", "pipeline", "context", "expert"), data_parallel_only),
+            "recompute": "a DLRM has no blocks to recompute; leave recompute out.",
             "compile": "a DLRM has no blocks to compile; leave compile out.",
             "fp8": precision,
             "fp16": precision,
             "local_sgd": "a DLRM's tables are shared by all replicas; use local_sgd.every = 1.",
-            "redundant_compute": "a DLRM's tables are shared by all ranks.",
         }
 
     def forward_flops(self, config: DLRMConfig) -> list[float]:
@@ -94,7 +93,8 @@ class DLRMFamily(Family):
         from shardwise.models.trace import trace_module
 
         costs = trace_module(self.build_on_meta(config), **self.example_batch(config, 1, torch.float32))
-        bottom, top, interaction = (module.flops for module in costs)
+        # In order of first call, children first; the interaction belongs to no child.
+        bottom, top, interaction = (cost.flops for cost in costs)
         return [bottom, top + interaction]
 
     def example_batch(self, config: DLRMConfig, samples: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -109,8 +109,7 @@ class DLRMFamily(Family):
         }
 
     def tables(self, config: DLRMConfig) -> list[TableSpec]:
-        # Naumov's initial values are uniform between -1 and 1 over the square root of the rows; ours are normal with
-        # the same standard deviation.
+        # Naumov et al. initialize uniformly in +-1 / sqrt(rows); ours is normal with the same standard deviation.
         return [
             TableSpec(f"table{number}", rows, config.width, config.lookups, 1.0 / math.sqrt(3.0 * rows))
             for number, rows in enumerate(config.table_rows)

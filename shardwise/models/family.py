@@ -72,12 +72,12 @@ class Family:
         return next_token
 
     def shrink(self, config: Any) -> Any:
-        """Returns a small config of the same family, for proofs."""
+        """Returns a small config of the same family, for `shardwise verify`."""
         return config.shrink()
 
     def refusals(self, config: Any) -> dict[str, str]:
         """Returns the settings that this model does not support, each with the reason. Keys: an axis of a layout,
-        "recompute", "compile", a precision, "local_sgd" or "redundant_compute"."""
+        "recompute", "compile", a precision or "local_sgd"."""
         return {
             "context": f"{config.description} cannot be split along the sequence; leave context at 1.",
             "expert": f"{config.description} has no experts; leave expert at 1.",

@@ -1,13 +1,13 @@
 """FP8 matmuls: `y = x @ weight.T` and both matmuls of its backward.
 
-Operands are quantized per row: the scale of a row is its absolute maximum over that of e4m3, so rows of small numbers
+Operands are quantized per row: each row's scale is amax(row) / 448, the largest e4m3 value, so rows of small numbers
 keep their precision. A scale must be constant along the dimension that a matmul sums over. The weight gradient sums
 over positions, which are the rows of both operands. So the row scales of x are multiplied into the gradient of y, which
-is quantized with a single scale, and x is used as the forward quantized it. The backward thus saves x in one byte per
-element.
+is quantized with a single scale, and the forward's quantized x is reused. So the forward saves x in FP8, one byte per
+element; the weight is saved in its own dtype and quantized again.
 
-Matmuls accumulate in float32 (with fast accumulation on a GPU). Without a GPU, operands are rounded the same way and
-multiplied in float32.
+On a GPU, matmuls use fast accumulation, which on Hopper is less precise than float32. Without a GPU, operands are
+rounded the same way and multiplied in float32.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class FP8Linear(torch.autograd.Function):
         grad = grads[0]
         grad8, grad_scale = quantize_rows(grad)
         grad_x = scaled_mm(grad8, grad_scale, *quantize_rows(weight.t()), grad.dtype)
-        # The absolute maximum of grad * x_scale over that of e4m3, from the row scales.
+        # amax(grad * x_scale) / E4M3_MAX, from the row scales.
         scale = (grad_scale * x_scale).amax()
         scaled_grad8 = (grad.float() * (x_scale / scale)).t().contiguous().to(E4M3)
         one = torch.ones((), dtype=torch.float32, device=grad.device)
@@ -63,8 +63,8 @@ class FP8Linear(torch.autograd.Function):
 
 
 class GradInputMatmul:
-    """`grad @ weight` for gradients of logits, with the weight quantized once. Gradients are e5m2: a few likely tokens
-    dominate each row, and the range of e4m3 would round all others to zero."""
+    """`grad @ weight` for gradients of logits, with the weight quantized once. Gradients are quantized to e5m2,
+    because a few likely tokens dominate each row, and the range of e4m3 would round all others to zero."""
 
     def __init__(self, weight: Tensor):
         self.weight = quantize_rows(weight.t())

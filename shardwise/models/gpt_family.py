@@ -47,7 +47,7 @@ class DecoderConfig(ModelConfig):
     norm_eps: float = Field(1e-5, gt=0.0)
     init_std: float = Field(0.02, gt=0.0)
     eod_token_id: int = Field(-1, ge=-1)
-    """Id of the end-of-document token; attention is masked across documents. -1: no document masking."""
+    """Id of the end-of-document token. If set, attention is masked across documents; -1: off."""
     mup_base_width: int = Field(0, ge=0)
     """Width at which the learning rate was tuned; muP transfers it to `width`. 0: off."""
 
@@ -55,11 +55,13 @@ class DecoderConfig(ModelConfig):
     def _check_shape(self) -> DecoderConfig:
         defaults = {}
         if self.mup_base_width and not self.supports_mup:
-            raise ValueError(f"mup_base_width needs a 'gpt', and this is {self.description}; leave it out")
+            raise ValueError(
+                f"mup_base_width is supported only for a dense decoder, not for {self.description}; leave it out"
+            )
         if self.eod_token_id >= self.vocab:
             raise ValueError(f"eod_token_id ({self.eod_token_id}) must be below vocab ({self.vocab})")
         if self.eod_token_id >= 0 and not self.is_causal_lm:
-            raise ValueError(f"eod_token_id needs a decoder, and this is {self.description}; leave it out")
+            raise ValueError(f"eod_token_id is supported only for decoders, not for {self.description}; leave it out")
         if not self.kv_heads:
             defaults["kv_heads"] = self.heads
         if not self.head_dim:
@@ -130,5 +132,5 @@ class GPTFamily(Family):
             "layers": config.layers, "width": config.width, "heads": config.heads, "kv_heads": config.kv_heads,
             "head_dim": config.head_dim, "ffn": config.ffn, "vocab": config.vocab, "sequence": config.sequence,
             "gated": config.activation == "swiglu", "tied": config.tied,
-            "positions": config.sequence if config.positions == "learned" else 0, "has_engine_model": True,
+            "positions": config.sequence if config.positions == "learned" else 0, "has_exact_cost_model": True,
         }  # fmt: skip

@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek-AI 2024, section 2.1): queries, keys and values from low-rank projections.
 
-Each head's query and key have `head_dim` features without positions and `qk_rope_head_dim` features with RoPE; all
-heads share the RoPE part of the key. Shape letters as in `gpt`, and R RoPE features.
+Each head's query and key have `head_dim` features without RoPE ("nope") and `qk_rope_head_dim` features with it; all
+heads share the RoPE part of the key. Shape letters are those of `gpt`; R is `qk_rope_head_dim`.
 """
 
 from __future__ import annotations
@@ -39,5 +39,5 @@ class MultiHeadLatentAttention(nn.Module):
             q = torch.cat((q_nope, layers.apply_rope(q_rope, rope_cos_sin)), -1)
             k = torch.cat((k, layers.apply_rope(k_rope.unsqueeze(2), rope_cos_sin).expand(-1, -1, k.shape[2], -1)), -1)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        y = layers.sdpa(q, k, v, True, document_ids)
+        y = layers.sdpa(q, k, v, causal=True, document_ids=document_ids)
         return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]

@@ -1,10 +1,10 @@
 """Fused linear cross-entropy: projects to the vocabulary and computes the loss chunk by chunk, so that the full logits
 are never in memory.
 
-The loss ends the forward, so the gradient of a chunk's logits is known at once, up to a factor that comes with the
-backward. The forward therefore also computes both gradient matmuls and frees the chunk; it saves the gradients of the
-input and the weight. In a pipeline, many micro-batches wait for their backward and each would save a weight gradient,
-so there the loss runs unchunked and saves the gradient of the logits instead.
+The loss is the last operation of the forward, so the gradient of a chunk's logits is known immediately, up to the
+factor that the backward provides. The forward therefore also computes both gradient matmuls and frees the chunk; it
+saves the gradients of the input and the weight. In a pipeline, many micro-batches wait for their backward and each would
+save a weight gradient, so there the loss runs unchunked and saves the gradient of the logits instead.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor
 from shardwise.models import fp8
 from shardwise.models.chain import IGNORE_INDEX
 
-MAX_LOGITS = 1 << 29  # logits in memory at once
+MAX_LOGITS_PER_CHUNK = 1 << 29
 
 InPlaceAllReduce = Callable[[Tensor], None]
 
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The part of the vocabulary whose logits this rank computes, and the collectives of its softmax."""
+    """This rank's shard of the vocabulary, and the all-reduces that its softmax needs."""
 
     start: int
     all_reduce_max: InPlaceAllReduce
@@ -35,14 +35,17 @@ class VocabShard:
 
 def loss_chunk_size(vocab_size: int) -> int:
     """Returns the number of positions per chunk, a multiple of 128."""
-    return max(128, MAX_LOGITS // vocab_size // 128 * 128)
+    return max(128, MAX_LOGITS_PER_CHUNK // vocab_size // 128 * 128)
 
 
 def fused_linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, vocab_shard: VocabShard | None, chunk_size: int, use_fp8: bool = False
 ) -> Tensor:
-    """Returns the cross-entropy of `x @ weight.T`, summed over the targets, in chunks of `chunk_size` positions; 0:
-    without chunks, and with the gradient matmuls in the backward. `use_fp8`: the gradient of `x` is an FP8 matmul."""
+    """Returns the cross-entropy of `x @ weight.T`, summed over the targets, in chunks of `chunk_size` positions.
+
+    If `chunk_size` is 0, all logits are computed at once, and the gradient matmuls run in the backward. `use_fp8`: if
+    there are chunks and the shapes allow it, the gradient of `x` is computed with an FP8 matmul.
+    """
     if chunk_size:
         return FusedLinearCrossEntropy.apply(x, weight, targets, vocab_shard, chunk_size, use_fp8)  # type: ignore[no-any-return]
     return CrossEntropy.apply(torch.nn.functional.linear(x, weight), targets, vocab_shard)  # type: ignore[no-any-return]
@@ -114,7 +117,7 @@ def addmm_(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 class CrossEntropy(torch.autograd.Function):
-    """Cross-entropy of given logits, which it overwrites with their gradient."""
+    """Cross-entropy of existing logits. Overwrites them with their gradient."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, vocab_shard: VocabShard | None) -> Tensor:
@@ -129,26 +132,27 @@ class CrossEntropy(torch.autograd.Function):
 
 
 def cross_entropy_with_grad(logits: Tensor, targets: Tensor, vocab_shard: VocabShard | None) -> tuple[Tensor, Tensor]:
-    """Returns the summed loss and its gradient by the logits, which is computed in place."""
+    """Returns the summed loss and its gradient with respect to the logits, computed in place."""
     if logits.is_cuda and vocab_shard is None and logits.dtype != torch.float64:
         from shardwise.models.kernels import cross_entropy_with_grad_
 
         return cross_entropy_with_grad_(logits, targets, IGNORE_INDEX), logits
-    probs = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    row_max = probs.max(-1).values
+    # Holds in turn the logits, their exponentials, the probabilities and the gradient.
+    work = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    row_max = work.max(-1).values
     if vocab_shard is not None:
         vocab_shard.all_reduce_max(row_max)
-    probs.sub_(row_max.unsqueeze(-1))
+    work.sub_(row_max.unsqueeze(-1))
     is_counted = targets != IGNORE_INDEX
     local_target = targets - (vocab_shard.start if vocab_shard is not None else 0)
     in_shard = is_counted & (local_target >= 0) & (local_target < logits.shape[-1])
     local_target = local_target.masked_fill(~in_shard, 0).unsqueeze(-1)
-    target_logit = probs.gather(-1, local_target).squeeze(-1) * in_shard
-    probs.exp_()
-    sums = torch.stack((probs.sum(-1), target_logit))
+    target_logit = work.gather(-1, local_target).squeeze(-1) * in_shard
+    work.exp_()
+    sums = torch.stack((work.sum(-1), target_logit))
     if vocab_shard is not None:
         vocab_shard.all_reduce_sum(sums)
     loss = ((sums[0].log() - sums[1]) * is_counted).sum()
-    probs.mul_((is_counted / sums[0]).unsqueeze(-1))
-    probs.scatter_add_(-1, local_target, -in_shard.to(probs.dtype).unsqueeze(-1))
-    return loss, logits.copy_(probs)
+    work.mul_((is_counted / sums[0]).unsqueeze(-1))
+    work.scatter_add_(-1, local_target, -in_shard.to(work.dtype).unsqueeze(-1))
+    return loss, logits.copy_(work)

@@ -14,7 +14,7 @@ class MoEConfig(DecoderConfig):
 
     description = "a mixture of experts"
     supports_mup = False
-    mixes_samples = True
+    is_recomputable_elsewhere = False
     name: str = "moe"
     experts: int = Field(8, ge=2)
     """Number of routed experts per MoE layer."""
@@ -29,11 +29,11 @@ class MoEConfig(DecoderConfig):
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"
     """Function that turns router logits into routing probabilities."""
     routed_scaling_factor: float = Field(1.0, gt=0.0)
-    """Factor by which the routing weights are multiplied after they are normalized to sum to 1."""
+    """Factor applied to the routing weights after they are normalized to sum to 1."""
     capacity_factor: float = Field(0.0, ge=0.0)
     """Capacity of an expert per sample, relative to an even load; tokens beyond it are dropped. 0: no limit."""
     router_bias_update_rate: float = Field(0.0, ge=0.0)
-    """Auxiliary-loss-free load balancing: change of an expert's routing bias per step; 0: off."""
+    """Auxiliary-loss-free load balancing (DeepSeek-V3): step size of the routing-bias update; 0: off."""
     router_aux_loss_coef: float = Field(0.01, ge=0.0)
     """Coefficient of the load-balancing loss, which is computed per sample; 0: off."""
     router_z_loss_coef: float = Field(0.0, ge=0.0)
@@ -61,9 +61,9 @@ class MoEConfig(DecoderConfig):
         return self
 
     def _shrunk_values(self) -> dict[str, Any]:
-        shrunk_ffn = {key: min(getattr(self, key), 24) for key in ("expert_ffn", "shared_expert_ffn")}
-        shrunk_ranks = {key: min(getattr(self, key), 16) for key in ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim")}
-        shrunk = super()._shrunk_values() | shrunk_ffn | shrunk_ranks
+        ffn_sizes = {key: min(getattr(self, key), 24) for key in ("expert_ffn", "shared_expert_ffn")}
+        mla_sizes = {key: min(getattr(self, key), 16) for key in ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim")}
+        shrunk = super()._shrunk_values() | ffn_sizes | mla_sizes
         return shrunk | {
             "dense_layers": min(self.dense_layers, shrunk["layers"] - 1),
             "experts": self.experts if self.experts <= 8 else 8 + self.experts % 2,
@@ -84,18 +84,21 @@ class MoEFamily(GPTFamily):
     def decoder_shape(self, config: MoEConfig) -> dict[str, Any]:  # type: ignore[override]
         keys = ("experts", "experts_per_token", "expert_ffn", "shared_expert_ffn", "q_lora_rank", "kv_lora_rank",
                 "qk_rope_head_dim")  # fmt: skip
-        sparse = {"sparse_layers": config.layers - config.dense_layers, "has_engine_model": False}
-        return {**super().decoder_shape(config), **{key: getattr(config, key) for key in keys}, **sparse}
+        overrides = {"sparse_layers": config.layers - config.dense_layers, "has_exact_cost_model": False}
+        return {**super().decoder_shape(config), **{key: getattr(config, key) for key in keys}, **overrides}
 
     def refusals(self, config: MoEConfig) -> dict[str, str]:  # type: ignore[override]
-        refused = {"redundant_compute": "experts process tokens of all ranks."}
-        if config.kv_lora_rank or config.capacity_factor:
-            cause = (
-                "latent attention" if config.kv_lora_rank else "model.capacity_factor, which applies to full samples,"
+        refused = {}
+        if config.kv_lora_rank:
+            refused["context"] = "latent attention cannot be split along the sequence; leave context at 1."
+        elif config.capacity_factor:
+            refused["context"] = (
+                "model.capacity_factor counts the tokens of full samples and does not support context parallelism; "
+                "leave context at 1."
             )
-            refused["context"] = f"{cause} cannot be split along the sequence; leave context at 1."
         if config.router_bias_update_rate:
             refused["local_sgd"] = (
-                "model.router_bias_update_rate needs every step's expert load of all replicas; use local_sgd.every = 1."
+                "model.router_bias_update_rate needs the expert load of all replicas at every step; "
+                "use local_sgd.every = 1."
             )
         return refused

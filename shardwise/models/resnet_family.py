@@ -22,9 +22,9 @@ class ResNetConfig(ModelConfig):
 
     description = "a ResNet"
     sample_kind = "images"
-    mixes_samples = True
-    needs_whole_batch = True
-    has_block_matrices = False
+    is_recomputable_elsewhere = False
+    requires_single_micro_batch = True
+    supports_muon = False
     name: str = "resnet"
     depth: Literal[18, 34, 50, 101, 152] = 50
     """Number of layers; 50 and more use bottleneck blocks."""
@@ -54,14 +54,13 @@ class ResNetFamily(Family):
         return build_resnet(config, seed)
 
     def refusals(self, config: ResNetConfig) -> dict[str, str]:
-        samples_only = (
+        data_parallel_only = (
             f"{config.description} supports data parallelism only (batch norm spans the whole batch, and images are "
             "small); use replicate or shard."
         )
         return {
-            **dict.fromkeys(("tensor", "pipeline", "context", "expert"), samples_only),
+            **dict.fromkeys(("tensor", "pipeline", "context", "expert"), data_parallel_only),
             "recompute": "recomputation would update the running statistics of batch norm twice; use recompute=none.",
-            "redundant_compute": "batch norm spans the samples of all ranks.",
         }
 
     def operator_costs(self, config: ResNetConfig, itemsize: int) -> Callable[..., tuple[OperatorCosts, ...]]:

@@ -86,7 +86,8 @@ class Engine:
         for number, micro_batch in enumerate(samples.split(self.batch.micro_batch), start=1):
             with self.data.micro_batch(last=number == self.batch.micro_batches):
                 loss = (
-                    self.data.modules[0](micro_batch.tokens, targets=micro_batch.targets, **micro_batch.batch) * scale
+                    self.data.modules[0](micro_batch.tokens, targets=micro_batch.targets, **micro_batch.forward_kwargs)
+                    * scale
                 )
                 loss.backward()
             total += loss.detach()
@@ -98,7 +99,9 @@ class Engine:
         if self.pipeline is not None:
             return self.pipeline.evaluate(samples)
         micro_batches = samples.split(self.batch.micro_batch)
-        return torch.stack([self.chains[0](m.tokens, targets=m.targets, **m.batch) for m in micro_batches]).sum()
+        return torch.stack(
+            [self.chains[0](m.tokens, targets=m.targets, **m.forward_kwargs) for m in micro_batches]
+        ).sum()
 
     def divide_gradients(self, divisor: Tensor) -> None:
         """Divides all gradients in place."""

@@ -58,7 +58,7 @@ class Pipeline:
         self._scale = scale
         losses: list[Tensor] = []
         inputs = (samples.tokens,) if self.has_first_stage else ()
-        batch = samples.batch | ({"targets": samples.targets} if self.has_last_stage else {})
+        batch = samples.forward_kwargs | ({"targets": samples.targets} if self.has_last_stage else {})
         target = samples.targets if self.has_last_stage else None
         self.schedule.step(*inputs, target=target, losses=losses, return_outputs=False, **batch)
         return torch.stack([loss.detach() for loss in losses]).sum() if self.has_last_stage else torch.zeros_like(scale)
@@ -77,7 +77,7 @@ class Pipeline:
                 if previous_rank is not None and previous_rank != stage.group_rank:
                     x = torch.empty_like(self.hidden_states, device=part.tokens.device, requires_grad=False)
                     dist.recv(x, group=group, group_src=previous_rank)
-                x = stage.submod(x, targets=part.targets, **part.batch)
+                x = stage.submod(x, targets=part.targets, **part.forward_kwargs)
                 if next_rank is None:
                     total += x
                 elif next_rank != stage.group_rank:

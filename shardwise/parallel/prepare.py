@@ -103,7 +103,7 @@ def prepare(job: Job, layout: Layout) -> Prepared:
             "use schedule=1f1b or interleaved, or compile = false."
         )
     batch = solve_batch(layout, job.samples)
-    if config.needs_whole_batch and batch.micro_batches > 1:
+    if config.requires_single_micro_batch and batch.micro_batches > 1:
         raise LayoutError(
             f"{batch.micro_batches} micro-batches: {config.description} (batch norm) runs each rank's samples as one "
             "micro-batch; remove micro_batch, or use more ranks or a smaller batch."

@@ -219,7 +219,7 @@ def make_estimator(job: Job, cluster: Cluster) -> Estimator:
     shape = shape_of(job.model, kernel_profile.itemsize)
     estimator_class = OperatorListEstimator if isinstance(shape, OperatorListModel) else Estimator
     compiled = bool(cluster.measured.get("compiled")) and job.compile is not False
-    engine = EngineModel(job.require_decoder(), job.precision, compiled) if shape.has_engine_model else None
+    engine = EngineModel(job.require_decoder(), job.precision, compiled) if shape.has_exact_cost_model else None
     framework_profile = engine_profile(job.precision, job.optimizer)
     if cluster.device.family == "cpu":
         framework_profile = replace(framework_profile, fixed_bytes=CPU_PROCESS_BYTES)
@@ -259,7 +259,7 @@ def _auto_schedule_variants(job: Job, estimator: Estimator, layout: Layout) -> l
 
 def resolve_layout(job: Job, shape: ModelShape, layout: Layout) -> Layout:
     """Returns the layout with its micro-batch filled in; raises LayoutError if model or batch do not allow it."""
-    if shape.has_engine_model:
+    if shape.has_exact_cost_model:
         return replace(layout, micro_batch=prepare(job, layout).batch.micro_batch)
     if Estimator.is_auto_schedule(layout):
         raise LayoutError(

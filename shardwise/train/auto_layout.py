@@ -33,7 +33,7 @@ def choose_plan(job: Job, world_size: int | None = None) -> tuple[Plan, str]:
     for devices in [max_devices] if world_size else range(max_devices, 0, -1):
         cluster, source = local_cluster(job, local_world_size or devices)
         try:
-            if job.model.needs_whole_batch:  # the search does not try a whole batch as one micro-batch
+            if job.model.requires_single_micro_batch:  # the search does not try a whole batch as one micro-batch
                 return make_plan(job, cluster, layout=f"replicate={devices}"), source
             return make_plan(job, cluster, devices, runnable=True), source
         except LayoutError as error:

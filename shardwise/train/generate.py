@@ -65,7 +65,7 @@ def generate(
     for _ in range(count):
         window = torch.tensor([tokens[-config.sequence :]], device=device)
         samples = Samples(window, window, torch.zeros(1, dtype=torch.int64, device=device))
-        logits = model(window, **samples.with_document_ids(config.eod_token_id).batch)[0, -1].float().cpu()
+        logits = model(window, **samples.with_document_ids(config.eod_token_id).forward_kwargs)[0, -1].float().cpu()
         if not logits.isfinite().all():
             raise RunError("the model's logits are not finite, so it cannot generate text; check the run's loss.")
         if temperature <= 0:

@@ -271,7 +271,7 @@ def plan_accuracy(run: RunData) -> dict[str, Any]:
     exposed = prediction.get("exposed_seconds", {})
     step = statistics.mean(seconds_by_rank(run).sum(0)) if share else 0.0
     for axis, seconds in exposed.items() if isinstance(exposed, dict) else ():
-        # The plan books all data-parallel communication under "shard".
+        # The plan counts all data-parallel communication as "shard".
         axes = ("shard", "replicate", "data") if axis == "shard" else (axis,)
         measured = step * sum(share.get(category_label("wait_seconds", name), 0.0) for name in axes)
         if axis != "pipeline":

@@ -39,7 +39,7 @@ class ModelShape:
     """Multi-head latent attention: features per head with rotary positions."""
     logit_fraction: float = 1.0
     """Fraction of positions for which logits are computed."""
-    has_engine_model: bool = False
+    has_exact_cost_model: bool = False
     """Whether `EngineModel` knows our engine's exact memory and traffic for it; so far for dense decoders."""
 
     @property
