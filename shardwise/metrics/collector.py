@@ -117,7 +117,7 @@ class RankMetricsCollector:
         return all_rows
 
     def write_previous(self, rows: Tensor, step: int) -> dict[str, Any]:
-        """Call after step `step`. On rank 0, writes the gathered rows of the previous step and returns its slowest rank;
+        """Call after step `step`. On rank 0, writes the rows of the previous step and returns its slowest rank;
         returns {} on other ranks."""
         previous_step, self.last_step = self.last_step, step
         if not previous_step or not self.is_main:
