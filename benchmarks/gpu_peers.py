@@ -64,7 +64,7 @@ def hugging_face(shape: str, batch: int, liger: bool) -> dict[str, float]:
     config = LlamaConfig(
         hidden_size=s["width"], intermediate_size=s["ffn"], num_hidden_layers=s["layers"], vocab_size=s["vocab"],
         num_attention_heads=s["heads"], num_key_value_heads=s["kv_heads"], max_position_embeddings=s["sequence"],
-        tie_word_embeddings=False, use_cache=False, **{"attn_implementation": "sdpa"},
+        tie_word_embeddings=False, use_cache=False, attn_implementation="sdpa",  # type: ignore[call-arg]
     )  # fmt: skip
     with torch.device("cuda"):
         model = LlamaForCausalLM(config).float()
