@@ -90,7 +90,7 @@ class DataReport:
 
     @property
     def wait_fraction(self) -> float:
-        """Fraction of the step time that waits for data."""
+        """Fraction of the step time spent waiting for data."""
         return self.wait_seconds / self.step_seconds
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Fault injection, and what the run made of each fault."""
+"""Fault injection, and whether a run detects each fault and recovers from it."""

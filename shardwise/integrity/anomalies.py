@@ -22,8 +22,8 @@ WINDOW, MIN_HISTORY = 64, 16  # recent losses to compare with; with fewer than M
 class LossSpikeDetector:
     """Detects losses more than `threshold` deviations above the median of recent losses.
 
-    The deviation is 1.4826 times the median absolute deviation, which equals the standard deviation of a normal
-    distribution and is robust to outliers; at least 0.1% of the median.
+    A deviation is 1.4826 times the median absolute deviation, which estimates the standard deviation robustly and is
+    equal to it for a normal distribution. It is at least 0.1% of the median.
     """
 
     def __init__(self, threshold: float):
@@ -58,7 +58,7 @@ def locate_nonfinite(engine: Engine, samples: Samples) -> str:
         for hook in hooks:
             hook.remove()
     if not findings:
-        # The backward runs from the loss to the first layer, so it reaches the last parameter first.
+        # The backward pass runs from the loss to the first layer, so it reaches the last parameter first.
         bad = [param_shard.name for param_shard in engine.param_shards if not param_shard.grad.isfinite().all()]
         findings = [("the gradient of", name) for name in bad[-1:]]
     engine.data.sync_weights()

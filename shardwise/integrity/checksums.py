@@ -1,6 +1,6 @@
 """Checksums of the training state, and which ranks must agree on them.
 
-A checksum is the wrapping sum of a tensor's raw bits as 64-bit integers: exact, computed on the tensor's device, and
+A checksum is the wrapping 64-bit sum of a tensor's bits read as integers: exact, computed on the tensor's device, and
 changed by any single flipped bit. Each rank has one per weight, optimizer state and gradient, in a fixed order. Ranks
 exchange only one combined checksum per copy kind, that is per way in which a tensor is replicated.
 """
@@ -22,11 +22,11 @@ INT_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 COPY_KINDS = ("replicas", "expert_replicas", "full_weights", "tensor", "tied")
 """How a tensor is replicated: shards across data-parallel replicas; the same for expert shards; full weights under
 ZeRO-1; parameters that tensor parallelism does not shard; weights tied between the first and the last stage."""
-READERS = "readers"  # ranks that read different samples: they agree on a redundantly computed micro-batch
+READERS = "readers"  # data-parallel ranks: their results for a redundantly computed micro-batch must agree
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Returns the wrapping sum of the tensor's bits as integers, as a scalar on its device."""
+    """Returns the wrapping sum of the tensor's bits read as integers, as a scalar on its device."""
     flat = tensor.detach().reshape(-1)
     if flat.storage_offset() * flat.element_size() % 8:
         flat = flat.clone()
@@ -64,7 +64,7 @@ class StateChecksums:
             kinds.add("expert_replicas" if param_shard.is_expert else "replicas")
         if param_shard.tensor_dim is None and self.engine.mesh["tensor"].size > 1:
             kinds.add("tensor")
-        if tied.count(param_shard.name) == 1:  # in a V-shaped schedule this rank has both stages
+        if tied.count(param_shard.name) == 1:  # it is 2 in a V-shaped schedule, where one rank has both stages
             kinds.add("tied")
         return frozenset(kinds)
 

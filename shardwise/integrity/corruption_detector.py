@@ -216,7 +216,7 @@ class CorruptionDetector:
         )
 
     def _check_redundant_compute(self, step: int, votes: Sequence[tuple[int, int]]) -> list[Corruption]:
-        """Returns the ranks whose result for the redundant micro-batch is wrong; a tensor group is named as a whole."""
+        """Returns the ranks with a wrong result for the redundant micro-batch: all ranks of a tensor-parallel group."""
         groups: dict[int, list[int]] = {}
         for rank, reference in enumerate(self.reference_ranks[:, -1].tolist()):
             groups.setdefault(reference, []).append(rank)
@@ -277,7 +277,7 @@ class CorruptionDetector:
         raise Rollback(step, reason, skip_batches=False, state_is_corrupt=True)
 
     def _resolve(self, corruption: Corruption, first_checksum: int) -> None:
-        """Blames the ranks whose result changed in the replay: the replay gives what the step should have given."""
+        """Blames the ranks whose result changed in the replay, which is taken to be correct."""
         differs = self._all_gather(self._local_checksum(corruption.label) != first_checksum)
         wrong = [rank for rank, is_different in enumerate(differs) if is_different]
         if not wrong:

@@ -1,10 +1,11 @@
-"""Redundant computation: before some steps, all data ranks compute one micro-batch that only its owner trains on.
+"""Redundant computation: before some steps, all data-parallel ranks compute a micro-batch that one of them trains on.
 
 Checksums detect changes in memory, but not a device that computes wrong results before gradients are reduced. Every
-`run.redundant_compute_every` steps, all data ranks compute the loss of one micro-batch, drawn from the step number, and
-its gradient with respect to the output of the first module; its owner then computes both again in the step itself.
-Dropout depends on the sample alone, so all results are bitwise equal. The majority is right: even two ranks give three
-results. On a GPU only the loss is compared, because attention backward kernels sum in no fixed order.
+`run.redundant_compute_every` steps, all data-parallel ranks compute the loss of one micro-batch, drawn at random from
+the seed and the step, and its gradient with respect to the output of the first module. The owner, the rank that trains
+on it, computes both again in the step itself. Dropout depends on the sample and not on the rank, so all results are
+bitwise equal. The majority is right: even two ranks give three results. On a GPU only the loss is compared, because
+attention backward kernels sum in no fixed order.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ HASH_MULTIPLIER = 0x5851F42D4C957F2D
 
 
 class RedundantCompute:
-    """Holds the checksum of the redundant computation and, on the owner, that of the step (elsewhere equal to it)."""
+    """Holds the checksums of the redundant computation and of the step.
+
+    Only the owner computes the micro-batch in its step; on other ranks, the second checksum is a copy of the first.
+    """
 
     def __init__(self, job: Job, engine: Engine):
         self.job, self.engine, self.data = job, engine, engine.mesh["data"]
@@ -60,9 +64,9 @@ class RedundantCompute:
             _StepHooks(self, micro_batch_index)
 
     def find_outliers(self, votes: list[tuple[int, int]]) -> list[int]:
-        """Returns the data ranks whose results differ from the majority; all if there is no majority.
+        """Returns the data-parallel ranks whose results differ from the majority; all if there is no majority.
 
-        `votes`: the redundant and the step result of each data rank.
+        `votes`: the redundant and the step result of each data-parallel rank.
         """
         results = [vote[0] for vote in votes] + [votes[self.owner][1]]
         value, count = Counter(results).most_common(1)[0]
@@ -71,7 +75,7 @@ class RedundantCompute:
         return [rank for rank, vote in enumerate(votes) if vote != (value, value)]
 
     def _broadcast_owner_batch(self, micro_batch: Samples) -> Samples:
-        """Broadcasts the owner's micro-batch to all data ranks."""
+        """Broadcasts the owner's micro-batch to all data-parallel ranks."""
         tensors = [tensor.clone() for tensor in micro_batch.tensors]
         for tensor in tensors:
             dist.broadcast(tensor, group=self.data.group, group_src=self.owner)

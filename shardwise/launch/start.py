@@ -70,7 +70,7 @@ def _start_run(
     _check_same_run(previous_job, job)
     given_layout = None if job.layout == "auto" else Layout.parse(job.layout)
     if given_layout is not None:
-        prepare(job, given_layout)  # before the planner, which refuses layouts for other reasons
+        prepare(job, given_layout)  # before the planner, which rejects layouts for other reasons
     nodes = node.count if node is not None else 1
     layout, record, reason_text = _plan_layout(job, nodes)
     check_layout_fits(layout, job, nodes)

@@ -37,7 +37,7 @@ PROCESS_GROUP_TIMEOUT = timedelta(minutes=10)
 
 
 def main(arguments: list[str]) -> None:
-    """Entry point of workers that our launcher starts: RUN LAYOUT STORE [--resume] [standby flags]."""
+    """Entry point of workers that our launcher starts: RUN LAYOUT STORE [--resume] and the fork server's flags."""
     folder, layout = RunFolder.open(Path(arguments[0])), Layout.parse(arguments[1])
     try:
         resume, snapshots = "--resume" in arguments[3:], snapshot_folder_argument(arguments)
@@ -87,7 +87,7 @@ def run_worker(
 
 
 def _fits_twice(prepared: Prepared) -> bool:
-    """Whether a second copy of every rank's weights takes at most a tenth of host memory; False with tables."""
+    """Whether a full copy of the weights per local rank takes at most a tenth of host memory; False with tables."""
     if prepared.tables:
         return False
     return 8 * prepared.parameters * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= host_memory() / 10

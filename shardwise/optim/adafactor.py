@@ -43,7 +43,7 @@ class Adafactor(ShardedOptimizer):
             self.update_weight(shard, decayed - self._normalized_update(member, row_means) * lr.to(decayed.dtype))
 
     def _update_variances(self, members: list[ShardWithState], steps: list[Tensor]) -> dict[int, Tensor]:
-        """Updates the running squares. Returns the mean over rows of each matrix's `row_var`, by id of its shard."""
+        """Updates the running variances. Returns the mean over rows of each matrix's `row_var`, by id of its shard."""
         matrix_indices = [index for index, (shard, _, _) in enumerate(members) if len(shard.shape) > 1]
         shards = [members[index][0] for index in matrix_indices]
         partial_sums, summed_dims = [], []
@@ -70,7 +70,7 @@ class Adafactor(ShardedOptimizer):
         self.assign_unless_skipped(old, old.lerp(new, one_minus_beta2.to(new.dtype)))
 
     def _normalized_update(self, member: ShardWithState, row_means: dict[int, Tensor]) -> Tensor:
-        """Returns the gradient over the root of its variance. Computed twice per step, to save memory."""
+        """Returns the gradient divided by the square root of its variance. Computed twice per step, to save memory."""
         shard, state, _ = member
         if id(shard) in row_means:
             variance = state["row_var"] @ state["col_var"] / row_means[id(shard)].clamp(min=EPS1)

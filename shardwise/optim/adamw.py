@@ -1,8 +1,8 @@
 """AdamW for parameter shards with features that PyTorch's fused AdamW lacks.
 
 It takes gradients in the compute dtype, writes the compute copy of the updated weights in the same pass over memory,
-and can keep its moments in bf16. On a GPU it is one Triton kernel (`shardwise.optim.adamw_kernel`); elsewhere it calls
-PyTorch's fused kernel for one parameter at a time.
+and can keep its moments in bf16. It updates one parameter at a time: float32 weights on a GPU with a Triton kernel
+(`shardwise.optim.adamw_kernel`), all others with PyTorch's fused kernel.
 """
 
 from __future__ import annotations

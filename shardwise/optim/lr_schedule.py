@@ -10,7 +10,7 @@ from shardwise.job import OptimizerConfig
 
 
 def learning_rate(settings: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Returns the learning rate of a step, counted from 0; the last step has `min_lr_ratio` times the peak."""
+    """Returns the learning rate of a step, counted from 0. Decay reaches `min_lr_ratio` times `lr` in the last step."""
     warmup = round(settings.warmup * total_steps if settings.warmup < 1 else settings.warmup)
     if step < warmup:
         return settings.lr * (step + 1) / (warmup + 1)

@@ -60,7 +60,7 @@ def to_matmul_dtype(tensor: Tensor) -> Tensor:
 
 
 def newton_schulz(x: Tensor) -> Tensor:
-    """Returns approximately the nearest orthogonal matrix, for one matrix or a batch."""
+    """Returns approximately the nearest semi-orthogonal matrix, for one matrix or a batch."""
     if not x.numel():
         return x
     a, b, c = NS_COEFFICIENTS

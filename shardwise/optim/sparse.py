@@ -44,7 +44,7 @@ def sparse_adam_(
 class CombinedOptimizer(torch.optim.Optimizer):
     """Combines the optimizer of the dense weights with the embedding tables' own updates.
 
-    `grad_scale` and `found_inf` are those of PyTorch's fused optimizers.
+    `grad_scale` and `found_inf` have the same meaning as in PyTorch's fused optimizers.
     """
 
     def __init__(self, dense: torch.optim.Optimizer, tables: Any, table_lr_scale: float):

@@ -1,1 +1,1 @@
-"""The loop, checkpoints, recovery and how worlds of processes are started."""
+"""The training loop, checkpoints, rollback, validation, metrics and the run folder."""

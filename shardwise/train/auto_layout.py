@@ -20,7 +20,7 @@ from shardwise.train.local_machine import local_cluster, local_process_count
 
 
 def choose_plan(job: Job, world_size: int | None = None) -> tuple[Plan, str]:
-    """Returns the plan for `world_size` processes, or for as many as this machine has and the batch can use.
+    """Returns the plan for `world_size` processes, or for as many as this machine can run and a layout can use.
 
     Also returns where the description of the machine comes from.
     """
@@ -72,7 +72,7 @@ def _format_seconds(seconds: float) -> str:
 
 
 def layout_record(prepared: Prepared) -> dict[str, Any]:
-    """Returns what `plan.toml` says of the layout itself."""
+    """Returns the part of `plan.toml` that describes the layout itself."""
     layout, batch = prepared.layout, prepared.batch
     return {
         "layout": str(layout),
@@ -84,7 +84,7 @@ def layout_record(prepared: Prepared) -> dict[str, Any]:
 
 
 def _pipeline_record(job: Job, plan: Plan) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the predicted seconds of the pipeline's stages, and its order if the schedule is synthesised."""
+    """Returns the predicted seconds of the pipeline's stages, and its order if the schedule is synthesized."""
     layout, estimator = plan.best.layout, make_estimator(job, plan.cluster)
     if layout.pipeline == 1:
         return {}, {}

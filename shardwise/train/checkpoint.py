@@ -11,7 +11,7 @@ Guarantees
 - Nothing is loaded before every byte has been compared with the manifest. Damaged checkpoints are reported, and the
   next older one is used.
 - Loading never runs code: the pickle is not read, and shards are loaded with `weights_only`.
-- An asynchronous save blocks training only for the copy to host memory; it saves the state at the call.
+- An asynchronous save blocks training only for the copy to host memory; later steps do not change it.
 - Loading is bitwise exact, also into another layout.
 - Every rank reaches the same decision. All ranks must share one file system.
 
@@ -215,7 +215,7 @@ class CheckpointManager:
         self._remove_old()
 
     def _remove_old(self) -> None:
-        """Removes checkpoints older than the newest `keep` valid ones, and other folders of the same steps."""
+        """Removes checkpoints older than the newest `keep` valid ones, and other saves of those same steps."""
         newest: dict[int, Path] = {}
         for step, path in valid_checkpoints(self.folder):
             if path not in self._damaged_paths and len(newest) < self.keep:
@@ -322,7 +322,7 @@ def restore(
     """Loads a verified checkpoint into an engine and its optimizer; `read` fills the shards passed to it."""
     init_optimizer_state(index, optimizer, engine.param_shards)
     residuals = error_feedback.error_feedback_targets(engine, index)
-    # A new local SGD replica starts from replica 0.
+    # A local SGD replica that the checkpoint does not have starts from the state of replica 0.
     replica_prefix = f"replica{engine.mesh['local_sgd'].index}."
     named = {
         replica_prefix + name if replica_prefix + name in index else name: piece

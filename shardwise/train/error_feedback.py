@@ -24,7 +24,10 @@ def _compression_axis(data: DataParallel) -> Axis:
 
 
 def _residual_region(data: DataParallel, param_shard: ParamShard) -> tuple[tuple[int, ...], list[int]]:
-    """Returns offsets and shape of this rank's residual: its shard, or over `shard` all rows of its tensor shard."""
+    """Returns offsets and shape of this rank's residual.
+
+    It covers the rank's shard if compression is across replicas, or the rank's whole tensor-parallel shard if not.
+    """
     if data.mesh["replicate"].size > 1:
         return offset_and_shape(param_shard, data.mesh)
     start, size = [0] * len(param_shard.shape), list(param_shard.shape)
@@ -60,7 +63,7 @@ def error_feedback_pieces(engine: Engine) -> dict[str, CheckpointPiece]:
 
 
 def error_feedback_targets(engine: Engine, index: Index) -> dict[str, CheckpointPiece]:
-    """Allocates tensors for this rank's residual, or for those of all ranks if it takes a share of their sum."""
+    """Allocates tensors to load Q matrices and residuals into: this rank's, or all if the number of ranks changed."""
     data, pieces = engine.data, {}
     if data.compressor is None:
         return {}
@@ -82,7 +85,7 @@ def error_feedback_targets(engine: Engine, index: Index) -> dict[str, Checkpoint
 
 
 def load_error_feedback(engine: Engine, pieces: dict[str, CheckpointPiece]) -> None:
-    """Replaces the compressor's residuals and Q matrices by the loaded `pieces`."""
+    """Replaces the compressor's residuals and Q matrices with the loaded `pieces`."""
     data = engine.data
     if data.compressor is None:
         return

@@ -83,7 +83,8 @@ class Trainer:
         snapshots = Path(self.snapshots) if self.snapshots and takes_snapshots else None
         self.checkpoints = CheckpointManager(self.folder.checkpoints, keep, asynchronous, snapshots, str(self.layout))
         self.progress = Progress(self.job.total_steps, self.is_rank_zero, self.job.model.throughput_unit)
-        # Every rank finds the bad records of opening the sources, so only rank 0 logs those; later ones one rank finds.
+        # When sources are opened, every rank finds the same bad records, so only rank 0 logs them. Later ones are found
+        # by one rank each.
         self.bad_records = BadRecords(
             self.job.data.on_bad_record == "skip", self.folder.bad_records_path if self.is_rank_zero else None
         )
@@ -244,7 +245,7 @@ class Trainer:
             raise RuntimeError(
                 f"{reason}, and there is no checkpoint to roll back to"
             )  # the launcher restarts all ranks
-        # Without a checkpoint, a step that updated nothing is retried; one that did update stays as it is.
+        # Without a checkpoint, a step whose update was skipped is retried; one with a loss spike is kept.
         first = int(state["step"]) if state is not None else reason.step - (not reason.skip_batches)
         action = f"rolling back to step {first}" if state is not None else f"no checkpoint, resuming from step {first}"
         if reason.skip_batches and state is not None:

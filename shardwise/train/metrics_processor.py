@@ -67,7 +67,7 @@ class MetricsProcessor:
         model, sent = self.job.model, dict(self.engine.timer.bytes_sent)
         self.engine.timer.bytes_sent.clear()
         if model.num_experts:
-            # A GPU has not finished this step yet, so its wait times are those of the previous one.
+            # A GPU has not finished this step yet, so we report the wait times of the previous step.
             waits = engine.timer.wait_seconds if self.device.type == "cpu" else self.ranks.last_metrics.wait_seconds
             sent_bytes, waited = sent.get("expert", 0), waits.get("expert", 0.0)
             values.extend(routing_stats(model, engine.chains, self.world, self.device, sent_bytes, waited))

@@ -7,7 +7,7 @@ checkpoints/     see `checkpoint.py`            errors/          errors of faile
 tokenizer.json   the tokenizer, unless `bytes`  bad-records.txt  records that `data.on_bad_record = "skip"` skipped
 heartbeats/      heartbeats of the ranks        doctor/          diagnoses of dead and hung ranks
 skips.json       batches skipped after loss spikes
-quarantine.json  ranks that computed corrupt results
+quarantine.json  ranks on which silent data corruption was found
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardwise.errors import JobError, RunError
 from shardwise.files import write_text
 from shardwise.job import Job, load_job
 
-DISK_FULL_TIMEOUT = 5.0  # seconds to wait on a full disk: a checkpoint that does not fit is removed meanwhile
+DISK_FULL_TIMEOUT = 5.0  # seconds to wait on a full disk: a checkpoint that does not fit is removed in that time
 
 
 class RunFolder:
@@ -39,7 +39,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, job: Job) -> RunFolder:
-        """Creates the folder of a job: `run.folder`, or the next number below `runs/`."""
+        """Creates the folder of a job: `run.folder`, or the next number in `runs/`."""
         try:
             folder = cls(Path(job.run.folder) if job.run.folder else _next_folder(Path("runs")))
             if (folder.path / "job.toml").exists():

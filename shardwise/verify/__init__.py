@@ -1,1 +1,1 @@
-"""Proof that a layout computes what one device computes."""
+"""Verifies that a layout computes what a single process computes."""

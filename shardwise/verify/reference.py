@@ -38,9 +38,9 @@ def run_steps(
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Yields, per step, a record and the live weights.
 
-    `make_gradient_sum` returns a function that sums a weight's per-rank gradients; it is called once per micro-batch,
-    with `ranks_and_micro_batches` emulated. None means a plain sum. `replicas_and_index` splits each batch into equal
-    parts and selects the one to train on.
+    `make_gradient_sum` returns a function that sums a weight's per-rank gradients, and is called for each micro-batch;
+    None means a plain sum. `ranks_and_micro_batches`: how many ranks, and micro-batches per rank, are emulated for it.
+    `replicas_and_index`: into how many equal parts each batch is split, and which of them to train on.
     """
     model = job.family.build(job.model, job.seed).to(dtype)
     init_weights(model, job.seed)

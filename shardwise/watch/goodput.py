@@ -2,7 +2,7 @@
 
 A step is productive if it is in the metrics; a step that was repeated after a rollback or restart counts once. The time
 between two steps is attributed by the events in it: checkpoints and validations by their measured seconds, the rest to
-a restart or rollback if there was one.
+a restart or rollback if there was one. The time between a stop and the next resume does not count as wall time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Finds the rank that caused a hang or a crash, from the files that ranks write (see `shardwise.workers.heartbeat`).
 
 A rank that was killed or is stopped is the culprit. Otherwise it is the rank that is not in a collective while others
-wait in one. If all ranks wait, they wait in different collectives: every step issues the same sequence, so the culprit
-is the rank whose latest collective follows one that it has never followed before.
+wait in one. If all ranks wait, their collectives do not match: every step issues the same sequence of collectives, so
+the culprit is the rank that departed from its own sequence or, if that does not single out a rank, the rank whose last
+collective differs from that of most ranks.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class RankState:
 
     @cached_property
     def training_collectives(self) -> list[dict[str, Any]]:
-        """Collectives of the training thread; outside saves and loads the checkpoint axis belongs to another thread."""
+        """Collectives of the training thread, which uses the checkpoint process group only while it saves or loads."""
         in_checkpoint = self.heartbeat.get("phase") in ("saving", "loading")
         return [entry for entry in self.collectives if entry["axis"] != "checkpoint" or in_checkpoint]
 
@@ -65,7 +66,7 @@ class RankState:
             return False
         if any("/torch/distributed/" in file for file, _, _ in self.frames[:3]):
             return True
-        # A rank can also wait in C++ code below an operator, a backward or a device-to-host copy.
+        # A rank can also wait in C++ code, called by an operator, the backward pass or a device-to-host copy.
         in_torch = bool(self.frames) and (
             "/torch/" in self.frames[0][0] or self.frames[0][0].endswith("/train/loop.py")
         )
@@ -73,12 +74,12 @@ class RankState:
 
     @property
     def is_secondary_failure(self) -> bool:
-        """Whether another rank may have caused its exit: gloo aborts on a message that it did not expect."""
+        """Whether another rank may have caused the exit of this one: gloo aborts on an unexpected message."""
         return "SIGABRT" in self.exit_reason or self.exit_reason.startswith("failed with RuntimeError")
 
     @cached_property
     def divergence(self) -> str:
-        """The collective of this step that follows one it never followed before, and the one it replaces; or empty."""
+        """The first collective of the current phase that departs from this rank's earlier sequence; empty if none."""
         successor: dict[tuple[str, ...], dict[str, Any]] = {}
         pairs = set()
         for previous, current in zip(self.training_collectives, self.training_collectives[1:], strict=False):
@@ -261,7 +262,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def save_diagnosis(run: Path, diagnosis: Diagnosis, kind: str, exit_reasons: dict[int, str]) -> None:
-    """Saves the diagnosis and its evidence to a new folder in `doctor`, which the next attempt does not overwrite."""
+    """Saves the diagnosis and its evidence to a new folder in `doctor`, so that no later attempt overwrites it."""
     folder = run / "doctor"
     folder.mkdir(exist_ok=True)
     existing = sorted(folder.glob("[0-9]*"))
@@ -301,7 +302,7 @@ def diagnose_run(run: Path) -> list[str]:
 
 
 def _is_worker(heartbeat: dict[str, Any]) -> bool:
-    """Whether the process that wrote this heartbeat is still alive; the OS may have reused its pid."""
+    """Whether the process that wrote this heartbeat is alive, and not a later process with the same pid."""
     with suppress(psutil.Error):
         process = psutil.Process(heartbeat["pid"])
         return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= heartbeat["heartbeat"]

@@ -1,8 +1,8 @@
 """A process that imports PyTorch once and forks workers on request.
 
-An import takes seconds and a fork takes none, so workers start, and restart after a fault, at once. The server is
-single-threaded and touches no device, which makes forking safe. Python's own fork server would import the caller's main
-program again, and reports the exit of a worker late.
+Importing takes seconds and forking milliseconds, so workers start, and restart after a fault, almost at once. The
+server is single-threaded and touches no device, which makes forking safe. Python's own fork server would import the
+caller's main module again, and it reports the exit of a worker late.
 
 Run as python -m shardwise.workers.fork_server SOCKET MODULE..., with modules to import. It reads one command per line:
 
@@ -35,7 +35,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-GRACE_SECONDS = 60.0  # that workers get to save when their launcher was killed
+GRACE_SECONDS = 60.0  # time that workers get to save a checkpoint after their launcher was killed
 STANDBY_FLAG = "--standby-fd="  # file descriptor that a standby worker blocks on until it is released
 SNAPSHOT_FLAG = "--snapshots="  # snapshot folder
 EntryPoint = Callable[[list[str]], None]

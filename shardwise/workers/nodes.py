@@ -4,9 +4,9 @@
     shardwise train --node 1/2 --address 10.0.0.1:29400              agent: forks workers on request
 
 Coordinator and agents exchange heartbeats ten times a second, independent of collectives. When an agent falls silent,
-its node is lost: the coordinator names its ranks and restarts all once the node rejoins, or without it (`run.elastic`).
-An agent that loses the coordinator kills its workers, so that no old attempt survives, and reconnects. All nodes share
-the run folder. Losing node 0 ends the run, which continues with `--resume`.
+its node is lost: the coordinator names the lost ranks and restarts all ranks once the node rejoins, or without it
+(`run.elastic`). An agent that loses the coordinator kills its workers, so that no old attempt survives, and reconnects.
+All nodes share the run folder. Losing node 0 ends the run; `--resume` continues it.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def open_store(address: str, world_size: int) -> dist.Store:
 
 
 def gloo_interface_env(address: str) -> dict[str, str]:
-    """Returns the setting that makes gloo use the interface with this address instead of the host name's."""
+    """Returns the setting that makes gloo use the interface of this address, not the one of the host name."""
     for name, interface_addresses in psutil.net_if_addrs().items():
         if any(entry.address == address for entry in interface_addresses):
             return {"GLOO_SOCKET_IFNAME": name}

@@ -74,7 +74,7 @@ class SnapshotStore:
         self._thread: threading.Thread | None = None
 
     def check_space(self, tensors: Mapping[str, Tensor]) -> str:
-        """Returns a sentence if this node has no room for the snapshots of its ranks; empty if it has."""
+        """Returns an error message if this node has no room for the snapshots of its ranks; otherwise empty."""
         copies = SLOTS * (2 if self.group is not None else 1) * self.ranks_per_node
         need = copies * sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         try:
@@ -99,10 +99,10 @@ class SnapshotStore:
         return self._snapshots_taken in (0, SLOTS)
 
     def take(self, step: int, pieces: Mapping[str, TensorPiece], state: Mapping[str, Any]) -> str:
-        """Takes a snapshot. Returns a sentence, the same on every rank, if a node has no room for snapshots.
+        """Takes a snapshot. Returns an error message, the same on every rank, if a node has no room for snapshots.
 
-        The first snapshot in each slot also allocates memory. The one after them is timed, and sets the interval that
-        keeps snapshots below `MAX_OVERHEAD`.
+        The first snapshot in each slot also allocates memory. The next one after these is timed, to set the minimum
+        interval that keeps the overhead of snapshots below `MAX_OVERHEAD`.
         """
         begin = time.perf_counter()
         tensors = {name: piece.tensor for name, piece in pieces.items()}
@@ -151,7 +151,7 @@ class SnapshotStore:
             self._thread = None
 
     def latest_complete(self) -> dict[str, Any] | None:
-        """Returns the header of the newest snapshot that all ranks have, or None; restores ours from its backup."""
+        """Returns the header of the newest snapshot that exists for all ranks, or None; fetches missing ones."""
         self.finish()
         local_headers = {rank: self._valid_headers(rank) for rank in {self.rank, self.backed_up_rank}}
         all_steps = self.gather(

@@ -1,9 +1,9 @@
 """Supervises a run: detects a rank that dies, stops or hangs, names it, and restarts all ranks.
 
-The fork server reports a rank that exits or is stopped; a hang is when no rank reports progress in its heartbeat for
-`hang_timeout` seconds. Detection never waits for a collective to time out. A fault ends the attempt: the supervisor
-saves a diagnosis, kills all workers, and starts a new attempt from the newest valid snapshot or checkpoint. Standby
-workers, started in advance and lacking only the state, take over if there are any.
+The fork server reports a rank that exits or is stopped. A run hangs if no heartbeat shows progress for `hang_timeout`
+seconds. Detection never waits for a collective to time out. A fault ends the attempt: the supervisor saves a diagnosis,
+kills all workers, and starts a new attempt from the newest valid snapshot or checkpoint. If standby workers have been
+started in advance, they take over, which saves most of the startup time.
 
 It does not restart after errors that Shardwise raises on purpose, after the same exception twice at the same step, or
 after `max_restarts` consecutive attempts without progress.
@@ -26,13 +26,12 @@ from shardwise.workers.heartbeat import clear_heartbeats, heartbeat_folder, read
 from shardwise.workers.worker_pool import WorkerGroup, WorkerPool
 
 POLL_SECONDS = 0.1
-STOPPED_SECONDS = (
-    0.2  # before a stopped rank counts as a fault; Ctrl-Z stops and `fg` continues all, not at one instant
-)
+# A stopped rank counts as a fault after this time: Ctrl-Z stops, and `fg` continues, all ranks, but not at one instant.
+STOPPED_SECONDS = 0.2
 STANDBY_DELAY = 2.0  # seconds of training before standby workers are started
-STARTUP_TIMEOUT = 60.0  # minimum hang timeout until the first step is done, which connects and compiles
-ERROR_REPORT_SECONDS = 0.5  # that the other ranks get to write their error records
-INITIAL_BACKOFF, MAX_BACKOFF = 0.5, 60.0  # seconds before a restart, doubled each time
+STARTUP_TIMEOUT = 60.0  # minimum hang timeout in the first step, which connects process groups and compiles
+ERROR_REPORT_SECONDS = 0.5  # time that the other ranks get to write their error records
+INITIAL_BACKOFF, MAX_BACKOFF = 0.5, 60.0  # seconds before the second restart without progress, then doubled
 
 
 @dataclass(frozen=True)
@@ -184,7 +183,7 @@ class Supervisor:
             self.standby_group = self._fork_group(["--resume"], as_standby=True)
 
     def _diagnose_exit(self, worker_group: WorkerGroup) -> WorkerFailure:
-        """Diagnoses a dead rank. A killed rank leaves no error record, so it is blamed before those that left one."""
+        """Diagnoses a dead rank. A killed rank leaves no error record, but is blamed before ranks that left one."""
         first_failed = list(worker_group.failed_ranks)
         codes = [worker_group.exit_codes[rank] for rank in first_failed]
         aborted = -signal.SIGABRT in codes  # another rank may have caused it
