@@ -82,7 +82,7 @@ class DataReport:
     step_seconds: float
     """Median seconds per step."""
     wait_seconds: float
-    """Mean seconds per step that wait for the batch; the mean, since waits are rare and long."""
+    """Mean seconds per step spent waiting for the batch; not the median, since waits are rare and long."""
 
     @property
     def slowest_stage(self) -> str:

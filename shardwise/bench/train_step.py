@@ -1,8 +1,8 @@
 """Benchmarks training steps of a job on one device, and breaks down where the time goes.
 
 Steps run as in training, on random tokens. The step time is the median between CUDA events, or of the wall clock on a
-CPU. The breakdown comes from one more, profiled step: kernels are classified by name, and those of the head (projection
-and loss, whose backward matmuls run in the forward) by when they ran.
+CPU. The breakdown comes from a separate, profiled step: kernels are classified by name, except those of the head
+(projection and loss, whose backward matmuls run in its forward), which are recognized by when they ran.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class StateChecksums:
         tied = [param_shard.name for param_shard in engine.tied] if engine.mesh.tied_stages.size > 1 else []
         self.copy_kinds = [self._copy_kinds_of(param_shard, tied) for _, param_shard in engine.data.param_pairs]
         self.keeps_full_weights = isinstance(engine.data, Zero1)
-        """Whether every data rank keeps full weights (ZeRO-1), of which it updates a shard."""
+        """Whether every data-parallel rank keeps full weights (ZeRO-1), of which it updates a shard."""
 
     def _copy_kinds_of(self, param_shard: ParamShard, tied: list[str]) -> frozenset[str]:
         kinds = set()

@@ -94,7 +94,7 @@ class CorruptionDetector:
         gradients and expected state, for the comparison of copies."""
         self.changed = empty.bool()
         self.unresolved: tuple[Corruption, int] | None = None
-        """A corruption that a replay of its step will attribute to one rank, and this rank's checksum before it."""
+        """A corruption that a replay of its step will attribute, and this rank's checksum from before the replay."""
 
     def reset(self) -> None:
         """Call after weights and optimizer states were initialized or loaded."""
@@ -216,7 +216,10 @@ class CorruptionDetector:
         )
 
     def _check_redundant_compute(self, step: int, votes: Sequence[tuple[int, int]]) -> list[Corruption]:
-        """Returns the ranks with a wrong result for the redundant micro-batch: all ranks of a tensor-parallel group."""
+        """Returns the ranks with a wrong result for the redundant micro-batch.
+
+        A tensor-parallel group shares one result, so all its ranks are returned.
+        """
         groups: dict[int, list[int]] = {}
         for rank, reference in enumerate(self.reference_ranks[:, -1].tolist()):
             groups.setdefault(reference, []).append(rank)

@@ -1,4 +1,4 @@
-"""AdamW as one Triton kernel. Imported only on GPUs; `shardwise.optim.adamw` has the CPU counterpart."""
+"""AdamW as one Triton kernel. Imported only on GPUs; `shardwise.optim.adamw` has the fallback."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def _orthogonalize_on_owners(matrix_shards: list[MatrixShard]) -> list[Tensor]:
 
 
 def _orthogonalize_replicated(matrix_shards: list[MatrixShard]) -> list[Tensor]:
-    """Splits matrices that replicas share among them: each orthogonalizes some and sends the results to the others."""
+    """Divides replicated matrices among the replicas: each orthogonalizes some and sends the results to the others."""
     axis = matrix_shards[0].replica_axis if matrix_shards else None
     if axis is None:
         return [newton_schulz(shard.tensor) for shard in matrix_shards]

@@ -35,7 +35,7 @@ from shardwise.train.progress import Progress
 from shardwise.train.run_folder import RunFolder
 from shardwise.train.validate import validate
 
-# The timer phase that each phase of a rank counts toward.
+# The phase of the step timer, by the phase that a rank reports in its heartbeat.
 PHASES = {"data": "data", "computing": "compute", "validating": "validation", "saving": "checkpoint"}
 
 

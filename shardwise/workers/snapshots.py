@@ -151,7 +151,7 @@ class SnapshotStore:
             self._thread = None
 
     def latest_complete(self) -> dict[str, Any] | None:
-        """Returns the header of the newest snapshot that exists for all ranks, or None; fetches missing ones."""
+        """Returns the header of the newest snapshot that exists for all ranks, or None; restores lost ones."""
         self.finish()
         local_headers = {rank: self._valid_headers(rank) for rank in {self.rank, self.backed_up_rank}}
         all_steps = self.gather(

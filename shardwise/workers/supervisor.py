@@ -31,7 +31,7 @@ STOPPED_SECONDS = 0.2
 STANDBY_DELAY = 2.0  # seconds of training before standby workers are started
 STARTUP_TIMEOUT = 60.0  # minimum hang timeout in the first step, which connects process groups and compiles
 ERROR_REPORT_SECONDS = 0.5  # time that the other ranks get to write their error records
-INITIAL_BACKOFF, MAX_BACKOFF = 0.5, 60.0  # seconds before the second restart without progress, then doubled
+INITIAL_BACKOFF, MAX_BACKOFF = 0.5, 60.0  # seconds before a second restart without progress, then doubled
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ class WorkerPool:
         return list(self._worker_groups.values())
 
     def wait_for_slots(self, size: int, timeout: float) -> None:
-        """Waits up to `timeout` seconds until the pool has `size` slots; on one machine it always has them."""
+        """Waits up to `timeout` seconds until the pool has `size` slots. On one machine, returns at once."""
 
     def receive_from(self, channel: MessageChannel) -> None:
         messages = channel.receive()
