@@ -1,4 +1,4 @@
-"""AdamW as one Triton kernel. Imported only on GPUs; `shardwise.optim.adamw` has the fallback."""
+"""AdamW as one Triton kernel. Imported only on GPUs; `shardwise.optim.adamw` has the version for CPUs."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ Guarantees
 - Nothing is loaded before every byte has been compared with the manifest. Damaged checkpoints are reported, and the
   next older one is used.
 - Loading never runs code: the pickle is not read, and shards are loaded with `weights_only`.
-- An asynchronous save blocks training only for the copy to host memory; later steps do not change it.
+- An asynchronous save blocks training only for the copy to host memory; later steps do not alter the copy.
 - Loading is bitwise exact, also into another layout.
 - Every rank reaches the same decision. All ranks must share one file system.
 

@@ -83,8 +83,8 @@ class Trainer:
         snapshots = Path(self.snapshots) if self.snapshots and takes_snapshots else None
         self.checkpoints = CheckpointManager(self.folder.checkpoints, keep, asynchronous, snapshots, str(self.layout))
         self.progress = Progress(self.job.total_steps, self.is_rank_zero, self.job.model.throughput_unit)
-        # When sources are opened, every rank finds the same bad records, so only rank 0 logs them. Later ones are found
-        # by one rank each.
+        # While opening the sources, every rank finds the same bad records, so only rank 0 logs them. Each later one is
+        # found by a single rank.
         self.bad_records = BadRecords(
             self.job.data.on_bad_record == "skip", self.folder.bad_records_path if self.is_rank_zero else None
         )

@@ -26,7 +26,7 @@ from shardwise.errors import JobError, RunError
 from shardwise.files import write_text
 from shardwise.job import Job, load_job
 
-DISK_FULL_TIMEOUT = 5.0  # seconds to wait on a full disk: a checkpoint that does not fit is removed in that time
+DISK_FULL_TIMEOUT = 5.0  # seconds to wait for space on a full disk: a checkpoint that did not fit gets removed
 
 
 class RunFolder:

@@ -38,8 +38,8 @@ def run_steps(
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Yields, per step, a record and the live weights.
 
-    `make_gradient_sum` returns a function that sums a weight's per-rank gradients, and is called for each micro-batch;
-    None means a plain sum. `ranks_and_micro_batches`: how many ranks, and micro-batches per rank, are emulated for it.
+    `make_gradient_sum` returns a function that sums a weight's per-rank gradients of one micro-batch; None is a plain
+    sum. `ranks_and_micro_batches`: how many ranks, and micro-batches per rank, are emulated for that function.
     `replicas_and_index`: into how many equal parts each batch is split, and which of them to train on.
     """
     model = job.family.build(job.model, job.seed).to(dtype)

@@ -161,7 +161,7 @@ def _visible_categories(seconds: np.ndarray) -> list[int]:
 
 
 def seconds_by_rank(run: RunData) -> np.ndarray:
-    """Returns mean seconds per step as an array (time categories, ranks); the first line (startup) is left out."""
+    """Returns mean seconds per step as an array (time categories, ranks), without startup (first line) if possible."""
     lines = _stack_lines(run)
     if not len(lines):
         return np.zeros((len(TIME_CATEGORIES), 0))

@@ -29,7 +29,7 @@ POLL_SECONDS = 0.1
 # A stopped rank counts as a fault after this time: Ctrl-Z stops, and `fg` continues, all ranks, but not at one instant.
 STOPPED_SECONDS = 0.2
 STANDBY_DELAY = 2.0  # seconds of training before standby workers are started
-STARTUP_TIMEOUT = 60.0  # minimum hang timeout in the first step, which connects process groups and compiles
+STARTUP_TIMEOUT = 60.0  # minimum hang timeout until the first step is done: ranks connect and compile before
 ERROR_REPORT_SECONDS = 0.5  # time that the other ranks get to write their error records
 INITIAL_BACKOFF, MAX_BACKOFF = 0.5, 60.0  # seconds before a second restart without progress, then doubled
 
