@@ -371,7 +371,7 @@ def _track_engine(engine: Engine, tracker: MemoryCommTracker) -> list[TracePoint
         for module in chain.modules():
             if not has_copies:
                 module.register_forward_pre_hook(_mark_weights_hook(tracker))
-            for views in module.__dict__.get("_views", {}).values():
+            for views in module.__dict__.get("_parametrizations", {}).values():
                 views.append(_mark_copy_view(tracker))
     backward_ends: list[TracePoint] = []
     reduce_gradients = engine.data.reduce_gradients
