@@ -114,7 +114,7 @@ def test_without_a_checkpoint_all_begin_again(fork_server: ForkServer, tmp_path:
     run = train(fork_server, job, "shard=2", Fault("weight", 0, 3))
     other = train(fork_server, job_of(tmp_path / "other", checkpoint={"every": 0}, steps=6), "shard=2")
     assert curve(run) == curve(other)
-    assert "there is no checkpoint to go back to" in str(events(run, "failed")[0]["message"])
+    assert "there is no checkpoint to roll back to" in str(events(run, "failed")[0]["message"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8])
