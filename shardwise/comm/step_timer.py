@@ -1,8 +1,8 @@
 """Times the steps of one rank: seconds per phase, seconds of waiting per mesh axis, and bytes sent.
 
 No interval is counted twice: a wait is subtracted from the phase around it, except in PHASES_INCLUDING_WAITS, whose
-waits are not timed, and nested `waiting` blocks are counted once. On a CPU the host's clock is used. On a GPU, device phases
-and waits are spans between CUDA events in the compute stream, read after they have completed, so timing never
+waits are not timed, and nested `waiting` blocks are counted once. On a CPU the host's clock is used. On a GPU, device
+phases and waits are spans between CUDA events in the compute stream, read after they have completed, so timing never
 synchronizes. The engine's mesh owns the timer.
 """
 

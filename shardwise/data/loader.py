@@ -6,9 +6,9 @@ first_step + w + n, ...; the thread polls workers round-robin, so batches arrive
 on its pipe. Besides the skipped batches, the only state is the number of the next step, so resuming starts there.
 
 PyTorch's DataLoader is not used: resuming needs its sampler's state, and it reports only the process id of a worker
-that dies. Workers come from multiprocessing's fork server (safe with threads and CUDA, imports torch once), which Python
-owns and all loaders share. Workers exit when the loader is closed or garbage-collected, and when its process is killed:
-their pipe closes.
+that dies. Workers come from multiprocessing's fork server (safe with threads and CUDA, imports torch once), which
+Python owns and all loaders share. Workers exit when the loader is closed or garbage-collected, and when its process is
+killed: their pipe closes.
 """
 
 from __future__ import annotations

@@ -117,8 +117,8 @@ class RankMetricsCollector:
         return all_rows
 
     def write_previous(self, rows: Tensor, step: int) -> dict[str, Any]:
-        """Call after step `step`. On rank 0, writes the gathered rows of the previous step and returns its slowest rank;
-        returns {} on other ranks."""
+        """Call after step `step`. On rank 0, writes the gathered rows of the previous step and returns its slowest
+        rank; returns {} on other ranks."""
         previous_step, self.last_step = self.last_step, step
         if not previous_step or not self.is_main:
             return {}
