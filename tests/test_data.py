@@ -361,7 +361,7 @@ def test_what_was_written_is_told(tmp_path: Path) -> None:
     told = write_token_file(None, settings, tmp_path / "out.bin")
     assert told == f"{tmp_path}/out.bin: 14 tokens (vocabulary 256) from 1 document, 13 bytes of text"
     told = write_token_file(None, [*settings, "data.tokenizer=bpe:280"], tmp_path / "out.bin")
-    assert f"{tmp_path}/out.tokenizer.json: the tokenizer" in told
+    assert f"{tmp_path}/out.tokenizer.json: tokenizer" in told
 
 
 @pytest.mark.parametrize(
