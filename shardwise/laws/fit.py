@@ -31,7 +31,7 @@ BOOTSTRAP_SAMPLES = 400
 CONFIDENCE = 0.95
 MIN_RUNS = 6  # one more than the number of constants
 MIN_DISTINCT_SIZES = 3  # of parameters and of tokens: a power law with an offset has three unknowns
-# An outlier has a residual above both: robust standard deviations, and a fraction of the loss (for tight fits).
+# An outlier's residual exceeds both this many robust standard deviations and this fraction of the loss.
 OUTLIER_DEVIATIONS, OUTLIER_MIN_RESIDUAL = 11.0, 0.02
 RUNS_PER_OUTLIER = 20  # at most one run in this many is dropped as an outlier
 COARSE_STEPS, NUM_REFINED = 25, 8  # search steps from every start; how many of the best results run to convergence
@@ -84,7 +84,7 @@ def residuals(law: ScalingLaw, runs: Runs) -> Array:
 def fit_scaling_law(
     runs: Runs, drop_highest: int | None = None, bootstrap_samples: int = BOOTSTRAP_SAMPLES, seed: int = 0
 ) -> ScalingLawFit:
-    """Fits a law to runs without the `drop_highest` highest losses, or with None, without outliers."""
+    """Fits a law to runs after dropping the `drop_highest` runs with the highest loss; None drops outliers instead."""
     check_runs(runs if drop_highest is None else _without_highest(runs, drop_highest))
     best = best_fit(runs) if not drop_highest else None
     kept = np.arange(len(runs))
@@ -117,7 +117,7 @@ def check_runs(runs: Runs) -> None:
 
 
 def _count_distinct(values: Array) -> int:
-    """Counts the values that differ by more than 0.1%."""
+    """Counts the distinct values; those within about 0.1% of each other count once."""
     return len(np.unique(np.round(np.log(values), 3)))
 
 

@@ -6,9 +6,10 @@ on both sides of its optimum. Batch size and learning rate follow DeepSeek-AI 20
 fitted from 1e17 to 2e19 FLOPs): 0.2920 C^0.3271 tokens and 0.3118 / C^0.125. If that batch leaves fewer than 1000
 steps, the batch shrinks, and the learning rate with its square root, as usual for Adam.
 
-All sizes share their proportions, so that the law sees size alone: depth follows width, head size and the feed-forward
-ratio are fixed. Weights are initialized with std sqrt(2 / (5 width)) (Nguyen and Salazar 2019, arXiv 1910.05895), which
-is the usual 0.02 at width 1000; at width 32, 0.02 makes activations vanish and the start of learning a matter of luck.
+All sizes have similar proportions, so that the law sees size alone: depth and head size follow width, and the ratio of
+feed-forward width to width is fixed. Weights are initialized with std sqrt(2 / (5 width)) (Nguyen and Salazar 2019,
+arXiv 1910.05895), which is the usual 0.02 at width 1000; at width 32, 0.02 makes activations vanish and the start of
+learning a matter of luck.
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ def model_of_size(template: Job, parameters: float, parameter_count: str) -> Dec
 
 
 def _candidate_widths(parameters: float) -> Iterator[int]:
-    """Yields multiples of the head size, from 1024 on of 256, from 4096 on of 1024, beyond any useful width."""
+    """Yields multiples of the head size, from 1024 on of 256, from 4096 on of 1024, up to beyond any useful width."""
     max_width = max(64.0, 2 * (128 * parameters / 12) ** (1 / 3))
     width = 16
     while width <= max_width:
@@ -173,7 +174,7 @@ def _head_size(width: int) -> int:
 
 
 def _make_model(base: dict[str, Any], width: int, layers: int) -> DecoderConfig:
-    """Returns a decoder with a feed-forward width of 8/3; multiples of 64 are too coarse for narrow models."""
+    """Returns a decoder whose FFN is 8/3 times its width; multiples of 64 are too coarse for narrow models."""
     fields = {"width": width, "layers": layers, "heads": width // _head_size(width)}
     if width < 512 and base["activation"] != "gelu":
         fields["ffn"] = 8 * round(width / 3)

@@ -12,7 +12,7 @@ from shardwise.layout import Layout
 
 
 def cut_stages(layout: Layout, costs: Sequence[float]) -> list[tuple[int, int]]:
-    """Returns the (first, last) module span of each stage. `costs`: of embedding, layers and head, in this order."""
+    """Returns the [first, last) module range of each stage. `costs`: of embedding, layers and head, in this order."""
     count = layout.stage_count
     if count > len(costs):
         layers = pluralize(len(costs) - 2, "layer")
@@ -43,14 +43,14 @@ def _explicit_stages(layout: Layout, layers: int) -> list[tuple[int, int]]:
 
 
 def balance(costs: tuple[float, ...], count: int) -> list[tuple[int, int]]:
-    """Returns the split of `costs` into `count` non-empty runs with the smallest maximum sum.
+    """Returns the split of `costs` into `count` non-empty contiguous segments with the smallest maximum sum.
 
     Among those it takes the one with the smallest sum of squares, so that if one module dominates, the others are still
     balanced. Ties go to earlier boundaries.
     """
     cumulative = np.concatenate(([0.0], np.cumsum(costs)))
     segment_costs = cumulative - cumulative[:, None]  # [i, j]: the sum of costs[i:j]
-    segment_costs[np.tri(len(cumulative), dtype=bool)] = np.inf  # no empty run
+    segment_costs[np.tri(len(cumulative), dtype=bool)] = np.inf  # no empty segment
     bottleneck = _best_partition(segment_costs, count, np.maximum)[0][0]
     _, choices = _best_partition(np.where(segment_costs <= bottleneck, segment_costs**2, np.inf), count, np.add)
     boundaries = [0]
@@ -60,8 +60,8 @@ def balance(costs: tuple[float, ...], count: int) -> list[tuple[int, int]]:
 
 
 def _best_partition(segment_costs: np.ndarray, count: int, combine: np.ufunc) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Returns the best value of `count` runs from each start, and per number of runs where the first one ends."""
-    value = np.where(np.arange(len(segment_costs)) == len(segment_costs) - 1, 0.0, np.inf)  # zero runs: only at the end
+    """Returns the best value of `count` segments from each start, and the end of the first of 1 to `count` segments."""
+    value = np.where(np.arange(len(segment_costs)) == len(segment_costs) - 1, 0.0, np.inf)  # no segment: only the end
     choices = []
     for _ in range(count):
         values = combine(segment_costs, value)

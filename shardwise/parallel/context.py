@@ -95,7 +95,7 @@ def apply(chain: Chain, layout: Layout, mesh: Mesh, length: int, device: torch.d
 
 
 def shard_samples(samples: Samples, positions: Tensor | None) -> Samples:
-    """Returns this rank's positions of the tokens and targets; document ids stay complete."""
+    """Returns the tokens and targets at this rank's positions; document ids stay complete."""
     if positions is None:
         return samples
     return replace(
@@ -292,7 +292,7 @@ class MathAttention:
     def _scores(self, q: Tensor, k: Tensor, causal: bool) -> Tensor:
         scores = q @ k.mT / math.sqrt(q.shape[-1])
         if self.other_document_mask is not None:
-            # Finite, because -inf gives NaN for a query that sees none of these keys; its own key outweighs them later.
+            # Finite, because -inf gives NaN for a query that sees none of these keys; its own key outweighs them.
             scores = scores.masked_fill(self.other_document_mask.unsqueeze(1), torch.finfo(scores.dtype).min / 4)
         if not causal:
             return scores

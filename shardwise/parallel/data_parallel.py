@@ -10,9 +10,10 @@
     FSDP           PyTorch's FSDP2 (`fsdp.py`) on the (replicate, shard) mesh: ZeRO 2 reduce-scatters gradients after
                    each backward, ZeRO 3 also reshards weights after each forward and backward.
 
-All of them reduce to sums, not means: the loss is already divided by the number of targets in the global batch.
+All of them sum gradients rather than average them: the loss is already divided by the number of targets in the global
+batch.
 
-ZeRO 1 is by hand because PyTorch's ZeroRedundancyOptimizer assigns whole parameters, not rows, to ranks, and supports
+ZeRO 1 is our own because PyTorch's ZeroRedundancyOptimizer assigns whole parameters, not rows, to ranks, and supports
 neither tensor-parallel weights nor pipeline stages.
 """
 
@@ -112,7 +113,7 @@ class DataParallel(ABC):
 
 
 class SingleProcess(DataParallel):
-    """One process. The optimizer rounds weights to the compute dtype once per step, not at every use. With one
+    """One process. The optimizer casts weights to the compute dtype once per step, not at every use. With one
     micro-batch, gradients stay in the compute dtype; with several they are accumulated in the master dtype."""
 
     def __init__(self, chains: list[Chain], mesh: Mesh, master_dtype: torch.dtype, micro_batches: int):
@@ -314,7 +315,7 @@ class DDP(DataParallel):
                 self.chains[0], process_group=axis.group, init_sync=False, gradient_as_bucket_view=True,
                 broadcast_buffers=False,
             )  # fmt: skip
-        # Sums; DDP by itself averages.
+        # The hook sums; by default DDP averages.
         self.ddp.register_comm_hook(
             (self, axis), _async_all_reduce_hook if self.reducer.uses_library else _blocking_all_reduce_hook
         )

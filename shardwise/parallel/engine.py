@@ -110,10 +110,10 @@ class Engine:
             torch._foreach_div_(gradients, divisor.to(device))
 
     def prepare_samples(self, samples: Samples) -> Samples:
-        """Returns this rank's positions of the samples, with document ids if attention is masked by document."""
+        """Returns the samples at this rank's positions, with document ids if attention is masked by document."""
         return context.shard_samples(samples.with_document_ids(self.model.document_separator), self.positions)
 
     @property
     def is_data_leader(self) -> bool:
-        """Whether this rank counts the samples of its data-parallel index: it is first on all other axes."""
+        """Whether this rank counts the samples of its data-parallel index: it has index 0 on all other axes."""
         return all(self.mesh[axis].index == 0 for axis in ("pipeline", "context", "tensor"))

@@ -1,8 +1,8 @@
-"""Expert parallelism: each rank of the expert axis owns some experts; tokens are dispatched to them and back.
+"""Expert parallelism: each rank of the expert axis owns some experts; tokens are dispatched and combined.
 
 The expert axis folds over shard x context: it needs no ranks of its own, and other modules are unaffected. If those
 ranks do not suffice, the tensor axis also distributes whole experts instead of splitting each one. Tensor ranks see the
-same tokens, so each computes its own experts and the reduce-scatter at the end of the region sums the outputs.
+same tokens, so each computes its own experts and the reduce-scatter at the end of the module sums the outputs.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def routing_stats(
 def update_expert_bias(model: Any, chains: list[Chain], world: Axis, device: torch.device) -> None:
     """After a step, raises the routing bias of experts that got less than their share of tokens over all ranks.
 
-    Ranks that see the same tokens count them equally often, which changes no sign.
+    Only the sign of the difference matters, so it does no harm that several ranks count the same tokens.
     """
     if not model.num_experts or not model.router_bias_update_rate:
         return

@@ -51,7 +51,7 @@ class FSDP(DataParallel):
 
     @staticmethod
     def _set_backward_prefetch(modules: list[FSDPModule]) -> None:
-        """Makes the backward of each module prefetch the weights of the one before it; the first prefetches its own.
+        """Makes each module's backward prefetch the weights of the module before it; the first prefetches its own.
 
         By default FSDP follows the order of all forwards so far, and with several micro-batches in flight it then
         gathers modules that are not next.

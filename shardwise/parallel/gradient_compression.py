@@ -1,18 +1,19 @@
 """Compressed gradient reduction with error feedback: the error of a step is added to the next (`gradient.compress`).
 
-    fp16, bf16       rounded
+    fp16, bf16       cast
     int8             quantized to [-127, 127], one scale per 1024 elements
     onebit           the sign, and the mean magnitude per 64 elements
     topk:0.01        the largest 1% of each 256 elements (rounded up: 3), with their indices
     powersgd:rank=4  a matrix as a product of two low-rank ones (Vogels et al. 2019, arXiv 1905.13727)
 
-Each rank compresses what it sends to one peer of one weight, so the result does not depend on bucketing. Over `shard`,
-gradients are reduce-scattered: each rank decompresses and sums what it receives in full precision. Over `replicate`,
-dense formats are sent twice, to the rank that sums them and, compressed again, back; sparse ones (topk, onebit) go to
-all ranks at once. With both axes, only the reduction over `replicate`, the slower link, is compressed.
+Each weight is compressed separately for each destination rank, so the result does not depend on bucketing. Over
+`shard`, gradients are reduce-scattered: each rank decompresses what it receives and sums it in full precision. Over
+`replicate`, topk and onebit are all-gathered and summed on every rank; fp16, bf16 and int8 are reduce-scattered, and
+the sums are compressed again and all-gathered. PowerSGD all-reduces its two factors. With both axes, only the reduction
+over `replicate`, the slower link, is compressed.
 
-Never compressed, because they are small or only partial sums: 1-D weights, weights replicated over the tensor axis, and
-tied weights of a pipeline.
+Never compressed: gradients of 1-D weights, which are small, and of weights replicated over the tensor axis and tied
+weights of a pipeline, which are still partial sums.
 """
 
 from __future__ import annotations
@@ -189,7 +190,7 @@ class Compressor:
         error = total - decode(self.spec, encoded, rows.shape[1], rows.dtype)
         self.residual[name] = error.flatten()[:numel].nan_to_num_(
             0.0, 0.0, 0.0
-        )  # NaN in a step that is skipped must not stay
+        )  # a NaN in a skipped step must not persist
         return encoded
 
     def _decode_parts(self, received: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:

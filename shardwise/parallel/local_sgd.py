@@ -1,9 +1,9 @@
 """Local SGD and DiLoCo: replicas train independently and synchronize every N steps (`[local_sgd]` of a job).
 
 Each replica trains on its share of the batch, with its own gradient, norm and optimizer. Every `every` steps weights
-are averaged over replicas (local SGD), or their mean change since the last synchronization is the gradient of an outer
-step with Nesterov momentum (DiLoCo, Douillard et al. 2023, arXiv 2311.08105). With `fragments`, groups of blocks
-synchronize in turn, which lowers peak bandwidth (streaming DiLoCo, Douillard et al. 2025, arXiv 2501.18512). All
+are averaged over replicas (local SGD), or their negative mean change since the last synchronization is the gradient of
+an outer step with Nesterov momentum (DiLoCo, Douillard et al. 2023, arXiv 2311.08105). With `fragments`, groups of
+blocks synchronize in turn, which lowers peak bandwidth (streaming DiLoCo, Douillard et al. 2025, arXiv 2501.18512). All
 fragments synchronize after the last step.
 
 The axes inside a replica (shard, tensor, pipeline, ...) are unaffected.

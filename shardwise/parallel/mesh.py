@@ -3,12 +3,12 @@
 Beside the axes of the layout there are derived ones:
 
     data             ranks with different samples: replicate x shard
-    fsdp             ranks that shard parameters and optimizer state: shard x context if shard > 1, otherwise nobody
+    fsdp             ranks that shard parameters and optimizer state: shard x context if shard > 1, otherwise size 1
     replicas         ranks with the same parameters: replicate, and context unless it is part of fsdp
     fsdp_context     shard x context
-    expert           ranks that share the experts, apart from those of the tensor axis: neighbours in fsdp_context
-    expert_replicas  ranks of fsdp_context with the same experts, which shard those
-    local_sgd        replicas between two averagings of local SGD. replicate is then an axis of size 1, and data and
+    expert           ranks over which experts are split, without the tensor axis: neighbours in fsdp_context
+    expert_replicas  ranks of fsdp_context with the same experts, whose weights they shard
+    local_sgd        the replicas that local SGD averages. replicate is then an axis of size 1, and data and
                      world cover one replica
     loader           data, over all replicas
 

@@ -86,7 +86,7 @@ def parallelize(
     scale = LossScale(precision, device)
 
     def aux_loss_scale() -> Tensor:
-        """Scales an auxiliary loss that is a sum over samples and that every tensor rank computes."""
+        """Returns the scale of an auxiliary loss that is a sum over samples and that every tensor rank computes."""
         return scale.value * mesh["local_sgd"].size / (job.samples * layout.tensor)
 
     with memory or nullcontext():

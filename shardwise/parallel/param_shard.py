@@ -39,7 +39,7 @@ class ParamShard:
     """The weight in compute precision that modules use, if kept next to the master weight (`SingleProcess`). The
     gradient may be on it."""
     is_compute_copy_current: bool = False
-    """Whether the optimizer has already rounded the updated master weight to `compute_copy`."""
+    """Whether the optimizer has already cast the updated master weight into `compute_copy`."""
     sharded_dims: tuple[tuple[int, Axis], ...] = ()
     """How the parameter is split (see `sharded_dims_of`), over axes larger than 1."""
     replica_axis: Axis | None = None

@@ -31,7 +31,7 @@ def _parametrized_class(base: type, name: str) -> type:
     def get_parameter(module: nn.Module) -> Tensor | None:
         value: Tensor | None = module._parameters.get(name)
         if isinstance(value, DTensor):
-            return value  # FSDP shows the shard while the module does not run
+            return value  # outside of forward and backward the parameter is FSDP's sharded DTensor
         for parametrization in module.__dict__["_parametrizations"][name]:
             value = None if value is None else parametrization(value)
         return value

@@ -51,7 +51,7 @@ def apply(chain: Chain, layout: Layout) -> None:
         return
     keep_fraction = kept_activation_fraction(layout.recompute) or 0.0
     for number, block in enumerate(chain.blocks()):
-        # Spreads the blocks that save everything evenly: block n is one if the running count rises there.
+        # Spreads the blocks that save everything evenly over the stage.
         if int((number + 1) * keep_fraction) > int(number * keep_fraction):
             continue
         # Replaces the instance's forward, not the module, so parameter names and hooks stay.

@@ -37,7 +37,8 @@ SEQUENCE_DIM = 1  # of (batch, sequence, hidden)
 
 
 def splits_evenly(shard_dim: ShardDim, shape: torch.Size, degree: int) -> bool:
-    """Whether chunks split no unit such as a head. If they do, every rank keeps the full tensor and selects rows."""
+    """Whether the weight is chunked. If the degree does not divide its units, such as heads, every rank keeps the full
+    weight and selects its rows."""
     return shard_dim.uneven is None or shape[shard_dim.dim] // shard_dim.unit % degree == 0
 
 

@@ -1,7 +1,7 @@
 """PyTorch's FSDP2 internals, in one file.
 
-FSDP2 has no public hooks around its waits, none to reduce gradients in a way of one's own after the first half of a
-split backward, and no public access to the order in which it packs the gradients of a module.
+FSDP2 has no public hooks around its waits, no public way to reduce gradients and reshard at the end of a split
+backward, and no public access to the order in which it packs the gradients of a module.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """PyTorch's pipelining internals, in one file.
 
 We need what `torch.distributed.pipelining` does not offer: the order of a schedule without a process group, schedules
-with an order of our own, timed stages and waits, and FSDP that follows its own rules under a pipeline.
+with an order of our own, timed stages and waits, and FSDP that reshards and reduces as it does without a pipeline.
 
 PyTorch's stage looks for FSDP in its module and then keeps weights and gradients unsharded, whatever the ZeRO stage.
-`StageModule` hides FSDP, which then reshards and reduces at every backward: ZeRO 2 and 3 as defined. FSDP's own rules
-know no split backward: `PatchedPipelineStage` holds FSDP back during the input-gradient half, which has no weight
-gradients yet, and lets it act after the weight-gradient half.
+`StageModule` hides FSDP, which then reshards and reduces at every backward: ZeRO 2 and 3 as defined. FSDP does
+not support a split backward: `PatchedPipelineStage` disables its gradient reduction during both halves, and runs it
+after the weight-gradient half.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class PatchedPipelineStage(PipelineStage):
         self.timer = timer
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        """Skips messages to this rank itself: in a V, neighbouring stages share a rank, and gloo has no such link."""
+        """Skips messages to itself, which gloo lacks: in a V-shaped placement neighbouring stages share a rank."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
     def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
@@ -184,7 +184,7 @@ class PatchedPipelineStage(PipelineStage):
             return super().backward_maybe_with_nosync(backward_type, *args, **kwargs)
         fsdp_modules = [module for module in stage.modules() if isinstance(module, FSDPModule)]
         for module in fsdp_modules:
-            module.unshard()  # the graph ends in the unsharded weights, so the stage must show those, not the shards
+            module.unshard()  # the graph's leaves are the unsharded weights, so the modules must hold those
         _set_fsdp_sync(root, sync_gradients=False, reshard=False)
         result = super().backward_maybe_with_nosync(backward_type, *args, **kwargs)
         _set_fsdp_sync(root, sync_gradients=True, reshard=stage.reshard_after_use)

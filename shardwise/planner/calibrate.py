@@ -127,7 +127,7 @@ def _make_cluster(kind: str, processes: int, values: dict[str, float], link: Lin
 
 
 def _fit_efficiencies(cluster: Cluster, values: dict[str, float]) -> dict[str, float]:
-    """Returns the efficiencies with which the planner predicts the measured times."""
+    """Returns the efficiencies for which the planner's predictions equal the measured times."""
     device = cluster.device
     dtype_name = "bf16" if device.family != "cpu" else "float32"
     efficiencies = {
@@ -255,7 +255,7 @@ def _unaligned_matmul_rate(n: int, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _attention_rates(model: DecoderConfig, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
-    """Returns the FLOP/s of forward and backward, counting half of the scores."""
+    """Returns the FLOP/s of causal attention's forward and backward; masked scores do not count."""
     shape = (1, model.heads, model.sequence, model.head_dim)
     q, k, v = (torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3))
     flops = _attention_flops(model)
@@ -327,7 +327,7 @@ def _mean_seconds(fn: Callable[[], Any], calls: int = 0) -> float:
 
 
 def _measure_links(messages: tuple[int, ...]) -> dict[str, float]:
-    """Measures, on one rank, a block while all other ranks wait, collectives and point-to-point transfers.
+    """Measures collectives, point-to-point transfers, and a block's time on this rank while all other ranks wait.
 
     Training uses all-gather and reduce-scatter equally often, so both are measured, over the whole world and over pairs
     of ranks. The two group sizes give the start cost of a collective and its latency per hop; the largest message gives

@@ -1,4 +1,4 @@
-"""Predicts step time and memory of a layout in closed form, in microseconds, so that a search can try many layouts.
+"""Predicts step time and memory of a layout in closed form, fast enough for a search over many layouts.
 
 Pipeline time comes from the closed form of the schedule (`shardwise.schedules.closed_form`): exact for equal stages, a
 lower bound otherwise. With an `EngineModel`, `predict` simulates the schedule; the search does so for its finalists.
@@ -38,10 +38,11 @@ from shardwise.schedules.closed_form import lower_bound, upper_bound
 from shardwise.schedules.simulate import StageCosts, step_seconds
 from shardwise.schedules.synthesize import SynthesizedSchedule
 
-BUCKET_BYTES = 1e8  # of gradients reduced at once
-# Bytes moved per weight by the update of a single process: weight, two moments, gradient twice, rounded copy.
+BUCKET_BYTES = 1e8  # per gradient bucket
+# Bytes per weight that the update of a single process moves: weight and two moments (read and written), gradient (read
+# twice), low-precision copy (written).
 UPDATE_BYTES = 34.0
-ACCUMULATE_BYTES = 8.0  # and to accumulate the gradient of each of several micro-batches
+ACCUMULATE_BYTES = 8.0  # per weight and micro-batch, to accumulate gradients over several micro-batches
 BLOCK_AXES = ("tensor", "context", "expert")
 
 
@@ -107,7 +108,7 @@ class Estimator:
         return self._auto_schedules[layout]
 
     def peak_memory(self, layout: Layout) -> float:
-        """Returns the bytes of the rank with the most."""
+        """Returns the peak memory of the pipeline rank that needs the most."""
         return max([self.memory(layout, rank).total for rank in self.stages(layout).representative_ranks])
 
     def fits(self, layout: Layout) -> bool:
@@ -150,7 +151,7 @@ class Estimator:
         return 1.0 + self.efficiency.jitter * log2(max(1.0, world / self.machine.cluster.domain_size))
 
     def slowest_rank_time(self, layout: Layout) -> float:
-        """Returns the seconds that the slowest rank computes per micro-batch."""
+        """Returns the seconds per micro-batch of the slowest rank, with exposed communication."""
         return self.exposed_p2p(layout) + self.module_load(layout).slowest_rank_time(self.stages(layout))
 
     def module_load(self, layout: Layout) -> ModuleLoad:
@@ -159,7 +160,7 @@ class Estimator:
         return ModuleLoad(block.forward + block.backward, first.total, last.total)
 
     def stage_costs(self, layout: Layout) -> StageCosts:
-        """Returns the seconds of each stage. Exposed transfers count as work of both sides."""
+        """Returns the seconds of each stage. Exposed transfers count as work of both sender and receiver."""
         block, hop = self.block_time(layout), self.exposed_p2p(layout) / (2 * layout.stages_per_rank)
         _, first, last = self.module_times(self.parallel_degrees(layout))
         stage_times: dict[StageLayers, tuple[float, float, float]] = {}
@@ -175,8 +176,8 @@ class Estimator:
         return costs.as_executed() if layout.has_split_backward else costs
 
     def per_step_times(self, layout: Layout) -> tuple[float, float]:
-        """Returns the seconds once per step of exposed data-parallel communication and of the update, on the rank with
-        the most weights."""
+        """Returns the seconds per step of exposed data-parallel communication and of the optimizer update, on the rank
+        with the most weights."""
         key = (
             self.parallel_degrees(layout), layout.recompute, layout.zero, layout.shard, layout.replicate,
             layout.pipeline, layout.stage_count, layout.schedule in V_SHAPED, layout.stages, layout.world == 1,
@@ -225,7 +226,7 @@ class Estimator:
         return self._stages[key]
 
     def _even_blocks(self, layout: Layout) -> list[int]:
-        """Returns the blocks of each stage, with ranks as equal as possible."""
+        """Returns the number of blocks of each stage: split as evenly as possible over ranks, then over stages."""
         blocks = [0] * layout.stage_count
         for rank, count in enumerate(split_evenly(self.work.shape.layers, layout.pipeline)):
             for stage, stage_blocks in zip(layout.stages_of(rank), split_evenly(count, layout.stages_per_rank)):
@@ -236,7 +237,7 @@ class Estimator:
         return max(1, round(self.work.samples / layout.data / layout.micro_batch))
 
     def parallel_degrees(self, layout: Layout) -> ParallelDegrees:
-        # The tensor axis splits experts wider than the model; narrower ones would leave small matmuls.
+        # The tensor axis splits only experts wider than the model: splitting narrower ones makes matmuls too small.
         key = layout.tensor, layout.context, layout.expert, layout.micro_batch
         if key not in self._degrees:
             shape = self.work.shape
@@ -267,7 +268,7 @@ class Estimator:
         )
 
     def block_time(self, layout: Layout) -> BlockTime:
-        """Returns forward and backward of a block with recomputation and weight gathering."""
+        """Returns the time of a block, with recomputation and exposed communication."""
         degrees = self.parallel_degrees(layout)
         key = degrees, layout.recompute, layout.zero, layout.shard, layout.world == 1
         if key not in self._block_times:
@@ -299,7 +300,7 @@ class Estimator:
         return BlockTime(forward, backward, inner.weight_grad, exposed)
 
     def selective_recompute_time(self, layout: Layout, block: ModuleTime) -> float:
-        """Returns the seconds that selective recomputation adds: it repeats all but matmuls and attention."""
+        """Returns the seconds that selective recomputation adds: it recomputes everything but matmuls and attention."""
         return self.machine.memory_time(block.moved_bytes)
 
     def keeps_rounded_weights(self, layout: Layout) -> bool:
@@ -343,7 +344,8 @@ class Estimator:
         return self.exposed_sync_time(reduce_dense + reduce_experts, gather_dense + gather_experts, last_pass)
 
     def exposed_sync_time(self, reduce: float, gather: float, last_pass: float) -> float:
-        """Returns what remains of a step's gradient reduction and weight gathering after overlap with the last pass."""
+        """Returns the exposed seconds of gradient reduction and weight gathering, which overlap with the last
+        micro-batch (`last_pass` seconds)."""
         return self._exposed_comm(reduce + gather, last_pass)
 
     def bucket_bytes(self, layout: Layout) -> float:
@@ -362,6 +364,6 @@ class Estimator:
         return reduce + all_reduce(gradient * numel / shard, replicate, stride * shard, bucket), gather
 
     def _exposed_comm(self, traffic: float, compute: float) -> float:
-        """Returns what remains of `traffic` seconds that can overlap with `compute` seconds."""
+        """Returns the exposed part of `traffic` seconds that overlap with `compute` seconds, plus their contention."""
         hidden = min(traffic, self.efficiency.overlap_data * compute)
         return traffic - hidden + self.efficiency.contention * hidden

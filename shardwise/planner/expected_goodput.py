@@ -19,7 +19,7 @@ from typing import Any
 
 FAILURE_HOURS = ((1024, 7.9), (16384, 1.8))  # devices, hours between failures
 HOST_COPY_BANDWIDTH = 5e9  # bytes per second from a rank to host memory; measured on CPU processes, low for a GPU
-RECOVERY_SECONDS = 30.0  # on a GPU: assumed, with compilation; CPU processes with stand-bys take 1 s (docs: faults)
+RECOVERY_SECONDS = 30.0  # on a GPU: assumed, with compilation; CPU processes with standbys take 1 s (docs: faults)
 
 
 def mtbf_hours(devices: int) -> float:

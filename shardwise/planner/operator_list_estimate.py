@@ -4,9 +4,9 @@ Estimator and search treat such a model as equal blocks of average cost. All are
 or sharded by ZeRO; T5 also over tensor and pipeline ranks. Its stages are assumed equal in time, since our engine
 balances them, and as large in memory as if all blocks were the largest.
 
-A DLRM's tables are in host memory, split over the data ranks. In each step every rank reads the rows that all samples
-need from its tables, copies them to the device and sends them to the samples' ranks by an all-to-all; gradients return
-the same way. None of this overlaps.
+A DLRM's tables are in host memory, split over the data ranks. In each step every rank reads from its tables the rows
+that the global batch needs, copies them to the device and sends them to the samples' ranks by an all-to-all; gradients
+return the same way. None of this overlaps.
 """
 
 from __future__ import annotations

@@ -189,7 +189,7 @@ def _search_runnable(job: Job, estimator: Estimator, devices: int) -> SearchResu
 
 
 def _replicated_layouts(job: Job, estimator: Estimator, devices: int) -> Iterator[Prediction]:
-    """Yields plain data parallelism with a single micro-batch, which may not be a power of two, if it fits."""
+    """Yields plain data parallelism with a single micro-batch, if it fits. The search only tries powers of two."""
     layout = Layout(replicate=devices)
     if job.samples % devices == 0:
         prediction = estimator.predict(replace(layout, micro_batch=solve_batch(layout, job.samples).micro_batch))
@@ -214,7 +214,7 @@ def _phases(job: Job, cluster: Cluster, best: Prediction) -> Iterator[tuple[int,
 def make_estimator(job: Job, cluster: Cluster) -> Estimator:
     machine = Machine(cluster, efficiency_of(cluster.device.family, cluster.measured))
     kernel_profile = KernelProfile(job.precision)
-    if cluster.device.family == "cpu":  # no fused loss: PyTorch's operators widen, normalise and gather
+    if cluster.device.family == "cpu":  # no fused loss: separate operators for upcast, log-softmax and gather
         kernel_profile = KernelProfile(job.precision, loss_bytes_per_logit=53.0)
     shape = shape_of(job.model, kernel_profile.itemsize)
     estimator_class = OperatorListEstimator if isinstance(shape, OperatorListModel) else Estimator
@@ -235,7 +235,8 @@ def auto_schedule_order(job: Job, layout: Layout, cluster: Cluster) -> PipelineO
 
 
 def _auto_schedule_variants(job: Job, estimator: Estimator, layout: Layout) -> list[Prediction]:
-    """Predicts `schedule=auto` without a stage placement: returns the best placement, then everything else tried."""
+    """Predicts `schedule=auto` with no given stage placement: returns the best synthesized schedule, then all other
+    synthesized and named schedules, best first."""
 
     def rank(prediction: Prediction) -> tuple[bool, float]:
         fits = prediction.peak_memory <= estimator.machine.device.memory
@@ -325,7 +326,7 @@ def near_misses(estimator: Estimator, best: Prediction) -> Iterator[str]:
 
 
 def _neighbor_layouts(layout: Layout) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields other choices, as a label and as changes of the layout."""
+    """Yields a label and the changed fields of each neighbour of the layout."""
     tensor, pipeline, data = layout.tensor, layout.pipeline, layout.data
     no_pipeline: dict[str, Any] = {"schedule": "1f1b", "virtual": 0}
     for axis in ("shard", "replicate", "pipeline"):

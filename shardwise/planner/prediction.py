@@ -1,4 +1,4 @@
-"""The values that an estimate is made from and returns."""
+"""The inputs and results of an estimate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwise.planner.costs.memory_model import FrameworkProfile, RankMemory, S
 
 @dataclass(frozen=True)
 class Workload:
-    """What a step computes, whatever the layout."""
+    """What a step computes, independent of the layout."""
 
     shape: ModelShape
     kernel_profile: KernelProfile
@@ -99,7 +99,7 @@ class BlockTime:
 
 
 def split_evenly(layers: int, pipeline: int) -> list[int]:
-    """Returns the blocks of each pipeline rank; the ends, which have embedding and head, get the smaller counts."""
+    """Returns the number of blocks of each pipeline rank; the first and last, with embedding and head, get fewer."""
     base, remainder = divmod(layers, pipeline)
     first = (pipeline - remainder) // 2
     return [base + (first <= rank < first + remainder) for rank in range(pipeline)]

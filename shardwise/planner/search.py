@@ -5,10 +5,10 @@ context ranks; micro-batches of 1, 2, 4, ... up to 32 samples, more if samples a
 shard (ZeRO 1, 2, 3) over all of them or within one domain; every schedule with up to 8 stages per rank; no, selective
 or full recomputation.
 
-Three bounds prune it. Classes of layouts with the same matmuls are sorted by compute alone. Each layout of a class has
-a quick bound, the compute of its slowest rank, and a closed form, which is exact for equal stages and a lower bound
-otherwise. All are compared with upper bounds of the best layouts so far. The rest is simulated in order of its bounds
-until no other layout can be faster, so the result equals that of simulating everything.
+Three lower bounds of the step time prune it: the compute of a class, which is all layouts with the same degrees and
+micro-batch size; the time of a layout's slowest rank; and the closed form of its schedule, exact for equal stages. A
+class or layout is dropped if its bound exceeds the upper bounds of the best layouts so far. The rest is simulated in
+order of the closed form until no other layout can be faster, so the result equals that of simulating everything.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def class_lower_bound(estimator: Estimator, base: Layout) -> float:
 
 
 def layout_classes(estimator: Estimator, devices: int) -> Iterator[Layout]:
-    """Yields one layout per class, a class being degrees and micro-batch; here all data ranks replicate."""
+    """Yields one layout per class (degrees and micro-batch size): the one whose data ranks all replicate."""
     shape, samples = estimator.work.shape, estimator.work.samples
     for tensor in _divisors(devices):
         if tensor > shape.heads or shape.heads % tensor or shape.sequence % tensor:

@@ -143,7 +143,7 @@ CRITICAL_PATHS = {
 
 
 def lower_bound(schedule: str, ranks: int, virtual: int, micro_batches: int, costs: StageCosts) -> float:
-    """Returns seconds that a step takes at least; exact for even stages, except as listed above."""
+    """Returns a lower bound of the seconds of a step; exact for even stages, except as listed at the top."""
     times = costs.forward, costs.backward_input, costs.backward_weight
     f, b, w = map(min, times)
     even_bound = closed_form(schedule, ranks, virtual, micro_batches, f, b, w)
@@ -153,7 +153,7 @@ def lower_bound(schedule: str, ranks: int, virtual: int, micro_batches: int, cos
 
 
 def upper_bound(schedule: str, ranks: int, virtual: int, micro_batches: int, costs: StageCosts) -> float:
-    """Returns seconds that a step without transfers takes at most: every stage as slow as the slowest."""
+    """Returns an upper bound of the seconds of a step without transfers: all stages are as slow as the slowest."""
     below_warmup = ranks < micro_batches < 2 * ranks - 1 if schedule == "zbv" else micro_batches < ranks
     if below_warmup and schedule in SPLIT_BACKWARD:
         return inf  # the closed form is only a lower bound here
@@ -164,7 +164,7 @@ def upper_bound(schedule: str, ranks: int, virtual: int, micro_batches: int, cos
 def uneven_lower_bound(
     schedule: str, ranks: int, virtual: int, micro_batches: int, costs: StageCosts, overlap_p2p: bool = True
 ) -> float:
-    """Returns seconds that a step with these stage costs takes at least."""
+    """Returns a lower bound of the seconds of a step with these stage costs."""
     forward, backward_input, backward_weight = costs.forward, costs.backward_input, costs.backward_weight
     transfers = costs.transfer
     if ranks == 1:
@@ -215,7 +215,7 @@ def _lower_bound_1f1b(forward: Sequence[float], backward: Sequence[float], trans
 def _lower_bound_interleaved(
     forward: Sequence[float], backward: Sequence[float], transfers: Sequence[float], p: int, m: int
 ) -> float:
-    """Maximum over ranks of its own work plus what earlier ranks do before it starts and after it ends."""
+    """Maximum over ranks of a rank's work plus that of earlier ranks before it starts and after it ends."""
     outer = accumulate((f + b + 2 * hop for f, b, hop in zip(forward[: p - 1], backward, transfers)), initial=0.0)
     return max([lead + m * work for lead, work in zip(outer, _sum_by_rank("interleaved", forward, backward, p))])
 
@@ -232,7 +232,7 @@ def _lower_bound_split_backward(
     schedule: str, forward: Sequence[float], backward_input: Sequence[float], backward_weight: Sequence[float],
     transfers: Sequence[float], p: int, m: int,
 ) -> float:  # fmt: skip
-    """Maximum over ranks of all its work, or of its forwards and backward-inputs plus what must follow the last one."""
+    """Maximum over ranks of a rank's work, plus the idle time and the work of other ranks that must surround it."""
     inner = sum(forward) + sum(backward_input) + 2 * sum(transfers)
     best = inner + (m - 1) * forward[0] + backward_weight[0]  # path of the last micro-batch
     forward_and_input = _sum_by_rank(schedule, forward, backward_input, p)

@@ -12,7 +12,7 @@ InFlightCounts = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def schedule_peak_in_flight(layout: Layout, rank: int, micro_batches: int) -> tuple[InFlightCounts, ...]:
-    """Returns the candidates for a pipeline rank's memory peak; no other moment holds more than all of them."""
+    """Returns the candidates for a rank's memory peak; at any other time it holds no more than at one of them."""
     return _schedule_peak_in_flight(layout.schedule, layout.pipeline, layout.stages_per_rank, rank, micro_batches)
 
 

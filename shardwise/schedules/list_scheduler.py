@@ -29,7 +29,7 @@ class SchedulingProblem:
     memory_limits: tuple[float, ...] = ()
     """Memory limit by rank; default unlimited."""
     retained_fraction: float = 1.0
-    """Fraction of the memory still held after the backward-input (see `PipelineProgram.peak_memory`)."""
+    """Fraction of the memory held after the backward-input (see `PipelineProgram.peak_memory`); may exceed 1."""
     split_backward: bool = True
     """Whether a backward may be split into backward-input and backward-weight."""
     overlap_p2p: bool = True

@@ -134,7 +134,7 @@ class PipelineProgram:
         return tuple(most)
 
     def peak_in_flight(self, rank: int) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-        """Returns the points of a rank's schedule that no other point exceeds in every count.
+        """Returns the Pareto-maximal points of a rank's schedule: no other point is at least as high in every count.
 
         A point is, for each stage of the rank, the micro-batches before their backward and those between
         backward-input and backward-weight.

@@ -143,7 +143,7 @@ def _search(
 
 
 def _time_lower_bound(problem: SchedulingProblem, placement: str) -> float:
-    """Returns seconds no schedule can beat: a rank's work plus filling and draining the pipeline up to that rank."""
+    """Returns a lower bound for any schedule: a rank's work plus filling and draining the pipeline up to that rank."""
     costs, owner, m = problem.costs, problem.stage_to_rank(placement), problem.micro_batches
     best = lead_in = lead_out = 0.0
     for rank in range(problem.ranks):
@@ -297,7 +297,8 @@ def _idle_positions(result: Simulation, rank: int, after: int) -> list[int]:
 
 
 def _merge_backwards(problem: SchedulingProblem, result: Simulation) -> Simulation:
-    """Merges adjacent backward-input and backward-weight where that costs no time: a full backward runs faster."""
+    """Merges adjacent backward-input and backward-weight where the simulation gets no slower: in reality a full
+    backward is faster than its two halves."""
     order = result.program.order
     pairs = [
         (rank, position)

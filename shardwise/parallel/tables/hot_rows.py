@@ -4,8 +4,8 @@ Cached rows need no all-to-all and no copy from host memory: their gradients are
 weights, and every rank applies the same update. The rank that owns a row writes it back to host memory after each
 update, so checkpoints, norms and other layouts find it there.
 
-Cached are the rows that the first samples of the stream use most. That depends on the data alone, so a resumed run
-caches the same rows.
+The cached rows are those that the first samples of the stream use most. That depends on the data alone, so a resumed
+run caches the same rows.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class HotRowCache:
         self.values = tables.lookup_rows(rows).to(device)
         self.state = {key: value.to(device) for key, value in tables.lookup_states(rows).items()}
         self.local_rows = [self._find_local_rows(fused) for fused in tables.local_tables]
-        """By fused table of this rank: the row of each cached row in it, -1 if it is elsewhere."""
+        """By fused table of this rank: the index of each cached row in it; -1 if the row is not in this table."""
         self._set_gradients(rows[:0].to(device), self.values[:0])
 
     def _find_local_rows(self, fused: FusedTable) -> Tensor:
@@ -52,8 +52,8 @@ class HotRowCache:
         return begin, end, first
 
     def split_cached(self, unique_rows: Tensor, inverse_indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Splits a batch's distinct rows. Returns those to fetch; the inverse indices with the cached ones appended to
-        these; and the indices of the cached ones in this cache."""
+        """Splits a batch's distinct rows into rows to fetch and cached rows. Returns the rows to fetch; the inverse
+        indices into both, in this order; and the indices of the cached rows in this cache."""
         cache_index = torch.searchsorted(self.rows, unique_rows).clamp_(max=self.rows.numel() - 1)
         is_cached = self.rows[cache_index] == unique_rows
         order = torch.cat(((~is_cached).nonzero()[:, 0], is_cached.nonzero()[:, 0]))
@@ -75,7 +75,7 @@ class HotRowCache:
         self._set_gradients(touched, total[:, :width].index_select(0, touched))
 
     def _set_gradients(self, touched: Tensor, gradient: Tensor) -> None:
-        """Keeps the cached rows that the global batch uses and their gradient, also in host memory."""
+        """Sets the cached rows that the global batch uses and their gradient, with a copy of both in host memory."""
         self.touched, self.gradient = touched, gradient
         self.touched_cpu, self.gradient_cpu = touched.cpu(), gradient.cpu()
 

@@ -67,8 +67,8 @@ class ShardedTables(TableStorage):
         )
 
     def refresh(self, route: LookupRoute, rows: Tensor) -> None:
-        """Updates rows that were prefetched before or during the last update: owners send those it changed again, with
-        their indices among the requested rows."""
+        """Refreshes rows that were prefetched before or during the last update: owners resend the rows that it changed,
+        with their indices among the requested rows."""
         stale = [
             [
                 torch.isin(row_indices, changed).nonzero()[:, 0]
@@ -110,7 +110,7 @@ class ShardedTables(TableStorage):
             start, first = start + count * fused.width, first + count
 
     def push_gradients(self, route: LookupRoute, gradient: Tensor) -> None:
-        """Sends the gradients of the distinct rows to their owners, which sum those of one row."""
+        """Sends the gradients of the distinct rows to their owners, which sum them by row over ranks."""
         columns = [
             gradient[:, fused.columns[0] : fused.columns[1]].index_select(0, positions).view(-1)
             for fused, positions in self._requests_by_table(route)

@@ -1,8 +1,8 @@
 """The engine of a model with sharded embedding tables: the dense part trains like any model, the tables are sharded
 over the host memory of all ranks.
 
-Table shards are parameter shards like any other: the same step reduces, measures and clips their gradients, and the
-same checkpoint saves and reshards them. Their gradient holds only the rows that the batch touched.
+Table shards are parameter shards like any other: the same step computes the norm of their gradients and clips them, and
+the same checkpoint saves and reshards them. Their gradient holds only the rows that the batch touched.
 """
 
 from __future__ import annotations

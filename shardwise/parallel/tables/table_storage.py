@@ -1,7 +1,7 @@
 """This rank's rows of all embedding tables in host memory, and the exchange of rows with the other ranks.
 
-Storage and routes stay in host memory, pinned if there is a GPU. A world of size 1 sends nothing. By hand, because
-PyTorch has no sharded embedding tables and TorchRec keeps tables and optimizers in kernels of its own.
+Storage and routes stay in host memory, pinned if there is a GPU. A world of size 1 sends nothing. This is our own code
+because PyTorch has no sharded embedding tables, and TorchRec keeps tables and optimizers in kernels of its own.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def fuse_shards(shards: Sequence[TableShard], rank: int) -> list[FusedTable]:
 
 @dataclass(frozen=True)
 class LookupRoute:
-    """Which rows of a batch come from and go to which rank."""
+    """Which rows of a batch this rank receives from and sends to each rank."""
 
     ids: Tensor
     """Stream positions of the samples, which identify the batch."""
@@ -226,7 +226,7 @@ class TableStorage:
         mean_square: Tensor | None,
         lr: float,
     ) -> None:
-        """Updates some rows; `mean_square`: for AdaGrad, that of each full row gradient."""
+        """Updates some rows. `mean_square`: for row-wise AdaGrad, the mean square of each row's full gradient."""
         if mean_square is not None:
             rowwise_adagrad_(rows, state["sum"], indices, gradient, mean_square, lr, self.eps)
         else:

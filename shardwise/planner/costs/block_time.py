@@ -19,7 +19,7 @@ class KernelProfile:
     """How modules are computed, beyond the layout."""
 
     precision: str
-    """Of the matmuls; accumulation and norms are wider."""
+    """Of the matmuls; accumulation and norms have a wider one."""
     loss_bytes_per_logit: float = 10.0
     """Bytes moved per logit in forward and backward of the loss; 10 measured for our fused kernel on an H200."""
 
@@ -101,7 +101,7 @@ class BlockTimeModel:
             products += [(shape.width, (shape.ffn_matrices - 1) * hidden // t), (hidden // t, shape.width)]
         linears = [machine.linear(tokens, k, n, precision) for k, n in products]
         core, core_backward = self.attention(degrees)
-        # Norms, residuals, dropout and rotary read and write the hidden state, activations the FFN's hidden state.
+        # Norms, residuals, dropout and rotary move the hidden state; activation functions move the FFN's hidden state.
         kv_width = 2 * shape.kv_heads * shape.head_dim
         moved = size * (
             12 * self.hidden_tokens(tokens, t) * shape.width + 3 * tokens * (shape.query_width + kv_width) / t

@@ -39,11 +39,11 @@ class Efficiency:
     attention_backward: float
     """Rate of attention's backward relative to its forward."""
     matmul_half_rate_depth: float
-    """Inner dimension at which a matmul reaches half of its rate."""
+    """Inner dimension (k) at which a matmul reaches half of its rate."""
     wave_quantization: float
-    """Fraction of the loss to a partly filled last wave of tiles that is visible."""
+    """Fraction of the theoretical loss to partial tiles and a partial last wave that occurs in practice."""
     unaligned_64: float
-    """Rate of matmuls with a dimension that 64 does not divide."""
+    """Relative rate of matmuls with k or n not a multiple of 64."""
     grouped_matmul: float
     """Rate of many small matmuls (experts) relative to one."""
     all_to_all: float
@@ -57,7 +57,7 @@ class Efficiency:
     overlap_data: float
     """Fraction of a pass that can hide gradient reduction or weight gathering."""
     contention: float
-    """Cost of hidden communication, as a fraction of its time."""
+    """Slowdown of compute by overlapped communication, as a fraction of the communication time."""
     overlap_expert: float
     """Fraction of expert dispatch that overlaps with compute."""
     overlap_p2p: float
@@ -73,7 +73,7 @@ class Efficiency:
 
     # Not fitted; `calibrate` measures them.
     unaligned_8: float = 0.3
-    """Rate of matmuls with a dimension that 8 does not divide."""
+    """Relative rate of matmuls with k or n not a multiple of 8."""
     bulk_memory: float = 0.0
     """Of the memory bandwidth, in one large operator such as the optimizer update; 0: same as `memory`."""
     compiled: float = 0.0

@@ -46,7 +46,7 @@ class EngineModel:
     """Stages, parameters and memory of one job's model in our engine."""
 
     def __init__(self, model: DecoderConfig, precision: str, compiled: bool = False):
-        """`compiled`: blocks are compiled, and save what the compiler's partitioner keeps."""
+        """`compiled`: blocks are compiled, and save what AOTAutograd's partitioner chooses."""
         self.model, self.is_compiled = model, compiled
         self.itemsize = {"float64": 8, "float32": 4}.get(precision, 2)
         self.master_itemsize = max(4, self.itemsize)
@@ -105,7 +105,7 @@ class EngineModel:
         """Returns a lower bound of the peak over ranks with these `parts`: weights, gradients, optimizer state (`state`
         bytes per weight) and, with several micro-batches, the saved activations of one."""
         (embed, block, head), k = self.module_numels(layout.tensor), self.block_sizes(layout)
-        unsharded = 2 if layout.zero == 1 or layout.shard == 1 else 0  # of weights and gradients
+        unsharded = 2 if layout.zero == 1 or layout.shard == 1 else 0  # how many of weights and gradients
         sharded_bytes = self.master_itemsize * (2 - unsharded) + state
         bytes_per_weight = self.master_itemsize * unsharded + sharded_bytes / (layout.shard * layout.context)
         saved = {"none": k.saved_all, "selective": k.saved_selective}.get(layout.recompute, k.hidden_bytes)
@@ -130,7 +130,7 @@ class EngineModel:
         framework_profile: FrameworkProfile,
         in_flight_peaks: tuple[InFlightCounts, ...] | None = None,
     ) -> RankMemory:
-        """Returns the peak memory of a pipeline rank. `in_flight_peaks`: those of a synthesized schedule."""
+        """Returns the peak memory of a pipeline rank. `in_flight_peaks`: of a synthesized schedule."""
         in_flight_peaks = in_flight_peaks or schedule_peak_in_flight(layout, rank, micro_batches)
         stages = self.stages(layout)
         stages_of_rank = [stages[stage] for stage in layout.stages_of(rank)]
@@ -175,7 +175,7 @@ class EngineModel:
         return self.is_compiled and not layout.has_split_backward
 
     def keeps_rounded_weights(self, layout: Layout) -> bool:
-        """Returns whether a rounded copy of the weights is kept and refreshed once per step."""
+        """Returns whether a low-precision copy of the weights is kept, and updated once per step."""
         return self.is_mixed_precision and layout.world == 1
 
     def remote_neighbors(self, layout: Layout, rank: int) -> int:
@@ -274,7 +274,7 @@ class _PeakCandidates:
         s, w = engine.itemsize, engine.master_itemsize
         self.fsdp, self.is_zero3 = layout.shard > 1 and layout.zero > 1, layout.shard > 1 and layout.zero == 3
         self.keeps_rounded_weights = engine.keeps_rounded_weights(layout)
-        # Bytes per weight of the rounded copy made for each use, and of a gradient beside the accumulated one.
+        # Bytes per weight of the low-precision copy made in each forward, and of a new gradient before accumulation.
         rounds_weights = engine.is_mixed_precision and not self.fsdp and not self.keeps_rounded_weights
         self.rounded_itemsize = s if rounds_weights else 0
         self.grad_itemsize = w if not engine.is_mixed_precision else s if self.keeps_rounded_weights else s + w
@@ -283,7 +283,7 @@ class _PeakCandidates:
         self.saved_recomputed = k.saved_selective if layout.recompute == "selective" else k.hidden_bytes
         shared = k.saved_common if layout.recompute == "selective" else k.hidden_bytes
         self.recomputed = max(0.0, k.saved_all - shared) + self.rounded_itemsize * k.block
-        # FSDP holds a block's weights and the prefetched next block's, while it reduces the previous block's gradients.
+        # FSDP holds the weights of two blocks (one prefetched) while it reduces the previous block's gradients.
         self.gathered_weights = 2 * s * k.block if self.is_zero3 else 0.0
         self.grad_reduce_bytes = 0.0
         if self.fsdp:
@@ -320,7 +320,7 @@ class _PeakCandidates:
                 yield total - saved[0] + self.embed()
 
     def saved_bytes(self, stage: StageLayers) -> float:
-        """Returns the bytes that a micro-batch holds until its backward."""
+        """Returns the bytes that a stage saves for the backward of one micro-batch."""
         k = self.k
         without_recompute = int(stage.blocks * self.kept_fraction)
         total = (
@@ -343,7 +343,8 @@ class _PeakCandidates:
         return total
 
     def half_backward_bytes(self, stage: StageLayers) -> float:
-        """Returns the bytes of a micro-batch with pending weight gradients, including recomputed activations."""
+        """Returns the bytes that a stage holds for a micro-batch whose weight gradients are still to be computed,
+        including recomputed activations."""
         k = self.k
         if stage.first:
             return self.saved_bytes(stage)  # no input gradient: the weight half does the whole backward
@@ -358,7 +359,7 @@ class _PeakCandidates:
         return total
 
     def loss_bytes(self) -> float:
-        """Returns what the loss's backward needs beyond saved activations, including weights that FSDP gathers."""
+        """Returns the bytes that the loss's backward needs beyond saved activations, including weights FSDP gathers."""
         k, s, w, mixed = self.k, self.engine.itemsize, self.engine.master_itemsize, self.engine.is_mixed_precision
         gathered = s * (k.head + k.block) if self.is_zero3 else 0.0
         if self.layout.pipeline == 1:
@@ -366,7 +367,7 @@ class _PeakCandidates:
             logits = chunk * k.logits * (s / w + (1 if mixed and self.layout.tensor > 1 else 0))
             logits += k.gathered_hidden_bytes + (self.rounded_itemsize if mixed else w) * k.projection
             return max(logits, (s if self.fsdp and mixed else self.grad_itemsize) * k.projection) + gathered
-        # Logits widened for the vocabulary-parallel softmax; the scaled gradient; the weight gradient.
+        # Logits upcast for the vocab-parallel softmax; the scaled gradient; the weight gradient.
         widened = k.logits if mixed and self.layout.tensor > 1 else 0.0
         scaled = k.logits * s / w
         weight_grad = s * k.projection + (scaled if self.layout.has_split_backward else 0.0)

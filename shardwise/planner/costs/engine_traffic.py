@@ -65,7 +65,8 @@ def _add_tensor_traffic(
     stages_of_rank: list[StageLayers],
     micro_batches: int,
 ) -> None:
-    """Each end of a sequence region all-gathers or reduce-scatters the hidden state; the backward does the reverse."""
+    """Adds the all-gather or reduce-scatter at each boundary of a sequence-parallel region; the backward has the
+    opposite one."""
     blocks, first, last = (sum(each) for each in zip(*stages_of_rank, strict=True))
     edges = 4 * blocks + first + last
     recomputed = recomputed_blocks(layout, stages_of_rank)

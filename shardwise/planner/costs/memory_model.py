@@ -21,17 +21,17 @@ class FrameworkProfile:
     """Bytes a framework keeps and moves per parameter, and its memory overhead. Defaults: our engine, bf16, AdamW."""
 
     weight_bytes: float = 4.0
-    """Of weights that every data rank keeps whole."""
+    """Of weights that every data rank holds in full."""
     sharded_weight_bytes: float = 4.0
     """Of weights that ZeRO 3 shards."""
     compute_copy_bytes: float = 2.0
-    """Of the rounded weights that each micro-batch in flight keeps for its backward."""
+    """Of the low-precision weights that each micro-batch in flight keeps for its backward."""
     gradient_bytes: float = 4.0
     optimizer_bytes: float = 8.0
     logits: float = 12.0
     """Bytes per logit at the loss."""
     cast_bytes: float = 16.0
-    """Bytes moved per weight and micro-batch to round weights and to widen or accumulate their gradients."""
+    """Bytes moved per weight and micro-batch to downcast weights and to upcast or accumulate their gradients."""
     update_bytes: float = 40.0
     """Bytes moved per weight in the optimizer update."""
     fragmentation: float = 0.03
@@ -50,7 +50,7 @@ def optimizer_state_bytes(optimizer: OptimizerConfig, master_itemsize: float) ->
 
 
 def engine_profile(precision: str, optimizer: OptimizerConfig = OptimizerConfig()) -> FrameworkProfile:  # noqa: B008  (it cannot change)
-    """Returns our engine's profile: master weights, and in mixed precision a rounded copy for the matmuls."""
+    """Returns our engine's profile: master weights, and in mixed precision a low-precision copy for the matmuls."""
     master_itemsize = 8.0 if precision == "float64" else 4.0
     is_mixed_precision = precision not in ("float64", "float32")
     return FrameworkProfile(
@@ -127,7 +127,7 @@ def count_weights(shape: ModelShape, layout: Layout, expert_tensor: int) -> Weig
 
 @dataclass(frozen=True)
 class MemoryInputs:
-    """What a rank's memory follows from, whatever the rank and the schedule."""
+    """Inputs of a rank's memory that are the same for all ranks and schedules."""
 
     weights: WeightCounts
     framework_profile: FrameworkProfile
@@ -143,7 +143,7 @@ class MemoryInputs:
     recv_buffer_bytes: float
     """Bytes of the buffer in which a stage receives one micro-batch."""
     kept_fraction: float
-    """Fraction of blocks that are not recomputed: their rounded weights stay until the backward."""
+    """Fraction of blocks that are not recomputed: their low-precision weights are kept until the backward."""
     head_weights: float
 
 

@@ -9,7 +9,7 @@ from shardwise.planner.costs.operator_list import HostEmbeddingTables, operator_
 
 
 def shape_of(config: ModelConfig, itemsize: int = 4) -> ModelShape:
-    """Returns what the planner predicts a model from; `itemsize`: bytes per activation."""
+    """Returns the shape from which the planner predicts a model; `itemsize`: bytes per element of an activation."""
     family = family_of(config)
     decoder = family.decoder_shape(config)
     if decoder is not None:

@@ -1,6 +1,6 @@
 """Measures the memory and communication of one rank of any world size, without that world.
 
-A process plays one rank, with a fake process group and fake tensors. It runs one step through the same `parallelize`
+A process acts as one rank, with a fake process group and fake tensors. It runs one step through the same `parallelize`
 and `step` as training while a `MemoryCommTracker` records every storage and every collective. Each rank is measured in
 its own process.
 
@@ -140,7 +140,7 @@ def dry_run(
 
 
 def typical_ranks(layout: Layout, all_stages: bool = False) -> list[int]:
-    """Returns one rank of the first, second, middle and last pipeline rank, or of every pipeline rank.
+    """Returns one rank for the first, second, middle and last position on the pipeline axis, or for every position.
 
     It is the one with index 0 on every other axis, which has the largest shard if the split is uneven.
     """
