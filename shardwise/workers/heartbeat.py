@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import math
 import os
 import signal
 import socket
@@ -36,7 +37,7 @@ class Heartbeat:
         self.rank, self.collectives_path = rank, folder / f"rank-{rank}.collectives"
         self._phase, self._step, self._since = "starting", 0, time.time()
         self._identity = {"rank": rank, "pid": os.getpid(), "host": socket.gethostname()}
-        self._lock = threading.Lock()
+        self._lock, self._dump_lock = threading.Lock(), threading.Lock()
         self._file = os.open(folder / f"rank-{rank}.json", os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
         self._stack = open(folder / f"rank-{rank}.stack", "w")  # noqa: SIM115 - open for the life of the process
         self.collectives_path.unlink(missing_ok=True)
@@ -53,11 +54,13 @@ class Heartbeat:
         """Writes the recent collectives of this rank, with those that have not completed."""
         record = {"time": time.time(), "collectives": in_flight_collectives(), "groups": process_group_ranks()}
         temporary = self.collectives_path.with_suffix(".partial")
-        temporary.write_text(json.dumps(record))
-        temporary.replace(self.collectives_path)
+        with self._dump_lock:  # a failing training thread and the heartbeat thread may dump at once
+            temporary.write_text(json.dumps(record))
+            temporary.replace(self.collectives_path)
 
     def _write(self) -> None:
-        progress = {"step": self._step, "phase": self._phase, "since": round(self._since, 3)}
+        # Rounded down: a collective that starts the phase must not seem to precede it (see `RankState.divergence`).
+        progress = {"step": self._step, "phase": self._phase, "since": math.floor(self._since * 1e3) / 1e3}
         record = {**self._identity, **progress, "heartbeat": round(time.time(), 3)}
         with self._lock, suppress(OSError):  # a lost disk is reported by whoever needs the data
             os.pwrite(self._file, json.dumps(record).ljust(RECORD_BYTES - 1)[: RECORD_BYTES - 1].encode() + b"\n", 0)
