@@ -46,7 +46,9 @@ class RunError(ShardwiseError):
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """Returns a clause that suggests the known word closest to a mistyped one, or lists them all."""
+    """Returns a clause that suggests the known word closest to a mistyped one, or lists them (thirty at most)."""
     known = list(known)
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}."
+    if close:
+        return f"did you mean {close[0]!r}?"
+    return f"known: {', '.join(known[:30])}{', ...' if len(known) > 30 else '.'}"

@@ -18,7 +18,6 @@ from torch import Tensor
 from shardwise.comm.axis import Axis
 from shardwise.comm.collectives import all_reduce
 from shardwise.data.sample_stream import Samples
-from shardwise.models.chain import IGNORE_INDEX
 from shardwise.optim.adamw import AdamW
 from shardwise.parallel.data_parallel import SingleProcess
 from shardwise.parallel.engine import Engine
@@ -74,18 +73,14 @@ class CudaGraphStep:
         if self.graph is None:
             self._capture(samples)
         assert self.graph is not None
-        for captured, new in zip(self._tensors(self.samples), self._tensors(samples), strict=True):
+        for captured, new in zip(self.samples.tensors, samples.tensors, strict=True):
             captured.copy_(new)
         self.optimizer.copy_lr_to_device()
         self.graph.replay()
         return StepResult(self.outcome.loss.clone(), self.outcome.grad_norm.clone(), self.outcome.skipped.clone())
 
-    @staticmethod
-    def _tensors(samples: Samples) -> tuple[Tensor, ...]:
-        return samples.tokens, samples.targets, samples.ids
-
     def _capture(self, samples: Samples) -> None:
-        self.samples = Samples(*(tensor.clone() for tensor in self._tensors(samples)))
+        self.samples = Samples.from_tensors(tensor.clone() for tensor in samples.tensors)
         gc.collect()
         torch.cuda.empty_cache()  # a graph has a memory pool of its own
         self.graph = torch.cuda.CUDAGraph()
@@ -111,7 +106,7 @@ def make_step_fn(
 
 def backward(engine: Engine, samples: Samples) -> Tensor:
     """Sets the gradients of all parameter shards, times the loss scale. Returns this rank's share of the loss."""
-    count = count_targets(engine, samples.targets)
+    count = count_targets(engine, samples)
     loss = engine.run(samples, engine.scale.value / count)
     engine.data.reduce_gradients()
     all_reduce_tensor_grads(engine)
@@ -119,9 +114,9 @@ def backward(engine: Engine, samples: Samples) -> Tensor:
     return loss
 
 
-def count_targets(engine: Engine, targets: Tensor) -> Tensor:
+def count_targets(engine: Engine, samples: Samples) -> Tensor:
     """Returns the number of targets in the global batch, without ignored ones."""
-    count = (targets != IGNORE_INDEX).sum().to(engine.scale.value.dtype)
+    count = engine.num_targets(samples).to(engine.scale.value.dtype)
     if engine.mesh["data"].size > 1:
         all_reduce(count, axis=engine.mesh["data"])
     return count.clamp(min=1.0)

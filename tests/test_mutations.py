@@ -7,7 +7,7 @@ without a process group: patches of what the truth shares with the road (the mod
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -171,8 +171,8 @@ def a_split_backward_whose_first_half_fsdp_takes_for_a_whole_one(patch: Patch) -
 @caught("replicate=2", "loss")
 @caught("pipeline=2 shard=2 micro_batch=1", "loss")
 def the_loss_averaged_per_rank_instead_of_per_token(patch: Patch) -> None:
-    def own_count(engine: Any, targets: Tensor) -> Tensor:
-        own = (targets != step.IGNORE_INDEX).sum().to(engine.scale.value.dtype)
+    def own_count(engine: Any, samples: Any) -> Tensor:
+        own = samples.num_targets.to(engine.scale.value.dtype)
         return own.clamp(min=1.0) * engine.mesh["data"].size
 
     patch.setattr(step, "count_targets", own_count)
@@ -360,8 +360,8 @@ def gradients_clipped_by_each_rank_s_own_norm(patch: Patch) -> None:
 def targets_counted_by_each_rank_for_its_own_part(patch: Patch) -> None:
     right = step.count_targets
 
-    def count(engine: Any, targets: Tensor) -> Tensor:
-        return right(engine, targets[:, engine.positions])
+    def count(engine: Any, samples: Any) -> Tensor:
+        return right(engine, replace(samples, targets=samples.targets[:, engine.positions]))
 
     patch.setattr(step, "count_targets", count)
 

@@ -157,7 +157,7 @@ def _stop_prefetching(thread: threading.Thread, stop: threading.Event, slots: th
 
 
 def _pin_memory(batch: Samples) -> Samples:
-    return Samples(*(part.pin_memory() for part in batch.tensors))
+    return Samples.from_tensors(part.pin_memory() for part in batch.tensors)
 
 
 def _read_in_thread(reader: _RankReader, first_step: int) -> BatchIterator:
@@ -231,7 +231,7 @@ def _receive_batch(reader: _RankReader, step: int, process: BaseProcess, pipe: C
         _raise_worker_died(reader, step, process)
     if isinstance(parts, str):
         raise DataError(f"a data worker failed at step {step}: {parts}")
-    return Samples(*(torch.from_numpy(part) for part in parts))
+    return Samples.from_tensors(torch.from_numpy(part) for part in parts)
 
 
 def _raise_worker_died(reader: _RankReader, step: int, process: BaseProcess) -> NoReturn:

@@ -65,6 +65,8 @@ def make_sources(
     """Returns the training source, the validation source (may be empty) and the tokenizer, if one is known."""
     bad_records = bad_records or BadRecords(job.data.on_bad_record == "skip")
     source, wanted = job.data.source, job.model.sample_kind
+    if brought := job.family.sources(job.model):
+        return *brought, None
     given = SAMPLE_KINDS.get(source, wanted)
     if given != wanted and wanted == "tokens":
         raise DataError(f"data.source = {source!r} has {given}, but model.name = {job.model.name!r} reads tokens.")
@@ -164,6 +166,8 @@ def _synthetic_sources(job: Job) -> tuple[Source, Source]:
 def synthetic_source(job: Job, count: int) -> Source:
     """Returns samples that need no files, for any model."""
     model: Any = job.model
+    if brought := job.family.sources(model):
+        return cast(Source, brought[0])
     if model.sample_kind == "clicks":
         return SyntheticClicks(model, 0, count, job.seed)
     if model.sample_kind == "images":

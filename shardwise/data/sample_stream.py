@@ -7,7 +7,7 @@ which positions a data-parallel rank reads in a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardwise.data.source import Mixture, Source
 from shardwise.errors import DataError
+from shardwise.models.chain import IGNORE_INDEX
 from shardwise.models.objectives import Objective, next_token
 from shardwise.random import Permutation
 
@@ -33,25 +34,38 @@ class Samples:
     ids: Tensor
     document_ids: Tensor | None = None
     """The document that each token of the full sequence belongs to (B, S); None: each sequence is one document."""
+    inputs: tuple[Tensor, ...] = ()
+    """The tensors (B, ...) of a batch for a module that is not ours (`shardwise.adapters`); every stage gets them."""
+    counts: Tensor | None = None
+    """The number of targets of each sample (B,), if `targets` does not tell it; always set with `inputs`."""
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The tensors that the loader provides; document ids are computed later, on the device."""
-        return self.tokens, self.targets, self.ids
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that the loader provides, for `from_tensors`; document ids are computed later, on the device."""
+        return self.tokens, self.targets, self.ids, *(() if self.counts is None else (self.counts,)), *self.inputs
+
+    @classmethod
+    def from_tensors(cls, tensors: Iterable[Tensor]) -> Samples:
+        tokens, targets, ids, *rest = tensors
+        return cls(tokens, targets, ids, None, tuple(rest[1:]), rest[0] if rest else None)
+
+    @property
+    def num_targets(self) -> Tensor:
+        """The number of targets, without ignored ones."""
+        return (self.targets != IGNORE_INDEX).sum() if self.counts is None else self.counts.sum()
 
     def split(self, size: int) -> Iterator[Samples]:
-        parts = zip(self.tokens.split(size), self.targets.split(size), self.ids.split(size), strict=True)
+        parts = map(Samples.from_tensors, zip(*(tensor.split(size) for tensor in self.tensors), strict=True))
         if self.document_ids is None:
-            return (Samples(*part) for part in parts)
-        return (
-            Samples(*part, document_ids)
-            for part, document_ids in zip(parts, self.document_ids.split(size), strict=True)
-        )
+            return parts
+        document_ids = self.document_ids.split(size)
+        return (replace(part, document_ids=ids) for part, ids in zip(parts, document_ids, strict=True))
 
     @property
     def forward_kwargs(self) -> dict[str, Tensor]:
         """The keyword arguments of a chain's forward besides tokens and targets."""
-        return {"ids": self.ids} if self.document_ids is None else {"ids": self.ids, "document_ids": self.document_ids}
+        documents = {} if self.document_ids is None else {"document_ids": self.document_ids}
+        return {"ids": self.ids, **documents, **{f"input_{n}": tensor for n, tensor in enumerate(self.inputs)}}
 
     def with_document_ids(self, end_of_document: int) -> Samples:
         """Sets `document_ids`: documents are numbered from 0 each ends with `end_of_document`; -1: None."""
@@ -61,7 +75,7 @@ class Samples:
         return replace(self, document_ids=is_end.cumsum(1, dtype=torch.int32) - is_end)
 
     def to(self, device: torch.device) -> Samples:
-        return Samples(*(t.to(device, non_blocking=True) for t in self.tensors))
+        return Samples.from_tensors(t.to(device, non_blocking=True) for t in self.tensors)
 
 
 @runtime_checkable
@@ -108,7 +122,7 @@ class SampleStream:
             return self.source.samples(self.indices(positions), positions)
         rows = np.stack([self._read_sample(index) for index in self.indices(positions).tolist()])
         parts = (*self.objective(rows, positions), positions.astype(np.int64))
-        return Samples(*(torch.from_numpy(part) for part in parts))
+        return Samples.from_tensors(torch.from_numpy(part) for part in parts)
 
     def _read_sample(self, index: int) -> np.ndarray:
         try:

@@ -58,7 +58,7 @@ class RedundantCompute:
         rng = random.Random(f"{self.job.seed} {step}")
         self.owner, micro_batch_index = rng.randrange(self.data.size), rng.randrange(self.engine.batch.micro_batches)
         micro_batch = list(samples.split(self.engine.batch.micro_batch))[micro_batch_index]
-        scale = self.engine.scale.value / count_targets(self.engine, samples.targets)
+        scale = self.engine.scale.value / count_targets(self.engine, samples)
         self.redundant_result = self.step_result = self._compute(self._broadcast_owner_batch(micro_batch), scale)
         if self.data.index == self.owner:
             _StepHooks(self, micro_batch_index)
@@ -79,7 +79,7 @@ class RedundantCompute:
         tensors = [tensor.clone() for tensor in micro_batch.tensors]
         for tensor in tensors:
             dist.broadcast(tensor, group=self.data.group, group_src=self.owner)
-        return self.engine.prepare_samples(Samples(*tensors))
+        return self.engine.prepare_samples(Samples.from_tensors(tensors))
 
     def _compute(self, micro_batch: Samples, scale: Tensor) -> Tensor:
         chain, first_outputs = self.engine.chains[0], list[Tensor]()

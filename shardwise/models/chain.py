@@ -6,7 +6,7 @@ no parallel code; its `sharding_plan` is data (`shardwise.models.sharding`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Protocol, runtime_checkable
 
@@ -61,6 +61,22 @@ class Chain(nn.Module):
         """Returns the repeated blocks, which are checkpointed and compiled one by one."""
         return [module for name, module in self.named_children() if fnmatchcase(name, self.sharding_plan.block_pattern)]
 
+    def fsdp_units(self) -> Sequence[nn.Module]:
+        """Returns the modules that FSDP shards one by one, in forward order; tied weights stay with the chain."""
+        tied = {name.partition(".")[0] for pair in self.sharding_plan.ties for name in pair}
+        children = dict(self.named_children())
+        return [child for name, child in children.items() if not (name in tied and tied <= children.keys())]
+
+    def pass_sample_ids(self) -> None:
+        """Called before blocks are wrapped for activation checkpointing; ours get the sample ids as an argument."""
+
+    def configure(self, device: torch.device, dtype: torch.dtype, tensor_degree: int) -> None:
+        """Called once the parameters have memory, with the dtype of activations."""
+
+    def initial_value(self, name: str) -> Tensor | None:
+        """Returns the full initial value of a parameter; None: the sharding plan says how it is initialized."""
+        return None
+
     def forward(
         self, x: Tensor, ids: Tensor | None = None, targets: Tensor | None = None, **extra_inputs: Tensor
     ) -> Tensor:  # fmt: skip
@@ -74,6 +90,10 @@ class Chain(nn.Module):
 def init_weights(chain: Chain, seed: int) -> None:
     """Initializes a full chain on one device; every layout starts from these weights."""
     for name, parameter in chain.named_unique_parameters():
+        value = chain.initial_value(name)
+        if value is not None:
+            parameter.data.copy_(value)
+            continue
         init = chain.sharding_plan.init_spec_of(name)
         with torch.no_grad():
             if init.kind == "normal":

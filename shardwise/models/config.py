@@ -51,6 +51,8 @@ class ModelConfig(ConfigSection):
     experts or tables on other ranks)."""
     requires_single_micro_batch: ClassVar[bool] = False
     """Whether each rank must run its share of the batch as a single micro-batch, without gradient accumulation."""
+    passes_batch: ClassVar[bool] = False
+    """Whether every pipeline stage gets the batch, because it runs the forward of a module that is not ours."""
     supports_muon: ClassVar[bool] = True
     """Whether blocks have weight matrices, which Muon updates."""
     name: str
@@ -69,6 +71,11 @@ class ModelConfig(ConfigSection):
     def _shrunk_values(self) -> dict[str, Any]:
         """Returns the values that differ in the small config."""
         raise NotImplementedError
+
+    @property
+    def counts_samples(self) -> bool:
+        """Whether the loss is a mean over samples, whatever their targets are."""
+        return False
 
     @property
     def throughput_unit(self) -> str:

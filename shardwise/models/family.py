@@ -122,12 +122,38 @@ class Family:
         """Returns the positions and features of the activations that pipeline stages exchange."""
         return config.length, config.width
 
+    def stage_shapes(self, config: Any, layout: Any, samples: int) -> tuple[Tensor, tuple[int, ...]]:
+        """Returns the first pipeline stage's input for a micro-batch of a rank, on the meta device, and the shape of
+        the activations that stages exchange."""
+        import torch
+
+        positions, features = self.hidden_shape(config)
+        positions //= layout.context
+        tokens = torch.empty(samples, positions, dtype=torch.int64, device="meta")
+        return tokens, (samples, positions // layout.tensor, features)
+
+    def sources(self, config: Any) -> Any:
+        """Returns training and validation source of a model that brings its own data; None: see `[data]`."""
+        return None
+
     def tables(self, config: Any) -> Sequence[TableSpec]:
         """Returns the embedding tables, which are kept in host memory outside the chain."""
         return ()
 
     def reference(self, config: Any) -> nn.Module | None:
         """Returns the same model from an independent implementation (transformers), or None."""
+        return None
+
+    def build_reference(self, config: Any, seed: int, dtype: torch.dtype) -> nn.Module:
+        """Returns the model that `verify` takes for the truth, initialized."""
+        from shardwise.models.chain import init_weights
+
+        model = self.build(config, seed).to(dtype)
+        init_weights(model, seed)
+        return model
+
+    def reference_loss(self, config: Any, model: nn.Module, samples: Any) -> Tensor | None:
+        """Returns the mean loss of a batch; None: the cross-entropy of the model's logits."""
         return None
 
     def reference_weights(self, config: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

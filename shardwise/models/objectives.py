@@ -55,7 +55,7 @@ class MaskedLM(PerSampleObjective):
         tokens, draws = row.clip(min=0), rng.random(model.max_predictions)
         tokens[masked_positions[draws < 0.8]] = model.resolved_mask_id
         randomized = masked_positions[draws >= 0.9]
-        tokens[randomized] = rng.integers(0, model.vocab - model.reserved_ids, len(randomized))
+        tokens[randomized] = rng.integers(0, model.vocab_size - model.reserved_ids, len(randomized))
         return tokens, targets
 
 

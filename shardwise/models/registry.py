@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -18,6 +19,10 @@ from shardwise.models.presets import PRESETS
 from shardwise.models.resnet_family import ResNetFamily
 from shardwise.models.t5_family import T5Family
 
+ADAPTERS = {"python:": "shardwise.adapters.module_family:ModuleFamily",
+            "hf:": "shardwise.adapters.huggingface.huggingface_family:HuggingFaceFamily",
+            "script:": "shardwise.adapters.module_family:ModuleFamily"}  # fmt: skip
+"""The families of models that are not ours, by the prefix of `model.name`; imported when first used."""
 ENTRY_POINTS = "shardwise.families"
 BUILT_IN: dict[str, Family] = {
     "gpt": GPTFamily(), "moe": MoEFamily(), "bert": BertFamily(), "t5": T5Family(), "resnet": ResNetFamily(),
@@ -40,8 +45,21 @@ def families() -> dict[str, Family]:
     return registered
 
 
+@cache
+def _adapter(prefix: str) -> Family:
+    module, _, name = ADAPTERS[prefix].partition(":")
+    family: Family = getattr(import_module(module), name)()
+    return family
+
+
+def _prefix(name: str) -> str | None:
+    return next((prefix for prefix in ADAPTERS if name.startswith(prefix)), None)
+
+
 def family_name(name: str) -> str:
     """Returns the family of a model or preset name; raises ValueError if the name is unknown."""
+    if prefix := _prefix(name):
+        return prefix
     if name in BUILT_IN:
         return name
     if name in PRESETS:
@@ -53,7 +71,12 @@ def family_name(name: str) -> str:
 
 def family_of(config: ModelConfig) -> Family:
     """Returns the family that a config belongs to."""
-    name = family_name(config.name)
+    return _named_family(family_name(config.name))
+
+
+def _named_family(name: str) -> Family:
+    if name in ADAPTERS:
+        return _adapter(name)
     return BUILT_IN[name] if name in BUILT_IN else families()[name]
 
 
@@ -61,5 +84,4 @@ def parse_model(values: Mapping[str, Any]) -> ModelConfig:
     """Returns the config of a `[model]` section. A preset provides the defaults of missing keys."""
     name = values.get("name", "gpt")
     family = family_name(name) if isinstance(name, str) else "gpt"
-    chosen = BUILT_IN[family] if family in BUILT_IN else families()[family]
-    return chosen.config.model_validate(values)
+    return _named_family(family).config.model_validate(values)

@@ -77,6 +77,32 @@ class VocabHead:
 
 
 @dataclass(frozen=True)
+class AllReduceOutput:
+    """A linear layer with split inputs: its output is a partial sum, which is all-reduced; the bias is added once."""
+
+    module: str
+    splits_input: bool = False
+    """Whether the input is whole, so that each rank takes its own features of it."""
+
+
+@dataclass(frozen=True)
+class GatherOutput:
+    """A linear layer with split outputs, which are all-gathered."""
+
+    module: str
+
+
+@dataclass(frozen=True)
+class VocabLookup:
+    """An embedding with a sharded vocabulary, whose lookups are all-reduced."""
+
+    module: str
+
+
+ModuleRule = SequenceRegion | VocabEmbedding | VocabHead | AllReduceOutput | GatherOutput | VocabLookup
+
+
+@dataclass(frozen=True)
 class InitSpec:
     """How a parameter is initialized: `normal` with standard deviation `std`, `ones` or `zeros`."""
 
@@ -87,11 +113,15 @@ class InitSpec:
 @dataclass(frozen=True)
 class ShardingPlan:
     shard_dims: tuple[ShardDim, ...]
-    modules: tuple[SequenceRegion | VocabEmbedding | VocabHead, ...]
+    modules: tuple[ModuleRule, ...]
     ties: tuple[tuple[str, str], ...] = ()
     """Tied parameters, as pairs (alias, canonical name)."""
     init: tuple[tuple[str, InitSpec], ...] = ()
     """Pairs (parameter pattern, initialization)."""
+    stage_ties: tuple[str, ...] | None = None
+    """The parameters that the first and the last stage share; None: all tied ones."""
+    splits_sequence: bool = True
+    """Whether activations between the modules of `modules` are split along the sequence over the tensor axis."""
     block_pattern: str = "block*"
     """Pattern of the repeated blocks."""
     compared_modules: tuple[str, ...] = ()
@@ -105,14 +135,13 @@ class ShardingPlan:
 
     def is_matrix(self, parameter: str, dims: int) -> bool:
         """Whether a parameter is a block's matmul weight or a stack of them; routers and embeddings are not."""
-        module, _, leaf = parameter.partition(".")
-        is_matmul_weight = (dims == 2 and leaf.endswith(".weight")) or (dims == 3 and ".bank." in leaf)
-        return is_matmul_weight and fnmatchcase(module, self.block_pattern)
+        is_matmul_weight = (dims == 2 and parameter.endswith(".weight")) or (dims == 3 and ".bank." in parameter)
+        return is_matmul_weight and fnmatchcase(parameter, f"{self.block_pattern}.*")
 
     @property
     def tied_parameters(self) -> set[str]:
         """Returns the canonical names of parameters that the first and the last stage share."""
-        return {name for _, name in self.ties}
+        return {name for _, name in self.ties} if self.stage_ties is None else set(self.stage_ties)
 
     def canonical_name(self, parameter: str) -> str:
         """Returns the canonical name of a tied parameter, and any other name unchanged."""

@@ -28,12 +28,13 @@ aten = torch.ops.aten
 LOOKUPS = ("embedding", "index", "index_select", "gather")
 
 
-def trace_module(module: nn.Module, *inputs: Any, **kwargs: Any) -> tuple[OperatorCosts, ...]:
-    """Returns the costs of a module's children in order of first call. Inputs and weights may be real, meta or fake."""
+def trace_module(module: nn.Module, *inputs: Any, parts: Any = None, **kwargs: Any) -> tuple[OperatorCosts, ...]:
+    """Returns the costs of a module's children, or of other `parts` of it, in order of first call. Inputs and weights
+    may be real, meta or fake."""
     recorder = _OperatorRecorder()
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        inputs, kwargs = tree_map_only(Tensor, _to_fake(fake), (inputs, kwargs))
-        with _with_fake_tensors(module, fake), _isolate_children(module, recorder), recorder:
+        inputs, kwargs = tree_map_only(Tensor, to_fake(fake), (inputs, kwargs))
+        with with_fake_tensors(module, fake), _isolate_children(module, recorder, parts), recorder:
             recorder.enter("", module._parameters.values() if any(module.children()) else ())
             with _record_saved(recorder.records[""], module):
                 recorder.leave(module(*inputs, **kwargs))
@@ -55,8 +56,8 @@ def trace_flops(chain: nn.Module, batch: Mapping[str, Tensor]) -> list[float]:
         key = type(child), tuple(weight.shape for weight in child.parameters()), x.shape, x.dtype
         if key not in traced:
             recorder = _OperatorRecorder()
-            with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad(), _with_fake_tensors(child, fake):
-                inputs, kwargs = tree_map_only(Tensor, _to_fake(fake), (x, batch))
+            with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad(), with_fake_tensors(child, fake):
+                inputs, kwargs = tree_map_only(Tensor, to_fake(fake), (x, batch))
                 with recorder:
                     recorder.enter("", ())
                     out = child(inputs, **kwargs)
@@ -170,9 +171,11 @@ def _attention_op(func: Any, args: Any, kwargs: Any) -> AttentionOp:
 
 
 @contextmanager
-def _isolate_children(module: nn.Module, recorder: _OperatorRecorder) -> Iterator[None]:
+def _isolate_children(
+    module: nn.Module, recorder: _OperatorRecorder, parts: Mapping[str, nn.Module] | None
+) -> Iterator[None]:
     """Makes each child run its forward and then its backward, isolated from the others."""
-    children = dict(module.named_children()) or {type(module).__name__: module}
+    children = parts or dict(module.named_children()) or {type(module).__name__: module}
     before = [(child, child.__dict__.get("forward")) for child in children.values()]
     for name, child in children.items():
         child.forward = _traced_forward(name, child, child.forward, recorder)
@@ -222,7 +225,7 @@ def _record_saved(record: dict[str, Any], module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _with_fake_tensors(module: nn.Module, fake: FakeTensorMode) -> Iterator[None]:
+def with_fake_tensors(module: nn.Module, fake: FakeTensorMode) -> Iterator[None]:
     """Replaces the module's parameters and buffers by fake tensors."""
     slots: list[tuple[dict[str, Any], str, Tensor]] = [
         (container, name, tensor) for part in module.modules() for container in (part._parameters, part._buffers)
@@ -231,7 +234,7 @@ def _with_fake_tensors(module: nn.Module, fake: FakeTensorMode) -> Iterator[None
     fakes: dict[int, Tensor] = {}
     for container, name, tensor in slots:
         if id(tensor) not in fakes:  # tied weights stay tied
-            new = _to_fake(fake)(tensor)
+            new = to_fake(fake)(tensor)
             fakes[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
         container[name] = fakes[id(tensor)]
     try:
@@ -241,7 +244,7 @@ def _with_fake_tensors(module: nn.Module, fake: FakeTensorMode) -> Iterator[None
             container[name] = tensor
 
 
-def _to_fake(fake: FakeTensorMode) -> Callable[[Tensor], Tensor]:
+def to_fake(fake: FakeTensorMode) -> Callable[[Tensor], Tensor]:
     def convert(tensor: Tensor) -> Tensor:
         with fake:
             new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")

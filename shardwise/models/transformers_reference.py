@@ -36,7 +36,8 @@ class KeepFloat64(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if args and isinstance(args[0], Tensor) and args[0].dtype is torch.float64:
-            if func is Tensor.float or (func is Tensor.to and any(arg is torch.float32 for arg in args[1:])):
+            casts = func in (Tensor.to, Tensor.type) and any(arg is torch.float32 for arg in args[1:])
+            if func is Tensor.float or casts:
                 return args[0]
             if kwargs.get("dtype") is torch.float32:
                 kwargs["dtype"] = torch.float64

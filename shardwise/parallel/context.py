@@ -70,7 +70,7 @@ def local_positions(length: int, axis: Axis, method: str) -> Tensor:
 def apply(chain: Chain, layout: Layout, mesh: Mesh, length: int, device: torch.device) -> None:
     """Sets position ids, rotary embeddings and the attention function of a chain's modules for this rank."""
     context, tensor = mesh["context"], mesh["tensor"]
-    if context.size == tensor.size == 1:
+    if context.size == tensor.size == 1 or not chain.sharding_plan.splits_sequence:
         return
     context_positions = local_positions(length, context, layout.context_method)
     sequence_positions = context_positions.chunk(tensor.size)[tensor.index].to(device)

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.comm.axis import Axis
@@ -51,6 +52,8 @@ class DataParallel(ABC):
         self.chains, self.mesh = chains, mesh
         self.modules: list[nn.Module] = list(chains)
         self.param_pairs: ParamPairs = []
+        self.frozen_shards: list[ParamShard] = []
+        """This rank's shards of parameters that are not trained: initialized, and then left as they are."""
         self.compressor: Compressor | None = None
         self.compression_paused = False
         """Whether gradients are reduced uncompressed, in the steps before `gradient.compress_after`."""
@@ -60,6 +63,11 @@ class DataParallel(ABC):
         for chain in self.chains:
             for name, weight in chain.named_unique_parameters():
                 shape, tensor_dim, expert = specs[name]
+                if not weight.requires_grad:
+                    is_sharded = isinstance(weight, DTensor)
+                    local = weight.to_local() if isinstance(weight, DTensor) else weight
+                    self.frozen_shards.append(ParamShard(name, local.detach(), shape, tensor_dim, is_sharded, 1))
+                    continue
                 axis = self.mesh["expert_replicas" if expert else "fsdp"]
                 replicas = self.mesh["replicate" if expert else "replicas"]
                 num_replicas = replicas.size * (self.mesh["tensor"].size if tensor_dim is None else 1)

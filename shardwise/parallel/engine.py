@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from shardwise.comm.step_timer import StepTimer
 from shardwise.data.sample_stream import Samples, SampleStream
 from shardwise.job import Job
 from shardwise.layout import BatchSplit
-from shardwise.models.chain import Chain
+from shardwise.models.chain import IGNORE_INDEX, Chain
 from shardwise.models.config import ModelConfig
 from shardwise.optim import make_optimizer
 from shardwise.parallel import context
@@ -111,7 +111,17 @@ class Engine:
 
     def prepare_samples(self, samples: Samples) -> Samples:
         """Returns the samples at this rank's positions, with document ids if attention is masked by document."""
-        return context.shard_samples(samples.with_document_ids(self.model.document_separator), self.positions)
+        samples = context.shard_samples(samples.with_document_ids(self.model.document_separator), self.positions)
+        if self.model.passes_batch and not samples.inputs:
+            counts = (samples.targets != IGNORE_INDEX).flatten(1).sum(1)
+            samples = replace(samples, inputs=(samples.tokens, samples.targets), counts=counts)
+        return samples
+
+    def num_targets(self, samples: Samples) -> Tensor:
+        """Returns what this rank's loss is a sum over."""
+        if self.model.counts_samples and samples.counts is None:
+            return torch.tensor(samples.ids.numel(), device=samples.ids.device)
+        return samples.num_targets
 
     @property
     def is_data_leader(self) -> bool:

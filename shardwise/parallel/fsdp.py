@@ -36,18 +36,16 @@ class FSDP(DataParallel):
         self.shapes = {name: weight.shape for chain in chains for name, weight in chain.named_unique_parameters()}
         """Shapes of this tensor rank's weights before FSDP shards them."""
         for chain in chains:
-            tied = {name.partition(".")[0] for pair in chain.sharding_plan.ties for name in pair}
-            children = dict(chain.named_children())
             if mesh.layout.expert_ranks > 1:
                 for module in chain.modules():
                     if isinstance(module, ExpertWeights):
                         self._shard(module, policy, mesh.expert_fsdp_mesh, mesh["expert_replicas"])
-            for name, child in children.items():
-                if not (name in tied and tied <= children.keys()):  # tied weights stay together in the root
-                    self._shard(child, policy, mesh.fsdp_mesh, mesh["fsdp"])
+            units = chain.fsdp_units()
+            for unit in units:
+                self._shard(unit, policy, mesh.fsdp_mesh, mesh["fsdp"])
             self._shard(chain, policy, mesh.fsdp_mesh, mesh["fsdp"])
-            if mesh.layout.pipeline > 1:
-                self._set_backward_prefetch([child for child in children.values() if isinstance(child, FSDPModule)])
+            if mesh.layout.pipeline > 1 and units:
+                self._set_backward_prefetch([unit for unit in units if isinstance(unit, FSDPModule)])
 
     @staticmethod
     def _set_backward_prefetch(modules: list[FSDPModule]) -> None:

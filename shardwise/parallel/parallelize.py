@@ -75,6 +75,7 @@ def parallelize(
     for chain in chains:
         if not fully_sharded and not single_process:
             precision.apply(chain)
+        chain.pass_sample_ids()
         recompute.apply(chain, layout)
         if job.should_compile(device.type, layout):
             budget = ACTIVATION_MEMORY_BUDGET_FP8 if precision.use_fp8 else ACTIVATION_MEMORY_BUDGET
@@ -98,21 +99,20 @@ def parallelize(
                 chain, job.model, device, precision.compute_dtype, pipelined=layout.pipeline > 1,
                 use_fp8=precision.use_fp8, loss_chunk_size=job.loss.chunk_size, aux_loss_scale=aux_loss_scale,
             )  # fmt: skip
+            chain.configure(device, precision.compute_dtype, layout.tensor)
             context.apply(chain, layout, mesh, job.model.length, device)
             batch_norm.apply(chain, mesh["data"])
         param_shards = data.make_param_shards(param_specs)
         if memory is None:
-            for param_shard in param_shards:
-                init_param_shard(param_shard, model.sharding_plan.init_spec_of(param_shard.name), job.seed, mesh)
+            for param_shard in (*param_shards, *data.frozen_shards):
+                init_param_shard(param_shard, model, job.seed, mesh)
         data.sync_weights()
 
     pipeline = None
     if layout.pipeline > 1:
-        positions, features = prepared.family.hidden_shape(job.model)
-        positions //= layout.context
+        shapes = prepared.family.stage_shapes(job.model, layout, batch.micro_batch)
         pipeline = Pipeline(
-            data.modules, layout, mesh, batch.micro_batches, (batch.micro_batch, positions),
-            (batch.micro_batch, positions // layout.tensor, features), precision.compute_dtype, order,
+            data.modules, layout, mesh, batch.micro_batches, *shapes, precision.compute_dtype, order
         )  # fmt: skip
     local_positions = None
     if layout.context > 1:

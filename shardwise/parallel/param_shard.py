@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.axis import Axis
-from shardwise.models.sharding import InitSpec
+from shardwise.models.chain import Chain
 from shardwise.parallel.mesh import Mesh
 from shardwise.random import hash_key, normal_
 
@@ -84,8 +84,15 @@ def sharded_dims_of(param_shard: ParamShard, mesh: Mesh) -> list[tuple[int, Axis
     return sharded_dims
 
 
-def init_param_shard(param_shard: ParamShard, init: InitSpec, seed: int, mesh: Mesh) -> None:
+def init_param_shard(param_shard: ParamShard, chain: Chain, seed: int, mesh: Mesh) -> None:
     """Fills a shard with its slice of the initial parameter, which depends on the seed alone."""
+    value = chain.initial_value(param_shard.name)
+    if value is not None:
+        for dim, (first, size) in enumerate(zip(*offset_and_shape(param_shard, mesh), strict=True)):
+            value = value.narrow(dim, first, size)
+        param_shard.tensor.detach().copy_(value)
+        return
+    init = chain.sharding_plan.init_spec_of(param_shard.name)
     if init.kind == "normal":
         offset, _ = offset_and_shape(param_shard, mesh)
         normal_(

@@ -22,10 +22,11 @@ class Pipeline:
 
     def __init__(
         self, modules: list[nn.Module], layout: Layout, mesh: Mesh, micro_batches: int,
-        token_shape: tuple[int, int], hidden_shape: tuple[int, int, int], dtype: torch.dtype,
+        first_input: Tensor, hidden_shape: tuple[int, ...], dtype: torch.dtype,
         order: PipelineOrder | None = None,
     ):  # fmt: skip
-        """`order` replaces the layout's schedule; the layout still places the stages."""
+        """`first_input` is that of the first stage, on the meta device. `order` replaces the layout's schedule; the
+        layout still places the stages."""
         if order is None and layout.schedule in AUTO_SCHEDULES:
             raise LayoutError(
                 f"schedule={layout.schedule} needs an `order` synthesized for it; pass one to parallelize."
@@ -34,14 +35,13 @@ class Pipeline:
         last = layout.stage_count - 1
         self.has_first_stage, self.has_last_stage = 0 in indices, last in indices
         self._scale = torch.ones(())
-        tokens = torch.empty(token_shape, dtype=torch.int64, device="meta")
         self.hidden_states = torch.empty(hidden_shape, dtype=dtype, device="meta", requires_grad=True)
         loss = torch.empty((), dtype=torch.promote_types(dtype, torch.float32), device="meta", requires_grad=True)
         self.stages = [
             PatchedPipelineStage(
                 StageModule(module, reshard_after_use=layout.zero == 3), index, layout.stage_count, mesh.device,
                 group=mesh["pipeline"].group, timer=mesh.timer,
-                input_args=tokens if index == 0 else self.hidden_states,
+                input_args=first_input if index == 0 else self.hidden_states,
                 output_args=loss if index == last else self.hidden_states,
             )
             for index, module in zip(indices, modules, strict=True)

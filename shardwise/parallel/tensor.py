@@ -30,7 +30,17 @@ from shardwise.console import pluralize
 from shardwise.errors import LayoutError
 from shardwise.models.chain import Chain
 from shardwise.models.loss import VocabShard
-from shardwise.models.sharding import SequenceRegion, ShardDim, ShardingPlan, VocabEmbedding, VocabHead
+from shardwise.models.sharding import (
+    AllReduceOutput,
+    GatherOutput,
+    SequenceRegion,
+    ShardDim,
+    ShardingPlan,
+    VocabEmbedding,
+    VocabHead,
+    VocabLookup,
+)
+from shardwise.parallel.batch_norm import AllReduceSum
 from shardwise.parallel.parametrize import parametrize
 
 SEQUENCE_DIM = 1  # of (batch, sequence, hidden)
@@ -46,7 +56,7 @@ def check(plan: ShardingPlan, shapes: dict[str, torch.Size], sequence: int, degr
     """Raises LayoutError if the tensor degree does not divide the sequence or the heads, or leaves a rank empty."""
     if degree == 1:
         return
-    if sequence % degree:
+    if plan.splits_sequence and sequence % degree:
         raise LayoutError(
             f"tensor={degree} splits activations along the sequence, but the sequence length {sequence} is not "
             f"divisible by {degree}; the nearest valid length is {max(degree, round(sequence / degree) * degree)}."
@@ -98,6 +108,12 @@ def apply(chain: Chain, axis: Axis) -> dict[str, int | None]:
             _apply_vocab_embedding(module, axis)
         elif isinstance(rule, VocabHead):
             _apply_vocab_head(module, axis)
+        elif isinstance(rule, AllReduceOutput):
+            _apply_all_reduce(module, axis, rule.splits_input)
+        elif isinstance(rule, GatherOutput):
+            module.register_forward_hook(lambda module, args, y: all_gather_with_grad(y.contiguous(), -1, axis))
+        elif isinstance(rule, VocabLookup):
+            _apply_vocab_lookup(module, axis)
     return sharded_dims
 
 
@@ -163,6 +179,36 @@ def _apply_vocab_embedding(module: Any, axis: Axis) -> None:
         is_remote = (row < 0) | (row >= module.weight.shape[0])
         embeddings = F.embedding(row.masked_fill(is_remote, 0), module.weight)
         return reduce_scatter_sequence(embeddings.masked_fill(is_remote.unsqueeze(-1), 0.0), axis)
+
+    module.forward = forward
+
+
+def _apply_all_reduce(row: nn.Module, axis: Axis, splits_input: bool) -> None:
+    parametrize(row, "bias", lambda bias: None)  # the matmul gives a partial sum; the bias is added once, below
+
+    def post_hook(module: nn.Module, args: Any, y: Tensor) -> Tensor:
+        y, bias = AllReduceSum.apply(y, axis), row._parameters.get("bias")
+        return y if bias is None else y + bias.to(y.dtype)
+
+    def pre_hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        first, length = axis.span(args[0].shape[-1])
+        return args[0].narrow(-1, first, length), *args[1:]
+
+    if splits_input:
+        row.register_forward_pre_hook(pre_hook)
+    row.register_forward_hook(post_hook)
+
+
+def _apply_vocab_lookup(module: Any, axis: Axis) -> None:
+    lookup = module.forward
+    padding = -1 if module.padding_idx is None else module.padding_idx - module.first_row
+    module.padding_idx = padding if 0 <= padding < module.weight.shape[0] else None
+
+    def forward(tokens: Tensor) -> Tensor:
+        row = tokens - module.first_row
+        is_remote = (row < 0) | (row >= module.weight.shape[0])
+        embeddings = lookup(row.masked_fill(is_remote, 0))
+        return AllReduceSum.apply(embeddings.masked_fill(is_remote.unsqueeze(-1), 0.0), axis)
 
     module.forward = forward
 

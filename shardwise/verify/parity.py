@@ -12,9 +12,10 @@ Every rank compares its own shards with the same shards of the reference, so rep
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,13 +33,13 @@ from shardwise.data.source import Source
 from shardwise.errors import RunError
 from shardwise.job import Job
 from shardwise.layout import Layout, solve_batch
-from shardwise.models.chain import IGNORE_INDEX, Chain
+from shardwise.models.chain import IGNORE_INDEX
 from shardwise.optim import learning_rate, set_learning_rate
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.param_shard import sharded_dims_of
 from shardwise.parallel.precision import Precision
-from shardwise.parallel.prepare import prepare
+from shardwise.parallel.prepare import meta_model, prepare
 from shardwise.planner.plan import auto_schedule_order
 from shardwise.random import hash_key, normal_
 from shardwise.step import StepResult, step
@@ -51,6 +52,8 @@ from shardwise.verify.reference import run_reference
 TOLERANCE = {"float64": 1e-10, "float32": 1e-3, "bf16": 1e-1, "fp16": 1e-2, "fp8": 3e-1}
 # Relative to the RMS norm. In half precision, rounding decides which way Adam moves a weight with a tiny gradient.
 NORM_FLOOR = {"float64": 1e-6, "float32": 1e-6, "bf16": 0.1, "fp16": 0.1, "fp8": 0.1}
+# A gradient that is zero in theory (a key's bias under softmax) is rounding noise, of which Adam makes a full step.
+NOISE_NORM, NOISE_FLOOR = 1e-12, 1e-3  # relative to the RMS norm: what counts as noise, and the floor of its weights
 QUANTITIES = ("output", "loss", "gradient", "grad_norm", "weight")  # in the order in which a step computes them
 
 
@@ -145,7 +148,7 @@ class IgnoredTargetsSource:
 def make_stream(job: Job) -> SampleStream:
     """Returns a stream so short that three steps read more than one epoch."""
     source = synthetic_source(job, max(1, 2 * job.samples - 1))
-    has_one_target = job.model.sample_kind != "tokens"
+    has_one_target = job.model.sample_kind != "tokens" or job.model.counts_samples
     return SampleStream(
         source if has_one_target else IgnoredTargetsSource(source),
         job.seed,
@@ -163,7 +166,7 @@ def _run_reference(job: Job, steps: int, layout: Layout | None = None) -> list[d
         job,
         make_stream(job),
         _learning_rates(job, steps),
-        record_outputs,
+        partial(record_outputs, meta_model(job.model, job.seed).sharding_plan.compared_modules),
         Precision(job.precision).master_dtype,
     )
     if job.family.tables(job.model):
@@ -191,20 +194,21 @@ def _group_by_step(by_replica: list[list[dict[str, Any]]]) -> list[dict[str, Any
 # Fingerprints of outputs
 
 
-def record_outputs(chain: Chain, outputs: dict[str, list[Tensor]]) -> list[Any]:
+def record_outputs(patterns: Sequence[str], model: nn.Module, outputs: dict[str, list[Tensor]]) -> list[Any]:
     """Hooks the compared modules so that `outputs` collects their outputs by micro-batch. Returns the handles."""
     return [
         module.register_forward_hook(_make_output_hook(name, outputs))
-        for name, module in chain.named_modules()
-        if any(
-            fnmatchcase(name, pattern) and name.count(".") == pattern.count(".")
-            for pattern in chain.sharding_plan.compared_modules
-        )
+        for name, module in model.named_modules()
+        if any(fnmatchcase(name, pattern) and name.count(".") == pattern.count(".") for pattern in patterns)
+        and not getattr(module, "is_passed_over", False)  # a block of another stage
     ]
 
 
 def _make_output_hook(name: str, outputs: dict[str, list[Tensor]]) -> Any:
-    def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        output = output[0] if isinstance(output, tuple | list) else output
+        if not isinstance(output, Tensor):
+            return
         if torch._C._current_graph_task_id() == -1:  # not during recomputation in the backward
             outputs.setdefault(name, []).append(output.detach())
 
@@ -228,6 +232,8 @@ class Comparison:
     def __init__(self, precision: str):
         self.tolerance, self.floor = TOLERANCE[precision], NORM_FLOOR[precision]
         self.max_errors = dict.fromkeys(QUANTITIES, 0.0)
+        self.noise: set[str] = set()
+        """Parameters whose gradient was rounding noise in some step."""
         self.differences: list[tuple[tuple[int, int, int], Difference]] = []
 
     def add(self, step_index: int, kind: str, order: int, name: str, error: float) -> None:
@@ -263,6 +269,7 @@ def _compare_layout(job: Job, layout: Layout, reference: list[dict[str, Any]], s
     stream = make_stream(job)
     engine.begin_stream(job, stream)
     comparison = Comparison(job.precision)
+    record = partial(record_outputs, engine.chains[0].sharding_plan.compared_modules)
     for step_index, lr in enumerate(_learning_rates(job, steps)):
         expected = reference[step_index]
         if engine.outer_optimizer is not None:
@@ -273,9 +280,7 @@ def _compare_layout(job: Job, layout: Layout, reference: list[dict[str, Any]], s
         outputs: dict[str, list[Tensor]] = {}
         # torch.compile would trace the hooks: blocks would recompile in each step and differ from those in training.
         handles = (
-            []
-            if job.compile is True
-            else [handle for chain in engine.chains for handle in record_outputs(chain, outputs)]
+            [] if job.compile is True else [handle for chain in engine.chains for handle in record(chain, outputs)]
         )
 
         def observe(outcome: StepResult) -> None:
@@ -320,11 +325,12 @@ def _compare_outputs(
         elif name in outputs:
             chunk = _local_chunk(full, engine.mesh["data"], 0)
             chunk = chunk if engine.positions is None else chunk[:, engine.positions]
-            chunk = _local_chunk(chunk, engine.mesh["tensor"], 1)
+            if engine.chains[0].sharding_plan.splits_sequence:
+                chunk = _local_chunk(chunk, engine.mesh["tensor"], 1)
             floor = comparison.floor * float(full.norm())
-            comparison.add(
-                step_index, "output", order, name, relative_error(output_fingerprint(outputs[name]), chunk, floor)
-            )
+            found = output_fingerprint(outputs[name])
+            error = relative_error(found, chunk, floor) if found.shape == chunk.shape else math.inf
+            comparison.add(step_index, "output", order, name, error)
 
 
 def _compare_shards(
@@ -352,8 +358,12 @@ def _compare_shards(
             squared_errors = torch.where(torch.tensor(is_sharded), sums, squared_errors)
     rms_norm, order = _rms_norm_and_order(expected)
     for param_shard, squared_error in zip(engine.param_shards, squared_errors.tolist(), strict=True):
-        error = math.sqrt(squared_error) / max(float(expected[param_shard.name].norm()), comparison.floor * rms_norm)
+        floor = NOISE_FLOOR if kind == "weight" and param_shard.name in comparison.noise else comparison.floor
+        error = math.sqrt(squared_error) / max(float(expected[param_shard.name].norm()), floor * rms_norm)
         comparison.add(step_index, kind, order[param_shard.name], param_shard.name, error)
+        is_noise = float(expected[param_shard.name].norm()) < NOISE_NORM * rms_norm
+        if kind == "gradient" and is_noise:
+            comparison.noise.add(param_shard.name)
 
 
 def _compare_full_weights(comparison: Comparison, step_index: int, engine: Engine, expected: dict[str, Tensor]) -> None:
@@ -364,11 +374,12 @@ def _compare_full_weights(comparison: Comparison, step_index: int, engine: Engin
     sharded_dims = {p.name: sharded_dims_of(replace(p, is_sharded=False), engine.mesh) for p in engine.param_shards}
     for chain in engine.chains:
         for name, weight in chain.named_unique_parameters():
-            if not isinstance(weight, DTensor):
+            if not isinstance(weight, DTensor) and weight.requires_grad:
                 chunk = expected[name]
                 for dim, axis in sharded_dims[name]:
                     chunk = _local_chunk(chunk, axis, dim)
-                error = relative_error(weight.detach(), chunk, comparison.floor * rms_norm)
+                floor = NOISE_FLOOR if name in comparison.noise else comparison.floor
+                error = relative_error(weight.detach(), chunk, floor * rms_norm)
                 comparison.add(step_index, "weight", order[name], name, error)
 
 

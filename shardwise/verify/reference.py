@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.data.sample_stream import Samples, SampleStream
 from shardwise.job import Job
-from shardwise.models.chain import IGNORE_INDEX, Chain, init_weights
+from shardwise.models.chain import IGNORE_INDEX
 from shardwise.models.moe import MoE
 from shardwise.models.resnet import unpack_targets
 from shardwise.verify.reference_optimizers import make_reference_optimizers
@@ -33,7 +33,7 @@ def run_steps(
     record_outputs: Any,
     dtype: torch.dtype,
     ranks_and_micro_batches: tuple[int, int] = (1, 1),
-    make_gradient_sum: Callable[[Chain], Callable[[str, list[Tensor]], Tensor]] | None = None,
+    make_gradient_sum: Callable[[Any], Callable[[str, list[Tensor]], Tensor]] | None = None,
     replicas_and_index: tuple[int, int] = (1, 0),
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Yields, per step, a record and the live weights.
@@ -42,9 +42,8 @@ def run_steps(
     sum. `ranks_and_micro_batches`: how many ranks, and micro-batches per rank, are emulated for that function.
     `replicas_and_index`: into how many equal parts each batch is split, and which of them to train on.
     """
-    model = job.family.build(job.model, job.seed).to(dtype)
-    init_weights(model, job.seed)
-    weights: dict[str, Any] = dict(model.named_parameters())
+    model = job.family.build_reference(job.model, job.seed, dtype)
+    weights: dict[str, Any] = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     settings, local_batch_size = job.optimizer, job.samples // replicas_and_index[0]
     optimizers = make_reference_optimizers(job, weights)
     sum_gradients = make_gradient_sum(model) if make_gradient_sum is not None else None
@@ -58,9 +57,11 @@ def run_steps(
             document_kwargs["document_ids"] = torch.tensor(
                 [number_documents(row, job.model.document_separator) for row in samples.tokens.tolist()]
             )
-        logits = model(samples.tokens, ids=samples.ids, **document_kwargs)
-        targets = samples.targets[:, -logits.shape[1] :]  # for a T5, the targets of the decoder
-        loss = loss_sum(job, logits.flatten(0, 1), targets.flatten()) / (targets != IGNORE_INDEX).sum()
+        loss = job.family.reference_loss(job.model, model, samples)
+        if loss is None:
+            logits = model(samples.tokens, ids=samples.ids, **document_kwargs)
+            targets = samples.targets[:, -logits.shape[1] :]  # for a T5, the targets of the decoder
+            loss = loss_sum(job, logits.flatten(0, 1), targets.flatten()) / (targets != IGNORE_INDEX).sum()
         aux_losses: list[Any] = [getattr(module, "aux_loss", None) for module in model.modules()]
         (loss + sum(aux_loss for aux_loss in aux_losses if aux_loss is not None) / local_batch_size).backward()
         for handle in handles:
@@ -87,7 +88,7 @@ def run_steps(
 
 def sum_per_rank_gradients(
     job: Job,
-    model: Chain,
+    model: nn.Module,
     samples: Samples,
     ranks_and_micro_batches: tuple[int, int],
     sum_gradients: Callable[[str, list[Tensor]], Tensor],

@@ -296,8 +296,9 @@ def _record_step(job: Job, layout: Layout, micro_batches: int, fake: bool) -> St
             if engine.pipeline is not None:
                 engine.pipeline.schedule.initialize()
             count = micro_batches * engine.batch.micro_batch
-            fields = example.tokens, example.targets, example.ids
-            samples = Samples(*(torch.zeros(count, *field.shape[1:], dtype=field.dtype) for field in fields))
+            samples = Samples.from_tensors(
+                torch.zeros(count, *field.shape[1:], dtype=field.dtype) for field in example.tensors
+            )
             begin = tracker.now()
             tracker.default_role = "activations"
             step(engine, optimizer, samples, job.optimizer.clip, lambda _: _mark_gradients(engine, tracker))

@@ -1,0 +1,1 @@
+"""Models that are not ours: any `nn.Module`, and transformers' models."""

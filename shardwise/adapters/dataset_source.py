@@ -1,0 +1,51 @@
+"""A user's map-style dataset as a source: samples are read by index and collated into batches of tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.adapters.task import Task, flatten_batch
+from shardwise.data.sample_stream import Samples
+from shardwise.errors import DataError, JobError
+
+
+class DatasetSource:
+    length, vocab = 1, 0
+
+    def __init__(self, task: Task, dataset: Any):
+        self.task, self.dataset = task, dataset
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise JobError(
+                f"the dataset {type(dataset).__name__} has no length or cannot be indexed; samples are read by index, "
+                "so that every layout and every restart reads the same: give it __len__ and __getitem__."
+            )
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+    def samples(self, indices: np.ndarray, positions: np.ndarray) -> Samples:
+        rows = []
+        for index in indices.tolist():
+            try:
+                rows.append(self.dataset[index])
+            except Exception as error:
+                cause = f"{type(error).__name__}: {error}"
+                raise DataError(f"sample {index} of {type(self.dataset).__name__} cannot be read: {cause}.") from error
+        try:
+            batch = self.task.collate(rows)
+        except Exception as error:
+            raise DataError(
+                f"{len(rows)} samples cannot be collated: {str(error).splitlines()[0]} Give samples of one shape, or a "
+                "`collate` that pads them."
+            ) from error
+        leaves, _ = flatten_batch(batch, len(rows))
+        total = len(rows) if self.task.count is None else float(self.task.count(batch))
+        counts = torch.full((len(rows),), total / len(rows), dtype=torch.float64)
+        targets = torch.zeros(len(rows), 1, dtype=torch.int64)
+        return Samples(leaves[0], targets, torch.from_numpy(positions.astype(np.int64)), None, tuple(leaves), counts)

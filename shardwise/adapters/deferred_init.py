@@ -1,0 +1,233 @@
+"""Builds a module without memory for its parameters, and computes any parameter's initial value later, on its own.
+
+The constructor runs as its author wrote it. Each parameter becomes a fake tensor when a module registers it; buffers
+stay real. What the constructor does to parameters from then on (`reset_parameters`, `nn.init`, `copy_`) is recorded,
+and `DeferredInit.value` replays it for one parameter. Random operators draw from a generator that is seeded by the
+job's seed, the number of the parameter and the number of the operator, so a value does not depend on which others a
+process computes. Where the constructor reads a value (`nn.init.trunc_normal_` does), that value is replayed at once.
+
+Meta tensors would not do instead of fake ones: `nn.init.orthogonal_` and others skip them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shardwise.errors import JobError
+from shardwise.random import hash_key
+
+# Operators that replace every element of their first argument: what it held before is not needed.
+_OVERWRITES = ("normal_", "uniform_", "zero_", "fill_", "copy_", "log_normal_", "exponential_", "bernoulli_", "random_")
+
+
+@dataclass(frozen=True)
+class _View:
+    """A tensor of the recording: a view of a storage."""
+
+    storage: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _View:
+        storage = tensor.untyped_storage()._cdata
+        return cls(storage, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+
+@dataclass(frozen=True)
+class _Operation:
+    func: Any
+    args: Any
+    kwargs: Any
+    outputs: Any
+    reads: frozenset[int]
+    seed: int
+
+
+class _Recorder(TorchDispatchMode):
+    """Records the operators that act on fake tensors."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed = seed
+        self.operations: list[_Operation] = []
+        self._writers: dict[int, list[int]] = {}  # by storage: the operators that write to it
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._originals: dict[int, Tensor] = {}  # by storage: what a parameter held when it was registered
+        self._counts: dict[int, tuple[int, int]] = {}  # by storage: number of the parameter, operators so far
+        self._moved: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._alive: list[Tensor] = []  # a storage that was freed could be mistaken for a new one at its address
+
+    def to_fake(self, parameter: nn.Parameter) -> nn.Parameter:
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise JobError("the model has lazy modules, whose shapes are unknown; give them their sizes.")
+        if id(parameter) not in self._moved:
+            with _disable_current_modes(), self.fake_mode:
+                new = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
+            moved = nn.Parameter(new, parameter.requires_grad)
+            moved.__dict__.update(parameter.__dict__)
+            storage = _View.of(moved).storage
+            self._originals[storage] = parameter.detach()
+            self._counts[storage] = len(self._moved), 0
+            self._moved[id(parameter)] = parameter, moved
+        return self._moved[id(parameter)][1]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not any(map(_is_fake, inputs)):
+            return func(*args, **kwargs)
+        try:
+            if torch.Tag.data_dependent_output in func.tags:
+                raise DataDependentOutputException(func)
+            out = func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            storages: dict[int, Any] = {}
+            real = lambda tensor: self.replay(_View.of(tensor), storages) if _is_fake(tensor) else tensor  # noqa: E731
+            with _disable_current_modes():
+                args, kwargs = tree_map_only(Tensor, real, (args, kwargs))
+                return func(*args, **kwargs)
+        self._record(func, args, kwargs, out, inputs)
+        return out
+
+    def _record(self, func: Any, args: Any, kwargs: Any, out: Any, inputs: list[Tensor]) -> None:
+        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        reads = {_View.of(tensor).storage for tensor in inputs if _is_fake(tensor)}
+        writes = {_View.of(tensor).storage for tensor in outputs} - reads
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):
+                writes.add(_View.of(value).storage)
+        if not writes:
+            return  # a view
+        self._alive += [*inputs, *outputs]
+        if func.overloadpacket.__name__ in _OVERWRITES:
+            original = self._originals.get(_View.of(args[0]).storage)
+            if original is not None and original.numel() == args[0].numel():
+                self._originals[_View.of(args[0]).storage] = torch.empty(0, dtype=original.dtype)
+        owner = min((s for s in writes if s in self._counts), key=lambda s: self._counts[s], default=0)
+        parameter, count = self._counts.get(owner, (-1, len(self.operations)))
+        self._counts[owner] = parameter, count + 1
+        seed = hash_key("module init", self.seed, parameter, count) & (2**63 - 1)
+        args, kwargs, out = tree_map_only(Tensor, _freeze, (args, kwargs, out))
+        for storage in writes:
+            self._writers.setdefault(storage, []).append(len(self.operations))
+        self.operations.append(_Operation(func, args, kwargs, out, frozenset(reads), seed))
+
+    def replay(self, target: _View, storages: dict[int, Any]) -> Tensor:
+        """Returns the real value of a view, by running every recorded operator that it depends on."""
+        chosen: set[int] = set()
+        needed = [(target.storage, len(self.operations))]  # storages, each with the operator that reads it
+        while needed:
+            storage, reader = needed.pop()
+            for index in self._writers.get(storage, ()):
+                if index < reader and index not in chosen:
+                    chosen.add(index)
+                    needed += [(read, index) for read in self.operations[index].reads]
+
+        def thaw(view: _View) -> Tensor:
+            if view.storage not in storages:
+                original = self._originals[view.storage]
+                size = max(original.untyped_storage().nbytes(), _span_bytes(view))
+                storages[view.storage] = torch.empty(size, dtype=torch.uint8).untyped_storage()
+                if original.numel():
+                    real = torch.empty(0, dtype=original.dtype)
+                    real.set_(storages[view.storage], 0, original.shape, original.stride()).copy_(original)
+            real = torch.empty(0, dtype=view.dtype)
+            return real.set_(storages[view.storage], view.offset, view.shape, view.stride)
+
+        if target.storage in storages:
+            return thaw(target)
+        with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            for operation in (self.operations[index] for index in sorted(chosen)):
+                torch.manual_seed(operation.seed)
+                args, kwargs = tree_map_only(_View, thaw, (operation.args, operation.kwargs))
+                out = operation.func(*args, **kwargs)
+                for view, real in zip(tree_leaves(operation.outputs), tree_leaves(out), strict=True):
+                    if isinstance(view, _View) and view.storage not in storages:
+                        # A kernel may choose other strides than its fake implementation.
+                        laid_out = torch.empty_strided(view.shape, view.stride, dtype=view.dtype).copy_(real)
+                        storages[view.storage] = laid_out.untyped_storage()
+            return thaw(target)
+
+
+def _is_fake(tensor: Any) -> bool:
+    return isinstance(tensor, FakeTensor) or (isinstance(tensor, nn.Parameter) and isinstance(tensor.data, FakeTensor))
+
+
+def _freeze(tensor: Tensor) -> Any:
+    return _View.of(tensor) if _is_fake(tensor) else tensor.clone()
+
+
+def _span_bytes(view: _View) -> int:
+    if 0 in view.shape:
+        return 0
+    last = view.offset + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride, strict=True))
+    return (last + 1) * view.dtype.itemsize
+
+
+@contextmanager
+def _fake_parameters(recorder: _Recorder) -> Iterator[None]:
+    """Makes every parameter fake that a module registers within it."""
+    register = nn.Module.register_parameter
+
+    def register_as_fake(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not _is_fake(parameter):
+            parameter = recorder.to_fake(parameter)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_as_fake  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+class DeferredInit:
+    """The initial values of a module's parameters, computed one at a time."""
+
+    def __init__(self, recorder: _Recorder, module: nn.Module):
+        self.recorder = recorder
+        self.views = {name: _View.of(p) for name, p in module.named_parameters(remove_duplicate=False)}
+
+    def value(self, name: str) -> Tensor:
+        """Returns the initial value of a parameter."""
+        return self.recorder.replay(self.views[name], {}).clone()
+
+
+def build_deferred(build: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, DeferredInit]:
+    """Returns the module with its parameters on the meta device, and their initial values."""
+    recorder = _Recorder(seed)
+    with torch.random.fork_rng(devices=[]), _fake_parameters(recorder), recorder:
+        torch.manual_seed(hash_key("module build", seed) & (2**63 - 1))
+        module = build()
+    slots = [(part._parameters, name) for part in module.modules() for name in part._parameters]
+    for parameters, name in slots:
+        parameter = parameters[name]
+        if parameter is not None and not _is_fake(parameter):  # assigned without registering it
+            parameters[name] = recorder.to_fake(parameter)
+    deferred = DeferredInit(recorder, module)
+    on_meta: dict[int, nn.Parameter] = {}
+    for parameters, name in slots:
+        parameter = parameters[name]
+        if parameter is not None:
+            if id(parameter) not in on_meta:  # tied parameters stay tied
+                new = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
+                on_meta[id(parameter)] = nn.Parameter(new, parameter.requires_grad)
+            parameters[name] = on_meta[id(parameter)]
+    return module, deferred

@@ -1,0 +1,238 @@
+"""The family of transformers' models: built from a config, trained as transformers' own module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field
+
+from shardwise.adapters.module_family import ModuleConfig, ModuleFamily
+from shardwise.errors import JobError, suggest
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from shardwise.adapters.anatomy import Anatomy
+    from shardwise.adapters.task import Task
+    from shardwise.models.objectives import Objective
+    from shardwise.models.sharding import ShardingPlan
+
+# Our styles by transformers' names for them. Weights that are whole need none: their gradients are always summed.
+STYLES = {
+    "colwise": "colwise", "rowwise": "rowwise", "colwise_gather_output": "colwise_gather",
+    "rowwise_split_input": "rowwise_split", "embedding_rowwise": "vocab", "replicated_with_grad_allreduce": "",
+}  # fmt: skip
+# Experts without data-dependent shapes and in any dtype; on a GPU in bf16 `_configure` chooses the grouped kernel.
+TRACEABLE = {"experts_implementation": "batched_mm"}
+# What a config calls the dropout of attention weights, which no kernel can key by sample and position.
+ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
+
+
+class HuggingFaceConfig(ModuleConfig):
+    """A model of the transformers library."""
+
+    description = "a transformers model"
+    name: str = "hf:llama"
+    args: dict[str, Any] = {}
+    """Fields of the model's config, which override those of the folder or the defaults of the type."""
+    vocab: int = Field(0, ge=0)
+    """Number of token ids; 0: that of the config."""
+
+    @property
+    def hf(self) -> Any:
+        """The transformers config."""
+        return load_config(self)
+
+    @cached_property
+    def task(self) -> Task:
+        return make_task(self)
+
+    @property
+    def kind(self) -> str:
+        return model_kind(self)[0]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.vocab or int(getattr(self.hf, "vocab_size", 0))
+
+    @property
+    def sample_kind(self) -> Any:  # type: ignore[override]
+        return "images" if self.kind == "image classification" else "tokens"
+
+    @property
+    def image_size(self) -> int:
+        return int(self.hf.image_size)
+
+    @property
+    def num_classes(self) -> int:
+        return int(self.hf.num_labels)
+
+    @property
+    def sequence_length(self) -> int:
+        return 1 if self.sample_kind == "images" else self.sequence
+
+    @property
+    def targets_are_text(self) -> bool:  # type: ignore[override]
+        return self.kind == "causal language model"
+
+    @property
+    def reserved_ids(self) -> int:
+        return int(self.kind == "masked language model")
+
+    @property
+    def resolved_mask_id(self) -> int:
+        return self.vocab_size - 1
+
+    @property
+    def max_predictions(self) -> int:
+        return max(1, round(0.15 * self.sequence))
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise JobError('models named "hf:..." need transformers: pip install "shardwise[hf]".') from None
+    return transformers
+
+
+@lru_cache(maxsize=8)
+def load_config(config: HuggingFaceConfig) -> Any:
+    """Returns the transformers config of a folder or a model type, with the job's fields."""
+    transformers = _transformers()
+    source = config.name.removeprefix("hf:")
+    settings = {"use_cache": False, **TRACEABLE, **config.args}
+    if Path(source, "config.json").is_file():
+        try:
+            found = transformers.AutoConfig.from_pretrained(
+                source, local_files_only=True, trust_remote_code=False, **settings
+            )
+        except (ValueError, OSError, KeyError) as error:
+            raise JobError(f"{source}/config.json cannot be read: {str(error).splitlines()[0]}") from None
+    elif source in transformers.CONFIG_MAPPING:
+        found = transformers.CONFIG_MAPPING[source](**settings)
+    else:
+        known = list(transformers.CONFIG_MAPPING)
+        raise JobError(
+            f'model.name = "hf:{source}" is neither a folder with a config.json nor a model type of transformers; '
+            f"{suggest(source, known)}"
+        )
+    defaults = type(found)().to_dict()
+    for key in config.args:
+        if key not in defaults and not hasattr(type(found)(), key):
+            raise JobError(f"[model.args]: {type(found).__name__} has no field {key!r}; {suggest(key, list(defaults))}")
+    return found
+
+
+def model_kind(config: HuggingFaceConfig) -> tuple[str, Any]:
+    """Returns what a model is trained for, and the transformers class that builds it."""
+    transformers, hf = _transformers(), load_config(config)
+    kinds = {
+        "causal language model": (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.AutoModelForCausalLM),
+        "masked language model": (transformers.MODEL_FOR_MASKED_LM_MAPPING, transformers.AutoModelForMaskedLM),
+        "image classification": (
+            transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING, transformers.AutoModelForImageClassification
+        ),
+    }  # fmt: skip
+    order = list(kinds)
+    if type(hf) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not getattr(hf, "is_decoder", False):
+        order = ["masked language model", *order]  # BERT can be both; it is trained to fill in masks
+    for kind in order:
+        if type(hf) in kinds[kind][0]:
+            return kind, kinds[kind][1]
+    raise JobError(
+        f"model.name = {config.name!r}: {type(hf).__name__} is neither a causal nor a masked language model nor an "
+        'image classifier; build it in a function of your own and name that: "python:package.module:function".'
+    )
+
+
+class HuggingFaceFamily(ModuleFamily):
+    config = HuggingFaceConfig
+    verify_layouts: ClassVar[Sequence[str]] = ("shard=2 zero=3", "pipeline=2 micro_batch=2")
+
+    def objective(self, config: Any, seed: int) -> Objective:
+        from shardwise.models.objectives import MaskedLM, next_token
+
+        return MaskedLM(config, seed) if config.kind == "masked language model" else next_token
+
+    def shrink(self, config: Any) -> Any:
+        return config.model_copy(update={"sequence": min(config.sequence, 32)})
+
+    def _plan(self, config: Any, module: nn.Module, anatomy: Anatomy) -> ShardingPlan:
+        from shardwise.adapters.tensor_plan import make_sharding_plan
+
+        given = self.task(config).plan
+        head_dim = getattr(config.hf, "head_dim", None) or 1
+        return make_sharding_plan(module, anatomy, given or translate_plan(module), head_dim, is_hint=not given)
+
+    def refusals(self, config: Any) -> dict[str, str]:
+        from shardwise.adapters.module_family import meta_chain
+
+        dropout = next((key for key in ATTENTION_DROPOUTS if getattr(config.hf, key, 0)), "")
+        if meta_chain(config).anatomy.random_modules and dropout:
+            raise JobError(
+                f"model.args: {dropout} = {getattr(config.hf, dropout)} must be 0: attention kernels cannot draw the "
+                f"same dropout masks in every layout; set {dropout} = 0."
+            )
+        refused = super().refusals(config)
+        refused.pop("context")
+        return refused
+
+
+def make_task(config: Any) -> Task:
+    import torch
+    import torch.nn.functional as F
+
+    from shardwise.adapters.task import Task
+
+    hf, (kind, model_class) = config.hf, model_kind(config)
+
+    def build() -> nn.Module:
+        return model_class.from_config(hf)  # type: ignore[no-any-return]
+
+    def loss(output: Any, batch: Any) -> torch.Tensor:
+        logits, labels = output.logits, batch["labels"]
+        return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=-100, reduction="sum")
+
+    name = "pixel_values" if kind == "image classification" else "input_ids"
+
+    def inputs(batch: Any) -> dict[str, Any]:
+        return {name if key == "input_ids" else key: value for key, value in batch.items() if key != "labels"}
+
+    def example_images(samples: int) -> dict[str, torch.Tensor]:
+        images = torch.zeros(samples, 3, config.image_size, config.image_size)
+        return {"input_ids": images, "labels": torch.zeros(samples, 1, dtype=torch.int64)}
+
+    return Task(
+        build, loss, count=lambda batch: (batch["labels"] != -100).sum(), inputs=inputs, configure=_configure,
+        example_batch=example_images if name == "pixel_values" else None, trunk=config.trunk, plan=config.tensor_plan,
+    )  # fmt: skip
+
+
+def _configure(module: Any, device: torch.device, dtype: torch.dtype) -> None:
+    import torch
+
+    if device.type == "cuda" and dtype is torch.bfloat16:
+        module.config._experts_implementation = "grouped_mm"
+
+
+def translate_plan(module: Any) -> dict[str, str]:
+    """Returns the tensor plan of a transformers model in our styles. A module next to one with an unknown style, or
+    whose partner is missing, stays whole."""
+    prefix = module.base_model_prefix
+    base: Mapping[str, str] = getattr(module.config, "base_model_tp_plan", None) or {}
+    plan = {f"{prefix}.{pattern}": style for pattern, style in base.items()}
+    plan |= getattr(type(module), "_tp_plan", None) or {}
+    head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
+    if head is not None and embedding is not None and head.weight is embedding.weight and "lm_head" in plan:
+        plan |= {name: "embedding_rowwise" for name, part in module.named_modules() if part is embedding}
+    unknown = {pattern.rpartition(".")[0] for pattern, style in plan.items() if style not in STYLES}
+    unknown |= {pattern for pattern, style in plan.items() if style not in STYLES}
+    return {
+        pattern: STYLES[style] for pattern, style in plan.items()
+        if STYLES.get(style) and pattern.rpartition(".")[0] not in unknown
+    }  # fmt: skip

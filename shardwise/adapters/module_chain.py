@@ -1,0 +1,258 @@
+"""Any module as a chain: it runs its own forward, whole or cut into pipeline stages by substitution.
+
+A stage keeps the module's tree and runs its forward, so masks, positions and whatever else the author computes from the
+batch is computed on every stage. Blocks of other stages are passed over: those before hand on what they are given, the
+last of them the stream that the stage received; the first block after the stage's own ends the forward by an exception
+that carries the stream. Parameters of other stages are zeros without memory.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec
+
+from shardwise.adapters.anatomy import Anatomy
+from shardwise.adapters.deferred_init import DeferredInit
+from shardwise.adapters.task import Task, unflatten_batch
+from shardwise.errors import LayoutError
+from shardwise.models.chain import Chain
+from shardwise.models.sharding import ShardingPlan
+from shardwise.models.transformers_reference import KeepFloat64
+from shardwise.random import Dropout
+
+
+class StageEnd(Exception):
+    """Ends the forward of a stage; `stream` is what the next stage receives."""
+
+    def __init__(self, stream: Tensor):
+        super().__init__("the end of a pipeline stage")
+        self.stream = stream
+
+
+class KeyedDropout(nn.Module):
+    """`nn.Dropout` whose mask depends on the seed, its place in the model, the sample and the element alone."""
+
+    def __init__(self, p: float, site: str, seed: int, chain_state: dict[str, Any]):
+        super().__init__()
+        self.p, self.chain_state = p, chain_state
+        self.mask = Dropout(p, site, seed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0.0:
+            return x
+        ids = self.chain_state["ids"]
+        if x.shape[0] % ids.shape[0]:
+            raise LayoutError(
+                f"dropout at {self.mask.site} gets a tensor of shape {tuple(x.shape)}, whose first dimension is not "
+                "the samples, so its mask cannot be the same in every layout; use batch-first tensors or p = 0."
+            )
+        flat = x.reshape(ids.shape[0], -1, x.shape[-1]) if x.dim() > 1 else x.reshape(ids.shape[0], 1, 1)
+        return self.mask(flat, ids).reshape(x.shape)
+
+
+class ModuleChain(Chain):
+    """A chain of three kinds of parts: prologue, blocks, epilogue. Its parameters keep the module's own names."""
+
+    root: nn.Module
+
+    def __init__(
+        self, root: nn.Module, task: Task, spec: TreeSpec, anatomy: Anatomy, sharding_plan: ShardingPlan,
+        init: DeferredInit, state: dict[str, Any] | None = None, parts: tuple[int, int] | None = None,
+    ):  # fmt: skip
+        nn.Module.__init__(self)
+        self.is_taken, self.sharding_plan = False, sharding_plan
+        self.task, self.spec, self.anatomy, self.init = task, spec, anatomy, init
+        self.parts = parts or (0, len(anatomy.blocks) + 2)
+        self.state: dict[str, Any] = {"ids": None, "stream": None} if state is None else state
+        self.placeholders: list[tuple[nn.Module, str, torch.Size]] = []
+        self.tensor_degree = 1
+        self.compute_dtype: torch.dtype | None = None
+        self.__dict__["root"] = root  # not as a child, which would prefix every name
+        for slot in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+            self.__dict__[slot] = root.__dict__[slot]
+
+    @property
+    def num_parts(self) -> int:
+        return len(self.anatomy.blocks) + 2
+
+    @property
+    def has_prologue(self) -> bool:
+        return self.parts[0] == 0
+
+    @property
+    def has_epilogue(self) -> bool:
+        return self.parts[1] == self.num_parts
+
+    def slice(self, first: int, last: int) -> Chain:
+        if (first, last) == (0, self.num_parts):
+            return self
+        state: dict[str, Any] = {"ids": None, "stream": None}
+        memo: dict[int, Any] = {id(self.state): state}
+        chain = ModuleChain(
+            copy.deepcopy(self.root, memo), self.task, self.spec, self.anatomy, self.sharding_plan, self.init,
+            state, (first, last),
+        )  # fmt: skip
+        chain._pass_over_blocks()
+        chain._drop_parameters()
+        return chain
+
+    def _pass_over_blocks(self) -> None:
+        first, last = self.parts
+        for part, name in enumerate(self.anatomy.blocks, start=1):
+            if first <= part < last:
+                continue
+            owner, _, key = name.rpartition(".")
+            container = self.root.get_submodule(owner)
+            block = copy.copy(container._modules[key])  # keeps the attributes that the module's forward may read
+            assert block is not None
+            for slot in ("_modules", "_parameters", "_buffers"):
+                block.__dict__[slot] = {}
+            block.forward = self._end_stage if part >= last else self._hand_on(is_last=part == first - 1)
+            block.__dict__["is_passed_over"] = True
+            container._modules[key] = block
+        if first == 1:
+            block = self.root.get_submodule(self.anatomy.blocks[0])
+            block.register_forward_pre_hook(self._replace_stream, with_kwargs=True)
+
+    def _stream_argument(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        key = self.anatomy.stream_key
+        found: Tensor = kwargs[key] if isinstance(key, str) else args[key]
+        return found
+
+    def _hand_on(self, is_last: bool) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            stream = self.state["stream"] if is_last else self._stream_argument(args, kwargs)
+            return (stream, None, None) if self.anatomy.returns_tuple else stream
+
+        return forward
+
+    def _end_stage(self, *args: Any, **kwargs: Any) -> Any:
+        raise StageEnd(self._stream_argument(args, kwargs))
+
+    def _replace_stream(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        key = self.anatomy.stream_key
+        if isinstance(key, str):
+            return args, {**kwargs, key: self.state["stream"]}
+        return (*args[:key], self.state["stream"], *args[key + 1 :]), kwargs
+
+    def _drop_parameters(self) -> None:
+        """Replaces parameters that only other stages use by zeros."""
+        first, last = self.parts
+        canonical = {id(p): name for name, p in self.root.named_parameters()}
+        for module in self.root.modules():
+            for leaf, parameter in list(module._parameters.items()):
+                if parameter is None:
+                    continue
+                parts = self.anatomy.parts_of.get(canonical[id(parameter)], (0,))
+                if not any(first <= part < last for part in parts):
+                    del module._parameters[leaf]
+                    self.placeholders.append((module, leaf, parameter.shape))
+                    module.__dict__[leaf] = parameter
+
+    def get_submodule(self, target: str) -> nn.Module:
+        return self.root.get_submodule(target) if target else self  # a child may be called like a method of the chain
+
+    def blocks(self) -> list[nn.Module]:
+        first, last = self.parts
+        names = [name for part, name in enumerate(self.anatomy.blocks, start=1) if first <= part < last]
+        return [self.root.get_submodule(name) for name in names]
+
+    def fsdp_units(self) -> Sequence[nn.Module]:
+        own = {name for name, _ in self.root.named_modules()}
+        units = [self.root.get_submodule(name) for name in self.anatomy.units if name in own]
+        blocks = self.blocks() if not self._shares_block_parameters() else []
+        return [unit for unit in (*units, *blocks) if any(True for _ in unit.parameters())]
+
+    def _shares_block_parameters(self) -> bool:
+        last = len(self.anatomy.blocks)
+        return any(len(parts) > 1 and any(0 < p <= last for p in parts) for parts in self.anatomy.parts_of.values())
+
+    def to(self, dtype: torch.dtype) -> Self:  # type: ignore[override]
+        """Casts the parameters; buffers, such as rotary frequencies, keep their precision unless it is exceeded."""
+        for module in self.modules():
+            for parameter in module._parameters.values():
+                if parameter is not None and parameter.is_floating_point():
+                    parameter.data = parameter.data.to(dtype)
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_floating_point() and dtype is torch.float64:
+                    module._buffers[name] = buffer.to(dtype)
+        return self
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> Self:
+        """Allocates parameters; buffers keep their values."""
+        buffers = [(part, name, b) for part in self.modules() for name, b in part._buffers.items() if b is not None]
+        super().to_empty(device=device)
+        for part, name, buffer in buffers:
+            part._buffers[name] = buffer.to(device)
+        return self
+
+    def configure(self, device: torch.device, dtype: torch.dtype, tensor_degree: int) -> None:
+        """Called once the parameters have memory, with the dtype of activations."""
+        self.compute_dtype, self.tensor_degree = dtype, tensor_degree
+        if self.task.configure is not None:
+            self.task.configure(self.root, device, dtype)
+        for module, leaf, shape in self.placeholders:
+            module.__dict__[leaf] = torch.zeros((), dtype=dtype, device=device).expand(shape)
+
+    def initial_value(self, name: str) -> Tensor | None:
+        return self.init.value(name)
+
+    def pass_sample_ids(self) -> None:
+        """Makes sample ids an argument of the blocks, so that a block recomputed later draws the same dropout masks."""
+        if any(isinstance(module, KeyedDropout) for module in self.modules()):
+            for block in self.blocks():
+                block.forward = _with_ids(block.forward, self.state)
+                block.register_forward_pre_hook(self._add_ids, with_kwargs=True)
+
+    def _add_ids(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, {**kwargs, "shardwise_ids": self.state["ids"]}
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        self.root.training = mode
+        return self
+
+    def forward(
+        self, x: Tensor, ids: Tensor | None = None, targets: Tensor | None = None, **extra_inputs: Tensor
+    ) -> Tensor:  # fmt: skip
+        """Returns the loss summed over the targets; on another than the last stage, the stream."""
+        leaves = [extra_inputs[f"input_{number}"] for number in range(self.spec.num_leaves)]
+        dtype = self.compute_dtype
+        leaves = [leaf.to(dtype) if dtype and leaf.is_floating_point() else leaf for leaf in leaves]
+        self.state.update(ids=ids, stream=None if self.has_prologue else x)
+        try:
+            with KeepFloat64() if dtype is torch.float64 else nullcontext():
+                loss = self.task.call(self.root, unflatten_batch(leaves, self.spec))
+        except StageEnd as end:
+            return end.stream
+        if self.task.count is None:
+            loss = loss * leaves[0].shape[0]  # a mean over the samples
+        if self.tensor_degree > 1:  # every tensor rank has the whole loss; the ranks' gradients are summed
+            loss = loss / self.tensor_degree + (loss - loss / self.tensor_degree).detach()
+        return loss
+
+
+def _with_ids(forward: Callable[..., Any], state: dict[str, Any]) -> Callable[..., Any]:
+    def run(*args: Any, shardwise_ids: Tensor, **kwargs: Any) -> Any:
+        before, state["ids"] = state["ids"], shardwise_ids
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            state["ids"] = before
+
+    return run
+
+
+def replace_dropout(root: nn.Module, seed: int, state: dict[str, Any]) -> None:
+    """Replaces every `nn.Dropout` by one whose mask is the same in every layout."""
+    for name, module in list(root.named_modules()):
+        for key, child in list(module.named_children()):
+            if type(child) is nn.Dropout:
+                site = f"{name}.{key}" if name else key
+                module._modules[key] = KeyedDropout(child.p, site, seed, state)

@@ -1,0 +1,253 @@
+"""The family of modules that are not ours: `model.name = "python:package.module:function"`, and those of a script."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field
+
+from shardwise.models.config import ModelConfig
+from shardwise.models.family import Family
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from shardwise.adapters.anatomy import Anatomy
+    from shardwise.adapters.module_chain import ModuleChain
+    from shardwise.adapters.task import Task
+    from shardwise.models.operator_costs import OperatorCosts
+    from shardwise.models.sharding import ShardingPlan
+
+SCRIPT_TASKS: dict[str, Task] = {}
+"""The tasks that `shardwise.Trainer` was given in this process, by model name."""
+
+
+class ModuleConfig(ModelConfig):
+    """A module that is not ours."""
+
+    description = "this module"
+    passes_batch: ClassVar[bool] = True
+    is_recomputable_elsewhere = False
+    name: str = "python:"
+    args: dict[str, Any] = {}
+    """Keyword arguments of the function that builds the module."""
+    trunk: str = ""
+    """Name of the list of blocks, such as `model.layers`; empty: it is found."""
+    tensor_plan: dict[str, str] = {}
+    """Tensor parallelism by pattern of module names: `"layers.*.q_proj" = "colwise"`. Styles: colwise, rowwise,
+    colwise_gather (the output is gathered), vocab (an embedding); modules without a style stay whole."""
+    sequence: int = Field(256, ge=1)
+    """Tokens per sample, if the samples come from the `[data]` section."""
+    vocab: int = Field(256, ge=2)
+    """Number of token ids, if the samples come from the `[data]` section."""
+
+    def __hash__(self) -> int:
+        return hash(json.dumps(self.model_dump(), sort_keys=True, default=str))
+
+    @cached_property
+    def task(self) -> Task:
+        return load_task(self)
+
+    @property
+    def sample_kind(self) -> Any:  # type: ignore[override]
+        return "tokens" if self.task.reads_tokens else "batch"
+
+    @property
+    def counts_samples(self) -> bool:
+        return self.task.count is None
+
+    @property
+    def sequence_length(self) -> int:
+        return self.sequence if self.task.reads_tokens else 1
+
+    @property
+    def targets_are_text(self) -> bool:  # type: ignore[override]
+        return self.task.reads_tokens and not self.counts_samples
+
+    def _shrunk_values(self) -> dict[str, Any]:
+        return {"sequence": min(self.sequence, 32)}
+
+
+@lru_cache(maxsize=8)
+def load_task(config: ModuleConfig) -> Task:
+    """Returns the task that a config names."""
+    from shardwise.adapters.task import load_python_task, with_settings
+
+    if config.name in SCRIPT_TASKS:
+        task = SCRIPT_TASKS[config.name]
+    else:
+        task = load_python_task(config.name.removeprefix("python:"), config.args)
+    return with_settings(task, config.trunk, config.tensor_plan)
+
+
+class ModuleFamily(Family):
+    config = ModuleConfig
+    verify_layouts: ClassVar[Sequence[str]] = ("replicate=2", "shard=2 zero=3", "shard=2 zero=1")
+
+    def task(self, config: Any) -> Task:
+        task: Task = config.task
+        return task
+
+    def build(self, config: Any, seed: int) -> ModuleChain:
+        from shardwise.adapters.deferred_init import build_deferred
+        from shardwise.adapters.module_chain import ModuleChain, replace_dropout
+        from shardwise.adapters.task import flatten_batch
+
+        task = self.task(config)
+        module, init = build_deferred(task.build, seed)
+        state: dict[str, Any] = {"ids": None, "stream": None}
+        replace_dropout(module, seed, state)
+        _, spec = flatten_batch(task.example(2, config.sequence), 2)
+        anatomy = self.anatomy(config, module, state)
+        for name, parameter in module.named_parameters():
+            if name not in anatomy.parts_of:
+                parameter.requires_grad_(False)  # nothing would ever give it a gradient
+        return ModuleChain(module, task, spec, anatomy, self._plan(config, module, anatomy), init, state)
+
+    def build_on_meta(self, config: Any, seed: int = 0) -> ModuleChain:
+        return self.build(config, seed)
+
+    def anatomy(self, config: Any, module: nn.Module, state: dict[str, Any], samples: int = 2) -> Anatomy:
+        """Traces a module that was built on the meta device, on a batch of this many samples."""
+        import torch
+        from torch.utils._pytree import tree_map_only
+
+        from shardwise.adapters.anatomy import find_anatomy
+
+        task = self.task(config)
+        example = task.example(samples, config.sequence)
+
+        def run(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> Any:
+            state["ids"] = torch.arange(samples)
+            return task.call(module, tree_map_only(torch.Tensor, convert, example))
+
+        return find_anatomy(module, run, task.trunk)
+
+    def _plan(self, config: Any, module: nn.Module, anatomy: Anatomy) -> ShardingPlan:
+        from shardwise.adapters.tensor_plan import make_sharding_plan
+
+        return make_sharding_plan(module, anatomy, self.task(config).plan)
+
+    def refusals(self, config: Any) -> dict[str, str]:
+        chain = meta_chain(config)
+        anatomy, plan = chain.anatomy, chain.sharding_plan
+        refused = {
+            "context": "the module's attention does not go through shardwise.attention; leave context at 1.",
+            "expert": "the module has no experts that Shardwise knows; leave expert at 1.",
+            "fp8": "fp8 works with our own families; use bf16.",
+        }
+        if anatomy.crossing:
+            refused["pipeline"] = f"{anatomy.crossing}."
+        if not plan.modules:
+            refused["tensor"] = "there is no plan for this module; write one below [model.tensor_plan]."
+        if anatomy.written_buffers:
+            buffer = anatomy.written_buffers[0]
+            reason = f"the forward updates the buffer {buffer}, which every rank would do on its own; use one process."
+            refused |= dict.fromkeys(("replicate", "shard", "pipeline", "tensor"), reason)
+        if anatomy.random_modules:
+            raise_random(anatomy.random_modules)
+        return refused
+
+    def example_batch(self, config: Any, samples: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        import torch
+
+        from shardwise.adapters.task import flatten_batch
+
+        leaves, _ = flatten_batch(self.task(config).example(samples, config.sequence), samples)
+        leaves = [leaf.to("meta", dtype if leaf.is_floating_point() else leaf.dtype) for leaf in leaves]
+        ids = torch.empty(samples, dtype=torch.int64, device="meta")
+        return {"x": leaves[0], "ids": ids, **{f"input_{number}": leaf for number, leaf in enumerate(leaves)}}
+
+    def forward_flops(self, config: Any) -> list[float]:
+        return [flops / 2 for flops in meta_chain(config).anatomy.flops]  # traced on two samples
+
+    def operator_costs(self, config: Any, itemsize: int) -> Callable[..., tuple[OperatorCosts, ...]]:
+        from shardwise.adapters.trace_parts import trace_parts
+
+        return trace_parts(self, config, itemsize)
+
+    def stage_shapes(self, config: Any, layout: Any, samples: int) -> tuple[Tensor, tuple[int, ...]]:
+        from shardwise.adapters.anatomy import stream_like
+
+        first = self.example_batch(config, samples, _float32())["x"]
+        return first, stream_like(meta_chain(config).anatomy, samples, 2)
+
+    def build_reference(self, config: Any, seed: int, dtype: torch.dtype) -> nn.Module:
+        """Returns the module as its author wrote it, on the CPU, with the weights that every layout starts from."""
+        import copy
+
+        import torch
+        from torch import nn
+
+        from shardwise.adapters.deferred_init import build_deferred
+        from shardwise.adapters.module_chain import replace_dropout
+
+        task = self.task(config)
+        _, init = build_deferred(task.build, seed)
+        module = copy.deepcopy(task.model) if isinstance(task.model, nn.Module) else task.build()
+        state: dict[str, Any] = {}
+        replace_dropout(module, seed, state)
+        used = meta_chain(config).anatomy.parts_of
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                parameter.copy_(init.value(name))
+                parameter.requires_grad_(parameter.requires_grad and name in used)
+        module.__dict__["shardwise_state"] = state
+        return module.to(dtype)
+
+    def reference_loss(self, config: Any, module: nn.Module, samples: Any) -> Tensor:
+        """Returns the loss of a batch, as a mean over its targets."""
+        import torch
+
+        from shardwise.adapters.task import flatten_batch, unflatten_batch
+        from shardwise.models.transformers_reference import KeepFloat64
+
+        task = self.task(config)
+        module.__dict__["shardwise_state"]["ids"] = samples.ids
+        leaves = list(samples.inputs or (samples.tokens, samples.targets))
+        _, spec = flatten_batch(task.example(2, config.sequence), 2)
+        dtype = next(module.parameters()).dtype
+        leaves = [leaf.to(dtype) if leaf.is_floating_point() else leaf for leaf in leaves]
+        with KeepFloat64() if dtype is torch.float64 else torch.enable_grad():
+            loss = task.call(module, unflatten_batch(leaves, spec))
+        return loss if task.count is None else loss / samples.num_targets
+
+    def sources(self, config: Any) -> Any:
+        from shardwise.adapters.dataset_source import DatasetSource
+
+        task = self.task(config)
+        if task.reads_tokens:
+            return None
+        return DatasetSource(task, task.data), DatasetSource(task, task.validation or [])
+
+
+def raise_random(modules: Sequence[str]) -> None:
+    from shardwise.errors import JobError
+
+    raise JobError(
+        f"{modules[0]} draws random numbers in its forward (functional dropout, for example), which would differ "
+        "between layouts; use nn.Dropout there, or set its probability to 0."
+    )
+
+
+def meta_chain(config: Any) -> ModuleChain:
+    """Returns the module on the meta device as the engine will get it; nobody may change it."""
+    return _meta_chain(config)
+
+
+@lru_cache(maxsize=4)
+def _meta_chain(config: Any) -> ModuleChain:
+    from shardwise.models.registry import family_of
+
+    chain: Any = family_of(config).build_on_meta(config)
+    return chain
+
+
+def _float32() -> torch.dtype:
+    import torch
+
+    return torch.float32

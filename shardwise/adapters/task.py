@@ -1,0 +1,169 @@
+"""A task: a module that is not ours, with its loss, its data and how a batch is handed to it.
+
+A batch is what `collate` makes of samples: a tensor, or a tuple, list or dict of tensors, each with the samples along
+its first dimension. The forward gets the values of a dict whose names it takes; all but the last element of a tuple;
+otherwise the batch itself. The loss gets the output and the target (the last element of a tuple) or the batch. Without
+a loss, the forward returns it.
+
+The loss is a mean over the samples of the batch it gets. If the samples count differently (padding, masked targets),
+give `count`, the number of targets in a batch, and let the loss be a sum.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from shardwise.errors import JobError
+
+
+@dataclass(frozen=True)
+class Task:
+    model: Callable[[], nn.Module] | nn.Module
+    """A class or function that builds the module, or a module, whose weights are then kept."""
+    loss: Callable[..., Tensor] | None = None
+    """From output and target to a scalar. None: the forward returns the loss."""
+    data: Any = None
+    """A map-style dataset. None: the samples of the job's `[data]` section, as input_ids and labels; labels are the
+    next tokens, -100 is ignored."""
+    validation: Any = None
+    """A map-style dataset of held-out samples."""
+    collate: Callable[[list[Any]], Any] = torch.utils.data.default_collate
+    count: Callable[[Any], Any] | None = None
+    """From a batch to its number of targets; the loss is then a sum over them."""
+    inputs: Callable[[Any], Any] | None = None
+    """From a batch to the arguments of the forward: a dict, a tuple or a single one."""
+    example_batch: Callable[[int], Any] | None = None
+    """From a number of samples to a batch, for shapes. None: the first samples of `data`."""
+    configure: Callable[[nn.Module, torch.device, torch.dtype], None] | None = None
+    """Called with the module, its device and the dtype of activations once its weights have memory."""
+    trunk: str = ""
+    """Name of the list of blocks, if it is not found or another one is wanted."""
+    plan: Mapping[str, str] = field(default_factory=dict)
+    """Tensor parallelism by pattern of module names: colwise, rowwise, ..."""
+    is_ours: bool = False
+    """Whether its layouts are proven by our tests, so that no proof is needed before the first step."""
+
+    def build(self) -> nn.Module:
+        module = self.model if isinstance(self.model, nn.Module) else self.model()
+        if not isinstance(module, nn.Module):
+            kind = type(module).__name__
+            raise JobError(f"the model must be an nn.Module or a function that returns one, not a {kind}.")
+        return module
+
+    @property
+    def reads_tokens(self) -> bool:
+        return self.data is None
+
+    def example(self, samples: int, length: int = 0) -> Any:
+        """Returns a batch of this many samples, for shapes."""
+        if self.example_batch is not None:
+            return self.example_batch(samples)
+        if self.reads_tokens:
+            tokens = torch.zeros(samples, length, dtype=torch.int64)
+            return {"input_ids": tokens, "labels": tokens}
+        return self.collate([self.data[index % len(self.data)] for index in range(samples)])
+
+    def call(self, module: nn.Module, batch: Any) -> Tensor:
+        """Runs the forward and the loss; returns the loss as its author defined it."""
+        args, kwargs = self._arguments(module, batch)
+        output = module(*args, **kwargs)
+        if self.loss is None:
+            loss = _own_loss(output)
+        elif isinstance(batch, tuple | list) and len(batch) > 1:
+            loss = self.loss(output, batch[-1])
+        else:
+            loss = self.loss(output, batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shape = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"({type(loss).__name__})"
+            raise JobError(f"the loss must be a scalar tensor, but it is {shape}; return its mean over the samples.")
+        return loss if loss.dim() == 0 else loss.sum()
+
+    def _arguments(self, module: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.inputs is not None:
+            chosen = self.inputs(batch)
+            return ((), chosen) if isinstance(chosen, dict) else (_as_tuple(chosen), {})
+        if isinstance(batch, dict):
+            parameters = inspect.signature(module.forward).parameters
+            takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+            return (), {key: value for key, value in batch.items() if takes_all or key in parameters}
+        if isinstance(batch, tuple | list) and len(batch) > 1:
+            return tuple(batch[:-1] if self.loss is not None else batch), {}
+        return _as_tuple(batch), {}
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+def _own_loss(output: Any) -> Any:
+    if isinstance(output, Tensor):
+        return output
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if found is None and isinstance(output, tuple | list):
+        found = output[0]
+    if found is None:
+        raise JobError("the forward returns no loss; give one with `loss`, or return a scalar or an object with .loss.")
+    return found
+
+
+def flatten_batch(batch: Any, samples: int) -> tuple[list[Tensor], TreeSpec]:
+    """Returns the tensors of a batch and its structure; raises JobError if a tensor is not one row per sample."""
+    leaves, spec = tree_flatten(batch)
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            raise JobError(
+                f"a batch must hold tensors only, but it has a {type(leaf).__name__}; convert or drop it in `collate`."
+            )
+        if leaf.dim() == 0 or leaf.shape[0] != samples:
+            raise JobError(
+                f"a batch of {samples} samples has a tensor of shape {tuple(leaf.shape)}; its first dimension must be "
+                "the samples, so that a batch can be split."
+            )
+    if not leaves:
+        raise JobError("a batch has no tensors; return tensors from the dataset or from `collate`.")
+    return leaves, spec
+
+
+def unflatten_batch(leaves: list[Tensor], spec: TreeSpec) -> Any:
+    return tree_unflatten(leaves, spec)
+
+
+def load_python_task(name: str, args: Mapping[str, Any]) -> Task:
+    """Returns what `package.module:function` builds: a task, or a module that returns its own loss."""
+    module_name, colon, function_name = name.partition(":")
+    if not colon or not module_name or not function_name:
+        raise JobError(f'model.name = "python:{name}" must name a function: "python:package.module:function".')
+    folder = os.getcwd()
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise JobError(f'model.name = "python:{name}" cannot be loaded: {error}.') from error
+    if isinstance(function, type) and issubclass(function, nn.Module):
+        return Task(lambda: function(**args))
+    try:
+        inspect.signature(function).bind(**args)
+    except TypeError as error:
+        raise JobError(f"[model.args] do not fit {name}: {error}.") from error
+    built = function(**args)
+    if isinstance(built, Task):
+        return built
+    if isinstance(built, nn.Module):
+        return Task(lambda: function(**args))
+    raise JobError(f"{name} must return an nn.Module or a shardwise.Task, not {type(built).__name__}.")
+
+
+def with_settings(task: Task, trunk: str, plan: Mapping[str, str]) -> Task:
+    """Returns the task with the trunk and the plan of the job, where it has them."""
+    return replace(task, trunk=trunk or task.trunk, plan=plan or task.plan)

@@ -1,0 +1,98 @@
+"""Tensor parallelism of a module that is not ours, from a plan as data: a style by pattern of module names.
+
+    colwise         output features are split; the next module is rowwise
+    rowwise         input features are split; the ranks' partial sums are all-reduced
+    rowwise_split   rowwise, on inputs that are whole: each rank takes its own features of them
+    colwise_gather  output features are split, and gathered: a head whose logits are needed in full
+    vocab           the rows of an embedding are split; the ranks' lookups are all-reduced
+
+Every other weight is whole on every rank. Each rank computes the whole loss and counts it once over all ranks; the
+gradients of whole weights are summed over the ranks, as for our own families, so norms inside of split heads need no
+style of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from shardwise.adapters.anatomy import Anatomy
+from shardwise.errors import JobError, suggest
+from shardwise.models.sharding import (
+    AllReduceOutput,
+    Colwise,
+    GatherOutput,
+    Rowwise,
+    ShardDim,
+    ShardingPlan,
+    VocabLookup,
+)
+
+STYLES = ("colwise", "rowwise", "rowwise_split", "colwise_gather", "vocab")
+
+
+def make_sharding_plan(
+    module: nn.Module, anatomy: Anatomy, styles: Mapping[str, str], head_dim: int = 1, is_hint: bool = False
+) -> ShardingPlan:
+    """Returns the plan of a module: what is split over the tensor axis, what is tied, what `verify` compares.
+
+    The features of a head stay together. A hint may name modules that this model does not have.
+    """
+    for pattern, style in styles.items():
+        if style not in STYLES:
+            raise JobError(f"tensor_plan: {pattern!r} has the unknown style {style!r}; {suggest(style, STYLES)}")
+    shard_dims: list[ShardDim] = []
+    rules: list[AllReduceOutput | GatherOutput | VocabLookup] = []
+    for pattern, style in styles.items():
+        found = [(name, part) for name, part in module.named_modules() if fnmatchcase(name, pattern)]
+        found = [(name, part) for name, part in found if name.count(".") == pattern.count(".")]
+        if not found and is_hint:
+            continue
+        if not found:
+            raise JobError(f"tensor_plan: no module is named like {pattern!r}.")
+        for name, part in found:
+            kind = nn.Embedding if style == "vocab" else nn.Linear
+            if not isinstance(part, kind):
+                raise JobError(
+                    f"tensor_plan: {name} is a {type(part).__name__}, but {style!r} splits an nn.{kind.__name__}."
+                )
+            unit = head_dim if name.rpartition(".")[2] in ("q_proj", "k_proj", "v_proj") else 1
+            if style in ("colwise", "colwise_gather"):
+                shard_dims.append(Colwise(f"{name}.*", unit=unit if style == "colwise" else 1))
+            if style in ("rowwise", "rowwise_split"):
+                shard_dims.append(Rowwise(f"{name}.weight"))
+                rules.append(AllReduceOutput(name, splits_input=style == "rowwise_split"))
+            elif style == "colwise_gather":
+                rules.append(GatherOutput(name))
+            elif style == "vocab":
+                shard_dims.append(Rowwise(f"{name}.weight", dim=0))
+                rules.append(VocabLookup(name))
+    canonical = {id(parameter): name for name, parameter in module.named_parameters()}
+    ties = tuple(
+        (name, canonical[id(parameter)]) for name, parameter in module.named_parameters(remove_duplicate=False)
+        if name != canonical[id(parameter)]
+    )  # fmt: skip
+    last = len(anatomy.blocks) + 1
+    stage_ties = tuple(name for name, parts in anatomy.parts_of.items() if parts[0] == 0 and parts[-1] == last)
+    prefix = anatomy.blocks[0].rpartition(".")[0] if anatomy.blocks else "-"
+    has_sample_rows = anatomy.stream is not None and anatomy.stream.shape[0] == 2  # of the two samples traced
+    summed = [rule.module for rule in rules if isinstance(rule, AllReduceOutput)]
+    compared = tuple(name for name in _compared(module, anatomy, summed) if has_sample_rows)
+    return ShardingPlan(
+        tuple(shard_dims), tuple(rules), ties, stage_ties=stage_ties, splits_sequence=False,
+        block_pattern=f"{prefix}.*", compared_modules=compared,
+    )  # fmt: skip
+
+
+def _compared(module: nn.Module, anatomy: Anatomy, summed: list[str]) -> Iterator[str]:
+    """Yields the blocks and, in each, the children whose output is whole: with a plan, those that end in a sum."""
+    for block in anatomy.blocks:
+        for child, _ in module.get_submodule(block).named_children():
+            name = f"{block}.{child}"
+            if name not in anatomy.called_once:
+                continue
+            if not summed or any(rule == name or rule.startswith(f"{name}.") for rule in summed):
+                yield name
+        yield block
