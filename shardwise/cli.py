@@ -66,7 +66,7 @@ def train(
     ] = None,
     resume: Annotated[Path | None, Option(help="Resume the run in this folder, in any layout.")] = None,
     node: Annotated[
-        str | None, Option(metavar="K/N", help="Multi-node: this is node K (from 0) of N; only 0 gets the job.")
+        str | None, Option(metavar="K/N", help="Multi-node: this is node K (from 0) of N; only node 0 takes a job.")
     ] = None,
     address: Annotated[
         str | None, Option(metavar="HOST:PORT", help="Multi-node: address on which node 0 listens.")
@@ -279,7 +279,7 @@ def bench_comm(
 
 @app.command()
 def doctor(run: Annotated[Path, Argument(help="Run folder; the run may be in progress or over.")]) -> None:
-    """Diagnoses a run that hangs or failed: which rank, in which operation, where in the code, and who waits for it."""
+    """Diagnoses a run that hangs or has failed: which rank, in which operation, where in the code, who waits for it."""
     from shardwise.workers.diagnosis import diagnose_run
 
     for line in diagnose_run(run):

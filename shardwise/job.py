@@ -121,7 +121,7 @@ class GradientConfig(ConfigSection):
     all_reduce: Literal["library", "ring", "halving", "tree", "two-level"] = "library"
     """How full gradients are all-reduced: by PyTorch's backend, or by one of our point-to-point algorithms."""
     nproc_per_node: int = Field(0, ge=0)
-    """Processes per node, for `two-level`; 0 uses the number launched together on each node."""
+    """Processes per node, for `two-level`; 0 uses `LOCAL_WORLD_SIZE`, or all processes if it is not set."""
     compress: str = ""
     """Gradient compression with error feedback: `fp16`, `bf16`, `int8`, `onebit`, `topk:0.01` (the largest 1%) or
     `powersgd:rank=4`; empty disables it."""

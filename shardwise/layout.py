@@ -62,7 +62,7 @@ class Layout:
     zero: int = 1
     """ZeRO stage of `shard`: 1 shards optimizer states, 2 also gradients, 3 also weights (FSDP)."""
     recompute: str = "none"
-    """Activation checkpointing: none, selective, full, or the fraction of block activations to keep."""
+    """Activation checkpointing: none, selective, full, or the fraction of blocks that keep their activations."""
     stages: tuple[int, ...] = ()
     """Layers per pipeline stage (`stages=3,5`); empty balances the stages by cost."""
 

@@ -242,9 +242,7 @@ def test_a_signal_saves_and_ends_cleanly(number: signal.Signals, tmp_path: Path)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 0, said
     name = "Ctrl-C (SIGINT)" if number == signal.SIGINT else "SIGTERM"
-    assert (
-        f"stopped: stopped by {name} after saving step" in said and "--resume run" in said and "Traceback" not in said
-    )
+    assert f"stopped: {name}, checkpoint saved at step" in said and "--resume run" in said and "Traceback" not in said
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 

@@ -133,7 +133,7 @@ def test_the_live_page_follows_a_run(live: tuple[Path, str, subprocess.Popen[str
 
 
 def test_the_page_names_a_straggler_and_a_stall(tmp_path: Path) -> None:
-    for fault, words in (("straggler", "rank 1 is a straggler"), ("data", "waiting for data")):
+    for fault, words in (("straggler", "rank 1 computes"), ("data", "waiting for data")):
         run = make_run(tmp_path / fault, "replicate=2", fault)
         with Browser() as browser:
             browser.open(f"file://{write_report(run.path)}")

@@ -148,8 +148,8 @@ def find_alerts(rows: np.ndarray, peer_groups: Sequence[Sequence[int]]) -> list[
             excess = float(work[rank]) - median
             if work[rank] > STRAGGLER_RATIO * median and excess > ALERT_SHARE * seconds[rank]:
                 slowdown = f"computes {work[rank] / max(median, 1e-9):.1f} times as long as its peers"
-                cost = f"they wait {100 * excess / seconds[rank]:.0f}% of each step for it"
-                alerts.append((f"straggler {rank}", f"rank {rank} is a straggler: it {slowdown}, and {cost}."))
+                cost = f"which wait {100 * excess / seconds[rank]:.0f}% of each step for it"
+                alerts.append((f"straggler {rank}", f"rank {rank} {slowdown}, {cost}."))
     data_shares = rows[:, FIRST_PHASE + PHASES.index("data")] / seconds
     rank = int(data_shares.argmax())
     if data_shares[rank] > ALERT_SHARE:

@@ -70,7 +70,7 @@ class Tracker:
         except Exception as error:  # noqa: BLE001 - a broken tracker must not end the run
             self.disabled = True
             reason = f"{type(error).__name__}: {error}"
-            self.emit_event("tracker_failed", f"{self.job.tracker} failed and is disabled for this run: {reason}")
+            self.emit_event("tracker_failed", f"{self.job.tracker} is disabled for the rest of this run: {reason}")
 
 
 class CsvWriter:

@@ -29,7 +29,8 @@ class BertConfig(DecoderConfig):
     mask_token_id: int = Field(-1, ge=-1)
     """Id of the mask token. -1 reserves the last id of the vocabulary, which the text must not contain."""
     phase1_sequence: int = Field(0, ge=0)
-    """Sequence length of a first training phase with shorter samples; 0: a single phase."""
+    """Sequence length of a first phase with shorter samples; 0: a single phase. Only for planning: train each phase
+    in its own run."""
     phase1_fraction: float = Field(0.9, ge=0.0, le=1.0)
     """Fraction of the steps in the first phase, if `phase1_sequence` is set."""
 

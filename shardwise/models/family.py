@@ -43,7 +43,7 @@ class TableSpec:
 
 
 class Family:
-    """One family of models. Each method takes a config of type `config`."""
+    """A model family. The `config` that its methods take is the job's `[model]` section."""
 
     config: ClassVar[type[ModelConfig]]
     """The `[model]` section."""

@@ -289,13 +289,13 @@ def explain_gap(estimator: Estimator, best: Prediction, other: Prediction) -> st
         return f"does not fit: {other.peak_memory / GIB:.0f} GiB of {limit / GIB:.0f}"
     slower = other.seconds / best.seconds - 1
     if slower < 0:
-        return f"{100 * slower:+.1f}%, within the prediction error; less simple"
+        return f"{-100 * slower:.1f}% faster, within the prediction error, but less simple"
     best_parts, other_parts = time_breakdown(best), time_breakdown(other)
     growth = {name: other_parts.get(name, 0.0) - best_parts.get(name, 0.0) for name in {*best_parts, *other_parts}}
     name = max(growth, key=lambda part: growth[part])
     if slower < 0.001 or growth[name] <= 0:
-        return f"{100 * slower:+.1f}%"
-    return f"{100 * slower:+.1f}%: {growth[name]:.3g} s more {name}"
+        return f"{100 * slower:.1f}% slower"
+    return f"{100 * slower:.1f}% slower, {growth[name]:.3g} s more {name}"
 
 
 def time_breakdown(prediction: Prediction) -> dict[str, float]:

@@ -160,8 +160,8 @@ class Trainer:
                 if snapshots is not None and snapshots.is_due(done, self.job.checkpoint.snapshot_every) and done < last:
                     self._snapshot(done)
                 if verdict.stop_signal and done < last:
-                    reason = f"stopped by {signal_name(verdict.stop_signal)}"
-                    self._log_event("stopped", f"{reason} after saving step {done}.", step=done)
+                    reason = signal_name(verdict.stop_signal)
+                    self._log_event("stopped", f"{reason}, checkpoint saved at step {done}.", step=done)
                     break
             else:
                 self._validate(last)
@@ -187,7 +187,7 @@ class Trainer:
         first = 0 if state is None else int(state["step"])
         if self.is_rank_zero:
             self.folder.discard_after(first)
-        message = f"resuming from step {first} in layout '{self.layout}'."
+        message = f"from step {first} in layout '{self.layout}'."
         source = self.checkpoints.source
         self._log_event("resumed", message, layout=str(self.layout), step=first, source=source)
         return first
