@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.bench.parameter_server import ParameterServerWorker, push_pull_count, push_pull_schedule
+from shardwise.bench.parameter_server import ParameterServerWorker, push_pull_schedule, push_pull_sent_numel
 from shardwise.comm import allreduce
 from shardwise.comm.allreduce import all_reduce, get_algorithm, sent_bytes
 from shardwise.comm.world import run_world
@@ -35,7 +35,7 @@ def schedules(ranks: int) -> dict[str, tuple[Any, Any]]:
     for servers in {1, (ranks + 1) // 2, ranks}:
         found[f"server {servers}"] = (
             partial(push_pull_schedule, servers=servers),
-            partial(push_pull_count, servers=servers),
+            partial(push_pull_sent_numel, servers=servers),
         )
     return found
 

@@ -99,37 +99,37 @@ def _ring_step(index: int, members: list[int], bounds: Bounds, chunk: int, accum
 
 
 def halving_doubling_schedule(rank: int, ranks: int, count: int) -> list[P2PStep]:
-    core = 1 << (ranks.bit_length() - 1)
-    extra, core_rank = ranks - core, _core_rank(rank, ranks)
-    levels = core.bit_length() - 1
+    core_size = 1 << (ranks.bit_length() - 1)
+    extra, core_rank = ranks - core_size, _core_rank(rank, ranks)
+    levels = core_size.bit_length() - 1
     if core_rank is None:
         full_message = PeerSlice(rank + 1, 0, count)
         return [P2PStep(send=full_message), *[P2PStep()] * (2 * levels), P2PStep(recv=full_message)]
-    bounds, down, up = chunk_bounds(count, core), [], []
+    bounds, halving, doubling = chunk_bounds(count, core_size), [], []
     for level in range(levels):
-        width = core >> (level + 1)
+        width = core_size >> (level + 1)
         block, other = core_rank // width, core_rank // width ^ 1
         peer = core_rank ^ width
         peer = 2 * peer + 1 if peer < extra else peer + extra
         kept, sent = (PeerSlice(peer, bounds[b * width], bounds[(b + 1) * width]) for b in (block, other))
-        down.append(P2PStep(sent, kept, True))
-        up.append(P2PStep(kept, sent))
+        halving.append(P2PStep(sent, kept, True))
+        doubling.append(P2PStep(kept, sent))
     is_folded = rank < 2 * extra
     full_message = PeerSlice(rank - 1, 0, count)
     before = [P2PStep(recv=full_message, accumulate=True) if is_folded else P2PStep()] * bool(extra)
     after = [P2PStep(send=full_message) if is_folded else P2PStep()] * bool(extra)
-    return before + down + up[::-1] + after
+    return before + halving + doubling[::-1] + after
 
 
 def halving_doubling_sent_numel(rank: int, ranks: int, count: int) -> int:
     """Returns 2 (core - 1) / core of the message, plus one full message for folded ranks and their partners."""
-    core = 1 << (ranks.bit_length() - 1)
+    core_size = 1 << (ranks.bit_length() - 1)
     core_rank = _core_rank(rank, ranks)
     if core_rank is None:
         return count
-    bounds = chunk_bounds(count, core)
-    total = count - _chunk_size(bounds, core_rank) + (count if rank < 2 * (ranks - core) else 0)
-    for level in range(core.bit_length() - 1):
+    bounds = chunk_bounds(count, core_size)
+    total = count - _chunk_size(bounds, core_rank) + (count if rank < 2 * (ranks - core_size) else 0)
+    for level in range(core_size.bit_length() - 1):
         first = core_rank >> level << level
         total += bounds[first + (1 << level)] - bounds[first]
     return total

@@ -84,8 +84,8 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        reduce = torch_collectives.functional_reduce_scatter
-        grad = _run_and_wait(reduce, grads[0].contiguous(), "sum", ctx.dim, group=ctx.group, axis=ctx.axis)
+        reduce_scatter = torch_collectives.functional_reduce_scatter
+        grad = _run_and_wait(reduce_scatter, grads[0].contiguous(), "sum", ctx.dim, group=ctx.group, axis=ctx.axis)
         return grad, None, None, None
 
 
@@ -97,8 +97,8 @@ class _ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        gather = torch_collectives.functional_all_gather
-        grad = _run_and_wait(gather, grads[0].contiguous(), ctx.dim, group=ctx.group, axis=ctx.axis)
+        all_gather = torch_collectives.functional_all_gather
+        grad = _run_and_wait(all_gather, grads[0].contiguous(), ctx.dim, group=ctx.group, axis=ctx.axis)
         return grad, None, None, None
 
 

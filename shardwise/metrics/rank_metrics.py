@@ -115,16 +115,16 @@ def sum_steps(steps: list[np.ndarray]) -> np.ndarray:
     return np.asarray(total)
 
 
-def to_record(step: int, steps: int, ranks: np.ndarray) -> dict[str, Any]:
+def to_record(step: int, num_steps: int, rows: np.ndarray) -> dict[str, Any]:
     def columns(names: Sequence[str], first: int, scale: float = 1.0) -> dict[str, list[float]]:
-        values = ranks[:, first : first + len(names)].T / scale
-        return {name: row.round(5).tolist() for name, row in zip(names, values, strict=True) if row.any()}
+        values = rows[:, first : first + len(names)].T / scale
+        return {name: column.round(5).tolist() for name, column in zip(names, values, strict=True) if column.any()}
 
     gib = 2.0**30
     return {
-        "step": step, "steps": steps, "start": ranks[:, START].round(4).tolist(),
-        "seconds": ranks[:, SECONDS].round(5).tolist(), "phase_seconds": columns(PHASES, FIRST_PHASE),
-        "wait_seconds": columns(WAIT_AXES, FIRST_WAIT), "memory_gib": (ranks[:, PEAK_MEMORY] / gib).round(4).tolist(),
+        "step": step, "steps": num_steps, "start": rows[:, START].round(4).tolist(),
+        "seconds": rows[:, SECONDS].round(5).tolist(), "phase_seconds": columns(PHASES, FIRST_PHASE),
+        "wait_seconds": columns(WAIT_AXES, FIRST_WAIT), "memory_gib": (rows[:, PEAK_MEMORY] / gib).round(4).tolist(),
         "memory_by_kind_gib": columns(MEMORY_KINDS, PEAK_MEMORY + 1, gib),
     }  # fmt: skip
 
@@ -141,13 +141,13 @@ def find_slowest_rank(rows: np.ndarray) -> dict[str, Any]:
 def find_alerts(rows: np.ndarray, peer_groups: Sequence[Sequence[int]]) -> list[tuple[str, str]]:
     """Returns (key, sentence) for each straggler, and for the worst data stall."""
     alerts = []
-    work, seconds = rows[:, FIRST_PHASE : FIRST_PHASE + 2].sum(1), np.maximum(rows[:, SECONDS], 1e-9)
+    busy, seconds = rows[:, FIRST_PHASE : FIRST_PHASE + 2].sum(1), np.maximum(rows[:, SECONDS], 1e-9)
     for group in peer_groups:
-        median = float(np.sort(work[list(group)])[(len(group) - 1) // 2])  # of two ranks, the faster
+        median = float(np.sort(busy[list(group)])[(len(group) - 1) // 2])  # of two ranks, the faster
         for rank in group:
-            excess = float(work[rank]) - median
-            if work[rank] > STRAGGLER_RATIO * median and excess > ALERT_SHARE * seconds[rank]:
-                slowdown = f"computes {work[rank] / max(median, 1e-9):.1f} times as long as its peers"
+            excess = float(busy[rank]) - median
+            if busy[rank] > STRAGGLER_RATIO * median and excess > ALERT_SHARE * seconds[rank]:
+                slowdown = f"computes {busy[rank] / max(median, 1e-9):.1f} times as long as its peers"
                 cost = f"they wait {100 * excess / seconds[rank]:.0f}% of each step for it"
                 alerts.append((f"straggler {rank}", f"rank {rank} is a straggler: it {slowdown}, and {cost}."))
     data_shares = rows[:, FIRST_PHASE + PHASES.index("data")] / seconds
@@ -177,7 +177,7 @@ def clock_offset(ranks: Axis, device: torch.device, rounds: int = 8) -> float:
     return offset if abs(offset) > max(offsets) - min(offsets) else 0.0
 
 
-def memory_by_kind(tensors_by_kind: dict[str, Sequence[Any]]) -> dict[str, float]:
+def sum_bytes_by_kind(tensors_by_kind: dict[str, Sequence[Any]]) -> dict[str, float]:
     """Sums the bytes of tensors by kind. Shared storage counts once, for the first kind that holds it."""
     seen: set[int] = set()
     totals = dict.fromkeys(tensors_by_kind, 0.0)
