@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15  # splitmix64's increment: 2^64 divided by the golden ratio
 CHUNK = 1 << 20  # elements generated at once, which bounds temporary memory
 
 

@@ -47,7 +47,7 @@ def all_to_all_rows(output: Tensor, input: Tensor, axis: Axis) -> None:
     output[rank] = input[rank]
     in_flight: list[tuple[Any, Any]] = []
     with axis.waiting(input.device):
-        for offset in range(1, ranks):
+        for offset in range(1, ranks):  # with at most two chunks in flight in each direction
             dst, src = (rank + offset) % ranks, (rank - offset) % ranks
             for first in range(0, input.shape[1], P2P_CHUNK_BYTES):
                 chunk = slice(first, first + P2P_CHUNK_BYTES)
@@ -61,7 +61,7 @@ def all_to_all_rows(output: Tensor, input: Tensor, axis: Axis) -> None:
 
 # Collectives with a gradient. All-gather and reduce-scatter are each other's backward; all-to-all is its own, with the
 # split sizes swapped. In compiled code, `axis` of all-gather and reduce-scatter is None: waits are not timed, and the
-# compiler places them.
+# compiler decides where to wait.
 
 
 def _run_and_wait(collective: Any, x: Tensor, *args: Any, group: Any, axis: Axis | None) -> Tensor:

@@ -6,9 +6,8 @@
     cutout   a random square of half the image size set to the mean (DeVries and Taylor 2017)
     mixup    blends two images of the dataset and their losses (Zhang et al. 2018, alpha = 1)
 
-They are applied in this order, whatever the order in the job. Random numbers are hashes of the seed and the sample's
-stream position, so the samples do not depend on the layout or the number of workers, and a resumed run gets
-the same ones.
+They are applied in this order, regardless of the order in the job. Random numbers are hashes of the seed and the
+sample's stream position, so they do not depend on the layout, the number of workers or restarts.
 """
 
 from __future__ import annotations

@@ -56,8 +56,7 @@ class ClickBatch:
 class ClickSource:
     """`count` rows of a click log, starting at row `first`."""
 
-    length = 1
-    vocab = 2
+    length, vocab = 1, 2  # one binary target per sample
 
     def __init__(self, model: DLRMConfig, first: int, count: int):
         self.model, self.first, self.count = model, first, count
@@ -132,7 +131,7 @@ class SyntheticClicks(ClickSource):
         dense_features = np.log1p(np.floor(-20.0 * np.log1p(-to_unit_interval(dense_bits))))
         tables = np.arange(model.tables, dtype=_U64)[:, None] << _U64(40)
         sparse_effects = 2.0 * to_unit_interval(mix64_numpy((sparse_ids.astype(_U64) + tables) ^ ~self.key)) - 1.0
-        logits = (
+        logits = (  # scaled for a click rate of about one third
             3.0 * (sparse_effects * bag_weights).sum((1, 2)) / np.sqrt(size)
             + (self.dense_effects * (dense_features - 2.5)).sum(1)
             - 1.0

@@ -23,7 +23,7 @@ INT_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 COPY_KINDS = ("replicas", "expert_replicas", "full_weights", "tensor", "tied")
 """How a tensor is replicated: shards across data-parallel replicas; the same for expert shards; full weights under
 ZeRO-1; parameters that tensor parallelism does not shard; weights tied between the first and the last stage."""
-DATA_PARALLEL = "data_parallel"  # data-parallel ranks: their results for a redundantly computed micro-batch must agree
+DATA_PARALLEL = "data_parallel"  # these ranks must agree on the results of a redundantly computed micro-batch
 
 
 def checksum(tensor: Tensor) -> Tensor:
@@ -101,7 +101,8 @@ class StateChecksums:
 
 
 def mixing_factors(kinds: Sequence[frozenset[str]]) -> Tensor:
-    """Returns a factor per copy kind and checksum; the weighted sum combines all checksums of a kind into one."""
+    """Returns a factor per copy kind and checksum; the weighted sum combines all checksums of a kind into one. Factors
+    are odd, so that no bit of a checksum is lost."""
     factors = torch.zeros(len(COPY_KINDS), len(kinds), dtype=torch.int64)
     for row, kind in enumerate(COPY_KINDS):
         members = [column for column, tensor_kinds in enumerate(kinds) if kind in tensor_kinds]

@@ -26,11 +26,12 @@ from shardwise.planner.plan import Plan, make_plan
 
 EXTRAPOLATION_FACTOR = 100.0  # warn beyond this factor outside the fitted range
 NEAR_OPTIMAL_TOLERANCE = 0.005  # relative loss difference that counts as equally good
-MAX_LOG_RATIO = 30.0  # log of the largest size ratio that is searched
+MAX_LOG_RATIO = 30.0  # log of the largest size ratio searched for near-optimal models
 OVERTRAINING_FACTORS = (2, 4, 8)  # how many times smaller than optimal the overtrained models are
 SECONDS_PER_DAY = 86_400.0
 DAYS_TOLERANCE = 0.02  # accepted relative error of the planned days
-MAX_ITERATIONS = 6
+MAX_ITERATIONS = 6  # of the search for a budget that takes the given days
+INITIAL_MFU = 0.4  # from which that search starts
 DEFAULT_SETTINGS = ("precision=bf16", "model.vocab=50304", "model.sequence=4096", "model.tied=false")
 
 
@@ -47,15 +48,15 @@ class OvertrainedModel:
 
 @dataclass(frozen=True)
 class DataConstrainedOptimum:
-    """The same budget with a limited number of unique tokens."""
+    """The optimum of the same budget with a limited number of unique tokens."""
 
     unique_tokens: float
     loss: float
-    """Loss of the optimum for unlimited data, trained on repeated tokens."""
+    """Loss of the model that is optimal for unlimited data, if trained on repeated tokens."""
     parameters: float
     tokens: float
     best_loss: float
-    """Loss of the optimum for limited data: `parameters` and `tokens`."""
+    """Loss of `parameters` and `tokens`, the optimum for limited data."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def recommend(fitted_law: FittedLaw, flops: float, unique_tokens: float | None =
 def prediction_interval(fitted_law: FittedLaw, N: float, D: float) -> tuple[float, float]:
     """Returns the 95% interval of a run's loss: uncertainty of the law plus residuals of runs."""
     losses = np.asarray(fitted_law.bootstrap_samples.loss(N, D))
-    residuals = np.random.default_rng(0).normal(0.0, fitted_law.residual_std, (25, len(losses)))
+    residuals = np.random.default_rng(0).normal(0.0, fitted_law.residual_std, (25, len(losses)))  # 25 per sample
     return interval(losses * np.exp(residuals))
 
 
@@ -172,7 +173,7 @@ def _data_constrained_optimum(
     def loss(log_size: float) -> float:
         return float(law.data_constrained_loss(math.exp(log_size), flops / 6 / math.exp(log_size), unique_tokens))
 
-    center = math.log(N)
+    center = math.log(N)  # sizes up to exp(7), about 1100, times smaller or larger are searched
     result = minimize_scalar(loss, bounds=(center - 7, center + 7), method="bounded", options={"xatol": 1e-6})
     size = math.exp(result.x)
     return DataConstrainedOptimum(
@@ -205,7 +206,7 @@ def recommend_with_plan(
         result = recommend(fitted_law, flops, unique_tokens)
         return replace(result, plan=make_plan(recommended_job(result, devices, settings), resolved_cluster, devices))
     assert days is not None
-    flops = 0.4 * resolved_cluster.device.peak_flops("bf16") * devices * days * SECONDS_PER_DAY
+    flops = INITIAL_MFU * resolved_cluster.device.peak_flops("bf16") * devices * days * SECONDS_PER_DAY
     for _ in range(MAX_ITERATIONS):
         result = recommend(fitted_law, flops, unique_tokens)
         plan = make_plan(recommended_job(result, devices, settings), resolved_cluster, devices)

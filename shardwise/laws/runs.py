@@ -77,7 +77,7 @@ def _runs_from_rows(rows: Sequence[tuple[str, float, float, float, float]], para
     return Runs(names, parameters, tokens, loss, flops, parameter_scope)
 
 
-# A file
+# CSV files
 
 
 def read_csv(path: Path, parameter_scope: str = "all") -> Runs:

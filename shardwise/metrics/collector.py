@@ -28,7 +28,7 @@ TIMELINE_SAMPLES = 50  # steps per run whose pipeline timeline is recorded
 
 
 class RankMetricsCollector:
-    """Measures this rank's steps and all-gathers them. Calls `emit_event` for new alerts (stragglers and data
+    """Measures this rank's steps and all-gathers the metrics. Calls `emit_event` for new alerts (stragglers and data
     stalls, both as `straggler` events)."""
 
     def __init__(
@@ -67,7 +67,7 @@ class RankMetricsCollector:
             self._end_step()
         self.timer.begin_step()
         self._step_start, self._step_perf_counter = time.time() - self.clock_offset, time.perf_counter()
-        if self.records_timeline and steps_done % self.timeline_every == 2:
+        if self.records_timeline and steps_done % self.timeline_every == 2:  # the first steps are warm-up
             self.timer.start_recording()
 
     def _end_step(self) -> None:

@@ -26,12 +26,11 @@ from shardwise.workers.heartbeat import clear_heartbeats, heartbeat_folder, read
 from shardwise.workers.worker_pool import WorkerGroup, WorkerPool
 
 POLL_SECONDS = 0.1
-# A stopped rank counts as a fault after this time: Ctrl-Z stops, and `fg` continues, all ranks, but not at one instant.
-STOPPED_SECONDS = 0.2
+STOPPED_SECONDS = 0.2  # a rank stopped this long is a fault; Ctrl-Z and `fg` reach ranks at slightly different times
 STANDBY_DELAY = 2.0  # seconds of training before standby workers are started
-STARTUP_TIMEOUT = 60.0  # minimum hang timeout until the first step is done: ranks connect and compile before
+STARTUP_TIMEOUT = 60.0  # minimum hang timeout until the first step is done, which includes connecting and compiling
 ERROR_REPORT_SECONDS = 0.5  # time that the other ranks get to write their error records
-INITIAL_BACKOFF, MAX_BACKOFF = 0.5, 60.0  # seconds before a second restart without progress, then doubled
+INITIAL_BACKOFF, MAX_BACKOFF = 0.5, 60.0  # seconds before the second restart without progress, then doubled each time
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ class Supervisor:
             had_started = worker_group.all_started
             self.worker_pool.receive(POLL_SECONDS)
             if worker_group.all_started and not had_started:
-                monitor = ProgressMonitor(self.hang_timeout)  # workers run only now
+                monitor = ProgressMonitor(self.hang_timeout)  # all workers run: the hang timeout starts
             if self.stop_signal and not monitor.stop_forwarded:
                 monitor.stop_forwarded = True
                 self.worker_pool.kill(worker_group, self.stop_signal)  # reaches workers forked after the signal
@@ -186,7 +185,7 @@ class Supervisor:
         """Diagnoses a dead rank. A killed rank leaves no error record, but is blamed before ranks that left one."""
         first_failed = list(worker_group.failed_ranks)
         codes = [worker_group.exit_codes[rank] for rank in first_failed]
-        aborted = -signal.SIGABRT in codes  # another rank may have caused it
+        aborted = -signal.SIGABRT in codes  # possibly because of another rank, so the stacks of all ranks are needed
         killed = min(codes) < 0 and not aborted
         self._request_dumps(worker_group, worker_group.alive_ranks, 2.0 if aborted else 0.1 if killed else 0.0)
         self.worker_pool.wait_for_exit(worker_group, POLL_SECONDS if killed else ERROR_REPORT_SECONDS)
@@ -220,7 +219,7 @@ class Supervisor:
         exit_reasons = dict.fromkeys(stopped, "is stopped (SIGSTOP)")
         kind = "suspended" if stopped else "hung"
         responsive = [rank for rank in worker_group.alive_ranks if rank not in exit_reasons]
-        self._request_dumps(worker_group, responsive, 0.3 if stopped else 2.0)
+        self._request_dumps(worker_group, responsive, 0.3 if stopped else 2.0)  # stacks reveal the cause of a hang
         finding = self._record_diagnosis(kind, exit_reasons)
         ranks = finding.culprits or [0]
         step = read_heartbeats(self.run_path).get(ranks[0], {}).get("step", 0)
@@ -245,9 +244,8 @@ class Supervisor:
         )
 
     def _record_diagnosis(self, kind: str, exit_reasons: dict[int, str]) -> diagnosis.Diagnosis:
-        finding = diagnosis.diagnose(
-            diagnosis.read_rank_states(heartbeat_folder(self.run_path), exit_reasons), time.time()
-        )
+        rank_states = diagnosis.read_rank_states(heartbeat_folder(self.run_path), exit_reasons)
+        finding = diagnosis.diagnose(rank_states, time.time())
         with suppress(OSError):
             diagnosis.save_diagnosis(self.run_path, finding, kind, exit_reasons)
         return finding

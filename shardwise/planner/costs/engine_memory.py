@@ -1,10 +1,12 @@
-"""What our engine does with a layout: its exact stages and parameters, and from them the memory of each rank.
+"""Predicts each rank's peak memory in our engine from the exact stages and parameters of a layout.
 
-Parameters come from the model on the meta device and stages from the same `cut_stages` as in training; the activations
-that forwards save were read off dry runs, and `tests/test_dryrun.py` compares the results with dry runs.
+Parameters come from the model on the meta device and stages from the same `cut_stages` as in training. The formulas for
+activations and temporary buffers were derived from dry runs; `tests/test_dryrun.py` compares the results with dry runs.
 
 A rank's peak is the largest of a few candidates: a block's backward (with recomputation), the loss, the embedding's
 gradient and the optimizer update, each at every peak of the schedule (`shardwise.schedules.in_flight`).
+
+In formulas, `k` is the `BlockSizes`, `s` the bytes per element of the compute dtype, `w` those of the master dtype.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ class EngineModel:
         return self.itemsize != self.master_itemsize
 
     def stages(self, layout: Layout) -> tuple[StageLayers, ...]:
-        """Returns the stages that training runs."""
+        """Returns the stages that training runs. Layer 0 is the embedding, the last layer the head."""
         key = layout.stage_count, layout.stages
         if key not in self._stages:
             last = len(self.layer_costs) - 1
@@ -74,7 +76,7 @@ class EngineModel:
         return self._stages[key]
 
     def params_by_module(self, tensor: int) -> dict[str, tuple[ParamSpec, ...]]:
-        """Returns the parameters of `embed`, `block` and `head`; tied ones are listed in both ends."""
+        """Returns the parameters of `embed`, `block` and `head`; tied ones are in both `embed` and `head`."""
         if tensor not in self._params:
             params: dict[str, list[ParamSpec]] = {"embed": [], "block": [], "head": []}
             for name, weight in self._chain.named_parameters(remove_duplicate=False):
@@ -83,7 +85,8 @@ class EngineModel:
                 is_replicated = split is None or tensor == 1 or not splits_evenly(split, weight.shape, tensor)
                 if not is_replicated and split is not None:
                     rows, columns = (ceil(rows / tensor), columns) if split.dim == 0 else (rows, ceil(columns / tensor))
-                params[name.partition(".")[0].rstrip("0")].append(ParamSpec(name, rows, columns, not is_replicated))
+                module = name.partition(".")[0].rstrip("0")  # the only block is block0
+                params[module].append(ParamSpec(name, rows, columns, not is_replicated))
             self._params[tensor] = {module: tuple(specs) for module, specs in params.items()}
         return self._params[tensor]
 
@@ -108,7 +111,7 @@ class EngineModel:
         """Returns a lower bound of the peak over these ranks, each given by its modules: weights, gradients, optimizer
         state (`state_bytes` bytes per weight) and, with several micro-batches, the saved activations of one."""
         (embed, block, head), k = self.module_numels(layout.tensor), self.block_sizes(layout)
-        unsharded = 2 if layout.zero == 1 or layout.shard == 1 else 0  # how many of weights and gradients
+        unsharded = 2 if layout.zero == 1 or layout.shard == 1 else 0  # both weights and gradients, or neither
         sharded_bytes = self.master_itemsize * (2 - unsharded) + state_bytes
         bytes_per_weight = self.master_itemsize * unsharded + sharded_bytes / (layout.shard * layout.context)
         saved = {"none": k.saved_all, "selective": k.saved_selective}.get(layout.recompute, k.hidden_bytes)
@@ -150,6 +153,7 @@ class EngineModel:
         if fsdp:
             weights = w * sharded_numel + (0 if is_zero3 else s * numel)
         state = framework_profile.optimizer_bytes * sharded_numel
+        # Receive buffers; int64 tokens and targets.
         buffers = self.remote_neighbors(layout, rank) * k.hidden_bytes * micro_batches + 16 * k.tokens * micro_batches
         peaks = _PeakCandidates(self, k, layout, stages_of_rank)
         peak = max(peaks.candidate_bytes(in_flight_peaks))
@@ -178,7 +182,7 @@ class EngineModel:
         return self.is_compiled and not layout.has_split_backward
 
     def keeps_compute_copy(self, layout: Layout) -> bool:
-        """Returns whether a low-precision copy of the weights is kept, and updated once per step."""
+        """Returns whether a compute copy of the weights is kept, and updated once per step."""
         return self.is_mixed_precision and layout.world == 1
 
     def remote_neighbors(self, layout: Layout, rank: int) -> int:
@@ -201,13 +205,13 @@ class BlockSizes(NamedTuple):
     """Elements that embedding and head share."""
     largest_param: int
     lm_head: int
-    """Elements of the output projection."""
+    """Elements of the LM head's matrix."""
     largest_matrix: int
     """Elements of the largest matrix in a block."""
     hidden_bytes: float
     """Bytes of the hidden state between modules, split along the sequence."""
     gathered_hidden_bytes: float
-    """The same, gathered."""
+    """The same, all-gathered along the sequence."""
     ffn_hidden: float
     """Bytes of one hidden activation of the feed-forward layer."""
     saved_all: float
@@ -215,7 +219,7 @@ class BlockSizes(NamedTuple):
     saved_selective: float
     """Bytes a block saves with selective recomputation."""
     saved_common: float
-    """Bytes that both of them save."""
+    """Bytes that a block saves both with selective and without recomputation."""
     pending_weight_grad: float
     """Bytes of output gradients that a block keeps between the two halves of a split backward."""
     logits: float
@@ -235,11 +239,9 @@ class BlockSizes(NamedTuple):
         hidden, num_up_projections = s * tokens * m.ffn / t, 2 if m.activation == "swiglu" else 1
         shared = hidden_bytes + 2 * query + kv + softmax_stats + num_up_projections * hidden
         # Rotary embeddings copy queries and keys; attention's output is then laid out by head, which adds another copy.
-        rope_copies = (
-            2 * query + kv / 2 + 4 * engine.master_itemsize * m.sequence * m.head_dim / 2
-            if m.positions == "rotary"
-            else 0.0
-        )
+        rope_copies = 0.0
+        if m.positions == "rotary":
+            rope_copies = 2 * query + kv / 2 + 4 * engine.master_itemsize * m.sequence * m.head_dim / 2
         gathered_inputs = 2 * gathered_hidden_bytes if t > 1 else 0.0
         sizes = {module: sum(p.numel for p in specs) for module, specs in params.items()}
         lm_head = next(p.numel for p in params["head"] if p.name.endswith("project.weight"))
@@ -275,7 +277,7 @@ class _PeakCandidates:
         s, w = engine.itemsize, engine.master_itemsize
         self.fsdp, self.is_zero3 = layout.shard > 1 and layout.zero > 1, layout.shard > 1 and layout.zero == 3
         self.keeps_compute_copy = engine.keeps_compute_copy(layout)
-        # Bytes per weight of the low-precision copy made in each forward, and of a new gradient before accumulation.
+        # Bytes per weight of the compute copy made in each forward, and of a new gradient before accumulation.
         makes_compute_copy = engine.is_mixed_precision and not self.fsdp and not self.keeps_compute_copy
         self.compute_copy_itemsize = s if makes_compute_copy else 0
         self.grad_itemsize = w if not engine.is_mixed_precision else s if self.keeps_compute_copy else s + w
@@ -368,7 +370,7 @@ class _PeakCandidates:
         return max(upcast, scaled, weight_grad) + gathered
 
     def after_loss_bytes(self, saved: float) -> float:
-        """Returns the bytes while a pipeline accumulates the projection's gradient: logits are freed by then, and with
+        """Returns the bytes while a pipeline accumulates the LM head's gradient: logits are freed by then, and with
         FSDP everything that the micro-batch saved (`saved` bytes)."""
         k, s, w = self.k, self.engine.itemsize, self.engine.master_itemsize
         if self.fsdp:
@@ -383,4 +385,5 @@ class _PeakCandidates:
         return self.grad_itemsize * (k.embed - self._position_numel())
 
     def _position_numel(self) -> int:
+        """Returns the elements of learned positions; the first parameter is the token embedding."""
         return sum(p.numel for p in self.engine.params_by_module(self.layout.tensor)["embed"][1:])
