@@ -600,7 +600,7 @@ def test_a_malformed_row_is_told_with_file_row_and_field(line: str, words: str, 
 @pytest.mark.parametrize(
     ("data", "more", "words"),
     [
-        ({"source": "stdlib"}, {}, "has no clicks"),
+        ({"source": "stdlib"}, {}, "is not a click log"),
         ({"source": "criteo"}, {}, "set data.path to it"),
         ({"source": "criteo", "path": "none.tsv"}, {}, "cannot be read"),
         ({"source": "criteo", "path": "none.tsv"}, {"tables": 3}, "26 categorical and 13 integer features"),
