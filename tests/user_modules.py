@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shardwise.adapters.task import Task
 
-SAMPLES, TOKENS, FEATURES, CLASSES, VOCAB = 40, 6, 8, 5, 17
+SAMPLES, TOKENS, FEATURES, CLASSES, VOCAB = 40, 6, 8, 5, 18
 
 
 class Rows:
