@@ -560,3 +560,97 @@ def not_a_tensor() -> Task:
 
 def loss_of_shape() -> Task:
     return Task(SkipMLP, nn.CrossEntropyLoss(reduction="none"), vectors())
+
+
+class StackedLSTM(nn.Module):
+    """A prologue and blocks that are LSTMs, which return tuples, and dropout of channels between them."""
+
+    def __init__(self, width: int = 8):
+        super().__init__()
+        self.words, self.first = nn.Embedding(VOCAB, width), nn.LSTM(width, width, batch_first=True)
+        self.layers = nn.ModuleList(nn.LSTM(width, width, batch_first=True) for _ in range(3))
+        self.drop, self.tags = nn.Dropout1d(0.2), nn.Linear(width, CLASSES)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x, _ = self.first(self.words(words))
+        for layer in self.layers:
+            x, _ = layer(x)
+        return self.tags(self.drop(x))
+
+
+def stacked_lstm() -> Task:
+    return Task(StackedLSTM, tag_loss_sum, tagged_sentences(), count=lambda batch: (batch[1] != -100).sum())
+
+
+class InPlace(nn.Module):
+    """One flat nn.Sequential with in-place activations; the head's output is changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [nn.Linear(FEATURES, 12)]
+        for _ in range(3):
+            layers += [nn.Linear(12, 12), nn.ReLU(inplace=True)]
+        self.net, self.head = nn.Sequential(*layers), nn.Linear(12, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.head(self.net(x).unsqueeze(1))
+        y += 1.0
+        return y[:, 0]
+
+
+def in_place() -> Task:
+    return Task(InPlace, nn.CrossEntropyLoss(), vectors())
+
+
+class FrozenBottom(SkipMLP):
+    """The lower blocks are frozen: a first pipeline stage would have nothing to train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for part in (self.stem, *list(self.levels)[:3]):
+            part.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for level in self.levels:
+            x = level(x)
+        return self.head(x)
+
+
+def frozen_bottom() -> Task:
+    return Task(FrozenBottom, nn.CrossEntropyLoss(), vectors())
+
+
+class EMA(nn.Module):
+    """Its forward updates a buffer of its own."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(FEATURES, CLASSES)
+        self.register_buffer("mean", torch.zeros(FEATURES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+        return self.head(x - self.mean)
+
+
+def ema() -> Task:
+    return Task(EMA, nn.CrossEntropyLoss(), vectors(), validation=vectors())
+
+
+class UnusedHead(SkipMLP):
+    """A second head runs, but the loss does not depend on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(FEATURES, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.other(x)
+
+
+def unused_head() -> Task:
+    return Task(UnusedHead, lambda output, y: F.cross_entropy(output[0], y), vectors())

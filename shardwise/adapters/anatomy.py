@@ -39,6 +39,8 @@ class Anatomy:
     """Names of the trunk's blocks in the order of their calls; empty: no trunk was found."""
     stream: Tensor | None = None
     """What the blocks hand on, on the meta device, for the batch that was traced."""
+    stream_dim: int = 0
+    """Which dimension of the stream is the samples."""
     stream_key: int | str = 0
     """Which argument of a block is the stream: its position or its keyword."""
     outputs: tuple[int | str | None, ...] = ()
@@ -53,6 +55,8 @@ class Anatomy:
     """Modules besides the blocks whose parameters nothing else uses, so that FSDP can shard them on their own."""
     altered: frozenset[str] = frozenset()
     """Modules whose output is changed in place after they have returned it."""
+    changes_input: str = ""
+    """A block that changes its input in place; empty if none does."""
     without_gradient: frozenset[str] = frozenset()
     """Parameters that the loss does not depend on."""
     reads_values: bool = False
@@ -92,6 +96,7 @@ def find_anatomy(module: nn.Module, run: Run, trunk: str = "") -> Anatomy:
                 f"{trunk!r} is not a list of blocks of which each runs once on the output of the one before."
             )
         tracker = _Tracker(module, blocks, stream_key)
+        tracker.larger_stream = calls.outputs.get(module.get_submodule(blocks[-1])) if blocks else None
         loss = _run_fake(module, run, tracker.hooks, tracker, TRACED_SAMPLES)
     except _ReadsValues as error:
         used = {name: (0,) for name, _ in module.named_parameters()}
@@ -206,6 +211,7 @@ class _Tracker(TorchDispatchMode):
         self.returned: dict[int, tuple[Tensor, set[str]]] = {}
         """By storage: a tensor that modules returned, and their names."""
         self.altered: set[str] = set()
+        self.changes_input = ""
         self.inside_block = False
         self.parts_of: dict[str, set[int]] = {}
         self.enclosing: dict[str, set[str]] = {}
@@ -214,6 +220,8 @@ class _Tracker(TorchDispatchMode):
         self.written: dict[str, None] = {}
         self.flops = [0.0] * (len(blocks) + 2)
         self.stream: Tensor | None = None
+        self.larger_stream: Tensor | None = None
+        """The stream of twice as many samples."""
         self.stream_key = stream_key
         self.outputs: tuple[int | str | None, ...] | None = None
 
@@ -309,6 +317,8 @@ class _Tracker(TorchDispatchMode):
                 self.written[self.buffers[id(value)]] = None
             _, names = self.returned.get(_storage(value), (None, set()))
             self.altered |= names
+            if self.inside_block and self.stream is not None and _storage(value) == _storage(self.stream):
+                self.changes_input = self.block_names[self.part - 1]
             blocks = [name for name in names if name in self.block_names]
             if blocks and not self.inside_block and self.part <= len(self.block_names) and not self.crossing:
                 self.crossing = f"the output of {blocks[0]} is changed in place outside of the blocks"
@@ -328,14 +338,31 @@ class _Tracker(TorchDispatchMode):
         if self.block_names and stream is None:
             raise JobError(f"the blocks of {type(self.module).__name__} do not hand on a tensor.")
         return Anatomy(
-            self.block_names, None if stream is None else torch.empty_like(stream, device="meta"), self.stream_key,
-            self.outputs or (), self.outputs is not None,
+            self.block_names, None if stream is None else torch.empty_like(stream, device="meta"), self._stream_dim(),
+            self.stream_key, self.outputs or (), self.outputs is not None,
             {name: tuple(sorted(parts)) for name, parts in self.parts_of.items()},
             frozenset(name for name, count in self.calls.items() if count == 1),
-            tuple(self._units(self.module, "")), frozenset(self.altered), self._without_gradient(loss), False,
-            self._crossing_sentence(), tuple(self.random_modules), tuple(self.written),
-            tuple(max(1.0, flops) for flops in self.flops),
+            tuple(self._units(self.module, "")), frozenset(self.altered), self.changes_input,
+            self._without_gradient(loss), False, self._crossing_sentence(), tuple(self.random_modules),
+            tuple(self.written), self._part_flops(),
         )  # fmt: skip
+
+    def _part_flops(self) -> tuple[float, ...]:
+        """Returns the FLOPs of each part; where no operator is known (LSTM), one product per parameter and sample."""
+        flops, sizes = list(self.flops), {name: p.numel() for name, p in self.module.named_parameters()}
+        for name, parts in self.parts_of.items():
+            for part in parts:
+                flops[part] += 0.0 if self.flops[part] else 2.0 * TRACED_SAMPLES * sizes[name]
+        return tuple(max(1.0, part) for part in flops)
+
+    def _stream_dim(self) -> int:
+        if self.stream is None or self.larger_stream is None:
+            return 0
+        sizes = enumerate(zip(self.stream.shape, self.larger_stream.shape))
+        dim = next((dim for dim, (few, many) in sizes if many == 2 * few), None)
+        if dim is None and not self.crossing:
+            self.crossing = f"the output of {self.block_names[-1]} has no dimension that grows with the samples"
+        return dim or 0
 
     def _without_gradient(self, loss: Tensor) -> frozenset[str]:
         """Returns the parameters that the graph of the loss does not reach."""
@@ -389,10 +416,11 @@ def _storage(tensor: Tensor) -> int:
 
 
 def stream_like(anatomy: Anatomy, samples: int, traced: int) -> tuple[int, ...]:
-    """Returns the stream's shape for another number of samples, which scales its first dimension."""
+    """Returns the stream's shape for another number of samples."""
     assert anatomy.stream is not None
-    first, *rest = anatomy.stream.shape
-    return (math.ceil(first * samples / traced), *rest)
+    shape = list(anatomy.stream.shape)
+    shape[anatomy.stream_dim] = math.ceil(shape[anatomy.stream_dim] * samples / traced)
+    return tuple(shape)
 
 
 def to_meta(tree: Any) -> Any:

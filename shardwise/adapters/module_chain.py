@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import TreeSpec
 
 from shardwise.adapters.anatomy import Anatomy
@@ -33,6 +34,14 @@ class StageEnd(Exception):
     def __init__(self, stream: Tensor):
         super().__init__("the end of a pipeline stage")
         self.stream = stream
+
+
+class _EndsStage(nn.Module):
+    """A block that ends the forward once all of its hooks have run: the last one, if another stage has the epilogue."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().__call__(*args, **kwargs)
+        raise StageEnd(out[0] if isinstance(out, tuple | list) else out)
 
 
 class KeyedDropout(nn.Module):
@@ -125,6 +134,18 @@ class ModuleChain(Chain):
     def has_epilogue(self) -> bool:
         return self.parts[1] == self.num_parts
 
+    @property
+    def has_batch_statistics(self) -> bool:
+        """Whether the result depends on which samples run together, or the forward updates buffers."""
+        has_batch_norm = any(isinstance(module, _BatchNorm) and module.training for module in self.root.modules())
+        return has_batch_norm or bool(self.anatomy.written_buffers)
+
+    @property
+    def unsynchronized_buffer(self) -> str:
+        """A buffer that the forward updates and that is not a batch norm's; empty if there is none."""
+        owners = ((name, self.root.get_submodule(name.rpartition(".")[0])) for name in self.anatomy.written_buffers)
+        return next((name for name, owner in owners if not isinstance(owner, _BatchNorm)), "")
+
     def slice(self, first: int, last: int) -> Chain:
         if (first, last) == (0, self.num_parts):
             return self
@@ -149,6 +170,9 @@ class ModuleChain(Chain):
                 inner._buffers = {}
             block.forward = self._end_stage if part >= last else self._hand_on(is_last=part == first - 1)
             block.__dict__["is_passed_over"] = True
+        if last == self.num_parts - 1:
+            block = self.root.get_submodule(self.anatomy.blocks[-1])
+            block.__class__ = type(type(block).__name__, (_EndsStage, type(block)), {})
         if first == 1:
             block = self.root.get_submodule(self.anatomy.blocks[0])
             block.register_forward_pre_hook(self._replace_stream, with_kwargs=True)
@@ -256,8 +280,8 @@ class ModuleChain(Chain):
         return args, {**kwargs, "shardwise_ids": self.state["ids"]}
 
     def train(self, mode: bool = True) -> Self:
-        super().train(mode)
-        self.root.training = mode
+        self.training = mode
+        self.root.train(mode)  # its author may keep some modules in evaluation mode
         return self
 
     def forward(

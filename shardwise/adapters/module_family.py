@@ -65,6 +65,10 @@ class ModuleConfig(ModelConfig):
         return self.sequence if self.task.reads_tokens else 1
 
     @property
+    def requires_single_micro_batch(self) -> bool:  # type: ignore[override]
+        return meta_chain(self).has_batch_statistics
+
+    @property
     def targets_are_text(self) -> bool:  # type: ignore[override]
         return self.task.reads_tokens and not self.counts_samples
 
@@ -150,10 +154,14 @@ class ModuleFamily(Family):
             refused["pipeline"] = f"{anatomy.crossing}."
         if not plan.modules:
             refused["tensor"] = "there is no plan for this module; write one below [model.tensor_plan]."
-        if anatomy.written_buffers:
-            buffer = anatomy.written_buffers[0]
+        if anatomy.changes_input:
+            refused["recompute"] = f"{anatomy.changes_input} changes its input in place; use recompute=none."
+        if chain.has_batch_statistics:
+            refused |= dict.fromkeys(("pipeline", "tensor"), "batch norm spans the whole batch; use replicate or shard.")
+            refused["recompute"] = "it would update the running statistics of batch norm twice; use recompute=none."
+        if buffer := chain.unsynchronized_buffer:
             reason = f"the forward updates the buffer {buffer}, which every rank would do on its own; use one process."
-            refused |= dict.fromkeys(("replicate", "shard", "pipeline", "tensor"), reason)
+            refused |= dict.fromkeys(("replicate", "shard", "pipeline", "tensor", "recompute"), reason)
         if anatomy.random_modules:
             raise_random(anatomy.random_modules)
         return refused
@@ -201,7 +209,7 @@ class ModuleFamily(Family):
             for name, parameter in module.named_parameters():
                 parameter.copy_(init.value(name))
         module.__dict__["shardwise_state"] = state
-        return module.to(dtype)
+        return module.to(dtype).train()
 
     def reference_loss(self, config: Any, module: nn.Module, samples: Any) -> Tensor:
         """Returns the loss of a batch, as a mean over its targets."""
