@@ -46,9 +46,9 @@ class Task:
     """From a number of samples to a batch, for shapes. None: the first samples of `data`."""
     configure: Callable[[nn.Module, torch.device, torch.dtype], None] | None = None
     """Called with the module, its device and the dtype of activations once its weights have memory."""
-    autocast: bool = True
-    """Whether a module with floating-point buffers runs under torch.autocast in bf16 and fp16, because buffers keep
-    float32. False: its forward casts them itself."""
+    casts_inputs: bool = True
+    """Whether bf16 and fp16 cast the inputs of every module with parameters, because buffers keep float32 and what is
+    computed with them too. False: the forward casts by itself."""
     trunk: str = ""
     """Name of the list of blocks, if it is not found or another one is wanted."""
     plan: Mapping[str, str] = field(default_factory=dict)
