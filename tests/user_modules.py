@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -183,7 +182,8 @@ def tag_loss_mean(logits: Tensor, tags: Tensor) -> Tensor:
 
 
 def lstm_tagger() -> Task:
-    return Task(Tagger, tag_loss_sum, tagged_sentences(), count=lambda batch: (batch[1] != -100).sum())
+    rows = tagged_sentences()
+    return Task(Tagger, tag_loss_sum, rows, validation=rows, count=lambda batch: (batch[1] != -100).sum())
 
 
 def masked_mean() -> Task:
@@ -209,8 +209,24 @@ class Encoder(nn.Module):
         return self.classes(x.mean(1 if self.batch_first else 0))
 
 
-def encoder(batch_first: bool = True, dropout: float = 0.0) -> Task:
-    return Task(lambda: Encoder(8, batch_first, dropout), nn.CrossEntropyLoss(), sentences())
+def encoder() -> Task:
+    return Task(Encoder, nn.CrossEntropyLoss(), sentences())
+
+
+def sequence_first_encoder() -> Task:
+    """With dropout between the layers, but not in attention, whose dropout is no module."""
+
+    def build() -> nn.Module:
+        model = Encoder(8, batch_first=False, dropout=0.1)
+        for layer in model.encoder.layers:
+            layer.self_attn.dropout = 0.0
+        return model
+
+    return Task(build, nn.CrossEntropyLoss(), sentences())
+
+
+def default_encoder() -> Task:
+    return Task(lambda: Encoder(dropout=0.1), nn.CrossEntropyLoss(), sentences())
 
 
 # Two towers: a recommender
@@ -468,7 +484,7 @@ class Convolutions(nn.Module):
 
 
 def batch_norm() -> Task:
-    return Task(Convolutions, nn.CrossEntropyLoss(), images(), validation=Rows(floats(3, 8, 8, seed=20), integers(CLASSES, seed=21)))
+    return Task(Convolutions, nn.CrossEntropyLoss(), images(), validation=images())
 
 
 class Experts(nn.Module):
@@ -476,9 +492,8 @@ class Experts(nn.Module):
 
     def __init__(self, experts: int = 6):
         super().__init__()
-        self.embed, self.experts = nn.Linear(FEATURES, FEATURES), nn.ModuleList(
-            nn.Linear(FEATURES, FEATURES) for _ in range(experts)
-        )
+        self.embed = nn.Linear(FEATURES, FEATURES)
+        self.experts = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(experts))
         self.head = nn.Linear(FEATURES, CLASSES)
 
     def forward(self, x: Tensor, choice: Tensor) -> Tensor:
@@ -556,6 +571,14 @@ class WithText(Rows):
 
 def not_a_tensor() -> Task:
     return Task(SkipMLP, nn.CrossEntropyLoss(), WithText(floats(FEATURES), integers(CLASSES)))
+
+
+def lazy() -> Task:
+    return Task(lambda: nn.Sequential(nn.LazyLinear(8), nn.Linear(8, CLASSES)), nn.CrossEntropyLoss(), vectors())
+
+
+def detached_loss() -> Task:
+    return Task(SkipMLP, lambda output, y: F.cross_entropy(output, y).detach(), vectors())
 
 
 def loss_of_shape() -> Task:

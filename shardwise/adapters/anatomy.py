@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -99,12 +99,10 @@ def find_anatomy(module: nn.Module, run: Run, trunk: str = "") -> Anatomy:
         tracker.larger_stream = calls.outputs.get(module.get_submodule(blocks[-1])) if blocks else None
         loss = _run_fake(module, run, tracker.hooks, tracker, TRACED_SAMPLES)
     except _ReadsValues as error:
-        used = {name: (0,) for name, _ in module.named_parameters()}
+        used: dict[str, tuple[int, ...]] = {name: (0,) for name, _ in module.named_parameters()}
         norms = [name for name, part in module.named_modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
         written = tuple(f"{name}.running_mean" for name in norms)
-        return Anatomy(
-            parts_of=used, reads_values=True, crossing=str(error), written_buffers=written, flops=(1.0, 1.0)
-        )
+        return Anatomy(parts_of=used, reads_values=True, crossing=str(error), written_buffers=written, flops=(1.0, 1.0))
     finally:
         module.train()
     return tracker.anatomy(loss)
@@ -171,7 +169,8 @@ class _Calls:
 
     def find_trunk(self) -> tuple[tuple[str, ...], int | str]:
         """Returns the names of the blocks, and which of their arguments is the stream."""
-        size, best, stream_key = 0, list[nn.Module](), 0
+        size, stream_key = 0, cast("int | str", 0)
+        best: list[nn.Module] = []
         for children in self.lists.values():
             for key in {key: None for child in children for key in self.inputs.get(child, {})}:
                 run: list[nn.Module] = []

@@ -11,6 +11,7 @@ Meta tensors would not do instead of fake ones: `nn.init.orthogonal_` and others
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -213,7 +214,8 @@ class DeferredInit:
 def build_deferred(build: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, DeferredInit]:
     """Returns the module with its parameters on the meta device, and their initial values."""
     recorder = _Recorder(seed)
-    with torch.random.fork_rng(devices=[]), _fake_parameters(recorder), recorder:
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), _fake_parameters(recorder), recorder:
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # copy.deepcopy does
         torch.manual_seed(hash_key("module build", seed) & (2**63 - 1))
         module = build()
     slots = [(part._parameters, name) for part in module.modules() for name in part._parameters]

@@ -9,7 +9,7 @@ that carries the stream. Parameters of other stages are zeros without memory.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, Self
 
@@ -25,7 +25,6 @@ from shardwise.errors import LayoutError
 from shardwise.models.chain import Chain
 from shardwise.models.sharding import ShardingPlan
 from shardwise.models.transformers_reference import KeepFloat64
-from shardwise.parallel.parametrize import parametrize
 from shardwise.random import Dropout
 
 
@@ -54,7 +53,9 @@ class KeyedDropout(nn.Module):
         self.mask = Dropout(p, site, seed)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.chain_state.get("shapes", {}).setdefault(self.mask.site, []).append(x.shape)
+        if "shapes" in self.chain_state:  # the module is traced
+            self.chain_state["shapes"].setdefault(self.mask.site, []).append(x.shape)
+            return x.clone()
         if not self.training or self.p == 0.0:
             return x
         ids, dim = self.chain_state["ids"], self.chain_state.get("sample_dims", {}).get(self.mask.site, 0)
@@ -179,7 +180,7 @@ class ModuleChain(Chain):
 
     def _hand_on(self, is_last: bool) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            arguments = {None: None, **dict(enumerate(args)), **kwargs}
+            arguments = dict[int | str | None, Any](enumerate(args)) | kwargs | {None: None}
             stream = self._received_stream() if is_last else arguments[self.anatomy.stream_key]
             others = tuple(arguments[key] for key in self.anatomy.outputs)
             return (stream, *others) if self.anatomy.returns_tuple else stream
@@ -213,6 +214,9 @@ class ModuleChain(Chain):
                     del module._parameters[leaf]
                     self.placeholders.append((module, leaf, parameter.shape))
                     module.__dict__[leaf] = parameter
+
+    def computing_modules(self) -> Iterator[nn.Module]:
+        return self.root.modules()
 
     def get_submodule(self, target: str) -> nn.Module:
         return self.root.get_submodule(target) if target else self  # a child may be called like a method of the chain
@@ -264,9 +268,6 @@ class ModuleChain(Chain):
                 module.register_forward_pre_hook(_refresh_flat_weights)
             if self.task.casts_inputs and dtype.itemsize == 2 and module._parameters and module is not self.root:
                 module.register_forward_pre_hook(_cast_inputs(dtype), with_kwargs=True)
-        for name, parametrizations in self.__dict__.get("_parametrizations", {}).items():
-            for parametrization in parametrizations:  # of the root's own parameters
-                parametrize(self.root, name, parametrization)
 
     def initial_value(self, name: str) -> Tensor | None:
         return self.init.value(name)

@@ -26,6 +26,10 @@ SCRIPT_TASKS: dict[str, Task] = {}
 """The tasks that `shardwise.Trainer` was given in this process, by model name."""
 
 
+_ANATOMIES: dict[Any, tuple[Anatomy, dict[str, int | None]]] = {}
+"""By config: the module's anatomy, and which dimension is the samples in each dropout."""
+
+
 class ModuleConfig(ModelConfig):
     """A module that is not ours."""
 
@@ -132,9 +136,11 @@ class ModuleFamily(Family):
             shapes[samples].clear()
             return task.call(module, tree_map_only(torch.Tensor, convert, example))
 
-        anatomy = find_anatomy(module, run, task.trunk)
-        del state["shapes"]
-        state["sample_dims"] = find_sample_dims(shapes)
+        if config not in _ANATOMIES:
+            anatomy = find_anatomy(module, run, task.trunk)
+            _ANATOMIES[config] = anatomy, find_sample_dims(shapes)
+            del state["shapes"]
+        anatomy, state["sample_dims"] = _ANATOMIES[config]
         return anatomy
 
     def _plan(self, config: Any, module: nn.Module, anatomy: Anatomy) -> ShardingPlan:
@@ -157,7 +163,8 @@ class ModuleFamily(Family):
         if anatomy.changes_input:
             refused["recompute"] = f"{anatomy.changes_input} changes its input in place; use recompute=none."
         if chain.has_batch_statistics:
-            refused |= dict.fromkeys(("pipeline", "tensor"), "batch norm spans the whole batch; use replicate or shard.")
+            reason = "batch norm spans the whole batch; use replicate or shard."
+            refused |= dict.fromkeys(("pipeline", "tensor"), reason)
             refused["recompute"] = "it would update the running statistics of batch norm twice; use recompute=none."
         if buffer := chain.unsynchronized_buffer:
             reason = f"the forward updates the buffer {buffer}, which every rank would do on its own; use one process."
@@ -227,6 +234,14 @@ class ModuleFamily(Family):
         with KeepFloat64() if dtype is torch.float64 else torch.enable_grad():
             loss = task.call(module, unflatten_batch(leaves, spec))
         return loss if task.count is None else loss / samples.num_targets
+
+    def explain_difference(self, config: Any, kind: str) -> str:
+        if kind != "loss" or self.task(config).count is not None:
+            return ""
+        return (
+            " If the loss is a mean over targets of which some are masked, samples count differently: return the sum, "
+            "and give `count`, the number of targets in a batch."
+        )
 
     def sources(self, config: Any) -> Any:
         from shardwise.adapters.dataset_source import DatasetSource

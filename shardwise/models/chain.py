@@ -57,6 +57,10 @@ class Chain(nn.Module):
         for name, parameter in self.named_parameters():
             yield self.sharding_plan.canonical_name(name), parameter
 
+    def computing_modules(self) -> Iterator[nn.Module]:
+        """Yields the modules whose forward uses parameters."""
+        return self.modules()
+
     def blocks(self) -> list[nn.Module]:
         """Returns the repeated blocks, which are checkpointed and compiled one by one."""
         return [module for name, module in self.named_children() if fnmatchcase(name, self.sharding_plan.block_pattern)]

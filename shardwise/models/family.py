@@ -156,6 +156,10 @@ class Family:
         """Returns the mean loss of a batch; None: the cross-entropy of the model's logits."""
         return None
 
+    def explain_difference(self, config: Any, kind: str) -> str:
+        """Returns a likely cause of a difference that `verify` found first in this kind of quantity, or ""."""
+        return ""
+
     def reference_weights(self, config: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns weights or gradients of ours under the names and in the shapes of `reference`."""
         raise NotImplementedError

@@ -51,7 +51,7 @@ def _synchronize(norm: _BatchNorm, axis: Axis) -> None:
             y = y * norm.weight.to(y.dtype).view(shape) + norm.bias.to(y.dtype).view(shape)
         return y.to(x.dtype)
 
-    norm.forward = forward
+    norm.forward = forward  # type: ignore[method-assign,assignment]
 
 
 @torch.no_grad()

@@ -71,7 +71,7 @@ def _no_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[
 
 
 class CheckpointOnce:
-    """A forward that saves only its arguments and is recomputed at most once, however often the backward traverses it."""
+    """A forward that saves only its arguments and is recomputed at most once, however often the backward runs."""
 
     def __init__(self, forward: Callable[..., Any], contexts: Callable[[], Any]):
         self.forward, self.contexts = forward, contexts
