@@ -98,8 +98,8 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
 
 
 def pad_vocab(weight: Tensor) -> Tensor:
-    """Returns the weight with rows of zeros appended, because on a GPU matmuls with an odd vocabulary (50,257) are up to
-    five times slower. The logits of these rows are no part of the softmax, and their gradient is zero."""
+    """Returns the weight with rows of zeros appended, because on a GPU matmuls with an odd vocabulary (50,257) are
+    several times slower. The logits of these rows are no part of the softmax, and their gradient is zero."""
     rows = -weight.shape[0] % VOCAB_MULTIPLES.get(weight.device.type, 1)
     return F.pad(weight, (0, 0, 0, rows)) if rows else weight
 

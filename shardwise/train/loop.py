@@ -72,7 +72,9 @@ class Trainer:
         self.engine = self.prebuilt_engine or make_engine(self.prepared, self.device)
         self.optimizer = self.engine.make_optimizer(self.job)
         self.step = self._make_step_fn()
-        is_watched = not self.engine.has_tables and not isinstance(self.step, CudaGraphStep)
+        self.overlaps_host = isinstance(self.step, CudaGraphStep)
+        """Whether the host fetches the next batch and writes metrics while the GPU computes."""
+        is_watched = not self.engine.has_tables and not self.overlaps_host
         flops = is_watched * 3 * self.prepared.forward_flops * self.job.samples / self.layout.world
         self.corruption_detector = CorruptionDetector(
             self.job, self.engine, self.optimizer, self.folder.path, flops, self._log_event
@@ -91,8 +93,9 @@ class Trainer:
         self.training, self.held_out, self.tokenizer = make_sources(self.job, bad_records=self.bad_records)
         self.bad_records.log_path = self.folder.bad_records_path
         self.metrics = MetricsProcessor(
-            self.job, self.engine, self.optimizer, self.folder, self.progress, self.corruption_detector, self.stop
-        )
+            self.job, self.engine, self.optimizer, self.folder, self.progress, self.corruption_detector, self.stop,
+            writes_later=self.overlaps_host,
+        )  # fmt: skip
         self.anomaly_policy = AnomalyPolicy(
             self.job, self.engine, self._can_replay(), lambda: len(self.folder.skipped_batches()), self._log_event
         )
@@ -100,8 +103,9 @@ class Trainer:
     def _make_step_fn(self) -> Callable[[Samples], StepResult]:
         compiled = self.job.should_compile(self.device.type, self.layout)
         return make_step_fn(
-            self.engine, self.optimizer, self.job.optimizer.clip, compiled, on_grads_ready=self._observe
-        )
+            self.engine, self.optimizer, self.job.optimizer.clip, compiled, on_grads_ready=self._observe,
+            on_capture_failure=lambda message: self._log_event("capture_failed", message),
+        )  # fmt: skip
 
     def _observe(self, outcome: StepResult) -> None:
         self.corruption_detector.before_update()
@@ -133,12 +137,15 @@ class Trainer:
         self.engine.begin_stream(self.job, stream)
         batches = self.engine.batches(self.job, iter(loader), last - first)
         self.metrics.ranks.reset()
+        next_samples: Samples | None = None
         try:
             for number in range(first, last):
                 self.metrics.ranks.begin(number)
                 begin, waited = time.perf_counter(), loader.wait_seconds
-                self._set_phase("data", number + 1)
-                samples = next(batches)[1].to(self.device)
+                if next_samples is None:
+                    self._set_phase("data", number + 1)
+                    next_samples = next(batches)[1].to(self.device)
+                samples, next_samples = next_samples, None
                 self._set_phase("computing", number + 1)
                 rate = learning_rate(self.job.optimizer, number, last)
                 set_learning_rate(self.optimizer, rate)
@@ -149,6 +156,12 @@ class Trainer:
                 if self.engine.outer_optimizer is not None:
                     self.engine.outer_optimizer.after_step(done, last)
                 self.corruption_detector.after_step()
+                if self.overlaps_host:
+                    self.metrics.flush()
+                    if done < last:
+                        self._set_phase("data", done + 1, overlapped=True)
+                        next_samples = next(batches)[1].to(self.device)
+                        self._set_phase("computing", done, overlapped=True)
                 verdict = self.metrics.log_step(done, outcome, rate, begin, loader.wait_seconds - waited)
                 self.corruption_detector.evaluate(done, verdict.is_corrupt)
                 self.anomaly_policy.evaluate(done, verdict, samples)
@@ -174,6 +187,7 @@ class Trainer:
             self.metrics.ranks.finish()
         finally:
             loader.close()
+            self.metrics.flush()
 
     def _restore(self) -> int:
         """Loads the newest checkpoint when resuming. Returns the step to continue from."""
@@ -194,6 +208,7 @@ class Trainer:
 
     def _snapshot(self, done: int) -> None:
         self._set_phase("saving", done)
+        self.metrics.flush()
         if problem := self.checkpoints.snapshot(done, self.engine, self.optimizer, self._state(done)):
             self._log_event("snapshot_failed", problem, step=done)
         self.corruption_detector.check_saved_state(done)
@@ -204,6 +219,7 @@ class Trainer:
     def _save(self, done: int) -> None:
         begin = time.perf_counter()
         self._set_phase("saving", done)
+        self.metrics.flush()
         try:
             self.checkpoints.finish()
         except RunError as error:  # from the previous save
@@ -221,6 +237,7 @@ class Trainer:
 
     def _validate(self, done: int) -> None:
         self._set_phase("validating", done)
+        self.metrics.flush()
         begin = time.perf_counter()
         result = validate(self.engine, self.job, self.held_out, self.tokenizer)
         if result is not None:
@@ -260,9 +277,9 @@ class Trainer:
         self.step = self._make_step_fn()
         return first
 
-    def _set_phase(self, phase: str, step: int) -> None:
+    def _set_phase(self, phase: str, step: int, overlapped: bool = False) -> None:
         self.set_phase(phase, step)
-        self.engine.timer.begin_phase(PHASES.get(phase, ""))
+        self.engine.timer.begin_phase(PHASES.get(phase, ""), overlapped)
 
     def _log_event(self, kind: str, message: str, **facts: Any) -> None:
         if self.is_rank_zero:
