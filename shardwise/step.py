@@ -129,6 +129,8 @@ class CudaGraphStep:
         with suppress(RuntimeError):  # PyTorch has released the pool already if the capture failed at its very end
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
             torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
+        with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+            self.samples.ids.zero_()  # a capture that succeeds ends the capture mode of PyTorch's random generator
         gc.collect()
         torch.cuda.empty_cache()
 

@@ -70,3 +70,10 @@ def test_the_kernel_is_its_twin(dtype: torch.dtype, vocabulary: int) -> None:
     limit = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype]
     assert total.item() == pytest.approx(right.item(), rel=1e-5)
     assert ((ours.double() - grad).norm() / grad.norm()).item() < limit
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)])
+@on_gpu
+def test_the_scale_kernel_is_its_twin(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    x, scale = torch.randn(61, 100, device="cuda").to(dtypes[0]), torch.tensor(1.0 / 3.0, device="cuda")
+    assert torch.equal(loss.scale_to_dtype(x, scale, dtypes[1]), (x.float() * scale).to(dtypes[1]))

@@ -200,7 +200,7 @@ def test_a_failed_capture_costs_one_sentence(tmp_path: Path, monkeypatch: pytest
         Trainer(prepare(runs[-1].job(), Layout()), runs[-1], torch.device("cpu")).run()
         calls = {"CUDAGraph": FailingGraph, "Stream": lambda: None, "stream": lambda stream: nullcontext(),
                  "graph_pool_handle": lambda: (0, 1), "synchronize": lambda: None, "empty_cache": lambda: None,
-                 "current_device": lambda: 0}  # fmt: skip
+                 "current_device": lambda: 0, "graph": lambda graph, capture_error_mode: nullcontext()}  # fmt: skip
         for call, stub in calls.items():
             monkeypatch.setattr(torch.cuda, call, stub)
         for call in ("_cuda_endAllocateToPool", "_cuda_releasePool"):

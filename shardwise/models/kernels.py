@@ -49,6 +49,21 @@ def _cross_entropy_kernel(logits, stride, targets, losses, size, padded_size, ig
         tl.store(logits + first + offsets, grad.to(logits.dtype.element_ty), mask=first + offsets < padded_size)
 
 
+def scale_to_dtype_triton(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns `x * scale`, rounded once to `dtype`. In PyTorch: `shardwise.models.loss.scale_to_dtype`."""
+    x = x.contiguous()
+    scaled = torch.empty_like(x, dtype=dtype)
+    _scale_kernel[(triton.cdiv(x.numel(), 4096),)](x, scale, scaled, x.numel(), BLOCK=4096, num_warps=8)
+    return scaled
+
+
+@triton.jit
+def _scale_kernel(x, scale, scaled, numel, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(x + offsets, mask=offsets < numel).to(tl.float32) * tl.load(scale).to(tl.float32)
+    tl.store(scaled + offsets, values.to(scaled.dtype.element_ty), mask=offsets < numel)
+
+
 def quantize_rows_triton(x: Tensor, fp8_dtype: torch.dtype, dtype_max: float) -> tuple[Tensor, Tensor]:
     """Returns a matrix in FP8 and the scale of each row. In PyTorch: `shardwise.models.fp8.quantize_rows`."""
     rows, size = x.shape

@@ -93,7 +93,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_weight = ctx.saved_tensors
-        scaled_grads = (_scale_to_dtype(grad, grads[0], grad_x.dtype) for grad in (grad_x, grad_weight))
+        scaled_grads = (scale_to_dtype(grad, grads[0], grad_x.dtype) for grad in (grad_x, grad_weight))
         return *scaled_grads, None, None, None, None
 
 
@@ -104,8 +104,12 @@ def pad_vocab(weight: Tensor) -> Tensor:
     return F.pad(weight, (0, 0, 0, rows)) if rows else weight
 
 
-def _scale_to_dtype(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def scale_to_dtype(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns `x * scale`, rounded once: casting the scale to a 16-bit dtype first would bias every gradient."""
+    if x.is_cuda and x.dtype != torch.float64:  # where PyTorch's kernel for mixed dtypes is not vectorized
+        from shardwise.models.kernels import scale_to_dtype_triton
+
+        return scale_to_dtype_triton(x, scale, dtype)
     return torch.mul(x, scale.view(1), out=torch.empty_like(x, dtype=dtype))
 
 
@@ -129,7 +133,7 @@ class CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = ctx.saved_tensors
-        return _scale_to_dtype(grad, grads[0], grad.dtype), None, None, None
+        return scale_to_dtype(grad, grads[0], grad.dtype), None, None, None
 
 
 def cross_entropy_with_grad(
