@@ -17,7 +17,7 @@ def cross_entropy_with_grad_(logits: Tensor, targets: Tensor, ignore_index: int,
     `shardwise.models.loss.cross_entropy_with_grad`."""
     rows, padded_size = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    block = min(8192, triton.next_power_of_2(size))
+    block = min(4096, triton.next_power_of_2(size))
     _cross_entropy_kernel[(rows,)](
         logits, logits.stride(0), targets, losses, size, padded_size, ignore_index, BLOCK=block, num_warps=8
     )

@@ -48,6 +48,7 @@ class MetricsProcessor:
 
     def __post_init__(self) -> None:
         self._unwritten: tuple[dict[str, Any], int, Tensor] | None = None
+        self._pinned: Tensor | None = None
         self.device, self.world = self.engine.mesh.device, self.engine.mesh["world"]
         self.step_flops = 3 * sum(forward_flops(self.job.model)) * self.job.samples
         self.peak_flops = device_peak_flops(self.device, self.job.precision)
@@ -75,7 +76,7 @@ class MetricsProcessor:
             waits = engine.timer.wait_seconds if self.device.type == "cpu" else self.ranks.last_metrics.wait_seconds
             sent_bytes, waited = sent.get("expert", 0), waits.get("expert", 0.0)
             values.extend(routing_stats(model, engine.chains, self.world, self.device, sent_bytes, waited))
-        stacked = torch.stack(values).tolist()  # the only synchronization with the device
+        stacked = self._read(torch.stack(values))
         loss, grad_norm, skipped, scale, stop_signal, is_corrupt, *routing_values = stacked
         seconds = time.perf_counter() - start_time
         previous_step, self.ranks.last_step = self.ranks.last_step, step
@@ -108,6 +109,16 @@ class MetricsProcessor:
         if not self.writes_later:
             self.flush()
         return Verdict(loss, grad_norm, bool(skipped), int(stop_signal), bool(is_corrupt))
+
+    def _read(self, values: Tensor) -> list[float]:
+        """Returns the values; the only synchronization with the device. Copies to pageable memory take longer."""
+        if not values.is_cuda:
+            return values.tolist()  # type: ignore[no-any-return]
+        if self._pinned is None or self._pinned.shape != values.shape:
+            self._pinned = torch.empty_like(values, device="cpu", pin_memory=True)
+        self._pinned.copy_(values, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+        return self._pinned.tolist()  # type: ignore[no-any-return]
 
     def flush(self) -> None:
         """Writes the record of the last step, if it is unwritten."""
