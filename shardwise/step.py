@@ -200,10 +200,11 @@ def _all_reduce_coalesced(gradients: list[Tensor], axis: Axis) -> None:
 def reduce_loss_and_norm(engine: Engine, loss: Tensor) -> StepResult:
     """Returns global loss and gradient norm, from one all-reduce."""
     dtype = engine.scale.value.dtype
-    squares = [torch.linalg.vector_norm(h.grad, dtype=dtype).square() / h.num_replicas for h in engine.param_shards]
-    squares = [square.to(loss.device) for square in squares]  # table rows are in host memory
+    norms = torch._foreach_norm([h.grad for h in engine.param_shards], dtype=dtype)
+    squares = torch._foreach_div(torch._foreach_mul(norms, norms), [float(h.num_replicas) for h in engine.param_shards])
+    total = torch.stack([square.to(loss.device) for square in squares]).sum()  # table rows are in host memory
     local_loss = loss / engine.mesh["tensor"].size
-    loss_and_square = torch.stack((local_loss.to(dtype), torch.stack(squares).sum()))
+    loss_and_square = torch.stack((local_loss.to(dtype), total))
     if engine.mesh["world"].size > 1:
         # Gradients are reduced by now, so a rank that waits here in a pipeline waits for a slower stage.
         with engine.timer.waiting("pipeline") if engine.pipeline is not None else nullcontext():
