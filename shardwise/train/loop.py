@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from shardwise.data.bad_records import BadRecords
 from shardwise.data.loader import Loader
 from shardwise.data.make_sources import make_sources
 from shardwise.data.sample_stream import Samples, SampleStream
-from shardwise.errors import RunError
+from shardwise.errors import DataError, RunError
 from shardwise.integrity.anomaly_policy import AnomalyPolicy, Rollback
 from shardwise.integrity.corruption_detector import CorruptionDetector
 from shardwise.layout import AUTO_SCHEDULES
@@ -159,8 +160,9 @@ class Trainer:
                 if self.overlaps_host:
                     self.metrics.flush()
                     if done < last:
-                        self._set_phase("data", done + 1, overlapped=True)
-                        next_samples = next(batches)[1].to(self.device)
+                        self._set_phase("data", done, overlapped=True)
+                        with suppress(DataError):  # the next step raises it again, once this one is logged
+                            next_samples = next(batches)[1].to(self.device)
                         self._set_phase("computing", done, overlapped=True)
                 verdict = self.metrics.log_step(done, outcome, rate, begin, loader.wait_seconds - waited)
                 self.corruption_detector.evaluate(done, verdict.is_corrupt)
