@@ -38,13 +38,9 @@ WARMUP_STEPS = 2
 STAGES = ("order", "read", "decode", "objective", "augment", "collate", "transfer")
 # The stage of each method of a source.
 STAGE_OF_METHOD = {
-    "rows": "read",
-    "read_bytes": "read",
-    "_read_line": "read",
-    "_draw": "read",
-    "_parse_row": "decode",
+    "rows": "read", "read_bytes": "read", "_read_line": "read", "_draw": "read", "_parse_row": "decode",
     "read_images": "decode",
-}
+}  # fmt: skip
 
 
 class StageTimer:

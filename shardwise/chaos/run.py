@@ -170,15 +170,12 @@ def evaluate_run(layout: str, faults: list[Fault], faulty: RunFolder, baseline: 
     )
     kinds = [event["event"] for event in faulty.events()]
     return ChaosReport(
-        layout,
-        outcomes,
-        "finished" in kinds,
-        _loss_curve(faulty) == _loss_curve(baseline),
+        layout, outcomes, "finished" in kinds, _loss_curve(faulty) == _loss_curve(baseline),
         lost_samples=len(set(expected_samples) - set(used_samples)),
         repeated_samples=len(used_samples) - len(set(used_samples)),
         corrupted_checkpoints=len(list((faulty.path / "faults").glob("flipped-*"))),
         rejected_checkpoints=kinds.count("checkpoint_corrupt"),
-    )
+    )  # fmt: skip
 
 
 def _is_attributed(event: dict[str, Any] | None, fault: Fault) -> bool:

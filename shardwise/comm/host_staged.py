@@ -84,13 +84,9 @@ class HostStagedBackend(ProcessGroup):  # type: ignore[misc]
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def alltoall_base(
-        self,
-        output: Tensor,
-        input: Tensor,
-        output_split_sizes: list[int],
-        input_split_sizes: list[int],
+        self, output: Tensor, input: Tensor, output_split_sizes: list[int], input_split_sizes: list[int],
         opts: Any = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         host_output = _empty_host_like(output)
         self.gloo.alltoall_base(
             host_output, _copy_to_host(input), output_split_sizes, input_split_sizes, opts or c10d.AllToAllOptions()

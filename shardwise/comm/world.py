@@ -66,15 +66,9 @@ def run_world(
 
 
 def _worker_main(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    rank: int,
-    world_size: int,
-    folder: str,
-    connection: Connection,
-    backend: str,
-    is_fresh_process: bool,
-) -> None:
+    function: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, folder: str,
+    connection: Connection, backend: str, is_fresh_process: bool,
+) -> None:  # fmt: skip
     faulthandler.register(signal.SIGUSR1, open(os.path.join(folder, f"stack{rank}"), "w"))  # noqa: SIM115
     torch.set_num_threads(1)
     torch.backends.mkldnn.set_flags(is_fresh_process)

@@ -65,13 +65,9 @@ def encode_source(data: DataConfig, out: Path, progress: ProgressCallback | None
 
 
 def encode_files(
-    data: DataConfig,
-    files: Sequence[Path],
-    tokenizer: Tokenizer,
-    out: Path,
-    bad_records: BadRecords,
+    data: DataConfig, files: Sequence[Path], tokenizer: Tokenizer, out: Path, bad_records: BadRecords,
     progress: ProgressCallback | None = None,
-) -> EncodingSummary:
+) -> EncodingSummary:  # fmt: skip
     total_bytes = sum(size_and_mtime(file)[0] for file in files)
     documents = encoded_bytes = 0
 

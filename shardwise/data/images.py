@@ -53,14 +53,9 @@ class SyntheticImages(ImageSource):
     """
 
     def __init__(
-        self,
-        count: int,
-        image_size: int,
-        classes: int,
-        seed: int,
-        augment: ImageAugmentation | None = None,
+        self, count: int, image_size: int, classes: int, seed: int, augment: ImageAugmentation | None = None,
         first_index: int = 0,
-    ):
+    ):  # fmt: skip
         super().__init__(count, image_size, classes, augment)
         self.seed, self.first_index = seed, first_index
 

@@ -77,13 +77,9 @@ def check_layout_fits(layout: Layout, job: Job, nodes: int = 1) -> None:
 
 
 def launch(
-    folder: RunFolder,
-    layout: Layout,
-    resume: bool,
-    entry: str = WORKER_ENTRY_POINT,
-    fork_server: ForkServer | None = None,
-    node: Node | None = None,
-) -> None:
+    folder: RunFolder, layout: Layout, resume: bool, entry: str = WORKER_ENTRY_POINT,
+    fork_server: ForkServer | None = None, node: Node | None = None,
+) -> None:  # fmt: skip
     """Runs the training to its end, with restarts. Raises the last failure once restarts are used up.
 
     `entry` is the function that each worker calls; `fork_server` is an existing server to fork workers from.
@@ -104,19 +100,10 @@ def launch(
         print_line(f"waiting for {pluralize(node.count - 1, 'other node')} at {node.host}:{node.port}")
         worker_pool = NodeCoordinator(folder.path, server, layout.world // node.count, node)
     supervisor = Supervisor(
-        folder.path,
-        worker_pool,
-        entry,
-        str(layout),
-        layout.world,
-        job.run.max_restarts,
-        job.run.hang_timeout,
-        folder,
-        log_event,
-        replan=partial(replan, folder, job) if job.run.elastic else None,
-        rejoin_timeout=job.run.rejoin_timeout,
-        use_standby=job.run.standby and job.run.max_restarts > 0,
-    )
+        folder.path, worker_pool, entry, str(layout), layout.world, job.run.max_restarts, job.run.hang_timeout, folder,
+        log_event, replan=partial(replan, folder, job) if job.run.elastic else None,
+        rejoin_timeout=job.run.rejoin_timeout, use_standby=job.run.standby and job.run.max_restarts > 0,
+    )  # fmt: skip
 
     def forward_signal(signal_number: int, frame: FrameType | None) -> None:
         supervisor.forward_signal(signal_number)

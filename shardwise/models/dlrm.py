@@ -80,11 +80,9 @@ class DenseDLRM(Chain):
             for number, pair in enumerate(pairwise(mlp.sizes))
         ]
         plan = ShardingPlan(
-            shard_dims=(),
-            modules=(),
-            init=(*init_specs, ("*.bias", InitSpec("zeros"))),
+            shard_dims=(), modules=(), init=(*init_specs, ("*.bias", InitSpec("zeros"))),
             compared_modules=("bottom", "top"),
-        )
+        )  # fmt: skip
         super().__init__([("bottom", bottom), ("top", top)], plan)
 
     def forward(self, numbers: Tensor, vectors: Tensor, labels: Tensor | None = None) -> Tensor:  # type: ignore[override]

@@ -131,24 +131,14 @@ def _fit_efficiencies(cluster: Cluster, values: dict[str, float]) -> dict[str, f
     device = cluster.device
     dtype_name = "bf16" if device.family != "cpu" else "float32"
     efficiencies = {
-        "matmul": min(1.0, values.get(dtype_name, 1.0) / device.peak_flops(dtype_name)),
-        "matmul_half_rate_depth": 0.0,
-        "wave_quantization": 0.0,
-        "unaligned_64": 1.0,
-        "attention": values["attention"] / device.peak_flops(dtype_name),
-        "attention_backward": values["attention_backward"],
-        "inner": 1.0,
-        "outer": 1.0,
-        "latency": values.get("latency", 1.0),
-        "jitter": 0.0,
-        "fixed_seconds": 0.0,
-        "overlap_tensor": 0.0,
-        "kernel_launch": values["launch_seconds"] / KERNELS_PER_BLOCK,
-        "unaligned_8": min(1.0, values["unaligned_8"]),
-        "compiled": values["compiled"],
-        "bulk_memory": min(1.0, values["copy_bandwidth"] / device.bandwidth),
+        "matmul": min(1.0, values.get(dtype_name, 1.0) / device.peak_flops(dtype_name)), "matmul_half_rate_depth": 0.0,
+        "wave_quantization": 0.0, "unaligned_64": 1.0, "attention": values["attention"] / device.peak_flops(dtype_name),
+        "attention_backward": values["attention_backward"], "inner": 1.0, "outer": 1.0,
+        "latency": values.get("latency", 1.0), "jitter": 0.0, "fixed_seconds": 0.0, "overlap_tensor": 0.0,
+        "kernel_launch": values["launch_seconds"] / KERNELS_PER_BLOCK, "unaligned_8": min(1.0, values["unaligned_8"]),
+        "compiled": values["compiled"], "bulk_memory": min(1.0, values["copy_bandwidth"] / device.bandwidth),
         "overlap_sharpness": 1.0,
-    }
+    }  # fmt: skip
     large = _decoder_config(GPU_SIZES.large_model if device.family != "cpu" else CPU_SIZES.large_model)
     if device.family == "cpu":
         # Host and device are the same processor: nothing overlaps and their times add up.

@@ -89,57 +89,36 @@ def _zbv_paths(p: int, v: int, m: int) -> list[CriticalPath]:
     if m <= p:
         warmup = m - 1
         return [
-            (2 * n - 2 * warmup, 2 * n, 0, 4 * n),
-            (2 * n - warmup, 2 * n - warmup, 0, 4 * n - 2 * warmup),
-            (2 * n, 2 * n - 3 * warmup, -warmup, 4 * n - 2 * warmup),
-            (2 * n, 2 * n - 2 * warmup, -2 * warmup, 4 * n),
-        ]
+            (2 * n - 2 * warmup, 2 * n, 0, 4 * n), (2 * n - warmup, 2 * n - warmup, 0, 4 * n - 2 * warmup),
+            (2 * n, 2 * n - 3 * warmup, -warmup, 4 * n - 2 * warmup), (2 * n, 2 * n - 2 * warmup, -2 * warmup, 4 * n),
+        ]  # fmt: skip
     if m < 2 * p - 1:
         j = m - p
         return [
-            (0, n + 1 - j, j - 1, n),
-            (0, 2 * n, -2 * j, 4 * n),
-            (n + 1 - j, 0, j - 1, n),
-            (n + j - 1, 1 - j, 0, n),
-            (n + j - 1, n + 1 - j, -2 * j, n),
-            (n + j, -j, -1, n),
-            (2 * n, -n, -n, n),
-            (2 * n, 0, -2 * n - 1, 4 * n),
-        ]
+            (0, n + 1 - j, j - 1, n), (0, 2 * n, -2 * j, 4 * n), (n + 1 - j, 0, j - 1, n), (n + j - 1, 1 - j, 0, n),
+            (n + j - 1, n + 1 - j, -2 * j, n), (n + j, -j, -1, n), (2 * n, -n, -n, n), (2 * n, 0, -2 * n - 1, 4 * n),
+        ]  # fmt: skip
     return [
-        (0, 1, n - 1, 3 * n),
-        (0, n, 0, 5 * n - 2),
-        (0, n, -1, 5 * n),
-        (0, 2 * n, -2 * n, 6 * n - 2),
-        (0, 2 * n, -2 * n - 1, 6 * n),
-        (1, 0, n - 1, 3 * n - 2),
-        (n - 1, 1, 0, 5 * n - 2),
-        (n - 1, n + 1, -2 * n, 6 * n - 2),
-        (n, 0, -1, 5 * n),
-        (n, n, -2 * n - 1, 6 * n),
-        (2 * n - 1, 1 - n, 0, 3 * n - 2),
-        (2 * n - 1, 1, -2 * n, 4 * n - 2),
-        (2 * n, -n, -1, 3 * n),
+        (0, 1, n - 1, 3 * n), (0, n, 0, 5 * n - 2), (0, n, -1, 5 * n), (0, 2 * n, -2 * n, 6 * n - 2),
+        (0, 2 * n, -2 * n - 1, 6 * n), (1, 0, n - 1, 3 * n - 2), (n - 1, 1, 0, 5 * n - 2),
+        (n - 1, n + 1, -2 * n, 6 * n - 2), (n, 0, -1, 5 * n), (n, n, -2 * n - 1, 6 * n),
+        (2 * n - 1, 1 - n, 0, 3 * n - 2), (2 * n - 1, 1, -2 * n, 4 * n - 2), (2 * n, -n, -1, 3 * n),
         (2 * n, 0, -2 * n - 1, 4 * n),
-    ]
+    ]  # fmt: skip
 
 
 def _dualpipev_paths(p: int, v: int, m: int) -> list[CriticalPath]:
     n, zigzag = p - 1, _zigzag_transfers(p, m)
     return [
-        (n - 1, n, 0, zigzag + n),
-        (n - 1, 2 * n, -n, zigzag + 2 * n),
-        (2 * n, 0, 0, zigzag - n),
+        (n - 1, n, 0, zigzag + n), (n - 1, 2 * n, -n, zigzag + 2 * n), (2 * n, 0, 0, zigzag - n),
         (2 * n, n, -n, zigzag),
-    ]
+    ]  # fmt: skip
 
 
 CRITICAL_PATHS = {
-    "interleaved": _interleaved_paths,
-    "zero-bubble": _zero_bubble_paths,
-    "zbv": _zbv_paths,
+    "interleaved": _interleaved_paths, "zero-bubble": _zero_bubble_paths, "zbv": _zbv_paths,
     "dualpipev": _dualpipev_paths,
-}
+}  # fmt: skip
 
 
 def lower_bound(schedule: str, ranks: int, virtual: int, micro_batches: int, costs: StageCosts) -> float:

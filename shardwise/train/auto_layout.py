@@ -75,12 +75,9 @@ def layout_record(prepared: Prepared) -> dict[str, Any]:
     """Returns the part of `plan.toml` that describes the layout itself."""
     layout, batch = prepared.layout, prepared.batch
     return {
-        "layout": str(layout),
-        "world": layout.world,
-        "stages": [list(span) for span in prepared.stages],
-        "micro_batch": batch.micro_batch,
-        "micro_batches": batch.micro_batches,
-    }
+        "layout": str(layout), "world": layout.world, "stages": [list(span) for span in prepared.stages],
+        "micro_batch": batch.micro_batch, "micro_batches": batch.micro_batches,
+    }  # fmt: skip
 
 
 def _pipeline_record(job: Job, plan: Plan) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -72,11 +72,9 @@ def read_pieces(folder: Path, index: Index, pieces: dict[str, CheckpointPiece], 
     """Fills the pieces from the checkpoint, resharding as needed."""
     try:
         dcp.load(
-            dict(pieces),
-            storage_reader=DCPReader(folder, index),
-            planner=PieceLoadPlanner(),
+            dict(pieces), storage_reader=DCPReader(folder, index), planner=PieceLoadPlanner(),
             **_process_group_args(group),
-        )
+        )  # fmt: skip
     except CheckpointException as error:
         raise RunError(f"checkpoint {folder} could not be loaded: {_first_failure(error)}.") from error
 

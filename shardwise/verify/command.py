@@ -23,13 +23,9 @@ DEFAULT_LAYOUTS = (
 
 
 def verify_job(
-    job_file: Path | None,
-    settings: list[str],
-    layouts: list[str],
-    shrink: bool,
-    steps: int,
+    job_file: Path | None, settings: list[str], layouts: list[str], shrink: bool, steps: int,
     show: Callable[[VerifyResult], None],
-) -> list[VerifyResult]:
+) -> list[VerifyResult]:  # fmt: skip
     """Verifies the given layouts, or else the job's layout, or else every default layout that the job supports."""
     job = load_job(job_file, ["precision=float64", *settings])
     requested = layouts or ([job.layout] if job.layout != "auto" else [])

@@ -54,28 +54,15 @@ def category_label(kind: str, name: str) -> str:
 def page_data(run: RunData) -> dict[str, Any]:
     good = goodput(run)
     return {
-        "name": run.name,
-        "status": run.status,
-        "created": time.time(),
-        "unit": unit_of(run.job),
-        "layout": str(run.plan.get("layout", run.job.layout)),
-        "world": run.world,
-        "steps": run.job.total_steps,
-        "tiles": tiles(run, good),
-        "series": series(run),
-        "time_breakdown": time_breakdown(run),
-        "ranks": rank_breakdown(run),
-        "heatmap": heatmap(run),
-        "memory": memory_table(run),
-        "pipeline": pipeline_data(run),
-        "mesh": mesh_summary(run),
-        "plan": plan_accuracy(run),
-        "events": run.events[-MAX_EVENTS:],
-        "summary": summary_sentences(run, good),
-        "job": run.job.to_toml(),
+        "name": run.name, "status": run.status, "created": time.time(), "unit": unit_of(run.job),
+        "layout": str(run.plan.get("layout", run.job.layout)), "world": run.world, "steps": run.job.total_steps,
+        "tiles": tiles(run, good), "series": series(run), "time_breakdown": time_breakdown(run),
+        "ranks": rank_breakdown(run), "heatmap": heatmap(run), "memory": memory_table(run),
+        "pipeline": pipeline_data(run), "mesh": mesh_summary(run), "plan": plan_accuracy(run),
+        "events": run.events[-MAX_EVENTS:], "summary": summary_sentences(run, good), "job": run.job.to_toml(),
         "goodput": {"wall_seconds": good.wall_seconds, "share": good.share, "lost_seconds": good.lost_seconds},
         "experts": run.last_record.get("expert_load", []),
-    }
+    }  # fmt: skip
 
 
 def format_seconds(seconds: float) -> str:

@@ -75,16 +75,10 @@ class TableStorage:
     """This rank's shards of all tables, with lookups of rows that any rank holds."""
 
     def __init__(
-        self,
-        tables: Sequence[TableSpec],
-        shards: Sequence[TableShard],
-        axis: Axis,
-        dtype: torch.dtype,
-        optimizer: str = "adagrad",
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
+        self, tables: Sequence[TableSpec], shards: Sequence[TableShard], axis: Axis, dtype: torch.dtype,
+        optimizer: str = "adagrad", betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
         pin_memory: bool = False,
-    ):
+    ):  # fmt: skip
         assert len({table.width for table in tables}) == 1, "the tables of a model have rows of one width"
         self.tables, self.shards, self.axis, self.dtype = list(tables), list(shards), axis, dtype
         self.optimizer, self.betas, self.eps = optimizer, betas, eps
@@ -218,14 +212,9 @@ class TableStorage:
         return output
 
     def update_rows(
-        self,
-        rows: Tensor,
-        state: dict[str, Tensor],
-        indices: Tensor,
-        gradient: Tensor,
-        mean_square: Tensor | None,
+        self, rows: Tensor, state: dict[str, Tensor], indices: Tensor, gradient: Tensor, mean_square: Tensor | None,
         lr: float,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Updates some rows. `mean_square`: for row-wise AdaGrad, the mean square of each row's full gradient."""
         if mean_square is not None:
             rowwise_adagrad_(rows, state["sum"], indices, gradient, mean_square, lr, self.eps)

@@ -60,12 +60,9 @@ class OperatorListModel(ModelShape):
 
 
 def operator_list_model(
-    make: Callable[..., tuple[OperatorCosts, ...]],
-    tables: HostEmbeddingTables | None = None,
-    heads: int = 1,
-    sequence: int = 1,
-    has_ends: bool = False,
-) -> OperatorListModel:
+    make: Callable[..., tuple[OperatorCosts, ...]], tables: HostEmbeddingTables | None = None, heads: int = 1,
+    sequence: int = 1, has_ends: bool = False,
+) -> OperatorListModel:  # fmt: skip
     """Returns the model whose modules' costs `make` computes: by a list, or by `interpolate_traces`."""
     return OperatorListModel(
         layers=len(make(1)) - 2 * has_ends, width=1, heads=heads, kv_heads=1, head_dim=1, ffn=0, vocab=0,

@@ -28,28 +28,17 @@ def operators_time(
         forward, backward = forward + attention_forward, backward + attention_backward
     elementwise = machine.memory_time(costs.moved_bytes) if costs.moved_bytes else 0.0
     return ModuleTime(
-        forward=forward + elementwise,
-        backward=backward + 2 * elementwise,
-        weight_grad=weight,
-        moved_bytes=costs.moved_bytes,
-        launch_seconds=costs.num_ops * machine.efficiency.kernel_launch,
+        forward=forward + elementwise, backward=backward + 2 * elementwise, weight_grad=weight,
+        moved_bytes=costs.moved_bytes, launch_seconds=costs.num_ops * machine.efficiency.kernel_launch,
         tensor=machine.all_reduce(costs.all_reduce_bytes, tensor, 1) * (1.0 - machine.efficiency.overlap_tensor),
-    )
+    )  # fmt: skip
 
 
 def _attention_op_time(machine: Machine, kernel_profile: KernelProfile, a: AttentionOp) -> tuple[float, float]:
     square = ModelShape(
-        layers=1,
-        width=a.qk_head_dim,
-        heads=a.heads,
-        kv_heads=a.heads,
-        head_dim=a.v_head_dim,
-        qk_rope_head_dim=a.qk_head_dim - a.v_head_dim,
-        ffn=0,
-        vocab=0,
-        sequence=a.keys,
-        causal=a.causal,
-    )
+        layers=1, width=a.qk_head_dim, heads=a.heads, kv_heads=a.heads, head_dim=a.v_head_dim,
+        qk_rope_head_dim=a.qk_head_dim - a.v_head_dim, ffn=0, vocab=0, sequence=a.keys, causal=a.causal,
+    )  # fmt: skip
     forward, backward = BlockTimeModel(machine, square, kernel_profile).attention(ParallelDegrees(1, 1, 1, 1))
     return forward * a.queries / a.keys, backward * a.queries / a.keys
 

@@ -204,18 +204,14 @@ def measure_rank(job: Job, layout: Layout, fake: bool = True, all_micro_batches:
     remaining = batch.micro_batches - count
     memory, peak_phase = recording.memory(remaining, period)
     return RankReport(
-        layout=str(layout),
-        rank=recording.engine.mesh.rank,
+        layout=str(layout), rank=recording.engine.mesh.rank,
         stages=layout.stages_of(recording.engine.mesh["pipeline"].index),
         modules=tuple(tuple(name for name, _ in chain.named_children()) for chain in recording.engine.chains),
-        memory=_by_role(memory),
-        peak_phase=peak_phase,
+        memory=_by_role(memory), peak_phase=peak_phase,
         resident_memory=_by_role(recording.held_after(recording.end.event, remaining, period)),
-        traffic=recording.traffic(remaining, period),
-        micro_batches=batch.micro_batches,
-        micro_batches_run=count,
+        traffic=recording.traffic(remaining, period), micro_batches=batch.micro_batches, micro_batches_run=count,
         seconds=time.perf_counter() - begin,
-    )
+    )  # fmt: skip
 
 
 def _by_role(memory: BytesByRole) -> dict[str, int]:
