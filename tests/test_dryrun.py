@@ -261,7 +261,7 @@ def test_the_plan_is_what_the_engine_does(case: tuple[dict[str, Any], str, str, 
         error = (memory.total - memory.reserve) / report.total - 1
         # The order of a V of our own may have all micro-batches in flight before there are gradients.
         assert -0.05 < error < (0.2 if "auto-v" in text else 0.05), rank
-        program = estimator.auto_schedule(layout).simulation.program if estimator.is_auto_schedule(layout) else None
+        program = estimator.auto_schedule(layout).program if estimator.is_auto_schedule(layout) else None
         found = engine_traffic(own, layout, rank, report.micro_batches, program)
         assert found == {(entry.axis, entry.kind): entry.bytes for entry in report.traffic}, rank
         assert sum(prediction.traffic[rank].values()) == sum(entry.bytes for entry in report.traffic)

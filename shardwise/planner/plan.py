@@ -231,7 +231,7 @@ def auto_schedule_order(job: Job, layout: Layout, cluster: Cluster) -> PipelineO
     if not Estimator.is_auto_schedule(layout):
         return None
     estimator = make_estimator(job, cluster)
-    return estimator.auto_schedule(resolve_layout(job, estimator.work.shape, layout)).order
+    return estimator.auto_schedule(resolve_layout(job, estimator.work.shape, layout)).program.order
 
 
 def _auto_schedule_variants(job: Job, estimator: Estimator, layout: Layout) -> list[Prediction]:

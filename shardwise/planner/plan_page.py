@@ -204,7 +204,7 @@ def _timeline_chart(plan: Plan, prediction: Prediction) -> Iterator[str]:
     micro_batches = estimator.micro_batches(layout)
     count = _simulated_micro_batches(plan, prediction, micro_batches)
     if estimator.is_auto_schedule(layout):
-        count, simulation = micro_batches, estimator.auto_schedule(layout).simulation
+        count, simulation = micro_batches, estimator.auto_schedule(layout)
     else:
         program = named_program(layout.schedule, layout.pipeline, layout.stages_per_rank, count)
         simulation = simulate(program, estimator.stage_costs(layout))

@@ -86,7 +86,7 @@ def _pipeline_record(job: Job, plan: Plan) -> tuple[dict[str, Any], dict[str, An
     if layout.pipeline == 1:
         return {}, {}
     stages = {part: list(seconds) for part, seconds in vars(estimator.stage_costs(layout)).items()}
-    rows = estimator.auto_schedule(layout).simulation.program.order if estimator.is_auto_schedule(layout) else {}
+    rows = estimator.auto_schedule(layout).program.order if estimator.is_auto_schedule(layout) else {}
     order = [[[action.stage, action.kind, action.micro_batch] for action in row] for row in rows.values()]
     return {"stage_seconds": stages}, {"order": order} if order else {}
 
