@@ -112,8 +112,8 @@ def bench_sharded(job: Job, layout: Layout) -> dict[str, Any]:
 
 
 def lookup_and_update(engine: TableEngine, samples: Samples, results: dict[str, Any], sent: list[int]) -> None:
-    clicks = ClickBatch.of(samples, engine.model)
-    bags = Bags.of(clicks.sparse_ids, clicks.weights)
+    clicks = ClickBatch.unpack(samples, engine.model)
+    bags = Bags.from_padded(clicks.sparse_ids, clicks.weights)
     before = sent[0]
     dist.barrier()
     begin = time.perf_counter()
@@ -148,10 +148,10 @@ def bench_embedding_bag(job: Job) -> dict[str, Any]:
     sums = [torch.zeros(model.rows) for _ in bags]
     results: dict[str, Any] = {"lookup": [], "update": [], "ids": [], "rows": []}
     for samples in batches(job, 1, 0):
-        clicks = ClickBatch.of(samples, model)
+        clicks = ClickBatch.unpack(samples, model)
         inputs = []
         for table in range(model.tables):
-            ids = Bags.of(clicks.sparse_ids[:, table : table + 1], clicks.weights[:, table : table + 1])
+            ids = Bags.from_padded(clicks.sparse_ids[:, table : table + 1], clicks.weights[:, table : table + 1])
             inputs.append((ids.ids, ids.offsets[:-1], ids.weights.float()))
         begin = time.perf_counter()
         vectors = [bag(*arguments) for bag, arguments in zip(bags, inputs, strict=True)]

@@ -213,10 +213,10 @@ class FrameworkEstimator(Estimator):
         if self.profile.keeps_dropout_masks:
             saved += 2 * hidden_numel
         hidden = shape.shared_expert_ffn if sparse else shape.ffn
-        ffn_maps = shape.ffn_matrices + (1 if self.profile.has_unfused_activation and shape.gated else 0)
-        saved += itemsize * tokens * hidden * ffn_maps / t
+        num_saved = shape.ffn_matrices + (1 if self.profile.has_unfused_activation and shape.gated else 0)
+        saved += itemsize * tokens * hidden * num_saved / t
         if sparse:
-            saved += itemsize * tokens * shape.experts_per_token / t * (2 * shape.width + ffn_maps * shape.expert_ffn)
+            saved += itemsize * tokens * shape.experts_per_token / t * (2 * shape.width + num_saved * shape.expert_ffn)
         selective = saved
         if self.profile.selective_keeps_matmuls:
             matmul_outputs = shape.query_width + kv + shape.attention_width + (shape.ffn_matrices - 1) * hidden

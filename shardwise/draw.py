@@ -14,7 +14,7 @@ from shardwise.files import write_text
 PANEL_WIDTH, PANEL_HEIGHT, MARGIN, GAP = 420, 360, 60, 90  # pixels; the gap is between panels
 COLORS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#9c755f", "#76b7b2", "#e8c547", "#7f7f7f")
 STYLE = """text { font: 13px system-ui, sans-serif; fill: #1f2933 } .grid { stroke: #d5dbe1 } .axis { stroke: #52606d }
-.curve { fill: none; stroke-width: 1.5 } .zero { stroke: #52606d; stroke-dasharray: 4 4 } .left { fill: none }
+.curve { fill: none; stroke-width: 1.5 } .zero { stroke: #52606d; stroke-dasharray: 4 4 } .dropped { fill: none }
 @media (prefers-color-scheme: dark) {
   text { fill: #e4e7eb } .grid { stroke: #3b4651 } .axis, .zero { stroke: #a8b3bf }
 }"""

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-_GOLDEN = 0x9E3779B97F4A7C15
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15  # splitmix64's increment: 2^64 divided by the golden ratio
 CHUNK = 1 << 20  # elements generated at once, which bounds temporary memory
 
 
@@ -71,7 +71,7 @@ def to_unit_interval(bits: np.ndarray) -> np.ndarray:
 
 def _standard_normals(key: int, index: Tensor) -> Tensor:
     """Returns a standard normal for each index by Box-Muller, rounded to float32 in every precision."""
-    bits = mix64(index * _signed(_GOLDEN, 64) + key)
+    bits = mix64(index * _signed(GOLDEN_GAMMA, 64) + key)
     u = ((bits >> 32) & 0xFFFFFFFF).double().add_(0.5).mul_(2.0**-32)
     v = (bits & 0xFFFFFFFF).double().mul_(2.0 * math.pi * 2.0**-32)
     return u.log_().mul_(-2.0).sqrt_().mul_(v.cos_()).float()

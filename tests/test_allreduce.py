@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.bench.parameter_server import ParameterServerWorker, push_pull_count, push_pull_schedule
+from shardwise.bench.parameter_server import ParameterServerWorker, push_pull_schedule, push_pull_sent_numel
 from shardwise.comm import allreduce
 from shardwise.comm.allreduce import all_reduce, get_algorithm, sent_bytes
 from shardwise.comm.world import run_world
@@ -35,7 +35,7 @@ def schedules(ranks: int) -> dict[str, tuple[Any, Any]]:
     for servers in {1, (ranks + 1) // 2, ranks}:
         found[f"server {servers}"] = (
             partial(push_pull_schedule, servers=servers),
-            partial(push_pull_count, servers=servers),
+            partial(push_pull_sent_numel, servers=servers),
         )
     return found
 
@@ -158,7 +158,7 @@ def test_who_does_not_answer_is_named(name: str, how: signal.Signals, tmp_path: 
         for rank in (0, 1, 3):
             assert ends[rank].poll(20)
             said, seconds = ends[rank].recv()
-            assert said.startswith(f"rank 2 does not answer ({name} all-reduce, step "), (rank, said)
+            assert said.startswith(f"rank 2 is not responding ({name} all-reduce, step "), (rank, said)
             assert seconds < 2 + 2 * allreduce.BLAME_GRACE_SECONDS + 1
     finally:
         for worker in workers:
@@ -228,8 +228,8 @@ def test_an_asynchronous_server_names_who_is_gone(victim: int, tmp_path: Path) -
         there.close()
         ends[rank] = here
     said = {rank: end.recv() for rank, end in ends.items() if rank != victim and end.poll(20)}
-    gone = f"rank {victim} does not answer (asynchronous parameter server, after round 5)."
+    gone = f"rank {victim} is not responding (asynchronous parameter server, after round 5)."
     if victim == 3:
         assert said == {0: gone, 1: gone, 2: ""}
     else:
-        assert set(said) == {0, 2, 3} and all(word.startswith("rank 1 does not answer") for word in said.values())
+        assert set(said) == {0, 2, 3} and all(word.startswith("rank 1 is not responding") for word in said.values())

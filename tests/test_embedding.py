@@ -117,7 +117,7 @@ def test_bags_are_weighted_sums_with_empty_ones_zero() -> None:
     tables.init_weights(0, [1.0, 1.0])
     ids = torch.tensor([[[1, 1, -1], [-1, -1, -1]], [[6, -1, 0], [4, 2, 4]]])
     weights = torch.tensor([[[0.5, 2.0, 9.0], [9.0, 9.0, 9.0]], [[1.0, 9.0, 3.0], [1.0, -1.0, 0.25]]])
-    route = tables.route(Bags.of(ids, weights), torch.arange(2))
+    route = tables.route(Bags.from_padded(ids, weights), torch.arange(2))
     found = bags.sum_bags(tables.fetch(route), route.inverse_indices, route.offsets, route.weights).view(2, 2, 3)
     a, b = tables.storage[0][:7], tables.storage[0][7:]
     expected = [[2.5 * a[1], torch.zeros(3)], [a[6] + 3 * a[0], 1.25 * b[4] - b[2]]]
@@ -133,7 +133,7 @@ def test_an_id_outside_of_its_table_is_told_with_sample_and_field(wrong: int) ->
     tables = ShardedTables(table, place_tables(table, 1), SINGLE_RANK, torch.float64)
     ids = torch.tensor([[[6], [4]], [[wrong], [0]]])
     with pytest.raises(DataError, match=rf"^sample 41, user: id {wrong} is outside of its table, .* rows 0 to 6;"):
-        tables.route(Bags.of(ids, torch.ones(2, 2, 1)), torch.tensor([40, 41]))
+        tables.route(Bags.from_padded(ids, torch.ones(2, 2, 1)), torch.tensor([40, 41]))
 
 
 def test_updates_are_those_of_torch() -> None:
@@ -534,7 +534,7 @@ def test_the_generated_log_depends_on_seed_and_index_alone() -> None:
     for index in (40, 41, 99):
         assert (log[index] == together[index]).all() and (later[index - 40] == together[index]).all()
     assert (SyntheticClicks(model, 0, 100, seed=4).rows(np.arange(100)) != together).any()
-    clicks = ClickBatch.of(SampleStream(log, 0, shuffle=False).read(np.arange(100)), model)
+    clicks = ClickBatch.unpack(SampleStream(log, 0, shuffle=False).read(np.arange(100)), model)
     there = clicks.sparse_ids >= 0
     assert int(clicks.sparse_ids.max()) < 1000 and int(clicks.sparse_ids.min()) == -1
     assert bool((clicks.weights[there] >= 0.5).all()) and not bool(clicks.weights[~there].any())
@@ -545,7 +545,7 @@ def test_the_generated_log_depends_on_seed_and_index_alone() -> None:
 def test_the_generated_log_is_skewed_as_a_power_law() -> None:
     model = DLRMConfig(**SHAPE | {"rows": 100_000, "tables": 1, "lookups": 1})
     log = SyntheticClicks(model, 0, 20_000, seed=0)
-    ids = ClickBatch.of(log.samples(np.arange(20_000), np.arange(20_000)), model).sparse_ids.flatten()
+    ids = ClickBatch.unpack(log.samples(np.arange(20_000), np.arange(20_000)), model).sparse_ids.flatten()
     counts = np.sort(np.bincount(ids[ids >= 0].numpy()))[::-1]
     # The share of the ten most frequent rows is that of a power law of exponent 1.05 over so many rows.
     power = 1 - SyntheticClicks.zipf_exponent
@@ -569,7 +569,7 @@ def test_a_criteo_file(tmp_path: Path) -> None:
     assert (len(training), len(held)) == (48, 5)
     assert isinstance(training, CriteoClicks) and isinstance(held, CriteoClicks) and isinstance(job.model, DLRMConfig)
     for source, first, count in ((training, 0, 48), (held, 48, 5)):
-        clicks = ClickBatch.of(source.samples(np.arange(count), np.arange(count)), job.model)
+        clicks = ClickBatch.unpack(source.samples(np.arange(count), np.arange(count)), job.model)
         assert clicks.labels.tolist() == [i % 2 for i in range(first, first + count)]
         assert clicks.dense_features[:, 0].tolist() == pytest.approx([np.log1p(i) for i in range(first, first + count)])
         assert not bool(clicks.dense_features[:, 1:3].any())  # missing, and below zero
@@ -600,7 +600,7 @@ def test_a_malformed_row_is_told_with_file_row_and_field(line: str, words: str, 
 @pytest.mark.parametrize(
     ("data", "more", "words"),
     [
-        ({"source": "stdlib"}, {}, "has no clicks"),
+        ({"source": "stdlib"}, {}, "is not a click log"),
         ({"source": "criteo"}, {}, "set data.path to it"),
         ({"source": "criteo", "path": "none.tsv"}, {}, "cannot be read"),
         ({"source": "criteo", "path": "none.tsv"}, {"tables": 3}, "26 categorical and 13 integer features"),

@@ -171,7 +171,7 @@ def test_a_saved_fit_is_read_back(tmp_path: Path) -> None:
     found = fit_scaling_law(made(noise=0.005), bootstrap_samples=20)
     path = write_csv(tmp_path / "fit.json", json.dumps(fit_as_dict(found)))
     again = read_fitted_law(path)
-    assert again.law == found.law and again.parameter_count == "all"
+    assert again.law == found.law and again.parameter_scope == "all"
     assert again.bootstrap_samples.as_array() == pytest.approx(found.bootstrap_samples.as_array(), rel=1e-8)
     assert recommend(again, 1e22).loss_interval == pytest.approx(
         recommend(to_fitted_law(found, ""), 1e22).loss_interval

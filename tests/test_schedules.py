@@ -262,8 +262,9 @@ def compare(job: Job, layout: Layout, order: dict[int, list[Action]]) -> float:
     expected = gradients(engine, job)
     size, length = engine.batch.micro_batch, job.model.sequence
     engine.pipeline = Pipeline(
-        engine.data.modules, layout, engine.mesh, engine.batch.micro_batches, (size, length),
-        (size, length, job.model.width), torch.float64, order=order,
+        engine.data.modules, layout, engine.mesh, engine.batch.micro_batches,
+        torch.empty(size, length, dtype=torch.long, device="meta"), (size, length, job.model.width), torch.float64,
+        order=order,
     )  # fmt: skip
     for _ in range(2):
         found = gradients(engine, job)

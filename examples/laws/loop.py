@@ -61,7 +61,7 @@ def main() -> None:
     options = parser.parse_args()
     folder: Path = options.folder
     settings = [*SETTINGS, f"seed={options.seed}"]
-    grid = design_grid(**GRID, family="gpt", settings=settings, parameter_count="all", folder=folder)  # type: ignore[arg-type]
+    grid = design_grid(**GRID, family="gpt", settings=settings, parameter_scope="all", folder=folder)  # type: ignore[arg-type]
     (largest,) = design_grid(LARGEST, LARGEST, 1, 1, 1.0, "gpt", settings, "all", folder)
     jobs = [largest, *grid]
     with ThreadPoolExecutor(2) as pool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
@@ -48,7 +48,7 @@ class ModuleConfig(ModelConfig):
     def __hash__(self) -> int:
         return hash(json.dumps(self.model_dump(), sort_keys=True, default=str))
 
-    @cached_property
+    @property
     def task(self) -> Task:
         return load_task(self)
 

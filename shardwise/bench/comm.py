@@ -26,7 +26,7 @@ import torch.distributed as dist
 from scipy.optimize import nnls
 from torch import Tensor
 
-from shardwise.bench.parameter_server import push_pull_count, push_pull_schedule
+from shardwise.bench.parameter_server import push_pull_schedule, push_pull_sent_numel
 from shardwise.cluster import CLUSTERS, LinkSpec, read_cluster, write_cluster
 from shardwise.comm import allreduce
 from shardwise.comm.allreduce import Schedule, SentNumelFn, get_algorithm, segment_bounds, sent_bytes
@@ -167,7 +167,7 @@ def _schedules(ranks: int, processes_per_node: int) -> dict[str, tuple[Schedule,
     names = [*allreduce.ALGORITHMS, "two-level"]
     schedules = {name: get_algorithm(name, processes_per_node) for name in names}
     for name, servers in (("server", 1), ("servers", ranks)):
-        schedules[name] = partial(push_pull_schedule, servers=servers), partial(push_pull_count, servers=servers)
+        schedules[name] = partial(push_pull_schedule, servers=servers), partial(push_pull_sent_numel, servers=servers)
     return schedules
 
 

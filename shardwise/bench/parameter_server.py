@@ -32,15 +32,15 @@ def push_pull_schedule(rank: int, ranks: int, count: int, servers: int) -> list[
     """Returns a rank's steps: push gradient slices to the servers, then pull the sums."""
     bounds, offsets = server_bounds(count, ranks, servers), range(1, ranks)
 
-    def part(peer: int, owner: int) -> PeerSlice:
+    def served(peer: int, owner: int) -> PeerSlice:  # the slice that `owner` serves, exchanged with `peer`
         return PeerSlice(peer % ranks, bounds[owner % ranks], bounds[owner % ranks + 1])
 
-    push = [P2PStep(part(rank + offset, rank + offset), part(rank - offset, rank), True) for offset in offsets]
-    pull = [P2PStep(part(rank + offset, rank), part(rank - offset, rank - offset)) for offset in offsets]
+    push = [P2PStep(served(rank + offset, rank + offset), served(rank - offset, rank), True) for offset in offsets]
+    pull = [P2PStep(served(rank + offset, rank), served(rank - offset, rank - offset)) for offset in offsets]
     return push + pull
 
 
-def push_pull_count(rank: int, ranks: int, count: int, servers: int) -> int:
+def push_pull_sent_numel(rank: int, ranks: int, count: int, servers: int) -> int:
     """Returns the elements a rank sends: gradient slices to the servers, and its served slice to every other rank."""
     bounds = server_bounds(count, ranks, servers)
     served = bounds[rank + 1] - bounds[rank]
@@ -97,7 +97,7 @@ class AsyncParameterServer:
 
 
 def _no_response(rank: int, rounds_done: int) -> str:
-    return f"rank {rank} does not answer (asynchronous parameter server, after round {rounds_done})."
+    return f"rank {rank} is not responding (asynchronous parameter server, after round {rounds_done})."
 
 
 class ParameterServerWorker:

@@ -90,8 +90,8 @@ def samples_by_step(run: Path) -> dict[int, list[int]]:
 class _FaultInjector:
     """Hooks a trainer so that its rank's faults trigger at their step and phase."""
 
-    def __init__(self, run: Path, trainer: Trainer, faults: list[Fault]):
-        self.run, self.trainer, self.faults, self.step = run, trainer, faults, 0
+    def __init__(self, run_path: Path, trainer: Trainer, faults: list[Fault]):
+        self.run_path, self.trainer, self.faults, self.step = run_path, trainer, faults, 0
         self.forward_counts: Counter[int] = Counter()
 
     def install(self) -> None:
@@ -131,7 +131,7 @@ class _FaultInjector:
             self._inject_collective_mismatch()
 
     def _log_samples(self, samples: Samples, scale: Tensor) -> None:
-        with (self.run / "faults" / f"samples-{self.trainer.engine.mesh.rank}").open("a") as file:
+        with (self.run_path / "faults" / f"samples-{self.trainer.engine.mesh.rank}").open("a") as file:
             file.write(" ".join(map(str, [self.step, *samples.ids.flatten().tolist()])) + "\n")
 
     def take_due(self, *kinds: str, phase: str | None = None) -> Fault | None:
@@ -140,7 +140,7 @@ class _FaultInjector:
             is_due = phase == "load" or self.step >= fault.step
             if fault.kind in kinds and is_due and phase in (None, fault.phase):
                 try:
-                    with (self.run / "faults" / str(fault.number)).open("x") as file:
+                    with (self.run_path / "faults" / str(fault.number)).open("x") as file:
                         file.write(repr(time.time()))
                 except FileExistsError:
                     continue
@@ -156,7 +156,7 @@ class _FaultInjector:
         if fault is None:
             return
         if fault.kind in ("fill", "free"):
-            fill_disk(self.run, fault.kind == "fill")
+            fill_disk(self.run_path, fault.kind == "fill")
             return
         if fault.kind == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -167,7 +167,7 @@ class _FaultInjector:
             raise ValueError(f"injected at step {self.step}")
         else:
             if fault.kind == "flip":
-                corrupt_checkpoint(self.run, fault.number)
+                corrupt_checkpoint(self.run_path, fault.number)
             elif fault.kind == "flip memory":
                 corrupt_snapshots(Path(self.trainer.snapshots), fault.rank)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -179,7 +179,7 @@ class _FaultInjector:
             rng = random.Random(fault.number)
             target = rng.choice([entry for entry in tracked() if entry.tensor.numel()])
             flip_tensor_bit(target.tensor, rng)
-            (self.run / "faults" / f"tensor-{fault.number}").write_text(target.label)
+            (self.run_path / "faults" / f"tensor-{fault.number}").write_text(target.label)
 
     def _on_forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         self.trigger("forward")

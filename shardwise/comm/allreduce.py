@@ -1,9 +1,9 @@
 """All-reduce algorithms over point-to-point messages: ring, halving-doubling, tree, two-level.
 
-An algorithm is a schedule, as data: for each step, the slices this rank sends and receives, and the peers.
-`run_schedule` executes any of them. Long messages are split into segments that are pipelined through the schedule.
-Each element is summed on one rank and distributed from there, so all ranks get the same bits. Next to each schedule is
-the exact number of elements a rank sends.
+A schedule describes an algorithm as data: for each step, the slices this rank sends and receives, and the peers.
+`run_schedule` executes any schedule. Long messages are split into segments that are pipelined through it. Each element
+is summed on one rank and distributed from there, so all ranks get the same bits. For each `*_schedule`, `*_sent_numel`
+returns the exact number of elements a rank sends.
 
 PyTorch's own `all_reduce` hides its algorithm, its traffic and which rank does not respond.
 
@@ -71,7 +71,7 @@ def ring_schedule(rank: int, ranks: int, count: int) -> list[P2PStep]:
 
 
 def ring_sent_numel(rank: int, ranks: int, count: int) -> int:
-    """Returns all chunks but one, twice: 2 (ranks - 1) / ranks of the message if it divides."""
+    """A rank sends all chunks but one in each phase: 2 (ranks - 1) / ranks of the message if it divides evenly."""
     bounds = chunk_bounds(count, ranks)
     return 2 * count - _chunk_size(bounds, rank + 1) - _chunk_size(bounds, rank + 2) if ranks > 1 else 0
 
@@ -99,44 +99,44 @@ def _ring_step(index: int, members: list[int], bounds: Bounds, chunk: int, accum
 
 
 def halving_doubling_schedule(rank: int, ranks: int, count: int) -> list[P2PStep]:
-    core = 1 << (ranks.bit_length() - 1)
-    extra, core_rank = ranks - core, _core_rank(rank, ranks)
-    levels = core.bit_length() - 1
+    core_size = 1 << (ranks.bit_length() - 1)  # the largest power of two; the `extra` ranks beyond it are folded
+    extra, core_rank = ranks - core_size, _core_rank(rank, ranks)
+    levels = core_size.bit_length() - 1
     if core_rank is None:
         full_message = PeerSlice(rank + 1, 0, count)
         return [P2PStep(send=full_message), *[P2PStep()] * (2 * levels), P2PStep(recv=full_message)]
-    bounds, down, up = chunk_bounds(count, core), [], []
+    bounds, halving, doubling = chunk_bounds(count, core_size), [], []
     for level in range(levels):
-        width = core >> (level + 1)
+        width = core_size >> (level + 1)
         block, other = core_rank // width, core_rank // width ^ 1
         peer = core_rank ^ width
         peer = 2 * peer + 1 if peer < extra else peer + extra
         kept, sent = (PeerSlice(peer, bounds[b * width], bounds[(b + 1) * width]) for b in (block, other))
-        down.append(P2PStep(sent, kept, True))
-        up.append(P2PStep(kept, sent))
+        halving.append(P2PStep(sent, kept, True))
+        doubling.append(P2PStep(kept, sent))
     is_folded = rank < 2 * extra
     full_message = PeerSlice(rank - 1, 0, count)
     before = [P2PStep(recv=full_message, accumulate=True) if is_folded else P2PStep()] * bool(extra)
     after = [P2PStep(send=full_message) if is_folded else P2PStep()] * bool(extra)
-    return before + down + up[::-1] + after
+    return before + halving + doubling[::-1] + after
 
 
 def halving_doubling_sent_numel(rank: int, ranks: int, count: int) -> int:
-    """Returns 2 (core - 1) / core of the message, plus one full message for folded ranks and their partners."""
-    core = 1 << (ranks.bit_length() - 1)
+    """A folded rank sends the full message; a core rank 2 (core - 1) / core of it, plus all of it to a folded rank."""
+    core_size = 1 << (ranks.bit_length() - 1)
     core_rank = _core_rank(rank, ranks)
     if core_rank is None:
         return count
-    bounds = chunk_bounds(count, core)
-    total = count - _chunk_size(bounds, core_rank) + (count if rank < 2 * (ranks - core) else 0)
-    for level in range(core.bit_length() - 1):
+    bounds = chunk_bounds(count, core_size)
+    total = count - _chunk_size(bounds, core_rank) + (count if rank < 2 * (ranks - core_size) else 0)
+    for level in range(core_size.bit_length() - 1):
         first = core_rank >> level << level
         total += bounds[first + (1 << level)] - bounds[first]
     return total
 
 
 def _core_rank(rank: int, ranks: int) -> int | None:
-    """Returns a rank's index among the largest power of two of ranks; None if it folds into its right neighbour."""
+    """Returns a rank's index in the core; None if it is folded into its right neighbour."""
     extra = ranks - (1 << (ranks.bit_length() - 1))
     if rank >= 2 * extra:
         return rank - extra
@@ -164,7 +164,7 @@ def tree_schedule(rank: int, ranks: int, count: int) -> list[P2PStep]:
 
 
 def tree_sent_numel(rank: int, ranks: int, count: int) -> int:
-    """Returns one full message for the parent and one per child."""
+    """A rank sends one full message to its parent and one to each child."""
     levels = (rank & -rank).bit_length() - 1 if rank else (ranks - 1).bit_length()
     children = sum(rank + (1 << level) < ranks for level in range(levels))
     return count * ((rank > 0) + children)
@@ -174,7 +174,7 @@ def tree_sent_numel(rank: int, ranks: int, count: int) -> int:
 
 
 def two_level_schedule(rank: int, ranks: int, count: int, ranks_per_node: int) -> list[P2PStep]:
-    """`ranks_per_node`: ranks on a node, which are neighbours in the group."""
+    """The ranks of a node must be consecutive in the group."""
     node, local_rank = divmod(rank, ranks_per_node)
     intra_node = [node * ranks_per_node + other for other in range(ranks_per_node)]
     inter_node = [other * ranks_per_node + local_rank for other in range(ranks // ranks_per_node)]
@@ -191,7 +191,7 @@ def two_level_schedule(rank: int, ranks: int, count: int, ranks_per_node: int) -
 
 
 def two_level_sent_numel(rank: int, ranks: int, count: int, ranks_per_node: int) -> int:
-    """Returns a ring within the node, plus a ring of one node chunk across nodes."""
+    """A rank sends what a ring within the node sends, plus what a ring across nodes sends for its chunk."""
     node, local_rank = divmod(rank, ranks_per_node)
     chunk_size = _chunk_size(chunk_bounds(count, ranks_per_node), local_rank + 1)
     return ring_sent_numel(local_rank, ranks_per_node, count) + ring_sent_numel(
@@ -207,7 +207,7 @@ ALGORITHMS: dict[str, tuple[Schedule, SentNumelFn]] = {
 
 
 def get_algorithm(name: str, ranks_per_node: int = 1) -> tuple[Schedule, SentNumelFn]:
-    """Returns a schedule and its count of sent elements; `ranks_per_node` is for `two-level`."""
+    """Returns an algorithm's schedule and sent-elements functions; `ranks_per_node` is for `two-level`."""
     if name == "two-level":
         return partial(two_level_schedule, ranks_per_node=ranks_per_node), partial(
             two_level_sent_numel, ranks_per_node=ranks_per_node
@@ -307,7 +307,7 @@ def _send_recv(
             if index < len(accumulations) and (target_and_buffer := accumulations[index]):
                 target_and_buffer[0].add_(target_and_buffer[1])
     except RuntimeError as error:
-        raise RunError(f"rank {find_unresponsive_rank(peer)} does not answer ({description}).") from error
+        raise RunError(f"rank {find_unresponsive_rank(peer)} is not responding ({description}).") from error
 
 
 # Which rank is unresponsive

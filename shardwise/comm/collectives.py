@@ -47,7 +47,7 @@ def all_to_all_rows(output: Tensor, input: Tensor, axis: Axis) -> None:
     output[rank] = input[rank]
     in_flight: list[tuple[Any, Any]] = []
     with axis.waiting(input.device):
-        for offset in range(1, ranks):
+        for offset in range(1, ranks):  # with at most two chunks in flight in each direction
             dst, src = (rank + offset) % ranks, (rank - offset) % ranks
             for first in range(0, input.shape[1], P2P_CHUNK_BYTES):
                 chunk = slice(first, first + P2P_CHUNK_BYTES)
@@ -61,7 +61,7 @@ def all_to_all_rows(output: Tensor, input: Tensor, axis: Axis) -> None:
 
 # Collectives with a gradient. All-gather and reduce-scatter are each other's backward; all-to-all is its own, with the
 # split sizes swapped. In compiled code, `axis` of all-gather and reduce-scatter is None: waits are not timed, and the
-# compiler places them.
+# compiler decides where to wait.
 
 
 def _run_and_wait(collective: Any, x: Tensor, *args: Any, group: Any, axis: Axis | None) -> Tensor:
@@ -84,8 +84,8 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        reduce = torch_collectives.functional_reduce_scatter
-        grad = _run_and_wait(reduce, grads[0].contiguous(), "sum", ctx.dim, group=ctx.group, axis=ctx.axis)
+        reduce_scatter = torch_collectives.functional_reduce_scatter
+        grad = _run_and_wait(reduce_scatter, grads[0].contiguous(), "sum", ctx.dim, group=ctx.group, axis=ctx.axis)
         return grad, None, None, None
 
 
@@ -97,8 +97,8 @@ class _ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        gather = torch_collectives.functional_all_gather
-        grad = _run_and_wait(gather, grads[0].contiguous(), ctx.dim, group=ctx.group, axis=ctx.axis)
+        all_gather = torch_collectives.functional_all_gather
+        grad = _run_and_wait(all_gather, grads[0].contiguous(), ctx.dim, group=ctx.group, axis=ctx.axis)
         return grad, None, None, None
 
 

@@ -6,9 +6,8 @@
     cutout   a random square of half the image size set to the mean (DeVries and Taylor 2017)
     mixup    blends two images of the dataset and their losses (Zhang et al. 2018, alpha = 1)
 
-They are applied in this order, whatever the order in the job. Random numbers are hashes of the seed and the sample's
-stream position, so the samples do not depend on the layout or the number of workers, and a resumed run gets
-the same ones.
+They are applied in this order, regardless of the order in the job. Random numbers are hashes of the seed and the
+sample's stream position, so they do not depend on the layout, the number of workers or restarts.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardwise.models.resnet import MIX_WEIGHT_BIT, MIX_WEIGHT_SCALE, SECOND_CLASS_BIT
-from shardwise.random import hash_key_uint64, mix64_numpy, to_unit_interval
+from shardwise.random import GOLDEN_GAMMA, hash_key_uint64, mix64_numpy, to_unit_interval
 
 
 class ImageAugmentation:
@@ -90,5 +89,5 @@ class ImageAugmentation:
     def _uniform(self, purpose: str, positions: np.ndarray, count: int, mixup_index: int = 0) -> np.ndarray:
         """Returns `count` uniform numbers in [0, 1) for each position, (count, B)."""
         bits = mix64_numpy(positions.astype(np.uint64) ^ hash_key_uint64("augment", self.seed, purpose, mixup_index))
-        increments = np.arange(1, count + 1, dtype=np.uint64)[:, None] * np.uint64(0x9E3779B97F4A7C15)
+        increments = np.arange(1, count + 1, dtype=np.uint64)[:, None] * np.uint64(GOLDEN_GAMMA)
         return to_unit_interval(mix64_numpy(bits + increments))

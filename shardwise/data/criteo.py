@@ -1,7 +1,7 @@
 """Click logs for DLRM: files in Criteo's format, and a synthetic log with a Zipf distribution of ids.
 
 A sample is one int64 row: label, sparse ids (-1: none), their weights, dense features. Weights and dense features are
-stored as the bits of float64, so that the loader handles a row like any other; `ClickBatch.of` unpacks it.
+stored as the bits of float64, so that the loader handles a row like any other; `ClickBatch.unpack` unpacks it.
 
 A line of a Criteo file (Kaggle 2014 and the terabyte set) has 40 tab-separated fields: label 0 or 1, 13 integer
 features, 26 categorical features as 32-bit hashes in hexadecimal. All but the label may be missing. An integer x
@@ -25,7 +25,7 @@ from shardwise.data.sample_stream import Samples
 from shardwise.errors import DataError
 from shardwise.models.chain import IGNORE_INDEX
 from shardwise.models.dlrm_family import DLRMConfig
-from shardwise.random import hash_key_uint64, mix64_numpy, to_unit_interval
+from shardwise.random import GOLDEN_GAMMA, hash_key_uint64, mix64_numpy, to_unit_interval
 
 NUM_DENSE_FEATURES, NUM_SPARSE_FEATURES = 13, 26
 LINES_PER_OFFSET = 16  # the index keeps the offset of every 16th line
@@ -46,7 +46,7 @@ class ClickBatch:
     """(B,) int64; negative: ignored"""
 
     @classmethod
-    def of(cls, samples: Samples, model: DLRMConfig) -> ClickBatch:
+    def unpack(cls, samples: Samples, model: DLRMConfig) -> ClickBatch:
         shape, size = (-1, model.tables, model.lookups), model.tables * model.lookups
         packed = samples.tokens
         floats = packed[:, size:].contiguous().view(torch.float64)
@@ -56,8 +56,7 @@ class ClickBatch:
 class ClickSource:
     """`count` rows of a click log, starting at row `first`."""
 
-    length = 1
-    vocab = 2
+    length, vocab = 1, 2  # one binary target per sample
 
     def __init__(self, model: DLRMConfig, first: int, count: int):
         self.model, self.first, self.count = model, first, count
@@ -118,7 +117,7 @@ class SyntheticClicks(ClickSource):
         size = model.tables * model.lookups
         draws = np.arange(2 * size + model.tables + model.dense_features + 1, dtype=_U64)
         row_keys = mix64_numpy(indices.astype(_U64) ^ self.key)[:, None]
-        bits = mix64_numpy(row_keys + draws * _U64(0x9E3779B97F4A7C15))
+        bits = mix64_numpy(row_keys + draws * _U64(GOLDEN_GAMMA))
         category_bits, weight_bits, length_bits, dense_bits, label_bits = np.split(
             bits, np.cumsum((size, size, model.tables, model.dense_features)), 1
         )
@@ -132,7 +131,7 @@ class SyntheticClicks(ClickSource):
         dense_features = np.log1p(np.floor(-20.0 * np.log1p(-to_unit_interval(dense_bits))))
         tables = np.arange(model.tables, dtype=_U64)[:, None] << _U64(40)
         sparse_effects = 2.0 * to_unit_interval(mix64_numpy((sparse_ids.astype(_U64) + tables) ^ ~self.key)) - 1.0
-        logits = (
+        logits = (  # scaled for a click rate of about one third
             3.0 * (sparse_effects * bag_weights).sum((1, 2)) / np.sqrt(size)
             + (self.dense_effects * (dense_features - 2.5)).sum(1)
             - 1.0

@@ -153,9 +153,9 @@ def _token_sources(job: Job, cache: Path, bad_records: BadRecords) -> tuple[Sour
 
 
 def _synthetic_sources(job: Job) -> tuple[Source, Source]:
-    # Validation samples continue the training samples under the same seed, whose rules the model can learn.
+    # Validation samples come after the training samples and follow the same rules, which depend on the seed.
     count, model = job.data.samples, cast(Any, job.model)
-    num_held_out = _num_held_out(count + 1, job.data.validation_fraction)
+    num_held_out = _num_held_out(count + 1, job.data.validation_fraction)  # + 1: they are extra samples
     if model.sample_kind == "images":
         held_out = SyntheticImages(num_held_out, model.image_size, model.num_classes, job.seed, first_index=count)
         return synthetic_source(job, count), held_out
@@ -183,8 +183,8 @@ def _click_sources(job: Job, bad_records: BadRecords) -> tuple[Source, Source]:
         return SyntheticClicks(model, 0, count, job.seed), SyntheticClicks(model, count, num_held_out, job.seed)
     if job.data.source != "criteo":
         raise DataError(
-            f"data.source = {job.data.source!r} has no clicks, which a DLRM reads; use 'synthetic', or 'criteo' with "
-            "data.path set to the file."
+            f"data.source = {job.data.source!r} is not a click log, but a DLRM needs one; use 'synthetic', or 'criteo' "
+            "with data.path set to the file."
         )
     if (model.tables, model.dense_features) != (NUM_SPARSE_FEATURES, NUM_DENSE_FEATURES):
         raise DataError(
@@ -224,7 +224,7 @@ def _open_token_files(job: Job) -> tuple[list[TokenFile], Tokenizer | None]:
 
 
 def _tokenizer_for_token_files(vocab: int, job: Job) -> Tokenizer | None:
-    """Returns the tokenizer of token files with this vocabulary (0: unknown); None if `bytes` does not match it."""
+    """Returns the tokenizer of token files with `vocab` ids (0: unknown); None if `bytes` has a different number."""
     if parse_bpe_size(job.data.tokenizer):
         raise DataError(
             f"data.tokenizer = {job.data.tokenizer!r} needs text to train on, and data.source = 'tokens' has none; "

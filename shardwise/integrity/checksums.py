@@ -17,12 +17,13 @@ from shardwise.layout import AXES, Layout
 from shardwise.parallel.data_parallel import Zero1
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.param_shard import ParamShard
+from shardwise.random import GOLDEN_GAMMA
 
 INT_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 COPY_KINDS = ("replicas", "expert_replicas", "full_weights", "tensor", "tied")
 """How a tensor is replicated: shards across data-parallel replicas; the same for expert shards; full weights under
 ZeRO-1; parameters that tensor parallelism does not shard; weights tied between the first and the last stage."""
-READERS = "readers"  # data-parallel ranks: their results for a redundantly computed micro-batch must agree
+DATA_PARALLEL = "data_parallel"  # these ranks must agree on the results of a redundantly computed micro-batch
 
 
 def checksum(tensor: Tensor) -> Tensor:
@@ -72,11 +73,11 @@ class StateChecksums:
         """Returns the weights, and the low-precision copies that modules compute with. Embedding tables in host memory
         are left out: they are too large to read in every step."""
         tracked = []
-        shared = self.keeps_full_weights and self.engine.mesh["fsdp"].size > 1
+        has_full_copies = self.keeps_full_weights and self.engine.mesh["fsdp"].size > 1
         for (weight, param_shard), kinds in zip(self.engine.data.param_pairs, self.copy_kinds, strict=True):
             if param_shard.compute_copy is not None:
                 tracked.append(TrackedTensor(f"compute copy of weight {param_shard.name}", param_shard.compute_copy))
-            if shared and not param_shard.is_expert:
+            if has_full_copies and not param_shard.is_expert:
                 kinds = kinds - {"replicas"} | {"full_weights"}
             tensor = weight if self.keeps_full_weights else param_shard.tensor
             tracked.append(TrackedTensor(f"weight {param_shard.name}", tensor, kinds))
@@ -100,12 +101,13 @@ class StateChecksums:
 
 
 def mixing_factors(kinds: Sequence[frozenset[str]]) -> Tensor:
-    """Returns a factor per copy kind and checksum; the weighted sum combines all checksums of a kind into one."""
+    """Returns a factor per copy kind and checksum; the weighted sum combines all checksums of a kind into one. Factors
+    are odd, so that no bit of a checksum is lost."""
     factors = torch.zeros(len(COPY_KINDS), len(kinds), dtype=torch.int64)
     for row, kind in enumerate(COPY_KINDS):
         members = [column for column, tensor_kinds in enumerate(kinds) if kind in tensor_kinds]
         for index, column in enumerate(members):
-            factors[row, column] = (0x9E3779B97F4A7C15 * (2 * index + 1) % 2**64) - 2**63 | 1
+            factors[row, column] = (GOLDEN_GAMMA * (2 * index + 1) % 2**64) - 2**63 | 1
     return factors
 
 
@@ -116,10 +118,10 @@ def reference_ranks(layout: Layout, local_sgd: bool) -> Tensor:
     replicate = [] if local_sgd else ["replicate"]
     axes_by_kind = {
         "replicas": [*replicate, *(["context"] if layout.shard == 1 else [])], "expert_replicas": replicate,
-        "full_weights": [*replicate, "shard", "context"], "tensor": ["tensor"], READERS: [*replicate, "shard"],
+        "full_weights": [*replicate, "shard", "context"], "tensor": ["tensor"], DATA_PARALLEL: [*replicate, "shard"],
     }  # fmt: skip
     columns = []
-    for kind in (*COPY_KINDS, READERS, READERS):
+    for kind in (*COPY_KINDS, DATA_PARALLEL, DATA_PARALLEL):
         reference = grid.clone()
         for axis in axes_by_kind.get(kind, []):
             reference = reference.narrow(AXES.index(axis), 0, 1).expand_as(grid)

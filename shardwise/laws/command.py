@@ -21,16 +21,16 @@ if TYPE_CHECKING:  # both import PyTorch, which a fit does without
     from shardwise.laws.recommend import Recommendation
     from shardwise.planner.plan import Plan
 
-PARAMETER_COUNT_LABELS = {"all": "including embeddings and head", "blocks": "without embeddings and head"}
+PARAMETER_SCOPE_LABELS = {"all": "including embeddings and head", "blocks": "without embeddings and head"}
 
 
 def design_text(
     budget: str, budgets: int, sizes: int, spread: float, family: str, out: Path, settings: Sequence[str],
-    parameter_count: str, as_json: bool,
+    parameter_scope: str, as_json: bool,
 ) -> str:  # fmt: skip
     """Writes the grid of jobs and returns a table of them."""
     low, high = parse_budget(budget)
-    jobs = design_grid(low, high, budgets, sizes, spread, family, settings, parameter_count, out)
+    jobs = design_grid(low, high, budgets, sizes, spread, family, settings, parameter_scope, out)
     paths = write_grid(jobs, out)
     rows = []
     for grid_job, path in zip(jobs, paths, strict=True):
@@ -52,11 +52,11 @@ def design_text(
 
 
 def fit_text(
-    paths: Sequence[Path], drop_highest: int | None, bootstrap_samples: int, seed: int, parameter_count: str,
+    paths: Sequence[Path], drop_highest: int | None, bootstrap_samples: int, seed: int, parameter_scope: str,
     out: Path | None, plot: Path | None, as_json: bool,
 ) -> str:  # fmt: skip
     """Fits a law to runs, writes fit and plot, and returns a summary."""
-    fit = fit_scaling_law(read_runs(paths, parameter_count), drop_highest, bootstrap_samples, seed)
+    fit = fit_scaling_law(read_runs(paths, parameter_scope), drop_highest, bootstrap_samples, seed)
     text = json.dumps(fit_as_dict(fit))
     if out is not None:
         try:
@@ -70,7 +70,7 @@ def fit_text(
 
 def _fit_lines(fit: ScalingLawFit) -> Iterator[str]:
     runs, law = fit.runs, fit.law
-    label = PARAMETER_COUNT_LABELS[runs.parameter_count]
+    label = PARAMETER_SCOPE_LABELS[runs.parameter_scope]
     yield f"L(N, D) = E + A / N^alpha + B / D^beta, {pluralize(len(runs), 'run')}; N: parameters {label}"
     if len(fit.dropped):
         yield f"dropped: {', '.join(fit.dropped.names)}"
@@ -109,7 +109,7 @@ def _recommend_lines(result: Recommendation) -> Iterator[str]:
 
     N, D, law = result.parameters, result.tokens, result.fitted_law
     yield from result.warnings
-    yield f"law:      {law.source}; N: parameters {PARAMETER_COUNT_LABELS[law.parameter_count]}"
+    yield f"law:      {law.source}; N: parameters {PARAMETER_SCOPE_LABELS[law.parameter_scope]}"
     yield f"budget:   {result.flops:.3g} FLOPs, counted as 6 N D"
     low, high = map(format_count, result.parameters_interval)
     sizes = f"{format_count(N)} parameters (95%: {low} to {high})"

@@ -123,7 +123,7 @@ def _count_distinct(values: Array) -> int:
 
 def best_fit(runs: Runs) -> tuple[ScalingLaw, float, Array]:
     """Searches from many starting points; returns the best law, its objective and its search coordinates."""
-    log_runs = _LogRuns.of(runs)
+    log_runs = _LogRuns.from_runs(runs)
     results = [_minimize(log_runs, start, steps=COARSE_STEPS) for start in _starting_points(runs)]
     results.sort(key=lambda result: float(result.fun))
     refined = [_minimize(log_runs, result.x) for result in results[:NUM_REFINED]]
@@ -137,7 +137,7 @@ def bootstrap(runs: Runs, point: Array, bootstrap_samples: int, seed: int) -> Sc
     The weights are exponential (Bayesian bootstrap, Rubin 1981). Drawing runs with replacement omits a third of them
     each time, which makes intervals a fifth too wide with a few dozen runs.
     """
-    rng, log_runs = np.random.default_rng(seed), _LogRuns.of(runs)
+    rng, log_runs = np.random.default_rng(seed), _LogRuns.from_runs(runs)
     constants = []
     for _ in range(bootstrap_samples):
         weights = rng.standard_exponential(len(runs))
@@ -155,7 +155,7 @@ class _LogRuns:
     center: tuple[float, float]
 
     @classmethod
-    def of(cls, runs: Runs) -> _LogRuns:
+    def from_runs(cls, runs: Runs) -> _LogRuns:
         n, d = np.log(runs.parameters), np.log(runs.tokens)
         return cls(n - n.mean(), d - d.mean(), np.log(runs.loss), (float(n.mean()), float(d.mean())))
 
@@ -213,7 +213,7 @@ def _drop_outliers(runs: Runs, best: tuple[ScalingLaw, float, Array]) -> NDArray
         if not len(outlier_indices):
             break
         kept = np.delete(kept, outlier_indices[0])
-        log_runs = _LogRuns.of(runs.select(kept))
+        log_runs = _LogRuns.from_runs(runs.select(kept))
         law = log_runs.law(_minimize(log_runs, point).x)
     return kept
 

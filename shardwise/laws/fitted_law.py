@@ -2,7 +2,8 @@
 
 The built-in law is the re-analysis of Hoffmann et al.'s runs by Besiroglu et al. 2024 (arXiv 2404.10102), with its
 published constants and standard errors. The paper does not publish the correlations between the five constants; they
-come from resampling the same 240 runs with `shardwise laws fit`, at a pivot where few digits are enough.
+come from bootstrapping the same 240 runs with `shardwise laws fit`. They are stored for the law's terms at a pivot,
+because the constants themselves correlate so closely that their correlations need many digits.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from shardwise.errors import DataError
 from shardwise.laws.compute_optimal import estimate_compute_optimal
 from shardwise.laws.fit import BOOTSTRAP_SAMPLES, ScalingLawFit, find_outliers
-from shardwise.laws.runs import PARAMETER_COUNTS
+from shardwise.laws.runs import PARAMETER_SCOPES
 from shardwise.laws.scaling_law import CONSTANTS, ScalingLaw
 
 
@@ -31,7 +32,7 @@ class FittedLaw:
     """Robust standard deviation of the log-loss residuals."""
     fitted_ranges: dict[str, tuple[float, float]]
     """Minimum and maximum of `parameters`, `tokens` and `flops` among the fitted runs."""
-    parameter_count: str
+    parameter_scope: str
     source: str
 
 
@@ -45,7 +46,7 @@ def fit_as_dict(fit: ScalingLawFit) -> dict[str, Any]:
     columns = [values.tolist() for values in (runs.parameters, runs.tokens, runs.loss, fit.residuals)]
     return {
         **fit.constants(),
-        "counts": runs.parameter_count,
+        "counts": runs.parameter_scope,
         "runs": len(runs),
         "dropped": list(fit.dropped.names),
         "objective": fit.objective,
@@ -95,7 +96,7 @@ def _parse_fitted_law(values: Any, source: str) -> FittedLaw:
     bootstrap_samples = ScalingLaw(*np.array(values["draws"], dtype=float).reshape(-1, len(CONSTANTS)).T)
     ranges = {quantity: (float(low), float(high)) for quantity, (low, high) in values["ranges"].items()}
     if (
-        values["counts"] not in PARAMETER_COUNTS
+        values["counts"] not in PARAMETER_SCOPES
         or set(ranges) != {"parameters", "tokens", "flops"}
         or not len(bootstrap_samples.E)
     ):
@@ -108,9 +109,9 @@ def _parse_fitted_law(values: Any, source: str) -> FittedLaw:
 PUBLISHED_CONSTANTS = ScalingLaw(1.8172, 482.01, 2085.43, 0.3478, 0.3658)
 PUBLISHED_STANDARD_ERRORS = {"E": 0.026, "A": 124.0, "B": 1293.0, "alpha": 0.015, "beta": 0.021}
 PIVOT = 2e7, 7.5e8
-"""Parameters and tokens at which the two terms have the least uncertainty. Below: standard deviations and correlations
-of log E, the logs of the two terms at the pivot, alpha and beta, over 1000 bootstrap fits."""
-DEVIATIONS = (0.0144, 0.0091, 0.0107, 0.0146, 0.0208)
+"""Parameters and tokens at which the two terms have the least uncertainty."""
+# Of log E, the logs of the two terms at the pivot, alpha and beta, over 1000 bootstrap fits.
+STANDARD_DEVIATIONS = (0.0144, 0.0091, 0.0107, 0.0146, 0.0208)
 CORRELATIONS = (
     (1.000, 0.133, 0.092, 0.573, 0.654),
     (0.133, 1.000, -0.500, -0.109, 0.326),
@@ -124,8 +125,9 @@ def published_law() -> FittedLaw:
     """Returns the built-in law."""
     law, (n, d) = PUBLISHED_CONSTANTS, np.log(PIVOT)
     mean = [np.log(law.E), np.log(law.A) - law.alpha * n, np.log(law.B) - law.beta * d, law.alpha, law.beta]
-    covariance = np.outer(DEVIATIONS, DEVIATIONS) * np.array(CORRELATIONS)
+    covariance = np.outer(STANDARD_DEVIATIONS, STANDARD_DEVIATIONS) * np.array(CORRELATIONS)
     e, a, b, alpha, beta = np.random.default_rng(0).multivariate_normal(mean, covariance, BOOTSTRAP_SAMPLES).T
     bootstrap_samples = ScalingLaw(np.exp(e), np.exp(a + alpha * n), np.exp(b + beta * d), alpha, beta)
+    # Ranges of Hoffmann et al.'s runs, and the standard deviation of the residuals of their fit.
     ranges = {"parameters": (5.7e7, 1.62e10), "tokens": (2.5e8, 3.18e11), "flops": (1.4e18, 1.3e22)}
     return FittedLaw(law, bootstrap_samples, 0.0049, ranges, "all", "Besiroglu et al. 2024 (built in)")

@@ -27,7 +27,7 @@ from shardwise.console import format_count
 from shardwise.errors import JobError
 from shardwise.files import write_text
 from shardwise.job import Job, load_job, make_job
-from shardwise.laws.runs import check_parameter_count, count_parameters
+from shardwise.laws.runs import check_parameter_scope, count_parameters
 from shardwise.models.gpt_family import DecoderConfig
 from shardwise.planner.costs.model_shape import shape_of
 
@@ -53,19 +53,19 @@ class GridJob:
 
 def design_grid(
     low: float, high: float, budgets: int, sizes: int, spread: float, family: str, settings: Sequence[str],
-    parameter_count: str, folder: Path,
+    parameter_scope: str, folder: Path,
 ) -> list[GridJob]:  # fmt: skip
     """Returns jobs by ascending budget and size; sizes range from 1/spread to spread times the middle size."""
-    check_parameter_count(parameter_count)
+    check_parameter_scope(parameter_scope)
     template = make_template(family, settings, high)
     jobs = []
     for flops in np.geomspace(low, high, budgets) if budgets > 1 else [high]:
         middle = math.sqrt(flops / 6 / TOKENS_PER_PARAMETER)
         seen: set[tuple[int, int]] = set()
         for factor in np.geomspace(1 / spread, spread, sizes) if sizes > 1 else [1.0]:
-            model = model_of_size(template, middle * factor, parameter_count)
+            model = model_of_size(template, middle * factor, parameter_scope)
             if (model.width, model.layers) not in seen:
-                jobs.append(_make_grid_job(template, model, float(flops), parameter_count, folder))
+                jobs.append(_make_grid_job(template, model, float(flops), parameter_scope, folder))
             seen.add((model.width, model.layers))
     return jobs
 
@@ -104,8 +104,8 @@ def make_template(family: str, settings: Sequence[str], flops: float) -> Job:
     return template.model_copy(update={"model": model})
 
 
-def _make_grid_job(template: Job, model: DecoderConfig, flops: float, parameter_count: str, folder: Path) -> GridJob:
-    shape, parameters = shape_of(model), count_parameters(model, parameter_count)
+def _make_grid_job(template: Job, model: DecoderConfig, flops: float, parameter_scope: str, folder: Path) -> GridJob:
+    shape, parameters = shape_of(model), count_parameters(model, parameter_scope)
     tokens = flops / (shape.flops(1) / model.sequence_length)
     samples = batch_size_for_budget(flops, tokens, model.sequence_length)
     name = f"c{flops:.2g}-n{format_count(parameters).lower()}".replace("+", "")
@@ -140,14 +140,14 @@ def _batch_tokens(flops: float) -> float:
     return float(0.2920 * flops**0.3271)
 
 
-def model_of_size(template: Job, parameters: float, parameter_count: str) -> DecoderConfig:
+def model_of_size(template: Job, parameters: float, parameter_scope: str) -> DecoderConfig:
     """Returns the decoder with about this many parameters and the usual ratio of width to depth."""
     base = template.model.model_dump(exclude={*SIZE_FIELDS, "init_std"} - template.model.model_fields_set)
     aspect = min(128.0, 32.0 * (parameters / 1e5) ** 0.1)  # width over depth: 32 at 0.1M, 64 at 100M, 128 at 100B
     best, model = math.inf, None
     for width in _candidate_widths(parameters):
-        base_count = count_parameters(_make_model(base, width, MIN_LAYERS), parameter_count)
-        per_layer = count_parameters(_make_model(base, width, MIN_LAYERS + 1), parameter_count) - base_count
+        base_count = count_parameters(_make_model(base, width, MIN_LAYERS), parameter_scope)
+        per_layer = count_parameters(_make_model(base, width, MIN_LAYERS + 1), parameter_scope) - base_count
         layers = MIN_LAYERS + max(0, round((parameters - base_count) / per_layer))
         size_error = abs(math.log((base_count + (layers - MIN_LAYERS) * per_layer) / parameters))
         score = size_error + ASPECT_WEIGHT * abs(math.log(width / layers / aspect))

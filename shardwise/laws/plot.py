@@ -58,7 +58,7 @@ def _draw_residuals(fit: ScalingLawFit) -> Iterator[str]:
     dropped_percents = 100 * residuals(fit.law, fit.dropped)
     all_ratios, all_percents = np.concatenate([ratios, dropped_ratios]), np.concatenate([percents, dropped_percents])
     y_range = min(all_percents.min(), 0.0), max(all_percents.max(), 0.0)
-    panel = Panel(MARGIN + PANEL_WIDTH + GAP, (all_ratios.min(), all_ratios.max()), y_range, False)
+    panel = Panel(MARGIN + PANEL_WIDTH + GAP, (all_ratios.min(), all_ratios.max()), y_range, log_y=False)
     yield from panel.axes("tokens per parameter", "measured over predicted loss, % (open circles: dropped)")
     x, y = panel.to_pixels(10**panel.x0, 0.0)
     yield f'<path d="M{x:.0f} {y:.1f}h{PANEL_WIDTH}" class="zero"/>'
@@ -66,7 +66,7 @@ def _draw_residuals(fit: ScalingLawFit) -> Iterator[str]:
         yield svg_circle(*panel.to_pixels(ratio, percent), COLORS[0])
     for ratio, percent in zip(dropped_ratios, dropped_percents):
         x, y = panel.to_pixels(ratio, percent)
-        yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" stroke="{COLORS[3]}" class="left"/>'
+        yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" stroke="{COLORS[3]}" class="dropped"/>'
 
 
 def write_plot(fit: ScalingLawFit, path: Path, title: str) -> None:

@@ -26,11 +26,12 @@ from shardwise.planner.plan import Plan, make_plan
 
 EXTRAPOLATION_FACTOR = 100.0  # warn beyond this factor outside the fitted range
 NEAR_OPTIMAL_TOLERANCE = 0.005  # relative loss difference that counts as equally good
-MAX_LOG_RATIO = 30.0  # log of the largest size ratio that is searched
+MAX_LOG_RATIO = 30.0  # log of the largest size ratio searched for near-optimal models
 OVERTRAINING_FACTORS = (2, 4, 8)  # how many times smaller than optimal the overtrained models are
 SECONDS_PER_DAY = 86_400.0
 DAYS_TOLERANCE = 0.02  # accepted relative error of the planned days
-MAX_ITERATIONS = 6
+MAX_ITERATIONS = 6  # of the search for a budget that takes the given days
+INITIAL_MFU = 0.4  # from which that search starts
 DEFAULT_SETTINGS = ("precision=bf16", "model.vocab=50304", "model.sequence=4096", "model.tied=false")
 
 
@@ -46,16 +47,16 @@ class OvertrainedModel:
 
 
 @dataclass(frozen=True)
-class DataConstrainedBudget:
-    """The same budget with a limited number of unique tokens."""
+class DataConstrainedOptimum:
+    """The optimum of the same budget with a limited number of unique tokens."""
 
     unique_tokens: float
     loss: float
-    """Loss of the optimum for unlimited data, trained on repeated tokens."""
+    """Loss of the model that is optimal for unlimited data, if trained on repeated tokens."""
     parameters: float
     tokens: float
     best_loss: float
-    """Loss of the optimum for limited data: `parameters` and `tokens`."""
+    """Loss of `parameters` and `tokens`, the optimum for limited data."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +71,14 @@ class Recommendation:
     near_optimal_parameters: tuple[float, float]
     """Range of sizes whose loss at the same budget is within 0.5% of the optimum."""
     overtrained: tuple[OvertrainedModel, ...]
-    data_constrained: DataConstrainedBudget | None
+    data_constrained: DataConstrainedOptimum | None
     warnings: tuple[str, ...]
     plan: Plan | None = None
 
     def as_dict(self) -> dict[str, Any]:
         values: dict[str, Any] = {
             "law": self.fitted_law.source,
-            "counts": self.fitted_law.parameter_count,
+            "counts": self.fitted_law.parameter_scope,
             "flops": self.flops,
             "parameters": self.parameters,
             "parameters_interval": list(self.parameters_interval),
@@ -100,7 +101,7 @@ class Recommendation:
                 "device_hours": plan.training_seconds / 3600 * plan.devices, "mfu": plan.mfu(plan.best),
                 "planner_flops": plan.shape.flops(plan.job.samples) * plan.job.total_steps,
                 "batch_samples": plan.job.samples, "lr": plan.job.optimizer.lr,
-                "parameters": count_parameters(model, self.fitted_law.parameter_count),
+                "parameters": count_parameters(model, self.fitted_law.parameter_scope),
                 "model": {key: getattr(model, key) for key in (*SIZE_FIELDS, "init_std", "vocab", "sequence")},
             }  # fmt: skip
         return values
@@ -114,7 +115,7 @@ def recommend(fitted_law: FittedLaw, flops: float, unique_tokens: float | None =
     overtrained = (_overtrained_model(law, N, N / factor, loss) for factor in OVERTRAINING_FACTORS)
     data_constrained = None
     if unique_tokens is not None and unique_tokens < D:
-        data_constrained = _data_constrained_budget(law, flops, N, D, unique_tokens)
+        data_constrained = _data_constrained_optimum(law, flops, N, D, unique_tokens)
     return Recommendation(
         fitted_law, flops, N, D, loss,
         loss_interval=prediction_interval(fitted_law, N, D),
@@ -129,7 +130,7 @@ def recommend(fitted_law: FittedLaw, flops: float, unique_tokens: float | None =
 def prediction_interval(fitted_law: FittedLaw, N: float, D: float) -> tuple[float, float]:
     """Returns the 95% interval of a run's loss: uncertainty of the law plus residuals of runs."""
     losses = np.asarray(fitted_law.bootstrap_samples.loss(N, D))
-    residuals = np.random.default_rng(0).normal(0.0, fitted_law.residual_std, (25, len(losses)))
+    residuals = np.random.default_rng(0).normal(0.0, fitted_law.residual_std, (25, len(losses)))  # 25 per sample
     return interval(losses * np.exp(residuals))
 
 
@@ -148,34 +149,34 @@ def extrapolation_warnings(fitted_law: FittedLaw, N: float, D: float) -> tuple[s
     return tuple(warnings)
 
 
-def _overtrained_model(law: ScalingLaw, best: float, N: float, loss: float) -> OvertrainedModel:
+def _overtrained_model(law: ScalingLaw, optimal_N: float, N: float, loss: float) -> OvertrainedModel:
     tokens = float(law.tokens_to_reach(N, loss))
     flops = 6 * N * tokens
-    extra_flops = flops - 6 * best * float(law.tokens_to_reach(best, loss))
-    return OvertrainedModel(N, tokens, flops, extra_flops / (2 * (best - N)))
+    extra_flops = flops - 6 * optimal_N * float(law.tokens_to_reach(optimal_N, loss))
+    return OvertrainedModel(N, tokens, flops, extra_flops / (2 * (optimal_N - N)))
 
 
-def _near_optimal_bound(law: ScalingLaw, flops: float, best: float, loss: float, direction: int) -> float:
+def _near_optimal_bound(law: ScalingLaw, flops: float, optimal_N: float, loss: float, direction: int) -> float:
     """Returns the size below (-1) or above (1) the optimum at which the loss at the same budget is 0.5% higher."""
 
     def excess_loss(log_ratio: float) -> float:
-        N = best * math.exp(direction * log_ratio)
+        N = optimal_N * math.exp(direction * log_ratio)
         return float(law.loss(N, flops / 6 / N) - (1 + NEAR_OPTIMAL_TOLERANCE) * loss)
 
     log_ratio = brentq(excess_loss, 0.0, MAX_LOG_RATIO) if excess_loss(MAX_LOG_RATIO) > 0 else MAX_LOG_RATIO
-    return float(best * math.exp(direction * log_ratio))
+    return float(optimal_N * math.exp(direction * log_ratio))
 
 
-def _data_constrained_budget(
+def _data_constrained_optimum(
     law: ScalingLaw, flops: float, N: float, D: float, unique_tokens: float
-) -> DataConstrainedBudget:
+) -> DataConstrainedOptimum:
     def loss(log_size: float) -> float:
         return float(law.data_constrained_loss(math.exp(log_size), flops / 6 / math.exp(log_size), unique_tokens))
 
-    center = math.log(N)
+    center = math.log(N)  # sizes up to exp(7), about 1100, times smaller or larger are searched
     result = minimize_scalar(loss, bounds=(center - 7, center + 7), method="bounded", options={"xatol": 1e-6})
     size = math.exp(result.x)
-    return DataConstrainedBudget(
+    return DataConstrainedOptimum(
         unique_tokens, float(law.data_constrained_loss(N, D, unique_tokens)), size, flops / 6 / size, float(result.fun)
     )
 
@@ -205,7 +206,7 @@ def recommend_with_plan(
         result = recommend(fitted_law, flops, unique_tokens)
         return replace(result, plan=make_plan(recommended_job(result, devices, settings), resolved_cluster, devices))
     assert days is not None
-    flops = 0.4 * resolved_cluster.device.peak_flops("bf16") * devices * days * SECONDS_PER_DAY
+    flops = INITIAL_MFU * resolved_cluster.device.peak_flops("bf16") * devices * days * SECONDS_PER_DAY
     for _ in range(MAX_ITERATIONS):
         result = recommend(fitted_law, flops, unique_tokens)
         plan = make_plan(recommended_job(result, devices, settings), resolved_cluster, devices)
@@ -221,7 +222,7 @@ def recommended_job(result: Recommendation, devices: int, settings: Sequence[str
     template = load_job(None, [*DEFAULT_SETTINGS, *settings])
     if conflicting := sorted(set(SIZE_FIELDS) & template.require_decoder().model_fields_set):
         raise JobError(f"--set model.{conflicting[0]}: the law chooses the model size; remove this setting.")
-    model = model_of_size(template, result.parameters, result.fitted_law.parameter_count)
+    model = model_of_size(template, result.parameters, result.fitted_law.parameter_scope)
     samples = template.samples
     if "batch" not in template.model_fields_set:
         samples = batch_size_for_budget(result.flops, result.tokens, model.sequence, devices)

@@ -34,7 +34,7 @@ COLUMN_ALIASES = {
     "loss": ("loss", "final_loss"),
     "flops": ("flops", "c", "compute", "training_flops"),
 }
-PARAMETER_COUNTS = ("all", "blocks")
+PARAMETER_SCOPES = ("all", "blocks")
 FINAL_LOSS_FRACTION = 0.05  # without validation, the final loss is the mean training loss of this last part of a run
 
 
@@ -47,7 +47,7 @@ class Runs:
     tokens: Array
     loss: Array
     flops: Array
-    parameter_count: str = "all"
+    parameter_scope: str = "all"
     """Which parameters count: `all`, including embeddings and head (tied weights once), or only the `blocks`."""
 
     def __len__(self) -> int:
@@ -57,30 +57,30 @@ class Runs:
         """Returns the runs at the given indices or mask."""
         indices = np.arange(len(self))[selection]
         columns = self.parameters[indices], self.tokens[indices], self.loss[indices], self.flops[indices]
-        return Runs(tuple(self.names[index] for index in indices), *columns, self.parameter_count)
+        return Runs(tuple(self.names[index] for index in indices), *columns, self.parameter_scope)
 
 
-def read_runs(paths: Sequence[Path], parameter_count: str = "all") -> Runs:
+def read_runs(paths: Sequence[Path], parameter_scope: str = "all") -> Runs:
     """Reads runs from one CSV file, or from run folders and folders that contain run folders."""
-    check_parameter_count(parameter_count)
+    check_parameter_scope(parameter_scope)
     if len(paths) == 1 and not paths[0].is_dir():
-        return read_csv(paths[0], parameter_count)
+        return read_csv(paths[0], parameter_scope)
     folders = [folder for path in paths for folder in _run_folders(path)]
     if not folders:
         raise DataError(f"{', '.join(map(str, paths))}: no run folder found; a run folder contains a job.toml.")
-    return _runs_from_rows([_read_run(folder, parameter_count) for folder in folders], parameter_count)
+    return _runs_from_rows([_read_run(folder, parameter_scope) for folder in folders], parameter_scope)
 
 
-def _runs_from_rows(rows: Sequence[tuple[str, float, float, float, float]], parameter_count: str) -> Runs:
+def _runs_from_rows(rows: Sequence[tuple[str, float, float, float, float]], parameter_scope: str) -> Runs:
     names = tuple(name for name, *_ in rows)
     parameters, tokens, loss, flops = np.array([values for _, *values in rows], dtype=float).T
-    return Runs(names, parameters, tokens, loss, flops, parameter_count)
+    return Runs(names, parameters, tokens, loss, flops, parameter_scope)
 
 
-# A file
+# CSV files
 
 
-def read_csv(path: Path, parameter_count: str = "all") -> Runs:
+def read_csv(path: Path, parameter_scope: str = "all") -> Runs:
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             lines = list(csv.reader(file))
@@ -92,7 +92,7 @@ def read_csv(path: Path, parameter_count: str = "all") -> Runs:
         raise DataError(f"{path} contains no runs; it needs a header line and one line per run.")
     columns = _find_columns(path, lines[0])
     rows = [_parse_row(path, number, line, columns) for number, line in enumerate(lines[1:], start=2) if line]
-    return _runs_from_rows(rows, parameter_count)
+    return _runs_from_rows(rows, parameter_scope)
 
 
 def _find_columns(path: Path, header: Sequence[str]) -> dict[str, int]:
@@ -146,13 +146,13 @@ def _run_folders(path: Path) -> list[Path]:
     return sorted(job.parent for job in path.glob("*/job.toml"))
 
 
-def _read_run(path: Path, parameter_count: str) -> tuple[str, float, float, float, float]:
+def _read_run(path: Path, parameter_scope: str) -> tuple[str, float, float, float, float]:
     folder = RunFolder.open(path)
     job = folder.job()
     model = job.require_decoder()
     loss, samples = _final_loss_and_samples(folder, job)
     flops = shape_of(model).flops(1) * samples
-    return path.name, float(count_parameters(model, parameter_count)), float(samples * model.sequence), loss, flops
+    return path.name, float(count_parameters(model, parameter_scope)), float(samples * model.sequence), loss, flops
 
 
 def _final_loss_and_samples(folder: RunFolder, job: Job) -> tuple[float, int]:
@@ -164,21 +164,21 @@ def _final_loss_and_samples(folder: RunFolder, job: Job) -> tuple[float, int]:
             f"{folder.path} is not finished: {done} of {job.total_steps} steps have a finite loss; "
             f"continue it with `shardwise train --resume {folder.path}`, or omit it."
         )
-    held_out = [event["loss"] for event in folder.events()
+    validation_losses = [event["loss"] for event in folder.events()
                 if event.get("event") == "validation" and event.get("step") == job.total_steps]  # fmt: skip
     last = records[-max(1, round(FINAL_LOSS_FRACTION * len(records))) :]
-    loss = held_out[-1] if held_out else sum(record["loss"] for record in last) / len(last)
+    loss = validation_losses[-1] if validation_losses else sum(record["loss"] for record in last) / len(last)
     return float(loss), int(records[-1]["samples"])
 
 
-def check_parameter_count(parameter_count: str) -> None:
-    if parameter_count not in PARAMETER_COUNTS:
-        raise DataError(f"--count {parameter_count!r}: use {' or '.join(PARAMETER_COUNTS)}.")
+def check_parameter_scope(parameter_scope: str) -> None:
+    if parameter_scope not in PARAMETER_SCOPES:
+        raise DataError(f"--count {parameter_scope!r}: use {' or '.join(PARAMETER_SCOPES)}.")
 
 
-def count_parameters(model: DecoderConfig, parameter_count: str) -> int:
+def count_parameters(model: DecoderConfig, parameter_scope: str) -> int:
     """Counts parameters as the planner does (without norms and biases), with or without embeddings and head."""
     shape = shape_of(model)
-    if parameter_count == "all":
+    if parameter_scope == "all":
         return shape.parameters
     return shape.parameters - shape.embedding_weights - (0 if shape.tied else shape.vocab * shape.width)

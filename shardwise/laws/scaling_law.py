@@ -55,7 +55,7 @@ class ScalingLaw:
     def effective_parameters_and_tokens(
         self, N: FloatOrArray, D: FloatOrArray, unique_tokens: float
     ) -> tuple[FloatOrArray, FloatOrArray]:
-        """Returns the effective N and D: on unique data they give the loss of N and D with only `unique_tokens` unique.
+        """Returns the N and D that would reach the same loss if all tokens were unique.
 
         Each repetition of a token is worth less than the previous one, and so are parameters beyond those that are
         compute-optimal for the unique tokens.

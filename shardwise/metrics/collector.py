@@ -20,7 +20,7 @@ from shardwise.metrics.rank_metrics import (
     RankMetricsWriter,
     clock_offset,
     find_slowest_rank,
-    memory_by_kind,
+    sum_bytes_by_kind,
 )
 from shardwise.parallel.engine import Engine
 
@@ -28,7 +28,7 @@ TIMELINE_SAMPLES = 50  # steps per run whose pipeline timeline is recorded
 
 
 class RankMetricsCollector:
-    """Measures this rank's steps and all-gathers them. Calls `emit_event` for new alerts (stragglers and data
+    """Measures this rank's steps and all-gathers the metrics. Calls `emit_event` for new alerts (stragglers and data
     stalls, both as `straggler` events)."""
 
     def __init__(
@@ -67,7 +67,7 @@ class RankMetricsCollector:
             self._end_step()
         self.timer.begin_step()
         self._step_start, self._step_perf_counter = time.time() - self.clock_offset, time.perf_counter()
-        if self.records_timeline and steps_done % self.timeline_every == 2:
+        if self.records_timeline and steps_done % self.timeline_every == 2:  # the first steps are warm-up
             self.timer.start_recording()
 
     def _end_step(self) -> None:
@@ -77,7 +77,7 @@ class RankMetricsCollector:
             self._gradient_bytes_hook.remove()
             states = [value for state in self.optimizer.state.values() for value in state.values()]
             states = [value for value in states if isinstance(value, Tensor)]
-            self.memory_by_kind |= memory_by_kind({"weights": self._weights(), "optimizer": states})
+            self.memory_by_kind |= sum_bytes_by_kind({"weights": self._weights(), "optimizer": states})
         seconds = time.perf_counter() - self._step_perf_counter
         self.last_metrics = RankMetrics(
             self._step_start, seconds, phase_seconds, wait_seconds, self.peak_memory(), self.memory_by_kind
@@ -99,7 +99,7 @@ class RankMetricsCollector:
 
     def _count_gradient_bytes(self, *_: Any) -> None:
         """Counts gradient bytes right before the first optimizer step, while gradients exist."""
-        self.memory_by_kind = self.memory_by_kind or memory_by_kind(
+        self.memory_by_kind = self.memory_by_kind or sum_bytes_by_kind(
             {"gradients": [w.grad for w in self._weights() if w.grad is not None]}
         )
 
@@ -116,7 +116,7 @@ class RankMetricsCollector:
             all_gather(all_rows.view(-1), local_row, axis=self.engine.mesh.all_ranks)
         return all_rows
 
-    def write_previous(self, rows: Tensor, step: int) -> dict[str, Any]:
+    def write_previous_step(self, rows: Tensor, step: int) -> dict[str, Any]:
         """Call after step `step`. On rank 0, writes the rows of the previous step and returns its slowest rank;
         returns {} on other ranks."""
         previous_step, self.last_step = self.last_step, step

@@ -31,11 +31,11 @@ SCALAR_METRICS = (
     "samples", "loss", "grad_norm", "lr", "tokens_per_s", "seconds", "flops_per_s", "memory_gib", "time",
     "mfu", "loss_scale", "gradient_compression_ratio", "expert_imbalance", "expert_drop_fraction",
 )  # fmt: skip
-TARGET_LINES = 1000  # the largest window has total_steps / TARGET_LINES steps ...
-MIN_LINES = 200  # ... and a window never has more than step / MIN_LINES steps
+TARGET_LINES = 1000  # a window covers at most total_steps / TARGET_LINES steps ...
+MIN_LINES = 200  # ... and at most step / MIN_LINES, which keeps early windows short
 ALERT_WINDOW = 20  # steps per check for stragglers and data stalls
-STRAGGLER_RATIO = 1.5  # a straggler's busy time over the median of its peers, at least ...
-ALERT_SHARE = 0.2  # ... and the share of the step that its peers lose; also the threshold for data stalls
+STRAGGLER_RATIO = 1.5  # a straggler computes more than this many times as long as the median of its peers ...
+ALERT_SHARE = 0.2  # ... and delays them by more than this share of the step. Also the threshold for data stalls
 
 # Columns of a row: step start, step time, phases, waits, memory.
 START, SECONDS, FIRST_PHASE = 0, 1, 2
@@ -84,7 +84,7 @@ class RankMetricsWriter:
     def add(self, step: int, rows: np.ndarray) -> list[str]:
         """Adds a step. Returns new alerts (stragglers, data stalls) as sentences."""
         self.window.append(rows)
-        # Lines of many ranks are long, so each covers more steps.
+        # With many ranks lines are long, so each covers more steps: one more per 32 ranks.
         if len(self.window) >= max(1 + len(rows) // 32, min(self.total_steps // TARGET_LINES, step // MIN_LINES)):
             self.flush(step)
         self.recent_steps.append(rows)
@@ -100,10 +100,8 @@ class RankMetricsWriter:
         """Writes the current window, which ends at `step`, as one line."""
         if self.window:
             text = json.dumps(to_record(step, len(self.window), sum_steps(self.window)))
-            with (
-                suppress(OSError),
-                self.path.open("a") as file,
-            ):  # a lost line is harmless; checkpoints report a full disk
+            # A lost line is harmless; checkpoints report a full disk.
+            with suppress(OSError), self.path.open("a") as file:
                 file.write(text + "\n")
             self.window = []
 
@@ -115,16 +113,16 @@ def sum_steps(steps: list[np.ndarray]) -> np.ndarray:
     return np.asarray(total)
 
 
-def to_record(step: int, steps: int, ranks: np.ndarray) -> dict[str, Any]:
+def to_record(step: int, num_steps: int, rows: np.ndarray) -> dict[str, Any]:
     def columns(names: Sequence[str], first: int, scale: float = 1.0) -> dict[str, list[float]]:
-        values = ranks[:, first : first + len(names)].T / scale
-        return {name: row.round(5).tolist() for name, row in zip(names, values, strict=True) if row.any()}
+        values = rows[:, first : first + len(names)].T / scale
+        return {name: column.round(5).tolist() for name, column in zip(names, values, strict=True) if column.any()}
 
     gib = 2.0**30
     return {
-        "step": step, "steps": steps, "start": ranks[:, START].round(4).tolist(),
-        "seconds": ranks[:, SECONDS].round(5).tolist(), "phase_seconds": columns(PHASES, FIRST_PHASE),
-        "wait_seconds": columns(WAIT_AXES, FIRST_WAIT), "memory_gib": (ranks[:, PEAK_MEMORY] / gib).round(4).tolist(),
+        "step": step, "steps": num_steps, "start": rows[:, START].round(4).tolist(),
+        "seconds": rows[:, SECONDS].round(5).tolist(), "phase_seconds": columns(PHASES, FIRST_PHASE),
+        "wait_seconds": columns(WAIT_AXES, FIRST_WAIT), "memory_gib": (rows[:, PEAK_MEMORY] / gib).round(4).tolist(),
         "memory_by_kind_gib": columns(MEMORY_KINDS, PEAK_MEMORY + 1, gib),
     }  # fmt: skip
 
@@ -141,13 +139,14 @@ def find_slowest_rank(rows: np.ndarray) -> dict[str, Any]:
 def find_alerts(rows: np.ndarray, peer_groups: Sequence[Sequence[int]]) -> list[tuple[str, str]]:
     """Returns (key, sentence) for each straggler, and for the worst data stall."""
     alerts = []
-    work, seconds = rows[:, FIRST_PHASE : FIRST_PHASE + 2].sum(1), np.maximum(rows[:, SECONDS], 1e-9)
+    busy = rows[:, FIRST_PHASE : FIRST_PHASE + 2].sum(1)  # compute and optimizer
+    seconds = np.maximum(rows[:, SECONDS], 1e-9)
     for group in peer_groups:
-        median = float(np.sort(work[list(group)])[(len(group) - 1) // 2])  # of two ranks, the faster
+        median = float(np.sort(busy[list(group)])[(len(group) - 1) // 2])  # the lower median
         for rank in group:
-            excess = float(work[rank]) - median
-            if work[rank] > STRAGGLER_RATIO * median and excess > ALERT_SHARE * seconds[rank]:
-                slowdown = f"computes {work[rank] / max(median, 1e-9):.1f} times as long as its peers"
+            excess = float(busy[rank]) - median
+            if busy[rank] > STRAGGLER_RATIO * median and excess > ALERT_SHARE * seconds[rank]:
+                slowdown = f"computes {busy[rank] / max(median, 1e-9):.1f} times as long as its peers"
                 cost = f"which wait {100 * excess / seconds[rank]:.0f}% of each step for it"
                 alerts.append((f"straggler {rank}", f"rank {rank} {slowdown}, {cost}."))
     data_shares = rows[:, FIRST_PHASE + PHASES.index("data")] / seconds
@@ -159,7 +158,7 @@ def find_alerts(rows: np.ndarray, peer_groups: Sequence[Sequence[int]]) -> list[
 
 
 def clock_offset(ranks: Axis, device: torch.device, rounds: int = 8) -> float:
-    """Returns by how many seconds this rank's clock is ahead of rank 0's, or 0 if that is below the noise.
+    """Returns how many seconds this rank's clock is ahead of rank 0's, or 0 if that is below the noise.
 
     A collective ends at about the same time on all ranks, so each reads its clock right after one.
     """
@@ -177,7 +176,7 @@ def clock_offset(ranks: Axis, device: torch.device, rounds: int = 8) -> float:
     return offset if abs(offset) > max(offsets) - min(offsets) else 0.0
 
 
-def memory_by_kind(tensors_by_kind: dict[str, Sequence[Any]]) -> dict[str, float]:
+def sum_bytes_by_kind(tensors_by_kind: dict[str, Sequence[Any]]) -> dict[str, float]:
     """Sums the bytes of tensors by kind. Shared storage counts once, for the first kind that holds it."""
     seen: set[int] = set()
     totals = dict.fromkeys(tensors_by_kind, 0.0)

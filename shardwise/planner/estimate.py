@@ -163,14 +163,14 @@ class Estimator:
         block, hop = self.block_time(layout), self.exposed_p2p(layout) / (2 * layout.stages_per_rank)
         _, first, last = self.module_times(self.parallel_degrees(layout))
         stage_times: dict[StageLayers, tuple[float, float, float]] = {}
-        parts = self.stages(layout).stages
-        for part in set(parts):
-            ends = [end for end, has_end in ((first, part.first), (last, part.last)) if has_end]
-            forward = part.blocks * block.forward + sum([end.forward + end.traffic for end in ends])
-            backward = part.blocks * block.backward + sum([end.backward + end.traffic for end in ends])
-            weight = part.blocks * block.weight_grad + sum([end.weight_grad for end in ends])
-            stage_times[part] = forward + hop, backward - weight + hop, weight
-        forward_, input_, weight_ = zip(*[stage_times[part] for part in parts])
+        stages = self.stages(layout).stages
+        for stage in set(stages):
+            ends = [end for end, has_end in ((first, stage.first), (last, stage.last)) if has_end]
+            forward = stage.blocks * block.forward + sum([end.forward + end.traffic for end in ends])
+            backward = stage.blocks * block.backward + sum([end.backward + end.traffic for end in ends])
+            weight = stage.blocks * block.weight_grad + sum([end.weight_grad for end in ends])
+            stage_times[stage] = forward + hop, backward - weight + hop, weight
+        forward_, input_, weight_ = zip(*[stage_times[stage] for stage in stages])
         costs = StageCosts(forward_, input_, weight_)
         return costs.as_executed() if layout.has_split_backward else costs
 
@@ -190,7 +190,7 @@ class Estimator:
             data = self.data(layout, dense_weights, experts, fullest.blocks * (block.forward + block.backward))
             updated = dense_weights / optimizer_shards(layout) + experts / expert_optimizer_shards(layout)
             update_bytes = self.work.framework_profile.update_bytes
-            if self.keeps_rounded_weights(layout):
+            if self.keeps_compute_copy(layout):
                 update_bytes = UPDATE_BYTES + (ACCUMULATE_BYTES * micro_batches if micro_batches > 1 else 0.0)
             self._per_step_times[key] = data, self.machine.bulk_memory_time(update_bytes * updated)
         return self._per_step_times[key]
@@ -205,7 +205,7 @@ class Estimator:
         return {axis: seconds for axis, seconds in exposed.items() if seconds}
 
     def blocks_per_rank(self, layout: Layout) -> list[int]:
-        return [part.blocks for part in self.stages(layout).ranks]
+        return [rank_layers.blocks for rank_layers in self.stages(layout).ranks]
 
     def stages(self, layout: Layout) -> StagePartition:
         """Returns our engine's stages; without an `EngineModel` the user's, or stages as equal as possible."""
@@ -219,8 +219,8 @@ class Estimator:
                 stages = tuple(StageLayers(n, stage == 0, stage == p * v - 1) for stage, n in enumerate(blocks))
             ranks = tuple(merge_stages([stages[stage] for stage in layout.stages_of(rank)]) for rank in range(p))
             representatives = {min(1, p - 1)}
-            for part in set(ranks):
-                representatives |= {ranks.index(part), p - 1 - ranks[::-1].index(part)}
+            for rank_layers in set(ranks):
+                representatives |= {ranks.index(rank_layers), p - 1 - ranks[::-1].index(rank_layers)}
             self._stages[key] = StagePartition(stages, ranks, tuple(sorted(representatives)), tuple(set(ranks)))
         return self._stages[key]
 
@@ -279,7 +279,7 @@ class Estimator:
         recompute_fraction = 1.0 - share if share is not None else float(layout.recompute == "full")
         backward_extra = inner.traffic
         moved = self.work.framework_profile.cast_bytes
-        if moved and not self.keeps_rounded_weights(layout):
+        if moved and not self.keeps_compute_copy(layout):
             weights = self.memory_inputs(layout).weights
             backward_extra += self.machine.bulk_memory_time(moved * (weights.block + weights.experts))
         forward = self.machine.bottleneck_time(inner.forward + inner.traffic, inner.launch_seconds)
@@ -302,8 +302,8 @@ class Estimator:
         """Returns the seconds that selective recomputation adds: it recomputes everything but matmuls and attention."""
         return self.machine.memory_time(block.moved_bytes)
 
-    def keeps_rounded_weights(self, layout: Layout) -> bool:
-        return self.work.engine is not None and self.work.engine.keeps_rounded_weights(layout)
+    def keeps_compute_copy(self, layout: Layout) -> bool:
+        return self.work.engine is not None and self.work.engine.keeps_compute_copy(layout)
 
     def _weight_gather_time(self, layout: Layout) -> float:
         """Returns the seconds to all-gather a block's weights over the shard axis, or to reduce-scatter gradients."""

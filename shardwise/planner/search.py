@@ -94,10 +94,9 @@ def _finalists(
                     floor = (busy + estimator.efficiency.fixed_seconds) * jitter
                     if floor > ceilings[-1]:
                         continue
-                    if engine is not None:
-                        parts = stages.distinct_ranks
-                        if engine.min_memory(candidate, parts, micro_batches, optimizer_bytes) > limit:
-                            continue
+                    ranks = stages.distinct_ranks
+                    if engine and engine.min_memory(candidate, ranks, micro_batches, optimizer_bytes) > limit:
+                        continue
                     layout = _replace_unchecked(candidate, schedule=schedule, virtual=virtual)
                     if not estimator.fits(layout):
                         continue

@@ -74,7 +74,7 @@ class MetricsProcessor:
         stacked = torch.stack(values).tolist()  # the only synchronization with the device
         loss, grad_norm, skipped, scale, stop_signal, is_corrupt, *routing_values = stacked
         seconds = time.perf_counter() - start_time
-        slowest = self.ranks.write_previous(rows, step)
+        slowest = self.ranks.write_previous_step(rows, step)
         if self.ranks.is_main:
             spent, waits = self.engine.timer.elapsed()
             record: dict[str, Any] = {

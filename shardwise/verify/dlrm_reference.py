@@ -45,7 +45,7 @@ def run_dlrm_reference(
     records = []
     for step, lr in enumerate(learning_rates):
         samples = stream.read((torch.arange(job.samples) + step * job.samples).numpy())
-        batch = ClickBatch.of(samples, model)
+        batch = ClickBatch.unpack(samples, model)
         outputs: dict[str, list[Tensor]] = {}
         handles = record_outputs(dense, outputs)
         pooled = torch.stack([_pool_embeddings(bag, batch, number) for number, bag in enumerate(bags)], dim=1)

@@ -99,8 +99,8 @@ class HeartbeatChannel(MessageChannel):
 class NodeCoordinator(WorkerPool):
     """The worker pool of node 0: its own slots and those of all agents that joined."""
 
-    def __init__(self, run: Path, fork_server: ForkServer, slots: int, node: Node):
-        super().__init__(run.resolve(), fork_server, slots)
+    def __init__(self, run_path: Path, fork_server: ForkServer, slots: int, node: Node):
+        super().__init__(run_path.resolve(), fork_server, slots)
         self.node, self.slots_per_node = node, slots
         try:
             self._listener = socket.create_server((node.host, node.port), reuse_port=False)

@@ -26,12 +26,11 @@ from shardwise.workers.heartbeat import clear_heartbeats, heartbeat_folder, read
 from shardwise.workers.worker_pool import WorkerGroup, WorkerPool
 
 POLL_SECONDS = 0.1
-# A stopped rank counts as a fault after this time: Ctrl-Z stops, and `fg` continues, all ranks, but not at one instant.
-STOPPED_SECONDS = 0.2
+STOPPED_SECONDS = 0.2  # a rank stopped this long is a fault; Ctrl-Z and `fg` reach ranks at slightly different times
 STANDBY_DELAY = 2.0  # seconds of training before standby workers are started
-STARTUP_TIMEOUT = 60.0  # minimum hang timeout until the first step is done: ranks connect and compile before
+STARTUP_TIMEOUT = 60.0  # minimum hang timeout until the first step is done, which includes connecting and compiling
 ERROR_REPORT_SECONDS = 0.5  # time that the other ranks get to write their error records
-INITIAL_BACKOFF, MAX_BACKOFF = 0.5, 60.0  # seconds before a second restart without progress, then doubled
+INITIAL_BACKOFF, MAX_BACKOFF = 0.5, 60.0  # seconds before the second restart without progress, then doubled each time
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class ErrorLog(Protocol):
 class Supervisor:
     """Runs one training job through failures and restarts."""
 
-    run: Path
+    run_path: Path
     worker_pool: WorkerPool
     entry: str
     layout: str
@@ -94,7 +93,7 @@ class Supervisor:
     is_scaling_up: bool = False
 
     def __post_init__(self) -> None:
-        self.target = self.layout, self.size
+        self.full_layout, self.full_size = self.layout, self.size
 
     def forward_signal(self, signal_number: int) -> None:
         """Forwards a stop signal to every worker; workers then save and exit on their own."""
@@ -119,7 +118,7 @@ class Supervisor:
 
     def _run_attempt(self, resume: bool) -> WorkerFailure | None:
         """Runs one attempt. Returns the failure that ended it, or None if training is done."""
-        clear_heartbeats(self.run)
+        clear_heartbeats(self.run_path)
         self.error_log.clear_errors()
         standby = self._take_standby(resume)
         if self.worker_pool.size < self.size:
@@ -130,7 +129,7 @@ class Supervisor:
             had_started = worker_group.all_started
             self.worker_pool.receive(POLL_SECONDS)
             if worker_group.all_started and not had_started:
-                monitor = ProgressMonitor(self.hang_timeout)  # workers run only now
+                monitor = ProgressMonitor(self.hang_timeout)  # all workers run: the hang timeout starts
             if self.stop_signal and not monitor.stop_forwarded:
                 monitor.stop_forwarded = True
                 self.worker_pool.kill(worker_group, self.stop_signal)  # reaches workers forked after the signal
@@ -140,13 +139,13 @@ class Supervisor:
                 return self._diagnose_exit(worker_group)
             if worker_group.all_started and not worker_group.alive_ranks:
                 return self._run_attempt(resume=True) if self._finish_scale_up() else None
-            can_scale_up = self.size < self.target[1] <= self.worker_pool.size
+            can_scale_up = self.size < self.full_size <= self.worker_pool.size
             if can_scale_up and monitor.stepping_seconds and not self.is_scaling_up:
                 self.is_scaling_up = True
                 self.worker_pool.kill(worker_group, signal.SIGTERM)  # they save and exit
             now = time.monotonic()
             stopped = [rank for rank, since in worker_group.stopped_since.items() if now - since >= STOPPED_SECONDS]
-            heartbeats = read_heartbeats(self.run)
+            heartbeats = read_heartbeats(self.run_path)
             if stopped or (worker_group.all_started and monitor.is_hung(heartbeats)):
                 return self._diagnose_hang(worker_group, stopped)
             if self.use_standby and monitor.stepping_seconds > STANDBY_DELAY and not self.stop_signal:
@@ -156,7 +155,7 @@ class Supervisor:
         """Returns whether the workers exited to scale up; if so, switches back to the full layout."""
         if not self.is_scaling_up or self.stop_signal:
             return False
-        self.is_scaling_up, (self.layout, self.size) = False, self.target
+        self.is_scaling_up, self.layout, self.size = False, self.full_layout, self.full_size
         message = f"a node rejoined; continuing with {pluralize(self.size, 'process')} in layout '{self.layout}'."
         self.log_event("scaled_up", message, layout=self.layout)
         return True
@@ -186,7 +185,7 @@ class Supervisor:
         """Diagnoses a dead rank. A killed rank leaves no error record, but is blamed before ranks that left one."""
         first_failed = list(worker_group.failed_ranks)
         codes = [worker_group.exit_codes[rank] for rank in first_failed]
-        aborted = -signal.SIGABRT in codes  # another rank may have caused it
+        aborted = -signal.SIGABRT in codes  # possibly because of another rank, so the stacks of all ranks are needed
         killed = min(codes) < 0 and not aborted
         self._request_dumps(worker_group, worker_group.alive_ranks, 2.0 if aborted else 0.1 if killed else 0.0)
         self.worker_pool.wait_for_exit(worker_group, POLL_SECONDS if killed else ERROR_REPORT_SECONDS)
@@ -197,7 +196,7 @@ class Supervisor:
         exit_codes = worker_group.exit_codes
         silent = [rank for rank in worker_group.failed_ranks if rank not in reported and exit_codes[rank] < 0]
         silent = sorted(silent, key=lambda rank: rank not in first_failed)
-        heartbeats = read_heartbeats(self.run)
+        heartbeats = read_heartbeats(self.run_path)
         if silent or not records:
             reasons = {rank: _exit_reason(exit_codes[rank]) for rank in silent or first_failed[:1]}
             finding = self._record_diagnosis("killed", reasons)
@@ -220,10 +219,10 @@ class Supervisor:
         exit_reasons = dict.fromkeys(stopped, "is stopped (SIGSTOP)")
         kind = "suspended" if stopped else "hung"
         responsive = [rank for rank in worker_group.alive_ranks if rank not in exit_reasons]
-        self._request_dumps(worker_group, responsive, 0.3 if stopped else 2.0)
+        self._request_dumps(worker_group, responsive, 0.3 if stopped else 2.0)  # stacks reveal the cause of a hang
         finding = self._record_diagnosis(kind, exit_reasons)
         ranks = finding.culprits or [0]
-        step = read_heartbeats(self.run).get(ranks[0], {}).get("step", 0)
+        step = read_heartbeats(self.run_path).get(ranks[0], {}).get("step", 0)
         self.worker_pool.kill_and_wait(worker_group)
         return WorkerFailure(kind, ranks, step, finding.message)
 
@@ -237,17 +236,18 @@ class Supervisor:
         return WorkerFailure("node_lost", ranks, step, f"{format_ranks(ranks)} {reason} in step {step}.")
 
     def _latest_step(self) -> int:
-        return max((heartbeat["step"] for heartbeat in read_heartbeats(self.run).values()), default=0)
+        return max((heartbeat["step"] for heartbeat in read_heartbeats(self.run_path).values()), default=0)
 
     def _request_dumps(self, worker_group: WorkerGroup, ranks: list[int], timeout: float) -> None:
         diagnosis.request_dumps(
-            self.run, ranks, timeout, lambda: self.worker_pool.kill(worker_group, signal.SIGUSR1, ranks)
+            self.run_path, ranks, timeout, lambda: self.worker_pool.kill(worker_group, signal.SIGUSR1, ranks)
         )
 
     def _record_diagnosis(self, kind: str, exit_reasons: dict[int, str]) -> diagnosis.Diagnosis:
-        finding = diagnosis.diagnose(diagnosis.read_rank_states(heartbeat_folder(self.run), exit_reasons), time.time())
+        rank_states = diagnosis.read_rank_states(heartbeat_folder(self.run_path), exit_reasons)
+        finding = diagnosis.diagnose(rank_states, time.time())
         with suppress(OSError):
-            diagnosis.save_diagnosis(self.run, finding, kind, exit_reasons)
+            diagnosis.save_diagnosis(self.run_path, finding, kind, exit_reasons)
         return finding
 
     def _handle_failure(self, failure: WorkerFailure) -> None:
@@ -334,8 +334,9 @@ class ProgressMonitor:
     _progress: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     _last_progress: float = field(default_factory=time.monotonic)
     _last_poll: float = field(default_factory=time.monotonic)
-    _first_step: tuple[int, float] = (0, 0.0)
-    """The first step seen, and when a later one was first seen."""
+    _first_step: int = 0
+    _first_step_end: float = 0.0
+    """When a step after `_first_step` was first seen; 0 before."""
 
     def is_hung(self, heartbeats: dict[int, dict[str, Any]]) -> bool:
         """Returns whether no rank has made progress for the hang timeout."""
@@ -347,10 +348,11 @@ class ProgressMonitor:
         gap, self._last_poll = now - self._last_poll, now
         if gap > 20 * POLL_SECONDS:  # the supervisor was stopped, and probably the workers too
             self._last_progress += gap
-        step, when = self._first_step
         latest = max((heartbeat["step"] for heartbeat in heartbeats.values()), default=0)
-        if not step or (latest > step and not when):
-            self._first_step = step or latest, now if step else 0.0
-        self.stepping_seconds = now - when if when else 0.0
+        if not self._first_step:
+            self._first_step = latest
+        elif latest > self._first_step and not self._first_step_end:
+            self._first_step_end = now
+        self.stepping_seconds = now - self._first_step_end if self._first_step_end else 0.0
         timeout = self.hang_timeout if latest > 1 else max(self.hang_timeout, STARTUP_TIMEOUT)
         return now - self._last_progress > timeout

@@ -72,8 +72,8 @@ class WorkerGroup:
 class WorkerPool:
     """Starts, signals and monitors the workers of a run. `fork_server` forks those of this machine."""
 
-    def __init__(self, run: Path, fork_server: ForkServer, slots: int):
-        self.run, self.nodes = run, [NodeSlots(0, fork_server, list(range(slots)))]
+    def __init__(self, run_path: Path, fork_server: ForkServer, slots: int):
+        self.run_path, self.nodes = run_path, [NodeSlots(0, fork_server, list(range(slots)))]
         self._folder = tempfile.TemporaryDirectory(prefix="shardwise-")
         self._worker_groups: dict[str, WorkerGroup] = {}
 
@@ -100,11 +100,11 @@ class WorkerPool:
             ranks_by_node[node.index] = list(range(next_rank, next_rank + count))
             next_rank += count
         assert next_rank == size, f"{size} workers, but {self.size} slots"
-        arguments = [str(self.run), layout, self.store_address(name), *extra_arguments]
+        arguments = [str(self.run_path), layout, self.store_address(name), *extra_arguments]
         command = {"fork": name, "size": size, "entry": entry, "standby": as_standby, "arguments": arguments}
         for node in self.nodes:
             if ranks := ranks_by_node[node.index]:
-                folder, environment = snapshot_folder(self.run, node.index), self.environment(node)
+                folder, environment = snapshot_folder(self.run_path, node.index), self.environment(node)
                 placement = {"ranks": ranks, "slots": node.slots[: len(ranks)]}
                 node.channel.send(command | placement | {"snapshot_folder": folder, "environment": environment})
         self._worker_groups[name] = WorkerGroup(name, layout, size, ranks_by_node)
@@ -113,7 +113,7 @@ class WorkerPool:
     def remove_snapshots(self) -> None:
         """Deletes the in-memory snapshots of this run on every node."""
         for node in self.nodes:
-            node.channel.send({"remove_snapshots": snapshot_folder(self.run, node.index)})
+            node.channel.send({"remove_snapshots": snapshot_folder(self.run_path, node.index)})
 
     def release(self, worker_group: WorkerGroup) -> None:
         """Lets the standby workers of a group continue."""

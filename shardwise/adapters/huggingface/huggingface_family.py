@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -47,7 +47,7 @@ class HuggingFaceConfig(ModuleConfig):
         """The transformers config."""
         return load_config(self)
 
-    @cached_property
+    @property
     def task(self) -> Task:
         return make_task(self)
 
@@ -183,6 +183,7 @@ class HuggingFaceFamily(ModuleFamily):
         return refused
 
 
+@lru_cache(maxsize=8)
 def make_task(config: Any) -> Task:
     import torch
     import torch.nn.functional as F

@@ -26,7 +26,7 @@ class Bags:
     """(N,)"""
 
     @classmethod
-    def of(cls, ids: Tensor, weights: Tensor) -> Bags:
+    def from_padded(cls, ids: Tensor, weights: Tensor) -> Bags:
         """Returns the bags of padded ids (sample, table, slot); -1 is padding."""
         is_present = ids != -1
         counts = is_present.sum(2).flatten()

@@ -157,8 +157,8 @@ class TableEngine(Engine):
         yield from current
 
     def _bags(self, samples: Samples) -> Bags:
-        clicks = ClickBatch.of(samples, self.model)
-        return Bags.of(clicks.sparse_ids.cpu(), clicks.weights.cpu())
+        clicks = ClickBatch.unpack(samples, self.model)
+        return Bags.from_padded(clicks.sparse_ids.cpu(), clicks.weights.cpu())
 
     def _route(self, samples: Samples) -> LookupRoute:
         return self.tables.route(self._bags(samples), samples.ids.cpu())
@@ -175,7 +175,7 @@ class TableEngine(Engine):
             bag += micro_batch.ids.numel() * self.model.tables
 
     def _loss(self, module: Any, micro_batch: Samples, vectors: Tensor) -> Tensor:
-        clicks = ClickBatch.of(micro_batch, self.model)
+        clicks = ClickBatch.unpack(micro_batch, self.model)
         loss: Tensor = module(
             clicks.dense_features.to(self.compute_dtype), vectors.to(self.compute_dtype), clicks.labels
         )

@@ -1,10 +1,12 @@
-"""What our engine does with a layout: its exact stages and parameters, and from them the memory of each rank.
+"""Predicts each rank's peak memory in our engine from the exact stages and parameters of a layout.
 
-Parameters come from the model on the meta device and stages from the same `cut_stages` as in training; the activations
-that forwards save were read off dry runs, and `tests/test_dryrun.py` compares the results with dry runs.
+Parameters come from the model on the meta device and stages from the same `cut_stages` as in training. The formulas for
+activations and temporary buffers were derived from dry runs; `tests/test_dryrun.py` compares the results with dry runs.
 
 A rank's peak is the largest of a few candidates: a block's backward (with recomputation), the loss, the embedding's
 gradient and the optimizer update, each at every peak of the schedule (`shardwise.schedules.in_flight`).
+
+In formulas, `k` is the `BlockSizes`, `s` the bytes per element of the compute dtype, `w` those of the master dtype.
 """
 
 from __future__ import annotations
@@ -37,9 +39,9 @@ class ParamSpec(NamedTuple):
     def numel(self) -> int:
         return self.rows * self.columns
 
-    def shard_numel(self, shard: int) -> int:
-        """Returns the elements of one of `shard` shards, padded to equal size as in collectives."""
-        return ceil(self.rows / shard) * self.columns
+    def shard_numel(self, shards: int) -> int:
+        """Returns the elements of one of `shards` shards, padded to equal size as in collectives."""
+        return ceil(self.rows / shards) * self.columns
 
 
 class EngineModel:
@@ -62,16 +64,19 @@ class EngineModel:
         return self.itemsize != self.master_itemsize
 
     def stages(self, layout: Layout) -> tuple[StageLayers, ...]:
-        """Returns the stages that training runs."""
+        """Returns the stages that training runs. Layer 0 is the embedding, the last layer the head."""
         key = layout.stage_count, layout.stages
         if key not in self._stages:
             last = len(self.layer_costs) - 1
             spans = cut_stages(layout, self.layer_costs)
-            self._stages[key] = tuple(StageLayers(b - a - (a == 0) - (b > last), a == 0, b > last) for a, b in spans)
+            self._stages[key] = tuple(
+                StageLayers(stop - start - (start == 0) - (stop > last), start == 0, stop > last)
+                for start, stop in spans
+            )
         return self._stages[key]
 
     def params_by_module(self, tensor: int) -> dict[str, tuple[ParamSpec, ...]]:
-        """Returns the parameters of `embed`, `block` and `head`; tied ones are listed in both ends."""
+        """Returns the parameters of `embed`, `block` and `head`; tied ones are in both `embed` and `head`."""
         if tensor not in self._params:
             params: dict[str, list[ParamSpec]] = {"embed": [], "block": [], "head": []}
             for name, weight in self._chain.named_parameters(remove_duplicate=False):
@@ -80,7 +85,8 @@ class EngineModel:
                 is_replicated = split is None or tensor == 1 or not splits_evenly(split, weight.shape, tensor)
                 if not is_replicated and split is not None:
                     rows, columns = (ceil(rows / tensor), columns) if split.dim == 0 else (rows, ceil(columns / tensor))
-                params[name.partition(".")[0].rstrip("0")].append(ParamSpec(name, rows, columns, not is_replicated))
+                module = name.partition(".")[0].rstrip("0")  # the only block is block0
+                params[module].append(ParamSpec(name, rows, columns, not is_replicated))
             self._params[tensor] = {module: tuple(specs) for module, specs in params.items()}
         return self._params[tensor]
 
@@ -101,16 +107,16 @@ class EngineModel:
             self._block_sizes[key] = BlockSizes.for_layout(self, layout)
         return self._block_sizes[key]
 
-    def min_memory(self, layout: Layout, parts: Sequence[StageLayers], micro_batches: int, state: float) -> float:
-        """Returns a lower bound of the peak over ranks with these `parts`: weights, gradients, optimizer state (`state`
-        bytes per weight) and, with several micro-batches, the saved activations of one."""
+    def min_memory(self, layout: Layout, ranks: Sequence[StageLayers], micro_batches: int, state_bytes: float) -> float:
+        """Returns a lower bound of the peak over these ranks, each given by its modules: weights, gradients, optimizer
+        state (`state_bytes` bytes per weight) and, with several micro-batches, the saved activations of one."""
         (embed, block, head), k = self.module_numels(layout.tensor), self.block_sizes(layout)
-        unsharded = 2 if layout.zero == 1 or layout.shard == 1 else 0  # how many of weights and gradients
-        sharded_bytes = self.master_itemsize * (2 - unsharded) + state
+        unsharded = 2 if layout.zero == 1 or layout.shard == 1 else 0  # both weights and gradients, or neither
+        sharded_bytes = self.master_itemsize * (2 - unsharded) + state_bytes
         bytes_per_weight = self.master_itemsize * unsharded + sharded_bytes / (layout.shard * layout.context)
         saved = {"none": k.saved_all, "selective": k.saved_selective}.get(layout.recompute, k.hidden_bytes)
         kept = block * bytes_per_weight + (saved if micro_batches > 1 and layout.context == layout.expert == 1 else 0.0)
-        return max([n * kept + bytes_per_weight * ((embed if a else 0) + (head if b else 0)) for n, a, b in parts])
+        return max([n * kept + bytes_per_weight * (first * embed + last * head) for n, first, last in ranks])
 
     def module_numels(self, tensor: int) -> tuple[int, int, int]:
         """Returns the elements of the embedding, of a block, and of the head without tied weights."""
@@ -142,24 +148,25 @@ class EngineModel:
         )
         sharded_numel = numel / layout.shard
         weights, gradients = float(w * numel), w * (sharded_numel if fsdp else numel)
-        if self.keeps_rounded_weights(layout):
+        if self.keeps_compute_copy(layout):
             weights, gradients = float((w + s) * numel), float((s if micro_batches == 1 else w) * numel)
         if fsdp:
             weights = w * sharded_numel + (0 if is_zero3 else s * numel)
         state = framework_profile.optimizer_bytes * sharded_numel
+        # Receive buffers; int64 tokens and targets.
         buffers = self.remote_neighbors(layout, rank) * k.hidden_bytes * micro_batches + 16 * k.tokens * micro_batches
-        candidates = _PeakCandidates(self, k, layout, stages_of_rank)
-        peak = max(candidates.candidates(in_flight_peaks))
+        peaks = _PeakCandidates(self, k, layout, stages_of_rank)
+        peak = max(peaks.candidate_bytes(in_flight_peaks))
         largest_bucket = max(k.largest_param, min(numel, BUCKET_BYTES / w))
         update = 0.0 if fsdp or layout.data == 1 else w * largest_bucket * (1 + 1 / layout.shard)
         is_ddp = layout.replicate == layout.world > 1  # its buckets are allocated from the start
         if not is_ddp and in_flight_peaks[0][0] == (micro_batches,):
             # All micro-batches run forward before any backward: gradients are allocated as activations are freed.
-            without_gradients = max(candidates.candidates(in_flight_peaks, drop=1), default=0.0)
+            without_gradients = max(peaks.candidate_bytes(in_flight_peaks, drop=1), default=0.0)
             if stages_of_rank[0].first:
                 # The first embedding gradient is not accumulated into an existing one.
-                first = candidates.embed() - w * k.embed / (layout.shard if fsdp else 1)
-                saved = (micro_batches - 1) * candidates.saved_bytes(stages_of_rank[0])
+                first = peaks.embed_grad_bytes() - w * k.embed / (layout.shard if fsdp else 1)
+                saved = (micro_batches - 1) * peaks.saved_bytes(stages_of_rank[0])
                 without_gradients = max(without_gradients, first + saved)
             if peak > gradients + max(without_gradients, update):
                 gradients = 0.0
@@ -174,8 +181,8 @@ class EngineModel:
         """Returns whether the layout's blocks are compiled."""
         return self.is_compiled and not layout.has_split_backward
 
-    def keeps_rounded_weights(self, layout: Layout) -> bool:
-        """Returns whether a low-precision copy of the weights is kept, and updated once per step."""
+    def keeps_compute_copy(self, layout: Layout) -> bool:
+        """Returns whether a compute copy of the weights is kept, and updated once per step."""
         return self.is_mixed_precision and layout.world == 1
 
     def remote_neighbors(self, layout: Layout, rank: int) -> int:
@@ -197,14 +204,14 @@ class BlockSizes(NamedTuple):
     tied: int
     """Elements that embedding and head share."""
     largest_param: int
-    projection: int
-    """Elements of the output projection."""
-    largest_matmul: int
+    lm_head: int
+    """Elements of the LM head's matrix."""
+    largest_matrix: int
     """Elements of the largest matrix in a block."""
     hidden_bytes: float
     """Bytes of the hidden state between modules, split along the sequence."""
     gathered_hidden_bytes: float
-    """The same, gathered."""
+    """The same, all-gathered along the sequence."""
     ffn_hidden: float
     """Bytes of one hidden activation of the feed-forward layer."""
     saved_all: float
@@ -212,7 +219,7 @@ class BlockSizes(NamedTuple):
     saved_selective: float
     """Bytes a block saves with selective recomputation."""
     saved_common: float
-    """Bytes that both of them save."""
+    """Bytes that a block saves both with selective and without recomputation."""
     pending_weight_grad: float
     """Bytes of output gradients that a block keeps between the two halves of a split backward."""
     logits: float
@@ -229,20 +236,16 @@ class BlockSizes(NamedTuple):
         hidden_bytes = gathered_hidden_bytes / t
         query, kv = s * tokens * m.heads * m.head_dim / t, s * tokens * 2 * m.kv_heads * m.head_dim / t
         softmax_stats = engine.master_itemsize * tokens * m.heads / t  # log-sum-exp of each query
-        hidden, ffn_maps = s * tokens * m.ffn / t, 2 if m.activation == "swiglu" else 1
-        shared = hidden_bytes + 2 * query + kv + softmax_stats + ffn_maps * hidden
+        hidden, num_up_projections = s * tokens * m.ffn / t, 2 if m.activation == "swiglu" else 1
+        shared = hidden_bytes + 2 * query + kv + softmax_stats + num_up_projections * hidden
         # Rotary embeddings copy queries and keys; attention's output is then laid out by head, which adds another copy.
-        rope_copies = (
-            2 * query + kv / 2 + 4 * engine.master_itemsize * m.sequence * m.head_dim / 2
-            if m.positions == "rotary"
-            else 0.0
-        )
-        gathered = 2 * gathered_hidden_bytes if t > 1 else 0.0
+        rope_copies = 0.0
+        if m.positions == "rotary":
+            rope_copies = 2 * query + kv / 2 + 4 * engine.master_itemsize * m.sequence * m.head_dim / 2
+        gathered_inputs = 2 * gathered_hidden_bytes if t > 1 else 0.0
         sizes = {module: sum(p.numel for p in specs) for module, specs in params.items()}
-        projection = next(p.numel for p in params["head"] if p.name.endswith("project.weight"))
-        saved_all = (
-            shared + hidden_bytes + 2 * gathered_hidden_bytes + rope_copies + (2 if ffn_maps == 2 else 1) * hidden
-        )
+        lm_head = next(p.numel for p in params["head"] if p.name.endswith("project.weight"))
+        saved_all = shared + hidden_bytes + 2 * gathered_hidden_bytes + rope_copies + num_up_projections * hidden
         if engine.compiles_blocks(layout):
             # The block's input, the residual after attention, one norm; and gathered matmul inputs.
             saved_all = shared + 2 * hidden_bytes + (2 * gathered_hidden_bytes - hidden_bytes if t > 1 else 0.0)
@@ -250,17 +253,17 @@ class BlockSizes(NamedTuple):
             sizes["embed"],
             sizes["block"],
             sizes["head"],
-            projection if m.tied else 0,
+            lm_head if m.tied else 0,
             largest_param=max(p.numel for specs in params.values() for p in specs),
-            projection=projection,
-            largest_matmul=max(p.numel for p in params["block"]),
+            lm_head=lm_head,
+            largest_matrix=max(p.numel for p in params["block"]),
             hidden_bytes=hidden_bytes,
             gathered_hidden_bytes=gathered_hidden_bytes,
             ffn_hidden=hidden,
             saved_all=saved_all,
-            saved_selective=shared + 2 * gathered_hidden_bytes + (gathered + 2 * hidden_bytes if t > 1 else 0.0),
-            saved_common=shared + gathered,
-            pending_weight_grad=ffn_maps * hidden + query + kv + 2 * gathered_hidden_bytes + 4 * hidden_bytes,
+            saved_selective=shared + 2 * gathered_hidden_bytes + (gathered_inputs + 2 * hidden_bytes if t > 1 else 0.0),
+            saved_common=shared + gathered_inputs,
+            pending_weight_grad=num_up_projections * hidden + query + kv + 2 * gathered_hidden_bytes + 4 * hidden_bytes,
             logits=engine.master_itemsize * tokens * m.vocab / t,
             tokens=layout.micro_batch * m.sequence,
         )
@@ -273,16 +276,16 @@ class _PeakCandidates:
         self.engine, self.k, self.layout, self.stages = engine, k, layout, stages
         s, w = engine.itemsize, engine.master_itemsize
         self.fsdp, self.is_zero3 = layout.shard > 1 and layout.zero > 1, layout.shard > 1 and layout.zero == 3
-        self.keeps_rounded_weights = engine.keeps_rounded_weights(layout)
-        # Bytes per weight of the low-precision copy made in each forward, and of a new gradient before accumulation.
-        rounds_weights = engine.is_mixed_precision and not self.fsdp and not self.keeps_rounded_weights
-        self.rounded_itemsize = s if rounds_weights else 0
-        self.grad_itemsize = w if not engine.is_mixed_precision else s if self.keeps_rounded_weights else s + w
+        self.keeps_compute_copy = engine.keeps_compute_copy(layout)
+        # Bytes per weight of the compute copy made in each forward, and of a new gradient before accumulation.
+        makes_compute_copy = engine.is_mixed_precision and not self.fsdp and not self.keeps_compute_copy
+        self.compute_copy_itemsize = s if makes_compute_copy else 0
+        self.grad_itemsize = w if not engine.is_mixed_precision else s if self.keeps_compute_copy else s + w
         kept_fraction = kept_activation_fraction(layout.recompute)
         self.kept_fraction = float(layout.recompute == "none") if kept_fraction is None else kept_fraction
         self.saved_recomputed = k.saved_selective if layout.recompute == "selective" else k.hidden_bytes
         shared = k.saved_common if layout.recompute == "selective" else k.hidden_bytes
-        self.recomputed = max(0.0, k.saved_all - shared) + self.rounded_itemsize * k.block
+        self.recomputed = max(0.0, k.saved_all - shared) + self.compute_copy_itemsize * k.block
         # FSDP holds the weights of two blocks (one prefetched) while it reduces the previous block's gradients.
         self.gathered_weights = 2 * s * k.block if self.is_zero3 else 0.0
         self.grad_reduce_bytes = 0.0
@@ -292,50 +295,47 @@ class _PeakCandidates:
             )
             self.grad_reduce_bytes -= k.saved_all if self.kept_fraction else self.saved_recomputed
 
-    def candidates(self, in_flight_peaks: tuple[InFlightCounts, ...], drop: int = 0) -> Iterator[float]:
+    def candidate_bytes(self, in_flight_peaks: tuple[InFlightCounts, ...], drop: int = 0) -> Iterator[float]:
         """Yields the bytes of each candidate, with `drop` micro-batches fewer in flight."""
         k, s, w = self.k, self.engine.itemsize, self.engine.master_itemsize
-        saved = [self.saved_bytes(part) for part in self.stages]
-        half_saved = [self.half_backward_bytes(part) for part in self.stages]
-        block = (self.recomputed if self.kept_fraction < 1 else 0.0) + k.ffn_hidden + s * k.largest_matmul
+        saved = [self.saved_bytes(stage) for stage in self.stages]
+        half_saved = [self.half_backward_bytes(stage) for stage in self.stages]
+        block = (self.recomputed if self.kept_fraction < 1 else 0.0) + k.ffn_hidden + s * k.largest_matrix
         if self.engine.compiles_blocks(self.layout):
             # The compiler recomputes the FFN's hidden activation, and holds the gradients of both its inputs at once.
             block += (2 if self.engine.model.activation == "swiglu" else 1) * k.ffn_hidden
         # The most that each stage's backward needs.
         backward_bytes = []
-        for part in self.stages:
-            reduce_bytes = self.grad_reduce_bytes if part.blocks > 1 else 0.0
-            block_bytes = block + max(self.gathered_weights, reduce_bytes) if part.blocks else 0.0
-            backward_bytes.append(max(block_bytes, self.loss_bytes() if part.last else 0.0))
+        for stage in self.stages:
+            reduce_bytes = self.grad_reduce_bytes if stage.blocks > 1 else 0.0
+            block_bytes = block + max(self.gathered_weights, reduce_bytes) if stage.blocks else 0.0
+            backward_bytes.append(max(block_bytes, self.loss_bytes() if stage.last else 0.0))
         for in_flight, pending in in_flight_peaks:
             in_flight = tuple(n - drop for n in in_flight)
             total = sum([n * size for n, size in zip(in_flight, saved)])
             if any(pending):
                 total += sum([n * size for n, size in zip(pending, half_saved)])
-                yield total + (s + 2 * w if self.engine.is_mixed_precision else w) * k.largest_matmul
+                yield total + (s + 2 * w if self.engine.is_mixed_precision else w) * k.largest_matrix
             yield total + max([size if n else 0.0 for n, size in zip(in_flight, backward_bytes)])
             if in_flight[-1] and self.stages[-1].last and self.layout.pipeline > 1:
                 yield total + self.after_loss_bytes(saved[-1])
             if in_flight[0] and self.stages[0].first:
-                yield total - saved[0] + self.embed()
+                yield total - saved[0] + self.embed_grad_bytes()
 
     def saved_bytes(self, stage: StageLayers) -> float:
         """Returns the bytes that a stage saves for the backward of one micro-batch."""
-        k = self.k
+        k, s, w = self.k, self.engine.itemsize, self.engine.master_itemsize
         without_recompute = int(stage.blocks * self.kept_fraction)
         total = (
-            without_recompute * (k.saved_all + self.rounded_itemsize * k.block)
+            without_recompute * (k.saved_all + self.compute_copy_itemsize * k.block)
             + (stage.blocks - without_recompute) * self.saved_recomputed
         )
         if stage.last and self.layout.pipeline == 1:
             # The fused loss already computed the gradients of its input and weights.
-            total += k.hidden_bytes + k.gathered_hidden_bytes + self.engine.master_itemsize * k.projection
+            total += k.hidden_bytes + k.gathered_hidden_bytes + w * k.lm_head
         elif stage.last:
             total += (
-                k.logits * self.engine.itemsize / self.engine.master_itemsize
-                + k.hidden_bytes
-                + k.gathered_hidden_bytes
-                + self.rounded_itemsize * k.projection
+                k.logits * s / w + k.hidden_bytes + k.gathered_hidden_bytes + self.compute_copy_itemsize * k.lm_head
             )
         if self.layout.pipeline > 1:
             # A stage's input is in the receive buffer; its output is kept until the backward.
@@ -345,17 +345,13 @@ class _PeakCandidates:
     def half_backward_bytes(self, stage: StageLayers) -> float:
         """Returns the bytes that a stage holds for a micro-batch whose weight gradients are still to be computed,
         including recomputed activations."""
-        k = self.k
+        k, s, w = self.k, self.engine.itemsize, self.engine.master_itemsize
         if stage.first:
             return self.saved_bytes(stage)  # no input gradient: the weight half does the whole backward
-        total = stage.blocks * (k.saved_all + self.rounded_itemsize * k.block + k.pending_weight_grad)
+        total = stage.blocks * (k.saved_all + self.compute_copy_itemsize * k.block + k.pending_weight_grad)
         if stage.last:
-            total += (
-                k.logits * self.engine.itemsize / self.engine.master_itemsize
-                + 2 * k.gathered_hidden_bytes
-                + k.hidden_bytes
-                + self.rounded_itemsize * k.projection
-            )
+            lm_head_copy = self.compute_copy_itemsize * k.lm_head
+            total += k.logits * s / w + 2 * k.gathered_hidden_bytes + k.hidden_bytes + lm_head_copy
         return total
 
     def loss_bytes(self) -> float:
@@ -365,23 +361,23 @@ class _PeakCandidates:
         if self.layout.pipeline == 1:
             chunk = min(1.0, loss_chunk_size(self.engine.model.vocab) * self.layout.tensor / k.tokens)
             logits = chunk * k.logits * (s / w + (1 if mixed and self.layout.tensor > 1 else 0))
-            logits += k.gathered_hidden_bytes + (self.rounded_itemsize if mixed else w) * k.projection
-            return max(logits, (s if self.fsdp and mixed else self.grad_itemsize) * k.projection) + gathered
+            logits += k.gathered_hidden_bytes + (self.compute_copy_itemsize if mixed else w) * k.lm_head
+            return max(logits, (s if self.fsdp and mixed else self.grad_itemsize) * k.lm_head) + gathered
         # Logits upcast for the vocab-parallel softmax; the scaled gradient; the weight gradient.
-        widened = k.logits if mixed and self.layout.tensor > 1 else 0.0
+        upcast = k.logits if mixed and self.layout.tensor > 1 else 0.0
         scaled = k.logits * s / w
-        weight_grad = s * k.projection + (scaled if self.layout.has_split_backward else 0.0)
-        return max(widened, scaled, weight_grad) + gathered
+        weight_grad = s * k.lm_head + (scaled if self.layout.has_split_backward else 0.0)
+        return max(upcast, scaled, weight_grad) + gathered
 
     def after_loss_bytes(self, saved: float) -> float:
-        """Returns the bytes while a pipeline accumulates the projection's gradient: logits are freed by then, and with
+        """Returns the bytes while a pipeline accumulates the LM head's gradient: logits are freed by then, and with
         FSDP everything that the micro-batch saved (`saved` bytes)."""
         k, s, w = self.k, self.engine.itemsize, self.engine.master_itemsize
         if self.fsdp:
-            return (self.grad_itemsize + w / self.layout.shard) * k.projection - saved
-        return self.grad_itemsize * k.projection - k.logits * s / w - self.rounded_itemsize * k.projection
+            return (self.grad_itemsize + w / self.layout.shard) * k.lm_head - saved
+        return self.grad_itemsize * k.lm_head - k.logits * s / w - self.compute_copy_itemsize * k.lm_head
 
-    def embed(self) -> float:
+    def embed_grad_bytes(self) -> float:
         """Returns the bytes of the embedding's gradient while it is computed and accumulated."""
         k, s, w = self.k, self.engine.itemsize, self.engine.master_itemsize
         if self.fsdp:
@@ -389,4 +385,5 @@ class _PeakCandidates:
         return self.grad_itemsize * (k.embed - self._position_numel())
 
     def _position_numel(self) -> int:
+        """Returns the elements of learned positions; the first parameter is the token embedding."""
         return sum(p.numel for p in self.engine.params_by_module(self.layout.tensor)["embed"][1:])

@@ -91,10 +91,10 @@ class StageLayers(NamedTuple):
     """Has the head."""
 
 
-def merge_stages(parts: Sequence[StageLayers]) -> StageLayers:
+def merge_stages(stages: Sequence[StageLayers]) -> StageLayers:
     """Adds up the stages of a rank."""
     return StageLayers(
-        sum(n for n, _, _ in parts), any(first for _, first, _ in parts), any(last for *_, last in parts)
+        sum(n for n, _, _ in stages), any(first for _, first, _ in stages), any(last for *_, last in stages)
     )
 
 
@@ -196,10 +196,10 @@ def block_activation_bytes(
     )
     saved += itemsize * tokens * (shape.query_width + kv / 2) / t  # values are a view that keeps queries and keys alive
     ffn_hidden = shape.shared_expert_ffn if sparse else shape.ffn
-    ffn_maps = shape.ffn_matrices + (1 if shape.gated else 0)  # the activation's and the gate's inputs
-    saved += itemsize * tokens * ffn_hidden * ffn_maps / t
+    num_saved = shape.ffn_matrices + (1 if shape.gated else 0)  # the activation's and the gate's inputs
+    saved += itemsize * tokens * ffn_hidden * num_saved / t
     if sparse:
-        saved += itemsize * tokens * shape.experts_per_token / t * (2 * shape.width + ffn_maps * shape.expert_ffn)
+        saved += itemsize * tokens * shape.experts_per_token / t * (2 * shape.width + num_saved * shape.expert_ffn)
     matmul_outputs = shape.query_width + kv + shape.attention_width + (shape.ffn_matrices - 1) * ffn_hidden
     selective = itemsize * (3 * hidden_numel + (2 * matmul_inputs if t > 1 else 0) + tokens * matmul_outputs / t)
     return saved, selective, itemsize * hidden_numel
