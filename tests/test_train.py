@@ -24,7 +24,7 @@ from shardwise.launch.start import RESUMABLE_KEYS, start_training
 from shardwise.layout import Layout
 from shardwise.parallel.prepare import prepare
 from shardwise.train.generate import sample_run
-from shardwise.train.loop import Trainer
+from shardwise.train.loop import TrainingLoop
 from shardwise.train.run_folder import RunFolder
 from shardwise.train.summary import summarize
 from shardwise.verify.command import shrink_model
@@ -61,7 +61,7 @@ def small_job(folder: Path, **changes: object) -> Job:
 
 def _train(folder: str, layout: str, resume: bool, die_after: int | None) -> None:
     run = RunFolder.open(Path(folder))
-    trainer = Trainer(prepare(run.job(), Layout.parse(layout)), run, torch.device("cpu"), resume)
+    trainer = TrainingLoop(prepare(run.job(), Layout.parse(layout)), run, torch.device("cpu"), resume)
     if die_after is not None:
         measure = trainer.metrics.log_step
 

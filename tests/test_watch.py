@@ -32,7 +32,7 @@ from shardwise.metrics.rank_metrics import PHASES, RankMetrics, RankMetricsWrite
 from shardwise.metrics.trackers import PrometheusWriter, check_tracker_installed
 from shardwise.parallel.prepare import prepare
 from shardwise.train.auto_layout import choose_plan, plan_record
-from shardwise.train.loop import Trainer
+from shardwise.train.loop import TrainingLoop
 from shardwise.train.run_folder import RunFolder
 from shardwise.watch.goodput import goodput
 from shardwise.watch.page_data import page_data, seconds_by_rank
@@ -61,7 +61,7 @@ def make_run(folder: Path, layout: str, fault: str, **changes: Any) -> RunData:
 
 def _train(folder: str, layout: str, fault: str) -> None:
     run = RunFolder.open(Path(folder))
-    trainer = Trainer(prepare(run.job(), Layout.parse(layout)), run, torch.device("cpu"))
+    trainer = TrainingLoop(prepare(run.job(), Layout.parse(layout)), run, torch.device("cpu"))
     if fault == "straggler" and trainer.engine.mesh.rank == 1:
         compute = trainer.engine.run
 

@@ -28,7 +28,7 @@ from shardwise.integrity.checksums import INT_DTYPES, TrackedTensor
 from shardwise.launch import worker
 from shardwise.train import checkpoint
 from shardwise.train.checkpoint_folder import valid_checkpoints
-from shardwise.train.loop import Trainer
+from shardwise.train.loop import TrainingLoop
 
 PHASES = ("data", "forward", "backward", "optimizer", "save", "load")
 
@@ -64,13 +64,13 @@ def main(arguments: list[str]) -> None:
     run, rank = Path(arguments[0]), int(os.environ["RANK"])
     triggered = trigger_times(run)
     pending = [fault for fault in read_faults(run) if fault.rank == rank and fault.number not in triggered]
-    original_run = Trainer.run
+    original_run = TrainingLoop.run
 
-    def run_with_faults(trainer: Trainer) -> None:
+    def run_with_faults(trainer: TrainingLoop) -> None:
         _FaultInjector(run, trainer, pending).install()
         original_run(trainer)
 
-    Trainer.run = run_with_faults  # type: ignore[assignment, method-assign]
+    TrainingLoop.run = run_with_faults  # type: ignore[assignment, method-assign]
     worker.main(arguments)
 
 
@@ -90,7 +90,7 @@ def samples_by_step(run: Path) -> dict[int, list[int]]:
 class _FaultInjector:
     """Hooks a trainer so that its rank's faults trigger at their step and phase."""
 
-    def __init__(self, run_path: Path, trainer: Trainer, faults: list[Fault]):
+    def __init__(self, run_path: Path, trainer: TrainingLoop, faults: list[Fault]):
         self.run_path, self.trainer, self.faults, self.step = run_path, trainer, faults, 0
         self.forward_counts: Counter[int] = Counter()
 

@@ -52,7 +52,7 @@ def make_engine(prepared: Prepared, device: torch.device) -> Engine:
 
 
 @dataclass
-class Trainer:
+class TrainingLoop:
     """One rank of one run."""
 
     prepared: Prepared
