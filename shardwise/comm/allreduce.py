@@ -219,12 +219,9 @@ def get_algorithm(name: str, ranks_per_node: int = 1) -> tuple[Schedule, SentNum
 
 
 def all_reduce(
-    tensor: Tensor,
-    name: str,
-    group: dist.ProcessGroup | None = None,
-    ranks_per_node: int = 1,
+    tensor: Tensor, name: str, group: dist.ProcessGroup | None = None, ranks_per_node: int = 1,
     segment_bytes: int = SEGMENT_BYTES,
-) -> int:
+) -> int:  # fmt: skip
     """Sums a contiguous tensor over a group, in place. Returns the bytes this rank sent."""
     return run_schedule(tensor, get_algorithm(name, ranks_per_node)[0], f"{name} all-reduce", group, segment_bytes)
 
@@ -243,12 +240,9 @@ def sent_bytes(
 
 
 def run_schedule(
-    tensor: Tensor,
-    schedule: Schedule,
-    description: str,
-    group: dist.ProcessGroup | None = None,
+    tensor: Tensor, schedule: Schedule, description: str, group: dist.ProcessGroup | None = None,
     segment_bytes: int = SEGMENT_BYTES,
-) -> int:
+) -> int:  # fmt: skip
     """Executes a schedule on a contiguous tensor. Returns the bytes this rank sent."""
     if not dist.is_initialized():
         return 0

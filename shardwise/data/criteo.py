@@ -167,14 +167,9 @@ class CriteoClicks(ClickSource):
     """
 
     def __init__(
-        self,
-        model: DLRMConfig,
-        path: Path,
-        offsets: np.ndarray,
-        first: int,
-        count: int,
+        self, model: DLRMConfig, path: Path, offsets: np.ndarray, first: int, count: int,
         bad_records: BadRecords | None = None,
-    ):
+    ):  # fmt: skip
         super().__init__(model, first, count)
         self.path, self.offsets, self.bad_records = path, offsets, bad_records or BadRecords()
 
