@@ -179,7 +179,7 @@ def dryrun(
 
     from shardwise.planner.dryrun.command import describe_reports, dryrun_job
 
-    reports = dryrun_job(job_file, overrides or [], layout, rank or [], every_stage, lambda report: None)
+    reports = dryrun_job(job_file, overrides or [], layout, rank or [], every_stage)
     for text in [json.dumps(report.as_dict()) for report in reports] if as_json else [describe_reports(reports)]:
         print_line(text)
 

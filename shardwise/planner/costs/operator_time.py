@@ -19,10 +19,8 @@ def operators_time(
         shapes = (p.rows, p.inner, p.columns), (p.rows, p.columns, p.inner), (p.inner, p.rows, p.columns)
         moved = p.moved_numel * kernel_profile.itemsize
         precision = p.precision(kernel_profile.precision)
-        product_forward, input_grad, weight_grad = (
-            machine.matmul(*side, precision, p.groups, moved) for side in shapes
-        )
-        forward, backward, weight = forward + product_forward, backward + input_grad + weight_grad, weight + weight_grad
+        seconds = [machine.matmul(*side, precision, p.groups, moved) for side in shapes]
+        forward, backward, weight = forward + seconds[0], backward + seconds[1] + seconds[2], weight + seconds[2]
     for a in costs.attention:
         attention_forward, attention_backward = _attention_op_time(machine, kernel_profile, a)
         forward, backward = forward + attention_forward, backward + attention_backward
