@@ -38,7 +38,7 @@ class DatasetSource:
                 cause = f"{type(error).__name__}: {error}"
                 raise DataError(f"sample {index} of {type(self.dataset).__name__} cannot be read: {cause}.") from error
         try:
-            batch = self.task.collate(rows)
+            batch = self.task.collate_samples(rows)
         except Exception as error:
             raise DataError(
                 f"{len(rows)} samples cannot be collated: {str(error).splitlines()[0]} Give samples of one shape, or a "

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from shardwise.adapters.callback import Callback
 from shardwise.errors import JobError
 
 
@@ -37,7 +38,8 @@ class Task:
     next tokens, -100 is ignored."""
     validation: Any = None
     """A map-style dataset of held-out samples."""
-    collate: Callable[[list[Any]], Any] = torch.utils.data.default_collate
+    collate: Callable[[list[Any]], Any] | None = None
+    """From a list of samples to a batch; None: PyTorch's default."""
     count: Callable[[Any], Any] | None = None
     """From a batch to its number of targets; the loss is then a sum over them."""
     inputs: Callable[[Any], Any] | None = None
@@ -46,6 +48,13 @@ class Task:
     """From a number of samples to a batch, for shapes. None: the first samples of `data`."""
     configure: Callable[[nn.Module, torch.device, torch.dtype], None] | None = None
     """Called with the module, its device and the dtype of activations once its weights have memory."""
+    metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
+    """Functions of output and target that validation averages over the samples."""
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None
+    """A class like those of `torch.optim`, instead of the job's optimizer."""
+    learning_rate: Callable[[int], float] | None = None
+    """From a step, counted from 0, to its learning rate, instead of the job's schedule."""
+    callbacks: tuple[Callback, ...] = ()
     trunk: str = ""
     """Name of the list of blocks, if it is not found or another one is wanted."""
     plan: Mapping[str, str] = field(default_factory=dict)
@@ -71,7 +80,10 @@ class Task:
         if self.reads_tokens:
             tokens = torch.zeros(samples, length, dtype=torch.int64)
             return {"input_ids": tokens, "labels": tokens}
-        return self.collate([self.data[index % len(self.data)] for index in range(samples)])
+        return self.collate_samples([self.data[index % len(self.data)] for index in range(samples)])
+
+    def collate_samples(self, samples: list[Any]) -> Any:
+        return (self.collate or torch.utils.data.default_collate)(samples)
 
     def call(self, module: nn.Module, batch: Any) -> Tensor:
         """Runs the forward and the loss; returns the loss as its author defined it."""

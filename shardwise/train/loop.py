@@ -21,7 +21,7 @@ from shardwise.errors import RunError
 from shardwise.integrity.anomaly_policy import AnomalyPolicy, Rollback
 from shardwise.integrity.corruption_detector import CorruptionDetector
 from shardwise.layout import AUTO_SCHEDULES
-from shardwise.optim import learning_rate, set_learning_rate
+from shardwise.optim import job_learning_rate, set_learning_rate
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.prepare import Prepared
@@ -77,6 +77,8 @@ class TrainingLoop:
         self.corruption_detector = CorruptionDetector(
             self.job, self.engine, self.optimizer, self.folder.path, flops, self._log_event
         )
+        task = self.job.family.task(self.job.model)
+        self.callbacks = () if task is None else task.callbacks
         self.is_rank_zero = self.engine.mesh.rank == 0
         keep, asynchronous = self.job.checkpoint.keep, self.job.checkpoint.asynchronous
         takes_snapshots = self.job.checkpoint.snapshot_every and not self.engine.has_tables  # tables are too large
@@ -121,6 +123,7 @@ class TrainingLoop:
     def _train(self, first: int) -> None:
         """Takes all steps after step `first`, or until a signal asks it to stop."""
         last = self.job.total_steps
+        self._tell("on_start", first)
         stream = SampleStream(
             self.training, self.job.seed, objective=self.job.family.objective(self.job.model, self.job.seed)
         )
@@ -140,7 +143,7 @@ class TrainingLoop:
                 self._set_phase("data", number + 1)
                 samples = next(batches)[1].to(self.device)
                 self._set_phase("computing", number + 1)
-                rate = learning_rate(self.job.optimizer, number, last)
+                rate = job_learning_rate(self.job, number, last)
                 set_learning_rate(self.optimizer, rate)
                 self.engine.data.compression_paused = number < self.job.gradient.uncompressed_steps(last)
                 self.corruption_detector.before_step(number + 1, samples)
@@ -150,6 +153,8 @@ class TrainingLoop:
                     self.engine.outer_optimizer.after_step(done, last)
                 self.corruption_detector.after_step()
                 verdict = self.metrics.log_step(done, outcome, rate, begin, loader.wait_seconds - waited)
+                self._tell("on_step", done, lambda: {"loss": float(outcome.loss), "grad_norm": float(outcome.grad_norm),
+                                                     "lr": rate})  # fmt: skip
                 self.corruption_detector.evaluate(done, verdict.is_corrupt)
                 self.anomaly_policy.evaluate(done, verdict, samples)
                 if _is_due(done, self.job.validation.every) and done < last:
@@ -170,6 +175,7 @@ class TrainingLoop:
                 if summary := self.bad_records.summary():
                     self._log_event("bad_records", summary, step=last)
                 self._log_event("finished", "all steps are done.", step=last)
+                self._tell("on_end", last)
             self.checkpoints.finish()
             self.metrics.ranks.finish()
         finally:
@@ -218,6 +224,7 @@ class TrainingLoop:
         self.corruption_detector.check_saved_state(done)
         stall = round(time.perf_counter() - begin, 4)
         self._log_event("checkpoint", f"saving step {done}.", step=done, stall_seconds=stall)
+        self._tell("on_checkpoint", done)
 
     def _validate(self, done: int) -> None:
         self._set_phase("validating", done)
@@ -230,6 +237,7 @@ class TrainingLoop:
             seconds = round(time.perf_counter() - begin, 4)
             values = {key: json_number(value) for key, value in result.items()}
             self._log_event("validation", message, step=done, seconds=seconds, **values)
+            self._tell("on_validation", done, lambda: result)
 
     def _can_replay(self) -> bool:
         """Whether a step can be replayed without side effects: no tables, no error feedback, no compiled blocks."""
@@ -259,6 +267,12 @@ class TrainingLoop:
         self._log_event("rollback", f"{reason}; {action}.", step=reason.step)
         self.step = self._make_step_fn()
         return first
+
+    def _tell(self, what: str, step: int, metrics: Callable[[], Any] | None = None) -> None:
+        """Calls the user's callbacks on rank 0."""
+        if self.is_rank_zero:
+            for callback in self.callbacks:
+                getattr(callback, what)(step, *([] if metrics is None else [metrics()]))
 
     def _set_phase(self, phase: str, step: int) -> None:
         self.set_phase(phase, step)

@@ -34,7 +34,7 @@ from shardwise.errors import RunError
 from shardwise.job import Job
 from shardwise.layout import Layout, solve_batch
 from shardwise.models.chain import IGNORE_INDEX
-from shardwise.optim import learning_rate, set_learning_rate
+from shardwise.optim import job_learning_rate, set_learning_rate
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.param_shard import sharded_dims_of
@@ -157,7 +157,7 @@ def make_stream(job: Job) -> SampleStream:
 
 
 def _learning_rates(job: Job, steps: int) -> list[float]:
-    return [learning_rate(job.optimizer, number, steps) for number in range(steps)]
+    return [job_learning_rate(job, number, steps) for number in range(steps)]
 
 
 def _run_reference(job: Job, steps: int, layout: Layout | None = None) -> list[dict[str, Any]]:

@@ -46,7 +46,6 @@ from shardwise.errors import JobError, LayoutError, RunError
 from shardwise.job import BatchConfig, Job
 from shardwise.layout import AUTO_SCHEDULES, V_SHAPED, Layout, solve_batch
 from shardwise.models import loss
-from shardwise.optim import make_optimizer
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.prepare import prepare
@@ -273,7 +272,7 @@ def _record_step(job: Job, layout: Layout, micro_batches: int, fake: bool) -> St
     gc.disable()  # collections at random times would make the trace nondeterministic
     try:
         with _enter_all(modes), _gpu_kernels():
-            optimizer = make_optimizer(job.optimizer, engine.param_shards)
+            optimizer = engine.make_optimizer(job)
             _init_optimizer_states(engine, optimizer)
             tracker.mark((value for state in optimizer.state.values() for value in state.values()), "optimizer")
             before_batch = tracker.now()
