@@ -1,7 +1,5 @@
 """The command line: parses options, calls the package, prints the result."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

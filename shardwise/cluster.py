@@ -7,8 +7,6 @@ of these peaks that software reaches is in `shardwise.planner.costs.efficiency`.
 `shardwise calibrate` writes the same fields as TOML, with measured efficiencies.
 """
 
-from __future__ import annotations
-
 import tomllib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path

@@ -13,8 +13,6 @@ Stages are timed in this process, one batch after the other; a stage excludes th
 The wait is measured in real steps on one device, with the job's loader running concurrently.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections import defaultdict

@@ -7,8 +7,6 @@ rounds ahead of the slowest (Ho et al., 2013). If a worker dies, the others cont
 if a server dies, its clients raise at once.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 

@@ -4,8 +4,6 @@
 Each fault triggers once: its rank first writes the time to `faults/NUMBER`, and skips a fault whose file exists.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

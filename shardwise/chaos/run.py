@@ -1,8 +1,6 @@
 """Runs a job with and without random faults, and reports which faults were detected, how fast, and whether the results
 agree."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

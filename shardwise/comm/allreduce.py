@@ -13,8 +13,6 @@ PyTorch's own `all_reduce` hides its algorithm, its traffic and which rank does 
     two-level  reduce-scatter within a node, rings across nodes, all-gather within the node
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from functools import partial

@@ -5,8 +5,6 @@ For short runs: verify, calibration and tests. Training starts its workers under
 failed first (by timestamp), not a follow-up error of its peers.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import multiprocessing
 import os

@@ -10,8 +10,6 @@ They are applied in this order, regardless of the order in the job. Random numbe
 sample's stream position, so they do not depend on the layout, the number of workers or restarts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Encodes text into a token file: files -> documents -> tokenizer -> tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice

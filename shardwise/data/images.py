@@ -3,8 +3,6 @@
 A sample is a float32 image (3, size, size), normalised to mean 0 and standard deviation 1, with its class as target.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

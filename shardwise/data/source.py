@@ -1,7 +1,5 @@
 """The `Source` protocol, subsets and mixtures of sources, and synthetic tokens."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate

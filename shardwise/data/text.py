@@ -9,8 +9,6 @@ an error. Text files are read in chunks of at most 2 x CHUNK_CHARS characters th
 JSONL record is read whole.
 """
 
-from __future__ import annotations
-
 import codecs
 import glob
 import json

@@ -10,8 +10,6 @@ An end-of-document token follows every document. Text that spells a special toke
 Tokenizers count the bytes that ids stand for, so that losses of different tokenizers compare as bits per byte.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Decides what to do after a step with non-finite gradients or a loss spike; all ranks decide the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ workers, re-imports PyTorch in every worker, and shares a store across restarts,
 of dead ones. A failure is reported once, with the error of the worker that failed first.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

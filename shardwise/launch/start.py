@@ -1,7 +1,5 @@
 """Starts a training run: resolves job, layout and run folder, launches the workers, prints the final summary."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from fnmatch import fnmatchcase

@@ -4,8 +4,6 @@ Given devices and a cluster, the planner (`shardwise plan`) adds layout, days an
 budget whose compute-optimal model trains in that time.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Collects every rank's metrics of the previous step on all ranks, in one small all-gather per step."""
 
-from __future__ import annotations
-
 import json
 import resource
 import time

@@ -4,8 +4,6 @@ The bottom MLP embeds the dense features. The dot products of all pairs of embed
 summed over its lookups) and the dense embedding go through the top MLP to one logit, the click.
 """
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from typing import Any

@@ -4,8 +4,6 @@ All numbers are for one micro-batch on one rank. They come from a trace (`shardw
 hand-written list; the planner turns them into time and memory.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

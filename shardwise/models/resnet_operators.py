@@ -5,8 +5,6 @@ FLOPs agree with the trace, but our BatchNorm is many operators in a trace, whic
 times as many bytes as the fused kernels of a compiled block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from shardwise.models.operator_costs import MatMul, OperatorCosts, merge_costs

@@ -5,8 +5,6 @@ Parameters and matmul FLOPs agree with the trace (which adds the relative-positi
 operators in a trace and one fused kernel in a compiled block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from shardwise.models.operator_costs import AttentionOp, MatMul, OperatorCosts, merge_costs

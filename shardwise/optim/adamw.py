@@ -5,8 +5,6 @@ and can keep its moments in bf16. It updates one parameter at a time: float32 we
 (`shardwise.optim.adamw_kernel`), all others with PyTorch's fused kernel.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

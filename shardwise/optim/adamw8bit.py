@@ -6,8 +6,6 @@ the layout. Vectors and small parameters keep full-precision moments. Checkpoint
 them into the same blocks gives the same codes, and any layout or state dtype can resume from them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from typing import Any

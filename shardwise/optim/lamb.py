@@ -5,8 +5,6 @@ all parameters in one collective per axis. As in the authors' code, parameters w
 Adam's plain update. The trust ratio is unbounded, and 1 if either norm is zero.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ Stacked expert weights are one matrix per expert; a fused QKV weight is one matr
 of AdamW's (PyTorch's `match_rms_adamw`), so one learning rate serves both.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Builds the optimizer of a job for this rank's parameter shards."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any

@@ -5,8 +5,6 @@ ranks use float64, so that replicas of a shard, which sum in different groups an
 same number in the dtype of the weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol
 

@@ -9,8 +9,6 @@ fragments synchronize after the last step.
 The axes inside a replica (shard, tensor, pipeline, ...) are unaffected.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -16,8 +16,6 @@ A world of size 1 has no process groups, and every collective is skipped: one de
 create the same groups in the same order. The mesh owns the step timer, which every axis with a group reports to.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cached_property
 

@@ -12,8 +12,6 @@ input gradient and once per matmul and norm, 9 forwards instead of 2, and select
 traversal. `CheckpointOnce` recomputes a block once and keeps the activations until the weight gradients are done.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from functools import partial

@@ -6,8 +6,6 @@ measures compiled training steps by kernel category, at the temperature and powe
 share a machine measure at the same time, as they will train at the same time.
 """
 
-from __future__ import annotations
-
 import gc
 import statistics
 import time

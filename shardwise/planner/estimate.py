@@ -4,8 +4,6 @@ Pipeline time comes from the closed form of the schedule (`shardwise.schedules.c
 lower bound otherwise. With an `EngineModel`, `predict` simulates the schedule; the search does so for its finalists.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from math import log2
 from typing import Any

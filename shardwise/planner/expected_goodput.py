@@ -11,8 +11,6 @@ days on 16,384 GPUs, one in 2.8 hours (Grattafiori et al. 2024). Between Kokolis
 law; outside of them each GPU fails independently.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

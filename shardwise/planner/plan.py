@@ -1,7 +1,5 @@
 """A plan: the best layouts of a job on a cluster, their predicted cost, and why other layouts are not the best."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import suppress

@@ -4,8 +4,6 @@ The SVG is drawn by hand: a plotting library would add megabytes of script for a
 actions that training executes (`shardwise.schedules.simulate`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path

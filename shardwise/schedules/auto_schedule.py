@@ -4,8 +4,6 @@ This file states the scheduling problem (stage costs, activation memory of a mic
 `shardwise.schedules.synthesize` solve it, and checks the result with the memory model that every schedule is held to.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -10,8 +10,6 @@ For uneven stages `uneven_lower_bound` adds up, for each rank, its own work, the
 other ranks need after it. It never exceeds the simulation and is exact for gpipe.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 from math import inf

@@ -4,8 +4,6 @@ One pass in order of time. A free rank runs a forward while it is below its in-f
 backward, else a backward-weight if that fits before the next input arrives. `synthesize` tries many `PriorityRules`.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass
 from heapq import heappop, heappush

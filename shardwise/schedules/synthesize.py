@@ -8,8 +8,6 @@ exceeds the memory limit of a rank.
 The search budget counts simulated actions, not seconds, so every rank of a run finds the same schedule.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product

@@ -4,8 +4,6 @@ The plan is made before any process starts and saved in the run folder, so that 
 measurements. Under an external launcher every process computes the same plan by itself.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -20,8 +20,6 @@ A checkpoint has `weights.<name>`, `optimizer.<name>.<key>`, `buffers.<name>`, `
 diverge save theirs under the prefix `replica<n>.`.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading

@@ -6,8 +6,6 @@ copy in host memory, and DCP ignores empty ones. We give it our own files, which
 index, a pickle, is written for PyTorch's tools but never read, since unpickling can run code; ours is `tensors.json`.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """This machine: its devices, the number of processes to run on them, and its description for the planner."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil

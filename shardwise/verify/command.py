@@ -1,7 +1,5 @@
 """`shardwise verify`: selects the layouts to verify and shrinks the model and the batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

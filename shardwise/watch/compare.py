@@ -1,7 +1,5 @@
 """Compares runs: job differences, loss over samples and over time, throughput."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

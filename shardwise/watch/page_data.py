@@ -1,7 +1,5 @@
 """Everything the page of a run shows, as one JSON value. Long runs are downsampled here, not in the browser."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from typing import Any

@@ -4,8 +4,6 @@ The bubble is defined alike for both: the share of the time from the start of th
 which a rank runs no action, averaged over ranks.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence

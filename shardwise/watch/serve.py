@@ -4,8 +4,6 @@ A name in a URL is looked up among the known runs and never becomes a path. Boun
 answers only requests whose Host header names a loopback address, which prevents DNS rebinding.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable

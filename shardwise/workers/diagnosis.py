@@ -6,8 +6,6 @@ the culprit is the rank that departed from its own sequence or, if that does not
 collective differs from that of most ranks.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

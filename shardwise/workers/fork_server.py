@@ -16,8 +16,6 @@ and reports `{"group": "group-1", "pids": {"0": 7, "1": 8}}`, `{"group": "group-
 when continued) and `{"group": "group-1", "rank": 0, "code": -9}` (exit code). It exits with its launcher.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import json

@@ -9,8 +9,6 @@ sends the snapshot to a backup rank on the next node: a node that rejoins with e
 restart loads the newest step for which every rank has a valid snapshot in the same layout.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

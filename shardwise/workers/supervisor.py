@@ -9,8 +9,6 @@ It does not restart after errors that Shardwise raises on purpose, after the sam
 after `max_restarts` consecutive attempts without progress.
 """
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Callable

@@ -8,8 +8,6 @@ The cached rows are those that the first samples of the stream use most. That de
 run caches the same rows.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

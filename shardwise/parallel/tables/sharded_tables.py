@@ -13,8 +13,6 @@ Gradients are sums over ranks, not means: the loss is already divided by the sam
 are sent again before use (`refresh`), so the result is bitwise the same.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ Table shards are parameter shards like any other: the same step computes the nor
 the same checkpoint saves and reshards them. Their gradient holds only the rows that the batch touched.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice

@@ -10,8 +10,6 @@ Chunks are those of `torch.chunk`. A rank has at most one shard of a table. Look
 be proportional to shard size: true for hashed ids, as here, but not if small ids are the frequent ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

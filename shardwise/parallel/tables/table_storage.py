@@ -4,8 +4,6 @@ Storage and routes stay in host memory, pinned if there is a GPU. A world of siz
 because PyTorch has no sharded embedding tables, and TorchRec keeps tables and optimizers in kernels of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

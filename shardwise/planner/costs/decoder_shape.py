@@ -4,8 +4,6 @@ A model is an embedding, a sequence of blocks and a head. A dense block is atten
 block has experts. `ModelShape` is frozen, so that costs computed from it can be cached.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

@@ -4,8 +4,6 @@ Counts as a dry run does: the larger side of each collective, on rank 0 of every
 from `EngineModel`, padded as the engine pads them; `tests/test_dryrun.py` checks equality to the byte.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 
 from shardwise.layout import AXES, Layout, kept_activation_fraction

@@ -5,8 +5,6 @@ micro-batch in flight, logits, communication buffers, and a reserve for fragment
 decoders on our engine use the exact model in `shardwise.planner.costs.engine_memory` instead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """A model that is not a sequence of equal blocks, as the costs of its modules: traced, or listed by its family."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property

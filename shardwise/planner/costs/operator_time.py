@@ -1,7 +1,5 @@
 """The time of a module's operators (`shardwise.models.operator_costs`) on a machine."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from shardwise.models.operator_costs import AttentionOp, OperatorCosts

@@ -1,7 +1,5 @@
 """`shardwise dryrun`: resolves job, layout and ranks, and formats the reports as text."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path

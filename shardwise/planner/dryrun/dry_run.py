@@ -16,8 +16,6 @@ initialized beforehand. Later steps are the same, except that DDP (`replicate` a
 first: the number of calls may differ slightly, the bytes do not.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import os
