@@ -1,4 +1,4 @@
-"""An asynchronous parameter server, for comparison with all-reduce. Some or all ranks each serve a slice of the weights.
+"""An asynchronous parameter server, for comparison with all-reduce; some or all ranks each serve a slice of weights.
 
 A server applies gradients as they arrive and replies with its current weights, but lets no rank run more than
 `staleness` rounds ahead of the slowest (Ho et al., 2013). If a worker dies, the others continue and the error names it
