@@ -21,9 +21,8 @@ from shardwise.workers.fork_server import ForkServer
 FAULTY_WORKER = "shardwise.chaos.faulty_worker"
 BIT_FLIP_KINDS = ("weight", "state", "gradient")  # tensors in which a bit is flipped
 FAULT_KINDS = ("kill", "kill", "kill", "stop", "flip", "nan", *BIT_FLIP_KINDS)
-EXPECTED_EVENT = {"kill": "killed", "stop": "suspended", "flip": "killed", "nan": "rollback"} | dict.fromkeys(
-    BIT_FLIP_KINDS, "corruption"
-)
+EXPECTED_EVENT = {"kill": "killed", "stop": "suspended", "flip": "killed", "nan": "rollback"}
+EXPECTED_EVENT |= dict.fromkeys(BIT_FLIP_KINDS, "corruption")
 FAILURE_EVENTS = ("killed", "suspended", "hung", "failed", "rollback", "corruption")
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -237,9 +238,8 @@ class Supervisor:
         return max((heartbeat["step"] for heartbeat in read_heartbeats(self.run_path).values()), default=0)
 
     def _request_dumps(self, worker_group: WorkerGroup, ranks: list[int], timeout: float) -> None:
-        diagnosis.request_dumps(
-            self.run_path, ranks, timeout, lambda: self.worker_pool.kill(worker_group, signal.SIGUSR1, ranks)
-        )
+        send_signal = partial(self.worker_pool.kill, worker_group, signal.SIGUSR1, ranks)
+        diagnosis.request_dumps(self.run_path, ranks, timeout, send_signal)
 
     def _record_diagnosis(self, kind: str, exit_reasons: dict[int, str]) -> diagnosis.Diagnosis:
         rank_states = diagnosis.read_rank_states(heartbeat_folder(self.run_path), exit_reasons)
