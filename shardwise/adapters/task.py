@@ -29,6 +29,8 @@ from shardwise.errors import JobError
 
 @dataclass(frozen=True)
 class Task:
+    """A module that is not ours, and how to train it."""
+
     model: Callable[[], nn.Module] | nn.Module
     """A class or function that builds the module, or a module, whose weights are then kept."""
     loss: Callable[..., Tensor] | None = None

@@ -27,7 +27,7 @@ from shardwise.models import bert, gpt, t5
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.prepare import forward_flops, prepare
-from shardwise.step import CudaGraphStep, make_step_fn, step
+from shardwise.step import make_step_fn, step
 
 WARMUP_STEPS = 3  # compile the blocks and initialize optimizer state
 HEAD_ANNOTATION = "shardwise head"
@@ -125,9 +125,10 @@ def bench_step(job: Job, device: torch.device, steps: int = 10, warmup_steps: in
         time_breakdown["gaps"] = unaccounted
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return StepReport(
-        name, str(layout), compiled, isinstance(step_fn, CudaGraphStep), job.samples * job.model.sequence_length,
-        median, (quartiles[2] - quartiles[0]) / median, 3 * sum(forward_flops(job.model)) * job.samples / median,
-        device_peak_flops(device, job.precision) or 0.0, peak, time_breakdown,
+        name, str(layout), compiled, getattr(step_fn, "graph", None) is not None,
+        job.samples * job.model.sequence_length, median, (quartiles[2] - quartiles[0]) / median,
+        3 * sum(forward_flops(job.model)) * job.samples / median, device_peak_flops(device, job.precision) or 0.0, peak,
+        time_breakdown,
     )  # fmt: skip
 
 

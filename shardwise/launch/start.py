@@ -150,7 +150,9 @@ def _print_summary(prepared: Prepared, say: Callable[[str], None]) -> None:
     has_tokens = job.model.throughput_unit == "tokens"
     size = f"{job.samples} x {job.model.length} tokens" if has_tokens else f"{job.samples} samples"
     count = format_count(prepared.parameters)
-    say(f"job:    {job.model.name}, {count} parameters, {job.precision}, on {job.data.source}")
+    task = job.family.task(job.model)
+    source = job.data.source if task is None or task.reads_tokens else type(task.data).__name__
+    say(f"job:    {job.model.name}, {count} parameters, {job.precision}, on {source}")
     say(f"        {pluralize(job.total_steps, 'step')} of {size}, {job.optimizer.name} at {job.optimizer.lr:g}")
     micro_batches = f"{pluralize(batch.micro_batches, 'micro-batch')} of {batch.micro_batch}"
     say(f"layout: {layout} ({pluralize(layout.world, 'process')}, {micro_batches})")

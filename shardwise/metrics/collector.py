@@ -87,8 +87,8 @@ class RankMetricsCollector:
                     file.write(json.dumps({"step": self.last_step, "actions": shifted}) + "\n")
 
     def peak_memory(self) -> float:
-        """Returns this rank's peak memory in bytes. On a CPU it is read at most once a second: reading is slow."""
-        if self.device.type == "cuda" or time.monotonic() - self._memory_read_time >= 1.0:
+        """Returns this rank's peak memory in bytes. It is read at most once a second: reading is slow."""
+        if time.monotonic() - self._memory_read_time >= 1.0:
             self._memory_read_time, self._peak_bytes = time.monotonic(), _process_peak_memory(self.device)
         return self._peak_bytes
 
@@ -102,24 +102,25 @@ class RankMetricsCollector:
         return tensors + [param_shard.tensor for param_shard in self.engine.param_shards]
 
     def exchange(self) -> Tensor:
-        """All-gathers every rank's metrics row of the previous step; returns (ranks, columns) on the device."""
-        local_row = torch.tensor(self.last_metrics.to_list(), dtype=torch.float64, device=self.device)
+        """All-gathers every rank's metrics row of the previous step; returns (ranks, columns), on the device if there
+        are several ranks."""
+        device = self.device if self.world > 1 else None  # a copy to the device would wait for the step
+        local_row = torch.tensor(self.last_metrics.to_list(), dtype=torch.float64, device=device)
         all_rows = local_row.unsqueeze(0)
         if self.world > 1:
             all_rows = local_row.new_empty(self.world, local_row.numel())
             all_gather(all_rows.view(-1), local_row, axis=self.engine.mesh.all_ranks)
         return all_rows
 
-    def write_previous_step(self, rows: Tensor, step: int) -> dict[str, Any]:
-        """Call after step `step`. On rank 0, writes the rows of the previous step and returns its slowest rank;
-        returns {} on other ranks."""
-        previous_step, self.last_step = self.last_step, step
-        if not previous_step or not self.is_main:
+    def write(self, step: int, rows: Tensor) -> dict[str, Any]:
+        """On rank 0, writes the rows of a step and returns its slowest rank; returns {} on other ranks or if `step` is
+        0."""
+        if not step or not self.is_main:
             return {}
         table = rows.cpu().numpy()
-        for message in self.writer.add(previous_step, table):
+        for message in self.writer.add(step, table):
             self.emit_event("straggler", message)
-        return {"step": previous_step, **find_slowest_rank(table)} if self.world > 1 else {}
+        return {"step": step, **find_slowest_rank(table)} if self.world > 1 else {}
 
     def finish(self) -> None:
         """Exchanges and writes the last step. Every rank must call it."""

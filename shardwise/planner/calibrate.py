@@ -31,7 +31,7 @@ from shardwise.files import require_parent_folder
 from shardwise.job import DecoderConfig, make_job
 from shardwise.models.chain import init_weights
 from shardwise.models.gpt import DecoderBlock, build_gpt
-from shardwise.models.loss import aligned_logits
+from shardwise.models.loss import pad_vocab
 from shardwise.parallel.parallelize import ACTIVATION_MEMORY_BUDGET
 from shardwise.planner.costs.block_time import BlockTimeModel, KernelProfile, ParallelDegrees
 from shardwise.planner.costs.efficiency import efficiency_of
@@ -226,8 +226,9 @@ def _matmul_rate(n: int, dtype: torch.dtype, device: torch.device) -> float:
 def _unaligned_matmul_rate(n: int, dtype: torch.dtype, device: torch.device) -> float:
     """Returns the FLOP/s of a projection to an odd vocabulary size, over forward and backward."""
     x, weight = torch.randn(n, n, device=device).to(dtype), torch.randn(n + 1, n, device=device).to(dtype)
-    gradient = aligned_logits(x, weight)
-    products = (lambda: aligned_logits(x, weight), lambda: gradient @ weight, lambda: gradient.t() @ x)
+    weight = pad_vocab(weight)
+    gradient = x @ weight.t()
+    products = (lambda: x @ weight.t(), lambda: gradient @ weight, lambda: gradient.t() @ x)
     return 6.0 * n * n * (n + 1) / sum(_median_seconds(product, device) for product in products)
 
 

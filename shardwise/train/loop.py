@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from shardwise.data.bad_records import BadRecords
 from shardwise.data.loader import Loader
 from shardwise.data.make_sources import make_sources
 from shardwise.data.sample_stream import Samples, SampleStream
-from shardwise.errors import RunError
+from shardwise.errors import DataError, RunError
 from shardwise.integrity.anomaly_policy import AnomalyPolicy, Rollback
 from shardwise.integrity.corruption_detector import CorruptionDetector
 from shardwise.layout import AUTO_SCHEDULES
@@ -72,7 +73,9 @@ class TrainingLoop:
         self.engine = self.prebuilt_engine or make_engine(self.prepared, self.device)
         self.optimizer = self.engine.make_optimizer(self.job)
         self.step = self._make_step_fn()
-        is_watched = not self.engine.has_tables and not isinstance(self.step, CudaGraphStep)
+        self.overlaps_host = isinstance(self.step, CudaGraphStep)
+        """Whether the host fetches the next batch and writes metrics while the GPU computes."""
+        is_watched = not self.engine.has_tables and not self.overlaps_host
         flops = is_watched * 3 * self.prepared.forward_flops * self.job.samples / self.layout.world
         self.corruption_detector = CorruptionDetector(
             self.job, self.engine, self.optimizer, self.folder.path, flops, self._log_event
@@ -93,8 +96,9 @@ class TrainingLoop:
         self.training, self.held_out, self.tokenizer = make_sources(self.job, bad_records=self.bad_records)
         self.bad_records.log_path = self.folder.bad_records_path
         self.metrics = MetricsProcessor(
-            self.job, self.engine, self.optimizer, self.folder, self.progress, self.corruption_detector, self.stop
-        )
+            self.job, self.engine, self.optimizer, self.folder, self.progress, self.corruption_detector, self.stop,
+            writes_later=self.overlaps_host,
+        )  # fmt: skip
         self.anomaly_policy = AnomalyPolicy(
             self.job, self.engine, self._can_replay(), lambda: len(self.folder.skipped_batches()), self._log_event
         )
@@ -102,8 +106,9 @@ class TrainingLoop:
     def _make_step_fn(self) -> Callable[[Samples], StepResult]:
         compiled = self.job.should_compile(self.device.type, self.layout)
         return make_step_fn(
-            self.engine, self.optimizer, self.job.optimizer.clip, compiled, on_grads_ready=self._observe
-        )
+            self.engine, self.optimizer, self.job.optimizer.clip, compiled, on_grads_ready=self._observe,
+            on_capture_failure=lambda message: self._log_event("capture_failed", message),
+        )  # fmt: skip
 
     def _observe(self, outcome: StepResult) -> None:
         self.corruption_detector.before_update()
@@ -136,12 +141,15 @@ class TrainingLoop:
         self.engine.begin_stream(self.job, stream)
         batches = self.engine.batches(self.job, iter(loader), last - first)
         self.metrics.ranks.reset()
+        next_samples: Samples | None = None
         try:
             for number in range(first, last):
                 self.metrics.ranks.begin(number)
                 begin, waited = time.perf_counter(), loader.wait_seconds
-                self._set_phase("data", number + 1)
-                samples = next(batches)[1].to(self.device)
+                if next_samples is None:
+                    self._set_phase("data", number + 1)
+                    next_samples = next(batches)[1].to(self.device)
+                samples, next_samples = next_samples, None
                 self._set_phase("computing", number + 1)
                 rate = job_learning_rate(self.job, number, last)
                 set_learning_rate(self.optimizer, rate)
@@ -152,6 +160,13 @@ class TrainingLoop:
                 if self.engine.outer_optimizer is not None:
                     self.engine.outer_optimizer.after_step(done, last)
                 self.corruption_detector.after_step()
+                if self.overlaps_host:
+                    self.metrics.flush()
+                    if done < last:
+                        self._set_phase("data", done, overlapped=True)
+                        with suppress(DataError):  # the next step raises it again, once this one is logged
+                            next_samples = next(batches)[1].to(self.device)
+                        self._set_phase("computing", done, overlapped=True)
                 verdict = self.metrics.log_step(done, outcome, rate, begin, loader.wait_seconds - waited)
                 self._tell("on_step", done, lambda: {"loss": float(outcome.loss), "grad_norm": float(outcome.grad_norm),
                                                      "lr": rate})  # fmt: skip
@@ -180,6 +195,7 @@ class TrainingLoop:
             self.metrics.ranks.finish()
         finally:
             loader.close()
+            self.metrics.flush()
 
     def _restore(self) -> int:
         """Loads the newest checkpoint when resuming. Returns the step to continue from."""
@@ -200,6 +216,7 @@ class TrainingLoop:
 
     def _snapshot(self, done: int) -> None:
         self._set_phase("saving", done)
+        self.metrics.flush()
         if problem := self.checkpoints.snapshot(done, self.engine, self.optimizer, self._state(done)):
             self._log_event("snapshot_failed", problem, step=done)
         self.corruption_detector.check_saved_state(done)
@@ -210,6 +227,7 @@ class TrainingLoop:
     def _save(self, done: int) -> None:
         begin = time.perf_counter()
         self._set_phase("saving", done)
+        self.metrics.flush()
         try:
             self.checkpoints.finish()
         except RunError as error:  # from the previous save
@@ -228,6 +246,7 @@ class TrainingLoop:
 
     def _validate(self, done: int) -> None:
         self._set_phase("validating", done)
+        self.metrics.flush()
         begin = time.perf_counter()
         result = validate(self.engine, self.job, self.held_out, self.tokenizer)
         if result is not None:
@@ -274,9 +293,9 @@ class TrainingLoop:
             for callback in self.callbacks:
                 getattr(callback, what)(step, *([] if metrics is None else [metrics()]))
 
-    def _set_phase(self, phase: str, step: int) -> None:
+    def _set_phase(self, phase: str, step: int, overlapped: bool = False) -> None:
         self.set_phase(phase, step)
-        self.engine.timer.begin_phase(PHASES.get(phase, ""))
+        self.engine.timer.begin_phase(PHASES.get(phase, ""), overlapped)
 
     def _log_event(self, kind: str, message: str, **facts: Any) -> None:
         if self.is_rank_zero:

@@ -303,11 +303,13 @@ class FusedRMSNorm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight)
 
 
-def _fused_loss(logits: Tensor, targets: Tensor, vocab_shard: loss.VocabShard | None) -> tuple[Tensor, Tensor]:
+def _fused_loss(
+    padded_logits: Tensor, targets: Tensor, vocab_shard: loss.VocabShard | None, vocab: int
+) -> tuple[Tensor, Tensor]:
     """Allocates what the fused loss kernel does: the gradient overwrites the logits."""
-    if vocab_shard is not None or logits.dtype == torch.float64:
-        return softmax_loss(logits, targets, vocab_shard)
-    return logits.new_zeros((), dtype=torch.promote_types(logits.dtype, torch.float32)), logits
+    if vocab_shard is not None or padded_logits.dtype == torch.float64:
+        return softmax_loss(padded_logits, targets, vocab_shard, vocab)
+    return padded_logits.new_zeros((), dtype=torch.promote_types(padded_logits.dtype, torch.float32)), padded_logits
 
 
 softmax_loss = loss.cross_entropy_with_grad
