@@ -120,9 +120,8 @@ def _collect_results(connections: list[Connection], workers: list[Any], timeout:
         raise payload if isinstance(payload, ShardwiseError) else RunError(str(payload))
     if pending:
         unfinished = sorted(pending.values())
-        stacks = "\n".join(
-            f"rank {rank}:\n{_dump_stack(workers[rank].pid, folder / f'stack{rank}')}" for rank in unfinished
-        )
+        dumps = {rank: _dump_stack(workers[rank].pid, folder / f"stack{rank}") for rank in unfinished}
+        stacks = "\n".join(f"rank {rank}:\n{dump}" for rank, dump in dumps.items())
         raise RunError(f"ranks {unfinished} did not finish within {timeout:.0f} s.\n{stacks}")
     return [results[rank] for rank in range(len(connections))]
 

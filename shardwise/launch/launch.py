@@ -26,7 +26,7 @@ from shardwise.train.local_machine import check_compiler, pick_device
 from shardwise.train.run_folder import RunFolder
 from shardwise.workers.fork_server import ForkServer
 from shardwise.workers.nodes import Node, NodeCoordinator
-from shardwise.workers.supervisor import Supervisor
+from shardwise.workers.supervisor import Supervisor, failure_text
 from shardwise.workers.worker_pool import WorkerPool
 
 WORKER_ENTRY_POINT = "shardwise.launch.worker:main"
@@ -143,9 +143,3 @@ def _run_in_existing_world(folder: RunFolder, layout: Layout, resume: bool) -> N
         os._exit(getattr(error, "exit_code", 1))  # peers hang in collectives: a regular exit would wait for them
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def failure_text(record: dict[str, Any]) -> str:
-    """Returns the message of a failed worker: the sentence of an expected error, the traceback of any other."""
-    text = record["trace"] or record["message"]
-    return str(text) if record["exit_code"] == 2 else f"rank {record['rank']} failed: {text.rstrip()}"

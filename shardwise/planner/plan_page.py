@@ -15,7 +15,7 @@ from shardwise.layout import Layout, micro_batch_error
 from shardwise.planner.accuracy import ACCURACY_SENTENCE
 from shardwise.planner.plan import Plan, make_estimator, time_breakdown
 from shardwise.planner.prediction import Prediction
-from shardwise.planner.show import MEMORY_PARTS, format_exposed, title, training_summary
+from shardwise.planner.show import MEMORY_PARTS, format_exposed, format_seconds, title, training_summary
 from shardwise.schedules.simulate import TimelineEvent, named_program, simulate
 
 PAGE_WIDTH = 1120  # pixels of every drawing
@@ -51,7 +51,7 @@ def plan_page(plan: Plan) -> str:
     body = [
         f"<h1>Plan: {escape(plan.job.model.name)} on {plan.devices} x {escape(plan.cluster.device.name)}</h1>",
         f"<p class='dim'>{escape(title(plan))}</p>",
-        f"<p>{name}: {best}: {_seconds(plan.best.seconds)} per step.{fit} {escape(training_summary(plan))}</p>",
+        f"<p>{name}: {best}: {format_seconds(plan.best.seconds)} per step.{fit} {escape(training_summary(plan))}</p>",
         f"<h2>Layout{'s, best first' if plan.evaluated > 1 else ''}</h2>",
         _layouts_table(plan),
         "<h2>Where a step's time goes</h2>",
@@ -78,10 +78,6 @@ def _bullet_list(lines: Iterable[str]) -> str:
     return "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>"
 
 
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
-
-
 def _layouts_table(plan: Plan) -> str:
     unit = plan.job.model.throughput_unit
     heads = ("#", "layout", "step", f"{unit}/s per device", "model TFLOP/s", "hardware TFLOP/s", "of peak", "GiB",
@@ -94,7 +90,7 @@ def _layouts_table(plan: Plan) -> str:
 
     for number, (p, reason) in enumerate(zip(plan.layouts, plan.reasons, strict=True)):
         cells = (
-            str(number + 1), str(p.layout), _seconds(p.seconds), f"{plan.tokens_per_second(p):.4g}",
+            str(number + 1), str(p.layout), format_seconds(p.seconds), f"{plan.tokens_per_second(p):.4g}",
             f"{plan.flops(p) / 1e12:.3g}", f"{plan.hardware_flops(p) / 1e12:.3g}", f"{100 * plan.mfu(p):.0f}%",
             f"{p.peak_memory / GIB:.1f}", f"{100 * p.bubble:.1f}%", format_exposed(p), reason,
         )  # fmt: skip
@@ -213,7 +209,7 @@ def _timeline_chart(plan: Plan, prediction: Prediction) -> Iterator[str]:
         shapes += _action_rect(event, *place, event.stage >= layout.pipeline)
     for tick in range(9):
         moment, anchor = (until - begin) * tick / 8, "start" if tick == 0 else "end" if tick == 8 else "middle"
-        word = _seconds(begin + moment) if begin + moment else "0"
+        word = format_seconds(begin + moment) if begin + moment else "0"
         shapes.append(_text(LABEL_WIDTH + moment * scale, 26 * rows + 18, word, anchor))
     yield _svg(26 * rows + 24, shapes, "timeline of the pipeline")
     caption = _timeline_caption(rows, layout.pipeline, begin, until, simulation.seconds, count, micro_batches)
@@ -241,7 +237,7 @@ def _micro_batch_spans(events: Sequence[TimelineEvent], rank: int) -> list[float
 def _action_rect(event: TimelineEvent, x: float, y: float, width: float, later: bool) -> Iterator[str]:
     """Yields a rectangle, labelled with its micro-batch if there is room; `later` marks stages after a rank's first."""
     name, colour = ACTION_STYLES[event.kind]
-    note = f"{name}, stage {event.stage}, micro-batch {event.micro_batch}: {_seconds(event.end - event.start)}"
+    note = f"{name}, stage {event.stage}, micro-batch {event.micro_batch}: {format_seconds(event.end - event.start)}"
     number = str(event.micro_batch)
     yield _rect(x, y, width, 22, colour, note)
     if later:
@@ -257,7 +253,7 @@ def _timeline_caption(
     if rows < ranks:
         sentences.append(f"Shown: the last {rows} of {ranks} pipeline ranks, from their first action on.")
     if end < total_seconds:
-        sentences.append(f"Shown: {_seconds(end - begin)} of {_seconds(total_seconds)}.")
+        sentences.append(f"Shown: {format_seconds(end - begin)} of {format_seconds(total_seconds)}.")
     if count < micro_batches:
         sentences.append(f"Simulated with {count} of the {micro_batches} micro-batches.")
     return " ".join(sentences)

@@ -76,6 +76,10 @@ def layouts_table(plan: Plan, wide: bool) -> Table:
     return table
 
 
+def format_seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
 def format_exposed(prediction: Prediction) -> str:
     shares = {axis: seconds / prediction.seconds for axis, seconds in prediction.exposed.items()}
     return ", ".join(f"{axis} {100 * share:.1f}%" for axis, share in shares.items() if share >= 0.001)

@@ -14,6 +14,7 @@ from shardwise.job import Job
 from shardwise.layout import Layout
 from shardwise.parallel.prepare import Prepared, prepare
 from shardwise.planner.plan import Plan, make_estimator, make_plan
+from shardwise.planner.show import format_seconds
 from shardwise.train.local_machine import local_cluster, local_process_count
 
 
@@ -39,10 +40,6 @@ def choose_plan(job: Job, world_size: int | None = None) -> tuple[Plan, str]:
     raise last_error
 
 
-def choose_layout(job: Job, world_size: int | None = None) -> Layout:
-    return choose_plan(job, world_size)[0].best.layout
-
-
 def check_memory(job: Job, plan: Plan) -> None:
     """Raises LayoutError if no layout that "auto" tried fits in memory. Explicit layouts are not checked."""
     if job.layout == "auto" and not plan.fits(plan.best):
@@ -58,15 +55,11 @@ def describe_plan(plan: Plan, source: str) -> str:
     """Returns the prediction for the chosen layout and why it won, in one line."""
     best, device = plan.best, plan.cluster.device
     memory = f"{best.peak_memory / GIB:.2g} of {device.memory / GIB:.3g} GiB"
-    line = f"predicted {_format_seconds(best.seconds)} per step, {memory} on {device.name} ({source})"
+    line = f"predicted {format_seconds(best.seconds)} per step, {memory} on {device.name} ({source})"
     if plan.evaluated == 1:
         return line
     near_miss = f"; {plan.near_misses[0]}" if plan.near_misses else ""
     return f"best of {pluralize(plan.evaluated, 'layout')}: {line}{near_miss}"
-
-
-def _format_seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 def layout_record(prepared: Prepared) -> dict[str, Any]:

@@ -204,12 +204,10 @@ class Supervisor:
         else:
             record = records[0]
             rank, trace, code = record["rank"], record["trace"], record["exit_code"]
-            error_text = trace or record["message"]
-            error_text = error_text if code == 2 else f"rank {rank} failed: {error_text.rstrip()}"
             summary = " ".join(record["message"].strip().splitlines()[:1])
             finding = self._record_diagnosis("failed", {rank: f"failed with {record['kind']}: {summary}"})
             ranks, step = finding.culprits or [rank], heartbeats.get(rank, {}).get("step", 0)
-            failure = WorkerFailure("failed", ranks, step, finding.message, error_text, trace is None, code)
+            failure = WorkerFailure("failed", ranks, step, finding.message, failure_text(record), trace is None, code)
         self.worker_pool.kill_and_wait(worker_group)
         return failure
 
@@ -315,6 +313,12 @@ class Supervisor:
             f"{pluralize(self.size, 'process')} in layout '{self.layout}'."
         )
         self.log_event("scaled_down", message, ranks=ranks, step=failure.step, layout=self.layout)
+
+
+def failure_text(record: dict[str, Any]) -> str:
+    """Returns the message of a failed worker: the sentence of an expected error, the traceback of any other."""
+    text = record["trace"] or record["message"]
+    return str(text) if record["exit_code"] == 2 else f"rank {record['rank']} failed: {text.rstrip()}"
 
 
 def _exit_reason(code: int) -> str:
