@@ -1,7 +1,5 @@
 """The command line: parses options, calls the package, prints the result."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -207,7 +205,7 @@ def dryrun(
 
     from shardwise.planner.dryrun.command import describe_reports, dryrun_job
 
-    reports = dryrun_job(job_file, overrides or [], layout, rank or [], every_stage, lambda report: None)
+    reports = dryrun_job(job_file, overrides or [], layout, rank or [], every_stage)
     for text in [json.dumps(report.as_dict()) for report in reports] if as_json else [describe_reports(reports)]:
         print_line(text)
 

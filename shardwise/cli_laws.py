@@ -1,7 +1,5 @@
 """The commands `shardwise laws ...`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -7,8 +7,6 @@ of these peaks that software reaches is in `shardwise.planner.costs.efficiency`.
 `shardwise calibrate` writes the same fields as TOML, with measured efficiencies.
 """
 
-from __future__ import annotations
-
 import tomllib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -111,11 +109,9 @@ DEVICES = {device.name: device for device in (
 # A TPU's inner bandwidth is the total of its links: six of 45 GB/s (v4), four of 45 (v5e), six of 90 (v5p), 9.6 Tbit/s
 # in all (v7x). Rail-optimized InfiniBand has one port per device, of 100, 200, 400 or 800 Gbit/s.
 _INFINIBAND = {
-    100: LinkSpec(12.5 * GB, 5e-6),
-    200: LinkSpec(25 * GB, 5e-6),
-    400: LinkSpec(50 * GB, 5e-6),
+    100: LinkSpec(12.5 * GB, 5e-6), 200: LinkSpec(25 * GB, 5e-6), 400: LinkSpec(50 * GB, 5e-6),
     800: LinkSpec(100 * GB, 5e-6),
-}
+}  # fmt: skip
 
 
 def _nvlink(bandwidth: float) -> LinkSpec:
@@ -126,29 +122,12 @@ def _nvlink(bandwidth: float) -> LinkSpec:
 # Memory-bound operators reach little of the copy bandwidth, and nothing overlaps. Attention is above 1 because the cost
 # model's rule for short sequences is a GPU's.
 CPU_EFFICIENCIES = {
-    "matmul": 1.0,
-    "matmul_half_rate_depth": 0.0,
-    "wave_quantization": 0.0,
-    "unaligned_64": 1.0,
-    "unaligned_8": 0.9,
-    "attention": 1.8,
-    "attention_backward": 1.15,
-    "memory": 0.08,
-    "bulk_memory": 1.0,
-    "inner": 1.0,
-    "outer": 1.0,
-    "latency": 0.5,
-    "collective_start": 5e-4,
-    "kernel_launch": 3.4e-5,
-    "overlap_sharpness": 1.0,
-    "jitter": 0.0,
-    "fixed_seconds": 0.0,
-    "contention": 0.0,
-    "overlap_data": 0.0,
-    "overlap_tensor": 0.0,
-    "overlap_p2p": 0.0,
+    "matmul": 1.0, "matmul_half_rate_depth": 0.0, "wave_quantization": 0.0, "unaligned_64": 1.0, "unaligned_8": 0.9,
+    "attention": 1.8, "attention_backward": 1.15, "memory": 0.08, "bulk_memory": 1.0, "inner": 1.0, "outer": 1.0,
+    "latency": 0.5, "collective_start": 5e-4, "kernel_launch": 3.4e-5, "overlap_sharpness": 1.0, "jitter": 0.0,
+    "fixed_seconds": 0.0, "contention": 0.0, "overlap_data": 0.0, "overlap_tensor": 0.0, "overlap_p2p": 0.0,
     "overlap_p2p_interleaved": 0.0,
-}
+}  # fmt: skip
 
 # fmt: off
 CLUSTERS = {

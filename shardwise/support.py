@@ -5,8 +5,6 @@ last row matches everything, so every combination has a verdict; `benchmarks/ver
 and `shardwise.parallel` refuses the others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product

@@ -7,8 +7,6 @@ Start it with `python train.py`, which starts the layout's processes itself, `to
 train.py`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence

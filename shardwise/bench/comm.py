@@ -9,8 +9,6 @@ medians over repeats. Each algorithm is fitted to the alpha-beta model
 with its number of steps and the bytes its busiest rank sends. Links are measured by ping-pong between two processes.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import time

@@ -13,8 +13,6 @@ Stages are timed in this process, one batch after the other; a stage excludes th
 The wait is measured in real steps on one device, with the job's loader running concurrently.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections import defaultdict
@@ -38,13 +36,9 @@ WARMUP_STEPS = 2
 STAGES = ("order", "read", "decode", "objective", "augment", "collate", "transfer")
 # The stage of each method of a source.
 STAGE_OF_METHOD = {
-    "rows": "read",
-    "read_bytes": "read",
-    "_read_line": "read",
-    "_draw": "read",
-    "_parse_row": "decode",
+    "rows": "read", "read_bytes": "read", "_read_line": "read", "_draw": "read", "_parse_row": "decode",
     "read_images": "decode",
-}
+}  # fmt: skip
 
 
 class StageTimer:

@@ -5,8 +5,6 @@ CPU. The breakdown comes from a separate, profiled step: kernels are classified 
 (projection and loss, whose backward matmuls run in its forward), which are recognized by when they ran.
 """
 
-from __future__ import annotations
-
 import re
 import statistics
 import time

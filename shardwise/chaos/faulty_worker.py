@@ -4,8 +4,6 @@
 Each fault triggers once: its rank first writes the time to `faults/NUMBER`, and skips a fault whose file exists.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -50,10 +48,6 @@ def inject_faults(run: Path, faults: list[Fault]) -> None:
     (run / "faults").mkdir(exist_ok=True)
 
 
-def read_faults(run: Path) -> list[Fault]:
-    return [Fault(**fault) for fault in json.loads((run / "faults.json").read_text())]
-
-
 def trigger_times(run: Path) -> dict[int, float]:
     """Returns the time at which each fault triggered, by its number."""
     return {int(path.name): float(path.read_text()) for path in (run / "faults").glob("[0-9]*")}
@@ -63,7 +57,8 @@ def main(arguments: list[str]) -> None:
     """The entry point of a worker: trains like `shardwise.launch.worker`, with this rank's faults injected."""
     run, rank = Path(arguments[0]), int(os.environ["RANK"])
     triggered = trigger_times(run)
-    pending = [fault for fault in read_faults(run) if fault.rank == rank and fault.number not in triggered]
+    faults = [Fault(**fault) for fault in json.loads((run / "faults.json").read_text())]
+    pending = [fault for fault in faults if fault.rank == rank and fault.number not in triggered]
     original_run = TrainingLoop.run
 
     def run_with_faults(trainer: TrainingLoop) -> None:

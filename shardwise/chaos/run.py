@@ -1,8 +1,6 @@
 """Runs a job with and without random faults, and reports which faults were detected, how fast, and whether the results
 agree."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable
@@ -23,9 +21,8 @@ from shardwise.workers.fork_server import ForkServer
 FAULTY_WORKER = "shardwise.chaos.faulty_worker"
 BIT_FLIP_KINDS = ("weight", "state", "gradient")  # tensors in which a bit is flipped
 FAULT_KINDS = ("kill", "kill", "kill", "stop", "flip", "nan", *BIT_FLIP_KINDS)
-EXPECTED_EVENT = {"kill": "killed", "stop": "suspended", "flip": "killed", "nan": "rollback"} | dict.fromkeys(
-    BIT_FLIP_KINDS, "corruption"
-)
+EXPECTED_EVENT = {"kill": "killed", "stop": "suspended", "flip": "killed", "nan": "rollback"}
+EXPECTED_EVENT |= dict.fromkeys(BIT_FLIP_KINDS, "corruption")
 FAILURE_EVENTS = ("killed", "suspended", "hung", "failed", "rollback", "corruption")
 
 
@@ -170,15 +167,12 @@ def evaluate_run(layout: str, faults: list[Fault], faulty: RunFolder, baseline: 
     )
     kinds = [event["event"] for event in faulty.events()]
     return ChaosReport(
-        layout,
-        outcomes,
-        "finished" in kinds,
-        _loss_curve(faulty) == _loss_curve(baseline),
+        layout, outcomes, "finished" in kinds, _loss_curve(faulty) == _loss_curve(baseline),
         lost_samples=len(set(expected_samples) - set(used_samples)),
         repeated_samples=len(used_samples) - len(set(used_samples)),
         corrupted_checkpoints=len(list((faulty.path / "faults").glob("flipped-*"))),
         rejected_checkpoints=kinds.count("checkpoint_corrupt"),
-    )
+    )  # fmt: skip
 
 
 def _is_attributed(event: dict[str, Any] | None, fault: Fault) -> bool:

@@ -1,7 +1,5 @@
 """Handles unreadable records as `data.on_bad_record` says: fail at the first one, or skip and log each."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 

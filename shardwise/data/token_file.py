@@ -13,8 +13,6 @@ Headerless files of 16- or 32-bit ids, which other trainers write, need their ty
 `data.path = "train.bin:uint16"`. The file itself does not identify it, and a wrong guess would train on noise.
 """
 
-from __future__ import annotations
-
 import os
 import struct
 from collections.abc import Iterable, Iterator

@@ -15,8 +15,6 @@ differ stay different, so they are found within one round; a tensor that only on
 part is being checked. After the first corruption, every step checks all tensors.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import socket

@@ -8,8 +8,6 @@ bitwise equal. The majority is right: even two ranks give three results. On a GP
 attention backward kernels sum in no fixed order.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from typing import Any

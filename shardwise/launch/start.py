@@ -1,7 +1,5 @@
 """Starts a training run: resolves job, layout and run folder, launches the workers, prints the final summary."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from fnmatch import fnmatchcase
@@ -132,18 +130,16 @@ def _plan_layout(job: Job, nodes: int) -> tuple[Layout, dict[str, Any], str]:
     """Returns the layout to train in, the record for plan.toml, and a line that describes the plan."""
     given_layout = None if job.layout == "auto" else Layout.parse(job.layout)
     try:
-        plan, source = choose_plan(
-            job, existing_world_size() or (local_process_count(job) * nodes if nodes > 1 else None)
-        )
+        local_world = local_process_count(job) * nodes if nodes > 1 else None
+        plan, source = choose_plan(job, existing_world_size() or local_world)
     except LayoutError as error:
         if given_layout is None or given_layout.schedule in AUTO_SCHEDULES:
             raise
         reason_text = f"no prediction: {error}"  # the layout runs, but the planner cannot estimate it
         return given_layout, {**layout_record(prepare(job, given_layout)), "reason": reason_text}, reason_text
     check_memory(job, plan)
-    layout = (
-        given_layout if given_layout is not None and given_layout.schedule not in AUTO_SCHEDULES else plan.best.layout
-    )
+    is_fixed = given_layout is not None and given_layout.schedule not in AUTO_SCHEDULES
+    layout = given_layout if given_layout is not None and is_fixed else plan.best.layout
     return layout, plan_record(job, plan, source), describe_plan(plan, source)
 
 

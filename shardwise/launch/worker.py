@@ -4,8 +4,6 @@ Before a worker dies of an error, it records the error with a timestamp in the r
 which rank failed first.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -7,8 +7,6 @@ Each gives points (C, N), to which the power law N = k C^a is fitted. The fitted
 Only final losses count: an intermediate loss is higher than that of a shorter run with a decayed learning rate.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

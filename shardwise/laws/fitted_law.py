@@ -6,8 +6,6 @@ come from bootstrapping the same 240 runs with `shardwise laws fit`. They are st
 because the constants themselves correlate so closely that their correlations need many digits.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

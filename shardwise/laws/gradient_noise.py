@@ -9,8 +9,6 @@ gradients.
 each is a small batch, and their mean is the large one.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

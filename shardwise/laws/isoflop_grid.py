@@ -12,8 +12,6 @@ arXiv 1910.05895), which is the usual 0.02 at width 1000; at width 32, 0.02 make
 learning a matter of luck.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Plots a fit as SVG: runs and law at each budget, and the residual of each run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

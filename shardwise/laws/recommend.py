@@ -4,8 +4,6 @@ Given devices and a cluster, the planner (`shardwise plan`) adds layout, days an
 budget whose compute-optimal model trains in that time.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -77,20 +75,13 @@ class Recommendation:
 
     def as_dict(self) -> dict[str, Any]:
         values: dict[str, Any] = {
-            "law": self.fitted_law.source,
-            "counts": self.fitted_law.parameter_scope,
-            "flops": self.flops,
-            "parameters": self.parameters,
-            "parameters_interval": list(self.parameters_interval),
-            "tokens": self.tokens,
-            "tokens_per_parameter": self.tokens / self.parameters,
-            "loss": self.loss,
-            "loss_interval": list(self.loss_interval),
-            "flat_within": NEAR_OPTIMAL_TOLERANCE,
+            "law": self.fitted_law.source, "counts": self.fitted_law.parameter_scope, "flops": self.flops,
+            "parameters": self.parameters, "parameters_interval": list(self.parameters_interval), "tokens": self.tokens,
+            "tokens_per_parameter": self.tokens / self.parameters, "loss": self.loss,
+            "loss_interval": list(self.loss_interval), "flat_within": NEAR_OPTIMAL_TOLERANCE,
             "flat_parameters": list(self.near_optimal_parameters),
-            "over_training": [vars(overtrained) for overtrained in self.overtrained],
-            "warnings": list(self.warnings),
-        }
+            "over_training": [vars(overtrained) for overtrained in self.overtrained], "warnings": list(self.warnings),
+        }  # fmt: skip
         if self.data_constrained is not None:
             values["repeated"] = vars(self.data_constrained)
         if self.plan is not None:

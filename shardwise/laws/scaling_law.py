@@ -4,8 +4,6 @@ The form is that of Hoffmann et al. 2022 (arXiv 2203.15556), where training cost
 may be arrays with one entry per bootstrap fit; every method then returns arrays.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Collects every rank's metrics of the previous step on all ranks, in one small all-gather per step."""
 
-from __future__ import annotations
-
 import json
 import resource
 import time
@@ -45,11 +43,8 @@ class RankMetricsCollector:
         self._memory_read_time, self._peak_bytes = -1.0, 0.0
         self._gradient_bytes_hook = optimizer.register_step_pre_hook(self._count_gradient_bytes)
         ranks_per_stage = world // mesh.layout.pipeline
-        self.writer = RankMetricsWriter(
-            run_path / "ranks.jsonl",
-            job.total_steps,
-            [range(rank, rank + ranks_per_stage) for rank in range(0, world, ranks_per_stage)],
-        )
+        peers = [range(rank, rank + ranks_per_stage) for rank in range(0, world, ranks_per_stage)]
+        self.writer = RankMetricsWriter(run_path / "ranks.jsonl", job.total_steps, peers)
         self.clock_offset = clock_offset(mesh.all_ranks, self.device) if world > 1 else 0.0
         self.timeline_every = max(10, job.total_steps // TIMELINE_SAMPLES)
         # "loader": the data-parallel ranks of all local-SGD replicas.
@@ -99,9 +94,8 @@ class RankMetricsCollector:
 
     def _count_gradient_bytes(self, *_: Any) -> None:
         """Counts gradient bytes right before the first optimizer step, while gradients exist."""
-        self.memory_by_kind = self.memory_by_kind or sum_bytes_by_kind(
-            {"gradients": [w.grad for w in self._weights() if w.grad is not None]}
-        )
+        gradients = [weight.grad for weight in self._weights() if weight.grad is not None]
+        self.memory_by_kind = self.memory_by_kind or sum_bytes_by_kind({"gradients": gradients})
 
     def _weights(self) -> list[Tensor]:
         tensors = [w for chain in self.engine.chains for w in (*chain.parameters(), *chain.buffers())]

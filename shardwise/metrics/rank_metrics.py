@@ -5,8 +5,6 @@ one line per window of steps, with sums over the window. Windows grow during the
 thousand lines however long the run is.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import time

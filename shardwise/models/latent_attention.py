@@ -4,8 +4,6 @@ Each head's query and key have `head_dim` features without RoPE ("nope") and `qk
 heads share the RoPE part of the key. Shape letters are those of `gpt`; R is `qk_rope_head_dim`.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

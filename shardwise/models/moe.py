@@ -6,8 +6,6 @@ experts, and then sorted back. Both are permutations, so gradients are summed in
 Shape letters: T tokens, E experts, F hidden features of an expert, D width.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ All numbers are for one micro-batch on one rank. They come from a trace (`shardw
 hand-written list; the planner turns them into time and memory.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 
@@ -85,14 +83,11 @@ def merge_costs(
 ) -> OperatorCosts:
     """Returns the sum of the costs of a module's operators, plus what the module itself saves, moves and launches."""
     return OperatorCosts(
-        name=name,
-        parameters=sum(p.parameters for p in operators),
-        parameter_bytes=sum(p.parameter_bytes for p in operators),
-        output_bytes=output,
+        name=name, parameters=sum(p.parameters for p in operators),
+        parameter_bytes=sum(p.parameter_bytes for p in operators), output_bytes=output,
         saved_bytes=saved + sum(p.saved_bytes for p in operators),
-        moved_bytes=moved + sum(p.moved_bytes for p in operators),
-        num_ops=num_ops + sum(p.num_ops for p in operators),
+        moved_bytes=moved + sum(p.moved_bytes for p in operators), num_ops=num_ops + sum(p.num_ops for p in operators),
         products=tuple(q for p in operators for q in p.products),
         attention=tuple(q for p in operators for q in p.attention),
         all_reduce_bytes=sum(p.all_reduce_bytes for p in operators),
-    )
+    )  # fmt: skip

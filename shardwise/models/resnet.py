@@ -7,8 +7,6 @@ BatchNorm computes mean and variance over the global batch (`shardwise.parallel.
 rank runs its share of the batch as a single micro-batch. The running statistics for validation are buffers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import torch

@@ -5,8 +5,6 @@ Parameters and matmul FLOPs agree with the trace (which adds the relative-positi
 operators in a trace and one fused kernel in a compiled block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from shardwise.models.operator_costs import AttentionOp, MatMul, OperatorCosts, merge_costs
@@ -20,15 +18,10 @@ def t5_operators(model: T5Config, itemsize: int, samples: int, tensor: int = 1) 
     table = model.vocab * model.width // tensor
     stream = (encoder_tokens + decoder_tokens) * model.width * itemsize
     yield OperatorCosts(
-        name="embed",
-        parameters=table,
-        parameter_bytes=table * itemsize,
-        output_bytes=stream // tensor,
-        num_ops=2,
-        saved_bytes=(encoder_tokens + decoder_tokens) * 8,
-        moved_bytes=2 * stream // tensor,
+        name="embed", parameters=table, parameter_bytes=table * itemsize, output_bytes=stream // tensor, num_ops=2,
+        saved_bytes=(encoder_tokens + decoder_tokens) * 8, moved_bytes=2 * stream // tensor,
         all_reduce_bytes=stream / 2,
-    )
+    )  # fmt: skip
     for index in range(model.layers):
         operators = [
             _attention_costs(model, itemsize, encoder_tokens, encoder_tokens, samples, tensor, False),
@@ -47,16 +40,11 @@ def t5_operators(model: T5Config, itemsize: int, samples: int, tensor: int = 1) 
     weights = 0 if model.tied else table
     # The loss casts logits to float32, normalizes them and gathers those of the targets.
     yield OperatorCosts(
-        name="head",
-        parameters=weights,
-        parameter_bytes=weights * itemsize,
-        output_bytes=4,
-        saved_bytes=decoder_tokens * model.width * itemsize + 8 * logits,
-        moved_bytes=logits * (itemsize + 12),
-        num_ops=6,
-        products=(MatMul(decoder_tokens, model.width, -(-model.vocab // tensor)),),
+        name="head", parameters=weights, parameter_bytes=weights * itemsize, output_bytes=4,
+        saved_bytes=decoder_tokens * model.width * itemsize + 8 * logits, moved_bytes=logits * (itemsize + 12),
+        num_ops=6, products=(MatMul(decoder_tokens, model.width, -(-model.vocab // tensor)),),
         all_reduce_bytes=decoder_tokens * model.width * itemsize / 2,
-    )
+    )  # fmt: skip
 
 
 def _attention_costs(
@@ -74,17 +62,11 @@ def _attention_costs(
     weights = 4 * width * attention_width + width
     hidden_numel, qkv_numel = queries * width // tensor, (2 * queries + 2 * keys) * attention_width
     return OperatorCosts(
-        name="",
-        parameters=weights,
-        parameter_bytes=weights * itemsize,
-        output_bytes=hidden_numel * itemsize,
-        saved_bytes=itemsize * (2 * hidden_numel + qkv_numel),
-        moved_bytes=itemsize * (6 * hidden_numel + qkv_numel),
-        num_ops=8,
-        products=products,
-        attention=(attention,),
+        name="", parameters=weights, parameter_bytes=weights * itemsize, output_bytes=hidden_numel * itemsize,
+        saved_bytes=itemsize * (2 * hidden_numel + qkv_numel), moved_bytes=itemsize * (6 * hidden_numel + qkv_numel),
+        num_ops=8, products=products, attention=(attention,),
         all_reduce_bytes=itemsize * width * (queries + keys * (keys != queries) / 2),
-    )
+    )  # fmt: skip
 
 
 def _ffn_costs(model: T5Config, itemsize: int, tokens: int, tensor: int) -> OperatorCosts:
@@ -93,13 +75,9 @@ def _ffn_costs(model: T5Config, itemsize: int, tokens: int, tensor: int) -> Oper
     weights = (gates + 1) * width * ffn + width
     hidden_numel, hidden = tokens * width // tensor, tokens * ffn
     return OperatorCosts(
-        name="",
-        parameters=weights,
-        parameter_bytes=weights * itemsize,
-        output_bytes=hidden_numel * itemsize,
+        name="", parameters=weights, parameter_bytes=weights * itemsize, output_bytes=hidden_numel * itemsize,
         saved_bytes=itemsize * (2 * hidden_numel + (2 * gates) * hidden),
-        moved_bytes=itemsize * (6 * hidden_numel + (1 + 2 * gates) * hidden),
-        num_ops=5 + gates,
+        moved_bytes=itemsize * (6 * hidden_numel + (1 + 2 * gates) * hidden), num_ops=5 + gates,
         products=(MatMul(tokens, width, gates * ffn), MatMul(tokens, ffn, width)),
         all_reduce_bytes=itemsize * width * tokens,
-    )
+    )  # fmt: skip

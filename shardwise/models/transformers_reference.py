@@ -4,8 +4,6 @@
 parameter names. Our fused QKV projection stores its rows by KV head: the queries of a group, then its key and value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Learning rate schedules: warmup, then constant, cosine, linear or warmup-stable-decay (wsd)."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """A user's own optimizer on parameter shards: any class like those of `torch.optim`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

@@ -111,9 +111,8 @@ def routing_stats(
         loads, scalars = packed[:-3].view_as(loads), packed[-3:]
     sparse, total_load = loads[model.dense_layers :], loads.sum().clamp(min=1e-9)
     imbalance = (sparse.amax(1) / sparse.mean(1).clamp(min=1e-9)).mean()
-    return torch.cat(
-        (torch.stack((imbalance, scalars[0] / total_load, scalars[1], scalars[2])), sparse.sum(0) / total_load)
-    )
+    figures = torch.stack((imbalance, scalars[0] / total_load, scalars[1], scalars[2]))
+    return torch.cat((figures, sparse.sum(0) / total_load))
 
 
 def update_expert_bias(model: Any, chains: list[Chain], world: Axis, device: torch.device) -> None:

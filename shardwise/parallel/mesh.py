@@ -16,8 +16,6 @@ A world of size 1 has no process groups, and every collective is skipped: one de
 create the same groups in the same order. The mesh owns the step timer, which every axis with a group reports to.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cached_property
 
@@ -118,11 +116,7 @@ class Mesh:
     def _make_tied_stages(self, grid: torch.Tensor) -> Axis:
         """Returns the axis of the first and the last pipeline rank with the same other coordinates."""
         tied_stages = SINGLE_RANK
-        if self.layout.pipeline == 1:
-            return tied_stages
-        columns = grid.flatten(1)
-        for column in range(columns.shape[1]):
-            ranks = [int(columns[0, column]), int(columns[-1, column])]
+        for ranks in grid.flatten(1)[[0, -1]].T.tolist() if self.layout.pipeline > 1 else ():
             group = dist.new_group(ranks, group_desc="tied stages")
             if self.rank in ranks:
                 tied_stages = self._axis("pipeline", 2, ranks.index(self.rank), group)
@@ -134,13 +128,15 @@ class Mesh:
     @cached_property
     def fsdp_mesh(self) -> DeviceMesh:
         """The mesh for `fully_shard`: (replicate, fsdp) for HSDP, otherwise fsdp alone."""
-        mesh, dim = (self.device_mesh, "shard") if self.fsdp_context_mesh is None else (self.fsdp_context_mesh, "fsdp")
-        assert mesh is not None
-        return mesh["replicate", dim] if self["replicate"].size > 1 else mesh[dim]
+        if self.fsdp_context_mesh is not None:
+            return self._with_replicas(self.fsdp_context_mesh, "fsdp")
+        return self._with_replicas(self.device_mesh, "shard")
 
     @cached_property
     def expert_fsdp_mesh(self) -> DeviceMesh:
         """The mesh for `fully_shard` of experts that are split over ranks."""
-        mesh, dim = self.expert_mesh, "expert_replicas"
+        return self._with_replicas(self.expert_mesh, "expert_replicas")
+
+    def _with_replicas(self, mesh: DeviceMesh | None, dim: str) -> DeviceMesh:
         assert mesh is not None
         return mesh["replicate", dim] if self["replicate"].size > 1 else mesh[dim]

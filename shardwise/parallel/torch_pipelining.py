@@ -9,8 +9,6 @@ not support a split backward: `PatchedPipelineStage` disables its gradient reduc
 after the weight-gradient half.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

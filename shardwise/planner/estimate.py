@@ -4,8 +4,6 @@ Pipeline time comes from the closed form of the schedule (`shardwise.schedules.c
 lower bound otherwise. With an `EngineModel`, `predict` simulates the schedule; the search does so for its finalists.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from math import log2
 from typing import Any
@@ -35,8 +33,7 @@ from shardwise.planner.prediction import (
 )
 from shardwise.schedules.auto_schedule import make_auto_schedule
 from shardwise.schedules.closed_form import lower_bound, upper_bound
-from shardwise.schedules.simulate import StageCosts, step_seconds
-from shardwise.schedules.synthesize import SynthesizedSchedule
+from shardwise.schedules.simulate import Simulation, StageCosts, step_seconds
 
 BUCKET_BYTES = 1e8  # per gradient bucket
 # Bytes per weight that the update of a single process moves: weight and two moments (read and written), gradient (read
@@ -63,7 +60,7 @@ class Estimator:
         self._block_times: dict[tuple[Any, ...], BlockTime] = {}
         self._stages: dict[tuple[Any, ...], StagePartition] = {}
         self._per_step_times: dict[tuple[Any, ...], tuple[float, float]] = {}
-        self._auto_schedules: dict[Layout, SynthesizedSchedule] = {}
+        self._auto_schedules: dict[Layout, Simulation] = {}
 
     def predict(self, layout: Layout) -> Prediction:
         """Returns the full prediction; simulates the schedule if there is an `EngineModel`."""
@@ -75,7 +72,7 @@ class Estimator:
         """Yields bytes by axis of each pipeline rank, if there is an `EngineModel` for the layout."""
         engine, micro_batches = self.work.engine, self.micro_batches(layout)
         if engine is not None and layout.context == layout.expert == 1:
-            program = self.auto_schedule(layout).simulation.program if self.is_auto_schedule(layout) else None
+            program = self.auto_schedule(layout).program if self.is_auto_schedule(layout) else None
             yield from (
                 traffic_by_axis(engine, layout, rank, micro_batches, program) for rank in range(layout.pipeline)
             )
@@ -86,7 +83,7 @@ class Estimator:
         if engine is not None and layout.context == layout.expert == 1:
             peaks = None
             if self.is_auto_schedule(layout):
-                peaks = self.auto_schedule(layout).simulation.program.peak_in_flight(rank)
+                peaks = self.auto_schedule(layout).program.peak_in_flight(rank)
             return engine.memory(layout, rank, micro_batches, self.work.framework_profile, peaks)
         return rank_memory(self.memory_inputs(layout), layout, rank, self.stages(layout).ranks[rank], micro_batches)
 
@@ -95,7 +92,7 @@ class Estimator:
         """Returns whether the planner synthesizes the layout's schedule."""
         return layout.pipeline > 1 and layout.schedule in AUTO_SCHEDULES
 
-    def auto_schedule(self, layout: Layout) -> SynthesizedSchedule:
+    def auto_schedule(self, layout: Layout) -> Simulation:
         """Synthesizes the schedule of `schedule=auto`."""
         engine, count = self.work.engine, self.micro_batches(layout)
         assert engine is not None
@@ -172,7 +169,7 @@ class Estimator:
             weight = stage.blocks * block.weight_grad + sum([end.weight_grad for end in ends])
             stage_times[stage] = forward + hop, backward - weight + hop, weight
         forward_, input_, weight_ = zip(*[stage_times[stage] for stage in stages])
-        costs = StageCosts(forward_, input_, weight_, (0.0,) * (len(stages) - 1))
+        costs = StageCosts(forward_, input_, weight_)
         return costs.as_executed() if layout.has_split_backward else costs
 
     def per_step_times(self, layout: Layout) -> tuple[float, float]:

@@ -1,7 +1,5 @@
 """The inputs and results of an estimate."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -11,8 +11,6 @@ class or layout is dropped if its bound exceeds the upper bounds of the best lay
 order of the closed form until no other layout can be faster, so the result equals that of simulating everything.
 """
 
-from __future__ import annotations
-
 import time
 from bisect import insort
 from collections.abc import Iterator, Sequence

@@ -4,8 +4,6 @@ This file states the scheduling problem (stage costs, activation memory of a mic
 `shardwise.schedules.synthesize` solve it, and checks the result with the memory model that every schedule is held to.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -18,8 +16,8 @@ from shardwise.schedules.list_scheduler import (
     SchedulingProblem,
     list_schedule,
 )
-from shardwise.schedules.simulate import StageCosts, build_program
-from shardwise.schedules.synthesize import SynthesizedSchedule, named_candidates, synthesize
+from shardwise.schedules.simulate import Simulation, StageCosts, build_program
+from shardwise.schedules.synthesize import named_candidates, synthesize
 
 MAX_TRIES, LIMIT_SHRINK = 6, 0.9
 
@@ -29,7 +27,7 @@ RankMemoryFn = Callable[[int, tuple[InFlightCounts, ...]], float]
 
 def make_auto_schedule(
     layout: Layout, costs: StageCosts, micro_batches: int, rank_memory: RankMemoryFn, limit: float
-) -> SynthesizedSchedule:
+) -> Simulation:
     """Returns the fastest schedule found that keeps every rank within `limit` bytes.
 
     If none fits, returns the one synthesized under the tightest memory limits.
@@ -37,21 +35,21 @@ def make_auto_schedule(
     problem = _scheduling_problem(layout, costs, micro_batches, rank_memory, limit)
     placement = V_PLACEMENT if layout.schedule in V_SHAPED else LOOP_PLACEMENT
 
-    def fits(schedule: SynthesizedSchedule) -> bool:
-        program = schedule.simulation.program
-        return all(rank_memory(rank, program.peak_in_flight(rank)) <= limit for rank in range(problem.ranks))
+    def fits(schedule: Simulation) -> bool:
+        peaks = (rank_memory(rank, schedule.program.peak_in_flight(rank)) for rank in range(problem.ranks))
+        return all(peak <= limit for peak in peaks)
 
     min_memory, limits = _min_memory(problem, placement), problem.memory_limits
     for _ in range(MAX_TRIES):
         # Never below the minimum, so that synthesize always finds a schedule.
         tried_limits = tuple(map(max, limits, min_memory))
-        best = synthesize(replace(problem, memory_limits=tried_limits), (placement,))
+        best = synthesize(replace(problem, memory_limits=tried_limits), placement)
         if tried_limits == min_memory or fits(best):
             break
         # The problem models memory as a sum over micro-batches, which is approximate: leave more headroom.
         limits = tuple(LIMIT_SHRINK * rank_limit for rank_limit in limits)
     # For the same reason the problem's limits may have excluded a named schedule that does fit.
-    named = named_candidates(replace(problem, memory_limits=()), placement, {})
+    named = named_candidates(replace(problem, memory_limits=()), placement)
     faster = [schedule for schedule in named if schedule.seconds < best.seconds and fits(schedule)]
     return min(faster, key=lambda schedule: schedule.seconds, default=best)
 

@@ -8,10 +8,8 @@ exceeds the memory limit of a rank.
 The search budget counts simulated actions, not seconds, so every rank of a run finds the same schedule.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from math import ceil
 from random import Random
@@ -19,96 +17,43 @@ from random import Random
 from shardwise.console import pluralize
 from shardwise.errors import LayoutError
 from shardwise.layout import AUTO_SCHEDULES, V_SHAPED, Layout, micro_batch_error
-from shardwise.schedules.list_scheduler import (
-    LOOP_PLACEMENT,
-    V_PLACEMENT,
-    PriorityRules,
-    SchedulingProblem,
-    list_schedule,
-)
-from shardwise.schedules.simulate import Action, PipelineProgram, Simulation, build_program, named_program, simulate
+from shardwise.schedules.list_scheduler import V_PLACEMENT, PriorityRules, SchedulingProblem, list_schedule
+from shardwise.schedules.simulate import Action, Simulation, build_program, named_program, simulate
 
 GAP_FRACTIONS = (0.0, 0.5, 1.0)
 TOLERANCE = 2e-3  # the search stops within this fraction of the lower bound
 
 
-@dataclass(frozen=True)
-class SynthesizedSchedule:
-    """The best schedule found."""
-
-    simulation: Simulation
-    placement: str
-    """`loop` or `v`."""
-    name: str
-    """The name of the schedule if it is a named one, else `synthesized`."""
-    named_seconds: dict[str, float]
-    """Seconds of the named schedules that fit."""
-
-    @property
-    def seconds(self) -> float:
-        return self.simulation.seconds
-
-    @property
-    def order(self) -> dict[int, list[Action]]:
-        """Each rank's actions, as `shardwise.parallel.pipeline.Pipeline` takes them."""
-        return self.simulation.program.order
-
-
-def synthesize(
-    problem: SchedulingProblem, placements: Sequence[str] = (LOOP_PLACEMENT, V_PLACEMENT), effort: int = 200_000
-) -> SynthesizedSchedule:
+def synthesize(problem: SchedulingProblem, placement: str, effort: int = 200_000) -> Simulation:
     """Returns the fastest schedule that fits. `effort`: simulated actions to spend on each phase of the search."""
-    named_seconds: dict[str, float] = {}
-    found: list[SynthesizedSchedule] = []
-    for placement in placements:
-        if placement == LOOP_PLACEMENT or problem.virtual == 2:
-            found += named_candidates(problem, placement, named_seconds)
-            named = [schedule.simulation for schedule in found if schedule.placement == placement]
-            best = min(named, key=_seconds, default=None)
-            candidate = _search(problem, placement, effort, best)
-            if candidate is not None and (best is None or candidate.seconds < best.seconds * (1 - 1e-9)):
-                found.append(SynthesizedSchedule(candidate, placement, "synthesized", named_seconds))
-    if not found:
+    named = min(named_candidates(problem, placement), key=_seconds, default=None)
+    found = _search(problem, placement, effort, named)
+    if found is None:
         sizes, limits = (", ".join(f"{x:g}" for x in xs) for xs in (problem.activation_sizes, problem.memory_limits))
         raise LayoutError(
             f"no schedule of {pluralize(problem.micro_batches, 'micro-batch')} on {pluralize(problem.ranks, 'rank')} "
             f"fits in memory: a micro-batch takes {sizes} by stage, and the limits by rank are {limits}; use a smaller "
             "micro-batch or more activation checkpointing."
         )
-    return min(found, key=_seconds)
+    return found if named is None or found.seconds < named.seconds * (1 - 1e-9) else named
 
 
-def _seconds(result: SynthesizedSchedule | Simulation) -> float:
+def _seconds(result: Simulation) -> float:
     return result.seconds
 
 
-def named_candidates(
-    problem: SchedulingProblem, placement: str, named_seconds: dict[str, float]
-) -> Iterator[SynthesizedSchedule]:
-    """Yields the named schedules that fit, and adds their times to `named_seconds`."""
-    for name in _named_schedules(problem, placement):
-        program = named_program(name, problem.ranks, problem.virtual, problem.micro_batches)
-        if problem.fits(program):
-            named_seconds[name] = _simulate(problem, program).seconds
-            # Rebuilt from `order`, which splits forward-backward pairs, so each result is sent at once.
-            yield SynthesizedSchedule(_simulate(problem, build_program(program.order)), placement, name, named_seconds)
-
-
-def _named_schedules(problem: SchedulingProblem, placement: str) -> list[str]:
-    """Returns the named schedules that allow this placement and number of micro-batches."""
-    if problem.ranks == 1:
-        return []
+def named_candidates(problem: SchedulingProblem, placement: str) -> Iterator[Simulation]:
+    """Yields the named schedules that fit and allow this placement and number of micro-batches."""
+    names = ["gpipe", "1f1b", "zero-bubble"] if problem.virtual == 1 else ["interleaved", "zero-bubble"]
     if placement == V_PLACEMENT:
-        names = [name for name in V_SHAPED if name not in AUTO_SCHEDULES] if problem.split_backward else []
-    else:
-        names = ["gpipe", "1f1b"] if problem.virtual == 1 else ["interleaved"]
-        names += ["zero-bubble"] if problem.split_backward else []
-    layouts = {name: Layout(pipeline=problem.ranks, schedule=name, virtual=problem.virtual) for name in names}
-    return [name for name in names if not micro_batch_error(layouts[name], problem.micro_batches)]
-
-
-def _simulate(problem: SchedulingProblem, program: PipelineProgram) -> Simulation:
-    return simulate(program, problem.costs, problem.overlap_p2p)
+        names = [name for name in V_SHAPED if name not in AUTO_SCHEDULES]
+    for name in names if problem.ranks > 1 else ():
+        layout = Layout(pipeline=problem.ranks, schedule=name, virtual=problem.virtual)
+        if not micro_batch_error(layout, problem.micro_batches):
+            program = named_program(name, problem.ranks, problem.virtual, problem.micro_batches)
+            if problem.fits(program):
+                # Rebuilt from `order`, which splits forward-backward pairs, so each result is sent at once.
+                yield simulate(build_program(program.order), problem.costs)
 
 
 # Searching
@@ -122,7 +67,7 @@ def _search(
     if named_best is not None and named_best.seconds <= floor:
         return named_best
     found: list[tuple[float, int, PriorityRules, Simulation]] = []
-    size = problem.costs.stages * problem.micro_batches * (3 if problem.split_backward else 2)
+    size = problem.costs.stages * problem.micro_batches * 3
     for number, rules in enumerate(_candidate_rules(problem, placement)):
         if number * size > max(effort, 4 * size):
             break
@@ -150,14 +95,9 @@ def _time_lower_bound(problem: SchedulingProblem, placement: str) -> float:
         stages = [stage for stage, owner_rank in enumerate(owner) if owner_rank == rank]
         forward_and_input = m * sum(costs.forward[s] + costs.backward_input[s] for s in stages)
         weights = m * sum(costs.backward_weight[s] for s in stages)
-        if problem.split_backward:
-            best = max(best, lead_in + forward_and_input + weights, lead_in + forward_and_input + lead_out)
-        else:
-            best = max(best, lead_in + forward_and_input + weights + lead_out)
-        if rank < problem.ranks - 1:
-            weight = 0.0 if problem.split_backward else costs.backward_weight[rank]
-            lead_in += costs.forward[rank] + costs.transfer[rank]
-            lead_out += costs.backward_input[rank] + costs.transfer[rank] + weight
+        best = max(best, lead_in + forward_and_input + weights, lead_in + forward_and_input + lead_out)
+        lead_in += costs.forward[rank]
+        lead_out += costs.backward_input[rank]
     return best
 
 
@@ -166,15 +106,14 @@ def _evaluate_rules(problem: SchedulingProblem, placement: str, rules: PriorityR
     if order is None:
         return None
     program = build_program(order)
-    return _simulate(problem, program) if problem.fits(program) else None
+    return simulate(program, problem.costs) if problem.fits(program) else None
 
 
 def _candidate_rules(problem: SchedulingProblem, placement: str) -> Iterator[PriorityRules]:
     depths = list(dict.fromkeys(_candidate_depths(problem, placement)))
     for depth, later_first in product(depths, (True, False) if problem.virtual > 1 else (True,)):
-        if problem.split_backward:
-            for gap_fraction in GAP_FRACTIONS:
-                yield PriorityRules(depth, gap_fraction, later_first)
+        for gap_fraction in GAP_FRACTIONS:
+            yield PriorityRules(depth, gap_fraction, later_first)
         yield PriorityRules(depth, 0.0, later_first, split_backward=False)
 
 
@@ -199,8 +138,6 @@ def _round_trips(problem: SchedulingProblem, placement: str) -> list[int]:
     for stage in reversed(range(costs.stages)):
         round_trip += costs.forward[stage] + costs.backward_input[stage]
         trips[owner[stage]] += round_trip
-        if stage and owner[stage] != owner[stage - 1]:
-            round_trip += 2 * costs.transfer[stage - 1]
     return [ceil(trip / max(work)) for trip in trips]
 
 
@@ -248,7 +185,7 @@ def _simulate_if_valid(problem: SchedulingProblem, order: dict[int, list[Action]
         program = build_program(order)
     except LayoutError:
         return None
-    return _simulate(problem, program) if problem.fits(program) else None
+    return simulate(program, problem.costs) if problem.fits(program) else None
 
 
 def _neighbor_orders(result: Simulation) -> Iterator[dict[int, list[Action]]]:

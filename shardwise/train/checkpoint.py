@@ -20,8 +20,6 @@ A checkpoint has `weights.<name>`, `optimizer.<name>.<key>`, `buffers.<name>`, `
 diverge save theirs under the prefix `replica<n>.`.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading
@@ -90,9 +88,8 @@ class CheckpointManager:
             self._write(step, pieces, metadata)
             return
         pieces, ready = self._stage_to_host(pieces, engine.mesh.device)
-        self._thread = threading.Thread(
-            target=self._write_in_background, args=(step, pieces, metadata, ready), daemon=True
-        )
+        args = step, pieces, metadata, ready
+        self._thread = threading.Thread(target=self._write_in_background, args=args, daemon=True)
         self._thread.start()
 
     def finish(self) -> None:
@@ -107,10 +104,10 @@ class CheckpointManager:
         self._wait()
         self.damaged = []
         snapshot = self.snapshots.latest_complete() if self.snapshots is not None and step is None else None
-        if snapshot is not None and all(
-            number <= snapshot["step"] for number, _ in self._group.on_rank_zero(lambda: list_checkpoints(self.folder))
-        ):
-            return self._load_snapshot(snapshot, engine, optimizer)
+        if snapshot is not None:
+            saved = self._group.on_rank_zero(lambda: list_checkpoints(self.folder))
+            if all(number <= snapshot["step"] for number, _ in saved):
+                return self._load_snapshot(snapshot, engine, optimizer)
         choice = find_newest_valid(self.folder, self._group, step)
         self.damaged = [sentence for _, sentence in choice.damaged]
         self._damaged_paths.update(path for path, _ in choice.damaged)
@@ -231,13 +228,11 @@ class CheckpointManager:
                 remove_checkpoint(path)
 
 
-def load_weights(folder: Path, tensors: Mapping[str, Tensor], step: int | None = None) -> dict[str, Any] | None:
-    """Loads unsharded weights, by parameter name, from the newest valid checkpoint or that of `step`, in one process.
-
-    Returns the checkpoint's state, or None if there is no checkpoint.
-    """
+def load_weights(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
+    """Loads unsharded weights, by parameter name, from the newest valid checkpoint, in one process. Returns the
+    checkpoint's state, or None if there is no checkpoint."""
     single = CheckpointGroup()
-    choice = find_newest_valid(folder, single, step)
+    choice = find_newest_valid(folder, single)
     if choice.path is None:
         return None
     index = read_index(choice.path)
@@ -275,9 +270,7 @@ def collect_pieces(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str
             dim = collapsed_dim(optimizer, name)
             if dim is not None:
                 offsets[dim], sizes[dim], full_shape[dim] = 0, 1, 1
-            assert list(value.shape) == sizes, (
-                f"{name}: its shape {list(value.shape)} does not match its weight's, {size}"
-            )
+            assert list(value.shape) == sizes, f"{name}: its shape {list(value.shape)} is not its weight's, {size}"
             pieces[name] = CheckpointPiece(value, tuple(offsets), torch.Size(full_shape))
     for chain in engine.chains:
         for name, value in chain.named_buffers():  # identical on every rank
@@ -288,9 +281,8 @@ def collect_pieces(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str
     if engine.outer_optimizer is not None:
         for number, param_shard in enumerate(engine.param_shards):
             for key, value in engine.outer_optimizer.state_of(number).items():
-                pieces[f"outer.{param_shard.name}.{key}"] = CheckpointPiece(
-                    value, offset_and_shape(param_shard, engine.mesh)[0], param_shard.shape
-                )
+                start = offset_and_shape(param_shard, engine.mesh)[0]
+                pieces[f"outer.{param_shard.name}.{key}"] = CheckpointPiece(value, start, param_shard.shape)
     return pieces | error_feedback.error_feedback_pieces(engine)
 
 
@@ -324,11 +316,11 @@ def restore(
     residuals = error_feedback.error_feedback_targets(engine, index)
     # A local SGD replica that the checkpoint does not have starts from the state of replica 0.
     replica_prefix = f"replica{engine.mesh['local_sgd'].index}."
-    named = {
-        replica_prefix + name if replica_prefix + name in index else name: piece
-        for name, piece in collect_pieces(engine, optimizer).items()
-    }
-    pieces = {name: piece for name, piece in named.items() if name in index}
+    pieces = {}
+    for name, piece in collect_pieces(engine, optimizer).items():
+        own_name = replica_prefix + name if replica_prefix + name in index else name
+        if own_name in index:
+            pieces[own_name] = piece
     read(pieces | residuals)
     error_feedback.load_error_feedback(engine, residuals)
     loaded: dict[str, Tensor] = {}

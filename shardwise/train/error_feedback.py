@@ -4,8 +4,6 @@ Row n of `residual.NAME` is the residual of the n-th rank of the compressed axis
 rank gets its own residual back; otherwise each gets an equal share of their sum, so nothing is lost.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Generates text from a trained run, on one device."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

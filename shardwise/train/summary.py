@@ -1,7 +1,5 @@
 """The summary of a finished run: a baseline for its loss, a sample of generated text, the run folder."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable
 

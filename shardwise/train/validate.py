@@ -1,7 +1,5 @@
 """Validation: the loss on held-out samples in any layout, and the byte-frequency baseline to compare it with."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -5,8 +5,6 @@ unit is the rows of a tensor shard that one shard rank receives; across replicas
 reduces.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 

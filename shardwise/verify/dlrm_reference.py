@@ -4,8 +4,6 @@ The reference uses PyTorch's EmbeddingBag, `torch.optim`, and row-wise AdaGrad w
 model, the samples and the initial weights with the rest of the package, and no code that knows about ranks.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

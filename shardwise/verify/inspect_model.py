@@ -1,7 +1,5 @@
 """`shardwise inspect`: the anatomy of a model, and which axes of a layout work on it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from shardwise.console import format_count, pluralize

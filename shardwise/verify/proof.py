@@ -5,8 +5,6 @@ those of the unmodified module. A proof is remembered by what it depends on: the
 and the versions of PyTorch and Shardwise.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import json

@@ -4,8 +4,6 @@ PyTorch has no LAMB, and its Muon computes in bf16, whose rounding would hide th
 Muon is written here in the dtype of the weights.
 """
 
-from __future__ import annotations
-
 from fnmatch import fnmatchcase
 from typing import Any
 

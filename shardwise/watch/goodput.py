@@ -5,8 +5,6 @@ between two steps is attributed by the events in it: checkpoints and validations
 a restart or rollback if there was one. The time between a stop and the next resume does not count as wall time.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Everything the page of a run shows, as one JSON value. Long runs are downsampled here, not in the browser."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from typing import Any
@@ -37,11 +35,8 @@ HEATMAP_COLUMNS, HEATMAP_ROWS = 240, 128
 MAX_EVENTS = 400
 CURVES = ("grad_norm", "lr", "tokens_per_s", "mfu", "memory_gib", "loss_scale", "gradient_compression_ratio",
          "expert_imbalance", "expert_drop_fraction")  # fmt: skip
-COLLECTIVES = {
-    "replicate": "all-reduce",
-    "world": "all-reduce",
-    "expert": "all-to-all",
-}  # the other axes use several kinds
+# The other axes use several kinds.
+COLLECTIVES = {"replicate": "all-reduce", "world": "all-reduce", "expert": "all-to-all"}
 
 
 def category_label(kind: str, name: str) -> str:
@@ -54,28 +49,15 @@ def category_label(kind: str, name: str) -> str:
 def page_data(run: RunData) -> dict[str, Any]:
     good = goodput(run)
     return {
-        "name": run.name,
-        "status": run.status,
-        "created": time.time(),
-        "unit": unit_of(run.job),
-        "layout": str(run.plan.get("layout", run.job.layout)),
-        "world": run.world,
-        "steps": run.job.total_steps,
-        "tiles": tiles(run, good),
-        "series": series(run),
-        "time_breakdown": time_breakdown(run),
-        "ranks": rank_breakdown(run),
-        "heatmap": heatmap(run),
-        "memory": memory_table(run),
-        "pipeline": pipeline_data(run),
-        "mesh": mesh_summary(run),
-        "plan": plan_accuracy(run),
-        "events": run.events[-MAX_EVENTS:],
-        "summary": summary_sentences(run, good),
-        "job": run.job.to_toml(),
+        "name": run.name, "status": run.status, "created": time.time(), "unit": unit_of(run.job),
+        "layout": str(run.plan.get("layout", run.job.layout)), "world": run.world, "steps": run.job.total_steps,
+        "tiles": tiles(run, good), "series": series(run), "time_breakdown": time_breakdown(run),
+        "ranks": rank_breakdown(run), "heatmap": heatmap(run), "memory": memory_table(run),
+        "pipeline": pipeline_data(run), "mesh": mesh_summary(run), "plan": plan_accuracy(run),
+        "events": run.events[-MAX_EVENTS:], "summary": summary_sentences(run, good), "job": run.job.to_toml(),
         "goodput": {"wall_seconds": good.wall_seconds, "share": good.share, "lost_seconds": good.lost_seconds},
         "experts": run.last_record.get("expert_load", []),
-    }
+    }  # fmt: skip
 
 
 def format_seconds(seconds: float) -> str:
@@ -198,9 +180,8 @@ def heatmap(run: RunData) -> dict[str, Any]:
     starts, ranks = bin_starts_by_step(last_steps, HEATMAP_COLUMNS), bin_starts(busy_seconds.shape[1], HEATMAP_ROWS)
     if not busy_seconds.size:
         return {"ranks": [], "step": [], "values": []}
-    busy_seconds = np.maximum.reduceat(
-        np.add.reduceat(busy_seconds, starts) / np.diff([*starts, len(busy_seconds)])[:, None], ranks, axis=1
-    )
+    means = np.add.reduceat(busy_seconds, starts) / np.diff([*starts, len(busy_seconds)])[:, None]
+    busy_seconds = np.maximum.reduceat(means, ranks, axis=1)
     return {
         "ranks": ranks.tolist(), "step": [run.line_steps[begin][0] for begin in starts],
         "values": [to_json_list(row, 3) for row in busy_seconds.T],
@@ -278,9 +259,8 @@ def plan_accuracy(run: RunData) -> dict[str, Any]:
             add_row(f"exposed communication ({'data parallel' if axis == 'shard' else axis})", seconds, measured, "s")
     timeline = pipeline_data(run)
     if timeline and "measured" in timeline:
-        add_row(
-            "pipeline bubble", timeline.get("predicted", {}).get("bubble"), timeline["measured"]["bubble"], "%", 100.0
-        )
+        predicted = timeline.get("predicted", {}).get("bubble")
+        add_row("pipeline bubble", predicted, timeline["measured"]["bubble"], "%", 100.0)
     return {"reason": run.plan.get("reason", ""), "rows": rows, "rejected": run.plan.get("rejected", [])[:20]}
 
 

@@ -4,8 +4,6 @@ The bubble is defined alike for both: the share of the time from the start of th
 which a rank runs no action, averaged over ranks.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
@@ -41,7 +39,7 @@ def pipeline_data(run: RunData) -> dict[str, Any] | None:
     data: dict[str, Any] = {"ranks": layout.pipeline, "schedule": layout.schedule, "micro_batches": micro_batches}
     stage_seconds = run.plan.get("predicted", {}).get("stage_seconds")
     if stage_seconds:
-        keys = ("forward", "backward_input", "backward_weight", "transfer")
+        keys = ("forward", "backward_input", "backward_weight")
         costs = StageCosts(*(tuple(stage_seconds[key]) for key in keys))
         data["predicted"] = _simulated_timeline(simulate(program, costs))
     measured = _measured_steps(run, layout)
@@ -108,4 +106,4 @@ def _measured_costs(actions: Sequence[Sequence[Any]], program: PipelineProgram) 
     stages = range(program.stages)
     forward, weight = [median_seconds("F", stage) for stage in stages], [median_seconds("W", stage) for stage in stages]
     backward = [median_seconds("I", stage) or median_seconds("B", stage) for stage in stages]
-    return StageCosts(forward, backward, weight, (0.0,) * (program.stages - 1))
+    return StageCosts(forward, backward, weight)

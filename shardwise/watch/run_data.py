@@ -3,8 +3,6 @@
 Lines that are truncated, are not JSON or lack a field are ignored.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -9,13 +9,12 @@ It does not restart after errors that Shardwise raises on purpose, after the sam
 after `max_restarts` consecutive attempts without progress.
 """
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -205,12 +204,10 @@ class Supervisor:
         else:
             record = records[0]
             rank, trace, code = record["rank"], record["trace"], record["exit_code"]
-            error_text = trace or record["message"]
-            error_text = error_text if code == 2 else f"rank {rank} failed: {error_text.rstrip()}"
             summary = " ".join(record["message"].strip().splitlines()[:1])
             finding = self._record_diagnosis("failed", {rank: f"failed with {record['kind']}: {summary}"})
             ranks, step = finding.culprits or [rank], heartbeats.get(rank, {}).get("step", 0)
-            failure = WorkerFailure("failed", ranks, step, finding.message, error_text, trace is None, code)
+            failure = WorkerFailure("failed", ranks, step, finding.message, failure_text(record), trace is None, code)
         self.worker_pool.kill_and_wait(worker_group)
         return failure
 
@@ -239,9 +236,8 @@ class Supervisor:
         return max((heartbeat["step"] for heartbeat in read_heartbeats(self.run_path).values()), default=0)
 
     def _request_dumps(self, worker_group: WorkerGroup, ranks: list[int], timeout: float) -> None:
-        diagnosis.request_dumps(
-            self.run_path, ranks, timeout, lambda: self.worker_pool.kill(worker_group, signal.SIGUSR1, ranks)
-        )
+        send_signal = partial(self.worker_pool.kill, worker_group, signal.SIGUSR1, ranks)
+        diagnosis.request_dumps(self.run_path, ranks, timeout, send_signal)
 
     def _record_diagnosis(self, kind: str, exit_reasons: dict[int, str]) -> diagnosis.Diagnosis:
         rank_states = diagnosis.read_rank_states(heartbeat_folder(self.run_path), exit_reasons)
@@ -317,6 +313,12 @@ class Supervisor:
             f"{pluralize(self.size, 'process')} in layout '{self.layout}'."
         )
         self.log_event("scaled_down", message, ranks=ranks, step=failure.step, layout=self.layout)
+
+
+def failure_text(record: dict[str, Any]) -> str:
+    """Returns the message of a failed worker: the sentence of an expected error, the traceback of any other."""
+    text = record["trace"] or record["message"]
+    return str(text) if record["exit_code"] == 2 else f"rank {record['rank']} failed: {text.rstrip()}"
 
 
 def _exit_reason(code: int) -> str:

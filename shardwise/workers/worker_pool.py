@@ -4,8 +4,6 @@ Each node has a fork server and some slots, each for one process and its device.
 that of another node belongs to its agent, which relays all messages (`shardwise.workers.nodes`).
 """
 
-from __future__ import annotations
-
 import select
 import tempfile
 import time

@@ -4,8 +4,6 @@ A model is an embedding, a sequence of blocks and a head. A dense block is atten
 block has experts. `ModelShape` is frozen, so that costs computed from it can be cached.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -96,9 +94,8 @@ class ModelShape:
     @cached_property
     def non_expert_weights(self) -> int:
         """Weights of a sparse block without its experts."""
-        return (
-            self.attention_weights + self.ffn_matrices * self.width * self.shared_expert_ffn + self.width * self.experts
-        )
+        shared_experts, router = self.ffn_matrices * self.width * self.shared_expert_ffn, self.width * self.experts
+        return self.attention_weights + shared_experts + router
 
     @cached_property
     def embedding_weights(self) -> int:
@@ -126,7 +123,6 @@ class ModelShape:
     def block_flops(self, samples: int) -> float:
         """Returns the forward FLOPs of all blocks, which full recomputation repeats."""
         tokens = samples * self.sequence
-        attention_flops = (
-            2.0 * tokens * self.sequence * (self.query_width + self.attention_width) * (0.5 if self.causal else 1.0)
-        )
+        scores = self.sequence * (0.5 if self.causal else 1.0)
+        attention_flops = 2.0 * tokens * scores * (self.query_width + self.attention_width)
         return 2.0 * (self.active_parameters - self.vocab * self.width) * tokens + self.layers * attention_flops

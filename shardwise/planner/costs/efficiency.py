@@ -4,8 +4,6 @@
 run, model or source. `docs/explanation/planner.md` states the resulting error.
 """
 
-from __future__ import annotations
-
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path

@@ -129,13 +129,9 @@ class EngineModel:
         return self._numels[tensor]
 
     def memory(
-        self,
-        layout: Layout,
-        rank: int,
-        micro_batches: int,
-        framework_profile: FrameworkProfile,
+        self, layout: Layout, rank: int, micro_batches: int, framework_profile: FrameworkProfile,
         in_flight_peaks: tuple[InFlightCounts, ...] | None = None,
-    ) -> RankMemory:
+    ) -> RankMemory:  # fmt: skip
         """Returns the peak memory of a pipeline rank. `in_flight_peaks`: of a synthesized schedule."""
         in_flight_peaks = in_flight_peaks or schedule_peak_in_flight(layout, rank, micro_batches)
         stages = self.stages(layout)
@@ -250,23 +246,15 @@ class BlockSizes(NamedTuple):
             # The block's input, the residual after attention, one norm; and gathered matmul inputs.
             saved_all = shared + 2 * hidden_bytes + (2 * gathered_hidden_bytes - hidden_bytes if t > 1 else 0.0)
         return cls(
-            sizes["embed"],
-            sizes["block"],
-            sizes["head"],
-            lm_head if m.tied else 0,
-            largest_param=max(p.numel for specs in params.values() for p in specs),
-            lm_head=lm_head,
-            largest_matrix=max(p.numel for p in params["block"]),
-            hidden_bytes=hidden_bytes,
-            gathered_hidden_bytes=gathered_hidden_bytes,
-            ffn_hidden=hidden,
-            saved_all=saved_all,
+            sizes["embed"], sizes["block"], sizes["head"], lm_head if m.tied else 0,
+            largest_param=max(p.numel for specs in params.values() for p in specs), lm_head=lm_head,
+            largest_matrix=max(p.numel for p in params["block"]), hidden_bytes=hidden_bytes,
+            gathered_hidden_bytes=gathered_hidden_bytes, ffn_hidden=hidden, saved_all=saved_all,
             saved_selective=shared + 2 * gathered_hidden_bytes + (gathered_inputs + 2 * hidden_bytes if t > 1 else 0.0),
             saved_common=shared + gathered_inputs,
             pending_weight_grad=num_up_projections * hidden + query + kv + 2 * gathered_hidden_bytes + 4 * hidden_bytes,
-            logits=engine.master_itemsize * tokens * m.vocab / t,
-            tokens=layout.micro_batch * m.sequence,
-        )
+            logits=engine.master_itemsize * tokens * m.vocab / t, tokens=layout.micro_batch * m.sequence,
+        )  # fmt: skip
 
 
 class _PeakCandidates:

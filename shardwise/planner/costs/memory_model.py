@@ -5,8 +5,6 @@ micro-batch in flight, logits, communication buffers, and a reserve for fragment
 decoders on our engine use the exact model in `shardwise.planner.costs.engine_memory` instead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -54,15 +52,12 @@ def engine_profile(precision: str, optimizer: OptimizerConfig = OptimizerConfig(
     master_itemsize = 8.0 if precision == "float64" else 4.0
     is_mixed_precision = precision not in ("float64", "float32")
     return FrameworkProfile(
-        weight_bytes=master_itemsize,
-        sharded_weight_bytes=master_itemsize,
-        compute_copy_bytes=2.0 if is_mixed_precision else 0.0,
-        gradient_bytes=master_itemsize,
+        weight_bytes=master_itemsize, sharded_weight_bytes=master_itemsize,
+        compute_copy_bytes=2.0 if is_mixed_precision else 0.0, gradient_bytes=master_itemsize,
         optimizer_bytes=optimizer_state_bytes(optimizer, master_itemsize),
-        logits=12.0 if is_mixed_precision else 2 * master_itemsize,
-        cast_bytes=16.0 if is_mixed_precision else 0.0,
+        logits=12.0 if is_mixed_precision else 2 * master_itemsize, cast_bytes=16.0 if is_mixed_precision else 0.0,
         update_bytes=10 * master_itemsize,
-    )
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -151,13 +146,9 @@ ActivationBytes = Callable[[ModelShape, int, Layout, bool], tuple[float, float, 
 
 
 def make_memory_inputs(
-    shape: ModelShape,
-    itemsize: int,
-    framework_profile: FrameworkProfile,
-    layout: Layout,
-    expert_tensor: int,
+    shape: ModelShape, itemsize: int, framework_profile: FrameworkProfile, layout: Layout, expert_tensor: int,
     activation_bytes: ActivationBytes | None = None,
-) -> MemoryInputs:
+) -> MemoryInputs:  # fmt: skip
     """Returns the inputs of `rank_memory`; `activation_bytes` replaces `block_activation_bytes`."""
     tokens = layout.micro_batch * shape.sequence / layout.context
     share = shape.sparse_layers / shape.layers

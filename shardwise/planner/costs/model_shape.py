@@ -1,7 +1,5 @@
 """The cost model of a job's model: the closed form of decoders, or the operator costs of any other family."""
 
-from __future__ import annotations
-
 from shardwise.models.config import ModelConfig
 from shardwise.models.registry import family_of
 from shardwise.planner.costs.decoder_shape import ModelShape

@@ -1,7 +1,5 @@
 """A model that is not a sequence of equal blocks, as the costs of its modules: traced, or listed by its family."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -60,12 +58,9 @@ class OperatorListModel(ModelShape):
 
 
 def operator_list_model(
-    make: Callable[..., tuple[OperatorCosts, ...]],
-    tables: HostEmbeddingTables | None = None,
-    heads: int = 1,
-    sequence: int = 1,
-    has_ends: bool = False,
-) -> OperatorListModel:
+    make: Callable[..., tuple[OperatorCosts, ...]], tables: HostEmbeddingTables | None = None, heads: int = 1,
+    sequence: int = 1, has_ends: bool = False,
+) -> OperatorListModel:  # fmt: skip
     """Returns the model whose modules' costs `make` computes: by a list, or by `interpolate_traces`."""
     return OperatorListModel(
         layers=len(make(1)) - 2 * has_ends, width=1, heads=heads, kv_heads=1, head_dim=1, ffn=0, vocab=0,

@@ -16,16 +16,14 @@ initialized beforehand. Later steps are the same, except that DDP (`replicate` a
 first: the number of calls may differ slightly, the bytes do not.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -101,13 +99,8 @@ class RankReport:
         return {**dataclasses.asdict(self), "total": self.total}
 
 
-def dry_run(
-    job: Job,
-    layout: Layout,
-    ranks: Sequence[int] | None = None,
-    on_report: Callable[[RankReport], None] = lambda _: None,
-) -> list[RankReport]:
-    """Measures the given ranks (default `typical_ranks`) and calls `on_report` as each one finishes."""
+def dry_run(job: Job, layout: Layout, ranks: Sequence[int] | None = None) -> list[RankReport]:
+    """Measures the given ranks; default `typical_ranks`."""
     if prepare(job, layout).tables:
         raise JobError(
             f"model.name = {job.model.name!r}: a dry run does not simulate embedding tables in host memory; use "
@@ -116,26 +109,19 @@ def dry_run(
     rank_list = list(typical_ranks(layout) if ranks is None else ranks)
     for rank in rank_list:
         if not 0 <= rank < layout.world:
-            last = layout.world - 1
-            raise LayoutError(
-                f"rank {rank}: layout '{layout}' has {pluralize(layout.world, 'rank')}, from 0 to {last}."
-            )
+            ranks_text = f"{pluralize(layout.world, 'rank')}, from 0 to {layout.world - 1}"
+            raise LayoutError(f"rank {rank}: layout '{layout}' has {ranks_text}.")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    reports: dict[int, RankReport] = {}
     with ProcessPoolExecutor(min(cores, len(rank_list)), get_context("fork"), _init_worker) as pool:
         futures = [pool.submit(_dry_run_rank, job, layout, rank) for rank in rank_list]
         try:
-            for done in as_completed(futures):
-                report = done.result()
-                reports[report.rank] = report
-                on_report(report)
+            return [future.result() for future in futures]
         except BrokenProcessPool:
             raise RunError(
                 "a process of the dry run was killed, probably out of memory; free some memory or look at fewer ranks."
             ) from None
         finally:
             pool.shutdown(cancel_futures=True)
-    return [reports[rank] for rank in rank_list]
 
 
 def typical_ranks(layout: Layout, all_stages: bool = False) -> list[int]:
@@ -203,18 +189,14 @@ def measure_rank(job: Job, layout: Layout, fake: bool = True, all_micro_batches:
     remaining = batch.micro_batches - count
     memory, peak_phase = recording.memory(remaining, period)
     return RankReport(
-        layout=str(layout),
-        rank=recording.engine.mesh.rank,
+        layout=str(layout), rank=recording.engine.mesh.rank,
         stages=layout.stages_of(recording.engine.mesh["pipeline"].index),
         modules=tuple(tuple(name for name, _ in chain.named_children()) for chain in recording.engine.chains),
-        memory=_by_role(memory),
-        peak_phase=peak_phase,
+        memory=_by_role(memory), peak_phase=peak_phase,
         resident_memory=_by_role(recording.held_after(recording.end.event, remaining, period)),
-        traffic=recording.traffic(remaining, period),
-        micro_batches=batch.micro_batches,
-        micro_batches_run=count,
+        traffic=recording.traffic(remaining, period), micro_batches=batch.micro_batches, micro_batches_run=count,
         seconds=time.perf_counter() - begin,
-    )
+    )  # fmt: skip
 
 
 def _by_role(memory: BytesByRole) -> dict[str, int]:
@@ -366,15 +348,25 @@ def _init_optimizer_states(engine: Engine, optimizer: torch.optim.Optimizer) -> 
 
 def _track_engine(engine: Engine, tracker: MemoryCommTracker) -> list[TracePoint]:
     """Marks weights and gradients in the tracker. The returned list receives the end of the last backward."""
+
+    def mark_weights(module: nn.Module, args: Any) -> None:
+        # When this hook runs, FSDP has unsharded the parameters.
+        tracker.mark((weight for weight in module._parameters.values() if weight is not None), "weights")
+
+    def mark_copy(view: Tensor) -> Tensor:
+        """The last parametrization: marks the weight a module computes with."""
+        tracker.mark([view], "copies", overwrite=False)
+        return view
+
     tracker.mark((param_shard.tensor for param_shard in engine.param_shards), "weights")
     for chain in engine.chains:
         has_copies = any(param_shard.compute_copy is not None for param_shard in engine.param_shards)
         tracker.mark(chain.parameters(), "copies" if has_copies else "weights")
         for module in chain.modules():
             if not has_copies:
-                module.register_forward_pre_hook(_mark_weights_hook(tracker))
+                module.register_forward_pre_hook(mark_weights)
             for views in module.__dict__.get("_parametrizations", {}).values():
-                views.append(_mark_copy_view(tracker))
+                views.append(mark_copy)
     backward_ends: list[TracePoint] = []
     reduce_gradients = engine.data.reduce_gradients
 
@@ -386,24 +378,6 @@ def _track_engine(engine: Engine, tracker: MemoryCommTracker) -> list[TracePoint
 
     engine.data.reduce_gradients = tracked_reduce  # type: ignore[method-assign]
     return backward_ends
-
-
-def _mark_weights_hook(tracker: MemoryCommTracker) -> Callable[[nn.Module, Any], None]:
-    def mark_weights(module: nn.Module, args: Any) -> None:
-        # When this hook runs, FSDP has unsharded the parameters.
-        tracker.mark((weight for weight in module._parameters.values() if weight is not None), "weights")
-
-    return mark_weights
-
-
-def _mark_copy_view(tracker: MemoryCommTracker) -> Callable[[Tensor], Tensor]:
-    """Returns a parametrization that marks the weight a module computes with, appended as the last one."""
-
-    def mark(view: Tensor) -> Tensor:
-        tracker.mark([view], "copies", overwrite=False)
-        return view
-
-    return mark
 
 
 def _mark_gradients(engine: Engine, tracker: MemoryCommTracker) -> None:

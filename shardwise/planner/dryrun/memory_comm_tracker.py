@@ -17,8 +17,6 @@ Bytes are those of the tensors; the allocator adds its rounding. PyTorch's MemTr
 shards nor repeated calls of a module, and CommDebugMode fails under PyTorch's pipeline schedules.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
