@@ -249,7 +249,7 @@ def make_task(config: Any) -> Task:
         return {"input_ids": images, "labels": torch.zeros(samples, 1, dtype=torch.int64)}
 
     return Task(
-        build, loss, count=lambda batch: (batch["labels"] != -100).sum(), inputs=inputs, configure=_configure,
+        build, loss, count=lambda batch: (batch["labels"] != -100).sum(), inputs=inputs, configure=_configure, autocast=False,
         example_batch=example_images if name == "pixel_values" else None, trunk=config.trunk, plan=config.tensor_plan,
     )  # fmt: skip
 
