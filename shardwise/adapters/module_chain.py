@@ -116,6 +116,7 @@ class ModuleChain(Chain):
         self.state: dict[str, Any] = {"ids": None, "stream": None} if state is None else state
         self.placeholders: list[tuple[nn.Module, str, torch.Size]] = []
         self.tensor_degree = 1
+        self.metric_sums: dict[str, float] = {}
         self.compute_dtype: torch.dtype | None = None
         self.autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.__dict__["root"] = root  # not as a child, which would prefix every name
@@ -279,6 +280,10 @@ class ModuleChain(Chain):
     def _add_ids(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         return args, {**kwargs, "shardwise_ids": self.state["ids"]}
 
+    def take_metrics(self) -> dict[str, float]:
+        sums, self.metric_sums = self.metric_sums, {}
+        return sums
+
     def train(self, mode: bool = True) -> Self:
         self.training = mode
         self.root.train(mode)  # its author may keep some modules in evaluation mode
@@ -294,7 +299,10 @@ class ModuleChain(Chain):
         self.state.update(ids=ids, stream=None if self.has_prologue else x)
         try:
             with KeepFloat64() if dtype is torch.float64 else self.autocast():
-                loss = self.task.call(self.root, unflatten_batch(leaves, self.spec))
+                measured: dict[str, float] | None = None if self.training else {}
+                loss = self.task.call(self.root, unflatten_batch(leaves, self.spec), measured)
+                for name, value in (measured or {}).items():
+                    self.metric_sums[name] = self.metric_sums.get(name, 0.0) + value * leaves[0].shape[0]
         except StageEnd as end:
             return end.stream if dtype is None else end.stream.to(dtype)
         if self.anatomy.reads_values:

@@ -101,16 +101,14 @@ class Task:
                 "pads them."
             ) from error
 
-    def call(self, module: nn.Module, batch: Any) -> Tensor:
-        """Runs the forward and the loss; returns the loss as its author defined it."""
+    def call(self, module: nn.Module, batch: Any, measured: dict[str, float] | None = None) -> Tensor:
+        """Runs the forward and the loss; returns the loss as its author defined it. Puts metrics into `measured`."""
         args, kwargs = self._arguments(module, batch)
         output = module(*args, **kwargs)
-        if self.loss is None:
-            loss = _own_loss(output)
-        elif isinstance(batch, tuple | list) and len(batch) > 1:
-            loss = self.loss(output, batch[-1])
-        else:
-            loss = self.loss(output, batch)
+        target = batch[-1] if isinstance(batch, tuple | list) and len(batch) > 1 else batch
+        loss = _own_loss(output) if self.loss is None else self.loss(output, target)
+        if measured is not None:
+            measured.update((name, float(metric(output, target))) for name, metric in self.metrics.items())
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"({type(loss).__name__})"
             raise JobError(f"the loss must be a scalar tensor, but it is {shape}; return its mean over the samples.")
