@@ -200,6 +200,10 @@ class ModuleChain(Chain):
         for module, leaf, shape in self.placeholders:
             module.__dict__[leaf] = torch.zeros((), dtype=dtype, device=device).expand(shape)
 
+    def split_sequence(self, axis: Any, positions: Tensor, attention_fn: Any) -> None:
+        assert self.task.split_sequence is not None, "refused before"
+        self.task.split_sequence(self.root, axis, positions, attention_fn)
+
     def initial_value(self, name: str) -> Tensor | None:
         return self.init.value(name)
 

@@ -46,6 +46,8 @@ class Task:
     """From a number of samples to a batch, for shapes. None: the first samples of `data`."""
     configure: Callable[[nn.Module, torch.device, torch.dtype], None] | None = None
     """Called with the module, its device and the dtype of activations once its weights have memory."""
+    split_sequence: Callable[..., None] | None = None
+    """Called with the module, the context axis, all ranks' positions and an attention function, if context > 1."""
     trunk: str = ""
     """Name of the list of blocks, if it is not found or another one is wanted."""
     plan: Mapping[str, str] = field(default_factory=dict)

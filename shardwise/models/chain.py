@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -72,6 +72,9 @@ class Chain(nn.Module):
 
     def configure(self, device: torch.device, dtype: torch.dtype, tensor_degree: int) -> None:
         """Called once the parameters have memory, with the dtype of activations."""
+
+    def split_sequence(self, axis: Any, positions: Tensor, attention_fn: Any) -> None:
+        """Called if the sequence is split over an axis; `positions` are those of all its ranks, rank by rank."""
 
     def initial_value(self, name: str) -> Tensor | None:
         """Returns the full initial value of a parameter; None: the sharding plan says how it is initialized."""
