@@ -69,7 +69,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gptj": ("GPT-J", {**GPT2, "rotary_dim": 4}),
     "gpt_neo": ("GPT-Neo", {"num_layers": 4, "num_heads": 4, "attention_types": [[["global", "local"], 2]], "window_size": 6}),
     "gpt_bigcode": ("GPT-BigCode", GPT2),
-    "opt": ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "opt": ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}),
     "bloom": ("BLOOM", {"n_layer": 4, "n_head": 4}),
     "mpt": ("MPT", {"d_model": 32, "n_layers": 4, "n_heads": 4, "max_seq_len": 64}),
     "falcon": ("Falcon", {}),

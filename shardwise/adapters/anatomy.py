@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
@@ -75,8 +76,11 @@ def find_anatomy(module: nn.Module, run: Run, trunk: str = "") -> Anatomy:
     if trunk and not blocks:
         raise JobError(f"{trunk!r} is not a list of blocks of which each runs once on the output of the one before.")
     tracker = _Tracker(module, blocks)
+    if not module.training and any(getattr(part, "layerdrop", 0) for part in module.modules()):
+        tracker.random_modules["layerdrop"] = None
     try:
-        _run_fake(module, run, tracker.hooks, tracker)
+        with _FunctionalDropout(tracker):
+            _run_fake(module, run, tracker.hooks, tracker)
     finally:
         module.train()
     return tracker.anatomy()
@@ -260,9 +264,12 @@ class _Tracker(TorchDispatchMode):
             self.written[self.buffers[id(values["running_mean"])]] = None
         is_random = torch.Tag.nondeterministic_seeded in func.tags and "scaled_dot_product" not in name
         if is_random or values.get("dropout_p"):
-            module = self.module.get_submodule(self.stack[-1])
-            if not isinstance(module, _DROPOUTS):
-                self.random_modules[self.stack[-1] or type(module).__name__] = None
+            self.note_random(self.stack[-1])
+
+    def note_random(self, name: str) -> None:
+        module = self.module.get_submodule(name)
+        if not isinstance(module, _DROPOUTS):
+            self.random_modules[name or type(module).__name__] = None
 
     def _place(self, part: int, name: str) -> str:
         kind = "prologue" if part == 0 else "epilogue" if part > len(self.block_names) else f"block {part - 1}"
@@ -305,6 +312,20 @@ class _Tracker(TorchDispatchMode):
             is_own = all(name in self.enclosing.get(parameter, set()) for parameter in mine)
             if is_own and self.calls.get(name) == 1 and all(len(self.parts_of.get(p, ())) == 1 for p in mine):
                 yield name
+
+
+class _FunctionalDropout(TorchFunctionMode):
+    """Notes functional dropout, also in a module that is run without training."""
+
+    def __init__(self, tracker: _Tracker):
+        super().__init__()
+        self.tracker = tracker
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.functional.dropout and (kwargs.get("p", 0.5) if len(args) < 2 else args[1]):
+            self.tracker.note_random(self.tracker.stack[-1])
+        return func(*args, **kwargs)
 
 
 def stream_like(anatomy: Anatomy, samples: int, traced: int) -> tuple[int, ...]:
