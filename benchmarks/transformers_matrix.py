@@ -31,7 +31,7 @@ COMMON: dict[str, Any] = {
     "eos_token_id": 2, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
     "moe_intermediate_size": 24, "n_group": 2, "topk_group": 1, "sliding_window": 6, "query_pre_attn_scalar": 8,
     "image_size": 16, "patch_size": 4, "num_labels": 5, "attention_dropout": 0.0, "attn_pdrop": 0.0,
-    "attention_probs_dropout_prob": 0.0, "layerdrop": 0.0, "drop_path_rate": 0.0,
+    "attention_probs_dropout_prob": 0.0, "layerdrop": 0.0, "drop_path_rate": 0.0, "residual_dropout": 0.0,
 }  # fmt: skip
 GPT2 = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64}
 IMAGES = {"num_key_value_heads": None}
@@ -55,7 +55,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi-3", {}),
     "cohere": ("Cohere", {}),
     "cohere2": ("Cohere 2", {}),
-    "starcoder2": ("StarCoder2", {"residual_dropout": 0.0, "embedding_dropout": 0.0}),
+    "starcoder2": ("StarCoder2", {"embedding_dropout": 0.0}),
     "granite": ("Granite", {}),
     "smollm3": ("SmolLM3", {}),
     "glm4": ("GLM-4", {}),
@@ -102,11 +102,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deit": ("DeiT", IMAGES),
     "beit": ("BEiT", IMAGES),
     "dinov2": ("DINOv2", IMAGES),
-    "swin": ("Swin", {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 2], "window_size": 2}),
+    "swin": ("Swin", {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 2], "window_size": 2, "num_attention_heads": None}),
     "convnext": ("ConvNeXt", {"hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 2, 1], "image_size": 32}),
-    "resnet": ("ResNet", {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2], "image_size": 32}),
+    "resnet": ("ResNet", {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2]}),
     "t5": ("T5", {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}),
-    "bart": ("BART", {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}),
+    "bart": ("BART", {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "dropout": 0.0}),
 }  # fmt: skip
 
 COLUMNS = {

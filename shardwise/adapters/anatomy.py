@@ -40,8 +40,8 @@ class Anatomy:
     """What the blocks hand on, on the meta device, for the batch that was traced."""
     stream_key: int | str = 0
     """Which argument of a block is the stream: its position or its keyword."""
-    returns_tuple: bool = False
-    """Whether a block returns a tuple whose first element is the stream."""
+    tuple_length: int = 0
+    """Length of the tuple that a block returns, whose first element is the stream; 0: it returns the stream."""
     parts_of: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """By parameter: the parts that use it. Parameters that the forward does not use are missing."""
     called_once: frozenset[str] = frozenset()
@@ -187,7 +187,7 @@ class _Tracker(TorchDispatchMode):
         self.flops = [0.0] * (len(blocks) + 2)
         self.stream: Tensor | None = None
         self.stream_key: int | str = 0
-        self.returns_tuple = False
+        self.tuple_length = 0
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
@@ -222,7 +222,7 @@ class _Tracker(TorchDispatchMode):
         def hook(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
             self.stack.pop()
             if module in self.block_index:
-                self.stream, self.returns_tuple = _stream_of(out), isinstance(out, tuple | list)
+                self.stream, self.tuple_length = _stream_of(out), len(out) if isinstance(out, tuple | list) else 0
                 if self.part == len(self.block_names) and self.stream is not None:
                     self.part += 1
                     self.made[id(self.stream)] = self.stream, self.part, name
@@ -281,7 +281,7 @@ class _Tracker(TorchDispatchMode):
             raise JobError(f"the blocks of {type(self.module).__name__} do not hand on a tensor.")
         return Anatomy(
             self.block_names, None if stream is None else torch.empty_like(stream, device="meta"), self.stream_key,
-            self.returns_tuple, {name: tuple(sorted(parts)) for name, parts in self.parts_of.items()},
+            self.tuple_length, {name: tuple(sorted(parts)) for name, parts in self.parts_of.items()},
             frozenset(name for name, count in self.calls.items() if count == 1),
             tuple(self._units(self.module, "")), self._crossing_sentence(), tuple(self.random_modules),
             tuple(self.written), tuple(max(1.0, flops) for flops in self.flops),

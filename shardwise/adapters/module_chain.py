@@ -128,7 +128,8 @@ class ModuleChain(Chain):
     def _hand_on(self, is_last: bool) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             stream = self.state["stream"] if is_last else self._stream_argument(args, kwargs)
-            return (stream, None, None) if self.anatomy.returns_tuple else stream
+            extra = self.anatomy.tuple_length - 1
+            return stream if extra < 0 else (stream, *[None] * extra)
 
         return forward
 

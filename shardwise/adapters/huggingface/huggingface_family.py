@@ -70,7 +70,7 @@ class HuggingFaceConfig(ModuleConfig):
 
     @property
     def image_size(self) -> int:
-        return int(self.hf.image_size)
+        return int(getattr(self.hf, "image_size", 224))
 
     @property
     def num_classes(self) -> int:
@@ -222,7 +222,9 @@ def make_task(config: Any) -> Task:
     hf, (kind, model_class) = config.hf, model_kind(config)
 
     def build() -> nn.Module:
-        return model_class.from_config(copy.deepcopy(hf))  # type: ignore[no-any-return]
+        own = copy.deepcopy(hf)
+        own.architectures = own.architectures or []  # of several heads (DeiT), the first
+        return model_class.from_config(own)  # type: ignore[no-any-return]
 
     def loss(output: Any, batch: Any) -> torch.Tensor:
         logits, labels = output.logits, batch["labels"]
@@ -262,8 +264,9 @@ def translate_plan(module: Any) -> dict[str, str]:
     base: Mapping[str, str] = getattr(module.config, "base_model_tp_plan", None) or {}
     plan = {f"{prefix}.{pattern}": style for pattern, style in base.items()}
     plan |= getattr(type(module), "_tp_plan", None) or {}
-    head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
-    if head is not None and embedding is not None and head.weight is embedding.weight and "lm_head" in plan:
+    head = module.get_output_embeddings() if "lm_head" in plan else None
+    embedding = None if head is None else module.get_input_embeddings()
+    if head is not None and embedding is not None and head.weight is embedding.weight:
         plan |= {name: "embedding_rowwise" for name, part in module.named_modules() if part is embedding}
     unknown = {pattern.rpartition(".")[0] for pattern, style in plan.items() if style not in STYLES}
     unknown |= {pattern for pattern, style in plan.items() if style not in STYLES}
