@@ -188,6 +188,7 @@ class _Tracker(TorchDispatchMode):
         self.stream: Tensor | None = None
         self.stream_key: int | str = 0
         self.tuple_length = 0
+        self.stream_shapes: dict[tuple[int, ...], None] = {}
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
@@ -213,6 +214,7 @@ class _Tracker(TorchDispatchMode):
                 for key, value in entries:
                     if isinstance(value, Tensor) and (value is before or before is None) and value.is_floating_point():
                         self.stream, self.stream_key = value, key
+                        self.stream_shapes[tuple(value.shape)] = None
                         self.made[id(value)] = value, self.part, name
                         break
 
@@ -292,6 +294,9 @@ class _Tracker(TorchDispatchMode):
             return "no list of blocks was found that are called in a row; name it with `trunk`"
         if self.crossing:
             return f"besides the blocks' output, a tensor crosses a cut: what {self.crossing}"
+        if len(self.stream_shapes) > 1:
+            first, second, *_ = self.stream_shapes
+            return f"the blocks hand on tensors of different shapes, such as {first} and {second}"
         for name, parts in self.parts_of.items():
             inner = [part for part in parts if 0 < part <= len(self.block_names)]
             if len(parts) > 1 and inner:

@@ -119,6 +119,19 @@ class ModuleChain(Chain):
         if first == 1:
             block = self.root.get_submodule(self.anatomy.blocks[0])
             block.register_forward_pre_hook(self._replace_stream, with_kwargs=True)
+        if first < last == self.num_parts - 1:  # the epilogue is a stage of its own: the stage ends where it begins
+            *_, block = inside = [self.root.get_submodule(name) for name in self.anatomy.blocks]
+            block.register_forward_hook(self._keep_end)
+            inside_blocks = {part for block in inside for part in block.modules()}
+            for module in set(self.root.modules()) - inside_blocks:
+                module.register_forward_pre_hook(self._end_at_epilogue)
+
+    def _keep_end(self, module: nn.Module, args: Any, out: Any) -> None:
+        self.state["end"] = out[0] if isinstance(out, tuple | list) else out
+
+    def _end_at_epilogue(self, module: nn.Module, args: Any) -> None:
+        if self.state["end"] is not None:
+            raise StageEnd(self.state["end"])
 
     def _stream_argument(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         key = self.anatomy.stream_key
@@ -230,7 +243,7 @@ class ModuleChain(Chain):
         leaves = [extra_inputs[f"input_{number}"] for number in range(self.spec.num_leaves)]
         dtype = self.compute_dtype
         leaves = [leaf.to(dtype) if dtype and leaf.is_floating_point() else leaf for leaf in leaves]
-        self.state.update(ids=ids, stream=None if self.has_prologue else x)
+        self.state.update(ids=ids, stream=None if self.has_prologue else x, end=None)
         try:
             with KeepFloat64() if dtype is torch.float64 else nullcontext():
                 loss = self.task.call(self.root, unflatten_batch(leaves, self.spec))
