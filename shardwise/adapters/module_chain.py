@@ -267,6 +267,10 @@ class ModuleChain(Chain):
         if self.task.autocast and has_float_buffers and dtype.itemsize == 2:
             self.autocast = lambda: torch.autocast(device.type, dtype)
 
+    def split_sequence(self, axis: Any, positions: Tensor, attention_fn: Any) -> None:
+        assert self.task.split_sequence is not None, "refused before"
+        self.task.split_sequence(self.root, axis, positions, attention_fn)
+
     def initial_value(self, name: str) -> Tensor | None:
         return self.init.value(name)
 

@@ -60,6 +60,8 @@ class Task:
     autocast: bool = True
     """Whether a module with floating-point buffers runs under torch.autocast in bf16 and fp16, because buffers keep
     float32. False: its forward casts them itself."""
+    split_sequence: Callable[..., None] | None = None
+    """Called with the module, the context axis, all ranks' positions and an attention function, if context > 1."""
     trunk: str = ""
     """Name of the list of blocks, if it is not found or another one is wanted."""
     plan: Mapping[str, str] = field(default_factory=dict)

@@ -65,15 +65,21 @@ def local_positions(length: int, axis: Axis, method: str) -> Tensor:
 
 def apply(chain: Chain, layout: Layout, mesh: Mesh, length: int, device: torch.device) -> None:
     """Sets position ids, rotary embeddings and the attention function of a chain's modules for this rank."""
-    context, tensor = mesh["context"], mesh["tensor"]
-    if context.size == tensor.size == 1 or not chain.sharding_plan.splits_sequence:
+    context, tensor, method = mesh["context"], mesh["tensor"], layout.context_method
+    splits_sequence = chain.sharding_plan.splits_sequence
+    if context.size == 1 and (tensor.size == 1 or not splits_sequence):
         return
-    context_positions = local_positions(length, context, layout.context_method)
-    sequence_positions = context_positions.chunk(tensor.size)[tensor.index].to(device)
+    context_positions = local_positions(length, context, method)
+    sequence_positions = context_positions.chunk(tensor.size)[tensor.index] if splits_sequence else context_positions
+    attention_fn = RingAttention(context) if method == "ring" else UlyssesAttention(context)
+    if context.size > 1:
+        ranks = [replace(context, index=index) for index in range(context.size)]
+        positions = torch.cat([local_positions(length, rank, method) for rank in ranks])
+        chain.split_sequence(context, positions.to(device), attention_fn)
     rope_cos_sin: tuple[Tensor, Tensor] | None = None  # shared by all layers
     for module in chain.modules():
         if isinstance(module, PositionAware):
-            module.position_ids = sequence_positions
+            module.position_ids = sequence_positions.to(device)
         if context.size == 1:
             continue
         if isinstance(module, SelfAttention):
@@ -82,7 +88,7 @@ def apply(chain: Chain, layout: Layout, mesh: Mesh, length: int, device: torch.d
                 rows = context_positions.to(device)
                 rope_cos_sin = rope_cos_sin or (cos[rows], sin[rows])
                 module.rope_cos_sin = rope_cos_sin
-            module.attention_fn = (RingAttention if layout.context_method == "ring" else UlyssesAttention)(context)
+            module.attention_fn = attention_fn
         if isinstance(module, MoE):
             module.sequence_shards = context.size
             module.all_reduce_sum = lambda counts: all_reduce(counts, axis=context)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -14,7 +15,7 @@ from shardwise.errors import JobError, suggest
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+    from torch import Tensor, nn
 
     from shardwise.adapters.anatomy import Anatomy
     from shardwise.adapters.task import Task
@@ -94,8 +95,12 @@ class HuggingFaceConfig(ModuleConfig):
         return "images" if self.kind == "image classification" else "tokens"
 
     @property
+    def heads(self) -> int:
+        return int(getattr(self.hf, "num_attention_heads", 1))
+
+    @property
     def image_size(self) -> int:
-        return int(self.hf.image_size)
+        return int(getattr(self.hf, "image_size", 224))
 
     @property
     def num_classes(self) -> int:
@@ -219,8 +224,31 @@ class HuggingFaceFamily(ModuleFamily):
                 f"same dropout masks in every layout; set {dropout} = 0."
             )
         refused = super().refusals(config)
-        refused.pop("context")
+        refused["expert"] = "experts of transformers' models are not split over an expert axis; use shard or tensor."
+        reason = _context_refusal(config)
+        if reason:
+            refused["context"] = f"{type(config.hf).__name__}: {reason}, so its sequences cannot be split; use shard."
+        else:
+            del refused["context"]
         return refused
+
+    def stage_shapes(self, config: Any, layout: Any, samples: int) -> tuple[Tensor, tuple[int, ...]]:
+        first, stream = super().stage_shapes(config, layout, samples)
+        if layout.context > 1:
+            first = first[:, : config.sequence // layout.context]
+            stream = stream[0], stream[1] // layout.context, *stream[2:]
+        return first, stream
+
+
+@lru_cache(maxsize=8)
+def _context_refusal(config: Any) -> str:
+    from shardwise.adapters.huggingface.context_check import context_refusal
+    from shardwise.adapters.module_family import meta_chain
+
+    if config.sample_kind == "images":
+        return "its samples are images"
+    chain = meta_chain(config)
+    return context_refusal(chain.root, chain.anatomy.blocks, config.sequence)
 
 
 @lru_cache(maxsize=8)
@@ -228,12 +256,15 @@ def make_task(config: Any) -> Task:
     import torch
     import torch.nn.functional as F
 
+    from shardwise.adapters.huggingface.attention import SPLIT, split_sequence
     from shardwise.adapters.task import Task
 
     hf, (kind, model_class) = config.hf, model_kind(config)
 
     def build() -> nn.Module:
-        return model_class.from_config(hf)  # type: ignore[no-any-return]
+        own = copy.deepcopy(hf)
+        own.architectures = own.architectures or []  # of several heads (DeiT), the first
+        return model_class.from_config(own)  # type: ignore[no-any-return]
 
     def loss(output: Any, batch: Any) -> torch.Tensor:
         logits, labels = output.logits, batch["labels"]
@@ -242,21 +273,27 @@ def make_task(config: Any) -> Task:
     name = "pixel_values" if kind == "image classification" else "input_ids"
 
     def inputs(batch: Any) -> dict[str, Any]:
-        return {name if key == "input_ids" else key: value for key, value in batch.items() if key != "labels"}
+        positions = SPLIT.local_positions
+        split = {} if positions is None else {"position_ids": positions.expand(batch["labels"].shape[0], -1)}
+        return {name if key == "input_ids" else key: value for key, value in batch.items() if key != "labels"} | split
 
     def example_images(samples: int) -> dict[str, torch.Tensor]:
         images = torch.zeros(samples, 3, config.image_size, config.image_size)
         return {"input_ids": images, "labels": torch.zeros(samples, 1, dtype=torch.int64)}
 
     return Task(
-        build, loss, count=lambda batch: (batch["labels"] != -100).sum(), inputs=inputs, configure=_configure, autocast=False,
-        example_batch=example_images if name == "pixel_values" else None, trunk=config.trunk, plan=config.tensor_plan,
+        build, loss, count=lambda batch: (batch["labels"] != -100).sum(), inputs=inputs, configure=_configure,
+        autocast=False, split_sequence=split_sequence, trunk=config.trunk, plan=config.tensor_plan,
+        example_batch=example_images if name == "pixel_values" else None,
     )  # fmt: skip
 
 
 def _configure(module: Any, device: torch.device, dtype: torch.dtype) -> None:
     import torch
 
+    from shardwise.adapters.huggingface.attention import SPLIT
+
+    SPLIT.axis = None
     if device.type == "cuda" and dtype is torch.bfloat16:
         module.config._experts_implementation = "grouped_mm"
 
@@ -268,8 +305,9 @@ def translate_plan(module: Any) -> dict[str, str]:
     base: Mapping[str, str] = getattr(module.config, "base_model_tp_plan", None) or {}
     plan = {f"{prefix}.{pattern}": style for pattern, style in base.items()}
     plan |= getattr(type(module), "_tp_plan", None) or {}
-    head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
-    if head is not None and embedding is not None and head.weight is embedding.weight and "lm_head" in plan:
+    head = module.get_output_embeddings() if "lm_head" in plan else None
+    embedding = None if head is None else module.get_input_embeddings()
+    if head is not None and embedding is not None and head.weight is embedding.weight:
         plan |= {name: "embedding_rowwise" for name, part in module.named_modules() if part is embedding}
     unknown = {pattern.rpartition(".")[0] for pattern, style in plan.items() if style not in STYLES}
     unknown |= {pattern for pattern, style in plan.items() if style not in STYLES}
