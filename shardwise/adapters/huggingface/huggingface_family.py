@@ -208,11 +208,13 @@ class HuggingFaceFamily(ModuleFamily):
         return config
 
     def _plan(self, config: Any, module: nn.Module, anatomy: Anatomy) -> ShardingPlan:
-        from shardwise.adapters.tensor_plan import make_sharding_plan
+        from shardwise.adapters.tensor_plan import guess_plan, make_sharding_plan
 
         given = self.task(config).plan
-        head_dim = getattr(config.hf, "head_dim", None) or 1
-        return make_sharding_plan(module, anatomy, given or translate_plan(module), head_dim, is_hint=not given)
+        heads = int(getattr(config.hf, "num_attention_heads", None) or 1)
+        head_dim = getattr(config.hf, "head_dim", None) or int(getattr(config.hf, "hidden_size", heads)) // heads
+        hint = translate_plan(module) or guess_plan(module, anatomy)
+        return make_sharding_plan(module, anatomy, given or hint, head_dim, is_hint=not given)
 
     def refusals(self, config: Any) -> dict[str, str]:
         from shardwise.adapters.module_family import meta_chain
