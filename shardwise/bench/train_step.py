@@ -74,11 +74,9 @@ class StepReport:
 
     def text(self) -> str:
         flags = [flag for flag, is_set in (("compiled", self.compiled), ("CUDA graph", self.uses_cuda_graph)) if is_set]
-        mfu = (
-            f"{100 * self.mfu:.0f}% MFU"
-            if self.peak_flops_per_second
-            else "MFU unknown (no peak FLOP/s for this device)"
-        )
+        mfu = "MFU unknown (no peak FLOP/s for this device)"
+        if self.peak_flops_per_second:
+            mfu = f"{100 * self.mfu:.0f}% MFU"
         memory = f"; peak memory {self.peak_memory_gib:.1f} GiB" if self.peak_memory_gib else ""
         lines = [
             ", ".join([self.device, f"layout '{self.layout}'", *flags]),
@@ -103,9 +101,8 @@ def bench_step(job: Job, device: torch.device, steps: int = 10, warmup_steps: in
         torch.cuda.reset_peak_memory_stats()
     engine = parallelize(prepare(job, layout), device)
     optimizer = engine.make_optimizer(job)
-    stream = SampleStream(
-        synthetic_source(job, 4 * job.samples), job.seed, objective=job.family.objective(job.model, job.seed)
-    )
+    objective = job.family.objective(job.model, job.seed)
+    stream = SampleStream(synthetic_source(job, 4 * job.samples), job.seed, objective=objective)
     batches = [stream.read(rank_positions(number, job.samples, 1, 0)).to(device) for number in range(4)]
 
     for number in range(warmup_steps):

@@ -65,9 +65,8 @@ class MoE(nn.Module):
         # Both losses are sums over samples, so they do not depend on the layout or the micro-batch size.
         if self.sigmoid:
             probs = probs / probs.sum(-1, keepdim=True)
-        aux_loss = self.router_aux_loss_coef * load_balancing_loss(
-            probs, expert_ids, x.shape[0], self.sequence_shards, self.all_reduce_sum
-        )
+        shards = self.sequence_shards, self.all_reduce_sum
+        aux_loss = self.router_aux_loss_coef * load_balancing_loss(probs, expert_ids, x.shape[0], *shards)
         if self.router_z_loss_coef:
             length = self.sequence_shards * x.shape[1]
             aux_loss = aux_loss + self.router_z_loss_coef * logits.logsumexp(-1).square().sum() / length
