@@ -155,7 +155,7 @@ def find_alerts(rows: np.ndarray, peer_groups: Sequence[Sequence[int]]) -> list[
     return alerts
 
 
-def clock_offset(ranks: Axis, device: torch.device, rounds: int = 8) -> float:
+def clock_offset(ranks: Axis, device: torch.device) -> float:
     """Returns how many seconds this rank's clock is ahead of rank 0's, or 0 if that is below the noise.
 
     A collective ends at about the same time on all ranks, so each reads its clock right after one.
@@ -163,7 +163,7 @@ def clock_offset(ranks: Axis, device: torch.device, rounds: int = 8) -> float:
     sent = torch.zeros(1, dtype=torch.float64, device=device)
     received = sent.repeat(ranks.size)
     offsets = []
-    for _ in range(rounds):
+    for _ in range(8):
         all_gather(received, sent, axis=ranks)
         received.cpu()  # waits until the collective has finished
         sent.fill_(time.time())

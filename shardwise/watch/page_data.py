@@ -11,15 +11,7 @@ from shardwise.layout import AXES, Layout
 from shardwise.metrics import rank_metrics
 from shardwise.watch.goodput import Goodput, goodput
 from shardwise.watch.pipeline_timeline import pipeline_data
-from shardwise.watch.run_data import (
-    TIME_CATEGORIES,
-    RunData,
-    bin_means,
-    bin_starts,
-    bin_starts_by_step,
-    to_json_list,
-    unit_of,
-)  # fmt: skip
+from shardwise.watch.run_data import TIME_CATEGORIES, RunData, bin_means, bin_starts, bin_starts_by_step, to_json_list
 
 MAX_POINTS = 800  # points of a curve
 HEATMAP_COLUMNS, HEATMAP_ROWS = 240, 128
@@ -40,7 +32,7 @@ def category_label(kind: str, name: str) -> str:
 def page_data(run: RunData) -> dict[str, Any]:
     good = goodput(run)
     return {
-        "name": run.name, "status": run.status, "created": time.time(), "unit": unit_of(run.job),
+        "name": run.name, "status": run.status, "created": time.time(), "unit": run.unit,
         "layout": str(run.plan.get("layout", run.job.layout)), "world": run.world, "steps": run.job.total_steps,
         "tiles": tiles(run, good), "series": series(run), "time_breakdown": time_breakdown(run),
         "ranks": rank_breakdown(run), "heatmap": heatmap(run), "memory": memory_table(run),
@@ -78,7 +70,7 @@ def tiles(run: RunData, good: Goodput) -> list[list[str]]:
     step = recent_median(run.column("seconds"))
     figures = [["step", f"{done:,} of {total:,}"], ["loss", f"{loss:.4f}" if isinstance(loss, float) else str(loss)]]
     speed = recent_median(run.column("tokens_per_s"))
-    figures += [["step time", format_seconds(step)], [f"{unit_of(run.job)}/s", f"{speed:,.0f}"]]
+    figures += [["step time", format_seconds(step)], [f"{run.unit}/s", f"{speed:,.0f}"]]
     share = time_shares(run)
     if share:
         figures.append(["device busy", f"{100 * (share['compute'] + share['optimizer']):.0f}%"])
@@ -237,7 +229,7 @@ def plan_accuracy(run: RunData) -> dict[str, Any]:
             rows.append([label, *both, error])
 
     add_row("step time", prediction.get("step_seconds"), recent_median(run.column("seconds")), "s")
-    add_row(f"{unit_of(run.job)}/s", prediction.get("tokens_per_s"), recent_median(run.column("tokens_per_s")), "")
+    add_row(f"{run.unit}/s", prediction.get("tokens_per_s"), recent_median(run.column("tokens_per_s")), "")
     peak = max(run.memory.get("peak", []), default=None)
     add_row("peak memory per rank", prediction.get("peak_memory_gib"), peak, "GiB")
     share = time_shares(run)

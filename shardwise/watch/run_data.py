@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import JobError
-from shardwise.job import Job, load_job
+from shardwise.job import load_job
 from shardwise.metrics.rank_metrics import MEMORY_KINDS, PHASES, SCALAR_METRICS, WAIT_AXES
 
 TIME_CATEGORIES = (
@@ -80,6 +80,10 @@ class RunData:
     @property
     def name(self) -> str:
         return self.path.resolve().name
+
+    @property
+    def unit(self) -> str:
+        return self.job.model.throughput_unit
 
     def _load_config(self) -> None:
         """Loads job and plan, and reloads them when a resume has changed the files."""
@@ -189,10 +193,6 @@ def read_timelines(path: Path) -> dict[int, dict[int, list[list[Any]]]]:
         if rank.isdigit():
             JsonLinesReader(file, lambda: None, partial(add, int(rank))).read()
     return dict(sorted(timelines.items()))
-
-
-def unit_of(job: Job) -> str:
-    return job.model.throughput_unit
 
 
 def bin_starts(count: int, max_bins: int) -> np.ndarray:

@@ -200,7 +200,7 @@ def rank_memory(inputs: MemoryInputs, layout: Layout, rank: int, stage: StageLay
     """Returns the peak memory of the pipeline rank that holds `stage`."""
     profile, size = inputs.framework_profile, inputs.itemsize
     dense_weights, experts = inputs.weights.of_stage(stage), stage.blocks * inputs.weights.experts
-    sharded_weights = dense_weights / optimizer_shards(layout) + experts / expert_optimizer_shards(layout)
+    own_weights = sharded_weights(layout, dense_weights, experts)
     block_weights = inputs.weights.block + inputs.weights.experts
     in_flight = in_flight_micro_batches(layout, rank, micro_batches)
     compute_copies = max(1.0, in_flight * inputs.kept_fraction)
@@ -209,9 +209,9 @@ def rank_memory(inputs: MemoryInputs, layout: Layout, rank: int, stage: StageLay
     )
     gradients, buffers = profile.gradient_bytes * (dense_weights + experts), 0.0
     if layout.shard > 1 and layout.zero >= 2:
-        gradients, buffers = profile.gradient_bytes * sharded_weights, size * block_weights
+        gradients, buffers = profile.gradient_bytes * own_weights, size * block_weights
     if layout.shard > 1 and layout.zero == 3:
-        weights = profile.sharded_weight_bytes * sharded_weights
+        weights = profile.sharded_weight_bytes * own_weights
         buffers = size * (2 * max(block_weights, inputs.head_weights) + block_weights)
     if layout.pipeline > 1:
         neighbours = 2 * layout.stages_per_rank - (rank == 0) - (rank == layout.pipeline - 1)
@@ -219,7 +219,7 @@ def rank_memory(inputs: MemoryInputs, layout: Layout, rank: int, stage: StageLay
     # The loss's backward ends before any block is recomputed.
     extra = max(inputs.recomputed_per_block, inputs.logits) if stage.last else inputs.recomputed_per_block
     activations = in_flight * stage.blocks * inputs.saved_per_block + extra + 4 * inputs.hidden_bytes
-    optimizer = profile.optimizer_bytes * sharded_weights
+    optimizer = profile.optimizer_bytes * own_weights
     if layout.pipeline == 1 and micro_batches == 1:
         gradients = max(0.0, gradients - activations)  # gradients are allocated as activations are freed
     subtotal = weights + gradients + optimizer + activations + buffers
@@ -227,13 +227,10 @@ def rank_memory(inputs: MemoryInputs, layout: Layout, rank: int, stage: StageLay
     return RankMemory(weights, gradients, optimizer, activations, buffers, reserve)
 
 
-def optimizer_shards(layout: Layout) -> int:
-    """Returns how many ranks share the optimizer state of a weight."""
-    return layout.shard * (layout.context if layout.shard > 1 else 1)
-
-
-def expert_optimizer_shards(layout: Layout) -> int:
-    return max(1, optimizer_shards(layout) // layout.expert)
+def sharded_weights(layout: Layout, dense: float, experts: float) -> float:
+    """Returns how many of a rank's weights it keeps the optimizer state of."""
+    shards = layout.shard * (layout.context if layout.shard > 1 else 1)
+    return dense / shards + experts / max(1, shards // layout.expert)
 
 
 def in_flight_micro_batches(layout: Layout, rank: int, micro_batches: int) -> float:
