@@ -21,7 +21,6 @@ from shardwise.errors import LayoutError, suggest
 from shardwise.peer_words import layout_hint
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")  # mesh dimensions, outermost first
-DATA_AXES = ("replicate", "shard")  # their ranks read different samples
 DEGREES = (*AXES, "expert")  # expert folds over shard x context (x tensor): it is not a mesh dimension
 FULL_BACKWARD = ("gpipe", "1f1b", "interleaved")
 AUTO_SCHEDULES = ("auto", "auto-v")  # synthesized for the actual stage costs by shardwise.schedules.synthesize

@@ -41,12 +41,9 @@ MAX_BANDWIDTH = 1e15  # bytes per second; a fit that reaches it found no depende
 
 @dataclass(frozen=True)
 class AlphaBetaFit:
-    latency: float
-    """Seconds per step."""
-    bandwidth: float
-    """Bytes per second of the busiest rank."""
-    median_error: float
-    """Median relative error of the fit."""
+    latency: float  # seconds per step
+    bandwidth: float  # bytes per second of the busiest rank
+    median_error: float  # median relative error of the fit
 
 
 @dataclass(frozen=True)
@@ -54,13 +51,10 @@ class CommReport:
     processes: int
     processes_per_node: int
     sizes: list[int]
-    seconds: dict[str, list[float]]
-    """By algorithm, one entry per size."""
-    bytes_sent: dict[str, list[int]]
-    """Bytes that the busiest rank sends; for PyTorch's all-reduce, those of a ring."""
+    seconds: dict[str, list[float]]  # by algorithm, one entry per size
+    bytes_sent: dict[str, list[int]]  # bytes that the busiest rank sends; for PyTorch's all-reduce, those of a ring
     steps: dict[str, list[int]]
-    links: dict[str, AlphaBetaFit]
-    """`inner`: within a node; `outer`: between nodes."""
+    links: dict[str, AlphaBetaFit]  # `inner`: within a node; `outer`: between nodes
 
     @property
     def fits(self) -> dict[str, AlphaBetaFit]:

@@ -45,21 +45,14 @@ class StepReport:
     device: str
     layout: str
     compiled: bool
-    uses_cuda_graph: bool
-    """Whether steps replay a CUDA graph."""
-    tokens: int
-    """Tokens per step."""
-    seconds: float
-    """Median seconds per step."""
-    relative_iqr: float
-    """Interquartile range of the step time over its median."""
-    flops_per_second: float
-    """Model FLOP/s, without recomputation."""
-    peak_flops_per_second: float
-    """Peak FLOP/s of the device; 0 if unknown."""
+    uses_cuda_graph: bool  # whether steps replay a CUDA graph
+    tokens: int  # tokens per step
+    seconds: float  # median seconds per step
+    relative_iqr: float  # interquartile range of the step time over its median
+    flops_per_second: float  # model FLOP/s, without recomputation
+    peak_flops_per_second: float  # peak FLOP/s of the device; 0 if unknown
     peak_memory_gib: float
-    time_breakdown: dict[str, float]
-    """Seconds by kind of kernel, in one profiled step."""
+    time_breakdown: dict[str, float]  # seconds by kind of kernel, in one profiled step
 
     @property
     def tokens_per_second(self) -> float:
@@ -189,12 +182,8 @@ def _annotate_head(engine: Engine) -> Iterator[None]:
     def end(*args: Any) -> None:
         annotations.pop().__exit__(None, None, None)
 
-    heads = [
-        module
-        for chain in engine.chains
-        for module in chain.modules()
-        if isinstance(module, gpt.DecoderHead | bert.BertHead | t5.T5Head)
-    ]
+    modules = [module for chain in engine.chains for module in chain.modules()]
+    heads = [module for module in modules if isinstance(module, gpt.DecoderHead | bert.BertHead | t5.T5Head)]
     handles = [handle for head in heads
                for handle in (head.register_forward_pre_hook(begin), head.register_forward_hook(end))]  # fmt: skip
     try:

@@ -49,12 +49,10 @@ class DataConstrainedOptimum:
     """The optimum of the same budget with a limited number of unique tokens."""
 
     unique_tokens: float
-    loss: float
-    """Loss of the model that is optimal for unlimited data, if trained on repeated tokens."""
+    loss: float  # loss of the model that is optimal for unlimited data, if trained on repeated tokens
     parameters: float
     tokens: float
-    best_loss: float
-    """Loss of `parameters` and `tokens`, the optimum for limited data."""
+    best_loss: float  # loss of `parameters` and `tokens`, the optimum for limited data
 
 
 @dataclass(frozen=True)

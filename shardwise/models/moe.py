@@ -39,8 +39,7 @@ class MoE(nn.Module):
         """Tokens routed to each expert since the last reset; recomputation does not count."""
         self.dropped_tokens: Tensor | None = None
         """Routing choices dropped for lack of capacity since the last reset; recomputation does not count."""
-        self.sequence_shards = 1
-        """Number of ranks that split each sequence; `all_reduce_sum` sums over them."""
+        self.sequence_shards = 1  # number of ranks that split each sequence; `all_reduce_sum` sums over them
         self.all_reduce_sum: Callable[[Tensor], Any] | None = None
         self.local_experts: tuple[int, int] | None = None
         """(first, count) of the experts that this rank computes; other experts give zeros. None: all."""

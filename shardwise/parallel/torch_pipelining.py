@@ -32,8 +32,7 @@ SCHEDULE_CLASSES = {
     "zbv": schedules.ScheduleZBVZeroBubble,
     "dualpipev": schedules.ScheduleDualPipeV,
 }
-PipelineOrder = Mapping[int, Sequence[Any]]
-"""The actions of each pipeline rank, with the fields of PyTorch's `_Action`."""
+PipelineOrder = Mapping[int, Sequence[Any]]  # the actions of each pipeline rank, with the fields of PyTorch's `_Action`
 
 
 def schedule_actions(schedule: str, ranks: int, virtual: int, micro_batches: int) -> dict[int, list[_Action]]:

@@ -20,14 +20,12 @@ class SchedulingProblem:
     costs: StageCosts
     ranks: int
     micro_batches: int
-    activation_sizes: tuple[float, ...] = ()
-    """Memory of a micro-batch in flight, by stage; default 1 for every stage."""
-    memory_limits: tuple[float, ...] = ()
-    """Memory limit by rank; default unlimited."""
+    activation_sizes: tuple[float, ...] = ()  # memory of a micro-batch in flight, by stage; default 1 for every stage
+    memory_limits: tuple[float, ...] = ()  # memory limit by rank; default unlimited
+    # Fraction of the memory held after the backward-input (see `PipelineProgram.peak_memory`); may exceed 1.
     retained_fraction: float = 1.0
-    """Fraction of the memory held after the backward-input (see `PipelineProgram.peak_memory`); may exceed 1."""
+    # Whether a rank's second stage is as far from the last stage as its first is from the first one.
     is_v_shaped: bool = False
-    """Whether a rank's second stage is as far from the last stage as its first is from the first one."""
 
     def __post_init__(self) -> None:
         if self.costs.stages % self.ranks:
@@ -56,12 +54,10 @@ class SchedulingProblem:
 class PriorityRules:
     """How a rank chooses among actions whose inputs have arrived."""
 
+    # Maximum forwards ahead of backwards, by rank: below it forwards go first, at it none may start.
     max_in_flight: tuple[int, ...]
-    """Maximum forwards ahead of backwards, by rank: below it forwards go first, at it none may start."""
-    min_gap_fraction: float = 0.0
-    """Fraction of a backward-weight that must fit before the next input arrives."""
-    later_stages_first: bool = True
-    """Whether forwards of later stages have priority."""
+    min_gap_fraction: float = 0.0  # fraction of a backward-weight that must fit before the next input arrives
+    later_stages_first: bool = True  # whether forwards of later stages have priority
     split_backward: bool = True
 
 

@@ -55,8 +55,7 @@ class CheckpointManager:
         self.folder, self.keep, self.asynchronous = folder, keep, asynchronous
         self.damaged: list[str] = []
         """Problems of the damaged checkpoints that the last `load` skipped, one sentence each."""
-        self.source = ""
-        """Where the last `load` found its state: "memory", "disk", or "" if there was none."""
+        self.source = ""  # where the last `load` found its state: "memory", "disk", or "" if there was none
         self._group = CheckpointGroup.create()
         self.snapshots = None if snapshots is None else SnapshotStore(snapshots, layout, self._group.all_gather)
         """In-memory snapshots; None if disabled or if memory is too small."""

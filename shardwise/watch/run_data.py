@@ -125,8 +125,7 @@ class RunData:
 
     def _reset_ranks(self) -> None:
         self.world = int(self.plan.get("world", 0) or 0)
-        self.line_steps: list[tuple[int, int]] = []
-        """Last step and number of steps of each line."""
+        self.line_steps: list[tuple[int, int]] = []  # last step and number of steps of each line
         self.category_seconds: list[np.ndarray] = []
         """For each line, seconds per step as an array (`TIME_CATEGORIES`, ranks)."""
         self.starts: list[np.ndarray] = []

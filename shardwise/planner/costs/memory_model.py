@@ -18,24 +18,18 @@ from shardwise.planner.costs.decoder_shape import ModelShape
 class FrameworkProfile:
     """Bytes a framework keeps and moves per parameter, and its memory overhead. Defaults: our engine, bf16, AdamW."""
 
-    weight_bytes: float = 4.0
-    """Of weights that every data rank holds in full."""
-    sharded_weight_bytes: float = 4.0
-    """Of weights that ZeRO 3 shards."""
+    weight_bytes: float = 4.0  # of weights that every data rank holds in full
+    sharded_weight_bytes: float = 4.0  # of weights that ZeRO 3 shards
+    # Of the low-precision weights that each micro-batch in flight keeps for its backward.
     compute_copy_bytes: float = 2.0
-    """Of the low-precision weights that each micro-batch in flight keeps for its backward."""
     gradient_bytes: float = 4.0
     optimizer_bytes: float = 8.0
-    logits: float = 12.0
-    """Bytes per logit at the loss."""
+    logits: float = 12.0  # bytes per logit at the loss
+    # Bytes moved per weight and micro-batch to downcast weights and to upcast or accumulate their gradients.
     cast_bytes: float = 16.0
-    """Bytes moved per weight and micro-batch to downcast weights and to upcast or accumulate their gradients."""
-    update_bytes: float = 40.0
-    """Bytes moved per weight in the optimizer update."""
-    fragmentation: float = 0.03
-    """Fraction of memory that the allocator loses to fragmentation."""
-    fixed_bytes: float = 1.5 * 2**30
-    """Driver, kernels and communication buffers."""
+    update_bytes: float = 40.0  # bytes moved per weight in the optimizer update
+    fragmentation: float = 0.03  # fraction of memory that the allocator loses to fragmentation
+    fixed_bytes: float = 1.5 * 2**30  # driver, kernels and communication buffers
 
 
 def optimizer_state_bytes(optimizer: OptimizerConfig, master_itemsize: float) -> float:
@@ -80,10 +74,8 @@ class StageLayers(NamedTuple):
     """The modules of one stage, or of all stages of a rank."""
 
     blocks: int
-    first: bool
-    """Has the embedding."""
-    last: bool
-    """Has the head."""
+    first: bool  # has the embedding
+    last: bool  # has the head
 
 
 def merge_stages(stages: Sequence[StageLayers]) -> StageLayers:
@@ -126,19 +118,14 @@ class MemoryInputs:
 
     weights: WeightCounts
     framework_profile: FrameworkProfile
-    itemsize: int
-    """Bytes per element of an activation."""
-    saved_per_block: float
-    """Bytes a block saves for the backward of one micro-batch."""
-    recomputed_per_block: float
-    """Bytes of the block that is being recomputed."""
+    itemsize: int  # bytes per element of an activation
+    saved_per_block: float  # bytes a block saves for the backward of one micro-batch
+    recomputed_per_block: float  # bytes of the block that is being recomputed
     logits: float
-    hidden_bytes: float
-    """Bytes of one micro-batch between two blocks, gathered along the tensor axis."""
-    recv_buffer_bytes: float
-    """Bytes of the buffer in which a stage receives one micro-batch."""
+    hidden_bytes: float  # bytes of one micro-batch between two blocks, gathered along the tensor axis
+    recv_buffer_bytes: float  # bytes of the buffer in which a stage receives one micro-batch
+    # Fraction of blocks that are not recomputed: their low-precision weights are kept until the backward.
     kept_fraction: float
-    """Fraction of blocks that are not recomputed: their low-precision weights are kept until the backward."""
     head_weights: float
 
 

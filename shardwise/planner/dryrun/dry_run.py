@@ -74,22 +74,16 @@ class RankReport:
 
     layout: str
     rank: int
-    stages: tuple[int, ...]
-    """Pipeline stages on this rank."""
-    modules: tuple[tuple[str, ...], ...]
-    """Names of the model's top-level modules, by stage."""
-    memory: dict[str, int]
-    """Peak bytes, by role."""
+    stages: tuple[int, ...]  # pipeline stages on this rank
+    modules: tuple[tuple[str, ...], ...]  # names of the model's top-level modules, by stage
+    memory: dict[str, int]  # peak bytes, by role
+    # When the peak occurs: `forward or backward`, or `update` for gradient reduction and optimizer step.
     peak_phase: str
-    """When the peak occurs: `forward or backward`, or `update` for gradient reduction and optimizer step."""
-    resident_memory: dict[str, int]
-    """Bytes between two steps, by role."""
+    resident_memory: dict[str, int]  # bytes between two steps, by role
     traffic: tuple[CollectiveTraffic, ...]
     micro_batches: int
-    micro_batches_run: int
-    """Micro-batches that were run; the others are extrapolated."""
-    seconds: float
-    """Wall time of the dry run."""
+    micro_batches_run: int  # micro-batches that were run; the others are extrapolated
+    seconds: float  # wall time of the dry run
 
     @property
     def total(self) -> int:
@@ -210,13 +204,10 @@ class StepRecording:
     engine: Engine
     tracker: MemoryCommTracker
     micro_batches_run: int
-    before_batch: TracePoint
-    """Before samples and receive buffers were allocated."""
+    before_batch: TracePoint  # before samples and receive buffers were allocated
     begin: TracePoint
-    forward_starts: list[TracePoint]
-    """Start of each forward of this rank's first stage."""
-    update_start: TracePoint
-    """After the last backward."""
+    forward_starts: list[TracePoint]  # start of each forward of this rank's first stage
+    update_start: TracePoint  # after the last backward
     end: TracePoint
 
     def memory(self, remaining: int, period: int) -> tuple[BytesByRole, str]:
