@@ -197,7 +197,7 @@ def test_a_failed_capture_costs_one_sentence(tmp_path: Path, monkeypatch: pytest
     runs = []
     for name in ("plain", "graph"):
         runs.append(RunFolder.create(small_job(tmp_path / name, validation={"every": 5})))
-        Trainer(prepare(runs[-1].job(), Layout()), runs[-1], torch.device("cpu")).run()
+        TrainingLoop(prepare(runs[-1].job(), Layout()), runs[-1], torch.device("cpu")).run()
         calls = {"CUDAGraph": FailingGraph, "Stream": lambda: None, "stream": lambda stream: nullcontext(),
                  "graph_pool_handle": lambda: (0, 1), "synchronize": lambda: None, "empty_cache": lambda: None,
                  "current_device": lambda: 0, "graph": lambda graph, capture_error_mode: nullcontext()}  # fmt: skip

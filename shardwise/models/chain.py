@@ -73,6 +73,10 @@ class Chain(nn.Module):
     def configure(self, device: torch.device, dtype: torch.dtype, tensor_degree: int) -> None:
         """Called once the parameters have memory, with the dtype of activations."""
 
+    def take_metrics(self) -> dict[str, float]:
+        """Returns the user's metrics, summed over the samples that were evaluated since the last call."""
+        return {}
+
     def initial_value(self, name: str) -> Tensor | None:
         """Returns the full initial value of a parameter; None: the sharding plan says how it is initialized."""
         return None

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.comm.axis import Axis
 from shardwise.comm.collectives import all_reduce
@@ -18,6 +19,40 @@ def apply(chain: Chain, axis: Axis) -> None:
             module.reset_buffers()
             if axis.size > 1:
                 module.num_shards, module.all_reduce_sum = axis.size, lambda numbers: AllReduceSum.apply(numbers, axis)
+        elif isinstance(module, _BatchNorm) and axis.size > 1:
+            _synchronize(module, axis)
+
+
+def _synchronize(norm: _BatchNorm, axis: Axis) -> None:
+    """Makes one of PyTorch's batch norms compute its statistics over all ranks of an axis, each with as many samples."""
+    local_forward = norm.forward
+
+    def forward(x: Tensor) -> Tensor:
+        if not norm.training and norm.running_mean is not None:
+            return local_forward(x)
+        dims, shape = [0, *range(2, x.dim())], (-1, *[1] * (x.dim() - 2))
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        count = axis.size * x.numel() // x.shape[1]
+        mean = AllReduceSum.apply(wide.sum(dims), axis) / count
+        centered = wide - mean.view(shape)
+        variance = AllReduceSum.apply(centered.square().sum(dims), axis) / count
+        if norm.training and norm.running_mean is not None:
+            _update_running_statistics(norm, mean.detach(), variance.detach() * (count / max(1, count - 1)))
+        y = centered * (variance + norm.eps).rsqrt().view(shape)
+        if norm.affine:
+            y = y * norm.weight.to(y.dtype).view(shape) + norm.bias.to(y.dtype).view(shape)
+        return y.to(x.dtype)
+
+    norm.forward = forward
+
+
+@torch.no_grad()
+def _update_running_statistics(norm: _BatchNorm, mean: Tensor, variance: Tensor) -> None:
+    assert norm.running_mean is not None and norm.running_var is not None and norm.num_batches_tracked is not None
+    norm.num_batches_tracked.add_(1)
+    weight = 1.0 / norm.num_batches_tracked if norm.momentum is None else torch.tensor(norm.momentum)
+    for running, new in ((norm.running_mean, mean), (norm.running_var, variance)):
+        running.lerp_(new.to(running.dtype), weight.to(running))
 
 
 class AllReduceSum(torch.autograd.Function):

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from shardwise.layout import Layout, kept_activation_fraction
@@ -59,30 +60,37 @@ def apply(chain: Chain, layout: Layout) -> None:
 
 
 class CheckpointOnce:
-    """A forward that saves only its input and is recomputed at most once, however often the backward traverses it."""
+    """A forward that saves only its arguments and is recomputed at most once, however often the backward traverses it."""
 
-    def __init__(self, forward: Callable[..., Tensor], contexts: Callable[[], Any]):
+    def __init__(self, forward: Callable[..., Any], contexts: Callable[[], Any]):
         self.forward, self.contexts = forward, contexts
 
-    def __call__(self, x: Tensor, **batch: Any) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward_context, recompute_context = self.contexts()
+        device = next((leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), "cpu")
+        autocast = torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         count = itertools.count()
         saved: list[Tensor] = []  # in the order in which the forward saves them
 
         def unpack(number: int) -> Tensor:
             if not saved:
-                detached = x.detach().requires_grad_(x.requires_grad)
+                detached_args, detached_kwargs = tree_map_only(Tensor, _detach, (args, kwargs))
                 with (
                     torch.enable_grad(),
+                    autocast,
                     recompute_context,
                     saved_tensors_hooks(lambda t: saved.append(t.detach()), _forbid_unpack),
                 ):
-                    self.forward(detached, **batch)
+                    self.forward(*detached_args, **detached_kwargs)
             return saved[number]
 
         # The graph references `unpack`, which references `saved`: both are freed with the last gradient.
         with saved_tensors_hooks(lambda tensor: next(count), unpack), forward_context:
-            return self.forward(x, **batch)
+            return self.forward(*args, **kwargs)
+
+
+def _detach(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _forbid_unpack(packed: Any) -> Tensor:

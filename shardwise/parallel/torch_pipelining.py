@@ -119,13 +119,15 @@ def _quiet_logger() -> Iterator[None]:
 
 
 class StageModule(nn.Module):
-    """A module as the pipeline sees it: without FSDP, and with contiguous outputs."""
+    """A module as the pipeline sees it: without FSDP, and with contiguous outputs and input gradients."""
 
     def __init__(self, module: nn.Module, reshard_after_use: bool):
         super().__init__()
         self.module, self.reshard_after_use = module, reshard_after_use
 
     def forward(self, x: Tensor, **batch: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(Tensor.contiguous)
         return self.module(x, **batch).contiguous()
 
 

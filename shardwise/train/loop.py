@@ -252,7 +252,9 @@ class TrainingLoop:
         if result is not None:
             bits = f", {result['bits_per_byte']:.3f} bits per byte" if "bits_per_byte" in result else ""
             accuracy = f", {100 * result['accuracy']:.1f}% accuracy" if "accuracy" in result else ""
-            message = f"loss {result['loss']:.4f}{bits}{accuracy} after step {done}."
+            task = self.job.family.task(self.job.model)
+            own = "".join(f", {name} {result[name]:.4g}" for name in (() if task is None else task.metrics))
+            message = f"loss {result['loss']:.4f}{bits}{accuracy}{own} after step {done}."
             seconds = round(time.perf_counter() - begin, 4)
             values = {key: json_number(value) for key, value in result.items()}
             self._log_event("validation", message, step=done, seconds=seconds, **values)

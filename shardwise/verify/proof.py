@@ -21,7 +21,7 @@ from shardwise.errors import JobError
 from shardwise.files import write_text
 from shardwise.job import Job
 from shardwise.layout import AXES, Layout
-from shardwise.parallel.prepare import Prepared
+from shardwise.parallel.prepare import Prepared, meta_model
 from shardwise.verify.command import shrink_batch, shrink_model
 from shardwise.verify.parity import verify
 
@@ -39,9 +39,9 @@ def prove(prepared: Prepared, say: Callable[[str], None]) -> None:
     if path.exists():
         say(f"proof:  layout '{layout}' equals one process (remembered)")
         return
-    size = sum(shape.numel() for shape in prepared.shapes.values())
-    if job.model == prepared.job.model and size > MAX_PARAMETERS:
-        say(f"proof:  none, because the model has more than {MAX_PARAMETERS:,} parameters; prove a smaller one by hand")
+    size = sum(weight.numel() for weight in meta_model(job.model, job.seed).parameters())
+    if size > MAX_PARAMETERS:
+        say(f"proof:  none: even its small copy has {size:,} parameters; verify a smaller model of this kind")
         return
     (result,) = verify(job, [layout], steps=2)
     if not result.ok:
