@@ -14,15 +14,7 @@ from shardwise.planner.costs.block_time import BlockTimeModel, ModuleTime, Paral
 from shardwise.planner.costs.engine_traffic import traffic_by_axis
 from shardwise.planner.costs.machine import Machine
 from shardwise.planner.costs.memory_model import MemoryInputs, RankMemory, StageLayers
-from shardwise.planner.prediction import (
-    BlockTime,
-    ModuleLoad,
-    Prediction,
-    StagePartition,
-    StepTiming,
-    Workload,
-    split_evenly,
-)
+from shardwise.planner.prediction import BlockTime, ModuleLoad, Prediction, StagePartition, StepTiming, Workload
 from shardwise.schedules.auto_schedule import make_auto_schedule
 from shardwise.schedules.closed_form import lower_bound, upper_bound
 from shardwise.schedules.simulate import Simulation, StageCosts, step_seconds
@@ -358,3 +350,10 @@ class Estimator:
         """Returns the exposed part of `traffic` seconds that overlap with `compute` seconds, plus their contention."""
         hidden = min(traffic, self.efficiency.overlap_data * compute)
         return traffic - hidden + self.efficiency.contention * hidden
+
+
+def split_evenly(layers: int, pipeline: int) -> list[int]:
+    """Returns the number of blocks of each pipeline rank; the first and last, with embedding and head, get fewer."""
+    base, remainder = divmod(layers, pipeline)
+    first = (pipeline - remainder) // 2
+    return [base + (first <= rank < first + remainder) for rank in range(pipeline)]

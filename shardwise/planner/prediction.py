@@ -87,10 +87,3 @@ class BlockTime:
     backward: float
     weight_grad: float  # the part of `backward` that computes weight gradients
     exposed: dict[str, float]
-
-
-def split_evenly(layers: int, pipeline: int) -> list[int]:
-    """Returns the number of blocks of each pipeline rank; the first and last, with embedding and head, get fewer."""
-    base, remainder = divmod(layers, pipeline)
-    first = (pipeline - remainder) // 2
-    return [base + (first <= rank < first + remainder) for rank in range(pipeline)]

@@ -47,13 +47,7 @@ from shardwise.models import loss
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.prepare import prepare
-from shardwise.planner.dryrun.memory_comm_tracker import (
-    ROLES,
-    BytesByRole,
-    MemoryCommTracker,
-    TracePoint,
-    axis_by_group,
-)
+from shardwise.planner.dryrun.memory_comm_tracker import ROLES, MemoryCommTracker, TracePoint, axis_by_group
 from shardwise.planner.plan import auto_schedule_order
 from shardwise.step import step
 
@@ -193,7 +187,7 @@ def measure_rank(job: Job, layout: Layout, fake: bool = True, all_micro_batches:
     )  # fmt: skip
 
 
-def _by_role(memory: BytesByRole) -> dict[str, int]:
+def _by_role(memory: Counter[str]) -> dict[str, int]:
     return {role: memory[role] for role in ROLES}
 
 
@@ -210,7 +204,7 @@ class StepRecording:
     update_start: TracePoint  # after the last backward
     end: TracePoint
 
-    def memory(self, remaining: int, period: int) -> tuple[BytesByRole, str]:
+    def memory(self, remaining: int, period: int) -> tuple[Counter[str], str]:
         """Returns the peak bytes, with `remaining` more micro-batches extrapolated, and the phase of the peak."""
         peak = self.tracker.bytes_at(self.tracker.peak_event(self.begin, self.update_start))
         _add_scaled(peak, self.tracker.growth_between(self.before_batch, self.begin), remaining, self.micro_batches_run)
@@ -221,7 +215,7 @@ class StepRecording:
         after = self.held_after(self.tracker.peak_event(self.update_start, self.end), remaining, period)
         return (peak, "forward or backward") if peak.total() >= after.total() else (after, "update")
 
-    def held_after(self, event: int, remaining: int, period: int) -> BytesByRole:
+    def held_after(self, event: int, remaining: int, period: int) -> Counter[str]:
         """Returns the bytes at an event after the last backward, with `remaining` more micro-batches extrapolated."""
         held = self.tracker.bytes_at(event)
         if remaining:
