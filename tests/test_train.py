@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -352,3 +353,18 @@ def test_every_example_takes_steps(example: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     run = train(job, "pipeline=1")
     assert len(losses(run)) == 3 and all(math.isfinite(loss) for loss in losses(run))
+
+
+def _create(number: int) -> str:
+    return str(RunFolder.create(make_job({})).path)
+
+
+def test_runs_that_start_at_once_get_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with multiprocessing.get_context("fork").Pool(8) as pool:
+        folders = pool.map(_create, range(64), chunksize=1)
+    assert len(set(folders)) == 64
+    job = make_job({"run": {"folder": "same"}})
+    RunFolder.create(job)
+    with pytest.raises(JobError, match="already has a run"):
+        RunFolder.create(job)

@@ -13,6 +13,7 @@ from shardwise.data.text import TextChunk, find_files, read_chunks
 from shardwise.data.token_file import write_token_arrays
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer, parse_bpe_size, train_bpe
 from shardwise.errors import DataError
+from shardwise.files import require_parent_folder
 from shardwise.job import DataConfig, load_job
 
 MAX_BPE_TRAINING_BYTES = 128 << 20
@@ -48,6 +49,13 @@ def encode_source(data: DataConfig, out: Path) -> EncodingSummary:
     if data.source not in ("stdlib", "text", "jsonl"):
         raise DataError(f"data.source = {data.source!r} has no text to encode; use stdlib, text or jsonl.")
     files = find_files(data.source, data.path)
+    require_parent_folder(out)
+    if any(out.exists() and file.exists() and out.samefile(file) for file in files):
+        raise DataError(
+            f"{out} is one of the files to read; writing the tokens there would overwrite it. Name another."
+        )
+    if out.exists() and not out.is_file():
+        raise DataError(f"{out} is not a regular file; name a file to write the tokens to.")
     tokenizer_path = out.with_suffix(".tokenizer.json") if parse_bpe_size(data.tokenizer) else None
     if tokenizer_path:
         tokenizer_path.unlink(missing_ok=True)  # it may have been trained on other text
