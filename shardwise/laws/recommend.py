@@ -165,9 +165,8 @@ def _data_constrained_optimum(
     center = math.log(N)  # sizes up to exp(7), about 1100, times smaller or larger are searched
     result = minimize_scalar(loss, bounds=(center - 7, center + 7), method="bounded", options={"xatol": 1e-6})
     size = math.exp(result.x)
-    return DataConstrainedOptimum(
-        unique_tokens, float(law.data_constrained_loss(N, D, unique_tokens)), size, flops / 6 / size, float(result.fun)
-    )
+    unlimited_loss = float(law.data_constrained_loss(N, D, unique_tokens))
+    return DataConstrainedOptimum(unique_tokens, unlimited_loss, size, flops / 6 / size, float(result.fun))
 
 
 # With a plan

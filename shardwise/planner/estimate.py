@@ -57,9 +57,8 @@ class Estimator:
         engine, micro_batches = self.work.engine, self.micro_batches(layout)
         if engine is not None and layout.context == layout.expert == 1:
             program = self.auto_schedule(layout).program if self.is_auto_schedule(layout) else None
-            yield from (
-                traffic_by_axis(engine, layout, rank, micro_batches, program) for rank in range(layout.pipeline)
-            )
+            for rank in range(layout.pipeline):
+                yield traffic_by_axis(engine, layout, rank, micro_batches, program)
 
     def memory(self, layout: Layout, rank: int) -> RankMemory:
         """Returns the memory of a pipeline rank."""

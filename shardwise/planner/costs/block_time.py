@@ -96,9 +96,8 @@ class BlockTimeModel:
         core, core_backward = self.attention(degrees)
         # Norms, residuals, dropout and rotary move the hidden state; activation functions move the FFN's hidden state.
         kv_width = 2 * shape.kv_heads * shape.head_dim
-        moved = size * (
-            12 * self.hidden_tokens(tokens, t) * shape.width + 3 * tokens * (shape.query_width + kv_width) / t
-        )
+        heads_moved = 3 * tokens * (shape.query_width + kv_width) / t
+        moved = size * (12 * self.hidden_tokens(tokens, t) * shape.width + heads_moved)
         moved += size * tokens * hidden / t * (shape.ffn_matrices + 1)
         if precision in LOW_PRECISION:  # casts
             moved += tokens * (4 * shape.width + 2 * (shape.attention_width + hidden) / t)

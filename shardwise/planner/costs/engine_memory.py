@@ -302,10 +302,8 @@ class _PeakCandidates:
         """Returns the bytes that a stage saves for the backward of one micro-batch."""
         k, s, w = self.k, self.engine.itemsize, self.engine.master_itemsize
         without_recompute = int(stage.blocks * self.kept_fraction)
-        total = (
-            without_recompute * (k.saved_all + self.compute_copy_itemsize * k.block)
-            + (stage.blocks - without_recompute) * self.saved_recomputed
-        )
+        total = without_recompute * (k.saved_all + self.compute_copy_itemsize * k.block)
+        total += (stage.blocks - without_recompute) * self.saved_recomputed
         if stage.last and self.layout.pipeline == 1:
             # The fused loss already computed the gradients of its input and weights.
             total += k.hidden_bytes + k.gathered_hidden_bytes + w * k.lm_head

@@ -168,10 +168,8 @@ def block_activation_bytes(
     kv = 2 * shape.kv_heads * shape.head_dim
     if shape.kv_lora_rank:
         kv = 2 * shape.attention_width + t * (shape.q_lora_rank + shape.kv_lora_rank)
-    saved = (
-        itemsize * (2 * hidden_numel + 2 * matmul_inputs)
-        + itemsize * tokens * (shape.query_width + kv + shape.attention_width) / t
-    )
+    saved = itemsize * (2 * hidden_numel + 2 * matmul_inputs)
+    saved += itemsize * tokens * (shape.query_width + kv + shape.attention_width) / t
     saved += itemsize * tokens * (shape.query_width + kv / 2) / t  # values are a view that keeps queries and keys alive
     ffn_hidden = shape.shared_expert_ffn if sparse else shape.ffn
     num_saved = shape.ffn_matrices + (1 if shape.gated else 0)  # the activation's and the gate's inputs
@@ -191,10 +189,9 @@ def rank_memory(inputs: MemoryInputs, layout: Layout, rank: int, stage: StageLay
     block_weights = inputs.weights.block + inputs.weights.experts
     in_flight = in_flight_micro_batches(layout, rank, micro_batches)
     compute_copies = max(1.0, in_flight * inputs.kept_fraction)
-    weights = profile.weight_bytes * (dense_weights + experts) + profile.compute_copy_bytes * compute_copies * (
-        dense_weights + experts
-    )
-    gradients, buffers = profile.gradient_bytes * (dense_weights + experts), 0.0
+    all_weights = dense_weights + experts
+    weights = profile.weight_bytes * all_weights + profile.compute_copy_bytes * compute_copies * all_weights
+    gradients, buffers = profile.gradient_bytes * all_weights, 0.0
     if layout.shard > 1 and layout.zero >= 2:
         gradients, buffers = profile.gradient_bytes * own_weights, size * block_weights
     if layout.shard > 1 and layout.zero == 3:
