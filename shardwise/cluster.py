@@ -27,16 +27,11 @@ class DeviceSpec:
     """One accelerator, from its data sheet."""
 
     name: str
-    family: str
-    """Selects the efficiencies: volta, ampere, hopper, blackwell, blackwell-ultra, cdna2, tpu, cpu."""
-    memory: float
-    """Bytes."""
-    bandwidth: float
-    """Memory bandwidth, bytes per second."""
-    peak_by_precision: dict[str, float]
-    """Dense matmul FLOP/s by precision."""
-    compute_units: int
-    """Streaming multiprocessors, or their counterpart, that share one matmul."""
+    family: str  # selects the efficiencies: volta, ampere, hopper, blackwell, blackwell-ultra, cdna2, tpu, cpu
+    memory: float  # bytes
+    bandwidth: float  # memory bandwidth, bytes per second
+    peak_by_precision: dict[str, float]  # dense matmul FLOP/s by precision
+    compute_units: int  # streaming multiprocessors, or their counterpart, that share one matmul
 
     def peak_flops(self, precision: str) -> float:
         """Returns the peak matmul FLOP/s; an unsupported precision runs at the rate of the next wider supported one."""
@@ -61,14 +56,12 @@ class LinkSpec:
 @dataclass(frozen=True)
 class Cluster:
     device: DeviceSpec
-    domain_size: int
-    """Devices per domain, connected by the inner link."""
+    domain_size: int  # devices per domain, connected by the inner link
     inner: LinkSpec
     outer: LinkSpec
-    topology: str = "switch"
-    """Topology of the inner link: `switch`, `torus2` or `torus3`."""
+    topology: str = "switch"  # topology of the inner link: `switch`, `torus2` or `torus3`
+    # Efficiencies measured by `shardwise calibrate`; they override those of the device's family.
     measured: dict[str, float] = field(default_factory=dict)
-    """Efficiencies measured by `shardwise calibrate`; they override those of the device's family."""
 
 
 def _device_spec(

@@ -21,10 +21,8 @@ FRACTION = "fraction"  # recompute given as the fraction of blocks that keep all
 
 @dataclass(frozen=True)
 class Support:
-    verdict: str
-    """`exact`, `exact at a stated cost` or `refused`."""
-    explanation: str = ""
-    """The cost, or why it is refused and what to use instead."""
+    verdict: str  # `exact`, `exact at a stated cost` or `refused`
+    explanation: str = ""  # the cost, or why it is refused and what to use instead
 
 
 class Combination(NamedTuple):

@@ -103,7 +103,7 @@ def gradients_summed_over_shards_but_not_over_replicas(patch: Patch) -> None:
 
 @caught("pipeline=2 micro_batch=1", "gradient", "head.project.weight", model=LLAMA)
 def gradients_scaled_by_micro_batches_as_pytorch_does(patch: Patch) -> None:
-    class Scaling(pipeline.Schedule1F1B):
+    class Scaling(pipeline.schedules.Schedule1F1B):
         def __init__(self, *args: Any, **kwargs: Any):
             super().__init__(*args, **kwargs | {"scale_grads": True})
 

@@ -25,7 +25,7 @@ from shardwise.parallel.prepare import prepare
 from shardwise.parallel.torch_pipelining import SCHEDULE_CLASSES, schedule_actions
 from shardwise.planner.plan import auto_schedule_order, make_plan
 from shardwise.schedules.closed_form import closed_form, uneven_lower_bound
-from shardwise.schedules.list_scheduler import LOOP_PLACEMENT, V_PLACEMENT, SchedulingProblem
+from shardwise.schedules.list_scheduler import SchedulingProblem
 from shardwise.schedules.simulate import Action, StageCosts, build_program, named_program, simulate
 from shardwise.schedules.synthesize import synthesize
 from shardwise.step import backward, reduce_loss_and_norm
@@ -197,12 +197,12 @@ def test_bound_of_uneven_stages(shape: Any, random: Any) -> None:
 # Made for uneven stages
 
 
-NAMED = {1: ("gpipe", "1f1b", "zero-bubble"), 2: ("interleaved", "zero-bubble"), V_PLACEMENT: ("zbv", "dualpipev")}
+NAMED = {1: ("gpipe", "1f1b", "zero-bubble"), 2: ("interleaved", "zero-bubble"), "v": ("zbv", "dualpipev")}
 
 
-def named_seconds(task: SchedulingProblem, placement: str) -> list[float]:
+def named_seconds(task: SchedulingProblem) -> list[float]:
     """The times of the schedules with a name that fit."""
-    names = NAMED[V_PLACEMENT if placement == V_PLACEMENT else task.virtual]
+    names = NAMED["v" if task.is_v_shaped else task.virtual]
     shapes = [(name, task.ranks, task.virtual, task.micro_batches) for name in names]
     programs = [named_program(*shape) for shape in shapes if runs(*shape)]
     return [simulate(program, task.costs).seconds for program in programs if task.fits(program)]
@@ -215,27 +215,28 @@ def named_seconds(task: SchedulingProblem, placement: str) -> list[float]:
 )  # fmt: skip
 def test_synthesis(shape: tuple[int, int, int], random: Any, room: float, is_v: bool) -> None:
     ranks, virtual, count = shape
-    placement = V_PLACEMENT if is_v and virtual == 2 else LOOP_PLACEMENT
     sizes = tuple(random.uniform(0.5, 1.5) for _ in range(ranks * virtual))
     limits = (room * virtual * 1.5,) * ranks
-    task = SchedulingProblem(uneven(random, ranks * virtual), ranks, count, sizes, limits)
-    made = synthesize(task, placement, effort=2000)
-    assert all(made.seconds <= seconds * (1 + 1e-9) for seconds in named_seconds(task, placement))
+    task = SchedulingProblem(
+        uneven(random, ranks * virtual), ranks, count, sizes, limits, is_v_shaped=is_v and virtual == 2
+    )
+    made = synthesize(task, effort=2000)
+    assert all(made.seconds <= seconds * (1 + 1e-9) for seconds in named_seconds(task))
     assert all(peak <= limit * (1 + 1e-6) for peak, limit in zip(made.program.peak_memory(sizes), limits))
     assert {action.kind for actions in made.program.order.values() for action in actions} <= {"F", "I", "W", "B"}
-    assert made.program.order == synthesize(task, placement, effort=2000).program.order
+    assert made.program.order == synthesize(task, effort=2000).program.order
 
 
 def test_synthesis_gains() -> None:
     """Memory for 1f1b but not for zero-bubble: a split backward that needs no more memory than 1f1b is faster."""
     task = SchedulingProblem(even(4, 1.0, 1.2, 0.8), 4, 8, memory_limits=(4.0, 3.0, 3.0, 3.0))
-    made = synthesize(task, LOOP_PLACEMENT, effort=10_000)
-    assert made.seconds < 0.9 * min(named_seconds(task, LOOP_PLACEMENT))
+    made = synthesize(task, effort=10_000)
+    assert made.seconds < 0.9 * min(named_seconds(task))
 
 
 def test_synthesis_without_room() -> None:
     with pytest.raises(LayoutError, match="use a smaller micro-batch"):
-        synthesize(SchedulingProblem(even(2, 1.0, 1.0, 1.0), 2, 4, memory_limits=(1.0, 0.5)), LOOP_PLACEMENT)
+        synthesize(SchedulingProblem(even(2, 1.0, 1.0, 1.0), 2, 4, memory_limits=(1.0, 0.5)))
 
 
 # Through the runtime
@@ -272,16 +273,13 @@ def compare(job: Job, layout: Layout, order: dict[int, list[Action]]) -> float:
     return max(float((a - b).norm()) / typical for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "virtual", "schedule", "placement"),
-    [(2, 1, "1f1b", LOOP_PLACEMENT), (4, 1, "1f1b", LOOP_PLACEMENT), (2, 2, "zbv", V_PLACEMENT)],
-)
-def test_runtime_runs_it(ranks: int, virtual: int, schedule: str, placement: str) -> None:
+@pytest.mark.parametrize(("ranks", "virtual", "schedule"), [(2, 1, "1f1b"), (4, 1, "1f1b"), (2, 2, "zbv")])
+def test_runtime_runs_it(ranks: int, virtual: int, schedule: str) -> None:
     stages, count = ranks * virtual, 6
     costs = StageCosts((0.7, *(1.0,) * (stages - 2), 1.3), (0.8, *(1.1,) * (stages - 2), 1.2), (0.5,) * stages)
-    task = SchedulingProblem(costs.as_executed(), ranks, count)
-    made = synthesize(task, placement, effort=5000).program
-    assert simulate(made, task.costs).seconds < min(named_seconds(task, placement))
+    task = SchedulingProblem(costs.as_executed(), ranks, count, is_v_shaped=schedule == "zbv")
+    made = synthesize(task, effort=5000).program
+    assert simulate(made, task.costs).seconds < min(named_seconds(task))
     assert {action.kind for actions in made.order.values() for action in actions} >= {"F", "I", "W"}
     torch_order: Any = schedule_actions(schedule, ranks, virtual, count)
     layout = Layout(pipeline=ranks, schedule=schedule, micro_batch=1)

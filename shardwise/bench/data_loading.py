@@ -65,18 +65,14 @@ class StageTimer:
 @dataclass(frozen=True)
 class DataReport:
     device: str
-    batch_size: int
-    """Samples per batch."""
+    batch_size: int  # samples per batch
     workers: int
     prefetch: int
-    stage_seconds: dict[str, float]
-    """Median seconds per batch, by stage."""
-    loader_samples_per_s: float
-    """Throughput of the loader alone."""
-    step_seconds: float
-    """Median seconds per step."""
+    stage_seconds: dict[str, float]  # median seconds per batch, by stage
+    loader_samples_per_s: float  # throughput of the loader alone
+    step_seconds: float  # median seconds per step
+    # Mean seconds per step spent waiting for the batch; not the median, since waits are rare and long.
     wait_seconds: float
-    """Mean seconds per step spent waiting for the batch; not the median, since waits are rare and long."""
 
     @property
     def slowest_stage(self) -> str:

@@ -45,21 +45,14 @@ class StepReport:
     device: str
     layout: str
     compiled: bool
-    uses_cuda_graph: bool
-    """Whether steps replay a CUDA graph."""
-    tokens: int
-    """Tokens per step."""
-    seconds: float
-    """Median seconds per step."""
-    relative_iqr: float
-    """Interquartile range of the step time over its median."""
-    flops_per_second: float
-    """Model FLOP/s, without recomputation."""
-    peak_flops_per_second: float
-    """Peak FLOP/s of the device; 0 if unknown."""
+    uses_cuda_graph: bool  # whether steps replay a CUDA graph
+    tokens: int  # tokens per step
+    seconds: float  # median seconds per step
+    relative_iqr: float  # interquartile range of the step time over its median
+    flops_per_second: float  # model FLOP/s, without recomputation
+    peak_flops_per_second: float  # peak FLOP/s of the device; 0 if unknown
     peak_memory_gib: float
-    time_breakdown: dict[str, float]
-    """Seconds by kind of kernel, in one profiled step."""
+    time_breakdown: dict[str, float]  # seconds by kind of kernel, in one profiled step
 
     @property
     def tokens_per_second(self) -> float:
@@ -74,11 +67,9 @@ class StepReport:
 
     def text(self) -> str:
         flags = [flag for flag, is_set in (("compiled", self.compiled), ("CUDA graph", self.uses_cuda_graph)) if is_set]
-        mfu = (
-            f"{100 * self.mfu:.0f}% MFU"
-            if self.peak_flops_per_second
-            else "MFU unknown (no peak FLOP/s for this device)"
-        )
+        mfu = "MFU unknown (no peak FLOP/s for this device)"
+        if self.peak_flops_per_second:
+            mfu = f"{100 * self.mfu:.0f}% MFU"
         memory = f"; peak memory {self.peak_memory_gib:.1f} GiB" if self.peak_memory_gib else ""
         lines = [
             ", ".join([self.device, f"layout '{self.layout}'", *flags]),
@@ -103,9 +94,8 @@ def bench_step(job: Job, device: torch.device, steps: int = 10, warmup_steps: in
         torch.cuda.reset_peak_memory_stats()
     engine = parallelize(prepare(job, layout), device)
     optimizer = engine.make_optimizer(job)
-    stream = SampleStream(
-        synthetic_source(job, 4 * job.samples), job.seed, objective=job.family.objective(job.model, job.seed)
-    )
+    objective = job.family.objective(job.model, job.seed)
+    stream = SampleStream(synthetic_source(job, 4 * job.samples), job.seed, objective=objective)
     batches = [stream.read(rank_positions(number, job.samples, 1, 0)).to(device) for number in range(4)]
 
     for number in range(warmup_steps):
@@ -192,12 +182,8 @@ def _annotate_head(engine: Engine) -> Iterator[None]:
     def end(*args: Any) -> None:
         annotations.pop().__exit__(None, None, None)
 
-    heads = [
-        module
-        for chain in engine.chains
-        for module in chain.modules()
-        if isinstance(module, gpt.DecoderHead | bert.BertHead | t5.T5Head)
-    ]
+    modules = [module for chain in engine.chains for module in chain.modules()]
+    heads = [module for module in modules if isinstance(module, gpt.DecoderHead | bert.BertHead | t5.T5Head)]
     handles = [handle for head in heads
                for handle in (head.register_forward_pre_hook(begin), head.register_forward_hook(end))]  # fmt: skip
     try:

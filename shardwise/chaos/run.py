@@ -31,12 +31,9 @@ class FaultOutcome:
     """How one fault was detected."""
 
     fault: Fault
-    detected_as: str
-    """The event that reports it; "masked": another fault ended the same attempt; empty: not detected."""
-    seconds: float
-    """Seconds from the fault to the event."""
-    is_attributed: bool
-    """Whether the event has the expected kind and names the fault's rank (for a NaN: its step)."""
+    detected_as: str  # the event that reports it; "masked": another fault ended the same attempt; empty: not detected
+    seconds: float  # seconds from the fault to the event
+    is_attributed: bool  # whether the event has the expected kind and names the fault's rank (for a NaN: its step)
 
 
 @dataclass(frozen=True)
@@ -44,13 +41,12 @@ class ChaosReport:
     layout: str
     outcomes: list[FaultOutcome]
     finished: bool
+    # Whether the loss and gradient norm of every step are bitwise equal to those of the fault-free run.
     matches_baseline: bool
-    """Whether the loss and gradient norm of every step are bitwise equal to those of the fault-free run."""
     lost_samples: int
     repeated_samples: int
     corrupted_checkpoints: int
-    rejected_checkpoints: int
-    """Checkpoints that a restart rejected; one that is never loaded is never rejected."""
+    rejected_checkpoints: int  # checkpoints that a restart rejected; one that is never loaded is never rejected
 
     @property
     def ok(self) -> bool:

@@ -41,8 +41,7 @@ class P2PStep(NamedTuple):
 
     send: PeerSlice | None = None
     recv: PeerSlice | None = None
-    accumulate: bool = False
-    """Whether the received slice is added to the local one or replaces it."""
+    accumulate: bool = False  # whether the received slice is added to the local one or replaces it
 
 
 Schedule = Callable[[int, int, int], list[P2PStep]]  # (rank, ranks, numel)

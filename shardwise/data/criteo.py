@@ -36,14 +36,10 @@ _U64 = np.uint64
 class ClickBatch:
     """Unpacked samples of a click log."""
 
-    sparse_ids: Tensor
-    """(B, tables, lookups) int64; -1 pads bags"""
-    weights: Tensor
-    """(B, tables, lookups) float64"""
-    dense_features: Tensor
-    """(B, features) float64"""
-    labels: Tensor
-    """(B,) int64; negative: ignored"""
+    sparse_ids: Tensor  # (B, tables, lookups) int64; -1 pads bags
+    weights: Tensor  # (B, tables, lookups) float64
+    dense_features: Tensor  # (B, features) float64
+    labels: Tensor  # (B,) int64; negative: ignored
 
     @classmethod
     def unpack(cls, samples: Samples, model: DLRMConfig) -> ClickBatch:

@@ -18,8 +18,7 @@ from shardwise.job import DataConfig, load_job
 
 MAX_BPE_TRAINING_BYTES = 128 << 20
 """A BPE tokenizer is trained on about this many bytes, sampled evenly; more takes hours and hardly changes it."""
-ENCODE_BATCH_CHARS = 8 << 20
-"""Characters per call of the tokenizer."""
+ENCODE_BATCH_CHARS = 8 << 20  # characters per call of the tokenizer
 
 
 @dataclass(frozen=True)
@@ -30,10 +29,9 @@ class EncodingSummary:
     documents: int
     text_bytes: int
     vocab: int
+    # Path of the trained tokenizer, if any: the value of `data.tokenizer` for jobs that use the tokens.
     tokenizer: Path | None = None
-    """Path of the trained tokenizer, if any: the value of `data.tokenizer` for jobs that use the tokens."""
-    bad_records: str = ""
-    """Summary of the skipped records."""
+    bad_records: str = ""  # summary of the skipped records
 
 
 def write_token_file(job_file: Path | None, overrides: list[str], out: Path) -> str:

@@ -29,8 +29,7 @@ from shardwise.files import atomic_write
 
 MAGIC = b"SHARDTOK"
 VERSION = 1
-RAW_DTYPES = {"uint16": "<u2", "uint32": "<u4"}
-"""Type suffixes in the path of a headerless file."""
+RAW_DTYPES = {"uint16": "<u2", "uint32": "<u4"}  # type suffixes in the path of a headerless file
 _HEADER = struct.Struct("<8sIIQQ")
 _DTYPES = {1: "<u1", 2: "<u2", 4: "<u4"}
 

@@ -54,8 +54,7 @@ FLOPS_PER_BYTE = {"cpu": 1.5, "cuda": 120.0}  # measured: compute forgone per by
 FLOPS_PER_CHECKSUM = {"cpu": 4e5, "cuda": 6e9}  # measured: compute forgone per checksum launched
 MAX_PARTS = 100
 MICRO_BATCH = "micro-batch"
-ChecksumLabels = list[tuple[str, frozenset[str]]]
-"""The label and copy kinds of each checksum."""
+ChecksumLabels = list[tuple[str, frozenset[str]]]  # the label and copy kinds of each checksum
 
 
 @dataclass(frozen=True)
@@ -210,11 +209,8 @@ class CorruptionDetector:
                 others = f" (and {pluralize(len(changed) - 1, 'other tensor')})" if len(changed) > 1 else ""
                 message = f"rank {rank}: {changed[0]}{others} changed after step {step - 1} without an update"
                 corruptions.append(Corruption(step, [rank], changed[0], message))
-        return (
-            corruptions
-            or self._check_redundant_compute(step, [report["redundant_compute"] for report in reports])
-            or self._compare_copies(step, reports)
-        )
+        votes = [report["redundant_compute"] for report in reports]
+        return corruptions or self._check_redundant_compute(step, votes) or self._compare_copies(step, reports)
 
     def _check_redundant_compute(self, step: int, votes: Sequence[tuple[int, int]]) -> list[Corruption]:
         """Returns the ranks with a wrong result for the redundant micro-batch.

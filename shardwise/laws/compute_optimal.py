@@ -24,8 +24,7 @@ MAX_LOSS_RATIO = 1.08  # ignore runs above this multiple of the lowest loss: too
 @dataclass(frozen=True)
 class ComputeOptimalEstimate:
     method: str
-    points: tuple[tuple[float, float], ...]
-    """Pairs of budget and optimal number of parameters."""
+    points: tuple[tuple[float, float], ...]  # pairs of budget and optimal number of parameters
     exponent: float
     coefficient: float
 

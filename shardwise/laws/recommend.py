@@ -49,12 +49,10 @@ class DataConstrainedOptimum:
     """The optimum of the same budget with a limited number of unique tokens."""
 
     unique_tokens: float
-    loss: float
-    """Loss of the model that is optimal for unlimited data, if trained on repeated tokens."""
+    loss: float  # loss of the model that is optimal for unlimited data, if trained on repeated tokens
     parameters: float
     tokens: float
-    best_loss: float
-    """Loss of `parameters` and `tokens`, the optimum for limited data."""
+    best_loss: float  # loss of `parameters` and `tokens`, the optimum for limited data
 
 
 @dataclass(frozen=True)
@@ -167,9 +165,8 @@ def _data_constrained_optimum(
     center = math.log(N)  # sizes up to exp(7), about 1100, times smaller or larger are searched
     result = minimize_scalar(loss, bounds=(center - 7, center + 7), method="bounded", options={"xatol": 1e-6})
     size = math.exp(result.x)
-    return DataConstrainedOptimum(
-        unique_tokens, float(law.data_constrained_loss(N, D, unique_tokens)), size, flops / 6 / size, float(result.fun)
-    )
+    unlimited_loss = float(law.data_constrained_loss(N, D, unique_tokens))
+    return DataConstrainedOptimum(unique_tokens, unlimited_loss, size, flops / 6 / size, float(result.fun))
 
 
 # With a plan

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-FloatOrArray = Any
-"""A float or an array of floats."""
+FloatOrArray = Any  # a float or an array of floats
 CONSTANTS = ("E", "A", "B", "alpha", "beta")
 
 # Decay constants, in repetitions, of the value of repeated tokens and excess parameters: Muennighoff et al. 2023 (arXiv
@@ -22,8 +21,7 @@ EXCESS_PARAMETER_DECAY = 5.309743
 
 @dataclass(frozen=True)
 class ScalingLaw:
-    E: FloatOrArray
-    """Irreducible loss."""
+    E: FloatOrArray  # irreducible loss
     A: FloatOrArray
     B: FloatOrArray
     alpha: FloatOrArray

@@ -13,13 +13,8 @@ from torch import Tensor
 
 from shardwise.comm.collectives import all_gather
 from shardwise.job import Job
-from shardwise.metrics.rank_metrics import (
-    RankMetrics,
-    RankMetricsWriter,
-    clock_offset,
-    find_slowest_rank,
-    sum_bytes_by_kind,
-)
+from shardwise.metrics import rank_metrics
+from shardwise.metrics.rank_metrics import RankMetrics, RankMetricsWriter
 from shardwise.parallel.engine import Engine
 
 TIMELINE_SAMPLES = 50  # steps per run whose pipeline timeline is recorded
@@ -45,7 +40,7 @@ class RankMetricsCollector:
         ranks_per_stage = world // mesh.layout.pipeline
         peers = [range(rank, rank + ranks_per_stage) for rank in range(0, world, ranks_per_stage)]
         self.writer = RankMetricsWriter(run_path / "ranks.jsonl", job.total_steps, peers)
-        self.clock_offset = clock_offset(mesh.all_ranks, self.device) if world > 1 else 0.0
+        self.clock_offset = rank_metrics.clock_offset(mesh.all_ranks, self.device) if world > 1 else 0.0
         self.timeline_every = max(10, job.total_steps // TIMELINE_SAMPLES)
         # "loader": the data-parallel ranks of all local-SGD replicas.
         is_first_of_stage = all(mesh[axis].index == 0 for axis in ("loader", "context", "tensor"))
@@ -72,7 +67,7 @@ class RankMetricsCollector:
             self._gradient_bytes_hook.remove()
             states = [value for state in self.optimizer.state.values() for value in state.values()]
             states = [value for value in states if isinstance(value, Tensor)]
-            self.memory_by_kind |= sum_bytes_by_kind({"weights": self._weights(), "optimizer": states})
+            self.memory_by_kind |= rank_metrics.sum_bytes_by_kind({"weights": self._weights(), "optimizer": states})
         seconds = time.perf_counter() - self._step_perf_counter
         self.last_metrics = RankMetrics(
             self._step_start, seconds, phase_seconds, wait_seconds, self.peak_memory(), self.memory_by_kind
@@ -95,7 +90,7 @@ class RankMetricsCollector:
     def _count_gradient_bytes(self, *_: Any) -> None:
         """Counts gradient bytes right before the first optimizer step, while gradients exist."""
         gradients = [weight.grad for weight in self._weights() if weight.grad is not None]
-        self.memory_by_kind = self.memory_by_kind or sum_bytes_by_kind({"gradients": gradients})
+        self.memory_by_kind = self.memory_by_kind or rank_metrics.sum_bytes_by_kind({"gradients": gradients})
 
     def _weights(self) -> list[Tensor]:
         tensors = [w for chain in self.engine.chains for w in (*chain.parameters(), *chain.buffers())]
@@ -120,7 +115,7 @@ class RankMetricsCollector:
         table = rows.cpu().numpy()
         for message in self.writer.add(step, table):
             self.emit_event("straggler", message)
-        return {"step": step, **find_slowest_rank(table)} if self.world > 1 else {}
+        return {"step": step, **rank_metrics.find_slowest_rank(table)} if self.world > 1 else {}
 
     def finish(self) -> None:
         """Exchanges and writes the last step. Every rank must call it."""

@@ -29,9 +29,8 @@ def t5_operators(model: T5Config, itemsize: int, samples: int, tensor: int = 1) 
         ]
         yield merge_costs(f"encoder{index}", operators, encoder_tokens * model.width * itemsize // tensor, 0, 0, 0)
     for index in range(model.layers):
-        self_attention = _attention_costs(model, itemsize, decoder_tokens, decoder_tokens, samples, tensor, True)
         operators = [
-            self_attention,
+            _attention_costs(model, itemsize, decoder_tokens, decoder_tokens, samples, tensor, True),
             _attention_costs(model, itemsize, decoder_tokens, encoder_tokens, samples, tensor, False),
             _ffn_costs(model, itemsize, decoder_tokens, tensor),
         ]
@@ -52,11 +51,8 @@ def _attention_costs(
 ) -> OperatorCosts:
     width, head = model.width, model.head_dim
     attention_width = model.heads * head // tensor
-    products = (
-        MatMul(queries, width, attention_width),
-        MatMul(keys, width, 2 * attention_width),
-        MatMul(queries, attention_width, width),
-    )
+    inputs = MatMul(queries, width, attention_width), MatMul(keys, width, 2 * attention_width)
+    products = (*inputs, MatMul(queries, attention_width, width))
     heads = samples * model.heads // tensor
     attention = AttentionOp(heads, queries // samples, keys // samples, head, head, causal)
     weights = 4 * width * attention_width + width

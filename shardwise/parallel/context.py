@@ -248,8 +248,7 @@ class RingSendRecv:
         return self.received
 
 
-Grads = tuple[Tensor, Tensor, Tensor]
-"""Of queries, keys and values."""
+Grads = tuple[Tensor, Tensor, Tensor]  # of queries, keys and values
 
 
 def select_kernel(q: Tensor, document_ids: Tensor | None) -> MathAttention:

@@ -43,10 +43,8 @@ class Mesh:
         grid = torch.arange(world).reshape(sizes)
         coordinates = dict(zip(AXES, (int(index) for index in (grid == self.rank).nonzero()[0]), strict=True))
         self._axes = dict.fromkeys((*AXES, *DERIVED_AXES), SINGLE_RANK)
-        self.all_ranks = SINGLE_RANK
-        """All ranks of the run; under local SGD `world` is one replica."""
-        self.tied_stages = SINGLE_RANK
-        """The first and the last pipeline rank, which share tied weights."""
+        self.all_ranks = SINGLE_RANK  # all ranks of the run; under local SGD `world` is one replica
+        self.tied_stages = SINGLE_RANK  # the first and the last pipeline rank, which share tied weights
         self.device_mesh: DeviceMesh | None = None
         self.fsdp_context_mesh: DeviceMesh | None = None
         """Has shard and context as one dimension; only if both exceed 1."""

@@ -52,8 +52,7 @@ class ExpectedGoodput:
     recovery_seconds: float
     best_interval: float
     best_goodput: float
-    interval: float
-    """Between the job's checkpoints; 0: it saves only at the end."""
+    interval: float  # between the job's checkpoints; 0: it saves only at the end
     goodput: float
 
     def describe(self, step_seconds: float) -> str:

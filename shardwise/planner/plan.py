@@ -38,18 +38,14 @@ class Plan:
     job: Job
     cluster: Cluster
     devices: int
-    layouts: tuple[Prediction, ...]
-    """Best first."""
-    reasons: tuple[str, ...]
-    """For each layout, why it is not the first."""
-    near_misses: tuple[str, ...]
-    """One line for each neighbour of the best layout."""
+    layouts: tuple[Prediction, ...]  # best first
+    reasons: tuple[str, ...]  # for each layout, why it is not the first
+    near_misses: tuple[str, ...]  # one line for each neighbour of the best layout
     evaluated: int
-    seconds: float
-    """Duration of the search."""
+    seconds: float  # duration of the search
     shape: ModelShape
+    # For each phase of the training: steps, tokens or samples per step, seconds per step.
     phases: tuple[tuple[int, int, float], ...]
-    """For each phase of the training: steps, tokens or samples per step, seconds per step."""
 
     @property
     def best(self) -> Prediction:

@@ -32,10 +32,8 @@ LAYOUT_FIELDS = tuple(field.name for field in fields(Layout))
 
 @dataclass(frozen=True)
 class SearchResult:
-    best: tuple[Prediction, ...]
-    """Layouts that fit, fastest first; if none fits, the one that needs the least memory."""
-    evaluated: int
-    """Layouts examined individually, not ruled out by the bound of their class."""
+    best: tuple[Prediction, ...]  # layouts that fit, fastest first; if none fits, the one that needs the least memory
+    evaluated: int  # layouts examined individually, not ruled out by the bound of their class
     seconds: float
 
 

@@ -12,8 +12,6 @@ from math import inf
 from shardwise.errors import LayoutError
 from shardwise.schedules.simulate import Action, PipelineProgram, StageCosts
 
-LOOP_PLACEMENT, V_PLACEMENT = "loop", "v"
-
 
 @dataclass(frozen=True)
 class SchedulingProblem:
@@ -22,12 +20,12 @@ class SchedulingProblem:
     costs: StageCosts
     ranks: int
     micro_batches: int
-    activation_sizes: tuple[float, ...] = ()
-    """Memory of a micro-batch in flight, by stage; default 1 for every stage."""
-    memory_limits: tuple[float, ...] = ()
-    """Memory limit by rank; default unlimited."""
+    activation_sizes: tuple[float, ...] = ()  # memory of a micro-batch in flight, by stage; default 1 for every stage
+    memory_limits: tuple[float, ...] = ()  # memory limit by rank; default unlimited
+    # Fraction of the memory held after the backward-input (see `PipelineProgram.peak_memory`); may exceed 1.
     retained_fraction: float = 1.0
-    """Fraction of the memory held after the backward-input (see `PipelineProgram.peak_memory`); may exceed 1."""
+    # Whether a rank's second stage is as far from the last stage as its first is from the first one.
+    is_v_shaped: bool = False
 
     def __post_init__(self) -> None:
         if self.costs.stages % self.ranks:
@@ -41,10 +39,11 @@ class SchedulingProblem:
     def virtual(self) -> int:
         return self.costs.stages // self.ranks
 
-    def stage_to_rank(self, placement: str) -> list[int]:
-        """Returns the rank of each stage."""
+    @property
+    def stage_to_rank(self) -> list[int]:
+        """The rank of each stage."""
         first_to_last = list(range(self.ranks))
-        return first_to_last + first_to_last[::-1] if placement == V_PLACEMENT else first_to_last * self.virtual
+        return first_to_last + first_to_last[::-1] if self.is_v_shaped else first_to_last * self.virtual
 
     def fits(self, program: PipelineProgram) -> bool:
         peaks = program.peak_memory(self.activation_sizes, self.retained_fraction)
@@ -55,27 +54,25 @@ class SchedulingProblem:
 class PriorityRules:
     """How a rank chooses among actions whose inputs have arrived."""
 
+    # Maximum forwards ahead of backwards, by rank: below it forwards go first, at it none may start.
     max_in_flight: tuple[int, ...]
-    """Maximum forwards ahead of backwards, by rank: below it forwards go first, at it none may start."""
-    min_gap_fraction: float = 0.0
-    """Fraction of a backward-weight that must fit before the next input arrives."""
-    later_stages_first: bool = True
-    """Whether forwards of later stages have priority."""
+    min_gap_fraction: float = 0.0  # fraction of a backward-weight that must fit before the next input arrives
+    later_stages_first: bool = True  # whether forwards of later stages have priority
     split_backward: bool = True
 
 
-def list_schedule(problem: SchedulingProblem, placement: str, rules: PriorityRules) -> dict[int, list[Action]] | None:
+def list_schedule(problem: SchedulingProblem, rules: PriorityRules) -> dict[int, list[Action]] | None:
     """Returns each rank's actions under `rules`, or None if the memory limits cause a deadlock."""
-    return _ListScheduler(problem, placement, rules).run()
+    return _ListScheduler(problem, rules).run()
 
 
 class _ListScheduler:
     """The state of `list_schedule`."""
 
-    def __init__(self, problem: SchedulingProblem, placement: str, rules: PriorityRules):
+    def __init__(self, problem: SchedulingProblem, rules: PriorityRules):
         costs, m = problem.costs, problem.micro_batches
         self.problem, self.rules = problem, rules
-        self.stage_to_rank = problem.stage_to_rank(placement)
+        self.stage_to_rank = problem.stage_to_rank
         self.stages_by_rank = [
             [s for s, rank in enumerate(self.stage_to_rank) if rank == r] for r in range(problem.ranks)
         ]

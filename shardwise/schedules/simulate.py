@@ -31,11 +31,10 @@ class Action(NamedTuple):
     """One action of one rank. Field order and kind letters match PyTorch's `_Action`, so either type can be used."""
 
     stage: int
-    kind: str
-    """F: forward, I: backward-input, W: backward-weight, B: full backward."""
+    kind: str  # F: forward, I: backward-input, W: backward-weight, B: full backward
     micro_batch: int | None
+    # A forward and a backward that run one after the other and send their results when both are done.
     sub_actions: tuple[Any, ...] | None = None
-    """A forward and a backward that run one after the other and send their results when both are done."""
 
 
 class TimelineEvent(NamedTuple):
@@ -54,10 +53,9 @@ class StageCosts:
     """Seconds per micro-batch, by stage."""
 
     forward: Sequence[float]
-    backward_input: Sequence[float]
-    """Computes the gradient of the stage's input."""
+    backward_input: Sequence[float]  # computes the gradient of the stage's input
+    # Computes the gradients of the stage's weights. A full backward takes the time of both.
     backward_weight: Sequence[float]
-    """Computes the gradients of the stage's weights. A full backward takes the time of both."""
 
     def __post_init__(self) -> None:
         counts = len(self.forward), len(self.backward_input), len(self.backward_weight)
@@ -81,12 +79,10 @@ class PipelineProgram:
 
     ranks: int
     stages: int
-    stage_to_rank: tuple[int, ...]
-    """The rank of each stage."""
-    actions: list[tuple[int, int, int, int]]
-    """Rank, kind (index into `KINDS`), stage, micro-batch."""
+    stage_to_rank: tuple[int, ...]  # the rank of each stage
+    actions: list[tuple[int, int, int, int]]  # rank, kind (index into `KINDS`), stage, micro-batch
+    # Rank, index of the cost, index of the instruction it depends on (-1: none).
     instructions: list[tuple[int, int, int]]
-    """Rank, index of the cost, index of the instruction it depends on (-1: none)."""
 
     @property
     def order(self) -> dict[int, list[Action]]:
@@ -160,8 +156,7 @@ class Simulation:
     program: PipelineProgram
     start_times: list[float]
     end_times: list[float]
-    rank_end_times: tuple[float, ...]
-    """End of the last action, by rank."""
+    rank_end_times: tuple[float, ...]  # end of the last action, by rank
 
     @cached_property
     def seconds(self) -> float:

@@ -37,18 +37,8 @@ from shardwise.files import fsync_and_rename
 from shardwise.optim.sharded_optimizer import ShardedOptimizer
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.param_shard import ParamShard, offset_and_shape
-from shardwise.train import error_feedback
-from shardwise.train.checkpoint_folder import (
-    CheckpointGroup,
-    create_partial,
-    find_newest_valid,
-    list_checkpoints,
-    next_free_path,
-    remove_checkpoint,
-    remove_partials,
-    valid_checkpoints,
-    write_manifest,
-)
+from shardwise.train import checkpoint_folder, error_feedback
+from shardwise.train.checkpoint_folder import CheckpointGroup, list_checkpoints, valid_checkpoints
 from shardwise.train.dcp_storage import CheckpointPiece, Index, dtype_of, read_index, read_pieces, write_pieces
 from shardwise.workers.snapshots import SnapshotStore
 
@@ -65,8 +55,7 @@ class CheckpointManager:
         self.folder, self.keep, self.asynchronous = folder, keep, asynchronous
         self.damaged: list[str] = []
         """Problems of the damaged checkpoints that the last `load` skipped, one sentence each."""
-        self.source = ""
-        """Where the last `load` found its state: "memory", "disk", or "" if there was none."""
+        self.source = ""  # where the last `load` found its state: "memory", "disk", or "" if there was none
         self._group = CheckpointGroup.create()
         self.snapshots = None if snapshots is None else SnapshotStore(snapshots, layout, self._group.all_gather)
         """In-memory snapshots; None if disabled or if memory is too small."""
@@ -108,7 +97,7 @@ class CheckpointManager:
             saved = self._group.on_rank_zero(lambda: list_checkpoints(self.folder))
             if all(number <= snapshot["step"] for number, _ in saved):
                 return self._load_snapshot(snapshot, engine, optimizer)
-        choice = find_newest_valid(self.folder, self._group, step)
+        choice = checkpoint_folder.find_newest_valid(self.folder, self._group, step)
         self.damaged = [sentence for _, sentence in choice.damaged]
         self._damaged_paths.update(path for path, _ in choice.damaged)
         if snapshot is not None and (choice.path is None or choice.manifest["step"] < snapshot["step"]):
@@ -156,7 +145,7 @@ class CheckpointManager:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(f"cannot create the checkpoint folder {self.folder}: {error.strerror}.") from None
-        remove_partials(self.folder)
+        checkpoint_folder.remove_partials(self.folder)
 
     def _wait(self) -> None:
         if self._thread is not None:
@@ -194,7 +183,7 @@ class CheckpointManager:
     def _write(self, step: int, pieces: dict[str, CheckpointPiece], metadata: str) -> None:
         temporary: Path | None = None
         try:
-            temporary = self._group.on_rank_zero(lambda: create_partial(self.folder, step))
+            temporary = self._group.on_rank_zero(lambda: checkpoint_folder.create_partial(self.folder, step))
             files = write_pieces(temporary, pieces, self._group)
             manifest = {**json.loads(metadata), "torch": torch.__version__, "world": self._group.size, "files": files}
             self._group.on_rank_zero(lambda: self._commit(step, temporary, manifest))
@@ -207,8 +196,8 @@ class CheckpointManager:
             ) from error
 
     def _commit(self, step: int, temporary: Path, manifest: dict[str, Any]) -> None:
-        write_manifest(temporary, manifest)
-        fsync_and_rename(temporary, next_free_path(self.folder, step))
+        checkpoint_folder.write_manifest(temporary, manifest)
+        fsync_and_rename(temporary, checkpoint_folder.next_free_path(self.folder, step))
         self._remove_old()
 
     def _remove_old(self) -> None:
@@ -219,20 +208,20 @@ class CheckpointManager:
                 newest.setdefault(step, path)
         for step, path in list_checkpoints(self.folder):
             if newest and (step < min(newest) or newest.get(step, path) != path):
-                remove_checkpoint(path)
-        remove_partials(self.folder)
+                checkpoint_folder.remove_checkpoint(path)
+        checkpoint_folder.remove_partials(self.folder)
 
     def _remove_after(self, step: int) -> None:
         for number, path in list_checkpoints(self.folder):
             if number > step:
-                remove_checkpoint(path)
+                checkpoint_folder.remove_checkpoint(path)
 
 
 def load_weights(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
     """Loads unsharded weights, by parameter name, from the newest valid checkpoint, in one process. Returns the
     checkpoint's state, or None if there is no checkpoint."""
     single = CheckpointGroup()
-    choice = find_newest_valid(folder, single)
+    choice = checkpoint_folder.find_newest_valid(folder, single)
     if choice.path is None:
         return None
     index = read_index(choice.path)

@@ -30,9 +30,8 @@ def _residual_region(data: DataParallel, param_shard: ParamShard) -> tuple[tuple
         return offset_and_shape(param_shard, data.mesh)
     start, size = [0] * len(param_shard.shape), list(param_shard.shape)
     if param_shard.tensor_dim is not None:
-        start[param_shard.tensor_dim], size[param_shard.tensor_dim] = data.mesh["tensor"].span(
-            size[param_shard.tensor_dim]
-        )
+        dim = param_shard.tensor_dim
+        start[dim], size[dim] = data.mesh["tensor"].span(size[dim])
     return tuple(start), size
 
 

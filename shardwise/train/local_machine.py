@@ -62,9 +62,8 @@ def local_cluster(job: Job, processes: int) -> tuple[Cluster, str]:
         base = CLUSTERS["a100-80g"]
         device = replace(base.device, name=name, memory=memory or base.device.memory)
         return replace(base, device=device, domain_size=processes), "unknown GPU: modelled as an A100"
-    return replace(
-        known, domain_size=max(processes, known.domain_size if known.domain_size > 8 else 1)
-    ), "its data sheet"
+    domain_size = max(processes, known.domain_size if known.domain_size > 8 else 1)
+    return replace(known, domain_size=domain_size), "its data sheet"
 
 
 def _cpu_cluster(processes: int) -> Cluster:

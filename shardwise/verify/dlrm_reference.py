@@ -92,9 +92,8 @@ def _pool_embeddings(bag: nn.EmbeddingBag, batch: ClickBatch, table: int) -> Ten
                 ids.append(category)
                 weights.append(factor)
     dtype = bag.weight.dtype
-    pooled: Tensor = bag(
-        torch.tensor(ids, dtype=torch.int64), torch.tensor(offsets), torch.tensor(weights, dtype=dtype)
-    )
+    ids_tensor, weights_tensor = torch.tensor(ids, dtype=torch.int64), torch.tensor(weights, dtype=dtype)
+    pooled: Tensor = bag(ids_tensor, torch.tensor(offsets), weights_tensor)
     return pooled
 
 

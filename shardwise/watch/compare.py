@@ -10,7 +10,7 @@ from rich.table import Table
 from shardwise.errors import JobError
 from shardwise.watch.goodput import goodput
 from shardwise.watch.page_data import format_seconds, recent_median
-from shardwise.watch.run_data import RunData, bin_means, bin_starts, to_json_list, unit_of
+from shardwise.watch.run_data import RunData, bin_means, bin_starts, to_json_list
 
 MAX_POINTS = 400
 HEADERS = (
@@ -39,7 +39,7 @@ def _row(run: RunData) -> list[str]:
         run.status, str(run.plan.get("layout", "")), str(len(run.steps)), str(run.last_record.get("samples", 0)),
         _format_number(loss, ".4f"), _format_number(validation_loss, ".4f"),
         format_seconds(recent_median(run.column("seconds"))) if run.steps else "",
-        f"{_format_number(speed, ',.0f')} {unit_of(run.job)}/s" if run.steps else "",
+        f"{_format_number(speed, ',.0f')} {run.unit}/s" if run.steps else "",
         f"{100 * goodput(run).share:.0f}%",
     ]  # fmt: skip
 

@@ -11,15 +11,7 @@ from typing import Any
 
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
-from shardwise.schedules.simulate import (
-    Action,
-    PipelineProgram,
-    Simulation,
-    StageCosts,
-    build_program,
-    named_program,
-    simulate,
-)  # fmt: skip
+from shardwise.schedules.simulate import Action, PipelineProgram, StageCosts, build_program, named_program, simulate
 from shardwise.watch.run_data import RunData, read_timelines
 
 MAX_ACTIONS = 4000  # actions that the page draws
@@ -41,7 +33,11 @@ def pipeline_data(run: RunData) -> dict[str, Any] | None:
     if stage_seconds:
         keys = ("forward", "backward_input", "backward_weight")
         costs = StageCosts(*(tuple(stage_seconds[key]) for key in keys))
-        data["predicted"] = _simulated_timeline(simulate(program, costs))
+        simulation = simulate(program, costs)
+        timeline = simulation.timeline[:MAX_ACTIONS]
+        actions = [[e.rank, e.kind, e.stage, e.micro_batch, round(e.start, 6), round(e.end, 6)] for e in timeline]
+        bubble = statistics.mean(simulation.bubble)
+        data["predicted"] = {"seconds": simulation.seconds, "bubble": bubble, "actions": actions}
     measured = _measured_steps(run, layout)
     if measured:
         step = max(measured)
@@ -65,12 +61,6 @@ def _program(run: RunData, layout: Layout, micro_batches: int) -> PipelineProgra
         rows = [[Action(int(stage), str(kind), int(batch)) for stage, kind, batch in row] for row in order]
         return build_program(dict(enumerate(rows)))
     return named_program(layout.schedule, layout.pipeline, layout.stages_per_rank, micro_batches)
-
-
-def _simulated_timeline(simulation: Simulation) -> dict[str, Any]:
-    timeline = simulation.timeline[:MAX_ACTIONS]
-    actions = [[e.rank, e.kind, e.stage, e.micro_batch, round(e.start, 6), round(e.end, 6)] for e in timeline]
-    return {"seconds": simulation.seconds, "bubble": statistics.mean(simulation.bubble), "actions": actions}
 
 
 def _measured_steps(run: RunData, layout: Layout) -> dict[int, list[list[Any]]]:

@@ -42,10 +42,8 @@ class RankState:
 
     rank: int
     heartbeat: dict[str, Any]
-    exit_reason: str
-    """What happened to its process, such as "was killed by SIGKILL"; empty if it is alive."""
-    frames: list[tuple[str, int, str]]
-    """Stack of the training thread, innermost frame first: file, line, function."""
+    exit_reason: str  # what happened to its process, such as "was killed by SIGKILL"; empty if it is alive
+    frames: list[tuple[str, int, str]]  # stack of the training thread, innermost frame first: file, line, function
     collectives: list[dict[str, Any]]
 
     @property

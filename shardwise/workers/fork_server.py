@@ -108,8 +108,7 @@ def _is_single_threaded() -> bool:
 
 @dataclass
 class _ForkedGroup:
-    pids: dict[int, int]
-    """Pids of live workers, by rank."""
+    pids: dict[int, int]  # pids of live workers, by rank
     release: Callable[[], None]
 
 

@@ -32,8 +32,7 @@ SHARED_MEMORY = Path("/dev/shm")
 SLOTS = 2
 ALIGNMENT = 64
 MAX_OVERHEAD = 0.01  # share of training time that snapshots may take
-Gather = Callable[[Any], list[Any]]
-"""All-gathers a Python object."""
+Gather = Callable[[Any], list[Any]]  # all-gathers a Python object
 
 
 def snapshot_folder(run: Path, node: int) -> str:

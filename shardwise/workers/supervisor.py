@@ -36,15 +36,12 @@ INITIAL_BACKOFF, MAX_BACKOFF = 0.5, 60.0  # seconds before the second restart wi
 class WorkerFailure:
     """Why an attempt ended."""
 
-    kind: str
-    """killed, suspended, hung, failed or node_lost: the kind of the event."""
+    kind: str  # killed, suspended, hung, failed or node_lost: the kind of the event
     ranks: list[int]
     step: int
     message: str
-    error_text: str = ""
-    """The rank's own error message or traceback, if it wrote one."""
-    is_expected: bool = False
-    """Whether Shardwise raised the error on purpose."""
+    error_text: str = ""  # the rank's own error message or traceback, if it wrote one
+    is_expected: bool = False  # whether Shardwise raised the error on purpose
     exit_code: int = 1
 
     def to_exception(self, why: str = "") -> ShardwiseError:
@@ -71,23 +68,19 @@ class Supervisor:
     max_restarts: int
     hang_timeout: float
     error_log: ErrorLog
-    log_event: Callable[..., None]
-    """Called with the kind of an event, its message, and its fields as keywords."""
+    log_event: Callable[..., None]  # called with the kind of an event, its message, and its fields as keywords
+    # Elastic runs only: returns a layout for at most this many processes, and its world size.
     replan: Callable[[int], tuple[str, int]] | None = None
-    """Elastic runs only: returns a layout for at most this many processes, and its world size."""
-    rejoin_timeout: float = 0.0
-    """Seconds to wait for a lost node to rejoin."""
-    use_standby: bool = False
-    """Whether to keep a second group of workers ready while the first one trains."""
-    stop_signal: int = 0
-    """The signal that asked this run to stop; 0 if none."""
+    rejoin_timeout: float = 0.0  # seconds to wait for a lost node to rejoin
+    use_standby: bool = False  # whether to keep a second group of workers ready while the first one trains
+    stop_signal: int = 0  # the signal that asked this run to stop; 0 if none
     worker_group: WorkerGroup | None = None
     standby_group: WorkerGroup | None = None
     max_step: int = -1
     attempts: int = 0
     last_failure: WorkerFailure | None = None
+    # Ranks that were at fault in every attempt since the last progress.
     suspect_ranks: set[int] = field(default_factory=set)
-    """Ranks that were at fault in every attempt since the last progress."""
     group_counter: int = 0
     is_scaling_up: bool = False
 
@@ -331,14 +324,12 @@ class ProgressMonitor:
 
     hang_timeout: float
     stop_forwarded: bool = False
-    stepping_seconds: float = 0.0
-    """Seconds since the first step was completed; 0 before."""
+    stepping_seconds: float = 0.0  # seconds since the first step was completed; 0 before
     _progress: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     _last_progress: float = field(default_factory=time.monotonic)
     _last_poll: float = field(default_factory=time.monotonic)
     _first_step: int = 0
-    _first_step_end: float = 0.0
-    """When a step after `_first_step` was first seen; 0 before."""
+    _first_step_end: float = 0.0  # when a step after `_first_step` was first seen; 0 before
 
     def is_hung(self, heartbeats: dict[int, dict[str, Any]]) -> bool:
         """Returns whether no rank has made progress for the hang timeout."""

@@ -38,10 +38,9 @@ class WorkerGroup:
     ranks_by_node: dict[int, list[int]]
     pids: dict[int, int] = field(default_factory=dict)
     exit_codes: dict[int, int] = field(default_factory=dict)
+    # When each stopped (SIGSTOP) rank was first seen stopped.
     stopped_since: dict[int, float] = field(default_factory=dict)
-    """When each stopped (SIGSTOP) rank was first seen stopped."""
-    lost_ranks: dict[int, str] = field(default_factory=dict)
-    """Ranks whose node is lost, with the reason."""
+    lost_ranks: dict[int, str] = field(default_factory=dict)  # ranks whose node is lost, with the reason
 
     @property
     def alive_ranks(self) -> list[int]:

@@ -42,20 +42,15 @@ def fuse_shards(shards: Sequence[TableShard], rank: int) -> list[FusedTable]:
 class LookupRoute:
     """Which rows of a batch this rank receives from and sends to each rank."""
 
-    ids: Tensor
-    """Stream positions of the samples, which identify the batch."""
+    ids: Tensor  # stream positions of the samples, which identify the batch
     offsets: Tensor
     weights: Tensor
+    # For each id, its index among the distinct rows: first the fetched ones, then the cached ones.
     inverse_indices: Tensor
-    """For each id, its index among the distinct rows: first the fetched ones, then the cached ones."""
-    num_fetched_rows: int
-    """Number of distinct rows to fetch."""
-    cached_rows: Tensor
-    """The other distinct rows, as indices into the hot-row cache."""
-    requested_rows: RowIndices
-    """The distinct rows that come from each rank and fused table."""
-    served_rows: RowIndices
-    """The rows that each rank requests, by fused table of this rank."""
+    num_fetched_rows: int  # number of distinct rows to fetch
+    cached_rows: Tensor  # the other distinct rows, as indices into the hot-row cache
+    requested_rows: RowIndices  # the distinct rows that come from each rank and fused table
+    served_rows: RowIndices  # the rows that each rank requests, by fused table of this rank
 
 
 @dataclass(frozen=True)

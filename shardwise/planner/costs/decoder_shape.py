@@ -21,24 +21,19 @@ class ModelShape:
     gated: bool = True
     tied: bool = False
     causal: bool = True
-    positions: int = 0
-    """Learned position embeddings."""
+    positions: int = 0  # learned position embeddings
     experts: int = 0
     experts_per_token: int = 0
     expert_ffn: int = 0
-    shared_expert_ffn: int = 0
-    """Hidden size of the experts that every token uses."""
-    sparse_layers: int = 0
-    """Blocks with experts; the others are dense."""
+    shared_expert_ffn: int = 0  # hidden size of the experts that every token uses
+    sparse_layers: int = 0  # blocks with experts; the others are dense
+    # Multi-head latent attention: ranks of the low-rank projections of queries, and of keys and values.
     q_lora_rank: int = 0
     kv_lora_rank: int = 0
-    """Multi-head latent attention: ranks of the low-rank projections of queries, and of keys and values."""
-    qk_rope_head_dim: int = 0
-    """Multi-head latent attention: features per head with rotary positions."""
-    logit_fraction: float = 1.0
-    """Fraction of positions for which logits are computed."""
+    qk_rope_head_dim: int = 0  # multi-head latent attention: features per head with rotary positions
+    logit_fraction: float = 1.0  # fraction of positions for which logits are computed
+    # Whether `EngineModel` knows our engine's exact memory and traffic for it; so far for dense decoders.
     has_exact_cost_model: bool = False
-    """Whether `EngineModel` knows our engine's exact memory and traffic for it; so far for dense decoders."""
 
     @property
     def stages(self) -> int:

@@ -11,8 +11,7 @@ from shardwise.planner.costs.engine_memory import EngineModel
 from shardwise.planner.costs.memory_model import StageLayers
 from shardwise.schedules.simulate import BACKWARD_INPUT, PipelineProgram, named_program
 
-Traffic = Counter[tuple[str, str]]
-"""Bytes by axis and collective."""
+Traffic = Counter[tuple[str, str]]  # bytes by axis and collective
 
 
 def engine_traffic(

@@ -13,21 +13,19 @@ class HostEmbeddingTables:
     """Embedding tables in host memory."""
 
     bytes: float
-    rows: float
-    """Bytes of the rows that one sample reads."""
-    pooled_bytes: float
-    """Bytes per sample that reach the device."""
+    rows: float  # bytes of the rows that one sample reads
+    pooled_bytes: float  # bytes per sample that reach the device
 
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorListModel(ModelShape):
     """A model as a list of modules. The search sees one head and one position, unless tensor ranks can split it."""
 
+    # Returns the modules' costs for a micro-batch size and, if the model has several heads, a tensor degree.
     make_operators: Callable[..., tuple[OperatorCosts, ...]]
-    """Returns the modules' costs for a micro-batch size and, if the model has several heads, a tensor degree."""
     tables: HostEmbeddingTables | None = None
+    # Whether the first and last module are the ends of a sequence of blocks that a pipeline can split.
     has_ends: bool = False
-    """Whether the first and last module are the ends of a sequence of blocks that a pipeline can split."""
 
     @property
     def stages(self) -> int:

@@ -47,13 +47,7 @@ from shardwise.models import loss
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.prepare import prepare
-from shardwise.planner.dryrun.memory_comm_tracker import (
-    ROLES,
-    BytesByRole,
-    MemoryCommTracker,
-    TracePoint,
-    axis_by_group,
-)
+from shardwise.planner.dryrun.memory_comm_tracker import ROLES, MemoryCommTracker, TracePoint, axis_by_group
 from shardwise.planner.plan import auto_schedule_order
 from shardwise.step import step
 
@@ -74,22 +68,16 @@ class RankReport:
 
     layout: str
     rank: int
-    stages: tuple[int, ...]
-    """Pipeline stages on this rank."""
-    modules: tuple[tuple[str, ...], ...]
-    """Names of the model's top-level modules, by stage."""
-    memory: dict[str, int]
-    """Peak bytes, by role."""
+    stages: tuple[int, ...]  # pipeline stages on this rank
+    modules: tuple[tuple[str, ...], ...]  # names of the model's top-level modules, by stage
+    memory: dict[str, int]  # peak bytes, by role
+    # When the peak occurs: `forward or backward`, or `update` for gradient reduction and optimizer step.
     peak_phase: str
-    """When the peak occurs: `forward or backward`, or `update` for gradient reduction and optimizer step."""
-    resident_memory: dict[str, int]
-    """Bytes between two steps, by role."""
+    resident_memory: dict[str, int]  # bytes between two steps, by role
     traffic: tuple[CollectiveTraffic, ...]
     micro_batches: int
-    micro_batches_run: int
-    """Micro-batches that were run; the others are extrapolated."""
-    seconds: float
-    """Wall time of the dry run."""
+    micro_batches_run: int  # micro-batches that were run; the others are extrapolated
+    seconds: float  # wall time of the dry run
 
     @property
     def total(self) -> int:
@@ -199,7 +187,7 @@ def measure_rank(job: Job, layout: Layout, fake: bool = True, all_micro_batches:
     )  # fmt: skip
 
 
-def _by_role(memory: BytesByRole) -> dict[str, int]:
+def _by_role(memory: Counter[str]) -> dict[str, int]:
     return {role: memory[role] for role in ROLES}
 
 
@@ -210,16 +198,13 @@ class StepRecording:
     engine: Engine
     tracker: MemoryCommTracker
     micro_batches_run: int
-    before_batch: TracePoint
-    """Before samples and receive buffers were allocated."""
+    before_batch: TracePoint  # before samples and receive buffers were allocated
     begin: TracePoint
-    forward_starts: list[TracePoint]
-    """Start of each forward of this rank's first stage."""
-    update_start: TracePoint
-    """After the last backward."""
+    forward_starts: list[TracePoint]  # start of each forward of this rank's first stage
+    update_start: TracePoint  # after the last backward
     end: TracePoint
 
-    def memory(self, remaining: int, period: int) -> tuple[BytesByRole, str]:
+    def memory(self, remaining: int, period: int) -> tuple[Counter[str], str]:
         """Returns the peak bytes, with `remaining` more micro-batches extrapolated, and the phase of the peak."""
         peak = self.tracker.bytes_at(self.tracker.peak_event(self.begin, self.update_start))
         _add_scaled(peak, self.tracker.growth_between(self.before_batch, self.begin), remaining, self.micro_batches_run)
@@ -230,7 +215,7 @@ class StepRecording:
         after = self.held_after(self.tracker.peak_event(self.update_start, self.end), remaining, period)
         return (peak, "forward or backward") if peak.total() >= after.total() else (after, "update")
 
-    def held_after(self, event: int, remaining: int, period: int) -> BytesByRole:
+    def held_after(self, event: int, remaining: int, period: int) -> Counter[str]:
         """Returns the bytes at an event after the last backward, with `remaining` more micro-batches extrapolated."""
         held = self.tracker.bytes_at(event)
         if remaining:
