@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import TreeSpec
+from torch.utils._pytree import TreeSpec, tree_map_only
 
 from shardwise.adapters.anatomy import Anatomy
 from shardwise.adapters.deferred_init import DeferredInit
@@ -25,6 +25,7 @@ from shardwise.errors import LayoutError
 from shardwise.models.chain import Chain
 from shardwise.models.sharding import ShardingPlan
 from shardwise.models.transformers_reference import KeepFloat64
+from shardwise.parallel.parametrize import parametrize
 from shardwise.random import Dropout
 
 
@@ -118,7 +119,6 @@ class ModuleChain(Chain):
         self.tensor_degree = 1
         self.metric_sums: dict[str, float] = {}
         self.compute_dtype: torch.dtype | None = None
-        self.autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.__dict__["root"] = root  # not as a child, which would prefix every name
         for slot in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[slot] = root.__dict__[slot]
@@ -263,9 +263,11 @@ class ModuleChain(Chain):
         for module in self.root.modules():
             if isinstance(module, nn.RNNBase):  # keeps a list of its weights, past casts and placeholders
                 module.register_forward_pre_hook(_refresh_flat_weights)
-        has_float_buffers = any(buffer.is_floating_point() for buffer in self.root.buffers())
-        if self.task.autocast and has_float_buffers and dtype.itemsize == 2:
-            self.autocast = lambda: torch.autocast(device.type, dtype)
+            if self.task.casts_inputs and dtype.itemsize == 2 and module._parameters and module is not self.root:
+                module.register_forward_pre_hook(_cast_inputs(dtype), with_kwargs=True)
+        for name, parametrizations in self.__dict__.get("_parametrizations", {}).items():
+            for parametrization in parametrizations:  # of the root's own parameters
+                parametrize(self.root, name, parametrization)
 
     def split_sequence(self, axis: Any, positions: Tensor, attention_fn: Any) -> None:
         assert self.task.split_sequence is not None, "refused before"
@@ -302,7 +304,7 @@ class ModuleChain(Chain):
         leaves = [leaf.to(dtype) if dtype and leaf.is_floating_point() else leaf for leaf in leaves]
         self.state.update(ids=ids, stream=None if self.has_prologue else x)
         try:
-            with KeepFloat64() if dtype is torch.float64 else self.autocast():
+            with KeepFloat64() if dtype is torch.float64 else nullcontext():
                 measured: dict[str, float] | None = None if self.training else {}
                 loss = self.task.call(self.root, unflatten_batch(leaves, self.spec), measured)
                 for name, value in (measured or {}).items():
@@ -331,6 +333,13 @@ def _with_ids(forward: Callable[..., Any], state: dict[str, Any]) -> Callable[..
 
 def _refresh_flat_weights(module: nn.RNNBase, args: Any) -> None:
     module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+
+
+def _cast_inputs(dtype: torch.dtype) -> Callable[..., Any]:
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.dtype is torch.float32 else tensor
+
+    return lambda module, args, kwargs: tree_map_only(Tensor, cast, (args, kwargs))
 
 
 def replace_dropout(root: nn.Module, seed: int, state: dict[str, Any]) -> None:

@@ -57,9 +57,9 @@ class Task:
     learning_rate: Callable[[int], float] | None = None
     """From a step, counted from 0, to its learning rate, instead of the job's schedule."""
     callbacks: tuple[Callback, ...] = ()
-    autocast: bool = True
-    """Whether a module with floating-point buffers runs under torch.autocast in bf16 and fp16, because buffers keep
-    float32. False: its forward casts them itself."""
+    casts_inputs: bool = True
+    """Whether bf16 and fp16 cast the inputs of every module with parameters, because buffers keep float32 and what is
+    computed with them too. False: the forward casts by itself."""
     split_sequence: Callable[..., None] | None = None
     """Called with the module, the context axis, all ranks' positions and an attention function, if context > 1."""
     trunk: str = ""

@@ -19,26 +19,32 @@ def apply(chain: Chain, axis: Axis) -> None:
             module.reset_buffers()
             if axis.size > 1:
                 module.num_shards, module.all_reduce_sum = axis.size, lambda numbers: AllReduceSum.apply(numbers, axis)
-        elif isinstance(module, _BatchNorm) and axis.size > 1:
+        elif isinstance(module, _BatchNorm):
             _synchronize(module, axis)
 
 
 def _synchronize(norm: _BatchNorm, axis: Axis) -> None:
-    """Makes one of PyTorch's batch norms compute its statistics over all ranks of an axis, each with as many samples."""
+    """Makes one of PyTorch's batch norms compute its statistics over all ranks of an axis, each with as many samples,
+    and in float32 at least: PyTorch's kernels do not take half-precision weights next to float32 statistics."""
     local_forward = norm.forward
 
+    def sum_over_ranks(x: Tensor, dims: list[int]) -> Tensor:
+        return AllReduceSum.apply(x.sum(dims), axis) if axis.size > 1 else x.sum(dims)
+
     def forward(x: Tensor) -> Tensor:
-        if not norm.training and norm.running_mean is not None:
+        if axis.size == 1 and x.dtype.itemsize > 2:
             return local_forward(x)
         dims, shape = [0, *range(2, x.dim())], (-1, *[1] * (x.dim() - 2))
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        count = axis.size * x.numel() // x.shape[1]
-        mean = AllReduceSum.apply(wide.sum(dims), axis) / count
-        centered = wide - mean.view(shape)
-        variance = AllReduceSum.apply(centered.square().sum(dims), axis) / count
-        if norm.training and norm.running_mean is not None:
-            _update_running_statistics(norm, mean.detach(), variance.detach() * (count / max(1, count - 1)))
-        y = centered * (variance + norm.eps).rsqrt().view(shape)
+        if norm.training or norm.running_mean is None or norm.running_var is None:
+            count = axis.size * x.numel() // x.shape[1]
+            mean = sum_over_ranks(wide, dims) / count
+            variance = sum_over_ranks((wide - mean.view(shape)).square(), dims) / count
+            if norm.running_mean is not None:
+                _update_running_statistics(norm, mean.detach(), variance.detach() * (count / max(1, count - 1)))
+        else:
+            mean, variance = norm.running_mean, norm.running_var
+        y = (wide - mean.view(shape)) * (variance + norm.eps).rsqrt().view(shape)
         if norm.affine:
             y = y * norm.weight.to(y.dtype).view(shape) + norm.bias.to(y.dtype).view(shape)
         return y.to(x.dtype)

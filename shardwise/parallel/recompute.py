@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from shardwise.layout import Layout, kept_activation_fraction
@@ -67,8 +67,6 @@ class CheckpointOnce:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward_context, recompute_context = self.contexts()
-        device = next((leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), "cpu")
-        autocast = torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         count = itertools.count()
         saved: list[Tensor] = []  # in the order in which the forward saves them
 
@@ -77,7 +75,6 @@ class CheckpointOnce:
                 detached_args, detached_kwargs = tree_map_only(Tensor, _detach, (args, kwargs))
                 with (
                     torch.enable_grad(),
-                    autocast,
                     recompute_context,
                     saved_tensors_hooks(lambda t: saved.append(t.detach()), _forbid_unpack),
                 ):

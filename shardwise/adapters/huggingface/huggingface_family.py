@@ -285,7 +285,7 @@ def make_task(config: Any) -> Task:
 
     return Task(
         build, loss, count=lambda batch: (batch["labels"] != -100).sum(), inputs=inputs, configure=_configure,
-        autocast=False, split_sequence=split_sequence, trunk=config.trunk, plan=config.tensor_plan,
+        casts_inputs=False, split_sequence=split_sequence, trunk=config.trunk, plan=config.tensor_plan,
         example_batch=example_images if name == "pixel_values" else None,
     )  # fmt: skip
 
