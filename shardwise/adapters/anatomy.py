@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
@@ -97,7 +98,10 @@ def find_anatomy(module: nn.Module, run: Run, trunk: str = "") -> Anatomy:
             )
         tracker = _Tracker(module, blocks, stream_key)
         tracker.larger_stream = calls.outputs.get(module.get_submodule(blocks[-1])) if blocks else None
-        loss = _run_fake(module, run, tracker.hooks, tracker, TRACED_SAMPLES)
+        if not module.training and any(getattr(part, "layerdrop", 0) for part in module.modules()):
+            tracker.random_modules["layerdrop"] = None
+        with _FunctionalDropout(tracker):
+            loss = _run_fake(module, run, tracker.hooks, tracker, TRACED_SAMPLES)
     except _ReadsValues as error:
         used: dict[str, tuple[int, ...]] = {name: (0,) for name, _ in module.named_parameters()}
         norms = [name for name, part in module.named_modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
@@ -223,6 +227,7 @@ class _Tracker(TorchDispatchMode):
         """The stream of twice as many samples."""
         self.stream_key = stream_key
         self.outputs: tuple[int | str | None, ...] | None = None
+        self.stream_shapes: dict[tuple[int, ...], None] = {}
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
@@ -245,6 +250,7 @@ class _Tracker(TorchDispatchMode):
                 self.part, self.inside_block = self.block_index[module], True
                 self.stream = kwargs[self.stream_key] if isinstance(self.stream_key, str) else args[self.stream_key]
                 self._hand_over(self.stream)
+                self.stream_shapes[tuple(self.stream.shape)] = None
 
         return hook
 
@@ -325,8 +331,10 @@ class _Tracker(TorchDispatchMode):
             self.written[self.buffers[id(values["running_mean"])]] = None
         is_random = torch.Tag.nondeterministic_seeded in func.tags and "scaled_dot_product" not in name
         if is_random or values.get("dropout_p"):
-            module = self.module.get_submodule(self.stack[-1])
-            self.random_modules[self.stack[-1] or type(module).__name__] = None
+            self.note_random(self.stack[-1])
+
+    def note_random(self, name: str) -> None:
+        self.random_modules[name or type(self.module).__name__] = None
 
     def _place(self, part: int, name: str) -> str:
         kind = "prologue" if part == 0 else "epilogue" if part > len(self.block_names) else f"block {part - 1}"
@@ -387,6 +395,9 @@ class _Tracker(TorchDispatchMode):
             )
         if self.crossing:
             return f"{self.crossing}; pass it through the blocks, or use shard instead of pipeline"
+        if len(self.stream_shapes) > 1:
+            first, second, *_ = self.stream_shapes
+            return f"the blocks hand on tensors of different shapes, such as {first} and {second}"
         for name, parts in self.parts_of.items():
             inner = [part for part in parts if 0 < part <= len(self.block_names)]
             if len(parts) > 1 and inner:
@@ -412,6 +423,20 @@ class _Tracker(TorchDispatchMode):
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+class _FunctionalDropout(TorchFunctionMode):
+    """Notes functional dropout, also in a module that is run without training."""
+
+    def __init__(self, tracker: _Tracker):
+        super().__init__()
+        self.tracker = tracker
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.functional.dropout and (kwargs.get("p", 0.5) if len(args) < 2 else args[1]):
+            self.tracker.note_random(self.tracker.stack[-1])
+        return func(*args, **kwargs)
 
 
 def stream_like(anatomy: Anatomy, samples: int, traced: int) -> tuple[int, ...]:

@@ -118,6 +118,7 @@ class ModuleChain(Chain):
         self.state: dict[str, Any] = {"ids": None, "stream": None} if state is None else state
         self.placeholders: list[tuple[nn.Module, str, torch.Size]] = []
         self.tensor_degree = 1
+        self.metric_sums: dict[str, float] = {}
         self.compute_dtype: torch.dtype | None = None
         self.__dict__["root"] = root  # not as a child, which would prefix every name
         for slot in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
@@ -269,6 +270,10 @@ class ModuleChain(Chain):
             if self.task.casts_inputs and dtype.itemsize == 2 and module._parameters and module is not self.root:
                 module.register_forward_pre_hook(_cast_inputs(dtype), with_kwargs=True)
 
+    def split_sequence(self, axis: Any, positions: Tensor, attention_fn: Any) -> None:
+        assert self.task.split_sequence is not None, "refused before"
+        self.task.split_sequence(self.root, axis, positions, attention_fn)
+
     def initial_value(self, name: str) -> Tensor | None:
         return self.init.value(name)
 
@@ -281,6 +286,10 @@ class ModuleChain(Chain):
 
     def _add_ids(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         return args, {**kwargs, "shardwise_ids": self.state["ids"]}
+
+    def take_metrics(self) -> dict[str, float]:
+        sums, self.metric_sums = self.metric_sums, {}
+        return sums
 
     def train(self, mode: bool = True) -> Self:
         self.training = mode
@@ -297,7 +306,10 @@ class ModuleChain(Chain):
         self.state.update(ids=ids, stream=None if self.has_prologue else x)
         try:
             with KeepFloat64() if dtype is torch.float64 else nullcontext():
-                loss = self.task.call(self.root, unflatten_batch(leaves, self.spec))
+                measured: dict[str, float] | None = None if self.training else {}
+                loss = self.task.call(self.root, unflatten_batch(leaves, self.spec), measured)
+                for name, value in (measured or {}).items():
+                    self.metric_sums[name] = self.metric_sums.get(name, 0.0) + value * leaves[0].shape[0]
         except StageEnd as end:
             return end.stream if dtype is None else end.stream.to(dtype)
         if self.anatomy.reads_values:

@@ -53,6 +53,11 @@ class ModuleConfig(ModelConfig):
         return hash(json.dumps(self.model_dump(), sort_keys=True, default=str))
 
     @property
+    def script(self) -> str:
+        """The script that this run belongs to; empty if the job names a function."""
+        return self.name.removeprefix("script:") if self.name.startswith("script:") else ""
+
+    @property
     def task(self) -> Task:
         return load_task(self)
 
@@ -85,8 +90,10 @@ def load_task(config: ModuleConfig) -> Task:
     """Returns the task that a config names."""
     from shardwise.adapters.task import load_python_task, with_settings
 
-    if config.name in SCRIPT_TASKS:
-        task = SCRIPT_TASKS[config.name]
+    if config.script:
+        from shardwise.adapters.script import load_script_task
+
+        task = load_script_task(config.name, config.args)
     else:
         task = load_python_task(config.name.removeprefix("python:"), config.args)
     return with_settings(task, config.trunk, config.tensor_plan)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +76,13 @@ class Chain(nn.Module):
 
     def configure(self, device: torch.device, dtype: torch.dtype, tensor_degree: int) -> None:
         """Called once the parameters have memory, with the dtype of activations."""
+
+    def take_metrics(self) -> dict[str, float]:
+        """Returns the user's metrics, summed over the samples that were evaluated since the last call."""
+        return {}
+
+    def split_sequence(self, axis: Any, positions: Tensor, attention_fn: Any) -> None:
+        """Called if the sequence is split over an axis; `positions` are those of all its ranks, rank by rank."""
 
     def initial_value(self, name: str) -> Tensor | None:
         """Returns the full initial value of a parameter; None: the sharding plan says how it is initialized."""

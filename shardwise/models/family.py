@@ -132,6 +132,10 @@ class Family:
         tokens = torch.empty(samples, positions, dtype=torch.int64, device="meta")
         return tokens, (samples, positions // layout.tensor, features)
 
+    def task(self, config: Any) -> Any:
+        """Returns the user's task (`shardwise.Task`): own data, loss, optimizer, callbacks; None for our models."""
+        return None
+
     def sources(self, config: Any) -> Any:
         """Returns training and validation source of a model that brings its own data; None: see `[data]`."""
         return None

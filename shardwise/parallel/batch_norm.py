@@ -1,7 +1,5 @@
 """Synchronized batch norm: statistics are summed over all data-parallel ranks, so every layout computes the same."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Weights, reduced gradients and optimizer state are in the master dtype. Modules 
 every layout: by FSDP's mixed-precision policy if FSDP shards the weights, by a parametrization otherwise.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 

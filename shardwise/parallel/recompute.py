@@ -12,11 +12,8 @@ input gradient and once per matmul and norm, 9 forwards instead of 2, and select
 traversal. `CheckpointOnce` recomputes a block once and keeps the activations until the weight gradients are done.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,22 +21,19 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from shardwise.layout import Layout, kept_activation_fraction
 from shardwise.models.chain import Chain
 
 _SAVED_OPS = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.bmm.default,
+    torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops._c10d_functional.all_gather_into_tensor.default,
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,
-}
+    torch.ops._c10d_functional.all_gather_into_tensor.default, torch.ops._c10d_functional.reduce_scatter_tensor.default,
+}  # fmt: skip
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -51,23 +45,18 @@ def apply(chain: Chain, layout: Layout) -> None:
     if layout.recompute == "none":
         return
     keep_fraction = kept_activation_fraction(layout.recompute) or 0.0
+    selective = partial(create_selective_checkpoint_contexts, _policy)
+    contexts = selective if layout.recompute == "selective" else noop_context_fn
     for number, block in enumerate(chain.blocks()):
         # Spreads the blocks that save everything evenly over the stage.
         if int((number + 1) * keep_fraction) > int(number * keep_fraction):
             continue
         # Replaces the instance's forward, not the module, so parameter names and hooks stay.
-        contexts = (
-            partial(create_selective_checkpoint_contexts, _policy) if layout.recompute == "selective" else _no_contexts
-        )
         if layout.has_split_backward:
             block.forward = CheckpointOnce(block.forward, contexts)
         else:
             options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
             block.forward = partial(checkpoint, block.forward, **options)
-
-
-def _no_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    return nullcontext(), nullcontext()
 
 
 class CheckpointOnce:

@@ -120,7 +120,9 @@ def apply(chain: Chain, axis: Axis) -> dict[str, int | None]:
         elif isinstance(rule, AllReduceOutput):
             _apply_all_reduce(module, axis, rule.splits_input)
         elif isinstance(rule, GatherOutput):
-            module.register_forward_hook(lambda module, args, y: all_gather_with_grad(y.contiguous(), -1, axis))
+            module.register_forward_hook(
+                lambda module, args, y: all_gather_with_grad(y.contiguous(), y.dim() - 1, axis)
+            )
         elif isinstance(rule, VocabLookup):
             _apply_vocab_lookup(module, axis)
     return sharded_dims

@@ -1,7 +1,5 @@
 """Validation: the loss on held-out samples in any layout, and the byte-frequency baseline to compare it with."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 
@@ -27,16 +25,24 @@ def validate(engine: Engine, job: Job, source: Source, tokenizer: Tokenizer | No
         return None
     data, has_bytes = engine.mesh["data"], job.model.targets_are_text
     stream = SampleStream(source, job.seed, shuffle=False, objective=job.family.objective(job.model, job.seed))
-    totals = torch.zeros(4, dtype=torch.float64)  # loss, targets, bytes, correctly classified images
+    task = job.family.task(job.model)
+    metrics = [] if task is None else sorted(task.metrics)
+    totals = torch.zeros(
+        5 + len(metrics), dtype=torch.float64
+    )  # loss, targets, bytes, correct images, samples, metrics
     heads = [module for chain in engine.chains for module in chain.modules() if isinstance(module, ClassifierHead)]
     for chain in engine.chains:
         chain.eval()
     for samples, weight in _batches(stream, job, data):
         batch_loss = engine.evaluate(samples.to(engine.mesh.device)) * weight
         totals[0] += batch_loss.double().cpu() / engine.mesh["tensor"].size
+        measured = [chain.take_metrics() for chain in engine.chains]
+        for place, name in enumerate(metrics, start=5):
+            totals[place] += sum(values.get(name, 0.0) for values in measured) * weight / engine.mesh["tensor"].size
         if engine.is_data_leader:
             counted = samples.targets[samples.targets != IGNORE_INDEX]
             totals[1] += float(engine.num_targets(samples)) * weight
+            totals[4] += samples.ids.numel() * weight
             totals[2] += tokenizer.count_bytes(counted.numpy()) if tokenizer is not None and has_bytes else 0
     for chain in engine.chains:
         chain.train()
@@ -46,8 +52,8 @@ def validate(engine: Engine, job: Job, source: Source, tokenizer: Tokenizer | No
     if engine.mesh.layout.world > 1:
         totals = totals.to(engine.mesh.device)
         all_reduce(totals, axis=engine.mesh.all_ranks)
-    loss, targets, num_bytes, correct = totals.tolist()
-    result = {"loss": loss / targets}
+    loss, targets, num_bytes, correct, count, *sums = totals.tolist()
+    result = {"loss": loss / targets} | {name: value / count for name, value in zip(metrics, sums, strict=True)}
     if heads:
         result["accuracy"] = correct / targets
     if num_bytes:

@@ -34,7 +34,7 @@ from shardwise.errors import RunError
 from shardwise.job import Job
 from shardwise.layout import Layout, solve_batch
 from shardwise.models.chain import IGNORE_INDEX
-from shardwise.optim import learning_rate, set_learning_rate
+from shardwise.optim import job_learning_rate, set_learning_rate
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.param_shard import sharded_dims_of
@@ -162,7 +162,7 @@ def make_stream(job: Job) -> SampleStream:
 
 
 def _learning_rates(job: Job, steps: int) -> list[float]:
-    return [learning_rate(job.optimizer, number, steps) for number in range(steps)]
+    return [job_learning_rate(job, number, steps) for number in range(steps)]
 
 
 def _run_reference(job: Job, steps: int, layout: Layout | None = None) -> list[dict[str, Any]]:
@@ -327,7 +327,7 @@ def _compare_outputs(
     for order, (name, full) in enumerate(expected.items()):
         if name not in recorded:
             comparison.add(step_index, "output", order, name, math.inf)
-        elif name in outputs:
+        elif name in outputs and (engine.positions is None or full.dim() > 1):  # flattened samples have no positions
             chunk = _local_chunk(full, engine.mesh["data"], 0)
             chunk = chunk if engine.positions is None else chunk[:, engine.positions]
             if engine.chains[0].sharding_plan.splits_sequence:

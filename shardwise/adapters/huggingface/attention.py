@@ -1,11 +1,14 @@
 """Attention of transformers' models over a sequence that is split over ranks.
 
-Each rank has the queries of its own positions; keys and values are all-gathered, and the mask (causal, sliding window)
-follows from the positions. It is registered with transformers as the attention implementation "shardwise".
+Each rank has the queries of its own positions. Plain attention, causal or not, is our ring or Ulysses attention. With a
+sliding window, a softcap or sinks, keys and values are all-gathered, and transformers' own mask function is evaluated at
+this rank's positions. Both are registered with transformers under the name "shardwise".
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,59 +25,126 @@ NAME = "shardwise"
 
 @dataclass
 class SplitSequence:
-    """How the sequence is split in this process."""
+    """How the sequence is split in this process; without an axis, it is not."""
 
     axis: Axis | None = None
     positions: Tensor | None = None
     """The positions of all ranks, in the order in which their keys are gathered."""
+    attention_fn: Callable[..., Tensor] | None = None
     calls: int = 0
+    """How often transformers has called our attention."""
+
+    @property
+    def local_positions(self) -> Tensor | None:
+        """This rank's positions; None: all of them."""
+        if self.axis is None or self.positions is None:
+            return None
+        return self.positions.chunk(self.axis.size)[self.axis.index]
 
 
 SPLIT = SplitSequence()  # transformers looks attention functions up in a table of the process
 
 
+def split_sequence(module: nn.Module, axis: Axis, positions: Tensor, attention_fn: Callable[..., Tensor]) -> None:
+    """Makes a module attend over all ranks of an axis."""
+    register()
+    SPLIT.axis, SPLIT.positions, SPLIT.attention_fn = axis, positions, attention_fn
+    for config in _configs(module):
+        config._attn_implementation = NAME
+
+
+@contextmanager
+def trial(module: nn.Module) -> Iterator[None]:
+    """Within it, a module attends through our function as if on one rank, which counts its calls."""
+    register()
+    SPLIT.axis, SPLIT.calls = None, 0
+    before = [(config, config._attn_implementation) for config in _configs(module)]
+    try:
+        for config, _ in before:
+            config._attn_implementation = NAME
+        yield
+    finally:
+        for config, implementation in before:
+            config._attn_implementation = implementation
+
+
+def _configs(module: nn.Module) -> list[Any]:
+    found = [getattr(part, "config", None) for part in module.modules()]
+    return [config for config in {id(c): c for c in found}.values() if hasattr(config, "_attn_implementation")]
+
+
 def register() -> None:
     """Adds our attention to transformers' tables."""
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
+    if NAME in AttentionInterface._global_mapping:
+        return
     AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
+    AttentionMaskInterface.register(NAME, attention_mask)
+    find_packed = masking_utils.find_packed_sequence_indices
+    # Positions that jump would look like several sequences in a row; ours are one.
+    masking_utils.find_packed_sequence_indices = lambda ids: None if SPLIT.axis is not None else find_packed(ids)
+
+
+def attention_mask(
+    batch_size: int, q_length: int, kv_length: int, mask_function: Callable[..., Tensor],
+    attention_mask: Tensor | None = None, use_vmap: bool = False, device: Any = "cpu", **kwargs: Any,
+) -> Tensor | None:  # fmt: skip
+    """Returns which keys of the whole sequence this rank's queries see (B, 1, queries, keys); None: all before them, or
+    all, as the attention module says."""
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+    if attention_mask is not None or use_vmap:
+        raise LayoutError("this model builds a mask of its own, which cannot be split over context ranks.")
+    if mask_function in (causal_mask_function, bidirectional_mask_function):
+        return None
+    queries, keys = _positions(q_length, device)
+    batch = torch.arange(batch_size, device=device).view(-1, 1, 1, 1)
+    mask = mask_function(batch, torch.zeros_like(batch[:1]), queries.view(1, 1, -1, 1), keys.view(1, 1, 1, -1))
+    return mask.expand(batch_size, 1, -1, -1)
+
+
+def _positions(length: int, device: Any) -> tuple[Tensor, Tensor]:
+    """Returns the positions of this rank's queries and of the gathered keys."""
+    if SPLIT.local_positions is None or SPLIT.positions is None:
+        return torch.arange(length, device=device), torch.arange(length, device=device)
+    return SPLIT.local_positions.to(device), SPLIT.positions.to(device)
 
 
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
-    scaling: float | None = None, is_causal: bool | None = None, sliding_window: int | None = None,
-    softcap: float | None = None, s_aux: Tensor | None = None, **kwargs: Any,
+    scaling: float | None = None, is_causal: bool | None = None, softcap: float | None = None,
+    s_aux: Tensor | None = None, position_bias: Tensor | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Computes attention (B, H, S, D) as transformers' own implementations do; returns (B, S, H, D)."""
     SPLIT.calls += 1
-    if kwargs.get("position_bias") is not None or attention_mask is not None:
-        raise LayoutError("this model adds a bias or a mask to attention, which cannot be split over context ranks.")
+    if position_bias is not None:
+        raise LayoutError("this model adds a bias to attention, which cannot be split over context ranks.")
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    length = query.shape[2]
-    query_positions = key_positions = torch.arange(length, device=query.device)
-    if SPLIT.axis is not None and SPLIT.positions is not None:
-        key = all_gather_with_grad(key.contiguous(), 2, SPLIT.axis)
-        value = all_gather_with_grad(value.contiguous(), 2, SPLIT.axis)
-        key_positions = SPLIT.positions.to(query.device)
-        query_positions = key_positions.chunk(SPLIT.axis.size)[SPLIT.axis.index]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    is_plain = attention_mask is None and softcap is None and s_aux is None
+    if is_plain and SPLIT.axis is not None and SPLIT.attention_fn is not None:
+        width = max(query.shape[-1], value.shape[-1])  # latent attention has narrower values; zeros change nothing
+        padded = [F.pad(x, (0, width - x.shape[-1])) for x in (query * scale * width**0.5, key, value)]
+        out = SPLIT.attention_fn(*padded, causal)[..., : value.shape[-1]]
+        return out.transpose(1, 2).contiguous(), None
+    if SPLIT.axis is not None:
+        key, value = (all_gather_with_grad(x.contiguous(), 2, SPLIT.axis) for x in (key, value))
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    distance = query_positions[:, None] - key_positions[None, :]
-    visible = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
-    if sliding_window is not None:
-        visible = visible & (distance < sliding_window) & (causal | (distance > -sliding_window))
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if attention_mask is None and causal:
+        queries, keys = _positions(query.shape[2], query.device)
+        attention_mask = keys <= queries[:, None]
     if softcap is None and s_aux is None:
-        out = F.scaled_dot_product_attention(query, key, value, visible, scale=scale)
+        out = F.scaled_dot_product_attention(query, key, value, attention_mask, scale=scale)
         return out.transpose(1, 2).contiguous(), None
-    scores = query @ key.transpose(2, 3) * scale
+    scores = query @ key.mT * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
+    if attention_mask is not None:
+        scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
     if s_aux is not None:
-        sinks = s_aux.reshape(1, -1, 1, 1).expand(scores.shape[0], -1, length, 1).to(scores.dtype)
-        weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
-    else:
-        weights = scores.softmax(-1)
+        sinks = s_aux.reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1).to(scores.dtype)
+        scores = torch.cat((scores, sinks), -1)
+    weights = scores.softmax(-1)[..., : key.shape[2]]
     return (weights @ value).transpose(1, 2).contiguous(), None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -14,7 +15,7 @@ from shardwise.errors import JobError, suggest
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+    from torch import Tensor, nn
 
     from shardwise.adapters.anatomy import Anatomy
     from shardwise.adapters.task import Task
@@ -30,6 +31,36 @@ STYLES = {
 TRACEABLE = {"experts_implementation": "batched_mm"}
 # What a config calls the dropout of attention weights, which no kernel can key by sample and position.
 ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
+
+
+# Upper bounds of config fields in a small copy of a model.
+LAYER_FIELDS = {"num_hidden_layers": 4, "n_layer": 4, "num_layers": 4}
+WIDTH_FIELDS = {
+    "intermediate_size": 48, "ffn_dim": 48, "n_inner": 48, "moe_intermediate_size": 24, "vocab_size": 160,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "head_dim": 8,
+    "sliding_window": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "q_lora_rank": 16,
+    "kv_lora_rank": 8, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def _smaller(hf: Any, bounds: Mapping[str, int]) -> dict[str, Any]:
+    """Returns the fields of a config that exceed their bounds, at the bounds."""
+    values = {key: getattr(hf, key, None) for key in bounds}
+    return {key: bounds[key] for key, value in values.items() if isinstance(value, int) and value > bounds[key]}
+
+
+def _smaller_widths(hf: Any) -> dict[str, Any]:
+    """Returns narrower sizes: at most 4 heads of 8 features, in the same groups."""
+    heads = int(getattr(hf, "num_attention_heads", 0) or 0)
+    if not heads:
+        return _smaller(hf, WIDTH_FIELDS)
+    groups = heads // int(getattr(hf, "num_key_value_heads", None) or heads)
+    kv_heads = 1 if groups >= 4 else 2
+    width = "hidden_size" if "hidden_size" in hf.to_dict() else "n_embd"
+    names = {"num_attention_heads" if width == "hidden_size" else "n_head": kv_heads * min(groups, 4)}
+    if "num_key_value_heads" in hf.to_dict():
+        names["num_key_value_heads"] = kv_heads
+    return _smaller(hf, WIDTH_FIELDS) | names | {width: 8 * kv_heads * min(groups, 4)}
 
 
 class HuggingFaceConfig(ModuleConfig):
@@ -64,8 +95,12 @@ class HuggingFaceConfig(ModuleConfig):
         return "images" if self.kind == "image classification" else "tokens"
 
     @property
+    def heads(self) -> int:
+        return int(getattr(self.hf, "num_attention_heads", 1))
+
+    @property
     def image_size(self) -> int:
-        return int(self.hf.image_size)
+        return int(getattr(self.hf, "image_size", 224))
 
     @property
     def num_classes(self) -> int:
@@ -160,14 +195,26 @@ class HuggingFaceFamily(ModuleFamily):
         return MaskedLM(config, seed) if config.kind == "masked language model" else next_token
 
     def shrink(self, config: Any) -> Any:
-        return config.model_copy(update={"sequence": min(config.sequence, 32)})
+        from shardwise.adapters.module_family import meta_chain
+
+        layers = _smaller(config.hf, LAYER_FIELDS)
+        for args in (layers | _smaller_widths(config.hf), layers):
+            small = config.model_copy(update={"sequence": min(config.sequence, 32), "args": {**config.args, **args}})
+            try:
+                meta_chain(small)
+            except Exception:  # noqa: BLE001, S112 - sizes that do not go together; transformers raises what it likes
+                continue
+            return small
+        return config
 
     def _plan(self, config: Any, module: nn.Module, anatomy: Anatomy) -> ShardingPlan:
-        from shardwise.adapters.tensor_plan import make_sharding_plan
+        from shardwise.adapters.tensor_plan import guess_plan, make_sharding_plan
 
         given = self.task(config).plan
-        head_dim = getattr(config.hf, "head_dim", None) or 1
-        return make_sharding_plan(module, anatomy, given or translate_plan(module), head_dim, is_hint=not given)
+        heads = int(getattr(config.hf, "num_attention_heads", None) or 1)
+        head_dim = getattr(config.hf, "head_dim", None) or int(getattr(config.hf, "hidden_size", heads)) // heads
+        hint = translate_plan(module) or guess_plan(module, anatomy)
+        return make_sharding_plan(module, anatomy, given or hint, head_dim, is_hint=not given)
 
     def refusals(self, config: Any) -> dict[str, str]:
         from shardwise.adapters.module_family import meta_chain
@@ -179,8 +226,31 @@ class HuggingFaceFamily(ModuleFamily):
                 f"same dropout masks in every layout; set {dropout} = 0."
             )
         refused = super().refusals(config)
-        refused.pop("context")
+        refused["expert"] = "experts of transformers' models are not split over an expert axis; use shard or tensor."
+        reason = _context_refusal(config)
+        if reason:
+            refused["context"] = f"{type(config.hf).__name__}: {reason}, so its sequences cannot be split; use shard."
+        else:
+            del refused["context"]
         return refused
+
+    def stage_shapes(self, config: Any, layout: Any, samples: int) -> tuple[Tensor, tuple[int, ...]]:
+        first, stream = super().stage_shapes(config, layout, samples)
+        if layout.context > 1:
+            first = first[:, : config.sequence // layout.context]
+            stream = stream[0], stream[1] // layout.context, *stream[2:]
+        return first, stream
+
+
+@lru_cache(maxsize=8)
+def _context_refusal(config: Any) -> str:
+    from shardwise.adapters.huggingface.context_check import context_refusal
+    from shardwise.adapters.module_family import meta_chain
+
+    if config.sample_kind == "images":
+        return "its samples are images"
+    chain = meta_chain(config)
+    return context_refusal(chain.root, chain.anatomy.blocks, config.sequence)
 
 
 @lru_cache(maxsize=8)
@@ -188,12 +258,15 @@ def make_task(config: Any) -> Task:
     import torch
     import torch.nn.functional as F
 
+    from shardwise.adapters.huggingface.attention import SPLIT, split_sequence
     from shardwise.adapters.task import Task
 
     hf, (kind, model_class) = config.hf, model_kind(config)
 
     def build() -> nn.Module:
-        return model_class.from_config(hf)  # type: ignore[no-any-return]
+        own = copy.deepcopy(hf)
+        own.architectures = own.architectures or []  # of several heads (DeiT), the first
+        return model_class.from_config(own)  # type: ignore[no-any-return]
 
     def loss(output: Any, batch: Any) -> torch.Tensor:
         logits, labels = output.logits, batch["labels"]
@@ -202,7 +275,9 @@ def make_task(config: Any) -> Task:
     name = "pixel_values" if kind == "image classification" else "input_ids"
 
     def inputs(batch: Any) -> dict[str, Any]:
-        return {name if key == "input_ids" else key: value for key, value in batch.items() if key != "labels"}
+        positions = SPLIT.local_positions
+        split = {} if positions is None else {"position_ids": positions.expand(batch["labels"].shape[0], -1)}
+        return {name if key == "input_ids" else key: value for key, value in batch.items() if key != "labels"} | split
 
     def example_images(samples: int) -> dict[str, torch.Tensor]:
         images = torch.zeros(samples, 3, config.image_size, config.image_size)
@@ -210,14 +285,17 @@ def make_task(config: Any) -> Task:
 
     return Task(
         build, loss, count=lambda batch: (batch["labels"] != -100).sum(), inputs=inputs, configure=_configure,
-        casts_inputs=False,
-        example_batch=example_images if name == "pixel_values" else None, trunk=config.trunk, plan=config.tensor_plan,
+        casts_inputs=False, split_sequence=split_sequence, trunk=config.trunk, plan=config.tensor_plan,
+        example_batch=example_images if name == "pixel_values" else None,
     )  # fmt: skip
 
 
 def _configure(module: Any, device: torch.device, dtype: torch.dtype) -> None:
     import torch
 
+    from shardwise.adapters.huggingface.attention import SPLIT
+
+    SPLIT.axis = None
     if device.type == "cuda" and dtype is torch.bfloat16:
         module.config._experts_implementation = "grouped_mm"
 
@@ -229,8 +307,9 @@ def translate_plan(module: Any) -> dict[str, str]:
     base: Mapping[str, str] = getattr(module.config, "base_model_tp_plan", None) or {}
     plan = {f"{prefix}.{pattern}": style for pattern, style in base.items()}
     plan |= getattr(type(module), "_tp_plan", None) or {}
-    head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
-    if head is not None and embedding is not None and head.weight is embedding.weight and "lm_head" in plan:
+    head = module.get_output_embeddings() if "lm_head" in plan else None
+    embedding = None if head is None else module.get_input_embeddings()
+    if head is not None and embedding is not None and head.weight is embedding.weight:
         plan |= {name: "embedding_rowwise" for name, part in module.named_modules() if part is embedding}
     unknown = {pattern.rpartition(".")[0] for pattern, style in plan.items() if style not in STYLES}
     unknown |= {pattern for pattern, style in plan.items() if style not in STYLES}

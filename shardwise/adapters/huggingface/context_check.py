@@ -1,0 +1,75 @@
+"""Whether a transformers model can be split along the sequence, from one run on fake tensors."""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardwise.adapters.huggingface.attention import SPLIT, trial
+from shardwise.models.trace import to_fake, with_fake_tensors
+
+_VIEWS = ("view", "_unsafe_view", "slice", "select", "unsqueeze", "expand", "_to_copy", "alias", "detach")
+_SHAPE_ONLY = ("new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like")
+
+
+class _TokenUses(TorchDispatchMode):
+    """Finds lookups by numbers that are computed from the token ids, and convolutions."""
+
+    def __init__(self, tokens: Tensor):
+        super().__init__()
+        self.tokens, self.computed = [tokens], [tokens][:0]  # kept, so that no id is used twice
+        self.looks_up_computed = self.convolves = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        self.convolves |= name == "convolution"
+        inputs = {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        is_computed = any(id(tensor) in inputs for tensor in self.computed)
+        is_token = any(id(tensor) in inputs for tensor in self.tokens)
+        if name == "embedding":
+            self.looks_up_computed |= is_computed
+        elif (is_computed or is_token) and name not in _SHAPE_ONLY:
+            found = self.tokens if is_token and name in _VIEWS else self.computed
+            found += [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        return out
+
+
+def context_refusal(module: nn.Module, blocks: tuple[str, ...], length: int) -> str:
+    """Returns why a module on the meta device cannot be split along the sequence; empty if it can."""
+    if "position_ids" not in inspect.signature(module.forward).parameters:
+        return "its forward takes no position_ids"
+    calls: dict[str, int] = {}
+    handles = [module.get_submodule(name).register_forward_hook(partial(_count, calls, name)) for name in blocks]
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    module.eval()  # nothing is drawn at random
+    try:
+        with fake, with_fake_tensors(module, fake), trial(module):
+            tokens = to_fake(fake)(torch.zeros(2, length, dtype=torch.int64))
+            uses = _TokenUses(tokens)
+            with uses:
+                module(input_ids=tokens)
+    except Exception as error:
+        return f"it fails with our attention ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+    finally:
+        module.train()
+        for handle in handles:
+            handle.remove()
+    counts = [calls[name] for name in blocks]
+    missing = [name for name, before, after in zip(blocks, [0, *counts], counts, strict=False) if before == after]
+    if missing or not SPLIT.calls:
+        return f"{missing[0] if missing else 'it'} does not attend through transformers' attention interface"
+    if uses.convolves:
+        return "it convolves over positions"
+    return "its positions depend on the tokens (padding)" if uses.looks_up_computed else ""
+
+
+def _count(calls: dict[str, int], name: str, *hook_args: Any) -> None:
+    calls[name] = SPLIT.calls
