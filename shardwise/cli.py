@@ -63,7 +63,8 @@ def train(
         str | None, Option(metavar="HOST:PORT", help="Multi-node: address on which node 0 listens.")
     ] = None,
     proof: Annotated[
-        bool, Option(help="Before the first step, verify the layout of a model that is not built in; --no-proof skips this.")
+        bool,
+        Option(help="Before the first step, verify the layout of a model that is not built in; --no-proof skips this."),
     ] = True,
 ) -> None:
     """Trains a job. Without a job file, trains the built-in demo on this machine."""
