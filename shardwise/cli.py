@@ -63,7 +63,8 @@ def train(
         str | None, Option(metavar="HOST:PORT", help="Multi-node: address on which node 0 listens.")
     ] = None,
     proof: Annotated[
-        bool, Option(help="Compare the layout of a model that is not built in with one process before the first step.")
+        bool,
+        Option(help="Before the first step, verify the layout of a model that is not built in; --no-proof skips this."),
     ] = True,
 ) -> None:
     """Trains a job. Without a job file, trains the built-in demo on this machine."""
@@ -95,7 +96,7 @@ def run(
     arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script, after --.")] = None,
     processes: Annotated[int | None, Option(min=1, help="Number of processes, for layout auto.")] = None,
 ) -> None:
-    """Runs a training script, as `python SCRIPT` does, with a number of processes for its layout."""
+    """Runs a training script, as `python SCRIPT` does; --processes sets the world size for layout auto."""
     if not script.is_file():
         raise JobError(f"the script {script} does not exist.")
     if processes is not None:
@@ -105,7 +106,7 @@ def run(
 
 @app.command()
 def inspect(job_file: JobFile = None, overrides: Overrides = None, as_json: JsonFlag = False) -> None:
-    """Shows what was found in a model: its blocks, ends, ties and parameters, and which axes work on it."""
+    """Shows a model's blocks, parameters and tied weights, and which axes of a layout it supports."""
     from shardwise.verify.inspect_model import inspect_job
 
     found = inspect_job(load_job(job_file, overrides or []))
