@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - one model per line
 """Verifies transformers models in float64, one tiny random model per family, in every axis of a layout and in a product
 of three axes, and writes `docs/reference/transformers-models.md`.
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from shardwise.errors import JobError
@@ -445,7 +445,3 @@ def stream_like(anatomy: Anatomy, samples: int, traced: int) -> tuple[int, ...]:
     shape = list(anatomy.stream.shape)
     shape[anatomy.stream_dim] = math.ceil(shape[anatomy.stream_dim] * samples / traced)
     return tuple(shape)
-
-
-def to_meta(tree: Any) -> Any:
-    return tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device="meta"), tree)
