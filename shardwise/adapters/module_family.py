@@ -131,22 +131,23 @@ class ModuleFamily(Family):
         import torch
         from torch.utils._pytree import tree_map_only
 
-        from shardwise.adapters.anatomy import find_anatomy
+        from shardwise.adapters.anatomy import TRACED_SAMPLES, find_anatomy
         from shardwise.adapters.module_chain import find_sample_dims
 
         task = self.task(config)
         shapes: dict[int, dict[str, list[torch.Size]]] = {}
+        # Made here: the dataset computes, and must not do so on fake tensors.
+        examples = {n: task.example(n, config.sequence) for n in (TRACED_SAMPLES, 2 * TRACED_SAMPLES)}
 
         def run(module: nn.Module, convert: Callable[[Tensor], Tensor], samples: int) -> Tensor:
-            example = task.example(samples, config.sequence)
             state["ids"], state["shapes"] = torch.arange(samples), shapes.setdefault(samples, {})
             shapes[samples].clear()
-            return task.call(module, tree_map_only(torch.Tensor, convert, example))
+            return task.call(module, tree_map_only(torch.Tensor, convert, examples[samples]))
 
         if config not in _ANATOMIES:
             anatomy = find_anatomy(module, run, task.trunk)
             _ANATOMIES[config] = anatomy, find_sample_dims(shapes)
-            del state["shapes"]
+            state.pop("shapes", None)
         anatomy, state["sample_dims"] = _ANATOMIES[config]
         return anatomy
 
@@ -159,14 +160,14 @@ class ModuleFamily(Family):
         chain = meta_chain(config)
         anatomy, plan = chain.anatomy, chain.sharding_plan
         refused = {
-            "context": "the module's attention does not go through shardwise.attention; leave context at 1.",
+            "context": "context parallelism works with transformers models only; leave context at 1.",
             "expert": "the module has no experts that Shardwise knows; leave expert at 1.",
             "fp8": "fp8 works with our own families; use bf16.",
         }
         if anatomy.crossing:
             refused["pipeline"] = f"{anatomy.crossing}."
-        if not plan.modules:
-            refused["tensor"] = "there is no plan for this module; write one below [model.tensor_plan]."
+        if not plan.shard_dims:
+            refused["tensor"] = "this module has no plan; give one: plan= in a script, [model.tensor_plan] in a job."
         if anatomy.changes_input:
             refused["recompute"] = f"{anatomy.changes_input} changes its input in place; use recompute=none."
         if chain.has_batch_statistics:

@@ -72,7 +72,8 @@ def make_sharding_plan(
         if not found and is_hint:
             continue
         if not found:
-            raise JobError(f"tensor_plan: no module is named like {pattern!r}.")
+            names = [name for name, _ in module.named_modules() if name.count(".") == pattern.count(".")]
+            raise JobError(f"tensor_plan: no module is named like {pattern!r}; {suggest(pattern, names)}")
         for name, part in found:
             kind = nn.Embedding if style == "vocab" else nn.Linear
             if not isinstance(part, kind):
