@@ -10,7 +10,6 @@ A forward that reads values cannot run on fake tensors. Such a module has no tru
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -56,6 +55,8 @@ class Anatomy:
     """Modules besides the blocks whose parameters nothing else uses, so that FSDP can shard them on their own."""
     altered: frozenset[str] = frozenset()
     """Modules whose output is changed in place after they have returned it."""
+    in_place_blocks: frozenset[str] = frozenset()
+    """Blocks that change activations in place."""
     changes_input: str = ""
     """A block that changes its input in place; empty if none does."""
     without_gradient: frozenset[str] = frozenset()
@@ -214,7 +215,7 @@ class _Tracker(TorchDispatchMode):
         self.returned: dict[int, tuple[Tensor, set[str]]] = {}
         """By storage: a tensor that modules returned, and their names."""
         self.altered: set[str] = set()
-        self.changes_input = ""
+        self.in_place_blocks, self.changes_input = set[str](), ""
         self.inside_block = False
         self.parts_of: dict[str, set[int]] = {}
         self.enclosing: dict[str, set[str]] = {}
@@ -322,8 +323,10 @@ class _Tracker(TorchDispatchMode):
                 self.written[self.buffers[id(value)]] = None
             _, names = self.returned.get(_storage(value), (None, set()))
             self.altered |= names
-            if self.inside_block and self.stream is not None and _storage(value) == _storage(self.stream):
-                self.changes_input = self.block_names[self.part - 1]
+            if self.inside_block and id(value) not in self.buffers:
+                self.in_place_blocks.add(self.block_names[self.part - 1])
+                if self.stream is not None and _storage(value) == _storage(self.stream):
+                    self.changes_input = self.block_names[self.part - 1]
             blocks = [name for name in names if name in self.block_names]
             if blocks and not self.inside_block and self.part <= len(self.block_names) and not self.crossing:
                 self.crossing = f"the output of {blocks[0]} is changed in place outside of the blocks"
@@ -349,7 +352,8 @@ class _Tracker(TorchDispatchMode):
             self.stream_key, self.outputs or (), self.outputs is not None,
             {name: tuple(sorted(parts)) for name, parts in self.parts_of.items()},
             frozenset(name for name, count in self.calls.items() if count == 1),
-            tuple(self._units(self.module, "")), frozenset(self.altered), self.changes_input,
+            tuple(self._units(self.module, "")), frozenset(self.altered), frozenset(self.in_place_blocks),
+            self.changes_input,
             self._without_gradient(loss), False, self._crossing_sentence(), tuple(self.random_modules),
             tuple(self.written), self._part_flops(),
         )  # fmt: skip
@@ -437,11 +441,3 @@ class _FunctionalDropout(TorchFunctionMode):
         if func is nn.functional.dropout and (kwargs.get("p", 0.5) if len(args) < 2 else args[1]):
             self.tracker.note_random(self.tracker.stack[-1])
         return func(*args, **kwargs)
-
-
-def stream_like(anatomy: Anatomy, samples: int, traced: int) -> tuple[int, ...]:
-    """Returns the stream's shape for another number of samples."""
-    assert anatomy.stream is not None
-    shape = list(anatomy.stream.shape)
-    shape[anatomy.stream_dim] = math.ceil(shape[anatomy.stream_dim] * samples / traced)
-    return tuple(shape)

@@ -9,6 +9,7 @@ that carries the stream. Parameters of other stages are zeros without memory.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, Self
@@ -87,6 +88,14 @@ def find_sample_dims(shapes: dict[int, dict[str, list[torch.Size]]]) -> dict[str
         for site, sizes in shapes[few].items()
     }  # fmt: skip
     return {site: dims.pop() if len(dims) == 1 else None for site, dims in found.items()}
+
+
+def stream_like(anatomy: Anatomy, samples: int, traced: int) -> tuple[int, ...]:
+    """Returns the stream's shape for another number of samples."""
+    assert anatomy.stream is not None
+    shape = list(anatomy.stream.shape)
+    shape[anatomy.stream_dim] = math.ceil(shape[anatomy.stream_dim] * samples / traced)
+    return tuple(shape)
 
 
 class _EveryGradient(torch.autograd.Function):
@@ -226,6 +235,11 @@ class ModuleChain(Chain):
         first, last = self.parts
         names = [name for part, name in enumerate(self.anatomy.blocks, start=1) if first <= part < last]
         return [self.root.get_submodule(name) for name in names]
+
+    def in_place_blocks(self) -> set[nn.Module]:
+        traced = {self.root.get_submodule(name) for name in self.anatomy.in_place_blocks}
+        # Kernels of an LSTM work in place, and the traced ones may be others.
+        return traced | {b for b in self.blocks() if any(isinstance(part, nn.RNNBase) for part in b.modules())}
 
     def fsdp_units(self) -> Sequence[nn.Module]:
         own = {name for name, _ in self.root.named_modules()}

@@ -200,7 +200,7 @@ class ModuleFamily(Family):
         return trace_parts(self, config, itemsize)
 
     def stage_shapes(self, config: Any, layout: Any, samples: int) -> tuple[Tensor, tuple[int, ...]]:
-        from shardwise.adapters.anatomy import stream_like
+        from shardwise.adapters.module_chain import stream_like
 
         first = self.example_batch(config, samples, _float32())["x"]
         return first, stream_like(meta_chain(config).anatomy, samples, 2)

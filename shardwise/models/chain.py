@@ -65,6 +65,10 @@ class Chain(nn.Module):
         """Returns the repeated blocks, which are checkpointed and compiled one by one."""
         return [module for name, module in self.named_children() if fnmatchcase(name, self.sharding_plan.block_pattern)]
 
+    def in_place_blocks(self) -> set[nn.Module]:
+        """Returns the blocks that change activations in place, which selective checkpointing must not save."""
+        return set()
+
     def fsdp_units(self) -> Sequence[nn.Module]:
         """Returns the modules that FSDP shards one by one, in forward order; tied weights stay with the chain."""
         tied = {name.partition(".")[0] for pair in self.sharding_plan.ties for name in pair}

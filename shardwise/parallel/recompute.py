@@ -1,7 +1,7 @@
 """Activation checkpointing: which activations are saved for the backward and which are recomputed.
 
     none       saves everything
-    selective  saves matmuls and attention, recomputes the rest of each block
+    selective  saves matmuls and attention, recomputes the rest of each block; `full` for blocks with in-place operators
     full       saves only the input of each block
     0.4        saves everything in this fraction of a stage's blocks, rounded down; the others are `full`
 
@@ -45,13 +45,15 @@ def apply(chain: Chain, layout: Layout) -> None:
     if layout.recompute == "none":
         return
     keep_fraction = kept_activation_fraction(layout.recompute) or 0.0
+    in_place_blocks = chain.in_place_blocks()
     selective = partial(create_selective_checkpoint_contexts, _policy)
-    contexts = selective if layout.recompute == "selective" else noop_context_fn
     for number, block in enumerate(chain.blocks()):
         # Spreads the blocks that save everything evenly over the stage.
         if int((number + 1) * keep_fraction) > int(number * keep_fraction):
             continue
         # Replaces the instance's forward, not the module, so parameter names and hooks stay.
+        is_selective = layout.recompute == "selective" and block not in in_place_blocks
+        contexts = selective if is_selective else noop_context_fn
         if layout.has_split_backward:
             block.forward = CheckpointOnce(block.forward, contexts)
         else:
