@@ -50,6 +50,8 @@ class Anatomy:
     """Modules besides the blocks whose parameters nothing else uses, so that FSDP can shard them on their own."""
     crossing: str = ""
     """Why the trunk cannot be cut into pipeline stages; empty if it can."""
+    second_path: str = ""
+    """Module after the prologue that uses weights on a path which does not start at the stream, such as a decoder's."""
     random_modules: tuple[str, ...] = ()
     """Modules that draw random numbers by themselves, not through `nn.Dropout`."""
     written_buffers: tuple[str, ...] = ()
@@ -181,7 +183,9 @@ class _Tracker(TorchDispatchMode):
         """By tensor that depends on weights: itself, the part and the module that made it."""
         self.parts_of: dict[str, set[int]] = {}
         self.enclosing: dict[str, set[str]] = {}
-        self.crossing = ""
+        self.crossing = self.second_path = ""
+        self.off_stream: set[int] = set()
+        """Tensors in `made` that depend on weights after the prologue, but not on the stream."""
         self.random_modules: dict[str, None] = {}
         self.written: dict[str, None] = {}
         self.flops = [0.0] * (len(blocks) + 2)
@@ -249,12 +253,20 @@ class _Tracker(TorchDispatchMode):
                 if part != self.part and not self.crossing:
                     self.crossing = f"{self._place(part, maker)} is used in {self._place(self.part, self.stack[-1])}"
         if depends and name not in _SHAPE_ONLY:
+            self._note_second_path(inputs, outputs)
             for tensor in outputs:
                 self.made[id(tensor)] = tensor, self.part, self.stack[-1]
         self._note_side_effects(func, name, args, kwargs)
         if func.overloadpacket in flop_registry:
             self.flops[self.part] += flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
         return out
+
+    def _note_second_path(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        computed = [id(tensor) for tensor in inputs if id(tensor) in self.made]
+        if self.part and self.off_stream.issuperset(computed):
+            self.off_stream.update(map(id, outputs))
+            if computed and any(id(tensor) in self.parameters for tensor in inputs):
+                self.second_path = self.second_path or self.stack[-1]
 
     def _note_side_effects(self, func: Any, name: str, args: Any, kwargs: Any) -> None:
         values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
@@ -285,7 +297,7 @@ class _Tracker(TorchDispatchMode):
             self.block_names, None if stream is None else torch.empty_like(stream, device="meta"), self.stream_key,
             self.tuple_length, {name: tuple(sorted(parts)) for name, parts in self.parts_of.items()},
             frozenset(name for name, count in self.calls.items() if count == 1),
-            tuple(self._units(self.module, "")), self._crossing_sentence(), tuple(self.random_modules),
+            tuple(self._units(self.module, "")), self._crossing_sentence(), self.second_path, tuple(self.random_modules),
             tuple(self.written), tuple(max(1.0, flops) for flops in self.flops),
         )  # fmt: skip
 

@@ -9,6 +9,7 @@ that carries the stream. Parameters of other stages are zeros without memory.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, Self
@@ -25,6 +26,9 @@ from shardwise.models.chain import Chain
 from shardwise.models.sharding import ShardingPlan
 from shardwise.models.transformers_reference import KeepFloat64
 from shardwise.random import Dropout
+
+
+SHAPE_ERROR = re.compile(r"must match the size|cannot be multiplied|invalid for input|must have the same")
 
 
 class StageEnd(Exception):
@@ -249,11 +253,27 @@ class ModuleChain(Chain):
                 loss = self.task.call(self.root, unflatten_batch(leaves, self.spec))
         except StageEnd as end:
             return end.stream
+        except RuntimeError as error:
+            if self.tensor_degree == 1 or type(error) is not RuntimeError or not SHAPE_ERROR.search(str(error)):
+                raise
+            raise LayoutError(
+                f"tensor_plan: shapes do not fit in {self._name_of_failing(error)} ({error}); check its style and those "
+                "of the modules around it."
+            ) from error
         if self.task.count is None:
             loss = loss * leaves[0].shape[0]  # a mean over the samples
         if self.tensor_degree > 1:  # every tensor rank has the whole loss; the ranks' gradients are summed
             loss = loss / self.tensor_degree + (loss - loss / self.tensor_degree).detach()
         return loss
+
+    def _name_of_failing(self, error: BaseException) -> str:
+        """Returns the name of the innermost module in whose forward an error was raised."""
+        names, name = {id(module): name for name, module in self.root.named_modules()}, ""
+        trace = error.__traceback__
+        while trace is not None:
+            name = names.get(id(trace.tb_frame.f_locals.get("self")), name)
+            trace = trace.tb_next
+        return name or type(self.root).__name__
 
 
 def _with_ids(forward: Callable[..., Any], state: dict[str, Any]) -> Callable[..., Any]:

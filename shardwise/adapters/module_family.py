@@ -142,7 +142,12 @@ class ModuleFamily(Family):
         }
         if anatomy.crossing:
             refused["pipeline"] = f"{anatomy.crossing}."
-        if not plan.modules:
+        if anatomy.second_path:
+            refused["split_backward"] = (
+                f"{anatomy.second_path} is on a path of its own beside the blocks' output, which PyTorch cannot split; "
+                "use schedule=1f1b or interleaved."
+            )
+        if not plan.shard_dims:
             refused["tensor"] = "there is no plan for this module; write one below [model.tensor_plan]."
         if anatomy.written_buffers:
             buffer = anatomy.written_buffers[0]

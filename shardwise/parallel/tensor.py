@@ -111,7 +111,7 @@ def apply(chain: Chain, axis: Axis) -> dict[str, int | None]:
         elif isinstance(rule, AllReduceOutput):
             _apply_all_reduce(module, axis, rule.splits_input)
         elif isinstance(rule, GatherOutput):
-            module.register_forward_hook(lambda module, args, y: all_gather_with_grad(y.contiguous(), y.dim() - 1, axis))
+            _apply_gather(module, axis)
         elif isinstance(rule, VocabLookup):
             _apply_vocab_lookup(module, axis)
     return sharded_dims
@@ -197,6 +197,16 @@ def _apply_all_reduce(row: nn.Module, axis: Axis, splits_input: bool) -> None:
     if splits_input:
         row.register_forward_pre_hook(pre_hook)
     row.register_forward_hook(post_hook)
+
+
+def _apply_gather(module: Any, axis: Axis) -> None:
+    features: int = module.out_features
+
+    def post_hook(module: nn.Module, args: Any, y: Tensor) -> Tensor:
+        padded = F.pad(y, (0, -(-features // axis.size) - y.shape[-1]))  # the last rank may have fewer
+        return all_gather_with_grad(padded.contiguous(), y.dim() - 1, axis).narrow(-1, 0, features)
+
+    module.register_forward_hook(post_hook)
 
 
 def _apply_vocab_lookup(module: Any, axis: Axis) -> None:

@@ -83,7 +83,9 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, attention_mask)
     find_packed = masking_utils.find_packed_sequence_indices
     # Positions that jump would look like several sequences in a row; ours are one.
-    masking_utils.find_packed_sequence_indices = lambda ids: None if SPLIT.axis is not None else find_packed(ids)
+    masking_utils.find_packed_sequence_indices = lambda position_ids: (
+        None if SPLIT.axis is not None else find_packed(position_ids)
+    )
 
 
 def attention_mask(
