@@ -30,9 +30,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "3.6b": {**LLAMA, "layers": 28, "width": 3072, "heads": 24, "kv_heads": 8, "ffn": 8192, "sequence": 8192},
     "8b": {**LLAMA, "layers": 32, "width": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "sequence": 8192},
 }
+SHAPES["gpt2"] = SHAPES["gpt2-16"] = {"name": "gpt2", "vocab": 50257, "sequence": 1024}
 SHAPES["1.5b-128k"] = {**SHAPES["1.5b"], "sequence": 131072}
 SHAPES["1.5b-moe"] = {**SHAPES["1.5b"], "name": "moe", "experts": 8, "experts_per_token": 2, "expert_ffn": 4096}
-BATCH = {"1.5b": 4, "3.6b": 2, "8b": 1, "1.5b-128k": 1, "1.5b-moe": 4}
+BATCH = {"gpt2": 64, "gpt2-16": 16, "1.5b": 4, "3.6b": 2, "8b": 1, "1.5b-128k": 1, "1.5b-moe": 4}
 # Settings that a shape needs to fit in memory.
 MEMORY_SETTINGS: dict[str, dict[str, Any]] = {
     "8b": {"optimizer": {"state_dtype": "bf16"}},
@@ -85,6 +86,30 @@ def hugging_face(shape: str, batch: int, liger: bool) -> dict[str, float]:
     return timed(step, batch * s["sequence"])
 
 
+def gpt2(shape: str, batch: int, vocab: int) -> dict[str, float]:
+    """Runs transformers' GPT-2, compiled as a whole; a vocabulary of 50,304 is padded by hand."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=vocab, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, attn_implementation="sdpa"  # type: ignore[call-arg]
+    )  # fmt: skip
+    with torch.device("cuda"):
+        model = GPT2LMHeadModel(config).float()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+    compiled = torch.compile(model, dynamic=False)
+    tokens = torch.randint(0, SHAPES[shape]["vocab"], (batch, SHAPES[shape]["sequence"]), device="cuda")
+
+    def step() -> None:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = compiled(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return timed(step, tokens.numel())
+
+
 def timed(step: Callable[[], None], tokens: int) -> dict[str, float]:
     torch.cuda.reset_peak_memory_stats()
     for _ in range(WARMUP_STEPS):
@@ -99,9 +124,14 @@ def timed(step: Callable[[], None], tokens: int) -> dict[str, float]:
     return {"tokens_per_second": tokens / seconds, "peak_memory_gib": torch.cuda.max_memory_allocated() / GIB}
 
 
-PEERS: dict[str, tuple[str, Callable[[str, int], dict[str, float]]]] = {
+Peers = dict[str, tuple[str, Callable[[str, int], dict[str, float]]]]
+PEERS: Peers = {
     "transformers": ("transformers", lambda shape, batch: hugging_face(shape, batch, liger=False)),
     "transformers + liger": ("liger_kernel", lambda shape, batch: hugging_face(shape, batch, liger=True)),
+}
+GPT2_PEERS: Peers = {
+    "transformers": ("transformers", lambda shape, batch: gpt2(shape, batch, 50257)),
+    "transformers, 50,304": ("transformers", lambda shape, batch: gpt2(shape, batch, 50304)),
 }
 
 
@@ -135,7 +165,7 @@ def main() -> None:
             for precision in ("bf16",) if shape in ONLY_BF16 else ("bf16", "fp8"):
                 rows[f"shardwise, {precision}"] = attempt(lambda s, b, p=precision: ours(s, b, p), shape)
         if options.only != "ours":
-            for name, (module, run) in PEERS.items():
+            for name, (module, run) in (GPT2_PEERS if shape.startswith("gpt2") else PEERS).items():
                 installed = importlib.util.find_spec(module) is not None
                 if "experts" in SHAPES[shape]:
                     rows[name] = {"problem": "this script does not run it with experts"}

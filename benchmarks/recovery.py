@@ -33,7 +33,7 @@ from shardwise.launch import worker
 from shardwise.launch.launch import launch
 from shardwise.layout import Layout
 from shardwise.train import checkpoint
-from shardwise.train.loop import Trainer
+from shardwise.train.loop import TrainingLoop
 from shardwise.train.run_folder import RunFolder
 from shardwise.workers.fork_server import ForkServer
 from shardwise.workers.heartbeat import Heartbeat
@@ -52,9 +52,9 @@ def job_of(folder: Path, steps: int, model: dict[str, int] = MODEL, **changes: A
 def timed_worker(arguments: list[str]) -> None:
     """A worker that also records when it enters each phase."""
     times = Path(arguments[0]) / f"times-{os.getpid()}"
-    train = Trainer.run
+    train = TrainingLoop.run
 
-    def run(trainer: Trainer) -> None:
+    def run(trainer: TrainingLoop) -> None:
         set_phase, log_step = trainer.set_phase, trainer.metrics.log_step
 
         def timed_set_phase(phase: str, step: int) -> None:
@@ -69,7 +69,7 @@ def timed_worker(arguments: list[str]) -> None:
         trainer.set_phase, trainer.metrics.log_step = timed_set_phase, timed_log_step  # type: ignore[method-assign]
         train(trainer)
 
-    Trainer.run = run  # type: ignore[method-assign]
+    TrainingLoop.run = run  # type: ignore[method-assign]
     faulty_worker.main(arguments)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _PUBLIC_NAMES = {
+    "Callback": "shardwise.adapters.callback",
     "Engine": "shardwise.parallel.engine",
     "Family": "shardwise.models.family",
     "Job": "shardwise.job",
@@ -26,6 +27,8 @@ _PUBLIC_NAMES = {
     "Samples": "shardwise.data.sample_stream",
     "ShardwiseError": "shardwise.errors",
     "StepResult": "shardwise.step",
+    "Task": "shardwise.adapters.task",
+    "Trainer": "shardwise.trainer",
     "UserError": "shardwise.errors",
     "VerifyResult": "shardwise.verify.parity",
     "load_job": "shardwise.job",

@@ -1,7 +1,5 @@
 """The command line: parses options, calls the package, prints the result."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -14,6 +12,8 @@ from rich.table import Table
 from typer import Argument, Option
 
 from shardwise import __version__
+from shardwise.cli_laws import laws
+from shardwise.cli_options import JobFile, JsonFlag, LayoutOption, Overrides
 from shardwise.console import print_line
 from shardwise.errors import JobError, ShardwiseError
 from shardwise.files import require_parent_folder
@@ -25,16 +25,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",  # the rich markup would take "[data]" for a style
     help="Distributed training of PyTorch models in any parallel layout, verified against a single process.",
 )  # fmt: skip
-
-JobFile = Annotated[Path | None, Argument(help="Job file (TOML); default: the built-in demo.", show_default=False)]
-Overrides = Annotated[
-    list[str] | None,
-    Option("--set", metavar="KEY=VALUE", help="Override a job key, e.g. optimizer.lr=1e-4; repeatable."),
-]
-LayoutOption = Annotated[
-    str | None, Option(help='Parallel layout, e.g. "shard=4 tensor=2"; short for --set layout=...')
-]
-JsonFlag = Annotated[bool, Option("--json", help="Print JSON instead of text.")]
+app.add_typer(laws, name="laws")
 
 
 def _show_version(is_requested: bool) -> None:
@@ -71,6 +62,10 @@ def train(
     address: Annotated[
         str | None, Option(metavar="HOST:PORT", help="Multi-node: address on which node 0 listens.")
     ] = None,
+    proof: Annotated[
+        bool,
+        Option(help="Before the first step, verify the layout of a model that is not built in; --no-proof skips this."),
+    ] = True,
 ) -> None:
     """Trains a job. Without a job file, trains the built-in demo on this machine."""
     if resume is not None and job_file is not None:
@@ -88,9 +83,41 @@ def train(
         load_job(job_file, overrides).require_trainable()  # reports a typo before the slow import of PyTorch
 
     from shardwise.launch.start import start_training
+    from shardwise.verify.proof import prove
     from shardwise.workers.nodes import Node
 
-    start_training(job_file, overrides, resume, print_line, Node.parse(node, address) if node is not None else None)
+    parsed_node = Node.parse(node, address) if node is not None else None
+    start_training(job_file, overrides, resume, print_line, parsed_node, prove if proof else None)
+
+
+@app.command()
+def run(
+    script: Annotated[Path, typer.Argument(help="A Python script that uses shardwise.Trainer.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script, after --.")] = None,
+    processes: Annotated[int | None, Option(min=1, help="Number of processes, for layout auto.")] = None,
+) -> None:
+    """Runs a training script, as `python SCRIPT` does; --processes sets the world size for layout auto."""
+    if not script.is_file():
+        raise JobError(f"the script {script} does not exist.")
+    if processes is not None:
+        os.environ["SHARDWISE_PROCESSES"] = str(processes)
+    os.execv(sys.executable, [sys.executable, str(script), *(arguments or [])])
+
+
+@app.command()
+def inspect(job_file: JobFile = None, overrides: Overrides = None, as_json: JsonFlag = False) -> None:
+    """Shows a model's blocks, parameters and tied weights, and which axes of a layout it supports."""
+    from shardwise.verify.inspect_model import inspect_job
+
+    found = inspect_job(load_job(job_file, overrides or []))
+    if as_json:
+        print_line(json.dumps(found))
+        return
+    for name, value in found.items():
+        if name != "axes":
+            print_line(f"{name + ':':<12} {value}")
+    for axis, verdict in found["axes"].items():
+        print_line(f"{axis + ':':<12} {verdict}")
 
 
 @app.command()
@@ -179,7 +206,7 @@ def dryrun(
 
     from shardwise.planner.dryrun.command import describe_reports, dryrun_job
 
-    reports = dryrun_job(job_file, overrides or [], layout, rank or [], every_stage, lambda report: None)
+    reports = dryrun_job(job_file, overrides or [], layout, rank or [], every_stage)
     for text in [json.dumps(report.as_dict()) for report in reports] if as_json else [describe_reports(reports)]:
         print_line(text)
 
@@ -332,89 +359,6 @@ def data(
     from shardwise.data.encode import write_token_file
 
     print_line(write_token_file(job_file, overrides or [], out))
-
-
-laws = typer.Typer(
-    no_args_is_help=True, rich_markup_mode="markdown",
-    help="Scaling laws: choose model size and token count for a compute budget.",
-)  # fmt: skip
-app.add_typer(laws, name="laws")
-ParameterCount = Annotated[
-    str, Option("--count", help="Parameters to count: all, or blocks (without embeddings and output head).")
-]
-
-
-@laws.command("design")
-def laws_design(
-    budget: Annotated[str, Option(metavar="LOW:HIGH", help="Smallest and largest compute budget, in FLOPs; required.")],
-    model: Annotated[str, Option(help="Model family; only gpt is supported.")] = "gpt",
-    budgets: Annotated[int, Option(min=1, help="Number of compute budgets.")] = 3,
-    sizes: Annotated[int, Option(min=1, help="Number of model sizes per budget.")] = 5,
-    spread: Annotated[float, Option(min=1.0, help="Ratio of the largest to the middle model size.")] = 4.0,
-    out: Annotated[Path, Option("--out", "-o", help="Folder for the job files and their runs.")] = Path("laws"),
-    overrides: Overrides = None,
-    counts: ParameterCount = "all",
-    as_json: JsonFlag = False,
-) -> None:
-    """Writes a grid of small jobs for fitting a scaling law: several compute budgets, several model sizes each."""
-    from shardwise.laws.command import design_text
-
-    print_line(design_text(budget, budgets, sizes, spread, model, out, overrides or [], counts, as_json))
-
-
-@laws.command("fit")
-def laws_fit(
-    runs: Annotated[list[Path], Argument(help="CSV file, run folders, or folders of run folders.")],
-    drop: Annotated[
-        int | None,
-        Option(
-            "--drop-highest",
-            min=0,
-            help="Exclude the N highest losses instead of the outliers of the fit.",
-            show_default=False,
-        ),
-    ] = None,
-    draws: Annotated[int, Option(min=20, help="Number of bootstrap fits for the confidence intervals.")] = 400,
-    seed: Annotated[int, Option(min=0, help="Seed of the bootstrap weights.")] = 0,
-    counts: ParameterCount = "all",
-    out: Annotated[Path | None, Option("--out", "-o", help="Write the fit to this file (JSON).")] = None,
-    plot: Annotated[Path | None, Option(help="Plot the fit to this file (SVG).")] = None,
-    as_json: JsonFlag = False,
-) -> None:
-    """Fits L(N, D) = E + A / N^alpha + B / D^beta to runs, with confidence intervals, residuals and outliers."""
-    from shardwise.laws.command import fit_text
-
-    print_line(fit_text(runs, drop, draws, seed, counts, out, plot, as_json))
-
-
-@laws.command("recommend")
-def laws_recommend(
-    flops: Annotated[float | None, Option(help="Compute budget in FLOPs; alternatively, --days.")] = None,
-    devices: Annotated[int | None, Option(min=1, help="Number of devices; needs --cluster.")] = None,
-    cluster: Annotated[str | None, Option(help="Cluster preset or calibrated file; needs --devices.")] = None,
-    days: Annotated[float | None, Option(help="Time budget in days; needs --devices and --cluster.")] = None,
-    law: Annotated[Path | None, Option(help="Saved fit (JSON); default: the built-in law.")] = None,
-    unique_tokens: Annotated[float | None, Option("--unique-tokens", help="Number of unique tokens available.")] = None,
-    overrides: Overrides = None,
-    as_json: JsonFlag = False,
-) -> None:
-    """Recommends model size and tokens for a compute budget, and predicts its loss and that of other sizes."""
-    from shardwise.laws.command import recommend_text
-
-    print_line(recommend_text(law, flops, days, devices, cluster, unique_tokens, overrides or [], as_json))
-
-
-@laws.command("noise")
-def laws_noise(
-    runs: Annotated[list[Path], Argument(help="Run folders with a checkpoint each.")],
-    batches: Annotated[int, Option(min=2, help="Number of batches to read.")] = 16,
-    samples: Annotated[int, Option(min=1, help="Samples per batch.")] = 8,
-    as_json: JsonFlag = False,
-) -> None:
-    """Estimates the critical batch size of runs from their gradient noise scale."""
-    from shardwise.laws.command import noise_text
-
-    print_line(noise_text(runs, batches, samples, as_json))
 
 
 def main() -> None:

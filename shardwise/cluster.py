@@ -7,8 +7,6 @@ of these peaks that software reaches is in `shardwise.planner.costs.efficiency`.
 `shardwise calibrate` writes the same fields as TOML, with measured efficiencies.
 """
 
-from __future__ import annotations
-
 import tomllib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,16 +27,11 @@ class DeviceSpec:
     """One accelerator, from its data sheet."""
 
     name: str
-    family: str
-    """Selects the efficiencies: volta, ampere, hopper, blackwell, blackwell-ultra, cdna2, tpu, cpu."""
-    memory: float
-    """Bytes."""
-    bandwidth: float
-    """Memory bandwidth, bytes per second."""
-    peak_by_precision: dict[str, float]
-    """Dense matmul FLOP/s by precision."""
-    compute_units: int
-    """Streaming multiprocessors, or their counterpart, that share one matmul."""
+    family: str  # selects the efficiencies: volta, ampere, hopper, blackwell, blackwell-ultra, cdna2, tpu, cpu
+    memory: float  # bytes
+    bandwidth: float  # memory bandwidth, bytes per second
+    peak_by_precision: dict[str, float]  # dense matmul FLOP/s by precision
+    compute_units: int  # streaming multiprocessors, or their counterpart, that share one matmul
 
     def peak_flops(self, precision: str) -> float:
         """Returns the peak matmul FLOP/s; an unsupported precision runs at the rate of the next wider supported one."""
@@ -63,14 +56,12 @@ class LinkSpec:
 @dataclass(frozen=True)
 class Cluster:
     device: DeviceSpec
-    domain_size: int
-    """Devices per domain, connected by the inner link."""
+    domain_size: int  # devices per domain, connected by the inner link
     inner: LinkSpec
     outer: LinkSpec
-    topology: str = "switch"
-    """Topology of the inner link: `switch`, `torus2` or `torus3`."""
+    topology: str = "switch"  # topology of the inner link: `switch`, `torus2` or `torus3`
+    # Efficiencies measured by `shardwise calibrate`; they override those of the device's family.
     measured: dict[str, float] = field(default_factory=dict)
-    """Efficiencies measured by `shardwise calibrate`; they override those of the device's family."""
 
 
 def _device_spec(
@@ -111,11 +102,9 @@ DEVICES = {device.name: device for device in (
 # A TPU's inner bandwidth is the total of its links: six of 45 GB/s (v4), four of 45 (v5e), six of 90 (v5p), 9.6 Tbit/s
 # in all (v7x). Rail-optimized InfiniBand has one port per device, of 100, 200, 400 or 800 Gbit/s.
 _INFINIBAND = {
-    100: LinkSpec(12.5 * GB, 5e-6),
-    200: LinkSpec(25 * GB, 5e-6),
-    400: LinkSpec(50 * GB, 5e-6),
+    100: LinkSpec(12.5 * GB, 5e-6), 200: LinkSpec(25 * GB, 5e-6), 400: LinkSpec(50 * GB, 5e-6),
     800: LinkSpec(100 * GB, 5e-6),
-}
+}  # fmt: skip
 
 
 def _nvlink(bandwidth: float) -> LinkSpec:
@@ -126,29 +115,12 @@ def _nvlink(bandwidth: float) -> LinkSpec:
 # Memory-bound operators reach little of the copy bandwidth, and nothing overlaps. Attention is above 1 because the cost
 # model's rule for short sequences is a GPU's.
 CPU_EFFICIENCIES = {
-    "matmul": 1.0,
-    "matmul_half_rate_depth": 0.0,
-    "wave_quantization": 0.0,
-    "unaligned_64": 1.0,
-    "unaligned_8": 0.9,
-    "attention": 1.8,
-    "attention_backward": 1.15,
-    "memory": 0.08,
-    "bulk_memory": 1.0,
-    "inner": 1.0,
-    "outer": 1.0,
-    "latency": 0.5,
-    "collective_start": 5e-4,
-    "kernel_launch": 3.4e-5,
-    "overlap_sharpness": 1.0,
-    "jitter": 0.0,
-    "fixed_seconds": 0.0,
-    "contention": 0.0,
-    "overlap_data": 0.0,
-    "overlap_tensor": 0.0,
-    "overlap_p2p": 0.0,
+    "matmul": 1.0, "matmul_half_rate_depth": 0.0, "wave_quantization": 0.0, "unaligned_64": 1.0, "unaligned_8": 0.9,
+    "attention": 1.8, "attention_backward": 1.15, "memory": 0.08, "bulk_memory": 1.0, "inner": 1.0, "outer": 1.0,
+    "latency": 0.5, "collective_start": 5e-4, "kernel_launch": 3.4e-5, "overlap_sharpness": 1.0, "jitter": 0.0,
+    "fixed_seconds": 0.0, "contention": 0.0, "overlap_data": 0.0, "overlap_tensor": 0.0, "overlap_p2p": 0.0,
     "overlap_p2p_interleaved": 0.0,
-}
+}  # fmt: skip
 
 # fmt: off
 CLUSTERS = {

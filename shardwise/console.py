@@ -1,7 +1,5 @@
 """Terminal output: printing lines and formatting counts, signals and ranks."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

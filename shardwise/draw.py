@@ -1,7 +1,5 @@
 """SVG plots: panels with points and lines, without a plotting library."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from html import escape
 from math import ceil, floor, log10

@@ -11,8 +11,6 @@
 A message has four parts: what is wrong, the offending value, the rule, the remedy.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 

@@ -333,9 +333,8 @@ class Job(ConfigSection):
 
     def phases(self) -> list[tuple[int, Job]]:
         """Returns the training phases: the number of steps and the job of each."""
-        return [
-            (steps, self.model_copy(update={"model": model})) for steps, model in self.model.phases(self.total_steps)
-        ]
+        phases = self.model.phases(self.total_steps)
+        return [(steps, self.model_copy(update={"model": model})) for steps, model in phases]
 
     def to_toml(self) -> str:
         """Returns the job as TOML with every default filled in; `load_job` reads it back as an equal job."""

@@ -1,7 +1,5 @@
 """Pydantic's validation errors of a job as sentences, with the key that was probably meant."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -21,7 +21,6 @@ from shardwise.errors import LayoutError, suggest
 from shardwise.peer_words import layout_hint
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")  # mesh dimensions, outermost first
-DATA_AXES = ("replicate", "shard")  # their ranks read different samples
 DEGREES = (*AXES, "expert")  # expert folds over shard x context (x tensor): it is not a mesh dimension
 FULL_BACKWARD = ("gpipe", "1f1b", "interleaved")
 AUTO_SCHEDULES = ("auto", "auto-v")  # synthesized for the actual stage costs by shardwise.schedules.synthesize
@@ -176,9 +175,8 @@ class Layout:
                 raise LayoutError(f"layout {text!r}: unknown key {key!r}; {hint}")
             if key in values:
                 raise LayoutError(f"layout {text!r}: {key} is set twice; set it once.")
-            values[key] = (
-                value if key in ("schedule", "recompute", "context_method") else _parse_integers(text, key, value)
-            )
+            is_text = key in ("schedule", "recompute", "context_method")
+            values[key] = value if is_text else _parse_integers(text, key, value)
         return cls(**values)  # type: ignore[arg-type]
 
 
@@ -246,9 +244,8 @@ def solve_batch(layout: Layout, samples: int) -> BatchSplit:
     if isinstance(split, BatchSplit):
         return split
     limit = 64 * layout.data * max(1, layout.micro_batch) * layout.stage_count
-    nearest_sizes = list(
-        islice((n for n in _nearest_first(samples, limit) if isinstance(_split_batch(layout, n), BatchSplit)), 2)
-    )
+    valid_sizes = (n for n in _nearest_first(samples, limit) if isinstance(_split_batch(layout, n), BatchSplit))
+    nearest_sizes = list(islice(valid_sizes, 2))
     remedy = f"The nearest valid sizes: {' and '.join(map(str, sorted(nearest_sizes)))}."
     if not nearest_sizes:
         remedy = "No nearby size is valid; change the layout."

@@ -6,8 +6,6 @@ Each table maps an answer to the words it answers: `{n}` stands for the degree t
 with a full stop is a sentence of its own.
 """
 
-from __future__ import annotations
-
 LAYOUT_WORDS = {
     "replicate={n} (DDP) or shard={n} (ZeRO)": "dp data_parallel data_parallel_size data_parallel_degree num_gpus",
     "replicate={n}": "replicate ddp dp_replicate data_parallel_replicate_degree replicas",

@@ -11,8 +11,6 @@ PyTorch's generators are not used because their output depends on what was drawn
 The mixers are the finalizers of splitmix64 (Steele, Lea, Flood 2014) and "lowbias32" (Wellons 2018).
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 

@@ -8,8 +8,9 @@ stages; one all-reduce over the world gives loss and gradient norm; the optimize
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
@@ -59,48 +60,88 @@ def step(
 
 class CudaGraphStep:
     """Steps of a single process on a GPU as one CUDA graph: captured after the warm-up steps, replayed from then on, so
-    that no kernel waits for the host to launch it."""
+    that no kernel waits for the host to launch it. If the capture fails, all steps run without a graph."""
 
-    def __init__(self, engine: Engine, optimizer: AdamW, clip: float, warmup_steps: int):
-        """`warmup_steps`: eager steps before the capture, which compile blocks and create optimizer state."""
+    def __init__(
+        self, engine: Engine, optimizer: AdamW, clip: float, warmup_steps: int, on_failure: Callable[[str], None]
+    ):
+        """`warmup_steps`: eager steps before the capture, which compile blocks and create optimizer state.
+        `on_failure` is called with a sentence if the capture fails."""
         self.engine, self.optimizer, self.clip, self.warmup_steps = engine, optimizer, clip, warmup_steps
+        self.on_failure = on_failure
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.failed = False
 
     def __call__(self, samples: Samples) -> StepResult:
-        if self.warmup_steps:
-            self.warmup_steps -= 1
+        if self.warmup_steps or self.failed:
+            self.warmup_steps = max(0, self.warmup_steps - 1)
             return step(self.engine, self.optimizer, samples, self.clip)
         if self.graph is None:
             self._capture(samples)
-        assert self.graph is not None
+        if self.graph is None:
+            self.failed = True
+            return self(samples)
         for captured, new in zip(self.samples.tensors, samples.tensors, strict=True):
             captured.copy_(new)
         self.optimizer.copy_lr_to_device()
+        self.engine.timer.begin_phase("")
         self.graph.replay()
+        self.engine.timer.add_replay(self.spans)
         return StepResult(self.outcome.loss.clone(), self.outcome.grad_norm.clone(), self.outcome.skipped.clone())
 
     def _capture(self, samples: Samples) -> None:
+        """Captures a step and sets `graph`, or calls `on_failure`."""
         self.samples = Samples.from_tensors(tensor.clone() for tensor in samples.tensors)
+        torch.cuda.synchronize()
         gc.collect()
         torch.cuda.empty_cache()  # a graph has a memory pool of its own
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.outcome = step(self.engine, self.optimizer, self.samples, self.clip)
+        graph, pool, cause = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), ""
+        with torch.cuda.stream(torch.cuda.Stream()):
+            try:
+                # Meanwhile the loader's thread pins batches; in the default mode, that would make the capture fail.
+                graph.capture_begin(pool, capture_error_mode="thread_local")
+                self.engine.timer.begin_capture()
+                self.outcome = step(self.engine, self.optimizer, self.samples, self.clip)
+                self.spans = self.engine.timer.end_capture()
+            except Exception as error:  # noqa: BLE001 - without a graph, the step raises it again or succeeds
+                cause = f"{type(error).__name__}: {error}"
+            try:
+                graph.capture_end()
+            except RuntimeError as error:
+                cause = cause or f"{type(error).__name__}: {error}"
+        if not cause:
+            self.graph = graph
+            gc.freeze()  # garbage collections no longer visit the compiler's many objects
+            return
+        self._clean_up(pool)
+        reason = cause.splitlines()[0].rstrip(".")
+        self.on_failure(f"a step cannot be captured as a CUDA graph, so steps run without one: {reason}.")
+
+    def _clean_up(self, pool: tuple[int, int]) -> None:
+        """Frees the gradients and the memory of a failed capture. None of its kernels has run."""
+        self.engine.timer.cancel_capture()
+        self.engine.data.sync_weights()
+        with suppress(RuntimeError):  # PyTorch has released the pool already if the capture failed at its very end
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+            torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
+        with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+            self.samples.ids.zero_()  # a capture that succeeds ends the capture mode of PyTorch's random generator
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def make_step_fn(
     engine: Engine, optimizer: torch.optim.Optimizer, clip: float, compiled: bool, warmup_steps: int = 3,
     on_grads_ready: Callable[[StepResult], None] | None = None,
+    on_capture_failure: Callable[[str], None] = warnings.warn,
 ) -> Callable[[Samples], StepResult]:  # fmt: skip
     """Returns the step function; a CUDA graph if compiled, single-process and static.
 
-    Static means that every step launches the same kernels: no dynamic loss scale, and no expert sizes on the host.
+    Static means that every step launches the same kernels: no dynamic loss scale, and no tables in host memory.
     """
-    is_static = (
-        isinstance(engine.data, SingleProcess) and engine.mesh.device.type == "cuda" and not engine.scale.dynamic
-    )
-    if compiled and is_static and isinstance(optimizer, AdamW):
-        return CudaGraphStep(engine, optimizer, clip, warmup_steps)
+    is_static = isinstance(engine.data, SingleProcess) and not engine.scale.dynamic and not engine.has_tables
+    if compiled and is_static and engine.mesh.device.type == "cuda" and isinstance(optimizer, AdamW):
+        return CudaGraphStep(engine, optimizer, clip, warmup_steps, on_capture_failure)
     return lambda samples: step(engine, optimizer, samples, clip, on_grads_ready)
 
 
@@ -154,10 +195,11 @@ def _all_reduce_coalesced(gradients: list[Tensor], axis: Axis) -> None:
 def reduce_loss_and_norm(engine: Engine, loss: Tensor) -> StepResult:
     """Returns global loss and gradient norm, from one all-reduce."""
     dtype = engine.scale.value.dtype
-    squares = [torch.linalg.vector_norm(h.grad, dtype=dtype).square() / h.num_replicas for h in engine.param_shards]
-    squares = [square.to(loss.device) for square in squares]  # table rows are in host memory
+    norms = torch._foreach_norm([h.grad for h in engine.param_shards], dtype=dtype)
+    squares = torch._foreach_div(torch._foreach_mul(norms, norms), [float(h.num_replicas) for h in engine.param_shards])
+    total = torch.stack([square.to(loss.device) for square in squares]).sum()  # table rows are in host memory
     local_loss = loss / engine.mesh["tensor"].size
-    loss_and_square = torch.stack((local_loss.to(dtype), torch.stack(squares).sum()))
+    loss_and_square = torch.stack((local_loss.to(dtype), total))
     if engine.mesh["world"].size > 1:
         # Gradients are reduced by now, so a rank that waits here in a pipeline waits for a slower stage.
         with engine.timer.waiting("pipeline") if engine.pipeline is not None else nullcontext():

@@ -5,8 +5,6 @@ last row matches everything, so every combination has a verdict; `benchmarks/ver
 and `shardwise.parallel` refuses the others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -23,10 +21,8 @@ FRACTION = "fraction"  # recompute given as the fraction of blocks that keep all
 
 @dataclass(frozen=True)
 class Support:
-    verdict: str
-    """`exact`, `exact at a stated cost` or `refused`."""
-    explanation: str = ""
-    """The cost, or why it is refused and what to use instead."""
+    verdict: str  # `exact`, `exact at a stated cost` or `refused`
+    explanation: str = ""  # the cost, or why it is refused and what to use instead
 
 
 class Combination(NamedTuple):

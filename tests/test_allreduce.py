@@ -6,6 +6,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from datetime import timedelta
 from functools import partial
@@ -16,11 +17,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.bench.parameter_server import ParameterServerWorker, push_pull_schedule, push_pull_sent_numel
+from shardwise.bench.parameter_server import push_pull_schedule, push_pull_sent_numel
 from shardwise.comm import allreduce
 from shardwise.comm.allreduce import all_reduce, get_algorithm, sent_bytes
 from shardwise.comm.world import run_world
 from shardwise.errors import RunError
+
+sys.path.append(str(Path(__file__).parent.parent / "examples" / "cifar10"))
+from async_server import ParameterServerWorker  # noqa: E402
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
 COUNTS = (0, 1, 2, 7, 12, 61)

@@ -19,13 +19,17 @@ from shardwise.planner import calibrate
 from shardwise.planner.plan import make_estimator, make_plan, near_misses, resolve_layout
 from shardwise.planner.search import class_layouts, layout_classes, search
 from shardwise.train import auto_layout, local_machine
-from shardwise.train.auto_layout import check_memory, choose_layout, choose_plan, describe_plan, plan_record
+from shardwise.train.auto_layout import check_memory, choose_plan, describe_plan, plan_record
 
 SMALL = {"layers": 2, "width": 32, "heads": 4, "vocab": 256, "sequence": 16}
 
 
 def job_of(**more: object) -> Job:
     return make_job({"model": SMALL, "batch": {"samples": 8}, "run": {"device": "cpu"}, **more})
+
+
+def choose_layout(job: Job, world_size: int | None = None) -> Layout:
+    return choose_plan(job, world_size)[0].best.layout
 
 
 def on(monkeypatch: pytest.MonkeyPatch, cluster: Cluster) -> None:

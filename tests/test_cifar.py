@@ -27,7 +27,7 @@ from shardwise.layout import Layout
 from shardwise.models.chain import IGNORE_INDEX
 from shardwise.models.resnet import ClassifierHead, unpack_targets
 from shardwise.parallel.prepare import prepare
-from shardwise.train.loop import Trainer
+from shardwise.train.loop import TrainingLoop
 from shardwise.train.run_folder import RunFolder
 from shardwise.verify.parity import verify
 
@@ -251,7 +251,7 @@ def test_layouts_agree_on_augmented_images() -> None:
 
 
 def train(folder: Path, job: Any, layout: str) -> None:
-    Trainer(prepare(job, Layout.parse(layout)), RunFolder(folder), torch.device("cpu")).run()
+    TrainingLoop(prepare(job, Layout.parse(layout)), RunFolder(folder), torch.device("cpu")).run()
 
 
 def test_accuracy_and_bad_records_of_a_run(tmp_path: Path) -> None:

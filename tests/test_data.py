@@ -31,7 +31,7 @@ from shardwise.data.text import find_files, read_chunks
 from shardwise.data.token_file import MAGIC, TokenFile, open_raw_token_file, open_token_file, write_token_arrays
 from shardwise.data.token_windows import TokenWindows
 from shardwise.data.tokenizer import EOS_TOKEN, ByteTokenizer, HuggingFaceTokenizer, load_tokenizer, train_bpe
-from shardwise.errors import DataError, JobError
+from shardwise.errors import DataError, JobError, UserError
 from shardwise.job import DataConfig, Job, make_job
 from shardwise.models.dlrm_family import DLRMConfig
 from shardwise.random import Permutation
@@ -340,10 +340,9 @@ def test_bpe_source(tmp_path: Path) -> None:
 
 def test_encode_saves_what_reading_needs(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "texts", TEXTS)
-    seen: list[tuple[int, int]] = []
     data = DataConfig(source="text", path=str(folder), tokenizer="bpe:280")
-    summary = encode_source(data, tmp_path / "out.bin", progress=lambda done, total: seen.append((done, total)))
-    assert seen[-1] == (summary.text_bytes, summary.text_bytes)
+    summary = encode_source(data, tmp_path / "out.bin")
+    assert summary.text_bytes == sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     job = job_of("tokens", tmp_path / "out.bin", vocab=280, tokenizer=str(summary.tokenizer))
     training, _, tokenizer = make_sources(job, tmp_path)
     assert tokenizer is not None and tokenizer.decode(training[0]) in TEXTS[0]
@@ -627,3 +626,16 @@ def test_bad_rows_of_clicks_keep_their_place_and_do_not_count(tmp_path: Path) ->
         assert (
             bad.summary().startswith("2 bad records skipped. ") and "day.tsv, row 2: it has 2 fields" in bad.summary()
         )
+
+
+def test_tokens_never_overwrite_what_they_are_made_from(tmp_path: Path) -> None:
+    book = tmp_path / "book.txt"
+    book.write_text("a book " * 500)
+    settings = ["data.source=text", f"data.path={book}"]
+    for out, problem in ((book, "is one of the files to read"), (Path("/dev/null"), "is not a regular file"),
+                         (tmp_path / "none" / "out.bin", "create it first")):  # fmt: skip
+        with pytest.raises(UserError, match=problem):
+            write_token_file(None, settings, out)
+    assert book.read_text() == "a book " * 500 and not (tmp_path / "none").exists()
+    assert Path("/dev/null").is_char_device()
+    assert "tokens" in write_token_file(None, settings, tmp_path / "out.bin")

@@ -20,7 +20,7 @@ from shardwise.job import load_job, make_job
 from shardwise.layout import Layout
 from shardwise.models.registry import ENTRY_POINTS
 from shardwise.parallel.prepare import prepare
-from shardwise.train.auto_layout import choose_layout
+from shardwise.train.auto_layout import choose_plan
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -184,7 +184,7 @@ def test_examples_can_be_trained_or_say_that_they_cannot(example: Path) -> None:
     except JobError:
         assert "not yet" in example.read_text(encoding="utf-8") or "see " in example.read_text(encoding="utf-8")
     else:
-        prepare(job, choose_layout(job))
+        prepare(job, choose_plan(job)[0].best.layout)
     assert example.read_text(encoding="utf-8").startswith("# "), "an example says what it is for"
 
 

@@ -164,10 +164,9 @@ def part_and_whole(text: str, micro_batches: int, rank: int) -> list[RankReport]
 @pytest.fixture(scope="module")
 def shown() -> list[RankReport]:
     """Reports of both stages of one layout."""
-    shown: list[RankReport] = []
     job, layout = make("pipeline=2 shard=2 tensor=2", 5)
-    reports = dry_run(job, layout, on_report=shown.append)
-    assert [report.rank for report in reports] == [0, 4] and len(shown) == 2
+    reports = dry_run(job, layout)
+    assert [report.rank for report in reports] == [0, 4]
     return reports
 
 
@@ -261,7 +260,7 @@ def test_the_plan_is_what_the_engine_does(case: tuple[dict[str, Any], str, str, 
         error = (memory.total - memory.reserve) / report.total - 1
         # The order of a V of our own may have all micro-batches in flight before there are gradients.
         assert -0.05 < error < (0.2 if "auto-v" in text else 0.05), rank
-        program = estimator.auto_schedule(layout).simulation.program if estimator.is_auto_schedule(layout) else None
+        program = estimator.auto_schedule(layout).program if estimator.is_auto_schedule(layout) else None
         found = engine_traffic(own, layout, rank, report.micro_batches, program)
         assert found == {(entry.axis, entry.kind): entry.bytes for entry in report.traffic}, rank
         assert sum(prediction.traffic[rank].values()) == sum(entry.bytes for entry in report.traffic)

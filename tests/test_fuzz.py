@@ -16,7 +16,7 @@ from shardwise.job import Job, load_job, make_job
 from shardwise.layout import RECOMPUTE, SCHEDULES, Layout
 from shardwise.models.registry import BUILT_IN
 from shardwise.parallel.prepare import prepare
-from shardwise.train.auto_layout import choose_layout
+from shardwise.train.auto_layout import choose_plan
 
 junk = st.one_of(
     st.none(), st.booleans(), st.integers(-3, 10**6), st.floats(), st.text(max_size=8), st.just([]), st.just({})
@@ -67,7 +67,7 @@ def jobs(draw: st.DrawFn) -> dict[str, object]:
 def test_any_job_is_taken_or_refused_in_words(values: dict[str, object]) -> None:
     try:
         job = make_job(values)
-        prepare(job, choose_layout(job))
+        prepare(job, choose_plan(job)[0].best.layout)
     except UserError as error:
         message = str(error)
         assert message and "Traceback" not in message and len(message) < 4000

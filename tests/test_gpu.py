@@ -4,6 +4,7 @@ the host is tested everywhere."""
 import json
 import subprocess
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -11,8 +12,13 @@ import pytest
 import torch
 
 from shardwise.comm.world import run_world
+from shardwise.data.make_sources import synthetic_source
+from shardwise.data.sample_stream import SampleStream, rank_positions
 from shardwise.job import make_job
 from shardwise.layout import Layout
+from shardwise.parallel.parallelize import parallelize
+from shardwise.parallel.prepare import prepare
+from shardwise.step import make_step_fn
 from shardwise.verify import parity
 from shardwise.verify.parity import verify
 
@@ -158,3 +164,42 @@ def test_the_parts_of_a_step_add_up_on_a_gpu(layout, compiled, tmp_path):
     if world > 1:
         assert any(rows[-2]["wait_seconds"].values())
     assert (tmp_path / "run" / "report.html").exists()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("fault", ["none", "another thread pins memory", "the host reads a value"])
+def test_steps_with_and_without_a_graph_give_the_same_numbers(fault):
+    model = {"layers": 2, "width": 64, "heads": 2, "vocab": 61, "sequence": 32, "tied": True}
+    job = make_job({"precision": "bf16", "compile": False, "sdpa_backend": "math", "model": model,
+                    "batch": {"samples": 4}})  # fmt: skip
+    batches = SampleStream(synthetic_source(job, 64), 0)
+    done, told = {}, []
+    for graph in (False, True):
+        engine = parallelize(prepare(job, Layout()), torch.device("cuda"))
+        optimizer, stop = engine.make_optimizer(job), threading.Event()
+        take = make_step_fn(engine, optimizer, 1.0, graph, on_capture_failure=told.append)
+        if fault == "the host reads a value":
+            engine.chains[0].register_forward_hook(lambda module, args, out: float(out.detach()) and None)
+
+        def pin(stop=stop):
+            while not stop.is_set():
+                torch.empty(1 << 20).pin_memory()
+
+        thread = threading.Thread(target=pin)
+        if fault == "another thread pins memory":
+            thread.start()
+        try:
+            samples = [batches.read(rank_positions(number, 4, 1, 0)).to(torch.device("cuda")) for number in range(8)]
+            done[graph] = [(result.loss.item(), result.grad_norm.item()) for result in map(take, samples)]
+        finally:
+            stop.set()
+            if thread.ident:
+                thread.join()
+        if graph:
+            assert (take.graph is None) == (fault == "the host reads a value"), told
+    for one, other in zip(done[True], done[False], strict=True):
+        assert one == pytest.approx(other, rel=1e-3)
+    assert len(told) == (fault == "the host reads a value")
+    assert all("capture" in sentence and sentence.endswith(".") for sentence in told)
+    torch.randn(1 << 20, device="cuda").sum().item()  # the device and its allocator work on

@@ -22,8 +22,11 @@ def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     return x, weight, targets
 
 
+@pytest.mark.parametrize("multiple", [1, 64])
 @pytest.mark.parametrize("rows", [0, 1, 8, ROWS, 128])
-def test_any_chunk_gives_what_the_whole_gives(rows: int) -> None:
+def test_any_chunk_gives_what_the_whole_gives(rows: int, multiple: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The vocabulary of 61 is padded to `multiple`, which must change neither the loss nor a gradient."""
+    monkeypatch.setitem(loss.VOCAB_MULTIPLES, "cpu", multiple)
     x, weight, targets = inputs(torch.float64)
     whole = F.cross_entropy(F.linear(x, weight), targets, ignore_index=IGNORE_INDEX, reduction="sum")
     expected = torch.autograd.grad(whole * 0.3, (x, weight))
@@ -57,12 +60,20 @@ def test_the_kernel_is_its_twin(dtype: torch.dtype, vocabulary: int) -> None:
     from shardwise.models.kernels import cross_entropy_with_grad_
 
     torch.manual_seed(0)
-    logits = (3 * torch.randn(40, vocabulary, device="cuda")).to(dtype)
+    logits = (3 * torch.randn(40, vocabulary + 67, device="cuda")).to(dtype)  # 67 columns of padding
     targets = torch.randint(0, vocabulary, (40,), device="cuda")
     targets[::7] = IGNORE_INDEX
-    right, grad = loss.cross_entropy_with_grad(logits.double(), targets, None)
+    right, grad = loss.cross_entropy_with_grad(logits.double(), targets, None, vocabulary)
     ours = logits.clone()
-    total = cross_entropy_with_grad_(ours, targets, IGNORE_INDEX)
+    total = cross_entropy_with_grad_(ours, targets, IGNORE_INDEX, vocabulary)
+    assert not ours[:, vocabulary:].any()
     limit = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype]
     assert total.item() == pytest.approx(right.item(), rel=1e-5)
     assert ((ours.double() - grad).norm() / grad.norm()).item() < limit
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)])
+@on_gpu
+def test_the_scale_kernel_is_its_twin(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    x, scale = torch.randn(61, 100, device="cuda").to(dtypes[0]), torch.tensor(1.0 / 3.0, device="cuda")
+    assert torch.equal(loss.scale_to_dtype(x, scale, dtypes[1]), (x.float() * scale).to(dtypes[1]))

@@ -103,7 +103,7 @@ def gradients_summed_over_shards_but_not_over_replicas(patch: Patch) -> None:
 
 @caught("pipeline=2 micro_batch=1", "gradient", "head.project.weight", model=LLAMA)
 def gradients_scaled_by_micro_batches_as_pytorch_does(patch: Patch) -> None:
-    class Scaling(pipeline.Schedule1F1B):
+    class Scaling(pipeline.schedules.Schedule1F1B):
         def __init__(self, *args: Any, **kwargs: Any):
             super().__init__(*args, **kwargs | {"scale_grads": True})
 
@@ -194,7 +194,7 @@ def the_sums_of_a_cut_vocabulary_not_shared(patch: Patch) -> None:
 @caught("replicate=2", "gradient", "head.norm.bias")
 @caught("pipeline=2 micro_batch=1", "gradient", "head.norm.bias")
 def a_loss_whose_gradient_is_not_scaled(patch: Patch) -> None:
-    patch.setattr(loss, "_scale_to_dtype", lambda x, scale, dtype: x.to(dtype))
+    patch.setattr(loss, "scale_to_dtype", lambda x, scale, dtype: x.to(dtype))
 
 
 @caught("tensor=2", "grad_norm")

@@ -19,9 +19,9 @@ from shardwise.planner.costs.block_time import KernelProfile
 from shardwise.planner.costs.efficiency import efficiency_of
 from shardwise.planner.costs.machine import Machine
 from shardwise.planner.costs.model_shape import shape_of
-from shardwise.planner.estimate import Estimator
+from shardwise.planner.estimate import Estimator, split_evenly
 from shardwise.planner.plan import make_plan
-from shardwise.planner.prediction import Workload, split_evenly
+from shardwise.planner.prediction import Workload
 from shardwise.planner.search import class_layouts, class_lower_bound, layout_classes, search
 
 SHAPES = [

@@ -93,7 +93,7 @@ def test_few_micro_batches_stand_in_for_many(shape: tuple[str, int, int, int], r
         return
     stages = ranks * virtual
     times = [[1.0 if even else random.uniform(0.5, 1.5) for _ in range(stages)] for _ in range(3)]
-    costs = StageCosts(*times, [0.0] * (stages - 1))
+    costs = StageCosts(*times)
     whole = simulate(named_program(*shape), costs).seconds
     assert step_seconds(*shape, costs) == pytest.approx(whole, rel=1e-12)
     least = lower_bound(*shape, costs)

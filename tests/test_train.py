@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,8 +26,10 @@ from shardwise.job import BatchConfig, Job, load_job, make_job
 from shardwise.launch.start import RESUMABLE_KEYS, start_training
 from shardwise.layout import Layout
 from shardwise.parallel.prepare import prepare
+from shardwise.step import CudaGraphStep
+from shardwise.train import loop
 from shardwise.train.generate import sample_run
-from shardwise.train.loop import Trainer
+from shardwise.train.loop import TrainingLoop
 from shardwise.train.run_folder import RunFolder
 from shardwise.train.summary import summarize
 from shardwise.verify.command import shrink_model
@@ -61,7 +66,7 @@ def small_job(folder: Path, **changes: object) -> Job:
 
 def _train(folder: str, layout: str, resume: bool, die_after: int | None) -> None:
     run = RunFolder.open(Path(folder))
-    trainer = Trainer(prepare(run.job(), Layout.parse(layout)), run, torch.device("cpu"), resume)
+    trainer = TrainingLoop(prepare(run.job(), Layout.parse(layout)), run, torch.device("cpu"), resume)
     if die_after is not None:
         measure = trainer.metrics.log_step
 
@@ -178,6 +183,42 @@ def test_lower_precision_follows_float64(tmp_path: Path) -> None:
         sharded = losses(train(small_job(tmp_path / f"sharded-{precision}", **kind), "shard=2 zero=3"))
         assert whole == pytest.approx(exact, rel=2e-2)
         assert sharded == pytest.approx(whole, rel=2e-2)
+
+
+class FailingGraph:
+    def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+        raise RuntimeError("the stream is busy.\nCompile with more options")
+
+    def capture_end(self) -> None:
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+
+def test_a_failed_capture_costs_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers are those of plain steps, although the loop fetches batches and writes metrics one step later."""
+    runs = []
+    for name in ("plain", "graph"):
+        runs.append(RunFolder.create(small_job(tmp_path / name, validation={"every": 5})))
+        TrainingLoop(prepare(runs[-1].job(), Layout()), runs[-1], torch.device("cpu")).run()
+        calls = {"CUDAGraph": FailingGraph, "Stream": lambda: None, "stream": lambda stream: nullcontext(),
+                 "graph_pool_handle": lambda: (0, 1), "synchronize": lambda: None, "empty_cache": lambda: None,
+                 "current_device": lambda: 0, "graph": lambda graph, capture_error_mode: nullcontext()}  # fmt: skip
+        for call, stub in calls.items():
+            monkeypatch.setattr(torch.cuda, call, stub)
+        for call in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+            monkeypatch.setattr(torch._C, call, lambda device, pool: None, raising=False)
+        monkeypatch.setattr(
+            loop, "make_step_fn",
+            lambda engine, optimizer, clip, *_, on_capture_failure, **__: CudaGraphStep(
+                engine, optimizer, clip, 3, on_capture_failure
+            ),
+        )  # fmt: skip
+    assert losses(runs[0]) == losses(runs[1]) and len(losses(runs[1])) == 12
+    (failure,) = [event["message"] for event in runs[1].events() if event["event"] == "capture_failed"]
+    assert failure.endswith("so steps run without one: RuntimeError: the stream is busy.")
+    rows = [json.loads(line)["step"] for line in (runs[1].path / "ranks.jsonl").read_text().splitlines()]
+    assert rows == list(range(1, 13))
+    for record in runs[1].metrics():
+        assert sum(record["phase_seconds"].values()) == pytest.approx(record["seconds"], abs=1e-5)
 
 
 def test_a_resume_tells_its_new_number_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,3 +353,18 @@ def test_every_example_takes_steps(example: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     run = train(job, "pipeline=1")
     assert len(losses(run)) == 3 and all(math.isfinite(loss) for loss in losses(run))
+
+
+def _create(number: int) -> str:
+    return str(RunFolder.create(make_job({})).path)
+
+
+def test_runs_that_start_at_once_get_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with multiprocessing.get_context("fork").Pool(8) as pool:
+        folders = pool.map(_create, range(64), chunksize=1)
+    assert len(set(folders)) == 64
+    job = make_job({"run": {"folder": "same"}})
+    RunFolder.create(job)
+    with pytest.raises(JobError, match="already has a run"):
+        RunFolder.create(job)

@@ -85,7 +85,7 @@ def test_the_anatomy_of_llama():
     anatomy = chain.anatomy
     assert anatomy.blocks == ("model.layers.0", "model.layers.1")
     assert anatomy.stream is not None and tuple(anatomy.stream.shape) == (2, 16, 16)
-    assert (anatomy.stream_key, anatomy.tuple_length, anatomy.crossing, anatomy.second_path) == (0, 0, "", "")
+    assert (anatomy.stream_key, anatomy.returns_tuple, anatomy.crossing, anatomy.second_path) == (0, False, "", "")
     assert anatomy.units == ("model.embed_tokens", "model.norm", "lm_head")
     assert anatomy.parts_of["model.embed_tokens.weight"] == (0,)
     assert anatomy.parts_of["model.layers.1.mlp.up_proj.weight"] == (2,)

@@ -32,7 +32,7 @@ from shardwise.metrics.rank_metrics import PHASES, RankMetrics, RankMetricsWrite
 from shardwise.metrics.trackers import PrometheusWriter, check_tracker_installed
 from shardwise.parallel.prepare import prepare
 from shardwise.train.auto_layout import choose_plan, plan_record
-from shardwise.train.loop import Trainer
+from shardwise.train.loop import TrainingLoop
 from shardwise.train.run_folder import RunFolder
 from shardwise.watch.goodput import goodput
 from shardwise.watch.page_data import page_data, seconds_by_rank
@@ -61,7 +61,7 @@ def make_run(folder: Path, layout: str, fault: str, **changes: Any) -> RunData:
 
 def _train(folder: str, layout: str, fault: str) -> None:
     run = RunFolder.open(Path(folder))
-    trainer = Trainer(prepare(run.job(), Layout.parse(layout)), run, torch.device("cpu"))
+    trainer = TrainingLoop(prepare(run.job(), Layout.parse(layout)), run, torch.device("cpu"))
     if fault == "straggler" and trainer.engine.mesh.rank == 1:
         compute = trainer.engine.run
 
@@ -207,7 +207,7 @@ class Tick:
 
     clock = 0.0
 
-    def __init__(self, enable_timing: bool = False):
+    def __init__(self, enable_timing: bool = False, external: bool = False):
         self.at = 0.0
 
     def record(self) -> None:
@@ -239,6 +239,31 @@ def test_the_meter_of_a_gpu_counts_spans_between_events(monkeypatch: pytest.Monk
     timer.begin_phase("")
     spent, waited = timer.elapsed()
     assert waited == {"tensor": 1.0, "replicate": 0.25} and spent == {"compute": 1.0, "optimizer": 0.75}
+
+
+def test_a_replayed_graph_has_its_parts_and_a_failed_capture_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Tick)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    timer = StepTimer(torch.device("cuda"))
+    timer.begin_step()
+    timer.begin_capture()
+    timer.begin_phase("optimizer")
+    timer.cancel_capture()
+    assert timer.elapsed() == ({}, {})
+    timer.begin_capture()
+    timer.begin_phase("optimizer")
+    spans = timer.end_capture()
+    assert timer.elapsed() == ({}, {}), "a capture runs nothing"
+    for number in (1, 2):
+        timer.begin_step()
+        for span, at in zip(spans, (0.0, 2.0), strict=True):  # what the graph's nodes record
+            span[2].at, span[3].at = Tick.clock + at, Tick.clock + at + number
+        Tick.clock += 4.0
+        timer.add_replay(spans)
+        timer.begin_phase("data", overlapped=True)
+        Tick.clock += 0.5
+        timer.begin_phase("")
+        assert timer.elapsed()[0] == {"compute": number, "optimizer": number, "data": 0.5}
 
 
 # Goodput

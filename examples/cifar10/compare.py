@@ -26,9 +26,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from async_server import ParameterServerWorker
 from torch import Tensor
 
-from shardwise.bench.parameter_server import ParameterServerWorker, push_pull_schedule, push_pull_sent_numel
+from shardwise.bench.parameter_server import push_pull_schedule, push_pull_sent_numel
 from shardwise.comm import allreduce
 from shardwise.comm.world import run_world
 from shardwise.data.cifar10 import TEST_FILE, TRAIN_FILES

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.adapters.task import Task, flatten_batch
+from shardwise.adapters.task import Task, check_dataset, flatten_batch
 from shardwise.data.sample_stream import Samples
-from shardwise.errors import DataError, JobError
+from shardwise.errors import DataError
 
 
 class DatasetSource:
@@ -17,11 +17,7 @@ class DatasetSource:
 
     def __init__(self, task: Task, dataset: Any):
         self.task, self.dataset = task, dataset
-        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-            raise JobError(
-                f"the dataset {type(dataset).__name__} has no length or cannot be indexed; samples are read by index, "
-                "so that every layout and every restart reads the same: give it __len__ and __getitem__."
-            )
+        check_dataset(dataset)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -37,13 +33,7 @@ class DatasetSource:
             except Exception as error:
                 cause = f"{type(error).__name__}: {error}"
                 raise DataError(f"sample {index} of {type(self.dataset).__name__} cannot be read: {cause}.") from error
-        try:
-            batch = self.task.collate(rows)
-        except Exception as error:
-            raise DataError(
-                f"{len(rows)} samples cannot be collated: {str(error).splitlines()[0]} Give samples of one shape, or a "
-                "`collate` that pads them."
-            ) from error
+        batch = self.task.collate_rows(rows)
         leaves, _ = flatten_batch(batch, len(rows))
         total = len(rows) if self.task.count is None else float(self.task.count(batch))
         counts = torch.full((len(rows),), total / len(rows), dtype=torch.float64)

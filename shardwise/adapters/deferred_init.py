@@ -11,6 +11,8 @@ Meta tensors would not do instead of fake ones: `nn.init.orthogonal_` and others
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -210,12 +212,26 @@ class DeferredInit:
         return self.recorder.replay(self.views[name], {}).clone()
 
 
+def _copy_prebuilt(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Copies what existed before the constructor ran, such as a module that was given, so that it stays as it is."""
+    fakes = [_is_fake(parameter) for parameter in module.parameters()]
+    if fakes and not any(fakes):
+        return copy.deepcopy(module, memo)
+    if not all(fakes):
+        for name, child in module._modules.items():
+            if child is not None:
+                module._modules[name] = _copy_prebuilt(child, memo)
+    return module
+
+
 def build_deferred(build: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, DeferredInit]:
     """Returns the module with its parameters on the meta device, and their initial values."""
     recorder = _Recorder(seed)
-    with torch.random.fork_rng(devices=[]), _fake_parameters(recorder), recorder:
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), _fake_parameters(recorder), recorder:
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # copy.deepcopy does
         torch.manual_seed(hash_key("module build", seed) & (2**63 - 1))
         module = build()
+    module = _copy_prebuilt(module, {})
     slots = [(part._parameters, name) for part in module.modules() for name in part._parameters]
     for parameters, name in slots:
         parameter = parameters[name]

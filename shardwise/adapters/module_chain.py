@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import TreeSpec, tree_map_only
 
 from shardwise.adapters.anatomy import Anatomy
 from shardwise.adapters.deferred_init import DeferredInit
@@ -39,25 +40,70 @@ class StageEnd(Exception):
         self.stream = stream
 
 
+class _EndsStage(nn.Module):
+    """A block that ends the forward once all of its hooks have run: the last one, if another stage has the epilogue."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().__call__(*args, **kwargs)
+        raise StageEnd(out[0] if isinstance(out, tuple | list) else out)
+
+
 class KeyedDropout(nn.Module):
     """`nn.Dropout` whose mask depends on the seed, its place in the model, the sample and the element alone."""
 
-    def __init__(self, p: float, site: str, seed: int, chain_state: dict[str, Any]):
+    def __init__(self, p: float, site: str, seed: int, chain_state: dict[str, Any], drops_channels: bool = False):
         super().__init__()
-        self.p, self.chain_state = p, chain_state
+        self.p, self.chain_state, self.drops_channels = p, chain_state, drops_channels
         self.mask = Dropout(p, site, seed)
 
     def forward(self, x: Tensor) -> Tensor:
+        if "shapes" in self.chain_state:  # the module is traced
+            self.chain_state["shapes"].setdefault(self.mask.site, []).append(x.shape)
+            return x.clone()
         if not self.training or self.p == 0.0:
             return x
-        ids = self.chain_state["ids"]
-        if x.shape[0] % ids.shape[0]:
+        ids, dim = self.chain_state["ids"], self.chain_state.get("sample_dims", {}).get(self.mask.site, 0)
+        if dim is None or x.shape[dim] % ids.shape[0] or (self.drops_channels and x.shape[0] != ids.shape[0]):
             raise LayoutError(
-                f"dropout at {self.mask.site} gets a tensor of shape {tuple(x.shape)}, whose first dimension is not "
-                "the samples, so its mask cannot be the same in every layout; use batch-first tensors or p = 0."
+                f"dropout at {self.mask.site} gets a tensor of shape {tuple(x.shape)} without a dimension of samples, "
+                "so its mask cannot be the same in every layout; use p = 0 there."
             )
-        flat = x.reshape(ids.shape[0], -1, x.shape[-1]) if x.dim() > 1 else x.reshape(ids.shape[0], 1, 1)
-        return self.mask(flat, ids).reshape(x.shape)
+        if self.drops_channels:
+            channels = self.mask(x.new_ones(ids.shape[0], 1, x.shape[1]), ids)
+            return x * channels.reshape(*x.shape[:2], *[1] * (x.dim() - 2))
+        rows = x.movedim(dim, 0)
+        flat = rows.reshape(ids.shape[0], -1, rows.shape[-1] if x.dim() > 1 else 1)
+        return self.mask(flat, ids).reshape(rows.shape).movedim(0, dim)
+
+
+def find_sample_dims(shapes: dict[int, dict[str, list[torch.Size]]]) -> dict[str, int | None]:
+    """Returns by dropout which dimension is the samples: the one that grows with them. `shapes`: by number of samples,
+    what each dropout got."""
+    if len(shapes) < 2:
+        return {}
+    few, many = min(shapes), max(shapes)
+
+    def growing(small: torch.Size, large: torch.Size) -> int | None:
+        return next((dim for dim, (a, b) in enumerate(zip(small, large)) if a * many == b * few), None)
+
+    found = {
+        site: {growing(*pair) for pair in zip(sizes, shapes[many].get(site, ()))}
+        for site, sizes in shapes[few].items()
+    }  # fmt: skip
+    return {site: dims.pop() if len(dims) == 1 else None for site, dims in found.items()}
+
+
+class _EveryGradient(torch.autograd.Function):
+    """Returns a loss; its backward gives every parameter a gradient, zero if the forward did not use it."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.shapes = [(parameter.shape, parameter.dtype) for parameter in parameters]
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return grads[0], *(grads[0].new_zeros((), dtype=dtype).expand(shape) for shape, dtype in ctx.shapes)
 
 
 class ModuleChain(Chain):
@@ -76,6 +122,7 @@ class ModuleChain(Chain):
         self.state: dict[str, Any] = {"ids": None, "stream": None} if state is None else state
         self.placeholders: list[tuple[nn.Module, str, torch.Size]] = []
         self.tensor_degree = 1
+        self.metric_sums: dict[str, float] = {}
         self.compute_dtype: torch.dtype | None = None
         self.__dict__["root"] = root  # not as a child, which would prefix every name
         for slot in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
@@ -93,10 +140,22 @@ class ModuleChain(Chain):
     def has_epilogue(self) -> bool:
         return self.parts[1] == self.num_parts
 
+    @property
+    def has_batch_statistics(self) -> bool:
+        """Whether the result depends on which samples run together, or the forward updates buffers."""
+        has_batch_norm = any(isinstance(module, _BatchNorm) and module.training for module in self.root.modules())
+        return has_batch_norm or bool(self.anatomy.written_buffers)
+
+    @property
+    def unsynchronized_buffer(self) -> str:
+        """A buffer that the forward updates and that is not a batch norm's; empty if there is none."""
+        owners = ((name, self.root.get_submodule(name.rpartition(".")[0])) for name in self.anatomy.written_buffers)
+        return next((name for name, owner in owners if not isinstance(owner, _BatchNorm)), "")
+
     def slice(self, first: int, last: int) -> Chain:
         if (first, last) == (0, self.num_parts):
             return self
-        state: dict[str, Any] = {"ids": None, "stream": None}
+        state = self.state | {"ids": None, "stream": None}
         memo: dict[int, Any] = {id(self.state): state}
         chain = ModuleChain(
             copy.deepcopy(self.root, memo), self.task, self.spec, self.anatomy, self.sharding_plan, self.init,
@@ -111,53 +170,41 @@ class ModuleChain(Chain):
         for part, name in enumerate(self.anatomy.blocks, start=1):
             if first <= part < last:
                 continue
-            owner, _, key = name.rpartition(".")
-            container = self.root.get_submodule(owner)
-            block = copy.copy(container._modules[key])  # keeps the attributes that the module's forward may read
-            assert block is not None
-            for slot in ("_modules", "_parameters", "_buffers"):
-                block.__dict__[slot] = {}
+            block = self.root.get_submodule(name)  # keeps the attributes that the module's forward may read
+            for inner in block.modules():
+                inner.__dict__.update(inner._buffers)  # not a part of this stage's state
+                inner._buffers = {}
             block.forward = self._end_stage if part >= last else self._hand_on(is_last=part == first - 1)
             block.__dict__["is_passed_over"] = True
-            container._modules[key] = block
+        if last == self.num_parts - 1:
+            block = self.root.get_submodule(self.anatomy.blocks[-1])
+            block.__class__ = type(type(block).__name__, (_EndsStage, type(block)), {})
         if first == 1:
             block = self.root.get_submodule(self.anatomy.blocks[0])
             block.register_forward_pre_hook(self._replace_stream, with_kwargs=True)
-        if first < last == self.num_parts - 1:  # the epilogue is a stage of its own: the stage ends where it begins
-            *_, block = inside = [self.root.get_submodule(name) for name in self.anatomy.blocks]
-            block.register_forward_hook(self._keep_end)
-            inside_blocks = {part for block in inside for part in block.modules()}
-            for module in set(self.root.modules()) - inside_blocks:
-                module.register_forward_pre_hook(self._end_at_epilogue)
-
-    def _keep_end(self, module: nn.Module, args: Any, out: Any) -> None:
-        self.state["end"] = out[0] if isinstance(out, tuple | list) else out
-
-    def _end_at_epilogue(self, module: nn.Module, args: Any) -> None:
-        if self.state["end"] is not None:
-            raise StageEnd(self.state["end"])
-
-    def _stream_argument(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        key = self.anatomy.stream_key
-        found: Tensor = kwargs[key] if isinstance(key, str) else args[key]
-        return found
 
     def _hand_on(self, is_last: bool) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            stream = self.state["stream"] if is_last else self._stream_argument(args, kwargs)
-            extra = self.anatomy.tuple_length - 1
-            return stream if extra < 0 else (stream, *[None] * extra)
+            arguments = dict[int | str | None, Any](enumerate(args)) | kwargs | {None: None}
+            stream = self._received_stream() if is_last else arguments[self.anatomy.stream_key]
+            others = tuple(arguments[key] for key in self.anatomy.outputs)
+            return (stream, *others) if self.anatomy.returns_tuple else stream
 
         return forward
 
+    def _received_stream(self) -> Tensor:
+        stream: Tensor = self.state["stream"]
+        return stream.clone() if self.anatomy.altered else stream  # a leaf must not be changed in place
+
     def _end_stage(self, *args: Any, **kwargs: Any) -> Any:
-        raise StageEnd(self._stream_argument(args, kwargs))
+        key = self.anatomy.stream_key
+        raise StageEnd(kwargs[key] if isinstance(key, str) else args[key])
 
     def _replace_stream(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         key = self.anatomy.stream_key
         if isinstance(key, str):
-            return args, {**kwargs, key: self.state["stream"]}
-        return (*args[:key], self.state["stream"], *args[key + 1 :]), kwargs
+            return args, {**kwargs, key: self._received_stream()}
+        return (*args[:key], self._received_stream(), *args[key + 1 :]), kwargs
 
     def _drop_parameters(self) -> None:
         """Replaces parameters that only other stages use by zeros."""
@@ -173,6 +220,9 @@ class ModuleChain(Chain):
                     self.placeholders.append((module, leaf, parameter.shape))
                     module.__dict__[leaf] = parameter
 
+    def computing_modules(self) -> Iterator[nn.Module]:
+        return self.root.modules()
+
     def get_submodule(self, target: str) -> nn.Module:
         return self.root.get_submodule(target) if target else self  # a child may be called like a method of the chain
 
@@ -184,7 +234,8 @@ class ModuleChain(Chain):
     def fsdp_units(self) -> Sequence[nn.Module]:
         own = {name for name, _ in self.root.named_modules()}
         units = [self.root.get_submodule(name) for name in self.anatomy.units if name in own]
-        blocks = self.blocks() if not self._shares_block_parameters() else []
+        can_shard_blocks = not self._shares_block_parameters() and self.anatomy.altered.isdisjoint(self.anatomy.blocks)
+        blocks = self.blocks() if can_shard_blocks else []
         return [unit for unit in (*units, *blocks) if any(True for _ in unit.parameters())]
 
     def _shares_block_parameters(self) -> bool:
@@ -217,6 +268,11 @@ class ModuleChain(Chain):
             self.task.configure(self.root, device, dtype)
         for module, leaf, shape in self.placeholders:
             module.__dict__[leaf] = torch.zeros((), dtype=dtype, device=device).expand(shape)
+        for module in self.root.modules():
+            if isinstance(module, nn.RNNBase):  # keeps a list of its weights, past casts and placeholders
+                module.register_forward_pre_hook(_refresh_flat_weights)
+            if self.task.casts_inputs and dtype.itemsize == 2 and module._parameters and module is not self.root:
+                module.register_forward_pre_hook(_cast_inputs(dtype), with_kwargs=True)
 
     def split_sequence(self, axis: Any, positions: Tensor, attention_fn: Any) -> None:
         assert self.task.split_sequence is not None, "refused before"
@@ -235,9 +291,13 @@ class ModuleChain(Chain):
     def _add_ids(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         return args, {**kwargs, "shardwise_ids": self.state["ids"]}
 
+    def take_metrics(self) -> dict[str, float]:
+        sums, self.metric_sums = self.metric_sums, {}
+        return sums
+
     def train(self, mode: bool = True) -> Self:
-        super().train(mode)
-        self.root.training = mode
+        self.training = mode
+        self.root.train(mode)  # its author may keep some modules in evaluation mode
         return self
 
     def forward(
@@ -247,12 +307,15 @@ class ModuleChain(Chain):
         leaves = [extra_inputs[f"input_{number}"] for number in range(self.spec.num_leaves)]
         dtype = self.compute_dtype
         leaves = [leaf.to(dtype) if dtype and leaf.is_floating_point() else leaf for leaf in leaves]
-        self.state.update(ids=ids, stream=None if self.has_prologue else x, end=None)
+        self.state.update(ids=ids, stream=None if self.has_prologue else x)
         try:
             with KeepFloat64() if dtype is torch.float64 else nullcontext():
-                loss = self.task.call(self.root, unflatten_batch(leaves, self.spec))
+                measured: dict[str, float] | None = None if self.training else {}
+                loss = self.task.call(self.root, unflatten_batch(leaves, self.spec), measured)
+                for name, value in (measured or {}).items():
+                    self.metric_sums[name] = self.metric_sums.get(name, 0.0) + value * leaves[0].shape[0]
         except StageEnd as end:
-            return end.stream
+            return end.stream if dtype is None else end.stream.to(dtype)
         except RuntimeError as error:
             if self.tensor_degree == 1 or type(error) is not RuntimeError or not SHAPE_ERROR.search(str(error)):
                 raise
@@ -260,6 +323,8 @@ class ModuleChain(Chain):
                 f"tensor_plan: shapes do not fit in {self._name_of_failing(error)} ({error}); check its style and those "
                 "of the modules around it."
             ) from error
+        if self.anatomy.reads_values:
+            loss = _EveryGradient.apply(loss, *(p for p in self.root.parameters() if p.requires_grad))
         if self.task.count is None:
             loss = loss * leaves[0].shape[0]  # a mean over the samples
         if self.tensor_degree > 1:  # every tensor rank has the whole loss; the ranks' gradients are summed
@@ -287,10 +352,21 @@ def _with_ids(forward: Callable[..., Any], state: dict[str, Any]) -> Callable[..
     return run
 
 
+def _refresh_flat_weights(module: nn.RNNBase, args: Any) -> None:
+    module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+
+
+def _cast_inputs(dtype: torch.dtype) -> Callable[..., Any]:
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.dtype is torch.float32 else tensor
+
+    return lambda module, args, kwargs: tree_map_only(Tensor, cast, (args, kwargs))
+
+
 def replace_dropout(root: nn.Module, seed: int, state: dict[str, Any]) -> None:
-    """Replaces every `nn.Dropout` by one whose mask is the same in every layout."""
+    """Replaces every dropout module by one whose mask is the same in every layout."""
     for name, module in list(root.named_modules()):
         for key, child in list(module.named_children()):
-            if type(child) is nn.Dropout:
+            if type(child) in (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d):
                 site = f"{name}.{key}" if name else key
-                module._modules[key] = KeyedDropout(child.p, site, seed, state)
+                module._modules[key] = KeyedDropout(child.p, site, seed, state, type(child) is not nn.Dropout)

@@ -26,6 +26,10 @@ SCRIPT_TASKS: dict[str, Task] = {}
 """The tasks that `shardwise.Trainer` was given in this process, by model name."""
 
 
+_ANATOMIES: dict[Any, tuple[Anatomy, dict[str, int | None]]] = {}
+"""By config: the module's anatomy, and which dimension is the samples in each dropout."""
+
+
 class ModuleConfig(ModelConfig):
     """A module that is not ours."""
 
@@ -49,6 +53,11 @@ class ModuleConfig(ModelConfig):
         return hash(json.dumps(self.model_dump(), sort_keys=True, default=str))
 
     @property
+    def script(self) -> str:
+        """The script that this run belongs to; empty if the job names a function."""
+        return self.name.removeprefix("script:") if self.name.startswith("script:") else ""
+
+    @property
     def task(self) -> Task:
         return load_task(self)
 
@@ -65,6 +74,10 @@ class ModuleConfig(ModelConfig):
         return self.sequence if self.task.reads_tokens else 1
 
     @property
+    def requires_single_micro_batch(self) -> bool:  # type: ignore[override]
+        return meta_chain(self).has_batch_statistics
+
+    @property
     def targets_are_text(self) -> bool:  # type: ignore[override]
         return self.task.reads_tokens and not self.counts_samples
 
@@ -77,8 +90,10 @@ def load_task(config: ModuleConfig) -> Task:
     """Returns the task that a config names."""
     from shardwise.adapters.task import load_python_task, with_settings
 
-    if config.name in SCRIPT_TASKS:
-        task = SCRIPT_TASKS[config.name]
+    if config.script:
+        from shardwise.adapters.script import load_script_task
+
+        task = load_script_task(config.name, config.args)
     else:
         task = load_python_task(config.name.removeprefix("python:"), config.args)
     return with_settings(task, config.trunk, config.tensor_plan)
@@ -104,28 +119,36 @@ class ModuleFamily(Family):
         _, spec = flatten_batch(task.example(2, config.sequence), 2)
         anatomy = self.anatomy(config, module, state)
         for name, parameter in module.named_parameters():
-            if name not in anatomy.parts_of:
+            if name not in anatomy.parts_of or name in anatomy.without_gradient:
                 parameter.requires_grad_(False)  # nothing would ever give it a gradient
         return ModuleChain(module, task, spec, anatomy, self._plan(config, module, anatomy), init, state)
 
     def build_on_meta(self, config: Any, seed: int = 0) -> ModuleChain:
         return self.build(config, seed)
 
-    def anatomy(self, config: Any, module: nn.Module, state: dict[str, Any], samples: int = 2) -> Anatomy:
-        """Traces a module that was built on the meta device, on a batch of this many samples."""
+    def anatomy(self, config: Any, module: nn.Module, state: dict[str, Any]) -> Anatomy:
+        """Traces a module that was built on the meta device."""
         import torch
         from torch.utils._pytree import tree_map_only
 
         from shardwise.adapters.anatomy import find_anatomy
+        from shardwise.adapters.module_chain import find_sample_dims
 
         task = self.task(config)
-        example = task.example(samples, config.sequence)
+        shapes: dict[int, dict[str, list[torch.Size]]] = {}
 
-        def run(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> Any:
-            state["ids"] = torch.arange(samples)
+        def run(module: nn.Module, convert: Callable[[Tensor], Tensor], samples: int) -> Tensor:
+            example = task.example(samples, config.sequence)
+            state["ids"], state["shapes"] = torch.arange(samples), shapes.setdefault(samples, {})
+            shapes[samples].clear()
             return task.call(module, tree_map_only(torch.Tensor, convert, example))
 
-        return find_anatomy(module, run, task.trunk)
+        if config not in _ANATOMIES:
+            anatomy = find_anatomy(module, run, task.trunk)
+            _ANATOMIES[config] = anatomy, find_sample_dims(shapes)
+            del state["shapes"]
+        anatomy, state["sample_dims"] = _ANATOMIES[config]
+        return anatomy
 
     def _plan(self, config: Any, module: nn.Module, anatomy: Anatomy) -> ShardingPlan:
         from shardwise.adapters.tensor_plan import make_sharding_plan
@@ -149,10 +172,15 @@ class ModuleFamily(Family):
             )
         if not plan.shard_dims:
             refused["tensor"] = "there is no plan for this module; write one below [model.tensor_plan]."
-        if anatomy.written_buffers:
-            buffer = anatomy.written_buffers[0]
+        if anatomy.changes_input:
+            refused["recompute"] = f"{anatomy.changes_input} changes its input in place; use recompute=none."
+        if chain.has_batch_statistics:
+            reason = "batch norm spans the whole batch; use replicate or shard."
+            refused |= dict.fromkeys(("pipeline", "tensor"), reason)
+            refused["recompute"] = "it would update the running statistics of batch norm twice; use recompute=none."
+        if buffer := chain.unsynchronized_buffer:
             reason = f"the forward updates the buffer {buffer}, which every rank would do on its own; use one process."
-            refused |= dict.fromkeys(("replicate", "shard", "pipeline", "tensor"), reason)
+            refused |= dict.fromkeys(("replicate", "shard", "pipeline", "tensor", "recompute"), reason)
         if anatomy.random_modules:
             raise_random(anatomy.random_modules)
         return refused
@@ -194,15 +222,13 @@ class ModuleFamily(Family):
         task = self.task(config)
         _, init = build_deferred(task.build, seed)
         module = copy.deepcopy(task.model) if isinstance(task.model, nn.Module) else task.build()
-        state: dict[str, Any] = {}
+        state: dict[str, Any] = {"sample_dims": meta_chain(config).state["sample_dims"]}
         replace_dropout(module, seed, state)
-        used = meta_chain(config).anatomy.parts_of
         with torch.no_grad():
             for name, parameter in module.named_parameters():
                 parameter.copy_(init.value(name))
-                parameter.requires_grad_(parameter.requires_grad and name in used)
         module.__dict__["shardwise_state"] = state
-        return module.to(dtype)
+        return module.to(dtype).train()
 
     def reference_loss(self, config: Any, module: nn.Module, samples: Any) -> Tensor:
         """Returns the loss of a batch, as a mean over its targets."""
@@ -220,6 +246,14 @@ class ModuleFamily(Family):
         with KeepFloat64() if dtype is torch.float64 else torch.enable_grad():
             loss = task.call(module, unflatten_batch(leaves, spec))
         return loss if task.count is None else loss / samples.num_targets
+
+    def explain_difference(self, config: Any, kind: str) -> str:
+        if kind != "loss" or self.task(config).count is not None:
+            return ""
+        return (
+            " If the loss is a mean over targets of which some are masked, samples count differently: return the sum, "
+            "and give `count`, the number of targets in a batch."
+        )
 
     def sources(self, config: Any) -> Any:
         from shardwise.adapters.dataset_source import DatasetSource

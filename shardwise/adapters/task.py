@@ -23,11 +23,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from shardwise.errors import JobError
+from shardwise.adapters.callback import Callback
+from shardwise.errors import DataError, JobError
 
 
 @dataclass(frozen=True)
 class Task:
+    """A module that is not ours, and how to train it."""
+
     model: Callable[[], nn.Module] | nn.Module
     """A class or function that builds the module, or a module, whose weights are then kept."""
     loss: Callable[..., Tensor] | None = None
@@ -37,7 +40,8 @@ class Task:
     next tokens, -100 is ignored."""
     validation: Any = None
     """A map-style dataset of held-out samples."""
-    collate: Callable[[list[Any]], Any] = torch.utils.data.default_collate
+    collate: Callable[[list[Any]], Any] | None = None
+    """From a list of samples to a batch; None: PyTorch's default."""
     count: Callable[[Any], Any] | None = None
     """From a batch to its number of targets; the loss is then a sum over them."""
     inputs: Callable[[Any], Any] | None = None
@@ -46,6 +50,16 @@ class Task:
     """From a number of samples to a batch, for shapes. None: the first samples of `data`."""
     configure: Callable[[nn.Module, torch.device, torch.dtype], None] | None = None
     """Called with the module, its device and the dtype of activations once its weights have memory."""
+    metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
+    """Functions of output and target that validation averages over the samples."""
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None
+    """A class like those of `torch.optim`, instead of the job's optimizer."""
+    learning_rate: Callable[[int], float] | None = None
+    """From a step, counted from 0, to its learning rate, instead of the job's schedule."""
+    callbacks: tuple[Callback, ...] = ()
+    casts_inputs: bool = True
+    """Whether bf16 and fp16 cast the inputs of every module with parameters, because buffers keep float32 and what is
+    computed with them too. False: the forward casts by itself."""
     split_sequence: Callable[..., None] | None = None
     """Called with the module, the context axis, all ranks' positions and an attention function, if context > 1."""
     trunk: str = ""
@@ -73,18 +87,30 @@ class Task:
         if self.reads_tokens:
             tokens = torch.zeros(samples, length, dtype=torch.int64)
             return {"input_ids": tokens, "labels": tokens}
-        return self.collate([self.data[index % len(self.data)] for index in range(samples)])
+        check_dataset(self.data)
+        if not len(self.data):
+            raise JobError(f"the dataset {type(self.data).__name__} is empty; give it at least one sample.")
+        return self.collate_rows([self.data[index % len(self.data)] for index in range(samples)])
 
-    def call(self, module: nn.Module, batch: Any) -> Tensor:
-        """Runs the forward and the loss; returns the loss as its author defined it."""
+    def collate_rows(self, rows: list[Any]) -> Any:
+        """Returns the batch of some samples."""
+        try:
+            return (self.collate or torch.utils.data.default_collate)(rows)
+        except Exception as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+            raise DataError(
+                f"{len(rows)} samples cannot be collated: {reason}. Give samples of one shape, or a `collate` that "
+                "pads them."
+            ) from error
+
+    def call(self, module: nn.Module, batch: Any, measured: dict[str, float] | None = None) -> Tensor:
+        """Runs the forward and the loss; returns the loss as its author defined it. Puts metrics into `measured`."""
         args, kwargs = self._arguments(module, batch)
         output = module(*args, **kwargs)
-        if self.loss is None:
-            loss = _own_loss(output)
-        elif isinstance(batch, tuple | list) and len(batch) > 1:
-            loss = self.loss(output, batch[-1])
-        else:
-            loss = self.loss(output, batch)
+        target = batch[-1] if isinstance(batch, tuple | list) and len(batch) > 1 else batch
+        loss = _own_loss(output) if self.loss is None else self.loss(output, target)
+        if measured is not None:
+            measured.update((name, float(metric(output, target))) for name, metric in self.metrics.items())
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"({type(loss).__name__})"
             raise JobError(f"the loss must be a scalar tensor, but it is {shape}; return its mean over the samples.")
@@ -112,10 +138,24 @@ def _own_loss(output: Any) -> Any:
         return output
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if found is None and isinstance(output, tuple | list):
+        losses = [value for value in output if isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad]
+        if len(losses) > 1:
+            raise JobError(
+                f"the forward returns {len(losses)} losses, but a job has one loss and one optimizer. Return their "
+                "sum, or train with a loop of your own if each needs an optimizer, as in a GAN."
+            )
         found = output[0]
     if found is None:
         raise JobError("the forward returns no loss; give one with `loss`, or return a scalar or an object with .loss.")
     return found
+
+
+def check_dataset(dataset: Any) -> None:
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise JobError(
+            f"the dataset {type(dataset).__name__} has no length or cannot be indexed; samples are read by index, so "
+            "that every layout and every restart reads the same: give it __len__ and __getitem__."
+        )
 
 
 def flatten_batch(batch: Any, samples: int) -> tuple[list[Tensor], TreeSpec]:

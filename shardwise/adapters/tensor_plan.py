@@ -33,6 +33,27 @@ from shardwise.models.sharding import (
 STYLES = ("colwise", "rowwise", "rowwise_split", "colwise_gather", "vocab")
 
 
+# What layers are called in many models, for those without a plan: a hint, which is proven like any other.
+COLWISE_NAMES = (
+    "q_proj", "k_proj", "v_proj", "query", "key", "value", "q_lin", "k_lin", "v_lin", "fc1", "lin1", "up_proj",
+    "gate_proj", "intermediate.dense",
+)  # fmt: skip
+ROWWISE_NAMES = ("o_proj", "out_proj", "output.dense", "out_lin", "fc2", "lin2", "down_proj")
+
+
+def guess_plan(module: nn.Module, anatomy: Anatomy) -> dict[str, str]:
+    """Returns a plan by the names of the blocks' linear layers; empty if a block has no pair of split layers."""
+    plan: dict[str, str] = {}
+    for block in anatomy.blocks:
+        linear = [name for name, part in module.get_submodule(block).named_modules() if isinstance(part, nn.Linear)]
+        columns = {f"{block}.{name}": "colwise" for name in linear if name.endswith(COLWISE_NAMES)}
+        rows = {f"{block}.{name}": "rowwise" for name in linear if name.endswith(ROWWISE_NAMES)}
+        if not columns or not rows:
+            return {}
+        plan |= columns | rows
+    return plan
+
+
 def make_sharding_plan(
     module: nn.Module, anatomy: Anatomy, styles: Mapping[str, str], head_dim: int = 1, is_hint: bool = False
 ) -> ShardingPlan:
@@ -58,7 +79,7 @@ def make_sharding_plan(
                 raise JobError(
                     f"tensor_plan: {name} is a {type(part).__name__}, but {style!r} splits an nn.{kind.__name__}."
                 )
-            unit = head_dim if name.rpartition(".")[2] in ("q_proj", "k_proj", "v_proj") else 1
+            unit = head_dim if name.rpartition(".")[2] in ("q_proj", "k_proj", "v_proj", "query", "key", "value") else 1
             if style in ("colwise", "colwise_gather"):
                 shard_dims.append(Colwise(f"{name}.*", unit=unit if style == "colwise" else 1))
             if style in ("rowwise", "rowwise_split"):

@@ -9,8 +9,6 @@ medians over repeats. Each algorithm is fitted to the alpha-beta model
 with its number of steps and the bytes its busiest rank sends. Links are measured by ping-pong between two processes.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import time
@@ -26,23 +24,13 @@ import torch.distributed as dist
 from scipy.optimize import nnls
 from torch import Tensor
 
+from shardwise import draw
 from shardwise.bench.parameter_server import push_pull_schedule, push_pull_sent_numel
 from shardwise.cluster import CLUSTERS, LinkSpec, read_cluster, write_cluster
 from shardwise.comm import allreduce
 from shardwise.comm.allreduce import Schedule, SentNumelFn, get_algorithm, segment_bounds, sent_bytes
 from shardwise.comm.world import run_world
 from shardwise.console import pluralize
-from shardwise.draw import (
-    COLORS,
-    MARGIN,
-    PANEL_HEIGHT,
-    PANEL_WIDTH,
-    Panel,
-    line_path,
-    svg_circle,
-    svg_document,
-    svg_text,
-)
 from shardwise.errors import JobError
 from shardwise.files import require_parent_folder
 
@@ -53,12 +41,9 @@ MAX_BANDWIDTH = 1e15  # bytes per second; a fit that reaches it found no depende
 
 @dataclass(frozen=True)
 class AlphaBetaFit:
-    latency: float
-    """Seconds per step."""
-    bandwidth: float
-    """Bytes per second of the busiest rank."""
-    median_error: float
-    """Median relative error of the fit."""
+    latency: float  # seconds per step
+    bandwidth: float  # bytes per second of the busiest rank
+    median_error: float  # median relative error of the fit
 
 
 @dataclass(frozen=True)
@@ -66,13 +51,10 @@ class CommReport:
     processes: int
     processes_per_node: int
     sizes: list[int]
-    seconds: dict[str, list[float]]
-    """By algorithm, one entry per size."""
-    bytes_sent: dict[str, list[int]]
-    """Bytes that the busiest rank sends; for PyTorch's all-reduce, those of a ring."""
+    seconds: dict[str, list[float]]  # by algorithm, one entry per size
+    bytes_sent: dict[str, list[int]]  # bytes that the busiest rank sends; for PyTorch's all-reduce, those of a ring
     steps: dict[str, list[int]]
-    links: dict[str, AlphaBetaFit]
-    """`inner`: within a node; `outer`: between nodes."""
+    links: dict[str, AlphaBetaFit]  # `inner`: within a node; `outer`: between nodes
 
     @property
     def fits(self) -> dict[str, AlphaBetaFit]:
@@ -243,16 +225,17 @@ def draw_report(report: CommReport) -> str:
     """Returns an SVG plot of the times (dots) and the fits (lines)."""
     milliseconds = [1e3 * value for times in report.seconds.values() for value in times]
     y_range = min(milliseconds), max(milliseconds)
-    panel = Panel(MARGIN, (report.sizes[0], report.sizes[-1]), y_range, log_y=True)
+    panel = draw.Panel(draw.MARGIN, (report.sizes[0], report.sizes[-1]), y_range, log_y=True)
     title = f"All-reduce of {pluralize(report.processes, 'process')}, {report.processes_per_node} per node"
     lines = [*panel.axes("bytes", f"{title}: milliseconds (dots) and fit (lines)")]
     for index, (name, fit) in enumerate(report.fits.items()):
-        color, times = COLORS[index], report.seconds[name]
-        lines += [svg_circle(*panel.to_pixels(size, 1e3 * value), color) for size, value in zip(report.sizes, times)]
+        color, times = draw.COLORS[index], report.seconds[name]
+        dots = [panel.to_pixels(size, 1e3 * value) for size, value in zip(report.sizes, times)]
+        lines += [draw.svg_circle(*dot, color) for dot in dots]
         counts = zip(report.steps[name], report.bytes_sent[name])
         fitted = [fit.latency * steps + bytes_sent / fit.bandwidth for steps, bytes_sent in counts]
         curve = [panel.to_pixels(size, 1e3 * value) for size, value in zip(report.sizes, fitted) if value > 0]
-        lines.append(f'<path d="{line_path(curve)}" stroke="{color}" class="curve"/>')
-        x, y = MARGIN + PANEL_WIDTH + 12, MARGIN / 2 + 16 + 17 * index
-        lines.append(svg_text(x, y, name, "start", f'style="fill:{color}"'))
-    return svg_document(lines, 2 * MARGIN + PANEL_WIDTH + 60, PANEL_HEIGHT + 2 * MARGIN, title)
+        lines.append(f'<path d="{draw.line_path(curve)}" stroke="{color}" class="curve"/>')
+        x, y = draw.MARGIN + draw.PANEL_WIDTH + 12, draw.MARGIN / 2 + 16 + 17 * index
+        lines.append(draw.svg_text(x, y, name, "start", f'style="fill:{color}"'))
+    return draw.svg_document(lines, 2 * draw.MARGIN + draw.PANEL_WIDTH + 60, draw.PANEL_HEIGHT + 2 * draw.MARGIN, title)

@@ -13,8 +13,6 @@ Stages are timed in this process, one batch after the other; a stage excludes th
 The wait is measured in real steps on one device, with the job's loader running concurrently.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections import defaultdict
@@ -38,13 +36,9 @@ WARMUP_STEPS = 2
 STAGES = ("order", "read", "decode", "objective", "augment", "collate", "transfer")
 # The stage of each method of a source.
 STAGE_OF_METHOD = {
-    "rows": "read",
-    "read_bytes": "read",
-    "_read_line": "read",
-    "_draw": "read",
-    "_parse_row": "decode",
+    "rows": "read", "read_bytes": "read", "_read_line": "read", "_draw": "read", "_parse_row": "decode",
     "read_images": "decode",
-}
+}  # fmt: skip
 
 
 class StageTimer:
@@ -71,18 +65,14 @@ class StageTimer:
 @dataclass(frozen=True)
 class DataReport:
     device: str
-    batch_size: int
-    """Samples per batch."""
+    batch_size: int  # samples per batch
     workers: int
     prefetch: int
-    stage_seconds: dict[str, float]
-    """Median seconds per batch, by stage."""
-    loader_samples_per_s: float
-    """Throughput of the loader alone."""
-    step_seconds: float
-    """Median seconds per step."""
+    stage_seconds: dict[str, float]  # median seconds per batch, by stage
+    loader_samples_per_s: float  # throughput of the loader alone
+    step_seconds: float  # median seconds per step
+    # Mean seconds per step spent waiting for the batch; not the median, since waits are rare and long.
     wait_seconds: float
-    """Mean seconds per step spent waiting for the batch; not the median, since waits are rare and long."""
 
     @property
     def slowest_stage(self) -> str:

@@ -5,8 +5,6 @@ CPU. The breakdown comes from a separate, profiled step: kernels are classified 
 (projection and loss, whose backward matmuls run in its forward), which are recognized by when they ran.
 """
 
-from __future__ import annotations
-
 import re
 import statistics
 import time
@@ -29,7 +27,7 @@ from shardwise.models import bert, gpt, t5
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.prepare import forward_flops, prepare
-from shardwise.step import CudaGraphStep, make_step_fn, step
+from shardwise.step import make_step_fn, step
 
 WARMUP_STEPS = 3  # compile the blocks and initialize optimizer state
 HEAD_ANNOTATION = "shardwise head"
@@ -47,21 +45,14 @@ class StepReport:
     device: str
     layout: str
     compiled: bool
-    uses_cuda_graph: bool
-    """Whether steps replay a CUDA graph."""
-    tokens: int
-    """Tokens per step."""
-    seconds: float
-    """Median seconds per step."""
-    relative_iqr: float
-    """Interquartile range of the step time over its median."""
-    flops_per_second: float
-    """Model FLOP/s, without recomputation."""
-    peak_flops_per_second: float
-    """Peak FLOP/s of the device; 0 if unknown."""
+    uses_cuda_graph: bool  # whether steps replay a CUDA graph
+    tokens: int  # tokens per step
+    seconds: float  # median seconds per step
+    relative_iqr: float  # interquartile range of the step time over its median
+    flops_per_second: float  # model FLOP/s, without recomputation
+    peak_flops_per_second: float  # peak FLOP/s of the device; 0 if unknown
     peak_memory_gib: float
-    time_breakdown: dict[str, float]
-    """Seconds by kind of kernel, in one profiled step."""
+    time_breakdown: dict[str, float]  # seconds by kind of kernel, in one profiled step
 
     @property
     def tokens_per_second(self) -> float:
@@ -76,11 +67,9 @@ class StepReport:
 
     def text(self) -> str:
         flags = [flag for flag, is_set in (("compiled", self.compiled), ("CUDA graph", self.uses_cuda_graph)) if is_set]
-        mfu = (
-            f"{100 * self.mfu:.0f}% MFU"
-            if self.peak_flops_per_second
-            else "MFU unknown (no peak FLOP/s for this device)"
-        )
+        mfu = "MFU unknown (no peak FLOP/s for this device)"
+        if self.peak_flops_per_second:
+            mfu = f"{100 * self.mfu:.0f}% MFU"
         memory = f"; peak memory {self.peak_memory_gib:.1f} GiB" if self.peak_memory_gib else ""
         lines = [
             ", ".join([self.device, f"layout '{self.layout}'", *flags]),
@@ -105,9 +94,8 @@ def bench_step(job: Job, device: torch.device, steps: int = 10, warmup_steps: in
         torch.cuda.reset_peak_memory_stats()
     engine = parallelize(prepare(job, layout), device)
     optimizer = engine.make_optimizer(job)
-    stream = SampleStream(
-        synthetic_source(job, 4 * job.samples), job.seed, objective=job.family.objective(job.model, job.seed)
-    )
+    objective = job.family.objective(job.model, job.seed)
+    stream = SampleStream(synthetic_source(job, 4 * job.samples), job.seed, objective=objective)
     batches = [stream.read(rank_positions(number, job.samples, 1, 0)).to(device) for number in range(4)]
 
     for number in range(warmup_steps):
@@ -127,9 +115,10 @@ def bench_step(job: Job, device: torch.device, steps: int = 10, warmup_steps: in
         time_breakdown["gaps"] = unaccounted
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return StepReport(
-        name, str(layout), compiled, isinstance(step_fn, CudaGraphStep), job.samples * job.model.sequence_length,
-        median, (quartiles[2] - quartiles[0]) / median, 3 * sum(forward_flops(job.model)) * job.samples / median,
-        device_peak_flops(device, job.precision) or 0.0, peak, time_breakdown,
+        name, str(layout), compiled, getattr(step_fn, "graph", None) is not None,
+        job.samples * job.model.sequence_length, median, (quartiles[2] - quartiles[0]) / median,
+        3 * sum(forward_flops(job.model)) * job.samples / median, device_peak_flops(device, job.precision) or 0.0, peak,
+        time_breakdown,
     )  # fmt: skip
 
 
@@ -193,12 +182,8 @@ def _annotate_head(engine: Engine) -> Iterator[None]:
     def end(*args: Any) -> None:
         annotations.pop().__exit__(None, None, None)
 
-    heads = [
-        module
-        for chain in engine.chains
-        for module in chain.modules()
-        if isinstance(module, gpt.DecoderHead | bert.BertHead | t5.T5Head)
-    ]
+    modules = [module for chain in engine.chains for module in chain.modules()]
+    heads = [module for module in modules if isinstance(module, gpt.DecoderHead | bert.BertHead | t5.T5Head)]
     handles = [handle for head in heads
                for handle in (head.register_forward_pre_hook(begin), head.register_forward_hook(end))]  # fmt: skip
     try:

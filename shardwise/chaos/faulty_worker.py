@@ -4,8 +4,6 @@
 Each fault triggers once: its rank first writes the time to `faults/NUMBER`, and skips a fault whose file exists.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -28,7 +26,7 @@ from shardwise.integrity.checksums import INT_DTYPES, TrackedTensor
 from shardwise.launch import worker
 from shardwise.train import checkpoint
 from shardwise.train.checkpoint_folder import valid_checkpoints
-from shardwise.train.loop import Trainer
+from shardwise.train.loop import TrainingLoop
 
 PHASES = ("data", "forward", "backward", "optimizer", "save", "load")
 
@@ -50,10 +48,6 @@ def inject_faults(run: Path, faults: list[Fault]) -> None:
     (run / "faults").mkdir(exist_ok=True)
 
 
-def read_faults(run: Path) -> list[Fault]:
-    return [Fault(**fault) for fault in json.loads((run / "faults.json").read_text())]
-
-
 def trigger_times(run: Path) -> dict[int, float]:
     """Returns the time at which each fault triggered, by its number."""
     return {int(path.name): float(path.read_text()) for path in (run / "faults").glob("[0-9]*")}
@@ -63,14 +57,15 @@ def main(arguments: list[str]) -> None:
     """The entry point of a worker: trains like `shardwise.launch.worker`, with this rank's faults injected."""
     run, rank = Path(arguments[0]), int(os.environ["RANK"])
     triggered = trigger_times(run)
-    pending = [fault for fault in read_faults(run) if fault.rank == rank and fault.number not in triggered]
-    original_run = Trainer.run
+    faults = [Fault(**fault) for fault in json.loads((run / "faults.json").read_text())]
+    pending = [fault for fault in faults if fault.rank == rank and fault.number not in triggered]
+    original_run = TrainingLoop.run
 
-    def run_with_faults(trainer: Trainer) -> None:
+    def run_with_faults(trainer: TrainingLoop) -> None:
         _FaultInjector(run, trainer, pending).install()
         original_run(trainer)
 
-    Trainer.run = run_with_faults  # type: ignore[assignment, method-assign]
+    TrainingLoop.run = run_with_faults  # type: ignore[assignment, method-assign]
     worker.main(arguments)
 
 
@@ -90,7 +85,7 @@ def samples_by_step(run: Path) -> dict[int, list[int]]:
 class _FaultInjector:
     """Hooks a trainer so that its rank's faults trigger at their step and phase."""
 
-    def __init__(self, run_path: Path, trainer: Trainer, faults: list[Fault]):
+    def __init__(self, run_path: Path, trainer: TrainingLoop, faults: list[Fault]):
         self.run_path, self.trainer, self.faults, self.step = run_path, trainer, faults, 0
         self.forward_counts: Counter[int] = Counter()
 

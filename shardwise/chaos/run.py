@@ -1,8 +1,6 @@
 """Runs a job with and without random faults, and reports which faults were detected, how fast, and whether the results
 agree."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable
@@ -23,9 +21,8 @@ from shardwise.workers.fork_server import ForkServer
 FAULTY_WORKER = "shardwise.chaos.faulty_worker"
 BIT_FLIP_KINDS = ("weight", "state", "gradient")  # tensors in which a bit is flipped
 FAULT_KINDS = ("kill", "kill", "kill", "stop", "flip", "nan", *BIT_FLIP_KINDS)
-EXPECTED_EVENT = {"kill": "killed", "stop": "suspended", "flip": "killed", "nan": "rollback"} | dict.fromkeys(
-    BIT_FLIP_KINDS, "corruption"
-)
+EXPECTED_EVENT = {"kill": "killed", "stop": "suspended", "flip": "killed", "nan": "rollback"}
+EXPECTED_EVENT |= dict.fromkeys(BIT_FLIP_KINDS, "corruption")
 FAILURE_EVENTS = ("killed", "suspended", "hung", "failed", "rollback", "corruption")
 
 
@@ -34,12 +31,9 @@ class FaultOutcome:
     """How one fault was detected."""
 
     fault: Fault
-    detected_as: str
-    """The event that reports it; "masked": another fault ended the same attempt; empty: not detected."""
-    seconds: float
-    """Seconds from the fault to the event."""
-    is_attributed: bool
-    """Whether the event has the expected kind and names the fault's rank (for a NaN: its step)."""
+    detected_as: str  # the event that reports it; "masked": another fault ended the same attempt; empty: not detected
+    seconds: float  # seconds from the fault to the event
+    is_attributed: bool  # whether the event has the expected kind and names the fault's rank (for a NaN: its step)
 
 
 @dataclass(frozen=True)
@@ -47,13 +41,12 @@ class ChaosReport:
     layout: str
     outcomes: list[FaultOutcome]
     finished: bool
+    # Whether the loss and gradient norm of every step are bitwise equal to those of the fault-free run.
     matches_baseline: bool
-    """Whether the loss and gradient norm of every step are bitwise equal to those of the fault-free run."""
     lost_samples: int
     repeated_samples: int
     corrupted_checkpoints: int
-    rejected_checkpoints: int
-    """Checkpoints that a restart rejected; one that is never loaded is never rejected."""
+    rejected_checkpoints: int  # checkpoints that a restart rejected; one that is never loaded is never rejected
 
     @property
     def ok(self) -> bool:
@@ -170,15 +163,12 @@ def evaluate_run(layout: str, faults: list[Fault], faulty: RunFolder, baseline: 
     )
     kinds = [event["event"] for event in faulty.events()]
     return ChaosReport(
-        layout,
-        outcomes,
-        "finished" in kinds,
-        _loss_curve(faulty) == _loss_curve(baseline),
+        layout, outcomes, "finished" in kinds, _loss_curve(faulty) == _loss_curve(baseline),
         lost_samples=len(set(expected_samples) - set(used_samples)),
         repeated_samples=len(used_samples) - len(set(used_samples)),
         corrupted_checkpoints=len(list((faulty.path / "faults").glob("flipped-*"))),
         rejected_checkpoints=kinds.count("checkpoint_corrupt"),
-    )
+    )  # fmt: skip
 
 
 def _is_attributed(event: dict[str, Any] | None, fault: Fault) -> bool:

@@ -13,8 +13,6 @@ PyTorch's own `all_reduce` hides its algorithm, its traffic and which rank does 
     two-level  reduce-scatter within a node, rings across nodes, all-gather within the node
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from functools import partial
@@ -43,8 +41,7 @@ class P2PStep(NamedTuple):
 
     send: PeerSlice | None = None
     recv: PeerSlice | None = None
-    accumulate: bool = False
-    """Whether the received slice is added to the local one or replaces it."""
+    accumulate: bool = False  # whether the received slice is added to the local one or replaces it
 
 
 Schedule = Callable[[int, int, int], list[P2PStep]]  # (rank, ranks, numel)
@@ -219,12 +216,9 @@ def get_algorithm(name: str, ranks_per_node: int = 1) -> tuple[Schedule, SentNum
 
 
 def all_reduce(
-    tensor: Tensor,
-    name: str,
-    group: dist.ProcessGroup | None = None,
-    ranks_per_node: int = 1,
+    tensor: Tensor, name: str, group: dist.ProcessGroup | None = None, ranks_per_node: int = 1,
     segment_bytes: int = SEGMENT_BYTES,
-) -> int:
+) -> int:  # fmt: skip
     """Sums a contiguous tensor over a group, in place. Returns the bytes this rank sent."""
     return run_schedule(tensor, get_algorithm(name, ranks_per_node)[0], f"{name} all-reduce", group, segment_bytes)
 
@@ -243,12 +237,9 @@ def sent_bytes(
 
 
 def run_schedule(
-    tensor: Tensor,
-    schedule: Schedule,
-    description: str,
-    group: dist.ProcessGroup | None = None,
+    tensor: Tensor, schedule: Schedule, description: str, group: dist.ProcessGroup | None = None,
     segment_bytes: int = SEGMENT_BYTES,
-) -> int:
+) -> int:  # fmt: skip
     """Executes a schedule on a contiguous tensor. Returns the bytes this rank sent."""
     if not dist.is_initialized():
         return 0

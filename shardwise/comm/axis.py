@@ -1,7 +1,5 @@
 """One axis of the process mesh as this rank sees it: the argument of every timed collective."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 

@@ -4,8 +4,6 @@ The names are the same for every supported PyTorch version (2.13 renamed some co
 calls and compiled code, the axis's step timer records how long this rank waits in each collective.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -51,9 +51,8 @@ class HostStagedBackend(ProcessGroup):  # type: ignore[misc]
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         host_tensors = [[_empty_host_like(tensor) for tensor in row] for row in outputs]
-        self.gloo.allgather(
-            host_tensors, [_copy_to_host(tensor) for tensor in inputs], opts or c10d.AllgatherOptions()
-        ).wait()
+        host_inputs = [_copy_to_host(tensor) for tensor in inputs]
+        self.gloo.allgather(host_tensors, host_inputs, opts or c10d.AllgatherOptions()).wait()
         return _copy_back([t for row in outputs for t in row], [t for row in host_tensors for t in row])
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
@@ -62,8 +61,7 @@ class HostStagedBackend(ProcessGroup):  # type: ignore[misc]
     all_gather_single = _allgather_base
 
     def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        works = [self._allgather_base(output, input) for output, input in zip(outputs, inputs, strict=True)]
-        return works[-1]
+        return [self._allgather_base(*pair) for pair in zip(outputs, inputs, strict=True)][-1]
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
@@ -78,23 +76,17 @@ class HostStagedBackend(ProcessGroup):  # type: ignore[misc]
     reduce_scatter_single = _reduce_scatter_base
 
     def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        works = [self._reduce_scatter_base(output, input, opts) for output, input in zip(outputs, inputs, strict=True)]
-        return works[-1]
+        return [self._reduce_scatter_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)][-1]
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def alltoall_base(
-        self,
-        output: Tensor,
-        input: Tensor,
-        output_split_sizes: list[int],
-        input_split_sizes: list[int],
+        self, output: Tensor, input: Tensor, output_split_sizes: list[int], input_split_sizes: list[int],
         opts: Any = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         host_output = _empty_host_like(output)
-        self.gloo.alltoall_base(
-            host_output, _copy_to_host(input), output_split_sizes, input_split_sizes, opts or c10d.AllToAllOptions()
-        ).wait()
+        sizes, opts = (output_split_sizes, input_split_sizes), opts or c10d.AllToAllOptions()
+        self.gloo.alltoall_base(host_output, _copy_to_host(input), *sizes, opts).wait()
         return _copy_back([output], [host_output])
 
     all_to_all_single = alltoall_base

@@ -3,7 +3,7 @@
 No interval is counted twice: a wait is subtracted from the phase around it, except in PHASES_INCLUDING_WAITS, whose
 waits are not timed, and nested `waiting` blocks are counted once. On a CPU the host's clock is used. On a GPU, device
 phases and waits are spans between CUDA events in the compute stream, read after they have completed, so timing never
-synchronizes. The engine's mesh owns the timer.
+synchronizes. If a step replays a CUDA graph, these events are nodes of the graph. The engine's mesh owns the timer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ import torch
 DEVICE_PHASES = ("compute", "optimizer")  # timed on the GPU; the others on the host
 PHASES_INCLUDING_WAITS = ("data", "checkpoint", "validation")  # waits in `waiting` blocks count towards these phases
 Timestamp = Any
-"""`perf_counter` seconds on a CPU, otherwise a CUDA event; None during CUDA graph capture, where spans are dropped."""
+"""`perf_counter` seconds on a CPU, otherwise a CUDA event."""
+Span = tuple[str, str, Timestamp, Timestamp]
+"""Axis (empty unless it is a wait), phase, begin and end."""
 
 
 class StepTimer:
@@ -35,8 +37,10 @@ class StepTimer:
         """Seconds of waiting, by axis."""
         self.phase_seconds: defaultdict[str, float] = defaultdict(float)
         """Seconds by phase, without waits."""
-        self._pending_spans: list[tuple[str, str, Timestamp, Timestamp]] = []
-        self._phase, self._phase_start = "", time.perf_counter()
+        self._pending_spans: list[Span] = []
+        self._captured_spans: list[Span] | None = None
+        self._replayed_spans: tuple[list[Span], Timestamp] | None = None
+        self._phase, self._phase_start, self._phase_is_on_device = "", time.perf_counter(), False
         self._wait_start: Timestamp = None
         self._actions: list[tuple[str, int, int, Timestamp, Timestamp]] | None = None
         self._wait_depth = 0
@@ -50,13 +54,38 @@ class StepTimer:
         self.wait_seconds.clear()
         self.phase_seconds.clear()
 
-    def begin_phase(self, name: str) -> None:
-        """Ends the current phase and begins another; an empty name only ends the current one."""
+    def begin_phase(self, name: str, overlapped: bool = False) -> None:
+        """Ends the current phase and begins another; an empty name only ends the current one.
+
+        `overlapped`: the GPU is still computing, and only the time that it then waits for this phase counts.
+        """
         if self._phase and self.enabled:
-            on_device = self._phase in DEVICE_PHASES
-            self._add_span("", self._phase, self._phase_start, self._timestamp() if on_device else time.perf_counter())
-        self._phase = name
-        self._phase_start = self._timestamp() if name in DEVICE_PHASES else time.perf_counter()
+            end = self._timestamp() if self._phase_is_on_device else time.perf_counter()
+            self._add_span("", self._phase, self._phase_start, end)
+        self._phase, self._phase_is_on_device = name, overlapped or name in DEVICE_PHASES
+        self._phase_start = self._timestamp() if self._phase_is_on_device else time.perf_counter()
+
+    # Steps that replay a CUDA graph
+
+    def begin_capture(self) -> None:
+        """Begins the capture of a step, in the compute phase. Its spans go to `end_capture`."""
+        self._captured_spans = []
+        self._phase, self._phase_is_on_device, self._phase_start = "compute", True, self._timestamp()
+
+    def end_capture(self) -> list[Span]:
+        """Ends a capture; returns its spans for `add_replay`."""
+        self.begin_phase("")
+        spans = self._captured_spans or []
+        self._captured_spans = None
+        return spans
+
+    def cancel_capture(self) -> None:
+        """Forgets a capture that failed."""
+        self._captured_spans, self._phase = None, ""
+
+    def add_replay(self, spans: list[Span]) -> None:
+        """Counts the spans of the graph that was just launched. The next replay overwrites their times."""
+        self._replayed_spans = spans, self._timestamp()
 
     @contextmanager
     def waiting(self, axis: str, device: torch.device | None = None) -> Iterator[None]:
@@ -115,17 +144,17 @@ class StepTimer:
     def _timestamp(self, device: torch.device | None = None) -> Timestamp:
         if (device or self.device).type != "cuda":
             return time.perf_counter()
-        if torch.cuda.is_current_stream_capturing():
-            return None
-        event = torch.cuda.Event(enable_timing=True)
+        # An external event is recorded by each replay of the graph.
+        event = torch.cuda.Event(enable_timing=True, external=torch.cuda.is_current_stream_capturing())
         event.record()
         return event
 
     def _add_span(self, axis: str, phase: str, begin: Timestamp, end: Timestamp) -> None:
         if isinstance(begin, float) and isinstance(end, float):
             self._accumulate(axis, phase, end - begin)
-        elif begin is not None and end is not None:
-            self._pending_spans.append((axis, phase, begin, end))
+        else:
+            spans = self._pending_spans if self._captured_spans is None else self._captured_spans
+            spans.append((axis, phase, begin, end))
 
     def _accumulate(self, axis: str, phase: str, seconds: float) -> None:
         if axis:
@@ -142,6 +171,10 @@ class StepTimer:
             else:
                 still_pending.append((axis, phase, begin, end))
         self._pending_spans = still_pending
+        if self._replayed_spans is not None and self._replayed_spans[1].query():
+            for axis, phase, begin, end in self._replayed_spans[0]:
+                self._accumulate(axis, phase, begin.elapsed_time(end) / 1e3)
+            self._replayed_spans = None
 
     def elapsed(self) -> tuple[dict[str, float], dict[str, float]]:
         """Returns seconds by phase and by axis since the step began, without the current phase.

@@ -4,8 +4,6 @@ Functional collectives live in a private module and are the only ones that compi
 collectives. The default store, which process groups use to find each other, has no public accessor.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as dist

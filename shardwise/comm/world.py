@@ -5,8 +5,6 @@ For short runs: verify, calibration and tests. Training starts its workers under
 failed first (by timestamp), not a follow-up error of its peers.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import multiprocessing
 import os
@@ -66,15 +64,9 @@ def run_world(
 
 
 def _worker_main(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    rank: int,
-    world_size: int,
-    folder: str,
-    connection: Connection,
-    backend: str,
-    is_fresh_process: bool,
-) -> None:
+    function: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, folder: str,
+    connection: Connection, backend: str, is_fresh_process: bool,
+) -> None:  # fmt: skip
     faulthandler.register(signal.SIGUSR1, open(os.path.join(folder, f"stack{rank}"), "w"))  # noqa: SIM115
     torch.set_num_threads(1)
     torch.backends.mkldnn.set_flags(is_fresh_process)
@@ -128,9 +120,8 @@ def _collect_results(connections: list[Connection], workers: list[Any], timeout:
         raise payload if isinstance(payload, ShardwiseError) else RunError(str(payload))
     if pending:
         unfinished = sorted(pending.values())
-        stacks = "\n".join(
-            f"rank {rank}:\n{_dump_stack(workers[rank].pid, folder / f'stack{rank}')}" for rank in unfinished
-        )
+        dumps = {rank: _dump_stack(workers[rank].pid, folder / f"stack{rank}") for rank in unfinished}
+        stacks = "\n".join(f"rank {rank}:\n{dump}" for rank, dump in dumps.items())
         raise RunError(f"ranks {unfinished} did not finish within {timeout:.0f} s.\n{stacks}")
     return [results[rank] for rank in range(len(connections))]
 

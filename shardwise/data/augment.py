@@ -10,8 +10,6 @@ They are applied in this order, regardless of the order in the job. Random numbe
 sample's stream position, so they do not depend on the layout, the number of workers or restarts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
@@ -44,13 +42,9 @@ class ImageAugmentation:
         return (partner * num_images).astype(np.int64), (weight * MIX_WEIGHT_SCALE).astype(np.int64)
 
     def mixup(
-        self,
-        images: np.ndarray,
-        targets: np.ndarray,
-        partner_images: np.ndarray,
-        partner_targets: np.ndarray,
+        self, images: np.ndarray, targets: np.ndarray, partner_images: np.ndarray, partner_targets: np.ndarray,
         mixup_weights: np.ndarray,
-    ) -> tuple[np.ndarray, np.ndarray]:
+    ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
         """Returns the blended images, and targets that pack both classes and the second one's weight into one int64."""
         weight = (mixup_weights / MIX_WEIGHT_SCALE).astype(np.float32)[:, None, None, None]
         packed = targets | partner_targets << SECOND_CLASS_BIT | mixup_weights << MIX_WEIGHT_BIT

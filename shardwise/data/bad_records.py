@@ -1,7 +1,5 @@
 """Handles unreadable records as `data.on_bad_record` says: fail at the first one, or skip and log each."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,10 +12,8 @@ MAX_SHOWN = 3  # bad records that a summary quotes
 @dataclass
 class BadRecords:
     skip: bool = False
-    log_path: Path | None = None
-    """File that every process appends its bad records to, one per line."""
-    messages: dict[str, None] = field(default_factory=dict)
-    """Messages of this process, in order and without duplicates."""
+    log_path: Path | None = None  # file that every process appends its bad records to, one per line
+    messages: dict[str, None] = field(default_factory=dict)  # messages of this process, in order and without duplicates
 
     def report(self, error: DataError) -> None:
         """Raises the error, or records its message if bad records are skipped."""

@@ -6,8 +6,6 @@ Unpickling can run code, so a restricted unpickler maps the few globals that num
 everything else.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 from collections.abc import Sequence

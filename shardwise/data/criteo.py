@@ -36,14 +36,10 @@ _U64 = np.uint64
 class ClickBatch:
     """Unpacked samples of a click log."""
 
-    sparse_ids: Tensor
-    """(B, tables, lookups) int64; -1 pads bags"""
-    weights: Tensor
-    """(B, tables, lookups) float64"""
-    dense_features: Tensor
-    """(B, features) float64"""
-    labels: Tensor
-    """(B,) int64; negative: ignored"""
+    sparse_ids: Tensor  # (B, tables, lookups) int64; -1 pads bags
+    weights: Tensor  # (B, tables, lookups) float64
+    dense_features: Tensor  # (B, features) float64
+    labels: Tensor  # (B,) int64; negative: ignored
 
     @classmethod
     def unpack(cls, samples: Samples, model: DLRMConfig) -> ClickBatch:
@@ -76,9 +72,8 @@ class ClickSource:
     def samples(self, indices: np.ndarray, positions: np.ndarray) -> Samples:
         """Returns the rows as samples: the label is the target, the rest the input."""
         packed = torch.from_numpy(self.rows(self.first + indices))
-        return Samples(
-            packed[:, 1:].contiguous(), packed[:, :1].contiguous(), torch.from_numpy(positions.astype(np.int64))
-        )
+        ids = torch.from_numpy(positions.astype(np.int64))
+        return Samples(packed[:, 1:].contiguous(), packed[:, :1].contiguous(), ids)
 
 
 def _pack_rows(
@@ -118,9 +113,8 @@ class SyntheticClicks(ClickSource):
         draws = np.arange(2 * size + model.tables + model.dense_features + 1, dtype=_U64)
         row_keys = mix64_numpy(indices.astype(_U64) ^ self.key)[:, None]
         bits = mix64_numpy(row_keys + draws * _U64(GOLDEN_GAMMA))
-        category_bits, weight_bits, length_bits, dense_bits, label_bits = np.split(
-            bits, np.cumsum((size, size, model.tables, model.dense_features)), 1
-        )
+        ends = np.cumsum((size, size, model.tables, model.dense_features))
+        category_bits, weight_bits, length_bits, dense_bits, label_bits = np.split(bits, ends, 1)
         rank = _zipf_ranks(to_unit_interval(category_bits).reshape(shape), self.table_rows, self.zipf_exponent)
         permuted = (rank * self.row_multiplier[:, None] + self.row_offset[:, None]) % self.table_rows
         sparse_ids = permuted.astype(np.int64)
@@ -131,11 +125,8 @@ class SyntheticClicks(ClickSource):
         dense_features = np.log1p(np.floor(-20.0 * np.log1p(-to_unit_interval(dense_bits))))
         tables = np.arange(model.tables, dtype=_U64)[:, None] << _U64(40)
         sparse_effects = 2.0 * to_unit_interval(mix64_numpy((sparse_ids.astype(_U64) + tables) ^ ~self.key)) - 1.0
-        logits = (  # scaled for a click rate of about one third
-            3.0 * (sparse_effects * bag_weights).sum((1, 2)) / np.sqrt(size)
-            + (self.dense_effects * (dense_features - 2.5)).sum(1)
-            - 1.0
-        )
+        logits = 3.0 * (sparse_effects * bag_weights).sum((1, 2)) / np.sqrt(size)
+        logits = logits + (self.dense_effects * (dense_features - 2.5)).sum(1) - 1.0  # about one third are clicks
         labels = to_unit_interval(label_bits[:, 0]) < 1.0 / (1.0 + np.exp(-logits))
         return _pack_rows(labels, np.where(present, sparse_ids, -1), bag_weights, dense_features)
 
@@ -167,14 +158,9 @@ class CriteoClicks(ClickSource):
     """
 
     def __init__(
-        self,
-        model: DLRMConfig,
-        path: Path,
-        offsets: np.ndarray,
-        first: int,
-        count: int,
+        self, model: DLRMConfig, path: Path, offsets: np.ndarray, first: int, count: int,
         bad_records: BadRecords | None = None,
-    ):
+    ):  # fmt: skip
         super().__init__(model, first, count)
         self.path, self.offsets, self.bad_records = path, offsets, bad_records or BadRecords()
 

@@ -1,8 +1,6 @@
 """Encodes text into a token file: files -> documents -> tokenizer -> tokens."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -15,15 +13,12 @@ from shardwise.data.text import TextChunk, find_files, read_chunks
 from shardwise.data.token_file import write_token_arrays
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer, parse_bpe_size, train_bpe
 from shardwise.errors import DataError
+from shardwise.files import require_parent_folder
 from shardwise.job import DataConfig, load_job
 
 MAX_BPE_TRAINING_BYTES = 128 << 20
 """A BPE tokenizer is trained on about this many bytes, sampled evenly; more takes hours and hardly changes it."""
-ENCODE_BATCH_CHARS = 8 << 20
-"""Characters per call of the tokenizer."""
-
-ProgressCallback = Callable[[int, int], None]
-"""Called with the bytes of text encoded so far and the total size of the files."""
+ENCODE_BATCH_CHARS = 8 << 20  # characters per call of the tokenizer
 
 
 @dataclass(frozen=True)
@@ -34,10 +29,9 @@ class EncodingSummary:
     documents: int
     text_bytes: int
     vocab: int
+    # Path of the trained tokenizer, if any: the value of `data.tokenizer` for jobs that use the tokens.
     tokenizer: Path | None = None
-    """Path of the trained tokenizer, if any: the value of `data.tokenizer` for jobs that use the tokens."""
-    bad_records: str = ""
-    """Summary of the skipped records."""
+    bad_records: str = ""  # summary of the skipped records
 
 
 def write_token_file(job_file: Path | None, overrides: list[str], out: Path) -> str:
@@ -50,29 +44,30 @@ def write_token_file(job_file: Path | None, overrides: list[str], out: Path) -> 
     return f"{message}\n{summary.bad_records}" if summary.bad_records else message
 
 
-def encode_source(data: DataConfig, out: Path, progress: ProgressCallback | None = None) -> EncodingSummary:
+def encode_source(data: DataConfig, out: Path) -> EncodingSummary:
     """Encodes the source's text into a token file; trains a `bpe:SIZE` tokenizer and saves it next to the file."""
     if data.source not in ("stdlib", "text", "jsonl"):
         raise DataError(f"data.source = {data.source!r} has no text to encode; use stdlib, text or jsonl.")
     files = find_files(data.source, data.path)
+    require_parent_folder(out)
+    if any(out.exists() and file.exists() and out.samefile(file) for file in files):
+        raise DataError(
+            f"{out} is one of the files to read; writing the tokens there would overwrite it. Name another."
+        )
+    if out.exists() and not out.is_file():
+        raise DataError(f"{out} is not a regular file; name a file to write the tokens to.")
     tokenizer_path = out.with_suffix(".tokenizer.json") if parse_bpe_size(data.tokenizer) else None
     if tokenizer_path:
         tokenizer_path.unlink(missing_ok=True)  # it may have been trained on other text
     bad_records = BadRecords(data.on_bad_record == "skip")
     tokenizer = load_or_train_tokenizer(data, files, tokenizer_path, bad_records)
-    summary = encode_files(data, files, tokenizer, out, bad_records, progress)
+    summary = encode_files(data, files, tokenizer, out, bad_records)
     return replace(summary, tokenizer=tokenizer_path, bad_records=bad_records.summary())
 
 
 def encode_files(
-    data: DataConfig,
-    files: Sequence[Path],
-    tokenizer: Tokenizer,
-    out: Path,
-    bad_records: BadRecords,
-    progress: ProgressCallback | None = None,
+    data: DataConfig, files: Sequence[Path], tokenizer: Tokenizer, out: Path, bad_records: BadRecords
 ) -> EncodingSummary:
-    total_bytes = sum(size_and_mtime(file)[0] for file in files)
     documents = encoded_bytes = 0
 
     def arrays() -> Iterator[np.ndarray]:
@@ -86,13 +81,9 @@ def encode_files(
                     yield eos
             documents += sum(chunk.ends_document for chunk in chunks)
             encoded_bytes += sum(len(text.encode()) for text in texts)
-            if progress:
-                progress(encoded_bytes, total_bytes)
         if not documents:
-            raise DataError(
-                f"{describe_source(data)} has no text: {pluralize(len(files), 'file')}, empty or binary. "
-                "Use another path."
-            )
+            contents = f"{pluralize(len(files), 'file')}, empty or binary"
+            raise DataError(f"{describe_source(data)} has no text: {contents}. Use another path.")
 
     token_file = write_token_arrays(out, arrays(), tokenizer.vocab)
     return EncodingSummary(token_file.count, documents, encoded_bytes, tokenizer.vocab)

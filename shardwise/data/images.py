@@ -3,8 +3,6 @@
 A sample is a float32 image (3, size, size), normalised to mean 0 and standard deviation 1, with its class as target.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 
@@ -53,14 +51,9 @@ class SyntheticImages(ImageSource):
     """
 
     def __init__(
-        self,
-        count: int,
-        image_size: int,
-        classes: int,
-        seed: int,
-        augment: ImageAugmentation | None = None,
+        self, count: int, image_size: int, classes: int, seed: int, augment: ImageAugmentation | None = None,
         first_index: int = 0,
-    ):
+    ):  # fmt: skip
         super().__init__(count, image_size, classes, augment)
         self.seed, self.first_index = seed, first_index
 

@@ -1,7 +1,5 @@
 """The `Source` protocol, subsets and mixtures of sources, and synthetic tokens."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
@@ -57,9 +55,8 @@ class Mixture:
         self.length, self.vocab = sources[0].length, max(source.vocab for source in sources)
         self.cumulative_sizes = list(accumulate(map(len, sources)))
         remaining = list(accumulate(reversed(weights)))[::-1]
-        self._fixed_point_weights = [
-            max(1, round(weight / rest * 2**self.WEIGHT_BITS)) for weight, rest in zip(weights, remaining, strict=True)
-        ]
+        shares = [weight / rest for weight, rest in zip(weights, remaining, strict=True)]
+        self._fixed_point_weights = [max(1, round(share * 2**self.WEIGHT_BITS)) for share in shares]
 
     def __len__(self) -> int:
         return self.cumulative_sizes[-1]

@@ -9,8 +9,6 @@ an error. Text files are read in chunks of at most 2 x CHUNK_CHARS characters th
 JSONL record is read whole.
 """
 
-from __future__ import annotations
-
 import codecs
 import glob
 import json
@@ -68,14 +66,10 @@ def _walk_files(folder: Path, excluded: Iterable[str] = ()) -> Iterator[Path]:
 def _stdlib_files() -> list[Path]:
     folder = Path(sysconfig.get_paths()["stdlib"])
     excluded = ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__")
-    files = [
-        file
-        for file in _walk_files(folder, excluded)
-        # Build settings differ between machines, all other files only between versions of Python.
-        if file.suffix == ".py"
-        and not file.name.startswith("_sysconfigdata")
-        and not file.parent.name.startswith("config-")
-    ]
+    files = [file for file in _walk_files(folder, excluded) if file.suffix == ".py"]
+    # Build settings differ between machines, all other files only between versions of Python.
+    files = [file for file in files if not file.parent.name.startswith("config-")]
+    files = [file for file in files if not file.name.startswith("_sysconfigdata")]
     if not files:
         raise DataError(f"the source code of the standard library is not in {folder}; use data.source = 'text'.")
     return files
@@ -143,9 +137,8 @@ def _parse_record(line: bytes, field: str, where: str) -> str:
     if not isinstance(record, dict):
         raise DataError(f"{where}: this is a JSON {_JSON_TYPES[type(record)]}. Every line must be one JSON object.")
     if field not in record:
-        raise DataError(
-            f"{where}: the record has no field {field!r} (data.text_field); {suggest(field, map(str, record))}"
-        )
+        reason = f"the record has no field {field!r} (data.text_field)"
+        raise DataError(f"{where}: {reason}; {suggest(field, map(str, record))}")
     text = record[field]
     if not isinstance(text, str):
         raise DataError(
@@ -155,7 +148,6 @@ def _parse_record(line: bytes, field: str, where: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(
-            f"{where}: field {field!r} is not Unicode text ({error.reason}); fix or drop the record."
-        ) from None
+        reason = f"field {field!r} is not Unicode text ({error.reason})"
+        raise DataError(f"{where}: {reason}; fix or drop the record.") from None
     return text

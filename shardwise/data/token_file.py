@@ -13,8 +13,6 @@ Headerless files of 16- or 32-bit ids, which other trainers write, need their ty
 `data.path = "train.bin:uint16"`. The file itself does not identify it, and a wrong guess would train on noise.
 """
 
-from __future__ import annotations
-
 import os
 import struct
 from collections.abc import Iterable, Iterator
@@ -31,8 +29,7 @@ from shardwise.files import atomic_write
 
 MAGIC = b"SHARDTOK"
 VERSION = 1
-RAW_DTYPES = {"uint16": "<u2", "uint32": "<u4"}
-"""Type suffixes in the path of a headerless file."""
+RAW_DTYPES = {"uint16": "<u2", "uint32": "<u4"}  # type suffixes in the path of a headerless file
 _HEADER = struct.Struct("<8sIIQQ")
 _DTYPES = {1: "<u1", 2: "<u2", 4: "<u4"}
 

@@ -4,8 +4,6 @@ With sequence length S, sample i is the tokens [i S, i S + S + 1). Its last toke
 token of a file's windows except the first is a target exactly once. An incomplete last window is dropped.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate

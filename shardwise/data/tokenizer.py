@@ -10,8 +10,6 @@ An end-of-document token follows every document. Text that spells a special toke
 Tokenizers count the bytes that ids stand for, so that losses of different tokenizers compare as bits per byte.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
@@ -79,10 +77,8 @@ class HuggingFaceTokenizer:
         tokenizer.no_truncation()
         eos_ids = [tokenizer.token_to_id(token) for token in _EOS_TOKENS if tokenizer.token_to_id(token) is not None]
         if not eos_ids:
-            raise DataError(
-                f"the tokenizer {name} has no end-of-document token; add one of "
-                f"{', '.join(_EOS_TOKENS)} as a special token."
-            )
+            options = f"add one of {', '.join(_EOS_TOKENS)} as a special token"
+            raise DataError(f"the tokenizer {name} has no end-of-document token; {options}.")
         self._tokenizer, self.eos_id = tokenizer, int(eos_ids[0])
         self.vocab = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
         self._token_bytes = self._bytes_per_token()
@@ -91,10 +87,8 @@ class HuggingFaceTokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [
-            np.array(encoding.ids, np.uint32)
-            for encoding in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        ]
+        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     def decode(self, ids: ArrayLike) -> str:
         return str(self._tokenizer.decode(self._valid_ids(ids).tolist(), skip_special_tokens=True))
@@ -162,11 +156,9 @@ def train_bpe(texts: Iterable[str], size: int) -> HuggingFaceTokenizer:
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()  # so that any text can be encoded
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=size,
-        special_tokens=[EOS_TOKEN],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),  # so that any text can be encoded
-        show_progress=False,
+        vocab_size=size, special_tokens=[EOS_TOKEN], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
     return HuggingFaceTokenizer(tokenizer, f"bpe:{size}")

@@ -1,7 +1,5 @@
 """Detects loss spikes, and finds the module and ranks where non-finite values first appear."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from statistics import median

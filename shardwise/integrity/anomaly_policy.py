@@ -1,7 +1,5 @@
 """Decides what to do after a step with non-finite gradients or a loss spike; all ranks decide the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -42,13 +40,9 @@ class AnomalyPolicy:
     """Applies `run.on_nan` and `run.loss_spike_threshold` after each step."""
 
     def __init__(
-        self,
-        job: Job,
-        engine: Engine,
-        can_replay: bool,
-        skipped_windows: Callable[[], int],
+        self, job: Job, engine: Engine, can_replay: bool, skipped_windows: Callable[[], int],
         log_event: Callable[..., None],
-    ):
+    ):  # fmt: skip
         """`can_replay`: a step can be replayed without side effects. `skipped_windows`: returns how many spikes had
         their batches skipped so far."""
         self.job, self.engine, self.can_replay = job, engine, can_replay

@@ -5,8 +5,6 @@ changed by any single flipped bit. Each rank has one per weight, optimizer state
 exchange only one combined checksum per copy kind, that is per way in which a tensor is replicated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

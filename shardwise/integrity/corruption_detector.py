@@ -15,8 +15,6 @@ differ stay different, so they are found within one round; a tensor that only on
 part is being checked. After the first corruption, every step checks all tensors.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import socket
@@ -56,8 +54,7 @@ FLOPS_PER_BYTE = {"cpu": 1.5, "cuda": 120.0}  # measured: compute forgone per by
 FLOPS_PER_CHECKSUM = {"cpu": 4e5, "cuda": 6e9}  # measured: compute forgone per checksum launched
 MAX_PARTS = 100
 MICRO_BATCH = "micro-batch"
-ChecksumLabels = list[tuple[str, frozenset[str]]]
-"""The label and copy kinds of each checksum."""
+ChecksumLabels = list[tuple[str, frozenset[str]]]  # the label and copy kinds of each checksum
 
 
 @dataclass(frozen=True)
@@ -93,6 +90,7 @@ class CorruptionDetector:
         """`expected`: the state after the last update; `observed`: the state right before the next one; `checksums`:
         gradients and expected state, for the comparison of copies."""
         self.changed = empty.bool()
+        self.no_flags = torch.zeros(2, dtype=torch.int64, device=self.device)
         self.unresolved: tuple[Corruption, int] | None = None
         """A corruption that a replay of its step will attribute, and this rank's checksum from before the replay."""
 
@@ -129,6 +127,8 @@ class CorruptionDetector:
 
     def reduce_flags(self, signal: int) -> Tensor:
         """Returns the highest stop signal of any rank and whether any rank is corrupt, as a tensor on the device."""
+        if self.world == 1 and not self.enabled and not signal:
+            return self.no_flags
         row = torch.zeros(FIRST_COPY + len(COPY_KINDS) + 2, dtype=torch.int64, device=self.device)
         row[SIGNAL] = signal
         if len(self.checksums):
@@ -209,11 +209,8 @@ class CorruptionDetector:
                 others = f" (and {pluralize(len(changed) - 1, 'other tensor')})" if len(changed) > 1 else ""
                 message = f"rank {rank}: {changed[0]}{others} changed after step {step - 1} without an update"
                 corruptions.append(Corruption(step, [rank], changed[0], message))
-        return (
-            corruptions
-            or self._check_redundant_compute(step, [report["redundant_compute"] for report in reports])
-            or self._compare_copies(step, reports)
-        )
+        votes = [report["redundant_compute"] for report in reports]
+        return corruptions or self._check_redundant_compute(step, votes) or self._compare_copies(step, reports)
 
     def _check_redundant_compute(self, step: int, votes: Sequence[tuple[int, int]]) -> list[Corruption]:
         """Returns the ranks with a wrong result for the redundant micro-batch.

@@ -8,8 +8,6 @@ bitwise equal. The majority is right: even two ranks give three results. On a GP
 attention backward kernels sum in no fixed order.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from typing import Any
@@ -37,11 +35,8 @@ class RedundantCompute:
         self.job, self.engine, self.data = job, engine, engine.mesh["data"]
         # With batch norm, experts or sharded tables, another rank cannot compute a micro-batch alone.
         is_recomputable = job.model.is_recomputable_elsewhere and engine.pipeline is None
-        self.every = (
-            job.run.redundant_compute_every
-            if is_recomputable and self.data.size > 1 and engine.mesh["local_sgd"].size == 1
-            else 0
-        )
+        has_replicas = self.data.size > 1 and engine.mesh["local_sgd"].size == 1
+        self.every = job.run.redundant_compute_every if is_recomputable and has_replicas else 0
         self.checks_gradients = engine.mesh.device.type == "cpu"
         self.redundant_result = self.step_result = torch.zeros((), dtype=torch.int64, device=engine.mesh.device)
         self.owner = 0

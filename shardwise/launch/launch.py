@@ -5,8 +5,6 @@ workers, re-imports PyTorch in every worker, and shares a store across restarts,
 of dead ones. A failure is reported once, with the error of the worker that failed first.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -28,7 +26,7 @@ from shardwise.train.local_machine import check_compiler, pick_device
 from shardwise.train.run_folder import RunFolder
 from shardwise.workers.fork_server import ForkServer
 from shardwise.workers.nodes import Node, NodeCoordinator
-from shardwise.workers.supervisor import Supervisor
+from shardwise.workers.supervisor import Supervisor, failure_text
 from shardwise.workers.worker_pool import WorkerPool
 
 WORKER_ENTRY_POINT = "shardwise.launch.worker:main"
@@ -77,13 +75,9 @@ def check_layout_fits(layout: Layout, job: Job, nodes: int = 1) -> None:
 
 
 def launch(
-    folder: RunFolder,
-    layout: Layout,
-    resume: bool,
-    entry: str = WORKER_ENTRY_POINT,
-    fork_server: ForkServer | None = None,
-    node: Node | None = None,
-) -> None:
+    folder: RunFolder, layout: Layout, resume: bool, entry: str = WORKER_ENTRY_POINT,
+    fork_server: ForkServer | None = None, node: Node | None = None,
+) -> None:  # fmt: skip
     """Runs the training to its end, with restarts. Raises the last failure once restarts are used up.
 
     `entry` is the function that each worker calls; `fork_server` is an existing server to fork workers from.
@@ -104,19 +98,10 @@ def launch(
         print_line(f"waiting for {pluralize(node.count - 1, 'other node')} at {node.host}:{node.port}")
         worker_pool = NodeCoordinator(folder.path, server, layout.world // node.count, node)
     supervisor = Supervisor(
-        folder.path,
-        worker_pool,
-        entry,
-        str(layout),
-        layout.world,
-        job.run.max_restarts,
-        job.run.hang_timeout,
-        folder,
-        log_event,
-        replan=partial(replan, folder, job) if job.run.elastic else None,
-        rejoin_timeout=job.run.rejoin_timeout,
-        use_standby=job.run.standby and job.run.max_restarts > 0,
-    )
+        folder.path, worker_pool, entry, str(layout), layout.world, job.run.max_restarts, job.run.hang_timeout, folder,
+        log_event, replan=partial(replan, folder, job) if job.run.elastic else None,
+        rejoin_timeout=job.run.rejoin_timeout, use_standby=job.run.standby and job.run.max_restarts > 0,
+    )  # fmt: skip
 
     def forward_signal(signal_number: int, frame: FrameType | None) -> None:
         supervisor.forward_signal(signal_number)
@@ -158,9 +143,3 @@ def _run_in_existing_world(folder: RunFolder, layout: Layout, resume: bool) -> N
         os._exit(getattr(error, "exit_code", 1))  # peers hang in collectives: a regular exit would wait for them
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def failure_text(record: dict[str, Any]) -> str:
-    """Returns the message of a failed worker: the sentence of an expected error, the traceback of any other."""
-    text = record["trace"] or record["message"]
-    return str(text) if record["exit_code"] == 2 else f"rank {record['rank']} failed: {text.rstrip()}"

@@ -1,7 +1,5 @@
 """Starts a training run: resolves job, layout and run folder, launches the workers, prints the final summary."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from fnmatch import fnmatchcase
@@ -41,31 +39,55 @@ RESUMABLE_KEYS = (
 )  # fmt: skip
 
 
+Check = Callable[[Prepared, Callable[[str], None]], None]
+"""What is checked before a new run begins; raises if it may not (`shardwise.verify.proof.prove`)."""
+
+
 def start_training(
     job_file: Path | None, settings: list[str], resume: Path | None, say: Callable[[str], None],
-    node: Node | None = None,
+    node: Node | None = None, check: Check | None = None,
 ) -> None:  # fmt: skip
+    """Trains a job file, the job of the run to resume, or the demo."""
+
+    def load() -> Job:
+        if job_file is None and resume is None:
+            say("no job file given: training the built-in demo")
+        return load_job(job_file or (RunFolder.open(resume).path / "job.toml" if resume else DEMO), settings)
+
+    _start(load, resume, say, node, check)
+
+
+def start_job(
+    job: Job, say: Callable[[str], None], resume: Path | None = None, check: Check | None = None
+) -> RunFolder:
+    """Trains a job and returns its run folder."""
+    folder = _start(lambda: job, resume, say, None, check)
+    assert folder is not None
+    return folder
+
+
+def _start(
+    load: Callable[[], Job], resume: Path | None, say: Callable[[str], None], node: Node | None, check: Check | None
+) -> RunFolder | None:
     if existing_world_size() is not None:
-        _start_run(job_file, settings, resume, say, None, None)
-        return
+        return _start_run(load(), resume, say, None, None, check)
     # Started first, because a process without threads or PyTorch state is safe to fork.
     fork_server = ForkServer(WORKER_ENTRY_POINT.partition(":")[0])
     try:
         if node is not None and node.index > 0:
             say(f"waiting for node 0 at {node.host}:{node.port}")
             NodeAgent(node, fork_server).run()
-        else:
-            _start_run(job_file, settings, resume, say, fork_server, node)
+            return None
+        return _start_run(load(), resume, say, fork_server, node, check)
     finally:
         fork_server.close()
 
 
 def _start_run(
-    job_file: Path | None, settings: list[str], resume: Path | None, say: Callable[[str], None],
-    fork_server: ForkServer | None, node: Node | None,
-) -> None:  # fmt: skip
+    job: Job, resume: Path | None, say: Callable[[str], None], fork_server: ForkServer | None, node: Node | None,
+    check: Check | None,
+) -> RunFolder:  # fmt: skip
     resumed = RunFolder.open(resume) if resume is not None else None
-    job = load_job(job_file or (resumed.path / "job.toml" if resumed else DEMO), settings)
     previous_job = resumed.job() if resumed is not None else job
     _check_same_run(previous_job, job)
     given_layout = None if job.layout == "auto" else Layout.parse(job.layout)
@@ -79,14 +101,14 @@ def _start_run(
     check_host_memory(prepared, host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", layout.world)))
     # Built before the workers start, to report a missing file or a wrong vocabulary early and to tokenize text once.
     _, _, tokenizer = make_sources(job)
+    if check is not None and _is_main_process():
+        check(prepared, say)
     folder = _open_folder(job, resumed, layout)
     if _is_main_process():
         write_text(folder.path / "job.toml", job.to_toml())
         folder.write_plan(record)
         if isinstance(tokenizer, HuggingFaceTokenizer):
             tokenizer.save(folder.tokenizer)
-        if job_file is None and resumed is None:
-            say("no job file given: training the built-in demo")
         _print_summary(prepared, say)
         say(f"        {reason_text}")
         if job.total_steps != previous_job.total_steps:
@@ -95,31 +117,29 @@ def _start_run(
             folder.log_event("steps_changed", change, steps=job.total_steps)
             say(f"steps_changed: {change}")
     launch(folder, layout, resume=resumed is not None, fork_server=fork_server, node=node)
-    if not _is_main_process():
-        return
-    print_end_of_run(folder.path, say)
-    if has_finished(folder):
-        summarize(folder, job, say)
-    else:
-        say(f"to resume: shardwise train --resume {folder.path}")
+    if _is_main_process():
+        print_end_of_run(folder.path, say)
+        if has_finished(folder):
+            summarize(folder, job, say)
+        else:
+            say(f"to resume: shardwise train --resume {folder.path}")
+    return folder
 
 
 def _plan_layout(job: Job, nodes: int) -> tuple[Layout, dict[str, Any], str]:
     """Returns the layout to train in, the record for plan.toml, and a line that describes the plan."""
     given_layout = None if job.layout == "auto" else Layout.parse(job.layout)
     try:
-        plan, source = choose_plan(
-            job, existing_world_size() or (local_process_count(job) * nodes if nodes > 1 else None)
-        )
+        local_world = local_process_count(job) * nodes if nodes > 1 else None
+        plan, source = choose_plan(job, existing_world_size() or local_world)
     except LayoutError as error:
         if given_layout is None or given_layout.schedule in AUTO_SCHEDULES:
             raise
         reason_text = f"no prediction: {error}"  # the layout runs, but the planner cannot estimate it
         return given_layout, {**layout_record(prepare(job, given_layout)), "reason": reason_text}, reason_text
     check_memory(job, plan)
-    layout = (
-        given_layout if given_layout is not None and given_layout.schedule not in AUTO_SCHEDULES else plan.best.layout
-    )
+    is_fixed = given_layout is not None and given_layout.schedule not in AUTO_SCHEDULES
+    layout = given_layout if given_layout is not None and is_fixed else plan.best.layout
     return layout, plan_record(job, plan, source), describe_plan(plan, source)
 
 
@@ -128,7 +148,9 @@ def _print_summary(prepared: Prepared, say: Callable[[str], None]) -> None:
     has_tokens = job.model.throughput_unit == "tokens"
     size = f"{job.samples} x {job.model.length} tokens" if has_tokens else f"{job.samples} samples"
     count = format_count(prepared.parameters)
-    say(f"job:    {job.model.name}, {count} parameters, {job.precision}, on {job.data.source}")
+    task = job.family.task(job.model)
+    source = job.data.source if task is None or task.reads_tokens else type(task.data).__name__
+    say(f"job:    {job.model.name}, {count} parameters, {job.precision}, on {source}")
     say(f"        {pluralize(job.total_steps, 'step')} of {size}, {job.optimizer.name} at {job.optimizer.lr:g}")
     micro_batches = f"{pluralize(batch.micro_batches, 'micro-batch')} of {batch.micro_batch}"
     say(f"layout: {layout} ({pluralize(layout.world, 'process')}, {micro_batches})")

@@ -4,8 +4,6 @@ Before a worker dies of an error, it records the error with a timestamp in the r
 which rank failed first.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -26,7 +24,7 @@ from shardwise.job import Job
 from shardwise.layout import Layout
 from shardwise.parallel.prepare import Prepared, prepare
 from shardwise.train.local_machine import host_memory, pick_device
-from shardwise.train.loop import Trainer, make_engine
+from shardwise.train.loop import TrainingLoop, make_engine
 from shardwise.train.metrics_processor import StopFlag
 from shardwise.train.run_folder import RunFolder
 from shardwise.workers.fork_server import snapshot_folder_argument, standby_wait
@@ -70,7 +68,7 @@ def run_worker(
     try:
         prepared = prepared or prepare(folder.job(), layout)
         device = init_distributed(layout.world, prepared.job, store)
-        Trainer(prepared, folder, device, resume, stop, heartbeat.set_phase, engine, snapshots).run()
+        TrainingLoop(prepared, folder, device, resume, stop, heartbeat.set_phase, engine, snapshots).run()
     except BaseException as error:  # noqa: BLE001 - includes KeyboardInterrupt and DCP's BaseExceptions
         is_expected = isinstance(error, ShardwiseError)
         if not is_expected:

@@ -7,8 +7,6 @@ Each gives points (C, N), to which the power law N = k C^a is fitted. The fitted
 Only final losses count: an intermediate loss is higher than that of a shorter run with a decayed learning rate.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -26,8 +24,7 @@ MAX_LOSS_RATIO = 1.08  # ignore runs above this multiple of the lowest loss: too
 @dataclass(frozen=True)
 class ComputeOptimalEstimate:
     method: str
-    points: tuple[tuple[float, float], ...]
-    """Pairs of budget and optimal number of parameters."""
+    points: tuple[tuple[float, float], ...]  # pairs of budget and optimal number of parameters
     exponent: float
     coefficient: float
 

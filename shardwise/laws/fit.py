@@ -41,12 +41,9 @@ BOUNDS = [(-12.0, 6.0), (-16.0, 6.0), (-16.0, 6.0), (1e-4, 4.0), (1e-4, 4.0)]
 @dataclass(frozen=True)
 class ScalingLawFit:
     law: ScalingLaw
-    bootstrap_samples: ScalingLaw
-    """The constants of the bootstrap fits, as arrays."""
-    runs: Runs
-    """Runs that the law was fitted to."""
-    dropped: Runs
-    """Runs that were dropped."""
+    bootstrap_samples: ScalingLaw  # the constants of the bootstrap fits, as arrays
+    runs: Runs  # runs that the law was fitted to
+    dropped: Runs  # runs that were dropped
     objective: float
 
     @property

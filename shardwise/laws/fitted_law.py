@@ -6,8 +6,6 @@ come from bootstrapping the same 240 runs with `shardwise laws fit`. They are st
 because the constants themselves correlate so closely that their correlations need many digits.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +26,9 @@ class FittedLaw:
 
     law: ScalingLaw
     bootstrap_samples: ScalingLaw
-    residual_std: float
-    """Robust standard deviation of the log-loss residuals."""
+    residual_std: float  # robust standard deviation of the log-loss residuals
+    # Minimum and maximum of `parameters`, `tokens` and `flops` among the fitted runs.
     fitted_ranges: dict[str, tuple[float, float]]
-    """Minimum and maximum of `parameters`, `tokens` and `flops` among the fitted runs."""
     parameter_scope: str
     source: str
 
@@ -108,8 +105,7 @@ def _parse_fitted_law(values: Any, source: str) -> FittedLaw:
 
 PUBLISHED_CONSTANTS = ScalingLaw(1.8172, 482.01, 2085.43, 0.3478, 0.3658)
 PUBLISHED_STANDARD_ERRORS = {"E": 0.026, "A": 124.0, "B": 1293.0, "alpha": 0.015, "beta": 0.021}
-PIVOT = 2e7, 7.5e8
-"""Parameters and tokens at which the two terms have the least uncertainty."""
+PIVOT = 2e7, 7.5e8  # parameters and tokens at which the two terms have the least uncertainty
 # Of log E, the logs of the two terms at the pivot, alpha and beta, over 1000 bootstrap fits.
 STANDARD_DEVIATIONS = (0.0144, 0.0091, 0.0107, 0.0146, 0.0208)
 CORRELATIONS = (

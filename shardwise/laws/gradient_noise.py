@@ -9,8 +9,6 @@ gradients.
 each is a small batch, and their mean is the large one.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,13 +29,10 @@ from shardwise.train.run_folder import RunFolder
 @dataclass(frozen=True)
 class GradientNoiseScale:
     run: str
-    samples: float
-    """Critical batch size."""
+    samples: float  # critical batch size
     sequence: int
-    grad_norm_squared: float
-    """|G|^2."""
-    variance: float
-    """S."""
+    grad_norm_squared: float  # |G|^2
+    variance: float  # S
 
     def as_dict(self) -> dict[str, Any]:
         return {"run": self.run, "critical_batch_samples": self.samples,

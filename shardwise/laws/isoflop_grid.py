@@ -12,8 +12,6 @@ arXiv 1910.05895), which is the usual 0.02 at width 1000; at width 32, 0.02 make
 learning a matter of luck.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -114,10 +112,8 @@ def _make_grid_job(template: Job, model: DecoderConfig, flops: float, parameter_
     keys = {key: getattr(model, key) for key in (*SIZE_FIELDS, "init_std", "sequence")}
     values["model"] = {**values.get("model", {}), **keys, "name": "gpt"}
     values["batch"] = {"samples": samples}
-    values["optimizer"] = {
-        "lr": learning_rate_for_budget(flops, samples * model.sequence_length),
-        **values.get("optimizer", {}),
-    }
+    lr = learning_rate_for_budget(flops, samples * model.sequence_length)
+    values["optimizer"] = {"lr": lr, **values.get("optimizer", {})}
     values["validation"] = {"samples": VALIDATION_SAMPLES, **values.get("validation", {})}
     values["run"] = {"folder": str(folder / "runs" / name), **values.get("run", {})}
     return GridJob(name, values, make_job(values, name), flops, parameters)

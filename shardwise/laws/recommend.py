@@ -4,8 +4,6 @@ Given devices and a cluster, the planner (`shardwise plan`) adds layout, days an
 budget whose compute-optimal model trains in that time.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -51,12 +49,10 @@ class DataConstrainedOptimum:
     """The optimum of the same budget with a limited number of unique tokens."""
 
     unique_tokens: float
-    loss: float
-    """Loss of the model that is optimal for unlimited data, if trained on repeated tokens."""
+    loss: float  # loss of the model that is optimal for unlimited data, if trained on repeated tokens
     parameters: float
     tokens: float
-    best_loss: float
-    """Loss of `parameters` and `tokens`, the optimum for limited data."""
+    best_loss: float  # loss of `parameters` and `tokens`, the optimum for limited data
 
 
 @dataclass(frozen=True)
@@ -77,20 +73,13 @@ class Recommendation:
 
     def as_dict(self) -> dict[str, Any]:
         values: dict[str, Any] = {
-            "law": self.fitted_law.source,
-            "counts": self.fitted_law.parameter_scope,
-            "flops": self.flops,
-            "parameters": self.parameters,
-            "parameters_interval": list(self.parameters_interval),
-            "tokens": self.tokens,
-            "tokens_per_parameter": self.tokens / self.parameters,
-            "loss": self.loss,
-            "loss_interval": list(self.loss_interval),
-            "flat_within": NEAR_OPTIMAL_TOLERANCE,
+            "law": self.fitted_law.source, "counts": self.fitted_law.parameter_scope, "flops": self.flops,
+            "parameters": self.parameters, "parameters_interval": list(self.parameters_interval), "tokens": self.tokens,
+            "tokens_per_parameter": self.tokens / self.parameters, "loss": self.loss,
+            "loss_interval": list(self.loss_interval), "flat_within": NEAR_OPTIMAL_TOLERANCE,
             "flat_parameters": list(self.near_optimal_parameters),
-            "over_training": [vars(overtrained) for overtrained in self.overtrained],
-            "warnings": list(self.warnings),
-        }
+            "over_training": [vars(overtrained) for overtrained in self.overtrained], "warnings": list(self.warnings),
+        }  # fmt: skip
         if self.data_constrained is not None:
             values["repeated"] = vars(self.data_constrained)
         if self.plan is not None:
@@ -176,9 +165,8 @@ def _data_constrained_optimum(
     center = math.log(N)  # sizes up to exp(7), about 1100, times smaller or larger are searched
     result = minimize_scalar(loss, bounds=(center - 7, center + 7), method="bounded", options={"xatol": 1e-6})
     size = math.exp(result.x)
-    return DataConstrainedOptimum(
-        unique_tokens, float(law.data_constrained_loss(N, D, unique_tokens)), size, flops / 6 / size, float(result.fun)
-    )
+    unlimited_loss = float(law.data_constrained_loss(N, D, unique_tokens))
+    return DataConstrainedOptimum(unique_tokens, unlimited_loss, size, flops / 6 / size, float(result.fun))
 
 
 # With a plan

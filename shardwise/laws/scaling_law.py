@@ -4,16 +4,13 @@ The form is that of Hoffmann et al. 2022 (arXiv 2203.15556), where training cost
 may be arrays with one entry per bootstrap fit; every method then returns arrays.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-FloatOrArray = Any
-"""A float or an array of floats."""
+FloatOrArray = Any  # a float or an array of floats
 CONSTANTS = ("E", "A", "B", "alpha", "beta")
 
 # Decay constants, in repetitions, of the value of repeated tokens and excess parameters: Muennighoff et al. 2023 (arXiv
@@ -24,8 +21,7 @@ EXCESS_PARAMETER_DECAY = 5.309743
 
 @dataclass(frozen=True)
 class ScalingLaw:
-    E: FloatOrArray
-    """Irreducible loss."""
+    E: FloatOrArray  # irreducible loss
     A: FloatOrArray
     B: FloatOrArray
     alpha: FloatOrArray

@@ -1,7 +1,5 @@
 """Collects every rank's metrics of the previous step on all ranks, in one small all-gather per step."""
 
-from __future__ import annotations
-
 import json
 import resource
 import time
@@ -15,13 +13,8 @@ from torch import Tensor
 
 from shardwise.comm.collectives import all_gather
 from shardwise.job import Job
-from shardwise.metrics.rank_metrics import (
-    RankMetrics,
-    RankMetricsWriter,
-    clock_offset,
-    find_slowest_rank,
-    sum_bytes_by_kind,
-)
+from shardwise.metrics import rank_metrics
+from shardwise.metrics.rank_metrics import RankMetrics, RankMetricsWriter
 from shardwise.parallel.engine import Engine
 
 TIMELINE_SAMPLES = 50  # steps per run whose pipeline timeline is recorded
@@ -45,12 +38,9 @@ class RankMetricsCollector:
         self._memory_read_time, self._peak_bytes = -1.0, 0.0
         self._gradient_bytes_hook = optimizer.register_step_pre_hook(self._count_gradient_bytes)
         ranks_per_stage = world // mesh.layout.pipeline
-        self.writer = RankMetricsWriter(
-            run_path / "ranks.jsonl",
-            job.total_steps,
-            [range(rank, rank + ranks_per_stage) for rank in range(0, world, ranks_per_stage)],
-        )
-        self.clock_offset = clock_offset(mesh.all_ranks, self.device) if world > 1 else 0.0
+        peers = [range(rank, rank + ranks_per_stage) for rank in range(0, world, ranks_per_stage)]
+        self.writer = RankMetricsWriter(run_path / "ranks.jsonl", job.total_steps, peers)
+        self.clock_offset = rank_metrics.clock_offset(mesh.all_ranks, self.device) if world > 1 else 0.0
         self.timeline_every = max(10, job.total_steps // TIMELINE_SAMPLES)
         # "loader": the data-parallel ranks of all local-SGD replicas.
         is_first_of_stage = all(mesh[axis].index == 0 for axis in ("loader", "context", "tensor"))
@@ -77,7 +67,7 @@ class RankMetricsCollector:
             self._gradient_bytes_hook.remove()
             states = [value for state in self.optimizer.state.values() for value in state.values()]
             states = [value for value in states if isinstance(value, Tensor)]
-            self.memory_by_kind |= sum_bytes_by_kind({"weights": self._weights(), "optimizer": states})
+            self.memory_by_kind |= rank_metrics.sum_bytes_by_kind({"weights": self._weights(), "optimizer": states})
         seconds = time.perf_counter() - self._step_perf_counter
         self.last_metrics = RankMetrics(
             self._step_start, seconds, phase_seconds, wait_seconds, self.peak_memory(), self.memory_by_kind
@@ -92,40 +82,40 @@ class RankMetricsCollector:
                     file.write(json.dumps({"step": self.last_step, "actions": shifted}) + "\n")
 
     def peak_memory(self) -> float:
-        """Returns this rank's peak memory in bytes. On a CPU it is read at most once a second: reading is slow."""
-        if self.device.type == "cuda" or time.monotonic() - self._memory_read_time >= 1.0:
+        """Returns this rank's peak memory in bytes. It is read at most once a second: reading is slow."""
+        if time.monotonic() - self._memory_read_time >= 1.0:
             self._memory_read_time, self._peak_bytes = time.monotonic(), _process_peak_memory(self.device)
         return self._peak_bytes
 
     def _count_gradient_bytes(self, *_: Any) -> None:
         """Counts gradient bytes right before the first optimizer step, while gradients exist."""
-        self.memory_by_kind = self.memory_by_kind or sum_bytes_by_kind(
-            {"gradients": [w.grad for w in self._weights() if w.grad is not None]}
-        )
+        gradients = [weight.grad for weight in self._weights() if weight.grad is not None]
+        self.memory_by_kind = self.memory_by_kind or rank_metrics.sum_bytes_by_kind({"gradients": gradients})
 
     def _weights(self) -> list[Tensor]:
         tensors = [w for chain in self.engine.chains for w in (*chain.parameters(), *chain.buffers())]
         return tensors + [param_shard.tensor for param_shard in self.engine.param_shards]
 
     def exchange(self) -> Tensor:
-        """All-gathers every rank's metrics row of the previous step; returns (ranks, columns) on the device."""
-        local_row = torch.tensor(self.last_metrics.to_list(), dtype=torch.float64, device=self.device)
+        """All-gathers every rank's metrics row of the previous step; returns (ranks, columns), on the device if there
+        are several ranks."""
+        device = self.device if self.world > 1 else None  # a copy to the device would wait for the step
+        local_row = torch.tensor(self.last_metrics.to_list(), dtype=torch.float64, device=device)
         all_rows = local_row.unsqueeze(0)
         if self.world > 1:
             all_rows = local_row.new_empty(self.world, local_row.numel())
             all_gather(all_rows.view(-1), local_row, axis=self.engine.mesh.all_ranks)
         return all_rows
 
-    def write_previous_step(self, rows: Tensor, step: int) -> dict[str, Any]:
-        """Call after step `step`. On rank 0, writes the rows of the previous step and returns its slowest rank;
-        returns {} on other ranks."""
-        previous_step, self.last_step = self.last_step, step
-        if not previous_step or not self.is_main:
+    def write(self, step: int, rows: Tensor) -> dict[str, Any]:
+        """On rank 0, writes the rows of a step and returns its slowest rank; returns {} on other ranks or if `step` is
+        0."""
+        if not step or not self.is_main:
             return {}
         table = rows.cpu().numpy()
-        for message in self.writer.add(previous_step, table):
+        for message in self.writer.add(step, table):
             self.emit_event("straggler", message)
-        return {"step": previous_step, **find_slowest_rank(table)} if self.world > 1 else {}
+        return {"step": step, **rank_metrics.find_slowest_rank(table)} if self.world > 1 else {}
 
     def finish(self) -> None:
         """Exchanges and writes the last step. Every rank must call it."""

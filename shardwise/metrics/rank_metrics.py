@@ -5,8 +5,6 @@ one line per window of steps, with sums over the window. Windows grow during the
 thousand lines however long the run is.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import time
@@ -48,17 +46,12 @@ NUM_COLUMNS = PEAK_MEMORY + 1 + len(MEMORY_KINDS)
 class RankMetrics:
     """One step of one rank, from its start to the start of the next."""
 
-    start: float = 0.0
-    """Unix time, on the clock of rank 0."""
+    start: float = 0.0  # Unix time, on the clock of rank 0
     seconds: float = 0.0
-    phase_seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds by phase, without waits for other ranks."""
-    wait_seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds waited for other ranks, by mesh axis."""
-    peak_memory: float = 0.0
-    """Peak memory so far, in bytes."""
-    memory_by_kind: dict[str, float] = field(default_factory=dict)
-    """Bytes of weights, gradients and optimizer state."""
+    phase_seconds: dict[str, float] = field(default_factory=dict)  # seconds by phase, without waits for other ranks
+    wait_seconds: dict[str, float] = field(default_factory=dict)  # seconds waited for other ranks, by mesh axis
+    peak_memory: float = 0.0  # peak memory so far, in bytes
+    memory_by_kind: dict[str, float] = field(default_factory=dict)  # bytes of weights, gradients and optimizer state
 
     def to_list(self) -> list[float]:
         phases = [self.phase_seconds.get(phase, 0.0) for phase in PHASES]
@@ -73,8 +66,7 @@ class RankMetricsWriter:
 
     path: Path
     total_steps: int
-    peer_groups: Sequence[Sequence[int]]
-    """Groups of ranks with equal work: the ranks of each pipeline stage."""
+    peer_groups: Sequence[Sequence[int]]  # groups of ranks with equal work: the ranks of each pipeline stage
 
     def __post_init__(self) -> None:
         self.window: list[np.ndarray] = []
@@ -157,7 +149,7 @@ def find_alerts(rows: np.ndarray, peer_groups: Sequence[Sequence[int]]) -> list[
     return alerts
 
 
-def clock_offset(ranks: Axis, device: torch.device, rounds: int = 8) -> float:
+def clock_offset(ranks: Axis, device: torch.device) -> float:
     """Returns how many seconds this rank's clock is ahead of rank 0's, or 0 if that is below the noise.
 
     A collective ends at about the same time on all ranks, so each reads its clock right after one.
@@ -165,7 +157,7 @@ def clock_offset(ranks: Axis, device: torch.device, rounds: int = 8) -> float:
     sent = torch.zeros(1, dtype=torch.float64, device=device)
     received = sent.repeat(ranks.size)
     offsets = []
-    for _ in range(rounds):
+    for _ in range(8):
         all_gather(received, sent, axis=ranks)
         received.cpu()  # waits until the collective has finished
         sent.fill_(time.time())

@@ -8,8 +8,6 @@
 `metrics.jsonl` is always written. A tracker that fails is disabled; the run continues.
 """
 
-from __future__ import annotations
-
 import csv
 import importlib.util
 import json

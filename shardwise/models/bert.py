@@ -3,8 +3,6 @@
 Next-sentence prediction is left out, so every token has token type 0. The projection to the vocabulary has no bias.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

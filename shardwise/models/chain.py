@@ -57,6 +57,10 @@ class Chain(nn.Module):
         for name, parameter in self.named_parameters():
             yield self.sharding_plan.canonical_name(name), parameter
 
+    def computing_modules(self) -> Iterator[nn.Module]:
+        """Yields the modules whose forward uses parameters."""
+        return self.modules()
+
     def blocks(self) -> list[nn.Module]:
         """Returns the repeated blocks, which are checkpointed and compiled one by one."""
         return [module for name, module in self.named_children() if fnmatchcase(name, self.sharding_plan.block_pattern)]
@@ -72,6 +76,10 @@ class Chain(nn.Module):
 
     def configure(self, device: torch.device, dtype: torch.dtype, tensor_degree: int) -> None:
         """Called once the parameters have memory, with the dtype of activations."""
+
+    def take_metrics(self) -> dict[str, float]:
+        """Returns the user's metrics, summed over the samples that were evaluated since the last call."""
+        return {}
 
     def split_sequence(self, axis: Any, positions: Tensor, attention_fn: Any) -> None:
         """Called if the sequence is split over an axis; `positions` are those of all its ranks, rank by rank."""

@@ -1,7 +1,5 @@
 """Base classes of config sections and of every family's `[model]` section. Imports no PyTorch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 

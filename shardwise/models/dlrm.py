@@ -4,8 +4,6 @@ The bottom MLP embeds the dense features. The dot products of all pairs of embed
 summed over its lookups) and the dense embedding go through the top MLP to one logit, the click.
 """
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from typing import Any
@@ -80,11 +78,9 @@ class DenseDLRM(Chain):
             for number, pair in enumerate(pairwise(mlp.sizes))
         ]
         plan = ShardingPlan(
-            shard_dims=(),
-            modules=(),
-            init=(*init_specs, ("*.bias", InitSpec("zeros"))),
+            shard_dims=(), modules=(), init=(*init_specs, ("*.bias", InitSpec("zeros"))),
             compared_modules=("bottom", "top"),
-        )
+        )  # fmt: skip
         super().__init__([("bottom", bottom), ("top", top)], plan)
 
     def forward(self, numbers: Tensor, vectors: Tensor, labels: Tensor | None = None) -> Tensor:  # type: ignore[override]

@@ -81,11 +81,9 @@ class DLRMFamily(Family):
         return {
             **dict.fromkeys(("tensor", "pipeline", "context", "expert"), data_parallel_only),
             "recompute": "a DLRM has no blocks to recompute; leave recompute out.",
-            "compile": "a DLRM has no blocks to compile; leave compile out.",
-            "fp8": precision,
-            "fp16": precision,
+            "compile": "a DLRM has no blocks to compile; leave compile out.", "fp8": precision, "fp16": precision,
             "local_sgd": "a DLRM's tables are shared by all replicas; use local_sgd.every = 1.",
-        }
+        }  # fmt: skip
 
     def forward_flops(self, config: DLRMConfig) -> list[float]:
         import torch

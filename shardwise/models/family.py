@@ -132,6 +132,10 @@ class Family:
         tokens = torch.empty(samples, positions, dtype=torch.int64, device="meta")
         return tokens, (samples, positions // layout.tensor, features)
 
+    def task(self, config: Any) -> Any:
+        """Returns the user's task (`shardwise.Task`): own data, loss, optimizer, callbacks; None for our models."""
+        return None
+
     def sources(self, config: Any) -> Any:
         """Returns training and validation source of a model that brings its own data; None: see `[data]`."""
         return None
@@ -155,6 +159,10 @@ class Family:
     def reference_loss(self, config: Any, model: nn.Module, samples: Any) -> Tensor | None:
         """Returns the mean loss of a batch; None: the cross-entropy of the model's logits."""
         return None
+
+    def explain_difference(self, config: Any, kind: str) -> str:
+        """Returns a likely cause of a difference that `verify` found first in this kind of quantity, or ""."""
+        return ""
 
     def reference_weights(self, config: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns weights or gradients of ours under the names and in the shapes of `reference`."""

@@ -10,8 +10,6 @@ On a GPU, matmuls use fast accumulation, which on Hopper is less precise than fl
 rounded the same way and multiplied in float32.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -12,20 +12,20 @@ import triton.language as tl
 from torch import Tensor
 
 
-def cross_entropy_with_grad_(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
-    """Returns the summed cross-entropy and overwrites the logits with their gradient. In PyTorch:
+def cross_entropy_with_grad_(logits: Tensor, targets: Tensor, ignore_index: int, size: int) -> Tensor:
+    """Returns the summed cross-entropy of the first `size` columns and overwrites all with their gradient. In PyTorch:
     `shardwise.models.loss.cross_entropy_with_grad`."""
-    rows, size = logits.shape
+    rows, padded_size = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    block = min(8192, triton.next_power_of_2(size))
+    block = min(4096, triton.next_power_of_2(size))
     _cross_entropy_kernel[(rows,)](
-        logits, logits.stride(0), targets, losses, size, ignore_index, BLOCK=block, num_warps=8
+        logits, logits.stride(0), targets, losses, size, padded_size, ignore_index, BLOCK=block, num_warps=8
     )
     return losses.sum()
 
 
 @triton.jit
-def _cross_entropy_kernel(logits, stride, targets, losses, size, ignore_index, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _cross_entropy_kernel(logits, stride, targets, losses, size, padded_size, ignore_index, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     target = tl.load(targets + row)
@@ -42,12 +42,26 @@ def _cross_entropy_kernel(logits, stride, targets, losses, size, ignore_index, B
     target_logit = tl.load(logits + tl.where(is_counted, target, 0)).to(tl.float32)
     tl.store(losses + row, tl.where(is_counted, tl.log(exp_sum) + row_max - target_logit, 0.0))
     factor = tl.where(is_counted, 1.0 / exp_sum, 0.0)
-    for first in range(0, size, BLOCK):
-        in_bounds = first + offsets < size
-        x = tl.load(logits + first + offsets, mask=in_bounds, other=float("-inf")).to(tl.float32)
-        grad = tl.exp(x - row_max) * factor
+    for first in range(0, padded_size, BLOCK):
+        x = tl.load(logits + first + offsets, mask=first + offsets < size, other=float("-inf")).to(tl.float32)
+        grad = tl.exp(x - row_max) * factor  # zero beyond `size`
         grad -= tl.where(is_counted & (first + offsets == target), 1.0, 0.0)
-        tl.store(logits + first + offsets, grad.to(logits.dtype.element_ty), mask=in_bounds)
+        tl.store(logits + first + offsets, grad.to(logits.dtype.element_ty), mask=first + offsets < padded_size)
+
+
+def scale_to_dtype_triton(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns `x * scale`, rounded once to `dtype`. In PyTorch: `shardwise.models.loss.scale_to_dtype`."""
+    x = x.contiguous()
+    scaled = torch.empty_like(x, dtype=dtype)
+    _scale_kernel[(triton.cdiv(x.numel(), 4096),)](x, scale, scaled, x.numel(), BLOCK=4096, num_warps=8)
+    return scaled
+
+
+@triton.jit
+def _scale_kernel(x, scale, scaled, numel, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(x + offsets, mask=offsets < numel).to(tl.float32) * tl.load(scale).to(tl.float32)
+    tl.store(scaled + offsets, values.to(scaled.dtype.element_ty), mask=offsets < numel)
 
 
 def quantize_rows_triton(x: Tensor, fp8_dtype: torch.dtype, dtype_max: float) -> tuple[Tensor, Tensor]:

@@ -4,8 +4,6 @@ Each head's query and key have `head_dim` features without RoPE ("nope") and `qk
 heads share the RoPE part of the key. Shape letters are those of `gpt`; R is `qk_rope_head_dim`.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 
@@ -21,9 +19,8 @@ class MultiHeadLatentAttention(nn.Module):
         self.rope_cos_sin: tuple[Tensor, Tensor] | None = None
         self.q_down = layers.Linear(config.width, config.q_lora_rank, bias=False)
         self.q_norm = layers.RMSNorm(config.q_lora_rank, eps=config.norm_eps)
-        self.q_up = layers.Linear(
-            config.q_lora_rank, config.heads * (config.head_dim + config.qk_rope_head_dim), bias=False
-        )
+        query_width = config.heads * (config.head_dim + config.qk_rope_head_dim)
+        self.q_up = layers.Linear(config.q_lora_rank, query_width, bias=False)
         self.kv_down = layers.Linear(config.width, config.kv_lora_rank + config.qk_rope_head_dim, bias=False)
         self.kv_norm = layers.RMSNorm(config.kv_lora_rank, eps=config.norm_eps)
         self.kv_up = layers.Linear(config.kv_lora_rank, 2 * config.heads * config.head_dim, bias=False)

@@ -1,7 +1,5 @@
 """Layers that several families share: linear, RMSNorm, RoPE and attention."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.models import fp8
 from shardwise.models.chain import IGNORE_INDEX
 
 MAX_LOGITS_PER_CHUNK = 1 << 29
+VOCAB_MULTIPLES = {"cuda": 128}  # by device type, see `pad_vocab`
 
 InPlaceAllReduce = Callable[[Tensor], None]
 
@@ -48,7 +50,8 @@ def fused_linear_cross_entropy(
     """
     if chunk_size:
         return FusedLinearCrossEntropy.apply(x, weight, targets, vocab_shard, chunk_size, use_fp8)  # type: ignore[no-any-return]
-    return CrossEntropy.apply(torch.nn.functional.linear(x, weight), targets, vocab_shard)  # type: ignore[no-any-return]
+    logits = F.linear(x, pad_vocab(weight))
+    return CrossEntropy.apply(logits, targets, vocab_shard, weight.shape[0])  # type: ignore[no-any-return]
 
 
 class FusedLinearCrossEntropy(torch.autograd.Function):
@@ -61,6 +64,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         dtype = torch.promote_types(x.dtype, torch.float32)
         loss = torch.zeros((), dtype=dtype, device=x.device)
+        vocab, weight = weight.shape[0], pad_vocab(weight)
         needs_grad = any(ctx.needs_input_grad)
         grad_x = torch.empty_like(x) if needs_grad else None
         grad_weight = torch.zeros_like(weight, dtype=dtype) if needs_grad else None
@@ -71,8 +75,8 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         )
         for first in range(0, x.shape[0], chunk_size):
             chunk = slice(first, first + chunk_size)
-            logits = aligned_logits(x[chunk], weight)
-            chunk_loss, grad = cross_entropy_with_grad(logits, targets[chunk], vocab_shard)
+            logits = x[chunk] @ weight.t()
+            chunk_loss, grad = cross_entropy_with_grad(logits, targets[chunk], vocab_shard, vocab)
             loss += chunk_loss
             if needs_grad:
                 assert grad_x is not None and grad_weight is not None
@@ -82,29 +86,30 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
                     grad_x[chunk] = grad_input_matmul(grad)
                 addmm_(grad_weight, grad.t(), x[chunk])
             del logits, grad  # before the next chunk allocates its own
-        if needs_grad:
-            ctx.save_for_backward(grad_x, grad_weight)
+        if grad_weight is not None:
+            ctx.save_for_backward(grad_x, grad_weight[:vocab])
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_weight = ctx.saved_tensors
-        scaled_grads = (_scale_to_dtype(grad, grads[0], grad_x.dtype) for grad in (grad_x, grad_weight))
+        scaled_grads = (scale_to_dtype(grad, grads[0], grad_x.dtype) for grad in (grad_x, grad_weight))
         return *scaled_grads, None, None, None, None
 
 
-def aligned_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """Returns `x @ weight.T`; on a GPU its rows are aligned to 16 bytes, because matmuls with unaligned logits (a
-    vocabulary of 50,257) are five times slower."""
-    columns, unit = weight.shape[0], 16 // x.element_size()
-    if not x.is_cuda or columns % unit == 0:
-        return x @ weight.t()
-    padded = x.new_empty(x.shape[0], -(-columns // unit) * unit)
-    return torch.mm(x, weight.t(), out=padded[:, :columns])
+def pad_vocab(weight: Tensor) -> Tensor:
+    """Returns the weight with rows of zeros appended, because on a GPU matmuls with an odd vocabulary (50,257) are
+    several times slower. The logits of these rows are no part of the softmax, and their gradient is zero."""
+    rows = -weight.shape[0] % VOCAB_MULTIPLES.get(weight.device.type, 1)
+    return F.pad(weight, (0, 0, 0, rows)) if rows else weight
 
 
-def _scale_to_dtype(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def scale_to_dtype(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns `x * scale`, rounded once: casting the scale to a 16-bit dtype first would bias every gradient."""
+    if x.is_cuda and x.dtype != torch.float64:  # where PyTorch's kernel for mixed dtypes is not vectorized
+        from shardwise.models.kernels import scale_to_dtype_triton
+
+        return scale_to_dtype_triton(x, scale, dtype)
     return torch.mul(x, scale.view(1), out=torch.empty_like(x, dtype=dtype))
 
 
@@ -120,23 +125,28 @@ class CrossEntropy(torch.autograd.Function):
     """Cross-entropy of existing logits. Overwrites them with their gradient."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, vocab_shard: VocabShard | None) -> Tensor:
-        loss, grad = cross_entropy_with_grad(logits.detach(), targets, vocab_shard)
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, vocab_shard: VocabShard | None, vocab: int) -> Tensor:
+        loss, grad = cross_entropy_with_grad(logits.detach(), targets, vocab_shard, vocab)
         ctx.save_for_backward(grad)
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = ctx.saved_tensors
-        return _scale_to_dtype(grad, grads[0], grad.dtype), None, None
+        return scale_to_dtype(grad, grads[0], grad.dtype), None, None, None
 
 
-def cross_entropy_with_grad(logits: Tensor, targets: Tensor, vocab_shard: VocabShard | None) -> tuple[Tensor, Tensor]:
-    """Returns the summed loss and its gradient with respect to the logits, computed in place."""
-    if logits.is_cuda and vocab_shard is None and logits.dtype != torch.float64:
+def cross_entropy_with_grad(
+    padded_logits: Tensor, targets: Tensor, vocab_shard: VocabShard | None, vocab: int
+) -> tuple[Tensor, Tensor]:
+    """Returns the summed loss and its gradient with respect to the logits, computed in place. Only the first `vocab`
+    columns count; the gradient of the others is zero."""
+    if padded_logits.is_cuda and vocab_shard is None and padded_logits.dtype != torch.float64:
         from shardwise.models.kernels import cross_entropy_with_grad_
 
-        return cross_entropy_with_grad_(logits, targets, IGNORE_INDEX), logits
+        return cross_entropy_with_grad_(padded_logits, targets, IGNORE_INDEX, vocab), padded_logits
+    logits = padded_logits[:, :vocab]
+    padded_logits[:, vocab:] = 0.0
     # Holds in turn the logits, their exponentials, the probabilities and the gradient.
     work = logits.to(torch.promote_types(logits.dtype, torch.float32))
     row_max = work.max(-1).values
@@ -155,4 +165,5 @@ def cross_entropy_with_grad(logits: Tensor, targets: Tensor, vocab_shard: VocabS
     loss = ((sums[0].log() - sums[1]) * is_counted).sum()
     work.mul_((is_counted / sums[0]).unsqueeze(-1))
     work.scatter_add_(-1, local_target, -in_shard.to(work.dtype).unsqueeze(-1))
-    return loss, logits.copy_(work)
+    logits.copy_(work)
+    return loss, padded_logits

@@ -6,8 +6,6 @@ experts, and then sorted back. Both are permutations, so gradients are summed in
 Shape letters: T tokens, E experts, F hidden features of an expert, D width.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -41,8 +39,7 @@ class MoE(nn.Module):
         """Tokens routed to each expert since the last reset; recomputation does not count."""
         self.dropped_tokens: Tensor | None = None
         """Routing choices dropped for lack of capacity since the last reset; recomputation does not count."""
-        self.sequence_shards = 1
-        """Number of ranks that split each sequence; `all_reduce_sum` sums over them."""
+        self.sequence_shards = 1  # number of ranks that split each sequence; `all_reduce_sum` sums over them
         self.all_reduce_sum: Callable[[Tensor], Any] | None = None
         self.local_experts: tuple[int, int] | None = None
         """(first, count) of the experts that this rank computes; other experts give zeros. None: all."""
@@ -67,9 +64,8 @@ class MoE(nn.Module):
         # Both losses are sums over samples, so they do not depend on the layout or the micro-batch size.
         if self.sigmoid:
             probs = probs / probs.sum(-1, keepdim=True)
-        aux_loss = self.router_aux_loss_coef * load_balancing_loss(
-            probs, expert_ids, x.shape[0], self.sequence_shards, self.all_reduce_sum
-        )
+        shards = self.sequence_shards, self.all_reduce_sum
+        aux_loss = self.router_aux_loss_coef * load_balancing_loss(probs, expert_ids, x.shape[0], *shards)
         if self.router_z_loss_coef:
             length = self.sequence_shards * x.shape[1]
             aux_loss = aux_loss + self.router_z_loss_coef * logits.logsumexp(-1).square().sum() / length

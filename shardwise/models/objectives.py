@@ -9,8 +9,6 @@ Images and clicks carry their own targets. Random choices depend only on the see
 stream.
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import numpy as np

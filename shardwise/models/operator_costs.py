@@ -4,8 +4,6 @@ All numbers are for one micro-batch on one rank. They come from a trace (`shardw
 hand-written list; the planner turns them into time and memory.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 
@@ -17,8 +15,7 @@ class MatMul:
     inner: int
     columns: int
     groups: int = 1
-    kernel_numel: int = 0
-    """Spatial size of a convolution's kernel (9 for 3 x 3); 0: not a convolution."""
+    kernel_numel: int = 0  # spatial size of a convolution's kernel (9 for 3 x 3); 0: not a convolution
 
     def precision(self, requested: str) -> str:
         """Returns the precision it runs in: by default PyTorch lets cuDNN run float32 convolutions in TF32."""
@@ -60,20 +57,15 @@ class OperatorCosts:
     name: str
     parameters: int
     parameter_bytes: int
-    output_bytes: int
-    """Bytes passed to the next module."""
-    saved_bytes: int
-    """Bytes saved for the backward, including the input but not parameters."""
-    moved_bytes: int
-    """Bytes read and written by operators other than matmuls and attention."""
-    num_ops: int
-    """Operators, not counting views."""
+    output_bytes: int  # bytes passed to the next module
+    saved_bytes: int  # bytes saved for the backward, including the input but not parameters
+    moved_bytes: int  # bytes read and written by operators other than matmuls and attention
+    num_ops: int  # operators, not counting views
     products: tuple[MatMul, ...] = ()
     attention: tuple[AttentionOp, ...] = ()
-    backward: float = 0.0
-    """FLOPs of the backward without attention."""
+    backward: float = 0.0  # FLOPs of the backward without attention
+    # Bytes that a forward all-reduces over tensor ranks; a gather or reduce-scatter counts half.
     all_reduce_bytes: float = 0.0
-    """Bytes that a forward all-reduces over tensor ranks; a gather or reduce-scatter counts half."""
 
     @property
     def flops(self) -> float:
@@ -85,14 +77,11 @@ def merge_costs(
 ) -> OperatorCosts:
     """Returns the sum of the costs of a module's operators, plus what the module itself saves, moves and launches."""
     return OperatorCosts(
-        name=name,
-        parameters=sum(p.parameters for p in operators),
-        parameter_bytes=sum(p.parameter_bytes for p in operators),
-        output_bytes=output,
+        name=name, parameters=sum(p.parameters for p in operators),
+        parameter_bytes=sum(p.parameter_bytes for p in operators), output_bytes=output,
         saved_bytes=saved + sum(p.saved_bytes for p in operators),
-        moved_bytes=moved + sum(p.moved_bytes for p in operators),
-        num_ops=num_ops + sum(p.num_ops for p in operators),
+        moved_bytes=moved + sum(p.moved_bytes for p in operators), num_ops=num_ops + sum(p.num_ops for p in operators),
         products=tuple(q for p in operators for q in p.products),
         attention=tuple(q for p in operators for q in p.attention),
         all_reduce_bytes=sum(p.all_reduce_bytes for p in operators),
-    )
+    )  # fmt: skip

@@ -1,7 +1,5 @@
 """Published model shapes by name, each with its source."""
 
-from __future__ import annotations
-
 _GPT = {"family": "gpt", "positions": "learned", "norm": "layer", "activation": "gelu", "bias": True, "norm_eps": 1e-5}
 _GPT2 = {**_GPT, "vocab": 50257, "sequence": 1024, "tied": True}
 _LLAMA3 = {

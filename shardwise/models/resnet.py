@@ -7,8 +7,6 @@ BatchNorm computes mean and variance over the global batch (`shardwise.parallel.
 rank runs its share of the batch as a single micro-batch. The running statistics for validation are buffers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import torch
@@ -29,10 +27,8 @@ SECOND_CLASS_BIT, MIX_WEIGHT_BIT, MIX_WEIGHT_SCALE = 24, 48, 1 << 15
 def build_resnet(config: ResNetConfig, seed: int) -> Chain:
     """Returns the chain stem, block0, block1, ..., head."""
     modules: list[tuple[str, nn.Module]] = [("stem", ResNetStem(config))]
-    modules += [
-        (f"block{i}", ResNetBlock(*shape, has_bottlenecks=config.has_bottlenecks))
-        for i, shape in enumerate(block_shapes(config))
-    ]
+    for number, shape in enumerate(block_shapes(config)):
+        modules.append((f"block{number}", ResNetBlock(*shape, has_bottlenecks=config.has_bottlenecks)))
     out_channels = 8 * config.width * (4 if config.has_bottlenecks else 1)
     modules.append(("head", ClassifierHead(out_channels, config.num_classes)))
     chain = Chain(modules, ShardingPlan((), ()))
@@ -150,8 +146,7 @@ class ClassifierHead(nn.Module):
     def __init__(self, in_channels: int, classes: int):
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.empty(classes, in_channels)), nn.Parameter(torch.empty(classes))
-        self.num_correct: int | Tensor = 0
-        """Correctly classified validation samples since the last reset."""
+        self.num_correct: int | Tensor = 0  # correctly classified validation samples since the last reset
 
     def forward(self, x: Tensor, ids: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
         logits = F.linear(x.mean((2, 3)), self.weight, self.bias).unsqueeze(1)

@@ -5,8 +5,6 @@ FLOPs agree with the trace, but our BatchNorm is many operators in a trace, whic
 times as many bytes as the fused kernels of a compiled block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from shardwise.models.operator_costs import MatMul, OperatorCosts, merge_costs
@@ -49,15 +47,11 @@ def resnet_operators(model: ResNetConfig, itemsize: int, samples: int) -> Iterat
     width_in = 8 * model.width * (4 if model.has_bottlenecks else 1)
     weights = (width_in + 1) * model.num_classes
     yield OperatorCosts(
-        name="head",
-        parameters=weights,
-        parameter_bytes=weights * itemsize,
-        output_bytes=samples * model.num_classes * itemsize,
-        saved_bytes=samples * width_in * itemsize,
-        moved_bytes=itemsize * samples * width_in * (side**2 + 1),
-        num_ops=2,
+        name="head", parameters=weights, parameter_bytes=weights * itemsize,
+        output_bytes=samples * model.num_classes * itemsize, saved_bytes=samples * width_in * itemsize,
+        moved_bytes=itemsize * samples * width_in * (side**2 + 1), num_ops=2,
         products=(MatMul(samples, width_in, model.num_classes),),
-    )
+    )  # fmt: skip
 
 
 def _convolution_costs(
@@ -69,12 +63,7 @@ def _convolution_costs(
     weights = inner * outer * window**2 + 2 * outer
     product = MatMul(samples * side**2, inner * window**2, outer, 1, window**2)
     return OperatorCosts(
-        name="",
-        parameters=weights,
-        parameter_bytes=weights * itemsize,
-        output_bytes=out,
-        saved_bytes=saved * itemsize + out,
-        moved_bytes=(4 if relu else 2) * out,
-        num_ops=3 if relu else 2,
+        name="", parameters=weights, parameter_bytes=weights * itemsize, output_bytes=out,
+        saved_bytes=saved * itemsize + out, moved_bytes=(4 if relu else 2) * out, num_ops=3 if relu else 2,
         products=(product,),
-    )
+    )  # fmt: skip

@@ -9,8 +9,6 @@ UMT5; the original T5 shares one among all encoder blocks and one among all deco
 across every pipeline stage. Scores are not scaled by 1/sqrt(head_dim), norms are RMSNorm, linear layers have no bias.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -5,8 +5,6 @@ Parameters and matmul FLOPs agree with the trace (which adds the relative-positi
 operators in a trace and one fused kernel in a compiled block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from shardwise.models.operator_costs import AttentionOp, MatMul, OperatorCosts, merge_costs
@@ -20,15 +18,10 @@ def t5_operators(model: T5Config, itemsize: int, samples: int, tensor: int = 1) 
     table = model.vocab * model.width // tensor
     stream = (encoder_tokens + decoder_tokens) * model.width * itemsize
     yield OperatorCosts(
-        name="embed",
-        parameters=table,
-        parameter_bytes=table * itemsize,
-        output_bytes=stream // tensor,
-        num_ops=2,
-        saved_bytes=(encoder_tokens + decoder_tokens) * 8,
-        moved_bytes=2 * stream // tensor,
+        name="embed", parameters=table, parameter_bytes=table * itemsize, output_bytes=stream // tensor, num_ops=2,
+        saved_bytes=(encoder_tokens + decoder_tokens) * 8, moved_bytes=2 * stream // tensor,
         all_reduce_bytes=stream / 2,
-    )
+    )  # fmt: skip
     for index in range(model.layers):
         operators = [
             _attention_costs(model, itemsize, encoder_tokens, encoder_tokens, samples, tensor, False),
@@ -36,9 +29,8 @@ def t5_operators(model: T5Config, itemsize: int, samples: int, tensor: int = 1) 
         ]
         yield merge_costs(f"encoder{index}", operators, encoder_tokens * model.width * itemsize // tensor, 0, 0, 0)
     for index in range(model.layers):
-        self_attention = _attention_costs(model, itemsize, decoder_tokens, decoder_tokens, samples, tensor, True)
         operators = [
-            self_attention,
+            _attention_costs(model, itemsize, decoder_tokens, decoder_tokens, samples, tensor, True),
             _attention_costs(model, itemsize, decoder_tokens, encoder_tokens, samples, tensor, False),
             _ffn_costs(model, itemsize, decoder_tokens, tensor),
         ]
@@ -47,16 +39,11 @@ def t5_operators(model: T5Config, itemsize: int, samples: int, tensor: int = 1) 
     weights = 0 if model.tied else table
     # The loss casts logits to float32, normalizes them and gathers those of the targets.
     yield OperatorCosts(
-        name="head",
-        parameters=weights,
-        parameter_bytes=weights * itemsize,
-        output_bytes=4,
-        saved_bytes=decoder_tokens * model.width * itemsize + 8 * logits,
-        moved_bytes=logits * (itemsize + 12),
-        num_ops=6,
-        products=(MatMul(decoder_tokens, model.width, -(-model.vocab // tensor)),),
+        name="head", parameters=weights, parameter_bytes=weights * itemsize, output_bytes=4,
+        saved_bytes=decoder_tokens * model.width * itemsize + 8 * logits, moved_bytes=logits * (itemsize + 12),
+        num_ops=6, products=(MatMul(decoder_tokens, model.width, -(-model.vocab // tensor)),),
         all_reduce_bytes=decoder_tokens * model.width * itemsize / 2,
-    )
+    )  # fmt: skip
 
 
 def _attention_costs(
@@ -64,27 +51,18 @@ def _attention_costs(
 ) -> OperatorCosts:
     width, head = model.width, model.head_dim
     attention_width = model.heads * head // tensor
-    products = (
-        MatMul(queries, width, attention_width),
-        MatMul(keys, width, 2 * attention_width),
-        MatMul(queries, attention_width, width),
-    )
+    inputs = MatMul(queries, width, attention_width), MatMul(keys, width, 2 * attention_width)
+    products = (*inputs, MatMul(queries, attention_width, width))
     heads = samples * model.heads // tensor
     attention = AttentionOp(heads, queries // samples, keys // samples, head, head, causal)
     weights = 4 * width * attention_width + width
     hidden_numel, qkv_numel = queries * width // tensor, (2 * queries + 2 * keys) * attention_width
     return OperatorCosts(
-        name="",
-        parameters=weights,
-        parameter_bytes=weights * itemsize,
-        output_bytes=hidden_numel * itemsize,
-        saved_bytes=itemsize * (2 * hidden_numel + qkv_numel),
-        moved_bytes=itemsize * (6 * hidden_numel + qkv_numel),
-        num_ops=8,
-        products=products,
-        attention=(attention,),
+        name="", parameters=weights, parameter_bytes=weights * itemsize, output_bytes=hidden_numel * itemsize,
+        saved_bytes=itemsize * (2 * hidden_numel + qkv_numel), moved_bytes=itemsize * (6 * hidden_numel + qkv_numel),
+        num_ops=8, products=products, attention=(attention,),
         all_reduce_bytes=itemsize * width * (queries + keys * (keys != queries) / 2),
-    )
+    )  # fmt: skip
 
 
 def _ffn_costs(model: T5Config, itemsize: int, tokens: int, tensor: int) -> OperatorCosts:
@@ -93,13 +71,9 @@ def _ffn_costs(model: T5Config, itemsize: int, tokens: int, tensor: int) -> Oper
     weights = (gates + 1) * width * ffn + width
     hidden_numel, hidden = tokens * width // tensor, tokens * ffn
     return OperatorCosts(
-        name="",
-        parameters=weights,
-        parameter_bytes=weights * itemsize,
-        output_bytes=hidden_numel * itemsize,
+        name="", parameters=weights, parameter_bytes=weights * itemsize, output_bytes=hidden_numel * itemsize,
         saved_bytes=itemsize * (2 * hidden_numel + (2 * gates) * hidden),
-        moved_bytes=itemsize * (6 * hidden_numel + (1 + 2 * gates) * hidden),
-        num_ops=5 + gates,
+        moved_bytes=itemsize * (6 * hidden_numel + (1 + 2 * gates) * hidden), num_ops=5 + gates,
         products=(MatMul(tokens, width, gates * ffn), MatMul(tokens, ffn, width)),
         all_reduce_bytes=itemsize * width * tokens,
-    )
+    )  # fmt: skip

@@ -4,8 +4,6 @@
 parameter names. Our fused QKV projection stores its rows by KV head: the queries of a group, then its key and value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -49,13 +47,9 @@ def is_llama(config: DecoderConfig) -> bool:
 
 
 def is_gpt2(config: DecoderConfig) -> bool:
-    plain = config.kv_heads == config.heads and config.head_dim * config.heads == config.width
-    return plain and (config.positions, config.norm, config.activation, config.bias) == (
-        "learned",
-        "layer",
-        "gelu",
-        True,
-    )
+    is_plain = config.kv_heads == config.heads and config.head_dim * config.heads == config.width
+    kind = config.positions, config.norm, config.activation, config.bias
+    return is_plain and kind == ("learned", "layer", "gelu", True)
 
 
 def reference_decoder(config: DecoderConfig) -> nn.Module | None:
@@ -64,11 +58,8 @@ def reference_decoder(config: DecoderConfig) -> nn.Module | None:
         import transformers
     except ImportError:
         return None
-    sizes: dict[str, Any] = {
-        "vocab_size": config.vocab,
-        "tie_word_embeddings": config.tied,
-        "attn_implementation": "eager",
-    }
+    sizes: dict[str, Any] = {"vocab_size": config.vocab, "tie_word_embeddings": config.tied}
+    sizes["attn_implementation"] = "eager"
     if config.mup_base_width or config.eod_token_id >= 0:
         return None
     if is_llama(config):

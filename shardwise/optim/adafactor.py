@@ -5,8 +5,6 @@ PyTorch's version does not support shards; here, means and norms are those of th
 that shard it. The step size is the RMS of the parameter times min(lr, 1/sqrt(step)); there is no first moment.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

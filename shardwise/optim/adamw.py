@@ -5,8 +5,6 @@ and can keep its moments in bf16. It updates one parameter at a time: float32 we
 (`shardwise.optim.adamw_kernel`), all others with PyTorch's fused kernel.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -69,33 +67,18 @@ class AdamW(ShardedOptimizer):
 
 
 def torch_adamw_(
-    shard: ParamShardLike,
-    state: dict[str, Tensor],
-    group: dict[str, Any],
-    grad_scale: Tensor | None,
+    shard: ParamShardLike, state: dict[str, Tensor], group: dict[str, Any], grad_scale: Tensor | None,
     found_inf: Tensor | None,
-) -> None:
+) -> None:  # fmt: skip
     """Updates one shard with PyTorch's fused kernel, converting moments of another dtype for the call."""
     weight, moments = shard.tensor.detach(), (state["exp_avg"], state["exp_avg_sq"])
     exp_avg, exp_avg_sq = (moment.to(weight.dtype) for moment in moments)
     beta1, beta2 = group["betas"]
     torch._fused_adamw_(
-        [weight],
-        [shard.grad.to(weight.dtype)],
-        [exp_avg],
-        [exp_avg_sq],
-        [],
-        [state["step"]],
-        lr=group["lr"],
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        amsgrad=False,
-        maximize=False,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-    )
+        [weight], [shard.grad.to(weight.dtype)], [exp_avg], [exp_avg_sq], [], [state["step"]], lr=group["lr"],
+        beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"], eps=group["eps"], amsgrad=False, maximize=False,
+        grad_scale=grad_scale, found_inf=found_inf,
+    )  # fmt: skip
     for moment, updated in zip(moments, (exp_avg, exp_avg_sq)):
         if moment is not updated:
             moment.copy_(updated)

@@ -6,8 +6,6 @@ the layout. Vectors and small parameters keep full-precision moments. Checkpoint
 them into the same blocks gives the same codes, and any layout or state dtype can resume from them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -36,10 +34,7 @@ class AdamW8bit(ShardedOptimizer):
                 if key not in state:
                     self._store_moment(shard, key, torch.zeros_like(shard.tensor))
             self.increment_step(shard, state)
-            full_state = {
-                key: state[key] if key == "step" else self._load_moment(shard, key)
-                for key in ("step", *MOMENT_IS_SIGNED)
-            }
+            full_state = {"step": state["step"], **{key: self._load_moment(shard, key) for key in MOMENT_IS_SIGNED}}
             torch_adamw_(shard, full_state, group, self.grad_scale, self.found_inf)
             for key in MOMENT_IS_SIGNED:
                 self._store_moment(shard, key, full_state[key])

@@ -19,46 +19,18 @@ def fused_adamw_(
     """Updates weight, moments and, if given, the compute copy in place. `step` counts from 1."""
     zero = torch.zeros((), device=weight.device) if grad_scale is None or found_inf is None else None
     _adamw_kernel[(triton.cdiv(weight.numel(), BLOCK),)](
-        weight,
-        grad.contiguous(),
-        exp_avg,
-        exp_avg_sq,
-        weight if compute_param is None else compute_param.detach(),
-        step,
-        zero if grad_scale is None else grad_scale,
-        zero if found_inf is None else found_inf,
-        lr_tensor,
-        *group["betas"],
-        group["eps"],
-        group["weight_decay"],
-        weight.numel(),
-        HAS_GRAD_SCALE=grad_scale is not None,
-        HAS_COMPUTE_PARAM=compute_param is not None,
-        BLOCK=BLOCK,
-        num_warps=8,
-    )
+        weight, grad.contiguous(), exp_avg, exp_avg_sq, weight if compute_param is None else compute_param.detach(),
+        step, zero if grad_scale is None else grad_scale, zero if found_inf is None else found_inf, lr_tensor,
+        *group["betas"], group["eps"], group["weight_decay"], weight.numel(), HAS_GRAD_SCALE=grad_scale is not None,
+        HAS_COMPUTE_PARAM=compute_param is not None, BLOCK=BLOCK, num_warps=8,
+    )  # fmt: skip
 
 
 @triton.jit
 def _adamw_kernel(  # type: ignore[no-untyped-def]
-    weight,
-    grad,
-    exp_avg,
-    exp_avg_sq,
-    compute_param,
-    step,
-    grad_scale,
-    found_inf,
-    lr_tensor,
-    beta1,
-    beta2,
-    eps,
-    weight_decay,
-    numel,
-    HAS_GRAD_SCALE: tl.constexpr,
-    HAS_COMPUTE_PARAM: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    weight, grad, exp_avg, exp_avg_sq, compute_param, step, grad_scale, found_inf, lr_tensor, beta1, beta2, eps,
+    weight_decay, numel, HAS_GRAD_SCALE: tl.constexpr, HAS_COMPUTE_PARAM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     if tl.load(found_inf) == 0.0:
         lr = tl.load(lr_tensor)
         offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -5,8 +5,6 @@ all parameters in one collective per axis. As in the authors' code, parameters w
 Adam's plain update. The trust ratio is unbounded, and 1 if either norm is zero.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -21,18 +19,13 @@ class LAMB(ShardedOptimizer):
         members = list(self.iter_shards())
         steps = [self._update_moments(*member) for member in members]
         scaled_members = [(member, step_number) for member, step_number in zip(members, steps) if member[0].decays]
-        partial_sums = [
-            torch.stack(
-                (sum_of_squares(member[0].tensor.detach()), sum_of_squares(self._adam_update(*member, step_number)))
-            )
-            for member, step_number in scaled_members
-        ]
+        partial_sums = []
+        for member, step_number in scaled_members:
+            both = member[0].tensor.detach(), self._adam_update(*member, step_number)
+            partial_sums.append(torch.stack([sum_of_squares(tensor) for tensor in both]))
         shards = [member[0] for member, _ in scaled_members]
         sums = sum_over_shards(partial_sums, shards, [range(len(shard.shape)) for shard in shards])
-        trust_ratios = {
-            shard: _trust_ratio(*weight_and_update.sqrt())
-            for shard, weight_and_update in zip(map(id, shards), sums, strict=True)
-        }
+        trust_ratios = {id(shard): _trust_ratio(*both.sqrt()) for shard, both in zip(shards, sums, strict=True)}
         for (shard, state, group), step_number in zip(members, steps):
             weight = shard.tensor.detach()
             update = self._adam_update(shard, state, group, step_number) * group["lr"]
@@ -54,14 +47,9 @@ class LAMB(ShardedOptimizer):
         dtype = shard.tensor.dtype
         bias_correction1, bias_correction2 = ((1.0 - beta**step_number).to(dtype) for beta in group["betas"])
         denominator = (state["exp_avg_sq"] / bias_correction2).sqrt_().add_(group["eps"])
-        return (
-            (state["exp_avg"] / bias_correction1)
-            .div_(denominator)
-            .add_(shard.tensor.detach(), alpha=group["weight_decay"])
-        )
+        update = (state["exp_avg"] / bias_correction1).div_(denominator)
+        return update.add_(shard.tensor.detach(), alpha=group["weight_decay"])
 
 
 def _trust_ratio(weight_norm: Tensor, update_norm: Tensor) -> Tensor:
-    return torch.where(
-        (weight_norm > 0.0) & (update_norm > 0.0), weight_norm / update_norm, torch.ones_like(weight_norm)
-    )
+    return torch.where((weight_norm > 0.0) & (update_norm > 0.0), weight_norm / update_norm, 1.0)

@@ -1,12 +1,10 @@
 """Learning rate schedules: warmup, then constant, cosine, linear or warmup-stable-decay (wsd)."""
 
-from __future__ import annotations
-
 import math
 
 import torch
 
-from shardwise.job import OptimizerConfig
+from shardwise.job import Job, OptimizerConfig
 
 
 def learning_rate(settings: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -22,6 +20,14 @@ def learning_rate(settings: OptimizerConfig, step: int, total_steps: int) -> flo
     if settings.schedule == "cosine":
         progress = 0.5 - 0.5 * math.cos(math.pi * progress)
     return settings.lr * (1.0 - (1.0 - settings.min_lr_ratio) * progress)
+
+
+def job_learning_rate(job: Job, step: int, total_steps: int) -> float:
+    """Returns the learning rate of a step: by the user's own function, or else by the job's schedule."""
+    task = job.family.task(job.model)
+    if task is not None and task.learning_rate is not None:
+        return float(task.learning_rate(step))
+    return learning_rate(job.optimizer, step, total_steps)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

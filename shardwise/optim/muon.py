@@ -6,8 +6,6 @@ Stacked expert weights are one matrix per expert; a fused QKV weight is one matr
 of AdamW's (PyTorch's `match_rms_adamw`), so one learning rate serves both.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -132,9 +130,8 @@ def _orthogonalize_on_owners(matrix_shards: list[MatrixShard]) -> list[Tensor]:
         replace(matrix_shards[n], tensor=tensor, sharded_dims=matrix_shards[n].sharded_dims[:-1])
         for n, tensor in zip(owned, gathered, strict=True)
     ]
-    result_chunks = [
-        tensor.split(sizes[n], dims[n]) for tensor, n in zip(_orthogonalize_on_owners(outer), owned, strict=True)
-    ]
+    results = zip(_orthogonalize_on_owners(outer), owned, strict=True)
+    result_chunks = [tensor.split(sizes[n], dims[n]) for tensor, n in results]
     to_return = [[parts[rank] for parts in result_chunks] for rank in range(axis.size)]
     shapes = [[shape_of(index, axis.index) for index in indices] for indices in assignment]
     return _restore_order(assignment, _all_to_all_tensors(to_return, shapes, axis, matrix_shards[0].tensor))
@@ -165,10 +162,8 @@ def _all_to_all_tensors(
     output_split_sizes = [sum(map(math.prod, rank_shapes)) for rank_shapes in shapes]
     output = flat.new_empty(sum(output_split_sizes))
     all_to_all(output, flat, output_split_sizes, input_split_sizes, axis=axis)
-    return [
-        [part.view(shape) for part, shape in zip(chunk.split([*map(math.prod, rank_shapes)]), rank_shapes, strict=True)]
-        for chunk, rank_shapes in zip(output.split(output_split_sizes), shapes, strict=True)
-    ]
+    parts = iter(output.split([math.prod(shape) for rank_shapes in shapes for shape in rank_shapes]))
+    return [[next(parts).view(shape) for shape in rank_shapes] for rank_shapes in shapes]
 
 
 def _split_sizes(length: int, sharded_dims: Sequence[tuple[int, AxisLike]]) -> list[int]:

@@ -1,7 +1,5 @@
 """Builds the optimizer of a job for this rank's parameter shards."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -52,8 +50,7 @@ def _param_groups(settings: OptimizerConfig, shards: Sequence[ParamShardLike]) -
     groups: dict[float, list[Any]] = {}
     for shard in shards:
         default_decay = settings.weight_decay if shard.decays else 0.0
-        matching_decays = [
-            decay for pattern, decay in settings.weight_decay_overrides.items() if fnmatchcase(shard.name, pattern)
-        ]
-        groups.setdefault(matching_decays[0] if matching_decays else default_decay, []).append(shard.tensor)
+        overrides = settings.weight_decay_overrides.items()
+        matching_decays = (decay for pattern, decay in overrides if fnmatchcase(shard.name, pattern))
+        groups.setdefault(next(matching_decays, default_decay), []).append(shard.tensor)
     return [{"params": weights, "weight_decay": decay} for decay, weights in groups.items()]

@@ -1,7 +1,5 @@
 """SGD with momentum, equal to `torch.optim.SGD`; weight decay is added to the gradient."""
 
-from __future__ import annotations
-
 import torch
 
 from shardwise.optim.sharded_optimizer import ShardedOptimizer

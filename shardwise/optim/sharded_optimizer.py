@@ -5,8 +5,6 @@ ranks use float64, so that replicas of a shard, which sum in different groups an
 same number in the dtype of the weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -35,13 +33,9 @@ class AxisLike(Protocol):
 class ParamShardLike(Protocol):
     """What an optimizer reads of a parameter shard (see `shardwise.parallel.param_shard`)."""
 
+    name: str
+    shape: torch.Size
     is_compute_copy_current: bool
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def shape(self) -> torch.Size: ...
 
     @property
     def sharded_dims(self) -> Sequence[tuple[int, AxisLike]]: ...

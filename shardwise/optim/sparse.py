@@ -5,8 +5,6 @@ table's size and updates them only for used rows, as `torch.optim.SparseAdam` do
 would touch every row in every step.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

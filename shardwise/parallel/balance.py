@@ -1,7 +1,5 @@
 """Splits a chain into pipeline stages: minimizes the cost of the slowest stage, then balances the others."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

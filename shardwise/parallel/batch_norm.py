@@ -1,11 +1,10 @@
 """Synchronized batch norm: statistics are summed over all data-parallel ranks, so every layout computes the same."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.comm.axis import Axis
 from shardwise.comm.collectives import all_reduce
@@ -20,6 +19,46 @@ def apply(chain: Chain, axis: Axis) -> None:
             module.reset_buffers()
             if axis.size > 1:
                 module.num_shards, module.all_reduce_sum = axis.size, lambda numbers: AllReduceSum.apply(numbers, axis)
+        elif isinstance(module, _BatchNorm):
+            _synchronize(module, axis)
+
+
+def _synchronize(norm: _BatchNorm, axis: Axis) -> None:
+    """Makes one of PyTorch's batch norms compute its statistics over all ranks of an axis, each with as many samples,
+    and in float32 at least: PyTorch's kernels do not take half-precision weights next to float32 statistics."""
+    local_forward = norm.forward
+
+    def sum_over_ranks(x: Tensor, dims: list[int]) -> Tensor:
+        return AllReduceSum.apply(x.sum(dims), axis) if axis.size > 1 else x.sum(dims)
+
+    def forward(x: Tensor) -> Tensor:
+        if axis.size == 1 and x.dtype.itemsize > 2:
+            return local_forward(x)
+        dims, shape = [0, *range(2, x.dim())], (-1, *[1] * (x.dim() - 2))
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        if norm.training or norm.running_mean is None or norm.running_var is None:
+            count = axis.size * x.numel() // x.shape[1]
+            mean = sum_over_ranks(wide, dims) / count
+            variance = sum_over_ranks((wide - mean.view(shape)).square(), dims) / count
+            if norm.running_mean is not None:
+                _update_running_statistics(norm, mean.detach(), variance.detach() * (count / max(1, count - 1)))
+        else:
+            mean, variance = norm.running_mean, norm.running_var
+        y = (wide - mean.view(shape)) * (variance + norm.eps).rsqrt().view(shape)
+        if norm.affine:
+            y = y * norm.weight.to(y.dtype).view(shape) + norm.bias.to(y.dtype).view(shape)
+        return y.to(x.dtype)
+
+    norm.forward = forward  # type: ignore[method-assign,assignment]
+
+
+@torch.no_grad()
+def _update_running_statistics(norm: _BatchNorm, mean: Tensor, variance: Tensor) -> None:
+    assert norm.running_mean is not None and norm.running_var is not None and norm.num_batches_tracked is not None
+    norm.num_batches_tracked.add_(1)
+    weight = 1.0 / norm.num_batches_tracked if norm.momentum is None else torch.tensor(norm.momentum)
+    for running, new in ((norm.running_mean, mean), (norm.running_var, variance)):
+        running.lerp_(new.to(running.dtype), weight.to(running))
 
 
 class AllReduceSum(torch.autograd.Function):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,16 +46,12 @@ def check(model: Any, layout: Layout) -> None:
             f"context={degree}{combined} splits each sequence into {chunks} per rank, but the sequence length "
             f"{model.sequence} is not divisible by {unit}; the nearest valid length is {nearest}."
         )
-    if not ring and any(heads % degree for heads in _heads_per_rank(model, tensor)):
+    heads_per_rank = [len(part) for part in torch.arange(model.heads).tensor_split(tensor)]
+    if not ring and any(heads % degree for heads in heads_per_rank):
         raise LayoutError(
             f"context={degree} context_method=ulysses splits the {model.heads // tensor} heads of a rank, which are "
             f"not divisible by {degree}; use context_method=ring or another degree."
         )
-
-
-def _heads_per_rank(model: Any, tensor: int) -> list[int]:
-    """Returns the query heads of each tensor rank."""
-    return [len(part) for part in torch.arange(model.heads).tensor_split(tensor)]
 
 
 def local_positions(length: int, axis: Axis, method: str) -> Tensor:
@@ -252,43 +248,30 @@ class RingSendRecv:
         return self.received
 
 
-class AttentionKernel(Protocol):
-    """Attention over some of the keys, with the log-sum-exp of the scores (B, heads, queries)."""
-
-    other_document_mask: Tensor | None
-    """Keys hidden from a query (B, queries, keys)."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]: ...
-
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns gradients of q, k and v. `out` and `lse` are those over all keys."""
+Grads = tuple[Tensor, Tensor, Tensor]  # of queries, keys and values
 
 
-def select_kernel(q: Tensor, document_ids: Tensor | None) -> AttentionKernel:
-    if document_ids is not None:
-        return MathAttention()
-    if q.device.type == "cpu":
+def select_kernel(q: Tensor, document_ids: Tensor | None) -> MathAttention:
+    if document_ids is None and q.device.type == "cpu":
         return CpuFlashAttention()
-    return (
-        CudaFlashAttention() if q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256 else MathAttention()
-    )
+    has_flash = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256
+    return CudaFlashAttention() if document_ids is None and has_flash else MathAttention()
 
 
 class MathAttention:
-    """Attention in plain PyTorch operators, with scores materialized."""
+    """Attention over some of the keys, with the log-sum-exp of the scores (B, heads, queries), in plain PyTorch
+    operators that materialize the scores."""
 
     other_document_mask: Tensor | None = None
+    """Keys hidden from a query (B, queries, keys)."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         scores = self._scores(q, k, causal)
         lse = scores.logsumexp(-1)
         return (scores - lse.unsqueeze(-1)).exp() @ v, lse
 
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> Grads:
+        """`out` and `lse` are those over all keys."""
         probs = (self._scores(q, k, causal) - lse.unsqueeze(-1)).exp()
         grad_scores = probs * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
         return grad_scores @ k, grad_scores.mT @ q, probs.mT @ grad
@@ -303,34 +286,26 @@ class MathAttention:
         return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
 
 
-class CpuFlashAttention:
+class CpuFlashAttention(MathAttention):
     """PyTorch's flash attention on CPUs."""
-
-    other_document_mask: Tensor | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
         return out, lse
 
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> Grads:
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         return backward(grad, q, k, v, out, lse, 0.0, causal)
 
 
-class CudaFlashAttention:
+class CudaFlashAttention(MathAttention):
     """PyTorch's flash attention on GPUs, in bf16 and fp16."""
-
-    other_document_mask: Tensor | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False)
         return out, lse
 
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> Grads:
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # RNG state of dropout, which is off
         tensors = grad.contiguous(), q, k, v, out.contiguous(), lse.contiguous(), None, None
         lengths = q.shape[2], k.shape[2], 0.0, causal

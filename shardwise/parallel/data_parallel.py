@@ -323,6 +323,7 @@ class DDP(DataParallel):
                 self.chains[0], process_group=axis.group, init_sync=False, gradient_as_bucket_view=True,
                 broadcast_buffers=False,
             )  # fmt: skip
+        warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")  # of size-1 dims
         # The hook sums; by default DDP averages.
         self.ddp.register_comm_hook(
             (self, axis), _async_all_reduce_hook if self.reducer.uses_library else _blocking_all_reduce_hook

@@ -15,7 +15,7 @@ from shardwise.job import Job
 from shardwise.layout import BatchSplit
 from shardwise.models.chain import IGNORE_INDEX, Chain
 from shardwise.models.config import ModelConfig
-from shardwise.optim import make_optimizer
+from shardwise.optim import make_optimizer, make_user_optimizer
 from shardwise.parallel import context
 from shardwise.parallel.data_parallel import DataParallel
 from shardwise.parallel.mesh import Mesh
@@ -53,6 +53,9 @@ class Engine:
 
     def make_optimizer(self, job: Job) -> torch.optim.Optimizer:
         """Returns the optimizer of all parameter shards of this rank."""
+        task = job.family.task(job.model)
+        if task is not None and task.optimizer is not None:
+            return make_user_optimizer(task.optimizer, self.dense_shards, job.optimizer.lr)
         return make_optimizer(job.optimizer, self.dense_shards)
 
     def begin_stream(self, job: Job, stream: SampleStream) -> None:

@@ -73,16 +73,11 @@ def apply(chain: Chain, layout: Layout, mesh: Mesh) -> set[str]:
 class RoutingStats:
     """Routing of a step, over all layers and ranks."""
 
-    imbalance: float
-    """Tokens of the busiest expert over the mean of all experts, averaged over layers; 1 is balanced."""
-    dropped_tokens: float
-    """Fraction of the routing choices dropped for lack of capacity."""
-    sent: float
-    """Bytes sent between ranks."""
-    waited: float
-    """Seconds a rank waited for them, averaged over ranks."""
-    expert_load: list[float]
-    """Fraction of all routing choices, by expert."""
+    imbalance: float  # tokens of the busiest expert over the mean of all experts, averaged over layers; 1 is balanced
+    dropped_tokens: float  # fraction of the routing choices dropped for lack of capacity
+    sent: float  # bytes sent between ranks
+    waited: float  # seconds a rank waited for them, averaged over ranks
+    expert_load: list[float]  # fraction of all routing choices, by expert
 
     @classmethod
     def from_values(cls, values: list[float]) -> RoutingStats:
@@ -111,9 +106,8 @@ def routing_stats(
         loads, scalars = packed[:-3].view_as(loads), packed[-3:]
     sparse, total_load = loads[model.dense_layers :], loads.sum().clamp(min=1e-9)
     imbalance = (sparse.amax(1) / sparse.mean(1).clamp(min=1e-9)).mean()
-    return torch.cat(
-        (torch.stack((imbalance, scalars[0] / total_load, scalars[1], scalars[2])), sparse.sum(0) / total_load)
-    )
+    figures = torch.stack((imbalance, scalars[0] / total_load, scalars[1], scalars[2]))
+    return torch.cat((figures, sparse.sum(0) / total_load))
 
 
 def update_expert_bias(model: Any, chains: list[Chain], world: Axis, device: torch.device) -> None:

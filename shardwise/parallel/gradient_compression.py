@@ -175,10 +175,8 @@ class Compressor:
         if self.spec.uses_all_gather:
             totals = [part.sum(0) for part in self._decode_parts(self._all_gather(encoded, axis), sizes, dtype)]
         else:
-            local_sums = [
-                part.sum(0, keepdim=True) for part in self._decode_parts(self._all_to_all(encoded, axis), sizes, dtype)
-            ]
-            reencoded = torch.cat([encode(self.spec, total) for total in local_sums], 1)
+            parts = self._decode_parts(self._all_to_all(encoded, axis), sizes, dtype)
+            reencoded = torch.cat([encode(self.spec, part.sum(0, keepdim=True)) for part in parts], 1)
             totals = [part.flatten() for part in self._decode_parts(self._all_gather(reencoded, axis), sizes, dtype)]
         return [total[: value.numel()].view(value.shape) for total, value in zip(totals, values, strict=True)]
 
@@ -188,9 +186,8 @@ class Compressor:
         total = rows if residual is None else rows + _pad_like(residual, rows)
         encoded = encode(self.spec, total)
         error = total - decode(self.spec, encoded, rows.shape[1], rows.dtype)
-        self.residual[name] = error.flatten()[:numel].nan_to_num_(
-            0.0, 0.0, 0.0
-        )  # a NaN in a skipped step must not persist
+        # A NaN in a skipped step must not persist.
+        self.residual[name] = error.flatten()[:numel].nan_to_num_(0.0, 0.0, 0.0)
         return encoded
 
     def _decode_parts(self, received: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
@@ -246,8 +243,7 @@ class Compressor:
 def _pad_to_rows(values: Tensor, count: int) -> Tensor:
     """Returns the elements in `count` rows of equal length, zero-padded at the end."""
     flat = values.reshape(-1)
-    size = -(-flat.numel() // count)
-    return torch.nn.functional.pad(flat, (0, count * size - flat.numel())).view(count, size)
+    return torch.nn.functional.pad(flat, (0, -flat.numel() % count)).view(count, -1)
 
 
 def _pad_like(values: Tensor, rows: Tensor) -> Tensor:

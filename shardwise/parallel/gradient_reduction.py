@@ -1,7 +1,5 @@
 """How full gradients are reduced over data-parallel ranks: the `[gradient]` section of a job."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 

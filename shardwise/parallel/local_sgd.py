@@ -9,8 +9,6 @@ fragments synchronize after the last step.
 The axes inside a replica (shard, tensor, pipeline, ...) are unaffected.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -77,9 +75,8 @@ class OuterOptimizer:
             if self.local_sgd.outer_optimizer:
                 outer_gradient = self.anchor[number] - mean
                 momentum = self.outer_momentum[number].mul_(self.local_sgd.outer_momentum).add_(outer_gradient)
-                mean = self.anchor[number].sub_(
-                    outer_gradient + self.local_sgd.outer_momentum * momentum, alpha=self.local_sgd.outer_lr
-                )
+                nesterov = outer_gradient + self.local_sgd.outer_momentum * momentum
+                mean = self.anchor[number].sub_(nesterov, alpha=self.local_sgd.outer_lr)
             param_shard.tensor.detach().copy_(mean)
             param_shard.is_compute_copy_current = False
         buffers = [b for chain in self.engine.chains for b in chain.buffers() if b.is_floating_point()]

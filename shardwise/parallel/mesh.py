@@ -16,8 +16,6 @@ A world of size 1 has no process groups, and every collective is skipped: one de
 create the same groups in the same order. The mesh owns the step timer, which every axis with a group reports to.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cached_property
 
@@ -45,10 +43,8 @@ class Mesh:
         grid = torch.arange(world).reshape(sizes)
         coordinates = dict(zip(AXES, (int(index) for index in (grid == self.rank).nonzero()[0]), strict=True))
         self._axes = dict.fromkeys((*AXES, *DERIVED_AXES), SINGLE_RANK)
-        self.all_ranks = SINGLE_RANK
-        """All ranks of the run; under local SGD `world` is one replica."""
-        self.tied_stages = SINGLE_RANK
-        """The first and the last pipeline rank, which share tied weights."""
+        self.all_ranks = SINGLE_RANK  # all ranks of the run; under local SGD `world` is one replica
+        self.tied_stages = SINGLE_RANK  # the first and the last pipeline rank, which share tied weights
         self.device_mesh: DeviceMesh | None = None
         self.fsdp_context_mesh: DeviceMesh | None = None
         """Has shard and context as one dimension; only if both exceed 1."""
@@ -118,11 +114,7 @@ class Mesh:
     def _make_tied_stages(self, grid: torch.Tensor) -> Axis:
         """Returns the axis of the first and the last pipeline rank with the same other coordinates."""
         tied_stages = SINGLE_RANK
-        if self.layout.pipeline == 1:
-            return tied_stages
-        columns = grid.flatten(1)
-        for column in range(columns.shape[1]):
-            ranks = [int(columns[0, column]), int(columns[-1, column])]
+        for ranks in grid.flatten(1)[[0, -1]].T.tolist() if self.layout.pipeline > 1 else ():
             group = dist.new_group(ranks, group_desc="tied stages")
             if self.rank in ranks:
                 tied_stages = self._axis("pipeline", 2, ranks.index(self.rank), group)
@@ -134,13 +126,15 @@ class Mesh:
     @cached_property
     def fsdp_mesh(self) -> DeviceMesh:
         """The mesh for `fully_shard`: (replicate, fsdp) for HSDP, otherwise fsdp alone."""
-        mesh, dim = (self.device_mesh, "shard") if self.fsdp_context_mesh is None else (self.fsdp_context_mesh, "fsdp")
-        assert mesh is not None
-        return mesh["replicate", dim] if self["replicate"].size > 1 else mesh[dim]
+        if self.fsdp_context_mesh is not None:
+            return self._with_replicas(self.fsdp_context_mesh, "fsdp")
+        return self._with_replicas(self.device_mesh, "shard")
 
     @cached_property
     def expert_fsdp_mesh(self) -> DeviceMesh:
         """The mesh for `fully_shard` of experts that are split over ranks."""
-        mesh, dim = self.expert_mesh, "expert_replicas"
+        return self._with_replicas(self.expert_mesh, "expert_replicas")
+
+    def _with_replicas(self, mesh: DeviceMesh | None, dim: str) -> DeviceMesh:
         assert mesh is not None
         return mesh["replicate", dim] if self["replicate"].size > 1 else mesh[dim]

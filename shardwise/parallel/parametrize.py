@@ -5,8 +5,6 @@ a property of the module's class reads it from there and applies the function. H
 cannot trace hooks that must also run after an error, and `torch.nn.utils.parametrize` moves and renames the parameter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 

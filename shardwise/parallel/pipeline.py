@@ -35,6 +35,7 @@ class Pipeline:
         last = layout.stage_count - 1
         self.has_first_stage, self.has_last_stage = 0 in indices, last in indices
         self._scale = torch.ones(())
+        self.micro_batch = first_input.shape[0]
         self.hidden_states = torch.empty(hidden_shape, dtype=dtype, device="meta", requires_grad=True)
         loss = torch.empty((), dtype=torch.promote_types(dtype, torch.float32), device="meta", requires_grad=True)
         self.stages = [
@@ -70,7 +71,7 @@ class Pipeline:
         """
         group = self.stages[0].group
         total = torch.zeros((), dtype=torch.float64, device=samples.tokens.device)
-        for part in samples.split(self.hidden_states.shape[0]):
+        for part in samples.split(self.micro_batch):
             x = part.tokens
             for stage in self.stages:
                 previous_rank, next_rank = (self._rank_of_stage(stage.stage_index + step) for step in (-1, 1))

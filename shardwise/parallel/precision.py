@@ -4,15 +4,14 @@ Weights, reduced gradients and optimizer state are in the master dtype. Modules 
 every layout: by FSDP's mixed-precision policy if FSDP shards the weights, by a parametrization otherwise.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from shardwise.models.chain import Chain
 from shardwise.parallel.parametrize import parametrize
 
 COMPUTE_DTYPES = {
@@ -47,12 +46,12 @@ class Precision:
             return MixedPrecisionPolicy()
         return MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=self.master_dtype)
 
-    def apply(self, module: nn.Module) -> None:
+    def apply(self, chain: Chain) -> None:
         """Makes every module read its parameters in the compute dtype."""
         if self.is_mixed:
             # One object for all modules: the compiler guards on it, so another would recompile every block.
             cast = partial(torch.Tensor.to, dtype=self.compute_dtype)
-            for part in module.modules():
+            for part in chain.computing_modules():
                 for name in part._parameters:
                     parametrize(part, name, cast)
 

@@ -102,6 +102,13 @@ def prepare(job: Job, layout: Layout) -> Prepared:
             f"compile = true with schedule {layout.schedule}: PyTorch cannot split the backward of compiled blocks; "
             "use schedule=1f1b or interleaved, or compile = false."
         )
+    if len(stages) > 1 and not all(weight.requires_grad for weight in model.parameters()):
+        for number, stage in enumerate(stages):
+            if not any(weight.requires_grad for weight in model.slice(*stage).parameters()):
+                raise LayoutError(
+                    f"pipeline={layout.pipeline}: stage {number} of {len(stages)} has no parameters to train, because "
+                    "all of its blocks are frozen; use fewer stages, or shard instead of pipeline."
+                )
     batch = solve_batch(layout, job.samples)
     if config.requires_single_micro_batch and batch.micro_batches > 1:
         raise LayoutError(

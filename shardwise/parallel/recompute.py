@@ -12,33 +12,28 @@ input gradient and once per matmul and norm, 9 forwards instead of 2, and select
 traversal. `CheckpointOnce` recomputes a block once and keeps the activations until the weight gradients are done.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from shardwise.layout import Layout, kept_activation_fraction
 from shardwise.models.chain import Chain
 
 _SAVED_OPS = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.bmm.default,
+    torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops._c10d_functional.all_gather_into_tensor.default,
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,
-}
+    torch.ops._c10d_functional.all_gather_into_tensor.default, torch.ops._c10d_functional.reduce_scatter_tensor.default,
+}  # fmt: skip
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -50,14 +45,13 @@ def apply(chain: Chain, layout: Layout) -> None:
     if layout.recompute == "none":
         return
     keep_fraction = kept_activation_fraction(layout.recompute) or 0.0
+    selective = partial(create_selective_checkpoint_contexts, _policy)
+    contexts = selective if layout.recompute == "selective" else noop_context_fn
     for number, block in enumerate(chain.blocks()):
         # Spreads the blocks that save everything evenly over the stage.
         if int((number + 1) * keep_fraction) > int(number * keep_fraction):
             continue
         # Replaces the instance's forward, not the module, so parameter names and hooks stay.
-        contexts = (
-            partial(create_selective_checkpoint_contexts, _policy) if layout.recompute == "selective" else _no_contexts
-        )
         if layout.has_split_backward:
             block.forward = CheckpointOnce(block.forward, contexts)
         else:
@@ -65,35 +59,35 @@ def apply(chain: Chain, layout: Layout) -> None:
             block.forward = partial(checkpoint, block.forward, **options)
 
 
-def _no_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    return nullcontext(), nullcontext()
-
-
 class CheckpointOnce:
-    """A forward that saves only its input and is recomputed at most once, however often the backward traverses it."""
+    """A forward that saves only its arguments and is recomputed at most once, however often the backward runs."""
 
-    def __init__(self, forward: Callable[..., Tensor], contexts: Callable[[], Any]):
+    def __init__(self, forward: Callable[..., Any], contexts: Callable[[], Any]):
         self.forward, self.contexts = forward, contexts
 
-    def __call__(self, x: Tensor, **batch: Any) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward_context, recompute_context = self.contexts()
         count = itertools.count()
         saved: list[Tensor] = []  # in the order in which the forward saves them
 
         def unpack(number: int) -> Tensor:
             if not saved:
-                detached = x.detach().requires_grad_(x.requires_grad)
+                detached_args, detached_kwargs = tree_map_only(Tensor, _detach, (args, kwargs))
                 with (
                     torch.enable_grad(),
                     recompute_context,
                     saved_tensors_hooks(lambda t: saved.append(t.detach()), _forbid_unpack),
                 ):
-                    self.forward(detached, **batch)
+                    self.forward(*detached_args, **detached_kwargs)
             return saved[number]
 
         # The graph references `unpack`, which references `saved`: both are freed with the last gradient.
         with saved_tensors_hooks(lambda tensor: next(count), unpack), forward_context:
-            return self.forward(x, **batch)
+            return self.forward(*args, **kwargs)
+
+
+def _detach(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _forbid_unpack(packed: Any) -> Tensor:

@@ -61,6 +61,13 @@ def check(plan: ShardingPlan, shapes: dict[str, torch.Size], sequence: int, degr
             f"tensor={degree} splits activations along the sequence, but the sequence length {sequence} is not "
             f"divisible by {degree}; the nearest valid length is {max(degree, round(sequence / degree) * degree)}."
         )
+    for rule in plan.modules:
+        rows = shapes.get(plan.canonical_name(f"{rule.module}.weight"), torch.Size([0]))[0]
+        if isinstance(rule, GatherOutput) and rows % degree:
+            raise LayoutError(
+                f"tensor={degree} does not divide the {rows} output features of {rule.module}, which are gathered; "
+                "use a degree that does, or leave it out of the plan."
+            )
     shard_dims = {name: shard_dim for name in shapes if (shard_dim := plan.shard_dim_of(name)) is not None}
     for name, shard_dim in shard_dims.items():
         units = shapes[name][shard_dim.dim] // shard_dim.unit
@@ -96,6 +103,8 @@ def apply(chain: Chain, axis: Axis) -> dict[str, int | None]:
     chain.tie_weights()
     for name, module in chain.named_modules():
         rule = next((rule for rule in chain.sharding_plan.modules if fnmatchcase(name, rule.module)), None)
+        if not any(True for _ in module.parameters()):
+            continue  # the weights are on another stage
         if isinstance(rule, SequenceRegion):
             row = getattr(module, rule.rowwise, None)
             _apply_sequence_region(module, row if isinstance(row, nn.Module) else None, axis)
@@ -126,7 +135,8 @@ def _shard_parameter(chain: Chain, name: str, shape: torch.Size, shard_dim: Shar
         first, length = axis.span(shape[shard_dim.dim])
         size = list(shape)
         size[shard_dim.dim] = length
-        setattr(owner, leaf, nn.Parameter(torch.empty(size, dtype=full_weight.dtype, device=full_weight.device)))
+        local = torch.empty(size, dtype=full_weight.dtype, device=full_weight.device)
+        setattr(owner, leaf, nn.Parameter(local, full_weight.requires_grad))
         if shard_dim.dim == 0:
             owner.__dict__["first_row"] = first  # offset in the full tensor, for lookups
     else:

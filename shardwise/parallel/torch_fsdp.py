@@ -4,8 +4,6 @@ FSDP2 has no public hooks around its waits, no public way to reduce gradients an
 backward, and no public access to the order in which it packs the gradients of a module.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch.distributed.fsdp import FSDPModule, fully_shard

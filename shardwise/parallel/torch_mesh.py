@@ -1,7 +1,5 @@
 """PyTorch's DeviceMesh internals, in one file: flattening mesh dimensions into one has no public name yet."""
 
-from __future__ import annotations
-
 from torch.distributed.device_mesh import DeviceMesh
 
 

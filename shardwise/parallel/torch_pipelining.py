@@ -9,8 +9,6 @@ not support a split backward: `PatchedPipelineStage` disables its gradient reduc
 after the weight-gradient half.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,38 +18,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-    schedules,
-)
-from torch.distributed.pipelining.schedules import (
-    FORWARD,
-    REDUCE_GRAD,
-    PipelineScheduleSingle,
-    ScheduleDualPipeV,
-    _Action,
-    _ComputationType,
-    _PipelineScheduleRuntime,
-)
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _Action
 
 from shardwise.comm.step_timer import StepTimer
 from shardwise.parallel import torch_fsdp
 
 SCHEDULE_CLASSES = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved": ScheduleInterleaved1F1B,
-    "zero-bubble": ScheduleInterleavedZeroBubble,
-    "zbv": ScheduleZBVZeroBubble,
-    "dualpipev": ScheduleDualPipeV,
+    "gpipe": schedules.ScheduleGPipe,
+    "1f1b": schedules.Schedule1F1B,
+    "interleaved": schedules.ScheduleInterleaved1F1B,
+    "zero-bubble": schedules.ScheduleInterleavedZeroBubble,
+    "zbv": schedules.ScheduleZBVZeroBubble,
+    "dualpipev": schedules.ScheduleDualPipeV,
 }
-PipelineOrder = Mapping[int, Sequence[Any]]
-"""The actions of each pipeline rank, with the fields of PyTorch's `_Action`."""
+PipelineOrder = Mapping[int, Sequence[Any]]  # the actions of each pipeline rank, with the fields of PyTorch's `_Action`
 
 
 def schedule_actions(schedule: str, ranks: int, virtual: int, micro_batches: int) -> dict[int, list[_Action]]:
@@ -66,14 +47,14 @@ def schedule_actions(schedule: str, ranks: int, virtual: int, micro_batches: int
         with _quiet_logger():
             order = without_comms([stage] * virtual, micro_batches).pipeline_order
     actions_by_rank = {
-        rank: [action for action in actions if action is not None and action.computation_type != REDUCE_GRAD]
+        rank: [action for action in actions if action and action.computation_type != schedules.REDUCE_GRAD]
         for rank, actions in order.items()
     }
     if schedule == "1f1b":
         # PyTorch's list numbers the last rank's forwards from 1; what it executes is numbered from 0.
         numbers = iter(range(micro_batches))
         actions_by_rank[ranks - 1] = [
-            action._replace(microbatch_index=next(numbers)) if action[1] == FORWARD else action
+            action._replace(microbatch_index=next(numbers)) if action[1] == schedules.FORWARD else action
             for action in actions_by_rank[ranks - 1]
         ]
     return actions_by_rank
@@ -86,7 +67,7 @@ class PipelineSchedule:
         self, name: str, order: PipelineOrder | None, stages: list[PipelineStage], micro_batches: int,
         loss_fn: Callable[[Tensor, Tensor], Tensor], timer: StepTimer,
     ):  # fmt: skip
-        schedule_class: Any = _PipelineScheduleRuntime if order else SCHEDULE_CLASSES[name]
+        schedule_class: Any = schedules._PipelineScheduleRuntime if order else SCHEDULE_CLASSES[name]
         self.stages, self.timer = stages, timer
         self.is_single_stage = issubclass(schedule_class, PipelineScheduleSingle)
         with _quiet_logger():
@@ -94,7 +75,8 @@ class PipelineSchedule:
                 stages[0] if self.is_single_stage else stages, micro_batches, loss_fn=loss_fn, scale_grads=False
             )
         if order:
-            actions = {rank: [_Action(s, _ComputationType(k), *rest) for s, k, *rest in order[rank]] for rank in order}
+            kind = schedules._ComputationType
+            actions = {rank: [_Action(s, kind(k), *rest) for s, k, *rest in order[rank]] for rank in order}
             self.schedule._prepare_schedule_with_comms(actions)
 
     def initialize(self) -> None:
@@ -137,13 +119,15 @@ def _quiet_logger() -> Iterator[None]:
 
 
 class StageModule(nn.Module):
-    """A module as the pipeline sees it: without FSDP, and with contiguous outputs."""
+    """A module as the pipeline sees it: without FSDP, and with contiguous outputs and input gradients."""
 
     def __init__(self, module: nn.Module, reshard_after_use: bool):
         super().__init__()
         self.module, self.reshard_after_use = module, reshard_after_use
 
     def forward(self, x: Tensor, **batch: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(Tensor.contiguous)
         return self.module(x, **batch).contiguous()
 
 

@@ -1,7 +1,5 @@
 """The planner's error on the measured runs of `benchmarks/runs.csv`, read from `accuracy.toml`."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 

@@ -6,8 +6,6 @@ measures compiled training steps by kernel category, at the temperature and powe
 share a machine measure at the same time, as they will train at the same time.
 """
 
-from __future__ import annotations
-
 import gc
 import statistics
 import time
@@ -33,7 +31,7 @@ from shardwise.files import require_parent_folder
 from shardwise.job import DecoderConfig, make_job
 from shardwise.models.chain import init_weights
 from shardwise.models.gpt import DecoderBlock, build_gpt
-from shardwise.models.loss import aligned_logits
+from shardwise.models.loss import pad_vocab
 from shardwise.parallel.parallelize import ACTIVATION_MEMORY_BUDGET
 from shardwise.planner.costs.block_time import BlockTimeModel, KernelProfile, ParallelDegrees
 from shardwise.planner.costs.efficiency import efficiency_of
@@ -131,24 +129,14 @@ def _fit_efficiencies(cluster: Cluster, values: dict[str, float]) -> dict[str, f
     device = cluster.device
     dtype_name = "bf16" if device.family != "cpu" else "float32"
     efficiencies = {
-        "matmul": min(1.0, values.get(dtype_name, 1.0) / device.peak_flops(dtype_name)),
-        "matmul_half_rate_depth": 0.0,
-        "wave_quantization": 0.0,
-        "unaligned_64": 1.0,
-        "attention": values["attention"] / device.peak_flops(dtype_name),
-        "attention_backward": values["attention_backward"],
-        "inner": 1.0,
-        "outer": 1.0,
-        "latency": values.get("latency", 1.0),
-        "jitter": 0.0,
-        "fixed_seconds": 0.0,
-        "overlap_tensor": 0.0,
-        "kernel_launch": values["launch_seconds"] / KERNELS_PER_BLOCK,
-        "unaligned_8": min(1.0, values["unaligned_8"]),
-        "compiled": values["compiled"],
-        "bulk_memory": min(1.0, values["copy_bandwidth"] / device.bandwidth),
+        "matmul": min(1.0, values.get(dtype_name, 1.0) / device.peak_flops(dtype_name)), "matmul_half_rate_depth": 0.0,
+        "wave_quantization": 0.0, "unaligned_64": 1.0, "attention": values["attention"] / device.peak_flops(dtype_name),
+        "attention_backward": values["attention_backward"], "inner": 1.0, "outer": 1.0,
+        "latency": values.get("latency", 1.0), "jitter": 0.0, "fixed_seconds": 0.0, "overlap_tensor": 0.0,
+        "kernel_launch": values["launch_seconds"] / KERNELS_PER_BLOCK, "unaligned_8": min(1.0, values["unaligned_8"]),
+        "compiled": values["compiled"], "bulk_memory": min(1.0, values["copy_bandwidth"] / device.bandwidth),
         "overlap_sharpness": 1.0,
-    }
+    }  # fmt: skip
     large = _decoder_config(GPU_SIZES.large_model if device.family != "cpu" else CPU_SIZES.large_model)
     if device.family == "cpu":
         # Host and device are the same processor: nothing overlaps and their times add up.
@@ -161,7 +149,6 @@ def _fit_efficiencies(cluster: Cluster, values: dict[str, float]) -> dict[str, f
         machine = Machine(cluster, efficiency_of("cpu", efficiencies))
         forward, _ = BlockTimeModel(machine, shape_of(large), KernelProfile(dtype_name)).attention(SINGLE_DEVICE)
         efficiencies["attention"] *= forward * values["attention"] / _attention_flops(large)
-    if device.family == "cpu":
         # The time of a large block beyond its matmuls and attention is memory traffic.
         machine = Machine(cluster, replace(efficiency_of("cpu", efficiencies), memory=1.0))
         best = _ideal_times(machine, large, KernelProfile(dtype_name), SINGLE_DEVICE)
@@ -169,16 +156,13 @@ def _fit_efficiencies(cluster: Cluster, values: dict[str, float]) -> dict[str, f
         rest = max(values["large_block"] - values["launch_seconds"] - compute, 0.2 * best["memory"])
         return efficiencies | {"memory": min(4.0, best["memory"] / rest)}
     # Ideal seconds at the peak over measured seconds, per kernel category.
-    machine = Machine(
-        cluster, replace(efficiency_of(device.family, efficiencies), memory=1.0, matmul=1.0, attention=1.0)
-    )
+    ideal = replace(efficiency_of(device.family, efficiencies), memory=1.0, matmul=1.0, attention=1.0)
+    machine, degrees = Machine(cluster, ideal), replace(SINGLE_DEVICE, micro_batch=STEP_SAMPLES)
     for key, part in KERNEL_CATEGORIES.items():
         ratios = []
         for kind, overrides in MODEL_KINDS.items():
             model = _decoder_config({**GPU_SIZES.large_model, **overrides})
-            best = _ideal_times(
-                machine, model, KernelProfile(dtype_name), replace(SINGLE_DEVICE, micro_batch=STEP_SAMPLES)
-            )
+            best = _ideal_times(machine, model, KernelProfile(dtype_name), degrees)
             ratios.append(model.layers * best[key] / values[f"{kind}: {part}"])
         efficiencies[key] = min(1.0, statistics.mean(ratios))
     return efficiencies
@@ -208,13 +192,9 @@ def _measure_process(kind: str) -> dict[str, float]:
     """Measures rates and durations in one process."""
     device, sizes = torch.device(kind), GPU_SIZES if kind == "cuda" else CPU_SIZES
     dtype_names = ("float32", "bf16") if kind == "cuda" else ("float32",)
-    values = {
-        dtype_name: max(_matmul_rate(n, DTYPES[dtype_name], device) for n in sizes.matmul_sizes)
-        for dtype_name in dtype_names
-    }
+    values = {name: max(_matmul_rate(n, DTYPES[name], device) for n in sizes.matmul_sizes) for name in dtype_names}
     numbers = torch.empty(sizes.copy_bytes // 4, device=device)
-    widest = sizes.matmul_sizes[-1]
-    dtype = DTYPES[dtype_names[-1]]
+    widest, dtype = sizes.matmul_sizes[-1], DTYPES[dtype_names[-1]]
     values["unaligned_8"] = _unaligned_matmul_rate(widest, dtype, device) / values[dtype_names[-1]]
     values["copy_bandwidth"] = 2 * sizes.copy_bytes / _median_seconds(lambda: numbers.clone(), device)
     forward, backward = _attention_rates(_decoder_config(sizes.large_model), dtype, device)
@@ -225,13 +205,10 @@ def _measure_process(kind: str) -> dict[str, float]:
         values["large_block"] = _block_seconds(_decoder_config(sizes.large_model), dtype, device)
         return values
     for name, overrides in MODEL_KINDS.items():
-        job = make_job(
-            {"precision": "bf16", "model": {**sizes.large_model, **overrides}, "batch": {"samples": STEP_SAMPLES}}
-        )
-        values |= {
-            f"{name}: {part}": seconds
-            for part, seconds in bench_step(job, device, 3, WARMUP_STEPS).time_breakdown.items()
-        }
+        model = {**sizes.large_model, **overrides}
+        job = make_job({"precision": "bf16", "model": model, "batch": {"samples": STEP_SAMPLES}})
+        breakdown = bench_step(job, device, 3, WARMUP_STEPS).time_breakdown
+        values |= {f"{name}: {part}": seconds for part, seconds in breakdown.items()}
         gc.collect()
         torch.cuda.empty_cache()
     return values
@@ -249,8 +226,9 @@ def _matmul_rate(n: int, dtype: torch.dtype, device: torch.device) -> float:
 def _unaligned_matmul_rate(n: int, dtype: torch.dtype, device: torch.device) -> float:
     """Returns the FLOP/s of a projection to an odd vocabulary size, over forward and backward."""
     x, weight = torch.randn(n, n, device=device).to(dtype), torch.randn(n + 1, n, device=device).to(dtype)
-    gradient = aligned_logits(x, weight)
-    products = (lambda: aligned_logits(x, weight), lambda: gradient @ weight, lambda: gradient.t() @ x)
+    weight = pad_vocab(weight)
+    gradient = x @ weight.t()
+    products = (lambda: x @ weight.t(), lambda: gradient @ weight, lambda: gradient.t() @ x)
     return 6.0 * n * n * (n + 1) / sum(_median_seconds(product, device) for product in products)
 
 
@@ -274,9 +252,7 @@ def _block_seconds(model: DecoderConfig, dtype: torch.dtype, device: torch.devic
     """Returns the seconds of a block's forward and backward; on a GPU compiled and as a CUDA graph, as in training."""
     chain = build_gpt(model, 0)
     init_weights(chain, 0)
-    block = next(module for module in chain.modules() if isinstance(module, DecoderBlock)).to(
-        device=device, dtype=dtype
-    )
+    block = next(module for module in chain.modules() if isinstance(module, DecoderBlock)).to(device, dtype)
     x = torch.randn(1, model.sequence, model.width, device=device).to(dtype).requires_grad_()
     gradient = torch.ones_like(x)
 
@@ -298,18 +274,18 @@ def _block_seconds(model: DecoderConfig, dtype: torch.dtype, device: torch.devic
     return _median_seconds(graph.replay, device)
 
 
-def _median_seconds(fn: Callable[[], Any], device: torch.device, repeats: int = 7) -> float:
+def _median_seconds(fn: Callable[[], Any], device: torch.device) -> float:
     """Returns the median seconds of a call. On a GPU each repeat queues several calls to hide launch latency."""
     if device.type == "cpu":
         return _mean_seconds(fn)
-    calls, times = 8, []
-    for repeat in range(repeats + 2):
+    calls, warmup, times = 8, 2, []
+    for repeat in range(warmup + 7):
         torch.cuda.synchronize()
         begin = time.perf_counter()
         for _ in range(calls):
             fn()
         torch.cuda.synchronize()
-        if repeat >= 2:
+        if repeat >= warmup:
             times.append((time.perf_counter() - begin) / calls)
     return statistics.median(times)
 

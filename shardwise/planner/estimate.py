@@ -4,39 +4,20 @@ Pipeline time comes from the closed form of the schedule (`shardwise.schedules.c
 lower bound otherwise. With an `EngineModel`, `predict` simulates the schedule; the search does so for its finalists.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from math import log2
 from typing import Any
 
 from shardwise.layout import AUTO_SCHEDULES, V_SHAPED, Layout, kept_activation_fraction
+from shardwise.planner.costs import memory_model
 from shardwise.planner.costs.block_time import BlockTimeModel, ModuleTime, ParallelDegrees
 from shardwise.planner.costs.engine_traffic import traffic_by_axis
 from shardwise.planner.costs.machine import Machine
-from shardwise.planner.costs.memory_model import (
-    MemoryInputs,
-    RankMemory,
-    StageLayers,
-    expert_optimizer_shards,
-    make_memory_inputs,
-    merge_stages,
-    optimizer_shards,
-    rank_memory,
-)
-from shardwise.planner.prediction import (
-    BlockTime,
-    ModuleLoad,
-    Prediction,
-    StagePartition,
-    StepTiming,
-    Workload,
-    split_evenly,
-)
+from shardwise.planner.costs.memory_model import MemoryInputs, RankMemory, StageLayers
+from shardwise.planner.prediction import BlockTime, ModuleLoad, Prediction, StagePartition, StepTiming, Workload
 from shardwise.schedules.auto_schedule import make_auto_schedule
 from shardwise.schedules.closed_form import lower_bound, upper_bound
-from shardwise.schedules.simulate import StageCosts, step_seconds
-from shardwise.schedules.synthesize import SynthesizedSchedule
+from shardwise.schedules.simulate import Simulation, StageCosts, step_seconds
 
 BUCKET_BYTES = 1e8  # per gradient bucket
 # Bytes per weight that the update of a single process moves: weight and two moments (read and written), gradient (read
@@ -63,7 +44,7 @@ class Estimator:
         self._block_times: dict[tuple[Any, ...], BlockTime] = {}
         self._stages: dict[tuple[Any, ...], StagePartition] = {}
         self._per_step_times: dict[tuple[Any, ...], tuple[float, float]] = {}
-        self._auto_schedules: dict[Layout, SynthesizedSchedule] = {}
+        self._auto_schedules: dict[Layout, Simulation] = {}
 
     def predict(self, layout: Layout) -> Prediction:
         """Returns the full prediction; simulates the schedule if there is an `EngineModel`."""
@@ -75,10 +56,9 @@ class Estimator:
         """Yields bytes by axis of each pipeline rank, if there is an `EngineModel` for the layout."""
         engine, micro_batches = self.work.engine, self.micro_batches(layout)
         if engine is not None and layout.context == layout.expert == 1:
-            program = self.auto_schedule(layout).simulation.program if self.is_auto_schedule(layout) else None
-            yield from (
-                traffic_by_axis(engine, layout, rank, micro_batches, program) for rank in range(layout.pipeline)
-            )
+            program = self.auto_schedule(layout).program if self.is_auto_schedule(layout) else None
+            for rank in range(layout.pipeline):
+                yield traffic_by_axis(engine, layout, rank, micro_batches, program)
 
     def memory(self, layout: Layout, rank: int) -> RankMemory:
         """Returns the memory of a pipeline rank."""
@@ -86,16 +66,17 @@ class Estimator:
         if engine is not None and layout.context == layout.expert == 1:
             peaks = None
             if self.is_auto_schedule(layout):
-                peaks = self.auto_schedule(layout).simulation.program.peak_in_flight(rank)
+                peaks = self.auto_schedule(layout).program.peak_in_flight(rank)
             return engine.memory(layout, rank, micro_batches, self.work.framework_profile, peaks)
-        return rank_memory(self.memory_inputs(layout), layout, rank, self.stages(layout).ranks[rank], micro_batches)
+        inputs, stage = self.memory_inputs(layout), self.stages(layout).ranks[rank]
+        return memory_model.rank_memory(inputs, layout, rank, stage, micro_batches)
 
     @staticmethod
     def is_auto_schedule(layout: Layout) -> bool:
         """Returns whether the planner synthesizes the layout's schedule."""
         return layout.pipeline > 1 and layout.schedule in AUTO_SCHEDULES
 
-    def auto_schedule(self, layout: Layout) -> SynthesizedSchedule:
+    def auto_schedule(self, layout: Layout) -> Simulation:
         """Synthesizes the schedule of `schedule=auto`."""
         engine, count = self.work.engine, self.micro_batches(layout)
         assert engine is not None
@@ -172,7 +153,7 @@ class Estimator:
             weight = stage.blocks * block.weight_grad + sum([end.weight_grad for end in ends])
             stage_times[stage] = forward + hop, backward - weight + hop, weight
         forward_, input_, weight_ = zip(*[stage_times[stage] for stage in stages])
-        costs = StageCosts(forward_, input_, weight_, (0.0,) * (len(stages) - 1))
+        costs = StageCosts(forward_, input_, weight_)
         return costs.as_executed() if layout.has_split_backward else costs
 
     def per_step_times(self, layout: Layout) -> tuple[float, float]:
@@ -189,7 +170,7 @@ class Estimator:
             fullest = max((ranks[0], ranks[-1]), key=weights.of_stage)
             dense_weights, experts = weights.of_stage(fullest), fullest.blocks * weights.experts
             data = self.data(layout, dense_weights, experts, fullest.blocks * (block.forward + block.backward))
-            updated = dense_weights / optimizer_shards(layout) + experts / expert_optimizer_shards(layout)
+            updated = memory_model.sharded_weights(layout, dense_weights, experts)
             update_bytes = self.work.framework_profile.update_bytes
             if self.keeps_compute_copy(layout):
                 update_bytes = UPDATE_BYTES + (ACCUMULATE_BYTES * micro_batches if micro_batches > 1 else 0.0)
@@ -218,7 +199,8 @@ class Estimator:
             else:
                 blocks = list(layout.stages) or self._even_blocks(layout)
                 stages = tuple(StageLayers(n, stage == 0, stage == p * v - 1) for stage, n in enumerate(blocks))
-            ranks = tuple(merge_stages([stages[stage] for stage in layout.stages_of(rank)]) for rank in range(p))
+            parts = [[stages[stage] for stage in layout.stages_of(rank)] for rank in range(p)]
+            ranks = tuple(map(memory_model.merge_stages, parts))
             representatives = {min(1, p - 1)}
             for rank_layers in set(ranks):
                 representatives |= {ranks.index(rank_layers), p - 1 - ranks[::-1].index(rank_layers)}
@@ -263,7 +245,7 @@ class Estimator:
 
     def _make_memory_inputs(self, layout: Layout, degrees: ParallelDegrees) -> MemoryInputs:
         w = self.work
-        return make_memory_inputs(
+        return memory_model.make_memory_inputs(
             w.shape, w.kernel_profile.itemsize, w.framework_profile, layout, degrees.expert_tensor
         )
 
@@ -367,3 +349,10 @@ class Estimator:
         """Returns the exposed part of `traffic` seconds that overlap with `compute` seconds, plus their contention."""
         hidden = min(traffic, self.efficiency.overlap_data * compute)
         return traffic - hidden + self.efficiency.contention * hidden
+
+
+def split_evenly(layers: int, pipeline: int) -> list[int]:
+    """Returns the number of blocks of each pipeline rank; the first and last, with embedding and head, get fewer."""
+    base, remainder = divmod(layers, pipeline)
+    first = (pipeline - remainder) // 2
+    return [base + (first <= rank < first + remainder) for rank in range(pipeline)]

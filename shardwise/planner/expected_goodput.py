@@ -11,11 +11,8 @@ days on 16,384 GPUs, one in 2.8 hours (Grattafiori et al. 2024). Between Kokolis
 law; outside of them each GPU fails independently.
 """
 
-from __future__ import annotations
-
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 FAILURE_HOURS = ((1024, 7.9), (16384, 1.8))  # devices, hours between failures
 HOST_COPY_BANDWIDTH = 5e9  # bytes per second from a rank to host memory; measured on CPU processes, low for a GPU
@@ -29,10 +26,8 @@ def mtbf_hours(devices: int) -> float:
         return small_hours * small_world / devices
     if devices >= large_world:
         return large_hours * large_world / devices
-    return float(
-        small_hours
-        * (devices / small_world) ** (math.log(large_hours / small_hours) / math.log(large_world / small_world))
-    )
+    exponent = math.log(large_hours / small_hours) / math.log(large_world / small_world)
+    return float(small_hours * (devices / small_world) ** exponent)
 
 
 def goodput_fraction(interval: float, save_stall: float, recovery_seconds: float, mtbf: float) -> float:
@@ -57,12 +52,8 @@ class ExpectedGoodput:
     recovery_seconds: float
     best_interval: float
     best_goodput: float
-    interval: float
-    """Between the job's checkpoints; 0: it saves only at the end."""
+    interval: float  # between the job's checkpoints; 0: it saves only at the end
     goodput: float
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def describe(self, step_seconds: float) -> str:
         steps = max(1, round(self.best_interval / step_seconds))
@@ -75,15 +66,13 @@ class ExpectedGoodput:
         return f"{sentence}; {yours}."
 
 
-def expected_goodput(
-    devices: int, step_seconds: float, every: int, bytes_per_rank: float, recovery_seconds: float = RECOVERY_SECONDS
-) -> ExpectedGoodput:
+def expected_goodput(devices: int, step_seconds: float, every: int, bytes_per_rank: float) -> ExpectedGoodput:
     """Returns the goodput of a run that saves `bytes_per_rank` per rank every `every` steps (0: only at the end)."""
     mtbf, save_stall = 3600 * mtbf_hours(devices), bytes_per_rank / HOST_COPY_BANDWIDTH
     best, interval = optimal_checkpoint_interval(save_stall, mtbf), every * step_seconds
-    goodput = goodput_fraction(interval, save_stall, recovery_seconds, mtbf) if every else 0.0
-    best_goodput = goodput_fraction(best, save_stall, recovery_seconds, mtbf)
-    return ExpectedGoodput(mtbf / 3600, save_stall, recovery_seconds, best, best_goodput, interval, goodput)
+    goodput = goodput_fraction(interval, save_stall, RECOVERY_SECONDS, mtbf) if every else 0.0
+    best_goodput = goodput_fraction(best, save_stall, RECOVERY_SECONDS, mtbf)
+    return ExpectedGoodput(mtbf / 3600, save_stall, RECOVERY_SECONDS, best, best_goodput, interval, goodput)
 
 
 def _time(seconds: float) -> str:

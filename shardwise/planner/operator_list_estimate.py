@@ -9,8 +9,6 @@ that the global batch needs, copies them to the device and sends them to the sam
 return the same way. None of this overlaps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from statistics import fmean as mean
 

@@ -1,11 +1,9 @@
 """A plan: the best layouts of a job on a cluster, their predicted cost, and why other layouts are not the best."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +38,14 @@ class Plan:
     job: Job
     cluster: Cluster
     devices: int
-    layouts: tuple[Prediction, ...]
-    """Best first."""
-    reasons: tuple[str, ...]
-    """For each layout, why it is not the first."""
-    near_misses: tuple[str, ...]
-    """One line for each neighbour of the best layout."""
+    layouts: tuple[Prediction, ...]  # best first
+    reasons: tuple[str, ...]  # for each layout, why it is not the first
+    near_misses: tuple[str, ...]  # one line for each neighbour of the best layout
     evaluated: int
-    seconds: float
-    """Duration of the search."""
+    seconds: float  # duration of the search
     shape: ModelShape
+    # For each phase of the training: steps, tokens or samples per step, seconds per step.
     phases: tuple[tuple[int, int, float], ...]
-    """For each phase of the training: steps, tokens or samples per step, seconds per step."""
 
     @property
     def best(self) -> Prediction:
@@ -91,37 +85,29 @@ class Plan:
         return expected_goodput(self.devices, self.best.seconds, self.job.checkpoint.every, saved)
 
     def as_dict(self) -> dict[str, Any]:
+        hours = self.training_seconds / 3600
+        steps = sum(steps for steps, _, _ in self.phases)
+        layouts = [self._layout_as_dict(*pair) for pair in zip(self.layouts, self.reasons, strict=True)]
         return {
-            "search_seconds": self.seconds,
-            "evaluated": self.evaluated,
-            "layouts": [
-                {
-                    "layout": str(prediction.layout),
-                    "fits": self.fits(prediction),
-                    "step_seconds": prediction.seconds,
-                    "tokens_per_second_per_device": self.tokens_per_second(prediction),
-                    "model_flops_per_device": self.flops(prediction),
-                    "hardware_flops_per_device": self.hardware_flops(prediction),
-                    "peak_memory_gib": prediction.peak_memory / GIB,
-                    "bubble": prediction.bubble,
-                    "exposed": prediction.exposed,
-                    "reason": reason,
-                    "traffic": {
-                        axis: max(rank.get(axis, 0) for rank in prediction.traffic)
-                        for axis in dict.fromkeys(axis for rank in prediction.traffic for axis in rank)
-                    },
-                    "traffic_by_rank": prediction.traffic,
-                }
-                for prediction, reason in zip(self.layouts, self.reasons, strict=True)
-            ],
+            "search_seconds": self.seconds, "evaluated": self.evaluated, "layouts": layouts,
             "near_misses": list(self.near_misses),
-            "training": {
-                "steps": sum(steps for steps, _, _ in self.phases),
-                "hours": self.training_seconds / 3600,
-                "device_hours": self.training_seconds / 3600 * self.devices,
-            },
-            "goodput": self.goodput.as_dict(),
+            "training": {"steps": steps, "hours": hours, "device_hours": hours * self.devices},
+            "goodput": asdict(self.goodput),
+        }  # fmt: skip
+
+    def _layout_as_dict(self, prediction: Prediction, reason: str) -> dict[str, Any]:
+        traffic = {
+            axis: max(rank.get(axis, 0) for rank in prediction.traffic)
+            for axis in dict.fromkeys(axis for rank in prediction.traffic for axis in rank)
         }
+        return {
+            "layout": str(prediction.layout), "fits": self.fits(prediction), "step_seconds": prediction.seconds,
+            "tokens_per_second_per_device": self.tokens_per_second(prediction),
+            "model_flops_per_device": self.flops(prediction),
+            "hardware_flops_per_device": self.hardware_flops(prediction),
+            "peak_memory_gib": prediction.peak_memory / GIB, "bubble": prediction.bubble, "exposed": prediction.exposed,
+            "reason": reason, "traffic": traffic, "traffic_by_rank": prediction.traffic,
+        }  # fmt: skip
 
 
 def plan_job(job_file: Path | None, settings: list[str], cluster: str, devices: int | None, layout: str | None) -> Plan:
@@ -143,9 +129,8 @@ def make_plan(
             )
         begin = time.perf_counter()
         is_undecided = estimator.is_auto_schedule(resolved) and resolved.schedule == "auto" and not resolved.virtual
-        predictions = (
-            _auto_schedule_variants(job, estimator, resolved) if is_undecided else [estimator.predict(resolved)]
-        )
+        variants = _auto_schedule_variants(job, estimator, resolved) if is_undecided else None
+        predictions = variants or [estimator.predict(resolved)]
         result = SearchResult(tuple(predictions), len(predictions), time.perf_counter() - begin)
     elif runnable:
         result = _search_runnable(job, estimator, devices or cluster.domain_size)
@@ -231,7 +216,7 @@ def auto_schedule_order(job: Job, layout: Layout, cluster: Cluster) -> PipelineO
     if not Estimator.is_auto_schedule(layout):
         return None
     estimator = make_estimator(job, cluster)
-    return estimator.auto_schedule(resolve_layout(job, estimator.work.shape, layout)).order
+    return estimator.auto_schedule(resolve_layout(job, estimator.work.shape, layout)).program.order
 
 
 def _auto_schedule_variants(job: Job, estimator: Estimator, layout: Layout) -> list[Prediction]:
@@ -250,9 +235,8 @@ def _auto_schedule_variants(job: Job, estimator: Estimator, layout: Layout) -> l
                 predictions.append(estimator.predict(resolve_layout(job, estimator.work.shape, variant)))
         return sorted(predictions, key=rank)
 
-    named_variants = best_first(
-        [("1f1b", 0), ("interleaved", 2), ("interleaved", 4), ("zero-bubble", 0), ("zbv", 0), ("dualpipev", 0)]
-    )
+    names = [("1f1b", 0), ("interleaved", 2), ("interleaved", 4), ("zero-bubble", 0), ("zbv", 0), ("dualpipev", 0)]
+    named_variants = best_first(names)
     deeper = [("auto", p.layout.virtual) for p in named_variants[:1] if p.layout.stages_per_rank > 2]
     auto_variants = best_first([("auto", 1), ("auto", 2), ("auto-v", 2), *deeper])
     return [auto_variants[0], *sorted([*named_variants, *auto_variants[1:]], key=rank)]

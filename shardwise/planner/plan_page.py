@@ -4,8 +4,6 @@ The SVG is drawn by hand: a plotting library would add megabytes of script for a
 actions that training executes (`shardwise.schedules.simulate`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
@@ -13,12 +11,11 @@ from pathlib import Path
 from shardwise.cluster import GIB
 from shardwise.errors import LayoutError
 from shardwise.files import require_parent_folder, write_text
-from shardwise.layout import micro_batch_error
+from shardwise.layout import Layout, micro_batch_error
 from shardwise.planner.accuracy import ACCURACY_SENTENCE
-from shardwise.planner.costs.memory_model import RankMemory
 from shardwise.planner.plan import Plan, make_estimator, time_breakdown
 from shardwise.planner.prediction import Prediction
-from shardwise.planner.show import MEMORY_PARTS, format_exposed, title, training_summary
+from shardwise.planner.show import MEMORY_PARTS, format_exposed, format_seconds, title, training_summary
 from shardwise.schedules.simulate import TimelineEvent, named_program, simulate
 
 PAGE_WIDTH = 1120  # pixels of every drawing
@@ -26,9 +23,7 @@ LABEL_WIDTH = 96  # pixels left of a bar
 MAX_ROWS = 16  # ranks in a drawing
 TIMELINE_PAIRS = 30  # forward-backward pairs of a rank in the timeline
 MAX_ACTIONS = 20_000  # to simulate for the timeline
-MEMORY_COLOURS = dict(
-    zip(MEMORY_PARTS, ("#4e79a7", "#f28e2b", "#59a14f", "#e8c547", "#b07aa1", "#bab0ac"), strict=True)
-)
+MEMORY_COLOURS = dict(zip(MEMORY_PARTS, ("#4e79a7", "#f28e2b", "#59a14f", "#e8c547", "#b07aa1", "#bab0ac")))
 TIME_COLOURS = ("#4e79a7", "#e15759", "#f28e2b", "#76b7b2", "#b07aa1", "#9c755f", "#e8c547", "#bab0ac")
 ACTION_STYLES = {
     "F": ("forward", "#9ecae9"), "B": ("backward", "#ffbf79"), "I": ("backward: input gradients", "#ffbf79"),
@@ -56,7 +51,7 @@ def plan_page(plan: Plan) -> str:
     body = [
         f"<h1>Plan: {escape(plan.job.model.name)} on {plan.devices} x {escape(plan.cluster.device.name)}</h1>",
         f"<p class='dim'>{escape(title(plan))}</p>",
-        f"<p>{name}: {best}: {_seconds(plan.best.seconds)} per step.{fit} {escape(training_summary(plan))}</p>",
+        f"<p>{name}: {best}: {format_seconds(plan.best.seconds)} per step.{fit} {escape(training_summary(plan))}</p>",
         f"<h2>Layout{'s, best first' if plan.evaluated > 1 else ''}</h2>",
         _layouts_table(plan),
         "<h2>Where a step's time goes</h2>",
@@ -83,10 +78,6 @@ def _bullet_list(lines: Iterable[str]) -> str:
     return "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>"
 
 
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
-
-
 def _layouts_table(plan: Plan) -> str:
     unit = plan.job.model.throughput_unit
     heads = ("#", "layout", "step", f"{unit}/s per device", "model TFLOP/s", "hardware TFLOP/s", "of peak", "GiB",
@@ -99,7 +90,7 @@ def _layouts_table(plan: Plan) -> str:
 
     for number, (p, reason) in enumerate(zip(plan.layouts, plan.reasons, strict=True)):
         cells = (
-            str(number + 1), str(p.layout), _seconds(p.seconds), f"{plan.tokens_per_second(p):.4g}",
+            str(number + 1), str(p.layout), format_seconds(p.seconds), f"{plan.tokens_per_second(p):.4g}",
             f"{plan.flops(p) / 1e12:.3g}", f"{plan.hardware_flops(p) / 1e12:.3g}", f"{100 * plan.mfu(p):.0f}%",
             f"{p.peak_memory / GIB:.1f}", f"{100 * p.bubble:.1f}%", format_exposed(p), reason,
         )  # fmt: skip
@@ -116,9 +107,8 @@ def _layouts_table(plan: Plan) -> str:
 
 
 def _legend(colours: dict[str, str]) -> str:
-    return (
-        "<p class='key'>" + "".join(f"<i style='background:{c}'></i>{escape(n)}" for n, c in colours.items()) + "</p>"
-    )
+    keys = [f"<i style='background:{colour}'></i>{escape(name)}" for name, colour in colours.items()]
+    return f"<p class='key'>{''.join(keys)}</p>"
 
 
 def _svg(height: float, shapes: Iterable[str], label: str) -> str:
@@ -126,9 +116,9 @@ def _svg(height: float, shapes: Iterable[str], label: str) -> str:
     return f"<svg xmlns='http://www.w3.org/2000/svg' {box}>{''.join(shapes)}</svg>"
 
 
-def _rect(x: float, y: float, width: float, height: float, colour: str, note: str, edge: str = "#fff") -> str:
+def _rect(x: float, y: float, width: float, height: float, colour: str, note: str) -> str:
     place = f"x='{x:.1f}' y='{y:.1f}' width='{max(width, 0.1):.1f}' height='{height}'"
-    return f"<rect {place} fill='{colour}' stroke='{edge}' stroke-width='0.6'><title>{escape(note)}</title></rect>"
+    return f"<rect {place} fill='{colour}' stroke='#fff' stroke-width='0.6'><title>{escape(note)}</title></rect>"
 
 
 def _text(x: float, y: float, words: str, anchor: str = "start", attributes: str = "") -> str:
@@ -163,25 +153,19 @@ def _time_bars(plan: Plan) -> Iterator[str]:
 def _memory_bars(plan: Plan) -> Iterator[str]:
     """Yields a legend and a bar for each pipeline rank, with the device's limit."""
     limit, memories = plan.cluster.device.memory / GIB, plan.best.memory
-    shown = _shown_ranks(len(memories))
+    hidden = range(MAX_ROWS // 2, len(memories) - MAX_ROWS // 2) if len(memories) > MAX_ROWS else ()
+    shown = [rank for rank in range(len(memories)) if rank not in hidden]
     scale = (PAGE_WIDTH - LABEL_WIDTH - 60) / max(limit, *(memory.total / GIB for memory in memories))
     edge, bottom = LABEL_WIDTH + limit * scale, 20 + 26 * len(shown)
     shapes = [_text(edge, 12, f"limit {limit:.3g}", "end" if edge > PAGE_WIDTH / 2 else "start")]
     for row, rank in enumerate(shown):
-        shapes += _bar(20 + 26 * row, f"rank {rank}", _memory_gib(memories[rank]), MEMORY_COLOURS, scale, "GiB")
+        gib = {part: getattr(memories[rank], part) / GIB for part in MEMORY_PARTS}
+        shapes += _bar(20 + 26 * row, f"rank {rank}", gib, MEMORY_COLOURS, scale, "GiB")
     shapes.append(f"<line x1='{edge:.1f}' y1='16' x2='{edge:.1f}' y2='{bottom}' stroke='#c0392b' stroke-width='2'/>")
     yield _legend(MEMORY_COLOURS)
     yield _svg(bottom + 4, shapes, "memory by pipeline rank")
     if len(shown) < len(memories):
         yield f"<p class='dim'>{len(shown)} of {len(memories)} pipeline ranks shown: the first and the last.</p>"
-
-
-def _shown_ranks(count: int) -> Sequence[int]:
-    return range(count) if count <= MAX_ROWS else [*range(MAX_ROWS // 2), *range(count - MAX_ROWS // 2, count)]
-
-
-def _memory_gib(memory: RankMemory) -> dict[str, float]:
-    return {part: getattr(memory, part) / GIB for part in MEMORY_PARTS}
 
 
 # The timeline
@@ -202,9 +186,9 @@ def _pipeline_section(plan: Plan) -> Iterator[str]:
 def _timeline_chart(plan: Plan, prediction: Prediction) -> Iterator[str]:
     layout, estimator = prediction.layout, make_estimator(plan.job, plan.cluster)
     micro_batches = estimator.micro_batches(layout)
-    count = _simulated_micro_batches(plan, prediction, micro_batches)
+    count = _simulated_micro_batches(layout, micro_batches)
     if estimator.is_auto_schedule(layout):
-        count, simulation = micro_batches, estimator.auto_schedule(layout).simulation
+        count, simulation = micro_batches, estimator.auto_schedule(layout)
     else:
         program = named_program(layout.schedule, layout.pipeline, layout.stages_per_rank, count)
         simulation = simulate(program, estimator.stage_costs(layout))
@@ -225,16 +209,15 @@ def _timeline_chart(plan: Plan, prediction: Prediction) -> Iterator[str]:
         shapes += _action_rect(event, *place, event.stage >= layout.pipeline)
     for tick in range(9):
         moment, anchor = (until - begin) * tick / 8, "start" if tick == 0 else "end" if tick == 8 else "middle"
-        word = _seconds(begin + moment) if begin + moment else "0"
+        word = format_seconds(begin + moment) if begin + moment else "0"
         shapes.append(_text(LABEL_WIDTH + moment * scale, 26 * rows + 18, word, anchor))
     yield _svg(26 * rows + 24, shapes, "timeline of the pipeline")
     caption = _timeline_caption(rows, layout.pipeline, begin, until, simulation.seconds, count, micro_batches)
     yield f"<p class='dim'>{escape(caption)}</p>"
 
 
-def _simulated_micro_batches(plan: Plan, prediction: Prediction, micro_batches: int) -> int:
+def _simulated_micro_batches(layout: Layout, micro_batches: int) -> int:
     """Returns the number of micro-batches to simulate: all, or as many as the schedule allows within `MAX_ACTIONS`."""
-    layout = prediction.layout
     limit = max(2 * layout.pipeline, MAX_ACTIONS // (3 * layout.stage_count))
     for count in range(min(micro_batches, limit), 0, -1):
         if micro_batch_error(layout, count) is None:
@@ -254,7 +237,7 @@ def _micro_batch_spans(events: Sequence[TimelineEvent], rank: int) -> list[float
 def _action_rect(event: TimelineEvent, x: float, y: float, width: float, later: bool) -> Iterator[str]:
     """Yields a rectangle, labelled with its micro-batch if there is room; `later` marks stages after a rank's first."""
     name, colour = ACTION_STYLES[event.kind]
-    note = f"{name}, stage {event.stage}, micro-batch {event.micro_batch}: {_seconds(event.end - event.start)}"
+    note = f"{name}, stage {event.stage}, micro-batch {event.micro_batch}: {format_seconds(event.end - event.start)}"
     number = str(event.micro_batch)
     yield _rect(x, y, width, 22, colour, note)
     if later:
@@ -270,7 +253,7 @@ def _timeline_caption(
     if rows < ranks:
         sentences.append(f"Shown: the last {rows} of {ranks} pipeline ranks, from their first action on.")
     if end < total_seconds:
-        sentences.append(f"Shown: {_seconds(end - begin)} of {_seconds(total_seconds)}.")
+        sentences.append(f"Shown: {format_seconds(end - begin)} of {format_seconds(total_seconds)}.")
     if count < micro_batches:
         sentences.append(f"Simulated with {count} of the {micro_batches} micro-batches.")
     return " ".join(sentences)

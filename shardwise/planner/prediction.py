@@ -1,7 +1,5 @@
 """The inputs and results of an estimate."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,8 +18,8 @@ class Workload:
     kernel_profile: KernelProfile
     samples: int
     framework_profile: FrameworkProfile = FrameworkProfile()
+    # Our engine's exact stages, memory and traffic, if known. Otherwise stages are split as evenly as possible.
     engine: EngineModel | None = None
-    """Our engine's exact stages, memory and traffic, if known. Otherwise stages are split as evenly as possible."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +27,10 @@ class StepTiming:
     """Seconds of a step and of its parts."""
 
     seconds: float
-    bubble: float
-    """Fraction of the pipeline's time in which the slowest rank idles."""
-    data: float
-    """Exposed communication of the data axes."""
-    update: float
-    """Optimizer update."""
-    exposed_p2p: float
-    """Exposed transfers between stages, per micro-batch."""
+    bubble: float  # fraction of the pipeline's time in which the slowest rank idles
+    data: float  # exposed communication of the data axes
+    update: float  # optimizer update
+    exposed_p2p: float  # exposed transfers between stages, per micro-batch
 
 
 @dataclass(frozen=True)
@@ -46,10 +40,9 @@ class Prediction:
     layout: Layout
     timing: StepTiming
     memory: tuple[RankMemory, ...]
-    exposed: dict[str, float]
-    """Seconds of communication that does not overlap with compute, by axis."""
+    exposed: dict[str, float]  # seconds of communication that does not overlap with compute, by axis
+    # Bytes per step that each pipeline rank communicates, by axis; empty without an `EngineModel`.
     traffic: tuple[dict[str, int], ...] = ()
-    """Bytes per step that each pipeline rank communicates, by axis; empty without an `EngineModel`."""
 
     @property
     def seconds(self) -> float:
@@ -68,10 +61,9 @@ class StagePartition(NamedTuple):
     """How a pipeline splits the model."""
 
     stages: tuple[StageLayers, ...]
-    ranks: tuple[StageLayers, ...]
-    """The stages of each rank, added up."""
+    ranks: tuple[StageLayers, ...]  # the stages of each rank, added up
+    # Ranks among which one has the peak memory: the first and last of each distinct kind, and rank 1.
     representative_ranks: tuple[int, ...]
-    """Ranks among which one has the peak memory: the first and last of each distinct kind, and rank 1."""
     distinct_ranks: tuple[StageLayers, ...]
 
 
@@ -93,13 +85,5 @@ class BlockTime:
 
     forward: float
     backward: float
-    weight_grad: float
-    """The part of `backward` that computes weight gradients."""
+    weight_grad: float  # the part of `backward` that computes weight gradients
     exposed: dict[str, float]
-
-
-def split_evenly(layers: int, pipeline: int) -> list[int]:
-    """Returns the number of blocks of each pipeline rank; the first and last, with embedding and head, get fewer."""
-    base, remainder = divmod(layers, pipeline)
-    first = (pipeline - remainder) // 2
-    return [base + (first <= rank < first + remainder) for rank in range(pipeline)]

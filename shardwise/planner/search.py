@@ -11,8 +11,6 @@ class or layout is dropped if its bound exceeds the upper bounds of the best lay
 order of the closed form until no other layout can be faster, so the result equals that of simulating everything.
 """
 
-from __future__ import annotations
-
 import time
 from bisect import insort
 from collections.abc import Iterator, Sequence
@@ -34,10 +32,8 @@ LAYOUT_FIELDS = tuple(field.name for field in fields(Layout))
 
 @dataclass(frozen=True)
 class SearchResult:
-    best: tuple[Prediction, ...]
-    """Layouts that fit, fastest first; if none fits, the one that needs the least memory."""
-    evaluated: int
-    """Layouts examined individually, not ruled out by the bound of their class."""
+    best: tuple[Prediction, ...]  # layouts that fit, fastest first; if none fits, the one that needs the least memory
+    evaluated: int  # layouts examined individually, not ruled out by the bound of their class
     seconds: float
 
 

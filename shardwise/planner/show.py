@@ -1,7 +1,5 @@
 """Prints a plan to a terminal."""
 
-from __future__ import annotations
-
 from rich.console import Console
 from rich.table import Table
 
@@ -44,9 +42,8 @@ def title(plan: Plan) -> str:
         parts = f"{shape.layers} modules"
         if shape.tables:
             share = shape.tables.bytes / plan.best.layout.data / GIB
-            parts += (
-                f" and {shape.tables.bytes / GIB:.0f} GiB of embedding tables, {share:.0f} in each rank's host memory"
-            )
+            parts += f" and {shape.tables.bytes / GIB:.0f} GiB of embedding tables"
+            parts += f", {share:.0f} in each rank's host memory"
     length = f" of {model.sequence_length} tokens" if model.throughput_unit == "tokens" else ""
     return (
         f"{model.name}: {_format_count(shape.parameters)} parameters{active}, {parts}; batch of {plan.job.samples} "
@@ -79,6 +76,10 @@ def layouts_table(plan: Plan, wide: bool) -> Table:
     return table
 
 
+def format_seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
 def format_exposed(prediction: Prediction) -> str:
     shares = {axis: seconds / prediction.seconds for axis, seconds in prediction.exposed.items()}
     return ", ".join(f"{axis} {100 * share:.1f}%" for axis, share in shares.items() if share >= 0.001)
@@ -103,9 +104,7 @@ def _group_ranks(memories: tuple[RankMemory, ...]) -> list[tuple[int, int, RankM
             runs[-1] = runs[-1][0], rank, runs[-1][2]
         else:
             runs.append((rank, rank, memory))
-    if len(runs) > 12:
-        return [*runs[:6], *runs[-6:]]
-    return runs
+    return [*runs[:6], *runs[-6:]] if len(runs) > 12 else runs
 
 
 def training_summary(plan: Plan) -> str:

@@ -4,22 +4,14 @@ This file states the scheduling problem (stage costs, activation memory of a mic
 `shardwise.schedules.synthesize` solve it, and checks the result with the memory model that every schedule is held to.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 
 from shardwise.layout import V_SHAPED, Layout
 from shardwise.schedules.in_flight import InFlightCounts
-from shardwise.schedules.list_scheduler import (
-    LOOP_PLACEMENT,
-    V_PLACEMENT,
-    PriorityRules,
-    SchedulingProblem,
-    list_schedule,
-)
-from shardwise.schedules.simulate import StageCosts, build_program
-from shardwise.schedules.synthesize import SynthesizedSchedule, named_candidates, synthesize
+from shardwise.schedules.list_scheduler import PriorityRules, SchedulingProblem, list_schedule
+from shardwise.schedules.simulate import Simulation, StageCosts, build_program
+from shardwise.schedules.synthesize import named_candidates, synthesize
 
 MAX_TRIES, LIMIT_SHRINK = 6, 0.9
 
@@ -29,40 +21,39 @@ RankMemoryFn = Callable[[int, tuple[InFlightCounts, ...]], float]
 
 def make_auto_schedule(
     layout: Layout, costs: StageCosts, micro_batches: int, rank_memory: RankMemoryFn, limit: float
-) -> SynthesizedSchedule:
+) -> Simulation:
     """Returns the fastest schedule found that keeps every rank within `limit` bytes.
 
     If none fits, returns the one synthesized under the tightest memory limits.
     """
     problem = _scheduling_problem(layout, costs, micro_batches, rank_memory, limit)
-    placement = V_PLACEMENT if layout.schedule in V_SHAPED else LOOP_PLACEMENT
 
-    def fits(schedule: SynthesizedSchedule) -> bool:
-        program = schedule.simulation.program
-        return all(rank_memory(rank, program.peak_in_flight(rank)) <= limit for rank in range(problem.ranks))
+    def fits(schedule: Simulation) -> bool:
+        peaks = (rank_memory(rank, schedule.program.peak_in_flight(rank)) for rank in range(problem.ranks))
+        return all(peak <= limit for peak in peaks)
 
-    min_memory, limits = _min_memory(problem, placement), problem.memory_limits
+    min_memory, limits = _min_memory(problem), problem.memory_limits
     for _ in range(MAX_TRIES):
         # Never below the minimum, so that synthesize always finds a schedule.
         tried_limits = tuple(map(max, limits, min_memory))
-        best = synthesize(replace(problem, memory_limits=tried_limits), (placement,))
+        best = synthesize(replace(problem, memory_limits=tried_limits))
         if tried_limits == min_memory or fits(best):
             break
         # The problem models memory as a sum over micro-batches, which is approximate: leave more headroom.
         limits = tuple(LIMIT_SHRINK * rank_limit for rank_limit in limits)
     # For the same reason the problem's limits may have excluded a named schedule that does fit.
-    named = named_candidates(replace(problem, memory_limits=()), placement, {})
+    named = named_candidates(replace(problem, memory_limits=()))
     faster = [schedule for schedule in named if schedule.seconds < best.seconds and fits(schedule)]
     return min(faster, key=lambda schedule: schedule.seconds, default=best)
 
 
-def _min_memory(problem: SchedulingProblem, placement: str) -> tuple[float, ...]:
+def _min_memory(problem: SchedulingProblem) -> tuple[float, ...]:
     """Returns the peak memory by rank of a schedule with the fewest micro-batches in flight."""
     p, m, v = problem.ranks, problem.micro_batches, problem.virtual
     for extra in range(m * v):
         depths_1f1b = (p - rank if v == 1 else (v - 1) * p + 2 * (p - rank) - 1 for rank in range(p))
         depth = tuple(min(m * v, n + extra) for n in depths_1f1b)
-        order = list_schedule(replace(problem, memory_limits=()), placement, PriorityRules(depth, split_backward=False))
+        order = list_schedule(replace(problem, memory_limits=()), PriorityRules(depth, split_backward=False))
         if order is not None:
             break
     assert order is not None
@@ -85,4 +76,5 @@ def _scheduling_problem(
             retained = (rank_memory(rank, ((one_each, extra),)) - base_memory) / sizes[stage]
             retained_fraction = max(retained_fraction, retained)
         limits.append(limit - base_memory + sum(sizes[stage] for stage in stages))
-    return SchedulingProblem(costs, layout.pipeline, micro_batches, tuple(sizes), tuple(limits), retained_fraction)
+    memory = tuple(sizes), tuple(limits), retained_fraction
+    return SchedulingProblem(costs, layout.pipeline, micro_batches, *memory, layout.schedule in V_SHAPED)

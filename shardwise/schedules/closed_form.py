@@ -1,19 +1,14 @@
 """Time of a pipeline step in closed form: takes microseconds, so the planner's search can call it for every layout.
 
 A schedule takes as long as its critical path. With even stages only a few critical paths are possible, and
-`closed_form` returns the longest: the work of one rank plus extra forwards, backward-inputs, backward-weights and
-transfers. The paths were derived from simulated schedules. Each is a real path, so the result never exceeds the
-simulation; where a path is missing, it is a lower bound. It is exact
-
-- without transfers, except for zbv with pipeline < micro-batches < 2 x pipeline - 1, and for zero-bubble with several
-  stages per rank and fewer micro-batches than ranks;
-- with transfers for gpipe, 1f1b and zero-bubble with one stage per rank; for the others while transfers are short.
+`closed_form` returns the longest: the work of one rank plus extra forwards, backward-inputs and backward-weights. The
+paths were derived from simulated schedules. Each is a real path, so the result never exceeds the simulation; where a
+path is missing, it is a lower bound. It is exact, except for zbv with pipeline < micro-batches < 2 x pipeline - 1, and
+for zero-bubble with several stages per rank and fewer micro-batches than ranks.
 
 For uneven stages `uneven_lower_bound` adds up, for each rank, its own work, the time before it can start and the time
 other ranks need after it. It never exceeds the simulation and is exact for gpipe.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -22,124 +17,72 @@ from math import inf
 from shardwise.layout import FULL_BACKWARD, SPLIT_BACKWARD, V_SHAPED
 from shardwise.schedules.simulate import StageCosts
 
-CriticalPath = tuple[int, int, int, int]
-"""Forwards, backward-inputs, backward-weights and transfers on the path beyond one rank's own work."""
+CriticalPath = tuple[int, int, int]
+"""Forwards, backward-inputs and backward-weights on the path beyond one rank's own work."""
 
 
 def closed_form(
     schedule: str, ranks: int, virtual: int, micro_batches: int,
-    forward: float, backward_input: float, backward_weight: float, transfer: float = 0.0, overlap_p2p: bool = True,
+    forward: float, backward_input: float, backward_weight: float,
 ) -> float:  # fmt: skip
-    """Returns the seconds of a step with even stages, given the times of one stage and one micro-batch.
-
-    Without `overlap_p2p` (see `simulate`) it is exact for gpipe and 1f1b and a loose lower bound for the others.
-    """
+    """Returns the seconds of a step with even stages, given the times of one stage and one micro-batch."""
     work = micro_batches * virtual * (forward + backward_input + backward_weight)
     if ranks == 1:
         return work
-    if schedule in ("gpipe", "1f1b"):
-        paths = [_single_path(schedule, ranks, micro_batches, overlap_p2p)]
-    else:
-        paths = CRITICAL_PATHS[schedule](ranks, virtual, micro_batches)
-    return work + max([f * forward + b * backward_input + w * backward_weight + t * transfer for f, b, w, t in paths])
+    paths = CRITICAL_PATHS[schedule](ranks, virtual, micro_batches)
+    return work + max([f * forward + b * backward_input + w * backward_weight for f, b, w in paths])
 
 
-def _single_path(schedule: str, p: int, m: int, overlap_p2p: bool) -> CriticalPath:
-    extra = p - 1
-    if schedule == "gpipe":
-        transfers = 2 * extra if overlap_p2p else 2 * (p + m - 2)
-    elif overlap_p2p:
-        transfers = _zigzag_transfers(p, m)
-    else:
-        transfers = 2 * (p + m) - 5 if p > 2 else m + 1
-    return extra, extra, extra, transfers
-
-
-def _zigzag_transfers(p: int, m: int) -> int:
-    """Returns the transfers on the critical path of 1f1b, which zigzags between neighboring stages."""
-    rounds = -(-(m - 1) // p)
-    return 2 * (p - 1 + m - 1 - rounds)
+def _single_path(p: int, v: int, m: int) -> list[CriticalPath]:
+    return [(p - 1,) * 3]
 
 
 def _interleaved_paths(p: int, v: int, m: int) -> list[CriticalPath]:
-    extra = p - 1 if m >= p else v * p - 1 + m - m * v
-    # In rounds of exactly p micro-batches results arrive just in time, so no transfer is hidden.
-    transfers = 2 * (p - 1) if m > p and m % p else 2 * (v * p - 1)
-    return [(extra, extra, extra, transfers)]
+    return [(p - 1 if m >= p else v * p - 1 + m - m * v,) * 3]
 
 
 def _zero_bubble_paths(p: int, v: int, m: int) -> list[CriticalPath]:
     n = p - 1
     if v > 1 and m < p:
         extra = v * p - 1 + m - m * v
-        return [(extra, extra, 1 - m * v, 2 * (v * p - 1)), (extra, 1, 0, n), (extra - m + 1, n, 0, n)]
+        return [(extra, extra, 1 - m * v), (extra, 1, 0), (extra - m + 1, n, 0)]
     warmup = min(m - 1, n)
-    turns = 0 if m > p and m % p else (v - 1) * p
-    down = min(4 * n, _zigzag_transfers(p, m)) + turns
-    paths = [(n - warmup, n, 0, 2 * n + turns), (n, n - warmup, 0, down - warmup), (n, n, -warmup, down)]
+    paths = [(n - warmup, n, 0), (n, n - warmup, 0), (n, n, -warmup)]
     if v == 1 and m > p:
-        zigzag = _zigzag_transfers(p, m)
         rounds = -(-(m - 1) // p) + 1
-        paths += [(n, 0, rounds - m + n, zigzag - n), (n, n, rounds - m, zigzag)]
+        paths += [(n, 0, rounds - m + n), (n, n, rounds - m)]
     return paths
 
 
 def _zbv_paths(p: int, v: int, m: int) -> list[CriticalPath]:
     n = p - 1
     if m <= p:
-        warmup = m - 1
+        warmup, last = m - 1, 2 * n
         return [
-            (2 * n - 2 * warmup, 2 * n, 0, 4 * n),
-            (2 * n - warmup, 2 * n - warmup, 0, 4 * n - 2 * warmup),
-            (2 * n, 2 * n - 3 * warmup, -warmup, 4 * n - 2 * warmup),
-            (2 * n, 2 * n - 2 * warmup, -2 * warmup, 4 * n),
-        ]
+            (last - 2 * warmup, last, 0), (last - warmup, last - warmup, 0), (last, last - 3 * warmup, -warmup),
+            (last, last - 2 * warmup, -2 * warmup),
+        ]  # fmt: skip
     if m < 2 * p - 1:
         j = m - p
         return [
-            (0, n + 1 - j, j - 1, n),
-            (0, 2 * n, -2 * j, 4 * n),
-            (n + 1 - j, 0, j - 1, n),
-            (n + j - 1, 1 - j, 0, n),
-            (n + j - 1, n + 1 - j, -2 * j, n),
-            (n + j, -j, -1, n),
-            (2 * n, -n, -n, n),
-            (2 * n, 0, -2 * n - 1, 4 * n),
-        ]
+            (0, n + 1 - j, j - 1), (0, 2 * n, -2 * j), (n + 1 - j, 0, j - 1), (n + j - 1, 1 - j, 0),
+            (n + j - 1, n + 1 - j, -2 * j), (n + j, -j, -1), (2 * n, -n, -n), (2 * n, 0, -2 * n - 1),
+        ]  # fmt: skip
     return [
-        (0, 1, n - 1, 3 * n),
-        (0, n, 0, 5 * n - 2),
-        (0, n, -1, 5 * n),
-        (0, 2 * n, -2 * n, 6 * n - 2),
-        (0, 2 * n, -2 * n - 1, 6 * n),
-        (1, 0, n - 1, 3 * n - 2),
-        (n - 1, 1, 0, 5 * n - 2),
-        (n - 1, n + 1, -2 * n, 6 * n - 2),
-        (n, 0, -1, 5 * n),
-        (n, n, -2 * n - 1, 6 * n),
-        (2 * n - 1, 1 - n, 0, 3 * n - 2),
-        (2 * n - 1, 1, -2 * n, 4 * n - 2),
-        (2 * n, -n, -1, 3 * n),
-        (2 * n, 0, -2 * n - 1, 4 * n),
-    ]
+        (0, 1, n - 1), (0, n, 0), (0, 2 * n, -2 * n), (1, 0, n - 1), (n - 1, 1, 0), (n - 1, n + 1, -2 * n), (n, 0, -1),
+        (n, n, -2 * n - 1), (2 * n - 1, 1 - n, 0), (2 * n - 1, 1, -2 * n), (2 * n, -n, -1), (2 * n, 0, -2 * n - 1),
+    ]  # fmt: skip
 
 
 def _dualpipev_paths(p: int, v: int, m: int) -> list[CriticalPath]:
-    n, zigzag = p - 1, _zigzag_transfers(p, m)
-    return [
-        (n - 1, n, 0, zigzag + n),
-        (n - 1, 2 * n, -n, zigzag + 2 * n),
-        (2 * n, 0, 0, zigzag - n),
-        (2 * n, n, -n, zigzag),
-    ]
+    n = p - 1
+    return [(n - 1, n, 0), (n - 1, 2 * n, -n), (2 * n, 0, 0), (2 * n, n, -n)]
 
 
 CRITICAL_PATHS = {
-    "interleaved": _interleaved_paths,
-    "zero-bubble": _zero_bubble_paths,
-    "zbv": _zbv_paths,
-    "dualpipev": _dualpipev_paths,
-}
+    "gpipe": _single_path, "1f1b": _single_path, "interleaved": _interleaved_paths, "zero-bubble": _zero_bubble_paths,
+    "zbv": _zbv_paths, "dualpipev": _dualpipev_paths,
+}  # fmt: skip
 
 
 def lower_bound(schedule: str, ranks: int, virtual: int, micro_batches: int, costs: StageCosts) -> float:
@@ -153,7 +96,7 @@ def lower_bound(schedule: str, ranks: int, virtual: int, micro_batches: int, cos
 
 
 def upper_bound(schedule: str, ranks: int, virtual: int, micro_batches: int, costs: StageCosts) -> float:
-    """Returns an upper bound of the seconds of a step without transfers: all stages are as slow as the slowest."""
+    """Returns an upper bound of the seconds of a step: all stages are as slow as the slowest."""
     below_warmup = ranks < micro_batches < 2 * ranks - 1 if schedule == "zbv" else micro_batches < ranks
     if below_warmup and schedule in SPLIT_BACKWARD:
         return inf  # the closed form is only a lower bound here
@@ -161,38 +104,30 @@ def upper_bound(schedule: str, ranks: int, virtual: int, micro_batches: int, cos
     return closed_form(schedule, ranks, virtual, micro_batches, f, b, w)
 
 
-def uneven_lower_bound(
-    schedule: str, ranks: int, virtual: int, micro_batches: int, costs: StageCosts, overlap_p2p: bool = True
-) -> float:
+def uneven_lower_bound(schedule: str, ranks: int, virtual: int, micro_batches: int, costs: StageCosts) -> float:
     """Returns a lower bound of the seconds of a step with these stage costs."""
     forward, backward_input, backward_weight = costs.forward, costs.backward_input, costs.backward_weight
-    transfers = costs.transfer
     if ranks == 1:
         return micro_batches * (sum(forward) + sum(backward_input) + sum(backward_weight))
-    if schedule in V_SHAPED:
-        transfers = [*transfers[: ranks - 1], 0.0, *transfers[ranks:]]
-    if not overlap_p2p:  # the receive is then part of the waiting action's time
-        forward = [f + hop for f, hop in zip(forward, (0.0, *transfers))]
-        backward_input = [b + hop for b, hop in zip(backward_input, (*transfers, 0.0))]
-        transfers = [0.0] * len(transfers)
-    if schedule in FULL_BACKWARD:
-        backward = [b + w for b, w in zip(backward_input, backward_weight)]
-        if schedule == "1f1b":
-            return _lower_bound_1f1b(forward, backward, transfers, micro_batches)
-        once = sum(forward) + sum(backward) + 2 * sum(transfers)
-        if schedule == "gpipe":
-            return once + (micro_batches - 1) * (max(forward) + max(backward))
-        return max(once, _lower_bound_interleaved(forward, backward, transfers, ranks, micro_batches))
-    return _lower_bound_split_backward(
-        schedule, forward, backward_input, backward_weight, transfers, ranks, micro_batches
-    )
+    if schedule not in FULL_BACKWARD:
+        return _lower_bound_split_backward(schedule, costs, ranks, micro_batches)
+    backward = [b + w for b, w in zip(backward_input, backward_weight)]
+    if schedule == "1f1b":
+        return _lower_bound_1f1b(forward, backward, micro_batches)
+    once = sum(forward) + sum(backward)
+    if schedule == "gpipe":
+        return once + (micro_batches - 1) * (max(forward) + max(backward))
+    # Interleaved: a rank's work plus that of earlier ranks before it starts and after it ends.
+    outer = accumulate((f + b for f, b in zip(forward[: ranks - 1], backward)), initial=0.0)
+    work = _sum_by_rank("interleaved", forward, backward, ranks)
+    return max(once, max([lead + micro_batches * own for lead, own in zip(outer, work)]))
 
 
-def _lower_bound_1f1b(forward: Sequence[float], backward: Sequence[float], transfers: Sequence[float], m: int) -> float:
+def _lower_bound_1f1b(forward: Sequence[float], backward: Sequence[float], m: int) -> float:
     """Maximum over ranks of warmup, steady state and cooldown, plus the time of the ranks before it."""
-    best, before_and_after, round_trip = 0.0, 0.0, sum(forward) + sum(backward) + 2 * sum(transfers)
+    best, before_and_after, round_trip = 0.0, 0.0, sum(forward) + sum(backward)
     warmup = len(forward)
-    for f, b, hop in zip(forward, backward, (*transfers, 0.0)):
+    for f, b in zip(forward, backward):
         both = f + b
         round_trip -= both  # a micro-batch through all later stages and back
         warmup_idle = round_trip - (warmup - 1) * f
@@ -206,18 +141,9 @@ def _lower_bound_1f1b(forward: Sequence[float], backward: Sequence[float], trans
             total += cooldown_idle if cooldown_idle > 0 else 0.0
         if total > best:
             best = total
-        before_and_after += both + 2 * hop
-        round_trip -= 2 * hop
+        before_and_after += both
         warmup -= 1
     return best
-
-
-def _lower_bound_interleaved(
-    forward: Sequence[float], backward: Sequence[float], transfers: Sequence[float], p: int, m: int
-) -> float:
-    """Maximum over ranks of a rank's work plus that of earlier ranks before it starts and after it ends."""
-    outer = accumulate((f + b + 2 * hop for f, b, hop in zip(forward[: p - 1], backward, transfers)), initial=0.0)
-    return max([lead + m * work for lead, work in zip(outer, _sum_by_rank("interleaved", forward, backward, p))])
 
 
 def _sum_by_rank(schedule: str, a_costs: Sequence[float], b_costs: Sequence[float], p: int) -> list[float]:
@@ -228,12 +154,10 @@ def _sum_by_rank(schedule: str, a_costs: Sequence[float], b_costs: Sequence[floa
     return both if len(both) == p else [sum(both[rank::p]) for rank in range(p)]
 
 
-def _lower_bound_split_backward(
-    schedule: str, forward: Sequence[float], backward_input: Sequence[float], backward_weight: Sequence[float],
-    transfers: Sequence[float], p: int, m: int,
-) -> float:  # fmt: skip
+def _lower_bound_split_backward(schedule: str, costs: StageCosts, p: int, m: int) -> float:
     """Maximum over ranks of a rank's work, plus the idle time and the work of other ranks that must surround it."""
-    inner = sum(forward) + sum(backward_input) + 2 * sum(transfers)
+    forward, backward_input, backward_weight = costs.forward, costs.backward_input, costs.backward_weight
+    inner = sum(forward) + sum(backward_input)
     best = inner + (m - 1) * forward[0] + backward_weight[0]  # path of the last micro-batch
     forward_and_input = _sum_by_rank(schedule, forward, backward_input, p)
     weights = _sum_by_rank(schedule, backward_weight, [0.0] * len(backward_weight), p)
@@ -243,7 +167,7 @@ def _lower_bound_split_backward(
     is_zbv, single_stage_zero_bubble = schedule == "zbv", schedule == "zero-bubble" and len(forward) == p
     # Time of earlier ranks before this rank's first forward and after its last backward-input.
     lead_in = lead_out = 0.0
-    for rank, hop in zip(range(p), (*transfers, 0.0)):
+    for rank in range(p):
         f, b, w = forward[rank], backward_input[rank], backward_weight[rank]
         work = lead_in + m * forward_and_input[rank]
         trailing_weight = m * weights[rank]
@@ -256,7 +180,7 @@ def _lower_bound_split_backward(
         total = work + m * weights[rank] + (idle if idle > 0 else 0.0)
         if total > best:
             best = total
-        inner -= f + b + 2 * hop
-        lead_in += f + hop
-        lead_out += b + hop
+        inner -= f + b
+        lead_in += f
+        lead_out += b
     return best

@@ -1,7 +1,5 @@
 """Micro-batches in flight at the memory peaks of the named pipeline schedules, in closed form."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import lru_cache
 

@@ -4,8 +4,6 @@ One pass in order of time. A free rank runs a forward while it is below its in-f
 backward, else a backward-weight if that fits before the next input arrives. `synthesize` tries many `PriorityRules`.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -13,8 +11,6 @@ from math import inf
 
 from shardwise.errors import LayoutError
 from shardwise.schedules.simulate import Action, PipelineProgram, StageCosts
-
-LOOP_PLACEMENT, V_PLACEMENT = "loop", "v"
 
 
 @dataclass(frozen=True)
@@ -24,16 +20,12 @@ class SchedulingProblem:
     costs: StageCosts
     ranks: int
     micro_batches: int
-    activation_sizes: tuple[float, ...] = ()
-    """Memory of a micro-batch in flight, by stage; default 1 for every stage."""
-    memory_limits: tuple[float, ...] = ()
-    """Memory limit by rank; default unlimited."""
+    activation_sizes: tuple[float, ...] = ()  # memory of a micro-batch in flight, by stage; default 1 for every stage
+    memory_limits: tuple[float, ...] = ()  # memory limit by rank; default unlimited
+    # Fraction of the memory held after the backward-input (see `PipelineProgram.peak_memory`); may exceed 1.
     retained_fraction: float = 1.0
-    """Fraction of the memory held after the backward-input (see `PipelineProgram.peak_memory`); may exceed 1."""
-    split_backward: bool = True
-    """Whether a backward may be split into backward-input and backward-weight."""
-    overlap_p2p: bool = True
-    """Whether transfers overlap with computation (see `simulate`)."""
+    # Whether a rank's second stage is as far from the last stage as its first is from the first one.
+    is_v_shaped: bool = False
 
     def __post_init__(self) -> None:
         if self.costs.stages % self.ranks:
@@ -47,10 +39,11 @@ class SchedulingProblem:
     def virtual(self) -> int:
         return self.costs.stages // self.ranks
 
-    def stage_to_rank(self, placement: str) -> list[int]:
-        """Returns the rank of each stage."""
+    @property
+    def stage_to_rank(self) -> list[int]:
+        """The rank of each stage."""
         first_to_last = list(range(self.ranks))
-        return first_to_last + first_to_last[::-1] if placement == V_PLACEMENT else first_to_last * self.virtual
+        return first_to_last + first_to_last[::-1] if self.is_v_shaped else first_to_last * self.virtual
 
     def fits(self, program: PipelineProgram) -> bool:
         peaks = program.peak_memory(self.activation_sizes, self.retained_fraction)
@@ -61,38 +54,28 @@ class SchedulingProblem:
 class PriorityRules:
     """How a rank chooses among actions whose inputs have arrived."""
 
+    # Maximum forwards ahead of backwards, by rank: below it forwards go first, at it none may start.
     max_in_flight: tuple[int, ...]
-    """Maximum forwards ahead of backwards, by rank: below it forwards go first, at it none may start."""
-    min_gap_fraction: float = 0.0
-    """Fraction of a backward-weight that must fit before the next input arrives."""
-    later_stages_first: bool = True
-    """Whether forwards of later stages have priority."""
+    min_gap_fraction: float = 0.0  # fraction of a backward-weight that must fit before the next input arrives
+    later_stages_first: bool = True  # whether forwards of later stages have priority
     split_backward: bool = True
 
 
-def list_schedule(problem: SchedulingProblem, placement: str, rules: PriorityRules) -> dict[int, list[Action]] | None:
+def list_schedule(problem: SchedulingProblem, rules: PriorityRules) -> dict[int, list[Action]] | None:
     """Returns each rank's actions under `rules`, or None if the memory limits cause a deadlock."""
-    return _ListScheduler(problem, placement, rules).run()
+    return _ListScheduler(problem, rules).run()
 
 
 class _ListScheduler:
     """The state of `list_schedule`."""
 
-    def __init__(self, problem: SchedulingProblem, placement: str, rules: PriorityRules):
+    def __init__(self, problem: SchedulingProblem, rules: PriorityRules):
         costs, m = problem.costs, problem.micro_batches
         self.problem, self.rules = problem, rules
-        self.stage_to_rank = problem.stage_to_rank(placement)
+        self.stage_to_rank = problem.stage_to_rank
         self.stages_by_rank = [
             [s for s, rank in enumerate(self.stage_to_rank) if rank == r] for r in range(problem.ranks)
         ]
-        hops = [0.0 if a == b else hop for a, b, hop in zip(self.stage_to_rank, self.stage_to_rank[1:], costs.transfer)]
-        forward_transfer, backward_transfer = [0.0, *hops], [*hops, 0.0]
-        self.forward, self.backward_input = list(costs.forward), list(costs.backward_input)
-        if not problem.overlap_p2p:  # the receive is then part of the waiting action's time
-            self.forward = [f + hop for f, hop in zip(self.forward, forward_transfer)]
-            self.backward_input = [b + hop for b, hop in zip(self.backward_input, backward_transfer)]
-            forward_transfer = backward_transfer = [0.0] * costs.stages
-        self.forward_transfer, self.backward_transfer = forward_transfer, backward_transfer
         # When the input of each stage's forward and backward arrives, by micro-batch.
         self.forward_ready_at = [[0.0 if s == 0 else inf] * m for s in range(costs.stages)]
         self.backward_ready_at = [[inf] * m for _ in range(costs.stages)]
@@ -117,20 +100,17 @@ class _ListScheduler:
     def _schedule_next(self, rank: int, now: float) -> None:
         forward, forward_at, blocked = self._next_forward(rank, now)
         backward, backward_at = self._next_backward(rank)
-        pending, next_input_at = self.pending_weights[rank], min(forward_at, backward_at)
+        pending, next_input_at, costs = self.pending_weights[rank], min(forward_at, backward_at), self.problem.costs
         if forward_at <= now:
             self._start_forward(rank, forward, now)
         elif blocked and pending:  # frees memory for the blocked forward
             self._start_weight(rank, now)
         elif backward_at <= now:
             self._start_backward(rank, backward, now)
-        elif pending and next_input_at - now >= self._min_gap(pending[0][0]):
+        elif pending and next_input_at - now >= self.rules.min_gap_fraction * costs.backward_weight[pending[0][0]]:
             self._start_weight(rank, now)
         elif next_input_at < inf:
             heappush(self.events, (next_input_at, rank))
-
-    def _min_gap(self, stage: int) -> float:
-        return self.rules.min_gap_fraction * self.problem.costs.backward_weight[stage]
 
     def _next_forward(self, rank: int, now: float) -> tuple[int, float, bool]:
         """Returns the next stage to run, when its input arrives, and whether memory alone blocks another forward."""
@@ -167,9 +147,9 @@ class _ListScheduler:
         self.next_forward[stage] += 1
         self.in_flight[rank] += 1
         self.memory_used[rank] += self.problem.activation_sizes[stage]
-        end = self._append_action(rank, stage, "F", micro_batch, now, self.forward[stage])
+        end = self._append_action(rank, stage, "F", micro_batch, now, self.problem.costs.forward[stage])
         if stage + 1 < len(self.stage_to_rank):
-            self._deliver(self.forward_ready_at, stage + 1, micro_batch, end + self.forward_transfer[stage + 1])
+            self._deliver(self.forward_ready_at, stage + 1, micro_batch, end)
         else:
             self.backward_ready_at[stage][micro_batch] = end
 
@@ -177,16 +157,17 @@ class _ListScheduler:
         micro_batch = self.next_backward[stage]
         self.next_backward[stage] += 1
         self.in_flight[rank] -= 1
-        size, weight = self.problem.activation_sizes[stage], self.problem.costs.backward_weight[stage]
+        size, costs = self.problem.activation_sizes[stage], self.problem.costs
         if self.rules.split_backward:
             self.memory_used[rank] -= size * (1.0 - self.problem.retained_fraction)
             self.pending_weights[rank].append((stage, micro_batch))
-            end = self._append_action(rank, stage, "I", micro_batch, now, self.backward_input[stage])
+            end = self._append_action(rank, stage, "I", micro_batch, now, costs.backward_input[stage])
         else:
             self.memory_used[rank] -= size
-            end = self._append_action(rank, stage, "B", micro_batch, now, self.backward_input[stage] + weight)
+            seconds = costs.backward_input[stage] + costs.backward_weight[stage]
+            end = self._append_action(rank, stage, "B", micro_batch, now, seconds)
         if stage:
-            self._deliver(self.backward_ready_at, stage - 1, micro_batch, end + self.backward_transfer[stage - 1])
+            self._deliver(self.backward_ready_at, stage - 1, micro_batch, end)
 
     def _start_weight(self, rank: int, now: float) -> None:
         stage, micro_batch = self.pending_weights[rank].popleft()

@@ -11,7 +11,7 @@ schedules are cached by (schedule, ranks, virtual stages, micro-batches), so a s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,11 +31,10 @@ class Action(NamedTuple):
     """One action of one rank. Field order and kind letters match PyTorch's `_Action`, so either type can be used."""
 
     stage: int
-    kind: str
-    """F: forward, I: backward-input, W: backward-weight, B: full backward."""
+    kind: str  # F: forward, I: backward-input, W: backward-weight, B: full backward
     micro_batch: int | None
+    # A forward and a backward that run one after the other and send their results when both are done.
     sub_actions: tuple[Any, ...] | None = None
-    """A forward and a backward that run one after the other and send their results when both are done."""
 
 
 class TimelineEvent(NamedTuple):
@@ -54,25 +53,14 @@ class StageCosts:
     """Seconds per micro-batch, by stage."""
 
     forward: Sequence[float]
-    backward_input: Sequence[float]
-    """Computes the gradient of the stage's input."""
+    backward_input: Sequence[float]  # computes the gradient of the stage's input
+    # Computes the gradients of the stage's weights. A full backward takes the time of both.
     backward_weight: Sequence[float]
-    """Computes the gradients of the stage's weights. A full backward takes the time of both."""
-    transfer: Sequence[float]
-    """Between each pair of neighboring stages, in either direction. Free if both are on the same rank."""
 
     def __post_init__(self) -> None:
-        counts = len(self.forward), len(self.backward_input), len(self.backward_weight), len(self.transfer) + 1
+        counts = len(self.forward), len(self.backward_input), len(self.backward_weight)
         if len(set(counts)) > 1:
-            raise LayoutError(f"stage costs cover {counts} stages; give one per stage, and one transfer fewer.")
-
-    @classmethod
-    def uniform(
-        cls, stages: int, forward: float, backward_input: float, backward_weight: float, transfer: float = 0.0
-    ) -> StageCosts:
-        return cls(
-            (forward,) * stages, (backward_input,) * stages, (backward_weight,) * stages, (transfer,) * (stages - 1)
-        )
+            raise LayoutError(f"stage costs cover {counts} stages; give one of each per stage.")
 
     @property
     def stages(self) -> int:
@@ -82,11 +70,7 @@ class StageCosts:
         """Returns the costs with the first stage as PyTorch runs it: it needs no input gradient, so its backward-input
         does nothing and its backward-weight does all the work."""
         full_backward = self.backward_input[0] + self.backward_weight[0]
-        return replace(
-            self,
-            backward_input=(0.0, *self.backward_input[1:]),
-            backward_weight=(full_backward, *self.backward_weight[1:]),
-        )
+        return StageCosts(self.forward, (0.0, *self.backward_input[1:]), (full_backward, *self.backward_weight[1:]))
 
 
 @dataclass(frozen=True)
@@ -95,12 +79,10 @@ class PipelineProgram:
 
     ranks: int
     stages: int
-    stage_to_rank: tuple[int, ...]
-    """The rank of each stage."""
-    actions: list[tuple[int, int, int, int]]
-    """Rank, kind (index into `KINDS`), stage, micro-batch."""
-    instructions: list[tuple[int, int, int, int]]
-    """Rank, index of the cost, index of the instruction it depends on (-1: none), index of the transfer."""
+    stage_to_rank: tuple[int, ...]  # the rank of each stage
+    actions: list[tuple[int, int, int, int]]  # rank, kind (index into `KINDS`), stage, micro-batch
+    # Rank, index of the cost, index of the instruction it depends on (-1: none).
+    instructions: list[tuple[int, int, int]]
 
     @property
     def order(self) -> dict[int, list[Action]]:
@@ -119,19 +101,6 @@ class PipelineProgram:
         """Row (kind and stage) and column (micro-batch) of each action in `Simulation.end_time_table`."""
         _, kinds, stages, micro_batches = np.array(self.actions).T
         return kinds * self.stages + stages, micro_batches
-
-    @cached_property
-    def max_in_flight(self) -> tuple[int, ...]:
-        """Maximum number of micro-batches whose activations are in memory at once, by stage."""
-        held, most = [0] * self.stages, [0] * self.stages
-        for _, kind, stage, _ in self.actions:
-            if kind == FORWARD:
-                held[stage] += 1
-                if held[stage] > most[stage]:
-                    most[stage] = held[stage]
-            elif kind != BACKWARD_INPUT:
-                held[stage] -= 1
-        return tuple(most)
 
     def peak_in_flight(self, rank: int) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
         """Returns the Pareto-maximal points of a rank's schedule: no other point is at least as high in every count.
@@ -187,8 +156,7 @@ class Simulation:
     program: PipelineProgram
     start_times: list[float]
     end_times: list[float]
-    rank_end_times: tuple[float, ...]
-    """End of the last action, by rank."""
+    rank_end_times: tuple[float, ...]  # end of the last action, by rank
 
     @cached_property
     def seconds(self) -> float:
@@ -216,43 +184,28 @@ class Simulation:
         ]
 
 
-def simulate(program: PipelineProgram, costs: StageCosts, overlap_p2p: bool = True) -> Simulation:
-    """Simulates a program.
-
-    With `overlap_p2p`, transfers run while sender and receiver compute. Without it, a transfer starts only when the
-    receiver is idle, as in PyTorch's GPipe and 1F1B, which wait for an input just before they use it.
-    """
+def simulate(program: PipelineProgram, costs: StageCosts) -> Simulation:
+    """Simulates a program. Transfers take no time of their own: the planner adds them to the stages' work."""
     if costs.stages != program.stages:
         raise LayoutError(f"got costs of {costs.stages} stages for a schedule of {program.stages}; give one per stage.")
     full_backward = [i + w for i, w in zip(costs.backward_input, costs.backward_weight)]
     seconds = [*costs.forward, *costs.backward_input, *costs.backward_weight, *full_backward]
-    hops = [0.0, *_transfer_seconds(program.stage_to_rank, costs.transfer)]
     count = len(program.instructions)
     starts, ends, free_at = [0.0] * count, [0.0] * (count + 1), [0.0] * program.ranks
     # The last entry of `ends` stays 0: actions without a dependency (-1) read it.
-    if overlap_p2p:
-        for i, (rank, cost, depends_on, transfer) in enumerate(program.instructions):
-            start, ready = free_at[rank], ends[depends_on] + hops[transfer]
-            if ready > start:
-                start = ready
-            starts[i] = start
-            free_at[rank] = ends[i] = start + seconds[cost]
-    else:
-        for i, (rank, cost, depends_on, transfer) in enumerate(program.instructions):
-            start, ready = free_at[rank], ends[depends_on]
-            starts[i] = start = (ready if ready > start else start) + hops[transfer]
-            free_at[rank] = ends[i] = start + seconds[cost]
+    for i, (rank, cost, depends_on) in enumerate(program.instructions):
+        start, ready = free_at[rank], ends[depends_on]
+        if ready > start:
+            start = ready
+        starts[i] = start
+        free_at[rank] = ends[i] = start + seconds[cost]
     ends.pop()
     return Simulation(program, starts, ends, tuple(free_at))
 
 
-def _transfer_seconds(owner: Sequence[int], transfer: Sequence[float]) -> list[float]:
-    return [0.0 if a == b else seconds for a, b, seconds in zip(owner, owner[1:], transfer)]
-
-
 ActionKey = tuple[int, int, int, int]  # rank, kind (index into KINDS), stage, micro-batch
-# Action, index of its cost, index of its transfer, and ids of the results it waits for, produces and also sends.
-Instruction = tuple[ActionKey, int, int, int, int, int]
+# Action, index of its cost, and ids of the results it waits for, produces and also sends.
+Instruction = tuple[ActionKey, int, int, int, int]
 
 
 def build_program(order: PipelineOrder) -> PipelineProgram:
@@ -263,7 +216,7 @@ def build_program(order: PipelineOrder) -> PipelineProgram:
     # By result id, the instruction that sends it. The last two ids mean no result and no dependency.
     sent_at: list[int | None] = [*[None] * (2 * stages * width + 1), -1]
     actions: list[ActionKey] = []
-    steps: list[tuple[int, int, int, int]] = []
+    steps: list[tuple[int, int, int]] = []
     positions = [0] * len(queues)
     progressed = True
     while progressed:
@@ -271,12 +224,12 @@ def build_program(order: PipelineOrder) -> PipelineProgram:
         for rank, queue in enumerate(queues):
             position = positions[rank]
             while position < len(queue):
-                action, cost, hop, waits_for, produces, also_sends = queue[position]
+                action, cost, waits_for, produces, also_sends = queue[position]
                 before = sent_at[waits_for]
                 if before is None:
                     break
                 sent_at[produces] = sent_at[also_sends] = len(steps)
-                steps.append((rank, cost, before, hop))
+                steps.append((rank, cost, before))
                 actions.append(action)
                 position += 1
             progressed = progressed or position > positions[rank]
@@ -300,19 +253,16 @@ def _rank_instructions(rank: int, parts: Sequence[Any], stages: int, width: int)
         for stage, letter, micro_batch, _ in part[3] or (part,):
             forward, backward = stage * width + micro_batch, (stages + stage) * width + micro_batch
             if letter == "F":
-                kind, waits_for, hop, produces = FORWARD, forward - width if stage else no_wait, stage, forward
+                waits_for, produces = forward - width if stage else no_wait, forward
                 if part[3]:  # the paired backward sends it
                     deferred, produces = produces, no_result
-                tasks.append(((rank, kind, stage, micro_batch), stage, hop, waits_for, produces, no_result))
+                tasks.append(((rank, FORWARD, stage, micro_batch), stage, waits_for, produces, no_result))
                 continue
-            kind = BACKWARD_WEIGHT if letter == "W" else BACKWARD_INPUT if letter == "I" else FULL_BACKWARD
+            kind = KINDS.index(letter)
+            waits_for, produces = forward if stage == last else backward + width, backward
             if kind == BACKWARD_WEIGHT:
-                waits_for, hop, produces = no_wait, 0, no_result
-            elif stage == last:
-                waits_for, hop, produces = forward, 0, backward
-            else:
-                waits_for, hop, produces = backward + width, stage + 1, backward
-            tasks.append(((rank, kind, stage, micro_batch), kind * stages + stage, hop, waits_for, produces, deferred))
+                waits_for, produces = no_wait, no_result
+            tasks.append(((rank, kind, stage, micro_batch), kind * stages + stage, waits_for, produces, deferred))
     return tasks
 
 

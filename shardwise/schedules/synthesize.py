@@ -8,10 +8,8 @@ exceeds the memory limit of a rank.
 The search budget counts simulated actions, not seconds, so every rank of a run finds the same schedule.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from math import ceil
 from random import Random
@@ -19,114 +17,59 @@ from random import Random
 from shardwise.console import pluralize
 from shardwise.errors import LayoutError
 from shardwise.layout import AUTO_SCHEDULES, V_SHAPED, Layout, micro_batch_error
-from shardwise.schedules.list_scheduler import (
-    LOOP_PLACEMENT,
-    V_PLACEMENT,
-    PriorityRules,
-    SchedulingProblem,
-    list_schedule,
-)
-from shardwise.schedules.simulate import Action, PipelineProgram, Simulation, build_program, named_program, simulate
+from shardwise.schedules.list_scheduler import PriorityRules, SchedulingProblem, list_schedule
+from shardwise.schedules.simulate import Action, Simulation, build_program, named_program, simulate
 
 GAP_FRACTIONS = (0.0, 0.5, 1.0)
 TOLERANCE = 2e-3  # the search stops within this fraction of the lower bound
 
 
-@dataclass(frozen=True)
-class SynthesizedSchedule:
-    """The best schedule found."""
-
-    simulation: Simulation
-    placement: str
-    """`loop` or `v`."""
-    name: str
-    """The name of the schedule if it is a named one, else `synthesized`."""
-    named_seconds: dict[str, float]
-    """Seconds of the named schedules that fit."""
-
-    @property
-    def seconds(self) -> float:
-        return self.simulation.seconds
-
-    @property
-    def order(self) -> dict[int, list[Action]]:
-        """Each rank's actions, as `shardwise.parallel.pipeline.Pipeline` takes them."""
-        return self.simulation.program.order
-
-
-def synthesize(
-    problem: SchedulingProblem, placements: Sequence[str] = (LOOP_PLACEMENT, V_PLACEMENT), effort: int = 200_000
-) -> SynthesizedSchedule:
+def synthesize(problem: SchedulingProblem, effort: int = 200_000) -> Simulation:
     """Returns the fastest schedule that fits. `effort`: simulated actions to spend on each phase of the search."""
-    named_seconds: dict[str, float] = {}
-    found: list[SynthesizedSchedule] = []
-    for placement in placements:
-        if placement == LOOP_PLACEMENT or problem.virtual == 2:
-            found += named_candidates(problem, placement, named_seconds)
-            named = [schedule.simulation for schedule in found if schedule.placement == placement]
-            best = min(named, key=_seconds, default=None)
-            candidate = _search(problem, placement, effort, best)
-            if candidate is not None and (best is None or candidate.seconds < best.seconds * (1 - 1e-9)):
-                found.append(SynthesizedSchedule(candidate, placement, "synthesized", named_seconds))
-    if not found:
+    named = min(named_candidates(problem), key=_seconds, default=None)
+    found = _search(problem, effort, named)
+    if found is None:
         sizes, limits = (", ".join(f"{x:g}" for x in xs) for xs in (problem.activation_sizes, problem.memory_limits))
         raise LayoutError(
             f"no schedule of {pluralize(problem.micro_batches, 'micro-batch')} on {pluralize(problem.ranks, 'rank')} "
             f"fits in memory: a micro-batch takes {sizes} by stage, and the limits by rank are {limits}; use a smaller "
             "micro-batch or more activation checkpointing."
         )
-    return min(found, key=_seconds)
+    return found if named is None or found.seconds < named.seconds * (1 - 1e-9) else named
 
 
-def _seconds(result: SynthesizedSchedule | Simulation) -> float:
+def _seconds(result: Simulation) -> float:
     return result.seconds
 
 
-def named_candidates(
-    problem: SchedulingProblem, placement: str, named_seconds: dict[str, float]
-) -> Iterator[SynthesizedSchedule]:
-    """Yields the named schedules that fit, and adds their times to `named_seconds`."""
-    for name in _named_schedules(problem, placement):
-        program = named_program(name, problem.ranks, problem.virtual, problem.micro_batches)
-        if problem.fits(program):
-            named_seconds[name] = _simulate(problem, program).seconds
-            # Rebuilt from `order`, which splits forward-backward pairs, so each result is sent at once.
-            yield SynthesizedSchedule(_simulate(problem, build_program(program.order)), placement, name, named_seconds)
-
-
-def _named_schedules(problem: SchedulingProblem, placement: str) -> list[str]:
-    """Returns the named schedules that allow this placement and number of micro-batches."""
-    if problem.ranks == 1:
-        return []
-    if placement == V_PLACEMENT:
-        names = [name for name in V_SHAPED if name not in AUTO_SCHEDULES] if problem.split_backward else []
-    else:
-        names = ["gpipe", "1f1b"] if problem.virtual == 1 else ["interleaved"]
-        names += ["zero-bubble"] if problem.split_backward else []
-    layouts = {name: Layout(pipeline=problem.ranks, schedule=name, virtual=problem.virtual) for name in names}
-    return [name for name in names if not micro_batch_error(layouts[name], problem.micro_batches)]
-
-
-def _simulate(problem: SchedulingProblem, program: PipelineProgram) -> Simulation:
-    return simulate(program, problem.costs, problem.overlap_p2p)
+def named_candidates(problem: SchedulingProblem) -> Iterator[Simulation]:
+    """Yields the named schedules that fit and allow this number of micro-batches."""
+    names = ["gpipe", "1f1b", "zero-bubble"] if problem.virtual == 1 else ["interleaved", "zero-bubble"]
+    if problem.is_v_shaped:
+        names = [name for name in V_SHAPED if name not in AUTO_SCHEDULES]
+    for name in names if problem.ranks > 1 else ():
+        layout = Layout(pipeline=problem.ranks, schedule=name, virtual=problem.virtual)
+        if not micro_batch_error(layout, problem.micro_batches):
+            program = named_program(name, problem.ranks, problem.virtual, problem.micro_batches)
+            if problem.fits(program):
+                # Rebuilt from `order`, which splits forward-backward pairs, so each result is sent at once.
+                yield simulate(build_program(program.order), problem.costs)
 
 
 # Searching
 
 
-def _search(
-    problem: SchedulingProblem, placement: str, effort: int, named_best: Simulation | None
-) -> Simulation | None:
+def _search(problem: SchedulingProblem, effort: int, named_best: Simulation | None) -> Simulation | None:
     """Tries many priority rules, then improves the best schedule by local search."""
-    floor = _time_lower_bound(problem, placement) * (1 + TOLERANCE)
+    floor = _time_lower_bound(problem) * (1 + TOLERANCE)
     if named_best is not None and named_best.seconds <= floor:
         return named_best
     found: list[tuple[float, int, PriorityRules, Simulation]] = []
-    size = problem.costs.stages * problem.micro_batches * (3 if problem.split_backward else 2)
-    for number, rules in enumerate(_candidate_rules(problem, placement)):
+    size = problem.costs.stages * problem.micro_batches * 3
+    for number, rules in enumerate(_candidate_rules(problem)):
         if number * size > max(effort, 4 * size):
             break
-        candidate = _evaluate_rules(problem, placement, rules)
+        candidate = _evaluate_rules(problem, rules)
         if candidate is not None:
             found.append((candidate.seconds, number, rules, candidate))
             if candidate.seconds <= floor:
@@ -134,7 +77,7 @@ def _search(
     best = None
     if found:
         _, _, rules, best = min(found)
-        best = _hill_climb(problem, placement, rules, best, effort // 2, floor)
+        best = _hill_climb(problem, rules, best, effort // 2, floor)
     if named_best is not None and (best is None or named_best.seconds < best.seconds):
         best = named_best
     if best is None:
@@ -142,56 +85,50 @@ def _search(
     return _merge_backwards(problem, _shorten_critical_path(problem, best, effort // 2, floor))
 
 
-def _time_lower_bound(problem: SchedulingProblem, placement: str) -> float:
+def _time_lower_bound(problem: SchedulingProblem) -> float:
     """Returns a lower bound for any schedule: a rank's work plus filling and draining the pipeline up to that rank."""
-    costs, owner, m = problem.costs, problem.stage_to_rank(placement), problem.micro_batches
+    costs, owner, m = problem.costs, problem.stage_to_rank, problem.micro_batches
     best = lead_in = lead_out = 0.0
     for rank in range(problem.ranks):
         stages = [stage for stage, owner_rank in enumerate(owner) if owner_rank == rank]
         forward_and_input = m * sum(costs.forward[s] + costs.backward_input[s] for s in stages)
         weights = m * sum(costs.backward_weight[s] for s in stages)
-        if problem.split_backward:
-            best = max(best, lead_in + forward_and_input + weights, lead_in + forward_and_input + lead_out)
-        else:
-            best = max(best, lead_in + forward_and_input + weights + lead_out)
-        if rank < problem.ranks - 1:
-            weight = 0.0 if problem.split_backward else costs.backward_weight[rank]
-            lead_in += costs.forward[rank] + costs.transfer[rank]
-            lead_out += costs.backward_input[rank] + costs.transfer[rank] + weight
+        best = max(best, lead_in + forward_and_input + weights, lead_in + forward_and_input + lead_out)
+        lead_in += costs.forward[rank]
+        lead_out += costs.backward_input[rank]
     return best
 
 
-def _evaluate_rules(problem: SchedulingProblem, placement: str, rules: PriorityRules) -> Simulation | None:
-    order = list_schedule(problem, placement, rules)
+def _evaluate_rules(problem: SchedulingProblem, rules: PriorityRules) -> Simulation | None:
+    order = list_schedule(problem, rules)
     if order is None:
         return None
     program = build_program(order)
-    return _simulate(problem, program) if problem.fits(program) else None
+    return simulate(program, problem.costs) if problem.fits(program) else None
 
 
-def _candidate_rules(problem: SchedulingProblem, placement: str) -> Iterator[PriorityRules]:
-    depths = list(dict.fromkeys(_candidate_depths(problem, placement)))
+def _candidate_rules(problem: SchedulingProblem) -> Iterator[PriorityRules]:
+    depths = list(dict.fromkeys(_candidate_depths(problem)))
     for depth, later_first in product(depths, (True, False) if problem.virtual > 1 else (True,)):
-        if problem.split_backward:
-            for gap_fraction in GAP_FRACTIONS:
-                yield PriorityRules(depth, gap_fraction, later_first)
+        for gap_fraction in GAP_FRACTIONS:
+            yield PriorityRules(depth, gap_fraction, later_first)
         yield PriorityRules(depth, 0.0, later_first, split_backward=False)
 
 
-def _candidate_depths(problem: SchedulingProblem, placement: str) -> Iterator[tuple[int, ...]]:
+def _candidate_depths(problem: SchedulingProblem) -> Iterator[tuple[int, ...]]:
     """Yields in-flight limits by rank: 1f1b's, twice that, a round trip's worth, all stages, and unlimited."""
     p, m, v = problem.ranks, problem.micro_batches * problem.virtual, problem.virtual
     depth_1f1b = [p - rank if v == 1 else (v - 1) * p + 2 * (p - rank) - 1 for rank in range(p)]
     depth_double = [2 * depth - 1 for depth in depth_1f1b]
-    round_trips = _round_trips(problem, placement)
+    round_trips = _round_trips(problem)
     depths_round_trip = [[n + extra for n in round_trips] for extra in range(4)]
     for depth in (depth_1f1b, depth_double, *depths_round_trip, [v * p] * p, [m] * p):
         yield tuple(max(1, min(m, d)) for d in depth)
 
 
-def _round_trips(problem: SchedulingProblem, placement: str) -> list[int]:
+def _round_trips(problem: SchedulingProblem) -> list[int]:
     """Returns, by rank, how many micro-batches start on it while one goes to the last stage and back."""
-    costs, owner = problem.costs, problem.stage_to_rank(placement)
+    costs, owner = problem.costs, problem.stage_to_rank
     work = [0.0] * problem.ranks
     for stage, rank in enumerate(owner):
         work[rank] += costs.forward[stage] + costs.backward_input[stage] + costs.backward_weight[stage]
@@ -199,13 +136,11 @@ def _round_trips(problem: SchedulingProblem, placement: str) -> list[int]:
     for stage in reversed(range(costs.stages)):
         round_trip += costs.forward[stage] + costs.backward_input[stage]
         trips[owner[stage]] += round_trip
-        if stage and owner[stage] != owner[stage - 1]:
-            round_trip += 2 * costs.transfer[stage - 1]
     return [ceil(trip / max(work)) for trip in trips]
 
 
 def _hill_climb(
-    problem: SchedulingProblem, placement: str, rules: PriorityRules, best: Simulation, effort: int, floor: float
+    problem: SchedulingProblem, rules: PriorityRules, best: Simulation, effort: int, floor: float
 ) -> Simulation:
     """Randomly varies in-flight limits and gap fraction; keeps every change that is no slower."""
     rng, max_depth = Random(0), problem.micro_batches * problem.virtual
@@ -217,7 +152,7 @@ def _hill_climb(
             depth[rank] = max(1, min(max_depth, depth[rank] + rng.choice((-1, 1, 1, 2))))
         gap = rng.choice((rules.min_gap_fraction, rules.min_gap_fraction, *GAP_FRACTIONS))
         neighbor_rules = replace(rules, max_in_flight=tuple(depth), min_gap_fraction=gap)
-        candidate = _evaluate_rules(problem, placement, neighbor_rules)
+        candidate = _evaluate_rules(problem, neighbor_rules)
         if candidate is not None and candidate.seconds <= best.seconds:
             rules, best = neighbor_rules, candidate
     return best
@@ -248,7 +183,7 @@ def _simulate_if_valid(problem: SchedulingProblem, order: dict[int, list[Action]
         program = build_program(order)
     except LayoutError:
         return None
-    return _simulate(problem, program) if problem.fits(program) else None
+    return simulate(program, problem.costs) if problem.fits(program) else None
 
 
 def _neighbor_orders(result: Simulation) -> Iterator[dict[int, list[Action]]]:

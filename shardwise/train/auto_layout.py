@@ -4,8 +4,6 @@ The plan is made before any process starts and saved in the run folder, so that 
 measurements. Under an external launcher every process computes the same plan by itself.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 
@@ -16,6 +14,7 @@ from shardwise.job import Job
 from shardwise.layout import Layout
 from shardwise.parallel.prepare import Prepared, prepare
 from shardwise.planner.plan import Plan, make_estimator, make_plan
+from shardwise.planner.show import format_seconds
 from shardwise.train.local_machine import local_cluster, local_process_count
 
 
@@ -41,10 +40,6 @@ def choose_plan(job: Job, world_size: int | None = None) -> tuple[Plan, str]:
     raise last_error
 
 
-def choose_layout(job: Job, world_size: int | None = None) -> Layout:
-    return choose_plan(job, world_size)[0].best.layout
-
-
 def check_memory(job: Job, plan: Plan) -> None:
     """Raises LayoutError if no layout that "auto" tried fits in memory. Explicit layouts are not checked."""
     if job.layout == "auto" and not plan.fits(plan.best):
@@ -60,27 +55,20 @@ def describe_plan(plan: Plan, source: str) -> str:
     """Returns the prediction for the chosen layout and why it won, in one line."""
     best, device = plan.best, plan.cluster.device
     memory = f"{best.peak_memory / GIB:.2g} of {device.memory / GIB:.3g} GiB"
-    line = f"predicted {_format_seconds(best.seconds)} per step, {memory} on {device.name} ({source})"
+    line = f"predicted {format_seconds(best.seconds)} per step, {memory} on {device.name} ({source})"
     if plan.evaluated == 1:
         return line
     near_miss = f"; {plan.near_misses[0]}" if plan.near_misses else ""
     return f"best of {pluralize(plan.evaluated, 'layout')}: {line}{near_miss}"
 
 
-def _format_seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
-
-
 def layout_record(prepared: Prepared) -> dict[str, Any]:
     """Returns the part of `plan.toml` that describes the layout itself."""
     layout, batch = prepared.layout, prepared.batch
     return {
-        "layout": str(layout),
-        "world": layout.world,
-        "stages": [list(span) for span in prepared.stages],
-        "micro_batch": batch.micro_batch,
-        "micro_batches": batch.micro_batches,
-    }
+        "layout": str(layout), "world": layout.world, "stages": [list(span) for span in prepared.stages],
+        "micro_batch": batch.micro_batch, "micro_batches": batch.micro_batches,
+    }  # fmt: skip
 
 
 def _pipeline_record(job: Job, plan: Plan) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -89,7 +77,7 @@ def _pipeline_record(job: Job, plan: Plan) -> tuple[dict[str, Any], dict[str, An
     if layout.pipeline == 1:
         return {}, {}
     stages = {part: list(seconds) for part, seconds in vars(estimator.stage_costs(layout)).items()}
-    rows = estimator.auto_schedule(layout).simulation.program.order if estimator.is_auto_schedule(layout) else {}
+    rows = estimator.auto_schedule(layout).program.order if estimator.is_auto_schedule(layout) else {}
     order = [[[action.stage, action.kind, action.micro_batch] for action in row] for row in rows.values()]
     return {"stage_seconds": stages}, {"order": order} if order else {}
 

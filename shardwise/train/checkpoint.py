@@ -20,8 +20,6 @@ A checkpoint has `weights.<name>`, `optimizer.<name>.<key>`, `buffers.<name>`, `
 diverge save theirs under the prefix `replica<n>.`.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading
@@ -39,18 +37,8 @@ from shardwise.files import fsync_and_rename
 from shardwise.optim.sharded_optimizer import ShardedOptimizer
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.param_shard import ParamShard, offset_and_shape
-from shardwise.train import error_feedback
-from shardwise.train.checkpoint_folder import (
-    CheckpointGroup,
-    create_partial,
-    find_newest_valid,
-    list_checkpoints,
-    next_free_path,
-    remove_checkpoint,
-    remove_partials,
-    valid_checkpoints,
-    write_manifest,
-)
+from shardwise.train import checkpoint_folder, error_feedback
+from shardwise.train.checkpoint_folder import CheckpointGroup, list_checkpoints, valid_checkpoints
 from shardwise.train.dcp_storage import CheckpointPiece, Index, dtype_of, read_index, read_pieces, write_pieces
 from shardwise.workers.snapshots import SnapshotStore
 
@@ -67,8 +55,7 @@ class CheckpointManager:
         self.folder, self.keep, self.asynchronous = folder, keep, asynchronous
         self.damaged: list[str] = []
         """Problems of the damaged checkpoints that the last `load` skipped, one sentence each."""
-        self.source = ""
-        """Where the last `load` found its state: "memory", "disk", or "" if there was none."""
+        self.source = ""  # where the last `load` found its state: "memory", "disk", or "" if there was none
         self._group = CheckpointGroup.create()
         self.snapshots = None if snapshots is None else SnapshotStore(snapshots, layout, self._group.all_gather)
         """In-memory snapshots; None if disabled or if memory is too small."""
@@ -90,9 +77,8 @@ class CheckpointManager:
             self._write(step, pieces, metadata)
             return
         pieces, ready = self._stage_to_host(pieces, engine.mesh.device)
-        self._thread = threading.Thread(
-            target=self._write_in_background, args=(step, pieces, metadata, ready), daemon=True
-        )
+        args = step, pieces, metadata, ready
+        self._thread = threading.Thread(target=self._write_in_background, args=args, daemon=True)
         self._thread.start()
 
     def finish(self) -> None:
@@ -107,11 +93,11 @@ class CheckpointManager:
         self._wait()
         self.damaged = []
         snapshot = self.snapshots.latest_complete() if self.snapshots is not None and step is None else None
-        if snapshot is not None and all(
-            number <= snapshot["step"] for number, _ in self._group.on_rank_zero(lambda: list_checkpoints(self.folder))
-        ):
-            return self._load_snapshot(snapshot, engine, optimizer)
-        choice = find_newest_valid(self.folder, self._group, step)
+        if snapshot is not None:
+            saved = self._group.on_rank_zero(lambda: list_checkpoints(self.folder))
+            if all(number <= snapshot["step"] for number, _ in saved):
+                return self._load_snapshot(snapshot, engine, optimizer)
+        choice = checkpoint_folder.find_newest_valid(self.folder, self._group, step)
         self.damaged = [sentence for _, sentence in choice.damaged]
         self._damaged_paths.update(path for path, _ in choice.damaged)
         if snapshot is not None and (choice.path is None or choice.manifest["step"] < snapshot["step"]):
@@ -159,7 +145,7 @@ class CheckpointManager:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(f"cannot create the checkpoint folder {self.folder}: {error.strerror}.") from None
-        remove_partials(self.folder)
+        checkpoint_folder.remove_partials(self.folder)
 
     def _wait(self) -> None:
         if self._thread is not None:
@@ -197,7 +183,7 @@ class CheckpointManager:
     def _write(self, step: int, pieces: dict[str, CheckpointPiece], metadata: str) -> None:
         temporary: Path | None = None
         try:
-            temporary = self._group.on_rank_zero(lambda: create_partial(self.folder, step))
+            temporary = self._group.on_rank_zero(lambda: checkpoint_folder.create_partial(self.folder, step))
             files = write_pieces(temporary, pieces, self._group)
             manifest = {**json.loads(metadata), "torch": torch.__version__, "world": self._group.size, "files": files}
             self._group.on_rank_zero(lambda: self._commit(step, temporary, manifest))
@@ -210,8 +196,8 @@ class CheckpointManager:
             ) from error
 
     def _commit(self, step: int, temporary: Path, manifest: dict[str, Any]) -> None:
-        write_manifest(temporary, manifest)
-        fsync_and_rename(temporary, next_free_path(self.folder, step))
+        checkpoint_folder.write_manifest(temporary, manifest)
+        fsync_and_rename(temporary, checkpoint_folder.next_free_path(self.folder, step))
         self._remove_old()
 
     def _remove_old(self) -> None:
@@ -222,22 +208,20 @@ class CheckpointManager:
                 newest.setdefault(step, path)
         for step, path in list_checkpoints(self.folder):
             if newest and (step < min(newest) or newest.get(step, path) != path):
-                remove_checkpoint(path)
-        remove_partials(self.folder)
+                checkpoint_folder.remove_checkpoint(path)
+        checkpoint_folder.remove_partials(self.folder)
 
     def _remove_after(self, step: int) -> None:
         for number, path in list_checkpoints(self.folder):
             if number > step:
-                remove_checkpoint(path)
+                checkpoint_folder.remove_checkpoint(path)
 
 
-def load_weights(folder: Path, tensors: Mapping[str, Tensor], step: int | None = None) -> dict[str, Any] | None:
-    """Loads unsharded weights, by parameter name, from the newest valid checkpoint or that of `step`, in one process.
-
-    Returns the checkpoint's state, or None if there is no checkpoint.
-    """
+def load_weights(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
+    """Loads unsharded weights, by parameter name, from the newest valid checkpoint, in one process. Returns the
+    checkpoint's state, or None if there is no checkpoint."""
     single = CheckpointGroup()
-    choice = find_newest_valid(folder, single, step)
+    choice = checkpoint_folder.find_newest_valid(folder, single)
     if choice.path is None:
         return None
     index = read_index(choice.path)
@@ -275,9 +259,7 @@ def collect_pieces(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str
             dim = collapsed_dim(optimizer, name)
             if dim is not None:
                 offsets[dim], sizes[dim], full_shape[dim] = 0, 1, 1
-            assert list(value.shape) == sizes, (
-                f"{name}: its shape {list(value.shape)} does not match its weight's, {size}"
-            )
+            assert list(value.shape) == sizes, f"{name}: its shape {list(value.shape)} is not its weight's, {size}"
             pieces[name] = CheckpointPiece(value, tuple(offsets), torch.Size(full_shape))
     for chain in engine.chains:
         for name, value in chain.named_buffers():  # identical on every rank
@@ -288,9 +270,8 @@ def collect_pieces(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str
     if engine.outer_optimizer is not None:
         for number, param_shard in enumerate(engine.param_shards):
             for key, value in engine.outer_optimizer.state_of(number).items():
-                pieces[f"outer.{param_shard.name}.{key}"] = CheckpointPiece(
-                    value, offset_and_shape(param_shard, engine.mesh)[0], param_shard.shape
-                )
+                start = offset_and_shape(param_shard, engine.mesh)[0]
+                pieces[f"outer.{param_shard.name}.{key}"] = CheckpointPiece(value, start, param_shard.shape)
     return pieces | error_feedback.error_feedback_pieces(engine)
 
 
@@ -324,11 +305,11 @@ def restore(
     residuals = error_feedback.error_feedback_targets(engine, index)
     # A local SGD replica that the checkpoint does not have starts from the state of replica 0.
     replica_prefix = f"replica{engine.mesh['local_sgd'].index}."
-    named = {
-        replica_prefix + name if replica_prefix + name in index else name: piece
-        for name, piece in collect_pieces(engine, optimizer).items()
-    }
-    pieces = {name: piece for name, piece in named.items() if name in index}
+    pieces = {}
+    for name, piece in collect_pieces(engine, optimizer).items():
+        own_name = replica_prefix + name if replica_prefix + name in index else name
+        if own_name in index:
+            pieces[own_name] = piece
     read(pieces | residuals)
     error_feedback.load_error_feedback(engine, residuals)
     loaded: dict[str, Tensor] = {}

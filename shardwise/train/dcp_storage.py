@@ -6,8 +6,6 @@ copy in host memory, and DCP ignores empty ones. We give it our own files, which
 index, a pickle, is written for PyTorch's tools but never read, since unpickling can run code; ours is `tensors.json`.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -72,11 +70,9 @@ def read_pieces(folder: Path, index: Index, pieces: dict[str, CheckpointPiece], 
     """Fills the pieces from the checkpoint, resharding as needed."""
     try:
         dcp.load(
-            dict(pieces),
-            storage_reader=DCPReader(folder, index),
-            planner=PieceLoadPlanner(),
+            dict(pieces), storage_reader=DCPReader(folder, index), planner=PieceLoadPlanner(),
             **_process_group_args(group),
-        )
+        )  # fmt: skip
     except CheckpointException as error:
         raise RunError(f"checkpoint {folder} could not be loaded: {_first_failure(error)}.") from error
 

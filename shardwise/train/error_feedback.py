@@ -4,8 +4,6 @@ Row n of `residual.NAME` is the residual of the n-th rank of the compressed axis
 rank gets its own residual back; otherwise each gets an equal share of their sum, so nothing is lost.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -32,9 +30,8 @@ def _residual_region(data: DataParallel, param_shard: ParamShard) -> tuple[tuple
         return offset_and_shape(param_shard, data.mesh)
     start, size = [0] * len(param_shard.shape), list(param_shard.shape)
     if param_shard.tensor_dim is not None:
-        start[param_shard.tensor_dim], size[param_shard.tensor_dim] = data.mesh["tensor"].span(
-            size[param_shard.tensor_dim]
-        )
+        dim = param_shard.tensor_dim
+        start[dim], size[dim] = data.mesh["tensor"].span(size[dim])
     return tuple(start), size
 
 

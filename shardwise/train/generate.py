@@ -1,7 +1,5 @@
 """Generates text from a trained run, on one device."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -48,9 +46,22 @@ def load_model(folder: RunFolder, job: Job, device: torch.device) -> Chain:
     """Returns the unsharded model with the weights of the newest valid checkpoint."""
     model = job.family.build_on_meta(job.model, job.seed).to_empty(device=device)
     model.tie_weights()
-    if not load_weights(folder.checkpoints, dict(model.named_unique_parameters())):
+    if not load_trained_weights(folder, model):
         raise CheckpointError(f"{folder.path} has no checkpoint to load weights from; train it first.")
     return model.eval()
+
+
+@torch.no_grad()
+def load_trained_weights(folder: RunFolder, model: Chain) -> bool:
+    """Loads the newest valid checkpoint into an unsharded model, and initial values where nothing is trained. Returns
+    False if there is no checkpoint."""
+    weights = dict(model.named_unique_parameters())
+    for name, weight in weights.items():
+        value = None if weight.requires_grad else model.initial_value(name)
+        if value is not None:
+            weight.copy_(value)
+    trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
+    return load_weights(folder.checkpoints, trained) is not None
 
 
 @torch.no_grad()

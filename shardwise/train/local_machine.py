@@ -1,7 +1,5 @@
 """This machine: its devices, the number of processes to run on them, and its description for the planner."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil
@@ -64,9 +62,8 @@ def local_cluster(job: Job, processes: int) -> tuple[Cluster, str]:
         base = CLUSTERS["a100-80g"]
         device = replace(base.device, name=name, memory=memory or base.device.memory)
         return replace(base, device=device, domain_size=processes), "unknown GPU: modelled as an A100"
-    return replace(
-        known, domain_size=max(processes, known.domain_size if known.domain_size > 8 else 1)
-    ), "its data sheet"
+    domain_size = max(processes, known.domain_size if known.domain_size > 8 else 1)
+    return replace(known, domain_size=domain_size), "its data sheet"
 
 
 def _cpu_cluster(processes: int) -> Cluster:
@@ -75,18 +72,14 @@ def _cpu_cluster(processes: int) -> Cluster:
     oversubscription = max(1.0, processes / _core_count())
     peaks = {precision: rate / oversubscription for precision, rate in cpu.device.peak_by_precision.items()}
     device = replace(
-        cpu.device,
-        peak_by_precision=peaks,
-        bandwidth=cpu.device.bandwidth / oversubscription,
+        cpu.device, peak_by_precision=peaks, bandwidth=cpu.device.bandwidth / oversubscription,
         memory=host_memory() / processes,
-    )
+    )  # fmt: skip
     slower = {key: cpu.measured[key] * oversubscription for key in ("kernel_launch", "collective_start", "latency")}
     return replace(
-        cpu,
-        device=device,
-        domain_size=processes,
+        cpu, device=device, domain_size=processes,
         measured={**cpu.measured, **slower, "uncontended_speedup": oversubscription},
-    )
+    )  # fmt: skip
 
 
 def first_gpu() -> tuple[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,11 @@ from shardwise.data.bad_records import BadRecords
 from shardwise.data.loader import Loader
 from shardwise.data.make_sources import make_sources
 from shardwise.data.sample_stream import Samples, SampleStream
-from shardwise.errors import RunError
+from shardwise.errors import DataError, RunError
 from shardwise.integrity.anomaly_policy import AnomalyPolicy, Rollback
 from shardwise.integrity.corruption_detector import CorruptionDetector
 from shardwise.layout import AUTO_SCHEDULES
-from shardwise.optim import learning_rate, set_learning_rate
+from shardwise.optim import job_learning_rate, set_learning_rate
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.prepare import Prepared
@@ -52,7 +53,7 @@ def make_engine(prepared: Prepared, device: torch.device) -> Engine:
 
 
 @dataclass
-class Trainer:
+class TrainingLoop:
     """One rank of one run."""
 
     prepared: Prepared
@@ -72,11 +73,15 @@ class Trainer:
         self.engine = self.prebuilt_engine or make_engine(self.prepared, self.device)
         self.optimizer = self.engine.make_optimizer(self.job)
         self.step = self._make_step_fn()
-        is_watched = not self.engine.has_tables and not isinstance(self.step, CudaGraphStep)
+        self.overlaps_host = isinstance(self.step, CudaGraphStep)
+        """Whether the host fetches the next batch and writes metrics while the GPU computes."""
+        is_watched = not self.engine.has_tables and not self.overlaps_host
         flops = is_watched * 3 * self.prepared.forward_flops * self.job.samples / self.layout.world
         self.corruption_detector = CorruptionDetector(
             self.job, self.engine, self.optimizer, self.folder.path, flops, self._log_event
         )
+        task = self.job.family.task(self.job.model)
+        self.callbacks = () if task is None else task.callbacks
         self.is_rank_zero = self.engine.mesh.rank == 0
         keep, asynchronous = self.job.checkpoint.keep, self.job.checkpoint.asynchronous
         takes_snapshots = self.job.checkpoint.snapshot_every and not self.engine.has_tables  # tables are too large
@@ -91,8 +96,9 @@ class Trainer:
         self.training, self.held_out, self.tokenizer = make_sources(self.job, bad_records=self.bad_records)
         self.bad_records.log_path = self.folder.bad_records_path
         self.metrics = MetricsProcessor(
-            self.job, self.engine, self.optimizer, self.folder, self.progress, self.corruption_detector, self.stop
-        )
+            self.job, self.engine, self.optimizer, self.folder, self.progress, self.corruption_detector, self.stop,
+            writes_later=self.overlaps_host,
+        )  # fmt: skip
         self.anomaly_policy = AnomalyPolicy(
             self.job, self.engine, self._can_replay(), lambda: len(self.folder.skipped_batches()), self._log_event
         )
@@ -100,8 +106,9 @@ class Trainer:
     def _make_step_fn(self) -> Callable[[Samples], StepResult]:
         compiled = self.job.should_compile(self.device.type, self.layout)
         return make_step_fn(
-            self.engine, self.optimizer, self.job.optimizer.clip, compiled, on_grads_ready=self._observe
-        )
+            self.engine, self.optimizer, self.job.optimizer.clip, compiled, on_grads_ready=self._observe,
+            on_capture_failure=lambda message: self._log_event("capture_failed", message),
+        )  # fmt: skip
 
     def _observe(self, outcome: StepResult) -> None:
         self.corruption_detector.before_update()
@@ -121,6 +128,7 @@ class Trainer:
     def _train(self, first: int) -> None:
         """Takes all steps after step `first`, or until a signal asks it to stop."""
         last = self.job.total_steps
+        self._tell("on_start", first)
         stream = SampleStream(
             self.training, self.job.seed, objective=self.job.family.objective(self.job.model, self.job.seed)
         )
@@ -133,14 +141,17 @@ class Trainer:
         self.engine.begin_stream(self.job, stream)
         batches = self.engine.batches(self.job, iter(loader), last - first)
         self.metrics.ranks.reset()
+        next_samples: Samples | None = None
         try:
             for number in range(first, last):
                 self.metrics.ranks.begin(number)
                 begin, waited = time.perf_counter(), loader.wait_seconds
-                self._set_phase("data", number + 1)
-                samples = next(batches)[1].to(self.device)
+                if next_samples is None:
+                    self._set_phase("data", number + 1)
+                    next_samples = next(batches)[1].to(self.device)
+                samples, next_samples = next_samples, None
                 self._set_phase("computing", number + 1)
-                rate = learning_rate(self.job.optimizer, number, last)
+                rate = job_learning_rate(self.job, number, last)
                 set_learning_rate(self.optimizer, rate)
                 self.engine.data.compression_paused = number < self.job.gradient.uncompressed_steps(last)
                 self.corruption_detector.before_step(number + 1, samples)
@@ -149,7 +160,16 @@ class Trainer:
                 if self.engine.outer_optimizer is not None:
                     self.engine.outer_optimizer.after_step(done, last)
                 self.corruption_detector.after_step()
+                if self.overlaps_host:
+                    self.metrics.flush()
+                    if done < last:
+                        self._set_phase("data", done, overlapped=True)
+                        with suppress(DataError):  # the next step raises it again, once this one is logged
+                            next_samples = next(batches)[1].to(self.device)
+                        self._set_phase("computing", done, overlapped=True)
                 verdict = self.metrics.log_step(done, outcome, rate, begin, loader.wait_seconds - waited)
+                self._tell("on_step", done, lambda: {"loss": float(outcome.loss), "grad_norm": float(outcome.grad_norm),
+                                                     "lr": rate})  # fmt: skip
                 self.corruption_detector.evaluate(done, verdict.is_corrupt)
                 self.anomaly_policy.evaluate(done, verdict, samples)
                 if _is_due(done, self.job.validation.every) and done < last:
@@ -170,10 +190,12 @@ class Trainer:
                 if summary := self.bad_records.summary():
                     self._log_event("bad_records", summary, step=last)
                 self._log_event("finished", "all steps are done.", step=last)
+                self._tell("on_end", last)
             self.checkpoints.finish()
             self.metrics.ranks.finish()
         finally:
             loader.close()
+            self.metrics.flush()
 
     def _restore(self) -> int:
         """Loads the newest checkpoint when resuming. Returns the step to continue from."""
@@ -194,6 +216,7 @@ class Trainer:
 
     def _snapshot(self, done: int) -> None:
         self._set_phase("saving", done)
+        self.metrics.flush()
         if problem := self.checkpoints.snapshot(done, self.engine, self.optimizer, self._state(done)):
             self._log_event("snapshot_failed", problem, step=done)
         self.corruption_detector.check_saved_state(done)
@@ -204,6 +227,7 @@ class Trainer:
     def _save(self, done: int) -> None:
         begin = time.perf_counter()
         self._set_phase("saving", done)
+        self.metrics.flush()
         try:
             self.checkpoints.finish()
         except RunError as error:  # from the previous save
@@ -218,18 +242,23 @@ class Trainer:
         self.corruption_detector.check_saved_state(done)
         stall = round(time.perf_counter() - begin, 4)
         self._log_event("checkpoint", f"saving step {done}.", step=done, stall_seconds=stall)
+        self._tell("on_checkpoint", done)
 
     def _validate(self, done: int) -> None:
         self._set_phase("validating", done)
+        self.metrics.flush()
         begin = time.perf_counter()
         result = validate(self.engine, self.job, self.held_out, self.tokenizer)
         if result is not None:
             bits = f", {result['bits_per_byte']:.3f} bits per byte" if "bits_per_byte" in result else ""
             accuracy = f", {100 * result['accuracy']:.1f}% accuracy" if "accuracy" in result else ""
-            message = f"loss {result['loss']:.4f}{bits}{accuracy} after step {done}."
+            task = self.job.family.task(self.job.model)
+            own = "".join(f", {name} {result[name]:.4g}" for name in (() if task is None else task.metrics))
+            message = f"loss {result['loss']:.4f}{bits}{accuracy}{own} after step {done}."
             seconds = round(time.perf_counter() - begin, 4)
             values = {key: json_number(value) for key, value in result.items()}
             self._log_event("validation", message, step=done, seconds=seconds, **values)
+            self._tell("on_validation", done, lambda: result)
 
     def _can_replay(self) -> bool:
         """Whether a step can be replayed without side effects: no tables, no error feedback, no compiled blocks."""
@@ -260,9 +289,15 @@ class Trainer:
         self.step = self._make_step_fn()
         return first
 
-    def _set_phase(self, phase: str, step: int) -> None:
+    def _tell(self, what: str, step: int, metrics: Callable[[], Any] | None = None) -> None:
+        """Calls the user's callbacks on rank 0."""
+        if self.is_rank_zero:
+            for callback in self.callbacks:
+                getattr(callback, what)(step, *([] if metrics is None else [metrics()]))
+
+    def _set_phase(self, phase: str, step: int, overlapped: bool = False) -> None:
         self.set_phase(phase, step)
-        self.engine.timer.begin_phase(PHASES.get(phase, ""))
+        self.engine.timer.begin_phase(PHASES.get(phase, ""), overlapped)
 
     def _log_event(self, kind: str, message: str, **facts: Any) -> None:
         if self.is_rank_zero:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardwise.cluster import device_peak_flops
 from shardwise.integrity.anomaly_policy import Verdict
@@ -42,8 +43,12 @@ class MetricsProcessor:
     progress: Progress
     corruption_detector: CorruptionDetector
     stop: StopFlag = field(default_factory=StopFlag)
+    writes_later: bool = False
+    """Whether `log_step` leaves writing to `flush`, to be called while the next step computes."""
 
     def __post_init__(self) -> None:
+        self._unwritten: tuple[dict[str, Any], int, Tensor] | None = None
+        self._pinned: Tensor | None = None
         self.device, self.world = self.engine.mesh.device, self.engine.mesh["world"]
         self.step_flops = 3 * sum(forward_flops(self.job.model)) * self.job.samples
         self.peak_flops = device_peak_flops(self.device, self.job.precision)
@@ -71,42 +76,61 @@ class MetricsProcessor:
             waits = engine.timer.wait_seconds if self.device.type == "cpu" else self.ranks.last_metrics.wait_seconds
             sent_bytes, waited = sent.get("expert", 0), waits.get("expert", 0.0)
             values.extend(routing_stats(model, engine.chains, self.world, self.device, sent_bytes, waited))
-        stacked = torch.stack(values).tolist()  # the only synchronization with the device
+        stacked = self._read(torch.stack(values))
         loss, grad_norm, skipped, scale, stop_signal, is_corrupt, *routing_values = stacked
         seconds = time.perf_counter() - start_time
-        slowest = self.ranks.write_previous_step(rows, step)
+        previous_step, self.ranks.last_step = self.ranks.last_step, step
+        spent, waits = self.engine.timer.elapsed()
+        record: dict[str, Any] = {
+            "step": step, "samples": step * self.job.samples,
+            "loss": json_number(loss), "grad_norm": json_number(grad_norm), "lr": lr,
+            "tokens_per_s": self.job.samples * self.job.model.sequence_length / seconds, "seconds": seconds,
+            "flops_per_s": self.step_flops / seconds, "data_wait_seconds": data_wait,
+            "memory_gib": self.ranks.peak_memory() / 2**30, "time": round(time.time(), 3),
+        }  # fmt: skip
+        spent["other"] = seconds - sum(spent.values()) - sum(waits.values())
+        record["phase_seconds"] = {part: round(value, 6) for part, value in spent.items()}
+        if waits:
+            record["wait_seconds"] = {axis: round(value, 6) for axis, value in sorted(waits.items())}
+        if "data" in sent:
+            record |= {
+                "gradient_bytes": sent["data"],
+                "gradient_compression_ratio": round(sent["whole"] / sent["data"], 3),
+            }
+        if self.peak_flops:
+            record["mfu"] = self.step_flops / seconds / self.ranks.world / self.peak_flops
+        if skipped:
+            record["skipped"] = True
+        if engine.scale.dynamic:
+            record["loss_scale"] = scale
+        if routing_values:
+            record |= _routing_metrics(RoutingStats.from_values(routing_values))
+        self._unwritten = record, previous_step, rows
+        if not self.writes_later:
+            self.flush()
+        return Verdict(loss, grad_norm, bool(skipped), int(stop_signal), bool(is_corrupt))
+
+    def _read(self, values: Tensor) -> list[float]:
+        """Returns the values; the only synchronization with the device. Copies to pageable memory take longer."""
+        if not values.is_cuda:
+            return values.tolist()  # type: ignore[no-any-return]
+        if self._pinned is None or self._pinned.shape != values.shape:
+            self._pinned = torch.empty_like(values, device="cpu", pin_memory=True)
+        self._pinned.copy_(values, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+        return self._pinned.tolist()  # type: ignore[no-any-return]
+
+    def flush(self) -> None:
+        """Writes the record of the last step, if it is unwritten."""
+        if self._unwritten is None:
+            return
+        (record, previous_step, rows), self._unwritten = self._unwritten, None
+        if slowest := self.ranks.write(previous_step, rows):
+            record["slowest"] = slowest
         if self.ranks.is_main:
-            spent, waits = self.engine.timer.elapsed()
-            record: dict[str, Any] = {
-                "step": step, "samples": step * self.job.samples,
-                "loss": json_number(loss), "grad_norm": json_number(grad_norm), "lr": lr,
-                "tokens_per_s": self.job.samples * self.job.model.sequence_length / seconds, "seconds": seconds,
-                "flops_per_s": self.step_flops / seconds, "data_wait_seconds": data_wait,
-                "memory_gib": self.ranks.peak_memory() / 2**30, "time": round(time.time(), 3),
-            }  # fmt: skip
-            spent["other"] = seconds - sum(spent.values()) - sum(waits.values())
-            record["phase_seconds"] = {part: round(value, 6) for part, value in spent.items()}
-            if waits:
-                record["wait_seconds"] = {axis: round(value, 6) for axis, value in sorted(waits.items())}
-            if slowest:
-                record["slowest"] = slowest
-            if "data" in sent:
-                record |= {
-                    "gradient_bytes": sent["data"],
-                    "gradient_compression_ratio": round(sent["whole"] / sent["data"], 3),
-                }
-            if self.peak_flops:
-                record["mfu"] = self.step_flops / seconds / self.ranks.world / self.peak_flops
-            if skipped:
-                record["skipped"] = True
-            if engine.scale.dynamic:
-                record["loss_scale"] = scale
-            if routing_values:
-                record |= _routing_metrics(RoutingStats.from_values(routing_values))
             self.folder.log_metrics(record)
             self.tracker(record)
             self.progress.update(record)
-        return Verdict(loss, grad_norm, bool(skipped), int(stop_signal), bool(is_corrupt))
 
 
 def _routing_metrics(routing: RoutingStats) -> dict[str, Any]:

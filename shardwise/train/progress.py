@@ -1,7 +1,5 @@
 """Progress display of rank 0: one live line on a terminal, about ten plain lines otherwise."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -17,6 +17,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +42,15 @@ class RunFolder:
     def create(cls, job: Job) -> RunFolder:
         """Creates the folder of a job: `run.folder`, or the next number in `runs/`."""
         try:
-            folder = cls(Path(job.run.folder) if job.run.folder else _next_folder(Path("runs")))
-            if (folder.path / "job.toml").exists():
+            folder = cls(Path(job.run.folder) if job.run.folder else _make_next_folder(Path("runs")))
+            folder.path.mkdir(parents=True, exist_ok=True)
+            try:
+                (folder.path / "job.toml").touch(exist_ok=False)  # of several processes at once, one gets the folder
+            except FileExistsError:
                 raise JobError(
                     f"run.folder = {str(folder.path)!r} already has a run; continue it with `shardwise train --resume "
                     f"{folder.path}`, or choose another folder."
-                )
-            folder.path.mkdir(parents=True, exist_ok=True)
+                ) from None
             write_text(folder.path / "job.toml", job.to_toml())
         except OSError as error:
             raise JobError(f"cannot create the run folder: {error}.") from None
@@ -141,6 +144,12 @@ def _append_record(path: Path, record: dict[str, Any]) -> None:
             time.sleep(0.05)
 
 
-def _next_folder(parent: Path) -> Path:
-    numbers = [int(path.name) for path in parent.glob("[0-9]*") if path.name.isdigit()]
-    return parent / f"{max(numbers, default=0) + 1:04d}"
+def _make_next_folder(parent: Path) -> Path:
+    """Creates the folder with the next free number, also if other processes do so at the same time."""
+    parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        numbers = [int(path.name) for path in parent.glob("[0-9]*") if path.name.isdigit()]
+        with suppress(FileExistsError):
+            folder = parent / f"{max(numbers, default=0) + 1:04d}"
+            folder.mkdir()
+            return folder

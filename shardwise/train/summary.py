@@ -1,7 +1,5 @@
 """The summary of a finished run: a baseline for its loss, a sample of generated text, the run folder."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable
 
@@ -49,12 +47,10 @@ def summarize(folder: RunFolder, job: Job, say: Callable[[str], None]) -> None:
 def _frequency_table_bits(job: Job, training: Source, held_out: Source, tokenizer: Tokenizer) -> float:
     indices = np.linspace(0, len(training) - 1, min(FREQUENCY_SAMPLES, len(training))).astype(int)
     # The samples that validation used.
-    validation_indices = SampleStream(held_out, job.seed, shuffle=False).indices(
-        np.arange(min(job.validation.samples, len(held_out)))
-    )
-    return byte_frequency_bits(
-        _decode_samples(training, tokenizer, indices), _decode_samples(held_out, tokenizer, validation_indices)
-    )
+    positions = np.arange(min(job.validation.samples, len(held_out)))
+    validation_indices = SampleStream(held_out, job.seed, shuffle=False).indices(positions)
+    validation_texts = _decode_samples(held_out, tokenizer, validation_indices)
+    return byte_frequency_bits(_decode_samples(training, tokenizer, indices), validation_texts)
 
 
 def _default_prompt(source: Source, tokenizer: Tokenizer) -> str:

@@ -1,12 +1,12 @@
 """Validation: the loss on held-out samples in any layout, and the byte-frequency baseline to compare it with."""
 
-from __future__ import annotations
-
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 
+from shardwise.comm.axis import Axis
 from shardwise.comm.collectives import all_reduce
 from shardwise.data.sample_stream import Samples, SampleStream, rank_positions
 from shardwise.data.source import Source
@@ -21,23 +21,28 @@ from shardwise.parallel.engine import Engine
 def validate(engine: Engine, job: Job, source: Source, tokenizer: Tokenizer | None) -> dict[str, float] | None:
     """Returns the mean loss per target over the first `validation.samples` held-out samples; for text also bits per
     byte, for images also the accuracy. None if no samples are held out."""
-    count = min(job.validation.samples, len(source))
-    if count == 0:
+    if len(source) == 0:
         return None
     data, has_bytes = engine.mesh["data"], job.model.targets_are_text
     stream = SampleStream(source, job.seed, shuffle=False, objective=job.family.objective(job.model, job.seed))
-    totals = torch.zeros(4, dtype=torch.float64)  # loss, targets, bytes, correctly classified images
+    task = job.family.task(job.model)
+    metrics = [] if task is None else sorted(task.metrics)
+    totals = torch.zeros(
+        5 + len(metrics), dtype=torch.float64
+    )  # loss, targets, bytes, correct images, samples, metrics
     heads = [module for chain in engine.chains for module in chain.modules() if isinstance(module, ClassifierHead)]
     for chain in engine.chains:
         chain.eval()
-    for number in range(-(-count // job.samples)):
-        indices = rank_positions(number, job.samples, data.size, data.index)
-        samples = _mask_beyond(stream.read(np.minimum(indices, len(source) - 1)), indices, count)
-        batch_loss = engine.evaluate(samples.to(engine.mesh.device))
+    for samples, weight in _batches(stream, job, data):
+        batch_loss = engine.evaluate(samples.to(engine.mesh.device)) * weight
         totals[0] += batch_loss.double().cpu() / engine.mesh["tensor"].size
+        measured = [chain.take_metrics() for chain in engine.chains]
+        for place, name in enumerate(metrics, start=5):
+            totals[place] += sum(values.get(name, 0.0) for values in measured) * weight / engine.mesh["tensor"].size
         if engine.is_data_leader:
             counted = samples.targets[samples.targets != IGNORE_INDEX]
-            totals[1] += counted.numel()
+            totals[1] += float(engine.num_targets(samples)) * weight
+            totals[4] += samples.ids.numel() * weight
             totals[2] += tokenizer.count_bytes(counted.numpy()) if tokenizer is not None and has_bytes else 0
     for chain in engine.chains:
         chain.train()
@@ -47,13 +52,33 @@ def validate(engine: Engine, job: Job, source: Source, tokenizer: Tokenizer | No
     if engine.mesh.layout.world > 1:
         totals = totals.to(engine.mesh.device)
         all_reduce(totals, axis=engine.mesh.all_ranks)
-    loss, targets, num_bytes, correct = totals.tolist()
-    result = {"loss": loss / targets}
+    loss, targets, num_bytes, correct, count, *sums = totals.tolist()
+    result = {"loss": loss / targets} | {name: value / count for name, value in zip(metrics, sums, strict=True)}
     if heads:
         result["accuracy"] = correct / targets
     if num_bytes:
         result["bits_per_byte"] = loss / math.log(2) / num_bytes
     return result
+
+
+def _batches(stream: SampleStream, job: Job, data: Axis) -> Iterator[tuple[Samples, float]]:
+    """Yields this rank's part of each batch, and its weight.
+
+    A module that is not ours returns the loss of a batch, of which no sample can be left out: it gets whole batches. If
+    there are too few samples for one, each rank gets a batch of copies of one sample at a time.
+    """
+    size, held_out = job.samples // data.size, len(stream.source)
+    if not (job.model.passes_batch and (job.model.sample_kind == "batch" or job.model.counts_samples)):
+        count = min(job.validation.samples, held_out)
+        for number in range(-(-count // job.samples)):
+            indices = rank_positions(number, job.samples, data.size, data.index)
+            yield _mask_beyond(stream.read(np.minimum(indices, held_out - 1)), indices, count), 1.0
+    elif held_out >= job.samples:
+        for number in range(min(max(1, job.validation.samples // job.samples), held_out // job.samples)):
+            yield stream.read(rank_positions(number, job.samples, data.size, data.index)), 1.0
+    else:
+        for index in range(data.index, held_out + data.index, data.size):
+            yield stream.read(np.full(size, min(index, held_out - 1))), float(index < held_out) / size
 
 
 def _mask_beyond(samples: Samples, indices: np.ndarray, count: int) -> Samples:

@@ -1,7 +1,5 @@
 """`shardwise verify`: selects the layouts to verify and shrinks the model and the batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,13 +21,9 @@ DEFAULT_LAYOUTS = (
 
 
 def verify_job(
-    job_file: Path | None,
-    settings: list[str],
-    layouts: list[str],
-    shrink: bool,
-    steps: int,
+    job_file: Path | None, settings: list[str], layouts: list[str], shrink: bool, steps: int,
     show: Callable[[VerifyResult], None],
-) -> list[VerifyResult]:
+) -> list[VerifyResult]:  # fmt: skip
     """Verifies the given layouts, or else the job's layout, or else every default layout that the job supports."""
     job = load_job(job_file, ["precision=float64", *settings])
     requested = layouts or ([job.layout] if job.layout != "auto" else [])

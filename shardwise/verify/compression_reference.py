@@ -5,8 +5,6 @@ unit is the rows of a tensor shard that one shard rank receives; across replicas
 reduces.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 
@@ -42,10 +40,9 @@ class CompressedSumReference:
         tensor_shard = self.sharding_plan.shard_dim_of(name)
         tensor = self.layout.tensor
         is_tied_across_stages = self.layout.pipeline > 1 and name in self.sharding_plan.tied_parameters
-        is_replicated = tensor > 1 and (
-            tensor_shard is None
-            or (tensor_shard.uneven is not None and shape[tensor_shard.dim] // tensor_shard.unit % tensor != 0)
-        )
+        is_replicated = tensor > 1 and tensor_shard is None
+        if tensor_shard is not None and tensor_shard.uneven is not None:
+            is_replicated = shape[tensor_shard.dim] // tensor_shard.unit % tensor != 0
         if len(shape) < 2 or is_tied_across_stages or is_replicated:
             return torch.stack(gradients).sum(0)
         dim = tensor_shard.dim if tensor_shard is not None else 0
@@ -98,10 +95,8 @@ class CompressedSumReference:
     def _powersgd_sum(self, name: str, index: int, number: int, parts: list[Tensor]) -> Tensor:
         """One PowerSGD power iteration (Vogels et al. 2019), warm-started from the previous step."""
         height, width = parts[0].shape[0], parts[0].flatten(1).shape[1]
-        compensated = [
-            part.flatten(1) + self.error_feedback.get((name, index, number, rank), torch.zeros(height, width))
-            for rank, part in enumerate(parts)
-        ]
+        errors = [self.error_feedback.get((name, index, number, rank), 0.0) for rank in range(len(parts))]
+        compensated = [part.flatten(1) + error for part, error in zip(parts, errors, strict=True)]
         rows = -(-height // self.layout.shard) * (self.layout.shard if self.layout.replicate == 1 else 1)
         size = torch.Size((width, min(self.rank, rows, width)))
         if (name, index, number) not in self.powersgd_q:

@@ -4,8 +4,6 @@ The reference uses PyTorch's EmbeddingBag, `torch.optim`, and row-wise AdaGrad w
 model, the samples and the initial weights with the rest of the package, and no code that knows about ranks.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any
@@ -94,9 +92,8 @@ def _pool_embeddings(bag: nn.EmbeddingBag, batch: ClickBatch, table: int) -> Ten
                 ids.append(category)
                 weights.append(factor)
     dtype = bag.weight.dtype
-    pooled: Tensor = bag(
-        torch.tensor(ids, dtype=torch.int64), torch.tensor(offsets), torch.tensor(weights, dtype=dtype)
-    )
+    ids_tensor, weights_tensor = torch.tensor(ids, dtype=torch.int64), torch.tensor(weights, dtype=dtype)
+    pooled: Tensor = bag(ids_tensor, torch.tensor(offsets), weights_tensor)
     return pooled
 
 

@@ -1,7 +1,5 @@
 """Single-process reference for local SGD: one plain training loop per replica, averaged at each synchronization."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

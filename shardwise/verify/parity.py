@@ -34,7 +34,7 @@ from shardwise.errors import RunError
 from shardwise.job import Job
 from shardwise.layout import Layout, solve_batch
 from shardwise.models.chain import IGNORE_INDEX
-from shardwise.optim import learning_rate, set_learning_rate
+from shardwise.optim import job_learning_rate, set_learning_rate
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.param_shard import sharded_dims_of
@@ -81,6 +81,8 @@ class VerifyResult:
     first_difference: Difference | None = None
     failure: str | None = None
     """Why the layout did not finish."""
+    hint: str = ""
+    """What is likely to cause the difference."""
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain values for JSON, with None for non-finite errors."""
@@ -96,7 +98,8 @@ class VerifyResult:
             return f"layout '{self.layout}' matches the single-process reference."
         first = self.first_difference
         name = f"{first.name} ({first.kind})" if first.kind != first.name else first.name
-        return f"layout '{self.layout}' first differs in step {first.step}: {name}, relative error {first.error:.1e}."
+        where = f"layout '{self.layout}' first differs in step {first.step}: {name}"
+        return f"{where}, relative error {first.error:.1e}.{self.hint}"
 
 
 def verify(
@@ -116,6 +119,8 @@ def verify(
             record = run_world(_compare_layout, layout.world, job, layout, reference, steps)[0]
         except RunError as error:
             record = VerifyResult(str(layout), ok=False, failure=_shorten_error(error))
+        if record.first_difference is not None:
+            record = replace(record, hint=job.family.explain_difference(job.model, record.first_difference.kind))
         records.append(record)
         report(record)
     return records
@@ -157,7 +162,7 @@ def make_stream(job: Job) -> SampleStream:
 
 
 def _learning_rates(job: Job, steps: int) -> list[float]:
-    return [learning_rate(job.optimizer, number, steps) for number in range(steps)]
+    return [job_learning_rate(job, number, steps) for number in range(steps)]
 
 
 def _run_reference(job: Job, steps: int, layout: Layout | None = None) -> list[dict[str, Any]]:

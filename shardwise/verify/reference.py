@@ -66,6 +66,8 @@ def run_steps(
         (loss + sum(aux_loss for aux_loss in aux_losses if aux_loss is not None) / local_batch_size).backward()
         for handle in handles:
             handle.remove()
+        for weight in weights.values():
+            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
         if sum_gradients is not None and step_index >= job.gradient.uncompressed_steps(len(learning_rates)):
             sum_per_rank_gradients(job, model, samples, ranks_and_micro_batches, sum_gradients)
         norm = torch.stack([w.grad.square().sum() for w in weights.values()]).sum().sqrt()

@@ -4,8 +4,6 @@ PyTorch has no LAMB, and its Muon computes in bf16, whose rounding would hide th
 Muon is written here in the dtype of the weights.
 """
 
-from __future__ import annotations
-
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -16,7 +14,9 @@ from shardwise.job import Job
 
 
 def make_reference_optimizers(job: Job, weights: dict[str, Any]) -> list[torch.optim.Optimizer]:
-    settings = job.optimizer
+    settings, task = job.optimizer, job.family.task(job.model)
+    if task is not None and task.optimizer is not None:
+        return [task.optimizer(list(weights.values()), lr=settings.lr)]
     default_groups: list[dict[str, Any]] = []
     muon_groups: list[dict[str, Any]] = []
     for name, weight in weights.items():

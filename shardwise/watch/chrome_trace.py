@@ -5,8 +5,6 @@ are measured; their order within a step is not. Steps with a recorded pipeline t
 measured times.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The commands watch, report, compare and trace: parse, call, print."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Compares runs: job differences, loss over samples and over time, throughput."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +10,12 @@ from rich.table import Table
 from shardwise.errors import JobError
 from shardwise.watch.goodput import goodput
 from shardwise.watch.page_data import format_seconds, recent_median
-from shardwise.watch.run_data import RunData, bin_means, bin_starts, to_json_list, unit_of
+from shardwise.watch.run_data import RunData, bin_means, bin_starts, to_json_list
 
 MAX_POINTS = 400
 HEADERS = (
-    "run",
-    "status",
-    "layout",
-    "steps",
-    "samples",
-    "loss",
-    "validation loss",
-    "step time",
-    "throughput",
-    "goodput",
-)
+    "run", "status", "layout", "steps", "samples", "loss", "validation loss", "step time", "throughput", "goodput",
+)  # fmt: skip
 
 
 def compare(paths: list[Path]) -> dict[str, Any]:
@@ -47,16 +36,12 @@ def _row(run: RunData) -> list[str]:
     validation_loss = validations[-1].get("loss") if validations else None
     speed = recent_median(run.column("tokens_per_s"))
     return [
-        run.status,
-        str(run.plan.get("layout", "")),
-        str(len(run.steps)),
-        str(run.last_record.get("samples", 0)),
-        _format_number(loss, ".4f"),
-        _format_number(validation_loss, ".4f"),
+        run.status, str(run.plan.get("layout", "")), str(len(run.steps)), str(run.last_record.get("samples", 0)),
+        _format_number(loss, ".4f"), _format_number(validation_loss, ".4f"),
         format_seconds(recent_median(run.column("seconds"))) if run.steps else "",
-        f"{_format_number(speed, ',.0f')} {unit_of(run.job)}/s" if run.steps else "",
+        f"{_format_number(speed, ',.0f')} {run.unit}/s" if run.steps else "",
         f"{100 * goodput(run).share:.0f}%",
-    ]
+    ]  # fmt: skip
 
 
 def _format_number(value: Any, form: str) -> str:

@@ -1,7 +1,5 @@
 """Prints the step time breakdown at the end of a run and writes its report."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -5,8 +5,6 @@ between two steps is attributed by the events in it: checkpoints and validations
 a restart or rollback if there was one. The time between a stop and the next resume does not count as wall time.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,11 +20,10 @@ END_EVENTS = ("finished", "stopped")
 
 @dataclass
 class Goodput:
+    # Seconds from the first event or step to the last, without the time between a stop and its resume.
     wall_seconds: float = 0.0
-    """Seconds from the first event or step to the last, without the time between a stop and its resume."""
     productive_seconds: float = 0.0
-    lost_seconds: dict[str, float] = field(default_factory=dict)
-    """Lost seconds by cause."""
+    lost_seconds: dict[str, float] = field(default_factory=dict)  # lost seconds by cause
 
     @property
     def share(self) -> float:

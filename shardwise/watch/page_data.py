@@ -1,7 +1,5 @@
 """Everything the page of a run shows, as one JSON value. Long runs are downsampled here, not in the browser."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from typing import Any
@@ -10,38 +8,18 @@ import numpy as np
 
 from shardwise.errors import LayoutError
 from shardwise.layout import AXES, Layout
-from shardwise.metrics.rank_metrics import (
-    ALERT_SHARE,
-    FIRST_PHASE,
-    FIRST_WAIT,
-    MEMORY_KINDS,
-    NUM_COLUMNS,
-    PHASES,
-    SECONDS,
-    find_alerts,
-)  # fmt: skip
+from shardwise.metrics import rank_metrics
 from shardwise.watch.goodput import Goodput, goodput
 from shardwise.watch.pipeline_timeline import pipeline_data
-from shardwise.watch.run_data import (
-    TIME_CATEGORIES,
-    RunData,
-    bin_means,
-    bin_starts,
-    bin_starts_by_step,
-    to_json_list,
-    unit_of,
-)  # fmt: skip
+from shardwise.watch.run_data import TIME_CATEGORIES, RunData, bin_means, bin_starts, bin_starts_by_step, to_json_list
 
 MAX_POINTS = 800  # points of a curve
 HEATMAP_COLUMNS, HEATMAP_ROWS = 240, 128
 MAX_EVENTS = 400
 CURVES = ("grad_norm", "lr", "tokens_per_s", "mfu", "memory_gib", "loss_scale", "gradient_compression_ratio",
          "expert_imbalance", "expert_drop_fraction")  # fmt: skip
-COLLECTIVES = {
-    "replicate": "all-reduce",
-    "world": "all-reduce",
-    "expert": "all-to-all",
-}  # the other axes use several kinds
+# The other axes use several kinds.
+COLLECTIVES = {"replicate": "all-reduce", "world": "all-reduce", "expert": "all-to-all"}
 
 
 def category_label(kind: str, name: str) -> str:
@@ -54,28 +32,15 @@ def category_label(kind: str, name: str) -> str:
 def page_data(run: RunData) -> dict[str, Any]:
     good = goodput(run)
     return {
-        "name": run.name,
-        "status": run.status,
-        "created": time.time(),
-        "unit": unit_of(run.job),
-        "layout": str(run.plan.get("layout", run.job.layout)),
-        "world": run.world,
-        "steps": run.job.total_steps,
-        "tiles": tiles(run, good),
-        "series": series(run),
-        "time_breakdown": time_breakdown(run),
-        "ranks": rank_breakdown(run),
-        "heatmap": heatmap(run),
-        "memory": memory_table(run),
-        "pipeline": pipeline_data(run),
-        "mesh": mesh_summary(run),
-        "plan": plan_accuracy(run),
-        "events": run.events[-MAX_EVENTS:],
-        "summary": summary_sentences(run, good),
-        "job": run.job.to_toml(),
+        "name": run.name, "status": run.status, "created": time.time(), "unit": run.unit,
+        "layout": str(run.plan.get("layout", run.job.layout)), "world": run.world, "steps": run.job.total_steps,
+        "tiles": tiles(run, good), "series": series(run), "time_breakdown": time_breakdown(run),
+        "ranks": rank_breakdown(run), "heatmap": heatmap(run), "memory": memory_table(run),
+        "pipeline": pipeline_data(run), "mesh": mesh_summary(run), "plan": plan_accuracy(run),
+        "events": run.events[-MAX_EVENTS:], "summary": summary_sentences(run, good), "job": run.job.to_toml(),
         "goodput": {"wall_seconds": good.wall_seconds, "share": good.share, "lost_seconds": good.lost_seconds},
         "experts": run.last_record.get("expert_load", []),
-    }
+    }  # fmt: skip
 
 
 def format_seconds(seconds: float) -> str:
@@ -105,7 +70,7 @@ def tiles(run: RunData, good: Goodput) -> list[list[str]]:
     step = recent_median(run.column("seconds"))
     figures = [["step", f"{done:,} of {total:,}"], ["loss", f"{loss:.4f}" if isinstance(loss, float) else str(loss)]]
     speed = recent_median(run.column("tokens_per_s"))
-    figures += [["step time", format_seconds(step)], [f"{unit_of(run.job)}/s", f"{speed:,.0f}"]]
+    figures += [["step time", format_seconds(step)], [f"{run.unit}/s", f"{speed:,.0f}"]]
     share = time_shares(run)
     if share:
         figures.append(["device busy", f"{100 * (share['compute'] + share['optimizer']):.0f}%"])
@@ -198,9 +163,8 @@ def heatmap(run: RunData) -> dict[str, Any]:
     starts, ranks = bin_starts_by_step(last_steps, HEATMAP_COLUMNS), bin_starts(busy_seconds.shape[1], HEATMAP_ROWS)
     if not busy_seconds.size:
         return {"ranks": [], "step": [], "values": []}
-    busy_seconds = np.maximum.reduceat(
-        np.add.reduceat(busy_seconds, starts) / np.diff([*starts, len(busy_seconds)])[:, None], ranks, axis=1
-    )
+    means = np.add.reduceat(busy_seconds, starts) / np.diff([*starts, len(busy_seconds)])[:, None]
+    busy_seconds = np.maximum.reduceat(means, ranks, axis=1)
     return {
         "ranks": ranks.tolist(), "step": [run.line_steps[begin][0] for begin in starts],
         "values": [to_json_list(row, 3) for row in busy_seconds.T],
@@ -216,7 +180,8 @@ def memory_table(run: RunData) -> dict[str, Any]:
     ranks_per_stage = layout.world // layout.pipeline if layout is not None else 1
     rows = []
     for rank in bin_starts(len(peak), HEATMAP_ROWS).tolist():
-        known: dict[str, float] = {name: run.memory[name][rank] for name in MEMORY_KINDS if name in run.memory}
+        kinds = [name for name in rank_metrics.MEMORY_KINDS if name in run.memory]
+        known: dict[str, float] = {name: run.memory[name][rank] for name in kinds}
         other = max(0.0, peak[rank] - sum(known.values()))
         row: dict[str, Any] = {"rank": rank, **known, "activations and other": other}
         stage = rank // ranks_per_stage
@@ -264,7 +229,7 @@ def plan_accuracy(run: RunData) -> dict[str, Any]:
             rows.append([label, *both, error])
 
     add_row("step time", prediction.get("step_seconds"), recent_median(run.column("seconds")), "s")
-    add_row(f"{unit_of(run.job)}/s", prediction.get("tokens_per_s"), recent_median(run.column("tokens_per_s")), "")
+    add_row(f"{run.unit}/s", prediction.get("tokens_per_s"), recent_median(run.column("tokens_per_s")), "")
     peak = max(run.memory.get("peak", []), default=None)
     add_row("peak memory per rank", prediction.get("peak_memory_gib"), peak, "GiB")
     share = time_shares(run)
@@ -278,9 +243,8 @@ def plan_accuracy(run: RunData) -> dict[str, Any]:
             add_row(f"exposed communication ({'data parallel' if axis == 'shard' else axis})", seconds, measured, "s")
     timeline = pipeline_data(run)
     if timeline and "measured" in timeline:
-        add_row(
-            "pipeline bubble", timeline.get("predicted", {}).get("bubble"), timeline["measured"]["bubble"], "%", 100.0
-        )
+        predicted = timeline.get("predicted", {}).get("bubble")
+        add_row("pipeline bubble", predicted, timeline["measured"]["bubble"], "%", 100.0)
     return {"reason": run.plan.get("reason", ""), "rows": rows, "rejected": run.plan.get("rejected", [])[:20]}
 
 
@@ -290,10 +254,12 @@ def rank_alerts(run: RunData) -> list[dict[str, Any]]:
     if not table.size:
         return []
     ranks_per_stage = table.shape[1] // layout.pipeline if layout is not None else table.shape[1]
-    rows = np.zeros((table.shape[1], NUM_COLUMNS))
-    rows[:, SECONDS], rows[:, FIRST_PHASE:FIRST_WAIT] = table.sum(0), table[: len(PHASES)].T
+    rows = np.zeros((table.shape[1], rank_metrics.NUM_COLUMNS))
+    rows[:, rank_metrics.SECONDS] = table.sum(0)
+    rows[:, rank_metrics.FIRST_PHASE : rank_metrics.FIRST_WAIT] = table[: len(rank_metrics.PHASES)].T
     peer_groups = [range(first, first + ranks_per_stage) for first in range(0, table.shape[1], ranks_per_stage)]
-    return [{"rank": int(key.split()[1]), "message": sentence} for key, sentence in find_alerts(rows, peer_groups)]
+    alerts = rank_metrics.find_alerts(rows, peer_groups)
+    return [{"rank": int(key.split()[1]), "message": sentence} for key, sentence in alerts]
 
 
 def summary_sentences(run: RunData, good: Goodput) -> list[str]:
@@ -306,7 +272,7 @@ def summary_sentences(run: RunData, good: Goodput) -> list[str]:
     sentences = [f"A step takes {step_time}: {breakdown}."] if breakdown else []
     sentences += [alert["message"][0].upper() + alert["message"][1:] for alert in rank_alerts(run)]
     for name, share in shares:
-        if share > ALERT_SHARE and " wait (" in name:
+        if share > rank_metrics.ALERT_SHARE and " wait (" in name:
             axis = name.partition("(")[2][:-1]
             sentences.append(f"Ranks spend {100 * share:.0f}% of each step waiting for collectives on the {axis} axis.")
     if good.wall_seconds:

@@ -4,8 +4,6 @@ The bubble is defined alike for both: the share of the time from the start of th
 which a rank runs no action, averaged over ranks.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
@@ -13,15 +11,7 @@ from typing import Any
 
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
-from shardwise.schedules.simulate import (
-    Action,
-    PipelineProgram,
-    Simulation,
-    StageCosts,
-    build_program,
-    named_program,
-    simulate,
-)  # fmt: skip
+from shardwise.schedules.simulate import Action, PipelineProgram, StageCosts, build_program, named_program, simulate
 from shardwise.watch.run_data import RunData, read_timelines
 
 MAX_ACTIONS = 4000  # actions that the page draws
@@ -41,9 +31,13 @@ def pipeline_data(run: RunData) -> dict[str, Any] | None:
     data: dict[str, Any] = {"ranks": layout.pipeline, "schedule": layout.schedule, "micro_batches": micro_batches}
     stage_seconds = run.plan.get("predicted", {}).get("stage_seconds")
     if stage_seconds:
-        keys = ("forward", "backward_input", "backward_weight", "transfer")
+        keys = ("forward", "backward_input", "backward_weight")
         costs = StageCosts(*(tuple(stage_seconds[key]) for key in keys))
-        data["predicted"] = _simulated_timeline(simulate(program, costs))
+        simulation = simulate(program, costs)
+        timeline = simulation.timeline[:MAX_ACTIONS]
+        actions = [[e.rank, e.kind, e.stage, e.micro_batch, round(e.start, 6), round(e.end, 6)] for e in timeline]
+        bubble = statistics.mean(simulation.bubble)
+        data["predicted"] = {"seconds": simulation.seconds, "bubble": bubble, "actions": actions}
     measured = _measured_steps(run, layout)
     if measured:
         step = max(measured)
@@ -67,12 +61,6 @@ def _program(run: RunData, layout: Layout, micro_batches: int) -> PipelineProgra
         rows = [[Action(int(stage), str(kind), int(batch)) for stage, kind, batch in row] for row in order]
         return build_program(dict(enumerate(rows)))
     return named_program(layout.schedule, layout.pipeline, layout.stages_per_rank, micro_batches)
-
-
-def _simulated_timeline(simulation: Simulation) -> dict[str, Any]:
-    timeline = simulation.timeline[:MAX_ACTIONS]
-    actions = [[e.rank, e.kind, e.stage, e.micro_batch, round(e.start, 6), round(e.end, 6)] for e in timeline]
-    return {"seconds": simulation.seconds, "bubble": statistics.mean(simulation.bubble), "actions": actions}
 
 
 def _measured_steps(run: RunData, layout: Layout) -> dict[int, list[list[Any]]]:
@@ -108,4 +96,4 @@ def _measured_costs(actions: Sequence[Sequence[Any]], program: PipelineProgram) 
     stages = range(program.stages)
     forward, weight = [median_seconds("F", stage) for stage in stages], [median_seconds("W", stage) for stage in stages]
     backward = [median_seconds("I", stage) or median_seconds("B", stage) for stage in stages]
-    return StageCosts(forward, backward, weight, (0.0,) * (program.stages - 1))
+    return StageCosts(forward, backward, weight)

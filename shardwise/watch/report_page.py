@@ -5,8 +5,6 @@ the script inserts it as text, never as markup. The content security policy bloc
 own server.
 """
 
-from __future__ import annotations
-
 import json
 from html import escape
 from pathlib import Path

@@ -3,8 +3,6 @@
 Lines that are truncated, are not JSON or lack a field are ignored.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time
@@ -19,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import JobError
-from shardwise.job import Job, load_job
+from shardwise.job import load_job
 from shardwise.metrics.rank_metrics import MEMORY_KINDS, PHASES, SCALAR_METRICS, WAIT_AXES
 
 TIME_CATEGORIES = (
@@ -83,6 +81,10 @@ class RunData:
     def name(self) -> str:
         return self.path.resolve().name
 
+    @property
+    def unit(self) -> str:
+        return self.job.model.throughput_unit
+
     def _load_config(self) -> None:
         """Loads job and plan, and reloads them when a resume has changed the files."""
         files = [self.path / name for name in ("job.toml", "plan.toml")]
@@ -123,8 +125,7 @@ class RunData:
 
     def _reset_ranks(self) -> None:
         self.world = int(self.plan.get("world", 0) or 0)
-        self.line_steps: list[tuple[int, int]] = []
-        """Last step and number of steps of each line."""
+        self.line_steps: list[tuple[int, int]] = []  # last step and number of steps of each line
         self.category_seconds: list[np.ndarray] = []
         """For each line, seconds per step as an array (`TIME_CATEGORIES`, ranks)."""
         self.starts: list[np.ndarray] = []
@@ -191,10 +192,6 @@ def read_timelines(path: Path) -> dict[int, dict[int, list[list[Any]]]]:
         if rank.isdigit():
             JsonLinesReader(file, lambda: None, partial(add, int(rank))).read()
     return dict(sorted(timelines.items()))
-
-
-def unit_of(job: Job) -> str:
-    return job.model.throughput_unit
 
 
 def bin_starts(count: int, max_bins: int) -> np.ndarray:

@@ -4,8 +4,6 @@ A name in a URL is looked up among the known runs and never becomes a path. Boun
 answers only requests whose Host header names a loopback address, which prevents DNS rebinding.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable
@@ -26,16 +24,16 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 class RunRegistry:
     """The runs that the server shows: a single one, or all in a folder. Each is read incrementally."""
 
-    def __init__(self, single_run: Path | None, runs_folder: Path = Path("runs")):
-        self.single_run, self.runs_folder = single_run, runs_folder
+    def __init__(self, single_run: Path | None):
+        self.single_run, self.runs_folder = single_run, Path("runs")
         self._runs: dict[str, RunData] = {}
         self._cache: dict[str, tuple[str, str]] = {}
         self._lock = threading.Lock()
         if single_run is not None:
             run = RunData(single_run)
             self._runs[run.name] = run
-        elif not runs_folder.is_dir():
-            raise JobError(f"there is no folder {runs_folder}; pass a run folder: shardwise watch RUN.")
+        elif not self.runs_folder.is_dir():
+            raise JobError(f"there is no folder {self.runs_folder}; pass a run folder: shardwise watch RUN.")
 
     def paths(self) -> dict[str, Path]:
         if self.single_run is not None:

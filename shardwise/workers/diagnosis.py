@@ -6,8 +6,6 @@ the culprit is the rank that departed from its own sequence or, if that does not
 collective differs from that of most ranks.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -26,6 +24,7 @@ import psutil
 
 from shardwise.console import format_ranks
 from shardwise.errors import JobError
+from shardwise.workers.fork_server import signal_all
 from shardwise.workers.heartbeat import heartbeat_folder, read_heartbeats
 
 FRAME_PATTERN = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
@@ -43,10 +42,8 @@ class RankState:
 
     rank: int
     heartbeat: dict[str, Any]
-    exit_reason: str
-    """What happened to its process, such as "was killed by SIGKILL"; empty if it is alive."""
-    frames: list[tuple[str, int, str]]
-    """Stack of the training thread, innermost frame first: file, line, function."""
+    exit_reason: str  # what happened to its process, such as "was killed by SIGKILL"; empty if it is alive
+    frames: list[tuple[str, int, str]]  # stack of the training thread, innermost frame first: file, line, function
     collectives: list[dict[str, Any]]
 
     @property
@@ -67,9 +64,8 @@ class RankState:
         if any("/torch/distributed/" in file for file, _, _ in self.frames[:3]):
             return True
         # A rank can also wait in C++ code, called by an operator, the backward pass or a device-to-host copy.
-        in_torch = bool(self.frames) and (
-            "/torch/" in self.frames[0][0] or self.frames[0][0].endswith("/train/loop.py")
-        )
+        file = self.frames[0][0] if self.frames else ""
+        in_torch = "/torch/" in file or file.endswith("/train/loop.py")
         return in_torch and self.pending_collective is not None
 
     @property
@@ -172,7 +168,11 @@ def diagnose(ranks: dict[int, RankState], now: float) -> Diagnosis:
         no_wait = "no rank is waiting in a collective; the longest without progress is"
         messages = [f"{no_wait} rank {state.rank}, {_describe_stall(state, now)}" for state in culprits]
     blamed = [state.rank for state in culprits]
-    for collective, states in _group_by_collective([state for state in waiting if state.rank not in blamed]).items():
+    by_collective: dict[str, list[RankState]] = {}
+    for state in waiting:
+        if state.rank not in blamed:
+            by_collective.setdefault(_describe_wait(state), []).append(state)
+    for collective, states in by_collective.items():
         oldest = min((state.pending_collective["time"] for state in states if state.pending_collective), default=now)
         verb = "has" if len(states) == 1 else "have"
         seconds = f" for {now - oldest:.1f} s" if oldest < now else ""
@@ -192,13 +192,6 @@ def _find_diverged(waiting: list[RankState]) -> tuple[list[RankState], str]:
     if len(odd) < len(waiting):
         return odd, "is in another collective than most ranks:"
     return waiting, "is deadlocked with all other ranks in"
-
-
-def _group_by_collective(waiting: list[RankState]) -> dict[str, list[RankState]]:
-    groups: dict[str, list[RankState]] = {}
-    for state in waiting:
-        groups.setdefault(_describe_wait(state), []).append(state)
-    return groups
 
 
 def _describe_wait(state: RankState) -> str:
@@ -241,12 +234,6 @@ def request_dumps(run: Path, ranks: Iterable[int], timeout: float, send_signal: 
     files = [heartbeat_folder(run) / f"rank-{rank}.collectives" for rank in ranks]
     while time.monotonic() < deadline and not all(_is_fresh(file, requested_at) for file in files):
         time.sleep(0.01)
-
-
-def signal_all(pids: Iterable[int], number: int) -> None:
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
 
 
 def _is_fresh(file: Path, requested_at: float) -> bool:

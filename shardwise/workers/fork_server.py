@@ -16,8 +16,6 @@ and reports `{"group": "group-1", "pids": {"0": 7, "1": 8}}`, `{"group": "group-
 when continued) and `{"group": "group-1", "rank": 0, "code": -9}` (exit code). It exits with its launcher.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import json
@@ -110,8 +108,7 @@ def _is_single_threaded() -> bool:
 
 @dataclass
 class _ForkedGroup:
-    pids: dict[int, int]
-    """Pids of live workers, by rank."""
+    pids: dict[int, int]  # pids of live workers, by rank
     release: Callable[[], None]
 
 
@@ -139,7 +136,7 @@ def serve(connection: socket.socket) -> None:
                 grace = command.get("grace", grace)
                 _handle_command(command, groups, channel)
     # The launcher is gone: workers save and exit, standby workers exit at once. The rest are killed when we exit.
-    _signal([pid for group in groups.values() for pid in group.pids.values()], signal.SIGTERM)
+    signal_all([pid for group in groups.values() for pid in group.pids.values()], signal.SIGTERM)
     deadline = time.monotonic() + grace
     while any(group.pids for group in groups.values()) and time.monotonic() < deadline:
         for group in groups.values():
@@ -160,7 +157,7 @@ def _handle_command(command: Message, groups: dict[str, _ForkedGroup], channel: 
         groups[command["release"]].release()
     elif "kill" in command:
         pids = groups[command["kill"]].pids if command["kill"] in groups else {}
-        _signal([pid for rank, pid in pids.items() if rank in command.get("ranks", pids)], command["signal"])
+        signal_all([pid for rank, pid in pids.items() if rank in command.get("ranks", pids)], command["signal"])
 
 
 def _remove_snapshots(snapshot_folder: str) -> None:
@@ -168,8 +165,8 @@ def _remove_snapshots(snapshot_folder: str) -> None:
         shutil.rmtree(snapshot_folder, ignore_errors=True)
 
 
-def _signal(pids: Iterable[int], number: int) -> None:
-    for pid in pids:  # not reaped yet, so the pid cannot have been reused
+def signal_all(pids: Iterable[int], number: int) -> None:
+    for pid in pids:  # of our workers: not reaped yet, so the pid cannot have been reused
         with suppress(ProcessLookupError):
             os.kill(pid, number)
 

@@ -6,8 +6,6 @@ heartbeats/rank-3.collectives   after a stack dump or a failure: recent collecti
                                 the ranks of each process group
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import math

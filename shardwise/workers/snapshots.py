@@ -9,8 +9,6 @@ sends the snapshot to a backup rank on the next node: a node that rejoins with e
 restart loads the newest step for which every rank has a valid snapshot in the same layout.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -34,8 +32,7 @@ SHARED_MEMORY = Path("/dev/shm")
 SLOTS = 2
 ALIGNMENT = 64
 MAX_OVERHEAD = 0.01  # share of training time that snapshots may take
-Gather = Callable[[Any], list[Any]]
-"""All-gathers a Python object."""
+Gather = Callable[[Any], list[Any]]  # all-gathers a Python object
 
 
 def snapshot_folder(run: Path, node: int) -> str:
@@ -154,9 +151,8 @@ class SnapshotStore:
         """Returns the header of the newest snapshot that exists for all ranks, or None; restores lost ones."""
         self.finish()
         local_headers = {rank: self._valid_headers(rank) for rank in {self.rank, self.backed_up_rank}}
-        all_steps = self.gather(
-            {rank: [header["step"] for header in headers.values()] for rank, headers in local_headers.items()}
-        )
+        steps_of = {rank: [one["step"] for one in headers.values()] for rank, headers in local_headers.items()}
+        all_steps = self.gather(steps_of)
         holders: dict[int, dict[int, list[int]]] = {}
         for holder, steps_by_rank in enumerate(all_steps):
             for rank, steps in steps_by_rank.items():

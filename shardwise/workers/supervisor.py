@@ -9,13 +9,12 @@ It does not restart after errors that Shardwise raises on purpose, after the sam
 after `max_restarts` consecutive attempts without progress.
 """
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,15 +36,12 @@ INITIAL_BACKOFF, MAX_BACKOFF = 0.5, 60.0  # seconds before the second restart wi
 class WorkerFailure:
     """Why an attempt ended."""
 
-    kind: str
-    """killed, suspended, hung, failed or node_lost: the kind of the event."""
+    kind: str  # killed, suspended, hung, failed or node_lost: the kind of the event
     ranks: list[int]
     step: int
     message: str
-    error_text: str = ""
-    """The rank's own error message or traceback, if it wrote one."""
-    is_expected: bool = False
-    """Whether Shardwise raised the error on purpose."""
+    error_text: str = ""  # the rank's own error message or traceback, if it wrote one
+    is_expected: bool = False  # whether Shardwise raised the error on purpose
     exit_code: int = 1
 
     def to_exception(self, why: str = "") -> ShardwiseError:
@@ -72,23 +68,19 @@ class Supervisor:
     max_restarts: int
     hang_timeout: float
     error_log: ErrorLog
-    log_event: Callable[..., None]
-    """Called with the kind of an event, its message, and its fields as keywords."""
+    log_event: Callable[..., None]  # called with the kind of an event, its message, and its fields as keywords
+    # Elastic runs only: returns a layout for at most this many processes, and its world size.
     replan: Callable[[int], tuple[str, int]] | None = None
-    """Elastic runs only: returns a layout for at most this many processes, and its world size."""
-    rejoin_timeout: float = 0.0
-    """Seconds to wait for a lost node to rejoin."""
-    use_standby: bool = False
-    """Whether to keep a second group of workers ready while the first one trains."""
-    stop_signal: int = 0
-    """The signal that asked this run to stop; 0 if none."""
+    rejoin_timeout: float = 0.0  # seconds to wait for a lost node to rejoin
+    use_standby: bool = False  # whether to keep a second group of workers ready while the first one trains
+    stop_signal: int = 0  # the signal that asked this run to stop; 0 if none
     worker_group: WorkerGroup | None = None
     standby_group: WorkerGroup | None = None
     max_step: int = -1
     attempts: int = 0
     last_failure: WorkerFailure | None = None
+    # Ranks that were at fault in every attempt since the last progress.
     suspect_ranks: set[int] = field(default_factory=set)
-    """Ranks that were at fault in every attempt since the last progress."""
     group_counter: int = 0
     is_scaling_up: bool = False
 
@@ -205,12 +197,10 @@ class Supervisor:
         else:
             record = records[0]
             rank, trace, code = record["rank"], record["trace"], record["exit_code"]
-            error_text = trace or record["message"]
-            error_text = error_text if code == 2 else f"rank {rank} failed: {error_text.rstrip()}"
             summary = " ".join(record["message"].strip().splitlines()[:1])
             finding = self._record_diagnosis("failed", {rank: f"failed with {record['kind']}: {summary}"})
             ranks, step = finding.culprits or [rank], heartbeats.get(rank, {}).get("step", 0)
-            failure = WorkerFailure("failed", ranks, step, finding.message, error_text, trace is None, code)
+            failure = WorkerFailure("failed", ranks, step, finding.message, failure_text(record), trace is None, code)
         self.worker_pool.kill_and_wait(worker_group)
         return failure
 
@@ -239,9 +229,8 @@ class Supervisor:
         return max((heartbeat["step"] for heartbeat in read_heartbeats(self.run_path).values()), default=0)
 
     def _request_dumps(self, worker_group: WorkerGroup, ranks: list[int], timeout: float) -> None:
-        diagnosis.request_dumps(
-            self.run_path, ranks, timeout, lambda: self.worker_pool.kill(worker_group, signal.SIGUSR1, ranks)
-        )
+        send_signal = partial(self.worker_pool.kill, worker_group, signal.SIGUSR1, ranks)
+        diagnosis.request_dumps(self.run_path, ranks, timeout, send_signal)
 
     def _record_diagnosis(self, kind: str, exit_reasons: dict[int, str]) -> diagnosis.Diagnosis:
         rank_states = diagnosis.read_rank_states(heartbeat_folder(self.run_path), exit_reasons)
@@ -319,6 +308,12 @@ class Supervisor:
         self.log_event("scaled_down", message, ranks=ranks, step=failure.step, layout=self.layout)
 
 
+def failure_text(record: dict[str, Any]) -> str:
+    """Returns the message of a failed worker: the sentence of an expected error, the traceback of any other."""
+    text = record["trace"] or record["message"]
+    return str(text) if record["exit_code"] == 2 else f"rank {record['rank']} failed: {text.rstrip()}"
+
+
 def _exit_reason(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
@@ -329,14 +324,12 @@ class ProgressMonitor:
 
     hang_timeout: float
     stop_forwarded: bool = False
-    stepping_seconds: float = 0.0
-    """Seconds since the first step was completed; 0 before."""
+    stepping_seconds: float = 0.0  # seconds since the first step was completed; 0 before
     _progress: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     _last_progress: float = field(default_factory=time.monotonic)
     _last_poll: float = field(default_factory=time.monotonic)
     _first_step: int = 0
-    _first_step_end: float = 0.0
-    """When a step after `_first_step` was first seen; 0 before."""
+    _first_step_end: float = 0.0  # when a step after `_first_step` was first seen; 0 before
 
     def is_hung(self, heartbeats: dict[int, dict[str, Any]]) -> bool:
         """Returns whether no rank has made progress for the hang timeout."""

@@ -4,8 +4,6 @@ Each node has a fork server and some slots, each for one process and its device.
 that of another node belongs to its agent, which relays all messages (`shardwise.workers.nodes`).
 """
 
-from __future__ import annotations
-
 import select
 import tempfile
 import time
@@ -40,10 +38,9 @@ class WorkerGroup:
     ranks_by_node: dict[int, list[int]]
     pids: dict[int, int] = field(default_factory=dict)
     exit_codes: dict[int, int] = field(default_factory=dict)
+    # When each stopped (SIGSTOP) rank was first seen stopped.
     stopped_since: dict[int, float] = field(default_factory=dict)
-    """When each stopped (SIGSTOP) rank was first seen stopped."""
-    lost_ranks: dict[int, str] = field(default_factory=dict)
-    """Ranks whose node is lost, with the reason."""
+    lost_ranks: dict[int, str] = field(default_factory=dict)  # ranks whose node is lost, with the reason
 
     @property
     def alive_ranks(self) -> list[int]:

@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 from shardwise.adapters.huggingface.attention import SPLIT, trial
 from shardwise.models.trace import to_fake, with_fake_tensors
 
-
 _VIEWS = ("view", "_unsafe_view", "slice", "select", "unsqueeze", "expand", "_to_copy", "alias", "detach")
 _NO_INTERFACE = "{} does not attend through transformers' attention interface"
 _SHAPE_ONLY = ("new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like")

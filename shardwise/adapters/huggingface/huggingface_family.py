@@ -33,6 +33,36 @@ TRACEABLE = {"experts_implementation": "batched_mm"}
 ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 
 
+# Upper bounds of config fields in a small copy of a model.
+LAYER_FIELDS = {"num_hidden_layers": 4, "n_layer": 4, "num_layers": 4}
+WIDTH_FIELDS = {
+    "intermediate_size": 48, "ffn_dim": 48, "n_inner": 48, "moe_intermediate_size": 24, "vocab_size": 160,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "head_dim": 8,
+    "sliding_window": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "q_lora_rank": 16,
+    "kv_lora_rank": 8, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def _smaller(hf: Any, bounds: Mapping[str, int]) -> dict[str, Any]:
+    """Returns the fields of a config that exceed their bounds, at the bounds."""
+    values = {key: getattr(hf, key, None) for key in bounds}
+    return {key: bounds[key] for key, value in values.items() if isinstance(value, int) and value > bounds[key]}
+
+
+def _smaller_widths(hf: Any) -> dict[str, Any]:
+    """Returns narrower sizes: at most 4 heads of 8 features, in the same groups."""
+    heads = int(getattr(hf, "num_attention_heads", 0) or 0)
+    if not heads:
+        return _smaller(hf, WIDTH_FIELDS)
+    groups = heads // int(getattr(hf, "num_key_value_heads", None) or heads)
+    kv_heads = 1 if groups >= 4 else 2
+    width = "hidden_size" if "hidden_size" in hf.to_dict() else "n_embd"
+    names = {"num_attention_heads" if width == "hidden_size" else "n_head": kv_heads * min(groups, 4)}
+    if "num_key_value_heads" in hf.to_dict():
+        names["num_key_value_heads"] = kv_heads
+    return _smaller(hf, WIDTH_FIELDS) | names | {width: 8 * kv_heads * min(groups, 4)}
+
+
 class HuggingFaceConfig(ModuleConfig):
     """A model of the transformers library."""
 
@@ -165,14 +195,26 @@ class HuggingFaceFamily(ModuleFamily):
         return MaskedLM(config, seed) if config.kind == "masked language model" else next_token
 
     def shrink(self, config: Any) -> Any:
-        return config.model_copy(update={"sequence": min(config.sequence, 32)})
+        from shardwise.adapters.module_family import meta_chain
+
+        layers = _smaller(config.hf, LAYER_FIELDS)
+        for args in (layers | _smaller_widths(config.hf), layers):
+            small = config.model_copy(update={"sequence": min(config.sequence, 32), "args": {**config.args, **args}})
+            try:
+                meta_chain(small)
+            except Exception:  # noqa: BLE001, S112 - sizes that do not go together; transformers raises what it likes
+                continue
+            return small
+        return config
 
     def _plan(self, config: Any, module: nn.Module, anatomy: Anatomy) -> ShardingPlan:
-        from shardwise.adapters.tensor_plan import make_sharding_plan
+        from shardwise.adapters.tensor_plan import guess_plan, make_sharding_plan
 
         given = self.task(config).plan
-        head_dim = getattr(config.hf, "head_dim", None) or 1
-        return make_sharding_plan(module, anatomy, given or translate_plan(module), head_dim, is_hint=not given)
+        heads = int(getattr(config.hf, "num_attention_heads", None) or 1)
+        head_dim = getattr(config.hf, "head_dim", None) or int(getattr(config.hf, "hidden_size", heads)) // heads
+        hint = translate_plan(module) or guess_plan(module, anatomy)
+        return make_sharding_plan(module, anatomy, given or hint, head_dim, is_hint=not given)
 
     def refusals(self, config: Any) -> dict[str, str]:
         from shardwise.adapters.module_family import meta_chain
@@ -243,7 +285,8 @@ def make_task(config: Any) -> Task:
 
     return Task(
         build, loss, count=lambda batch: (batch["labels"] != -100).sum(), inputs=inputs, configure=_configure,
-        split_sequence=split_sequence, example_batch=example_images if name == "pixel_values" else None, trunk=config.trunk, plan=config.tensor_plan,
+        casts_inputs=False, split_sequence=split_sequence, trunk=config.trunk, plan=config.tensor_plan,
+        example_batch=example_images if name == "pixel_values" else None,
     )  # fmt: skip
 
 

@@ -18,12 +18,9 @@ class Bags:
     """The lookups of some samples. Bag b is of sample b // tables and table b % tables; its ids are
     `ids[offsets[b]:offsets[b + 1]]`, maybe none, and its vector is the sum of their rows times `weights`."""
 
-    ids: Tensor
-    """(N,) int64"""
-    offsets: Tensor
-    """(bags + 1,) int64"""
-    weights: Tensor
-    """(N,)"""
+    ids: Tensor  # (N,) int64
+    offsets: Tensor  # (bags + 1,) int64
+    weights: Tensor  # (N,)
 
     @classmethod
     def from_padded(cls, ids: Tensor, weights: Tensor) -> Bags:

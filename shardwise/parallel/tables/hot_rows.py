@@ -8,8 +8,6 @@ The cached rows are those that the first samples of the stream use most. That de
 run caches the same rows.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -67,9 +65,8 @@ class HotRowCache:
             return
         width = gradient.shape[1]
         total = gradient.new_zeros(self.rows.numel(), width + 1)  # the last column counts the ranks that use a row
-        total.index_copy_(
-            0, cached_rows.to(self.device), torch.cat((gradient, torch.ones_like(gradient[:, :1])), dim=1)
-        )
+        counted = torch.cat((gradient, torch.ones_like(gradient[:, :1])), dim=1)
+        total.index_copy_(0, cached_rows.to(self.device), counted)
         all_reduce(total, axis=self.axis)
         touched = total[:, width].nonzero()[:, 0]
         self._set_gradients(touched, total[:, :width].index_select(0, touched))
@@ -90,9 +87,8 @@ class HotRowCache:
         tables = self.tables
         mean_square = self.gradient.square().mean(1) if tables.optimizer == "adagrad" else None
         tables.update_rows(self.values, self.state, self.touched, self.gradient, mean_square, lr)
-        for fused, storage, state, local_rows in zip(
-            tables.local_tables, tables.storage, tables.state, self.local_rows, strict=True
-        ):
+        columns_of = zip(tables.local_tables, tables.storage, tables.state, self.local_rows, strict=True)
+        for fused, storage, state, local_rows in columns_of:
             rows = local_rows[self.touched_cpu]
             is_local = rows >= 0
             local_touched = self.touched[is_local.to(self.device)]

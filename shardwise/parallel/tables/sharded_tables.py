@@ -13,8 +13,6 @@ Gradients are sums over ranks, not means: the loss is already divided by the sam
 are sent again before use (`refresh`), so the result is bitwise the same.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -29,7 +27,7 @@ from shardwise.optim.sparse import scatter_add_rows_
 from shardwise.parallel.tables.bags import Bags, check_ids
 from shardwise.parallel.tables.hot_rows import HotRowCache
 from shardwise.parallel.tables.table_placement import TableShard
-from shardwise.parallel.tables.table_storage import LookupRoute, TableStorage, cat_or_empty, numel_of
+from shardwise.parallel.tables.table_storage import LookupRoute, RowIndices, TableStorage, cat_or_empty, numel_of
 
 
 @dataclass
@@ -55,9 +53,8 @@ class ShardedTables(TableStorage):
     def route(self, bags: Bags, ids: Tensor, axis: Axis | None = None) -> LookupRoute:
         """Requests the rows that this rank's samples use from their owners; `ids` are stream positions."""
         table = check_ids(bags, self.tables, ids)
-        unique_rows, inverse_indices = torch.unique(
-            bags.ids + torch.tensor(self.table_offsets)[table], return_inverse=True
-        )
+        row_numbers = bags.ids + torch.tensor(self.table_offsets)[table]
+        unique_rows, inverse_indices = torch.unique(row_numbers, return_inverse=True)
         cached_rows = unique_rows[:0]
         if self.hot_rows is not None:
             unique_rows, inverse_indices, cached_rows = self.hot_rows.split_cached(unique_rows, inverse_indices)
@@ -69,26 +66,19 @@ class ShardedTables(TableStorage):
     def refresh(self, route: LookupRoute, rows: Tensor) -> None:
         """Refreshes rows that were prefetched before or during the last update: owners resend the rows that it changed,
         with their indices among the requested rows."""
-        stale = [
-            [
-                torch.isin(row_indices, changed).nonzero()[:, 0]
-                for row_indices, changed in zip(rank_rows, self.last_updated_rows, strict=True)
-            ]
-            for rank_rows in route.served_rows
-        ]
-        counts = torch.tensor(
-            [stale_positions.numel() for rank_tables in stale for stale_positions in rank_tables], dtype=torch.int64
-        )
-        lengths = [len(rank_tables) for rank_tables in self.fused_tables]
-        received_counts = iter(
-            self._all_to_all(counts, [len(self.local_tables)] * self.axis.size, lengths, None).tolist()
-        )
-        counts_by_rank = [[next(received_counts) for _ in rank_tables] for rank_tables in self.fused_tables]
+        stale: RowIndices = []
+        for rank_rows in route.served_rows:
+            pairs = zip(rank_rows, self.last_updated_rows, strict=True)
+            stale.append([torch.isin(row_indices, changed).nonzero()[:, 0] for row_indices, changed in pairs])
         flat = [stale_positions for rank_tables in stale for stale_positions in rank_tables]
+        counts = torch.tensor([stale_positions.numel() for stale_positions in flat], dtype=torch.int64)
+        lengths = [len(rank_tables) for rank_tables in self.fused_tables]
+        counts = self._all_to_all(counts, [len(self.local_tables)] * self.axis.size, lengths, None)
+        received_counts = iter(counts.tolist())
+        counts_by_rank = [[next(received_counts) for _ in rank_tables] for rank_tables in self.fused_tables]
         sent = [sum(stale_positions.numel() for stale_positions in rank_tables) for rank_tables in stale]
-        stale_indices = self._all_to_all(
-            cat_or_empty(flat, torch.int64), sent, [sum(one) for one in counts_by_rank], None
-        )
+        received_sizes = [sum(one) for one in counts_by_rank]
+        stale_indices = self._all_to_all(cat_or_empty(flat, torch.int64), sent, received_sizes, None)
         values = [
             storage.index_select(0, row_indices[stale_positions]).view(-1)
             for rank_rows, rank_tables in zip(route.served_rows, stale, strict=True)
@@ -101,9 +91,8 @@ class ShardedTables(TableStorage):
         ]
         received = self._all_to_all(cat_or_empty(values, self.dtype), input_split_sizes, output_split_sizes, None)
         start = first = 0
-        for (fused, positions), count in zip(
-            self._requests_by_table(route), [n for one in counts_by_rank for n in one], strict=True
-        ):
+        flat_counts = [count for one in counts_by_rank for count in one]
+        for (fused, positions), count in zip(self._requests_by_table(route), flat_counts, strict=True):
             part = received[start : start + count * fused.width].view(-1, fused.width)
             columns = rows[:, fused.columns[0] : fused.columns[1]]
             columns.index_copy_(0, positions[stale_indices[first : first + count]], part)
@@ -125,9 +114,8 @@ class ShardedTables(TableStorage):
                 start += size
         self.row_gradients = []
         for index, gradients in enumerate(parts):
-            rows, inverse_indices = torch.unique(
-                torch.cat([rank_rows[index] for rank_rows in route.served_rows]), return_inverse=True
-            )
+            row_indices = torch.cat([rank_rows[index] for rank_rows in route.served_rows])
+            rows, inverse_indices = torch.unique(row_indices, return_inverse=True)
             total = torch.zeros(rows.numel(), self.local_tables[index].width, dtype=self.dtype)
             scatter_add_rows_(total, inverse_indices, torch.cat(gradients))
             self.row_gradients.append(RowGradients(rows, total))
@@ -150,10 +138,8 @@ class ShardedTables(TableStorage):
 
     def divide_gradients(self, divisor: float) -> None:
         """Divides all gradients."""
-        for gradient in [
-            *(touched.gradient for touched in self.row_gradients),
-            *([self.hot_rows.gradient] if self.hot_rows else []),
-        ]:
+        hot_gradients = [self.hot_rows.gradient] if self.hot_rows else []
+        for gradient in [*(touched.gradient for touched in self.row_gradients), *hot_gradients]:
             gradient.div_(divisor)
 
     def optimizer_states(self) -> dict[Tensor, dict[str, Tensor]]:
@@ -190,19 +176,15 @@ class ShardedTables(TableStorage):
                     ends = torch.searchsorted(self.row_gradients[index].rows, torch.tensor([first, last])).tolist()
                     spans[shard.table] = (index, *ends)
                     column_sums[shard.table] = sums[index][ends[0] : ends[1]]
-        shards_by_rank: list[list[TableShard]] = [
-            [one for one in self.shards if one.rank == rank and one.table in column_sums]
-            for rank in range(self.axis.size)
-        ]
-        out = [column_sums[one.table] for rank_shards in shards_by_rank for one in rank_shards]
-        sizes = [sum(column_sums[one.table].numel() for one in rank_shards) for rank_shards in shards_by_rank]
-        received = iter(
-            self._all_to_all(cat_or_empty(out, self.dtype), sizes, sizes, None).split([part.numel() for part in out])
-        )
+        shared = sorted((one for one in self.shards if one.table in column_sums), key=lambda one: one.rank)
+        out = [column_sums[one.table] for one in shared]
+        sizes = [0] * self.axis.size
+        for one, part in zip(shared, out, strict=True):
+            sizes[one.rank] += part.numel()
+        received = self._all_to_all(cat_or_empty(out, self.dtype), sizes, sizes, None)
         sums_by_table: dict[int, list[tuple[int, Tensor]]] = {}
-        for rank_shards in shards_by_rank:
-            for one in rank_shards:
-                sums_by_table.setdefault(one.table, []).append((one.columns[0], next(received)))
+        for one, part in zip(shared, received.split([part.numel() for part in out]), strict=True):
+            sums_by_table.setdefault(one.table, []).append((one.columns[0], part))
         for table, column_parts in sums_by_table.items():
             index, begin, end = spans[table]
             total = torch.zeros(end - begin, dtype=self.dtype)

@@ -5,8 +5,6 @@ Table shards are parameter shards like any other: the same step computes the nor
 the same checkpoint saves and reshards them. Their gradient holds only the rows that the batch touched.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -52,9 +50,8 @@ def check_host_memory(prepared: Prepared, bytes_per_rank: float) -> None:
     max_bytes = max(bytes_by_rank)
     if max_bytes > bytes_per_rank:
         total_bytes = sum(bytes_by_rank)
-        remedy = (
-            f"use at least {-int(-total_bytes // bytes_per_rank)} ranks with that much memory each, or fewer model.rows"
-        )
+        ranks = -int(-total_bytes // bytes_per_rank)
+        remedy = f"use at least {ranks} ranks with that much memory each, or fewer model.rows"
         if job.embedding_tables.sharding != "auto" and total_bytes / layout.data <= bytes_per_rank:
             remedy = 'use embedding_tables.sharding = "auto", which splits tables that are too large'
         raise LayoutError(
@@ -176,10 +173,8 @@ class TableEngine(Engine):
 
     def _loss(self, module: Any, micro_batch: Samples, vectors: Tensor) -> Tensor:
         clicks = ClickBatch.unpack(micro_batch, self.model)
-        loss: Tensor = module(
-            clicks.dense_features.to(self.compute_dtype), vectors.to(self.compute_dtype), clicks.labels
-        )
-        return loss
+        dense_features, vectors = clicks.dense_features.to(self.compute_dtype), vectors.to(self.compute_dtype)
+        return module(dense_features, vectors, clicks.labels)  # type: ignore[no-any-return]
 
 
 def make_table_shards(tables: ShardedTables) -> list[ParamShard]:

@@ -10,8 +10,6 @@ Chunks are those of `torch.chunk`. A rank has at most one shard of a table. Look
 be proportional to shard size: true for hashed ids, as here, but not if small ids are the frequent ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -50,10 +48,8 @@ def place_tables(tables: Sequence[TableSpec], ranks: int, sharding: str = "auto"
         if sharding == "auto" and table.size > numel_per_rank:
             table_sharding, num_shards = "row", min(ranks, -(-table.size // max(1, int(numel_per_rank))))
         elif sharding == "auto" and table.lookups_per_sample > lookups_per_rank:
-            table_sharding, num_shards = (
-                "column",
-                min(ranks, table.width, -int(-table.lookups_per_sample // lookups_per_rank)),
-            )
+            table_sharding = "column"
+            num_shards = min(ranks, table.width, -int(-table.lookups_per_sample // lookups_per_rank))
         shards_by_table.append(_shard_table(index, table, table_sharding, num_shards))
     if sharding in ("row", "column"):
         return sorted(shard for table_shards in shards_by_table for shard in table_shards)
@@ -64,15 +60,11 @@ def _shard_table(table_index: int, table: TableSpec, sharding: str, num_shards: 
     """Returns the shards of a table, on ranks 0, 1, ..."""
     rows, columns = (0, table.rows), (0, table.width)
     if sharding == "row":
-        return [
-            TableShard(rank, table_index, chunk, columns)
-            for rank, chunk in enumerate(_chunk_ranges(table.rows, num_shards))
-        ]
+        chunks = _chunk_ranges(table.rows, num_shards)
+        return [TableShard(rank, table_index, chunk, columns) for rank, chunk in enumerate(chunks)]
     if sharding == "column":
-        return [
-            TableShard(rank, table_index, rows, chunk)
-            for rank, chunk in enumerate(_chunk_ranges(table.width, num_shards))
-        ]
+        chunks = _chunk_ranges(table.width, num_shards)
+        return [TableShard(rank, table_index, rows, chunk) for rank, chunk in enumerate(chunks)]
     return [TableShard(0, table_index, rows, columns)]
 
 
@@ -96,20 +88,12 @@ def _balance_over_ranks(
 
     placed: list[TableShard] = []
     ranks_of_table: dict[int, set[int]] = {}
-    for shard in sorted(
-        (shard for table_shards in shards_by_table for shard in table_shards),
-        key=lambda shard: (-max(relative_load(shard)), shard),
-    ):
+    shards = [shard for table_shards in shards_by_table for shard in table_shards]
+    for shard in sorted(shards, key=lambda shard: (-max(relative_load(shard)), shard)):
         memory_share, lookup_share = relative_load(shard)
         free = [rank for rank in range(ranks) if rank not in ranks_of_table.setdefault(shard.table, set())]
-        best = min(
-            free,
-            key=lambda rank: (
-                max(loads[rank][0] + memory_share, loads[rank][1] + lookup_share),
-                sum(loads[rank]),
-                rank,
-            ),
-        )
+        larger_load = {rank: max(loads[rank][0] + memory_share, loads[rank][1] + lookup_share) for rank in free}
+        best = min(free, key=lambda rank: (larger_load[rank], sum(loads[rank]), rank))
         ranks_of_table[shard.table].add(best)
         loads[best][0] += memory_share
         loads[best][1] += lookup_share

@@ -4,8 +4,6 @@ Storage and routes stay in host memory, pinned if there is a GPU. A world of siz
 because PyTorch has no sharded embedding tables, and TorchRec keeps tables and optimizers in kernels of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,29 +35,22 @@ def fuse_shards(shards: Sequence[TableShard], rank: int) -> list[FusedTable]:
     """Returns the fused tables of a rank; every rank computes the same."""
     local_shards = [shard for shard in shards if shard.rank == rank]
     column_ranges = sorted({shard.columns for shard in local_shards})
-    return [
-        FusedTable(columns, [shard for shard in local_shards if shard.columns == columns]) for columns in column_ranges
-    ]
+    return [FusedTable(columns, [one for one in local_shards if one.columns == columns]) for columns in column_ranges]
 
 
 @dataclass(frozen=True)
 class LookupRoute:
     """Which rows of a batch this rank receives from and sends to each rank."""
 
-    ids: Tensor
-    """Stream positions of the samples, which identify the batch."""
+    ids: Tensor  # stream positions of the samples, which identify the batch
     offsets: Tensor
     weights: Tensor
+    # For each id, its index among the distinct rows: first the fetched ones, then the cached ones.
     inverse_indices: Tensor
-    """For each id, its index among the distinct rows: first the fetched ones, then the cached ones."""
-    num_fetched_rows: int
-    """Number of distinct rows to fetch."""
-    cached_rows: Tensor
-    """The other distinct rows, as indices into the hot-row cache."""
-    requested_rows: RowIndices
-    """The distinct rows that come from each rank and fused table."""
-    served_rows: RowIndices
-    """The rows that each rank requests, by fused table of this rank."""
+    num_fetched_rows: int  # number of distinct rows to fetch
+    cached_rows: Tensor  # the other distinct rows, as indices into the hot-row cache
+    requested_rows: RowIndices  # the distinct rows that come from each rank and fused table
+    served_rows: RowIndices  # the rows that each rank requests, by fused table of this rank
 
 
 @dataclass(frozen=True)
@@ -75,16 +66,10 @@ class TableStorage:
     """This rank's shards of all tables, with lookups of rows that any rank holds."""
 
     def __init__(
-        self,
-        tables: Sequence[TableSpec],
-        shards: Sequence[TableShard],
-        axis: Axis,
-        dtype: torch.dtype,
-        optimizer: str = "adagrad",
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
+        self, tables: Sequence[TableSpec], shards: Sequence[TableShard], axis: Axis, dtype: torch.dtype,
+        optimizer: str = "adagrad", betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
         pin_memory: bool = False,
-    ):
+    ):  # fmt: skip
         assert len({table.width for table in tables}) == 1, "the tables of a model have rows of one width"
         self.tables, self.shards, self.axis, self.dtype = list(tables), list(shards), axis, dtype
         self.optimizer, self.betas, self.eps = optimizer, betas, eps
@@ -95,9 +80,8 @@ class TableStorage:
         self.fused_tables = [fuse_shards(shards, rank) for rank in range(axis.size)]
         self.local_tables = self.fused_tables[axis.index]
         factory_kwargs: dict[str, Any] = {"dtype": dtype, "pin_memory": pin_memory}
-        self.storage = [
-            torch.zeros(fused.row_offsets[-1], fused.width, **factory_kwargs) for fused in self.local_tables
-        ]
+        sizes = [(fused.row_offsets[-1], fused.width) for fused in self.local_tables]
+        self.storage = [torch.zeros(size, **factory_kwargs) for size in sizes]
         self.state: list[dict[str, Tensor]] = []
         for rows in self.storage:
             if optimizer == "adagrad":
@@ -143,18 +127,11 @@ class TableStorage:
         return requested, self._send_requests(requested, cat_or_empty(rows, torch.int64), axis)
 
     def _send_requests(self, requested: RowIndices, rows: Tensor, axis: Axis | None) -> RowIndices:
-        counts = torch.tensor(
-            [positions.numel() for rank_tables in requested for positions in rank_tables], dtype=torch.int64
-        )
-        num_local_tables = len(self.local_tables)
-        received_counts = self._all_to_all(
-            counts, [len(rank_tables) for rank_tables in requested], [num_local_tables] * self.axis.size, axis
-        )
-        sizes = (
-            received_counts.view(self.axis.size, num_local_tables).tolist()
-            if num_local_tables
-            else [[]] * self.axis.size
-        )
+        flat = [positions.numel() for rank_tables in requested for positions in rank_tables]
+        counts, num_local_tables = torch.tensor(flat, dtype=torch.int64), len(self.local_tables)
+        lengths = [len(rank_tables) for rank_tables in requested]
+        received_counts = self._all_to_all(counts, lengths, [num_local_tables] * self.axis.size, axis)
+        sizes = received_counts.view(self.axis.size, num_local_tables).tolist()
         sent = [sum(positions.numel() for positions in rank_tables) for rank_tables in requested]
         received = self._all_to_all(rows, sent, [sum(rank_sizes) for rank_sizes in sizes], axis)
         parts = iter(received.split([size for rank_sizes in sizes for size in rank_sizes]))
@@ -180,16 +157,14 @@ class TableStorage:
     def lookup_rows(self, rows: Tensor, storage: Sequence[Tensor] | None = None) -> Tensor:
         """Fetches rows by sorted number over all tables, from `storage` if given instead of the weights."""
         empty = rows[:0]
-        return self.fetch(
-            LookupRoute(empty, empty, empty, empty, rows.numel(), empty, *self._request_rows(rows)), storage=storage
-        )
+        route = LookupRoute(empty, empty, empty, empty, rows.numel(), empty, *self._request_rows(rows))
+        return self.fetch(route, storage=storage)
 
     def lookup_states(self, rows: Tensor) -> dict[str, Tensor]:
         """Fetches the optimizer state of some rows."""
         if self.optimizer == "adagrad":
-            sums = [
-                state["sum"][:, None].expand(-1, fused.width) for fused, state in zip(self.local_tables, self.state)
-            ]
+            pairs = zip(self.local_tables, self.state)
+            sums = [state["sum"][:, None].expand(-1, fused.width) for fused, state in pairs]
             return {"sum": self.lookup_rows(rows, sums)[:, 0].contiguous()}
         return {key: self.lookup_rows(rows, [state[key] for state in self.state]) for key in ("exp_avg", "exp_avg_sq")}
 
@@ -204,9 +179,8 @@ class TableStorage:
             numel_of(positions, rank_tables)
             for positions, rank_tables in zip(route.requested_rows, self.fused_tables, strict=True)
         ]
-        return self._all_to_all(
-            values, *((requested_sizes, served_sizes) if is_backward else (served_sizes, requested_sizes)), axis
-        )
+        sizes = (requested_sizes, served_sizes) if is_backward else (served_sizes, requested_sizes)
+        return self._all_to_all(values, *sizes, axis)
 
     def _all_to_all(
         self, input: Tensor, input_split_sizes: list[int], output_split_sizes: list[int], axis: Axis | None
@@ -218,14 +192,9 @@ class TableStorage:
         return output
 
     def update_rows(
-        self,
-        rows: Tensor,
-        state: dict[str, Tensor],
-        indices: Tensor,
-        gradient: Tensor,
-        mean_square: Tensor | None,
+        self, rows: Tensor, state: dict[str, Tensor], indices: Tensor, gradient: Tensor, mean_square: Tensor | None,
         lr: float,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Updates some rows. `mean_square`: for row-wise AdaGrad, the mean square of each row's full gradient."""
         if mean_square is not None:
             rowwise_adagrad_(rows, state["sum"], indices, gradient, mean_square, lr, self.eps)

@@ -18,10 +18,9 @@ COLLECTIVE_LAUNCHES = 5  # kernels the host could launch in the time it takes to
 class KernelProfile:
     """How modules are computed, beyond the layout."""
 
-    precision: str
-    """Of the matmuls; accumulation and norms have a wider one."""
+    precision: str  # of the matmuls; accumulation and norms have a wider one
+    # Bytes moved per logit in forward and backward of the loss; 10 measured for our fused kernel on an H200.
     loss_bytes_per_logit: float = 10.0
-    """Bytes moved per logit in forward and backward of the loss; 10 measured for our fused kernel on an H200."""
 
     @property
     def itemsize(self) -> int:
@@ -37,8 +36,7 @@ class ParallelDegrees:
     context: int
     expert: int
     micro_batch: int
-    expert_tensor: int = 1
-    """Tensor ranks that split each expert; the other tensor ranks process other tokens."""
+    expert_tensor: int = 1  # tensor ranks that split each expert; the other tensor ranks process other tokens
 
 
 @dataclass(frozen=True)
@@ -46,18 +44,13 @@ class ModuleTime:
     """Seconds of one micro-batch through one module on one rank."""
 
     forward: float = 0.0
-    backward: float = 0.0
-    """Input and weight gradients, without recomputation."""
-    weight_grad: float = 0.0
-    """The part of `backward` that computes weight gradients."""
-    tensor: float = 0.0
-    """Exposed tensor-parallel communication of a forward; a backward has the same."""
+    backward: float = 0.0  # input and weight gradients, without recomputation
+    weight_grad: float = 0.0  # the part of `backward` that computes weight gradients
+    tensor: float = 0.0  # exposed tensor-parallel communication of a forward; a backward has the same
     context: float = 0.0
     expert: float = 0.0
-    moved_bytes: float = 0.0
-    """Bytes that elementwise operators move in a forward; a backward moves twice as many."""
-    launch_seconds: float = 0.0
-    """Host time to launch a forward's kernels; a backward takes twice as long."""
+    moved_bytes: float = 0.0  # bytes that elementwise operators move in a forward; a backward moves twice as many
+    launch_seconds: float = 0.0  # host time to launch a forward's kernels; a backward takes twice as long
 
     @property
     def traffic(self) -> float:
@@ -103,9 +96,8 @@ class BlockTimeModel:
         core, core_backward = self.attention(degrees)
         # Norms, residuals, dropout and rotary move the hidden state; activation functions move the FFN's hidden state.
         kv_width = 2 * shape.kv_heads * shape.head_dim
-        moved = size * (
-            12 * self.hidden_tokens(tokens, t) * shape.width + 3 * tokens * (shape.query_width + kv_width) / t
-        )
+        heads_moved = 3 * tokens * (shape.query_width + kv_width) / t
+        moved = size * (12 * self.hidden_tokens(tokens, t) * shape.width + heads_moved)
         moved += size * tokens * hidden / t * (shape.ffn_matrices + 1)
         if precision in LOW_PRECISION:  # casts
             moved += tokens * (4 * shape.width + 2 * (shape.attention_width + hidden) / t)

@@ -4,8 +4,6 @@ A model is an embedding, a sequence of blocks and a head. A dense block is atten
 block has experts. `ModelShape` is frozen, so that costs computed from it can be cached.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,24 +21,19 @@ class ModelShape:
     gated: bool = True
     tied: bool = False
     causal: bool = True
-    positions: int = 0
-    """Learned position embeddings."""
+    positions: int = 0  # learned position embeddings
     experts: int = 0
     experts_per_token: int = 0
     expert_ffn: int = 0
-    shared_expert_ffn: int = 0
-    """Hidden size of the experts that every token uses."""
-    sparse_layers: int = 0
-    """Blocks with experts; the others are dense."""
+    shared_expert_ffn: int = 0  # hidden size of the experts that every token uses
+    sparse_layers: int = 0  # blocks with experts; the others are dense
+    # Multi-head latent attention: ranks of the low-rank projections of queries, and of keys and values.
     q_lora_rank: int = 0
     kv_lora_rank: int = 0
-    """Multi-head latent attention: ranks of the low-rank projections of queries, and of keys and values."""
-    qk_rope_head_dim: int = 0
-    """Multi-head latent attention: features per head with rotary positions."""
-    logit_fraction: float = 1.0
-    """Fraction of positions for which logits are computed."""
+    qk_rope_head_dim: int = 0  # multi-head latent attention: features per head with rotary positions
+    logit_fraction: float = 1.0  # fraction of positions for which logits are computed
+    # Whether `EngineModel` knows our engine's exact memory and traffic for it; so far for dense decoders.
     has_exact_cost_model: bool = False
-    """Whether `EngineModel` knows our engine's exact memory and traffic for it; so far for dense decoders."""
 
     @property
     def stages(self) -> int:
@@ -96,9 +89,8 @@ class ModelShape:
     @cached_property
     def non_expert_weights(self) -> int:
         """Weights of a sparse block without its experts."""
-        return (
-            self.attention_weights + self.ffn_matrices * self.width * self.shared_expert_ffn + self.width * self.experts
-        )
+        shared_experts, router = self.ffn_matrices * self.width * self.shared_expert_ffn, self.width * self.experts
+        return self.attention_weights + shared_experts + router
 
     @cached_property
     def embedding_weights(self) -> int:
@@ -126,7 +118,6 @@ class ModelShape:
     def block_flops(self, samples: int) -> float:
         """Returns the forward FLOPs of all blocks, which full recomputation repeats."""
         tokens = samples * self.sequence
-        attention_flops = (
-            2.0 * tokens * self.sequence * (self.query_width + self.attention_width) * (0.5 if self.causal else 1.0)
-        )
+        scores = self.sequence * (0.5 if self.causal else 1.0)
+        attention_flops = 2.0 * tokens * scores * (self.query_width + self.attention_width)
         return 2.0 * (self.active_parameters - self.vocab * self.width) * tokens + self.layers * attention_flops

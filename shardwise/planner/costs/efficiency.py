@@ -4,8 +4,6 @@
 run, model or source. `docs/explanation/planner.md` states the resulting error.
 """
 
-from __future__ import annotations
-
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,68 +16,42 @@ class Efficiency:
     """Fractions of peaks, counts and seconds."""
 
     # Per device family.
-    matmul: float
-    """Of the peak FLOP/s, in large 16-bit matmuls."""
-    low_precision_matmul: float
-    """Of the peak FLOP/s, in large matmuls of 8 bits or fewer, including scaling and casts."""
-    attention: float
-    """Of the 16-bit peak, in the forward of fused attention."""
-    memory: float
-    """Of the memory bandwidth, in elementwise operators."""
-    inner: float
-    """Of the bandwidth within a domain (node, rack, torus), in large collectives."""
-    outer: float
-    """Of the bandwidth between domains."""
-    kernel_launch: float
-    """Host seconds to launch one kernel."""
-    overlap_tensor: float
-    """Fraction of tensor-parallel communication that overlaps with matmuls."""
+    matmul: float  # of the peak FLOP/s, in large 16-bit matmuls
+    low_precision_matmul: float  # of the peak FLOP/s, in large matmuls of 8 bits or fewer, including scaling and casts
+    attention: float  # of the 16-bit peak, in the forward of fused attention
+    memory: float  # of the memory bandwidth, in elementwise operators
+    inner: float  # of the bandwidth within a domain (node, rack, torus), in large collectives
+    outer: float  # of the bandwidth between domains
+    kernel_launch: float  # host seconds to launch one kernel
+    overlap_tensor: float  # fraction of tensor-parallel communication that overlaps with matmuls
 
     # For all families.
-    attention_backward: float
-    """Rate of attention's backward relative to its forward."""
-    matmul_half_rate_depth: float
-    """Inner dimension (k) at which a matmul reaches half of its rate."""
+    attention_backward: float  # rate of attention's backward relative to its forward
+    matmul_half_rate_depth: float  # inner dimension (k) at which a matmul reaches half of its rate
+    # Fraction of the theoretical loss to partial tiles and a partial last wave that occurs in practice.
     wave_quantization: float
-    """Fraction of the theoretical loss to partial tiles and a partial last wave that occurs in practice."""
-    unaligned_64: float
-    """Relative rate of matmuls with k or n not a multiple of 64."""
-    grouped_matmul: float
-    """Rate of many small matmuls (experts) relative to one."""
-    all_to_all: float
-    """Of `outer`, in an all-to-all."""
-    latency: float
-    """Latency per hop of a collective, relative to the link's."""
-    collective_start: float
-    """Seconds until all ranks of a collective have arrived and it runs."""
-    overlap_sharpness: float
-    """Exponent of the p-norm of device and host time (`Machine.bottleneck_time`)."""
-    overlap_data: float
-    """Fraction of a pass that can hide gradient reduction or weight gathering."""
-    contention: float
-    """Slowdown of compute by overlapped communication, as a fraction of the communication time."""
-    overlap_expert: float
-    """Fraction of expert dispatch that overlaps with compute."""
-    overlap_p2p: float
-    """Fraction of transfers between stages that overlaps, with one stage per rank."""
-    overlap_p2p_interleaved: float
-    """The same with several stages per rank."""
-    routing_kernels: float
-    """Kernels that a forward launches to dispatch tokens to experts and combine them."""
-    jitter: float
-    """Relative step time added by each doubling of the number of domains: waiting for the slowest."""
-    fixed_seconds: float
-    """Seconds added to every step."""
+    unaligned_64: float  # relative rate of matmuls with k or n not a multiple of 64
+    grouped_matmul: float  # rate of many small matmuls (experts) relative to one
+    all_to_all: float  # of `outer`, in an all-to-all
+    latency: float  # latency per hop of a collective, relative to the link's
+    collective_start: float  # seconds until all ranks of a collective have arrived and it runs
+    overlap_sharpness: float  # exponent of the p-norm of device and host time (`Machine.bottleneck_time`)
+    overlap_data: float  # fraction of a pass that can hide gradient reduction or weight gathering
+    contention: float  # slowdown of compute by overlapped communication, as a fraction of the communication time
+    overlap_expert: float  # fraction of expert dispatch that overlaps with compute
+    overlap_p2p: float  # fraction of transfers between stages that overlaps, with one stage per rank
+    overlap_p2p_interleaved: float  # the same with several stages per rank
+    routing_kernels: float  # kernels that a forward launches to dispatch tokens to experts and combine them
+    jitter: float  # relative step time added by each doubling of the number of domains: waiting for the slowest
+    fixed_seconds: float  # seconds added to every step
 
     # Not fitted; `calibrate` measures them.
-    unaligned_8: float = 0.3
-    """Relative rate of matmuls with k or n not a multiple of 8."""
+    unaligned_8: float = 0.3  # relative rate of matmuls with k or n not a multiple of 8
+    # Of the memory bandwidth, in one large operator such as the optimizer update; 0: same as `memory`.
     bulk_memory: float = 0.0
-    """Of the memory bandwidth, in one large operator such as the optimizer update; 0: same as `memory`."""
-    compiled: float = 0.0
-    """1 if blocks were compiled and steps captured as CUDA graphs when the rest was measured."""
+    compiled: float = 0.0  # 1 if blocks were compiled and steps captured as CUDA graphs when the rest was measured
+    # How much faster a rank runs while the others wait: above 1 where processes share cores.
     uncontended_speedup: float = 1.0
-    """How much faster a rank runs while the others wait: above 1 where processes share cores."""
 
 
 def efficiency_of(family: str, measured: dict[str, float]) -> Efficiency:

@@ -32,8 +32,7 @@ class ParamSpec(NamedTuple):
     name: str
     rows: int
     columns: int
-    is_sharded: bool
-    """Whether the tensor axis splits it."""
+    is_sharded: bool  # whether the tensor axis splits it
 
     @property
     def numel(self) -> int:
@@ -129,13 +128,9 @@ class EngineModel:
         return self._numels[tensor]
 
     def memory(
-        self,
-        layout: Layout,
-        rank: int,
-        micro_batches: int,
-        framework_profile: FrameworkProfile,
+        self, layout: Layout, rank: int, micro_batches: int, framework_profile: FrameworkProfile,
         in_flight_peaks: tuple[InFlightCounts, ...] | None = None,
-    ) -> RankMemory:
+    ) -> RankMemory:  # fmt: skip
         """Returns the peak memory of a pipeline rank. `in_flight_peaks`: of a synthesized schedule."""
         in_flight_peaks = in_flight_peaks or schedule_peak_in_flight(layout, rank, micro_batches)
         stages = self.stages(layout)
@@ -201,31 +196,20 @@ class BlockSizes(NamedTuple):
     embed: int
     block: int
     head: int
-    tied: int
-    """Elements that embedding and head share."""
+    tied: int  # elements that embedding and head share
     largest_param: int
-    lm_head: int
-    """Elements of the LM head's matrix."""
-    largest_matrix: int
-    """Elements of the largest matrix in a block."""
-    hidden_bytes: float
-    """Bytes of the hidden state between modules, split along the sequence."""
-    gathered_hidden_bytes: float
-    """The same, all-gathered along the sequence."""
-    ffn_hidden: float
-    """Bytes of one hidden activation of the feed-forward layer."""
-    saved_all: float
-    """Bytes a block saves without recomputation."""
-    saved_selective: float
-    """Bytes a block saves with selective recomputation."""
-    saved_common: float
-    """Bytes that a block saves both with selective and without recomputation."""
+    lm_head: int  # elements of the LM head's matrix
+    largest_matrix: int  # elements of the largest matrix in a block
+    hidden_bytes: float  # bytes of the hidden state between modules, split along the sequence
+    gathered_hidden_bytes: float  # the same, all-gathered along the sequence
+    ffn_hidden: float  # bytes of one hidden activation of the feed-forward layer
+    saved_all: float  # bytes a block saves without recomputation
+    saved_selective: float  # bytes a block saves with selective recomputation
+    saved_common: float  # bytes that a block saves both with selective and without recomputation
+    # Bytes of output gradients that a block keeps between the two halves of a split backward.
     pending_weight_grad: float
-    """Bytes of output gradients that a block keeps between the two halves of a split backward."""
-    logits: float
-    """Bytes of all logits in the master dtype."""
-    tokens: float
-    """Tokens per micro-batch."""
+    logits: float  # bytes of all logits in the master dtype
+    tokens: float  # tokens per micro-batch
 
     @classmethod
     def for_layout(cls, engine: EngineModel, layout: Layout) -> BlockSizes:
@@ -250,23 +234,15 @@ class BlockSizes(NamedTuple):
             # The block's input, the residual after attention, one norm; and gathered matmul inputs.
             saved_all = shared + 2 * hidden_bytes + (2 * gathered_hidden_bytes - hidden_bytes if t > 1 else 0.0)
         return cls(
-            sizes["embed"],
-            sizes["block"],
-            sizes["head"],
-            lm_head if m.tied else 0,
-            largest_param=max(p.numel for specs in params.values() for p in specs),
-            lm_head=lm_head,
-            largest_matrix=max(p.numel for p in params["block"]),
-            hidden_bytes=hidden_bytes,
-            gathered_hidden_bytes=gathered_hidden_bytes,
-            ffn_hidden=hidden,
-            saved_all=saved_all,
+            sizes["embed"], sizes["block"], sizes["head"], lm_head if m.tied else 0,
+            largest_param=max(p.numel for specs in params.values() for p in specs), lm_head=lm_head,
+            largest_matrix=max(p.numel for p in params["block"]), hidden_bytes=hidden_bytes,
+            gathered_hidden_bytes=gathered_hidden_bytes, ffn_hidden=hidden, saved_all=saved_all,
             saved_selective=shared + 2 * gathered_hidden_bytes + (gathered_inputs + 2 * hidden_bytes if t > 1 else 0.0),
             saved_common=shared + gathered_inputs,
             pending_weight_grad=num_up_projections * hidden + query + kv + 2 * gathered_hidden_bytes + 4 * hidden_bytes,
-            logits=engine.master_itemsize * tokens * m.vocab / t,
-            tokens=layout.micro_batch * m.sequence,
-        )
+            logits=engine.master_itemsize * tokens * m.vocab / t, tokens=layout.micro_batch * m.sequence,
+        )  # fmt: skip
 
 
 class _PeakCandidates:
@@ -326,10 +302,8 @@ class _PeakCandidates:
         """Returns the bytes that a stage saves for the backward of one micro-batch."""
         k, s, w = self.k, self.engine.itemsize, self.engine.master_itemsize
         without_recompute = int(stage.blocks * self.kept_fraction)
-        total = (
-            without_recompute * (k.saved_all + self.compute_copy_itemsize * k.block)
-            + (stage.blocks - without_recompute) * self.saved_recomputed
-        )
+        total = without_recompute * (k.saved_all + self.compute_copy_itemsize * k.block)
+        total += (stage.blocks - without_recompute) * self.saved_recomputed
         if stage.last and self.layout.pipeline == 1:
             # The fused loss already computed the gradients of its input and weights.
             total += k.hidden_bytes + k.gathered_hidden_bytes + w * k.lm_head

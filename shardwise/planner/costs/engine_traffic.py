@@ -4,14 +4,14 @@ Counts as a dry run does: the larger side of each collective, on rank 0 of every
 from `EngineModel`, padded as the engine pads them; `tests/test_dryrun.py` checks equality to the byte.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 
 from shardwise.layout import AXES, Layout, kept_activation_fraction
 from shardwise.planner.costs.engine_memory import EngineModel
 from shardwise.planner.costs.memory_model import StageLayers
 from shardwise.schedules.simulate import BACKWARD_INPUT, PipelineProgram, named_program
+
+Traffic = Counter[tuple[str, str]]  # bytes by axis and collective
 
 
 def engine_traffic(
@@ -20,8 +20,9 @@ def engine_traffic(
     """Returns a pipeline rank's bytes by axis and collective. `program`: that of a synthesized schedule."""
     stages = engine.stages(layout)
     stages_of_rank = [stages[stage] for stage in layout.stages_of(rank)]
-    totals: Counter[tuple[str, str]] = Counter()
-    _add_pipeline_traffic(totals, engine, layout, rank, micro_batches)
+    totals: Traffic = Counter()
+    sent = engine.remote_neighbors(layout, rank) * micro_batches * round(engine.block_sizes(layout).hidden_bytes)
+    totals["pipeline", "send"] = totals["pipeline", "receive"] = sent
     if layout.tensor > 1:
         _add_tensor_traffic(totals, engine, layout, stages_of_rank, micro_batches)
     if layout.data > 1:
@@ -34,9 +35,8 @@ def engine_traffic(
     if layout.data > 1:
         totals[sole_axis[0] if sole_axis else "data", "all-reduce"] += engine.master_itemsize
     if layout.world > 1:
-        totals[sole_axis[0] if sole_axis else "data" if layout.data == layout.world else "world", "all-reduce"] += (
-            2 * engine.master_itemsize
-        )
+        world_axis = "data" if layout.data == layout.world else "world"
+        totals[sole_axis[0] if sole_axis else world_axis, "all-reduce"] += 2 * engine.master_itemsize
     return {key: size for key, size in totals.items() if size}
 
 
@@ -50,20 +50,8 @@ def traffic_by_axis(
     return dict(totals)
 
 
-def _add_pipeline_traffic(
-    totals: Counter[tuple[str, str]], engine: EngineModel, layout: Layout, rank: int, micro_batches: int
-) -> None:
-    sent = engine.remote_neighbors(layout, rank) * micro_batches * round(engine.block_sizes(layout).hidden_bytes)
-    totals["pipeline", "send"] += sent
-    totals["pipeline", "receive"] += sent
-
-
 def _add_tensor_traffic(
-    totals: Counter[tuple[str, str]],
-    engine: EngineModel,
-    layout: Layout,
-    stages_of_rank: list[StageLayers],
-    micro_batches: int,
+    totals: Traffic, engine: EngineModel, layout: Layout, stages_of_rank: list[StageLayers], micro_batches: int
 ) -> None:
     """Adds the all-gather or reduce-scatter at each boundary of a sequence-parallel region; the backward has the
     opposite one."""
@@ -103,31 +91,20 @@ def _split_backward_count(layout: Layout, stage: int, micro_batches: int, progra
 
 
 def _add_data_traffic(
-    totals: Counter[tuple[str, str]],
-    engine: EngineModel,
-    layout: Layout,
-    stages_of_rank: list[StageLayers],
-    rank: int,
-    micro_batches: int,
-    program: PipelineProgram | None,
-) -> None:
+    totals: Traffic, engine: EngineModel, layout: Layout, stages_of_rank: list[StageLayers], rank: int,
+    micro_batches: int, program: PipelineProgram | None,
+) -> None:  # fmt: skip
     shard, w = layout.shard, engine.master_itemsize
-    shard_numel = sum(
-        p.shard_numel(shard) for stage_layers in stages_of_rank for p in engine.parameters(layout, stage_layers)
-    )
+    numels = [sum(p.shard_numel(shard) for p in engine.parameters(layout, stage)) for stage in stages_of_rank]
     fsdp = shard > 1 and layout.zero > 1
     times = micro_batches if fsdp else 1
     if shard > 1:
-        totals["shard", "reduce-scatter"] += times * shard * shard_numel * w
+        totals["shard", "reduce-scatter"] += times * shard * sum(numels) * w
         size = shard * (engine.itemsize if fsdp else w)
-        for stage_layers, stage in zip(stages_of_rank, layout.stages_of(rank)):
-            gathers = (
-                1
-                if layout.zero < 3
-                else 2 * micro_batches + _split_backward_count(layout, stage, micro_batches, program)
-            )
-            totals["shard", "all-gather"] += (
-                gathers * size * sum(p.shard_numel(shard) for p in engine.parameters(layout, stage_layers))
-            )
+        for numel, stage in zip(numels, layout.stages_of(rank)):
+            gathers = 1
+            if layout.zero == 3:
+                gathers = 2 * micro_batches + _split_backward_count(layout, stage, micro_batches, program)
+            totals["shard", "all-gather"] += gathers * size * numel
     if layout.replicate > 1:
-        totals["replicate", "all-reduce"] += times * shard_numel * w
+        totals["replicate", "all-reduce"] += times * sum(numels) * w

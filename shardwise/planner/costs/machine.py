@@ -1,7 +1,5 @@
 """Seconds of one operator or collective on one device of a cluster, from data-sheet peaks and fitted efficiencies."""
 
-from __future__ import annotations
-
 from math import ceil, inf
 
 from shardwise.cluster import Cluster

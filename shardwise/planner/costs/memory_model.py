@@ -5,8 +5,6 @@ micro-batch in flight, logits, communication buffers, and a reserve for fragment
 decoders on our engine use the exact model in `shardwise.planner.costs.engine_memory` instead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,24 +18,18 @@ from shardwise.planner.costs.decoder_shape import ModelShape
 class FrameworkProfile:
     """Bytes a framework keeps and moves per parameter, and its memory overhead. Defaults: our engine, bf16, AdamW."""
 
-    weight_bytes: float = 4.0
-    """Of weights that every data rank holds in full."""
-    sharded_weight_bytes: float = 4.0
-    """Of weights that ZeRO 3 shards."""
+    weight_bytes: float = 4.0  # of weights that every data rank holds in full
+    sharded_weight_bytes: float = 4.0  # of weights that ZeRO 3 shards
+    # Of the low-precision weights that each micro-batch in flight keeps for its backward.
     compute_copy_bytes: float = 2.0
-    """Of the low-precision weights that each micro-batch in flight keeps for its backward."""
     gradient_bytes: float = 4.0
     optimizer_bytes: float = 8.0
-    logits: float = 12.0
-    """Bytes per logit at the loss."""
+    logits: float = 12.0  # bytes per logit at the loss
+    # Bytes moved per weight and micro-batch to downcast weights and to upcast or accumulate their gradients.
     cast_bytes: float = 16.0
-    """Bytes moved per weight and micro-batch to downcast weights and to upcast or accumulate their gradients."""
-    update_bytes: float = 40.0
-    """Bytes moved per weight in the optimizer update."""
-    fragmentation: float = 0.03
-    """Fraction of memory that the allocator loses to fragmentation."""
-    fixed_bytes: float = 1.5 * 2**30
-    """Driver, kernels and communication buffers."""
+    update_bytes: float = 40.0  # bytes moved per weight in the optimizer update
+    fragmentation: float = 0.03  # fraction of memory that the allocator loses to fragmentation
+    fixed_bytes: float = 1.5 * 2**30  # driver, kernels and communication buffers
 
 
 def optimizer_state_bytes(optimizer: OptimizerConfig, master_itemsize: float) -> float:
@@ -54,15 +46,12 @@ def engine_profile(precision: str, optimizer: OptimizerConfig = OptimizerConfig(
     master_itemsize = 8.0 if precision == "float64" else 4.0
     is_mixed_precision = precision not in ("float64", "float32")
     return FrameworkProfile(
-        weight_bytes=master_itemsize,
-        sharded_weight_bytes=master_itemsize,
-        compute_copy_bytes=2.0 if is_mixed_precision else 0.0,
-        gradient_bytes=master_itemsize,
+        weight_bytes=master_itemsize, sharded_weight_bytes=master_itemsize,
+        compute_copy_bytes=2.0 if is_mixed_precision else 0.0, gradient_bytes=master_itemsize,
         optimizer_bytes=optimizer_state_bytes(optimizer, master_itemsize),
-        logits=12.0 if is_mixed_precision else 2 * master_itemsize,
-        cast_bytes=16.0 if is_mixed_precision else 0.0,
+        logits=12.0 if is_mixed_precision else 2 * master_itemsize, cast_bytes=16.0 if is_mixed_precision else 0.0,
         update_bytes=10 * master_itemsize,
-    )
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -85,10 +74,8 @@ class StageLayers(NamedTuple):
     """The modules of one stage, or of all stages of a rank."""
 
     blocks: int
-    first: bool
-    """Has the embedding."""
-    last: bool
-    """Has the head."""
+    first: bool  # has the embedding
+    last: bool  # has the head
 
 
 def merge_stages(stages: Sequence[StageLayers]) -> StageLayers:
@@ -131,19 +118,14 @@ class MemoryInputs:
 
     weights: WeightCounts
     framework_profile: FrameworkProfile
-    itemsize: int
-    """Bytes per element of an activation."""
-    saved_per_block: float
-    """Bytes a block saves for the backward of one micro-batch."""
-    recomputed_per_block: float
-    """Bytes of the block that is being recomputed."""
+    itemsize: int  # bytes per element of an activation
+    saved_per_block: float  # bytes a block saves for the backward of one micro-batch
+    recomputed_per_block: float  # bytes of the block that is being recomputed
     logits: float
-    hidden_bytes: float
-    """Bytes of one micro-batch between two blocks, gathered along the tensor axis."""
-    recv_buffer_bytes: float
-    """Bytes of the buffer in which a stage receives one micro-batch."""
+    hidden_bytes: float  # bytes of one micro-batch between two blocks, gathered along the tensor axis
+    recv_buffer_bytes: float  # bytes of the buffer in which a stage receives one micro-batch
+    # Fraction of blocks that are not recomputed: their low-precision weights are kept until the backward.
     kept_fraction: float
-    """Fraction of blocks that are not recomputed: their low-precision weights are kept until the backward."""
     head_weights: float
 
 
@@ -151,13 +133,9 @@ ActivationBytes = Callable[[ModelShape, int, Layout, bool], tuple[float, float, 
 
 
 def make_memory_inputs(
-    shape: ModelShape,
-    itemsize: int,
-    framework_profile: FrameworkProfile,
-    layout: Layout,
-    expert_tensor: int,
+    shape: ModelShape, itemsize: int, framework_profile: FrameworkProfile, layout: Layout, expert_tensor: int,
     activation_bytes: ActivationBytes | None = None,
-) -> MemoryInputs:
+) -> MemoryInputs:  # fmt: skip
     """Returns the inputs of `rank_memory`; `activation_bytes` replaces `block_activation_bytes`."""
     tokens = layout.micro_batch * shape.sequence / layout.context
     share = shape.sparse_layers / shape.layers
@@ -190,10 +168,8 @@ def block_activation_bytes(
     kv = 2 * shape.kv_heads * shape.head_dim
     if shape.kv_lora_rank:
         kv = 2 * shape.attention_width + t * (shape.q_lora_rank + shape.kv_lora_rank)
-    saved = (
-        itemsize * (2 * hidden_numel + 2 * matmul_inputs)
-        + itemsize * tokens * (shape.query_width + kv + shape.attention_width) / t
-    )
+    saved = itemsize * (2 * hidden_numel + 2 * matmul_inputs)
+    saved += itemsize * tokens * (shape.query_width + kv + shape.attention_width) / t
     saved += itemsize * tokens * (shape.query_width + kv / 2) / t  # values are a view that keeps queries and keys alive
     ffn_hidden = shape.shared_expert_ffn if sparse else shape.ffn
     num_saved = shape.ffn_matrices + (1 if shape.gated else 0)  # the activation's and the gate's inputs
@@ -209,18 +185,17 @@ def rank_memory(inputs: MemoryInputs, layout: Layout, rank: int, stage: StageLay
     """Returns the peak memory of the pipeline rank that holds `stage`."""
     profile, size = inputs.framework_profile, inputs.itemsize
     dense_weights, experts = inputs.weights.of_stage(stage), stage.blocks * inputs.weights.experts
-    sharded_weights = dense_weights / optimizer_shards(layout) + experts / expert_optimizer_shards(layout)
+    own_weights = sharded_weights(layout, dense_weights, experts)
     block_weights = inputs.weights.block + inputs.weights.experts
     in_flight = in_flight_micro_batches(layout, rank, micro_batches)
     compute_copies = max(1.0, in_flight * inputs.kept_fraction)
-    weights = profile.weight_bytes * (dense_weights + experts) + profile.compute_copy_bytes * compute_copies * (
-        dense_weights + experts
-    )
-    gradients, buffers = profile.gradient_bytes * (dense_weights + experts), 0.0
+    all_weights = dense_weights + experts
+    weights = profile.weight_bytes * all_weights + profile.compute_copy_bytes * compute_copies * all_weights
+    gradients, buffers = profile.gradient_bytes * all_weights, 0.0
     if layout.shard > 1 and layout.zero >= 2:
-        gradients, buffers = profile.gradient_bytes * sharded_weights, size * block_weights
+        gradients, buffers = profile.gradient_bytes * own_weights, size * block_weights
     if layout.shard > 1 and layout.zero == 3:
-        weights = profile.sharded_weight_bytes * sharded_weights
+        weights = profile.sharded_weight_bytes * own_weights
         buffers = size * (2 * max(block_weights, inputs.head_weights) + block_weights)
     if layout.pipeline > 1:
         neighbours = 2 * layout.stages_per_rank - (rank == 0) - (rank == layout.pipeline - 1)
@@ -228,7 +203,7 @@ def rank_memory(inputs: MemoryInputs, layout: Layout, rank: int, stage: StageLay
     # The loss's backward ends before any block is recomputed.
     extra = max(inputs.recomputed_per_block, inputs.logits) if stage.last else inputs.recomputed_per_block
     activations = in_flight * stage.blocks * inputs.saved_per_block + extra + 4 * inputs.hidden_bytes
-    optimizer = profile.optimizer_bytes * sharded_weights
+    optimizer = profile.optimizer_bytes * own_weights
     if layout.pipeline == 1 and micro_batches == 1:
         gradients = max(0.0, gradients - activations)  # gradients are allocated as activations are freed
     subtotal = weights + gradients + optimizer + activations + buffers
@@ -236,13 +211,10 @@ def rank_memory(inputs: MemoryInputs, layout: Layout, rank: int, stage: StageLay
     return RankMemory(weights, gradients, optimizer, activations, buffers, reserve)
 
 
-def optimizer_shards(layout: Layout) -> int:
-    """Returns how many ranks share the optimizer state of a weight."""
-    return layout.shard * (layout.context if layout.shard > 1 else 1)
-
-
-def expert_optimizer_shards(layout: Layout) -> int:
-    return max(1, optimizer_shards(layout) // layout.expert)
+def sharded_weights(layout: Layout, dense: float, experts: float) -> float:
+    """Returns how many of a rank's weights it keeps the optimizer state of."""
+    shards = layout.shard * (layout.context if layout.shard > 1 else 1)
+    return dense / shards + experts / max(1, shards // layout.expert)
 
 
 def in_flight_micro_batches(layout: Layout, rank: int, micro_batches: int) -> float:

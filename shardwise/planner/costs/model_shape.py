@@ -1,7 +1,5 @@
 """The cost model of a job's model: the closed form of decoders, or the operator costs of any other family."""
 
-from __future__ import annotations
-
 from shardwise.models.config import ModelConfig
 from shardwise.models.registry import family_of
 from shardwise.planner.costs.decoder_shape import ModelShape
@@ -17,12 +15,10 @@ def shape_of(config: ModelConfig, itemsize: int = 4) -> ModelShape:
     refused, tables = family.refusals(config), family.tables(config)
     host_tables = None
     if tables:
-        pooled_bytes = sum(4.0 * table.width for table in tables)
         host_tables = HostEmbeddingTables(
-            bytes=sum(4.0 * table.size for table in tables),
+            bytes=sum(4.0 * table.size for table in tables), pooled_bytes=sum(4.0 * table.width for table in tables),
             rows=sum(4.0 * table.width * table.lookups_per_sample for table in tables),
-            pooled_bytes=pooled_bytes,
-        )
+        )  # fmt: skip
     splits_layers, splits_heads = "pipeline" not in refused, "tensor" not in refused
     return operator_list_model(
         family.operator_costs(config, itemsize), host_tables, has_ends=splits_layers,

@@ -1,7 +1,5 @@
 """A model that is not a sequence of equal blocks, as the costs of its modules: traced, or listed by its family."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,21 +13,19 @@ class HostEmbeddingTables:
     """Embedding tables in host memory."""
 
     bytes: float
-    rows: float
-    """Bytes of the rows that one sample reads."""
-    pooled_bytes: float
-    """Bytes per sample that reach the device."""
+    rows: float  # bytes of the rows that one sample reads
+    pooled_bytes: float  # bytes per sample that reach the device
 
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorListModel(ModelShape):
     """A model as a list of modules. The search sees one head and one position, unless tensor ranks can split it."""
 
+    # Returns the modules' costs for a micro-batch size and, if the model has several heads, a tensor degree.
     make_operators: Callable[..., tuple[OperatorCosts, ...]]
-    """Returns the modules' costs for a micro-batch size and, if the model has several heads, a tensor degree."""
     tables: HostEmbeddingTables | None = None
+    # Whether the first and last module are the ends of a sequence of blocks that a pipeline can split.
     has_ends: bool = False
-    """Whether the first and last module are the ends of a sequence of blocks that a pipeline can split."""
 
     @property
     def stages(self) -> int:
@@ -60,12 +56,9 @@ class OperatorListModel(ModelShape):
 
 
 def operator_list_model(
-    make: Callable[..., tuple[OperatorCosts, ...]],
-    tables: HostEmbeddingTables | None = None,
-    heads: int = 1,
-    sequence: int = 1,
-    has_ends: bool = False,
-) -> OperatorListModel:
+    make: Callable[..., tuple[OperatorCosts, ...]], tables: HostEmbeddingTables | None = None, heads: int = 1,
+    sequence: int = 1, has_ends: bool = False,
+) -> OperatorListModel:  # fmt: skip
     """Returns the model whose modules' costs `make` computes: by a list, or by `interpolate_traces`."""
     return OperatorListModel(
         layers=len(make(1)) - 2 * has_ends, width=1, heads=heads, kv_heads=1, head_dim=1, ffn=0, vocab=0,

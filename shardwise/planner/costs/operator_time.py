@@ -1,7 +1,5 @@
 """The time of a module's operators (`shardwise.models.operator_costs`) on a machine."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from shardwise.models.operator_costs import AttentionOp, OperatorCosts
@@ -19,37 +17,24 @@ def operators_time(
         shapes = (p.rows, p.inner, p.columns), (p.rows, p.columns, p.inner), (p.inner, p.rows, p.columns)
         moved = p.moved_numel * kernel_profile.itemsize
         precision = p.precision(kernel_profile.precision)
-        product_forward, input_grad, weight_grad = (
-            machine.matmul(*side, precision, p.groups, moved) for side in shapes
-        )
-        forward, backward, weight = forward + product_forward, backward + input_grad + weight_grad, weight + weight_grad
+        seconds = [machine.matmul(*side, precision, p.groups, moved) for side in shapes]
+        forward, backward, weight = forward + seconds[0], backward + seconds[1] + seconds[2], weight + seconds[2]
     for a in costs.attention:
         attention_forward, attention_backward = _attention_op_time(machine, kernel_profile, a)
         forward, backward = forward + attention_forward, backward + attention_backward
     elementwise = machine.memory_time(costs.moved_bytes) if costs.moved_bytes else 0.0
     return ModuleTime(
-        forward=forward + elementwise,
-        backward=backward + 2 * elementwise,
-        weight_grad=weight,
-        moved_bytes=costs.moved_bytes,
-        launch_seconds=costs.num_ops * machine.efficiency.kernel_launch,
+        forward=forward + elementwise, backward=backward + 2 * elementwise, weight_grad=weight,
+        moved_bytes=costs.moved_bytes, launch_seconds=costs.num_ops * machine.efficiency.kernel_launch,
         tensor=machine.all_reduce(costs.all_reduce_bytes, tensor, 1) * (1.0 - machine.efficiency.overlap_tensor),
-    )
+    )  # fmt: skip
 
 
 def _attention_op_time(machine: Machine, kernel_profile: KernelProfile, a: AttentionOp) -> tuple[float, float]:
     square = ModelShape(
-        layers=1,
-        width=a.qk_head_dim,
-        heads=a.heads,
-        kv_heads=a.heads,
-        head_dim=a.v_head_dim,
-        qk_rope_head_dim=a.qk_head_dim - a.v_head_dim,
-        ffn=0,
-        vocab=0,
-        sequence=a.keys,
-        causal=a.causal,
-    )
+        layers=1, width=a.qk_head_dim, heads=a.heads, kv_heads=a.heads, head_dim=a.v_head_dim,
+        qk_rope_head_dim=a.qk_head_dim - a.v_head_dim, ffn=0, vocab=0, sequence=a.keys, causal=a.causal,
+    )  # fmt: skip
     forward, backward = BlockTimeModel(machine, square, kernel_profile).attention(ParallelDegrees(1, 1, 1, 1))
     return forward * a.queries / a.keys, backward * a.queries / a.keys
 

@@ -1,8 +1,6 @@
 """`shardwise dryrun`: resolves job, layout and ranks, and formats the reports as text."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -15,9 +13,8 @@ from shardwise.planner.dryrun.memory_comm_tracker import ROLES, CollectiveKind
 
 
 def dryrun_job(
-    job_file: Path | None, settings: list[str], layout: str | None, ranks: list[int], every_stage: bool,
-    on_report: Callable[[RankReport], None],
-) -> list[RankReport]:  # fmt: skip
+    job_file: Path | None, settings: list[str], layout: str | None, ranks: list[int], every_stage: bool
+) -> list[RankReport]:
     """Dry-runs the given ranks, plus one rank per pipeline stage with `every_stage`; by default `typical_ranks`."""
     job = load_job(job_file, settings)
     layout_text = layout or job.layout
@@ -25,24 +22,16 @@ def dryrun_job(
         raise JobError('layout = "auto": a dry run needs a fixed layout, e.g. --layout "pipeline=2 tensor=4".')
     parsed = Layout.parse(layout_text)
     rank_list = sorted({*ranks, *(typical_ranks(parsed, every_stage) if every_stage or not ranks else ())})
-    return dry_run(job, parsed, rank_list, on_report)
+    return dry_run(job, parsed, rank_list)
 
 
 def describe_reports(reports: Sequence[RankReport]) -> str:
     """Formats two tables: peak memory with one row per rank, communication with one column per rank."""
     layout, micro_batches = Layout.parse(reports[0].layout), pluralize(reports[0].micro_batches, "micro-batch")
-    return "\n".join(
-        [
-            f"Layout '{layout}': {pluralize(layout.world, 'process')}, {micro_batches} per step.",
-            "",
-            "Peak memory per rank, GiB",
-            *_align_columns(_memory_rows(reports), left=(1, 2, len(ROLES) + 4)),
-            "copies: weights in the compute dtype. buffers: communication buffers, samples, everything else.",
-            "",
-            "Communication per rank and step",
-            *_align_columns(_traffic_rows(reports), left=(0, 1)),
-        ]
-    )
+    lines = [f"Layout '{layout}': {pluralize(layout.world, 'process')}, {micro_batches} per step.", ""]
+    lines += ["Peak memory per rank, GiB", *_align_columns(_memory_rows(reports), left=(1, 2, len(ROLES) + 4))]
+    lines += ["copies: weights in the compute dtype. buffers: communication buffers, samples, everything else.", ""]
+    return "\n".join([*lines, "Communication per rank and step", *_align_columns(_traffic_rows(reports), left=(0, 1))])
 
 
 def _memory_rows(reports: Sequence[RankReport]) -> list[list[str]]:
@@ -50,9 +39,8 @@ def _memory_rows(reports: Sequence[RankReport]) -> list[list[str]]:
     for report in reports:
         sizes = [_format_gib(report.memory[role]) for role in ROLES]
         stages = " ".join(map(str, report.stages))
-        rows.append(
-            [str(report.rank), stages, _stage_contents(report), *sizes, _format_gib(report.total), report.peak_phase]
-        )
+        contents, total = _stage_contents(report), _format_gib(report.total)
+        rows.append([str(report.rank), stages, contents, *sizes, total, report.peak_phase])
     return rows
 
 
@@ -93,11 +81,8 @@ def _format_gib(size: int) -> str:
 
 
 def _align_columns(rows: list[list[str]], left: Sequence[int]) -> list[str]:
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if index in left else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    columns = []
+    for index, cells in enumerate(zip(*rows, strict=True)):
+        width = max(map(len, cells))
+        columns.append([cell.ljust(width) if index in left else cell.rjust(width) for cell in cells])
+    return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]

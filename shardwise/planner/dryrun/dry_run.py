@@ -16,16 +16,14 @@ initialized beforehand. Later steps are the same, except that DDP (`replicate` a
 first: the number of calls may differ slightly, the bytes do not.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -46,17 +44,10 @@ from shardwise.errors import JobError, LayoutError, RunError
 from shardwise.job import BatchConfig, Job
 from shardwise.layout import AUTO_SCHEDULES, V_SHAPED, Layout, solve_batch
 from shardwise.models import loss
-from shardwise.optim import make_optimizer
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.prepare import prepare
-from shardwise.planner.dryrun.memory_comm_tracker import (
-    ROLES,
-    BytesByRole,
-    MemoryCommTracker,
-    TracePoint,
-    axis_by_group,
-)
+from shardwise.planner.dryrun.memory_comm_tracker import ROLES, MemoryCommTracker, TracePoint, axis_by_group
 from shardwise.planner.plan import auto_schedule_order
 from shardwise.step import step
 
@@ -77,22 +68,16 @@ class RankReport:
 
     layout: str
     rank: int
-    stages: tuple[int, ...]
-    """Pipeline stages on this rank."""
-    modules: tuple[tuple[str, ...], ...]
-    """Names of the model's top-level modules, by stage."""
-    memory: dict[str, int]
-    """Peak bytes, by role."""
+    stages: tuple[int, ...]  # pipeline stages on this rank
+    modules: tuple[tuple[str, ...], ...]  # names of the model's top-level modules, by stage
+    memory: dict[str, int]  # peak bytes, by role
+    # When the peak occurs: `forward or backward`, or `update` for gradient reduction and optimizer step.
     peak_phase: str
-    """When the peak occurs: `forward or backward`, or `update` for gradient reduction and optimizer step."""
-    resident_memory: dict[str, int]
-    """Bytes between two steps, by role."""
+    resident_memory: dict[str, int]  # bytes between two steps, by role
     traffic: tuple[CollectiveTraffic, ...]
     micro_batches: int
-    micro_batches_run: int
-    """Micro-batches that were run; the others are extrapolated."""
-    seconds: float
-    """Wall time of the dry run."""
+    micro_batches_run: int  # micro-batches that were run; the others are extrapolated
+    seconds: float  # wall time of the dry run
 
     @property
     def total(self) -> int:
@@ -102,13 +87,8 @@ class RankReport:
         return {**dataclasses.asdict(self), "total": self.total}
 
 
-def dry_run(
-    job: Job,
-    layout: Layout,
-    ranks: Sequence[int] | None = None,
-    on_report: Callable[[RankReport], None] = lambda _: None,
-) -> list[RankReport]:
-    """Measures the given ranks (default `typical_ranks`) and calls `on_report` as each one finishes."""
+def dry_run(job: Job, layout: Layout, ranks: Sequence[int] | None = None) -> list[RankReport]:
+    """Measures the given ranks; default `typical_ranks`."""
     if prepare(job, layout).tables:
         raise JobError(
             f"model.name = {job.model.name!r}: a dry run does not simulate embedding tables in host memory; use "
@@ -117,26 +97,19 @@ def dry_run(
     rank_list = list(typical_ranks(layout) if ranks is None else ranks)
     for rank in rank_list:
         if not 0 <= rank < layout.world:
-            last = layout.world - 1
-            raise LayoutError(
-                f"rank {rank}: layout '{layout}' has {pluralize(layout.world, 'rank')}, from 0 to {last}."
-            )
+            ranks_text = f"{pluralize(layout.world, 'rank')}, from 0 to {layout.world - 1}"
+            raise LayoutError(f"rank {rank}: layout '{layout}' has {ranks_text}.")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    reports: dict[int, RankReport] = {}
     with ProcessPoolExecutor(min(cores, len(rank_list)), get_context("fork"), _init_worker) as pool:
         futures = [pool.submit(_dry_run_rank, job, layout, rank) for rank in rank_list]
         try:
-            for done in as_completed(futures):
-                report = done.result()
-                reports[report.rank] = report
-                on_report(report)
+            return [future.result() for future in futures]
         except BrokenProcessPool:
             raise RunError(
                 "a process of the dry run was killed, probably out of memory; free some memory or look at fewer ranks."
             ) from None
         finally:
             pool.shutdown(cancel_futures=True)
-    return [reports[rank] for rank in rank_list]
 
 
 def typical_ranks(layout: Layout, all_stages: bool = False) -> list[int]:
@@ -204,21 +177,17 @@ def measure_rank(job: Job, layout: Layout, fake: bool = True, all_micro_batches:
     remaining = batch.micro_batches - count
     memory, peak_phase = recording.memory(remaining, period)
     return RankReport(
-        layout=str(layout),
-        rank=recording.engine.mesh.rank,
+        layout=str(layout), rank=recording.engine.mesh.rank,
         stages=layout.stages_of(recording.engine.mesh["pipeline"].index),
         modules=tuple(tuple(name for name, _ in chain.named_children()) for chain in recording.engine.chains),
-        memory=_by_role(memory),
-        peak_phase=peak_phase,
+        memory=_by_role(memory), peak_phase=peak_phase,
         resident_memory=_by_role(recording.held_after(recording.end.event, remaining, period)),
-        traffic=recording.traffic(remaining, period),
-        micro_batches=batch.micro_batches,
-        micro_batches_run=count,
+        traffic=recording.traffic(remaining, period), micro_batches=batch.micro_batches, micro_batches_run=count,
         seconds=time.perf_counter() - begin,
-    )
+    )  # fmt: skip
 
 
-def _by_role(memory: BytesByRole) -> dict[str, int]:
+def _by_role(memory: Counter[str]) -> dict[str, int]:
     return {role: memory[role] for role in ROLES}
 
 
@@ -229,16 +198,13 @@ class StepRecording:
     engine: Engine
     tracker: MemoryCommTracker
     micro_batches_run: int
-    before_batch: TracePoint
-    """Before samples and receive buffers were allocated."""
+    before_batch: TracePoint  # before samples and receive buffers were allocated
     begin: TracePoint
-    forward_starts: list[TracePoint]
-    """Start of each forward of this rank's first stage."""
-    update_start: TracePoint
-    """After the last backward."""
+    forward_starts: list[TracePoint]  # start of each forward of this rank's first stage
+    update_start: TracePoint  # after the last backward
     end: TracePoint
 
-    def memory(self, remaining: int, period: int) -> tuple[BytesByRole, str]:
+    def memory(self, remaining: int, period: int) -> tuple[Counter[str], str]:
         """Returns the peak bytes, with `remaining` more micro-batches extrapolated, and the phase of the peak."""
         peak = self.tracker.bytes_at(self.tracker.peak_event(self.begin, self.update_start))
         _add_scaled(peak, self.tracker.growth_between(self.before_batch, self.begin), remaining, self.micro_batches_run)
@@ -249,7 +215,7 @@ class StepRecording:
         after = self.held_after(self.tracker.peak_event(self.update_start, self.end), remaining, period)
         return (peak, "forward or backward") if peak.total() >= after.total() else (after, "update")
 
-    def held_after(self, event: int, remaining: int, period: int) -> BytesByRole:
+    def held_after(self, event: int, remaining: int, period: int) -> Counter[str]:
         """Returns the bytes at an event after the last backward, with `remaining` more micro-batches extrapolated."""
         held = self.tracker.bytes_at(event)
         if remaining:
@@ -289,7 +255,7 @@ def _record_step(job: Job, layout: Layout, micro_batches: int, fake: bool) -> St
     gc.disable()  # collections at random times would make the trace nondeterministic
     try:
         with _enter_all(modes), _gpu_kernels():
-            optimizer = make_optimizer(job.optimizer, engine.param_shards)
+            optimizer = engine.make_optimizer(job)
             _init_optimizer_states(engine, optimizer)
             tracker.mark((value for state in optimizer.state.values() for value in state.values()), "optimizer")
             before_batch = tracker.now()
@@ -322,11 +288,13 @@ class FusedRMSNorm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight)
 
 
-def _fused_loss(logits: Tensor, targets: Tensor, vocab_shard: loss.VocabShard | None) -> tuple[Tensor, Tensor]:
+def _fused_loss(
+    padded_logits: Tensor, targets: Tensor, vocab_shard: loss.VocabShard | None, vocab: int
+) -> tuple[Tensor, Tensor]:
     """Allocates what the fused loss kernel does: the gradient overwrites the logits."""
-    if vocab_shard is not None or logits.dtype == torch.float64:
-        return softmax_loss(logits, targets, vocab_shard)
-    return logits.new_zeros((), dtype=torch.promote_types(logits.dtype, torch.float32)), logits
+    if vocab_shard is not None or padded_logits.dtype == torch.float64:
+        return softmax_loss(padded_logits, targets, vocab_shard, vocab)
+    return padded_logits.new_zeros((), dtype=torch.promote_types(padded_logits.dtype, torch.float32)), padded_logits
 
 
 softmax_loss = loss.cross_entropy_with_grad
@@ -365,15 +333,25 @@ def _init_optimizer_states(engine: Engine, optimizer: torch.optim.Optimizer) -> 
 
 def _track_engine(engine: Engine, tracker: MemoryCommTracker) -> list[TracePoint]:
     """Marks weights and gradients in the tracker. The returned list receives the end of the last backward."""
+
+    def mark_weights(module: nn.Module, args: Any) -> None:
+        # When this hook runs, FSDP has unsharded the parameters.
+        tracker.mark((weight for weight in module._parameters.values() if weight is not None), "weights")
+
+    def mark_copy(view: Tensor) -> Tensor:
+        """The last parametrization: marks the weight a module computes with."""
+        tracker.mark([view], "copies", overwrite=False)
+        return view
+
     tracker.mark((param_shard.tensor for param_shard in engine.param_shards), "weights")
     for chain in engine.chains:
         has_copies = any(param_shard.compute_copy is not None for param_shard in engine.param_shards)
         tracker.mark(chain.parameters(), "copies" if has_copies else "weights")
         for module in chain.modules():
             if not has_copies:
-                module.register_forward_pre_hook(_mark_weights_hook(tracker))
+                module.register_forward_pre_hook(mark_weights)
             for views in module.__dict__.get("_parametrizations", {}).values():
-                views.append(_mark_copy_view(tracker))
+                views.append(mark_copy)
     backward_ends: list[TracePoint] = []
     reduce_gradients = engine.data.reduce_gradients
 
@@ -385,24 +363,6 @@ def _track_engine(engine: Engine, tracker: MemoryCommTracker) -> list[TracePoint
 
     engine.data.reduce_gradients = tracked_reduce  # type: ignore[method-assign]
     return backward_ends
-
-
-def _mark_weights_hook(tracker: MemoryCommTracker) -> Callable[[nn.Module, Any], None]:
-    def mark_weights(module: nn.Module, args: Any) -> None:
-        # When this hook runs, FSDP has unsharded the parameters.
-        tracker.mark((weight for weight in module._parameters.values() if weight is not None), "weights")
-
-    return mark_weights
-
-
-def _mark_copy_view(tracker: MemoryCommTracker) -> Callable[[Tensor], Tensor]:
-    """Returns a parametrization that marks the weight a module computes with, appended as the last one."""
-
-    def mark(view: Tensor) -> Tensor:
-        tracker.mark([view], "copies", overwrite=False)
-        return view
-
-    return mark
 
 
 def _mark_gradients(engine: Engine, tracker: MemoryCommTracker) -> None:

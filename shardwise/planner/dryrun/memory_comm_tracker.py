@@ -17,8 +17,6 @@ Bytes are those of the tensors; the allocator adds its rounding. PyTorch's MemTr
 shards nor repeated calls of a module, and CommDebugMode fails under PyTorch's pipeline schedules.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -37,7 +35,6 @@ from shardwise.layout import AXES
 from shardwise.parallel.mesh import Mesh
 
 ROLES = ("weights", "copies", "gradients", "optimizer", "activations", "buffers")
-BytesByRole = Counter[str]
 AXIS_NAMES = (
     *AXES, "shard x context", "replicate x context", "expert", "expert_replicas", "data", "tied_weights", "world",
     "other",
@@ -198,15 +195,15 @@ class MemoryCommTracker(TorchDispatchMode):
     def now(self) -> TracePoint:
         return TracePoint(len(self.events), len(self.collectives))
 
-    def bytes_at(self, event: int) -> BytesByRole:
+    def bytes_at(self, event: int) -> Counter[str]:
         """Returns the bytes in memory at an event, by role."""
         return _sum_by_role(self.events[:event])
 
-    def growth_between(self, begin: TracePoint, end: TracePoint) -> BytesByRole:
+    def growth_between(self, begin: TracePoint, end: TracePoint) -> Counter[str]:
         """Returns the change in bytes between two points, by role."""
         return _sum_by_role(self.events[begin.event : end.event])
 
-    def surviving_bytes(self, begin: TracePoint, end: TracePoint, event: int) -> BytesByRole:
+    def surviving_bytes(self, begin: TracePoint, end: TracePoint, event: int) -> Counter[str]:
         """Returns the bytes allocated between two points that are still in memory at a later event, by role."""
         before = {id(record) for record, _ in self.events[: begin.event]}
         allocated = {id(record) for record, _ in self.events[begin.event : end.event]} - before
@@ -253,8 +250,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _sum_by_role(events: Iterable[tuple[StorageRecord, int]]) -> BytesByRole:
-    total: BytesByRole = Counter()
+def _sum_by_role(events: Iterable[tuple[StorageRecord, int]]) -> Counter[str]:
+    total: Counter[str] = Counter()
     for record, size in events:
         total[record.role or record.default_role] += size
     return total

@@ -1,0 +1,116 @@
+"""An asynchronous parameter server, for comparison with all-reduce; some or all ranks each serve a slice of weights.
+
+A server applies gradients as they arrive and replies with its current weights, but lets no rank run more than
+`staleness` rounds ahead of the slowest (Ho et al., 2013). If a worker dies, the others continue and the error names it
+at the end; if a server dies, its clients raise at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.comm.allreduce import chunk_bounds
+from shardwise.errors import RunError
+
+UpdateFn = Callable[[Tensor, Tensor], object]  # updates the weights in place, given a gradient
+PUSH_TAG, PULL_TAG = 1, 2  # a rank's worker and server threads share one process group
+
+
+class AsyncParameterServer:
+    """Serves a slice of the weights, with one thread per other rank."""
+
+    def __init__(self, weights: Tensor, update: UpdateFn, staleness: int, rounds: int):
+        self.weights, self.update, self.staleness, self.rounds = weights, update, staleness, rounds
+        self.rounds_done = [0] * dist.get_world_size()
+        self.max_staleness = 0
+        """The largest lead, in rounds, of any rank over the slowest."""
+        self.dead_ranks: dict[int, int] = {}
+        """Ranks that stopped responding, with the rounds they completed."""
+        self.condition = threading.Condition()
+        clients = [rank for rank in range(len(self.rounds_done)) if rank != dist.get_rank()]
+        self.threads = [threading.Thread(target=self._serve, args=(rank,), daemon=True) for rank in clients]
+        for thread in self.threads:
+            thread.start()
+
+    def apply_gradient(self, rank: int, gradient: Tensor) -> Tensor:
+        """Applies a rank's gradient; returns the weights once the staleness bound lets the rank continue."""
+        with self.condition:
+            self.update(self.weights, gradient)
+            self.rounds_done[rank] += 1
+            self.condition.notify_all()
+            self.condition.wait_for(lambda: self._rounds_ahead(rank) <= self.staleness)
+            self.max_staleness = max(self.max_staleness, self._rounds_ahead(rank))
+            return self.weights.clone()
+
+    def _rounds_ahead(self, rank: int) -> int:
+        """Returns a rank's lead, in rounds, over the slowest live rank."""
+        live_rounds = [rounds for other, rounds in enumerate(self.rounds_done) if other not in self.dead_ranks]
+        return self.rounds_done[rank] - min(live_rounds)
+
+    def _serve(self, rank: int) -> None:
+        gradient = torch.empty_like(self.weights)
+        try:
+            for _ in range(self.rounds):
+                dist.recv(gradient, rank, tag=PUSH_TAG)
+                dist.send(self.apply_gradient(rank, gradient), rank, tag=PULL_TAG)
+        except RuntimeError:
+            with self.condition:
+                self.dead_ranks[rank] = self.rounds_done[rank]
+                self.condition.notify_all()
+
+    def join(self) -> None:
+        for thread in self.threads:
+            thread.join()
+        if self.dead_ranks:
+            raise RunError(" ".join(_no_response(rank, rounds) for rank, rounds in sorted(self.dead_ranks.items())))
+
+
+def _no_response(rank: int, rounds_done: int) -> str:
+    return f"rank {rank} is not responding (asynchronous parameter server, after round {rounds_done})."
+
+
+class ParameterServerWorker:
+    """A rank's client, and its server if it serves a slice. Every rank must run the same number of rounds."""
+
+    def __init__(self, weights: Tensor, update: UpdateFn, servers: int, staleness: int, rounds: int):
+        self.weights, self.rank = weights.view(-1), dist.get_rank()
+        if not 1 <= servers <= dist.get_world_size():
+            raise RunError(
+                f"{servers} servers among {dist.get_world_size()} ranks: use at least 1 and at most all ranks."
+            )
+        bounds = chunk_bounds(self.weights.numel(), servers)
+        self.slices = [slice(*ends) for ends in zip(bounds, bounds[1:])]
+        served = self.weights[self.slices[self.rank]].clone() if self.rank < servers else None
+        self.server = AsyncParameterServer(served, update, staleness, rounds) if served is not None else None
+        self.rounds_done = 0
+
+    def push_pull(self, gradient: Tensor) -> None:
+        """Sends a gradient to the servers and receives the updated weights."""
+        flat, pending = gradient.view(-1), []
+        for server, server_slice in enumerate(self.slices):
+            if server != self.rank:
+                try:
+                    send_work = dist.isend(flat[server_slice], server, tag=PUSH_TAG)
+                    pending.append((server, send_work, dist.irecv(self.weights[server_slice], server, tag=PULL_TAG)))
+                except RuntimeError:
+                    raise RunError(_no_response(server, self.rounds_done)) from None
+        if self.server is not None:
+            self.weights[self.slices[self.rank]] = self.server.apply_gradient(self.rank, flat[self.slices[self.rank]])
+        for server, send_work, recv_work in pending:
+            assert send_work is not None and recv_work is not None
+            try:
+                send_work.wait()
+                recv_work.wait()
+            except RuntimeError:
+                raise RunError(_no_response(server, self.rounds_done)) from None
+        self.rounds_done += 1
+
+    def join(self) -> None:
+        """Waits until every rank has completed its rounds."""
+        if self.server is not None:
+            self.server.join()

@@ -1,0 +1,150 @@
+"""`Trainer`: trains, verifies and plans a module from a Python script.
+
+    trainer = shardwise.Trainer(model=MyNet, loss=nn.CrossEntropyLoss(), data=dataset, layout="shard=2", steps=1000)
+    trainer.fit()
+
+Start it with `python train.py`, which starts the layout's processes itself, `torchrun train.py` or `shardwise run
+train.py`.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.adapters.callback import Callback
+from shardwise.adapters.dataset_source import DatasetSource
+from shardwise.adapters.script import register_task, stop_if_collecting
+from shardwise.adapters.task import Task
+from shardwise.cluster import find_cluster
+from shardwise.console import print_line
+from shardwise.errors import JobError
+from shardwise.job import Job, make_job
+from shardwise.launch.start import start_job
+from shardwise.layout import Layout
+from shardwise.parallel.parallelize import parallelize
+from shardwise.parallel.prepare import prepare
+from shardwise.planner.plan import Plan, make_plan
+from shardwise.train.generate import load_model, load_trained_weights
+from shardwise.train.run_folder import RunFolder
+from shardwise.train.validate import validate
+from shardwise.verify.parity import VerifyResult, verify
+from shardwise.verify.proof import prove
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run."""
+
+    folder: Path
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """One row per step: step, loss, grad_norm, lr, ..."""
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def loss(self) -> float:
+        """The loss of the last step."""
+        return float(self.metrics[-1]["loss"])
+
+
+class Trainer:
+    """A module, its loss and its data, and how to train them."""
+
+    def __init__(
+        self, model: Callable[[], nn.Module] | nn.Module, loss: Callable[..., Tensor] | None = None, data: Any = None,
+        *, validation: Any = None, collate: Callable[[list[Any]], Any] | None = None,
+        count: Callable[[Any], Any] | None = None, inputs: Callable[[Any], Any] | None = None,
+        layout: str = "auto", steps: int | None = None, batch: int = 32, precision: str = "float32", seed: int = 0,
+        optimizer: str | Callable[..., torch.optim.Optimizer] = "adamw", lr: float | Callable[[int], float] = 3e-4,
+        callbacks: Sequence[Callback] = (), metrics: Mapping[str, Callable[[Any, Any], Any]] | None = None,
+        trunk: str = "", plan: Mapping[str, str] | None = None, folder: str = "",
+        settings: Mapping[str, Any] | None = None,
+    ):  # fmt: skip
+        """`model`: a class or function that builds the module, or a module, whose weights are kept. `loss`, `data`,
+        `collate`, `count` and `inputs`: see `shardwise.Task`. `batch`: samples per step over all processes.
+        `optimizer`: a name, or a class like those of `torch.optim`. `lr`: the peak learning rate, or a function of the
+        step. `metrics`: functions of output and target for validation. `trunk` and `plan`: the list of blocks and the
+        tensor plan, if they are not found. `settings`: any other keys of a job, such as `{"checkpoint": {"every": 9}}`.
+        """
+        if not callable(model):
+            raise JobError(f"model must be an nn.Module, a class or a function, not a {type(model).__name__}.")
+        self.task = Task(
+            model, loss, data, validation, collate, count, inputs, trunk=trunk,
+            plan=dict(plan or {}), callbacks=tuple(callbacks), metrics=dict(metrics or {}),
+            optimizer=None if isinstance(optimizer, str) else optimizer, learning_rate=lr if callable(lr) else None,
+        )  # fmt: skip
+        name, arguments = register_task(self.task)
+        values: dict[str, Any] = {
+            "seed": seed, "layout": str(layout), "precision": precision, "batch": {"samples": batch},
+            "model": {"name": name, "args": {"argv": arguments}}, "run": {"folder": folder},
+            "optimizer": {"lr": 3e-4 if callable(lr) else lr},
+        }  # fmt: skip
+        if isinstance(optimizer, str):
+            values["optimizer"]["name"] = optimizer
+        if steps is not None:
+            values["steps"] = steps
+        for key, value in (settings or {}).items():
+            values[key] = {**values.get(key, {}), **value} if isinstance(value, Mapping) else value
+        if processes := os.environ.get("SHARDWISE_PROCESSES"):  # set by `shardwise run --processes`
+            values["run"]["processes"] = int(processes)
+        self.job: Job = make_job(values, "Trainer")
+        self.run: Run | None = None
+
+    def fit(self, resume: str | Path | None = None, proof: bool = True) -> Run:
+        """Trains to the end and returns the run. `resume` continues the run in that folder, in any layout. Without
+        `proof`, the layout is not compared with one process first."""
+        stop_if_collecting()
+        folder = start_job(self.job, print_line, None if resume is None else Path(resume), prove if proof else None)
+        self.run = Run(folder.path)
+        return self.run
+
+    def verify(self, layout: str | Sequence[str], steps: int = 3) -> list[VerifyResult]:
+        """Compares layouts with the unmodified module in one process, in float64."""
+        stop_if_collecting()
+        layouts = [Layout.parse(text) for text in ([layout] if isinstance(layout, str) else layout)]
+        return verify(self.job.model_copy(update={"precision": "float64"}), layouts, steps)
+
+    def plan(self, cluster: str = "cpu", devices: int | None = None) -> Plan:
+        """Returns the fastest layout on a cluster, with predicted step time and memory."""
+        stop_if_collecting()
+        return make_plan(self.job, find_cluster(cluster), devices)
+
+    def evaluate(self, data: Any) -> dict[str, float]:
+        """Returns the mean loss, and the metrics, of the trained weights on a dataset, in one process."""
+        folder = self._folder()
+        job = self.job.model_copy(update={"precision": "float32", "layout": "auto"})
+        count = min(len(data), self.job.samples)
+        job = make_job(job.model_dump(exclude_none=True) | {
+            "batch": {"samples": count}, "validation": {"samples": len(data)}, "compile": False})  # fmt: skip
+        engine = parallelize(prepare(job, Layout()), torch.device("cpu"))
+        load_trained_weights(folder, engine.chains[0])
+        result = validate(engine, job, DatasetSource(self.task, data), None)
+        return result or {}
+
+    def module(self) -> nn.Module:
+        """Returns the module with the weights of the newest checkpoint, on the CPU."""
+        folder = self._folder()
+        chain: Any = load_model(folder, self.job, torch.device("cpu"))
+        module: nn.Module = chain.root
+        return module
+
+    def save(self, path: str | Path) -> None:
+        """Saves the trained weights as a PyTorch state dict."""
+        torch.save(self.module().state_dict(), path)
+
+    def load(self, path: str | Path) -> None:
+        """Takes the run in this folder, for `module`, `evaluate`, `save` and `fit(resume=...)`."""
+        self.run = Run(RunFolder.open(Path(path)).path)
+
+    def _folder(self) -> RunFolder:
+        stop_if_collecting()
+        if self.run is None:
+            raise JobError("there are no trained weights yet; call fit(), or load(FOLDER) for an earlier run.")
+        return RunFolder.open(self.run.folder)

@@ -1,0 +1,310 @@
+"""Modules that are not ours, tier by tier: proven against the module in one process, or refused in a sentence."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import user_modules
+from test_train import train, validation
+from torch import Tensor, nn
+
+import shardwise.adapters.anatomy as anatomy
+import shardwise.adapters.module_family as module_family
+import shardwise.parallel.parallelize as parallelize
+import shardwise.step as step
+from shardwise.adapters.module_chain import ModuleChain
+from shardwise.adapters.module_family import SCRIPT_TASKS
+from shardwise.adapters.task import Task
+from shardwise.errors import DataError, JobError, LayoutError, RunError
+from shardwise.job import Job, make_job
+from shardwise.layout import Layout
+from shardwise.parallel.prepare import meta_model, prepare
+from shardwise.train.run_folder import RunFolder
+from shardwise.verify.parity import VerifyResult, verify
+
+TIERS = {
+    "data": ("replicate=2 micro_batch=2", "shard=2 zero=1", "shard=2 zero=2", "shard=2 zero=3 micro_batch=2"),
+    "recompute": ("recompute=selective", "shard=2 zero=3 recompute=full micro_batch=2"),
+    "pipeline": (
+        "pipeline=2 micro_batch=4", "pipeline=2 schedule=zero-bubble micro_batch=2",
+        "pipeline=2 schedule=zbv recompute=full micro_batch=2", "pipeline=2 shard=2 zero=3 micro_batch=1",
+    ),
+    "tensor": ("tensor=2", "tensor=2 shard=2 zero=3 recompute=full", "tensor=2 pipeline=2 micro_batch=2"),
+}  # fmt: skip
+NO_TRUNK = "no list of blocks was found that are called in a row and hand on a tensor of one shape; name it"
+NO_PLAN = "there is no plan for this module"
+READS_VALUES = r"forward reads the value of a tensor in Python at .*user_modules.py:\d+, so it cannot be analysed"
+# By module: the tiers in which it is refused, and what the sentence says.
+MODULES: dict[str, dict[str, str]] = {
+    "vit": {},
+    "unet": {"pipeline": NO_TRUNK, "tensor": NO_PLAN},
+    "lstm_tagger": {"pipeline": NO_TRUNK, "tensor": NO_PLAN},
+    "stacked_lstm": {"tensor": NO_PLAN},
+    "encoder": {"tensor": NO_PLAN},
+    "sequence_first_encoder": {"tensor": NO_PLAN},
+    "two_towers": {
+        "pipeline": r"made in user_tower.2 \(prologue\) is used in TwoTowers \(epilogue\), and only the blocks' output",
+        "tensor": NO_PLAN,
+    },
+    "shared_layer": {"tensor": NO_PLAN},
+    "repeated_block": {"pipeline": NO_TRUNK, "tensor": NO_PLAN},
+    "many_outputs": {"tensor": NO_PLAN},
+    "frozen": {},
+    "frozen_bottom": {"pipeline": "stage 0 of 2 has no parameters to train", "tensor": NO_PLAN},
+    "custom_autograd": {"tensor": NO_PLAN},
+    "own_loss": {"tensor": NO_PLAN},
+    "tied_lm": {},
+    "unused_head": {"pipeline": r"made in stem \(prologue\) is used in UnusedHead \(epilogue\)", "tensor": NO_PLAN},
+    "in_place": {"recompute": "net.4 changes its input in place", "tensor": NO_PLAN},
+    "experts": {"pipeline": READS_VALUES, "tensor": NO_PLAN},
+    "reads_value": {"pipeline": READS_VALUES, "tensor": NO_PLAN},
+    "batch_norm": {
+        "data": "4 micro-batches|2 micro-batches", "recompute": "running statistics of batch norm twice",
+        "pipeline": "batch norm spans the whole batch; use replicate or shard", "tensor": "batch norm spans the whole",
+    },
+}  # fmt: skip
+
+
+def any_job(name: str, args: dict[str, Any] | None = None, **changes: Any) -> Job:
+    model = {"name": f"python:user_modules:{name}", "args": args or {}}
+    return make_job({"precision": "float64", "steps": 3, "model": model, "batch": {"samples": 8}} | changes)
+
+
+def task_job(task: Task, **changes: Any) -> Job:
+    """Returns the job of a task that is not in a file."""
+    name = f"python:script:{len(SCRIPT_TASKS)}"
+    SCRIPT_TASKS[name] = task
+    settings = {"precision": "float64", "steps": 3, "model": {"name": name}, "batch": {"samples": 8}}
+    return make_job(settings | changes)
+
+
+def proven(job: Job, *layouts: str, steps: int = 3) -> None:
+    for result in verify(job, [Layout.parse(layout) for layout in layouts], steps):
+        assert result.ok, result.describe()
+
+
+def first_difference(job: Job, layout: str) -> VerifyResult:
+    (result,) = verify(job, [Layout.parse(layout)], steps=2)
+    assert not result.ok
+    return result
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("name", MODULES)
+def test_tier_by_tier(name: str, tier: str) -> None:
+    job, refused = any_job(name), MODULES[name]
+    layouts = list(TIERS[tier])
+    if name == "batch_norm" and tier == "data":
+        layouts = ["replicate=2", "shard=2 zero=1", "shard=2 zero=3"]
+        refused = refused | {"data": ""}
+    if name == "in_place" and tier == "pipeline":
+        layouts = [layout for layout in layouts if "recompute" not in layout]
+    if refused.get(tier):
+        for layout in layouts:
+            if name != "batch_norm" or tier != "recompute" or "recompute" in layout:
+                with pytest.raises(LayoutError, match=f"{refused[tier]}|{refused.get('pipeline', '-')}"):
+                    prepare(job, Layout.parse(layout))
+    else:
+        proven(job, *layouts)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gan", "the forward returns 2 losses, but a job has one loss and one optimizer"),
+        ("functional_dropout", r"FunctionalDropout draws random numbers in its forward .* use nn.Dropout there"),
+        ("default_encoder", r"encoder.layers.0.self_attn draws random numbers .* or set its probability to 0"),
+        ("no_length", "the dataset Endless has no length or cannot be indexed; .* give it __len__ and __getitem__"),
+        ("ragged", "samples cannot be collated: stack expects each tensor to be equal size.* `collate` that pads"),
+        ("not_a_tensor", "a batch must hold tensors only, but it has a str; convert or drop it in `collate`"),
+        ("loss_of_shape", r"the loss must be a scalar tensor, but it is of shape \(4,\)"),
+        ("detached_loss", "the loss depends on no trainable parameter; is it detached"),
+        ("lazy", "lazy modules, whose shapes are unknown"),
+    ],
+)
+def test_refused_in_a_sentence(name: str, message: str) -> None:
+    for layout in ("pipeline=1", "shard=2"):
+        with pytest.raises((JobError, DataError), match=message):
+            prepare(any_job(name), Layout.parse(layout))
+
+
+def test_a_buffer_that_the_forward_updates_needs_one_process() -> None:
+    proven(any_job("ema"), "pipeline=1")
+    for layout in ("replicate=2", "shard=2", "pipeline=2"):
+        with pytest.raises(LayoutError, match="the forward updates the buffer mean, which every rank would do"):
+            prepare(any_job("ema"), Layout.parse(layout))
+    with pytest.raises(LayoutError, match="micro-batches"):
+        prepare(any_job("ema"), Layout.parse("micro_batch=2"))
+
+
+def test_gathered_features_must_divide() -> None:
+    with pytest.raises(LayoutError, match="tensor=4 does not divide the 18 output features of head"):
+        prepare(any_job("tied_lm"), Layout.parse("tensor=4"))
+
+
+def test_a_mean_over_masked_targets_is_caught_and_explained() -> None:
+    found = first_difference(any_job("masked_mean"), "replicate=2")
+    assert "first differs in step 0: loss" in found.describe()
+    assert "return the sum, and give `count`, the number of targets in a batch" in found.describe()
+
+
+@pytest.mark.parametrize("name", ["tied_lm", "stacked_lstm", "batch_norm", "vit", "experts"])
+def test_bf16(name: str) -> None:
+    """The weights of LSTMs, parameters of the root, and float32 buffers beside bf16 weights."""
+    micro = "" if name == "batch_norm" else " micro_batch=2"
+    proven(any_job(name, precision="bf16"), "pipeline=1", "replicate=2", f"shard=2 zero=3{micro}", steps=1)
+
+
+# Mutations
+
+
+def test_a_plan_that_is_wrong_is_caught_and_named() -> None:
+    class Gated(nn.Module):
+        """Its hidden features are normalized, so they cannot be split."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.down(F.softmax(self.up(x), -1))
+
+    def make(style: str) -> Job:
+        def build() -> nn.Module:
+            return nn.Sequential(*(Gated() for _ in range(3)), nn.Linear(8, user_modules.CLASSES))
+
+        plan = {"*.up": style, "*.down": "rowwise" if style == "colwise" else "rowwise_split"}
+        return task_job(Task(build, nn.CrossEntropyLoss(), user_modules.vectors(), plan=plan))
+
+    proven(make("colwise_gather"), "tensor=2")
+    difference = first_difference(make("colwise"), "tensor=2").first_difference
+    assert difference is not None and (difference.kind, difference.name) == ("output", "0.down")
+    wrong = replace(user_modules.vit(), plan=user_modules.BLOCK_PLAN | {"blocks.*.down": "colwise"})
+    assert "shape" in str(first_difference(task_job(wrong), "tensor=2").failure)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "kind", "culprit"),
+    [
+        ("vit", "tensor=2", "gradient", "head.bias"),
+        ("tied_lm", "pipeline=2 micro_batch=2", "gradient", "tokens.weight"),
+        ("skip_mlp", "pipeline=2 micro_batch=2", "loss", "loss"),
+        ("sequence_first_encoder", "micro_batch=2", "loss", "loss"),
+        ("batch_norm", "replicate=2", "output", "blocks.0.norm"),
+    ],
+)
+def test_mutations(name: str, layout: str, kind: str, culprit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this order: whole weights are not summed over tensor ranks, a tie is not summed over stages, the anatomy
+    overlooks a crossing, dropout takes time steps for samples, batch norm is not synchronized."""
+    monkeypatch.setattr(module_family, "_ANATOMIES", {})
+    module_family._meta_chain.cache_clear()
+    monkeypatch.setattr(step, "all_reduce_tensor_grads", lambda engine: None)
+    monkeypatch.setattr(step, "all_reduce_tied_grads", lambda engine: None)
+    monkeypatch.setattr(anatomy._Tracker, "_crossing_sentence", lambda tracker: "")
+    monkeypatch.setattr(parallelize.batch_norm, "apply", lambda chain, axis: None)
+    if name == "sequence_first_encoder":
+        build = ModuleChain.configure
+
+        def forget(chain: ModuleChain, *args: Any) -> None:
+            build(chain, *args)
+            chain.state["sample_dims"] = {}
+
+        monkeypatch.setattr(ModuleChain, "configure", forget)
+    found = first_difference(any_job(name), layout).first_difference
+    module_family._meta_chain.cache_clear()
+    assert found is not None and (found.step, found.kind, found.name) == (0, kind, culprit)
+
+
+# Training
+
+
+def training_job(folder: Path, name: str, **changes: Any) -> Job:
+    settings = {"steps": 8, "checkpoint": {"every": 2}, "validation": {"samples": 16}, "run": {"folder": str(folder)}}
+    return any_job(name, **(settings | changes))
+
+
+def curve(run: RunFolder) -> list[float]:
+    records = list(run.metrics())
+    assert [record["step"] for record in records] == list(range(1, 9))
+    return [record["loss"] for record in records]
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("tied_lm", "shard=2 zero=3", "pipeline=2 micro_batch=2"), ("batch_norm", "replicate=2", "shard=2 zero=3"),
+        ("frozen", "pipeline=2 micro_batch=2", "tensor=2"), ("ema", "pipeline=1", "pipeline=1"),
+        ("lstm_tagger", "shard=2 zero=3 micro_batch=2", "pipeline=1"),
+    ],
+)  # fmt: skip
+def test_killed_and_resumed_elsewhere(name: str, before: str, after: str, tmp_path: Path) -> None:
+    prepare(training_job(tmp_path, name), Layout.parse("pipeline=1"))  # so that the workers need not
+    whole = train(training_job(tmp_path / "whole", name), "pipeline=1")
+    job = training_job(tmp_path / "run", name)
+    with pytest.raises(RunError, match="-9"):
+        train(job, before, die_after=5)
+    run = train(job, after, resume=True)
+    assert curve(run) == pytest.approx(curve(whole), rel=1e-10)
+    if name in ("batch_norm", "ema", "lstm_tagger"):
+        assert validation(run) == pytest.approx(validation(whole), rel=1e-10)
+
+
+@pytest.mark.parametrize(("name", "layout"), [("tied_lm", "pipeline=2 micro_batch=2"), ("experts", "shard=2 zero=3")])
+def test_killed_and_resumed_in_place_is_bitwise(name: str, layout: str, tmp_path: Path) -> None:
+    prepare(training_job(tmp_path, name), Layout.parse("pipeline=1"))
+    whole = train(training_job(tmp_path / "whole", name), layout)
+    job = training_job(tmp_path / "run", name)
+    with pytest.raises(RunError, match="-9"):
+        train(job, layout, die_after=5)
+    assert curve(train(job, layout, resume=True)) == curve(whole)
+
+
+@pytest.mark.parametrize("held_out", [19, 5])
+def test_validation_does_not_depend_on_the_layout(held_out: int, tmp_path: Path) -> None:
+    """Whole batches; if there are fewer samples than a batch has, every one of them."""
+    rows = user_modules.tagged_sentences()
+    held = user_modules.Rows(*(column[:held_out] for column in rows.columns))
+    task = replace(user_modules.lstm_tagger(), validation=held)
+    found = []
+    for number, layout in enumerate(("pipeline=1", "shard=2 zero=3", "replicate=2 micro_batch=2")):
+        settings = {"steps": 1, "optimizer": {"lr": 0.0}, "run": {"folder": str(tmp_path / str(number))}}
+        job = task_job(task, **settings)
+        found.append(validation(train(job, layout)))
+    module = job.family.build_reference(job.model, job.seed, torch.float64).eval()
+    count = min(16, held_out)
+    words, tags = (column[:count] for column in held.columns)
+    expected = user_modules.tag_loss_mean(module(words), tags).item()
+    assert found == pytest.approx([expected] * 3, rel=1e-10)
+
+
+def test_fp16_scales_the_loss(tmp_path: Path) -> None:
+    """The first scale overflows, is halved until it fits, and training goes on."""
+    for layout in ("pipeline=1", "shard=2 zero=3"):
+        run = train(training_job(tmp_path / layout.replace(" ", "-"), "vit", precision="fp16"), layout)
+        assert "step_skipped" in (run.path / "events.jsonl").read_text()
+        norms = [record["grad_norm"] for record in run.metrics()]
+        assert not math.isfinite(float(norms[0])) and all(map(math.isfinite, norms[-3:])) and len(set(curve(run))) == 8
+
+
+def test_an_expert_without_samples_gets_a_zero_gradient() -> None:
+    """With a batch of 2, at most 2 of 6 experts are used in a step, and others on every rank."""
+    proven(any_job("experts", batch={"samples": 2}), "replicate=2", "shard=2 zero=1", "shard=2 zero=3", steps=4)
+
+
+def test_flat_and_cached_anatomies() -> None:
+    """What the anatomy says of modules whose blocks are a part of a list, or return other tensors."""
+    chain: Any = meta_model(any_job("in_place").model)
+    assert chain.anatomy.blocks == tuple(f"net.{number}" for number in range(1, 6))
+    assert chain.anatomy.altered >= {"head"} and "head" not in chain.anatomy.units
+    chain = meta_model(any_job("many_outputs").model)
+    assert (chain.anatomy.stream_key, chain.anatomy.outputs) == (1, (None,))
+    chain = meta_model(any_job("sequence_first_encoder").model)
+    assert chain.anatomy.stream_dim == 1 and set(chain.state["sample_dims"].values()) == {1}
+    chain = meta_model(any_job("unused_head").model)
+    assert chain.anatomy.without_gradient == {"other.weight", "other.bias"}
