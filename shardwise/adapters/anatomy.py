@@ -19,11 +19,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from shardwise.adapters.functional_dropout import FunctionalDropoutFinder
 from shardwise.errors import JobError
 from shardwise.models.trace import to_fake, with_fake_tensors
 
@@ -102,7 +102,7 @@ def find_anatomy(module: nn.Module, run: Run, trunk: str = "") -> Anatomy:
         tracker.larger_stream = calls.outputs.get(module.get_submodule(blocks[-1])) if blocks else None
         if not module.training and any(getattr(part, "layerdrop", 0) for part in module.modules()):
             tracker.random_modules["layerdrop"] = None
-        with _FunctionalDropout(tracker):
+        with FunctionalDropoutFinder(lambda: tracker.note_random(tracker.stack[-1])):
             loss = _run_fake(module, run, tracker.hooks, tracker, TRACED_SAMPLES)
     except _ReadsValues as error:
         used: dict[str, tuple[int, ...]] = {name: (0,) for name, _ in module.named_parameters()}
@@ -435,20 +435,6 @@ class _Tracker(TorchDispatchMode):
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-class _FunctionalDropout(TorchFunctionMode):
-    """Notes functional dropout, also in a module that is run without training."""
-
-    def __init__(self, tracker: _Tracker):
-        super().__init__()
-        self.tracker = tracker
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is nn.functional.dropout and (kwargs.get("p", 0.5) if len(args) < 2 else args[1]):
-            self.tracker.note_random(self.tracker.stack[-1])
-        return func(*args, **kwargs)
 
 
 def stream_like(anatomy: Anatomy, samples: int, traced: int) -> tuple[int, ...]:

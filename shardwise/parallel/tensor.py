@@ -61,13 +61,6 @@ def check(plan: ShardingPlan, shapes: dict[str, torch.Size], sequence: int, degr
             f"tensor={degree} splits activations along the sequence, but the sequence length {sequence} is not "
             f"divisible by {degree}; the nearest valid length is {max(degree, round(sequence / degree) * degree)}."
         )
-    for rule in plan.modules:
-        rows = shapes.get(plan.canonical_name(f"{rule.module}.weight"), torch.Size([0]))[0]
-        if isinstance(rule, GatherOutput) and rows % degree:
-            raise LayoutError(
-                f"tensor={degree} does not divide the {rows} output features of {rule.module}, which are gathered; "
-                "use a degree that does, or leave it out of the plan."
-            )
     shard_dims = {name: shard_dim for name in shapes if (shard_dim := plan.shard_dim_of(name)) is not None}
     for name, shard_dim in shard_dims.items():
         units = shapes[name][shard_dim.dim] // shard_dim.unit

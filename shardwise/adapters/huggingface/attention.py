@@ -1,8 +1,8 @@
 """Attention of transformers' models over a sequence that is split over ranks.
 
 Each rank has the queries of its own positions. Plain attention, causal or not, is our ring or Ulysses attention. With a
-sliding window, a softcap or sinks, keys and values are all-gathered, and transformers' own mask function is evaluated at
-this rank's positions. Both are registered with transformers under the name "shardwise".
+sliding window, a softcap or sinks, keys and values are all-gathered, and transformers' own mask function is evaluated
+at this rank's positions. Both are registered with transformers under the name "shardwise".
 """
 
 from __future__ import annotations
