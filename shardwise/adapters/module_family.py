@@ -166,6 +166,11 @@ class ModuleFamily(Family):
         }
         if anatomy.crossing:
             refused["pipeline"] = f"{anatomy.crossing}."
+        if anatomy.second_path:
+            refused["split_backward"] = (
+                f"{anatomy.second_path} is on a path of its own beside the blocks' output, which PyTorch cannot split; "
+                "use schedule=1f1b or interleaved."
+            )
         if not plan.shard_dims:
             refused["tensor"] = "this module has no plan; give one: plan= in a script, [model.tensor_plan] in a job."
         if anatomy.changes_input:
