@@ -145,10 +145,6 @@ class ModuleChain(Chain):
         return self.parts[0] == 0
 
     @property
-    def has_epilogue(self) -> bool:
-        return self.parts[1] == self.num_parts
-
-    @property
     def has_batch_statistics(self) -> bool:
         """Whether the result depends on which samples run together, or the forward updates buffers."""
         has_batch_norm = any(isinstance(module, _BatchNorm) and module.training for module in self.root.modules())
@@ -333,8 +329,8 @@ class ModuleChain(Chain):
             if self.tensor_degree == 1 or type(error) is not RuntimeError or not SHAPE_ERROR.search(str(error)):
                 raise
             raise LayoutError(
-                f"tensor_plan: shapes do not fit in {self._name_of_failing(error)} ({error}); check its style and those "
-                "of the modules around it."
+                f"tensor_plan: shapes do not fit in {self._name_of_failing(error)} ({error}); check its style and "
+                "those of the modules around it."
             ) from error
         if self.anatomy.reads_values:
             loss = _EveryGradient.apply(loss, *(p for p in self.root.parameters() if p.requires_grad))
