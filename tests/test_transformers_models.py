@@ -108,12 +108,12 @@ def test_the_anatomy_of_llama():
      "axis; use shard or tensor."),
     ("mamba2", MAMBA2, "context=2", "context=2: Mamba2Config: its forward takes no position_ids, so its sequences "
      "cannot be split; use shard."),
-    ("roberta", {**BERT, "pad_token_id": 1}, "context=2", "context=2: RobertaConfig: its positions depend on the tokens "
-     "(padding), so its sequences cannot be split; use shard."),
+    ("roberta", {**BERT, "pad_token_id": 1}, "context=2", "context=2: RobertaConfig: its positions depend on the "
+     "tokens (padding), so its sequences cannot be split; use shard."),
     ("vit", VIT, "context=2", "context=2: ViTConfig: its samples are images, so its sequences cannot be split; use "
      "shard."),
-    ("bart", BART, ZERO_BUBBLE, "schedule=zero-bubble: model.decoder.layernorm_embedding is on a path of its own beside "
-     "the blocks' output, which PyTorch cannot split; use schedule=1f1b or interleaved."),
+    ("bart", BART, ZERO_BUBBLE, "schedule=zero-bubble: model.decoder.layernorm_embedding is on a path of its own "
+     "beside the blocks' output, which PyTorch cannot split; use schedule=1f1b or interleaved."),
     ("opt", OPT, "shard=2", "model.decoder.layers.0 draws random "
      "numbers in its forward (functional dropout, for example), which would differ between layouts; use nn.Dropout "
      "there, or set its probability to 0."),

@@ -28,8 +28,9 @@ from shardwise.models.sharding import ShardingPlan
 from shardwise.models.transformers_reference import KeepFloat64
 from shardwise.random import Dropout
 
-
-SHAPE_ERROR = re.compile(r"must match the size|cannot be multiplied|invalid for input|must have the same")
+SHAPE_ERROR = re.compile(
+    r"must match the size|cannot be multiplied|invalid for input|multiply up to|must have the same"
+)
 
 
 class StageEnd(Exception):
@@ -320,8 +321,8 @@ class ModuleChain(Chain):
             if self.tensor_degree == 1 or type(error) is not RuntimeError or not SHAPE_ERROR.search(str(error)):
                 raise
             raise LayoutError(
-                f"tensor_plan: shapes do not fit in {self._name_of_failing(error)} ({error}); check its style and those "
-                "of the modules around it."
+                f"tensor_plan: shapes do not fit in {self._name_of_failing(error)} ({error}); check its style and "
+                "those of the modules around it."
             ) from error
         if self.anatomy.reads_values:
             loss = _EveryGradient.apply(loss, *(p for p in self.root.parameters() if p.requires_grad))
