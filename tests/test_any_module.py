@@ -143,9 +143,9 @@ def test_a_buffer_that_the_forward_updates_needs_one_process() -> None:
         prepare(any_job("ema"), Layout.parse("micro_batch=2"))
 
 
-def test_gathered_features_must_divide() -> None:
-    with pytest.raises(LayoutError, match="tensor=4 does not divide the 18 output features of head"):
-        prepare(any_job("tied_lm"), Layout.parse("tensor=4"))
+def test_a_plan_that_splits_heads_names_the_module() -> None:
+    with pytest.raises(LayoutError, match="tensor_plan: shapes do not fit in blocks.0"):
+        proven(any_job("tied_lm"), "tensor=4")
 
 
 def test_a_mean_over_masked_targets_is_caught_and_explained() -> None:
