@@ -29,7 +29,7 @@ from shardwise.models.sharding import ShardingPlan
 from shardwise.models.transformers_reference import KeepFloat64
 from shardwise.random import Dropout
 
-SHAPE_ERROR = re.compile(r"must match the size|cannot be multiplied|invalid for input|must have the same")
+SHAPE_ERROR = re.compile(r"must match the size|cannot be multiplied|invalid for input|multiply up to|have the same")
 
 
 class StageEnd(Exception):
