@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from shardwise.errors import suggest
-from shardwise.models.registry import families
+from shardwise.models.registry import families, named_family
 from shardwise.peer_words import job_hint
 
 
@@ -53,5 +53,5 @@ def _suggest_key(location: list[str | int], family: str, job: type[BaseModel]) -
         section: Any = job.model_fields[sections[0]].annotation
         return suggest(key, section.model_fields)
     others = [repr(name) for name, other in families().items() if key in other.config.model_fields]
-    suggestion = suggest(key, families()[family].config.model_fields)
+    suggestion = suggest(key, named_family(family).config.model_fields)
     return f"it is a key of {' and '.join(others)}, not of {family!r}; {suggestion}" if others else suggestion

@@ -71,10 +71,11 @@ def family_name(name: str) -> str:
 
 def family_of(config: ModelConfig) -> Family:
     """Returns the family that a config belongs to."""
-    return _named_family(family_name(config.name))
+    return named_family(family_name(config.name))
 
 
-def _named_family(name: str) -> Family:
+def named_family(name: str) -> Family:
+    """Returns the family of a name that `family_name` returned."""
     if name in ADAPTERS:
         return _adapter(name)
     return BUILT_IN[name] if name in BUILT_IN else families()[name]
@@ -84,4 +85,4 @@ def parse_model(values: Mapping[str, Any]) -> ModelConfig:
     """Returns the config of a `[model]` section. A preset provides the defaults of missing keys."""
     name = values.get("name", "gpt")
     family = family_name(name) if isinstance(name, str) else "gpt"
-    return _named_family(family).config.model_validate(values)
+    return named_family(family).config.model_validate(values)
