@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - one model per line
 """Verifies transformers models in float64, one tiny random model per family, in every axis of a layout and in a product
 of three axes, and writes `docs/reference/transformers-models.md`.
 
@@ -67,7 +68,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("GPT-NeoX", {}),
     "gpt2": ("GPT-2", GPT2),
     "gptj": ("GPT-J", {**GPT2, "rotary_dim": 4}),
-    "gpt_neo": ("GPT-Neo", {"num_layers": 4, "num_heads": 4, "attention_types": [[["global", "local"], 2]], "window_size": 6}),
+    "gpt_neo": ("GPT-Neo", {
+        "num_layers": 4, "num_heads": 4, "attention_types": [[["global", "local"], 2]], "window_size": 6,
+    }),
     "gpt_bigcode": ("GPT-BigCode", GPT2),
     "opt": ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}),
     "bloom": ("BLOOM", {"n_layer": 4, "n_head": 4}),
@@ -88,7 +91,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "mamba": ("Mamba", {"state_size": 8}),
     "mamba2": ("Mamba-2", SSM),
-    "bamba": ("Bamba", {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8, "attn_layer_indices": [1, 3]}),
+    "bamba": ("Bamba", {
+        "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8, "attn_layer_indices": [1, 3],
+    }),
     "bert": ("BERT", {}),
     "roberta": ("RoBERTa", {}),
     "xlm-roberta": ("XLM-RoBERTa", {}),
@@ -102,11 +107,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deit": ("DeiT", IMAGES),
     "beit": ("BEiT", IMAGES),
     "dinov2": ("DINOv2", IMAGES),
-    "swin": ("Swin", {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 2], "window_size": 2, "num_attention_heads": None}),
+    "swin": ("Swin", {
+        "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 2], "window_size": 2, "num_attention_heads": None,
+    }),
     "convnext": ("ConvNeXt", {"hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 2, 1], "image_size": 32}),
     "resnet": ("ResNet", {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2]}),
     "t5": ("T5", {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}),
-    "bart": ("BART", {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "dropout": 0.0}),
+    "bart": ("BART", {
+        "d_model": 32, "encoder_layers": 4, "decoder_layers": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
+        "encoder_attention_heads": 4, "decoder_attention_heads": 4, "dropout": 0.0,
+    }),
 }  # fmt: skip
 
 COLUMNS = {
@@ -208,10 +218,10 @@ def write_page(results: dict[str, Any]) -> str:
     lines = [
         "# Transformers models by axis",
         "",
-        "Each row is a tiny random model of a transformers family, built from `model.name = \"hf:TYPE\"`. Each cell is the",
-        "largest relative error of loss, gradient norm, gradients and updated weights after two steps in float64, against",
-        "transformers' own unmodified module in one process; `-` is a refusal, with the number of the note that has its",
-        "sentence. `python benchmarks/transformers_matrix.py` writes this page.",
+        "Each row is a tiny random model of a transformers family, built from `model.name = \"hf:TYPE\"`. Each cell is",
+        "the largest relative error of loss, gradient norm, gradients and updated weights after two steps in float64,",
+        "against transformers' own unmodified module in one process; `-` is a refusal, with the number of the note",
+        "that has its sentence. `python benchmarks/transformers_matrix.py` writes this page.",
         "",
         f"{layouts}; *product* combines",
         "three axes of degree 2: p = pipeline, s = shard, t = tensor, c = context, r = replicate.",

@@ -63,7 +63,8 @@ def train(
         str | None, Option(metavar="HOST:PORT", help="Multi-node: address on which node 0 listens.")
     ] = None,
     proof: Annotated[
-        bool, Option(help="Compare the layout of a model that is not built in with one process before the first step.")
+        bool,
+        Option(help="Before the first step, verify the layout of a model that is not built in; --no-proof skips this."),
     ] = True,
 ) -> None:
     """Trains a job. Without a job file, trains the built-in demo on this machine."""
@@ -95,7 +96,7 @@ def run(
     arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script, after --.")] = None,
     processes: Annotated[int | None, Option(min=1, help="Number of processes, for layout auto.")] = None,
 ) -> None:
-    """Runs a training script, as `python SCRIPT` does, with a number of processes for its layout."""
+    """Runs a training script, as `python SCRIPT` does; --processes sets the world size for layout auto."""
     if not script.is_file():
         raise JobError(f"the script {script} does not exist.")
     if processes is not None:
@@ -105,7 +106,7 @@ def run(
 
 @app.command()
 def inspect(job_file: JobFile = None, overrides: Overrides = None, as_json: JsonFlag = False) -> None:
-    """Shows what was found in a model: its blocks, ends, ties and parameters, and which axes work on it."""
+    """Shows a model's blocks, parameters and tied weights, and which axes of a layout it supports."""
     from shardwise.verify.inspect_model import inspect_job
 
     found = inspect_job(load_job(job_file, overrides or []))
@@ -231,13 +232,11 @@ app.add_typer(bench, name="bench")
 
 @bench.command("step")
 def bench_step(
-    job_file: JobFile = None,
-    overrides: Overrides = None,
+    job_file: JobFile = None, overrides: Overrides = None,
     model: Annotated[str | None, Option(help="Model family or preset; short for --set model.name=...")] = None,
     batch: Annotated[int | None, Option(min=1, help="Global batch; short for --set batch.samples=...")] = None,
-    steps: Annotated[int, Option(min=2, help="Number of steps to measure.")] = 10,
-    as_json: JsonFlag = False,
-) -> None:
+    steps: Annotated[int, Option(min=2, help="Number of steps to measure.")] = 10, as_json: JsonFlag = False,
+) -> None:  # fmt: skip
     """Benchmarks training steps of a job on one device with random tokens: tokens/s, memory, time by kernel."""
     flag_overrides = [f"model.name={model}"] * bool(model) + [f"batch.samples={batch}"] * bool(batch)
     job = load_job(job_file, [*(overrides or []), *flag_overrides])
@@ -255,11 +254,9 @@ def bench_step(
 
 @bench.command("data")
 def bench_data(
-    job_file: JobFile = None,
-    overrides: Overrides = None,
-    steps: Annotated[int, Option(min=2, help="Number of steps to measure.")] = 10,
-    as_json: JsonFlag = False,
-) -> None:
+    job_file: JobFile = None, overrides: Overrides = None,
+    steps: Annotated[int, Option(min=2, help="Number of steps to measure.")] = 10, as_json: JsonFlag = False,
+) -> None:  # fmt: skip
     """Benchmarks data loading: how long a step waits for data on one device, and which loading stage is slowest."""
     job = load_job(job_file, overrides or [])
     job.require_trainable()
@@ -318,13 +315,10 @@ for _command in watch.COMMANDS:
 
 @app.command()
 def chaos(
-    job_file: JobFile = None,
-    overrides: Overrides = None,
-    layout: LayoutOption = None,
+    job_file: JobFile = None, overrides: Overrides = None, layout: LayoutOption = None,
     faults: Annotated[int, Option(min=1, help="Number of faults to inject.")] = 10,
-    seed: Annotated[int, Option(min=0, help="Seed of the fault schedule.")] = 0,
-    as_json: JsonFlag = False,
-) -> None:
+    seed: Annotated[int, Option(min=0, help="Seed of the fault schedule.")] = 0, as_json: JsonFlag = False,
+) -> None:  # fmt: skip
     """Runs a job with and without injected faults (kill -9, SIGSTOP, bit flips, NaN) and compares the two runs."""
     from shardwise.chaos.run import run_chaos
 

@@ -20,16 +20,15 @@ ParameterCount = Annotated[
 
 @laws.command("design")
 def laws_design(
+    
     budget: Annotated[str, Option(metavar="LOW:HIGH", help="Smallest and largest compute budget, in FLOPs; required.")],
     model: Annotated[str, Option(help="Model family; only gpt is supported.")] = "gpt",
     budgets: Annotated[int, Option(min=1, help="Number of compute budgets.")] = 3,
     sizes: Annotated[int, Option(min=1, help="Number of model sizes per budget.")] = 5,
     spread: Annotated[float, Option(min=1.0, help="Ratio of the largest to the middle model size.")] = 4.0,
     out: Annotated[Path, Option("--out", "-o", help="Folder for the job files and their runs.")] = Path("laws"),
-    overrides: Overrides = None,
-    counts: ParameterCount = "all",
-    as_json: JsonFlag = False,
-) -> None:
+    overrides: Overrides = None, counts: ParameterCount = "all", as_json: JsonFlag = False,
+) -> None:  # fmt: skip
     """Writes a grid of small jobs for fitting a scaling law: several compute budgets, several model sizes each."""
     from shardwise.laws.command import design_text
 
@@ -69,9 +68,8 @@ def laws_recommend(
     days: Annotated[float | None, Option(help="Time budget in days; needs --devices and --cluster.")] = None,
     law: Annotated[Path | None, Option(help="Saved fit (JSON); default: the built-in law.")] = None,
     unique_tokens: Annotated[float | None, Option("--unique-tokens", help="Number of unique tokens available.")] = None,
-    overrides: Overrides = None,
-    as_json: JsonFlag = False,
-) -> None:
+    overrides: Overrides = None, as_json: JsonFlag = False,
+) -> None:  # fmt: skip
     """Recommends model size and tokens for a compute budget, and predicts its loss and that of other sizes."""
     from shardwise.laws.command import recommend_text
 
@@ -82,9 +80,8 @@ def laws_recommend(
 def laws_noise(
     runs: Annotated[list[Path], Argument(help="Run folders with a checkpoint each.")],
     batches: Annotated[int, Option(min=2, help="Number of batches to read.")] = 16,
-    samples: Annotated[int, Option(min=1, help="Samples per batch.")] = 8,
-    as_json: JsonFlag = False,
-) -> None:
+    samples: Annotated[int, Option(min=1, help="Samples per batch.")] = 8, as_json: JsonFlag = False,
+) -> None:  # fmt: skip
     """Estimates the critical batch size of runs from their gradient noise scale."""
     from shardwise.laws.command import noise_text
 

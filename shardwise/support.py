@@ -78,10 +78,9 @@ def combination_of(layout: Layout, precision: str) -> Combination:
     fraction = kept_activation_fraction(layout.recompute)
     return Combination(
         schedule=layout.schedule if layout.pipeline > 1 else NO_PIPELINE,
-        zero=layout.zero if layout.shard > 1 else 1,
-        recompute=layout.recompute if fraction is None else FRACTION,
+        zero=layout.zero if layout.shard > 1 else 1, recompute=layout.recompute if fraction is None else FRACTION,
         precision=precision,
-    )
+    )  # fmt: skip
 
 
 def support(layout: Layout, precision: str) -> Support:

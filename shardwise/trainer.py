@@ -9,9 +9,11 @@ train.py`.
 
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from shardwise.adapters.script import register_task, stop_if_collecting
 from shardwise.adapters.task import Task
 from shardwise.cluster import find_cluster
 from shardwise.console import print_line
-from shardwise.errors import JobError
+from shardwise.errors import JobError, ShardwiseError
 from shardwise.job import Job, make_job
 from shardwise.launch.start import start_job
 from shardwise.layout import Layout
@@ -73,6 +75,10 @@ class Trainer:
         step. `metrics`: functions of output and target for validation. `trunk` and `plan`: the list of blocks and the
         tensor plan, if they are not found. `settings`: any other keys of a job, such as `{"checkpoint": {"every": 9}}`.
         """
+        _report_user_errors()
+        for callback in callbacks:
+            if not isinstance(callback, Callback):
+                raise JobError(f"a callback must be a shardwise.Callback, not a {type(callback).__name__}.")
         if not callable(model):
             raise JobError(f"model must be an nn.Module, a class or a function, not a {type(model).__name__}.")
         self.task = Task(
@@ -114,6 +120,7 @@ class Trainer:
     def plan(self, cluster: str = "cpu", devices: int | None = None) -> Plan:
         """Returns the fastest layout on a cluster, with predicted step time and memory."""
         stop_if_collecting()
+        devices = devices or (os.cpu_count() if cluster == "cpu" else None)
         return make_plan(self.job, find_cluster(cluster), devices)
 
     def evaluate(self, data: Any) -> dict[str, float]:
@@ -148,3 +155,18 @@ class Trainer:
         if self.run is None:
             raise JobError("there are no trained weights yet; call fit(), or load(FOLDER) for an earlier run.")
         return RunFolder.open(self.run.folder)
+
+
+def _report_user_errors() -> None:
+    """Makes this process print an expected error as a sentence, as the command line does, and exit with its code."""
+    previous = sys.excepthook
+
+    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, ShardwiseError):
+            return previous(kind, error, trace)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"shardwise: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+    if getattr(previous, "__name__", "") != "report":
+        sys.excepthook = report

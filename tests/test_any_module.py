@@ -33,7 +33,7 @@ TIERS = {
     "tensor": ("tensor=2", "tensor=2 shard=2 zero=3 recompute=full", "tensor=2 pipeline=2 micro_batch=2"),
 }  # fmt: skip
 NO_TRUNK = "no list of blocks was found that are called in a row and hand on a tensor of one shape; name it"
-NO_PLAN = "there is no plan for this module"
+NO_PLAN = "this module has no plan"
 READS_VALUES = r"forward reads the value of a tensor in Python at .*user_modules.py:\d+, so it cannot be analysed"
 # By module: the tiers in which it is refused, and what the sentence says.
 MODULES: dict[str, dict[str, str]] = {
@@ -130,9 +130,9 @@ def test_a_buffer_that_the_forward_updates_needs_one_process() -> None:
         prepare(any_job("ema"), Layout.parse("micro_batch=2"))
 
 
-def test_gathered_features_must_divide() -> None:
-    with pytest.raises(LayoutError, match="tensor=4 does not divide the 18 output features of head"):
-        prepare(any_job("tied_lm"), Layout.parse("tensor=4"))
+def test_a_plan_that_splits_heads_names_the_module() -> None:
+    with pytest.raises(LayoutError, match="tensor_plan: shapes do not fit in blocks.0"):
+        proven(any_job("tied_lm"), "tensor=4")
 
 
 def test_a_mean_over_masked_targets_is_caught_and_explained() -> None:

@@ -182,7 +182,7 @@ def test_an_optimizer_that_needs_whole_parameters_is_refused_where_they_are_spli
 def test_what_is_found_in_a_module() -> None:
     found = inspect_job(job_of({}))
     assert found["trunk"] == "0 (2 blocks)" and found["epilogue"] == "1.weight, 1.bias"
-    assert found["axes"]["pipeline"] == "works" and found["axes"]["tensor"].startswith("no: there is no plan")
+    assert found["axes"]["pipeline"] == "works" and found["axes"]["tensor"].startswith("no: this module has no plan")
     assert inspect_job(make_job({}))["axes"]["tensor"] == "works"
 
 

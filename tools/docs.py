@@ -43,7 +43,8 @@ SHOWN = 16  # the largest micro-batch count in the table of allowed counts
 
 # Meanings of keys and names that have no docstring of their own.
 MEANING = {
-    "model.name": "A family (`gpt`, `moe`, ...), or a [preset](#presets) whose shape becomes the default here.",
+    "model.name": "A family (`gpt`, `moe`, ...), a [preset](#presets) whose shape becomes the default here, or "
+    "[a model that is not built in](#models-that-are-not-built-in) (`python:...`, `hf:...`).",
     "model.layers": "Number of transformer blocks.",
     "model.width": "Hidden size (d_model).",
     "model.heads": "Number of attention (query) heads.",
@@ -58,6 +59,8 @@ MEANING = {
     "model.norm_eps": "Epsilon of the norms.",
     "model.init_std": "Standard deviation of initial matrices; `1/sqrt(2 layers)` times that for residual outputs.",
     "model.num_classes": "Number of image classes.",
+    "shardwise.Callback": "Base class of callbacks, which run on rank 0 during training; override what you need.",
+    "shardwise.Task": 'A module, its loss, its data and how to train it, for `model.name = "python:..."`.',
     "shardwise.ShardwiseError": "Base class of every error raised on purpose.",
     "shardwise.UserError": "An error that the caller can fix.",
     "shardwise.parallelize": "Builds this rank's part of a job in a layout: an `Engine`.",

@@ -18,11 +18,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from shardwise.adapters.functional_dropout import FunctionalDropoutFinder
 from shardwise.errors import JobError
 from shardwise.models.trace import to_fake, with_fake_tensors
 
@@ -65,6 +65,8 @@ class Anatomy:
     """Whether the forward reads values of tensors in Python, so that it may use other parameters in every step."""
     crossing: str = ""
     """Why the trunk cannot be cut into pipeline stages; empty if it can."""
+    second_path: str = ""
+    """Module after the prologue that uses weights on a path which does not start at the stream, such as a decoder's."""
     random_modules: tuple[str, ...] = ()
     """Modules that draw random numbers by themselves, not through `nn.Dropout`."""
     written_buffers: tuple[str, ...] = ()
@@ -101,7 +103,7 @@ def find_anatomy(module: nn.Module, run: Run, trunk: str = "") -> Anatomy:
         tracker.larger_stream = calls.outputs.get(module.get_submodule(blocks[-1])) if blocks else None
         if not module.training and any(getattr(part, "layerdrop", 0) for part in module.modules()):
             tracker.random_modules["layerdrop"] = None
-        with _FunctionalDropout(tracker):
+        with FunctionalDropoutFinder(lambda: tracker.note_random(tracker.stack[-1])):
             loss = _run_fake(module, run, tracker.hooks, tracker, TRACED_SAMPLES)
     except _ReadsValues as error:
         used: dict[str, tuple[int, ...]] = {name: (0,) for name, _ in module.named_parameters()}
@@ -219,7 +221,9 @@ class _Tracker(TorchDispatchMode):
         self.inside_block = False
         self.parts_of: dict[str, set[int]] = {}
         self.enclosing: dict[str, set[str]] = {}
-        self.crossing = ""
+        self.crossing = self.second_path = ""
+        self.off_stream: set[int] = set()
+        """Tensors in `made` that depend on weights after the prologue, but not on the stream."""
         self.random_modules: dict[str, None] = {}
         self.written: dict[str, None] = {}
         self.flops = [0.0] * (len(blocks) + 2)
@@ -306,12 +310,20 @@ class _Tracker(TorchDispatchMode):
                         "blocks' output may cross a cut"
                     )
         if depends and name not in _SHAPE_ONLY:
+            self._note_second_path(inputs, outputs)
             for tensor in outputs:
                 self.made[id(tensor)] = tensor, self.part, self._place(self.part, self.stack[-1])
         self._note_side_effects(func, name, args, kwargs)
         if func.overloadpacket in flop_registry:
             self.flops[self.part] += flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
         return out
+
+    def _note_second_path(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        computed = [id(tensor) for tensor in inputs if id(tensor) in self.made]
+        if self.part and self.off_stream.issuperset(computed):
+            self.off_stream.update(map(id, outputs))
+            if computed and any(id(tensor) in self.parameters for tensor in inputs):
+                self.second_path = self.second_path or self.stack[-1]
 
     def _note_side_effects(self, func: Any, name: str, args: Any, kwargs: Any) -> None:
         values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
@@ -353,9 +365,8 @@ class _Tracker(TorchDispatchMode):
             {name: tuple(sorted(parts)) for name, parts in self.parts_of.items()},
             frozenset(name for name, count in self.calls.items() if count == 1),
             tuple(self._units(self.module, "")), frozenset(self.altered), frozenset(self.in_place_blocks),
-            self.changes_input,
-            self._without_gradient(loss), False, self._crossing_sentence(), tuple(self.random_modules),
-            tuple(self.written), self._part_flops(),
+            self.changes_input, self._without_gradient(loss), False, self._crossing_sentence(), self.second_path,
+            tuple(self.random_modules), tuple(self.written), self._part_flops(),
         )  # fmt: skip
 
     def _part_flops(self) -> tuple[float, ...]:
@@ -427,17 +438,3 @@ class _Tracker(TorchDispatchMode):
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-class _FunctionalDropout(TorchFunctionMode):
-    """Notes functional dropout, also in a module that is run without training."""
-
-    def __init__(self, tracker: _Tracker):
-        super().__init__()
-        self.tracker = tracker
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is nn.functional.dropout and (kwargs.get("p", 0.5) if len(args) < 2 else args[1]):
-            self.tracker.note_random(self.tracker.stack[-1])
-        return func(*args, **kwargs)

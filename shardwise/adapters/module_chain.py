@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, Self
@@ -27,6 +28,8 @@ from shardwise.models.chain import Chain
 from shardwise.models.sharding import ShardingPlan
 from shardwise.models.transformers_reference import KeepFloat64
 from shardwise.random import Dropout
+
+SHAPE_ERROR = re.compile(r"must match the size|cannot be multiplied|invalid for input|multiply up to|have the same")
 
 
 class StageEnd(Exception):
@@ -140,10 +143,6 @@ class ModuleChain(Chain):
     @property
     def has_prologue(self) -> bool:
         return self.parts[0] == 0
-
-    @property
-    def has_epilogue(self) -> bool:
-        return self.parts[1] == self.num_parts
 
     @property
     def has_batch_statistics(self) -> bool:
@@ -326,6 +325,13 @@ class ModuleChain(Chain):
                     self.metric_sums[name] = self.metric_sums.get(name, 0.0) + value * leaves[0].shape[0]
         except StageEnd as end:
             return end.stream if dtype is None else end.stream.to(dtype)
+        except RuntimeError as error:
+            if self.tensor_degree == 1 or type(error) is not RuntimeError or not SHAPE_ERROR.search(str(error)):
+                raise
+            raise LayoutError(
+                f"tensor_plan: shapes do not fit in {self._name_of_failing(error)} ({error}); check its style and "
+                "those of the modules around it."
+            ) from error
         if self.anatomy.reads_values:
             loss = _EveryGradient.apply(loss, *(p for p in self.root.parameters() if p.requires_grad))
         if self.task.count is None:
@@ -333,6 +339,15 @@ class ModuleChain(Chain):
         if self.tensor_degree > 1:  # every tensor rank has the whole loss; the ranks' gradients are summed
             loss = loss / self.tensor_degree + (loss - loss / self.tensor_degree).detach()
         return loss
+
+    def _name_of_failing(self, error: BaseException) -> str:
+        """Returns the name of the innermost module in whose forward an error was raised."""
+        names, name = {id(module): name for name, module in self.root.named_modules()}, ""
+        trace = error.__traceback__
+        while trace is not None:
+            name = names.get(id(trace.tb_frame.f_locals.get("self")), name)
+            trace = trace.tb_next
+        return name or type(self.root).__name__
 
 
 def _with_ids(forward: Callable[..., Any], state: dict[str, Any]) -> Callable[..., Any]:

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+import torch
 from pydantic import Field
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
+from shardwise.adapters.anatomy import TRACED_SAMPLES, Anatomy, find_anatomy
+from shardwise.adapters.dataset_source import DatasetSource
+from shardwise.adapters.deferred_init import build_deferred
+from shardwise.adapters.module_chain import ModuleChain, find_sample_dims, replace_dropout, stream_like
+from shardwise.adapters.task import Task, flatten_batch, load_python_task, unflatten_batch, with_settings
+from shardwise.adapters.tensor_plan import make_sharding_plan
+from shardwise.adapters.trace_parts import trace_parts
+from shardwise.errors import JobError
 from shardwise.models.config import ModelConfig
 from shardwise.models.family import Family
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
-
-    from shardwise.adapters.anatomy import Anatomy
-    from shardwise.adapters.module_chain import ModuleChain
-    from shardwise.adapters.task import Task
-    from shardwise.models.operator_costs import OperatorCosts
-    from shardwise.models.sharding import ShardingPlan
+from shardwise.models.operator_costs import OperatorCosts
+from shardwise.models.sharding import ShardingPlan
+from shardwise.models.transformers_reference import KeepFloat64
 
 SCRIPT_TASKS: dict[str, Task] = {}
 """The tasks that `shardwise.Trainer` was given in this process, by model name."""
@@ -88,7 +93,6 @@ class ModuleConfig(ModelConfig):
 @lru_cache(maxsize=8)
 def load_task(config: ModuleConfig) -> Task:
     """Returns the task that a config names."""
-    from shardwise.adapters.task import load_python_task, with_settings
 
     if config.script:
         from shardwise.adapters.script import load_script_task
@@ -108,9 +112,6 @@ class ModuleFamily(Family):
         return task
 
     def build(self, config: Any, seed: int) -> ModuleChain:
-        from shardwise.adapters.deferred_init import build_deferred
-        from shardwise.adapters.module_chain import ModuleChain, replace_dropout
-        from shardwise.adapters.task import flatten_batch
 
         task = self.task(config)
         module, init = build_deferred(task.build, seed)
@@ -128,30 +129,25 @@ class ModuleFamily(Family):
 
     def anatomy(self, config: Any, module: nn.Module, state: dict[str, Any]) -> Anatomy:
         """Traces a module that was built on the meta device."""
-        import torch
-        from torch.utils._pytree import tree_map_only
-
-        from shardwise.adapters.anatomy import find_anatomy
-        from shardwise.adapters.module_chain import find_sample_dims
 
         task = self.task(config)
         shapes: dict[int, dict[str, list[torch.Size]]] = {}
+        # Made here: the dataset computes, and must not do so on fake tensors.
+        examples = {n: task.example(n, config.sequence) for n in (TRACED_SAMPLES, 2 * TRACED_SAMPLES)}
 
         def run(module: nn.Module, convert: Callable[[Tensor], Tensor], samples: int) -> Tensor:
-            example = task.example(samples, config.sequence)
             state["ids"], state["shapes"] = torch.arange(samples), shapes.setdefault(samples, {})
             shapes[samples].clear()
-            return task.call(module, tree_map_only(torch.Tensor, convert, example))
+            return task.call(module, tree_map_only(torch.Tensor, convert, examples[samples]))
 
         if config not in _ANATOMIES:
             anatomy = find_anatomy(module, run, task.trunk)
             _ANATOMIES[config] = anatomy, find_sample_dims(shapes)
-            del state["shapes"]
+            state.pop("shapes", None)
         anatomy, state["sample_dims"] = _ANATOMIES[config]
         return anatomy
 
     def _plan(self, config: Any, module: nn.Module, anatomy: Anatomy) -> ShardingPlan:
-        from shardwise.adapters.tensor_plan import make_sharding_plan
 
         return make_sharding_plan(module, anatomy, self.task(config).plan)
 
@@ -159,14 +155,19 @@ class ModuleFamily(Family):
         chain = meta_chain(config)
         anatomy, plan = chain.anatomy, chain.sharding_plan
         refused = {
-            "context": "the module's attention does not go through shardwise.attention; leave context at 1.",
+            "context": "context parallelism works with transformers models only; leave context at 1.",
             "expert": "the module has no experts that Shardwise knows; leave expert at 1.",
             "fp8": "fp8 works with our own families; use bf16.",
         }
         if anatomy.crossing:
             refused["pipeline"] = f"{anatomy.crossing}."
-        if not plan.modules:
-            refused["tensor"] = "there is no plan for this module; write one below [model.tensor_plan]."
+        if anatomy.second_path:
+            refused["split_backward"] = (
+                f"{anatomy.second_path} is on a path of its own beside the blocks' output, which PyTorch cannot split; "
+                "use schedule=1f1b or interleaved."
+            )
+        if not plan.shard_dims:
+            refused["tensor"] = "this module has no plan; give one: plan= in a script, [model.tensor_plan] in a job."
         if anatomy.changes_input:
             refused["recompute"] = f"{anatomy.changes_input} changes its input in place; use recompute=none."
         if chain.has_batch_statistics:
@@ -181,9 +182,6 @@ class ModuleFamily(Family):
         return refused
 
     def example_batch(self, config: Any, samples: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        import torch
-
-        from shardwise.adapters.task import flatten_batch
 
         leaves, _ = flatten_batch(self.task(config).example(samples, config.sequence), samples)
         leaves = [leaf.to("meta", dtype if leaf.is_floating_point() else leaf.dtype) for leaf in leaves]
@@ -194,25 +192,16 @@ class ModuleFamily(Family):
         return [flops / 2 for flops in meta_chain(config).anatomy.flops]  # traced on two samples
 
     def operator_costs(self, config: Any, itemsize: int) -> Callable[..., tuple[OperatorCosts, ...]]:
-        from shardwise.adapters.trace_parts import trace_parts
 
         return trace_parts(self, config, itemsize)
 
     def stage_shapes(self, config: Any, layout: Any, samples: int) -> tuple[Tensor, tuple[int, ...]]:
-        from shardwise.adapters.module_chain import stream_like
 
-        first = self.example_batch(config, samples, _float32())["x"]
+        first = self.example_batch(config, samples, torch.float32)["x"]
         return first, stream_like(meta_chain(config).anatomy, samples, 2)
 
     def build_reference(self, config: Any, seed: int, dtype: torch.dtype) -> nn.Module:
         """Returns the module as its author wrote it, on the CPU, with the weights that every layout starts from."""
-        import copy
-
-        import torch
-        from torch import nn
-
-        from shardwise.adapters.deferred_init import build_deferred
-        from shardwise.adapters.module_chain import replace_dropout
 
         task = self.task(config)
         _, init = build_deferred(task.build, seed)
@@ -227,10 +216,6 @@ class ModuleFamily(Family):
 
     def reference_loss(self, config: Any, module: nn.Module, samples: Any) -> Tensor:
         """Returns the loss of a batch, as a mean over its targets."""
-        import torch
-
-        from shardwise.adapters.task import flatten_batch, unflatten_batch
-        from shardwise.models.transformers_reference import KeepFloat64
 
         task = self.task(config)
         module.__dict__["shardwise_state"]["ids"] = samples.ids
@@ -251,7 +236,6 @@ class ModuleFamily(Family):
         )
 
     def sources(self, config: Any) -> Any:
-        from shardwise.adapters.dataset_source import DatasetSource
 
         task = self.task(config)
         if task.reads_tokens:
@@ -260,7 +244,6 @@ class ModuleFamily(Family):
 
 
 def raise_random(modules: Sequence[str]) -> None:
-    from shardwise.errors import JobError
 
     raise JobError(
         f"{modules[0]} draws random numbers in its forward (functional dropout, for example), which would differ "
@@ -279,9 +262,3 @@ def _meta_chain(config: Any) -> ModuleChain:
 
     chain: Any = family_of(config).build_on_meta(config)
     return chain
-
-
-def _float32() -> torch.dtype:
-    import torch
-
-    return torch.float32

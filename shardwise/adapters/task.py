@@ -66,8 +66,6 @@ class Task:
     """Name of the list of blocks, if it is not found or another one is wanted."""
     plan: Mapping[str, str] = field(default_factory=dict)
     """Tensor parallelism by pattern of module names: colwise, rowwise, ..."""
-    is_ours: bool = False
-    """Whether its layouts are proven by our tests, so that no proof is needed before the first step."""
 
     def build(self) -> nn.Module:
         module = self.model if isinstance(self.model, nn.Module) else self.model()

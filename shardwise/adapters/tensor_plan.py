@@ -43,7 +43,7 @@ ROWWISE_NAMES = ("o_proj", "out_proj", "output.dense", "out_lin", "fc2", "lin2",
 
 def guess_plan(module: nn.Module, anatomy: Anatomy) -> dict[str, str]:
     """Returns a plan by the names of the blocks' linear layers; empty if a block has no pair of split layers."""
-    plan = {}
+    plan: dict[str, str] = {}
     for block in anatomy.blocks:
         linear = [name for name, part in module.get_submodule(block).named_modules() if isinstance(part, nn.Linear)]
         columns = {f"{block}.{name}": "colwise" for name in linear if name.endswith(COLWISE_NAMES)}
@@ -72,7 +72,8 @@ def make_sharding_plan(
         if not found and is_hint:
             continue
         if not found:
-            raise JobError(f"tensor_plan: no module is named like {pattern!r}.")
+            names = [name for name, _ in module.named_modules() if name.count(".") == pattern.count(".")]
+            raise JobError(f"tensor_plan: no module is named like {pattern!r}; {suggest(pattern, names)}")
         for name, part in found:
             kind = nn.Embedding if style == "vocab" else nn.Linear
             if not isinstance(part, kind):

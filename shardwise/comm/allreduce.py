@@ -276,11 +276,9 @@ def _max_recv_numel(steps_by_segment: list[list[P2PStep]]) -> int:
 
 
 def _send_recv(
-    recvs: list[dist.P2POp],
-    sends: list[dist.P2POp],
-    accumulations: list[tuple[Tensor, Tensor] | None],
+    recvs: list[dist.P2POp], sends: list[dist.P2POp], accumulations: list[tuple[Tensor, Tensor] | None],
     description: str,
-) -> None:
+) -> None:  # fmt: skip
     """Sends and receives concurrently, and accumulates as slices arrive. Receives are posted first: gloo announces a
     posted receive in the same stream as the data, where it would queue behind what is sent."""
     ops = recvs + sends

@@ -66,17 +66,9 @@ class Loader:
     """Endless iterator over (step, batch) from `first_step` on. As a context manager, it is closed on exit."""
 
     def __init__(
-        self,
-        stream: SampleStream,
-        global_batch_size: int,
-        ranks: int = 1,
-        rank: int = 0,
-        first_step: int = 0,
-        workers: int = 0,
-        prefetch: int = 2,
-        device: torch.device = _CPU,
-        skipped_batches: SkippedBatches = (),
-    ):
+        self, stream: SampleStream, global_batch_size: int, ranks: int = 1, rank: int = 0, first_step: int = 0,
+        workers: int = 0, prefetch: int = 2, device: torch.device = _CPU, skipped_batches: SkippedBatches = (),
+    ):  # fmt: skip
         """`global_batch_size` counts the samples of all `ranks`. Batches for a CUDA device are in pinned memory."""
         if global_batch_size % ranks:
             raise DataError(

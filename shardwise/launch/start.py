@@ -151,7 +151,10 @@ def _print_summary(prepared: Prepared, say: Callable[[str], None]) -> None:
     task = job.family.task(job.model)
     source = job.data.source if task is None or task.reads_tokens else type(task.data).__name__
     say(f"job:    {job.model.name}, {count} parameters, {job.precision}, on {source}")
-    say(f"        {pluralize(job.total_steps, 'step')} of {size}, {job.optimizer.name} at {job.optimizer.lr:g}")
+    own, own_rate = (None, None) if task is None else (task.optimizer, task.learning_rate)
+    optimizer = getattr(getattr(own, "func", own), "__name__", "your optimizer") if own else job.optimizer.name
+    rate = "the rate of your function" if own_rate else f"{job.optimizer.lr:g}"
+    say(f"        {pluralize(job.total_steps, 'step')} of {size}, {optimizer} at {rate}")
     micro_batches = f"{pluralize(batch.micro_batches, 'micro-batch')} of {batch.micro_batch}"
     say(f"layout: {layout} ({pluralize(layout.world, 'process')}, {micro_batches})")
 

@@ -77,7 +77,7 @@ class Family:
 
     def refusals(self, config: Any) -> dict[str, str]:
         """Returns the settings that this model does not support, each with the reason. Keys: an axis of a layout,
-        "recompute", "compile", a precision or "local_sgd"."""
+        "recompute", "compile", a precision, "local_sgd" or "split_backward" (a schedule such as zero-bubble)."""
         return {
             "context": f"{config.description} cannot be split along the sequence; leave context at 1.",
             "expert": f"{config.description} has no experts; leave expert at 1.",

@@ -159,14 +159,9 @@ def uses_fsdp(layout: Layout) -> bool:
 
 
 def make_data_parallel(
-    chains: list[Chain],
-    layout: Layout,
-    mesh: Mesh,
-    precision: Precision,
-    batch: BatchSplit,
-    gradient: GradientConfig,
-    seed: int,
-) -> DataParallel:
+    chains: list[Chain], layout: Layout, mesh: Mesh, precision: Precision, batch: BatchSplit,
+    gradient: GradientConfig, seed: int,
+) -> DataParallel:  # fmt: skip
     compressor = (
         Compressor(CompressionSpec.parse(gradient.compress), seed, mesh.timer)
         if gradient.compress and layout.data > 1

@@ -125,6 +125,8 @@ def check_refusals(job: Job, layout: Layout) -> None:
         degree = getattr(layout, axis)
         if degree > 1 and axis in refused:
             raise LayoutError(f"{axis}={degree}: {refused[axis]}")
+    if layout.has_split_backward and "split_backward" in refused:
+        raise LayoutError(f"schedule={layout.schedule}: {refused['split_backward']}")
     if layout.recompute != "none" and "recompute" in refused:
         raise LayoutError(f"recompute={layout.recompute}: {refused['recompute']}")
     if job.local_sgd.every > 1 and "local_sgd" in refused:

@@ -61,13 +61,6 @@ def check(plan: ShardingPlan, shapes: dict[str, torch.Size], sequence: int, degr
             f"tensor={degree} splits activations along the sequence, but the sequence length {sequence} is not "
             f"divisible by {degree}; the nearest valid length is {max(degree, round(sequence / degree) * degree)}."
         )
-    for rule in plan.modules:
-        rows = shapes.get(plan.canonical_name(f"{rule.module}.weight"), torch.Size([0]))[0]
-        if isinstance(rule, GatherOutput) and rows % degree:
-            raise LayoutError(
-                f"tensor={degree} does not divide the {rows} output features of {rule.module}, which are gathered; "
-                "use a degree that does, or leave it out of the plan."
-            )
     shard_dims = {name: shard_dim for name in shapes if (shard_dim := plan.shard_dim_of(name)) is not None}
     for name, shard_dim in shard_dims.items():
         units = shapes[name][shard_dim.dim] // shard_dim.unit
@@ -120,9 +113,7 @@ def apply(chain: Chain, axis: Axis) -> dict[str, int | None]:
         elif isinstance(rule, AllReduceOutput):
             _apply_all_reduce(module, axis, rule.splits_input)
         elif isinstance(rule, GatherOutput):
-            module.register_forward_hook(
-                lambda module, args, y: all_gather_with_grad(y.contiguous(), y.dim() - 1, axis)
-            )
+            _apply_gather(module, axis)
         elif isinstance(rule, VocabLookup):
             _apply_vocab_lookup(module, axis)
     return sharded_dims
@@ -209,6 +200,16 @@ def _apply_all_reduce(row: nn.Module, axis: Axis, splits_input: bool) -> None:
     if splits_input:
         row.register_forward_pre_hook(pre_hook)
     row.register_forward_hook(post_hook)
+
+
+def _apply_gather(module: Any, axis: Axis) -> None:
+    features: int = module.out_features
+
+    def post_hook(module: nn.Module, args: Any, y: Tensor) -> Tensor:
+        padded = F.pad(y, (0, -(-features // axis.size) - y.shape[-1]))  # the last rank may have fewer
+        return all_gather_with_grad(padded.contiguous(), y.dim() - 1, axis).narrow(-1, 0, features)
+
+    module.register_forward_hook(post_hook)
 
 
 def _apply_vocab_lookup(module: Any, axis: Axis) -> None:

@@ -314,12 +314,9 @@ def _compare_layout(job: Job, layout: Layout, reference: list[dict[str, Any]], s
 
 
 def _compare_outputs(
-    comparison: Comparison,
-    step_index: int,
-    engine: Engine,
-    outputs: dict[str, list[Tensor]],
+    comparison: Comparison, step_index: int, engine: Engine, outputs: dict[str, list[Tensor]],
     expected: dict[str, Tensor],
-) -> None:
+) -> None:  # fmt: skip
     gathered: list[Any] = [set(outputs)] * engine.mesh.layout.world
     if len(gathered) > 1:
         dist.all_gather_object(gathered, set(outputs))
@@ -339,13 +336,9 @@ def _compare_outputs(
 
 
 def _compare_shards(
-    comparison: Comparison,
-    step_index: int,
-    kind: str,
-    engine: Engine,
-    values: list[Tensor],
+    comparison: Comparison, step_index: int, kind: str, engine: Engine, values: list[Tensor],
     expected: dict[str, Tensor],
-) -> None:
+) -> None:  # fmt: skip
     """Compares one value per parameter shard. The errors of all shards of a tensor add up to one error."""
     mesh = engine.mesh
     squared_errors = torch.zeros(len(values), dtype=torch.float64)

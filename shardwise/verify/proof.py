@@ -47,7 +47,7 @@ def prove(prepared: Prepared, say: Callable[[str], None]) -> None:
     if not result.ok:
         raise JobError(
             f"{result.describe()} The run was not started, because it would not train the model that was given. Check "
-            "the tensor plan and the module named, use another layout, or skip this proof with --no-proof."
+            "the plan and the module named, use another layout, or skip this proof (--no-proof, fit(proof=False))."
         )
     say(f"proof:  layout '{layout}' equals one process: gradients to {result.grad:.0e}, weights to {result.weight:.0e}")
     try:

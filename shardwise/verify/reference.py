@@ -27,15 +27,11 @@ def run_reference(*arguments: Any) -> list[dict[str, Any]]:
 
 
 def run_steps(
-    job: Job,
-    stream: SampleStream,
-    learning_rates: list[float],
-    record_outputs: Any,
-    dtype: torch.dtype,
+    job: Job, stream: SampleStream, learning_rates: list[float], record_outputs: Any, dtype: torch.dtype,
     ranks_and_micro_batches: tuple[int, int] = (1, 1),
     make_gradient_sum: Callable[[Any], Callable[[str, list[Tensor]], Tensor]] | None = None,
     replicas_and_index: tuple[int, int] = (1, 0),
-) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:  # fmt: skip
     """Yields, per step, a record and the live weights.
 
     `make_gradient_sum` returns a function that sums a weight's per-rank gradients of one micro-batch; None is a plain
@@ -89,12 +85,9 @@ def run_steps(
 
 
 def sum_per_rank_gradients(
-    job: Job,
-    model: nn.Module,
-    samples: Samples,
-    ranks_and_micro_batches: tuple[int, int],
+    job: Job, model: nn.Module, samples: Samples, ranks_and_micro_batches: tuple[int, int],
     sum_gradients: Callable[[str, list[Tensor]], Tensor],
-) -> None:
+) -> None:  # fmt: skip
     """Recomputes the gradients of each emulated rank and micro-batch and adds them up with `sum_gradients`."""
     weights, count = dict(model.named_parameters()), (samples.targets != IGNORE_INDEX).sum()
     rank_micro_batches = [

@@ -1,8 +1,8 @@
 """Attention of transformers' models over a sequence that is split over ranks.
 
-Each rank has the queries of its own positions. Plain attention, causal or not, is our ring or Ulysses attention. With a
-sliding window, a softcap or sinks, keys and values are all-gathered, and transformers' own mask function is evaluated at
-this rank's positions. Both are registered with transformers under the name "shardwise".
+Each rank has the queries of its own positions. Plain attention, causal or not, is our ring or Ulysses attention. With
+a sliding window, a softcap or sinks, keys and values are all-gathered, and transformers' own mask function is evaluated
+at this rank's positions. Both are registered with transformers under the name "shardwise".
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, attention_mask)
     find_packed = masking_utils.find_packed_sequence_indices
     # Positions that jump would look like several sequences in a row; ours are one.
-    masking_utils.find_packed_sequence_indices = lambda ids: None if SPLIT.axis is not None else find_packed(ids)
+    masking: Any = masking_utils
+    masking.find_packed_sequence_indices = lambda ids: None if SPLIT.axis is not None else find_packed(ids)
 
 
 def attention_mask(

@@ -16,6 +16,7 @@ from shardwise.adapters.huggingface.attention import SPLIT, trial
 from shardwise.models.trace import to_fake, with_fake_tensors
 
 _VIEWS = ("view", "_unsafe_view", "slice", "select", "unsqueeze", "expand", "_to_copy", "alias", "detach")
+_NO_INTERFACE = "{} does not attend through transformers' attention interface"
 _SHAPE_ONLY = ("new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like")
 
 
@@ -24,7 +25,7 @@ class _TokenUses(TorchDispatchMode):
 
     def __init__(self, tokens: Tensor):
         super().__init__()
-        self.tokens, self.computed = [tokens], [tokens][:0]  # kept, so that no id is used twice
+        self.tokens, self.computed = [tokens], list[Tensor]()  # kept alive, so that no id is used twice
         self.looks_up_computed = self.convolves = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -32,8 +33,8 @@ class _TokenUses(TorchDispatchMode):
         name = func.overloadpacket.__name__
         self.convolves |= name == "convolution"
         inputs = {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        is_computed = any(id(tensor) in inputs for tensor in self.computed)
-        is_token = any(id(tensor) in inputs for tensor in self.tokens)
+        is_computed = not inputs.isdisjoint(map(id, self.computed))
+        is_token = not inputs.isdisjoint(map(id, self.tokens))
         if name == "embedding":
             self.looks_up_computed |= is_computed
         elif (is_computed or is_token) and name not in _SHAPE_ONLY:
@@ -57,6 +58,8 @@ def context_refusal(module: nn.Module, blocks: tuple[str, ...], length: int) -> 
             with uses:
                 module(input_ids=tokens)
     except Exception as error:
+        if not SPLIT.calls:
+            return _NO_INTERFACE.format("it")
         return f"it fails with our attention ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
     finally:
         module.train()
@@ -65,7 +68,7 @@ def context_refusal(module: nn.Module, blocks: tuple[str, ...], length: int) -> 
     counts = [calls[name] for name in blocks]
     missing = [name for name, before, after in zip(blocks, [0, *counts], counts, strict=False) if before == after]
     if missing or not SPLIT.calls:
-        return f"{missing[0] if missing else 'it'} does not attend through transformers' attention interface"
+        return _NO_INTERFACE.format(missing[0] if missing else "it")
     if uses.convolves:
         return "it convolves over positions"
     return "its positions depend on the tokens (padding)" if uses.looks_up_computed else ""

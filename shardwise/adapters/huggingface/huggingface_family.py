@@ -6,21 +6,21 @@ import copy
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+import torch
 from pydantic import Field
+from torch import Tensor, nn
 
-from shardwise.adapters.module_family import ModuleConfig, ModuleFamily
+from shardwise.adapters.anatomy import Anatomy
+from shardwise.adapters.huggingface.attention import SPLIT, split_sequence
+from shardwise.adapters.huggingface.context_check import context_refusal
+from shardwise.adapters.module_family import ModuleConfig, ModuleFamily, meta_chain
+from shardwise.adapters.task import Task
+from shardwise.adapters.tensor_plan import guess_plan, make_sharding_plan
 from shardwise.errors import JobError, suggest
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
-
-    from shardwise.adapters.anatomy import Anatomy
-    from shardwise.adapters.task import Task
-    from shardwise.models.objectives import Objective
-    from shardwise.models.sharding import ShardingPlan
+from shardwise.models.objectives import MaskedLM, Objective, next_token
+from shardwise.models.sharding import ShardingPlan
 
 # Our styles by transformers' names for them. Weights that are whole need none: their gradients are always summed.
 STYLES = {
@@ -190,12 +190,10 @@ class HuggingFaceFamily(ModuleFamily):
     verify_layouts: ClassVar[Sequence[str]] = ("shard=2 zero=3", "pipeline=2 micro_batch=2")
 
     def objective(self, config: Any, seed: int) -> Objective:
-        from shardwise.models.objectives import MaskedLM, next_token
 
         return MaskedLM(config, seed) if config.kind == "masked language model" else next_token
 
     def shrink(self, config: Any) -> Any:
-        from shardwise.adapters.module_family import meta_chain
 
         layers = _smaller(config.hf, LAYER_FIELDS)
         for args in (layers | _smaller_widths(config.hf), layers):
@@ -208,7 +206,6 @@ class HuggingFaceFamily(ModuleFamily):
         return config
 
     def _plan(self, config: Any, module: nn.Module, anatomy: Anatomy) -> ShardingPlan:
-        from shardwise.adapters.tensor_plan import guess_plan, make_sharding_plan
 
         given = self.task(config).plan
         heads = int(getattr(config.hf, "num_attention_heads", None) or 1)
@@ -217,7 +214,6 @@ class HuggingFaceFamily(ModuleFamily):
         return make_sharding_plan(module, anatomy, given or hint, head_dim, is_hint=not given)
 
     def refusals(self, config: Any) -> dict[str, str]:
-        from shardwise.adapters.module_family import meta_chain
 
         dropout = next((key for key in ATTENTION_DROPOUTS if getattr(config.hf, key, 0)), "")
         if meta_chain(config).anatomy.random_modules and dropout:
@@ -244,8 +240,6 @@ class HuggingFaceFamily(ModuleFamily):
 
 @lru_cache(maxsize=8)
 def _context_refusal(config: Any) -> str:
-    from shardwise.adapters.huggingface.context_check import context_refusal
-    from shardwise.adapters.module_family import meta_chain
 
     if config.sample_kind == "images":
         return "its samples are images"
@@ -255,11 +249,7 @@ def _context_refusal(config: Any) -> str:
 
 @lru_cache(maxsize=8)
 def make_task(config: Any) -> Task:
-    import torch
     import torch.nn.functional as F
-
-    from shardwise.adapters.huggingface.attention import SPLIT, split_sequence
-    from shardwise.adapters.task import Task
 
     hf, (kind, model_class) = config.hf, model_kind(config)
 
@@ -291,9 +281,6 @@ def make_task(config: Any) -> Task:
 
 
 def _configure(module: Any, device: torch.device, dtype: torch.dtype) -> None:
-    import torch
-
-    from shardwise.adapters.huggingface.attention import SPLIT
 
     SPLIT.axis = None
     if device.type == "cuda" and dtype is torch.bfloat16:

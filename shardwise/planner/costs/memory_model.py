@@ -106,10 +106,9 @@ def count_weights(shape: ModelShape, layout: Layout, expert_tensor: int) -> Weig
     head = shape.vocab * shape.width / t
     return WeightCounts(
         block=(1 - share) * dense + share * common,
-        experts=share * shape.expert_weights / layout.expert / expert_tensor,
-        first=shape.embedding_weights / t,
+        experts=share * shape.expert_weights / layout.expert / expert_tensor, first=shape.embedding_weights / t,
         last=0.0 if shape.tied and layout.pipeline == 1 else head,
-    )
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,134 @@
+"""Transformers models against their own unmodified modules in one process; `benchmarks/transformers_matrix.py` has all
+families."""
+
+import json
+import math
+
+import pytest
+
+from shardwise.adapters.module_family import meta_chain
+from shardwise.errors import JobError, LayoutError
+from shardwise.job import Job, make_job
+from shardwise.layout import Layout
+from shardwise.parallel.prepare import prepare
+from shardwise.verify.parity import VerifyResult, verify
+
+pytest.importorskip("transformers")
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24, "vocab_size": 61}
+LLAMA = {**SIZES, "num_key_value_heads": 2, "head_dim": 4, "bos_token_id": 1, "eos_token_id": 2}
+MIXTRAL = {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6}
+GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 61, "attn_pdrop": 0.0}
+BERT = {**SIZES, "max_position_embeddings": 32, "attention_probs_dropout_prob": 0.0}
+VIT = {**SIZES, "image_size": 8, "patch_size": 4, "num_labels": 5, "attention_probs_dropout_prob": 0.0}
+del VIT["vocab_size"]
+MAMBA2 = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 61, "num_heads": 4, "head_dim": 8, "state_size": 4,
+          "n_groups": 1, "chunk_size": 8}  # fmt: skip
+BART = {"d_model": 16, "encoder_layers": 3, "decoder_layers": 1, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24,
+        "encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": 61, "dropout": 0.0,
+        "max_position_embeddings": 32}  # fmt: skip
+ZERO_BUBBLE = "pipeline=2 schedule=zero-bubble micro_batch=2"
+
+
+OPT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 24, "word_embed_proj_dim": 16}
+
+
+def job(model_type: str, args: dict[str, object], plan: dict[str, str] | None = None) -> Job:
+    model = {"name": f"hf:{model_type}", "args": args, "sequence": 16, "tensor_plan": plan or {}}
+    return make_job({"precision": "float64", "model": model, "batch": {"samples": 4}})
+
+
+def verify_layouts(case: Job, *layouts: str) -> list[VerifyResult]:
+    return verify(case, [Layout.parse(layout) for layout in layouts], steps=2)
+
+
+@pytest.mark.parametrize(("model_type", "args", "layouts"), [
+    ("llama", LLAMA, ["shard=2 zero=3", "pipeline=2 micro_batch=2", ZERO_BUBBLE, "tensor=2", "context=2",
+                      "context=2 context_method=ulysses", "pipeline=2 shard=2 tensor=2 micro_batch=1"]),
+    ("gpt2", GPT2, ["pipeline=2 micro_batch=2", "pipeline=2 shard=2 context=2 micro_batch=1"]),  # tied, with dropout
+    ("mixtral", MIXTRAL, ["shard=2 zero=3", "tensor=2 context=2"]),
+    ("bert", BERT, [ZERO_BUBBLE, "context=2"]),
+    ("vit", VIT, ["shard=2 zero=3", ZERO_BUBBLE]),
+    ("mamba2", MAMBA2, ["shard=2 zero=3", "pipeline=2 micro_batch=2"]),
+    ("bart", BART, ["pipeline=2 shard=2 zero=3 micro_batch=1"]),  # the decoder, as epilogue, is a stage of its own
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
+def test_layouts_compute_what_the_module_computes(model_type, args, layouts):
+    for result in verify_layouts(job(model_type, args), *layouts):
+        assert result.ok, result.describe()
+        assert max(result.loss, result.grad, result.weight) < 1e-11
+
+
+MLP = "model.layers.*.mlp"
+
+
+@pytest.mark.parametrize(("plan", "culprit"), [
+    ({f"{MLP}.gate_proj": "colwise", f"{MLP}.up_proj": "colwise", f"{MLP}.down_proj": "colwise"},
+     "model.layers.0.mlp.down_proj"),
+    ({f"{MLP}.gate_proj": "colwise", f"{MLP}.down_proj": "rowwise"}, "model.layers.0.mlp"),
+], ids=["colwise for rowwise", "a missing style"])  # fmt: skip
+def test_a_plan_with_shapes_that_do_not_fit_names_the_module(plan, culprit):
+    with pytest.raises(LayoutError, match=rf"^tensor_plan: shapes do not fit in {culprit} \("):
+        verify_layouts(job("llama", LLAMA, plan), "tensor=2")
+
+
+def test_a_plan_with_wrong_numbers_names_the_module():
+    """Phi-3 packs gate and up projection in one weight: a plain split gives each rank one of the two."""
+    plan = {f"{MLP}.gate_up_proj": "colwise", f"{MLP}.down_proj": "rowwise"}
+    args = {key: value for key, value in LLAMA.items() if key != "head_dim"}
+    (result,) = verify_layouts(job("phi3", {**args, "pad_token_id": 0}, plan), "tensor=2")
+    assert not result.ok
+    assert result.first_difference is not None and result.first_difference.name == "model.layers.0.mlp"
+
+
+def test_the_anatomy_of_llama():
+    chain = meta_chain(job("llama", LLAMA).model)
+    anatomy = chain.anatomy
+    assert anatomy.blocks == ("model.layers.0", "model.layers.1")
+    assert anatomy.stream is not None and tuple(anatomy.stream.shape) == (2, 16, 16)
+    assert (anatomy.stream_key, anatomy.returns_tuple, anatomy.crossing, anatomy.second_path) == (0, False, "", "")
+    assert anatomy.units == ("model.embed_tokens", "model.norm", "lm_head")
+    assert anatomy.parts_of["model.embed_tokens.weight"] == (0,)
+    assert anatomy.parts_of["model.layers.1.mlp.up_proj.weight"] == (2,)
+    assert anatomy.parts_of["lm_head.weight"] == (3,)
+    shapes = [math.prod(parameter.shape) for parameter in chain.parameters()]
+    assert sum(shapes) == sum(math.prod(p.shape) for p in chain.root.parameters())
+
+
+@pytest.mark.parametrize(("model_type", "args", "layout", "sentence"), [
+    ("llamo", {}, "shard=2", 'model.name = "hf:llamo" is neither a folder with a config.json nor a model type of '
+     "transformers; did you mean 'llama'?"),
+    ("llama", {"hiden_size": 16}, "shard=2", "[model.args]: LlamaConfig has no field 'hiden_size'; did you mean "
+     "'hidden_size'?"),
+    ("gpt2", {**GPT2, "attn_pdrop": 0.1}, "shard=2", "model.args: attn_pdrop = 0.1 must be 0: attention kernels cannot "
+     "draw the same dropout masks in every layout; set attn_pdrop = 0."),
+    ("t5", {}, "shard=2", "model.name = 'hf:t5': T5Config is neither a causal nor a masked language model nor an image "
+     'classifier; build it in a function of your own and name that: "python:package.module:function".'),
+    ("gpt2", GPT2, "tensor=2", "tensor=2: there is no plan for this module; write one below [model.tensor_plan]."),
+    ("mixtral", MIXTRAL, "shard=2 expert=2", "expert=2: experts of transformers' models are not split over an expert "
+     "axis; use shard or tensor."),
+    ("mamba2", MAMBA2, "context=2", "context=2: Mamba2Config: its forward takes no position_ids, so its sequences "
+     "cannot be split; use shard."),
+    ("roberta", {**BERT, "pad_token_id": 1}, "context=2", "context=2: RobertaConfig: its positions depend on the "
+     "tokens (padding), so its sequences cannot be split; use shard."),
+    ("vit", VIT, "context=2", "context=2: ViTConfig: its samples are images, so its sequences cannot be split; use "
+     "shard."),
+    ("bart", BART, ZERO_BUBBLE, "schedule=zero-bubble: model.decoder.layernorm_embedding is on a path of its own "
+     "beside the blocks' output, which PyTorch cannot split; use schedule=1f1b or interleaved."),
+    ("opt", OPT, "shard=2", "model.decoder.layers.0 draws random "
+     "numbers in its forward (functional dropout, for example), which would differ between layouts; use nn.Dropout "
+     "there, or set its probability to 0."),
+], ids=lambda value: value if isinstance(value, str) and len(value) < 9 else "")  # fmt: skip
+def test_what_cannot_run_is_refused_in_a_sentence(model_type, args, layout, sentence):
+    with pytest.raises((JobError, LayoutError)) as refused:
+        prepare(job(model_type, args), Layout.parse(layout))
+    assert str(refused.value) == sentence
+
+
+def test_a_folder_without_a_config(tmp_path):
+    with pytest.raises(JobError, match="is neither a folder with a config.json nor a model type of transformers"):
+        prepare(job(str(tmp_path), {}), Layout.parse("shard=2"))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llamo"}), encoding="utf-8")
+    with pytest.raises(JobError, match=r"config\.json cannot be read: "):
+        prepare(job(str(tmp_path), {}), Layout.parse("shard=2"))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **LLAMA}), encoding="utf-8")
+    assert prepare(job(str(tmp_path), {}), Layout.parse("shard=2")).shapes["lm_head.weight"] == (61, 16)
