@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import user_modules
 from test_train import train, validation
-from torch import Tensor, nn
 
 import shardwise.adapters.anatomy as anatomy
 import shardwise.adapters.module_family as module_family
 import shardwise.parallel.parallelize as parallelize
 import shardwise.step as step
 from shardwise.adapters.module_chain import ModuleChain
-from shardwise.adapters.module_family import SCRIPT_TASKS
-from shardwise.adapters.task import Task
 from shardwise.errors import DataError, JobError, LayoutError, RunError
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
@@ -74,14 +69,6 @@ MODULES: dict[str, dict[str, str]] = {
 def any_job(name: str, args: dict[str, Any] | None = None, **changes: Any) -> Job:
     model = {"name": f"python:user_modules:{name}", "args": args or {}}
     return make_job({"precision": "float64", "steps": 3, "model": model, "batch": {"samples": 8}} | changes)
-
-
-def task_job(task: Task, **changes: Any) -> Job:
-    """Returns the job of a task that is not in a file."""
-    name = f"python:script:{len(SCRIPT_TASKS)}"
-    SCRIPT_TASKS[name] = task
-    settings = {"precision": "float64", "steps": 3, "model": {"name": name}, "batch": {"samples": 8}}
-    return make_job(settings | changes)
 
 
 def proven(job: Job, *layouts: str, steps: int = 3) -> None:
@@ -165,28 +152,12 @@ def test_bf16(name: str) -> None:
 
 
 def test_a_plan_that_is_wrong_is_caught_and_named() -> None:
-    class Gated(nn.Module):
-        """Its hidden features are normalized, so they cannot be split."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.down(F.softmax(self.up(x), -1))
-
-    def make(style: str) -> Job:
-        def build() -> nn.Module:
-            return nn.Sequential(*(Gated() for _ in range(3)), nn.Linear(8, user_modules.CLASSES))
-
-        plan = {"*.up": style, "*.down": "rowwise" if style == "colwise" else "rowwise_split"}
-        return task_job(Task(build, nn.CrossEntropyLoss(), user_modules.vectors(), plan=plan))
-
-    proven(make("colwise_gather"), "tensor=2")
-    difference = first_difference(make("colwise"), "tensor=2").first_difference
+    proven(any_job("gated", {"style": "colwise_gather"}), "tensor=2")
+    difference = first_difference(any_job("gated", {"style": "colwise"}), "tensor=2").first_difference
     assert difference is not None and (difference.kind, difference.name) == ("output", "0.down")
-    wrong = replace(user_modules.vit(), plan=user_modules.BLOCK_PLAN | {"blocks.*.down": "colwise"})
-    assert "shape" in str(first_difference(task_job(wrong), "tensor=2").failure)
+    plan = user_modules.BLOCK_PLAN | {"blocks.*.down": "colwise"}
+    wrong = any_job("vit", model={"name": "python:user_modules:vit", "tensor_plan": plan})
+    assert "shape" in str(first_difference(wrong, "tensor=2").failure)
 
 
 @pytest.mark.parametrize(
@@ -268,17 +239,14 @@ def test_killed_and_resumed_in_place_is_bitwise(name: str, layout: str, tmp_path
 @pytest.mark.parametrize("held_out", [19, 5])
 def test_validation_does_not_depend_on_the_layout(held_out: int, tmp_path: Path) -> None:
     """Whole batches; if there are fewer samples than a batch has, every one of them."""
-    rows = user_modules.tagged_sentences()
-    held = user_modules.Rows(*(column[:held_out] for column in rows.columns))
-    task = replace(user_modules.lstm_tagger(), validation=held)
     found = []
     for number, layout in enumerate(("pipeline=1", "shard=2 zero=3", "replicate=2 micro_batch=2")):
         settings = {"steps": 1, "optimizer": {"lr": 0.0}, "run": {"folder": str(tmp_path / str(number))}}
-        job = task_job(task, **settings)
+        job = any_job("lstm_tagger", {"held_out": held_out}, **settings)
         found.append(validation(train(job, layout)))
     module = job.family.build_reference(job.model, job.seed, torch.float64).eval()
     count = min(16, held_out)
-    words, tags = (column[:count] for column in held.columns)
+    words, tags = (column[:count] for column in user_modules.tagged_sentences().columns)
     expected = user_modules.tag_loss_mean(module(words), tags).item()
     assert found == pytest.approx([expected] * 3, rel=1e-10)
 

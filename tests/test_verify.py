@@ -255,7 +255,8 @@ def test_record_as_json() -> None:
     records = verify(job, [Layout.parse("replicate=2")], report=seen.append)
     assert seen == records
     values = json.loads(json.dumps(records[0].as_dict()))
-    assert list(values) == ["layout", "ok", "loss", "grad_norm", "grad", "weight", "first_difference", "failure"]
+    keys = ["layout", "ok", "loss", "grad_norm", "grad", "weight", "first_difference", "failure", "hint"]
+    assert list(values) == keys
     assert values["layout"] == "replicate=2" and values["ok"] is True and values["first_difference"] is None
     failed = VerifyResult("pipeline=2", ok=False, failure="a rank died").as_dict()
     assert json.loads(json.dumps(failed, allow_nan=False))["loss"] is None

@@ -102,6 +102,26 @@ def vit() -> Task:
     return Task(ViT, nn.CrossEntropyLoss(), images(), plan=BLOCK_PLAN)
 
 
+class Gated(nn.Module):
+    """Its hidden features are normalized, so a plan must gather them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(FEATURES, 16), nn.Linear(16, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.softmax(self.up(x), -1))
+
+
+def gated(style: str) -> Task:
+    plan = {"*.up": style, "*.down": "rowwise" if style == "colwise" else "rowwise_split"}
+
+    def build() -> nn.Module:
+        return nn.Sequential(*(Gated() for _ in range(3)), nn.Linear(FEATURES, CLASSES))
+
+    return Task(build, nn.CrossEntropyLoss(), vectors(), plan=plan)
+
+
 # A U-Net: skip connections
 
 
@@ -181,9 +201,10 @@ def tag_loss_mean(logits: Tensor, tags: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), tags.flatten(), ignore_index=-100)
 
 
-def lstm_tagger() -> Task:
+def lstm_tagger(held_out: int = SAMPLES) -> Task:
     rows = tagged_sentences()
-    return Task(Tagger, tag_loss_sum, rows, validation=rows, count=lambda batch: (batch[1] != -100).sum())
+    held = Rows(*(column[:held_out] for column in rows.columns))
+    return Task(Tagger, tag_loss_sum, rows, validation=held, count=lambda batch: (batch[1] != -100).sum())
 
 
 def masked_mean() -> Task:
