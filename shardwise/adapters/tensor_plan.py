@@ -53,6 +53,9 @@ def guess_plan(module: nn.Module, anatomy: Anatomy) -> dict[str, str]:
     for block in anatomy.blocks:
         linear = [name for name, part in module.get_submodule(block).named_modules() if isinstance(part, nn.Linear)]
         columns = {f"{block}.{name}": "colwise" for name in linear if name.endswith(COLWISE_NAMES)}
+        # Attention whose queries, keys and values are one layer stays whole.
+        split = {name.partition(".")[0] for name in linear if name.endswith(HEAD_NAMES)}
+        linear = [name for name in linear if name.partition(".")[0] in split or "att" not in name.partition(".")[0]]
         rows = {f"{block}.{name}": "rowwise" for name in linear if name.endswith(ROWWISE_NAMES)}
         if not columns or not rows:
             return {}
