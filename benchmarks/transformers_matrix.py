@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import time
@@ -249,7 +250,8 @@ def cells(model_type: str, results: dict[str, Any], notes: list[str]) -> str:
         elif "failure" in entry:
             row.append("**wrong**")
         else:
-            sentence = entry["refusal"].removeprefix(f"{entry.get('layout', '').split()[:1]}")
+            sentence = re.sub(r"^(\w+=\S+: )?(\w+Config: )?", "", entry["refusal"])
+            sentence = sentence[0].upper() + sentence[1:]
             if sentence not in notes:
                 notes.append(sentence)
             row.append(f"- ({notes.index(sentence) + 1})")

@@ -23,6 +23,7 @@ from torch.utils._pytree import TreeSpec, tree_map_only
 from shardwise.adapters.anatomy import Anatomy
 from shardwise.adapters.deferred_init import DeferredInit
 from shardwise.adapters.task import Task, unflatten_batch
+from shardwise.adapters.tensor_plan import scale_head_counts
 from shardwise.errors import LayoutError
 from shardwise.models.chain import Chain
 from shardwise.models.sharding import ShardingPlan
@@ -273,6 +274,8 @@ class ModuleChain(Chain):
     def configure(self, device: torch.device, dtype: torch.dtype, tensor_degree: int) -> None:
         """Called once the parameters have memory, with the dtype of activations."""
         self.compute_dtype, self.tensor_degree = dtype, tensor_degree
+        if tensor_degree > 1:
+            scale_head_counts(self.root, self.sharding_plan, tensor_degree)
         if self.task.configure is not None:
             self.task.configure(self.root, device, dtype)
         for module, leaf, shape in self.placeholders:

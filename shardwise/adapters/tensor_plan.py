@@ -34,11 +34,17 @@ STYLES = ("colwise", "rowwise", "rowwise_split", "colwise_gather", "vocab")
 
 
 # What layers are called in many models, for those without a plan: a hint, which is proven like any other.
-COLWISE_NAMES = (
-    "q_proj", "k_proj", "v_proj", "query", "key", "value", "q_lin", "k_lin", "v_lin", "fc1", "lin1", "up_proj",
-    "gate_proj", "intermediate.dense",
+HEAD_NAMES = (
+    "q_proj", "k_proj", "v_proj", "query", "key", "value", "query_proj", "key_proj", "value_proj", "q_lin", "k_lin",
+    "v_lin",
 )  # fmt: skip
+COLWISE_NAMES = (*HEAD_NAMES, "fc1", "lin1", "up_proj", "gate_proj", "intermediate.dense")
 ROWWISE_NAMES = ("o_proj", "out_proj", "output.dense", "out_lin", "fc2", "lin2", "down_proj")
+
+
+HEAD_COUNTS = (
+    "num_heads", "num_attention_heads", "num_key_value_heads", "n_heads", "embed_dim", "hidden_size", "all_head_size"
+)  # fmt: skip
 
 
 def guess_plan(module: nn.Module, anatomy: Anatomy) -> dict[str, str]:
@@ -47,6 +53,9 @@ def guess_plan(module: nn.Module, anatomy: Anatomy) -> dict[str, str]:
     for block in anatomy.blocks:
         linear = [name for name, part in module.get_submodule(block).named_modules() if isinstance(part, nn.Linear)]
         columns = {f"{block}.{name}": "colwise" for name in linear if name.endswith(COLWISE_NAMES)}
+        # Attention whose queries, keys and values are one layer stays whole.
+        split = {name.partition(".")[0] for name in linear if name.endswith(HEAD_NAMES)}
+        linear = [name for name in linear if name.partition(".")[0] in split or "att" not in name.partition(".")[0]]
         rows = {f"{block}.{name}": "rowwise" for name in linear if name.endswith(ROWWISE_NAMES)}
         if not columns or not rows:
             return {}
@@ -80,7 +89,7 @@ def make_sharding_plan(
                 raise JobError(
                     f"tensor_plan: {name} is a {type(part).__name__}, but {style!r} splits an nn.{kind.__name__}."
                 )
-            unit = head_dim if name.rpartition(".")[2] in ("q_proj", "k_proj", "v_proj", "query", "key", "value") else 1
+            unit = head_dim if name.rpartition(".")[2] in HEAD_NAMES else 1
             if style in ("colwise", "colwise_gather"):
                 shard_dims.append(Colwise(f"{name}.*", unit=unit if style == "colwise" else 1))
             if style in ("rowwise", "rowwise_split"):
@@ -106,6 +115,16 @@ def make_sharding_plan(
         tuple(shard_dims), tuple(rules), ties, stage_ties=stage_ties, splits_sequence=False,
         block_pattern=f"{prefix}.*", compared_modules=compared,
     )  # fmt: skip
+
+
+def scale_head_counts(root: nn.Module, plan: ShardingPlan, degree: int) -> None:
+    """Divides the counts of heads and of their features that attention modules keep as attributes."""
+    for name in {rule.parameter.rsplit(".", 2)[0] for rule in plan.shard_dims if rule.unit > 1}:
+        module = root.get_submodule(name)
+        for key in HEAD_COUNTS:
+            value = module.__dict__.get(key)
+            if isinstance(value, int) and value % degree == 0:
+                setattr(module, key, value // degree)
 
 
 def _compared(module: nn.Module, anatomy: Anatomy, summed: list[str]) -> Iterator[str]:

@@ -96,7 +96,8 @@ class HuggingFaceConfig(ModuleConfig):
 
     @property
     def heads(self) -> int:
-        return int(getattr(self.hf, "num_attention_heads", 1))
+        heads = getattr(self.hf, "num_attention_heads", None)
+        return heads if isinstance(heads, int) and heads > 0 else 1
 
     @property
     def image_size(self) -> int:
@@ -208,7 +209,7 @@ class HuggingFaceFamily(ModuleFamily):
     def _plan(self, config: Any, module: nn.Module, anatomy: Anatomy) -> ShardingPlan:
 
         given = self.task(config).plan
-        heads = int(getattr(config.hf, "num_attention_heads", None) or 1)
+        heads = config.heads
         head_dim = getattr(config.hf, "head_dim", None) or int(getattr(config.hf, "hidden_size", heads)) // heads
         hint = translate_plan(module) or guess_plan(module, anatomy)
         return make_sharding_plan(module, anatomy, given or hint, head_dim, is_hint=not given)
