@@ -29,8 +29,6 @@ from shardwise.models.transformers_reference import KeepFloat64
 
 SCRIPT_TASKS: dict[str, Task] = {}
 """The tasks that `shardwise.Trainer` was given in this process, by model name."""
-
-
 _ANATOMIES: dict[Any, tuple[Anatomy, dict[str, int | None]]] = {}
 """By config: the module's anatomy, and which dimension is the samples in each dropout."""
 
@@ -251,13 +249,9 @@ def raise_random(modules: Sequence[str]) -> None:
     )
 
 
+@lru_cache(maxsize=4)
 def meta_chain(config: Any) -> ModuleChain:
     """Returns the module on the meta device as the engine will get it; nobody may change it."""
-    return _meta_chain(config)
-
-
-@lru_cache(maxsize=4)
-def _meta_chain(config: Any) -> ModuleChain:
     from shardwise.models.registry import family_of
 
     chain: Any = family_of(config).build_on_meta(config)

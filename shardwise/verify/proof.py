@@ -10,6 +10,7 @@ import inspect
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,11 +51,9 @@ def prove(prepared: Prepared, say: Callable[[str], None]) -> None:
             "the plan and the module named, use another layout, or skip this proof (--no-proof, fit(proof=False))."
         )
     say(f"proof:  layout '{layout}' equals one process: gradients to {result.grad:.0e}, weights to {result.weight:.0e}")
-    try:
+    with suppress(OSError):  # it is proven again next time
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(result.as_dict()))
-    except OSError:
-        pass  # it is proven again next time
 
 
 def small_layout(layout: Layout) -> Layout:
