@@ -174,7 +174,7 @@ def test_mutations(name: str, layout: str, kind: str, culprit: str, monkeypatch:
     """In this order: whole weights are not summed over tensor ranks, a tie is not summed over stages, the anatomy
     overlooks a crossing, dropout takes time steps for samples, batch norm is not synchronized."""
     monkeypatch.setattr(module_family, "_ANATOMIES", {})
-    module_family._meta_chain.cache_clear()
+    module_family.meta_chain.cache_clear()
     monkeypatch.setattr(step, "all_reduce_tensor_grads", lambda engine: None)
     monkeypatch.setattr(step, "all_reduce_tied_grads", lambda engine: None)
     monkeypatch.setattr(anatomy._Tracker, "_crossing_sentence", lambda tracker: "")
@@ -188,7 +188,7 @@ def test_mutations(name: str, layout: str, kind: str, culprit: str, monkeypatch:
 
         monkeypatch.setattr(ModuleChain, "configure", forget)
     found = first_difference(any_job(name), layout).first_difference
-    module_family._meta_chain.cache_clear()
+    module_family.meta_chain.cache_clear()
     assert found is not None and (found.step, found.kind, found.name) == (0, kind, culprit)
 
 
