@@ -33,7 +33,7 @@ TIERS = {
     "tensor": ("tensor=2", "tensor=2 shard=2 zero=3 recompute=full", "tensor=2 pipeline=2 micro_batch=2"),
 }  # fmt: skip
 NO_TRUNK = "no list of blocks was found that are called in a row and hand on a tensor of one shape; name it"
-NO_PLAN = "this module has no plan"
+NO_PLAN = "this module has no plan; give one"
 READS_VALUES = r"forward reads the value of a tensor in Python at .*user_modules.py:\d+, so it cannot be analysed"
 # By module: the tiers in which it is refused, and what the sentence says.
 MODULES: dict[str, dict[str, str]] = {
