@@ -320,7 +320,8 @@ class _Tracker(TorchDispatchMode):
 
     def _note_second_path(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         computed = [id(tensor) for tensor in inputs if id(tensor) in self.made]
-        if self.part and self.off_stream.issuperset(computed):
+        is_stream = self.stream is not None and _storage(self.stream) in map(_storage, inputs)  # or it is the batch
+        if self.part and not is_stream and self.off_stream.issuperset(computed):
             self.off_stream.update(map(id, outputs))
             if computed and any(id(tensor) in self.parameters for tensor in inputs):
                 self.second_path = self.second_path or self.stack[-1]
