@@ -215,7 +215,6 @@ def write_page(results: dict[str, Any]) -> str:
     entries = [entry for columns in results.values() for entry in columns.values()]
     worst = max((entry["error"] for entry in entries if "error" in entry), default=0.0)
     counts = [sum("error" in results[t].get(column, {}) for t in results) for column in (*COLUMNS, "product")]
-    layouts = "; ".join(f"*{column}* is `{layout}`" for column, layout in COLUMNS.items())
     lines = [
         "# Transformers models by axis",
         "",
@@ -224,8 +223,8 @@ def write_page(results: dict[str, Any]) -> str:
         "against transformers' own unmodified module in one process; `-` is a refusal, with the number of the note",
         "that has its sentence. `python benchmarks/transformers_matrix.py` writes this page.",
         "",
-        f"{layouts}; *product* combines",
-        "three axes of degree 2: p = pipeline, s = shard, t = tensor, c = context, r = replicate.",
+        *(f"- *{column}*: `{layout}`" for column, layout in COLUMNS.items()),
+        "- *product*: three axes of degree 2: p = pipeline, s = shard, t = tensor, c = context, r = replicate",
         "",
         f"{len(rows)} families. Exact: "
         + ", ".join(f"{column} {count}" for column, count in zip((*COLUMNS, "product"), counts, strict=True))
@@ -251,7 +250,6 @@ def cells(model_type: str, results: dict[str, Any], notes: list[str]) -> str:
             row.append("**wrong**")
         else:
             sentence = re.sub(r"^(\w+=\S+: )?(\w+Config: )?", "", entry["refusal"])
-            sentence = sentence[0].upper() + sentence[1:]
             if sentence not in notes:
                 notes.append(sentence)
             row.append(f"- ({notes.index(sentence) + 1})")

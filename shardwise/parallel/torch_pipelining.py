@@ -158,7 +158,11 @@ class PatchedPipelineStage(PipelineStage):
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self.timer.record_action("W", self.stage_index, bwd_chunk_id):
-            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+        for weight in self.submod.parameters():
+            if weight.grad is not None and weight.grad.stride() != weight.stride():
+                # As autograd does in a whole backward: PyTorch's fused AdamW pairs elements by their place in memory.
+                weight.grad = torch.empty_like(weight).copy_(weight.grad)
 
     def backward_maybe_with_nosync(self, backward_type: str, *args: Any, **kwargs: Any) -> Any:
         """Under FSDP, runs half a backward on unsharded weights and reduces gradients after the weight half."""
