@@ -18,8 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from shardwise.errors import JobError, suggest
 from shardwise.files import write_text
 
-GB, TB, TERA = 1e9, 1e12, 1e12
-GIB = 2**30
+GB, TERA, GIB = 1e9, 1e12, 2**30
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,10 @@ class Trainer:
         """Trains to the end and returns the run. `resume` continues the run in that folder, in any layout. Without
         `proof`, the layout is not compared with one process first."""
         stop_if_collecting()
-        folder = start_job(self.job, print_line, None if resume is None else Path(resume), prove if proof else None)
+        job, path = self.job, None if resume is None else Path(resume)
+        if path is not None:
+            job = job.model_copy(update={"model": RunFolder.open(path).job().model})  # the command line may differ
+        folder = start_job(job, print_line, path, prove if proof else None)
         self.run = Run(folder.path)
         return self.run
 
@@ -139,8 +142,7 @@ class Trainer:
         """Returns the module with the weights of the newest checkpoint, on the CPU."""
         folder = self._folder()
         chain: Any = load_model(folder, self.job, torch.device("cpu"))
-        module: nn.Module = chain.root
-        return module
+        return chain.root  # type: ignore[no-any-return]
 
     def save(self, path: str | Path) -> None:
         """Saves the trained weights as a PyTorch state dict."""
