@@ -103,8 +103,8 @@ def test_the_anatomy_of_llama():
      "draw the same dropout masks in every layout; set attn_pdrop = 0."),
     ("t5", {}, "shard=2", "model.name = 'hf:t5': T5Config is neither a causal nor a masked language model nor an image "
      'classifier; build it in a function of your own and name that: "python:package.module:function".'),
-    ("gpt2", GPT2, "tensor=2", "tensor=2: this module has no plan; give one: plan= in a script, [model.tensor_plan] in a "
-     "job."),
+    ("gpt2", GPT2, "tensor=2", "tensor=2: this module has no plan; give one: plan= in a script, [model.tensor_plan] in "
+     "a job."),
     ("mixtral", MIXTRAL, "shard=2 expert=2", "expert=2: experts of transformers' models are not split over an expert "
      "axis; use shard or tensor."),
     ("mamba2", MAMBA2, "context=2", "context=2: Mamba2Config: its forward takes no position_ids, so its sequences "
