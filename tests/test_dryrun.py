@@ -19,6 +19,7 @@ from shardwise.comm.world import run_world
 from shardwise.errors import LayoutError
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
+from shardwise.parallel.engine import Engine
 from shardwise.planner.costs.engine_traffic import engine_traffic
 from shardwise.planner.dryrun.command import describe_reports
 from shardwise.planner.dryrun.dry_run import (
@@ -94,7 +95,7 @@ def censuses(job: Job, layout: Layout) -> list[tuple[dict[str, int], dict[str, i
     census = Census()
     books: list[MemoryCommTracker] = []
     counts: list[tuple[dict[str, int], int]] = []
-    make_optimizer = dryrun.make_optimizer
+    make_optimizer = Engine.make_optimizer
 
     class Book(MemoryCommTracker):
         def __init__(self) -> None:
@@ -114,7 +115,7 @@ def censuses(job: Job, layout: Layout) -> list[tuple[dict[str, int], dict[str, i
 
         return counted
 
-    dryrun.MemoryCommTracker, dryrun.make_optimizer = Book, noted  # type: ignore[misc]
+    dryrun.MemoryCommTracker, Engine.make_optimizer = Book, noted  # type: ignore[misc,method-assign]
     PipelineStage.forward_one_chunk = after(PipelineStage.forward_one_chunk)
     PipelineStage.backward_one_chunk = after(PipelineStage.backward_one_chunk)
     notes = dryrun._record_step(job, layout, job.samples // layout.data, fake=False)
