@@ -319,11 +319,10 @@ class _Tracker(TorchDispatchMode):
         return out
 
     def _note_second_path(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        computed = [id(tensor) for tensor in inputs if id(tensor) in self.made]
-        is_stream = self.stream is not None and _storage(self.stream) in map(_storage, inputs)  # or it is the batch
-        if self.part and not is_stream and self.off_stream.issuperset(computed):
+        others = [id(x) for x in inputs if x.is_floating_point() and id(x) not in self.parameters]
+        if self.part and self.off_stream.issuperset(others):
             self.off_stream.update(map(id, outputs))
-            if computed and any(id(tensor) in self.parameters for tensor in inputs):
+            if others and any(id(tensor) in self.parameters for tensor in inputs):
                 self.second_path = self.second_path or self.stack[-1]
 
     def _note_side_effects(self, func: Any, name: str, args: Any, kwargs: Any) -> None:
