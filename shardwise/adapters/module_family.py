@@ -91,7 +91,6 @@ class ModuleConfig(ModelConfig):
 @lru_cache(maxsize=8)
 def load_task(config: ModuleConfig) -> Task:
     """Returns the task that a config names."""
-
     if config.script:
         from shardwise.adapters.script import load_script_task
 
@@ -103,14 +102,16 @@ def load_task(config: ModuleConfig) -> Task:
 
 class ModuleFamily(Family):
     config = ModuleConfig
-    verify_layouts: ClassVar[Sequence[str]] = ("replicate=2", "shard=2 zero=3", "shard=2 zero=1")
+    verify_layouts: ClassVar[Sequence[str]] = (
+        "replicate=2", "shard=2 zero=1", "shard=2 zero=3", "pipeline=2", "pipeline=2 schedule=zero-bubble", "tensor=2",
+        "context=2",
+    )  # fmt: skip
 
     def task(self, config: Any) -> Task:
         task: Task = config.task
         return task
 
     def build(self, config: Any, seed: int) -> ModuleChain:
-
         task = self.task(config)
         module, init = build_deferred(task.build, seed)
         state: dict[str, Any] = {"ids": None, "stream": None}
@@ -127,7 +128,6 @@ class ModuleFamily(Family):
 
     def anatomy(self, config: Any, module: nn.Module, state: dict[str, Any]) -> Anatomy:
         """Traces a module that was built on the meta device."""
-
         task = self.task(config)
         shapes: dict[int, dict[str, list[torch.Size]]] = {}
         # Made here: the dataset computes, and must not do so on fake tensors.
@@ -146,7 +146,6 @@ class ModuleFamily(Family):
         return anatomy
 
     def _plan(self, config: Any, module: nn.Module, anatomy: Anatomy) -> ShardingPlan:
-
         return make_sharding_plan(module, anatomy, self.task(config).plan)
 
     def refusals(self, config: Any) -> dict[str, str]:
@@ -180,7 +179,6 @@ class ModuleFamily(Family):
         return refused
 
     def example_batch(self, config: Any, samples: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-
         leaves, _ = flatten_batch(self.task(config).example(samples, config.sequence), samples)
         leaves = [leaf.to("meta", dtype if leaf.is_floating_point() else leaf.dtype) for leaf in leaves]
         ids = torch.empty(samples, dtype=torch.int64, device="meta")
@@ -190,17 +188,14 @@ class ModuleFamily(Family):
         return [flops / 2 for flops in meta_chain(config).anatomy.flops]  # traced on two samples
 
     def operator_costs(self, config: Any, itemsize: int) -> Callable[..., tuple[OperatorCosts, ...]]:
-
         return trace_parts(self, config, itemsize)
 
     def stage_shapes(self, config: Any, layout: Any, samples: int) -> tuple[Tensor, tuple[int, ...]]:
-
         first = self.example_batch(config, samples, torch.float32)["x"]
         return first, stream_like(meta_chain(config).anatomy, samples, 2)
 
     def build_reference(self, config: Any, seed: int, dtype: torch.dtype) -> nn.Module:
         """Returns the module as its author wrote it, on the CPU, with the weights that every layout starts from."""
-
         task = self.task(config)
         _, init = build_deferred(task.build, seed)
         module = copy.deepcopy(task.model) if isinstance(task.model, nn.Module) else task.build()
@@ -214,7 +209,6 @@ class ModuleFamily(Family):
 
     def reference_loss(self, config: Any, module: nn.Module, samples: Any) -> Tensor:
         """Returns the loss of a batch, as a mean over its targets."""
-
         task = self.task(config)
         module.__dict__["shardwise_state"]["ids"] = samples.ids
         leaves = list(samples.inputs or (samples.tokens, samples.targets))
@@ -234,7 +228,6 @@ class ModuleFamily(Family):
         )
 
     def sources(self, config: Any) -> Any:
-
         task = self.task(config)
         if task.reads_tokens:
             return None
@@ -242,7 +235,6 @@ class ModuleFamily(Family):
 
 
 def raise_random(modules: Sequence[str]) -> None:
-
     raise JobError(
         f"{modules[0]} draws random numbers in its forward (functional dropout, for example), which would differ "
         "between layouts; use nn.Dropout there, or set its probability to 0."

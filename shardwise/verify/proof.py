@@ -66,11 +66,11 @@ def small_layout(layout: Layout) -> Layout:
 def _fingerprint(prepared: Prepared, job: Job, layout: Layout) -> str:
     root: torch.nn.Module = getattr(prepared.model, "root", prepared.model)
     files = set()
-    for module in root.modules():
-        try:
-            files.add(inspect.getfile(type(module)))
-        except (TypeError, OSError):
-            continue  # defined in a REPL or by exec
+    task = prepared.family.task(prepared.job.model)
+    functions = [getattr(task, name) for name in ("loss", "count", "collate", "inputs")]
+    for code in (*map(type, root.modules()), *(f if inspect.isfunction(f) else type(f) for f in functions)):
+        with suppress(TypeError, OSError):  # built in, or defined by exec
+            files.add(inspect.getfile(code))
     sources = [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in sorted(files) if os.path.isfile(file)]
     versions = (shardwise.__version__, torch.__version__)
     parts = (sources, repr(prepared.sharding_plan), str(layout), job.model.model_dump_json(), versions)

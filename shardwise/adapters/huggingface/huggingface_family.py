@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -143,6 +143,13 @@ def load_config(config: HuggingFaceConfig) -> Any:
     source = config.name.removeprefix("hf:")
     settings = {"use_cache": False, **TRACEABLE, **config.args}
     if Path(source, "config.json").is_file():
+        if weights := next(
+            (file.name for kind in ("safetensors", "bin") for file in Path(source).glob(f"*.{kind}")), ""
+        ):
+            raise JobError(
+                f"{source} has weights ({weights}), which cannot be loaded yet; to train this model from random weights, "
+                "give a folder that holds its config.json alone."
+            )
         try:
             found = transformers.AutoConfig.from_pretrained(
                 source, local_files_only=True, trust_remote_code=False, **settings
@@ -188,14 +195,11 @@ def model_kind(config: HuggingFaceConfig) -> tuple[str, Any]:
 
 class HuggingFaceFamily(ModuleFamily):
     config = HuggingFaceConfig
-    verify_layouts: ClassVar[Sequence[str]] = ("shard=2 zero=3", "pipeline=2 micro_batch=2")
 
     def objective(self, config: Any, seed: int) -> Objective:
-
         return MaskedLM(config, seed) if config.kind == "masked language model" else next_token
 
     def shrink(self, config: Any) -> Any:
-
         layers = _smaller(config.hf, LAYER_FIELDS)
         for args in (layers | _smaller_widths(config.hf), layers):
             small = config.model_copy(update={"sequence": min(config.sequence, 32), "args": {**config.args, **args}})
@@ -207,7 +211,6 @@ class HuggingFaceFamily(ModuleFamily):
         return config
 
     def _plan(self, config: Any, module: nn.Module, anatomy: Anatomy) -> ShardingPlan:
-
         given = self.task(config).plan
         heads = config.heads
         head_dim = getattr(config.hf, "head_dim", None) or int(getattr(config.hf, "hidden_size", heads)) // heads
@@ -215,7 +218,6 @@ class HuggingFaceFamily(ModuleFamily):
         return make_sharding_plan(module, anatomy, given or hint, head_dim, is_hint=not given)
 
     def refusals(self, config: Any) -> dict[str, str]:
-
         dropout = next((key for key in ATTENTION_DROPOUTS if getattr(config.hf, key, 0)), "")
         if meta_chain(config).anatomy.random_modules and dropout:
             raise JobError(
@@ -241,7 +243,6 @@ class HuggingFaceFamily(ModuleFamily):
 
 @lru_cache(maxsize=8)
 def _context_refusal(config: Any) -> str:
-
     if config.sample_kind == "images":
         return "its samples are images"
     chain = meta_chain(config)
@@ -282,7 +283,6 @@ def make_task(config: Any) -> Task:
 
 
 def _configure(module: Any, device: torch.device, dtype: torch.dtype) -> None:
-
     SPLIT.axis = None
     if device.type == "cuda" and dtype is torch.bfloat16:
         module.config._experts_implementation = "grouped_mm"
