@@ -147,7 +147,7 @@ def load_config(config: HuggingFaceConfig) -> Any:
             (file.name for kind in ("safetensors", "bin") for file in Path(source).glob(f"*.{kind}")), ""
         ):
             raise JobError(
-                f"{source} has weights ({weights}), which cannot be loaded yet; to train this model from random weights, "
+                f"{source} has weights ({weights}), which cannot be loaded yet; to train it from random weights, "
                 "give a folder that holds its config.json alone."
             )
         try:
