@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -30,8 +29,8 @@ from shardwise.job import Job, make_job
 from shardwise.launch.launch import launch
 from shardwise.layout import Layout
 from shardwise.train.run_folder import RunFolder
-from shardwise.workers.fork_server import ForkServer
-from shardwise.workers.snapshots import snapshot_folder
+from shardwise.workers.fork_server import ForkServer, remove_snapshots
+from shardwise.workers.snapshots import snapshot_key
 
 # Layout and steps between in-memory snapshots; with 0 a restart loads from disk.
 LAYOUTS = [
@@ -198,7 +197,7 @@ def _inject_node_faults(run: RunFolder, job: Path, rounds: int) -> list[float]:
                 else:
                     os.killpg(member.pid, signal.SIGKILL)
                     member.wait()
-                    shutil.rmtree(snapshot_folder(run.path, 1), ignore_errors=True)
+                    remove_snapshots(snapshot_key(run.path, 1))
                 wait_until(lambda before=before: len(lost()) > before, coordinator)
                 if lost()[-1]["ranks"] == [2, 3]:
                     delays.append(lost()[-1]["time"] - begin)

@@ -24,9 +24,9 @@ from shardwise.job import Job, make_job
 from shardwise.launch.launch import launch
 from shardwise.layout import Layout
 from shardwise.train.run_folder import RunFolder
-from shardwise.workers.fork_server import ForkServer
+from shardwise.workers.fork_server import ForkServer, snapshot_folders
 from shardwise.workers.heartbeat import read_heartbeats
-from shardwise.workers.snapshots import SnapshotStore, snapshot_folder
+from shardwise.workers.snapshots import SnapshotStore, snapshot_key
 
 SMALL = {
     "precision": "float64", "steps": 12, "model": {"layers": 2, "width": 16, "heads": 2, "vocab": 61, "sequence": 8},
@@ -194,9 +194,9 @@ def test_a_restart_goes_on_from_memory_and_the_curve_stays(
     assert curve(run) == curve(undisturbed)
     assert [event["source"] for event in events(run, "resumed")] == ["memory", "memory"]
     deadline = time.monotonic() + 10  # the fork server outlives the run, and removes it
-    while Path(snapshot_folder(run.path, 0)).exists() and time.monotonic() < deadline:
+    while snapshot_folders(snapshot_key(run.path, 0)) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not Path(snapshot_folder(run.path, 0)).exists()
+    assert not snapshot_folders(snapshot_key(run.path, 0))
 
 
 def test_a_snapshot_with_a_flipped_bit_is_not_loaded(

@@ -6,10 +6,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,8 +17,9 @@ import pytest
 from shardwise.errors import JobError
 from shardwise.job import Job, make_job
 from shardwise.train.run_folder import RunFolder
-from shardwise.workers.nodes import HeartbeatChannel, Node, _read_node_index
-from shardwise.workers.snapshots import snapshot_folder
+from shardwise.workers.fork_server import snapshot_folders
+from shardwise.workers.nodes import Node
+from shardwise.workers.snapshots import snapshot_key
 
 NAME = f"swnode{os.getpid()}"
 PORT = 29471
@@ -112,7 +111,7 @@ def test_a_slow_link_a_cut_link_and_a_lost_node(link: None, tmp_path: Path) -> N
         sh(f"ip -n {NAME}1 link set dev wire up")
         wait(lambda: "resumed" in kinds(run) and len(list(run.metrics())) >= 15, lead)
         end(member)
-        shutil.rmtree(snapshot_folder(run.path, 1))  # as after a new start of that machine
+        shutil.rmtree(*snapshot_folders(snapshot_key(run.path, 1)))  # as after a new start of that machine
         for number in range(2):
             sh(f"tc -n {NAME}{number} qdisc del dev wire root")
         wait(lambda: kinds(run).count("node_lost") == 2, lead)
@@ -128,7 +127,7 @@ def test_a_slow_link_a_cut_link_and_a_lost_node(link: None, tmp_path: Path) -> N
     assert 0 < lost[0]["time"] - cut < 5
     assert [event["source"] for event in run.events() if event["event"] == "resumed"] == ["memory", "memory"]
     assert curve(run) == curve(plain) and len(curve(run)) == STEPS
-    assert not Path(snapshot_folder(run.path, 0)).exists() and not Path(snapshot_folder(run.path, 1)).exists()
+    assert not any(snapshot_folders(snapshot_key(run.path, node)) for node in range(2))
 
 
 def test_without_a_lost_node_a_run_goes_on_with_fewer_and_then_with_all(link: None, tmp_path: Path) -> None:
@@ -157,20 +156,3 @@ def test_a_node_that_is_none_is_refused_in_a_sentence() -> None:
     for text, address in (("2/2", "a:1"), ("one", "a:1"), ("0/2", None), ("0/2", "a")):
         with pytest.raises(JobError, match="use --node 0/2 --address HOST:PORT"):
             Node.parse(text, address)
-
-
-@pytest.mark.parametrize(
-    "said, heard", [(b'{"node": 1}\n', 1), (b"GET / HTTP/1.1\r\n\r\n", -1), (b"7\n", -1), (b"", -1)]
-)
-def test_a_link_says_who_it_is_after_a_sign_of_life_or_is_none_of_ours(said: bytes, heard: int) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        theirs = socket.create_connection(door.getsockname())
-        ours, _ = door.accept()
-    channel = HeartbeatChannel(ours)
-    try:
-        theirs.sendall(b'{"heartbeat": 1}\n')
-        threading.Timer(0.2, lambda: (theirs.sendall(said), theirs.shutdown(socket.SHUT_WR))).start()
-        assert _read_node_index(channel) == heard
-    finally:
-        channel.close()
-        theirs.close()

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -19,11 +20,25 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
 from shardwise.comm import host_staged
+from shardwise.comm.objects import forbid_pickles
 from shardwise.errors import RunError, ShardwiseError
+
+
+def interface_environment(host: str) -> dict[str, str]:
+    """Returns the settings that make gloo listen only on the interface of this address; on loopback, NCCL as well.
+
+    Settings of the user have precedence."""
+    address = socket.gethostbyname(host)
+    names = ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"] if address.startswith("127.") else ["GLOO_SOCKET_IFNAME"]
+    for interface, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            return {name: interface for name in names if name not in os.environ}
+    return {}
 
 
 def run_world(
@@ -72,6 +87,8 @@ def _worker_main(
     torch.backends.mkldnn.set_flags(is_fresh_process)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these worlds run on the CPU, and CUDA does not survive a fork
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # the compiler's worker processes do not survive it either
+    os.environ.update(interface_environment("127.0.0.1"))
+    forbid_pickles()
     try:
         if world_size > 1:
             store = dist.FileStore(os.path.join(folder, "store"), world_size)

@@ -6,9 +6,9 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise.comm.objects import all_gather_json
 from shardwise.console import format_ranks
 from shardwise.data.sample_stream import Samples
 from shardwise.parallel.engine import Engine
@@ -84,11 +84,7 @@ def _is_finite(value: Any) -> bool:
 def _gather_findings(engine: Engine, finding: tuple[str, str] | None) -> list[tuple[int, int, tuple[str, str] | None]]:
     """All-gathers the stage, rank and finding of every rank, in the order of the forward pass."""
     local = (engine.mesh["pipeline"].index, engine.mesh.rank, finding)
-    findings: list[Any] = [local]
-    if engine.mesh["world"].size > 1:
-        findings = [None] * engine.mesh["world"].size
-        dist.all_gather_object(findings, local)
-    return sorted(findings, key=lambda entry: entry[:2])
+    return sorted(all_gather_json(local), key=lambda entry: entry[:2])
 
 
 def _describe_origin(findings: list[tuple[int, int, tuple[str, str] | None]]) -> str:

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm.collectives import all_gather
+from shardwise.comm.objects import all_gather_json
 from shardwise.console import format_ranks, pluralize
 from shardwise.data.sample_stream import Samples
 from shardwise.errors import RunError
@@ -197,11 +198,12 @@ class CorruptionDetector:
         """All-gathers the checksums of every tensor, and returns which ranks and tensors are corrupt."""
         compute = self.redundant_compute
         report = {
-            "host": socket.gethostname(), "checksums": self.checksums.tolist(), "labels": self.checksum_labels,
+            "host": socket.gethostname(), "checksums": self.checksums.tolist(),
+            "labels": [(label, sorted(kinds)) for label, kinds in self.checksum_labels],
             "redundant_compute": (int(compute.redundant_result), int(compute.step_result)),
             "changed": [label for (label, _), bad in zip(self.changed_labels, self.changed.tolist()) if bad],
         }  # fmt: skip
-        reports = self._all_gather(report)
+        reports = all_gather_json(report)
         self.hosts = [report["host"] for report in reports]
         corruptions = []
         for rank, report in enumerate(reports):
@@ -209,7 +211,7 @@ class CorruptionDetector:
                 others = f" (and {pluralize(len(changed) - 1, 'other tensor')})" if len(changed) > 1 else ""
                 message = f"rank {rank}: {changed[0]}{others} changed after step {step - 1} without an update"
                 corruptions.append(Corruption(step, [rank], changed[0], message))
-        votes = [report["redundant_compute"] for report in reports]
+        votes = [tuple(report["redundant_compute"]) for report in reports]
         return corruptions or self._check_redundant_compute(step, votes) or self._compare_copies(step, reports)
 
     def _check_redundant_compute(self, step: int, votes: Sequence[tuple[int, int]]) -> list[Corruption]:
@@ -278,7 +280,7 @@ class CorruptionDetector:
 
     def _resolve(self, corruption: Corruption, first_checksum: int) -> None:
         """Blames the ranks whose result changed in the replay, which is taken to be correct."""
-        differs = self._all_gather(self._local_checksum(corruption.label) != first_checksum)
+        differs = all_gather_json(self._local_checksum(corruption.label) != first_checksum)
         wrong = [rank for rank, is_different in enumerate(differs) if is_different]
         if not wrong:
             return
@@ -311,13 +313,6 @@ class CorruptionDetector:
                 f"rank {rank} on {host} was corrupt {pluralize(len(entries), 'time')}, more than run.max_corruptions "
                 f"allows; most recently: {corruption.message}. Remove that device and continue with --resume."
             )
-
-    def _all_gather(self, report: Any) -> list[Any]:
-        if self.world == 1:
-            return [report]
-        reports: list[Any] = [None] * self.world
-        dist.all_gather_object(reports, report)
-        return reports
 
 
 def _labels(tracked: Sequence[TrackedTensor]) -> ChecksumLabels:

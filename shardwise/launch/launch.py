@@ -96,7 +96,7 @@ def launch(
     worker_pool = WorkerPool(folder.path, server, layout.world)
     if node is not None:
         print_line(f"waiting for {pluralize(node.count - 1, 'other node')} at {node.host}:{node.port}")
-        worker_pool = NodeCoordinator(folder.path, server, layout.world // node.count, node)
+        worker_pool = NodeCoordinator(folder.path, server, layout.world // node.count, node, log_event)
     supervisor = Supervisor(
         folder.path, worker_pool, entry, str(layout), layout.world, job.run.max_restarts, job.run.hang_timeout, folder,
         log_event, replan=partial(replan, folder, job) if job.run.elastic else None,

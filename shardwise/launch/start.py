@@ -6,8 +6,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
+from shardwise.comm.objects import broadcast_json
 from shardwise.console import format_count, pluralize
 from shardwise.data.make_sources import make_sources
 from shardwise.data.tokenizer import HuggingFaceTokenizer
@@ -171,18 +170,16 @@ def _open_folder(job: Job, resumed: RunFolder | None, layout: Layout) -> RunFold
     if existing_world_size() is None:
         return RunFolder.create(job)
     init_distributed(layout.world, job)
-    result: list[RunFolder | JobError] = []
+    path, problem = "", ""
     if _is_main_process():
         try:
-            result = [RunFolder.create(job)]
+            path = str(RunFolder.create(job).path)
         except JobError as error:
-            result = [error]
-    result = result or [JobError("")]
-    if layout.world > 1:
-        dist.broadcast_object_list(result)
-    if isinstance(result[0], JobError):
-        raise result[0]
-    return result[0]
+            problem = str(error)
+    path, problem = broadcast_json([path, problem])
+    if problem:
+        raise JobError(problem)
+    return RunFolder(Path(path))
 
 
 def _check_same_run(old: Job, new: Job) -> None:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm import host_staged
+from shardwise.comm.objects import forbid_pickles
 from shardwise.errors import ShardwiseError
 from shardwise.job import Job
 from shardwise.layout import Layout
@@ -106,6 +107,7 @@ def init_distributed(world_size: int, job: Job, store: str | None = None) -> tor
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // local_world_size))
     if world_size > 1 and not dist.is_initialized():
+        forbid_pickles()
         host_staged.register_backend()
         backend = "gloo" if device.type == "cpu" else host_staged.BACKEND if is_shared else "nccl"
         if store is None:

@@ -94,7 +94,7 @@ class CheckpointManager:
         self.damaged = []
         snapshot = self.snapshots.latest_complete() if self.snapshots is not None and step is None else None
         if snapshot is not None:
-            saved = self._group.on_rank_zero(lambda: list_checkpoints(self.folder))
+            saved = checkpoint_folder.shared_list(self.folder, self._group)
             if all(number <= snapshot["step"] for number, _ in saved):
                 return self._load_snapshot(snapshot, engine, optimizer)
         choice = checkpoint_folder.find_newest_valid(self.folder, self._group, step)
@@ -183,7 +183,8 @@ class CheckpointManager:
     def _write(self, step: int, pieces: dict[str, CheckpointPiece], metadata: str) -> None:
         temporary: Path | None = None
         try:
-            temporary = self._group.on_rank_zero(lambda: checkpoint_folder.create_partial(self.folder, step))
+            created = self._group.on_rank_zero(lambda: str(checkpoint_folder.create_partial(self.folder, step)))
+            temporary = Path(created)
             files = write_pieces(temporary, pieces, self._group)
             manifest = {**json.loads(metadata), "torch": torch.__version__, "world": self._group.size, "files": files}
             self._group.on_rank_zero(lambda: self._commit(step, temporary, manifest))

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from shardwise.comm.objects import all_gather_json, broadcast_json
 from shardwise.errors import CheckpointError
 
 FORMAT_VERSION = 1
@@ -48,27 +49,25 @@ class CheckpointGroup:
 
     def all_gather(self, value: T) -> list[T]:
         """Returns the values of all ranks, on every rank."""
-        values: list[Any] = [value]
-        if self.group is not None:
-            values = [None] * self.size
-            dist.all_gather_object(values, value, group=self.group)
-        return values
+        return [value] if self.group is None else all_gather_json(value, self.group)
 
     def on_rank_zero(self, function: Callable[[], T]) -> T:
-        """Calls `function` on rank 0 only; returns its result, or raises its error, on every rank."""
-        outcome: list[Any] = [None]
-        if self.rank == 0:
-            try:
-                outcome = [(function(), None)]
-            except Exception as error:
-                outcome = [(None, error)]
-        if self.group is not None:
-            dist.broadcast_object_list(outcome, src=0, group=self.group)
-        value, failure = outcome[0]
-        if failure is not None:
-            raise failure
-        result: T = value
-        return result
+        """Calls `function` on rank 0 only; returns its result, or raises its error, on every rank.
+
+        The result must be JSON. An error of another class than `SHARED_ERRORS` is a RuntimeError on the other ranks."""
+        if self.group is None:
+            return function()
+        outcome: list[Any] = []
+        try:
+            outcome = [function() if self.rank == 0 else None, None, None]
+        except Exception as error:
+            broadcast_json([None, type(error).__name__, str(error)], self.group)
+            raise
+        result, kind, message = broadcast_json(outcome, self.group)
+        if kind is not None:
+            raise SHARED_ERRORS.get(kind, RuntimeError)(message)
+        shared: T = result
+        return shared
 
 
 # Listing
@@ -80,6 +79,12 @@ def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
         return []
     finished = [(int(match[1]), path) for path in folder.iterdir() if (match := FOLDER_PATTERN.fullmatch(path.name))]
     return sorted(finished, key=lambda item: (item[0], _save_number(item[1])), reverse=True)
+
+
+def shared_list(folder: Path, group: CheckpointGroup) -> list[tuple[int, Path]]:
+    """Returns what `list_checkpoints` returns on rank 0, on every rank."""
+    listed = group.on_rank_zero(lambda: [(step, path.name) for step, path in list_checkpoints(folder)])
+    return [(step, folder / name) for step, name in listed]
 
 
 def valid_checkpoints(folder: Path) -> list[tuple[int, Path]]:
@@ -112,6 +117,11 @@ class DamagedCheckpoint(Exception):
     """Raised with the file and its problem."""
 
 
+SHARED_ERRORS: dict[str, type[Exception]] = {
+    "CheckpointError": CheckpointError, "DamagedCheckpoint": DamagedCheckpoint
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class CheckpointChoice:
     """The newest intact checkpoint, and the damaged ones that were skipped, with their problems."""
@@ -123,7 +133,7 @@ class CheckpointChoice:
 
 def find_newest_valid(folder: Path, group: CheckpointGroup, step: int | None = None) -> CheckpointChoice:
     """Returns the newest checkpoint, or that of `step`, whose files all match their hashes; skips damaged ones."""
-    candidates = group.on_rank_zero(lambda: list_checkpoints(folder))
+    candidates = shared_list(folder, group)
     if step is not None and step not in dict(candidates):
         available = ", ".join(str(number) for number, _ in candidates) or "none"
         raise CheckpointError(f"{folder} has no checkpoint of step {step}; available: {available}.")

@@ -4,6 +4,7 @@ DCP removes duplicates between ranks, checks that the shards cover each tensor, 
 planners, in which a shard is a tensor with its offsets instead of a DTensor: a DTensor on a GPU mesh cannot hold the
 copy in host memory, and DCP ignores empty ones. We give it our own files, which are hashed as they are written. Its
 index, a pickle, is written for PyTorch's tools but never read, since unpickling can run code; ours is `tensors.json`.
+DCP's ranks would send each other pickles too, so each rank runs it as a single process, and we exchange plans as JSON.
 """
 
 import io
@@ -27,6 +28,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata as Chunk
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
 
 from shardwise.errors import RunError
 from shardwise.train.checkpoint_folder import CheckpointGroup, HashedFileWriter, write_hashed_file
@@ -51,14 +53,28 @@ class CheckpointPiece:
 
 def write_pieces(folder: Path, pieces: dict[str, CheckpointPiece], group: CheckpointGroup) -> FileDigests:
     """Writes the pieces of all ranks and their index. Returns, on every rank, size and hash of every file."""
-    writer = DCPWriter(folder)
+    planner, writer, results, problem = PieceSavePlanner(), DCPWriter(folder), [], ""
+    planner.set_up_planner(pieces)
+    all_plans = [_save_plan(part) for part in group.all_gather(_describe_shards(pieces))]
+    plans, metadata = planner.create_global_plan(all_plans)  # the same on all ranks
     try:
-        dcp.save(pieces, storage_writer=writer, planner=PieceSavePlanner(), **_process_group_args(group))
-    except CheckpointException as error:
-        raise _first_failure(error) from error
-    files = {name: info for part in group.all_gather(writer.fs.files) for name, info in part.items()}
-    files[INDEX_FILE] = group.on_rank_zero(lambda: write_hashed_file(folder / INDEX_FILE, json.dumps(writer.index)))
-    return files
+        plan = planner.finish_plan(writer.prepare_global_plan(plans)[group.rank])
+        results = writer.write_data(plan, planner).wait()
+    except Exception as error:
+        problem = f"rank {group.rank}: {error}"
+    written: list[Any] = [
+        (one.index.fqn, one.index.offset, one.size_in_bytes, vars(one.storage_data)) for one in results
+    ]
+    parts = group.all_gather((problem, written, writer.fs.files))
+    if problems := [found for found, _, _ in parts if found]:
+        raise RuntimeError(problems[0])
+
+    def finish() -> FileDigests:
+        writer.finish(metadata, [[_write_result(*one) for one in written] for _, written, _ in parts])
+        return writer.fs.files | {INDEX_FILE: write_hashed_file(folder / INDEX_FILE, json.dumps(writer.index))}
+
+    files = [files for _, _, files in parts] + [group.on_rank_zero(finish)]
+    return {name: info for part in files for name, info in part.items()}
 
 
 def read_index(folder: Path) -> Index:
@@ -68,13 +84,18 @@ def read_index(folder: Path) -> Index:
 
 def read_pieces(folder: Path, index: Index, pieces: dict[str, CheckpointPiece], group: CheckpointGroup) -> None:
     """Fills the pieces from the checkpoint, resharding as needed."""
+    problem = ""
     try:
-        dcp.load(
-            dict(pieces), storage_reader=DCPReader(folder, index), planner=PieceLoadPlanner(),
-            **_process_group_args(group),
-        )  # fmt: skip
-    except CheckpointException as error:
-        raise RunError(f"checkpoint {folder} could not be loaded: {_first_failure(error)}.") from error
+        with warnings.catch_warnings(action="ignore"):  # PyTorch warns that it loads in a single process
+            dcp.load(dict(pieces), storage_reader=DCPReader(folder, index), planner=PieceLoadPlanner(), no_dist=True)
+    except CheckpointException as error:  # a BaseException, which most handlers miss
+        problem = f"rank {group.rank}: {error.failures[0][0]}"
+    if problems := [found for found in group.all_gather(problem) if found]:
+        raise RunError(f"checkpoint {folder} could not be loaded: {problems[0]}.")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(entry: dict[str, Any]) -> torch.dtype:
@@ -82,16 +103,22 @@ def dtype_of(entry: dict[str, Any]) -> torch.dtype:
     return dtype
 
 
-def _process_group_args(group: CheckpointGroup) -> dict[str, Any]:
-    if group.group is None:  # PyTorch would warn at each save and load of a single process, which is intended here
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-    return {"process_group": group.group, "no_dist": group.group is None}
+def _describe_shards(pieces: dict[str, CheckpointPiece]) -> list[Any]:
+    shards = [(name, piece) for name, piece in pieces.items() if piece.tensor.numel()]
+    return [(name, dtype_name(p.tensor.dtype), p.shape, p.offsets, p.tensor.shape) for name, p in shards]
 
 
-def _first_failure(error: CheckpointException) -> RuntimeError:
-    """Returns the error of the lowest failed rank. DCP's own is a BaseException, which most handlers miss."""
-    rank, (cause, _) = min(error.failures.items())
-    return RuntimeError(f"rank {rank}: {cause}")
+def _save_plan(shards: list[Any]) -> SavePlan:
+    items = []
+    for name, dtype, shape, offsets, sizes in shards:
+        chunk = Chunk(torch.Size(offsets), torch.Size(sizes))
+        data = TensorWriteData(chunk, TensorProperties(dtype=getattr(torch, dtype)), torch.Size(shape))
+        items.append(WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data))
+    return SavePlan(items)
+
+
+def _write_result(name: str, offsets: list[int], size: int, storage: dict[str, Any]) -> WriteResult:
+    return WriteResult(MetadataIndex(name, offsets), size, _StorageInfo(**storage))
 
 
 # Planners
@@ -100,15 +127,6 @@ def _first_failure(error: CheckpointException) -> RuntimeError:
 class PieceSavePlanner(DefaultSavePlanner):
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def create_local_plan(self) -> SavePlan:
-        items = []
-        for name, piece in self.state_dict.items():
-            if piece.tensor.numel():
-                data = TensorWriteData(piece.chunk, TensorProperties(dtype=piece.tensor.dtype), piece.shape)
-                items.append(WriteItem(MetadataIndex(name, piece.offsets), WriteItemType.SHARD, tensor_data=data))
-        self.plan = SavePlan(items)
-        return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         tensor: Tensor = self.state_dict[index.fqn].tensor
@@ -186,8 +204,11 @@ class DCPWriter(dcp.FileSystemWriter):
                 storage = storage_by_index[MetadataIndex(name, chunk.offsets)]
                 file = (storage.relative_path, storage.offset, storage.length)
                 pieces.append([*file, list(chunk.offsets), list(chunk.sizes)])
-            dtype = str(tensor.properties.dtype).removeprefix("torch.")
-            self.index[name] = {"dtype": dtype, "shape": list(tensor.size), "pieces": pieces}
+            self.index[name] = {
+                "dtype": dtype_name(tensor.properties.dtype),
+                "shape": list(tensor.size),
+                "pieces": pieces,
+            }
 
 
 class DCPReader(dcp.FileSystemReader):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.objects import broadcast_json
 from shardwise.console import pluralize, signal_name
 from shardwise.data.bad_records import BadRecords
 from shardwise.data.loader import Loader
@@ -43,13 +44,13 @@ PHASES = {"data": "data", "computing": "compute", "validating": "validation", "s
 def make_engine(prepared: Prepared, device: torch.device) -> Engine:
     """Builds this rank's engine; rank 0 broadcasts a synthesized pipeline order, so that all ranks run the same."""
     job, layout = prepared.job, prepared.layout
-    broadcast_order: list[PipelineOrder | None] = [None]
+    order: PipelineOrder | None = None
     if layout.pipeline > 1 and layout.schedule in AUTO_SCHEDULES:
         if dist.get_rank() == 0:
             local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", layout.world))
-            broadcast_order = [auto_schedule_order(job, layout, local_cluster(job, local_world_size)[0])]
-        dist.broadcast_object_list(broadcast_order, device=device)
-    return parallelize(prepared, device, order=broadcast_order[0])
+            order = auto_schedule_order(job, layout, local_cluster(job, local_world_size)[0])
+        order = dict(broadcast_json(order and list(order.items())) or [])
+    return parallelize(prepared, device, order=order)
 
 
 @dataclass

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.cluster import CLUSTERS
 from shardwise.comm.axis import Axis
+from shardwise.comm.objects import all_gather_json
 from shardwise.comm.world import run_world
 from shardwise.data.make_sources import synthetic_source
 from shardwise.data.sample_stream import SampleStream, rank_positions
@@ -250,15 +251,13 @@ class Comparison:
             )
 
     def result(self, layout: Layout) -> VerifyResult:
-        local_errors = (self.max_errors, min(self.differences, key=lambda item: item[0], default=None))
-        gathered: list[Any] = [local_errors] * layout.world
-        if layout.world > 1:
-            dist.all_gather_object(gathered, local_errors)
+        first_local = min(self.differences, key=lambda item: item[0], default=None)
+        gathered = all_gather_json((self.max_errors, first_local and (first_local[0], astuple(first_local[1]))))
         max_errors = {kind: max(errors[kind] for errors, _ in gathered) for kind in QUANTITIES}
         first = min((item for _, item in gathered if item is not None), key=lambda item: item[0], default=None)
         return VerifyResult(
             layout=str(layout), ok=first is None, loss=max_errors["loss"], grad_norm=max_errors["grad_norm"],
-            grad=max_errors["gradient"], weight=max_errors["weight"], first_difference=first[1] if first else None,
+            grad=max_errors["gradient"], weight=max_errors["weight"], first_difference=first and Difference(*first[1]),
         )  # fmt: skip
 
 
@@ -317,10 +316,7 @@ def _compare_outputs(
     comparison: Comparison, step_index: int, engine: Engine, outputs: dict[str, list[Tensor]],
     expected: dict[str, Tensor],
 ) -> None:  # fmt: skip
-    gathered: list[Any] = [set(outputs)] * engine.mesh.layout.world
-    if len(gathered) > 1:
-        dist.all_gather_object(gathered, set(outputs))
-    recorded = set().union(*gathered)
+    recorded = set().union(*all_gather_json(sorted(outputs)))
     for order, (name, full) in enumerate(expected.items()):
         if name not in recorded:
             comparison.add(step_index, "output", order, name, math.inf)

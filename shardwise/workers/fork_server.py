@@ -10,7 +10,7 @@ Run as python -m shardwise.workers.fork_server SOCKET MODULE..., with modules to
     {"release": "group-2"}                              lets standby workers continue
     {"kill": "group-1", "signal": 9, "ranks": [0]}      sends a signal
     {"grace": 0}                                        seconds workers get to save once the launcher is gone
-    {"remove_snapshots": "/dev/shm/..."}                deletes a run's snapshots, see `shardwise.workers.snapshots`
+    {"remove_snapshots": "0123456789ab-0"}              deletes a run's snapshots, see `shardwise.workers.snapshots`
 
 and reports `{"group": "group-1", "pids": {"0": 7, "1": 8}}`, `{"group": "group-1", "rank": 0, "stopped": true}` (false
 when continued) and `{"group": "group-1", "rank": 0, "code": -9}` (exit code). It exits with its launcher.
@@ -26,16 +26,21 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 GRACE_SECONDS = 60.0  # time that workers get to save a checkpoint after their launcher was killed
 STANDBY_FLAG = "--standby-fd="  # file descriptor that a standby worker blocks on until it is released
 SNAPSHOT_FLAG = "--snapshots="  # snapshot folder
+SHARED_MEMORY = Path("/dev/shm")
+# What other nodes may ask for; `launch` on the same machine may name any entry point.
+ENTRY_POINTS = ("shardwise.launch.worker:main", "shardwise.chaos.faulty_worker:main")
 EntryPoint = Callable[[list[str]], None]
 Message = dict[str, Any]
 
@@ -51,7 +56,7 @@ class MessageChannel:
 
     def send(self, message: Message) -> None:
         with suppress(OSError):  # `receive` reports a lost peer
-            self.connection.sendall(json.dumps(message).encode() + b"\n")
+            self.connection.sendall(self.encode(message) + b"\n")
 
     def receive(self) -> list[Message] | None:
         """Blocks until data arrives and returns the complete messages; None once the peer is gone."""
@@ -62,7 +67,14 @@ class MessageChannel:
         if not chunk:
             return None
         *lines, self._buffer = (self._buffer + chunk).split(b"\n")
-        return [json.loads(line) for line in lines]
+        return [message for line in lines if (message := self.decode(line)) is not None]
+
+    def encode(self, message: Message) -> bytes:
+        return json.dumps(message).encode()
+
+    def decode(self, line: bytes) -> Message | None:
+        message: Message = json.loads(line)
+        return message
 
 
 class ForkServer(MessageChannel):
@@ -119,7 +131,7 @@ def serve(connection: socket.socket) -> None:
     signal.set_wakeup_fd(wakeup_write)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     channel, groups = MessageChannel(connection), dict[str, _ForkedGroup]()
-    snapshot_folders, grace = set[str](), GRACE_SECONDS
+    snapshot_keys, grace = set[str](), GRACE_SECONDS
     while True:
         ready = select.select([connection.fileno(), wakeup_read], [], [])[0]
         if wakeup_read in ready:
@@ -132,7 +144,7 @@ def serve(connection: socket.socket) -> None:
             if commands is None:
                 break
             for command in commands:
-                snapshot_folders.add(command.get("snapshot_folder", ""))
+                snapshot_keys.add(command.get("snapshots", ""))
                 grace = command.get("grace", grace)
                 _handle_command(command, groups, channel)
     # The launcher is gone: workers save and exit, standby workers exit at once. The rest are killed when we exit.
@@ -142,8 +154,8 @@ def serve(connection: socket.socket) -> None:
         for group in groups.values():
             list(_poll_workers(group))
         time.sleep(0.05)
-    for snapshot_folder in snapshot_folders:
-        _remove_snapshots(snapshot_folder)
+    for key in filter(None, snapshot_keys):
+        remove_snapshots(key)
 
 
 def _handle_command(command: Message, groups: dict[str, _ForkedGroup], channel: MessageChannel) -> None:
@@ -152,17 +164,38 @@ def _handle_command(command: Message, groups: dict[str, _ForkedGroup], channel: 
         groups[name] = group = _fork_workers(command, channel)
         channel.send({"group": name, "pids": group.pids})
     elif "remove_snapshots" in command:
-        _remove_snapshots(command["remove_snapshots"])
-    elif "release" in command:
+        remove_snapshots(command["remove_snapshots"])
+    elif command.get("release") in groups:
         groups[command["release"]].release()
     elif "kill" in command:
         pids = groups[command["kill"]].pids if command["kill"] in groups else {}
         signal_all([pid for rank, pid in pids.items() if rank in command.get("ranks", pids)], command["signal"])
 
 
-def _remove_snapshots(snapshot_folder: str) -> None:
-    if snapshot_folder:
-        shutil.rmtree(snapshot_folder, ignore_errors=True)
+def snapshot_folders(key: str) -> list[Path]:
+    """Returns our folders with the snapshots of a run on this node. A folder or link of another user is not ours."""
+    found = []
+    for path in SHARED_MEMORY.glob(f"shardwise-{key}-*"):
+        with suppress(FileNotFoundError):
+            if path.lstat().st_uid == os.geteuid() and not path.is_symlink():
+                found.append(path)
+    return found
+
+
+def _make_snapshot_folder(key: str) -> str:
+    """Returns our folder for the snapshots of a run; empty without shared memory.
+
+    Its mode is 700 and nobody can guess its name, so no other user can put a link in its place."""
+    if not SHARED_MEMORY.is_dir():
+        return ""
+    return str(
+        next(iter(snapshot_folders(key)), None) or tempfile.mkdtemp(prefix=f"shardwise-{key}-", dir=SHARED_MEMORY)
+    )
+
+
+def remove_snapshots(key: str) -> None:
+    for folder in snapshot_folders(key):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def signal_all(pids: Iterable[int], number: int) -> None:
@@ -188,7 +221,7 @@ def _poll_workers(group: _ForkedGroup) -> Iterable[Message]:
 
 def _fork_workers(command: Message, channel: MessageChannel) -> _ForkedGroup:
     read, write = os.pipe() if command.get("standby") else (-1, -1)
-    arguments = [*command["arguments"], f"{SNAPSHOT_FLAG}{command.get('snapshot_folder', '')}"]
+    arguments = [*command["arguments"], f"{SNAPSHOT_FLAG}{_make_snapshot_folder(command['snapshots'])}"]
     arguments += [f"{STANDBY_FLAG}{read}"] if read >= 0 else []
 
     def release() -> None:

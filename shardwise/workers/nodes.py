@@ -11,27 +11,35 @@ All nodes share the run folder. Losing node 0 ends the run; `--resume` continues
 
 from __future__ import annotations
 
+import os
 import select
 import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch.distributed as dist
 
+from shardwise.comm.world import interface_environment
+from shardwise.console import pluralize, print_line
 from shardwise.errors import JobError, RunError
+from shardwise.workers import node_channel
 from shardwise.workers.fork_server import ForkServer, Message, MessageChannel
+from shardwise.workers.node_channel import HEARTBEAT_INTERVAL, SECRET_HELP, Handshake, NodeChannel
 from shardwise.workers.worker_pool import FORK_SERVER_LOST, NodeSlots, WorkerPool
 
-HEARTBEAT_INTERVAL = 0.1
-HEARTBEAT_TIMEOUT = 0.7  # seconds of silence after which a node counts as lost
 JOIN_TIMEOUT = 300.0  # seconds that nodes wait for each other at startup
 MAX_REJECTIONS = 5  # consecutive rejections after which an agent gives up
+MAX_HANDSHAKES = 128  # connections that have not proved the secret; a newer one replaces the oldest
+REPORT_INTERVAL = 60.0  # seconds between reports of rejected connections
+EXPLAIN_SECONDS = 5.0  # after which an agent says why it still waits for node 0
+LOOPBACK, STORE, STORE_VARIABLE = "127.0.0.1", "store", "SHARDWISE_STORE_PORT"
 
 
 @dataclass(frozen=True)
@@ -58,56 +66,30 @@ class Node:
             ) from None
 
 
-class HeartbeatChannel(MessageChannel):
-    """A message channel between nodes that sends heartbeats and measures how long the peer has been silent."""
-
-    def __init__(self, connection: socket.socket):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        with suppress(OSError):
-            connection.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, 0x10)  # low delay: ahead of bulk data
-        super().__init__(connection)
-        self._silence, self._last_check = 0.0, time.monotonic()
-        self._lock, self.closed = threading.Lock(), False
-        threading.Thread(target=self._send_heartbeats, daemon=True).start()
-
-    def send(self, message: Message) -> None:
-        with self._lock:
-            super().send(message)
-
-    def receive(self) -> list[Message] | None:
-        messages = super().receive()
-        self._silence = 0.0
-        return messages
-
-    def silence_seconds(self) -> float:
-        """Returns how long the peer has been silent, not counting long gaps in which we did not poll."""
-        now = time.monotonic()
-        self._silence += min(now - self._last_check, 2 * HEARTBEAT_INTERVAL)
-        self._last_check = now
-        return self._silence
-
-    def close(self) -> None:
-        self.closed = True
-        self.connection.close()
-
-    def _send_heartbeats(self) -> None:
-        while not self.closed:
-            self.send({"heartbeat": 1})
-            time.sleep(HEARTBEAT_INTERVAL)
-
-
 class NodeCoordinator(WorkerPool):
-    """The worker pool of node 0: its own slots and those of all agents that joined."""
+    """The worker pool of node 0: its own slots and those of all agents that joined.
 
-    def __init__(self, run_path: Path, fork_server: ForkServer, slots: int, node: Node):
+    The rendezvous store of PyTorch, which authenticates nobody, listens on loopback; agents forward to it."""
+
+    def __init__(
+        self, run_path: Path, fork_server: ForkServer, slots: int, node: Node, log_event: Callable[..., None]
+    ):  # fmt: skip
         super().__init__(run_path.resolve(), fork_server, slots)
-        self.node, self.slots_per_node = node, slots
+        self.node, self.slots_per_node, self.log_event = node, slots, log_event
+        self._handshakes: list[Handshake] = []
+        self._rejected, self._next_report = 0, 0.0
         try:
-            self._listener = socket.create_server((node.host, node.port), reuse_port=False)
+            self._listener = socket.create_server((node.host, node.port), backlog=MAX_HANDSHAKES)
         except OSError as error:
             endpoint = f"{node.host}:{node.port}"
             raise JobError(f"cannot listen on --address {endpoint}: {error.strerror}.") from None
-        self._store = dist.TCPStore(node.host, 0, None, True, wait_for_workers=False)
+        self._secret_file = node_channel.secret_file(node.host, node.port)
+        self._secret = node_channel.create_secret(self._secret_file)
+        store_listener = socket.create_server((LOOPBACK, 0))
+        port = store_listener.getsockname()[1]
+        self._store = dist.TCPStore(
+            LOOPBACK, port, None, True, wait_for_workers=False, master_listen_fd=store_listener.detach()
+        )
         self.wait_for_slots(slots * node.count, JOIN_TIMEOUT)
         if self.size < slots * node.count:
             joined = ", ".join(str(one.index) for one in self.nodes)
@@ -117,59 +99,102 @@ class NodeCoordinator(WorkerPool):
             )
 
     def store_address(self, name: str) -> str:
-        return f"tcp:{self.node.host}:{self._store.port}:{name}"
+        return f"tcp:{self._store.port}:{name}"
 
-    def environment(self, node: NodeSlots) -> dict[str, str]:
-        return gloo_interface_env(self.node.host) if node.index == 0 else {}
+    def environment(self) -> dict[str, str]:
+        return interface_environment(self.node.host)
 
     def pollables(self) -> list[Any]:
-        return [*super().pollables(), self._listener]
+        return [*super().pollables(), *self._handshakes, self._listener]
 
     def receive(self, timeout: float) -> None:
         for ready in select.select(self.pollables(), [], [], timeout)[0]:
             if ready is self._listener:
-                self._accept_node()
+                self._accept()
+            elif isinstance(ready, Handshake):
+                self._proceed(ready)
             else:
                 self.receive_from(ready)
+        now = time.monotonic()
+        for late in [one for one in self._handshakes if one.deadline < now]:
+            self._drop(late, "it did not prove the secret of the run in time")
         for node in list(self.nodes):
-            silence = node.channel.silence_seconds() if isinstance(node.channel, HeartbeatChannel) else 0.0
-            if silence > HEARTBEAT_TIMEOUT:
+            silence = node.channel.silence_if_lost() if isinstance(node.channel, NodeChannel) else 0.0
+            if silence:
                 self._mark_lost(node, f"sent no heartbeat for {silence:.1f} s")
 
     def receive_from(self, channel: MessageChannel) -> None:
-        if not isinstance(channel, HeartbeatChannel):
+        if not isinstance(channel, NodeChannel):
             super().receive_from(channel)
             return
         messages = channel.receive()
-        if messages is None:
-            for node in list(self.nodes):
-                if node.channel is channel:
-                    self._mark_lost(node, "closed the connection")
-            return
-        self.dispatch(messages)
+        for node in [one for one in self.nodes if one.channel is channel]:
+            if messages is None:
+                self._mark_lost(node, "closed the connection")
+            else:
+                self.dispatch([message for message in messages if self._is_about(node, message)])
+
+    def _is_about(self, node: NodeSlots, message: Message) -> bool:
+        """Whether all ranks of a message are on this node."""
+        group = self._worker_groups.get(message.get("group", ""))
+        ranks = map(int, message.get("pids", [message.get("rank", -1)]))
+        return group is not None and set(ranks) <= set(group.ranks_by_node.get(node.index, []))
 
     def wait_for_slots(self, size: int, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         while self.size < size and time.monotonic() < deadline:
             self.receive(HEARTBEAT_INTERVAL)
 
-    def _accept_node(self) -> None:
-        connection, (host, *_) = self._listener.accept()
-        connection.settimeout(2.0)
-        channel = HeartbeatChannel(connection)
-        index = _read_node_index(channel)
-        connection.settimeout(None)
-        if not 0 < index < self.node.count or any(node.index == index for node in self.nodes):
-            reason = f"node {index} has joined already, or is not one of nodes 1 to {self.node.count - 1}."
-            channel.send({"rejected": reason})
+    def _accept(self) -> None:
+        with suppress(OSError):  # it has gone already, or we have no file descriptor left
+            connection, (host, *_) = self._listener.accept()
+            self._handshakes.append(Handshake(connection, host))
+        if len(self._handshakes) > MAX_HANDSHAKES:
+            self._drop(self._handshakes[0], "too many connections that have not proved the secret of the run")
+
+    def _drop(self, handshake: Handshake, why: str) -> None:
+        self._handshakes.remove(handshake)
+        handshake.connection.close()
+        self._reject(handshake.host, f"a connection was refused: {why}")
+
+    def _reject(self, host: str, why: str) -> None:
+        """Counts what was refused, and reports it at most once a minute."""
+        self._rejected += 1
+        if time.monotonic() >= self._next_report:
+            self._report_rejected(f"the last time from {host}, {why}")
+
+    def _report_rejected(self, last: str) -> None:
+        times = pluralize(self._rejected, "time")
+        self.log_event(
+            "refused", f"strange connections or messages at {self.node.host}:{self.node.port}: {times}, {last}."
+        )
+        self._rejected, self._next_report = 0, time.monotonic() + REPORT_INTERVAL
+
+    def _proceed(self, handshake: Handshake) -> None:
+        try:
+            proved = handshake.proceed(self._secret, [STORE, *(f"node {n}" for n in range(1, self.node.count))])
+        except OSError as error:
+            self._drop(handshake, error.strerror or str(error))
+            return
+        if proved is None:
+            return
+        self._handshakes.remove(handshake)
+        role, key = proved
+        if role == STORE:
+            _relay(handshake.connection, socket.create_connection((LOOPBACK, self._store.port)))
+            return
+        index = int(role.removeprefix("node "))
+        channel = NodeChannel(handshake.connection, key, True, partial(self._reject, handshake.host))
+        if any(node.index == index for node in self.nodes):
+            channel.send({"rejected": f"node {index} has joined already."})
             channel.close()
             return
-        self.nodes.append(NodeSlots(index, channel, list(range(self.slots_per_node)), host))
+        self.nodes.append(NodeSlots(index, channel, list(range(self.slots_per_node)), handshake.host))
         self.nodes.sort(key=lambda node: node.index)
 
     def _mark_lost(self, node: NodeSlots, why: str) -> None:
         self.nodes.remove(node)
-        assert isinstance(node.channel, HeartbeatChannel)
+        assert isinstance(node.channel, NodeChannel)
         node.channel.close()
         for worker_group in self.worker_groups():
             for rank in worker_group.ranks_by_node.get(node.index, []):
@@ -178,38 +203,37 @@ class NodeCoordinator(WorkerPool):
 
     def close(self) -> None:
         for node in self.nodes:
-            if isinstance(node.channel, HeartbeatChannel):
+            if isinstance(node.channel, NodeChannel):
                 node.channel.send({"shutdown": True})
                 node.channel.close()
+        if self._rejected:
+            self._report_rejected("since the last report")
         self._listener.close()
+        self._secret_file.unlink(missing_ok=True)
         super().close()
 
 
-def _read_node_index(channel: HeartbeatChannel) -> int:
-    """Returns the node index that a new connection announces; -1 if it is not one of our agents."""
-    deadline = time.monotonic() + 2.0
-    with suppress(ValueError, TypeError, AttributeError):
-        while time.monotonic() < deadline and (messages := channel.receive()) is not None:
-            for message in messages:  # a heartbeat may come first
-                if "node" in message:
-                    return int(message["node"])
-    return -1
+def _relay(one: socket.socket, other: socket.socket) -> None:
+    """Copies bytes both ways between two connections, in background threads, until one is closed."""
+
+    def copy(source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while chunk := source.recv(1 << 16):
+                target.sendall(chunk)
+        for connection in (source, target):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    for pair in ((one, other), (other, one)):
+        threading.Thread(target=copy, args=pair, daemon=True).start()
 
 
 def open_store(address: str, world_size: int) -> dist.Store:
     """Opens the rendezvous store at the address that `WorkerPool.store_address` returned."""
     if not address.startswith("tcp:"):
         return dist.FileStore(address, world_size)
-    _, host, port, name = address.split(":")  # the name is unique per attempt, so no rank reads stale addresses
-    return dist.PrefixStore(name, dist.TCPStore(host, int(port), None, False))
-
-
-def gloo_interface_env(address: str) -> dict[str, str]:
-    """Returns the setting that makes gloo use the interface of this address, not the one of the host name."""
-    for name, interface_addresses in psutil.net_if_addrs().items():
-        if any(entry.address == address for entry in interface_addresses):
-            return {"GLOO_SOCKET_IFNAME": name}
-    return {}
+    _, port, name = address.split(":")  # the name is unique per attempt, so no rank reads stale addresses
+    return dist.PrefixStore(name, dist.TCPStore(LOOPBACK, int(os.environ.get(STORE_VARIABLE, port)), None, False))
 
 
 @dataclass
@@ -224,33 +248,54 @@ class NodeAgent:
     def run(self) -> None:
         """Serves until the coordinator shuts down. Raises RunError if it cannot be reached."""
         self.fork_server.send({"grace": 0})  # without the other nodes, workers cannot save a checkpoint
+        self._store_listener = socket.create_server((LOOPBACK, 0))
+        threading.Thread(target=self._forward_to_store, daemon=True).start()
         while True:
-            channel = self._connect()
-            if self._relay(channel):
+            channel = self._join()
+            if self._relay_messages(channel):
                 return
             for name in self.worker_groups:
                 self.fork_server.send({"kill": name, "signal": signal.SIGKILL})
             channel.close()
 
-    def _connect(self) -> HeartbeatChannel:
-        deadline = time.monotonic() + JOIN_TIMEOUT
+    def _connect(self, role: str) -> tuple[socket.socket, bytes]:
+        host, port = self.node.host, self.node.port
+        secret = node_channel.read_secret(node_channel.secret_file(host, port))
+        return node_channel.connect(host, port, secret, role)
+
+    def _forward_to_store(self) -> None:
+        """Connects the workers of this node to the store of node 0."""
+        while True:
+            connection, _ = self._store_listener.accept()
+            try:
+                _relay(connection, self._connect(STORE)[0])
+            except (OSError, JobError):  # the worker reports it, or `_join`
+                connection.close()
+
+    def _join(self) -> NodeChannel:
+        begin, is_explained = time.monotonic(), False
         while True:
             try:
-                channel = HeartbeatChannel(socket.create_connection((self.node.host, self.node.port), timeout=2.0))
-                channel.connection.settimeout(None)
-                channel.send({"node": self.node.index})
-                return channel
+                connection, key = self._connect(f"node {self.node.index}")
+                return NodeChannel(connection, key, False, print_line)
             except OSError as error:
-                if time.monotonic() > deadline:
+                seconds, problem = time.monotonic() - begin, error.strerror or str(error)
+                if isinstance(error, FileNotFoundError):
+                    problem = f"it has not written its secret to {error.filename}; if it runs elsewhere, {SECRET_HELP}"
+                if seconds > JOIN_TIMEOUT:
                     raise RunError(
-                        f"could not reach node 0 at {self.node.host}:{self.node.port} for {JOIN_TIMEOUT:g} s: {error}. "
+                        f"could not join node 0 at {self.node.host}:{self.node.port} in {JOIN_TIMEOUT:g} s: {problem}. "
                         "If its run has ended, restart all nodes, node 0 with --resume."
                     ) from None
+                if seconds > EXPLAIN_SECONDS and not is_explained:
+                    print_line(f"still waiting for node 0 at {self.node.host}:{self.node.port}: {problem}.")
+                    is_explained = True
                 time.sleep(HEARTBEAT_INTERVAL)
 
-    def _relay(self, channel: HeartbeatChannel) -> bool:
+    def _relay_messages(self, channel: NodeChannel) -> bool:
         """Relays messages; returns True when the run is done, False when the connection is lost or rejected."""
-        interface_env = gloo_interface_env(channel.connection.getsockname()[0])
+        environment = interface_environment(channel.connection.getsockname()[0])
+        environment[STORE_VARIABLE] = str(self._store_listener.getsockname()[1])
         while True:
             ready = select.select([channel, self.fork_server], [], [], HEARTBEAT_INTERVAL)[0]
             if self.fork_server in ready:
@@ -275,8 +320,8 @@ class NodeAgent:
                     if "fork" in command:
                         self.worker_groups.add(command["fork"])
                         self.rejections = 0
-                        command["environment"] = interface_env
+                        command["environment"] = environment
                     if "heartbeat" not in command:
                         self.fork_server.send(command)
-            elif channel.silence_seconds() > HEARTBEAT_TIMEOUT:
+            elif channel.silence_if_lost():
                 return False

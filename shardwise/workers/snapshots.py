@@ -1,6 +1,6 @@
 """In-memory snapshots of the training state: in shared memory, which outlives the worker, and on a second node.
 
-    /dev/shm/shardwise-<run>-<node>/
+    /dev/shm/shardwise-<run>-<node>-<random>/
         rank-3.0, rank-3.1              tensor bytes of the last two snapshots of a rank
         rank-3.0.json, rank-3.1.json    step, names, shapes and a checksum; written last
 
@@ -12,6 +12,7 @@ restart loads the newest step for which every rank has a valid snapshot in the s
 import hashlib
 import json
 import math
+import mmap
 import os
 import threading
 import time
@@ -28,17 +29,15 @@ from torch import Tensor
 
 from shardwise.files import write_text
 
-SHARED_MEMORY = Path("/dev/shm")
 SLOTS = 2
 ALIGNMENT = 64
 MAX_OVERHEAD = 0.01  # share of training time that snapshots may take
-Gather = Callable[[Any], list[Any]]  # all-gathers a Python object
+Gather = Callable[[Any], list[Any]]  # all-gathers a JSON value
 
 
-def snapshot_folder(run: Path, node: int) -> str:
-    """Returns the folder in which a node keeps the snapshots of a run; empty if it has no /dev/shm."""
-    key = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:12]
-    return str(SHARED_MEMORY / f"shardwise-{key}-{node}") if SHARED_MEMORY.is_dir() else ""
+def snapshot_key(run: Path, node: int) -> str:
+    """Returns the part of a snapshot folder's name that tells the run and the node."""
+    return f"{hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:12]}-{node}"
 
 
 class TensorPiece(Protocol):
@@ -75,7 +74,7 @@ class SnapshotStore:
         copies = SLOTS * (2 if self.group is not None else 1) * self.ranks_per_node
         need = copies * sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         try:
-            self.folder.mkdir(exist_ok=True)
+            self.folder.mkdir(mode=0o700, exist_ok=True)
             disk = os.statvfs(self.folder)
             free = min(disk.f_bavail * disk.f_frsize, psutil.virtual_memory().available // 2)
         except OSError as error:
@@ -152,10 +151,10 @@ class SnapshotStore:
         self.finish()
         local_headers = {rank: self._valid_headers(rank) for rank in {self.rank, self.backed_up_rank}}
         steps_of = {rank: [one["step"] for one in headers.values()] for rank, headers in local_headers.items()}
-        all_steps = self.gather(steps_of)
+        all_steps = self.gather(list(steps_of.items()))
         holders: dict[int, dict[int, list[int]]] = {}
         for holder, steps_by_rank in enumerate(all_steps):
-            for rank, steps in steps_by_rank.items():
+            for rank, steps in steps_by_rank:
                 for step in steps:
                     holders.setdefault(step, {}).setdefault(rank, []).append(holder)
         complete = [step for step, ranks in holders.items() if len(ranks) == self.size]
@@ -218,7 +217,7 @@ class SnapshotStore:
         if self.rank == holder:
             dist.send(self._mapped_bytes(rank, slot, header["bytes"]), rank, group=self.group)
         elif self.rank == rank:
-            self.folder.mkdir(exist_ok=True)
+            self.folder.mkdir(mode=0o700, exist_ok=True)
             buffer = self._mapped_bytes(rank, slot, header["bytes"])
             dist.recv(buffer, holder, group=self.group)
             write_header(self._header_path(rank, slot), header, buffer)
@@ -243,8 +242,14 @@ class SnapshotStore:
         return self.folder / f"rank-{rank}.{slot}"
 
     def _mapped_bytes(self, rank: int, slot: int, size: int) -> Tensor:
-        """Maps a snapshot file into memory."""
-        return torch.from_file(str(self._data_path(rank, slot)), shared=True, size=size, dtype=torch.uint8)
+        """Maps a snapshot file into memory, growing it if it is smaller. Does not follow links."""
+        descriptor = os.open(self._data_path(rank, slot), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            if os.fstat(descriptor).st_size < size:
+                os.ftruncate(descriptor, size)
+            return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+        finally:
+            os.close(descriptor)
 
 
 def write_header(path: Path, header: dict[str, Any], buffer: Tensor) -> None:

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardwise.comm.world import interface_environment
 from shardwise.errors import RunError
 from shardwise.workers.fork_server import ForkServer, Message, MessageChannel
-from shardwise.workers.snapshots import snapshot_folder
+from shardwise.workers.snapshots import snapshot_key
 
 FORK_SERVER_LOST = "the fork server was killed, and its workers with it; continue with --resume."
 
@@ -83,9 +84,9 @@ class WorkerPool:
         """Returns the address of a worker group's rendezvous store: a file, since all ranks share this machine."""
         return str(Path(self._folder.name) / name)
 
-    def environment(self, node: NodeSlots) -> dict[str, str]:
-        """Returns extra environment variables for the workers of a node."""
-        return {}
+    def environment(self) -> dict[str, str]:
+        """Returns extra environment variables for the workers of this machine: they communicate over loopback."""
+        return interface_environment("127.0.0.1")
 
     def fork(
         self, name: str, layout: str, size: int, entry: str, extra_arguments: list[str], as_standby: bool
@@ -101,16 +102,17 @@ class WorkerPool:
         command = {"fork": name, "size": size, "entry": entry, "standby": as_standby, "arguments": arguments}
         for node in self.nodes:
             if ranks := ranks_by_node[node.index]:
-                folder, environment = snapshot_folder(self.run_path, node.index), self.environment(node)
                 placement = {"ranks": ranks, "slots": node.slots[: len(ranks)]}
-                node.channel.send(command | placement | {"snapshot_folder": folder, "environment": environment})
+                snapshots = {"snapshots": snapshot_key(self.run_path, node.index)}
+                environment = {} if node.index else {"environment": self.environment()}
+                node.channel.send(command | placement | snapshots | environment)
         self._worker_groups[name] = WorkerGroup(name, layout, size, ranks_by_node)
         return self._worker_groups[name]
 
     def remove_snapshots(self) -> None:
         """Deletes the in-memory snapshots of this run on every node."""
         for node in self.nodes:
-            node.channel.send({"remove_snapshots": snapshot_folder(self.run_path, node.index)})
+            node.channel.send({"remove_snapshots": snapshot_key(self.run_path, node.index)})
 
     def release(self, worker_group: WorkerGroup) -> None:
         """Lets the standby workers of a group continue."""
