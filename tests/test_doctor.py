@@ -54,3 +54,17 @@ def test_a_run_that_is_fine_has_no_findings(tmp_path: Path) -> None:
     ]
     with pytest.raises(JobError, match="is not a run folder"):
         diagnosis.diagnose_run(tmp_path / "none")
+
+
+def test_a_rank_that_aborts_or_crashes_is_to_blame_in_young_attempts_too(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    """A survivor has no usual order of collectives yet, so everything it calls seems to break it."""
+    faults = [
+        Fault("abort", 1, 1, "data", 0), Fault("segfault", 0, 2, "forward", 1), Fault("abort", 3, 3, "backward", 2),
+        Fault("abort", 0, 4, "optimizer", 3),
+    ]  # fmt: skip
+    checkpoint = {"every": 0, "snapshot_every": 1}
+    job = small_job(tmp_path / "run", run={"max_restarts": 9, "standby": False}, checkpoint=checkpoint, steps=5)
+    events = list(train(fork_server, job, "replicate=2 tensor=2", *faults).events())
+    assert [event["ranks"] for event in events if event["event"] == "killed"] == [[1], [0], [3], [0]]

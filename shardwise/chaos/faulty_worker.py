@@ -29,14 +29,15 @@ from shardwise.train.checkpoint_folder import valid_checkpoints
 from shardwise.train.loop import TrainingLoop
 
 PHASES = ("data", "forward", "backward", "optimizer", "save", "load")
+SIGNALS = {"kill": signal.SIGKILL, "abort": signal.SIGABRT, "segfault": signal.SIGSEGV}
 
 
 @dataclass(frozen=True)
 class Fault:
     kind: str
-    """kill, stop; flip or flip memory (a bit of a checkpoint or snapshot, then kill); weight, state or gradient (a bit
-    of one); nan, inf, spike; fill or free (the disk); loop, sleep, raise; skip or mismatch (a collective);
-    miscompute (a block returns a wrong result once)."""
+    """kill, abort, segfault, stop; flip or flip memory (a bit of a checkpoint or snapshot, then kill); weight, state or
+    gradient (a bit of one); nan, inf, spike; fill or free (the disk); loop, sleep, raise; skip or mismatch (a
+    collective); miscompute (a block returns a wrong result once)."""
     rank: int
     step: int
     phase: str = "data"
@@ -147,7 +148,7 @@ class _FaultInjector:
         state_checksums = self.trainer.corruption_detector.state_checksums
         self._inject_bit_flip(state_checksums.weights, "weight", phase)
         self._inject_bit_flip(lambda: state_checksums.states()[:-1], "state", phase)
-        fault = self.take_due("kill", "stop", "flip", "flip memory", "fill", "free", "loop", "raise", phase=phase)
+        fault = self.take_due(*SIGNALS, "stop", "flip", "flip memory", "fill", "free", "loop", "raise", phase=phase)
         if fault is None:
             return
         if fault.kind in ("fill", "free"):
@@ -165,7 +166,7 @@ class _FaultInjector:
                 corrupt_checkpoint(self.run_path, fault.number)
             elif fault.kind == "flip memory":
                 corrupt_snapshots(Path(self.trainer.snapshots), fault.rank)
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), SIGNALS.get(fault.kind, signal.SIGKILL))
 
     def _inject_bit_flip(self, tracked: Callable[[], list[TrackedTensor]], kind: str, phase: str | None = None) -> None:
         """Flips a bit of one element of a random tensor, and records which tensor."""

@@ -45,6 +45,7 @@ class RankState:
     exit_reason: str  # what happened to its process, such as "was killed by SIGKILL"; empty if it is alive
     frames: list[tuple[str, int, str]]  # stack of the training thread, innermost frame first: file, line, function
     collectives: list[dict[str, Any]]
+    crashed_in_python: bool = False  # whether a thread that runs Python received the signal that ended it
 
     @property
     def pending_collective(self) -> dict[str, Any] | None:
@@ -70,8 +71,9 @@ class RankState:
 
     @property
     def is_secondary_failure(self) -> bool:
-        """Whether another rank may have caused the exit of this one: gloo aborts on an unexpected message."""
-        return "SIGABRT" in self.exit_reason or self.exit_reason.startswith("failed with RuntimeError")
+        """Whether another rank may have caused this exit: on an unexpected message, a thread of gloo's own aborts."""
+        by_gloo = "SIGABRT" in self.exit_reason and not self.crashed_in_python
+        return by_gloo or self.exit_reason.startswith("failed with RuntimeError")
 
     @cached_property
     def divergence(self) -> str:
@@ -127,18 +129,19 @@ def read_rank_states(folder: Path, exit_reasons: dict[int, str]) -> dict[int, Ra
             rank, dump = int(heartbeat["rank"]), {}
             with suppress(OSError, ValueError):
                 dump = json.loads(path.with_suffix(".collectives").read_text())
-            frames = _read_frames(path.with_suffix(".stack"))
-            states[rank] = RankState(rank, heartbeat, exit_reasons.get(rank, ""), frames, dump.get("collectives", []))
+            (frames, crashed), reason = _read_frames(path.with_suffix(".stack")), exit_reasons.get(rank, "")
+            states[rank] = RankState(rank, heartbeat, reason, frames, dump.get("collectives", []), crashed)
     return dict(sorted(states.items()))
 
 
-def _read_frames(path: Path) -> list[tuple[str, int, str]]:
-    """Returns the frames of the main thread, which is the last thread of the last dump."""
+def _read_frames(path: Path) -> tuple[list[tuple[str, int, str]], bool]:
+    """Returns the frames of the main thread, the last one of the last dump, and whether a Python thread crashed."""
     with suppress(OSError):
-        last = re.split(r"^(?:Current thread|Thread) ", path.read_text(errors="replace"), flags=re.MULTILINE)[-1]
-        frames = FRAME_PATTERN.findall(last)
-        return [(file, int(line), name) for file, line, name in frames if not file.endswith(HEARTBEAT_FILE)]
-    return []
+        text = path.read_text(errors="replace")
+        frames = FRAME_PATTERN.findall(re.split(r"^(?:Current thread|Thread) ", text, flags=re.MULTILINE)[-1])
+        crashed = "Current thread" in text.partition("Fatal Python error")[2]
+        return [(file, int(line), name) for file, line, name in frames if not file.endswith(HEARTBEAT_FILE)], crashed
+    return [], False
 
 
 def diagnose(ranks: dict[int, RankState], now: float) -> Diagnosis:
@@ -147,7 +150,9 @@ def diagnose(ranks: dict[int, RankState], now: float) -> Diagnosis:
     waiting = [state for state in ranks.values() if state.is_waiting]
     busy = [state for state in ranks.values() if not state.exit_reason and not state.is_waiting]
     diverged = [state for state in ranks.values() if state.divergence]
-    if dead and all(state.is_secondary_failure for state in dead) and 0 < len(diverged) < len(ranks):
+    # If several survivors all seem to have diverged, the attempt is too young to know their usual sequence.
+    limit = len(ranks) - (len(dead) if len(ranks) - len(dead) > 1 else 0)
+    if dead and all(state.is_secondary_failure for state in dead) and 0 < len(diverged) < limit:
         culprits = diverged
         aborted = " and ".join(f"rank {state.rank} {state.exit_reason}" for state in dead if state not in diverged)
         messages = [f"rank {state.rank} {DIVERGED} {state.divergence}; {aborted}" for state in diverged]
