@@ -250,7 +250,9 @@ def test_snapshots_follow_no_link_and_lie_in_a_folder_of_our_own(
     victim.mkdir()
     (victim / "file").write_text("precious")
     (tmp_path / f"shardwise-{key}-planted").symlink_to(victim)
-    folder = Path(fork_server._make_snapshot_folder(key))
+    command = {"snapshots": key, "arguments": [], "ranks": []}
+    fork_server._fork_workers(command, None)  # type: ignore[arg-type]
+    (folder,) = fork_server.snapshot_folders(key)
     assert folder.name != f"shardwise-{key}-planted" and stat.S_IMODE(folder.stat().st_mode) == 0o700
     store = SnapshotStore(folder, "shard=1", lambda one: [one])
     (folder / "rank-0.1").symlink_to(victim / "file")

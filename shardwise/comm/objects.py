@@ -17,10 +17,10 @@ def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [json.loads(json.dumps(value))]
     encoded = _encode(value, group)
-    sizes = [torch.zeros_like(encoded[:1], dtype=torch.int64) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, torch.full_like(sizes[0], len(encoded)), group=group)
-    padded = encoded.new_zeros(int(max(sizes)))
-    padded[: len(encoded)] = encoded
+    size = torch.tensor([len(encoded)], device=encoded.device)
+    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, size, group=group)
+    padded = torch.nn.functional.pad(encoded, (0, int(max(sizes)) - len(encoded)))
     parts = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(parts, padded, group=group)
     return [_decode(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
@@ -31,11 +31,11 @@ def broadcast_json(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return json.loads(json.dumps(value))
     encoded = _encode(value if dist.get_rank(group) == 0 else None, group)
-    size = torch.full_like(encoded[:1], len(encoded), dtype=torch.int64)
+    size = torch.tensor([len(encoded)], device=encoded.device)
     dist.broadcast(size, group=group, group_src=0)
-    received = encoded if dist.get_rank(group) == 0 else encoded.new_empty(int(size))
-    dist.broadcast(received, group=group, group_src=0)
-    return _decode(received)
+    encoded = encoded if dist.get_rank(group) == 0 else encoded.new_empty(int(size))
+    dist.broadcast(encoded, group=group, group_src=0)
+    return _decode(encoded)
 
 
 def forbid_pickles() -> None:

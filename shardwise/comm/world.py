@@ -30,15 +30,11 @@ from shardwise.errors import RunError, ShardwiseError
 
 
 def interface_environment(host: str) -> dict[str, str]:
-    """Returns the settings that make gloo listen only on the interface of this address; on loopback, NCCL as well.
-
-    Settings of the user have precedence."""
+    """Returns settings for gloo, on loopback for NCCL too, to listen on this interface only, unless the user did."""
     address = socket.gethostbyname(host)
-    names = ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"] if address.startswith("127.") else ["GLOO_SOCKET_IFNAME"]
-    for interface, entries in psutil.net_if_addrs().items():
-        if any(entry.address == address for entry in entries):
-            return {name: interface for name in names if name not in os.environ}
-    return {}
+    names = ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"][: 2 if address.startswith("127.") else 1]
+    interfaces = [name for name, found in psutil.net_if_addrs().items() if address in [one.address for one in found]]
+    return {name: interfaces[0] for name in names if interfaces and name not in os.environ}
 
 
 def run_world(

@@ -54,10 +54,9 @@ class CheckpointGroup:
     def on_rank_zero(self, function: Callable[[], T]) -> T:
         """Calls `function` on rank 0 only; returns its result, or raises its error, on every rank.
 
-        The result must be JSON. An error of another class than `SHARED_ERRORS` is a RuntimeError on the other ranks."""
+        The result must be JSON. Most errors are a RuntimeError on the other ranks."""
         if self.group is None:
             return function()
-        outcome: list[Any] = []
         try:
             outcome = [function() if self.rank == 0 else None, None, None]
         except Exception as error:
@@ -65,7 +64,8 @@ class CheckpointGroup:
             raise
         result, kind, message = broadcast_json(outcome, self.group)
         if kind is not None:
-            raise SHARED_ERRORS.get(kind, RuntimeError)(message)
+            known = {error.__name__: error for error in (CheckpointError, DamagedCheckpoint)}
+            raise known.get(kind, RuntimeError)(message)
         shared: T = result
         return shared
 
@@ -115,11 +115,6 @@ def _save_number(path: Path) -> int:
 
 class DamagedCheckpoint(Exception):
     """Raised with the file and its problem."""
-
-
-SHARED_ERRORS: dict[str, type[Exception]] = {
-    "CheckpointError": CheckpointError, "DamagedCheckpoint": DamagedCheckpoint
-}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -53,24 +53,24 @@ class CheckpointPiece:
 
 def write_pieces(folder: Path, pieces: dict[str, CheckpointPiece], group: CheckpointGroup) -> FileDigests:
     """Writes the pieces of all ranks and their index. Returns, on every rank, size and hash of every file."""
-    planner, writer, results, problem = PieceSavePlanner(), DCPWriter(folder), [], ""
+    planner, writer, written, problem = PieceSavePlanner(), DCPWriter(folder), list[Any](), ""
     planner.set_up_planner(pieces)
-    all_plans = [_save_plan(part) for part in group.all_gather(_describe_shards(pieces))]
-    plans, metadata = planner.create_global_plan(all_plans)  # the same on all ranks
+    plans = [_save_plan(part) for part in group.all_gather(_describe_shards(pieces))]
+    plans, metadata = planner.create_global_plan(plans)  # the same on all ranks
     try:
         plan = planner.finish_plan(writer.prepare_global_plan(plans)[group.rank])
-        results = writer.write_data(plan, planner).wait()
+        for one in writer.write_data(plan, planner).wait():
+            written.append((one.index.fqn, one.index.offset, one.size_in_bytes, vars(one.storage_data)))
     except Exception as error:
         problem = f"rank {group.rank}: {error}"
-    written: list[Any] = [
-        (one.index.fqn, one.index.offset, one.size_in_bytes, vars(one.storage_data)) for one in results
-    ]
     parts = group.all_gather((problem, written, writer.fs.files))
     if problems := [found for found, _, _ in parts if found]:
         raise RuntimeError(problems[0])
 
     def finish() -> FileDigests:
-        writer.finish(metadata, [[_write_result(*one) for one in written] for _, written, _ in parts])
+        results = [one for _, written, _ in parts for one in written]
+        items = [WriteResult(MetadataIndex(name, at), size, _StorageInfo(**info)) for name, at, size, info in results]
+        writer.finish(metadata, [items])
         return writer.fs.files | {INDEX_FILE: write_hashed_file(folder / INDEX_FILE, json.dumps(writer.index))}
 
     files = [files for _, _, files in parts] + [group.on_rank_zero(finish)]
@@ -115,10 +115,6 @@ def _save_plan(shards: list[Any]) -> SavePlan:
         data = TensorWriteData(chunk, TensorProperties(dtype=getattr(torch, dtype)), torch.Size(shape))
         items.append(WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data))
     return SavePlan(items)
-
-
-def _write_result(name: str, offsets: list[int], size: int, storage: dict[str, Any]) -> WriteResult:
-    return WriteResult(MetadataIndex(name, offsets), size, _StorageInfo(**storage))
 
 
 # Planners

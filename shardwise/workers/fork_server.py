@@ -33,13 +33,13 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 GRACE_SECONDS = 60.0  # time that workers get to save a checkpoint after their launcher was killed
 STANDBY_FLAG = "--standby-fd="  # file descriptor that a standby worker blocks on until it is released
 SNAPSHOT_FLAG = "--snapshots="  # snapshot folder
 SHARED_MEMORY = Path("/dev/shm")
-# What other nodes may ask for; `launch` on the same machine may name any entry point.
+# What other nodes may ask for.
 ENTRY_POINTS = ("shardwise.launch.worker:main", "shardwise.chaos.faulty_worker:main")
 EntryPoint = Callable[[list[str]], None]
 Message = dict[str, Any]
@@ -73,8 +73,7 @@ class MessageChannel:
         return json.dumps(message).encode()
 
     def decode(self, line: bytes) -> Message | None:
-        message: Message = json.loads(line)
-        return message
+        return cast(Message, json.loads(line))
 
 
 class ForkServer(MessageChannel):
@@ -173,24 +172,13 @@ def _handle_command(command: Message, groups: dict[str, _ForkedGroup], channel: 
 
 
 def snapshot_folders(key: str) -> list[Path]:
-    """Returns our folders with the snapshots of a run on this node. A folder or link of another user is not ours."""
+    """Returns our folders with the snapshots of a run on this node; those of other users, and links, are not ours."""
     found = []
     for path in SHARED_MEMORY.glob(f"shardwise-{key}-*"):
         with suppress(FileNotFoundError):
             if path.lstat().st_uid == os.geteuid() and not path.is_symlink():
                 found.append(path)
     return found
-
-
-def _make_snapshot_folder(key: str) -> str:
-    """Returns our folder for the snapshots of a run; empty without shared memory.
-
-    Its mode is 700 and nobody can guess its name, so no other user can put a link in its place."""
-    if not SHARED_MEMORY.is_dir():
-        return ""
-    return str(
-        next(iter(snapshot_folders(key)), None) or tempfile.mkdtemp(prefix=f"shardwise-{key}-", dir=SHARED_MEMORY)
-    )
 
 
 def remove_snapshots(key: str) -> None:
@@ -221,7 +209,10 @@ def _poll_workers(group: _ForkedGroup) -> Iterable[Message]:
 
 def _fork_workers(command: Message, channel: MessageChannel) -> _ForkedGroup:
     read, write = os.pipe() if command.get("standby") else (-1, -1)
-    arguments = [*command["arguments"], f"{SNAPSHOT_FLAG}{_make_snapshot_folder(command['snapshots'])}"]
+    key, folder = command["snapshots"], ""
+    if SHARED_MEMORY.is_dir():  # a random name and mode 700, so that no other user can put a link in its place
+        folder = next(map(str, snapshot_folders(key)), "") or tempfile.mkdtemp("", f"shardwise-{key}-", SHARED_MEMORY)
+    arguments = [*command["arguments"], f"{SNAPSHOT_FLAG}{folder}"]
     arguments += [f"{STANDBY_FLAG}{read}"] if read >= 0 else []
 
     def release() -> None:

@@ -1,15 +1,10 @@
 """Authenticated channels between the nodes of a run.
 
 All nodes know the run's secret: `SHARDWISE_SECRET`, or a file of mode 600 that node 0 writes when it starts. Both ends
-of a connection prove that they know it before anything else they say is read:
-
-    node 0 -> node    nonce a
-    node -> node 0    nonce b, HMAC-SHA256(secret, role, a, b)
-    node 0 -> node    HMAC-SHA256(secret, "coordinator", a, b)
-
-Both nonces are new and the ends prove different roles, so a proof can be neither replayed nor reflected. Each later
-message is one line of JSON with an HMAC over its number, under a key derived from the secret and the nonces. Messages
-of the wrong form are dropped and counted.
+of a connection prove that they know it before anything else they say is read: node 0 sends a nonce; the node answers
+with a nonce of its own and an HMAC over its role and both nonces, and node 0 with an HMAC over the role "coordinator".
+The nonces are new and the roles differ, so a proof can be neither replayed nor reflected. Each later message is a line
+of JSON with an HMAC over its number. Messages of the wrong form are dropped and counted.
 """
 
 import hashlib
@@ -22,10 +17,11 @@ import signal
 import socket
 import stat
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +37,7 @@ MAX_MESSAGE_BYTES, MAX_BRACKETS = 1 << 18, 64
 MIN_SECRET_LENGTH = 16
 SECRET_HELP = "set SHARDWISE_SECRET to the same value on every node, or SHARDWISE_SECRET_FILE to a file that they share"
 
-# The form of every message. Of a value: its type, its choices, a pattern, [form of the items], {"rank": form of a
-# rank's value}.
+# The form of every message. Of a value: its type, its choices, a pattern, [form of the items], {rank: form}.
 SIGNALS = tuple(map(int, (signal.SIGINT, signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1)))
 RANK, HEARTBEAT, SNAPSHOT_KEY = range(1 << 20), {"heartbeat": int}, re.compile("[0-9a-f]{12}-[0-9]{1,7}")
 COMMANDS: list[dict[str, Any]] = [  # from node 0
@@ -58,8 +53,6 @@ REPORTS: list[dict[str, Any]] = [  # from the other nodes
 
 
 def _has_form(value: Any, form: Any) -> bool:
-    if isinstance(form, type):
-        return type(value) is form
     if isinstance(form, re.Pattern):
         return type(value) is str and form.fullmatch(value) is not None
     if isinstance(form, list):
@@ -68,7 +61,7 @@ def _has_form(value: Any, form: Any) -> bool:
         return type(value) is dict and all(
             re.fullmatch("[0-9]{1,7}", rank) and type(value[rank]) is int for rank in value
         )
-    return type(value) in (int, str) and value in form
+    return type(value) is form if isinstance(form, type) else type(value) in (int, str) and value in form
 
 
 def parse_message(line: bytes, forms: list[dict[str, Any]]) -> Message:
@@ -94,9 +87,10 @@ def create_secret(path: Path) -> bytes:
     if "SHARDWISE_SECRET" not in os.environ:
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path.unlink(missing_ok=True)
-            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
+            temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 file.write(secrets.token_hex(32))
+            temporary.replace(path)
         except OSError as error:
             raise JobError(f"cannot write the secret of this run to {path}: {error.strerror}; {SECRET_HELP}.") from None
     return read_secret(path)
@@ -152,22 +146,14 @@ class Handshake:
 def connect(host: str, port: int, secret: bytes, role: str) -> tuple[socket.socket, bytes]:
     """Connects to node 0. Returns the connection and the session key once both ends have proved the secret."""
     connection = socket.create_connection((host, port), timeout=HANDSHAKE_TIMEOUT)
-
-    def receive(count: int) -> bytes:
-        received = b""
-        while len(received) < count and (chunk := connection.recv(count - len(received))):
-            received += chunk
-        return received
-
-    try:
+    with ExitStack() as on_failure:
+        on_failure.callback(connection.close)
         nonce = secrets.token_bytes(NONCE_BYTES)
-        nonces = receive(NONCE_BYTES) + nonce
+        nonces = connection.recv(NONCE_BYTES) + nonce  # so few bytes come at once; if not, the caller tries again
         connection.sendall(nonce + prove(secret, role, nonces))
-        if not hmac.compare_digest(receive(PROOF_BYTES), prove(secret, "coordinator", nonces)):
+        if not hmac.compare_digest(connection.recv(PROOF_BYTES), prove(secret, "coordinator", nonces)):
             raise ConnectionError("it has another secret than this node")
-    except BaseException:
-        connection.close()
-        raise
+        on_failure.pop_all()
     connection.settimeout(None)
     return connection, prove(secret, "session", nonces)
 
@@ -175,9 +161,7 @@ def connect(host: str, port: int, secret: bytes, role: str) -> tuple[socket.sock
 class NodeChannel(MessageChannel):
     """A channel between two nodes that authenticates messages, sends heartbeats and notices when the peer is lost."""
 
-    def __init__(
-        self, connection: socket.socket, key: bytes, is_coordinator: bool, reject: Callable[[str], None]
-    ):  # fmt: skip
+    def __init__(self, connection: socket.socket, key: bytes, is_coordinator: bool, reject: Callable[[str], None]):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with suppress(OSError):
             connection.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, 0x10)  # low delay: ahead of bulk data
@@ -216,10 +200,9 @@ class NodeChannel(MessageChannel):
         return messages
 
     def silence_if_lost(self) -> float:
-        """Returns how long the peer has been silent if it counts as lost, otherwise 0.
+        """Returns how long the peer has been silent, without gaps in which we did not poll, if it is lost; otherwise 0.
 
-        Gaps in which we did not poll do not count. On a busy machine an agent may get no CPU time for seconds, but its
-        kernel still acknowledges what we send."""
+        On a busy machine an agent may get no CPU time for seconds, but its kernel still acknowledges what we send."""
         now = time.monotonic()
         self._silence += min(now - self._last_check, 2 * HEARTBEAT_INTERVAL)
         self._last_check = now
@@ -236,10 +219,10 @@ class NodeChannel(MessageChannel):
 
     def _is_acknowledged(self) -> bool:
         """Whether the peer's kernel has acknowledged everything, or anything recently. Only Linux tells."""
-        if not hasattr(socket, "TCP_INFO"):
+        if sys.platform != "linux":
             return True
-        info = struct.unpack("8x13I", self.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 60))
-        unacknowledged, last_milliseconds = info[4], info[12]
+        info = self.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 60)
+        unacknowledged, last_milliseconds = struct.unpack("24xI28xI", info)
         return unacknowledged == 0 or last_milliseconds < 1000 * HEARTBEAT_TIMEOUT
 
     def _send_heartbeats(self) -> None:

@@ -11,15 +11,14 @@ All nodes share the run folder. Losing node 0 ends the run; `--resume` continues
 
 from __future__ import annotations
 
-import os
 import select
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,16 +29,16 @@ from shardwise.comm.world import interface_environment
 from shardwise.console import pluralize, print_line
 from shardwise.errors import JobError, RunError
 from shardwise.workers import node_channel
-from shardwise.workers.fork_server import ForkServer, Message, MessageChannel
+from shardwise.workers.fork_server import ForkServer, MessageChannel
 from shardwise.workers.node_channel import HEARTBEAT_INTERVAL, SECRET_HELP, Handshake, NodeChannel
 from shardwise.workers.worker_pool import FORK_SERVER_LOST, NodeSlots, WorkerPool
 
 JOIN_TIMEOUT = 300.0  # seconds that nodes wait for each other at startup
 MAX_REJECTIONS = 5  # consecutive rejections after which an agent gives up
 MAX_HANDSHAKES = 128  # connections that have not proved the secret; a newer one replaces the oldest
-REPORT_INTERVAL = 60.0  # seconds between reports of rejected connections
+REPORT_INTERVAL = 10.0  # seconds between reports of rejected connections
 EXPLAIN_SECONDS = 5.0  # after which an agent says why it still waits for node 0
-LOOPBACK, STORE, STORE_VARIABLE = "127.0.0.1", "store", "SHARDWISE_STORE_PORT"
+LogEvent = Callable[[str, str], None]
 
 
 @dataclass(frozen=True)
@@ -67,13 +66,9 @@ class Node:
 
 
 class NodeCoordinator(WorkerPool):
-    """The worker pool of node 0: its own slots and those of all agents that joined.
+    """The worker pool of node 0: its own slots and those of all agents that joined."""
 
-    The rendezvous store of PyTorch, which authenticates nobody, listens on loopback; agents forward to it."""
-
-    def __init__(
-        self, run_path: Path, fork_server: ForkServer, slots: int, node: Node, log_event: Callable[..., None]
-    ):  # fmt: skip
+    def __init__(self, run_path: Path, fork_server: ForkServer, slots: int, node: Node, log_event: LogEvent):
         super().__init__(run_path.resolve(), fork_server, slots)
         self.node, self.slots_per_node, self.log_event = node, slots, log_event
         self._handshakes: list[Handshake] = []
@@ -85,11 +80,9 @@ class NodeCoordinator(WorkerPool):
             raise JobError(f"cannot listen on --address {endpoint}: {error.strerror}.") from None
         self._secret_file = node_channel.secret_file(node.host, node.port)
         self._secret = node_channel.create_secret(self._secret_file)
-        store_listener = socket.create_server((LOOPBACK, 0))
-        port = store_listener.getsockname()[1]
-        self._store = dist.TCPStore(
-            LOOPBACK, port, None, True, wait_for_workers=False, master_listen_fd=store_listener.detach()
-        )
+        door = socket.create_server((node.host, 0))  # PyTorch's own listens on all interfaces
+        port, timeout = door.getsockname()[1], timedelta(seconds=JOIN_TIMEOUT)
+        self._store = dist.TCPStore(node.host, port, None, True, timeout, False, False, door.detach())
         self.wait_for_slots(slots * node.count, JOIN_TIMEOUT)
         if self.size < slots * node.count:
             joined = ", ".join(str(one.index) for one in self.nodes)
@@ -99,7 +92,7 @@ class NodeCoordinator(WorkerPool):
             )
 
     def store_address(self, name: str) -> str:
-        return f"tcp:{self._store.port}:{name}"
+        return f"tcp:{self.node.host}:{self._store.port}:{name}"
 
     def environment(self) -> dict[str, str]:
         return interface_environment(self.node.host)
@@ -112,11 +105,11 @@ class NodeCoordinator(WorkerPool):
             if ready is self._listener:
                 self._accept()
             elif isinstance(ready, Handshake):
-                self._proceed(ready)
+                if ready in self._handshakes:
+                    self._proceed(ready)
             else:
                 self.receive_from(ready)
-        now = time.monotonic()
-        for late in [one for one in self._handshakes if one.deadline < now]:
+        for late in [one for one in self._handshakes if one.deadline < time.monotonic()]:
             self._drop(late, "it did not prove the secret of the run in time")
         for node in list(self.nodes):
             silence = node.channel.silence_if_lost() if isinstance(node.channel, NodeChannel) else 0.0
@@ -132,13 +125,7 @@ class NodeCoordinator(WorkerPool):
             if messages is None:
                 self._mark_lost(node, "closed the connection")
             else:
-                self.dispatch([message for message in messages if self._is_about(node, message)])
-
-    def _is_about(self, node: NodeSlots, message: Message) -> bool:
-        """Whether all ranks of a message are on this node."""
-        group = self._worker_groups.get(message.get("group", ""))
-        ranks = map(int, message.get("pids", [message.get("rank", -1)]))
-        return group is not None and set(ranks) <= set(group.ranks_by_node.get(node.index, []))
+                self.dispatch(messages, node.index)
 
     def wait_for_slots(self, size: int, timeout: float) -> None:
         deadline = time.monotonic() + timeout
@@ -158,21 +145,16 @@ class NodeCoordinator(WorkerPool):
         self._reject(handshake.host, f"a connection was refused: {why}")
 
     def _reject(self, host: str, why: str) -> None:
-        """Counts what was refused, and reports it at most once a minute."""
+        """Counts what was refused, and reports it every ten seconds at most."""
         self._rejected += 1
         if time.monotonic() >= self._next_report:
-            self._report_rejected(f"the last time from {host}, {why}")
-
-    def _report_rejected(self, last: str) -> None:
-        times = pluralize(self._rejected, "time")
-        self.log_event(
-            "refused", f"strange connections or messages at {self.node.host}:{self.node.port}: {times}, {last}."
-        )
-        self._rejected, self._next_report = 0, time.monotonic() + REPORT_INTERVAL
+            total = f"{pluralize(self._rejected, 'time')} so far, the last time from {host}"
+            self.log_event("refused", f"{why} ({total}).")
+            self._next_report = time.monotonic() + REPORT_INTERVAL
 
     def _proceed(self, handshake: Handshake) -> None:
         try:
-            proved = handshake.proceed(self._secret, [STORE, *(f"node {n}" for n in range(1, self.node.count))])
+            proved = handshake.proceed(self._secret, [f"node {n}" for n in range(1, self.node.count)])
         except OSError as error:
             self._drop(handshake, error.strerror or str(error))
             return
@@ -180,9 +162,6 @@ class NodeCoordinator(WorkerPool):
             return
         self._handshakes.remove(handshake)
         role, key = proved
-        if role == STORE:
-            _relay(handshake.connection, socket.create_connection((LOOPBACK, self._store.port)))
-            return
         index = int(role.removeprefix("node "))
         channel = NodeChannel(handshake.connection, key, True, partial(self._reject, handshake.host))
         if any(node.index == index for node in self.nodes):
@@ -206,34 +185,17 @@ class NodeCoordinator(WorkerPool):
             if isinstance(node.channel, NodeChannel):
                 node.channel.send({"shutdown": True})
                 node.channel.close()
-        if self._rejected:
-            self._report_rejected("since the last report")
         self._listener.close()
         self._secret_file.unlink(missing_ok=True)
         super().close()
-
-
-def _relay(one: socket.socket, other: socket.socket) -> None:
-    """Copies bytes both ways between two connections, in background threads, until one is closed."""
-
-    def copy(source: socket.socket, target: socket.socket) -> None:
-        with suppress(OSError):
-            while chunk := source.recv(1 << 16):
-                target.sendall(chunk)
-        for connection in (source, target):
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-
-    for pair in ((one, other), (other, one)):
-        threading.Thread(target=copy, args=pair, daemon=True).start()
 
 
 def open_store(address: str, world_size: int) -> dist.Store:
     """Opens the rendezvous store at the address that `WorkerPool.store_address` returned."""
     if not address.startswith("tcp:"):
         return dist.FileStore(address, world_size)
-    _, port, name = address.split(":")  # the name is unique per attempt, so no rank reads stale addresses
-    return dist.PrefixStore(name, dist.TCPStore(LOOPBACK, int(os.environ.get(STORE_VARIABLE, port)), None, False))
+    _, host, port, name = address.split(":")  # the name is unique per attempt, so no rank reads stale addresses
+    return dist.PrefixStore(name, dist.TCPStore(host, int(port), None, False))
 
 
 @dataclass
@@ -248,8 +210,6 @@ class NodeAgent:
     def run(self) -> None:
         """Serves until the coordinator shuts down. Raises RunError if it cannot be reached."""
         self.fork_server.send({"grace": 0})  # without the other nodes, workers cannot save a checkpoint
-        self._store_listener = socket.create_server((LOOPBACK, 0))
-        threading.Thread(target=self._forward_to_store, daemon=True).start()
         while True:
             channel = self._join()
             if self._relay_messages(channel):
@@ -258,25 +218,12 @@ class NodeAgent:
                 self.fork_server.send({"kill": name, "signal": signal.SIGKILL})
             channel.close()
 
-    def _connect(self, role: str) -> tuple[socket.socket, bytes]:
-        host, port = self.node.host, self.node.port
-        secret = node_channel.read_secret(node_channel.secret_file(host, port))
-        return node_channel.connect(host, port, secret, role)
-
-    def _forward_to_store(self) -> None:
-        """Connects the workers of this node to the store of node 0."""
-        while True:
-            connection, _ = self._store_listener.accept()
-            try:
-                _relay(connection, self._connect(STORE)[0])
-            except (OSError, JobError):  # the worker reports it, or `_join`
-                connection.close()
-
     def _join(self) -> NodeChannel:
-        begin, is_explained = time.monotonic(), False
+        begin, is_explained, address = time.monotonic(), False, (self.node.host, self.node.port)
         while True:
             try:
-                connection, key = self._connect(f"node {self.node.index}")
+                secret = node_channel.read_secret(node_channel.secret_file(*address))
+                connection, key = node_channel.connect(*address, secret, f"node {self.node.index}")
                 return NodeChannel(connection, key, False, print_line)
             except OSError as error:
                 seconds, problem = time.monotonic() - begin, error.strerror or str(error)
@@ -295,7 +242,6 @@ class NodeAgent:
     def _relay_messages(self, channel: NodeChannel) -> bool:
         """Relays messages; returns True when the run is done, False when the connection is lost or rejected."""
         environment = interface_environment(channel.connection.getsockname()[0])
-        environment[STORE_VARIABLE] = str(self._store_listener.getsockname()[1])
         while True:
             ready = select.select([channel, self.fork_server], [], [], HEARTBEAT_INTERVAL)[0]
             if self.fork_server in ready:

@@ -148,10 +148,13 @@ class WorkerPool:
             raise RunError(FORK_SERVER_LOST)
         self.dispatch(messages)
 
-    def dispatch(self, messages: list[Message]) -> None:
+    def dispatch(self, messages: list[Message], node: int = 0) -> None:
+        """Applies the reports of a node about its own ranks."""
         for message in messages:
-            if message.get("group") in self._worker_groups:
-                self._worker_groups[message["group"]].receive(message)
+            group = self._worker_groups.get(message.get("group", ""))
+            ranks = map(int, message.get("pids", [message.get("rank", -1)]))
+            if group is not None and set(ranks) <= set(group.ranks_by_node.get(node, [])):
+                group.receive(message)
 
     def exclude_ranks(self, worker_group: WorkerGroup, ranks: list[int]) -> None:
         """Removes the slots of these ranks from the pool."""
