@@ -46,7 +46,8 @@ def verify_layouts(case: Job, *layouts: str) -> list[VerifyResult]:
     ("llama", LLAMA, ["shard=2 zero=3", "pipeline=2 micro_batch=2", ZERO_BUBBLE, "tensor=2", "context=2",
                       "context=2 context_method=ulysses", "pipeline=2 shard=2 tensor=2 micro_batch=1"]),
     ("gpt2", GPT2, ["pipeline=2 micro_batch=2", "pipeline=2 shard=2 context=2 micro_batch=1"]),  # tied, with dropout
-    ("mixtral", MIXTRAL, ["shard=2 zero=3", "tensor=2 context=2"]),
+    ("mixtral", MIXTRAL, ["shard=2 zero=3", "tensor=2 context=2", "shard=2 expert=2 zero=3",
+                          "pipeline=2 shard=2 expert=2 micro_batch=1"]),
     ("bert", BERT, [ZERO_BUBBLE, "context=2"]),
     ("vit", VIT, ["shard=2 zero=3", ZERO_BUBBLE]),
     ("mamba2", MAMBA2, ["shard=2 zero=3", "pipeline=2 micro_batch=2"]),
