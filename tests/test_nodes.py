@@ -21,6 +21,9 @@ from shardwise.workers.fork_server import snapshot_folders
 from shardwise.workers.nodes import Node
 from shardwise.workers.snapshots import snapshot_key
 
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+import hostile  # noqa: E402
+
 NAME = f"swnode{os.getpid()}"
 PORT = 29471
 STEPS = 40
@@ -115,8 +118,13 @@ def test_a_slow_link_a_cut_link_and_a_lost_node(link: None, tmp_path: Path) -> N
         for number in range(2):
             sh(f"tc -n {NAME}{number} qdisc del dev wire root")
         wait(lambda: kinds(run).count("node_lost") == 2, lead)
+        ports = {port for host, port in hostile.open_ports(f"{NAME}0") if not host.startswith("127.")}
+        target = f"10.78.0.1 {','.join(map(str, sorted(ports, key=lambda port: port != PORT)))} {tmp_path / 'mark'}"
+        attack = [sys.executable, hostile.__file__, "--count", "100", "--attack", target]
+        attacker = subprocess.Popen(["ip", "netns", "exec", f"{NAME}1", *attack])
         member = agent(1)
         assert lead.wait(150) == 0 and member.wait(20) == 0 and undisturbed.wait(100) == 0
+        assert attacker.wait(60) == 0
     finally:
         for process in (member, lead):
             if process.poll() is None:
@@ -127,6 +135,7 @@ def test_a_slow_link_a_cut_link_and_a_lost_node(link: None, tmp_path: Path) -> N
     assert 0 < lost[0]["time"] - cut < 5
     assert [event["source"] for event in run.events() if event["event"] == "resumed"] == ["memory", "memory"]
     assert curve(run) == curve(plain) and len(curve(run)) == STEPS
+    assert "refused" in kinds(run) and not (tmp_path / "mark").exists()
     assert not any(snapshot_folders(snapshot_key(run.path, node)) for node in range(2))
 
 
