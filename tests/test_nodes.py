@@ -145,6 +145,11 @@ def test_without_a_lost_node_a_run_goes_on_with_fewer_and_then_with_all(link: No
     member, lead = agent(1), agent(0, str(tmp_path / "run.toml"), "--set", "steps=1000000")
     try:
         wait(lambda: len(list(run.metrics())) >= 3, lead)
+        member.send_signal(signal.SIGSTOP)  # as if it got no CPU time: its workers and its kernel go on
+        time.sleep(2.0)
+        member.send_signal(signal.SIGCONT)
+        wait(lambda: len(list(run.metrics())) >= 6, lead)
+        assert "node_lost" not in kinds(run)
         end(member)
         wait(lambda: "resumed" in kinds(run), lead)
         member = agent(1)
