@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -79,11 +80,18 @@ class Leader:
 def leader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Leader]:
     monkeypatch.setenv("SHARDWISE_SECRET_FILE", str(tmp_path / "secret"))
     monkeypatch.delenv("SHARDWISE_SECRET", raising=False)
+    tasks = len(os.listdir("/proc/self/task"))
     one = Leader(tmp_path / "run")
     yield one
     one.stop = True
     one.thread.join(10)
     assert one.failure is None and not one.thread.is_alive()
+    del one.pool
+    gc.collect()  # ends the threads of the store: a test after this one may fork
+    deadline = time.monotonic() + 5
+    while len(os.listdir("/proc/self/task")) > tasks and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(os.listdir("/proc/self/task")) <= tasks
 
 
 def join(leader: Leader) -> NodeChannel:
@@ -183,10 +191,13 @@ def test_an_agent_obeys_only_a_node_0_that_knows_the_secret(tmp_path: Path, monk
                 link.sendall(os.urandom(64) + json.dumps(evil).encode() + b"\n")
                 link.close()
 
-        threading.Thread(target=answer, daemon=True).start()
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
         fork = Fork()
         with pytest.raises(RunError, match="it has another secret than this node"):
             NodeAgent(Node(1, 2, "127.0.0.1", door.getsockname()[1]), fork).run()  # type: ignore[arg-type]
+        door.shutdown(socket.SHUT_RDWR)
+        thread.join(5)
     assert fork.sent == [{"grace": 0}] and not (tmp_path / "mark").exists()
 
 

@@ -185,6 +185,8 @@ class NodeCoordinator(WorkerPool):
             if isinstance(node.channel, NodeChannel):
                 node.channel.send({"shutdown": True})
                 node.channel.close()
+        if self._rejected:
+            print_line(f"refused: {self._rejected:,} connections or messages in all.")
         self._listener.close()
         self._secret_file.unlink(missing_ok=True)
         super().close()
