@@ -36,8 +36,8 @@ class GradientNoiseScale:
 
     def as_dict(self) -> dict[str, Any]:
         return {"run": self.run, "critical_batch_samples": self.samples,
-                "critical_batch_tokens": self.samples * self.sequence, "gradient_squared": self.grad_norm_squared,
-                "variance": self.variance}  # fmt: skip
+                "critical_batch_tokens": self.samples * self.sequence, "grad_norm_squared": self.grad_norm_squared,
+                "gradient_variance": self.variance}  # fmt: skip
 
 
 def solve_noise_scale(

@@ -73,15 +73,15 @@ class Recommendation:
 
     def as_dict(self) -> dict[str, Any]:
         values: dict[str, Any] = {
-            "law": self.fitted_law.source, "counts": self.fitted_law.parameter_scope, "flops": self.flops,
+            "law": self.fitted_law.source, "parameter_scope": self.fitted_law.parameter_scope, "flops": self.flops,
             "parameters": self.parameters, "parameters_interval": list(self.parameters_interval), "tokens": self.tokens,
             "tokens_per_parameter": self.tokens / self.parameters, "loss": self.loss,
-            "loss_interval": list(self.loss_interval), "flat_within": NEAR_OPTIMAL_TOLERANCE,
-            "flat_parameters": list(self.near_optimal_parameters),
-            "over_training": [vars(overtrained) for overtrained in self.overtrained], "warnings": list(self.warnings),
+            "loss_interval": list(self.loss_interval), "near_optimal_tolerance": NEAR_OPTIMAL_TOLERANCE,
+            "near_optimal_parameters": list(self.near_optimal_parameters),
+            "overtrained": [vars(overtrained) for overtrained in self.overtrained], "warnings": list(self.warnings),
         }  # fmt: skip
         if self.data_constrained is not None:
-            values["repeated"] = vars(self.data_constrained)
+            values["data_constrained"] = vars(self.data_constrained)
         if self.plan is not None:
             plan, model = self.plan, self.plan.job.require_decoder()
             values["plan"] = {
