@@ -52,16 +52,9 @@ def fit_as_dict(fit: ScalingLawFit) -> dict[str, Any]:
         "compute_optimal": {"parameters_exponent": exponent, "tokens_exponent": 1 - exponent},
         **{estimate.method.replace("-", "").lower(): estimate.as_dict() for estimate in estimate_compute_optimal(runs)},
         "residuals": [
-            {
-                "run": name,
-                "parameters": N,
-                "tokens": D,
-                "loss": loss,
-                "residual": residual,
-                "outlier": index in outlier_indices,
-            }
-            for index, (name, N, D, loss, residual) in enumerate(zip(runs.names, *columns))
-        ],  # fmt: skip
+            dict(zip(("run", "parameters", "tokens", "loss", "residual"), row)) | {"outlier": index in outlier_indices}
+            for index, row in enumerate(zip(runs.names, *columns))
+        ],
         "bootstrap_samples": [
             [float(f"{value:.9g}") for value in row] for row in fit.bootstrap_samples.as_array().T.tolist()
         ],
@@ -94,13 +87,10 @@ def _parse_fitted_law(values: Any, source: str) -> FittedLaw:
     law = ScalingLaw(*(float(values[name]["value"]) for name in CONSTANTS))
     bootstrap_samples = ScalingLaw(*np.array(values["bootstrap_samples"], dtype=float).reshape(-1, len(CONSTANTS)).T)
     ranges = {quantity: (float(low), float(high)) for quantity, (low, high) in values["fitted_ranges"].items()}
-    if (
-        values["parameter_scope"] not in PARAMETER_SCOPES
-        or set(ranges) != {"parameters", "tokens", "flops"}
-        or not len(bootstrap_samples.E)
-    ):
+    scope, has_ranges = values["parameter_scope"], set(ranges) == {"parameters", "tokens", "flops"}
+    if scope not in PARAMETER_SCOPES or not has_ranges or not len(bootstrap_samples.E):
         raise ValueError("invalid parameter_scope, fitted_ranges or bootstrap_samples")
-    return FittedLaw(law, bootstrap_samples, float(values["residual_std"]), ranges, values["parameter_scope"], source)
+    return FittedLaw(law, bootstrap_samples, float(values["residual_std"]), ranges, scope, source)
 
 
 # The law of Hoffmann et al.'s runs
