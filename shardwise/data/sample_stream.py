@@ -86,7 +86,8 @@ class BatchedSource(Protocol):
 
 class SampleStream:
     def __init__(self, source: Source, seed: int, shuffle: bool = True, objective: Objective = next_token):
-        self.source, self.seed, self.shuffle, self.objective = source, seed, shuffle, objective
+        self.source, self.seed, self.objective = source, seed, objective
+        self.shuffle = shuffle and getattr(source, "stream", None) is None
         self._permutations: dict[tuple[int, ...], Permutation] = {}
 
     def indices(self, positions: np.ndarray) -> np.ndarray:

@@ -84,6 +84,13 @@ class Chain(nn.Module):
         """Returns the user's metrics, summed over the samples that were evaluated since the last call."""
         return {}
 
+    def stacked_experts(self) -> dict[str, nn.Module]:
+        """Returns by name the modules whose parameters have the experts of a layer as their first dimension."""
+        return {name: module for name, module in self.named_modules() if getattr(module, "stacks_experts", False)}
+
+    def dispatch_tokens(self, experts: nn.Module, dispatcher: Any) -> None:
+        """Called for stacked experts of which this rank keeps some; ours get the dispatcher of their layer."""
+
     def split_sequence(self, axis: Any, positions: Tensor, attention_fn: Any) -> None:
         """Called if the sequence is split over an axis; `positions` are those of all its ranks, rank by rank."""
 

@@ -158,7 +158,7 @@ class Family:
         """Returns the mean loss of a batch; None: the cross-entropy of the model's logits."""
         return None
 
-    def explain_difference(self, config: Any, kind: str) -> str:
+    def explain_difference(self, config: Any, layout: Any, kind: str) -> str:
         """Returns a likely cause of a difference that `verify` found first in this kind of quantity, or ""."""
         return ""
 

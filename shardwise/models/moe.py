@@ -89,7 +89,7 @@ class MoE(nn.Module):
     def apply_experts(self, tokens: Tensor, weights: Tensor, expert_ids: Tensor, samples: int) -> Tensor:
         """Returns the weighted sum of the outputs of each token's experts."""
         order = expert_ids.flatten().argsort(stable=True)
-        counts = _tokens_per_expert(expert_ids.flatten(), self.router.shape[0])
+        counts = tokens_per_expert(expert_ids.flatten(), self.router.shape[0])
         # Count each token once: activation checkpointing recomputes the forward inside the backward.
         first_time = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
         if first_time:
@@ -101,7 +101,7 @@ class MoE(nn.Module):
         if kept is not None:
             first, count = self.local_experts or (0, self.router.shape[0])
             order = order[: len(order) * count // len(counts)] if is_fake(expert_ids) else order[kept[order]]
-            kept_counts = _tokens_per_expert(expert_ids.flatten()[order] - first, count)
+            kept_counts = tokens_per_expert(expert_ids.flatten()[order] - first, count)
             expert_out = self._run_experts(rows.index_select(0, order), kept_counts)
             rows = torch.zeros_like(rows).index_copy(0, order, expert_out)
         else:
@@ -136,6 +136,8 @@ class MoE(nn.Module):
 
 class ExpertWeights(nn.Module):
     """The weights of all experts, stacked to (E, out, in)."""
+
+    stacks_experts = True
 
     def __init__(self, config: MoEConfig):
         super().__init__()
@@ -184,7 +186,7 @@ def load_balancing_loss(
     return experts * (counts / (num_shards * choices.shape[1]) * mean_probs / num_shards).sum()
 
 
-def _tokens_per_expert(expert_ids: Tensor, experts: int) -> Tensor:
+def tokens_per_expert(expert_ids: Tensor, experts: int) -> Tensor:
     counts = torch.zeros(experts, dtype=torch.int64, device=expert_ids.device)
     return counts.scatter_add_(0, expert_ids, torch.ones_like(expert_ids))
 

@@ -38,13 +38,13 @@ def check(model: Any, layout: Layout) -> None:
         return
     ring = layout.context_method == "ring"
     unit = math.lcm((2 if ring else 1) * degree, degree * tensor)
-    if model.sequence % unit:
-        nearest = max(unit, round(model.sequence / unit) * unit)
+    if model.length % unit:
+        nearest = max(unit, round(model.length / unit) * unit)
         chunks = "two chunks" if ring else "one chunk"
         combined = f" with tensor={tensor}" if tensor > 1 else ""
         raise LayoutError(
             f"context={degree}{combined} splits each sequence into {chunks} per rank, but the sequence length "
-            f"{model.sequence} is not divisible by {unit}; the nearest valid length is {nearest}."
+            f"{model.length} is not divisible by {unit}; the nearest valid length is {nearest}."
         )
     heads_per_rank = [len(part) for part in torch.arange(model.heads).tensor_split(tensor)]
     if not ring and any(heads % degree for heads in heads_per_rank):
@@ -98,6 +98,10 @@ def shard_samples(samples: Samples, positions: Tensor | None) -> Samples:
     """Returns the tokens and targets at this rank's positions; document ids stay complete."""
     if positions is None:
         return samples
+    if samples.inputs and samples.counts is not None:
+        inputs = tuple(tensor[:, positions].contiguous() for tensor in samples.inputs)
+        share = positions.numel() / samples.tokens.shape[1]
+        return replace(samples, tokens=inputs[0], inputs=inputs, counts=samples.counts * share)
     tokens, targets = (tensor[:, positions].contiguous() for tensor in (samples.tokens, samples.targets))
     return replace(samples, tokens=tokens, targets=targets)
 

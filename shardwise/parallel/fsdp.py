@@ -16,7 +16,6 @@ from shardwise.comm.collectives import reduce_scatter
 from shardwise.job import GradientConfig
 from shardwise.layout import BatchSplit, Layout
 from shardwise.models.chain import Chain
-from shardwise.models.moe import ExpertWeights
 from shardwise.parallel.data_parallel import DDP, DataParallel, SingleProcess, Zero1, all_reduce_gradients
 from shardwise.parallel.gradient_compression import CompressionSpec, Compressor
 from shardwise.parallel.gradient_reduction import GradientReducer
@@ -36,9 +35,8 @@ class FSDP(DataParallel):
         """Shapes of this tensor rank's weights before FSDP shards them."""
         for chain in chains:
             if mesh.layout.expert_ranks > 1:
-                for module in chain.modules():
-                    if isinstance(module, ExpertWeights):
-                        self._shard(module, policy, mesh.expert_fsdp_mesh, mesh["expert_replicas"])
+                for experts in chain.stacked_experts().values():
+                    self._shard(experts, policy, mesh.expert_fsdp_mesh, mesh["expert_replicas"])
             units = chain.fsdp_units()
             for unit in units:
                 self._shard(unit, policy, mesh.fsdp_mesh, mesh["fsdp"])

@@ -199,6 +199,9 @@ class TrainingLoop:
         for message in self.checkpoints.damaged:
             self._log_event("checkpoint_corrupt", message)
         first = 0 if state is None else int(state["step"])
+        stream = getattr(self.training, "stream", None)
+        if stream is not None and state is not None and state["dataset"] is not None:
+            index, stream.states[index] = state["dataset"]
         if self.is_rank_zero:
             self.folder.discard_after(first)
         message = f"from step {first} in layout '{self.layout}'."
@@ -214,7 +217,11 @@ class TrainingLoop:
         self.corruption_detector.check_saved_state(done)
 
     def _state(self, done: int) -> dict[str, Any]:
-        return {"step": done, "samples": done * self.job.samples, "layout": str(self.layout), "seed": self.job.seed}
+        stream, samples = getattr(self.training, "stream", None), done * self.job.samples
+        dataset = stream.state_before(samples) if stream is not None else None
+        return {
+            "step": done, "samples": samples, "layout": str(self.layout), "seed": self.job.seed, "dataset": dataset
+        }  # fmt: skip
 
     def _save(self, done: int) -> None:
         begin = time.perf_counter()

@@ -70,7 +70,7 @@ class MetricsProcessor:
         rows = self.ranks.exchange()
         model, sent = self.job.model, dict(self.engine.timer.bytes_sent)
         self.engine.timer.bytes_sent.clear()
-        if model.num_experts:
+        if model.reports_routing:
             # A GPU has not finished this step yet, so we report the wait times of the previous step.
             waits = engine.timer.wait_seconds if self.device.type == "cpu" else self.ranks.last_metrics.wait_seconds
             sent_bytes, waited = sent.get("expert", 0), waits.get("expert", 0.0)

@@ -118,7 +118,9 @@ def verify(
         except RunError as error:
             record = VerifyResult(str(layout), ok=False, failure=_shorten_error(error))
         if record.first_difference is not None:
-            record = replace(record, hint=job.family.explain_difference(job.model, record.first_difference.kind))
+            record = replace(
+                record, hint=job.family.explain_difference(job.model, layout, record.first_difference.kind)
+            )
         records.append(record)
         report(record)
     return records
