@@ -103,8 +103,7 @@ def test_the_anatomy_of_llama():
      "draw the same dropout masks in every layout; set attn_pdrop = 0."),
     ("t5", {}, "shard=2", "model.name = 'hf:t5': T5Config is neither a causal nor a masked language model nor an image "
      'classifier; build it in a function of your own and name that: "python:package.module:function".'),
-    ("gpt2", GPT2, "tensor=2", "tensor=2: this module has no plan; give one: plan= in a script, [model.tensor_plan] "
-     "in a job."),
+    ("gpt2", GPT2, "tensor=2", "tensor=2: the model has no tensor-parallel plan; set plan= or [model.tensor_plan]."),
     ("mixtral", MIXTRAL, "shard=2 expert=2", "expert=2: experts of transformers' models are not split over an expert "
      "axis; use shard or tensor."),
     ("mamba2", MAMBA2, "context=2", "context=2: Mamba2Config: its forward takes no position_ids, so its sequences "
@@ -113,8 +112,8 @@ def test_the_anatomy_of_llama():
      "tokens (padding), so its sequences cannot be split; use shard."),
     ("vit", VIT, "context=2", "context=2: ViTConfig: its samples are images, so its sequences cannot be split; use "
      "shard."),
-    ("bart", BART, ZERO_BUBBLE, "schedule=zero-bubble: model.decoder.layernorm_embedding is on a path of its own "
-     "beside the blocks' output, which PyTorch cannot split; use schedule=1f1b or interleaved."),
+    ("bart", BART, ZERO_BUBBLE, "schedule=zero-bubble: model.decoder.layernorm_embedding uses weights on an input "
+     "other than the blocks' output, so PyTorch cannot split its backward; use schedule=1f1b or interleaved."),
     ("opt", OPT, "shard=2", "model.decoder.layers.0 draws random "
      "numbers in its forward (functional dropout, for example), which would differ between layouts; use nn.Dropout "
      "there, or set its probability to 0."),

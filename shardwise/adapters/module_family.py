@@ -153,18 +153,18 @@ class ModuleFamily(Family):
         anatomy, plan = chain.anatomy, chain.sharding_plan
         refused = {
             "context": "context parallelism works with transformers models only; leave context at 1.",
-            "expert": "the module has no experts that Shardwise knows; leave expert at 1.",
+            "expert": "experts of modules that are not built in are not split; leave expert at 1.",
             "fp8": "fp8 works with our own families; use bf16.",
         }
         if anatomy.crossing:
             refused["pipeline"] = f"{anatomy.crossing}."
         if anatomy.second_path:
             refused["split_backward"] = (
-                f"{anatomy.second_path} is on a path of its own beside the blocks' output, which PyTorch cannot split; "
-                "use schedule=1f1b or interleaved."
+                f"{anatomy.second_path} uses weights on an input other than the blocks' output, so PyTorch cannot "
+                "split its backward; use schedule=1f1b or interleaved."
             )
         if not plan.shard_dims:
-            refused["tensor"] = "this module has no plan; give one: plan= in a script, [model.tensor_plan] in a job."
+            refused["tensor"] = "the model has no tensor-parallel plan; set plan= or [model.tensor_plan]."
         if anatomy.changes_input:
             refused["recompute"] = f"{anatomy.changes_input} changes its input in place; use recompute=none."
         if chain.has_batch_statistics:
@@ -172,7 +172,7 @@ class ModuleFamily(Family):
             refused |= dict.fromkeys(("pipeline", "tensor"), reason)
             refused["recompute"] = "it would update the running statistics of batch norm twice; use recompute=none."
         if buffer := chain.unsynchronized_buffer:
-            reason = f"the forward updates the buffer {buffer}, which every rank would do on its own; use one process."
+            reason = f"the forward updates buffer {buffer}, which each rank would do independently; use one process."
             refused |= dict.fromkeys(("replicate", "shard", "pipeline", "tensor", "recompute"), reason)
         if anatomy.random_modules:
             raise_random(anatomy.random_modules)
