@@ -155,8 +155,10 @@ def verify(
 def plan(
     job_file: JobFile = None,
     overrides: Overrides = None,
-    cluster: Annotated[str, Option(help="Cluster preset (h100, ...) or a file from `shardwise calibrate`.")] = "cpu",
-    devices: Annotated[int | None, Option(min=1, help="Number of devices; default: one node, rack or pod.")] = None,
+    cluster: Annotated[
+        str, Option(help="Cluster preset (a100-80g, h100, ...) or a file from `shardwise calibrate`.")
+    ] = "cpu",
+    devices: Annotated[int | None, Option(min=1, help="Devices; default: one node, rack or pod (cpu: 1024).")] = None,
     layout: Annotated[str | None, Option(help="Estimate this layout instead of searching.")] = None,
     as_json: JsonFlag = False,
     html: Annotated[Path | None, Option(help="Also write the plan as an HTML page to this file.")] = None,
@@ -183,7 +185,7 @@ def dryrun(
     rank: Annotated[
         list[int] | None, Option(min=0, help="Rank; repeatable. Default: of the first, second, middle, last stage.")
     ] = None,
-    every_stage: Annotated[bool, Option("--every-stage", help="Simulate one rank of every pipeline stage.")] = False,
+    every_stage: Annotated[bool, Option("--every-stage", help="Simulate one rank per pipeline position.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Simulates a step of selected ranks of any world size on fake tensors; prints their exact memory and traffic."""
@@ -283,7 +285,7 @@ def bench_comm(
 
 
 @app.command()
-def doctor(run: Annotated[Path, Argument(help="Run folder; the run may be in progress or over.")]) -> None:
+def doctor(run: Annotated[Path, Argument(help="Run folder; the run may be in progress or finished.")]) -> None:
     """Diagnoses a run that hangs or has failed: which rank, in which operation, where in the code, who waits for it."""
     from shardwise.workers.diagnosis import diagnose_run
 

@@ -40,7 +40,7 @@ def watch(
 
 
 def report(run: RunArgument) -> None:
-    """Writes the page of a run as one self-contained file, report.html in the run folder."""
+    """Writes the report of a run as one self-contained page: report.html in the run folder."""
     from shardwise.watch.report_page import write_report
 
     with _file_errors_as_data_errors(run):
