@@ -12,6 +12,7 @@ empty bag.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -201,6 +202,16 @@ def index_criteo_file(path: Path) -> tuple[np.ndarray, int]:
     if offsets[-1] != position:
         offsets.append(position)
     return np.array(offsets, np.int64), lines
+
+
+def require_good_row(path: Path, model: DLRMConfig) -> None:
+    """Raises DataError if no row can be read: with `on_bad_record = "skip"`, a run would have no target at all."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            with suppress(DataError):
+                parse_criteo_row(line.rstrip(b"\n"), path, number, model)
+                return
+    raise DataError(f"data.path = '{path}' has no row in Criteo's format: label, 13 integers, 26 hashes, with tabs.")
 
 
 def parse_criteo_row(line: bytes, path: Path, line_number: int, model: DLRMConfig) -> np.ndarray:

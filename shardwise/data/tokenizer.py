@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from shardwise.data.token_file import write_data_file
-from shardwise.errors import DataError
+from shardwise.errors import DataError, shorten
 
 EOS_TOKEN = "<|end|>"
 _EOS_TOKENS = (EOS_TOKEN, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
@@ -126,10 +126,10 @@ def parse_bpe_size(name: str) -> int | None:
     kind, colon, size = name.partition(":")
     if kind != "bpe" or not colon:
         return None
-    if not size.isdecimal() or int(size) < 257:
+    if not size.isdecimal() or len(size) > 8 or not 257 <= int(size) <= 10**7:
         raise DataError(
-            f"data.tokenizer = {name!r}: write bpe:SIZE with a size of at least 257 (256 bytes and the "
-            "end-of-document token), for instance bpe:4096."
+            f"data.tokenizer = {shorten(name)}: write bpe:SIZE with a size of at least 257 (256 bytes and the "
+            "end-of-document token) and at most 10,000,000, for instance bpe:4096."
         )
     return int(size)
 

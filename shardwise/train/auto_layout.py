@@ -17,6 +17,8 @@ from shardwise.planner.plan import Plan, make_estimator, make_plan
 from shardwise.planner.show import format_seconds
 from shardwise.train.local_machine import local_cluster, local_process_count
 
+MEMORY_TOLERANCE = 2.0  # a layout that the job names is refused beyond this: predictions err, but less than this
+
 
 def choose_plan(job: Job, world_size: int | None = None) -> tuple[Plan, str]:
     """Returns the plan for `world_size` processes, or for as many as this machine can run and a layout can use.
@@ -41,13 +43,18 @@ def choose_plan(job: Job, world_size: int | None = None) -> tuple[Plan, str]:
 
 
 def check_memory(job: Job, plan: Plan) -> None:
-    """Raises LayoutError if no layout that "auto" tried fits in memory. Explicit layouts are not checked."""
+    """Raises LayoutError if no layout that "auto" tried fits in memory, or if the job's own layout does not by far."""
+    device, needed = plan.cluster.device, plan.best.peak_memory
+    sizes = f"{needed / GIB:,.1f} of {device.memory / GIB:,.1f} GiB per rank"
     if job.layout == "auto" and not plan.fits(plan.best):
-        device = plan.cluster.device
         raise LayoutError(
             f"no layout of {plan.devices} x {device.name} fits in memory: '{plan.best.layout}' needs least, "
-            f"{plan.best.peak_memory / GIB:.3g} of {device.memory / GIB:.3g} GiB per rank; use more devices, or "
-            "set that layout to try it anyway."
+            f"{sizes}; use more devices, or set that layout to try it anyway."
+        )
+    if needed > MEMORY_TOLERANCE * device.memory:
+        raise LayoutError(
+            f"layout '{plan.best.layout}' does not fit in memory: it needs about {sizes} ({device.name}); use a "
+            "smaller model or batch, recompute=full, a smaller micro_batch, shard with zero=3, or more devices."
         )
 
 
