@@ -192,11 +192,11 @@ def _parse_integers(text: str, key: str, value: str) -> object:
     try:
         numbers = tuple(int(part) for part in value.split(","))
     except ValueError:
-        raise LayoutError(f"layout {shorten(text)}: {key}={value!r} is not a whole number.") from None
+        raise LayoutError(f"layout {shorten(text)}: {key}={shorten(value)} is not a whole number.") from None
     if key == "stages":
         return numbers
     if len(numbers) != 1:
-        raise LayoutError(f"layout {shorten(text)}: {key} takes one number, not {value!r}.")
+        raise LayoutError(f"layout {shorten(text)}: {key} takes one number, not {shorten(value)}.")
     return numbers[0]
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import json
+import math
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -18,16 +21,19 @@ from contextlib import suppress
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from shardwise.cli import main
 from shardwise.cluster import CLUSTERS, write_cluster
 from shardwise.comm.world import run_world
+from shardwise.data.sample_stream import SampleStream
 from shardwise.data.token_file import write_token_arrays
 from shardwise.data.tokenizer import train_bpe
 from shardwise.errors import UserError
@@ -151,6 +157,68 @@ def test_a_mistake_as_a_process(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, timeout=120)
     assert done.returncode == 2
     assert "layers" in done.stderr and "Traceback" not in done.stderr
+
+
+# Numbers
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("plan --layout shard=1000000000", "from 1 to 1,000,000"), ("plan --layout micro_batch=99999999999", "at most"),
+        ("plan --layout micro_batch=99999999", "nearest valid"),
+        ("verify --layout replicate=999 --set batch.samples=999", "GiB"),
+        ("dryrun --layout shard=1000000", "65,536"),
+        ("plan --set batch.samples=80000000 --layout 'pipeline=8 micro_batch=1'", "actions"),
+        ("laws design --budget 1e300:1e305", "1e+32"), ("laws design --budget 1e18:1e19 --spread inf", "1000"),
+        ("laws design --budget 1e18:1e19 --spread nan", "1000"), ("laws design --budget 1e18 --sizes 99999", "100"),
+        ("laws recommend --flops 1e300", "1e+32"), ("laws recommend --days nan --devices 8 --cluster h100", "days"),
+        ("train --set data.workers=100000", "256"), ("train --set data.workers=256", "GiB"),
+        ("train --layout replicate=2 --set model.width=1000000", "GiB"), ("train --set model.width=1000000", "GiB"),
+        ("verify --layout shard=2 --set model.width=1000000", "GiB"), ("bench step --set model.width=1000000", "GiB"),
+        ("verify --steps 99999999", "1000000"), ("sample run --temperature nan", "temperature"),
+        ("train --set steps=true", "true"), ("train --set optimizer.lr=inf", "finite"),
+        ("train --set steps=1e300", "steps"), ("train --set model.norm_eps=inf", "finite"),
+        ("train --set optimizer.betas=[true,0.9]", "true"),
+        ("train --set data.source=mix --set data.mix={stdlib=inf}", "finite"),
+        ("train --set seed=1" + "0" * 20, "seed"),
+        (f"train --set steps={'9' * 5000}", "steps"), (f"train --set steps={'[' * 3000}", "steps"),
+        (f"plan --layout shard={'9' * 5000}", "whole number"), ("train --set data.tokenizer=bpe:" + "9" * 5000, "bpe"),
+    ],
+)  # fmt: skip
+def test_a_number_beyond_its_bound_is_a_sentence(
+    arguments: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    stub_processes(monkeypatch)
+    code, said = call(shlex.split(arguments), monkeypatch, capfd)
+    assert code == 2 and words in said and len(said) < 2000, said
+
+
+def numeric_keys() -> list[tuple[str, dict[str, object]]]:
+    """Every number of a job, as a key and the job without it."""
+    fields = [(name, field.annotation) for name, field in Job.model_fields.items()]
+    sections: list[tuple[str, Any, dict[str, object]]] = [("", Job, {})]
+    sections += [(name, kind, {}) for name, kind in fields if inspect.isclass(kind) and issubclass(kind, BaseModel)]
+    sections += [("model", family.config, {"name": name}) for name, family in BUILT_IN.items()]
+    found = []
+    for section, kind, base in sections:
+        keys = [key for key, field in kind.model_fields.items() if re.search(r"\b(int|float)\b", str(field.annotation))]
+        found += [(f"{section}.{key}" if section else key, base) for key in keys]
+    return found
+
+
+def test_every_number_of_a_job_is_bounded_and_no_boolean() -> None:
+    keys = numeric_keys()
+    assert len(keys) > 80
+    for key, base in keys:
+        for value in (10**17, -(10**17), True, math.inf, math.nan, 10**6000, "1" + "0" * 30, [[10**17]], {"a": 1e200}):
+            if key == "seed" and value == 10**17:
+                continue
+            section, _, name = key.rpartition(".")
+            with pytest.raises(UserError) as error:
+                make_job({section: {**base, name: value}} if section else {name: value})
+            assert len(str(error.value)) < 1000
 
 
 # Damaged files
@@ -301,6 +369,7 @@ def damage(path: Path, rng: random.Random) -> str:
         path.unlink()
         (path.mkdir if rng.random() < 0.7 else lambda: path.symlink_to(path))()
         return "a folder, or a link to itself"
+    how = f"kind {kind}, line {at + 1}"
     if kind == 1:
         content = rng.choice([b"", rng.randbytes(rng.randrange(200)), content[: rng.randrange(len(content) + 1)]])
     elif kind == 2:
@@ -314,10 +383,11 @@ def damage(path: Path, rng: random.Random) -> str:
     else:  # a value of another type or size; in a log, of some line, often the last
         tokens = list(TOKEN.finditer(content))
         if tokens:
-            token = rng.choice(tokens if rng.random() < 0.7 else tokens[-12:])
-            content = content[: token.start()] + rng.choice(HOSTILE) + content[token.end() :]
+            token, value = rng.choice(tokens if rng.random() < 0.7 else tokens[-12:]), rng.choice(HOSTILE)
+            how = f"{content[max(0, token.start() - 30) : token.end()]!r} becomes {value[:60]!r}"
+            content = content[: token.start()] + value + content[token.end() :]
     path.write_bytes(content)
-    return "other content"
+    return how
 
 
 @pytest.mark.parametrize("chunk", range(40))
@@ -326,20 +396,20 @@ def test_a_damaged_file_ends_in_a_sentence(
 ) -> None:
     """Any bytes in any file of a run, and in a job, cluster, law and data file: exit 0 or 2 in time, no traceback, and
     no file changes but those of the run and the output."""
-    rng, work = random.Random(chunk), tmp_path / "work"
+    work = tmp_path / "work"
     shutil.copytree(world, work)
     monkeypatch.chdir(work)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     stub_processes(monkeypatch)
     run_files = [str(path.relative_to(work)) for path in sorted((work / "run").rglob("*")) if path.is_file()]
-    damaged = [*COMMANDS, *rng.sample(run_files * 4, len(run_files) * 2)]
-    for number in range(CASES):
-        file = rng.choice(damaged)
+    for number in range(chunk * CASES, (chunk + 1) * CASES):
+        rng = random.Random(number)
+        file = rng.choice(run_files if rng.random() < 0.5 else [*COMMANDS])
         command = rng.choice(COMMANDS.get(file, RUN_COMMANDS)).replace("{file}", file).replace("{}", str(number))
         (work / "out").mkdir()
         how = damage(work / file, rng)
         before = listing(work)
-        seed = f"chunk {chunk}, case {number}: {file} is {how}; shardwise {command}"
+        seed = f"case {number}: {file}: {how}; shardwise {command}"
         code, said = call(command.split(), monkeypatch, capfd)
         assert code in (0, 2), f"{seed}\n{said}"
         assert "Traceback" not in said and len(said) < 20_000, f"{seed}\n{said}"
@@ -350,7 +420,7 @@ def test_a_damaged_file_ends_in_a_sentence(
             shutil.rmtree(work / name, ignore_errors=True)
         shutil.copytree(world / "run", work / "run")
         if not file.startswith("run/"):
-            shutil.rmtree(work / file) if (work / file).is_dir() else (work / file).unlink(missing_ok=True)
+            (shutil.rmtree if (work / file).is_dir() else os.unlink)(work / file)
             shutil.copyfile(world / file, work / file)
 
 
@@ -394,6 +464,10 @@ def stub_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwise.launch.start.launch", lambda *_, **__: None)
     monkeypatch.setattr("shardwise.chaos.run.launch", lambda *_, **__: sys.exit(0))
     monkeypatch.setattr("shardwise.verify.parity.run_world", lambda *_: sys.exit(0))
+    monkeypatch.setattr("shardwise.bench.train_step.parallelize", lambda *_: sys.exit(0))
+    monkeypatch.setattr("shardwise.bench.data_loading._measure_steps", lambda *_: (1.0, 0.1))
+    read = SampleStream.read
+    monkeypatch.setattr(SampleStream, "read", lambda stream, at: read(stream, at) if len(at) < 1000 else sys.exit(0))
 
     def serve_once(server: ThreadingHTTPServer, **_: object) -> None:
         registry = inspect.getclosurevars(server.RequestHandlerClass._route).nonlocals["registry"]  # type: ignore[attr-defined]
@@ -404,3 +478,35 @@ def stub_processes(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ThreadingHTTPServer, "serve_forever", serve_once)
+
+
+def test_a_read_only_disk_is_a_sentence(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(world, tmp_path / "work")
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    stub_processes(monkeypatch)
+    open_file = Path.open
+
+    def refuse(path: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if "r" not in mode and tmp_path / "work" in path.absolute().parents:
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        return open_file(path, mode, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    for command in ("report run", "trace run", "train --resume run", "compare run twin --html out.html",
+                    "data out.bin --job job.toml", "laws fit runs.csv --draws 20 --out fit.json",
+                    "laws design --budget 1e15 --out grid", "plan --html plan.html"):  # fmt: skip
+        code, said = call(command.split(), monkeypatch, capfd)
+        assert code == 2 and "Read-only file system" in said and "Traceback" not in said, f"{command}\n{said}"
+
+
+def test_a_click_log_without_a_good_row_is_a_sentence(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    stub_processes(monkeypatch)
+    (tmp_path / "clicks.txt").write_text("2\tx\n" * 40)
+    code, said = call(["train", str(world / "clicks.toml")], monkeypatch, capfd)
+    assert code == 2 and "no row in Criteo's format" in said

@@ -228,7 +228,7 @@ def parse_criteo_row(line: bytes, path: Path, line_number: int, model: DLRMConfi
     dense_features = np.zeros(NUM_DENSE_FEATURES)
     for i, text in enumerate(fields[1 : 1 + NUM_DENSE_FEATURES]):
         try:
-            dense_features[i] = np.log1p(max(0, int(text))) if text else 0.0
+            dense_features[i] = np.log1p(float(max(0, int(text)))) if text else 0.0
         except (ValueError, OverflowError):
             raise DataError(f"{where}, field {i + 2} (integer {i + 1}): {text!r} is not an integer.") from None
     sparse_ids = np.full((NUM_SPARSE_FEATURES, model.lookups), -1, np.int64)

@@ -1,6 +1,6 @@
 """Base classes of config sections and of every family's `[model]` section. Imports no PyTorch."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo, field_validator, model_validator
@@ -37,15 +37,17 @@ class ConfigSection(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=False, allow_inf_nan=False)
 
-    @field_validator("*", mode="before")
+    @field_validator("*", mode="wrap")
     @classmethod
-    def _check_value(cls, value: Any, info: ValidationInfo) -> Any:
+    def _check_value(cls, value: Any, validate: Callable[[Any], Any], info: ValidationInfo) -> Any:
         kind = cls.model_fields[str(info.field_name)].annotation
-        if not (isinstance(kind, type) and issubclass(kind, BaseModel)) and "Any" not in str(kind):
-            _check_plain(
-                value, allows_bool="bool" in str(kind), limit=2**63 - 1 if info.field_name == "seed" else MAX_NUMBER
-            )
-        return value
+        if (isinstance(kind, type) and issubclass(kind, BaseModel)) or "Any" in str(kind):
+            return validate(value)
+        limit = 2**63 - 1 if info.field_name == "seed" else MAX_NUMBER
+        _check_plain(value, "bool" in str(kind), limit)
+        valid = validate(value)  # of "10", pydantic makes a number
+        _check_plain(valid, True, limit)
+        return valid
 
 
 def _check_plain(value: object, allows_bool: bool, limit: int) -> None:
@@ -56,7 +58,9 @@ def _check_plain(value: object, allows_bool: bool, limit: int) -> None:
         raise ValueError(f"{shorten(value)} is beyond {float(limit):g}, the bound of every number here")
     if isinstance(value, str) and "\0" in value:
         raise ValueError("it contains a NUL character")
-    for item in [*value, *value.values()] if isinstance(value, Mapping) else value if isinstance(value, list) else ():
+    for item in (
+        [*value, *value.values()] if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    ):
         _check_plain(item, allows_bool, limit)
 
 
