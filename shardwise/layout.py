@@ -30,7 +30,7 @@ RECOMPUTE = ("none", "selective", "full")
 CONTEXT_METHODS = ("ring", "ulysses")
 MAX_WORLD = 10**6  # processes; ten times the largest clusters
 MAX_SAMPLES = 10**8  # of a batch
-MAX_LAYERS = 10_000
+MAX_LAYERS = 1000
 MAX_ACTIONS = 10**6  # of a pipeline schedule: it is written out in full before the first step
 
 

@@ -23,7 +23,7 @@ class DecoderConfig(ModelConfig):
     is_causal_lm = True
     supports_mup: ClassVar[bool] = True
     name: str = "gpt"
-    layers: int = Field(8, ge=1, le=10_000)
+    layers: int = Field(8, ge=1, le=1000)
     width: int = Field(256, ge=1, le=10**6)
     heads: int = Field(8, ge=1, le=10_000)
     kv_heads: int = Field(0, ge=0, le=10_000)

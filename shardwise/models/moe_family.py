@@ -16,15 +16,15 @@ class MoEConfig(DecoderConfig):
     supports_mup = False
     is_recomputable_elsewhere = False
     name: str = "moe"
-    experts: int = Field(8, ge=2, le=10_000)
+    experts: int = Field(8, ge=2, le=1000)
     """Number of routed experts per MoE layer."""
-    experts_per_token: int = Field(2, ge=1, le=10_000)
+    experts_per_token: int = Field(2, ge=1, le=1000)
     """Number of routed experts per token (top-k)."""
     expert_ffn: int = Field(0, ge=0, le=10**7)
     """Hidden size of each routed expert; 0: `ffn`."""
     shared_expert_ffn: int = Field(0, ge=0, le=10**7)
     """Hidden size of the shared expert, which processes every token; 0: no shared expert."""
-    dense_layers: int = Field(0, ge=0, le=10_000)
+    dense_layers: int = Field(0, ge=0, le=1000)
     """Number of leading blocks with a dense MLP instead of experts."""
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"
     """Function that turns router logits into routing probabilities."""

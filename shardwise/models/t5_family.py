@@ -23,7 +23,7 @@ class T5Config(ModelConfig):
     description = "a T5"
     targets_are_text = False
     name: str = "t5"
-    layers: int = Field(12, ge=1, le=10_000)
+    layers: int = Field(12, ge=1, le=1000)
     """Number of encoder blocks, and of decoder blocks."""
     width: int = Field(768, ge=1, le=10**6)
     heads: int = Field(12, ge=1, le=10_000)
