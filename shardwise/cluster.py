@@ -156,9 +156,7 @@ def find_cluster(name: str) -> Cluster:
         return CLUSTERS[name]
     path = Path(name)
     if path.suffix != ".toml" and not path.exists():
-        raise JobError(
-            f"unknown cluster {name!r}: {suggest(name, CLUSTERS)} Or give a file that `shardwise calibrate` wrote."
-        )
+        raise JobError(f"unknown cluster {name!r}: {suggest(name, CLUSTERS)} Or give a file of `shardwise calibrate`.")
     return read_cluster(path)
 
 
@@ -171,9 +169,7 @@ def read_cluster(path: Path) -> Cluster:
     except ValueError as error:
         first = error.errors()[0] if isinstance(error, ValidationError) else None
         problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else str(error)
-        raise JobError(
-            f"{path} is not a cluster file ({problem}); write one with `shardwise calibrate -o FILE`."
-        ) from None
+        raise JobError(f"{path} is not a cluster file ({problem}); `shardwise calibrate -o FILE` writes one.") from None
     for key, value in _leaves(values):
         low, high = (0.0, MAX_RATE) if key.startswith("measured.") or key.endswith(".latency") else (1e-9, MAX_RATE)
         high = MAX_WORLD if key in ("domain_size", "device.compute_units") else high

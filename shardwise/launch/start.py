@@ -40,12 +40,13 @@ RESUMABLE_KEYS = (
 )  # fmt: skip
 
 
-Check = Callable[[Prepared, Callable[[str], None]], None]
+Say = Callable[[str], None]
+Check = Callable[[Prepared, Say], None]
 """What is checked before a new run begins; raises if it may not (`shardwise.verify.proof.prove`)."""
 
 
 def start_training(
-    job_file: Path | None, settings: list[str], resume: Path | None, say: Callable[[str], None],
+    job_file: Path | None, settings: list[str], resume: Path | None, say: Say,
     node: Node | None = None, check: Check | None = None,
 ) -> None:  # fmt: skip
     """Trains a job file, the job of the run to resume, or the demo."""
@@ -58,9 +59,7 @@ def start_training(
     _start(load, resume, say, node, check)
 
 
-def start_job(
-    job: Job, say: Callable[[str], None], resume: Path | None = None, check: Check | None = None
-) -> RunFolder:
+def start_job(job: Job, say: Say, resume: Path | None = None, check: Check | None = None) -> RunFolder:
     """Trains a job and returns its run folder."""
     folder = _start(lambda: job, resume, say, None, check)
     assert folder is not None
@@ -68,7 +67,7 @@ def start_job(
 
 
 def _start(
-    load: Callable[[], Job], resume: Path | None, say: Callable[[str], None], node: Node | None, check: Check | None
+    load: Callable[[], Job], resume: Path | None, say: Say, node: Node | None, check: Check | None
 ) -> RunFolder | None:
     if existing_world_size() is not None:
         return _start_run(load(), resume, say, None, None, check)
@@ -85,7 +84,7 @@ def _start(
 
 
 def _start_run(
-    job: Job, resume: Path | None, say: Callable[[str], None], fork_server: ForkServer | None, node: Node | None,
+    job: Job, resume: Path | None, say: Say, fork_server: ForkServer | None, node: Node | None,
     check: Check | None,
 ) -> RunFolder:  # fmt: skip
     resumed = RunFolder.open(resume) if resume is not None else None
@@ -146,7 +145,7 @@ def _plan_layout(job: Job, nodes: int) -> tuple[Layout, dict[str, Any], str]:
     return layout, plan_record(job, plan, source), describe_plan(plan, source)
 
 
-def _print_summary(prepared: Prepared, say: Callable[[str], None]) -> None:
+def _print_summary(prepared: Prepared, say: Say) -> None:
     job, layout, batch = prepared.job, prepared.layout, prepared.batch
     has_tokens = job.model.throughput_unit == "tokens"
     size = f"{job.samples} x {job.model.length} tokens" if has_tokens else f"{job.samples} samples"

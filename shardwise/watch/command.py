@@ -4,22 +4,20 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.console import Console
+from typer import Argument, Option
 
 from shardwise.console import print_line
 from shardwise.files import malformed_as_data_error
 
-RunArgument = Annotated[Path, typer.Argument(help="Run folder.")]
+RunArgument = Annotated[Path, Argument(help="Run folder.")]
 
 
 def watch(
-    run: Annotated[
-        Path | None, typer.Argument(help="Run folder; without it, the page lists all runs in runs/.")
-    ] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8080,
+    run: Annotated[Path | None, Argument(help="Run folder; without it, the page lists all runs in runs/.")] = None,
+    port: Annotated[int, Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8080,
     host: Annotated[
-        str, typer.Option(help="Address to bind; anything but a loopback address exposes the page to the network.")
+        str, Option(help="Address to bind; anything but a loopback address exposes the page to the network.")
     ] = "127.0.0.1",
 ) -> None:
     """Serves a live page of a run, or of all runs."""
@@ -29,7 +27,7 @@ def watch(
 
 
 def report(run: RunArgument) -> None:
-    """Writes the page of a run as one self-contained file, report.html in the run folder."""
+    """Writes the report of a run as one self-contained page: report.html in the run folder."""
     from shardwise.watch.report_page import write_report
 
     with malformed_as_data_error(run):
@@ -37,9 +35,9 @@ def report(run: RunArgument) -> None:
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(help="Two or more run folders.")],
-    html: Annotated[Path | None, typer.Option(help="Also write an HTML page with curves to this file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    runs: Annotated[list[Path], Argument(help="Two or more run folders.")],
+    html: Annotated[Path | None, Option(help="Also write an HTML page with curves to this file.")] = None,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Compares runs: job differences, loss over samples and over time, throughput."""
     from shardwise.watch import compare
@@ -58,7 +56,7 @@ def compare(
 def trace(
     run: RunArgument,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="File to write; default: trace.json in the run folder.")
+        Path | None, Option("--out", "-o", help="File to write; default: trace.json in the run folder.")
     ] = None,
 ) -> None:
     """Writes a trace of all ranks for Perfetto or chrome://tracing."""
