@@ -174,6 +174,7 @@ def test_a_mistake_as_a_process(tmp_path: Path) -> None:
         ("laws design --budget 1e18:1e19 --spread nan", "1000"), ("laws design --budget 1e18 --sizes 99999", "100"),
         ("laws recommend --flops 1e300", "1e+32"), ("laws recommend --days nan --devices 8 --cluster h100", "days"),
         ("train --set data.workers=100000", "256"), ("train --set data.workers=256", "GiB"),
+        ("train --set run.processes=9999", "GiB"),
         ("train --layout replicate=2 --set model.width=1000000", "GiB"), ("train --set model.width=1000000", "GiB"),
         ("verify --layout shard=2 --set model.width=1000000", "GiB"), ("bench step --set model.width=1000000", "GiB"),
         ("verify --steps 99999999", "1000000"), ("sample run --temperature nan", "temperature"),
