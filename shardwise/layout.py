@@ -72,7 +72,7 @@ class Layout:
         for axis in DEGREES:
             degree = getattr(self, axis)
             if not 1 <= degree <= MAX_WORLD:
-                raise LayoutError(f"{axis}={shorten(degree)}: a degree must be from 1 to {MAX_WORLD:,}.")
+                raise LayoutError(f"{axis}={shorten(degree)}: a degree must be at least 1 and at most {MAX_WORLD:,}.")
         if self.world > MAX_WORLD:
             raise LayoutError(f"layout '{self}' has {self.world:,} processes; a world has at most {MAX_WORLD:,}.")
         if self.schedule not in SCHEDULES:
@@ -244,7 +244,7 @@ def micro_batch_error(layout: Layout, count: int) -> str | None:
 def solve_batch(layout: Layout, samples: int) -> BatchSplit:
     """Splits a global batch into micro-batches; raises LayoutError with the nearest valid batch sizes if it cannot."""
     if not 1 <= samples <= MAX_SAMPLES:
-        raise LayoutError(f"a global batch of {samples} samples: it must have from 1 to {MAX_SAMPLES:,}.")
+        raise LayoutError(f"a global batch of {samples} samples: it must have at least 1 and at most {MAX_SAMPLES:,}.")
     split = _split_batch(layout, samples)
     if isinstance(split, BatchSplit):
         return split

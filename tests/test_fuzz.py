@@ -165,7 +165,7 @@ def test_a_mistake_as_a_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("plan --layout shard=1000000000", "from 1 to 1,000,000"), ("plan --layout micro_batch=99999999999", "at most"),
+        ("plan --layout shard=1000000000", "at most 1,000,000"), ("plan --layout micro_batch=99999999999", "at most"),
         ("plan --layout micro_batch=99999999", "nearest valid"),
         ("verify --layout replicate=999 --set batch.samples=999", "GiB"),
         ("dryrun --layout shard=1000000", "65,536"),
