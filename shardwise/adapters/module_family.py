@@ -50,9 +50,9 @@ class ModuleConfig(ModelConfig):
     tensor_plan: dict[str, str] = {}
     """Tensor parallelism by pattern of module names: `"layers.*.q_proj" = "colwise"`. Styles: colwise, rowwise,
     colwise_gather (the output is gathered), vocab (an embedding); modules without a style stay whole."""
-    sequence: int = Field(256, ge=1)
+    sequence: int = Field(256, ge=1, le=10**7)
     """Tokens per sample, if the samples come from the `[data]` section."""
-    vocab: int = Field(256, ge=2)
+    vocab: int = Field(256, ge=2, le=10**7)
     """Number of token ids, if the samples come from the `[data]` section."""
     blocks: int = Field(0, ge=0)
     """Keep only the first blocks of the trunk, as `verify --shrink` does; 0: all."""

@@ -21,13 +21,14 @@ from shardwise.metrics.trackers import check_tracker_installed
 from shardwise.parallel.prepare import Prepared, prepare
 from shardwise.parallel.tables.table_engine import check_host_memory
 from shardwise.train.auto_layout import check_memory, choose_plan, describe_plan, layout_record, plan_record
-from shardwise.train.local_machine import host_memory, local_process_count
+from shardwise.train.local_machine import host_memory, local_process_count, require_memory
 from shardwise.train.run_folder import RunFolder
 from shardwise.train.summary import has_finished, summarize
 from shardwise.watch.end_of_run import print_end_of_run
 from shardwise.workers.fork_server import ForkServer
 from shardwise.workers.nodes import Node, NodeAgent
 
+STATE_COPIES = 2  # of the parameters that every optimizer keeps in float32: weights and gradients
 DEMO = Path(__file__).parent.parent / "demo.toml"
 # Job keys that --resume may change. All others define the run.
 RESUMABLE_KEYS = (
@@ -97,6 +98,8 @@ def _start_run(
     check_layout_fits(layout, job, nodes)
     check_tracker_installed(job.tracker)
     prepared = prepare(job, layout)
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", layout.world // nodes))
+    require_memory(job, 4 * STATE_COPIES, local_ranks, local_ranks / layout.world)
     check_host_memory(prepared, host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", layout.world)))
     # Built before the workers start, to report a missing file or a wrong vocabulary early and to tokenize text once.
     _, _, tokenizer = make_sources(job)
