@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from shardwise.errors import suggest
+from shardwise.errors import shorten, suggest
 from shardwise.models.registry import families, named_family
 from shardwise.peer_words import job_hint
 
@@ -17,9 +17,7 @@ def describe_problems(problems: Sequence[Any], family: str, job: type[BaseModel]
         path, _, message = _format_problem(problem, family, job).partition(": ")
         messages.setdefault(path, []).append(message)
     # Pydantic reports each member of a union type as its own problem; join them into one sentence.
-    joined = {
-        path: ", or ".join([*(text.rstrip(".") for text in texts[:-1]), texts[-1]]) for path, texts in messages.items()
-    }
+    joined = {path: ", or ".join([*(t.rstrip(".") for t in texts[:-1]), texts[-1]]) for path, texts in messages.items()}
     return [f"{path}: {text}".removesuffix(": ") for path, text in joined.items()]
 
 
@@ -40,8 +38,8 @@ def _format_problem(problem: Any, family: str, job: type[BaseModel]) -> str:
     if problem["type"] == "missing":
         return f"{path}: a value is required."
     if problem["type"] in ("model_type", "model_attributes_type"):
-        return f"{path} = {problem['input']!r}: {path} is a section, not a value; set its keys below [{path}]."
-    return f"{path} = {problem['input']!r}: {message.replace('Input should', 'should')}"
+        return f"{path} = {shorten(problem['input'])}: {path} is a section, not a value; set its keys below [{path}]."
+    return f"{path} = {shorten(problem['input'])}: {message.replace('Input should', 'should')}"
 
 
 def _suggest_key(location: list[str | int], family: str, job: type[BaseModel]) -> str:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import socket
+import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,3 +71,16 @@ def test_a_rank_that_aborts_or_crashes_is_to_blame_in_young_attempts_too(
     job = small_job(tmp_path / "run", run={"max_restarts": 9, "standby": False}, checkpoint=checkpoint, steps=5)
     events = list(train(fork_server, job, "replicate=2 tensor=2", *faults).events())
     assert [event["ranks"] for event in events if event["event"] == "killed"] == [[1], [0], [3], [0]]
+
+
+def test_no_signal_reaches_a_process_that_is_no_rank(tmp_path: Path) -> None:
+    """A damaged heartbeat may have the pid of any process, which SIGUSR1 would end."""
+    (tmp_path / "job.toml").write_text("")
+    (tmp_path / "heartbeats").mkdir()
+    with subprocess.Popen(["sleep", "60"]) as stranger:
+        record = {"rank": 0, "pid": stranger.pid, "host": socket.gethostname(), "step": 3, "phase": "data"}
+        path = tmp_path / "heartbeats" / "rank-0.json"
+        path.write_text(json.dumps({**record, "since": 1.0, "heartbeat": time.time() + 60}))
+        assert diagnosis.diagnose_run(tmp_path)[0].startswith("no rank of this run is alive")
+        assert stranger.poll() is None
+        stranger.kill()

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from statistics import median
 from typing import Any
 
@@ -40,21 +41,13 @@ class LossSpikeDetector:
 
 
 def locate_nonfinite(engine: Engine, samples: Samples) -> str:
-    """Replays a step without its update, and names the module and ranks where non-finite values first appear.
-
-    All ranks call it with their samples of that step, and get the same description.
-    """
+    """Replays a step without its update; returns, on every rank, where non-finite values first appear."""
     findings: list[tuple[str, str]] = []
-    hooks = []
-    for chain in engine.chains:
-        for name, module in chain.named_modules():
+    with ExitStack() as hooks:
+        for name, module in (pair for chain in engine.chains for pair in chain.named_modules()):
             if not list(module.children()):
-                hooks.append(module.register_forward_hook(_make_hook(name, findings)))
-    try:
+                hooks.enter_context(module.register_forward_hook(_make_hook(name, findings)))
         backward(engine, samples)
-    finally:
-        for hook in hooks:
-            hook.remove()
     if not findings:
         # The backward pass runs from the loss to the first layer, so it reaches the last parameter first.
         bad = [param_shard.name for param_shard in engine.param_shards if not param_shard.grad.isfinite().all()]

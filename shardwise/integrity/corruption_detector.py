@@ -36,15 +36,9 @@ from shardwise.console import format_ranks, pluralize
 from shardwise.data.sample_stream import Samples
 from shardwise.errors import RunError
 from shardwise.files import write_text
+from shardwise.integrity import checksums
 from shardwise.integrity.anomaly_policy import Rollback
-from shardwise.integrity.checksums import (
-    COPY_KINDS,
-    StateChecksums,
-    TrackedTensor,
-    compute_checksums,
-    mixing_factors,
-    reference_ranks,
-)
+from shardwise.integrity.checksums import COPY_KINDS, StateChecksums, TrackedTensor, compute_checksums
 from shardwise.integrity.redundant_compute import RedundantCompute
 from shardwise.job import Job
 from shardwise.parallel.engine import Engine
@@ -83,7 +77,9 @@ class CorruptionDetector:
         self.parts = job.run.checksum_every if isinstance(job.run.checksum_every, int) else 0
         self.current_part = 0
         self.quarantine_file, self.hosts = run / "quarantine.json", [socket.gethostname()]
-        self.reference_ranks = reference_ranks(engine.mesh.layout, engine.mesh["local_sgd"].size > 1).to(self.device)
+        self.reference_ranks = checksums.reference_ranks(engine.mesh.layout, engine.mesh["local_sgd"].size > 1).to(
+            self.device
+        )
         self.mixing_factors: dict[tuple[int, int], Tensor] = {}
         self.checksum_labels = self.gradient_labels = self.expected_labels = self.changed_labels = ChecksumLabels()
         empty = torch.zeros(0, dtype=torch.int64, device=self.device)
@@ -135,7 +131,9 @@ class CorruptionDetector:
         if len(self.checksums):
             key = self.current_part, len(self.checksums)
             if key not in self.mixing_factors:
-                self.mixing_factors[key] = mixing_factors([kinds for _, kinds in self.checksum_labels]).to(self.device)
+                self.mixing_factors[key] = checksums.mixing_factors([kinds for _, kinds in self.checksum_labels]).to(
+                    self.device
+                )
             row[CHANGED] = self.changed.any()
             row[FIRST_COPY:-2] = (self.mixing_factors[key] * self.checksums).sum(1)
             row[-2], row[-1] = self.redundant_compute.redundant_result, self.redundant_compute.step_result
@@ -157,8 +155,7 @@ class CorruptionDetector:
             self._report(self._locate_corruption(step))
 
     def check_saved_state(self, step: int) -> None:
-        """Call after a checkpoint was copied. Raises `Rollback` if the state has changed since its step, or differs
-        between ranks that replicate it."""
+        """Call after a checkpoint was copied. Raises `Rollback` if the state has changed or copies of it differ."""
         if not self.enabled:
             return
         state = self._tracked_state()
@@ -215,10 +212,7 @@ class CorruptionDetector:
         return corruptions or self._check_redundant_compute(step, votes) or self._compare_copies(step, reports)
 
     def _check_redundant_compute(self, step: int, votes: Sequence[tuple[int, int]]) -> list[Corruption]:
-        """Returns the ranks with a wrong result for the redundant micro-batch.
-
-        A tensor-parallel group shares one result, so all its ranks are returned.
-        """
+        """Returns the ranks with a wrong result for the redundant micro-batch; tensor ranks share one result."""
         groups: dict[int, list[int]] = {}
         for rank, reference in enumerate(self.reference_ranks[:, -1].tolist()):
             groups.setdefault(reference, []).append(rank)

@@ -20,13 +20,14 @@ from shardwise.metrics.trackers import check_tracker_installed
 from shardwise.parallel.prepare import Prepared, prepare
 from shardwise.parallel.tables.table_engine import check_host_memory
 from shardwise.train.auto_layout import check_memory, choose_plan, describe_plan, layout_record, plan_record
-from shardwise.train.local_machine import host_memory, local_process_count
+from shardwise.train.local_machine import host_memory, local_process_count, require_memory
 from shardwise.train.run_folder import RunFolder
 from shardwise.train.summary import has_finished, summarize
 from shardwise.watch.end_of_run import print_end_of_run
 from shardwise.workers.fork_server import ForkServer
 from shardwise.workers.nodes import Node, NodeAgent
 
+STATE_COPIES = 2  # of the parameters that every optimizer keeps in float32: weights and gradients
 DEMO = Path(__file__).parent.parent / "demo.toml"
 # Job keys that --resume may change. All others define the run.
 RESUMABLE_KEYS = (
@@ -38,12 +39,13 @@ RESUMABLE_KEYS = (
 )  # fmt: skip
 
 
-Check = Callable[[Prepared, Callable[[str], None]], None]
+Say = Callable[[str], None]
+Check = Callable[[Prepared, Say], None]
 """What is checked before a new run begins; raises if it may not (`shardwise.verify.proof.prove`)."""
 
 
 def start_training(
-    job_file: Path | None, settings: list[str], resume: Path | None, say: Callable[[str], None],
+    job_file: Path | None, settings: list[str], resume: Path | None, say: Say,
     node: Node | None = None, check: Check | None = None,
 ) -> None:  # fmt: skip
     """Trains a job file, the job of the run to resume, or the demo."""
@@ -56,9 +58,7 @@ def start_training(
     _start(load, resume, say, node, check)
 
 
-def start_job(
-    job: Job, say: Callable[[str], None], resume: Path | None = None, check: Check | None = None
-) -> RunFolder:
+def start_job(job: Job, say: Say, resume: Path | None = None, check: Check | None = None) -> RunFolder:
     """Trains a job and returns its run folder."""
     folder = _start(lambda: job, resume, say, None, check)
     assert folder is not None
@@ -66,7 +66,7 @@ def start_job(
 
 
 def _start(
-    load: Callable[[], Job], resume: Path | None, say: Callable[[str], None], node: Node | None, check: Check | None
+    load: Callable[[], Job], resume: Path | None, say: Say, node: Node | None, check: Check | None
 ) -> RunFolder | None:
     if existing_world_size() is not None:
         return _start_run(load(), resume, say, None, None, check)
@@ -83,7 +83,7 @@ def _start(
 
 
 def _start_run(
-    job: Job, resume: Path | None, say: Callable[[str], None], fork_server: ForkServer | None, node: Node | None,
+    job: Job, resume: Path | None, say: Say, fork_server: ForkServer | None, node: Node | None,
     check: Check | None,
 ) -> RunFolder:  # fmt: skip
     resumed = RunFolder.open(resume) if resume is not None else None
@@ -97,6 +97,8 @@ def _start_run(
     check_layout_fits(layout, job, nodes)
     check_tracker_installed(job.tracker)
     prepared = prepare(job, layout)
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", layout.world // nodes))
+    require_memory(job, 4 * STATE_COPIES, local_ranks, local_ranks / layout.world)
     check_host_memory(prepared, host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", layout.world)))
     # Built before the workers start, to report a missing file or a wrong vocabulary early and to tokenize text once.
     _, _, tokenizer = make_sources(job)
@@ -142,7 +144,7 @@ def _plan_layout(job: Job, nodes: int) -> tuple[Layout, dict[str, Any], str]:
     return layout, plan_record(job, plan, source), describe_plan(plan, source)
 
 
-def _print_summary(prepared: Prepared, say: Callable[[str], None]) -> None:
+def _print_summary(prepared: Prepared, say: Say) -> None:
     job, layout, batch = prepared.job, prepared.layout, prepared.batch
     has_tokens = job.model.throughput_unit == "tokens"
     size = f"{job.samples} x {job.model.length} tokens" if has_tokens else f"{job.samples} samples"

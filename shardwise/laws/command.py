@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.console import format_count, pluralize
 from shardwise.errors import DataError
-from shardwise.files import write_text
+from shardwise.files import malformed_as_data_error, write_text
 from shardwise.laws.compute_optimal import estimate_compute_optimal
 from shardwise.laws.fit import ScalingLawFit, find_outliers, fit_scaling_law
 from shardwise.laws.fitted_law import fit_as_dict, published_law, read_fitted_law
@@ -42,13 +42,11 @@ def design_text(
         })  # fmt: skip
     if as_json:
         return json.dumps(rows)
-    header = (
-        f"{'file':<34} {'FLOPs':>8} {'parameters':>14} {'width':>6} {'layers':>6} {'tokens':>17} {'batch':>6} {'lr':>9}"
-    )
+    head = "file                                  FLOPs     parameters  width layers            tokens  batch        lr"
     lines = [f"{row['file']:<34} {row['flops']:8.2g} {row['parameters']:14,} {row['width']:6} {row['layers']:6} "
              f"{row['tokens']:17,} {row['batch']:6} {row['lr']:9.3g}" for row in rows]  # fmt: skip
     next_step = f"train each with `shardwise train FILE`, then run `shardwise laws fit {out / 'runs'}`"
-    return "\n".join([header, *lines, f"{pluralize(len(rows), 'job')}; {next_step}"])
+    return "\n".join([head, *lines, f"{pluralize(len(rows), 'job')}; {next_step}"])
 
 
 def fit_text(
@@ -100,8 +98,9 @@ def recommend_text(
     from shardwise.laws.recommend import recommend_with_plan
 
     fitted_law = published_law() if law is None else read_fitted_law(law)
-    recommendation = recommend_with_plan(fitted_law, flops, days, devices, cluster, unique_tokens, settings)
-    return json.dumps(recommendation.as_dict()) if as_json else "\n".join(_recommend_lines(recommendation))
+    with malformed_as_data_error(law or Path("the built-in law")):
+        recommendation = recommend_with_plan(fitted_law, flops, days, devices, cluster, unique_tokens, settings)
+        return json.dumps(recommendation.as_dict()) if as_json else "\n".join(_recommend_lines(recommendation))
 
 
 def _recommend_lines(result: Recommendation) -> Iterator[str]:
@@ -119,11 +118,9 @@ def _recommend_lines(result: Recommendation) -> Iterator[str]:
     low, high = map(format_count, result.near_optimal_parameters)
     yield f"flat:     the loss is within {100 * NEAR_OPTIMAL_TOLERANCE:g}% of that from {low} to {high} parameters"
     for model in result.overtrained:
-        size = (
-            f"{format_count(model.parameters)} parameters reach the same loss with {format_count(model.tokens)} tokens"
-        )
+        size, tokens = format_count(model.parameters), format_count(model.tokens)
         price = f"{model.flops / result.flops:.3g}x the training FLOPs, repaid after {format_count(model.break_even)}"
-        yield f"smaller:  {size}: {price} tokens of inference"
+        yield f"smaller:  {size} parameters reach the same loss with {tokens} tokens: {price} tokens of inference"
     if (limited := result.data_constrained) is not None:
         unique = f"{format_count(limited.unique_tokens)} unique tokens, {D / limited.unique_tokens:.3g} epochs"
         best = f"{format_count(limited.parameters)} parameters and {format_count(limited.tokens)} tokens"
@@ -152,6 +149,4 @@ def noise_text(runs: Sequence[Path], batches: int, samples: int, as_json: bool) 
     if as_json:
         return json.dumps([scale.as_dict() for scale in scales])
     line = "{}: critical batch size {:.3g} samples, {} tokens"
-    return "\n".join(
-        line.format(scale.run, scale.samples, format_count(scale.samples * scale.sequence)) for scale in scales
-    )
+    return "\n".join(line.format(s.run, s.samples, format_count(s.samples * s.sequence)) for s in scales)

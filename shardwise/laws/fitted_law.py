@@ -6,7 +6,6 @@ come from bootstrapping the same 240 runs with `shardwise laws fit`. They are st
 because the constants themselves correlate so closely that their correlations need many digits.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import DataError
+from shardwise.files import parse_json
 from shardwise.laws.compute_optimal import estimate_compute_optimal
 from shardwise.laws.fit import BOOTSTRAP_SAMPLES, ScalingLawFit, find_outliers
 from shardwise.laws.runs import PARAMETER_SCOPES
@@ -43,26 +43,21 @@ def fit_as_dict(fit: ScalingLawFit) -> dict[str, Any]:
     columns = [values.tolist() for values in (runs.parameters, runs.tokens, runs.loss, fit.residuals)]
     return {
         **fit.constants(),
-        "counts": runs.parameter_scope,
+        "parameter_scope": runs.parameter_scope,
         "runs": len(runs),
         "dropped": list(fit.dropped.names),
         "objective": fit.objective,
-        "scatter": fit.residual_std,
-        "ranges": ranges,
-        "optimum": {"parameters_power": exponent, "tokens_power": 1 - exponent},
+        "residual_std": fit.residual_std,
+        "fitted_ranges": ranges,
+        "compute_optimal": {"parameters_exponent": exponent, "tokens_exponent": 1 - exponent},
         **{estimate.method.replace("-", "").lower(): estimate.as_dict() for estimate in estimate_compute_optimal(runs)},
         "residuals": [
-            {
-                "run": name,
-                "parameters": N,
-                "tokens": D,
-                "loss": loss,
-                "residual": residual,
-                "outlier": index in outlier_indices,
-            }
-            for index, (name, N, D, loss, residual) in enumerate(zip(runs.names, *columns))
-        ],  # fmt: skip
-        "draws": [[float(f"{value:.9g}") for value in row] for row in fit.bootstrap_samples.as_array().T.tolist()],
+            dict(zip(("run", "parameters", "tokens", "loss", "residual"), row)) | {"outlier": index in outlier_indices}
+            for index, row in enumerate(zip(runs.names, *columns))
+        ],
+        "bootstrap_samples": [
+            [float(f"{value:.9g}") for value in row] for row in fit.bootstrap_samples.as_array().T.tolist()
+        ],
     }
 
 
@@ -73,32 +68,32 @@ def to_fitted_law(fit: ScalingLawFit, source: str) -> FittedLaw:
 def read_fitted_law(path: Path) -> FittedLaw:
     """Reads a fit written by `shardwise laws fit`."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(path.read_bytes())
     except FileNotFoundError:
         raise DataError(f"{path} does not exist; write a fit with `shardwise laws fit RUNS -o FILE`.") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise DataError(f"{path} is not a JSON file: {error}.") from None
     try:
         fitted_law = _parse_fitted_law(values, str(path))
-        if not np.isfinite(fitted_law.bootstrap_samples.as_array()).all() or min(fitted_law.law.as_array()) <= 0:
-            raise ValueError("a constant is not positive and finite")
+        ranges = [bound for pair in fitted_law.fitted_ranges.values() for bound in pair]
+        samples = fitted_law.bootstrap_samples.as_array().ravel()
+        numbers = np.concatenate([fitted_law.law.as_array(), samples, ranges])
+        if not (numbers.min() > 0 and numbers.max() < 1e100 and 0 <= fitted_law.residual_std <= 100):
+            raise ValueError("a constant or range is not positive and finite")
         return fitted_law
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         message = f"{path} is not a saved fit ({error}); write one with `shardwise laws fit RUNS -o FILE`."
         raise DataError(message) from None
 
 
 def _parse_fitted_law(values: Any, source: str) -> FittedLaw:
     law = ScalingLaw(*(float(values[name]["value"]) for name in CONSTANTS))
-    bootstrap_samples = ScalingLaw(*np.array(values["draws"], dtype=float).reshape(-1, len(CONSTANTS)).T)
-    ranges = {quantity: (float(low), float(high)) for quantity, (low, high) in values["ranges"].items()}
-    if (
-        values["counts"] not in PARAMETER_SCOPES
-        or set(ranges) != {"parameters", "tokens", "flops"}
-        or not len(bootstrap_samples.E)
-    ):
-        raise ValueError("invalid counts, ranges or draws")
-    return FittedLaw(law, bootstrap_samples, float(values["scatter"]), ranges, values["counts"], source)
+    bootstrap_samples = ScalingLaw(*np.array(values["bootstrap_samples"], dtype=float).reshape(-1, len(CONSTANTS)).T)
+    ranges = {quantity: (float(low), float(high)) for quantity, (low, high) in values["fitted_ranges"].items()}
+    scope, has_ranges = values["parameter_scope"], set(ranges) == {"parameters", "tokens", "flops"}
+    if scope not in PARAMETER_SCOPES or not has_ranges or not len(bootstrap_samples.E):
+        raise ValueError("invalid parameter_scope, fitted_ranges or bootstrap_samples")
+    return FittedLaw(law, bootstrap_samples, float(values["residual_std"]), ranges, scope, source)
 
 
 # The law of Hoffmann et al.'s runs

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 FloatOrArray = Any  # a float or an array of floats
 CONSTANTS = ("E", "A", "B", "alpha", "beta")
+MAX_FLOPS = 1e32  # of a budget: a million times the largest runs
 
 # Decay constants, in repetitions, of the value of repeated tokens and excess parameters: Muennighoff et al. 2023 (arXiv
 # 2305.16264), section 5 and appendix A, fitted to runs of up to 9 billion parameters and 900 billion tokens.
@@ -51,11 +52,8 @@ class ScalingLaw:
     def effective_parameters_and_tokens(
         self, N: FloatOrArray, D: FloatOrArray, unique_tokens: float
     ) -> tuple[FloatOrArray, FloatOrArray]:
-        """Returns the N and D that would reach the same loss if all tokens were unique.
-
-        Each repetition of a token is worth less than the previous one, and so are parameters beyond those that are
-        compute-optimal for the unique tokens.
-        """
+        """Returns the N and D that would reach the same loss if all tokens were unique: repeated tokens are worth less,
+        and so are parameters beyond those that are compute-optimal for the unique tokens."""
         distinct_tokens = np.minimum(D, unique_tokens)
         useful_parameters = np.minimum(N, self.optimal_parameters(distinct_tokens))
         parameters = _effective_amount(useful_parameters, N / useful_parameters - 1, EXCESS_PARAMETER_DECAY)

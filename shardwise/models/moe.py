@@ -35,10 +35,8 @@ class MoE(nn.Module):
         self.aux_loss_scale: Callable[[], Tensor] | None = None
         """Returns the factor of the auxiliary loss in the gradient. None: the loss is stored in `aux_loss` instead."""
         self.aux_loss: Tensor | None = None
-        self.expert_load: Tensor | None = None
-        """Tokens routed to each expert since the last reset; recomputation does not count."""
-        self.dropped_tokens: Tensor | None = None
-        """Routing choices dropped for lack of capacity since the last reset; recomputation does not count."""
+        self.expert_load: Tensor | None = None  # tokens per expert since the last reset, without recomputation
+        self.dropped_tokens: Tensor | None = None  # choices beyond capacity since the last reset, likewise
         self.sequence_shards = 1  # number of ranks that split each sequence; `all_reduce_sum` sums over them
         self.all_reduce_sum: Callable[[Tensor], Any] | None = None
         self.local_experts: tuple[int, int] | None = None
@@ -78,14 +76,12 @@ class MoE(nn.Module):
         """Initializes the buffers on the device of the weights."""
         if self.bias_update_rate:
             dtype = torch.promote_types(self.router.dtype, torch.float32)
-            self.expert_bias, self.tokens_per_expert = (
-                torch.zeros(self.router.shape[0], dtype=dtype, device=self.router.device) for _ in range(2)
-            )
+            zeros = torch.zeros(self.router.shape[0], dtype=dtype, device=self.router.device)
+            self.expert_bias, self.tokens_per_expert = zeros, zeros.clone()
 
     @torch.no_grad()
     def update_expert_bias(self, counts: Tensor) -> None:
-        """Raises the bias of underloaded experts and lowers that of others, given the step's tokens per expert over all
-        ranks (Wang et al. 2024)."""
+        """Raises the bias of underloaded experts and lowers that of others (Wang et al. 2024)."""
         assert self.expert_bias is not None and self.tokens_per_expert is not None
         self.expert_bias.add_((counts.mean() - counts).sign(), alpha=self.bias_update_rate)
         self.tokens_per_expert.zero_()
@@ -105,9 +101,8 @@ class MoE(nn.Module):
         if kept is not None:
             first, count = self.local_experts or (0, self.router.shape[0])
             order = order[: len(order) * count // len(counts)] if is_fake(expert_ids) else order[kept[order]]
-            expert_out = self._run_experts(
-                rows.index_select(0, order), tokens_per_expert(expert_ids.flatten()[order] - first, count)
-            )
+            kept_counts = tokens_per_expert(expert_ids.flatten()[order] - first, count)
+            expert_out = self._run_experts(rows.index_select(0, order), kept_counts)
             rows = torch.zeros_like(rows).index_copy(0, order, expert_out)
         else:
             inverse = order.argsort()

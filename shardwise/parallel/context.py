@@ -102,9 +102,8 @@ def shard_samples(samples: Samples, positions: Tensor | None) -> Samples:
         inputs = tuple(tensor[:, positions].contiguous() for tensor in samples.inputs)
         share = positions.numel() / samples.tokens.shape[1]
         return replace(samples, tokens=inputs[0], inputs=inputs, counts=samples.counts * share)
-    return replace(
-        samples, tokens=samples.tokens[:, positions].contiguous(), targets=samples.targets[:, positions].contiguous()
-    )  # fmt: skip
+    tokens, targets = (tensor[:, positions].contiguous() for tensor in (samples.tokens, samples.targets))
+    return replace(samples, tokens=tokens, targets=targets)
 
 
 class UlyssesAttention:
@@ -152,9 +151,8 @@ def other_document_mask(
     if document_ids is None:
         return None
     source = replace(axis, index=(axis.index - ring_step) % axis.size)
-    of_queries, of_keys = (
-        document_ids[:, local_positions(document_ids.shape[1], rank_axis, "ring")] for rank_axis in (axis, source)
-    )
+    positions = [local_positions(document_ids.shape[1], rank, "ring") for rank in (axis, source)]
+    of_queries, of_keys = (document_ids[:, rank_positions] for rank_positions in positions)
     return of_queries[:, query_slice].unsqueeze(2) != of_keys[:, key_slice].unsqueeze(1)
 
 
@@ -241,9 +239,8 @@ class RingSendRecv:
         send_sizes, recv_sizes = [0] * axis.size, [0] * axis.size
         send_sizes[(axis.index + 1) % axis.size] = recv_sizes[(axis.index - 1) % axis.size] = size
         self.axis = axis
-        self.work = all_to_all(
-            self.received.view(-1), self.sent.view(-1), recv_sizes, send_sizes, axis=axis, async_op=True
-        )
+        flat = self.received.view(-1), self.sent.view(-1)
+        self.work = all_to_all(*flat, recv_sizes, send_sizes, axis=axis, async_op=True)
 
     def wait(self) -> Tensor:
         if self.work is not None:
@@ -263,11 +260,9 @@ def select_kernel(q: Tensor, document_ids: Tensor | None) -> MathAttention:
 
 
 class MathAttention:
-    """Attention over some of the keys, with the log-sum-exp of the scores (B, heads, queries), in plain PyTorch
-    operators that materialize the scores."""
+    """Attention over some of the keys, with the scores' log-sum-exp (B, heads, queries), in plain operators."""
 
-    other_document_mask: Tensor | None = None
-    """Keys hidden from a query (B, queries, keys)."""
+    other_document_mask: Tensor | None = None  # keys hidden from a query (B, queries, keys)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         scores = self._scores(q, k, causal)

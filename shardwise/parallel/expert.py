@@ -46,16 +46,12 @@ def check(model: ModelConfig, layout: Layout) -> None:
 
 
 def apply(chain: Chain, layout: Layout, mesh: Mesh) -> set[str]:
-    """Splits the experts of a chain on the meta device. Returns the names of parameters split over the expert axis.
-
-    If the tensor axis distributes experts too, this is added to the chain's sharding plan.
-    """
+    """Splits the experts of a chain on the meta device; returns the names of parameters split over the expert axis."""
     sharded_names: set[str] = set()
     axis, tensor_splits_experts = mesh["expert"], layout.expert_ranks < layout.expert
     if tensor_splits_experts:
-        chain.sharding_plan = replace(
-            chain.sharding_plan, shard_dims=(ShardDim("block*.mlp.bank.*", 0), *chain.sharding_plan.shard_dims)
-        )
+        plan = chain.sharding_plan
+        chain.sharding_plan = replace(plan, shard_dims=(ShardDim("block*.mlp.bank.*", 0), *plan.shard_dims))
     dispatcher = TokenDispatcher(axis, mesh.timer) if axis.size > 1 else None
     for module in chain.modules():
         if isinstance(module, MoE):
@@ -81,11 +77,6 @@ class RoutingStats:
     sent: float  # bytes sent between ranks
     waited: float  # seconds a rank waited for them, averaged over ranks
     expert_load: list[float]  # fraction of all routing choices, by expert
-
-    @classmethod
-    def from_values(cls, values: list[float]) -> RoutingStats:
-        imbalance, dropped, sent, waited, *load = values
-        return cls(imbalance, dropped, sent, waited, load)
 
 
 def routing_stats(
@@ -114,10 +105,8 @@ def routing_stats(
 
 
 def update_expert_bias(model: Any, chains: list[Chain], world: Axis, device: torch.device) -> None:
-    """After a step, raises the routing bias of experts that got less than their share of tokens over all ranks.
-
-    Only the sign of the difference matters, so it does no harm that several ranks count the same tokens.
-    """
+    """After a step, raises the routing bias of experts that got less than their share of tokens over all ranks. Only
+    the sign of the difference matters, so it does no harm that several ranks count the same tokens."""
     if not model.reports_routing or not model.router_bias_update_rate:
         return
     modules = (pair for chain in chains for pair in chain.named_modules())

@@ -66,11 +66,7 @@ class CheckpointGroup:
         if kind is not None:
             known = {error.__name__: error for error in (CheckpointError, DamagedCheckpoint)}
             raise known.get(kind, RuntimeError)(message)
-        shared: T = result
-        return shared
-
-
-# Listing
+        return result
 
 
 def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
@@ -108,9 +104,6 @@ def next_free_path(folder: Path, step: int) -> Path:
 def _save_number(path: Path) -> int:
     match = FOLDER_PATTERN.fullmatch(path.name)
     return int(match[2] or 0) if match else 0
-
-
-# Verification
 
 
 class DamagedCheckpoint(Exception):
@@ -167,9 +160,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.pop("sha256", None) != _digest(manifest):
         raise DamagedCheckpoint(f"{MANIFEST_FILE} has changed since it was written")
     if manifest["format"] != FORMAT_VERSION:
-        raise DamagedCheckpoint(
-            f"{MANIFEST_FILE} has format {manifest['format']}, but this version reads format {FORMAT_VERSION}"
-        )
+        raise DamagedCheckpoint(f"{MANIFEST_FILE} has format {manifest['format']}; this version reads {FORMAT_VERSION}")
     return manifest
 
 
@@ -198,9 +189,6 @@ def _file_problem(path: Path, name: str, file_info: dict[str, Any], size_only: b
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
     return None
-
-
-# Writing and removing
 
 
 class HashedFileWriter(io.BufferedWriter):

@@ -51,7 +51,10 @@ class CheckpointPiece:
         return Chunk(torch.Size(self.offsets), self.tensor.shape)
 
 
-def write_pieces(folder: Path, pieces: dict[str, CheckpointPiece], group: CheckpointGroup) -> FileDigests:
+Pieces = dict[str, CheckpointPiece]  # by tensor name
+
+
+def write_pieces(folder: Path, pieces: Pieces, group: CheckpointGroup) -> FileDigests:
     """Writes the pieces of all ranks and their index. Returns, on every rank, size and hash of every file."""
     planner, writer, written, problem = PieceSavePlanner(), DCPWriter(folder), list[Any](), ""
     planner.set_up_planner(pieces)
@@ -78,11 +81,10 @@ def write_pieces(folder: Path, pieces: dict[str, CheckpointPiece], group: Checkp
 
 
 def read_index(folder: Path) -> Index:
-    index: Index = json.loads((folder / INDEX_FILE).read_bytes())
-    return index
+    return json.loads((folder / INDEX_FILE).read_bytes())
 
 
-def read_pieces(folder: Path, index: Index, pieces: dict[str, CheckpointPiece], group: CheckpointGroup) -> None:
+def read_pieces(folder: Path, index: Index, pieces: Pieces, group: CheckpointGroup) -> None:
     """Fills the pieces from the checkpoint, resharding as needed."""
     problem = ""
     try:
@@ -99,8 +101,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_of(entry: dict[str, Any]) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, entry["dtype"])
-    return dtype
+    return getattr(torch, entry["dtype"])
 
 
 def _describe_shards(pieces: dict[str, CheckpointPiece]) -> list[Any]:
@@ -117,22 +118,16 @@ def _save_plan(shards: list[Any]) -> SavePlan:
     return SavePlan(items)
 
 
-# Planners
-
-
 class PieceSavePlanner(DefaultSavePlanner):
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        tensor: Tensor = self.state_dict[index.fqn].tensor
-        return tensor
+        return self.state_dict[index.fqn].tensor
 
 
 class PieceLoadPlanner(DefaultLoadPlanner):
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
+    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
@@ -148,11 +143,7 @@ class PieceLoadPlanner(DefaultLoadPlanner):
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        tensor: Tensor = self.state_dict[index.fqn].tensor
-        return tensor
-
-
-# Files
+        return self.state_dict[index.fqn].tensor
 
 
 class HashingFileSystem(FileSystem):

@@ -10,9 +10,13 @@ from pathlib import Path
 import psutil
 import torch
 
-from shardwise.cluster import CLUSTERS, Cluster, cluster_by_driver_name, find_cluster
+from shardwise.cluster import CLUSTERS, GIB, Cluster, cluster_by_driver_name, find_cluster
+from shardwise.console import format_count, pluralize
 from shardwise.errors import JobError, LayoutError
 from shardwise.job import Job
+from shardwise.parallel.prepare import meta_model
+
+FORKED_PROCESS_BYTES = 0.1 * GIB  # that a worker does not share with the process it was forked from
 
 
 def pick_device(job: Job) -> str:
@@ -30,8 +34,7 @@ def check_compiler() -> None:
     name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # where PyTorch looks
     if shutil.which(name) is None:
         raise JobError(
-            f"compile = true needs a C++ compiler on a CPU, and {name!r} was not found; install it, set the "
-            "environment variable CXX to another compiler, or set compile = false."
+            f"compile = true needs a C++ compiler, and {name!r} was not found; install it, set CXX, or compile = false."
         )
 
 
@@ -48,10 +51,8 @@ def _core_count() -> int:
 
 
 def local_cluster(job: Job, processes: int) -> tuple[Cluster, str]:
-    """Returns this machine as a cluster for a world with that many processes on it, and where the numbers come from.
-
-    That is `run.cluster` if set, else the data sheet of the GPU by its name and memory, else the CPU preset.
-    """
+    """Returns this machine as a cluster of that many processes, and where the numbers come from: `run.cluster` if set,
+    else the data sheet of the GPU by its name and memory, else the CPU preset."""
     if job.run.cluster:
         return find_cluster(job.run.cluster), job.run.cluster
     if pick_device(job) == "cpu":
@@ -71,15 +72,11 @@ def _cpu_cluster(processes: int) -> Cluster:
     cpu = CLUSTERS["cpu"]
     oversubscription = max(1.0, processes / _core_count())
     peaks = {precision: rate / oversubscription for precision, rate in cpu.device.peak_by_precision.items()}
-    device = replace(
-        cpu.device, peak_by_precision=peaks, bandwidth=cpu.device.bandwidth / oversubscription,
-        memory=host_memory() / processes,
-    )  # fmt: skip
+    bandwidth, memory = cpu.device.bandwidth / oversubscription, host_memory() / processes
+    device = replace(cpu.device, peak_by_precision=peaks, bandwidth=bandwidth, memory=memory)
     slower = {key: cpu.measured[key] * oversubscription for key in ("kernel_launch", "collective_start", "latency")}
-    return replace(
-        cpu, device=device, domain_size=processes,
-        measured={**cpu.measured, **slower, "uncontended_speedup": oversubscription},
-    )  # fmt: skip
+    measured = {**cpu.measured, **slower, "uncontended_speedup": oversubscription}
+    return replace(cpu, device=device, domain_size=processes, measured=measured)
 
 
 def first_gpu() -> tuple[str, float]:
@@ -102,3 +99,19 @@ def host_memory() -> float:
     text = limit.read_text().strip() if limit.is_file() else ""
     total = float(psutil.virtual_memory().total)
     return min(total, float(text)) if text.isdigit() else total
+
+
+def require_memory(job: Job, bytes_per_parameter: int, processes: int = 1, share: float = 1.0) -> None:
+    """Raises LayoutError if this machine cannot hold a single copy of the model's state (a share of it, if there are
+    other machines) and the processes: a lower bound that no layout gets below."""
+    parameters = sum(weight.numel() for weight in meta_model(job.model, job.seed).parameters())
+    parameters += sum(table.size for table in job.family.tables(job.model))
+    needed, owned = share * parameters * bytes_per_parameter, torch.cuda.device_count() * first_gpu()[1]
+    if pick_device(job) == "cpu":
+        needed, owned = needed + processes * (1 + job.data.workers) * FORKED_PROCESS_BYTES, host_memory()
+    if needed > owned > 0:
+        raise LayoutError(
+            f"{format_count(parameters)} parameters in {pluralize(processes, 'process')} need at least "
+            f"{needed / GIB:,.1f} GiB of memory, but this machine has {owned / GIB:,.1f} GiB; use a smaller model, "
+            "fewer processes and data.workers, or more machines."
+        )

@@ -24,7 +24,7 @@ from typing import Any
 import tomli_w
 
 from shardwise.errors import JobError, RunError
-from shardwise.files import write_text
+from shardwise.files import parse_json, parse_record, write_text
 from shardwise.job import Job, load_job
 
 DISK_FULL_TIMEOUT = 5.0  # seconds to wait for space on a full disk: a checkpoint that did not fit gets removed
@@ -86,7 +86,7 @@ class RunFolder:
         for name in ("metrics.jsonl", "ranks.jsonl"):
             path, offset = self.path / name, 0
             for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
-                record = _parse_record(line.decode(errors="replace"))
+                record = parse_record(line)
                 if record is not None and record.get("step", 0) > step:
                     os.truncate(path, offset)
                     break
@@ -95,7 +95,13 @@ class RunFolder:
     def skipped_batches(self) -> list[tuple[int, int]]:
         """Returns the skipped batches as (step, count): from this step on, that many batches are skipped."""
         path = self.path / "skips.json"
-        return [(step, count) for step, count in json.loads(path.read_text())] if path.exists() else []
+        try:
+            pairs = parse_json(path.read_bytes()) if path.exists() else []
+            if any(type(number) is not int or number < 0 for step, count in pairs for number in (step, count)):
+                raise ValueError("it must list pairs of whole numbers")
+            return [(step, count) for step, count in pairs]
+        except (TypeError, ValueError) as error:
+            raise JobError(f"{path} is damaged ({error}); restore it, or remove it to skip no batches.") from None
 
     def add_skip(self, step: int, count: int) -> None:
         write_text(self.path / "skips.json", json.dumps([*self.skipped_batches(), (step, count)]))
@@ -106,7 +112,7 @@ class RunFolder:
 
     def error_records(self) -> list[dict[str, Any]]:
         records = (record for path in self.errors.glob("rank-*.json") for record in _read_records(path))
-        return sorted(records, key=lambda record: record["time_ns"])
+        return sorted(records, key=lambda record: record["time_ns"] if type(record.get("time_ns")) is int else 0)
 
     def clear_errors(self) -> None:
         for path in self.errors.glob("rank-*.json"):
@@ -117,17 +123,9 @@ def _read_records(path: Path) -> Iterator[dict[str, Any]]:
     """Yields all complete records; ignores a line that a crash truncated."""
     if not path.exists():
         return
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        if (record := _parse_record(line)) is not None:
+    for line in path.read_bytes().splitlines():
+        if (record := parse_record(line)) is not None:
             yield record
-
-
-def _parse_record(line: str) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError:
-        return None
-    return record if isinstance(record, dict) else None
 
 
 def _append_record(path: Path, record: dict[str, Any]) -> None:

@@ -1,38 +1,23 @@
 """The commands watch, report, compare and trace: parse, call, print."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.console import Console
+from typer import Argument, Option
 
 from shardwise.console import print_line
-from shardwise.errors import DataError
+from shardwise.files import malformed_as_data_error
 
-RunArgument = Annotated[Path, typer.Argument(help="Run folder.")]
-
-
-@contextmanager
-def _file_errors_as_data_errors(*runs: Path) -> Iterator[None]:
-    """Turns errors about malformed files into DataError: a run's files may have been edited by hand."""
-    try:
-        yield
-    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-        names = ", ".join(map(str, runs))
-        reason = f"{type(error).__name__}: {error}"
-        raise DataError(f"a file in {names} is malformed ({reason}); restore it or remove it.") from None
+RunArgument = Annotated[Path, Argument(help="Run folder.")]
 
 
 def watch(
-    run: Annotated[
-        Path | None, typer.Argument(help="Run folder; without it, the page lists all runs in runs/.")
-    ] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8080,
+    run: Annotated[Path | None, Argument(help="Run folder; without it, the page lists all runs in runs/.")] = None,
+    port: Annotated[int, Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8080,
     host: Annotated[
-        str, typer.Option(help="Address to bind; anything but a loopback address exposes the page to the network.")
+        str, Option(help="Address to bind; anything but a loopback address exposes the page to the network.")
     ] = "127.0.0.1",
 ) -> None:
     """Serves a live page of a run, or of all runs."""
@@ -42,23 +27,23 @@ def watch(
 
 
 def report(run: RunArgument) -> None:
-    """Writes the page of a run as one self-contained file, report.html in the run folder."""
+    """Writes the report of a run as one self-contained page: report.html in the run folder."""
     from shardwise.watch.report_page import write_report
 
-    with _file_errors_as_data_errors(run):
+    with malformed_as_data_error(run):
         print_line(str(write_report(run)))
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(help="Two or more run folders.")],
-    html: Annotated[Path | None, typer.Option(help="Also write an HTML page with curves to this file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    runs: Annotated[list[Path], Argument(help="Two or more run folders.")],
+    html: Annotated[Path | None, Option(help="Also write an HTML page with curves to this file.")] = None,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Compares runs: job differences, loss over samples and over time, throughput."""
     from shardwise.watch import compare
     from shardwise.watch.report_page import write_page
 
-    with _file_errors_as_data_errors(*runs):
+    with malformed_as_data_error(*runs):
         comparison = compare.compare(runs)
         if html is not None:
             write_page(comparison, "Runs compared", html)
@@ -71,13 +56,13 @@ def compare(
 def trace(
     run: RunArgument,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="File to write; default: trace.json in the run folder.")
+        Path | None, Option("--out", "-o", help="File to write; default: trace.json in the run folder.")
     ] = None,
 ) -> None:
     """Writes a trace of all ranks for Perfetto or chrome://tracing."""
     from shardwise.watch.chrome_trace import write_trace
 
-    with _file_errors_as_data_errors(run):
+    with malformed_as_data_error(run):
         path, events = write_trace(run, out)
     print_line(f"{path}: {events:,} events; open it at ui.perfetto.dev or chrome://tracing")
 

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 GRACE_SECONDS = 60.0  # time that workers get to save a checkpoint after their launcher was killed
 STANDBY_FLAG = "--standby-fd="  # file descriptor that a standby worker blocks on until it is released
@@ -73,7 +73,7 @@ class MessageChannel:
         return json.dumps(message).encode()
 
     def decode(self, line: bytes) -> Message | None:
-        return cast(Message, json.loads(line))
+        return json.loads(line)
 
 
 class ForkServer(MessageChannel):
