@@ -66,6 +66,12 @@ def train(
         bool,
         Option(help="Before the first step, verify the layout of a model that is not built in; --no-proof skips this."),
     ] = True,
+    accept_data_change: Annotated[
+        bool, Option("--accept-data-change", help="With --resume: continue although the data has changed.")
+    ] = False,
+    strict: Annotated[
+        bool, Option("--strict", help="Refuse suspicious settings instead of warning about them.")
+    ] = False,
 ) -> None:
     """Trains a job. Without a job file, trains the built-in demo on this machine."""
     if resume is not None and job_file is not None:
@@ -87,7 +93,10 @@ def train(
     from shardwise.workers.nodes import Node
 
     parsed_node = Node.parse(node, address) if node is not None else None
-    start_training(job_file, overrides, resume, print_line, parsed_node, prove if proof else None)
+    start_training(
+        job_file, overrides, resume, print_line, node=parsed_node, check=prove if proof else None,
+        accept_data_change=accept_data_change, strict=strict,
+    )  # fmt: skip
 
 
 @app.command()

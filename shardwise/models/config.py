@@ -28,9 +28,9 @@ Count = Annotated[int, BeforeValidator(_parse_count)]
 
 
 class ConfigSection(BaseModel):
-    """A section of a job: frozen, and unknown keys are errors."""
+    """A section of a job: frozen; unknown keys and numbers that are not finite are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=False, allow_inf_nan=False)
 
 
 class ModelConfig(ConfigSection):

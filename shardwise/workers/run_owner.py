@@ -1,0 +1,178 @@
+"""The owner of a run folder: one launcher at a time trains in it.
+
+`owner.json` names the owner's host, processes and start. It is created by a hard link, which needs no locks and is
+atomic on network file systems too; the owner's fork server touches it every BEAT_SECONDS.
+
+- On the owner's machine (same boot, process namespace and user), the owner lives as long as its launcher or its fork
+  server, which ends after its workers: a process with this id that began at this time. A killed run resumes at once.
+- From another machine, it lives if the file is touched while we watch, so no clocks are compared. After STALE_SECONDS
+  of silence it counts as dead. If it wakes up again, it notices that the folder has a new owner, and its workers end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from shardwise.errors import JobError, RunError
+
+BEAT_SECONDS = 2.0
+STALE_SECONDS = 30.0
+EXIT_SECONDS = 10.0  # time that workers of a killed launcher get to end
+DAMAGED_SECONDS = 1.0  # for a file that cannot be read: it may be half written on a file system without hard links
+Owner = dict[str, Any]
+
+
+@contextmanager
+def own_run(
+    run: Path, say: Callable[[str], None], fork_server: int = 0, send: Callable[[dict[str, Any]], None] | None = None
+) -> Iterator[None]:
+    """Owns a run folder; raises JobError if another launcher does.
+
+    `send` tells the fork server with this process id to keep touching the file; without one, a thread does.
+    """
+    path, pids = run / "owner.json", [os.getpid(), *([fork_server] if fork_server else [])]
+    owner: Owner = {
+        "token": uuid.uuid4().hex, "host": socket.gethostname(), "machine": _machine(), "pid": pids[0],
+        "time": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()), "processes": [[p, _began(p)] for p in pids],
+    }  # fmt: skip
+    try:
+        _acquire(path, owner, say)
+    except OSError as error:
+        raise JobError(f"the run folder {run} cannot be written: {error.strerror or error}.") from None
+    ended = threading.Event()
+    if send is not None:
+        send({"own": str(path), "token": owner["token"]})
+    else:
+        threading.Thread(target=_keep_in_thread, args=(path, owner["token"], ended), daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if not keep(path, owner["token"]):
+            raise RunError(f"{run} has been taken over by {_name(_read(path))}, so this launcher has ended.") from None
+        with suppress(OSError):
+            path.unlink()
+
+
+def keep(path: Path, token: str) -> bool:
+    """Touches the owner's file. Returns False if the folder has another owner."""
+    with suppress(OSError):  # a file system that does not answer
+        if (owner := _read(path)) and owner["token"] != token:
+            return False
+        os.utime(path)
+    return True
+
+
+def _keep_in_thread(path: Path, token: str, ended: threading.Event) -> None:
+    while not ended.wait(BEAT_SECONDS):
+        if not keep(path, token):
+            os._exit(1)  # under torchrun or Slurm this process is a rank, which must not write any more
+
+
+def _acquire(path: Path, owner: Owner, say: Callable[[str], None]) -> None:
+    while not _create(path, owner):
+        other = _read(path)
+        if not _is_dead(path, other, say):
+            raise JobError(
+                f"{path.parent} is being trained by {_name(other)}; wait until it ends or stop it, then resume."
+            )
+        # Of several launchers that find the owner dead, the one that creates this file replaces it.
+        claim = path.with_name(f"owner.{other.get('token', 'unreadable')}.claim")
+        if _create(claim, owner):
+            try:
+                if _read(path) == other:
+                    path.unlink(missing_ok=True)
+            finally:
+                claim.unlink()
+        elif _is_dead(claim, _read(claim), say):
+            claim.unlink(missing_ok=True)
+
+
+def _create(path: Path, owner: Owner) -> bool:
+    """Creates a file with all of its content, unless it exists."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    temporary.write_text(json.dumps(owner))
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return os.stat(temporary).st_nlink > 1  # a network file system may have repeated the request
+    except OSError:  # no hard links here
+        try:
+            path.touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        path.write_text(json.dumps(owner))
+    finally:
+        temporary.unlink()
+    return True
+
+
+def _read(path: Path) -> Owner:
+    """Returns the owner; empty if there is none or the file is damaged."""
+    with suppress(FileNotFoundError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        owner = json.loads(path.read_bytes())
+        pairs = [[int(pid), int(began)] for pid, began in owner["processes"]]
+        words = {key: str(owner[key]) for key in ("token", "host", "machine", "time")}
+        if words["token"].isalnum():
+            return {**words, "pid": int(owner["pid"]), "processes": pairs}
+    return {}
+
+
+def _is_dead(path: Path, owner: Owner, say: Callable[[str], None]) -> bool:
+    """Waits until the owner has ended; returns False as soon as it shows to be alive."""
+    is_here = bool(owner) and owner["machine"] == _machine()
+    deadline = time.monotonic() + (EXIT_SECONDS if is_here else STALE_SECONDS if owner else DAMAGED_SECONDS)
+    touched = _touched(path)
+    if owner and not is_here:
+        say(f"{path.parent} belongs to {_name(owner)}; waiting {STALE_SECONDS:g} s for a sign of life")
+    while time.monotonic() < deadline:
+        if is_here:
+            alive = [pid for pid, began in owner["processes"] if _began(pid) == began]
+            if not alive or owner["pid"] in alive:
+                return not alive
+        elif _touched(path) != touched:
+            return not path.exists()
+        time.sleep(0.05)
+    return not is_here
+
+
+def _touched(path: Path) -> int:
+    try:
+        with path.open("rb") as file:  # a network file system asks the server when a file is opened
+            return os.fstat(file.fileno()).st_mtime_ns
+    except FileNotFoundError:
+        return 0
+
+
+def _machine() -> str:
+    """Returns a name of the machine that is the same for all processes that can look each other up."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
+    return f"{socket.gethostname()} {uuid.getnode()}"
+
+
+def _began(pid: int) -> int:
+    """Returns when a process began, in ticks since boot where the system tells; -1 if it has ended."""
+    with suppress(OSError, ValueError):
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return -1 if state in "ZX" else int(fields[18])
+    try:
+        return int(psutil.Process(pid).create_time())
+    except (psutil.Error, ValueError, OverflowError):
+        return -1
+
+
+def _name(owner: Owner) -> str:
+    return f"process {owner['pid']} on {owner['host']} since {owner['time']}" if owner else "another process"
