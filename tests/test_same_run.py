@@ -80,7 +80,7 @@ def owner_of(run: Path, **changes: Any) -> dict[str, Any]:
 
 
 def test_a_run_has_one_owner_until_that_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sentence = rf"being trained by process {os.getpid()} on \S+ since 20\d\d-.* UTC; wait until it ends"
+    sentence = rf"being trained by process {os.getpid()} on \S+ since 20\d\d-.* UTC; resume when it has ended"
     with own_run(tmp_path, print), pytest.raises(JobError, match=sentence):
         own_run(tmp_path, print).__enter__()
     assert not list(tmp_path.iterdir())
@@ -312,7 +312,6 @@ def test_a_resume_keeps_the_tokenizer_and_the_data_of_the_run(start: Callable[..
         start("steps=6", resume=True)
         assert Path("run/tokenizer.json").read_bytes() == own
         assert losses() == losses(name) and len(losses()) == 6
-        assert [tokenizer in message for message in events("tokenizer_kept")] == [True] * (name == "given")
         Path("run/tokenizer.json").write_text(Path("run/tokenizer.json").read_text() + " ")
         with pytest.raises(DataError, match="tokenizer.json is missing or has changed since the run began; restore it"):
             start("steps=7", resume=True)

@@ -15,12 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 from shardwise.errors import DataError
 from shardwise.files import write_text
 
 BLOCK_BYTES, BLOCKS = 16 << 10, 16
-MAX_SHOWN = 3  # changed files that an error names
+MAX_SHOWN = 3  # changes that an error names
 
 
 @dataclass(frozen=True)
@@ -51,22 +52,28 @@ class DataFile:
     def open(self) -> io.BufferedReader:
         return io.BufferedReader(_Extent(self), 1 << 18)
 
+    def change(self, compare_time: bool) -> str:
+        """Returns how the file differs from what it was, apart from growth; empty if it does not."""
+        if not self.path.is_file():
+            return f"{self.path} is missing"
+        now, size = DataFile.of(self.path, self.size), self.path.stat().st_size
+        if size < self.size:
+            return f"{self.path} has {size} bytes instead of {self.size}"
+        if now.digest != self.digest:
+            return f"the content of {self.path} has changed"
+        is_written = compare_time and size == self.size > BLOCKS * BLOCK_BYTES and now.mtime_ns != self.mtime_ns
+        return f"{self.path} was written again, so its content may have changed" if is_written else ""
 
-class _Extent(io.RawIOBase):
+
+class _Extent(io.FileIO):
     def __init__(self, extent: DataFile):
-        self._file, self._left = extent.path.open("rb", buffering=0), extent.size
+        super().__init__(extent.path)
+        self._left = extent.size
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        count = self._file.readinto(memoryview(buffer)[: self._left]) or 0
+    def readinto(self, buffer: Any) -> int:
+        count = super().readinto(memoryview(buffer)[: self._left]) or 0
         self._left -= count
         return count
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
 
 
 @dataclass
@@ -89,7 +96,7 @@ class DataRecord:
             return cls(files, tuple(map(int, values["samples"])), str(values["tokenizer"]), is_new=False)
         except FileNotFoundError:
             return cls()
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             raise DataError(f"{path}, the record of the data that the run reads, is damaged; restore it.") from None
 
     def save(self, path: Path) -> None:
@@ -100,48 +107,23 @@ class DataRecord:
         """Returns what the run reads of these files."""
         if self.is_new:
             self.files |= {str(path): DataFile.of(path) for path in paths}
-        taken = [self.files[str(path)] for path in paths if str(path) in self.files]
-        if not taken:
+        if not any(str(path) in self.files for path in paths):
+            raise DataError(f"{paths[0]} is not among the files that the run began with; restore data.path in its job.")
+        return [self.files[str(path)] for path in paths if str(path) in self.files]
+
+    def changes(self, compare_times: bool = True, samples: tuple[int, ...] = ()) -> list[str]:
+        """Returns how the files, or the numbers of samples, differ from the record."""
+        changes = [] if samples else [file.change(compare_times) for file in self.files.values()]
+        if samples and self.samples and not self.is_new and samples != self.samples:
+            changes = ["it has {} + {} samples instead of {} + {}".format(*samples, *self.samples)]
+        return [change for change in changes if change]
+
+    def check(self, run: Path, compare_times: bool = True, samples: tuple[int, ...] = ()) -> None:
+        """Raises DataError if anything differs from the record."""
+        changes = self.changes(compare_times, samples)
+        if changes and not self.is_new:
+            more = f"; and {len(changes) - MAX_SHOWN} more" if len(changes) > MAX_SHOWN else ""
             raise DataError(
-                f"the run did not read {paths[0]} or any file beside it when it began, but "
-                f"{next(iter(self.files), 'none')}; restore data.path in its job.toml, or pass --accept-data-change."
+                f"the data has changed since the run began: {'; '.join(changes[:MAX_SHOWN])}{more}. Restore it, or "
+                f"continue with the changed data: shardwise train --resume {run} --accept-data-change."
             )
-        return taken
-
-    def changes(self, compare_times: bool = True) -> list[str]:
-        """Returns how the files differ from the record, apart from growth."""
-        problems = (_describe_change(file, compare_times) for file in self.files.values())
-        return [problem for problem in problems if problem]
-
-    def check(self, run: Path, compare_times: bool = True) -> None:
-        """Raises DataError if the files differ from the record."""
-        _raise_changed(run, [] if self.is_new else self.changes(compare_times))
-
-    def check_samples(self, run: Path, *samples: int) -> None:
-        """Raises DataError if the sources, which may be the user's own, have other numbers of samples."""
-        expected = self.samples if not self.is_new and self.samples else samples
-        problem = f"it has {samples[0]} + {samples[1]} samples instead of {expected[0]} + {expected[-1]}"
-        _raise_changed(run, [problem] if samples != expected else [])
-
-
-def _raise_changed(run: Path, problems: list[str]) -> None:
-    if problems:
-        more = f"; and {len(problems) - MAX_SHOWN} more" if len(problems) > MAX_SHOWN else ""
-        raise DataError(
-            f"the data has changed since the run began: {'; '.join(problems[:MAX_SHOWN])}{more}. Restore it, or "
-            f"continue with the changed data: shardwise train --resume {run} --accept-data-change."
-        )
-
-
-def _describe_change(recorded: DataFile, compare_times: bool) -> str:
-    if not recorded.path.is_file():
-        return f"{recorded.path} is missing"
-    now, size = DataFile.of(recorded.path, recorded.size), recorded.path.stat().st_size
-    if size < recorded.size:
-        return f"{recorded.path} has {size} bytes instead of {recorded.size}"
-    if now.digest != recorded.digest:
-        return f"the content of {recorded.path} has changed"
-    is_sampled = recorded.size > BLOCKS * BLOCK_BYTES
-    if compare_times and is_sampled and size == recorded.size and now.mtime_ns != recorded.mtime_ns:
-        return f"{recorded.path} was written again, so its content may have changed"
-    return ""

@@ -175,14 +175,6 @@ def tokenizer_fingerprint(name: str) -> str:
         raise DataError(f"the tokenizer {name} cannot be read: {error.strerror}.") from error
 
 
-def is_tokenizer(name: str, fingerprint: str) -> bool:
-    """Whether `data.tokenizer = name` still is the tokenizer with this fingerprint, as far as its name says."""
-    try:
-        return parse_bpe_size(name) is not None or tokenizer_fingerprint(name) == fingerprint
-    except DataError:
-        return False
-
-
 def _tokenizer_path(name: str) -> Path:
     path = Path(name).expanduser()
     path = path / "tokenizer.json" if path.is_dir() else path

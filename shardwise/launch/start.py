@@ -14,7 +14,6 @@ from shardwise.console import format_count, pluralize
 from shardwise.data.bad_records import BadRecords
 from shardwise.data.fingerprint import DataRecord
 from shardwise.data.make_sources import Sources, make_sources
-from shardwise.data.tokenizer import is_tokenizer
 from shardwise.errors import JobError, LayoutError
 from shardwise.files import write_text
 from shardwise.job import Job, load_job
@@ -36,9 +35,8 @@ from shardwise.workers.nodes import Node, NodeAgent
 from shardwise.workers.run_owner import own_run
 
 DEMO = Path(__file__).parent.parent / "demo.toml"
-
-
-Check = Callable[[Prepared, Callable[[str], None]], None]
+Say = Callable[[str], None]
+Check = Callable[[Prepared, Say], None]
 """What is checked before a new run begins; raises if it may not (`shardwise.verify.proof.prove`)."""
 
 
@@ -54,9 +52,7 @@ class StartOptions:
     """Whether suspicious settings are errors (`shardwise.launch.warnings`)."""
 
 
-def start_training(
-    job_file: Path | None, settings: list[str], resume: Path | None, say: Callable[[str], None], **options: Any
-) -> None:
+def start_training(job_file: Path | None, settings: list[str], resume: Path | None, say: Say, **options: Any) -> None:
     """Trains a job file, the job of the run to resume, or the demo. `options`: those of StartOptions."""
 
     def load() -> Job:
@@ -67,14 +63,14 @@ def start_training(
     _start(load, say, StartOptions(resume, **options))
 
 
-def start_job(job: Job, say: Callable[[str], None], resume: Path | None = None, **options: Any) -> RunFolder:
+def start_job(job: Job, say: Say, resume: Path | None = None, **options: Any) -> RunFolder:
     """Trains a job and returns its run folder."""
     folder = _start(lambda: job, say, StartOptions(resume, **options))
     assert folder is not None
     return folder
 
 
-def _start(load: Callable[[], Job], say: Callable[[str], None], options: StartOptions) -> RunFolder | None:
+def _start(load: Callable[[], Job], say: Say, options: StartOptions) -> RunFolder | None:
     if existing_world_size() is not None:
         return _start_run(load(), say, options, None)
     # Started first, because a process without threads or PyTorch state is safe to fork.
@@ -89,9 +85,7 @@ def _start(load: Callable[[], Job], say: Callable[[str], None], options: StartOp
         fork_server.close()
 
 
-def _start_run(
-    job: Job, say: Callable[[str], None], options: StartOptions, fork_server: ForkServer | None
-) -> RunFolder:
+def _start_run(job: Job, say: Say, options: StartOptions, fork_server: ForkServer | None) -> RunFolder:
     resumed = RunFolder.open(options.resume) if options.resume is not None else None
     with ExitStack() as ownership:
         previous_job, nodes = job, options.node.count if options.node is not None else 1
@@ -142,10 +136,8 @@ def _start_run(
 def _open_data(
     prepared: Prepared, resumed: RunFolder | None, options: StartOptions
 ) -> tuple[DataRecord, Sources, list[tuple[str, str]]]:
-    """Opens the sources before the workers start, to report problems early and to tokenize text once.
-
-    Returns the record of the files read, the sources and tokenizer, and events to log: their kinds and messages.
-    """
+    """Opens the data before the workers start, to report problems early and to tokenize once. Returns the record of
+    what is read, the sources, and events to log."""
     job, record, events = prepared.job, DataRecord(), list[tuple[str, str]]()
     bad_records = BadRecords(job.data.on_bad_record == "skip")
     if resumed is None:
@@ -158,17 +150,14 @@ def _open_data(
             record = DataRecord(tokenizer=record.tokenizer)
         record.check(resumed.path)
         sources = resumed.sources(job, record, bad_records)
-        record.check_samples(resumed.path, len(sources[0]), len(sources[1]))
-        if record.tokenizer and not is_tokenizer(job.data.tokenizer, record.tokenizer):
-            kept = f"the run keeps {resumed.tokenizer}, its own copy."
-            events.append(("tokenizer_kept", f"data.tokenizer = {job.data.tokenizer!r} is not as it was; {kept}"))
+        record.check(resumed.path, samples=(len(sources[0]), len(sources[1])))
     warnings = [*find_warnings(prepared, *sources[:2]), *filter(None, [bad_records.skipped_text()])]
     if options.strict and warnings:
         raise JobError(f"--strict: {' '.join(warnings)}")
     return record, sources, [*events, *(("warning", sentence) for sentence in warnings)]
 
 
-def _own(folder: RunFolder, ownership: ExitStack, fork_server: ForkServer | None, say: Callable[[str], None]) -> None:
+def _own(folder: RunFolder, ownership: ExitStack, fork_server: ForkServer | None, say: Say) -> None:
     """Makes this launcher, or rank 0 under torchrun or Slurm, the owner of the run folder."""
     if fork_server is not None:
         # Past `ForkServer.send`: a server that has only been told this may be killed while it imports.
@@ -195,7 +184,7 @@ def _plan_layout(job: Job, nodes: int) -> tuple[Layout, dict[str, Any], str]:
     return layout, plan_record(job, plan, source), describe_plan(plan, source)
 
 
-def _print_summary(prepared: Prepared, say: Callable[[str], None]) -> None:
+def _print_summary(prepared: Prepared, say: Say) -> None:
     job, layout, batch = prepared.job, prepared.layout, prepared.batch
     has_tokens = job.model.throughput_unit == "tokens"
     size = f"{job.samples} x {job.model.length} tokens" if has_tokens else f"{job.samples} samples"

@@ -1,15 +1,11 @@
-"""The owner of a run folder: one launcher at a time trains in it.
+"""The owner of a run folder: one launcher at a time trains in it, named in `owner.json`.
 
-`owner.json` names the owner's host, processes and start. It is created by a hard link, which needs no locks and is
-atomic on network file systems too; the owner's fork server touches it every BEAT_SECONDS.
-
+The file is created by a hard link, which is atomic on network file systems too, and touched every BEAT_SECONDS.
 - On the owner's machine (same boot, process namespace and user), the owner lives as long as its launcher or its fork
   server, which ends after its workers: a process with this id that began at this time. A killed run resumes at once.
 - From another machine, it lives if the file is touched while we watch, so no clocks are compared. After STALE_SECONDS
-  of silence it counts as dead. If it wakes up again, it notices that the folder has a new owner, and its workers end.
+  of silence it counts as dead. If it wakes up, it notices that the folder has a new owner, and its workers end.
 """
-
-from __future__ import annotations
 
 import json
 import os
@@ -26,21 +22,17 @@ import psutil
 
 from shardwise.errors import JobError, RunError
 
-BEAT_SECONDS = 2.0
-STALE_SECONDS = 30.0
+BEAT_SECONDS, STALE_SECONDS = 2.0, 30.0
 EXIT_SECONDS = 10.0  # time that workers of a killed launcher get to end
 DAMAGED_SECONDS = 1.0  # for a file that cannot be read: it may be half written on a file system without hard links
 Owner = dict[str, Any]
+Say = Callable[[str], None]
 
 
 @contextmanager
-def own_run(
-    run: Path, say: Callable[[str], None], fork_server: int = 0, send: Callable[[dict[str, Any]], None] | None = None
-) -> Iterator[None]:
-    """Owns a run folder; raises JobError if another launcher does.
-
-    `send` tells the fork server with this process id to keep touching the file; without one, a thread does.
-    """
+def own_run(run: Path, say: Say, fork_server: int = 0, send: Callable[[Owner], None] | None = None) -> Iterator[None]:
+    """Owns a run folder; raises JobError if another launcher does. `send` tells the fork server with this process id to
+    keep touching the file; without one, a thread does."""
     path, pids = run / "owner.json", [os.getpid(), *([fork_server] if fork_server else [])]
     owner: Owner = {
         "token": uuid.uuid4().hex, "host": socket.gethostname(), "machine": _machine(), "pid": pids[0],
@@ -61,14 +53,13 @@ def own_run(
         ended.set()
         if not keep(path, owner["token"]):
             raise RunError(f"{run} has been taken over by {_name(_read(path))}, so this launcher has ended.") from None
-        with suppress(OSError):
-            path.unlink()
+        path.unlink(missing_ok=True)
 
 
 def keep(path: Path, token: str) -> bool:
     """Touches the owner's file. Returns False if the folder has another owner."""
     with suppress(OSError):  # a file system that does not answer
-        if (owner := _read(path)) and owner["token"] != token:
+        if _read(path).get("token", token) != token:
             return False
         os.utime(path)
     return True
@@ -80,21 +71,16 @@ def _keep_in_thread(path: Path, token: str, ended: threading.Event) -> None:
             os._exit(1)  # under torchrun or Slurm this process is a rank, which must not write any more
 
 
-def _acquire(path: Path, owner: Owner, say: Callable[[str], None]) -> None:
+def _acquire(path: Path, owner: Owner, say: Say) -> None:
     while not _create(path, owner):
         other = _read(path)
         if not _is_dead(path, other, say):
-            raise JobError(
-                f"{path.parent} is being trained by {_name(other)}; wait until it ends or stop it, then resume."
-            )
-        # Of several launchers that find the owner dead, the one that creates this file replaces it.
-        claim = path.with_name(f"owner.{other.get('token', 'unreadable')}.claim")
-        if _create(claim, owner):
-            try:
-                if _read(path) == other:
-                    path.unlink(missing_ok=True)
-            finally:
-                claim.unlink()
+            raise JobError(f"{path.parent} is being trained by {_name(other)}; resume when it has ended.")
+        claim = path.with_name(f"owner.{other.get('token', 'damaged')}.claim")
+        if _create(claim, owner):  # of several launchers that find the owner dead, one removes it
+            if _read(path) == other:
+                path.unlink(missing_ok=True)
+            claim.unlink()
         elif _is_dead(claim, _read(claim), say):
             claim.unlink(missing_ok=True)
 
@@ -108,11 +94,10 @@ def _create(path: Path, owner: Owner) -> bool:
     except FileExistsError:
         return os.stat(temporary).st_nlink > 1  # a network file system may have repeated the request
     except OSError:  # no hard links here
-        try:
-            path.touch(exist_ok=False)
-        except FileExistsError:
-            return False
-        path.write_text(json.dumps(owner))
+        with suppress(FileExistsError), path.open("x") as file:
+            file.write(json.dumps(owner))
+            return True
+        return False
     finally:
         temporary.unlink()
     return True
@@ -124,35 +109,30 @@ def _read(path: Path) -> Owner:
         owner = json.loads(path.read_bytes())
         pairs = [[int(pid), int(began)] for pid, began in owner["processes"]]
         words = {key: str(owner[key]) for key in ("token", "host", "machine", "time")}
-        if words["token"].isalnum():
-            return {**words, "pid": int(owner["pid"]), "processes": pairs}
+        return {**words, "pid": int(owner["pid"]), "processes": pairs} if words["token"].isalnum() else {}
     return {}
 
 
-def _is_dead(path: Path, owner: Owner, say: Callable[[str], None]) -> bool:
+def _is_dead(path: Path, owner: Owner, say: Say) -> bool:
     """Waits until the owner has ended; returns False as soon as it shows to be alive."""
-    is_here = bool(owner) and owner["machine"] == _machine()
+    is_here, touched = bool(owner) and owner["machine"] == _machine(), _touched(path)
     deadline = time.monotonic() + (EXIT_SECONDS if is_here else STALE_SECONDS if owner else DAMAGED_SECONDS)
-    touched = _touched(path)
     if owner and not is_here:
         say(f"{path.parent} belongs to {_name(owner)}; waiting {STALE_SECONDS:g} s for a sign of life")
     while time.monotonic() < deadline:
-        if is_here:
-            alive = [pid for pid, began in owner["processes"] if _began(pid) == began]
-            if not alive or owner["pid"] in alive:
-                return not alive
-        elif _touched(path) != touched:
+        alive = [pid for pid, began in owner["processes"] if _began(pid) == began] if is_here else []
+        if is_here and (not alive or owner["pid"] in alive):
+            return not alive
+        if not is_here and _touched(path) != touched:
             return not path.exists()
         time.sleep(0.05)
     return not is_here
 
 
 def _touched(path: Path) -> int:
-    try:
-        with path.open("rb") as file:  # a network file system asks the server when a file is opened
-            return os.fstat(file.fileno()).st_mtime_ns
-    except FileNotFoundError:
-        return 0
+    with suppress(FileNotFoundError), path.open("rb") as file:  # opened, so that a network file system asks its server
+        return os.fstat(file.fileno()).st_mtime_ns
+    return 0
 
 
 def _machine() -> str:
@@ -168,10 +148,9 @@ def _began(pid: int) -> int:
     with suppress(OSError, ValueError):
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return -1 if state in "ZX" else int(fields[18])
-    try:
+    with suppress(psutil.Error, ValueError, OverflowError):
         return int(psutil.Process(pid).create_time())
-    except (psutil.Error, ValueError, OverflowError):
-        return -1
+    return -1
 
 
 def _name(owner: Owner) -> str:
