@@ -12,7 +12,7 @@ MAX_EPOCHS, MAX_LEARNING_RATE = 100, 10.0
 def find_warnings(prepared: Prepared, training: Source, held_out: Source) -> list[str]:
     """Returns one sentence per suspicious setting."""
     job, optimizer, steps = prepared.job, prepared.job.optimizer, prepared.job.total_steps
-    task, epochs = job.family.task(job.model), steps * job.samples / len(training)
+    task, epochs = job.family.task(job.model), steps * job.samples / max(1, len(training))
     found = {
         f"data.path = {job.data.path!r} is not read, because data.source is {job.data.source!r}.":
             job.data.path and job.data.source in ("stdlib", "synthetic", "mix"),
@@ -22,8 +22,6 @@ def find_warnings(prepared: Prepared, training: Source, held_out: Source) -> lis
             epochs > MAX_EPOCHS,
         f"validation.every = {job.validation.every} has no effect, because no samples are held out.":
             job.validation.every and not len(held_out),
-        f"gradient.compress_after = {job.gradient.compress_after:g} is beyond the last step, so nothing is compressed.":
-            job.gradient.compress and job.gradient.uncompressed_steps(steps) >= steps,
     }  # fmt: skip
     if task is None or task.learning_rate is None:
         found |= {
@@ -31,8 +29,6 @@ def find_warnings(prepared: Prepared, training: Source, held_out: Source) -> lis
             f"optimizer.lr = {optimizer.lr:g} is far larger than any usual one.": optimizer.lr > MAX_LEARNING_RATE,
             f"optimizer.warmup = {optimizer.warmup:g} is not shorter than the run, so the learning rate never reaches "
             "optimizer.lr.": optimizer.warmup >= max(2, steps),
-            f"optimizer.wsd_decay = {optimizer.wsd_decay:g} is not shorter than the run.":
-                optimizer.schedule == "wsd" and optimizer.wsd_decay >= max(2, steps),
         }  # fmt: skip
     for pattern in optimizer.weight_decay_overrides:
         matches = any(fnmatchcase(name, pattern) for name in prepared.shapes)

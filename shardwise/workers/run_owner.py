@@ -1,6 +1,6 @@
 """The owner of a run folder: one launcher at a time trains in it, named in `owner.json`.
 
-The file is created by a hard link, which is atomic on network file systems too, and touched every BEAT_SECONDS.
+It is created exclusively, which needs no locks and works on network file systems, and touched every BEAT_SECONDS.
 - On the owner's machine (same boot, process namespace and user), the owner lives as long as its launcher or its fork
   server, which ends after its workers: a process with this id that began at this time. A killed run resumes at once.
 - From another machine, it lives if the file is touched while we watch, so no clocks are compared. After STALE_SECONDS
@@ -24,7 +24,7 @@ from shardwise.errors import JobError, RunError
 
 BEAT_SECONDS, STALE_SECONDS = 2.0, 30.0
 EXIT_SECONDS = 10.0  # time that workers of a killed launcher get to end
-DAMAGED_SECONDS = 1.0  # for a file that cannot be read: it may be half written on a file system without hard links
+DAMAGED_SECONDS = 1.0  # for a file that cannot be read: it may be half written
 Owner = dict[str, Any]
 Say = Callable[[str], None]
 
@@ -75,7 +75,7 @@ def _acquire(path: Path, owner: Owner, say: Say) -> None:
     while not _create(path, owner):
         other = _read(path)
         if not _is_dead(path, other, say):
-            raise JobError(f"{path.parent} is being trained by {_name(other)}; resume when it has ended.")
+            raise JobError(f"{path.parent} is being trained by {_name(_read(path))}; resume when it has ended.")
         claim = path.with_name(f"owner.{other.get('token', 'damaged')}.claim")
         if _create(claim, owner):  # of several launchers that find the owner dead, one removes it
             if _read(path) == other:
@@ -86,21 +86,11 @@ def _acquire(path: Path, owner: Owner, say: Say) -> None:
 
 
 def _create(path: Path, owner: Owner) -> bool:
-    """Creates a file with all of its content, unless it exists."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    temporary.write_text(json.dumps(owner))
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        return os.stat(temporary).st_nlink > 1  # a network file system may have repeated the request
-    except OSError:  # no hard links here
-        with suppress(FileExistsError), path.open("x") as file:
-            file.write(json.dumps(owner))
-            return True
-        return False
-    finally:
-        temporary.unlink()
-    return True
+    """Creates a file unless it exists. A reader that finds it half written takes no decision on it."""
+    with suppress(FileExistsError), path.open("x") as file:
+        file.write(json.dumps(owner))
+        return True
+    return False
 
 
 def _read(path: Path) -> Owner:
