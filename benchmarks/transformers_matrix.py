@@ -126,6 +126,7 @@ COLUMNS = {
     "zero bubble": "pipeline=2 schedule=zero-bubble micro_batch=2",
     "tensor": "tensor=2",
     "context": "context=2",
+    "expert": "shard=2 expert=2 zero=3",
 }
 
 

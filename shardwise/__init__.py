@@ -31,8 +31,10 @@ _PUBLIC_NAMES = {
     "Trainer": "shardwise.trainer",
     "UserError": "shardwise.errors",
     "VerifyResult": "shardwise.verify.parity",
+    "attention": "shardwise.adapters.split_attention",
     "load_job": "shardwise.job",
     "parallelize": "shardwise.parallel.parallelize",
+    "positions": "shardwise.adapters.split_attention",
     "prepare": "shardwise.parallel.prepare",
 }
 __all__ = [*_PUBLIC_NAMES, "__version__"]

@@ -34,9 +34,7 @@ def _show_version(is_requested: bool) -> None:
         raise typer.Exit
 
 
-VersionOption = Annotated[
-    bool, Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
-]
+VersionOption = Annotated[bool, Option("--version", callback=_show_version, is_eager=True, help="Show the version.")]
 
 
 @app.callback()
@@ -49,9 +47,7 @@ def train(
     job_file: JobFile = None,
     overrides: Overrides = None,
     layout: LayoutOption = None,
-    cluster: Annotated[
-        str | None, Option(help="Cluster preset or file to plan for; short for --set run.cluster=...")
-    ] = None,
+    cluster: Annotated[str | None, Option(help="Cluster preset or file; short for --set run.cluster=...")] = None,
     processes: Annotated[
         int | None, Option(min=1, help="Plan for N processes; short for --set run.processes=N --set layout=auto.")
     ] = None,
@@ -59,19 +55,10 @@ def train(
     node: Annotated[
         str | None, Option(metavar="K/N", help="Multi-node: this is node K (from 0) of N; only node 0 takes a job.")
     ] = None,
-    address: Annotated[
-        str | None, Option(metavar="HOST:PORT", help="Multi-node: address on which node 0 listens.")
-    ] = None,
-    proof: Annotated[
-        bool,
-        Option(help="Before the first step, verify the layout of a model that is not built in; --no-proof skips this."),
-    ] = True,
-    accept_data_change: Annotated[
-        bool, Option("--accept-data-change", help="With --resume: continue although the data has changed.")
-    ] = False,
-    strict: Annotated[
-        bool, Option("--strict", help="Refuse suspicious settings instead of warning about them.")
-    ] = False,
+    address: Annotated[str | None, Option(metavar="HOST:PORT", help="Multi-node: address of node 0.")] = None,
+    proof: Annotated[bool, Option(help="Verify the layout of a model that is not built in before training it.")] = True,
+    accept_data_change: Annotated[bool, Option("--accept-data-change", help="Resume with changed data.")] = False,
+    strict: Annotated[bool, Option("--strict", help="Refuse suspicious settings.")] = False,
 ) -> None:
     """Trains a job. Without a job file, trains the built-in demo on this machine."""
     if resume is not None and job_file is not None:
@@ -134,8 +121,7 @@ def verify(
     job_file: JobFile = None,
     overrides: Overrides = None,
     layout: Annotated[
-        list[str] | None,
-        Option(help="Layout to verify; repeatable. Default: the job's, or if that is auto, a default set."),
+        list[str] | None, Option(help="Layout to verify; repeatable. Default: the job's, or a set of layouts for auto.")
     ] = None,
     shrink: Annotated[bool, Option(help="Shrink the model first, to verify large models quickly.")] = False,
     steps: Annotated[int, Option(min=3, help="Number of optimizer steps to compare.")] = 3,
@@ -174,9 +160,7 @@ def verify(
 def plan(
     job_file: JobFile = None,
     overrides: Overrides = None,
-    cluster: Annotated[
-        str, Option(help="Cluster preset (a100-80g, h100, ...) or a file from `shardwise calibrate`.")
-    ] = "cpu",
+    cluster: Annotated[str, Option(help="Cluster preset (h100, ...) or a file from `shardwise calibrate`.")] = "cpu",
     devices: Annotated[int | None, Option(min=1, help="Number of devices; default: one node, rack or pod.")] = None,
     layout: Annotated[str | None, Option(help="Estimate this layout instead of searching.")] = None,
     as_json: JsonFlag = False,
@@ -202,10 +186,7 @@ def dryrun(
     overrides: Overrides = None,
     layout: Annotated[str | None, Option(help="Layout to run; default: the job's layout.")] = None,
     rank: Annotated[
-        list[int] | None,
-        Option(
-            min=0, help="Rank to simulate; repeatable. Default: a rank of the first, second, middle and last stage."
-        ),
+        list[int] | None, Option(min=0, help="Rank to simulate; repeatable. Default: ranks of four pipeline stages.")
     ] = None,
     every_stage: Annotated[bool, Option("--every-stage", help="Simulate one rank of every pipeline stage.")] = False,
     as_json: JsonFlag = False,
@@ -283,15 +264,12 @@ def bench_data(
 def bench_comm(
     processes: Annotated[int, Option(min=2, help="Number of processes to start; ignored under torchrun.")] = 4,
     nproc_per_node: Annotated[
-        int | None,
-        Option(min=1, show_default=False, help="Processes per node; default: LOCAL_WORLD_SIZE or half of --processes."),
+        int | None, Option(min=1, help="Processes per node; default: LOCAL_WORLD_SIZE or half of --processes.")
     ] = None,
     max_mib: Annotated[int, Option(min=1, metavar="MIB", help="Largest message, in MiB.")] = 16,
     repeats: Annotated[int, Option(min=1, help="Number of measurements per message size.")] = 7,
     plot: Annotated[Path | None, Option(help="Plot measured and fitted times to this file (SVG).")] = None,
-    write: Annotated[
-        Path | None, Option(help="Write the measured links to this cluster file, for `plan --cluster`.")
-    ] = None,
+    write: Annotated[Path | None, Option(help="Write the links to this cluster file, for `plan --cluster`.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Benchmarks all-reduce by ring, halving-doubling, tree, two-level and parameter server against PyTorch's own."""

@@ -13,14 +13,11 @@ laws = typer.Typer(
     no_args_is_help=True, rich_markup_mode="markdown",
     help="Scaling laws: choose model size and token count for a compute budget.",
 )  # fmt: skip
-ParameterCount = Annotated[
-    str, Option("--count", help="Parameters to count: all, or blocks (without embeddings and output head).")
-]
+ParameterCount = Annotated[str, Option("--count", help="Parameters to count: all, or blocks (no embeddings or head).")]
 
 
 @laws.command("design")
 def laws_design(
-    
     budget: Annotated[str, Option(metavar="LOW:HIGH", help="Smallest and largest compute budget, in FLOPs; required.")],
     model: Annotated[str, Option(help="Model family; only gpt is supported.")] = "gpt",
     budgets: Annotated[int, Option(min=1, help="Number of compute budgets.")] = 3,
@@ -39,13 +36,7 @@ def laws_design(
 def laws_fit(
     runs: Annotated[list[Path], Argument(help="CSV file, run folders, or folders of run folders.")],
     drop: Annotated[
-        int | None,
-        Option(
-            "--drop-highest",
-            min=0,
-            help="Exclude the N highest losses instead of the outliers of the fit.",
-            show_default=False,
-        ),
+        int | None, Option("--drop-highest", min=0, help="Exclude the N highest losses instead of the outliers.")
     ] = None,
     draws: Annotated[int, Option(min=20, help="Number of bootstrap fits for the confidence intervals.")] = 400,
     seed: Annotated[int, Option(min=0, help="Seed of the bootstrap weights.")] = 0,

@@ -10,7 +10,5 @@ Overrides = Annotated[
     list[str] | None,
     Option("--set", metavar="KEY=VALUE", help="Override a job key, e.g. optimizer.lr=1e-4; repeatable."),
 ]
-LayoutOption = Annotated[
-    str | None, Option(help='Parallel layout, e.g. "shard=4 tensor=2"; short for --set layout=...')
-]
+LayoutOption = Annotated[str | None, Option(help='Layout, e.g. "shard=4 tensor=2"; short for --set layout=...')]
 JsonFlag = Annotated[bool, Option("--json", help="Print JSON instead of text.")]

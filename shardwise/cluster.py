@@ -152,9 +152,7 @@ def find_cluster(name: str) -> Cluster:
         return CLUSTERS[name]
     path = Path(name)
     if path.suffix != ".toml" and not path.exists():
-        raise JobError(
-            f"unknown cluster {name!r}: {suggest(name, CLUSTERS)} Or give a file that `shardwise calibrate` wrote."
-        )
+        raise JobError(f"unknown cluster {name!r}: {suggest(name, CLUSTERS)} Or give a file of `shardwise calibrate`.")
     return read_cluster(path)
 
 
@@ -166,9 +164,7 @@ def read_cluster(path: Path) -> Cluster:
     except (tomllib.TOMLDecodeError, ValidationError, UnicodeDecodeError) as error:
         first = error.errors()[0] if isinstance(error, ValidationError) else None
         problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else str(error)
-        raise JobError(
-            f"{path} is not a cluster file ({problem}); write one with `shardwise calibrate -o FILE`."
-        ) from None
+        raise JobError(f"{path} is not a cluster file ({problem}); `shardwise calibrate -o FILE` writes one.") from None
     links = cluster.inner, cluster.outer
     sizes = [cluster.domain_size, cluster.device.memory, cluster.device.bandwidth, cluster.device.compute_units]
     if min(*sizes, *cluster.device.peak_by_precision.values(), *(link.bandwidth for link in links)) <= 0:

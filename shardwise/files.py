@@ -21,10 +21,7 @@ def require_parent_folder(*paths: Path | None) -> None:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a temporary file that replaces `path` if the block succeeds and is removed if it fails.
-
-    Several processes may write the same path: temporary names are unique, and the last one to finish wins.
-    """
+    """Opens a temporary file that replaces `path` if the block succeeds; of several writers, the last one wins."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         with temporary.open("wb", buffering=1 << 20) as file:

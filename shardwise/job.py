@@ -165,9 +165,7 @@ class LocalSGDConfig(ConfigSection):
     @model_validator(mode="after")
     def _check_fragments(self) -> LocalSGDConfig:
         if self.fragments > self.every:
-            raise ValueError(
-                f"fragments ({self.fragments}) exceeds every ({self.every}); at most one fragment synchronizes per step"
-            )
+            raise ValueError(f"fragments ({self.fragments}) exceeds every ({self.every}); a step sends at most one")
         return self
 
 
@@ -280,9 +278,8 @@ class Job(ConfigSection):
         if self.gradient.compress and self.precision == "fp16":
             raise ValueError("gradient.compress: fp16 loss scaling would rescale the error-feedback buffers; use bf16")
         if self.optimizer.name == "muon" and not self.model.supports_muon:
-            raise ValueError(
-                f"optimizer.name = 'muon' needs matrices of transformer blocks; {self.model.description} has none"
-            )
+            needs = "optimizer.name = 'muon' needs matrices of transformer blocks"
+            raise ValueError(f"{needs}; {self.model.description} has none")
         if self.optimizer.name != "adamw" and self.model.adamw_only:
             raise ValueError(f"{self.model.adamw_only} works with adamw only, not with {self.optimizer.name}")
         if self.data.augment and self.model.sample_kind != "images":
@@ -322,19 +319,15 @@ class Job(ConfigSection):
     def require_trainable(self) -> None:
         """Raises JobError if the job can be planned but not trained in one run."""
         if len(self.phases()) > 1:
-            raise JobError(
-                "model.phase1_sequence: training with two sequence lengths can be planned but not run; "
-                "train each phase in a separate run."
-            )
+            raise JobError("model.phase1_sequence: two lengths can be planned but not run; train each phase by itself.")
 
     def require_decoder(self) -> DecoderConfig:
         """Returns the config of a model that generates text; raises JobError for any other."""
         self.require_trainable()
-        if not self.model.is_causal_lm:
-            raise JobError(
-                f"model.name = {self.model.name!r}: {self.model.description} does not generate text; use a decoder."
-            )
-        return cast(DecoderConfig, self.model)
+        model = self.model
+        if not model.is_causal_lm:
+            raise JobError(f"model.name = {model.name!r}: {model.description} does not generate text; use a decoder.")
+        return cast(DecoderConfig, model)
 
     def phases(self) -> list[tuple[int, Job]]:
         """Returns the training phases: the number of steps and the job of each."""

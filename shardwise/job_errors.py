@@ -17,9 +17,7 @@ def describe_problems(problems: Sequence[Any], family: str, job: type[BaseModel]
         path, _, message = _format_problem(problem, family, job).partition(": ")
         messages.setdefault(path, []).append(message)
     # Pydantic reports each member of a union type as its own problem; join them into one sentence.
-    joined = {
-        path: ", or ".join([*(text.rstrip(".") for text in texts[:-1]), texts[-1]]) for path, texts in messages.items()
-    }
+    joined = {path: ", or ".join([*(t.rstrip(".") for t in texts[:-1]), texts[-1]]) for path, texts in messages.items()}
     return [f"{path}: {text}".removesuffix(": ") for path, text in joined.items()]
 
 

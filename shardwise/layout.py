@@ -88,14 +88,9 @@ class Layout:
             if self.virtual > 1:
                 raise LayoutError(f"virtual={self.virtual} needs a pipeline, but pipeline=1; set pipeline above 1.")
         elif self.schedule in ("gpipe", "1f1b") and self.virtual > 1:
-            raise LayoutError(
-                f"virtual={self.virtual}: schedule {self.schedule} runs one stage per rank; "
-                "use schedule=interleaved or remove virtual."
-            )
+            raise LayoutError(f"virtual={self.virtual}: {self.schedule} runs one stage per rank; use interleaved.")
         elif self.schedule in V_SHAPED and self.virtual not in (0, 2):
-            raise LayoutError(
-                f"virtual={self.virtual}: schedule {self.schedule} runs exactly 2 stages per rank; remove virtual."
-            )
+            raise LayoutError(f"virtual={self.virtual}: {self.schedule} runs exactly 2 stages per rank; remove it.")
         if self.stages and len(self.stages) != self.stage_count:
             raise LayoutError(
                 f"stages={','.join(map(str, self.stages))} lists {pluralize(len(self.stages), 'stage')}, "
@@ -137,6 +132,12 @@ class Layout:
         """Whether the schedule runs input and weight gradients as separate actions."""
         return self.pipeline > 1 and self.schedule in SPLIT_BACKWARD
 
+    @property
+    def kept_fraction(self) -> float:
+        """Fraction of the blocks whose matmuls are not recomputed; selective recomputation repeats none."""
+        fraction = kept_activation_fraction(self.recompute)
+        return float(self.recompute != "full") if fraction is None else fraction
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Returns the stages of a pipeline rank in model order: every `pipeline`-th one, or a symmetric pair in a V."""
         if self.pipeline > 1 and self.schedule in V_SHAPED:
@@ -166,10 +167,8 @@ class Layout:
         for word in text.split():
             key, equals, value = word.partition("=")
             if not equals:
-                hint = layout_hint(key)
-                raise LayoutError(
-                    f"layout {text!r}: {word!r} is not of the form key=value{f'; {hint}' if hint else '.'}"
-                )
+                ending = f"; {hint}" if (hint := layout_hint(key)) else "."
+                raise LayoutError(f"layout {text!r}: {word!r} is not of the form key=value{ending}")
             if key not in fields:
                 hint = layout_hint(key, value) or suggest(key, fields)
                 raise LayoutError(f"layout {text!r}: unknown key {key!r}; {hint}")
@@ -202,13 +201,9 @@ def kept_activation_fraction(recompute: str) -> float | None:
         fraction = -1.0
     if not 0.0 <= fraction <= 1.0:
         raise LayoutError(
-            f"recompute={recompute}: use {', '.join(RECOMPUTE)}, or the fraction of block activations to keep "
-            "(from 0 to 1)."
+            f"recompute={recompute}: use {', '.join(RECOMPUTE)}, or the fraction of blocks to keep (from 0 to 1)."
         )
     return fraction
-
-
-# Batch split
 
 
 @dataclass(frozen=True)

@@ -64,9 +64,6 @@ def to_unit_interval(bits: np.ndarray) -> np.ndarray:
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-# Initial weights
-
-
 def _standard_normals(key: int, index: Tensor) -> Tensor:
     """Returns a standard normal for each index by Box-Muller, rounded to float32 in every precision."""
     bits = mix64(index * _signed(GOLDEN_GAMMA, 64) + key)
@@ -97,9 +94,6 @@ def normal_(out: Tensor, key: int, shape: torch.Size, start: tuple[int, ...], st
         rows[first : first + step].copy_(_standard_normals(key, index) * std)
 
 
-# Sample order
-
-
 class Permutation:
     """A pseudorandom permutation of range(n) without a table: a Feistel network with cycle walking."""
 
@@ -124,15 +118,9 @@ class Permutation:
         return (left << half) | right
 
 
-# Dropout
-
-
 class Dropout(nn.Module):
-    """Dropout whose mask is a hash of (seed, site, sample, position, feature).
-
-    `ids` are stream positions, which identify both sample and step. For a part of a sequence, `position_ids` gives the
-    positions, so that its mask is that part of the full mask.
-    """
+    """Dropout whose mask is a hash of (seed, site, sample, position, feature). `ids` are stream positions, which
+    identify sample and step; `position_ids` are the positions of a part of a sequence."""
 
     def __init__(self, p: float, site: str, seed: int):
         super().__init__()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.axis import Axis
-from shardwise.comm.collectives import all_reduce
+from shardwise.comm.collectives import all_reduce, all_reduce_coalesced
 from shardwise.data.sample_stream import Samples
 from shardwise.optim.adamw import AdamW
 from shardwise.parallel.data_parallel import SingleProcess
@@ -29,12 +29,9 @@ from shardwise.parallel.expert import update_expert_bias
 class StepResult:
     """The results of a step, the same on every rank."""
 
-    loss: Tensor
-    """Mean over the targets of the global batch."""
-    grad_norm: Tensor
-    """Norm of the full gradient, before clipping."""
-    skipped: Tensor
-    """Whether the update was skipped because the norm was not finite."""
+    loss: Tensor  # mean over the targets of the global batch
+    grad_norm: Tensor  # norm of the full gradient, before clipping
+    skipped: Tensor  # whether the update was skipped because the norm was not finite
 
     def average_over(self, replicas: Axis) -> StepResult:
         """Returns the mean over the replicas of local SGD; skipped if any replica skipped."""
@@ -62,12 +59,10 @@ class CudaGraphStep:
     """Steps of a single process on a GPU as one CUDA graph: captured after the warm-up steps, replayed from then on, so
     that no kernel waits for the host to launch it. If the capture fails, all steps run without a graph."""
 
-    def __init__(
-        self, engine: Engine, optimizer: AdamW, clip: float, warmup_steps: int, on_failure: Callable[[str], None]
-    ):
-        """`warmup_steps`: eager steps before the capture, which compile blocks and create optimizer state.
-        `on_failure` is called with a sentence if the capture fails."""
-        self.engine, self.optimizer, self.clip, self.warmup_steps = engine, optimizer, clip, warmup_steps
+    def __init__(self, engine: Engine, optimizer: AdamW, clip: float, warmup: int, on_failure: Callable[[str], None]):
+        """`warmup`: eager steps before the capture, which compile blocks and create optimizer state. `on_failure` is
+        called with a sentence if the capture fails."""
+        self.engine, self.optimizer, self.clip, self.warmup_steps = engine, optimizer, clip, warmup
         self.on_failure = on_failure
         self.graph: torch.cuda.CUDAGraph | None = None
         self.failed = False
@@ -135,10 +130,8 @@ def make_step_fn(
     on_grads_ready: Callable[[StepResult], None] | None = None,
     on_capture_failure: Callable[[str], None] = warnings.warn,
 ) -> Callable[[Samples], StepResult]:  # fmt: skip
-    """Returns the step function; a CUDA graph if compiled, single-process and static.
-
-    Static means that every step launches the same kernels: no dynamic loss scale, and no tables in host memory.
-    """
+    """Returns the step function; a CUDA graph if compiled, single-process and static, that is if every step launches
+    the same kernels: no dynamic loss scale, and no tables in host memory."""
     is_static = isinstance(engine.data, SingleProcess) and not engine.scale.dynamic and not engine.has_tables
     if compiled and is_static and engine.mesh.device.type == "cuda" and isinstance(optimizer, AdamW):
         return CudaGraphStep(engine, optimizer, clip, warmup_steps, on_capture_failure)
@@ -167,36 +160,26 @@ def all_reduce_tensor_grads(engine: Engine) -> None:
     """All-reduces gradients of weights replicated over the tensor axis, each used on a rank's positions or heads."""
     axis = engine.mesh["tensor"]
     if axis.size > 1:
-        _all_reduce_coalesced([h.grad for h in engine.param_shards if h.tensor_dim is None], axis)
+        all_reduce_coalesced([shard.grad for shard in engine.param_shards if shard.tensor_dim is None], axis)
 
 
 def all_reduce_tied_grads(engine: Engine) -> None:
     """Sums the gradients of a tied weight over the first and the last pipeline stage."""
     tied = [param_shard.grad for param_shard in engine.tied]
-    if len(tied) > len(
-        {param_shard.name for param_shard in engine.tied}
-    ):  # V-shaped schedules have both stages on one rank
+    if len(tied) > len({shard.name for shard in engine.tied}):  # a V-shaped schedule has both stages on one rank
         first, last = tied
         first.add_(last)
         last.copy_(first)
     elif engine.mesh.tied_stages.size > 1:
-        _all_reduce_coalesced(tied, engine.mesh.tied_stages)
-
-
-def _all_reduce_coalesced(gradients: list[Tensor], axis: Axis) -> None:
-    if not gradients:
-        return
-    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    all_reduce(flat, axis=axis)
-    for gradient, chunk in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
-        gradient.copy_(chunk.view(gradient.shape))
+        all_reduce_coalesced(tied, engine.mesh.tied_stages)
 
 
 def reduce_loss_and_norm(engine: Engine, loss: Tensor) -> StepResult:
     """Returns global loss and gradient norm, from one all-reduce."""
     dtype = engine.scale.value.dtype
-    norms = torch._foreach_norm([h.grad for h in engine.param_shards], dtype=dtype)
-    squares = torch._foreach_div(torch._foreach_mul(norms, norms), [float(h.num_replicas) for h in engine.param_shards])
+    norms = torch._foreach_norm([shard.grad for shard in engine.param_shards], dtype=dtype)
+    num_replicas = [float(shard.num_replicas) for shard in engine.param_shards]
+    squares = torch._foreach_div(torch._foreach_mul(norms, norms), num_replicas)
     total = torch.stack([square.to(loss.device) for square in squares]).sum()  # table rows are in host memory
     local_loss = loss / engine.mesh["tensor"].size
     loss_and_square = torch.stack((local_loss.to(dtype), total))

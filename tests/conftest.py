@@ -37,7 +37,7 @@ THINNED = {
     "test_zero_3_holds_pieces_of_weights_and_gradients": 2,
     # checkpoints and resume
     "test_kill_and_resume_elsewhere": 3, "test_kill_and_resume_in_place_is_bitwise": 2,
-    "test_a_checkpoint_is_cut_anew": 4, "test_goes_on_in_another_layout": 4, "test_any_layout_loads_from_any_other": 4,
+    "test_a_checkpoint_is_cut_anew": 4, "test_goes_on_in_another_layout": 4, "test_any_layout_loads_from_any_other": 6,
     "test_a_checkpoint_of_one_cut_loads_into_another": 4,
     "test_what_data_is_made_of_goes_on_elsewhere": 2, "test_a_run_goes_on_between_two_meetings": 2,
     # faults and time

@@ -17,9 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.bench.parameter_server import push_pull_schedule, push_pull_sent_numel
+from shardwise.bench.parameter_server import push_pull_schedule, server_bounds
 from shardwise.comm import allreduce
-from shardwise.comm.allreduce import all_reduce, get_algorithm, sent_bytes
+from shardwise.comm.allreduce import _chunk_size, _core_rank, all_reduce, chunk_bounds, get_schedule, sent_bytes
 from shardwise.comm.world import run_world
 from shardwise.errors import RunError
 
@@ -31,11 +31,66 @@ COUNTS = (0, 1, 2, 7, 12, 61)
 SEGMENT = 96  # bytes: some messages are cut into many
 
 
+# The elements that a rank sends, by the formula of each algorithm.
+
+
+def ring_sent_numel(rank: int, ranks: int, count: int) -> int:
+    """A rank sends all chunks but one in each phase: 2 (ranks - 1) / ranks of the message if it divides evenly."""
+    bounds = chunk_bounds(count, ranks)
+    return 2 * count - _chunk_size(bounds, rank + 1) - _chunk_size(bounds, rank + 2) if ranks > 1 else 0
+
+
+def halving_doubling_sent_numel(rank: int, ranks: int, count: int) -> int:
+    """A folded rank sends the full message; a core rank 2 (core - 1) / core of it, plus all of it to a folded rank."""
+    core_size = 1 << (ranks.bit_length() - 1)
+    core_rank = _core_rank(rank, ranks)
+    if core_rank is None:
+        return count
+    bounds = chunk_bounds(count, core_size)
+    total = count - _chunk_size(bounds, core_rank) + (count if rank < 2 * (ranks - core_size) else 0)
+    for level in range(core_size.bit_length() - 1):
+        first = core_rank >> level << level
+        total += bounds[first + (1 << level)] - bounds[first]
+    return total
+
+
+def tree_sent_numel(rank: int, ranks: int, count: int) -> int:
+    """A rank sends one full message to its parent and one to each child."""
+    levels = (rank & -rank).bit_length() - 1 if rank else (ranks - 1).bit_length()
+    children = sum(rank + (1 << level) < ranks for level in range(levels))
+    return count * ((rank > 0) + children)
+
+
+def two_level_sent_numel(rank: int, ranks: int, count: int, ranks_per_node: int) -> int:
+    """A rank sends what a ring within the node sends, plus what a ring across nodes sends for its chunk."""
+    node, local_rank = divmod(rank, ranks_per_node)
+    chunk_size = _chunk_size(chunk_bounds(count, ranks_per_node), local_rank + 1)
+    across_nodes = ring_sent_numel(node, ranks // ranks_per_node, chunk_size)
+    return ring_sent_numel(local_rank, ranks_per_node, count) + across_nodes
+
+
+def push_pull_sent_numel(rank: int, ranks: int, count: int, servers: int) -> int:
+    """Returns the elements a rank sends: gradient slices to the servers, and its served slice to every other rank."""
+    bounds = server_bounds(count, ranks, servers)
+    served = bounds[rank + 1] - bounds[rank]
+    return count - served + (ranks - 1) * served
+
+
+FORMULAS: dict[str, Any] = {
+    "ring": ring_sent_numel,
+    "halving": halving_doubling_sent_numel,
+    "tree": tree_sent_numel,
+    "two-level": partial(two_level_sent_numel, ranks_per_node=1),
+}
+
+
 def schedules(ranks: int) -> dict[str, tuple[Any, Any]]:
-    found = {name: get_algorithm(name) for name in allreduce.ALGORITHMS}
+    """The schedule and the formula of every algorithm."""
+    found: dict[str, tuple[Any, Any]] = {name: (get_schedule(name), FORMULAS[name]) for name in allreduce.ALGORITHMS}
     for node in range(1, ranks + 1):
         if ranks % node == 0:
-            found[f"two-level {node}"] = get_algorithm("two-level", node)
+            formula = partial(two_level_sent_numel, ranks_per_node=node)
+            found[f"two-level {node}"] = (get_schedule("two-level", node), formula)
     for servers in {1, (ranks + 1) // 2, ranks}:
         found[f"server {servers}"] = (
             partial(push_pull_schedule, servers=servers),
@@ -57,8 +112,10 @@ def sums() -> list[str]:
                 sent = allreduce.run_schedule(tensor, schedule, name, segment_bytes=SEGMENT)
                 if not torch.equal(tensor, expected):
                     wrong.append(f"{name}, {count} x {dtype}: {tensor}, not {expected}")
-                formula = sent_bytes(count_of, rank, ranks, count, tensor.element_size(), SEGMENT)
-                if sent != formula:
+                size = tensor.element_size()
+                bounds = allreduce.segment_bounds(count, size, SEGMENT)
+                formula = size * sum(count_of(rank, ranks, last - first) for first, last in zip(bounds, bounds[1:]))
+                if not sent == formula == sent_bytes(schedule, rank, ranks, count, size, SEGMENT):
                     wrong.append(f"{name}, {count} x {dtype}: sent {sent} bytes, not {formula}")
     return wrong
 
@@ -111,11 +168,11 @@ def test_closed_forms(ranks: int) -> None:
     """Where the message divides; the sum over all ranks of what is sent at least."""
     count = 7 * 8 * 125 * 64
     for name in ("ring", "two-level"):
-        shares = {get_algorithm(name, 1)[1](rank, ranks, count) / count for rank in range(ranks)}
+        shares = {FORMULAS[name](rank, ranks, count) / count for rank in range(ranks)}
         assert max(shares) == pytest.approx(2 * (ranks - 1) / ranks, rel=1e-3)
-    assert sum(get_algorithm("tree")[1](rank, ranks, count) for rank in range(ranks)) == 2 * (ranks - 1) * count
+    assert sum(tree_sent_numel(rank, ranks, count) for rank in range(ranks)) == 2 * (ranks - 1) * count
     if ranks & (ranks - 1) == 0:
-        assert get_algorithm("halving")[1](0, ranks, count) == 2 * (ranks - 1) * count // ranks
+        assert halving_doubling_sent_numel(0, ranks, count) == 2 * (ranks - 1) * count // ranks
 
 
 def lose(rank: int, name: str, how: signal.Signals, folder: str, end: Any) -> None:

@@ -107,7 +107,7 @@ def test_tier_by_tier(name: str, tier: str) -> None:
         ("gan", "the forward returns 2 losses, but a job has one loss and one optimizer"),
         ("functional_dropout", r"FunctionalDropout draws random numbers in its forward .* use nn.Dropout there"),
         ("default_encoder", r"encoder.layers.0.self_attn draws random numbers .* or set its probability to 0"),
-        ("no_length", "the dataset Endless has no length or cannot be indexed; .* give it __len__ and __getitem__"),
+        ("no_length", "the dataset Endless has no length or cannot be indexed; .* give it __len__ and __getitem__, or"),
         ("ragged", "samples cannot be collated: stack expects each tensor to be equal size.* `collate` that pads"),
         ("not_a_tensor", "a batch must hold tensors only, but it has a str; convert or drop it in `collate`"),
         ("loss_of_shape", r"the loss must be a scalar tensor, but it is of shape \(4,\)"),
@@ -133,6 +133,23 @@ def test_a_buffer_that_the_forward_updates_needs_one_process() -> None:
 def test_a_plan_that_splits_heads_names_the_module() -> None:
     with pytest.raises(LayoutError, match="tensor_plan: shapes do not fit in blocks.0"):
         proven(any_job("tied_lm"), "tensor=4")
+
+
+@pytest.mark.parametrize(
+    "layout", ["context=2", "context=2 context_method=ulysses pipeline=2 micro_batch=2", "context=2 tensor=2 zero=3"]
+)
+def test_a_module_with_our_attention_splits_its_sequences(layout: str) -> None:
+    proven(any_job("long_lm"), layout)
+
+
+def test_sequences_are_split_only_where_that_is_right() -> None:
+    for name, reason in {
+        "tied_lm": "the loss is a mean over samples", "lstm_tagger": "it does not attend through shardwise.attention"
+    }.items():  # fmt: skip
+        with pytest.raises(LayoutError, match=reason):
+            prepare(any_job(name), Layout.parse("context=2"))
+    found = first_difference(any_job("long_lm", {"arange": True}), "context=2")
+    assert "shardwise.positions" in found.describe()
 
 
 def test_a_mean_over_masked_targets_is_caught_and_explained() -> None:
@@ -212,7 +229,7 @@ def curve(run: RunFolder) -> list[float]:
     [
         ("tied_lm", "shard=2 zero=3", "pipeline=2 micro_batch=2"), ("batch_norm", "replicate=2", "shard=2 zero=3"),
         ("frozen", "pipeline=2 micro_batch=2", "tensor=2"), ("ema", "pipeline=1", "pipeline=1"),
-        ("lstm_tagger", "shard=2 zero=3 micro_batch=2", "pipeline=1"),
+        ("streamed", "replicate=2", "shard=2 zero=3"), ("lstm_tagger", "shard=2 zero=3 micro_batch=2", "pipeline=1"),
     ],
 )  # fmt: skip
 def test_killed_and_resumed_elsewhere(name: str, before: str, after: str, tmp_path: Path) -> None:

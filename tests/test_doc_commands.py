@@ -99,6 +99,18 @@ def run(command: str, folder: Path) -> str:
     return done.stdout
 
 
+def run_here(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> str:
+    """Runs a command in this process, which has imported PyTorch already."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(sys, "argv", shlex.split(command))
+    with pytest.raises(SystemExit) as ended:
+        main()
+    printed = capfd.readouterr()
+    assert not ended.value.code, printed.out + printed.err
+    return printed.out
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """The reader's folder: the tutorial's job, the examples, and some text."""
@@ -135,20 +147,24 @@ def test_errors_are_those_shown(
 @pytest.mark.parametrize(
     "command", [one for one in RUNNABLE if one != TRAIN and not one.startswith(USES_RUN) and not is_error(one)]
 )
-def test_commands_print_what_is_shown(command: str, folder: Path) -> None:
+def test_commands_print_what_is_shown(
+    command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     if "bpe:" in command:
         pytest.importorskip("tokenizers")
-    check_output(command, run(command, folder))
+    check_output(command, run_here(command, folder, monkeypatch, capfd))
 
 
-def test_a_run_and_what_is_done_with_it(folder: Path) -> None:
+def test_a_run_and_what_is_done_with_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """The tutorial's first training; then it stands in for the runs that other pages read."""
     check_output(TRAIN, run(TRAIN, folder))
     for name in ("0001", "0002"):
         shutil.copytree(folder / "runs" / "one", folder / "runs" / name)
     for command in RUNNABLE:
         if command.startswith(USES_RUN):
-            check_output(command, run(command, folder))
+            check_output(command, run_here(command, folder, monkeypatch, capfd))
 
 
 def test_the_demo_is_the_one_shown() -> None:

@@ -22,7 +22,7 @@ from shardwise.data.fingerprint import DataFile
 from shardwise.data.make_sources import make_sources
 from shardwise.data.sample_stream import SampleStream, rank_positions
 from shardwise.errors import DataError, JobError, LayoutError
-from shardwise.job import Job, make_job
+from shardwise.job import Job, load_job, make_job
 from shardwise.layout import Layout
 from shardwise.models.dlrm import DenseDLRM, DotInteraction
 from shardwise.models.dlrm_family import DLRMConfig
@@ -632,9 +632,8 @@ def test_the_example_trains_learns_and_goes_on_elsewhere(tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     losses = [json.loads(line)["loss"] for line in (tmp_path / "r/metrics.jsonl").read_text().splitlines()]
     assert len(losses) == 40 and np.mean(losses[-5:]) < np.mean(losses[:5]) - 0.05
-    done = shardwise("train", str(ROOT / "examples/dlrm.toml"), "--layout", "tensor=2", folder=tmp_path)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "tensor=2: a DLRM supports data parallelism" in done.stderr
+    with pytest.raises(LayoutError, match="tensor=2: a DLRM supports data parallelism"):
+        prepare(load_job(ROOT / "examples/dlrm.toml"), Layout.parse("tensor=2"))
 
 
 def test_a_world_of_one_has_no_process_group() -> None:

@@ -274,7 +274,7 @@ def load_of(text: str, capacity: float = 0.0) -> list[expert.RoutingStats]:
             step(engine, optimizer, make_stream(job).read(rank_positions(number, 8, ranks.size, ranks.index)), 1.0)
         sent, waited = (counts.get("expert", 0.0) for counts in engine.timer.read_and_reset())
         told = expert.routing_stats(model, engine.chains, engine.mesh["world"], torch.device("cpu"), sent, waited)
-        found.append(expert.RoutingStats.from_values(told.tolist()))
+        found.append(expert.RoutingStats(*told.tolist()[:4], told.tolist()[4:]))
     return found
 
 

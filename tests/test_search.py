@@ -109,9 +109,5 @@ def test_stages_are_those_of_the_engine() -> None:
         layout = Layout.parse(f"{text} micro_batch=1")
         spans = cut_stages(layout, forward_flops(model))
         assert [sum(part) for part in estimator.stages(layout).stages] == [last - first for first, last in spans]
-    assert estimator.blocks_per_rank(Layout.parse("pipeline=4 micro_batch=1")) == [
-        3,
-        3,
-        3,
-        1,
-    ]  # the head is worth two blocks
+    ranks = estimator.stages(Layout.parse("pipeline=4 micro_batch=1")).ranks
+    assert [rank.blocks for rank in ranks] == [3, 3, 3, 1]  # the head is worth two blocks

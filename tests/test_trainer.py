@@ -84,14 +84,10 @@ def test_every_way_to_start_gives_the_same_losses(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
     found = {name: losses(tmp_path / name) for name in ("script", "torchrun", "ours", "job")}
     assert len(set(map(tuple, found.values()))) == 1, found
-
-
-def test_a_run_of_a_script_goes_on_in_another_layout(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    for words in (("shard=2", "whole", "6"), ("shard=2", "cut", "4"), ("pipeline=2", "cut", "6", "resume")):
+    for words in (("shard=2 zero=3", "cut", "2"), ("pipeline=2", "cut", "4", "resume")):  # and resumed elsewhere
         done = run("train.py", *words, folder=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
-    assert losses(tmp_path / "cut") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
+    assert losses(tmp_path / "cut") == pytest.approx(found["script"], rel=1e-4)
 
 
 # The proof

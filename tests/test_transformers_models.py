@@ -46,7 +46,8 @@ def verify_layouts(case: Job, *layouts: str) -> list[VerifyResult]:
     ("llama", LLAMA, ["shard=2 zero=3", "pipeline=2 micro_batch=2", ZERO_BUBBLE, "tensor=2", "context=2",
                       "context=2 context_method=ulysses", "pipeline=2 shard=2 tensor=2 micro_batch=1"]),
     ("gpt2", GPT2, ["pipeline=2 micro_batch=2", "pipeline=2 shard=2 context=2 micro_batch=1"]),  # tied, with dropout
-    ("mixtral", MIXTRAL, ["shard=2 zero=3", "tensor=2 context=2"]),
+    ("mixtral", MIXTRAL, ["shard=2 zero=3", "tensor=2 context=2", "shard=2 expert=2 zero=3",
+                          "pipeline=2 shard=2 expert=2 micro_batch=1"]),
     ("bert", BERT, [ZERO_BUBBLE, "context=2"]),
     ("vit", VIT, ["shard=2 zero=3", ZERO_BUBBLE]),
     ("mamba2", MAMBA2, ["shard=2 zero=3", "pipeline=2 micro_batch=2"]),
@@ -105,13 +106,15 @@ def test_the_anatomy_of_llama():
      'classifier; build it in a function of your own and name that: "python:package.module:function".'),
     ("gpt2", GPT2, "tensor=2", "tensor=2: this module has no plan; give one: plan= in a script, [model.tensor_plan] "
      "in a job."),
-    ("mixtral", MIXTRAL, "shard=2 expert=2", "expert=2: experts of transformers' models are not split over an expert "
-     "axis; use shard or tensor."),
-    ("mamba2", MAMBA2, "context=2", "context=2: Mamba2Config: its forward takes no position_ids, so its sequences "
+    ("llama", LLAMA, "shard=2 expert=2", "expert=2: the module has no experts that Shardwise knows; leave expert at "
+     "1."),
+    ("mixtral", MIXTRAL, "shard=2 tensor=2 expert=4", "expert=4 must divide shard x context, 2; use shard=4 or a "
+     "multiple."),
+    ("mamba2", MAMBA2, "context=2", "context=2: its forward takes no position_ids, so its sequences "
      "cannot be split; use shard."),
-    ("roberta", {**BERT, "pad_token_id": 1}, "context=2", "context=2: RobertaConfig: its positions depend on the "
+    ("roberta", {**BERT, "pad_token_id": 1}, "context=2", "context=2: its positions depend on the "
      "tokens (padding), so its sequences cannot be split; use shard."),
-    ("vit", VIT, "context=2", "context=2: ViTConfig: its samples are images, so its sequences cannot be split; use "
+    ("vit", VIT, "context=2", "context=2: its samples are images, so its sequences cannot be split; use "
      "shard."),
     ("bart", BART, ZERO_BUBBLE, "schedule=zero-bubble: model.decoder.layernorm_embedding is on a path of its own "
      "beside the blocks' output, which PyTorch cannot split; use schedule=1f1b or interleaved."),

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import shardwise
 from shardwise.adapters.task import Task
 
 SAMPLES, TOKENS, FEATURES, CLASSES, VOCAB = 40, 6, 8, 5, 18
@@ -66,10 +67,10 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int = 2, dropout: float = 0.0):
+    def __init__(self, width: int, attention: nn.Module | None = None, dropout: float = 0.0):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention, self.drop = Attention(width, heads), nn.Dropout(dropout)
+        self.attention, self.drop = attention or Attention(width, 2), nn.Dropout(dropout)
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -390,6 +391,47 @@ def tied_lm() -> Task:
     )  # fmt: skip
 
 
+class GroupedAttention(nn.Module):
+    """Grouped-query attention through `shardwise.attention`."""
+
+    def __init__(self, width: int, heads: int, kv_heads: int):
+        super().__init__()
+        self.head_dim = width // heads
+        self.q, self.out = nn.Linear(width, width), nn.Linear(width, width)
+        self.k, self.v = (nn.Linear(width, kv_heads * self.head_dim) for _ in range(2))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = (part(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        return self.out(shardwise.attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class LongLM(nn.Module):
+    """A language model for long sequences: attention and positions are those of shardwise."""
+
+    def __init__(self, depth: int = 4, arange: bool = False):
+        super().__init__()
+        self.arange = arange
+        self.tokens, self.places = nn.Embedding(VOCAB, 16), nn.Embedding(8, 16)
+        self.blocks = nn.ModuleList(Block(16, GroupedAttention(16, 4, 2), 0.1) for _ in range(depth))
+        self.head = nn.Linear(16, VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1]) if self.arange else shardwise.positions(tokens.shape[1])
+        x = self.tokens(tokens) + self.places(positions)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def long_lm(arange: bool = False) -> Task:
+    words = integers(VOCAB, 9)
+    return Task(
+        lambda: LongLM(arange=arange),
+        lambda logits, y: F.cross_entropy(logits.transpose(1, 2), y, ignore_index=3, reduction="sum"),
+        Rows(words[:, :-1], words[:, 1:]), count=lambda batch: (batch[1] != 3).sum(), plan=BLOCK_PLAN,
+    )  # fmt: skip
+
+
 # Inputs and outputs of many kinds
 
 
@@ -568,6 +610,29 @@ class Endless:
     def __iter__(self) -> Iterator[Any]:
         while True:
             yield torch.zeros(FEATURES), torch.tensor(0)
+
+
+class Stream:
+    """Samples in a row, without a length; its state is how many of them were read."""
+
+    def __init__(self, count: int = 50):
+        self.count, self.read = count, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.read < self.count:
+            self.read += 1
+            yield floats(FEATURES, seed=self.read)[0], torch.tensor(self.read % CLASSES)
+        self.read = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"read": self.read}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.read = state["read"]
+
+
+def streamed() -> Task:
+    return Task(SkipMLP, nn.CrossEntropyLoss(), Stream())
 
 
 def no_length() -> Task:

@@ -29,7 +29,7 @@ import torch
 from async_server import ParameterServerWorker
 from torch import Tensor
 
-from shardwise.bench.parameter_server import push_pull_schedule, push_pull_sent_numel
+from shardwise.bench.parameter_server import push_pull_schedule
 from shardwise.comm import allreduce
 from shardwise.comm.world import run_world
 from shardwise.data.cifar10 import TEST_FILE, TRAIN_FILES
@@ -141,8 +141,11 @@ def main() -> None:
         settings = [f"data.path={options.data or generated}", f"steps={options.steps}"]
         job = load_job(HERE / "compare.toml", settings)
         size = 4 * sum(weight.numel() for weight in job.family.build(job.model, 0).parameters())
-        ring = [4 * allreduce.ring_sent_numel(rank, RANKS, size // 4) for rank in range(RANKS)]
-        server = [4 * push_pull_sent_numel(rank, RANKS, size // 4, 1) for rank in range(RANKS)]
+        schedules = allreduce.ring_schedule, partial(push_pull_schedule, servers=1)
+        ring, server = (
+            [allreduce.sent_bytes(schedule, rank, RANKS, size // 4, 4, size) for rank in range(RANKS)]
+            for schedule in schedules
+        )
         print(f"{RANKS} processes, {job.total_steps} steps of {job.samples} images, {size / 1e6:.2f} MB of weights")
         print(f"{'':20s} {'steps/s':>8s} {'MB sent per step and rank':>28s} {'accuracy':>9s}")
         print(f"{'':20s} {'':8s} {'mean':>14s} {'max':>13s}")

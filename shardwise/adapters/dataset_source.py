@@ -1,4 +1,4 @@
-"""A user's map-style dataset as a source: samples are read by index and collated into batches of tensors."""
+"""A user's dataset as a source: samples are read by index and collated into batches of tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.adapters.task import Task, check_dataset, flatten_batch
+from shardwise.adapters.task import NumberedStream, Task, flatten_batch, indexed
 from shardwise.data.sample_stream import Samples
 from shardwise.errors import DataError
 
@@ -16,8 +16,12 @@ class DatasetSource:
     length, vocab = 1, 0
 
     def __init__(self, task: Task, dataset: Any):
-        self.task, self.dataset = task, dataset
-        check_dataset(dataset)
+        self.task, self.dataset = task, indexed(dataset)
+
+    @property
+    def stream(self) -> NumberedStream | None:
+        """The dataset, if it is read in its own order."""
+        return self.dataset if isinstance(self.dataset, NumberedStream) else None
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -26,6 +30,8 @@ class DatasetSource:
         return self.dataset[index]
 
     def samples(self, indices: np.ndarray, positions: np.ndarray) -> Samples:
+        if self.stream is not None:
+            self.stream.seek(int(indices[0]))
         rows = []
         for index in indices.tolist():
             try:

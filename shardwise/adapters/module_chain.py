@@ -22,6 +22,7 @@ from torch.utils._pytree import TreeSpec, tree_map_only
 
 from shardwise.adapters.anatomy import Anatomy
 from shardwise.adapters.deferred_init import DeferredInit
+from shardwise.adapters.split_attention import split_sequence
 from shardwise.adapters.task import Task, unflatten_batch
 from shardwise.adapters.tensor_plan import scale_head_counts
 from shardwise.errors import LayoutError
@@ -246,7 +247,10 @@ class ModuleChain(Chain):
         units = [self.root.get_submodule(name) for name in self.anatomy.units if name in own]
         can_shard_blocks = not self._shares_block_parameters() and self.anatomy.altered.isdisjoint(self.anatomy.blocks)
         blocks = self.blocks() if can_shard_blocks else []
-        return [unit for unit in (*units, *blocks) if any(True for _ in unit.parameters())]
+        return [
+            unit for unit in (*units, *blocks)
+            if any(True for _ in unit.parameters()) and not getattr(unit, "stacks_experts", False)
+        ]  # fmt: skip
 
     def _shares_block_parameters(self) -> bool:
         last = len(self.anatomy.blocks)
@@ -274,6 +278,7 @@ class ModuleChain(Chain):
     def configure(self, device: torch.device, dtype: torch.dtype, tensor_degree: int) -> None:
         """Called once the parameters have memory, with the dtype of activations."""
         self.compute_dtype, self.tensor_degree = dtype, tensor_degree
+        split_sequence(None, None, None)
         if tensor_degree > 1:
             scale_head_counts(self.root, self.sharding_plan, tensor_degree)
         if self.task.configure is not None:
@@ -286,9 +291,14 @@ class ModuleChain(Chain):
             if self.task.casts_inputs and dtype.itemsize == 2 and module._parameters and module is not self.root:
                 module.register_forward_pre_hook(_cast_inputs(dtype), with_kwargs=True)
 
+    def dispatch_tokens(self, experts: nn.Module, dispatcher: Any) -> None:
+        assert self.task.dispatch_tokens is not None, "refused before"
+        self.task.dispatch_tokens(experts, dispatcher)
+
     def split_sequence(self, axis: Any, positions: Tensor, attention_fn: Any) -> None:
-        assert self.task.split_sequence is not None, "refused before"
-        self.task.split_sequence(self.root, axis, positions, attention_fn)
+        split_sequence(axis, positions, attention_fn)
+        if self.task.split_sequence is not None:
+            self.task.split_sequence(self.root)
 
     def initial_value(self, name: str) -> Tensor | None:
         return self.init.value(name)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -14,9 +15,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from shardwise.adapters.anatomy import TRACED_SAMPLES, Anatomy, find_anatomy
+from shardwise.adapters.context_check import context_refusal
 from shardwise.adapters.dataset_source import DatasetSource
 from shardwise.adapters.deferred_init import build_deferred
 from shardwise.adapters.module_chain import ModuleChain, find_sample_dims, replace_dropout, stream_like
+from shardwise.adapters.split_attention import SPLIT
 from shardwise.adapters.task import Task, flatten_batch, load_python_task, unflatten_batch, with_settings
 from shardwise.adapters.tensor_plan import make_sharding_plan
 from shardwise.adapters.trace_parts import trace_parts
@@ -51,6 +54,8 @@ class ModuleConfig(ModelConfig):
     """Tokens per sample, if the samples come from the `[data]` section."""
     vocab: int = Field(256, ge=2)
     """Number of token ids, if the samples come from the `[data]` section."""
+    blocks: int = Field(0, ge=0)
+    """Keep only the first blocks of the trunk, as `verify --shrink` does; 0: all."""
 
     def __hash__(self) -> int:
         return hash(json.dumps(self.model_dump(), sort_keys=True, default=str))
@@ -77,15 +82,24 @@ class ModuleConfig(ModelConfig):
         return self.sequence if self.task.reads_tokens else 1
 
     @property
+    def length(self) -> int:
+        return self.sequence_length if self.task.reads_tokens else self.task.sequence_length
+
+    @property
+    def reports_routing(self) -> bool:
+        return False
+
+    @property
+    def heads(self) -> int:
+        return _check_context(self)[1]
+
+    @property
     def requires_single_micro_batch(self) -> bool:  # type: ignore[override]
         return meta_chain(self).has_batch_statistics
 
     @property
     def targets_are_text(self) -> bool:  # type: ignore[override]
         return self.task.reads_tokens and not self.counts_samples
-
-    def _shrunk_values(self) -> dict[str, Any]:
-        return {"sequence": min(self.sequence, 32)}
 
 
 @lru_cache(maxsize=8)
@@ -97,7 +111,19 @@ def load_task(config: ModuleConfig) -> Task:
         task = load_script_task(config.name, config.args)
     else:
         task = load_python_task(config.name.removeprefix("python:"), config.args)
-    return with_settings(task, config.trunk, config.tensor_plan)
+    task = with_settings(task, config.trunk, config.tensor_plan)
+    if not config.blocks:
+        return task
+    names = meta_chain(config.model_copy(update={"blocks": 0})).anatomy.blocks[config.blocks :]
+
+    def build() -> nn.Module:
+        module = copy.deepcopy(task.build())
+        for name in names:
+            parent, _, key = name.rpartition(".")
+            del module.get_submodule(parent)._modules[key]
+        return module
+
+    return replace(task, model=build)
 
 
 class ModuleFamily(Family):
@@ -126,6 +152,14 @@ class ModuleFamily(Family):
     def build_on_meta(self, config: Any, seed: int = 0) -> ModuleChain:
         return self.build(config, seed)
 
+    def shrink(self, config: Any) -> Any:
+        small = config.model_copy(update={"sequence": min(config.sequence, 32), "blocks": config.blocks or 4})
+        try:
+            meta_chain(small)
+        except Exception:  # noqa: BLE001 - a forward that needs all of its blocks may raise anything
+            return config.model_copy(update={"sequence": small.sequence})
+        return small
+
     def anatomy(self, config: Any, module: nn.Module, state: dict[str, Any]) -> Anatomy:
         """Traces a module that was built on the meta device."""
         task = self.task(config)
@@ -152,10 +186,11 @@ class ModuleFamily(Family):
         chain = meta_chain(config)
         anatomy, plan = chain.anatomy, chain.sharding_plan
         refused = {
-            "context": "context parallelism works with transformers models only; leave context at 1.",
             "expert": "the module has no experts that Shardwise knows; leave expert at 1.",
             "fp8": "fp8 works with our own families; use bf16.",
         }
+        if reason := _check_context(config)[0]:
+            refused["context"] = f"{reason}, so its sequences cannot be split; use shard."
         if anatomy.crossing:
             refused["pipeline"] = f"{anatomy.crossing}."
         if anatomy.second_path:
@@ -178,6 +213,17 @@ class ModuleFamily(Family):
             raise_random(anatomy.random_modules)
         return refused
 
+    def context_refusal(self, config: Any) -> str:
+        """Returns why sequences cannot be split over context ranks; empty if they can."""
+        task, chain = self.task(config), meta_chain(config)
+        if task.count is None:
+            return "the loss is a mean over samples (give `count`, and a loss that is a sum over targets)"
+        if config.length == 1:
+            return "the tensors of a batch do not have the sequence as their second dimension"
+        batch = task.example(2, config.sequence)
+        run = partial(task.call, chain.root)
+        return context_refusal(chain.root, chain.anatomy.blocks, batch, run, "shardwise.attention")
+
     def example_batch(self, config: Any, samples: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         leaves, _ = flatten_batch(self.task(config).example(samples, config.sequence), samples)
         leaves = [leaf.to("meta", dtype if leaf.is_floating_point() else leaf.dtype) for leaf in leaves]
@@ -192,7 +238,11 @@ class ModuleFamily(Family):
 
     def stage_shapes(self, config: Any, layout: Any, samples: int) -> tuple[Tensor, tuple[int, ...]]:
         first = self.example_batch(config, samples, torch.float32)["x"]
-        return first, stream_like(meta_chain(config).anatomy, samples, 2)
+        stream = stream_like(meta_chain(config).anatomy, samples, 2)
+        if layout.context > 1:
+            first = first[:, : config.length // layout.context]
+            stream = stream[0], stream[1] // layout.context, *stream[2:]
+        return first, stream
 
     def build_reference(self, config: Any, seed: int, dtype: torch.dtype) -> nn.Module:
         """Returns the module as its author wrote it, on the CPU, with the weights that every layout starts from."""
@@ -219,7 +269,9 @@ class ModuleFamily(Family):
             loss = task.call(module, unflatten_batch(leaves, spec))
         return loss if task.count is None else loss / samples.num_targets
 
-    def explain_difference(self, config: Any, kind: str) -> str:
+    def explain_difference(self, config: Any, layout: Any, kind: str) -> str:
+        if layout.context > 1:
+            return " Do positions come from shardwise.positions, and does nothing but attention mix them?"
         if kind != "loss" or self.task(config).count is not None:
             return ""
         return (
@@ -239,6 +291,16 @@ def raise_random(modules: Sequence[str]) -> None:
         f"{modules[0]} draws random numbers in its forward (functional dropout, for example), which would differ "
         "between layouts; use nn.Dropout there, or set its probability to 0."
     )
+
+
+@lru_cache(maxsize=8)
+def _check_context(config: Any) -> tuple[str, int]:
+    """Returns why sequences cannot be split, empty if they can, and the number of heads of `shardwise.attention`."""
+    from shardwise.models.registry import family_of
+
+    family: Any = family_of(config)
+    SPLIT.heads = 1
+    return family.context_refusal(config), SPLIT.heads
 
 
 @lru_cache(maxsize=4)

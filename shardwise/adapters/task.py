@@ -11,11 +11,14 @@ give `count`, the number of targets in a batch, and let the loss be a sum.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,8 +39,8 @@ class Task:
     loss: Callable[..., Tensor] | None = None
     """From output and target to a scalar. None: the forward returns the loss."""
     data: Any = None
-    """A map-style dataset. None: the samples of the job's `[data]` section, as input_ids and labels; labels are the
-    next tokens, -100 is ignored."""
+    """A dataset: map-style, or iterable with `state_dict` and `load_state_dict`. None: the samples of the job's
+    `[data]` section, as input_ids and labels; labels are the next tokens, -100 is ignored."""
     validation: Any = None
     """A map-style dataset of held-out samples."""
     collate: Callable[[list[Any]], Any] | None = None
@@ -60,12 +63,19 @@ class Task:
     casts_inputs: bool = True
     """Whether bf16 and fp16 cast the inputs of every module with parameters, because buffers keep float32 and what is
     computed with them too. False: the forward casts by itself."""
-    split_sequence: Callable[..., None] | None = None
-    """Called with the module, the context axis, all ranks' positions and an attention function, if context > 1."""
+    split_sequence: Callable[[nn.Module], None] | None = None
+    """Called with the module if context > 1, to make it attend through `shardwise.attention`."""
+    dispatch_tokens: Callable[[nn.Module, Any], None] | None = None
+    """Called with each module that stacks experts and a `TokenDispatcher`, if expert > 1."""
     trunk: str = ""
     """Name of the list of blocks, if it is not found or another one is wanted."""
     plan: Mapping[str, str] = field(default_factory=dict)
     """Tensor parallelism by pattern of module names: colwise, rowwise, ..."""
+
+    def __post_init__(self) -> None:
+        for name in ("data", "validation"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, indexed(getattr(self, name)))
 
     def build(self) -> nn.Module:
         module = self.model if isinstance(self.model, nn.Module) else self.model()
@@ -85,10 +95,16 @@ class Task:
         if self.reads_tokens:
             tokens = torch.zeros(samples, length, dtype=torch.int64)
             return {"input_ids": tokens, "labels": tokens}
-        check_dataset(self.data)
         if not len(self.data):
             raise JobError(f"the dataset {type(self.data).__name__} is empty; give it at least one sample.")
         return self.collate_rows([self.data[index % len(self.data)] for index in range(samples)])
+
+    @property
+    def sequence_length(self) -> int:
+        """The size of dimension 1 of all tensors of a batch; 1 if they differ."""
+        leaves, _ = flatten_batch(self.example(2), 2)
+        lengths = {leaf.shape[1] if leaf.dim() > 1 else 1 for leaf in leaves}
+        return lengths.pop() if len(lengths) == 1 else 1
 
     def collate_rows(self, rows: list[Any]) -> Any:
         """Returns the batch of some samples."""
@@ -148,12 +164,64 @@ def _own_loss(output: Any) -> Any:
     return found
 
 
-def check_dataset(dataset: Any) -> None:
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise JobError(
-            f"the dataset {type(dataset).__name__} has no length or cannot be indexed; samples are read by index, so "
-            "that every layout and every restart reads the same: give it __len__ and __getitem__."
-        )
+class NumberedStream:
+    """An iterable dataset with a state, read by index in its own order; where it ends, it starts anew.
+
+    Every rank iterates over the whole dataset and keeps its own samples, so the layout changes nothing.
+    """
+
+    def __init__(self, dataset: Any):
+        self.dataset, self.iterator, self.next_index = dataset, iter(()), 0
+        self.states = {0: copy.deepcopy(dataset.state_dict())}
+        """By index of the next sample: the dataset's state."""
+
+    def __len__(self) -> int:
+        return 2**40  # unknown
+
+    def seek(self, index: int) -> None:
+        """Goes to a sample, and records the state there."""
+        if index < self.next_index or self.next_index == 0:
+            self.next_index = max(known for known in self.states if known <= index)
+            self.dataset.load_state_dict(copy.deepcopy(self.states[self.next_index]))
+            self.iterator = iter(self.dataset)
+        while self.next_index < index:
+            self._advance()
+        self.states[index] = copy.deepcopy(self.dataset.state_dict())
+        for old in sorted(self.states)[1:-64]:
+            del self.states[old]
+
+    def __getitem__(self, index: int) -> Any:
+        if index != self.next_index or index == 0:
+            self.seek(index)
+        return self._advance()
+
+    def _advance(self) -> Any:
+        self.next_index += 1
+        try:
+            return next(self.iterator)
+        except StopIteration:
+            self.iterator = iter(self.dataset)
+            return next(self.iterator)
+
+    def state_before(self, index: int) -> tuple[int, Any] | None:
+        """Returns the last recorded state at or before a sample, and its index; None if JSON cannot hold it."""
+        known = max(number for number in list(self.states) if number <= index)
+        with suppress(TypeError):
+            return known, json.loads(json.dumps(self.states[known]))
+        return None
+
+
+def indexed(dataset: Any) -> Any:
+    """Returns a dataset whose samples are read by index; raises JobError if that is impossible."""
+    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+        return dataset
+    if all(hasattr(dataset, name) for name in ("__iter__", "state_dict", "load_state_dict")):
+        return NumberedStream(dataset)
+    raise JobError(
+        f"the dataset {type(dataset).__name__} has no length or cannot be indexed; samples are read by index, so that "
+        "every layout and every restart reads the same: give it __len__ and __getitem__, or, if it is a stream, "
+        "state_dict and load_state_dict."
+    )
 
 
 def flatten_batch(batch: Any, samples: int) -> tuple[list[Tensor], TreeSpec]:

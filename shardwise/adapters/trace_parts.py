@@ -14,6 +14,7 @@ from shardwise.models.operator_costs import OperatorCosts
 from shardwise.models.trace import interpolate_traces, trace_module
 
 
+@lru_cache(maxsize=8)
 def trace_parts(family: Any, config: Any, itemsize: int) -> Callable[..., tuple[OperatorCosts, ...]]:
     """Returns a function from a micro-batch size to the costs of each part."""
     dtype = {8: torch.float64, 4: torch.float32, 2: torch.bfloat16}[itemsize]

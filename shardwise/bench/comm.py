@@ -25,10 +25,10 @@ from scipy.optimize import nnls
 from torch import Tensor
 
 from shardwise import draw
-from shardwise.bench.parameter_server import push_pull_schedule, push_pull_sent_numel
+from shardwise.bench.parameter_server import push_pull_schedule
 from shardwise.cluster import CLUSTERS, LinkSpec, read_cluster, write_cluster
 from shardwise.comm import allreduce
-from shardwise.comm.allreduce import Schedule, SentNumelFn, get_algorithm, segment_bounds, sent_bytes
+from shardwise.comm.allreduce import SEGMENT_BYTES, Schedule, get_schedule, segment_bounds, sent_bytes
 from shardwise.comm.world import run_world
 from shardwise.console import pluralize
 from shardwise.errors import JobError
@@ -58,9 +58,7 @@ class CommReport:
 
     @property
     def fits(self) -> dict[str, AlphaBetaFit]:
-        return {
-            name: fit_alpha_beta(self.steps[name], self.bytes_sent[name], self.seconds[name]) for name in self.seconds
-        }
+        return {n: fit_alpha_beta(self.steps[n], self.bytes_sent[n], self.seconds[n]) for n in self.seconds}
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "fits": {name: asdict(fit) for name, fit in self.fits.items()}}
@@ -118,9 +116,6 @@ def fit_alpha_beta(steps: list[int], bytes_sent: list[int], seconds: list[float]
     return AlphaBetaFit(float(latency), 1.0 / max(float(seconds_per_byte), 1.0 / MAX_BANDWIDTH), median_error)
 
 
-# Measuring
-
-
 def bench_comm(processes: int, processes_per_node: int | None, max_bytes: int, repeats: int) -> CommReport | None:
     """Benchmarks torchrun's processes, or starts `processes` local ones. Returns None on ranks other than 0."""
     sizes = [MIN_BYTES]
@@ -141,16 +136,13 @@ def bench_comm(processes: int, processes_per_node: int | None, max_bytes: int, r
         result = _measure(processes_per_node, sizes, repeats)
         dist.barrier()
         return result if dist.get_rank() == 0 else None
-    report: CommReport = run_world(_measure, processes, processes_per_node, sizes, repeats, timeout=1200.0)[0]
-    return report
+    return run_world(_measure, processes, processes_per_node, sizes, repeats, timeout=1200.0)[0]
 
 
-def _schedules(ranks: int, processes_per_node: int) -> dict[str, tuple[Schedule, SentNumelFn]]:
-    names = [*allreduce.ALGORITHMS, "two-level"]
-    schedules = {name: get_algorithm(name, processes_per_node) for name in names}
-    for name, servers in (("server", 1), ("servers", ranks)):
-        schedules[name] = partial(push_pull_schedule, servers=servers), partial(push_pull_sent_numel, servers=servers)
-    return schedules
+def _schedules(ranks: int, processes_per_node: int) -> dict[str, Schedule]:
+    schedules = {name: get_schedule(name, processes_per_node) for name in (*allreduce.ALGORITHMS, "two-level")}
+    servers = {"server": 1, "servers": ranks}
+    return schedules | {name: partial(push_pull_schedule, servers=count) for name, count in servers.items()}
 
 
 def _measure(processes_per_node: int, sizes: list[int], repeats: int) -> CommReport:
@@ -162,14 +154,15 @@ def _measure(processes_per_node: int, sizes: list[int], repeats: int) -> CommRep
     for size in sizes:
         tensor = torch.zeros(size // 4)
         collectives: dict[str, Callable[[], Any]] = {LIBRARY: partial(dist.all_reduce, tensor)}
-        for name, (schedule, _) in schedules.items():
+        for name, schedule in schedules.items():
             collectives[name] = partial(allreduce.run_schedule, tensor, schedule, name)
         for name, elapsed in _time_collectives(collectives, repeats).items():
             seconds[name].append(elapsed)
-            schedule, count_sent = schedules.get(name, allreduce.ALGORITHMS["ring"])
+            schedule = schedules.get(name, allreduce.ring_schedule)
             count, num_segments = tensor.numel(), len(segment_bounds(tensor.numel(), 4)) - 1
             steps[name].append(len(schedule(0, ranks, count)) + num_segments - 1)
-            bytes_sent[name].append(max(sent_bytes(count_sent, rank, ranks, count, 4) for rank in range(ranks)))
+            sent = [sent_bytes(schedule, rank, ranks, count, 4, SEGMENT_BYTES) for rank in range(ranks)]
+            bytes_sent[name].append(max(sent))
     links = {}
     if processes_per_node > 1:
         links["inner"] = _measure_link(1, sizes, repeats)
@@ -195,21 +188,19 @@ def _measure_link(peer: int, sizes: list[int], repeats: int) -> AlphaBetaFit:
     """Fits the link from rank 0 to `peer`: half the time of a ping-pong while the other ranks are idle."""
     seconds = []
     for size in sizes:
-        times = _time_collectives({"link": partial(_ping_pong, torch.zeros(size // 4), peer)}, repeats)
+        times = _time_collectives({"link": partial(ping_pong, torch.zeros(size // 4), 0, peer)}, repeats)
         seconds.append(times["link"] / 2)
     return fit_alpha_beta([1] * len(sizes), sizes, seconds)
 
 
-def _ping_pong(tensor: Tensor, peer: int) -> None:
-    if dist.get_rank() == 0:
-        dist.send(tensor, peer)
-        dist.recv(tensor, peer)
-    elif dist.get_rank() == peer:
-        dist.recv(tensor, 0)
-        dist.send(tensor, 0)
-
-
-# Writing
+def ping_pong(tensor: Tensor, first: int, second: int, group: dist.ProcessGroup | None = None) -> None:
+    """Sends a tensor from one rank to another and back; other ranks do nothing."""
+    if dist.get_rank() == first:
+        dist.send(tensor, second, group)
+        dist.recv(tensor, second, group)
+    elif dist.get_rank() == second:
+        dist.recv(tensor, first, group)
+        dist.send(tensor, first, group)
 
 
 def write_links(report: CommReport, file: Path) -> None:

@@ -25,7 +25,7 @@ import torch
 from shardwise.console import pluralize
 from shardwise.data.loader import Loader
 from shardwise.data.make_sources import make_sources
-from shardwise.data.sample_stream import SampleStream, rank_positions
+from shardwise.data.sample_stream import SampleStream, job_stream, rank_positions
 from shardwise.job import Job
 from shardwise.layout import Layout
 from shardwise.parallel.parallelize import parallelize
@@ -71,8 +71,7 @@ class DataReport:
     stage_seconds: dict[str, float]  # median seconds per batch, by stage
     loader_samples_per_s: float  # throughput of the loader alone
     step_seconds: float  # median seconds per step
-    # Mean seconds per step spent waiting for the batch; not the median, since waits are rare and long.
-    wait_seconds: float
+    wait_seconds: float  # mean seconds per step spent waiting for the batch; waits are too rare for a median
 
     @property
     def slowest_stage(self) -> str:
@@ -88,12 +87,9 @@ class DataReport:
 
     def text(self) -> str:
         loader = pluralize(self.workers, "worker") if self.workers else "a thread"
-        total = sum(self.stage_seconds.values())
+        stages, total = self.stage_seconds, sum(self.stage_seconds.values())
         lines = [f"{self.device}, {self.batch_size} samples per batch, loaded by {loader}, prefetch {self.prefetch}"]
-        lines += [
-            f"  {name:10s} {1e3 * part:9.3f} ms  {100 * part / total:5.1f}%"
-            for name, part in self.stage_seconds.items()
-        ]
+        lines += [f"  {name:10s} {1e3 * part:9.3f} ms  {100 * part / total:5.1f}%" for name, part in stages.items()]
         training = self.batch_size / self.step_seconds
         wait = f"{1e3 * self.wait_seconds:.3f} ms ({100 * self.wait_fraction:.2f}%)"
         lines += [
@@ -107,7 +103,7 @@ class DataReport:
 def bench_data(job: Job, device: torch.device, steps: int = 10) -> DataReport:
     """Measures the loader alone, real steps, and each stage of a batch."""
     training, _, _ = make_sources(job)
-    stream = SampleStream(training, job.seed, objective=job.family.objective(job.model, job.seed))
+    stream = job_stream(job, training)
     throughput = _measure_loader(job, stream, device, steps)
     seconds, wait = _measure_steps(job, stream, device, steps)
     stages = _measure_stages(job, stream, device, steps)  # last, since it instruments the stream

@@ -22,10 +22,3 @@ def push_pull_schedule(rank: int, ranks: int, count: int, servers: int) -> list[
     push = [P2PStep(served(rank + offset, rank + offset), served(rank - offset, rank), True) for offset in offsets]
     pull = [P2PStep(served(rank + offset, rank), served(rank - offset, rank - offset)) for offset in offsets]
     return push + pull
-
-
-def push_pull_sent_numel(rank: int, ranks: int, count: int, servers: int) -> int:
-    """Returns the elements a rank sends: gradient slices to the servers, and its served slice to every other rank."""
-    bounds = server_bounds(count, ranks, servers)
-    served = bounds[rank + 1] - bounds[rank]
-    return count - served + (ranks - 1) * served

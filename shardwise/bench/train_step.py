@@ -9,7 +9,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from shardwise.cluster import GIB, device_peak_flops
 from shardwise.data.make_sources import synthetic_source
-from shardwise.data.sample_stream import Samples, SampleStream, rank_positions
+from shardwise.data.sample_stream import Samples, job_stream, rank_positions
 from shardwise.errors import LayoutError
 from shardwise.job import Job
 from shardwise.layout import Layout
@@ -77,11 +77,8 @@ class StepReport:
             f"{100 * self.relative_iqr:.1f}%): {self.tokens_per_second:,.0f} tokens/s",
             f"{self.flops_per_second / 1e12:.4g} model TFLOP/s, {mfu}{memory}",
         ]
-        total = sum(self.time_breakdown.values())
-        lines += [
-            f"  {name:16s} {1e3 * seconds:8.1f} ms  {100 * seconds / total:5.1f}%"
-            for name, seconds in self.time_breakdown.items()
-        ]
+        kinds, total = self.time_breakdown, sum(self.time_breakdown.values())
+        lines += [f"  {name:16s} {1e3 * part:8.1f} ms  {100 * part / total:5.1f}%" for name, part in kinds.items()]
         return "\n".join(lines)
 
 
@@ -94,8 +91,7 @@ def bench_step(job: Job, device: torch.device, steps: int = 10, warmup_steps: in
         torch.cuda.reset_peak_memory_stats()
     engine = parallelize(prepare(job, layout), device)
     optimizer = engine.make_optimizer(job)
-    objective = job.family.objective(job.model, job.seed)
-    stream = SampleStream(synthetic_source(job, 4 * job.samples), job.seed, objective=objective)
+    stream = job_stream(job, synthetic_source(job, 4 * job.samples))
     batches = [stream.read(rank_positions(number, job.samples, 1, 0)).to(device) for number in range(4)]
 
     for number in range(warmup_steps):
@@ -184,10 +180,8 @@ def _annotate_head(engine: Engine) -> Iterator[None]:
 
     modules = [module for chain in engine.chains for module in chain.modules()]
     heads = [module for module in modules if isinstance(module, gpt.DecoderHead | bert.BertHead | t5.T5Head)]
-    handles = [handle for head in heads
-               for handle in (head.register_forward_pre_hook(begin), head.register_forward_hook(end))]  # fmt: skip
-    try:
+    with ExitStack() as hooks:
+        for head in heads:
+            hooks.enter_context(head.register_forward_pre_hook(begin))
+            hooks.enter_context(head.register_forward_hook(end))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -100,16 +100,15 @@ class _FaultInjector:
 
         trainer.set_phase = set_phase
         if engine.is_data_leader:
-            _call_before(engine, "run", self._log_samples)
+            _wrap(engine, "run", before=self._log_samples)
         if not self.faults:
             return
-        for module in engine.chains[:1]:
-            module.register_forward_hook(self._on_forward)
+        engine.chains[0].register_forward_hook(self._on_forward)
         trainer.optimizer.register_step_pre_hook(lambda *_: self.trigger("optimizer"))
-        _call_after(checkpoint, "write_pieces", lambda: self.trigger("save"))
-        _call_after(engine.data, "reduce_gradients", self._inject_nan)
+        _wrap(checkpoint, "write_pieces", after=lambda: self.trigger("save"))
+        _wrap(engine.data, "reduce_gradients", after=self._inject_nan)
         gradients = trainer.corruption_detector.state_checksums.gradients
-        _call_before(stepping, "reduce_loss_and_norm", lambda *_: self._inject_bit_flip(gradients, "gradient"))
+        _wrap(stepping, "reduce_loss_and_norm", before=lambda *_: self._inject_bit_flip(gradients, "gradient"))
         kinds = {fault.kind for fault in self.faults}
         if "inf" in kinds:
             for name, module in engine.chains[-1].named_modules():
@@ -121,7 +120,7 @@ class _FaultInjector:
         if "spike" in kinds:
             self._inject_loss_spike()
         if "sleep" in kinds:
-            _call_before(SampleStream, "read", self._inject_sleep)
+            _wrap(SampleStream, "read", before=self._inject_sleep)
         if kinds & {"skip", "mismatch"}:
             self._inject_collective_mismatch()
 
@@ -146,7 +145,7 @@ class _FaultInjector:
         """Triggers the faults that are due in this phase of the step."""
         state_checksums = self.trainer.corruption_detector.state_checksums
         self._inject_bit_flip(state_checksums.weights, "weight", phase)
-        self._inject_bit_flip(lambda: state_checksums.states()[:-1], "state", phase)
+        self._inject_bit_flip(lambda: state_checksums.states()[:-1], "state", phase)  # the last has the step counts
         fault = self.take_due("kill", "stop", "flip", "flip memory", "fill", "free", "loop", "raise", phase=phase)
         if fault is None:
             return
@@ -193,14 +192,15 @@ class _FaultInjector:
         """Scales the result of a block, in the first or second forward of a step."""
         self.forward_counts[self.step] += 1
         fault = self.take_due("miscompute", phase={1: "first", 2: "second"}.get(self.forward_counts[self.step], ""))
-        return output * 1.25 if fault is not None else None
+        return output * 1.25 if fault is not None else None  # any factor but 1
 
     def _inject_loss_spike(self) -> None:
         policy = self.trainer.anomaly_policy
         original = policy.evaluate
 
         def evaluate_with_spike(step: int, verdict: Verdict, samples: Samples) -> None:
-            original(step, Verdict(1e3, 1.0, False) if self.take_due("spike") else verdict, samples)
+            spike = Verdict(loss=1e3, grad_norm=1.0, skipped=False)
+            original(step, spike if self.take_due("spike") else verdict, samples)
 
         policy.evaluate = evaluate_with_spike  # type: ignore[method-assign]
 
@@ -217,28 +217,25 @@ class _FaultInjector:
         def faulty_all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             if self.take_due("skip"):
                 return None
+            # No all-reduce of a step has 77 elements.
             return original(tensor.new_zeros(77) if self.take_due("mismatch") else tensor, *args, **kwargs)
 
         stepping.all_reduce = faulty_all_reduce
 
 
-def _call_after(owner: Any, name: str, callback: Callable[[], None]) -> None:
+def _wrap(
+    owner: Any, name: str, before: Callable[..., None] | None = None, after: Callable[[], None] | None = None
+) -> None:
+    """Makes a method or function of `owner` call `before` with its arguments, and `after`."""
     original = getattr(owner, name)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if before is not None:
+            before(*args, **kwargs)
         result = original(*args, **kwargs)
-        callback()
+        if after is not None:
+            after()
         return result
-
-    setattr(owner, name, wrapped)
-
-
-def _call_before(owner: Any, name: str, callback: Callable[..., None]) -> None:
-    original = getattr(owner, name)
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        callback(*args, **kwargs)
-        return original(*args, **kwargs)
 
     setattr(owner, name, wrapped)
 
@@ -271,7 +268,7 @@ def corrupt_snapshots(folder: Path, rank: int) -> None:
         with path.open("r+b") as file:
             byte = file.read(1)[0]
             file.seek(0)
-            file.write(bytes([byte ^ 64]))
+            file.write(bytes([byte ^ 64]))  # one bit differs
 
 
 def fill_disk(run: Path, fill: bool) -> None:

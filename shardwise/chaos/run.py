@@ -3,7 +3,6 @@ agree."""
 
 import json
 import random
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from shardwise.console import pluralize
 from shardwise.errors import JobError
 from shardwise.job import Job, load_job
 from shardwise.launch.launch import launch
+from shardwise.launch.start import Say
 from shardwise.layout import Layout
 from shardwise.parallel.prepare import prepare
 from shardwise.train.run_folder import RunFolder
@@ -41,8 +41,7 @@ class ChaosReport:
     layout: str
     outcomes: list[FaultOutcome]
     finished: bool
-    # Whether the loss and gradient norm of every step are bitwise equal to those of the fault-free run.
-    matches_baseline: bool
+    matches_baseline: bool  # whether every step's loss and gradient norm are bitwise those of the fault-free run
     lost_samples: int
     repeated_samples: int
     corrupted_checkpoints: int
@@ -58,10 +57,8 @@ class ChaosReport:
         return asdict(self) | {"ok": self.ok}
 
     def text(self) -> str:
-        rows = [
-            "fault     rank  step  phase      detected    after",
-            "--------  ----  ----  ---------  ----------  ------",
-        ]
+        rows = ["fault     rank  step  phase      detected    after"]
+        rows.append("--------  ----  ----  ---------  ----------  ------")
         for outcome in self.outcomes:
             fault, after = outcome.fault, f"{outcome.seconds:.2f} s" if outcome.detected_as else ""
             columns = f"{fault.kind:<8}  {fault.rank:>4}  {fault.step:>4}  {fault.phase:<9}"
@@ -86,10 +83,7 @@ def draw_faults(count: int, seed: int, layout: Layout, job: Job) -> list[Fault]:
     rng = random.Random(seed)
     every = job.checkpoint.every
     if job.total_steps < 4 or not every:
-        raise JobError(
-            f"chaos needs at least 4 steps and checkpoint.every > 0, but the job has {job.total_steps} steps and "
-            f"checkpoint.every = {every}."
-        )
+        raise JobError(f"chaos needs 4 steps or more, not {job.total_steps}, and checkpoint.every > 0, not {every}.")
     steps = sorted(rng.randint(3, job.total_steps - 1) for _ in range(count))
     faults = []
     for number, step in enumerate(steps):
@@ -104,9 +98,7 @@ def draw_faults(count: int, seed: int, layout: Layout, job: Job) -> list[Fault]:
     return faults
 
 
-def run_chaos(
-    job_file: Path | None, settings: list[str], faults: int, seed: int, say: Callable[[str], None]
-) -> ChaosReport:  # fmt: skip
+def run_chaos(job_file: Path | None, settings: list[str], faults: int, seed: int, say: Say) -> ChaosReport:
     """Runs a job twice in its layout, the second time with injected faults, and compares the two runs."""
     job = load_job(job_file, settings)
     if job.layout == "auto":

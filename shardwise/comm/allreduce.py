@@ -2,8 +2,7 @@
 
 A schedule describes an algorithm as data: for each step, the slices this rank sends and receives, and the peers.
 `run_schedule` executes any schedule. Long messages are split into segments that are pipelined through it. Each element
-is summed on one rank and distributed from there, so all ranks get the same bits. For each `*_schedule`, `*_sent_numel`
-returns the exact number of elements a rank sends.
+is summed on one rank and distributed from there, so all ranks get the same bits.
 
 PyTorch's own `all_reduce` hides its algorithm, its traffic and which rank does not respond.
 
@@ -45,7 +44,6 @@ class P2PStep(NamedTuple):
 
 
 Schedule = Callable[[int, int, int], list[P2PStep]]  # (rank, ranks, numel)
-SentNumelFn = Callable[[int, int, int], int]
 
 
 def chunk_bounds(count: int, parts: int, first: int = 0) -> Bounds:
@@ -58,19 +56,10 @@ def _chunk_size(bounds: Bounds, part: int) -> int:
     return bounds[part + 1] - bounds[part]
 
 
-# Ring
-
-
 def ring_schedule(rank: int, ranks: int, count: int) -> list[P2PStep]:
     bounds = chunk_bounds(count, ranks)
     all_ranks = list(range(ranks))
     return _ring_reduce_scatter(rank, all_ranks, bounds) + _ring_all_gather(rank, all_ranks, bounds)
-
-
-def ring_sent_numel(rank: int, ranks: int, count: int) -> int:
-    """A rank sends all chunks but one in each phase: 2 (ranks - 1) / ranks of the message if it divides evenly."""
-    bounds = chunk_bounds(count, ranks)
-    return 2 * count - _chunk_size(bounds, rank + 1) - _chunk_size(bounds, rank + 2) if ranks > 1 else 0
 
 
 def _ring_reduce_scatter(index: int, members: list[int], bounds: Bounds) -> list[P2PStep]:
@@ -85,14 +74,9 @@ def _ring_all_gather(index: int, members: list[int], bounds: Bounds) -> list[P2P
 def _ring_step(index: int, members: list[int], bounds: Bounds, chunk: int, accumulate: bool) -> P2PStep:
     ranks = len(members)
     send_chunk, recv_chunk = chunk % ranks, (chunk - 1) % ranks
-    return P2PStep(
-        PeerSlice(members[(index + 1) % ranks], bounds[send_chunk], bounds[send_chunk + 1]),
-        PeerSlice(members[index - 1], bounds[recv_chunk], bounds[recv_chunk + 1]),
-        accumulate,
-    )
-
-
-# Halving and doubling
+    sent = PeerSlice(members[(index + 1) % ranks], bounds[send_chunk], bounds[send_chunk + 1])
+    received = PeerSlice(members[index - 1], bounds[recv_chunk], bounds[recv_chunk + 1])
+    return P2PStep(sent, received, accumulate)
 
 
 def halving_doubling_schedule(rank: int, ranks: int, count: int) -> list[P2PStep]:
@@ -118,29 +102,12 @@ def halving_doubling_schedule(rank: int, ranks: int, count: int) -> list[P2PStep
     return before + halving + doubling[::-1] + after
 
 
-def halving_doubling_sent_numel(rank: int, ranks: int, count: int) -> int:
-    """A folded rank sends the full message; a core rank 2 (core - 1) / core of it, plus all of it to a folded rank."""
-    core_size = 1 << (ranks.bit_length() - 1)
-    core_rank = _core_rank(rank, ranks)
-    if core_rank is None:
-        return count
-    bounds = chunk_bounds(count, core_size)
-    total = count - _chunk_size(bounds, core_rank) + (count if rank < 2 * (ranks - core_size) else 0)
-    for level in range(core_size.bit_length() - 1):
-        first = core_rank >> level << level
-        total += bounds[first + (1 << level)] - bounds[first]
-    return total
-
-
 def _core_rank(rank: int, ranks: int) -> int | None:
     """Returns a rank's index in the core; None if it is folded into its right neighbour."""
     extra = ranks - (1 << (ranks.bit_length() - 1))
     if rank >= 2 * extra:
         return rank - extra
     return rank // 2 if rank % 2 else None
-
-
-# Tree
 
 
 def tree_schedule(rank: int, ranks: int, count: int) -> list[P2PStep]:
@@ -160,16 +127,6 @@ def tree_schedule(rank: int, ranks: int, count: int) -> list[P2PStep]:
     return up + down[::-1]
 
 
-def tree_sent_numel(rank: int, ranks: int, count: int) -> int:
-    """A rank sends one full message to its parent and one to each child."""
-    levels = (rank & -rank).bit_length() - 1 if rank else (ranks - 1).bit_length()
-    children = sum(rank + (1 << level) < ranks for level in range(levels))
-    return count * ((rank > 0) + children)
-
-
-# Two levels
-
-
 def two_level_schedule(rank: int, ranks: int, count: int, ranks_per_node: int) -> list[P2PStep]:
     """The ranks of a node must be consecutive in the group."""
     node, local_rank = divmod(rank, ranks_per_node)
@@ -177,42 +134,17 @@ def two_level_schedule(rank: int, ranks: int, count: int, ranks_per_node: int) -
     inter_node = [other * ranks_per_node + local_rank for other in range(ranks // ranks_per_node)]
     bounds, own_chunk = chunk_bounds(count, ranks_per_node), (local_rank + 1) % ranks_per_node
     inter_node_bounds = chunk_bounds(_chunk_size(bounds, own_chunk), len(inter_node), bounds[own_chunk])
-    inter_node_steps = _ring_reduce_scatter(node, inter_node, inter_node_bounds) + _ring_all_gather(
-        node, inter_node, inter_node_bounds
-    )
-    return (
-        _ring_reduce_scatter(local_rank, intra_node, bounds)
-        + inter_node_steps
-        + _ring_all_gather(local_rank, intra_node, bounds)
-    )
+    inner, outer = (local_rank, intra_node, bounds), (node, inter_node, inter_node_bounds)
+    across_nodes = _ring_reduce_scatter(*outer) + _ring_all_gather(*outer)
+    return _ring_reduce_scatter(*inner) + across_nodes + _ring_all_gather(*inner)
 
 
-def two_level_sent_numel(rank: int, ranks: int, count: int, ranks_per_node: int) -> int:
-    """A rank sends what a ring within the node sends, plus what a ring across nodes sends for its chunk."""
-    node, local_rank = divmod(rank, ranks_per_node)
-    chunk_size = _chunk_size(chunk_bounds(count, ranks_per_node), local_rank + 1)
-    return ring_sent_numel(local_rank, ranks_per_node, count) + ring_sent_numel(
-        node, ranks // ranks_per_node, chunk_size
-    )
+ALGORITHMS: dict[str, Schedule] = {"ring": ring_schedule, "halving": halving_doubling_schedule, "tree": tree_schedule}
 
 
-ALGORITHMS: dict[str, tuple[Schedule, SentNumelFn]] = {
-    "ring": (ring_schedule, ring_sent_numel),
-    "halving": (halving_doubling_schedule, halving_doubling_sent_numel),
-    "tree": (tree_schedule, tree_sent_numel),
-}
-
-
-def get_algorithm(name: str, ranks_per_node: int = 1) -> tuple[Schedule, SentNumelFn]:
-    """Returns an algorithm's schedule and sent-elements functions; `ranks_per_node` is for `two-level`."""
-    if name == "two-level":
-        return partial(two_level_schedule, ranks_per_node=ranks_per_node), partial(
-            two_level_sent_numel, ranks_per_node=ranks_per_node
-        )
-    return ALGORITHMS[name]
-
-
-# Execution
+def get_schedule(name: str, ranks_per_node: int = 1) -> Schedule:
+    """Returns the schedule of an algorithm; `ranks_per_node` is for `two-level`."""
+    return partial(two_level_schedule, ranks_per_node=ranks_per_node) if name == "two-level" else ALGORITHMS[name]
 
 
 def all_reduce(
@@ -220,7 +152,7 @@ def all_reduce(
     segment_bytes: int = SEGMENT_BYTES,
 ) -> int:  # fmt: skip
     """Sums a contiguous tensor over a group, in place. Returns the bytes this rank sent."""
-    return run_schedule(tensor, get_algorithm(name, ranks_per_node)[0], f"{name} all-reduce", group, segment_bytes)
+    return run_schedule(tensor, get_schedule(name, ranks_per_node), f"{name} all-reduce", group, segment_bytes)
 
 
 def segment_bounds(count: int, element_size: int, segment_bytes: int = SEGMENT_BYTES) -> Bounds:
@@ -228,12 +160,12 @@ def segment_bounds(count: int, element_size: int, segment_bytes: int = SEGMENT_B
     return chunk_bounds(count, max(1, -(-count * element_size // segment_bytes)))
 
 
-def sent_bytes(
-    sent_numel: SentNumelFn, rank: int, ranks: int, count: int, element_size: int, segment_bytes: int = SEGMENT_BYTES
-) -> int:
-    """Returns the bytes a rank sends for `count` elements: the formula summed over all segments."""
+def sent_bytes(schedule: Schedule, rank: int, ranks: int, count: int, element_size: int, segment_bytes: int) -> int:
+    """Returns the bytes that a rank sends for `count` elements."""
     bounds = segment_bounds(count, element_size, segment_bytes)
-    return element_size * sum(sent_numel(rank, ranks, _chunk_size(bounds, index)) for index in range(len(bounds) - 1))
+    segments = (schedule(rank, ranks, _chunk_size(bounds, index)) for index in range(len(bounds) - 1))
+    sends = [step.send for steps in segments for step in steps if step.send]
+    return element_size * sum(part.stop - part.start for part in sends)
 
 
 def run_schedule(
@@ -248,8 +180,11 @@ def run_schedule(
     steps_by_segment = [schedule(rank, ranks, _chunk_size(bounds, index)) for index in range(len(bounds) - 1)]
     depth, bytes_sent = len(steps_by_segment[0]), 0
     # Segments in flight at the same time never share a receive buffer.
-    recv_buffers = [flat.new_empty(_max_recv_numel(steps_by_segment)) for _ in range(min(depth, len(steps_by_segment)))]
-    for tick in range(depth + len(steps_by_segment) - 1):
+    received = [step.recv for steps in steps_by_segment for step in steps if step.recv and step.accumulate]
+    buffer_size = max((part.stop - part.start for part in received), default=0)
+    recv_buffers = [flat.new_empty(buffer_size) for _ in range(min(depth, len(steps_by_segment)))]
+    ticks = depth + len(steps_by_segment) - 1
+    for tick in range(ticks):
         recvs, sends, accumulations = [], [], []
         for index in range(max(0, tick - depth + 1), min(tick + 1, len(steps_by_segment))):
             step, start = steps_by_segment[index][tick - index], bounds[index]
@@ -263,16 +198,8 @@ def run_schedule(
                 sends.append(dist.P2POp(dist.isend, sent, group=group, group_peer=step.send.peer))
                 bytes_sent += sent.numel() * sent.element_size()
         if recvs or sends:
-            _send_recv(
-                recvs, sends, accumulations, f"{description}, step {tick + 1} of {depth + len(steps_by_segment) - 1}"
-            )
+            _send_recv(recvs, sends, accumulations, f"{description}, step {tick + 1} of {ticks}")
     return bytes_sent
-
-
-def _max_recv_numel(steps_by_segment: list[list[P2PStep]]) -> int:
-    return max(
-        (s.recv.stop - s.recv.start for steps in steps_by_segment for s in steps if s.recv and s.accumulate), default=0
-    )
 
 
 def _send_recv(
@@ -305,10 +232,7 @@ BLAME_GRACE_SECONDS = 1.0  # time for the others to publish which rank they wait
 
 
 def find_unresponsive_rank(peer: int) -> int:
-    """Returns the rank at the end of the chain of ranks that wait for each other.
-
-    A rank that times out publishes in the store which rank it waited for; an unresponsive rank publishes nothing.
-    """
+    """Returns the rank at the end of the chain of waits: whoever times out publishes which rank it waited for."""
     try:
         store = torch_collectives.default_store()
         store.set(f"waited for/{dist.get_rank()}", str(peer))

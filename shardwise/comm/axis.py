@@ -16,10 +16,8 @@ class Axis:
     size: int
     index: int
     group: dist.ProcessGroup | None
-    name: str = field(default="world", compare=False)
-    """The name under which the step timer records waits for this axis."""
-    timer: StepTimer | None = field(default=None, compare=False, repr=False)
-    """The engine's step timer; None: waits are not timed."""
+    name: str = field(default="world", compare=False)  # the name under which the step timer records waits for this axis
+    timer: StepTimer | None = field(default=None, compare=False, repr=False)  # None: waits are not timed
 
     def __post_init__(self) -> None:
         assert (self.group is None) == (self.size == 1), "an axis has a process group if and only if its size exceeds 1"

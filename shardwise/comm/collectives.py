@@ -4,7 +4,8 @@ The names are the same for every supported PyTorch version (2.13 renamed some co
 calls and compiled code, the axis's step timer records how long this rank waits in each collective.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch import Tensor
 from shardwise.comm import torch_collectives
 from shardwise.comm.axis import Axis
 
+T = TypeVar("T")
 P2P_CHUNK_BYTES = 1 << 18  # bytes per message of `all_to_all_rows`
 
 
@@ -30,6 +32,23 @@ all_reduce = _timed(dist.all_reduce)
 all_gather = _timed(torch_collectives.all_gather_into_tensor)
 reduce_scatter = _timed(torch_collectives.reduce_scatter_tensor)
 all_to_all = _timed(dist.all_to_all_single)
+
+
+def all_reduce_coalesced(tensors: Sequence[Tensor], axis: Axis) -> None:
+    """All-reduces several tensors in place, in one collective."""
+    if tensors:
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        all_reduce(flat, axis=axis)
+        for tensor, chunk in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(chunk.view(tensor.shape))
+
+
+def all_gather_objects(value: T, size: int, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Returns the values of all `size` ranks of a group, on every rank."""
+    values = [value] * size
+    if size > 1:
+        dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def all_to_all_rows(output: Tensor, input: Tensor, axis: Axis) -> None:

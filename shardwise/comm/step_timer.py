@@ -19,10 +19,8 @@ import torch
 
 DEVICE_PHASES = ("compute", "optimizer")  # timed on the GPU; the others on the host
 PHASES_INCLUDING_WAITS = ("data", "checkpoint", "validation")  # waits in `waiting` blocks count towards these phases
-Timestamp = Any
-"""`perf_counter` seconds on a CPU, otherwise a CUDA event."""
-Span = tuple[str, str, Timestamp, Timestamp]
-"""Axis (empty unless it is a wait), phase, begin and end."""
+Timestamp = Any  # `perf_counter` seconds on a CPU, otherwise a CUDA event
+Span = tuple[str, str, Timestamp, Timestamp]  # axis (empty unless it is a wait), phase, begin and end
 
 
 class StepTimer:
@@ -31,12 +29,9 @@ class StepTimer:
     def __init__(self, device: torch.device | None = None) -> None:
         self.enabled = True
         self.device = device or torch.device("cpu")
-        self.bytes_sent: Counter[str] = Counter()
-        """Bytes sent, by axis."""
-        self.wait_seconds: defaultdict[str, float] = defaultdict(float)
-        """Seconds of waiting, by axis."""
-        self.phase_seconds: defaultdict[str, float] = defaultdict(float)
-        """Seconds by phase, without waits."""
+        self.bytes_sent: Counter[str] = Counter()  # bytes sent, by axis
+        self.wait_seconds: defaultdict[str, float] = defaultdict(float)  # seconds of waiting, by axis
+        self.phase_seconds: defaultdict[str, float] = defaultdict(float)  # seconds by phase, without waits
         self._pending_spans: list[Span] = []
         self._captured_spans: list[Span] | None = None
         self._replayed_spans: tuple[list[Span], Timestamp] | None = None
@@ -55,10 +50,8 @@ class StepTimer:
         self.phase_seconds.clear()
 
     def begin_phase(self, name: str, overlapped: bool = False) -> None:
-        """Ends the current phase and begins another; an empty name only ends the current one.
-
-        `overlapped`: the GPU is still computing, and only the time that it then waits for this phase counts.
-        """
+        """Ends the current phase and begins another; an empty name only ends the current one. `overlapped`: the GPU is
+        still computing, and only the time that it then waits for this phase counts."""
         if self._phase and self.enabled:
             end = self._timestamp() if self._phase_is_on_device else time.perf_counter()
             self._add_span("", self._phase, self._phase_start, end)
@@ -177,10 +170,7 @@ class StepTimer:
             self._replayed_spans = None
 
     def elapsed(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Returns seconds by phase and by axis since the step began, without the current phase.
-
-        Spans whose CUDA events complete late are counted in a later step.
-        """
+        """Returns seconds by phase and axis since the step began; late CUDA events count in a later step."""
         self._collect_finished_spans()
         return dict(self.phase_seconds), dict(self.wait_seconds)
 

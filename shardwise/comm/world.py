@@ -36,10 +36,7 @@ def run_world(
     without oneDNN: on ARM, its matmuls would wait forever for its thread pool, which a fork does not copy.
     """
     if torch.cuda.is_initialized():
-        raise RunError(
-            "this process has used CUDA, which does not survive a fork; call run_world from a process that has not "
-            "used CUDA."
-        )
+        raise RunError("this process has used CUDA, which does not survive a fork; call run_world before that.")
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         workers, connections = [], []

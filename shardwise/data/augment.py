@@ -22,10 +22,6 @@ class ImageAugmentation:
     def __init__(self, names: Sequence[str], seed: int):
         self.names, self.seed = frozenset(names), seed
 
-    @property
-    def has_mixup(self) -> bool:
-        return "mixup" in self.names
-
     def apply(self, images: np.ndarray, positions: np.ndarray, mixup_index: int = 0) -> np.ndarray:
         """Augments each image on its own; `mixup_index` is 1 for the second image of a mixup pair."""
         if self.names & {"crop", "flip"}:

@@ -109,7 +109,7 @@ def open_cifar10(path: str, bad_records: BadRecords, augment: ImageAugmentation 
         if existing and len(existing) < len(files):
             missing = next(file for file in files if file not in existing)
             raise DataError(
-                f"{missing} is missing, although {existing[0].name} exists; unpack the archive from {HOMEPAGE} again."
+                f"{missing} is missing, but not {existing[0].name}; unpack the archive from {HOMEPAGE} again."
             )
         if existing:
             batches = [CifarFile(file) for file in files]
@@ -118,9 +118,6 @@ def open_cifar10(path: str, bad_records: BadRecords, augment: ImageAugmentation 
         f"data.path = {path!r} has no CIFAR-10 files. Download cifar-10-binary.tar.gz or cifar-10-python.tar.gz "
         f"from {HOMEPAGE}, unpack it into {f'{folder}' if path else 'a folder'}, and set data.path to that folder."
     )
-
-
-# Restricted unpickling
 
 
 class _ArrayStub:
@@ -144,25 +141,18 @@ class _DtypeStub:
         pass
 
 
-def _make_array_stub(*_: object) -> _ArrayStub:
-    return _ArrayStub()
-
-
 def _array_stub_from_buffer(content: bytes, dtype: object, shape: tuple[int, ...], order: str) -> _ArrayStub:
     stub = _ArrayStub()
     stub.shape, stub.dtype, stub.content = shape, dtype, content
     return stub
 
 
-def _encode_latin1(text: str, encoding: str) -> bytes:
-    return text.encode("latin1")
-
-
 _ALLOWED_GLOBALS: dict[tuple[str, str], Any] = {("numpy", "ndarray"): _ArrayStub, ("numpy", "dtype"): _DtypeStub}
 for _core in ("numpy.core", "numpy._core"):
-    _ALLOWED_GLOBALS[(f"{_core}.multiarray", "_reconstruct")] = _make_array_stub
+    _ALLOWED_GLOBALS[(f"{_core}.multiarray", "_reconstruct")] = lambda *_: _ArrayStub()
     _ALLOWED_GLOBALS[(f"{_core}.numeric", "_frombuffer")] = _array_stub_from_buffer
-_ALLOWED_GLOBALS[("_codecs", "encode")] = _encode_latin1  # Python 3 pickles bytes this way in protocol 2
+# Python 3 pickles bytes this way in protocol 2.
+_ALLOWED_GLOBALS[("_codecs", "encode")] = lambda text, encoding: text.encode("latin1")
 
 
 class _RestrictedUnpickler(pickle.Unpickler):

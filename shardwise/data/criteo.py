@@ -77,15 +77,10 @@ class ClickSource:
         return Samples(packed[:, 1:].contiguous(), packed[:, :1].contiguous(), ids)
 
 
-def _pack_rows(
-    labels: np.ndarray, sparse_ids: np.ndarray, weights: np.ndarray, dense_features: np.ndarray
-) -> np.ndarray:
+def _pack_rows(labels: np.ndarray, sparse_ids: np.ndarray, weights: np.ndarray, dense: np.ndarray) -> np.ndarray:
     count = len(labels)
-    bits = np.concatenate((weights.reshape(count, -1), dense_features), axis=1).astype(np.float64).view(np.int64)
+    bits = np.concatenate((weights.reshape(count, -1), dense), axis=1).astype(np.float64).view(np.int64)
     return np.concatenate((labels[:, None].astype(np.int64), sparse_ids.reshape(count, -1), bits), axis=1)
-
-
-# Synthetic
 
 
 class SyntheticClicks(ClickSource):
@@ -149,14 +144,8 @@ def _next_coprime(values: np.ndarray, counts: Sequence[int]) -> np.ndarray:
     return np.array(coprimes, dtype=_U64)
 
 
-# Criteo's files
-
-
 class CriteoClicks(ClickSource):
-    """Rows of one Criteo file, located by the byte offset of every 16th line.
-
-    A skipped bad row keeps its stream position as a sample with an ignored target.
-    """
+    """Rows of one Criteo file. A skipped bad row keeps its stream position, with an ignored target."""
 
     def __init__(
         self, model: DLRMConfig, path: Path, offsets: np.ndarray, first: int, count: int,

@@ -30,8 +30,7 @@ class EncodingSummary:
     documents: int
     text_bytes: int
     vocab: int
-    # Path of the trained tokenizer, if any: the value of `data.tokenizer` for jobs that use the tokens.
-    tokenizer: Path | None = None
+    tokenizer: Path | None = None  # path of a trained tokenizer: the value of `data.tokenizer` for jobs on these tokens
     bad_records: str = ""  # summary of the skipped records and files
 
 
@@ -52,9 +51,7 @@ def encode_source(data: DataConfig, out: Path) -> EncodingSummary:
     files = find_files(data.source, data.path)
     require_parent_folder(out)
     if any(out.exists() and file.exists() and out.samefile(file) for file in files):
-        raise DataError(
-            f"{out} is one of the files to read; writing the tokens there would overwrite it. Name another."
-        )
+        raise DataError(f"{out} is one of the files to read; the tokens would overwrite it. Name another.")
     if out.exists() and not out.is_file():
         raise DataError(f"{out} is not a regular file; name a file to write the tokens to.")
     tokenizer_path = out.with_suffix(".tokenizer.json") if parse_bpe_size(data.tokenizer) else None

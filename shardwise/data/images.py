@@ -35,7 +35,7 @@ class ImageSource:
         images, targets = self.read_images(indices)
         if self.augment is not None:
             images = self.augment.apply(images, positions)
-            if self.augment.has_mixup:
+            if "mixup" in self.augment.names:
                 partners, mixup_weights = self.augment.mixup_partners(positions, self.count)
                 partner_images, partner_targets = self.read_images(partners)
                 partner_images = self.augment.apply(partner_images, positions, mixup_index=1)
@@ -45,10 +45,7 @@ class ImageSource:
 
 
 class SyntheticImages(ImageSource):
-    """Generated images: each class has its own wave pattern, randomly shifted and with noise added.
-
-    An image depends only on the seed and its index.
-    """
+    """Generated images: a wave pattern per class, shifted and with noise; a function of the seed and the index."""
 
     def __init__(
         self, count: int, image_size: int, classes: int, seed: int, augment: ImageAugmentation | None = None,

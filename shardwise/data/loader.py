@@ -40,8 +40,7 @@ SkippedBatches = Sequence[tuple[int, int]]
 BatchIterator = Generator[tuple[int, Samples], None, None]
 ReadyQueue = queue.SimpleQueue[tuple[int, Samples] | BaseException | None]
 _CPU = torch.device("cpu")
-_POLL_SECONDS = 0.1
-"""Interval at which the thread checks the stop flag while it waits for a worker; batches are received immediately."""
+_POLL_SECONDS = 0.1  # between checks of the stop flag while waiting for a worker; batches are received at once
 
 
 @dataclass(frozen=True)
@@ -75,16 +74,15 @@ class Loader:
                 f"a global batch of {pluralize(global_batch_size, 'sample')} is not divisible by {ranks} data-parallel "
                 f"ranks; use {max(1, global_batch_size // ranks) * ranks}."
             )
-        self.wait_seconds = 0.0
-        """Total time that the consumer has waited for batches."""
+        self.wait_seconds = 0.0  # total time that the consumer has waited for batches
         self._ready: ReadyQueue = queue.SimpleQueue()
         self._slots = threading.Semaphore(prefetch)
         self._failure: BaseException | None = None
         reader = _RankReader(stream, global_batch_size, ranks, rank, skipped_batches)
         stop = threading.Event()
-        batches = (
-            _read_in_workers(reader, first_step, workers, stop) if workers else _read_in_thread(reader, first_step)
-        )
+        batches: BatchIterator = ((step, reader.read(step)) for step in count(first_step))
+        if workers:
+            batches = _read_in_workers(reader, first_step, workers, stop)
         # The thread must not reference the loader, or one dropped without close() would never be garbage-collected.
         args = (batches, self._ready, self._slots, stop, device)
         thread = threading.Thread(target=_prefetch_loop, args=args, name="shardwise-data", daemon=True)
@@ -152,14 +150,6 @@ def _pin_memory(batch: Samples) -> Samples:
     return Samples.from_tensors(part.pin_memory() for part in batch.tensors)
 
 
-def _read_in_thread(reader: _RankReader, first_step: int) -> BatchIterator:
-    for step in count(first_step):
-        yield step, reader.read(step)
-
-
-# Worker processes
-
-
 def _read_in_workers(reader: _RankReader, first_step: int, workers: int, stop: threading.Event) -> BatchIterator:
     pool: list[tuple[BaseProcess, Connection]] = []
     try:
@@ -189,11 +179,9 @@ def _multiprocessing_context() -> BaseContext:
     return context
 
 
-def _start_worker(
-    context: BaseContext, reader: _RankReader, first_step: int, stride: int
-) -> tuple[BaseProcess, Connection]:
+def _start_worker(context: BaseContext, reader: _RankReader, first: int, stride: int) -> tuple[BaseProcess, Connection]:
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_worker_loop, args=(sender, reader, first_step, stride), daemon=True)  # type: ignore[attr-defined]
+    process = context.Process(target=_worker_loop, args=(sender, reader, first, stride), daemon=True)  # type: ignore[attr-defined]
     process.start()
     sender.close()  # the worker keeps the only write end, so its death closes the pipe
     return process, receiver

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardwise.data.source import Mixture, Source
 from shardwise.errors import DataError
+from shardwise.job import Job
 from shardwise.models.chain import IGNORE_INDEX
 from shardwise.models.objectives import Objective, next_token
 from shardwise.random import Permutation
@@ -24,10 +25,8 @@ from shardwise.random import Permutation
 
 @dataclass(frozen=True)
 class Samples:
-    """A batch: tokens (B, S), targets (B, S) and ids (B,), which are the samples' stream positions.
-
-    Sources of images and clicks store their inputs in `tokens` and their labels in `targets`.
-    """
+    """A batch: tokens (B, S), targets (B, S) and ids (B,), which are the samples' stream positions. Sources of images
+    and clicks store their inputs in `tokens` and their labels in `targets`."""
 
     tokens: Tensor
     targets: Tensor
@@ -87,7 +86,8 @@ class BatchedSource(Protocol):
 
 class SampleStream:
     def __init__(self, source: Source, seed: int, shuffle: bool = True, objective: Objective = next_token):
-        self.source, self.seed, self.shuffle, self.objective = source, seed, shuffle, objective
+        self.source, self.seed, self.objective = source, seed, objective
+        self.shuffle = shuffle and getattr(source, "stream", None) is None
         self._permutations: dict[tuple[int, ...], Permutation] = {}
 
     def indices(self, positions: np.ndarray) -> np.ndarray:
@@ -98,9 +98,8 @@ class SampleStream:
         indices = np.empty_like(positions)
         for number, source in enumerate(self.source.sources):
             mask = source_index == number
-            indices[mask] = self.source.offset(number) + self._shuffled_indices(
-                source_positions[mask], len(source), number
-            )
+            shuffled = self._shuffled_indices(source_positions[mask], len(source), number)
+            indices[mask] = self.source.offset(number) + shuffled
         return indices
 
     def _shuffled_indices(self, positions: np.ndarray, count: int, *source_index: int) -> np.ndarray:
@@ -132,6 +131,11 @@ class SampleStream:
         except Exception as error:
             cause = f"{type(error).__name__}: {error}"
             raise DataError(f"sample {index} of {type(self.source).__name__} cannot be read: {cause}.") from error
+
+
+def job_stream(job: Job, source: Source, shuffle: bool = True) -> SampleStream:
+    """Returns the stream of a source with the job's seed and the objective of its model."""
+    return SampleStream(source, job.seed, shuffle, job.family.objective(job.model, job.seed))
 
 
 def rank_positions(step: int, global_batch_size: int, ranks: int, rank: int) -> np.ndarray:

@@ -14,8 +14,7 @@ class Source(Protocol):
     """A map-style dataset of `length + 1` tokens per sample: inputs are all but the last, targets all but the first."""
 
     length: int
-    vocab: int
-    """Vocabulary size: token ids are below it."""
+    vocab: int  # vocabulary size: token ids are below it
 
     def __len__(self) -> int: ...
 
@@ -87,10 +86,8 @@ class Mixture:
 
 
 class SyntheticTokens:
-    """Generated token sequences: a fixed permutation maps each token to the next, and 10% of tokens are random.
-
-    The permutation depends on the seed, a sequence on seed and index: sources of different `count` share their samples.
-    """
+    """Generated token sequences: a permutation, by the seed, maps each token to the next, and 10% of tokens are random.
+    Sources of different `count` share their samples."""
 
     def __init__(self, count: int, length: int, vocab: int, seed: int):
         self.count, self.length, self.vocab, self.seed = count, length, vocab, seed

@@ -90,8 +90,9 @@ def read_chunks(
             elif _is_text(file):
                 yield from _read_text_file(file)
             elif is_named_file:
+                where = file.path
                 raise DataError(
-                    f"{file.path} is not text: it must be UTF-8 without NUL bytes. Convert it, for instance with iconv."
+                    f"{where} is not text: it must be UTF-8 without NUL bytes. Convert it, e.g. with iconv."
                 )
             else:
                 bad_records.skipped_files[str(file.path)] = None
@@ -146,10 +147,8 @@ def _parse_record(line: bytes, field: str, where: str) -> str:
         raise DataError(f"{where}: {reason}; {suggest(field, map(str, record))}")
     text = record[field]
     if not isinstance(text, str):
-        raise DataError(
-            f"{where}: field {field!r} is a JSON {_JSON_TYPES[type(text)]}, not a string; "
-            "set data.text_field to a field with text."
-        )
+        kind = _JSON_TYPES[type(text)]
+        raise DataError(f"{where}: field {field!r} is a JSON {kind}, not a string; set data.text_field.")
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -2,13 +2,14 @@
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise.comm.collectives import all_gather_objects
 from shardwise.console import format_ranks
 from shardwise.data.sample_stream import Samples
 from shardwise.parallel.engine import Engine
@@ -40,21 +41,13 @@ class LossSpikeDetector:
 
 
 def locate_nonfinite(engine: Engine, samples: Samples) -> str:
-    """Replays a step without its update, and names the module and ranks where non-finite values first appear.
-
-    All ranks call it with their samples of that step, and get the same description.
-    """
+    """Replays a step without its update; returns, on every rank, where non-finite values first appear."""
     findings: list[tuple[str, str]] = []
-    hooks = []
-    for chain in engine.chains:
-        for name, module in chain.named_modules():
+    with ExitStack() as hooks:
+        for name, module in (pair for chain in engine.chains for pair in chain.named_modules()):
             if not list(module.children()):
-                hooks.append(module.register_forward_hook(_make_hook(name, findings)))
-    try:
+                hooks.enter_context(module.register_forward_hook(_make_hook(name, findings)))
         backward(engine, samples)
-    finally:
-        for hook in hooks:
-            hook.remove()
     if not findings:
         # The backward pass runs from the loss to the first layer, so it reaches the last parameter first.
         bad = [param_shard.name for param_shard in engine.param_shards if not param_shard.grad.isfinite().all()]
@@ -84,11 +77,7 @@ def _is_finite(value: Any) -> bool:
 def _gather_findings(engine: Engine, finding: tuple[str, str] | None) -> list[tuple[int, int, tuple[str, str] | None]]:
     """All-gathers the stage, rank and finding of every rank, in the order of the forward pass."""
     local = (engine.mesh["pipeline"].index, engine.mesh.rank, finding)
-    findings: list[Any] = [local]
-    if engine.mesh["world"].size > 1:
-        findings = [None] * engine.mesh["world"].size
-        dist.all_gather_object(findings, local)
-    return sorted(findings, key=lambda entry: entry[:2])
+    return sorted(all_gather_objects(local, engine.mesh["world"].size), key=lambda entry: entry[:2])
 
 
 def _describe_origin(findings: list[tuple[int, int, tuple[str, str] | None]]) -> str:

@@ -20,10 +20,8 @@ class Verdict:
     loss: float
     grad_norm: float
     skipped: bool
-    stop_signal: int = 0
-    """The stop signal that any rank received; 0 if none."""
-    is_corrupt: bool = False
-    """Whether checksums show corruption on any rank (`shardwise.integrity.corruption_detector`)."""
+    stop_signal: int = 0  # the stop signal that any rank received; 0 if none
+    is_corrupt: bool = False  # whether checksums show corruption on any rank (see `CorruptionDetector`)
 
 
 class Rollback(Exception):
@@ -43,8 +41,7 @@ class AnomalyPolicy:
         self, job: Job, engine: Engine, can_replay: bool, skipped_windows: Callable[[], int],
         log_event: Callable[..., None],
     ):  # fmt: skip
-        """`can_replay`: a step can be replayed without side effects. `skipped_windows`: returns how many spikes had
-        their batches skipped so far."""
+        """`can_replay`: a step can be replayed. `skipped_windows`: how many spikes had their batches skipped."""
         self.job, self.engine, self.can_replay = job, engine, can_replay
         self.skipped_windows, self.log_event = skipped_windows, log_event
         self.skipped_in_a_row = 0
@@ -77,6 +74,5 @@ class AnomalyPolicy:
         self.log_event("step_skipped", f"{message}.", step=step)
         if self.skipped_in_a_row >= MAX_SKIPPED_STEPS:
             raise RunError(
-                f"{MAX_SKIPPED_STEPS} consecutive steps up to step {step} had non-finite gradients; lower the learning "
-                "rate, or use precision bf16 or float32."
+                f"{MAX_SKIPPED_STEPS} steps up to step {step} had non-finite gradients; lower optimizer.lr or use bf16."
             )

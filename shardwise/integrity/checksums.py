@@ -99,8 +99,7 @@ class StateChecksums:
 
 
 def mixing_factors(kinds: Sequence[frozenset[str]]) -> Tensor:
-    """Returns a factor per copy kind and checksum; the weighted sum combines all checksums of a kind into one. Factors
-    are odd, so that no bit of a checksum is lost."""
+    """Returns a factor per copy kind and checksum for their weighted sum; odd, so that no bit is lost."""
     factors = torch.zeros(len(COPY_KINDS), len(kinds), dtype=torch.int64)
     for row, kind in enumerate(COPY_KINDS):
         members = [column for column, tensor_kinds in enumerate(kinds) if kind in tensor_kinds]

@@ -30,20 +30,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.collectives import all_gather
+from shardwise.comm.collectives import all_gather, all_gather_objects
 from shardwise.console import format_ranks, pluralize
 from shardwise.data.sample_stream import Samples
 from shardwise.errors import RunError
 from shardwise.files import write_text
+from shardwise.integrity import checksums
 from shardwise.integrity.anomaly_policy import Rollback
-from shardwise.integrity.checksums import (
-    COPY_KINDS,
-    StateChecksums,
-    TrackedTensor,
-    compute_checksums,
-    mixing_factors,
-    reference_ranks,
-)
+from shardwise.integrity.checksums import COPY_KINDS, StateChecksums, TrackedTensor, compute_checksums
 from shardwise.integrity.redundant_compute import RedundantCompute
 from shardwise.job import Job
 from shardwise.parallel.engine import Engine
@@ -82,7 +76,9 @@ class CorruptionDetector:
         self.parts = job.run.checksum_every if isinstance(job.run.checksum_every, int) else 0
         self.current_part = 0
         self.quarantine_file, self.hosts = run / "quarantine.json", [socket.gethostname()]
-        self.reference_ranks = reference_ranks(engine.mesh.layout, engine.mesh["local_sgd"].size > 1).to(self.device)
+        self.reference_ranks = checksums.reference_ranks(engine.mesh.layout, engine.mesh["local_sgd"].size > 1).to(
+            self.device
+        )
         self.mixing_factors: dict[tuple[int, int], Tensor] = {}
         self.checksum_labels = self.gradient_labels = self.expected_labels = self.changed_labels = ChecksumLabels()
         empty = torch.zeros(0, dtype=torch.int64, device=self.device)
@@ -134,7 +130,9 @@ class CorruptionDetector:
         if len(self.checksums):
             key = self.current_part, len(self.checksums)
             if key not in self.mixing_factors:
-                self.mixing_factors[key] = mixing_factors([kinds for _, kinds in self.checksum_labels]).to(self.device)
+                self.mixing_factors[key] = checksums.mixing_factors([kinds for _, kinds in self.checksum_labels]).to(
+                    self.device
+                )
             row[CHANGED] = self.changed.any()
             row[FIRST_COPY:-2] = (self.mixing_factors[key] * self.checksums).sum(1)
             row[-2], row[-1] = self.redundant_compute.redundant_result, self.redundant_compute.step_result
@@ -156,8 +154,7 @@ class CorruptionDetector:
             self._report(self._locate_corruption(step))
 
     def check_saved_state(self, step: int) -> None:
-        """Call after a checkpoint was copied. Raises `Rollback` if the state has changed since its step, or differs
-        between ranks that replicate it."""
+        """Call after a checkpoint was copied. Raises `Rollback` if the state has changed or copies of it differ."""
         if not self.enabled:
             return
         state = self._tracked_state()
@@ -196,12 +193,12 @@ class CorruptionDetector:
     def _locate_corruption(self, step: int) -> list[Corruption]:
         """All-gathers the checksums of every tensor, and returns which ranks and tensors are corrupt."""
         compute = self.redundant_compute
-        report = {
+        report: dict[str, Any] = {
             "host": socket.gethostname(), "checksums": self.checksums.tolist(), "labels": self.checksum_labels,
             "redundant_compute": (int(compute.redundant_result), int(compute.step_result)),
             "changed": [label for (label, _), bad in zip(self.changed_labels, self.changed.tolist()) if bad],
         }  # fmt: skip
-        reports = self._all_gather(report)
+        reports = all_gather_objects(report, self.world)
         self.hosts = [report["host"] for report in reports]
         corruptions = []
         for rank, report in enumerate(reports):
@@ -213,10 +210,7 @@ class CorruptionDetector:
         return corruptions or self._check_redundant_compute(step, votes) or self._compare_copies(step, reports)
 
     def _check_redundant_compute(self, step: int, votes: Sequence[tuple[int, int]]) -> list[Corruption]:
-        """Returns the ranks with a wrong result for the redundant micro-batch.
-
-        A tensor-parallel group shares one result, so all its ranks are returned.
-        """
+        """Returns the ranks with a wrong result for the redundant micro-batch; tensor ranks share one result."""
         groups: dict[int, list[int]] = {}
         for rank, reference in enumerate(self.reference_ranks[:, -1].tolist()):
             groups.setdefault(reference, []).append(rank)
@@ -278,7 +272,7 @@ class CorruptionDetector:
 
     def _resolve(self, corruption: Corruption, first_checksum: int) -> None:
         """Blames the ranks whose result changed in the replay, which is taken to be correct."""
-        differs = self._all_gather(self._local_checksum(corruption.label) != first_checksum)
+        differs = all_gather_objects(self._local_checksum(corruption.label) != first_checksum, self.world)
         wrong = [rank for rank, is_different in enumerate(differs) if is_different]
         if not wrong:
             return
@@ -311,13 +305,6 @@ class CorruptionDetector:
                 f"rank {rank} on {host} was corrupt {pluralize(len(entries), 'time')}, more than run.max_corruptions "
                 f"allows; most recently: {corruption.message}. Remove that device and continue with --resume."
             )
-
-    def _all_gather(self, report: Any) -> list[Any]:
-        if self.world == 1:
-            return [report]
-        reports: list[Any] = [None] * self.world
-        dist.all_gather_object(reports, report)
-        return reports
 
 
 def _labels(tracked: Sequence[TrackedTensor]) -> ChecksumLabels:

@@ -26,10 +26,7 @@ HASH_MULTIPLIER = 0x5851F42D4C957F2D
 
 
 class RedundantCompute:
-    """Holds the checksums of the redundant computation and of the step.
-
-    Only the owner computes the micro-batch in its step; on other ranks, the second checksum is a copy of the first.
-    """
+    """Holds the checksums of the redundant computation and of the step, which only the owner computes."""
 
     def __init__(self, job: Job, engine: Engine):
         self.job, self.engine, self.data = job, engine, engine.mesh["data"]
@@ -59,10 +56,8 @@ class RedundantCompute:
             _StepHooks(self, micro_batch_index)
 
     def find_outliers(self, votes: list[tuple[int, int]]) -> list[int]:
-        """Returns the data-parallel ranks whose results differ from the majority; all if there is no majority.
-
-        `votes`: the redundant and the step result of each data-parallel rank.
-        """
+        """Returns the ranks whose votes (redundant and step result) differ from the majority; all without a
+        majority."""
         results = [vote[0] for vote in votes] + [votes[self.owner][1]]
         value, count = Counter(results).most_common(1)[0]
         if 2 * count <= len(results):
@@ -78,11 +73,8 @@ class RedundantCompute:
 
     def _compute(self, micro_batch: Samples, scale: Tensor) -> Tensor:
         chain, first_outputs = self.engine.chains[0], list[Tensor]()
-        hook = _first_module(chain).register_forward_hook(lambda module, inputs, output: first_outputs.append(output))
-        try:
+        with _first_module(chain).register_forward_hook(lambda module, inputs, output: first_outputs.append(output)):
             loss = chain(micro_batch.tokens, targets=micro_batch.targets, **micro_batch.forward_kwargs)
-        finally:
-            hook.remove()
         checksums = [checksum(loss)]
         if self.checks_gradients:
             checksums.append(checksum(torch.autograd.grad(loss * scale, first_outputs[0])[0]))

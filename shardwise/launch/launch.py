@@ -68,9 +68,8 @@ def check_layout_fits(layout: Layout, job: Job, nodes: int = 1) -> None:
     if world_size is None and layout.world > max_processes * nodes:
         raise LayoutError(
             f"layout '{layout}' needs {pluralize(layout.world, 'process')}, but this machine has "
-            f"{pluralize(torch.cuda.device_count(), 'GPU')}; "
-            "use a smaller layout, start on more machines (--node or torchrun), let processes share a GPU "
-            f'(run.processes = {layout.world}), or set run.device = "cpu".'
+            f"{pluralize(torch.cuda.device_count(), 'GPU')}; use a smaller layout, start on more machines (--node or "
+            f'torchrun), let processes share a GPU (run.processes = {layout.world}), or set run.device = "cpu".'
         )
 
 
@@ -78,10 +77,8 @@ def launch(
     folder: RunFolder, layout: Layout, resume: bool, entry: str = WORKER_ENTRY_POINT,
     fork_server: ForkServer | None = None, node: Node | None = None,
 ) -> None:  # fmt: skip
-    """Runs the training to its end, with restarts. Raises the last failure once restarts are used up.
-
-    `entry` is the function that each worker calls; `fork_server` is an existing server to fork workers from.
-    """
+    """Runs the training to its end, with restarts; raises the last failure once they are used up. `entry` is the
+    function that each worker calls; `fork_server` is an existing server to fork workers from."""
     if existing_world_size() is not None:
         _run_in_existing_world(folder, layout, resume)
         return

@@ -31,7 +31,7 @@ from shardwise.workers.fork_server import snapshot_folder_argument, standby_wait
 from shardwise.workers.heartbeat import Heartbeat
 from shardwise.workers.nodes import open_store
 
-PROCESS_GROUP_TIMEOUT = timedelta(minutes=10)
+GROUP_TIMEOUT = timedelta(minutes=10)
 
 
 def main(arguments: list[str]) -> None:
@@ -109,12 +109,10 @@ def init_distributed(world_size: int, job: Job, store: str | None = None) -> tor
         host_staged.register_backend()
         backend = "gloo" if device.type == "cpu" else host_staged.BACKEND if is_shared else "nccl"
         if store is None:
-            dist.init_process_group(backend, timeout=PROCESS_GROUP_TIMEOUT)
+            dist.init_process_group(backend, timeout=GROUP_TIMEOUT)
         else:
             rank, opened = int(os.environ["RANK"]), open_store(store, world_size)
-            dist.init_process_group(
-                backend, timeout=PROCESS_GROUP_TIMEOUT, store=opened, rank=rank, world_size=world_size
-            )
+            dist.init_process_group(backend, timeout=GROUP_TIMEOUT, store=opened, rank=rank, world_size=world_size)
     return device
 
 

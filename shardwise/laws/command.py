@@ -42,13 +42,11 @@ def design_text(
         })  # fmt: skip
     if as_json:
         return json.dumps(rows)
-    header = (
-        f"{'file':<34} {'FLOPs':>8} {'parameters':>14} {'width':>6} {'layers':>6} {'tokens':>17} {'batch':>6} {'lr':>9}"
-    )
+    head = "file                                  FLOPs     parameters  width layers            tokens  batch        lr"
     lines = [f"{row['file']:<34} {row['flops']:8.2g} {row['parameters']:14,} {row['width']:6} {row['layers']:6} "
              f"{row['tokens']:17,} {row['batch']:6} {row['lr']:9.3g}" for row in rows]  # fmt: skip
     next_step = f"train each with `shardwise train FILE`, then run `shardwise laws fit {out / 'runs'}`"
-    return "\n".join([header, *lines, f"{pluralize(len(rows), 'job')}; {next_step}"])
+    return "\n".join([head, *lines, f"{pluralize(len(rows), 'job')}; {next_step}"])
 
 
 def fit_text(
@@ -119,11 +117,9 @@ def _recommend_lines(result: Recommendation) -> Iterator[str]:
     low, high = map(format_count, result.near_optimal_parameters)
     yield f"flat:     the loss is within {100 * NEAR_OPTIMAL_TOLERANCE:g}% of that from {low} to {high} parameters"
     for model in result.overtrained:
-        size = (
-            f"{format_count(model.parameters)} parameters reach the same loss with {format_count(model.tokens)} tokens"
-        )
+        size, tokens = format_count(model.parameters), format_count(model.tokens)
         price = f"{model.flops / result.flops:.3g}x the training FLOPs, repaid after {format_count(model.break_even)}"
-        yield f"smaller:  {size}: {price} tokens of inference"
+        yield f"smaller:  {size} parameters reach the same loss with {tokens} tokens: {price} tokens of inference"
     if (limited := result.data_constrained) is not None:
         unique = f"{format_count(limited.unique_tokens)} unique tokens, {D / limited.unique_tokens:.3g} epochs"
         best = f"{format_count(limited.parameters)} parameters and {format_count(limited.tokens)} tokens"
@@ -152,6 +148,4 @@ def noise_text(runs: Sequence[Path], batches: int, samples: int, as_json: bool) 
     if as_json:
         return json.dumps([scale.as_dict() for scale in scales])
     line = "{}: critical batch size {:.3g} samples, {} tokens"
-    return "\n".join(
-        line.format(scale.run, scale.samples, format_count(scale.samples * scale.sequence)) for scale in scales
-    )
+    return "\n".join(line.format(s.run, s.samples, format_count(s.samples * s.sequence)) for s in scales)

@@ -32,7 +32,8 @@ class ComputeOptimalEstimate:
         return float(self.coefficient * flops**self.exponent)
 
     def as_dict(self) -> dict[str, object]:
-        return {"power": self.exponent, "factor": self.coefficient, "points": [list(point) for point in self.points]}
+        points = [list(point) for point in self.points]
+        return {"exponent": self.exponent, "coefficient": self.coefficient, "points": points}
 
 
 def estimate_compute_optimal(runs: Runs) -> list[ComputeOptimalEstimate]:

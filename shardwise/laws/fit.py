@@ -105,17 +105,13 @@ def check_runs(runs: Runs) -> None:
     if len(runs) < MIN_RUNS:
         raise DataError(f"{pluralize(len(runs), 'run')}: a law has five constants; give at least {MIN_RUNS} runs.")
     for quantity in ("parameters", "tokens"):
-        num_distinct = _count_distinct(getattr(runs, quantity))
+        # Values within about 0.1% of each other count once.
+        num_distinct = len(np.unique(np.round(np.log(getattr(runs, quantity)), 3)))
         if num_distinct < MIN_DISTINCT_SIZES:
             raise DataError(
                 f"these {pluralize(len(runs), 'run')} have {pluralize(num_distinct, 'different value')} of {quantity}; "
                 f"a law needs at least {MIN_DISTINCT_SIZES}."
             )
-
-
-def _count_distinct(values: Array) -> int:
-    """Counts the distinct values; those within about 0.1% of each other count once."""
-    return len(np.unique(np.round(np.log(values), 3)))
 
 
 def best_fit(runs: Runs) -> tuple[ScalingLaw, float, Array]:
@@ -181,17 +177,13 @@ def _starting_points(runs: Runs) -> list[tuple[float, ...]]:
     """Returns 81 starts: splits of the mean loss into E and the two terms, times pairs of exponents."""
     starts: list[tuple[float, ...]] = []
     center, lowest_loss = float(np.exp(np.log(runs.loss).mean())), float(runs.loss.min())
-    for irreducible_share, parameter_share, alpha, beta in product(
-        (0.3, 0.6, 0.9), (0.2, 0.5, 0.8), (0.2, 0.5, 1.0), (0.2, 0.5, 1.0)
-    ):
+    grid = product((0.3, 0.6, 0.9), (0.2, 0.5, 0.8), (0.2, 0.5, 1.0), (0.2, 0.5, 1.0))
+    for irreducible_share, parameter_share, alpha, beta in grid:
         irreducible = irreducible_share * lowest_loss
         parameter_term = parameter_share * (center - irreducible)
         token_term = (1 - parameter_share) * (center - irreducible)
         starts.append((np.log(irreducible), np.log(parameter_term), np.log(token_term), alpha, beta))
     return starts
-
-
-# Outliers
 
 
 def find_outliers(law: ScalingLaw, runs: Runs) -> NDArray[np.intp]:

@@ -43,26 +43,21 @@ def fit_as_dict(fit: ScalingLawFit) -> dict[str, Any]:
     columns = [values.tolist() for values in (runs.parameters, runs.tokens, runs.loss, fit.residuals)]
     return {
         **fit.constants(),
-        "counts": runs.parameter_scope,
+        "parameter_scope": runs.parameter_scope,
         "runs": len(runs),
         "dropped": list(fit.dropped.names),
         "objective": fit.objective,
-        "scatter": fit.residual_std,
-        "ranges": ranges,
-        "optimum": {"parameters_power": exponent, "tokens_power": 1 - exponent},
+        "residual_std": fit.residual_std,
+        "fitted_ranges": ranges,
+        "compute_optimal": {"parameters_exponent": exponent, "tokens_exponent": 1 - exponent},
         **{estimate.method.replace("-", "").lower(): estimate.as_dict() for estimate in estimate_compute_optimal(runs)},
         "residuals": [
-            {
-                "run": name,
-                "parameters": N,
-                "tokens": D,
-                "loss": loss,
-                "residual": residual,
-                "outlier": index in outlier_indices,
-            }
-            for index, (name, N, D, loss, residual) in enumerate(zip(runs.names, *columns))
-        ],  # fmt: skip
-        "draws": [[float(f"{value:.9g}") for value in row] for row in fit.bootstrap_samples.as_array().T.tolist()],
+            dict(zip(("run", "parameters", "tokens", "loss", "residual"), row)) | {"outlier": index in outlier_indices}
+            for index, row in enumerate(zip(runs.names, *columns))
+        ],
+        "bootstrap_samples": [
+            [float(f"{value:.9g}") for value in row] for row in fit.bootstrap_samples.as_array().T.tolist()
+        ],
     }
 
 
@@ -90,15 +85,12 @@ def read_fitted_law(path: Path) -> FittedLaw:
 
 def _parse_fitted_law(values: Any, source: str) -> FittedLaw:
     law = ScalingLaw(*(float(values[name]["value"]) for name in CONSTANTS))
-    bootstrap_samples = ScalingLaw(*np.array(values["draws"], dtype=float).reshape(-1, len(CONSTANTS)).T)
-    ranges = {quantity: (float(low), float(high)) for quantity, (low, high) in values["ranges"].items()}
-    if (
-        values["counts"] not in PARAMETER_SCOPES
-        or set(ranges) != {"parameters", "tokens", "flops"}
-        or not len(bootstrap_samples.E)
-    ):
-        raise ValueError("invalid counts, ranges or draws")
-    return FittedLaw(law, bootstrap_samples, float(values["scatter"]), ranges, values["counts"], source)
+    bootstrap_samples = ScalingLaw(*np.array(values["bootstrap_samples"], dtype=float).reshape(-1, len(CONSTANTS)).T)
+    ranges = {quantity: (float(low), float(high)) for quantity, (low, high) in values["fitted_ranges"].items()}
+    scope, has_ranges = values["parameter_scope"], set(ranges) == {"parameters", "tokens", "flops"}
+    if scope not in PARAMETER_SCOPES or not has_ranges or not len(bootstrap_samples.E):
+        raise ValueError("invalid parameter_scope, fitted_ranges or bootstrap_samples")
+    return FittedLaw(law, bootstrap_samples, float(values["residual_std"]), ranges, scope, source)
 
 
 # The law of Hoffmann et al.'s runs

@@ -35,8 +35,8 @@ class GradientNoiseScale:
 
     def as_dict(self) -> dict[str, Any]:
         return {"run": self.run, "critical_batch_samples": self.samples,
-                "critical_batch_tokens": self.samples * self.sequence, "gradient_squared": self.grad_norm_squared,
-                "variance": self.variance}  # fmt: skip
+                "critical_batch_tokens": self.samples * self.sequence, "grad_norm_squared": self.grad_norm_squared,
+                "gradient_variance": self.variance}  # fmt: skip
 
 
 def solve_noise_scale(
@@ -65,9 +65,8 @@ def measure_noise_scale(run: Path, batches: int = 16, samples: int = 8) -> Gradi
         F.cross_entropy(logits, batch.targets.flatten(), ignore_index=IGNORE_INDEX).backward()
         gradients = {name: weight.grad.double() for name, weight in model.named_parameters() if weight.grad is not None}
         mean_squared_norm += _squared_norm(gradients) / batches
-        mean_gradients = {
-            name: mean_gradients.get(name, 0.0) + gradient / batches for name, gradient in gradients.items()
-        }
+        for name, gradient in gradients.items():
+            mean_gradients[name] = mean_gradients.get(name, 0.0) + gradient / batches
     total = batches * samples
     norm_squared, variance = solve_noise_scale(mean_squared_norm, _squared_norm(mean_gradients), samples, total)
     if norm_squared <= 0 or variance <= 0:

@@ -40,8 +40,7 @@ class OvertrainedModel:
     parameters: float
     tokens: float
     flops: float
-    break_even: float
-    """Inference tokens, at 2 FLOPs per parameter, after which the smaller model has saved its extra training."""
+    break_even: float  # inference tokens, at 2 FLOPs per parameter, that save its extra training
 
 
 @dataclass(frozen=True)
@@ -64,8 +63,7 @@ class Recommendation:
     loss: float
     loss_interval: tuple[float, float]
     parameters_interval: tuple[float, float]
-    near_optimal_parameters: tuple[float, float]
-    """Range of sizes whose loss at the same budget is within 0.5% of the optimum."""
+    near_optimal_parameters: tuple[float, float]  # sizes whose loss at this budget is within 0.5% of the optimum
     overtrained: tuple[OvertrainedModel, ...]
     data_constrained: DataConstrainedOptimum | None
     warnings: tuple[str, ...]
@@ -73,15 +71,15 @@ class Recommendation:
 
     def as_dict(self) -> dict[str, Any]:
         values: dict[str, Any] = {
-            "law": self.fitted_law.source, "counts": self.fitted_law.parameter_scope, "flops": self.flops,
+            "law": self.fitted_law.source, "parameter_scope": self.fitted_law.parameter_scope, "flops": self.flops,
             "parameters": self.parameters, "parameters_interval": list(self.parameters_interval), "tokens": self.tokens,
             "tokens_per_parameter": self.tokens / self.parameters, "loss": self.loss,
-            "loss_interval": list(self.loss_interval), "flat_within": NEAR_OPTIMAL_TOLERANCE,
-            "flat_parameters": list(self.near_optimal_parameters),
-            "over_training": [vars(overtrained) for overtrained in self.overtrained], "warnings": list(self.warnings),
+            "loss_interval": list(self.loss_interval), "near_optimal_tolerance": NEAR_OPTIMAL_TOLERANCE,
+            "near_optimal_parameters": list(self.near_optimal_parameters),
+            "overtrained": [vars(overtrained) for overtrained in self.overtrained], "warnings": list(self.warnings),
         }  # fmt: skip
         if self.data_constrained is not None:
-            values["repeated"] = vars(self.data_constrained)
+            values["data_constrained"] = vars(self.data_constrained)
         if self.plan is not None:
             plan, model = self.plan, self.plan.job.require_decoder()
             values["plan"] = {
@@ -104,7 +102,7 @@ def recommend(fitted_law: FittedLaw, flops: float, unique_tokens: float | None =
     overtrained = (_overtrained_model(law, N, N / factor, loss) for factor in OVERTRAINING_FACTORS)
     data_constrained = None
     if unique_tokens is not None and unique_tokens < D:
-        data_constrained = _data_constrained_optimum(law, flops, N, D, unique_tokens)
+        data_constrained = _limited_optimum(law, flops, N, D, unique_tokens)
     return Recommendation(
         fitted_law, flops, N, D, loss,
         loss_interval=prediction_interval(fitted_law, N, D),
@@ -156,9 +154,7 @@ def _near_optimal_bound(law: ScalingLaw, flops: float, optimal_N: float, loss: f
     return float(optimal_N * math.exp(direction * log_ratio))
 
 
-def _data_constrained_optimum(
-    law: ScalingLaw, flops: float, N: float, D: float, unique_tokens: float
-) -> DataConstrainedOptimum:
+def _limited_optimum(law: ScalingLaw, flops: float, N: float, D: float, unique_tokens: float) -> DataConstrainedOptimum:
     def loss(log_size: float) -> float:
         return float(law.data_constrained_loss(math.exp(log_size), flops / 6 / math.exp(log_size), unique_tokens))
 
@@ -167,9 +163,6 @@ def _data_constrained_optimum(
     size = math.exp(result.x)
     unlimited_loss = float(law.data_constrained_loss(N, D, unique_tokens))
     return DataConstrainedOptimum(unique_tokens, unlimited_loss, size, flops / 6 / size, float(result.fun))
-
-
-# With a plan
 
 
 def recommend_with_plan(

@@ -28,6 +28,7 @@ from shardwise.planner.costs.model_shape import shape_of
 from shardwise.train.run_folder import RunFolder
 
 Array = NDArray[np.float64]
+RunRow = tuple[str, float, float, float, float]  # name, parameters, tokens, loss, FLOPs
 COLUMN_ALIASES = {
     "parameters": ("parameters", "params", "n", "n_params"), "tokens": ("tokens", "d", "n_tokens", "training_tokens"),
     "loss": ("loss", "final_loss"), "flops": ("flops", "c", "compute", "training_flops"),
@@ -69,13 +70,10 @@ def read_runs(paths: Sequence[Path], parameter_scope: str = "all") -> Runs:
     return _runs_from_rows([_read_run(folder, parameter_scope) for folder in folders], parameter_scope)
 
 
-def _runs_from_rows(rows: Sequence[tuple[str, float, float, float, float]], parameter_scope: str) -> Runs:
+def _runs_from_rows(rows: Sequence[RunRow], parameter_scope: str) -> Runs:
     names = tuple(name for name, *_ in rows)
     parameters, tokens, loss, flops = np.array([values for _, *values in rows], dtype=float).T
     return Runs(names, parameters, tokens, loss, flops, parameter_scope)
-
-
-# CSV files
 
 
 def read_csv(path: Path, parameter_scope: str = "all") -> Runs:
@@ -100,9 +98,8 @@ def _find_columns(path: Path, header: Sequence[str]) -> dict[str, int]:
     for quantity, names in COLUMN_ALIASES.items():
         matches = [index for index, column in enumerate(column_names) if column in names]
         if len(matches) > 1:
-            raise DataError(
-                f"{path}: columns {header[matches[0]]!r} and {header[matches[1]]!r} both contain {quantity}; keep one."
-            )
+            first, second, *_ = (header[index] for index in matches)
+            raise DataError(f"{path}: columns {first!r} and {second!r} both contain {quantity}; keep one.")
         if matches:
             columns[quantity] = matches[0]
     sizes = [quantity for quantity in ("parameters", "tokens", "flops") if quantity in columns]
@@ -112,9 +109,7 @@ def _find_columns(path: Path, header: Sequence[str]) -> dict[str, int]:
     return columns
 
 
-def _parse_row(
-    path: Path, number: int, line: Sequence[str], columns: dict[str, int]
-) -> tuple[str, float, float, float, float]:
+def _parse_row(path: Path, number: int, line: Sequence[str], columns: dict[str, int]) -> RunRow:
     values = {}
     for quantity, index in columns.items():
         text = line[index].strip() if index < len(line) else ""
@@ -133,9 +128,6 @@ def _parse_row(
     return f"line {number}", values["parameters"], values["tokens"], values["loss"], flops
 
 
-# Run folders
-
-
 def _run_folders(path: Path) -> list[Path]:
     if not path.is_dir():
         raise DataError(f"{path} is not a folder; give either one CSV file or run folders.")
@@ -144,7 +136,7 @@ def _run_folders(path: Path) -> list[Path]:
     return sorted(job.parent for job in path.glob("*/job.toml"))
 
 
-def _read_run(path: Path, parameter_scope: str) -> tuple[str, float, float, float, float]:
+def _read_run(path: Path, parameter_scope: str) -> RunRow:
     folder = RunFolder.open(path)
     job = folder.job()
     model = job.require_decoder()

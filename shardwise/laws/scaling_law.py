@@ -51,11 +51,8 @@ class ScalingLaw:
     def effective_parameters_and_tokens(
         self, N: FloatOrArray, D: FloatOrArray, unique_tokens: float
     ) -> tuple[FloatOrArray, FloatOrArray]:
-        """Returns the N and D that would reach the same loss if all tokens were unique.
-
-        Each repetition of a token is worth less than the previous one, and so are parameters beyond those that are
-        compute-optimal for the unique tokens.
-        """
+        """Returns the N and D that would reach the same loss if all tokens were unique: repeated tokens are worth less,
+        and so are parameters beyond those that are compute-optimal for the unique tokens."""
         distinct_tokens = np.minimum(D, unique_tokens)
         useful_parameters = np.minimum(N, self.optimal_parameters(distinct_tokens))
         parameters = _effective_amount(useful_parameters, N / useful_parameters - 1, EXCESS_PARAMETER_DECAY)

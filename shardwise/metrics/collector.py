@@ -69,9 +69,8 @@ class RankMetricsCollector:
             states = [value for value in states if isinstance(value, Tensor)]
             self.memory_by_kind |= rank_metrics.sum_bytes_by_kind({"weights": self._weights(), "optimizer": states})
         seconds = time.perf_counter() - self._step_perf_counter
-        self.last_metrics = RankMetrics(
-            self._step_start, seconds, phase_seconds, wait_seconds, self.peak_memory(), self.memory_by_kind
-        )
+        memory = self.peak_memory(), self.memory_by_kind
+        self.last_metrics = RankMetrics(self._step_start, seconds, phase_seconds, wait_seconds, *memory)
         if actions := self.timer.take_recorded_actions():
             offset = self.clock_offset
             shifted = [[*action, round(begin - offset, 6), round(end - offset, 6)] for *action, begin, end in actions]
@@ -97,8 +96,7 @@ class RankMetricsCollector:
         return tensors + [param_shard.tensor for param_shard in self.engine.param_shards]
 
     def exchange(self) -> Tensor:
-        """All-gathers every rank's metrics row of the previous step; returns (ranks, columns), on the device if there
-        are several ranks."""
+        """All-gathers the metrics of the previous step (ranks, columns), on the device if there are several ranks."""
         device = self.device if self.world > 1 else None  # a copy to the device would wait for the step
         local_row = torch.tensor(self.last_metrics.to_list(), dtype=torch.float64, device=device)
         all_rows = local_row.unsqueeze(0)
@@ -108,8 +106,7 @@ class RankMetricsCollector:
         return all_rows
 
     def write(self, step: int, rows: Tensor) -> dict[str, Any]:
-        """On rank 0, writes the rows of a step and returns its slowest rank; returns {} on other ranks or if `step` is
-        0."""
+        """On rank 0, writes the rows of a step and returns its slowest rank; otherwise, or if `step` is 0, {}."""
         if not step or not self.is_main:
             return {}
         table = rows.cpu().numpy()

@@ -150,10 +150,7 @@ def find_alerts(rows: np.ndarray, peer_groups: Sequence[Sequence[int]]) -> list[
 
 
 def clock_offset(ranks: Axis, device: torch.device) -> float:
-    """Returns how many seconds this rank's clock is ahead of rank 0's, or 0 if that is below the noise.
-
-    A collective ends at about the same time on all ranks, so each reads its clock right after one.
-    """
+    """Returns how many seconds this rank's clock is ahead of rank 0's, read right after collectives; 0 if noise."""
     sent = torch.zeros(1, dtype=torch.float64, device=device)
     received = sent.repeat(ranks.size)
     offsets = []

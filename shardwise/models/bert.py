@@ -23,13 +23,10 @@ def build_bert(config: BertConfig, seed: int) -> Chain:
 
 
 def sharding_plan(config: BertConfig) -> ShardingPlan:
+    normal = InitSpec("normal", config.init_std)
     return replace(
         gpt.sharding_plan(config),
-        init=(
-            ("*norm*.weight", InitSpec("ones")),
-            ("*.bias", InitSpec("zeros")),
-            ("*", InitSpec("normal", config.init_std)),
-        ),
+        init=(("*norm*.weight", InitSpec("ones")), ("*.bias", InitSpec("zeros")), ("*", normal)),
         compared_modules=("embed", "block*.attention", "block*.norm1", "block*.mlp", "block*", "head.norm"),
     )
 

@@ -53,9 +53,7 @@ class BertConfig(DecoderConfig):
             raise ValueError(f"mask_token_id ({self.mask_token_id}) must be below vocab ({self.vocab})")
         fixed = (self.positions, self.norm, self.activation, self.bias) == ("learned", "layer", "gelu", True)
         if not fixed or self.kv_heads != self.heads:
-            raise ValueError(
-                "a BERT has learned positions, LayerNorm, GELU, biases and kv_heads = heads; leave these keys out"
-            )
+            raise ValueError("a BERT has learned positions, LayerNorm, GELU, biases and kv_heads = heads; omit them")
         return self
 
     def phases(self, steps: int) -> list[tuple[int, Self]]:

@@ -23,8 +23,7 @@ IGNORE_INDEX = -100  # targets with this value do not count
 class PositionAware(Protocol):
     """A module whose output depends on the positions of its inputs in the sequence."""
 
-    position_ids: Tensor | None
-    """Position of each input; None: 0, 1, 2, ..."""
+    position_ids: Tensor | None  # position of each input; None: 0, 1, 2, ...
 
 
 class Chain(nn.Module):
@@ -85,6 +84,13 @@ class Chain(nn.Module):
         """Returns the user's metrics, summed over the samples that were evaluated since the last call."""
         return {}
 
+    def stacked_experts(self) -> dict[str, nn.Module]:
+        """Returns by name the modules whose parameters have the experts of a layer as their first dimension."""
+        return {name: module for name, module in self.named_modules() if getattr(module, "stacks_experts", False)}
+
+    def dispatch_tokens(self, experts: nn.Module, dispatcher: Any) -> None:
+        """Called for stacked experts of which this rank keeps some; ours get the dispatcher of their layer."""
+
     def split_sequence(self, axis: Any, positions: Tensor, attention_fn: Any) -> None:
         """Called if the sequence is split over an axis; `positions` are those of all its ranks, rank by rank."""
 
@@ -92,27 +98,29 @@ class Chain(nn.Module):
         """Returns the full initial value of a parameter; None: the sharding plan says how it is initialized."""
         return None
 
-    def forward(
-        self, x: Tensor, ids: Tensor | None = None, targets: Tensor | None = None, **extra_inputs: Tensor
-    ) -> Tensor:  # fmt: skip
+    def forward(self, x: Tensor, ids: Tensor | None = None, targets: Tensor | None = None, **extra: Tensor) -> Tensor:
         """Returns the loss summed over the targets, or the logits if there are no targets. `ids` key dropout masks by
-        sample; `extra_inputs` are those of some families only, such as `document_ids`."""
+        sample; `extra` are inputs of some families only, such as `document_ids`."""
         for module in self.children():
-            x = module(x, ids=ids, targets=targets, **extra_inputs)
+            x = module(x, ids=ids, targets=targets, **extra)
         return x
 
 
 def init_weights(chain: Chain, seed: int) -> None:
     """Initializes a full chain on one device; every layout starts from these weights."""
-    for name, parameter in chain.named_unique_parameters():
-        value = chain.initial_value(name)
-        if value is not None:
-            parameter.data.copy_(value)
-            continue
-        init = chain.sharding_plan.init_spec_of(name)
-        with torch.no_grad():
-            if init.kind == "normal":
-                key = hash_key("init", seed, name)
-                normal_(parameter, key, parameter.shape, (0,) * parameter.dim(), init.std)
-            else:
-                parameter.fill_(1.0 if init.kind == "ones" else 0.0)
+    for name, weight in chain.named_unique_parameters():
+        init_slice(chain, name, weight.data, weight.shape, (0,) * weight.dim(), seed)
+
+
+@torch.no_grad()
+def init_slice(chain: Chain, name: str, out: Tensor, shape: torch.Size, offset: tuple[int, ...], seed: int) -> None:
+    """Fills `out`, the slice at `offset` of a parameter of this shape, with its initial values."""
+    value = chain.initial_value(name)
+    if value is not None:
+        out.copy_(value[tuple(slice(first, first + size) for first, size in zip(offset, out.shape, strict=True))])
+        return
+    init = chain.sharding_plan.init_spec_of(name)
+    if init.kind == "normal":
+        normal_(out, hash_key("init", seed, name), shape, offset, init.std)
+    else:
+        out.fill_(1.0 if init.kind == "ones" else 0.0)

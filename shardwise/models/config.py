@@ -116,6 +116,11 @@ class ModelConfig(ConfigSection):
         return 0
 
     @property
+    def reports_routing(self) -> bool:
+        """Whether the layers count the tokens that each expert gets."""
+        return self.num_experts > 0
+
+    @property
     def adamw_only(self) -> str:
         """The configured key that works only with AdamW; empty if there is none."""
         return ""

@@ -51,8 +51,7 @@ class DotInteraction(torch.autograd.Function):
         count = x.shape[1]
         square = gradient.new_zeros(x.shape[0], count * count).index_copy_(1, _lower_triangle(x), gradient)
         square = square.view(-1, count, count)
-        product: Tensor = (square + square.transpose(1, 2)) @ x
-        return product
+        return (square + square.transpose(1, 2)) @ x
 
 
 def _lower_triangle(x: Tensor) -> Tensor:

@@ -73,10 +73,7 @@ class DLRMFamily(Family):
         return DenseDLRM(config)
 
     def refusals(self, config: DLRMConfig) -> dict[str, str]:
-        data_parallel_only = (
-            "a DLRM supports data parallelism and sharded tables only; use shard or replicate, which both shard the "
-            "tables over all ranks."
-        )
+        data_parallel_only = "a DLRM supports data parallelism and sharded tables only; use shard or replicate."
         precision = "a DLRM trains in bf16, float32 or float64."
         return {
             **dict.fromkeys(("tensor", "pipeline", "context", "expert"), data_parallel_only),
@@ -100,9 +97,7 @@ class DLRMFamily(Family):
 
         return {
             "numbers": torch.empty(samples, config.dense_features, dtype=dtype, device="meta"),
-            "vectors": torch.empty(
-                samples, config.tables, config.width, dtype=dtype, device="meta", requires_grad=True
-            ),
+            "vectors": torch.empty(samples, config.tables, config.width, dtype=dtype, device="meta").requires_grad_(),
             "labels": torch.empty(samples, device="meta"),
         }
 

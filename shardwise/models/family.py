@@ -103,8 +103,7 @@ class Family:
         return None
 
     def operator_costs(self, config: Any, itemsize: int) -> Callable[..., tuple[OperatorCosts, ...]]:
-        """Returns a function from a micro-batch size (and optionally a tensor degree) to the costs of each module, by
-        tracing. `itemsize`: bytes per activation."""
+        """Returns a function from micro-batch size (and tensor degree) to the costs of each module, by tracing."""
         import torch
 
         from shardwise.models.trace import interpolate_traces, trace_module
@@ -123,8 +122,7 @@ class Family:
         return config.length, config.width
 
     def stage_shapes(self, config: Any, layout: Any, samples: int) -> tuple[Tensor, tuple[int, ...]]:
-        """Returns the first pipeline stage's input for a micro-batch of a rank, on the meta device, and the shape of
-        the activations that stages exchange."""
+        """Returns the first stage's input on the meta device, and the shape of what stages exchange."""
         import torch
 
         positions, features = self.hidden_shape(config)
@@ -160,7 +158,7 @@ class Family:
         """Returns the mean loss of a batch; None: the cross-entropy of the model's logits."""
         return None
 
-    def explain_difference(self, config: Any, kind: str) -> str:
+    def explain_difference(self, config: Any, layout: Any, kind: str) -> str:
         """Returns a likely cause of a difference that `verify` found first in this kind of quantity, or ""."""
         return ""
 

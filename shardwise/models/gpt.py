@@ -41,12 +41,11 @@ from shardwise.random import Dropout
 
 def build_gpt(config: DecoderConfig, seed: int) -> Chain:
     """Returns the chain embed, block0, block1, ..., head."""
-    blocks = [
-        (f"block{i}", DecoderBlock(config, f"block{i}", seed, is_moe_layer(config, i))) for i in range(config.layers)
-    ]
-    chain = Chain(
-        [("embed", DecoderEmbedding(config, seed)), *blocks, ("head", DecoderHead(config))], sharding_plan(config)
-    )
+    dense_layers = config.dense_layers if isinstance(config, MoEConfig) else config.layers
+    names = [f"block{layer}" for layer in range(config.layers)]
+    blocks = [(name, DecoderBlock(config, name, seed, layer >= dense_layers)) for layer, name in enumerate(names)]
+    embed, head = DecoderEmbedding(config, seed), DecoderHead(config)
+    chain = Chain([("embed", embed), *blocks, ("head", head)], sharding_plan(config))
     for module in chain.modules():
         if isinstance(module, Linear | LMHead):
             module.scale = 1.0 / mup_width_multiplier(config)
@@ -63,10 +62,6 @@ def mup_width_multiplier(config: DecoderConfig) -> float:
     same with one learning rate for all parameters. The optimizer needs no change.
     """
     return config.width / config.mup_base_width if config.mup_base_width else 1.0
-
-
-def is_moe_layer(config: DecoderConfig, layer: int) -> bool:
-    return isinstance(config, MoEConfig) and layer >= config.dense_layers
 
 
 def configure_modules(
@@ -159,10 +154,7 @@ class DecoderEmbedding(nn.Module):
         self.positions = LearnedPositions(config.sequence, config.width) if config.positions == "learned" else None
         self.dropout = Dropout(config.dropout, "embed", seed)
 
-    def forward(
-        self, tokens: Tensor, ids: Tensor | None = None, targets: Tensor | None = None,
-        document_ids: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    def forward(self, tokens: Tensor, ids: Tensor | None = None, **batch: Tensor | None) -> Tensor:
         x = self.tokens(tokens)
         if self.positions is not None:
             x = x + self.positions(x.shape[1])
@@ -278,9 +270,7 @@ class DecoderHead(nn.Module):
         self.norm = build_norm(config)
         self.project = LMHead(config)
 
-    def forward(
-        self, x: Tensor, ids: Tensor | None = None, targets: Tensor | None = None, document_ids: Tensor | None = None
-    ) -> Tensor:  # fmt: skip
+    def forward(self, x: Tensor, targets: Tensor | None = None, **batch: Tensor | None) -> Tensor:
         return self.project(self.norm(x), targets)
 
 
@@ -291,8 +281,7 @@ class LMHead(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.vocab, config.width))
         self.vocab_shard: VocabShard | None = None
-        self.loss_chunk_size = loss_chunk_size(config.vocab)
-        """Positions whose logits are in memory at once; 0: all."""
+        self.loss_chunk_size = loss_chunk_size(config.vocab)  # positions whose logits are in memory at once; 0: all
         self.use_fp8 = False
         self.scale = 1.0
 
@@ -300,6 +289,5 @@ class LMHead(nn.Module):
         x = x if self.scale == 1.0 else x * self.scale
         if targets is None:
             return F.linear(x, self.weight)
-        return fused_linear_cross_entropy(
-            x.flatten(0, 1), self.weight, targets.flatten(), self.vocab_shard, self.loss_chunk_size, self.use_fp8
-        )
+        options = self.vocab_shard, self.loss_chunk_size, self.use_fp8
+        return fused_linear_cross_entropy(x.flatten(0, 1), self.weight, targets.flatten(), *options)

@@ -55,9 +55,7 @@ class DecoderConfig(ModelConfig):
     def _check_shape(self) -> DecoderConfig:
         defaults = {}
         if self.mup_base_width and not self.supports_mup:
-            raise ValueError(
-                f"mup_base_width is supported only for a dense decoder, not for {self.description}; leave it out"
-            )
+            raise ValueError(f"mup_base_width works for a dense decoder only, not for {self.description}; leave it out")
         if self.eod_token_id >= self.vocab:
             raise ValueError(f"eod_token_id ({self.eod_token_id}) must be below vocab ({self.vocab})")
         if self.eod_token_id >= 0 and not self.is_causal_lm:
@@ -66,9 +64,8 @@ class DecoderConfig(ModelConfig):
             defaults["kv_heads"] = self.heads
         if not self.head_dim:
             if self.width % self.heads:
-                raise ValueError(
-                    f"width ({self.width}) must be a multiple of heads ({self.heads}); change one or set head_dim"
-                )
+                sizes = f"width ({self.width}) must be a multiple of heads ({self.heads})"
+                raise ValueError(f"{sizes}; change one or set head_dim")
             defaults["head_dim"] = self.width // self.heads
         if not self.ffn:
             hidden = 4 * self.width if self.activation == "gelu" else -(-8 * self.width // 3 // 64) * 64

@@ -88,6 +88,5 @@ def _quantize_rows_kernel(x, stride, quantized, scale, size, dtype_max, BLOCK: t
     for first in range(0, size, BLOCK):
         in_bounds = first + offsets < size
         values = tl.load(x + first + offsets, mask=in_bounds, other=0.0).to(tl.float32)
-        tl.store(
-            quantized + first + offsets, (values / row_max * dtype_max).to(quantized.dtype.element_ty), mask=in_bounds
-        )
+        scaled = values / row_max * dtype_max
+        tl.store(quantized + first + offsets, scaled.to(quantized.dtype.element_ty), mask=in_bounds)

@@ -68,11 +68,9 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         needs_grad = any(ctx.needs_input_grad)
         grad_x = torch.empty_like(x) if needs_grad else None
         grad_weight = torch.zeros_like(weight, dtype=dtype) if needs_grad else None
-        grad_input_matmul = (
-            fp8.GradInputMatmul(weight)
-            if use_fp8 and needs_grad and fp8.can_use_fp8(x[:chunk_size], weight) and fp8.can_use_fp8(x, weight)
-            else None
-        )
+        grad_input_matmul = None
+        if use_fp8 and needs_grad and fp8.can_use_fp8(x[:chunk_size], weight) and fp8.can_use_fp8(x, weight):
+            grad_input_matmul = fp8.GradInputMatmul(weight)
         for first in range(0, x.shape[0], chunk_size):
             chunk = slice(first, first + chunk_size)
             logits = x[chunk] @ weight.t()

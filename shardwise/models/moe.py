@@ -35,10 +35,8 @@ class MoE(nn.Module):
         self.aux_loss_scale: Callable[[], Tensor] | None = None
         """Returns the factor of the auxiliary loss in the gradient. None: the loss is stored in `aux_loss` instead."""
         self.aux_loss: Tensor | None = None
-        self.expert_load: Tensor | None = None
-        """Tokens routed to each expert since the last reset; recomputation does not count."""
-        self.dropped_tokens: Tensor | None = None
-        """Routing choices dropped for lack of capacity since the last reset; recomputation does not count."""
+        self.expert_load: Tensor | None = None  # tokens per expert since the last reset, without recomputation
+        self.dropped_tokens: Tensor | None = None  # choices beyond capacity since the last reset, likewise
         self.sequence_shards = 1  # number of ranks that split each sequence; `all_reduce_sum` sums over them
         self.all_reduce_sum: Callable[[Tensor], Any] | None = None
         self.local_experts: tuple[int, int] | None = None
@@ -78,14 +76,12 @@ class MoE(nn.Module):
         """Initializes the buffers on the device of the weights."""
         if self.bias_update_rate:
             dtype = torch.promote_types(self.router.dtype, torch.float32)
-            self.expert_bias, self.tokens_per_expert = (
-                torch.zeros(self.router.shape[0], dtype=dtype, device=self.router.device) for _ in range(2)
-            )
+            zeros = torch.zeros(self.router.shape[0], dtype=dtype, device=self.router.device)
+            self.expert_bias, self.tokens_per_expert = zeros, zeros.clone()
 
     @torch.no_grad()
     def update_expert_bias(self, counts: Tensor) -> None:
-        """Raises the bias of underloaded experts and lowers that of others, given the step's tokens per expert over all
-        ranks (Wang et al. 2024)."""
+        """Raises the bias of underloaded experts and lowers that of others (Wang et al. 2024)."""
         assert self.expert_bias is not None and self.tokens_per_expert is not None
         self.expert_bias.add_((counts.mean() - counts).sign(), alpha=self.bias_update_rate)
         self.tokens_per_expert.zero_()
@@ -93,7 +89,7 @@ class MoE(nn.Module):
     def apply_experts(self, tokens: Tensor, weights: Tensor, expert_ids: Tensor, samples: int) -> Tensor:
         """Returns the weighted sum of the outputs of each token's experts."""
         order = expert_ids.flatten().argsort(stable=True)
-        counts = _tokens_per_expert(expert_ids.flatten(), self.router.shape[0])
+        counts = tokens_per_expert(expert_ids.flatten(), self.router.shape[0])
         # Count each token once: activation checkpointing recomputes the forward inside the backward.
         first_time = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
         if first_time:
@@ -105,9 +101,8 @@ class MoE(nn.Module):
         if kept is not None:
             first, count = self.local_experts or (0, self.router.shape[0])
             order = order[: len(order) * count // len(counts)] if is_fake(expert_ids) else order[kept[order]]
-            expert_out = self._run_experts(
-                rows.index_select(0, order), _tokens_per_expert(expert_ids.flatten()[order] - first, count)
-            )
+            kept_counts = tokens_per_expert(expert_ids.flatten()[order] - first, count)
+            expert_out = self._run_experts(rows.index_select(0, order), kept_counts)
             rows = torch.zeros_like(rows).index_copy(0, order, expert_out)
         else:
             inverse = order.argsort()
@@ -141,6 +136,8 @@ class MoE(nn.Module):
 
 class ExpertWeights(nn.Module):
     """The weights of all experts, stacked to (E, out, in)."""
+
+    stacks_experts = True
 
     def __init__(self, config: MoEConfig):
         super().__init__()
@@ -189,7 +186,7 @@ def load_balancing_loss(
     return experts * (counts / (num_shards * choices.shape[1]) * mean_probs / num_shards).sum()
 
 
-def _tokens_per_expert(expert_ids: Tensor, experts: int) -> Tensor:
+def tokens_per_expert(expert_ids: Tensor, experts: int) -> Tensor:
     counts = torch.zeros(experts, dtype=torch.int64, device=expert_ids.device)
     return counts.scatter_add_(0, expert_ids, torch.ones_like(expert_ids))
 

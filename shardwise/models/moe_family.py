@@ -92,13 +92,8 @@ class MoEFamily(GPTFamily):
         if config.kv_lora_rank:
             refused["context"] = "latent attention cannot be split along the sequence; leave context at 1."
         elif config.capacity_factor:
-            refused["context"] = (
-                "model.capacity_factor counts the tokens of full samples and does not support context parallelism; "
-                "leave context at 1."
-            )
+            refused["context"] = "model.capacity_factor counts the tokens of full samples; leave context at 1."
         if config.router_bias_update_rate:
-            refused["local_sgd"] = (
-                "model.router_bias_update_rate needs the expert load of all replicas at every step; "
-                "use local_sgd.every = 1."
-            )
+            why = "model.router_bias_update_rate needs the expert load of all replicas at every step"
+            refused["local_sgd"] = f"{why}; use local_sgd.every = 1."
         return refused

@@ -20,8 +20,7 @@ from shardwise.models.t5_family import T5Config
 
 class Objective(Protocol):
     def __call__(self, rows: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns inputs and targets of a batch of windows, each one token longer than the source's length. Targets
-        of -100 are ignored."""
+        """Returns inputs and targets of windows, each one token longer than the source's length; -100 is ignored."""
 
 
 def next_token(rows: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -78,10 +77,8 @@ class SpanCorruption(PerSampleObjective):
         eos = model.vocab - 1 - spans  # start, end and padding token
         encoder_tokens = _pad_with_eos(np.concatenate(encoder_chunks), model.sequence, eos, eos)
         decoder_targets = _pad_with_eos(np.concatenate(decoder_chunks), model.target_sequence, eos, IGNORE_INDEX)
-        decoder_tokens = np.concatenate(
-            ([eos], np.where(decoder_targets[:-1] == IGNORE_INDEX, eos, decoder_targets[:-1]))
-        )
-        tokens = np.concatenate((encoder_tokens, decoder_tokens)).clip(min=0)
+        previous_targets = np.where(decoder_targets[:-1] == IGNORE_INDEX, eos, decoder_targets[:-1])
+        tokens = np.concatenate((encoder_tokens, [eos], previous_targets)).clip(min=0)
         return tokens, np.concatenate((np.full_like(encoder_tokens, IGNORE_INDEX), decoder_targets))
 
 

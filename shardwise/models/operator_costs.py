@@ -64,24 +64,21 @@ class OperatorCosts:
     products: tuple[MatMul, ...] = ()
     attention: tuple[AttentionOp, ...] = ()
     backward: float = 0.0  # FLOPs of the backward without attention
-    # Bytes that a forward all-reduces over tensor ranks; a gather or reduce-scatter counts half.
-    all_reduce_bytes: float = 0.0
+    all_reduce_bytes: float = 0.0  # bytes that a forward all-reduces over tensor ranks; a gather counts half
 
     @property
     def flops(self) -> float:
         return sum(op.flops for op in self.products) + sum(op.flops for op in self.attention)
 
 
-def merge_costs(
-    name: str, operators: list[OperatorCosts], output: int, saved: int, moved: int, num_ops: int
-) -> OperatorCosts:
+def merge_costs(name: str, parts: list[OperatorCosts], output: int, saved: int, moved: int, ops: int) -> OperatorCosts:
     """Returns the sum of the costs of a module's operators, plus what the module itself saves, moves and launches."""
     return OperatorCosts(
-        name=name, parameters=sum(p.parameters for p in operators),
-        parameter_bytes=sum(p.parameter_bytes for p in operators), output_bytes=output,
-        saved_bytes=saved + sum(p.saved_bytes for p in operators),
-        moved_bytes=moved + sum(p.moved_bytes for p in operators), num_ops=num_ops + sum(p.num_ops for p in operators),
-        products=tuple(q for p in operators for q in p.products),
-        attention=tuple(q for p in operators for q in p.attention),
-        all_reduce_bytes=sum(p.all_reduce_bytes for p in operators),
+        name=name, parameters=sum(p.parameters for p in parts),
+        parameter_bytes=sum(p.parameter_bytes for p in parts), output_bytes=output,
+        saved_bytes=saved + sum(p.saved_bytes for p in parts),
+        moved_bytes=moved + sum(p.moved_bytes for p in parts), num_ops=ops + sum(p.num_ops for p in parts),
+        products=tuple(q for p in parts for q in p.products),
+        attention=tuple(q for p in parts for q in p.attention),
+        all_reduce_bytes=sum(p.all_reduce_bytes for p in parts),
     )  # fmt: skip

@@ -48,17 +48,12 @@ def families() -> dict[str, Family]:
 @cache
 def _adapter(prefix: str) -> Family:
     module, _, name = ADAPTERS[prefix].partition(":")
-    family: Family = getattr(import_module(module), name)()
-    return family
-
-
-def _prefix(name: str) -> str | None:
-    return next((prefix for prefix in ADAPTERS if name.startswith(prefix)), None)
+    return getattr(import_module(module), name)()
 
 
 def family_name(name: str) -> str:
     """Returns the family of a model or preset name; raises ValueError if the name is unknown."""
-    if prefix := _prefix(name):
+    if prefix := next((prefix for prefix in ADAPTERS if name.startswith(prefix)), None):
         return prefix
     if name in BUILT_IN:
         return name

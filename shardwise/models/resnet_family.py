@@ -54,12 +54,9 @@ class ResNetFamily(Family):
         return build_resnet(config, seed)
 
     def refusals(self, config: ResNetConfig) -> dict[str, str]:
-        data_parallel_only = (
-            f"{config.description} supports data parallelism only (batch norm spans the whole batch, and images are "
-            "small); use replicate or shard."
-        )
+        why = f"{config.description} supports data parallelism only (batch norm spans the whole batch)"
         return {
-            **dict.fromkeys(("tensor", "pipeline", "context", "expert"), data_parallel_only),
+            **dict.fromkeys(("tensor", "pipeline", "context", "expert"), f"{why}; use replicate or shard."),
             "recompute": "recomputation would update the running statistics of batch norm twice; use recompute=none.",
         }
 

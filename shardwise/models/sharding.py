@@ -62,16 +62,14 @@ class SequenceRegion:
 
 @dataclass(frozen=True)
 class VocabEmbedding:
-    """An embedding with a sharded vocabulary. Tokens of other ranks give zeros; the sum over ranks is reduce-scattered
-    along the sequence."""
+    """An embedding with a sharded vocabulary; the sum over ranks is reduce-scattered along the sequence."""
 
     module: str
 
 
 @dataclass(frozen=True)
 class VocabHead:
-    """An LM head with a sharded vocabulary and its loss. The input is all-gathered along the sequence; the loss
-    all-reduces the softmax's maxima and sums."""
+    """An LM head with a sharded vocabulary, whose input is all-gathered along the sequence, and its loss."""
 
     module: str
 
@@ -81,8 +79,7 @@ class AllReduceOutput:
     """A linear layer with split inputs: its output is a partial sum, which is all-reduced; the bias is added once."""
 
     module: str
-    splits_input: bool = False
-    """Whether the input is whole, so that each rank takes its own features of it."""
+    splits_input: bool = False  # whether the input is whole, so that each rank takes its own features of it
 
 
 @dataclass(frozen=True)
@@ -114,16 +111,12 @@ class InitSpec:
 class ShardingPlan:
     shard_dims: tuple[ShardDim, ...]
     modules: tuple[ModuleRule, ...]
-    ties: tuple[tuple[str, str], ...] = ()
-    """Tied parameters, as pairs (alias, canonical name)."""
-    init: tuple[tuple[str, InitSpec], ...] = ()
-    """Pairs (parameter pattern, initialization)."""
-    stage_ties: tuple[str, ...] | None = None
-    """The parameters that the first and the last stage share; None: all tied ones."""
+    ties: tuple[tuple[str, str], ...] = ()  # tied parameters, as pairs (alias, canonical name)
+    init: tuple[tuple[str, InitSpec], ...] = ()  # pairs (parameter pattern, initialization)
+    stage_ties: tuple[str, ...] | None = None  # parameters that the first and last stage share; None: all tied
     splits_sequence: bool = True
     """Whether activations between the modules of `modules` are split along the sequence over the tensor axis."""
-    block_pattern: str = "block*"
-    """Pattern of the repeated blocks."""
+    block_pattern: str = "block*"  # pattern of the repeated blocks
     compared_modules: tuple[str, ...] = ()
     """Patterns of the modules with (sample, position, feature) outputs that `verify` compares, in forward order."""
 

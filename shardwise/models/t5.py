@@ -166,10 +166,8 @@ class T5Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q_in, kv_in = x[:, self.query_slice], x[:, self.key_slice]
-        q, k, v = (
-            linear(inputs).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for linear, inputs in ((self.q, q_in), (self.k, kv_in), (self.v, kv_in))
-        )
+        projected = self.q(q_in), self.k(kv_in), self.v(kv_in)
+        q, k, v = (each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in projected)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=self._relative_bias(q_in.shape[1], q.dtype), scale=1.0)
         return _pad_to_stream(self.out(y.transpose(1, 2).flatten(2)), self.query_slice, x.shape[1])
 
@@ -185,23 +183,21 @@ class T5Attention(nn.Module):
         return (bias.masked_fill(relative_position > 0, -math.inf) if self.causal else bias).to(dtype)
 
 
-def relative_position_bucket(
-    relative_position: Tensor, bidirectional: bool, num_buckets: int, max_distance: int
-) -> Tensor:
+def relative_position_bucket(offset: Tensor, bidirectional: bool, num_buckets: int, max_distance: int) -> Tensor:
     """Returns the bucket of each relative position. Half of the buckets hold one distance each, the others grow
     logarithmically up to `max_distance`. If `bidirectional`, half of all buckets are for keys after the query."""
-    offset = torch.zeros_like(relative_position)
+    first_bucket = torch.zeros_like(offset)
     if bidirectional:
         num_buckets //= 2
-        offset = torch.where(relative_position > 0, num_buckets, 0)
-        distance = relative_position.abs()
+        first_bucket = torch.where(offset > 0, num_buckets, 0)
+        distance = offset.abs()
     else:
-        distance = (-relative_position).clamp(min=0)
+        distance = (-offset).clamp(min=0)
     max_exact = num_buckets // 2
     # float64, so that rounding at bucket borders is the same on every device.
     log_fraction = (distance.clamp(min=1).double() / max_exact).log() / math.log(max_distance / max_exact)
     log_bucket = (max_exact + (log_fraction * (num_buckets - max_exact)).long()).clamp(max=num_buckets - 1)
-    return offset + torch.where(distance < max_exact, distance, log_bucket)
+    return first_bucket + torch.where(distance < max_exact, distance, log_bucket)
 
 
 class T5MLP(nn.Module):

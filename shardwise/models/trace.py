@@ -29,9 +29,8 @@ LOOKUPS = ("embedding", "index", "index_select", "gather")
 
 
 def trace_module(module: nn.Module, *inputs: Any, parts: Any = None, **kwargs: Any) -> tuple[OperatorCosts, ...]:
-    """Returns the costs of a module's children, or of other `parts` of it, in order of first call. Inputs and weights
-    may be real, meta or fake."""
-    recorder = _OperatorRecorder()
+    """Returns the costs of a module's children, or of other `parts` of it, in order of first call."""
+    recorder = _OpTracer()
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         inputs, kwargs = tree_map_only(Tensor, to_fake(fake), (inputs, kwargs))
         with with_fake_tensors(module, fake), _isolate_children(module, recorder, parts), recorder:
@@ -55,7 +54,7 @@ def trace_flops(chain: nn.Module, batch: Mapping[str, Tensor]) -> list[float]:
     for child in chain.children():
         key = type(child), tuple(weight.shape for weight in child.parameters()), x.shape, x.dtype
         if key not in traced:
-            recorder = _OperatorRecorder()
+            recorder = _OpTracer()
             with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad(), with_fake_tensors(child, fake):
                 inputs, kwargs = tree_map_only(Tensor, to_fake(fake), (x, batch))
                 with recorder:
@@ -88,7 +87,7 @@ def _interpolate(at_2: Any, at_4: Any, samples: int) -> Any:
     return at_2 if at_2 == at_4 else at_2 + (at_4 - at_2) * (samples - 2) // 2
 
 
-class _OperatorRecorder(TorchDispatchMode):
+class _OpTracer(TorchDispatchMode):
     """Records each operator's costs under the child that is running."""
 
     def __init__(self) -> None:
@@ -99,21 +98,10 @@ class _OperatorRecorder(TorchDispatchMode):
 
     def enter(self, name: str, parameters: Iterable[Tensor | None]) -> None:
         weights = [weight for weight in parameters if weight is not None]
-        self.records.setdefault(
-            name,
-            {
-                "name": name,
-                "parameters": sum(weight.numel() for weight in weights),
-                "parameter_bytes": sum(_bytes(weight) for weight in weights),
-                "output_bytes": 0,
-                "saved_bytes": 0,
-                "moved_bytes": 0,
-                "num_ops": 0,
-                "products": (),
-                "attention": (),
-                "backward": 0.0,
-            },
-        )
+        sizes = {"parameters": sum(w.numel() for w in weights), "parameter_bytes": sum(map(_bytes, weights))}
+        counts = dict.fromkeys(("output_bytes", "saved_bytes", "moved_bytes", "num_ops"), 0)
+        record = {"name": name, **sizes, **counts, "products": (), "attention": (), "backward": 0.0}
+        self.records.setdefault(name, record)
 
     def leave(self, output: Any) -> None:
         self.records[self.current]["output_bytes"] += sum(map(_bytes, _tensors(output)))
@@ -171,14 +159,12 @@ def _attention_op(func: Any, args: Any, kwargs: Any) -> AttentionOp:
 
 
 @contextmanager
-def _isolate_children(
-    module: nn.Module, recorder: _OperatorRecorder, parts: Mapping[str, nn.Module] | None
-) -> Iterator[None]:
+def _isolate_children(module: nn.Module, recorder: _OpTracer, parts: Mapping[str, nn.Module] | None) -> Iterator[None]:
     """Makes each child run its forward and then its backward, isolated from the others."""
     children = parts or dict(module.named_children()) or {type(module).__name__: module}
     before = [(child, child.__dict__.get("forward")) for child in children.values()]
     for name, child in children.items():
-        child.forward = _traced_forward(name, child, child.forward, recorder)
+        child.forward = _traced_forward(name, child, recorder)
     try:
         yield
     finally:
@@ -188,9 +174,9 @@ def _isolate_children(
                 child.forward = forward
 
 
-def _traced_forward(
-    name: str, child: nn.Module, forward: Callable[..., Any], recorder: _OperatorRecorder
-) -> Callable[..., Any]:
+def _traced_forward(name: str, child: nn.Module, recorder: _OpTracer) -> Callable[..., Any]:
+    forward = child.forward
+
     def run(*args: Any, **kwargs: Any) -> Any:
         before, recorder.current = recorder.current, name
         recorder.enter(name, child.parameters())

@@ -28,8 +28,7 @@ GPT2_NAMES = {
 
 
 class KeepFloat64(TorchFunctionMode):
-    """Within it, float64 tensors ignore casts to float32, which transformers applies in norms, rotary embeddings and
-    softmax: a module runs in float64 throughout."""
+    """Within it, a transformers module runs in float64 throughout: its casts to float32 are ignored."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -92,17 +91,13 @@ def _renamed(config: DecoderConfig, name: str, tensor: Tensor) -> Iterator[tuple
     llama = is_llama(config)
     names, prefix = (LLAMA_NAMES, "model.layers.") if llama else (GPT2_NAMES, "transformer.h.")
     block, _, rest = name.partition(".")
-    if not block.startswith("block"):
-        ours, prefix, kept = name, "", name
-    else:
-        ours, prefix, kept = rest, f"{prefix}{block.removeprefix('block')}.", rest
-    if kept.startswith("attention.qkv."):
+    ours, prefix = (rest, f"{prefix}{block.removeprefix('block')}.") if block.startswith("block") else (name, "")
+    if ours.startswith("attention.qkv."):
         parts = split_qkv(config, tensor)
         if llama:
             yield from ((f"{prefix}self_attn.{part}_proj.weight", value) for part, value in zip("qkv", parts))
         else:
-            packed = torch.cat(parts)
-            leaf = kept.removeprefix("attention.qkv.")
+            packed, leaf = torch.cat(parts), ours.removeprefix("attention.qkv.")
             yield f"{prefix}attn.c_attn.{leaf}", packed.T if leaf == "weight" else packed
         return
     if ours in names:

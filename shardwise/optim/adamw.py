@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.optim.sharded_optimizer import ParamShardLike, ShardedOptimizer
+from shardwise.optim.sharded_optimizer import ParamGroup, ParamShardLike, ShardedOptimizer
 
 
 class AdamW(ShardedOptimizer):
     """AdamW with compute copies and an optional dtype for its moments. State names are PyTorch's."""
 
     def __init__(
-        self, groups: list[dict[str, Any]], defaults: dict[str, Any], shards: Sequence[ParamShardLike],
+        self, groups: list[ParamGroup], defaults: ParamGroup, shards: Sequence[ParamShardLike],
         state_dtype: torch.dtype | None,
     ):  # fmt: skip
         super().__init__(groups, defaults, shards)
@@ -49,14 +49,12 @@ class AdamW(ShardedOptimizer):
                     torch_adamw_(shard, state, group, self.grad_scale, self.found_inf)
                 shard.is_compute_copy_current = shard.compute_copy is not None
 
-    def _kernel_step(
-        self, shard: ParamShardLike, state: dict[str, Tensor], group: dict[str, Any], lr_tensor: Tensor
-    ) -> None:
+    def _kernel_step(self, shard: ParamShardLike, state: dict[str, Tensor], group: dict[str, Any], lr: Tensor) -> None:
         from shardwise.optim.adamw_kernel import fused_adamw_
 
         weight, moments = shard.tensor.detach(), (state["exp_avg"], state["exp_avg_sq"])
         scale_and_inf = self.grad_scale, self.found_inf
-        fused_adamw_(weight, shard.grad, *moments, shard.compute_copy, state["step"], lr_tensor, group, *scale_and_inf)
+        fused_adamw_(weight, shard.grad, *moments, shard.compute_copy, state["step"], lr, group, *scale_and_inf)
 
     def _init_state(self, weight: Tensor) -> None:
         state = self.state[weight]

@@ -8,14 +8,13 @@ them into the same blocks gives the same codes, and any layout or state dtype ca
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.optim.adamw import torch_adamw_
-from shardwise.optim.sharded_optimizer import ParamShardLike, ShardedOptimizer
+from shardwise.optim.sharded_optimizer import ParamGroup, ParamShardLike, ShardedOptimizer
 
 BLOCK_SIZE = 256
 MIN_8BIT_NUMEL = 4096  # smaller parameters keep full-precision moments
@@ -23,7 +22,7 @@ MOMENT_IS_SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 
 
 class AdamW8bit(ShardedOptimizer):
-    def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any], shards: Sequence[ParamShardLike]):
+    def __init__(self, groups: list[ParamGroup], defaults: ParamGroup, shards: Sequence[ParamShardLike]):
         super().__init__(groups, defaults, shards)
         self.code_maps: dict[tuple[str, torch.device], Tensor] = {}
 

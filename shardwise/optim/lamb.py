@@ -40,12 +40,10 @@ class LAMB(ShardedOptimizer):
             self.assign_unless_skipped(average, average.lerp(value, 1.0 - beta))
         return self.increment_step(shard, state)
 
-    def _adam_update(
-        self, shard: ParamShardLike, state: dict[str, Tensor], group: dict[str, Any], step_number: Tensor
-    ) -> Tensor:
+    def _adam_update(self, shard: ParamShardLike, state: dict[str, Tensor], group: Any, step: Tensor) -> Tensor:
         """Returns Adam's update with decay. Computed twice per step, since storing it would cost memory."""
         dtype = shard.tensor.dtype
-        bias_correction1, bias_correction2 = ((1.0 - beta**step_number).to(dtype) for beta in group["betas"])
+        bias_correction1, bias_correction2 = ((1.0 - beta**step).to(dtype) for beta in group["betas"])
         denominator = (state["exp_avg_sq"] / bias_correction2).sqrt_().add_(group["eps"])
         update = (state["exp_avg"] / bias_correction1).div_(denominator)
         return update.add_(shard.tensor.detach(), alpha=group["weight_decay"])

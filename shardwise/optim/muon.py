@@ -9,13 +9,13 @@ of AdamW's (PyTorch's `match_rms_adamw`), so one learning rate serves both.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwise.comm.axis import Axis
 from shardwise.comm.collectives import all_to_all
-from shardwise.optim.sharded_optimizer import AxisLike, ParamShardLike, ShardedOptimizer
+from shardwise.optim.sharded_optimizer import ParamGroup, ParamShardLike, ShardedOptimizer
 
 NS_COEFFICIENTS = 3.4445, -4.7750, 2.0315
 NS_STEPS = 5
@@ -24,7 +24,7 @@ EPS = 1e-7
 
 class Muon(ShardedOptimizer):
     def __init__(
-        self, groups: list[dict[str, Any]], defaults: dict[str, Any], shards: Sequence[ParamShardLike],
+        self, groups: list[ParamGroup], defaults: ParamGroup, shards: Sequence[ParamShardLike],
         adamw: torch.optim.Optimizer,
     ):  # fmt: skip
         """`adamw` updates all other parameters; `param_groups` and `state` combine both optimizers."""
@@ -78,8 +78,8 @@ class MatrixShard:
 
     tensor: Tensor
     shape: torch.Size
-    sharded_dims: tuple[tuple[int, AxisLike], ...]
-    replica_axis: AxisLike | None
+    sharded_dims: tuple[tuple[int, Axis], ...]
+    replica_axis: Axis | None
 
     @property
     def cost(self) -> int:
@@ -107,8 +107,7 @@ def orthogonalize(tensors: list[Tensor], shards: Sequence[ParamShardLike]) -> li
 
 
 def _orthogonalize_on_owners(matrix_shards: list[MatrixShard]) -> list[Tensor]:
-    """Gathers each matrix on one rank of its innermost sharded axis, recurses for the outer axes, orthogonalizes, and
-    scatters the results back."""
+    """Gathers each matrix on one rank, axis by axis from the innermost, orthogonalizes it and scatters it back."""
     if not matrix_shards or not matrix_shards[0].sharded_dims:
         return _orthogonalize_replicated(matrix_shards)
     axis = matrix_shards[0].sharded_dims[-1][1]
@@ -154,7 +153,7 @@ def _restore_order(assignment: list[list[int]], results: list[list[Tensor]]) -> 
 
 
 def _all_to_all_tensors(
-    tensors_by_rank: list[list[Tensor]], shapes: list[list[list[int]]], axis: AxisLike, like: Tensor
+    tensors_by_rank: list[list[Tensor]], shapes: list[list[list[int]]], axis: Axis, like: Tensor
 ) -> list[list[Tensor]]:
     """All-to-all of lists of tensors; returns what each rank sent, in the given shapes and the dtype of `like`."""
     flat = torch.cat([like.new_empty(0), *(tensor.reshape(-1) for tensors in tensors_by_rank for tensor in tensors)])
@@ -166,7 +165,7 @@ def _all_to_all_tensors(
     return [[next(parts).view(shape) for shape in rank_shapes] for rank_shapes in shapes]
 
 
-def _split_sizes(length: int, sharded_dims: Sequence[tuple[int, AxisLike]]) -> list[int]:
+def _split_sizes(length: int, sharded_dims: Sequence[tuple[int, Axis]]) -> list[int]:
     """Returns the sizes into which the innermost axis splits this dimension, after outer axes have split it."""
     *outer, (dim, axis) = sharded_dims
     for outer_dim, outer_axis in outer:

@@ -9,48 +9,25 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.collectives import all_reduce
+from shardwise.comm.axis import Axis
+from shardwise.comm.collectives import all_reduce_coalesced
 
-
-class AxisLike(Protocol):
-    """A mesh axis that a parameter is sharded over (see `shardwise.parallel.mesh`)."""
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def index(self) -> int: ...
-
-    @property
-    def group(self) -> dist.ProcessGroup | None: ...
-
-    def span(self, total: int) -> tuple[int, int]: ...
+ParamGroup = dict[str, Any]
 
 
 class ParamShardLike(Protocol):
     """What an optimizer reads of a parameter shard (see `shardwise.parallel.param_shard`)."""
 
     name: str
+    tensor: Tensor
     shape: torch.Size
+    compute_copy: Tensor | None
     is_compute_copy_current: bool
-
-    @property
-    def sharded_dims(self) -> Sequence[tuple[int, AxisLike]]: ...
-
-    @property
-    def replica_axis(self) -> AxisLike | None: ...
-
-    @property
-    def is_matrix(self) -> bool: ...
-
-    @property
-    def tensor(self) -> Tensor: ...
-
-    @property
-    def compute_copy(self) -> Tensor | None: ...
+    sharded_dims: tuple[tuple[int, Axis], ...]
+    replica_axis: Axis | None
+    is_matrix: bool
 
     @property
     def grad(self) -> Tensor: ...
@@ -62,10 +39,9 @@ class ParamShardLike(Protocol):
 class ShardedOptimizer(torch.optim.Optimizer):
     """As in PyTorch's fused optimizers, `found_inf` = 1 skips a step and gradients are divided by `grad_scale`."""
 
-    collapsed_dims: dict[str, int] = {}
-    """Dimensions, counted from the last, in which a state tensor has size 1."""
+    collapsed_dims: dict[str, int] = {}  # dimensions, counted from the last, in which a state tensor has size 1
 
-    def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any], shards: Sequence[ParamShardLike]):
+    def __init__(self, groups: list[ParamGroup], defaults: ParamGroup, shards: Sequence[ParamShardLike]):
         super().__init__(groups, {"fused": True, **defaults})
         self.shards = {shard.tensor: shard for shard in shards}
         self.grad_scale: Tensor | None = None
@@ -114,10 +90,8 @@ def sum_of_squares(tensor: Tensor, dim: int | None = None) -> Tensor:
 def sum_over_shards(
     partial_sums: Sequence[Tensor], shards: Sequence[ParamShardLike], summed_dims: Sequence[Collection[int]]
 ) -> list[Tensor]:
-    """All-reduces each shard's partial sums over the axes that shard it; one collective per axis.
-
-    `summed_dims` are the dimensions that the partial sums reduce: axes that shard other dimensions are left alone.
-    """
+    """All-reduces each shard's partial sums over the axes that shard it; one collective per axis. `summed_dims` are the
+    dimensions that the sums reduce: axes that shard other dimensions are left alone."""
     sums = [partial_sum.double() for partial_sum in partial_sums]
     axes = {id(axis.group): axis for shard in shards for _, axis in shard.sharded_dims}
     for axis in axes.values():
@@ -125,9 +99,5 @@ def sum_over_shards(
             index for index, (shard, dims) in enumerate(zip(shards, summed_dims, strict=True))
             if any(other.group is axis.group and dim in dims for dim, other in shard.sharded_dims)
         ]  # fmt: skip
-        if indices:
-            flat = torch.cat([sums[index].reshape(-1) for index in indices])
-            all_reduce(flat, axis=axis)
-            for index, full_sum in zip(indices, flat.split([sums[index].numel() for index in indices]), strict=True):
-                sums[index] = full_sum.view(sums[index].shape)
+        all_reduce_coalesced([sums[index] for index in indices], axis)
     return sums

@@ -40,10 +40,7 @@ def sparse_adam_(
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
-    """Combines the optimizer of the dense weights with the embedding tables' own updates.
-
-    `grad_scale` and `found_inf` have the same meaning as in PyTorch's fused optimizers.
-    """
+    """Combines the optimizer of the dense weights with the embedding tables' own updates."""
 
     def __init__(self, dense: torch.optim.Optimizer, tables: Any, table_lr_scale: float):
         """`tables` has `optimizer_states()` and `update(lr, scale)`; `table_lr_scale` scales their learning rate."""

@@ -24,28 +24,20 @@ def cut_stages(layout: Layout, costs: Sequence[float]) -> list[tuple[int, int]]:
 
 
 def _explicit_stages(layout: Layout, layers: int) -> list[tuple[int, int]]:
+    text = f"stages={','.join(map(str, layout.stages))}"
     if sum(layout.stages) != layers:
-        raise LayoutError(
-            f"stages={','.join(map(str, layout.stages))} holds {pluralize(sum(layout.stages), 'layer')}, "
-            f"but the model has {layers}."
-        )
+        raise LayoutError(f"{text} holds {pluralize(sum(layout.stages), 'layer')}, but the model has {layers}.")
     ends = [1 + sum(layout.stages[: i + 1]) for i in range(len(layout.stages))]
     ends[-1] += 1
     spans = list(zip([0, *ends[:-1]], ends, strict=True))
     if any(first == last for first, last in spans):
-        raise LayoutError(
-            f"stages={','.join(map(str, layout.stages))}: only the first stage (with the embedding) and the last "
-            "(with the head) may hold no layer."
-        )
+        raise LayoutError(f"{text}: only the first stage (embedding) and the last (head) may hold no layer.")
     return spans
 
 
 def balance(costs: tuple[float, ...], count: int) -> list[tuple[int, int]]:
-    """Returns the split of `costs` into `count` non-empty contiguous segments with the smallest maximum sum.
-
-    Among those it takes the one with the smallest sum of squares, so that if one module dominates, the others are still
-    balanced. Ties go to earlier boundaries.
-    """
+    """Returns the split of `costs` into `count` contiguous segments with the smallest maximum sum; among those, the one
+    with the smallest sum of squares, so that others are balanced if one module dominates."""
     cumulative = np.concatenate(([0.0], np.cumsum(costs)))
     segment_costs = cumulative - cumulative[:, None]  # [i, j]: the sum of costs[i:j]
     segment_costs[np.tri(len(cumulative), dtype=bool)] = np.inf  # no empty segment

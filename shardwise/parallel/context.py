@@ -38,13 +38,13 @@ def check(model: Any, layout: Layout) -> None:
         return
     ring = layout.context_method == "ring"
     unit = math.lcm((2 if ring else 1) * degree, degree * tensor)
-    if model.sequence % unit:
-        nearest = max(unit, round(model.sequence / unit) * unit)
+    if model.length % unit:
+        nearest = max(unit, round(model.length / unit) * unit)
         chunks = "two chunks" if ring else "one chunk"
         combined = f" with tensor={tensor}" if tensor > 1 else ""
         raise LayoutError(
             f"context={degree}{combined} splits each sequence into {chunks} per rank, but the sequence length "
-            f"{model.sequence} is not divisible by {unit}; the nearest valid length is {nearest}."
+            f"{model.length} is not divisible by {unit}; the nearest valid length is {nearest}."
         )
     heads_per_rank = [len(part) for part in torch.arange(model.heads).tensor_split(tensor)]
     if not ring and any(heads % degree for heads in heads_per_rank):
@@ -98,9 +98,12 @@ def shard_samples(samples: Samples, positions: Tensor | None) -> Samples:
     """Returns the tokens and targets at this rank's positions; document ids stay complete."""
     if positions is None:
         return samples
-    return replace(
-        samples, tokens=samples.tokens[:, positions].contiguous(), targets=samples.targets[:, positions].contiguous()
-    )  # fmt: skip
+    if samples.inputs and samples.counts is not None:
+        inputs = tuple(tensor[:, positions].contiguous() for tensor in samples.inputs)
+        share = positions.numel() / samples.tokens.shape[1]
+        return replace(samples, tokens=inputs[0], inputs=inputs, counts=samples.counts * share)
+    tokens, targets = (tensor[:, positions].contiguous() for tensor in (samples.tokens, samples.targets))
+    return replace(samples, tokens=tokens, targets=targets)
 
 
 class UlyssesAttention:
@@ -148,9 +151,8 @@ def other_document_mask(
     if document_ids is None:
         return None
     source = replace(axis, index=(axis.index - ring_step) % axis.size)
-    of_queries, of_keys = (
-        document_ids[:, local_positions(document_ids.shape[1], rank_axis, "ring")] for rank_axis in (axis, source)
-    )
+    positions = [local_positions(document_ids.shape[1], rank, "ring") for rank in (axis, source)]
+    of_queries, of_keys = (document_ids[:, rank_positions] for rank_positions in positions)
     return of_queries[:, query_slice].unsqueeze(2) != of_keys[:, key_slice].unsqueeze(1)
 
 
@@ -237,9 +239,8 @@ class RingSendRecv:
         send_sizes, recv_sizes = [0] * axis.size, [0] * axis.size
         send_sizes[(axis.index + 1) % axis.size] = recv_sizes[(axis.index - 1) % axis.size] = size
         self.axis = axis
-        self.work = all_to_all(
-            self.received.view(-1), self.sent.view(-1), recv_sizes, send_sizes, axis=axis, async_op=True
-        )
+        flat = self.received.view(-1), self.sent.view(-1)
+        self.work = all_to_all(*flat, recv_sizes, send_sizes, axis=axis, async_op=True)
 
     def wait(self) -> Tensor:
         if self.work is not None:
@@ -259,11 +260,9 @@ def select_kernel(q: Tensor, document_ids: Tensor | None) -> MathAttention:
 
 
 class MathAttention:
-    """Attention over some of the keys, with the log-sum-exp of the scores (B, heads, queries), in plain PyTorch
-    operators that materialize the scores."""
+    """Attention over some of the keys, with the scores' log-sum-exp (B, heads, queries), in plain operators."""
 
-    other_document_mask: Tensor | None = None
-    """Keys hidden from a query (B, queries, keys)."""
+    other_document_mask: Tensor | None = None  # keys hidden from a query (B, queries, keys)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         scores = self._scores(q, k, causal)

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.comm.axis import Axis
-from shardwise.comm.collectives import all_gather, all_reduce, reduce_scatter
+from shardwise.comm.collectives import all_gather, all_reduce, all_reduce_coalesced, reduce_scatter
 from shardwise.errors import RunError
 from shardwise.models.chain import Chain
 from shardwise.parallel.gradient_compression import Compressor
@@ -55,8 +55,7 @@ class DataParallel(ABC):
         self.frozen_shards: list[ParamShard] = []
         """This rank's shards of parameters that are not trained: initialized, and then left as they are."""
         self.compressor: Compressor | None = None
-        self.compression_paused = False
-        """Whether gradients are reduced uncompressed, in the steps before `gradient.compress_after`."""
+        self.compression_paused = False  # in the steps before `gradient.compress_after`
 
     def make_param_shards(self, specs: ParamSpecs) -> list[ParamShard]:
         """Returns this rank's parameter shards; call it once the parameters have memory."""
@@ -73,12 +72,10 @@ class DataParallel(ABC):
                 num_replicas = replicas.size * (self.mesh["tensor"].size if tensor_dim is None else 1)
                 if self.mesh["pipeline"].size > 1 and name in chain.sharding_plan.tied_parameters:
                     num_replicas *= 2  # on the first and on the last stage
-                param_shard = ParamShard(
-                    name, self.local_shard(weight, axis), shape, tensor_dim, axis.size > 1, num_replicas, expert
-                )
-                param_shard.sharded_dims = tuple(
-                    (dim, axis) for dim, axis in sharded_dims_of(param_shard, self.mesh) if axis.size > 1
-                )
+                local = self.local_shard(weight, axis)
+                param_shard = ParamShard(name, local, shape, tensor_dim, axis.size > 1, num_replicas, expert)
+                splits = sharded_dims_of(param_shard, self.mesh)
+                param_shard.sharded_dims = tuple((dim, axis) for dim, axis in splits if axis.size > 1)
                 param_shard.replica_axis = replicas if replicas.size > 1 else None
                 param_shard.is_matrix = chain.sharding_plan.is_matrix(name, len(shape))
                 self.param_pairs.append((weight, param_shard))
@@ -144,15 +141,11 @@ class SingleProcess(DataParallel):
 
     @torch.no_grad()
     def gather_weights(self) -> None:
-        stale = [
-            (weight, param_shard.tensor)
-            for weight, param_shard in self.param_pairs
-            if not param_shard.is_compute_copy_current
-        ]
+        stale = [(weight, shard.tensor) for weight, shard in self.param_pairs if not shard.is_compute_copy_current]
         if stale:
             torch._foreach_copy_([weight for weight, _ in stale], [master for _, master in stale])
-        for _, param_shard in self.param_pairs:
-            param_shard.is_compute_copy_current = False
+        for _, shard in self.param_pairs:
+            shard.is_compute_copy_current = False
 
 
 def _accumulate_hook(master: Tensor) -> Callable[[Tensor], None]:
@@ -202,11 +195,7 @@ class Zero1(DataParallel):
             pairs, compressed = [pair for pair in pairs if not self.should_compress(pair[1])], []
         for bucket in _make_buckets(pairs):
             sizes = [_padded_shard_numel(weight, shard) for weight, _ in bucket]
-            rows = [
-                _flatten_and_pad(w.grad, size * shard.size).view(shard.size, size)
-                for (w, _), size in zip(bucket, sizes)
-            ]
-            packed = torch.cat(rows, dim=1)
+            packed = torch.cat([_gradient_rows(weight, shard) for weight, _ in bucket], dim=1)
             for weight, _ in bucket:
                 weight.grad = None
             reduced = packed[0]
@@ -226,10 +215,7 @@ class Zero1(DataParallel):
     def _reduce_scatter_compressed(self, shard: Axis, bucket: ParamPairs) -> None:
         """Reduce-scatters a bucket compressed and sets this rank's gradients."""
         assert self.compressor is not None
-        sizes = [_padded_shard_numel(weight, shard) for weight, _ in bucket]
-        rows = [
-            _flatten_and_pad(w.grad, size * shard.size).view(shard.size, size) for (w, _), size in zip(bucket, sizes)
-        ]
+        rows = [_gradient_rows(weight, shard) for weight, _ in bucket]
         shapes = [weight.shape for weight, _ in bucket]
         sums = self.compressor.reduce_scatter([param_shard.name for _, param_shard in bucket], rows, shapes, shard)
         for (weight, param_shard), piece in zip(bucket, sums, strict=True):
@@ -245,12 +231,7 @@ class Zero1(DataParallel):
     def _all_gather_pairs(self, shard: Axis, pairs: ParamPairs) -> None:
         for bucket in _make_buckets(pairs):
             sizes = [_padded_shard_numel(weight, shard) for weight, _ in bucket]
-            local = torch.cat(
-                [
-                    _flatten_and_pad(param_shard.tensor, size)
-                    for (_, param_shard), size in zip(bucket, sizes, strict=True)
-                ]
-            )
+            local = torch.cat([_flatten_and_pad(p.tensor, size) for (_, p), size in zip(bucket, sizes, strict=True)])
             gathered = local.new_empty(shard.size * local.numel())
             all_gather(gathered, local, axis=shard)
             columns = gathered.view(shard.size, -1).split(sizes, dim=1)
@@ -260,26 +241,13 @@ class Zero1(DataParallel):
 
 def all_reduce_gradients(data: DataParallel, gradients: list[tuple[ParamShard, Tensor]], replicas: Axis) -> None:
     """All-reduces gradients over replicas in place, those of large weights compressed."""
-    compressed = [
-        (param_shard, gradient)
-        for param_shard, gradient in gradients
-        if data.should_compress(param_shard) and gradient.numel()
-    ]
-    uncompressed = [gradient for param_shard, gradient in gradients if not data.should_compress(param_shard)]
+    compressed = [(shard, grad) for shard, grad in gradients if data.should_compress(shard) and grad.numel()]
     if compressed:
         assert data.compressor is not None
-        sums = data.compressor.all_reduce(
-            [h.name for h, _ in compressed], [gradient for _, gradient in compressed], replicas
-        )
-        for (_, gradient), reduced in zip(compressed, sums, strict=True):
-            gradient.copy_(reduced)
-    if uncompressed:
-        flat = torch.cat([gradient.reshape(-1) for gradient in uncompressed])
-        all_reduce(flat, axis=replicas)
-        for gradient, reduced in zip(
-            uncompressed, flat.split([gradient.numel() for gradient in uncompressed]), strict=True
-        ):
-            gradient.copy_(reduced.view(gradient.shape))
+        names, grads = [shard.name for shard, _ in compressed], [grad for _, grad in compressed]
+        for grad, reduced in zip(grads, data.compressor.all_reduce(names, grads, replicas), strict=True):
+            grad.copy_(reduced)
+    all_reduce_coalesced([grad for shard, grad in gradients if not data.should_compress(shard)], replicas)
 
 
 def _make_buckets(pairs: ParamPairs) -> Iterator[ParamPairs]:
@@ -299,6 +267,12 @@ def _make_buckets(pairs: ParamPairs) -> Iterator[ParamPairs]:
 def _padded_shard_numel(weight: Tensor, shard: Axis) -> int:
     """Returns the elements of a weight's largest shard; smaller shards are padded to it."""
     return -(-weight.shape[0] // shard.size) * (weight.numel() // weight.shape[0])
+
+
+def _gradient_rows(weight: nn.Parameter, shard: Axis) -> Tensor:
+    """Returns a weight's gradient as one row per shard rank, zero-padded to rows of equal length."""
+    size = _padded_shard_numel(weight, shard)
+    return _flatten_and_pad(weight.grad, shard.size * size).view(shard.size, size)
 
 
 def _flatten_and_pad(tensor: Tensor | None, size: int) -> Tensor:
@@ -325,9 +299,8 @@ class DDP(DataParallel):
             )  # fmt: skip
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")  # of size-1 dims
         # The hook sums; by default DDP averages.
-        self.ddp.register_comm_hook(
-            (self, axis), _async_all_reduce_hook if self.reducer.uses_library else _blocking_all_reduce_hook
-        )
+        hook = _async_all_reduce_hook if self.reducer.uses_library else _blocking_all_reduce_hook
+        self.ddp.register_comm_hook((self, axis), hook)
         self.modules = [self.ddp]
         return super().make_param_shards(specs)
 

@@ -36,10 +36,8 @@ class Engine:
     pipeline: Pipeline | None
     param_shards: list[ParamShard]
     scale: LossScale
-    positions: Tensor | None = None
-    """The sequence positions that this rank holds under context parallelism; None means all."""
-    outer_optimizer: Any = None
-    """Averages replicas that take local steps (`shardwise.parallel.local_sgd`)."""
+    positions: Tensor | None = None  # sequence positions of this rank under context parallelism; None: all
+    outer_optimizer: Any = None  # averages replicas that take local steps (`shardwise.parallel.local_sgd`)
 
     @property
     def has_tables(self) -> bool:
@@ -78,20 +76,15 @@ class Engine:
         return self.mesh.timer
 
     def run(self, samples: Samples, scale: Tensor) -> Tensor:
-        """Runs forward and backward of all micro-batches and leaves the gradients in the parameters.
-
-        Returns this rank's part of the loss: its sum over all ranks with the same tensor index is the batch's loss.
-        """
+        """Runs forward and backward of all micro-batches and leaves the gradients in the parameters. Returns this
+        rank's part of the loss: its sum over all ranks with the same tensor index is the batch's loss."""
         samples = self.prepare_samples(samples)
         if self.pipeline is not None:
             return self.pipeline.run(samples, scale)
         total = torch.zeros_like(scale)
-        for number, micro_batch in enumerate(samples.split(self.batch.micro_batch), start=1):
+        for number, m in enumerate(samples.split(self.batch.micro_batch), start=1):
             with self.data.micro_batch(last=number == self.batch.micro_batches):
-                loss = (
-                    self.data.modules[0](micro_batch.tokens, targets=micro_batch.targets, **micro_batch.forward_kwargs)
-                    * scale
-                )
+                loss = self.data.modules[0](m.tokens, targets=m.targets, **m.forward_kwargs) * scale
                 loss.backward()
             total += loss.detach()
         return total
@@ -102,9 +95,8 @@ class Engine:
         if self.pipeline is not None:
             return self.pipeline.evaluate(samples)
         micro_batches = samples.split(self.batch.micro_batch)
-        return torch.stack(
-            [self.chains[0](m.tokens, targets=m.targets, **m.forward_kwargs) for m in micro_batches]
-        ).sum()
+        losses = [self.chains[0](m.tokens, targets=m.targets, **m.forward_kwargs) for m in micro_batches]
+        return torch.stack(losses).sum()
 
     def divide_gradients(self, divisor: Tensor) -> None:
         """Divides all gradients in place."""

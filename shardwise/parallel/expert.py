@@ -36,6 +36,8 @@ def check(model: ModelConfig, layout: Layout) -> None:
             f"expert={degree}: {model.num_experts} experts are not divisible by {degree} ranks; use expert={nearest}."
         )
     ranks = layout.shard * layout.context
+    if ranks % degree and model.passes_batch:
+        raise LayoutError(f"expert={degree} must divide shard x context, {ranks}; use shard={degree} or a multiple.")
     if ranks % degree and (degree % layout.tensor or ranks % (degree // layout.tensor)):
         raise LayoutError(
             f"expert={degree} must divide shard x context, or be tensor times a divisor of it, but shard x context x "
@@ -44,28 +46,25 @@ def check(model: ModelConfig, layout: Layout) -> None:
 
 
 def apply(chain: Chain, layout: Layout, mesh: Mesh) -> set[str]:
-    """Splits the experts of a chain on the meta device. Returns the names of parameters split over the expert axis.
-
-    If the tensor axis distributes experts too, this is added to the chain's sharding plan.
-    """
+    """Splits the experts of a chain on the meta device; returns the names of parameters split over the expert axis."""
     sharded_names: set[str] = set()
     axis, tensor_splits_experts = mesh["expert"], layout.expert_ranks < layout.expert
     if tensor_splits_experts:
-        chain.sharding_plan = replace(
-            chain.sharding_plan, shard_dims=(ShardDim("block*.mlp.bank.*", 0), *chain.sharding_plan.shard_dims)
-        )
-    for name, module in chain.named_modules():
-        if not isinstance(module, MoE):
-            continue
-        if tensor_splits_experts:
-            module.local_experts = mesh["tensor"].span(module.router.shape[0])
-        if axis.size == 1:
-            continue
-        for leaf, weight in module.bank.named_parameters():
+        plan = chain.sharding_plan
+        chain.sharding_plan = replace(plan, shard_dims=(ShardDim("block*.mlp.bank.*", 0), *plan.shard_dims))
+    dispatcher = TokenDispatcher(axis, mesh.timer) if axis.size > 1 else None
+    for module in chain.modules():
+        if isinstance(module, MoE):
+            module.dispatcher = dispatcher
+            if tensor_splits_experts:
+                module.local_experts = mesh["tensor"].span(module.router.shape[0])
+    for name, experts in chain.stacked_experts().items() if dispatcher else ():
+        for leaf, weight in experts.named_parameters():
             size = weight.shape[0] // axis.size, *weight.shape[1:]
-            setattr(module.bank, leaf, nn.Parameter(torch.empty(size, dtype=weight.dtype, device=weight.device)))
-            sharded_names.add(f"{name}.bank.{leaf}")
-        module.dispatcher = TokenDispatcher(axis, mesh.timer)
+            part = nn.Parameter(torch.empty(size, dtype=weight.dtype, device=weight.device), weight.requires_grad)
+            setattr(experts, leaf, part)
+            sharded_names.add(f"{name}.{leaf}")
+        chain.dispatch_tokens(experts, dispatcher)
     return sharded_names
 
 
@@ -78,11 +77,6 @@ class RoutingStats:
     sent: float  # bytes sent between ranks
     waited: float  # seconds a rank waited for them, averaged over ranks
     expert_load: list[float]  # fraction of all routing choices, by expert
-
-    @classmethod
-    def from_values(cls, values: list[float]) -> RoutingStats:
-        imbalance, dropped, sent, waited, *load = values
-        return cls(imbalance, dropped, sent, waited, load)
 
 
 def routing_stats(
@@ -111,11 +105,9 @@ def routing_stats(
 
 
 def update_expert_bias(model: Any, chains: list[Chain], world: Axis, device: torch.device) -> None:
-    """After a step, raises the routing bias of experts that got less than their share of tokens over all ranks.
-
-    Only the sign of the difference matters, so it does no harm that several ranks count the same tokens.
-    """
-    if not model.num_experts or not model.router_bias_update_rate:
+    """After a step, raises the routing bias of experts that got less than their share of tokens over all ranks. Only
+    the sign of the difference matters, so it does no harm that several ranks count the same tokens."""
+    if not model.reports_routing or not model.router_bias_update_rate:
         return
     modules = (pair for chain in chains for pair in chain.named_modules())
     moe_layers = {name: module for name, module in modules if isinstance(module, MoE)}

@@ -16,7 +16,6 @@ from shardwise.comm.collectives import reduce_scatter
 from shardwise.job import GradientConfig
 from shardwise.layout import BatchSplit, Layout
 from shardwise.models.chain import Chain
-from shardwise.models.moe import ExpertWeights
 from shardwise.parallel.data_parallel import DDP, DataParallel, SingleProcess, Zero1, all_reduce_gradients
 from shardwise.parallel.gradient_compression import CompressionSpec, Compressor
 from shardwise.parallel.gradient_reduction import GradientReducer
@@ -29,18 +28,15 @@ from shardwise.parallel.torch_fsdp import DefaultReduceScatter, param_groups, ti
 class FSDP(DataParallel):
     """PyTorch's FSDP2."""
 
-    def __init__(
-        self, chains: list[Chain], mesh: Mesh, policy: MixedPrecisionPolicy, compressor: Compressor | None = None
-    ):
+    def __init__(self, chains: list[Chain], mesh: Mesh, policy: MixedPrecisionPolicy, compressor: Compressor | None):
         super().__init__(chains, mesh)
         self.compressor = compressor
         self.shapes = {name: weight.shape for chain in chains for name, weight in chain.named_unique_parameters()}
         """Shapes of this tensor rank's weights before FSDP shards them."""
         for chain in chains:
             if mesh.layout.expert_ranks > 1:
-                for module in chain.modules():
-                    if isinstance(module, ExpertWeights):
-                        self._shard(module, policy, mesh.expert_fsdp_mesh, mesh["expert_replicas"])
+                for experts in chain.stacked_experts().values():
+                    self._shard(experts, policy, mesh.expert_fsdp_mesh, mesh["expert_replicas"])
             units = chain.fsdp_units()
             for unit in units:
                 self._shard(unit, policy, mesh.fsdp_mesh, mesh["fsdp"])
@@ -50,11 +46,8 @@ class FSDP(DataParallel):
 
     @staticmethod
     def _set_backward_prefetch(modules: list[FSDPModule]) -> None:
-        """Makes each module's backward prefetch the weights of the module before it; the first prefetches its own.
-
-        By default FSDP follows the order of all forwards so far, and with several micro-batches in flight it then
-        gathers modules that are not next.
-        """
+        """Makes each module's backward prefetch the weights of the module before it; by default FSDP follows the order
+        of all forwards, and with several micro-batches in flight gathers modules that are not next."""
         for previous, module in zip([modules[0], *modules], modules):
             module.set_modules_to_backward_prefetch([previous])
 
@@ -87,10 +80,8 @@ class FSDP(DataParallel):
     def _all_reduce_replicas(self, module: FSDPModule, flat: Tensor) -> None:
         params = self.fsdp_params_of(module)
         pieces = flat.split([size for _, size in params])
-        gradients = [
-            (param_shard, piece[: param_shard.tensor.numel()].view(param_shard.tensor.shape))
-            for (param_shard, _), piece in zip(params, pieces, strict=True)
-        ]
+        pairs = [(shard, piece) for (shard, _), piece in zip(params, pieces, strict=True)]
+        gradients = [(shard, piece[: shard.tensor.numel()].view(shard.tensor.shape)) for shard, piece in pairs]
         all_reduce_gradients(self, gradients, self.mesh["replicate"])
 
     def local_shard(self, weight: nn.Parameter, axis: Axis) -> Tensor:
@@ -121,27 +112,19 @@ class CompressedReduceScatter(DefaultReduceScatter):
         parts = input_tensor.view(shard.size, -1).split([size for _, size in params], 1)
         outputs = output_tensor.split([size for _, size in params])
         entries = list(zip(params, parts, outputs, strict=True))
-        compressed = [
-            (param_shard, part, output)
-            for (param_shard, _), part, output in entries
-            if data.should_compress(param_shard)
-        ]
-        uncompressed = [
-            (part, output) for (param_shard, _), part, output in entries if not data.should_compress(param_shard)
-        ]
+        compressed = [(p.name, part, output) for (p, _), part, output in entries if data.should_compress(p)]
+        uncompressed = [(part, output) for (p, _), part, output in entries if not data.should_compress(p)]
         if compressed:
-            shapes = [data.shapes[param_shard.name] for param_shard, _, _ in compressed]
-            sums = data.compressor.reduce_scatter(
-                [h.name for h, _, _ in compressed], [part for _, part, _ in compressed], shapes, shard
-            )
-            for (_, _, output), reduced in zip(compressed, sums, strict=True):
+            names, parts, outputs = zip(*compressed)
+            sums = data.compressor.reduce_scatter(names, parts, [data.shapes[name] for name in names], shard)
+            for output, reduced in zip(outputs, sums, strict=True):
                 output.copy_(reduced)
         if uncompressed:
-            flat = uncompressed[0][0].new_empty(sum(part.shape[1] for part, _ in uncompressed))
-            reduce_scatter(flat, torch.cat([part for part, _ in uncompressed], 1).view(-1), axis=shard)
-            for (_, output), reduced in zip(
-                uncompressed, flat.split([part.shape[1] for part, _ in uncompressed]), strict=True
-            ):
+            parts, outputs = zip(*uncompressed)
+            sizes = [part.shape[1] for part in parts]
+            flat = parts[0].new_empty(sum(sizes))
+            reduce_scatter(flat, torch.cat(parts, 1).view(-1), axis=shard)
+            for output, reduced in zip(outputs, flat.split(sizes), strict=True):
                 output.copy_(reduced)
 
 
@@ -162,11 +145,9 @@ def make_data_parallel(
     chains: list[Chain], layout: Layout, mesh: Mesh, precision: Precision, batch: BatchSplit,
     gradient: GradientConfig, seed: int,
 ) -> DataParallel:  # fmt: skip
-    compressor = (
-        Compressor(CompressionSpec.parse(gradient.compress), seed, mesh.timer)
-        if gradient.compress and layout.data > 1
-        else None
-    )
+    compressor = None
+    if gradient.compress and layout.data > 1:
+        compressor = Compressor(CompressionSpec.parse(gradient.compress), seed, mesh.timer)
     if is_single_process(layout, precision):
         return SingleProcess(chains, mesh, precision.master_dtype, batch.micro_batches)
     if uses_fsdp(layout):

@@ -70,9 +70,6 @@ def check(text: str, layout: Layout) -> None:
             )
 
 
-# Encoding
-
-
 def encode(spec: CompressionSpec, rows: Tensor) -> Tensor:
     """Returns rows (n, size) as bytes (n, `encoded_bytes`)."""
     if spec.kind in ("fp16", "bf16"):
@@ -100,10 +97,8 @@ def decode(spec: CompressionSpec, encoded: Tensor, size: int, dtype: torch.dtype
     count = -(-size // block)
     if spec.kind == "topk":
         index_bytes = count * _topk_count(spec)
-        values, indices = (
-            part.unflatten(1, (count, -1))
-            for part in (_contiguous_view(encoded[:, :-index_bytes], dtype), encoded[:, -index_bytes:])
-        )
+        values = _contiguous_view(encoded[:, :-index_bytes], dtype).unflatten(1, (count, -1))
+        indices = encoded[:, -index_bytes:].unflatten(1, (count, -1))
         dense = torch.zeros(encoded.shape[0], count, block, dtype=dtype, device=encoded.device)
         return dense.scatter_(2, indices.long(), values).flatten(1)[:, :size]
     scale_bytes = 4 * count
@@ -137,9 +132,6 @@ def _contiguous_view(encoded: Tensor, dtype: torch.dtype) -> Tensor:
     return encoded.clone(memory_format=torch.contiguous_format).view(dtype)  # `view(dtype)` needs contiguous rows
 
 
-# Reduction
-
-
 class Compressor:
     """Compressed collectives of one rank, with their state: the residual and PowerSGD's Q matrix of each weight."""
 
@@ -151,8 +143,7 @@ class Compressor:
     def reduce_scatter(
         self, names: Sequence[str], rows: Sequence[Tensor], shapes: Sequence[torch.Size], axis: Axis
     ) -> list[Tensor]:  # fmt: skip
-        """Returns this rank's row of each weight, summed over ranks. `rows` are (ranks, size), zero-padded; `shapes`
-        are those of the weights."""
+        """Returns this rank's row of each weight, summed over ranks. `rows` are (ranks, size), zero-padded."""
         self.timer.bytes_sent["whole"] += sum(row.nbytes for row in rows) * (axis.size - 1) // axis.size
         if self.spec.kind == "powersgd":
             matrices = [row.reshape(-1, math.prod(shape[1:])) for row, shape in zip(rows, shapes, strict=True)]

@@ -72,8 +72,7 @@ class GradientReducer:
             return
         ranks_on_node = 1
         if self.gradient.all_reduce == "two-level":
-            ranks_on_node = group_ranks_per_node(
-                dist.get_process_group_ranks(axis.group), ranks_per_node(self.gradient, dist.get_world_size())
-            )
+            node_size = ranks_per_node(self.gradient, dist.get_world_size())
+            ranks_on_node = group_ranks_per_node(dist.get_process_group_ranks(axis.group), node_size)
         with axis.waiting(tensor.device):
             allreduce.all_reduce(tensor, self.gradient.all_reduce, axis.group, ranks_on_node)

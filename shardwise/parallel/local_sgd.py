@@ -25,9 +25,7 @@ def check(job: Job, layout: Layout) -> None:
         return
     setting = f"local_sgd.every = {job.local_sgd.every}"
     if layout.replicate == 1:
-        raise LayoutError(
-            f"{setting} trains replicas independently, but layout '{layout}' has one; use replicate=2 or more."
-        )
+        raise LayoutError(f"{setting} trains several replicas, but layout '{layout}' has one; use replicate=2 or more.")
     if job.gradient.compress:
         raise LayoutError(f"{setting} cannot be combined with gradient.compress; remove one of them.")
 

@@ -46,8 +46,7 @@ class Mesh:
         self.all_ranks = SINGLE_RANK  # all ranks of the run; under local SGD `world` is one replica
         self.tied_stages = SINGLE_RANK  # the first and the last pipeline rank, which share tied weights
         self.device_mesh: DeviceMesh | None = None
-        self.fsdp_context_mesh: DeviceMesh | None = None
-        """Has shard and context as one dimension; only if both exceed 1."""
+        self.fsdp_context_mesh: DeviceMesh | None = None  # shard and context as one dimension, if both exceed 1
         self.expert_mesh: DeviceMesh | None = None
         if world == 1:
             return

@@ -111,9 +111,7 @@ def parallelize(
     pipeline = None
     if layout.pipeline > 1:
         shapes = prepared.family.stage_shapes(job.model, layout, batch.micro_batch)
-        pipeline = Pipeline(
-            data.modules, layout, mesh, batch.micro_batches, *shapes, precision.compute_dtype, order
-        )  # fmt: skip
+        pipeline = Pipeline(data.modules, layout, mesh, batch.micro_batches, *shapes, precision.compute_dtype, order)
     local_positions = None
     if layout.context > 1:
         local_positions = context.local_positions(job.model.length, mesh["context"], layout.context_method).to(device)

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.axis import Axis
-from shardwise.models.chain import Chain
+from shardwise.models.chain import Chain, init_slice
 from shardwise.parallel.mesh import Mesh
-from shardwise.random import hash_key, normal_
 
 
 @dataclass(eq=False)
@@ -25,27 +24,18 @@ class ParamShard:
 
     name: str
     tensor: Tensor
-    shape: torch.Size
-    """Shape of the full parameter."""
-    tensor_dim: int | None
-    """The dimension split over the tensor axis; None if replicated there."""
-    is_sharded: bool
-    """Whether the first dimension is sharded over fsdp, or over expert_replicas for experts split over ranks."""
-    num_replicas: int
-    """Ranks with this same shard; each contributes 1/num_replicas of its squared norm."""
-    is_expert: bool = False
-    """Whether the first dimension is split over the expert axis first."""
+    shape: torch.Size  # shape of the full parameter
+    tensor_dim: int | None  # the dimension split over the tensor axis; None if replicated there
+    is_sharded: bool  # whether dimension 0 is sharded over fsdp, or over expert_replicas for split experts
+    num_replicas: int  # ranks with this same shard; each contributes 1/num_replicas of its squared norm
+    is_expert: bool = False  # whether the first dimension is split over the expert axis first
     compute_copy: Tensor | None = None
     """The weight in compute precision that modules use, if kept next to the master weight (`SingleProcess`). The
     gradient may be on it."""
-    is_compute_copy_current: bool = False
-    """Whether the optimizer has already cast the updated master weight into `compute_copy`."""
-    sharded_dims: tuple[tuple[int, Axis], ...] = ()
-    """How the parameter is split (see `sharded_dims_of`), over axes larger than 1."""
-    replica_axis: Axis | None = None
-    """Data-parallel ranks with this same shard; None if there are none."""
-    is_matrix: bool = False
-    """Whether it is a weight matrix of a block, or a stack of them: what Muon updates."""
+    is_compute_copy_current: bool = False  # whether the optimizer has cast the updated weight into it already
+    sharded_dims: tuple[tuple[int, Axis], ...] = ()  # `sharded_dims_of` it, over axes larger than 1
+    replica_axis: Axis | None = None  # data-parallel ranks with this same shard; None if there are none
+    is_matrix: bool = False  # whether it is a weight matrix of a block, or a stack of them: what Muon updates
     fixed_offset_and_shape: tuple[tuple[int, ...], list[int]] | None = None
     """Offset and shape of a table shard, which no axis defines (`shardwise.parallel.tables.table_placement`)."""
 
@@ -86,17 +76,5 @@ def sharded_dims_of(param_shard: ParamShard, mesh: Mesh) -> list[tuple[int, Axis
 
 def init_param_shard(param_shard: ParamShard, chain: Chain, seed: int, mesh: Mesh) -> None:
     """Fills a shard with its slice of the initial parameter, which depends on the seed alone."""
-    value = chain.initial_value(param_shard.name)
-    if value is not None:
-        for dim, (first, size) in enumerate(zip(*offset_and_shape(param_shard, mesh), strict=True)):
-            value = value.narrow(dim, first, size)
-        param_shard.tensor.detach().copy_(value)
-        return
-    init = chain.sharding_plan.init_spec_of(param_shard.name)
-    if init.kind == "normal":
-        offset, _ = offset_and_shape(param_shard, mesh)
-        normal_(
-            param_shard.tensor.detach(), hash_key("init", seed, param_shard.name), param_shard.shape, offset, init.std
-        )
-    else:
-        param_shard.tensor.detach().fill_(1.0 if init.kind == "ones" else 0.0)
+    offset, _ = offset_and_shape(param_shard, mesh)
+    init_slice(chain, param_shard.name, param_shard.tensor.detach(), param_shard.shape, offset, seed)

@@ -25,12 +25,9 @@ class Pipeline:
         first_input: Tensor, hidden_shape: tuple[int, ...], dtype: torch.dtype,
         order: PipelineOrder | None = None,
     ):  # fmt: skip
-        """`first_input` is that of the first stage, on the meta device. `order` replaces the layout's schedule; the
-        layout still places the stages."""
+        """`first_input`: the first stage's, on the meta device. `order` replaces the layout's schedule."""
         if order is None and layout.schedule in AUTO_SCHEDULES:
-            raise LayoutError(
-                f"schedule={layout.schedule} needs an `order` synthesized for it; pass one to parallelize."
-            )
+            raise LayoutError(f"schedule={layout.schedule} needs an `order`; pass a synthesized one to parallelize.")
         indices = layout.stages_of(mesh["pipeline"].index)
         last = layout.stage_count - 1
         self.has_first_stage, self.has_last_stage = 0 in indices, last in indices
@@ -48,11 +45,8 @@ class Pipeline:
             for index, module in zip(indices, modules, strict=True)
         ]  # fmt: skip
         self.schedule = PipelineSchedule(
-            layout.schedule, order, list(self.stages), micro_batches, self._scale_loss, mesh.timer
+            layout.schedule, order, list(self.stages), micro_batches, lambda loss, _: loss * self._scale, mesh.timer
         )
-
-    def _scale_loss(self, loss: Tensor, target: Tensor) -> Tensor:
-        return loss * self._scale
 
     def run(self, samples: Samples, scale: Tensor) -> Tensor:
         """Runs forward and backward of all micro-batches. Returns the summed scaled loss; 0 without the last stage."""
@@ -65,16 +59,14 @@ class Pipeline:
         return torch.stack([loss.detach() for loss in losses]).sum() if self.has_last_stage else torch.zeros_like(scale)
 
     def evaluate(self, samples: Samples) -> Tensor:
-        """Runs the forward only, stage after stage. Returns the sum of losses; 0 without the last stage.
-
-        By hand, because the schedules' own `eval` fails if two neighbouring stages share a rank.
-        """
-        group = self.stages[0].group
+        """Runs the forward only, stage after stage. Returns the sum of losses; 0 without the last stage. By hand,
+        because the schedules' own `eval` fails if two neighbouring stages share a rank."""
+        group, ranks = self.stages[0].group, self.stages[0].stage_index_to_group_rank
         total = torch.zeros((), dtype=torch.float64, device=samples.tokens.device)
         for part in samples.split(self.micro_batch):
             x = part.tokens
             for stage in self.stages:
-                previous_rank, next_rank = (self._rank_of_stage(stage.stage_index + step) for step in (-1, 1))
+                previous_rank, next_rank = (ranks.get(stage.stage_index + step) for step in (-1, 1))
                 if previous_rank is not None and previous_rank != stage.group_rank:
                     x = torch.empty_like(self.hidden_states, device=part.tokens.device, requires_grad=False)
                     dist.recv(x, group=group, group_src=previous_rank)
@@ -84,7 +76,3 @@ class Pipeline:
                 elif next_rank != stage.group_rank:
                     dist.send(x, group=group, group_dst=next_rank)
         return total
-
-    def _rank_of_stage(self, index: int) -> int | None:
-        """Returns the pipeline rank that runs a stage; None for an index beyond the ends."""
-        return self.stages[0].stage_index_to_group_rank.get(index)

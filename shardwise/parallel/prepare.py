@@ -44,15 +44,11 @@ class Prepared:
     job: Job
     layout: Layout
     family: Family
-    model: Chain
-    """The full model on the meta device."""
-    stages: list[tuple[int, int]]
-    """Module range of each pipeline stage: first, and last (exclusive)."""
+    model: Chain  # the full model on the meta device
+    stages: list[tuple[int, int]]  # module range of each pipeline stage: first, and last (exclusive)
     batch: BatchSplit
-    tables: Sequence[TableSpec]
-    """Embedding tables in host memory, beside the model."""
-    shapes: dict[str, torch.Size]
-    """The unsharded shape of each parameter."""
+    tables: Sequence[TableSpec]  # embedding tables in host memory, beside the model
+    shapes: dict[str, torch.Size]  # the unsharded shape of each parameter
 
     @property
     def sharding_plan(self) -> ShardingPlan:
@@ -77,17 +73,13 @@ class Prepared:
         return sum(forward_flops(self.job.model))
 
 
-def parameter_shapes(chain: Chain) -> dict[str, torch.Size]:
-    return {name: weight.shape for name, weight in chain.named_unique_parameters()}
-
-
 def prepare(job: Job, layout: Layout) -> Prepared:
     """Checks a job in a layout; raises JobError or LayoutError before any process starts if it cannot run."""
     job.require_trainable()
     family, config = job.family, job.model
     check_refusals(job, layout)
     model = meta_model(config, job.seed)
-    shapes = parameter_shapes(model)
+    shapes = {name: weight.shape for name, weight in model.named_unique_parameters()}
     tensor.check(model.sharding_plan, shapes, config.length, layout.tensor)
     expert.check(config, layout)
     context.check(config, layout)

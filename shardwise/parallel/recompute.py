@@ -75,11 +75,8 @@ class CheckpointOnce:
         def unpack(number: int) -> Tensor:
             if not saved:
                 detached_args, detached_kwargs = tree_map_only(Tensor, _detach, (args, kwargs))
-                with (
-                    torch.enable_grad(),
-                    recompute_context,
-                    saved_tensors_hooks(lambda t: saved.append(t.detach()), _forbid_unpack),
-                ):
+                hooks = saved_tensors_hooks(lambda t: saved.append(t.detach()), _forbid_unpack)
+                with torch.enable_grad(), recompute_context, hooks:
                     self.forward(*detached_args, **detached_kwargs)
             return saved[number]
 

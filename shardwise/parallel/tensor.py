@@ -28,31 +28,22 @@ from shardwise.comm.axis import Axis
 from shardwise.comm.collectives import all_gather_with_grad, all_reduce, reduce_scatter_with_grad
 from shardwise.console import pluralize
 from shardwise.errors import LayoutError
+from shardwise.models import sharding
 from shardwise.models.chain import Chain
 from shardwise.models.loss import VocabShard
-from shardwise.models.sharding import (
-    AllReduceOutput,
-    GatherOutput,
-    SequenceRegion,
-    ShardDim,
-    ShardingPlan,
-    VocabEmbedding,
-    VocabHead,
-    VocabLookup,
-)
 from shardwise.parallel.batch_norm import AllReduceSum
 from shardwise.parallel.parametrize import parametrize
 
 SEQUENCE_DIM = 1  # of (batch, sequence, hidden)
 
 
-def splits_evenly(shard_dim: ShardDim, shape: torch.Size, degree: int) -> bool:
+def splits_evenly(shard_dim: sharding.ShardDim, shape: torch.Size, degree: int) -> bool:
     """Whether the weight is chunked. If the degree does not divide its units, such as heads, every rank keeps the full
     weight and selects its rows."""
     return shard_dim.uneven is None or shape[shard_dim.dim] // shard_dim.unit % degree == 0
 
 
-def check(plan: ShardingPlan, shapes: dict[str, torch.Size], sequence: int, degree: int) -> None:
+def check(plan: sharding.ShardingPlan, shapes: dict[str, torch.Size], sequence: int, degree: int) -> None:
     """Raises LayoutError if the tensor degree does not divide the sequence or the heads, or leaves a rank empty."""
     if degree == 1:
         return
@@ -76,8 +67,7 @@ def check(plan: ShardingPlan, shapes: dict[str, torch.Size], sequence: int, degr
             is_rank_empty = count < degree
         if is_rank_empty:
             raise LayoutError(
-                f"tensor={degree} leaves a rank without any of the {pluralize(count, unit_name)} of {name}; "
-                "use a smaller degree."
+                f"tensor={degree} leaves a rank without any of the {pluralize(count, unit_name)} of {name}; lower it."
             )
 
 
@@ -98,7 +88,7 @@ def apply(chain: Chain, axis: Axis) -> dict[str, int | None]:
         rule = next((rule for rule in chain.sharding_plan.modules if fnmatchcase(name, rule.module)), None)
         if not any(True for _ in module.parameters()):
             continue  # the weights are on another stage
-        if isinstance(rule, SequenceRegion):
+        if isinstance(rule, sharding.SequenceRegion):
             row = getattr(module, rule.rowwise, None)
             _apply_sequence_region(module, row if isinstance(row, nn.Module) else None, axis)
             weight = f"{name}.{rule.rowwise}.weight"
@@ -106,20 +96,20 @@ def apply(chain: Chain, axis: Axis) -> dict[str, int | None]:
             if shard_dim is not None and not splits_evenly(shard_dim, shapes[weight], axis.size):
                 for attribute, value in rule.uneven:
                     setattr(module, attribute, value)
-        elif isinstance(rule, VocabEmbedding):
+        elif isinstance(rule, sharding.VocabEmbedding):
             _apply_vocab_embedding(module, axis)
-        elif isinstance(rule, VocabHead):
+        elif isinstance(rule, sharding.VocabHead):
             _apply_vocab_head(module, axis)
-        elif isinstance(rule, AllReduceOutput):
+        elif isinstance(rule, sharding.AllReduceOutput):
             _apply_all_reduce(module, axis, rule.splits_input)
-        elif isinstance(rule, GatherOutput):
+        elif isinstance(rule, sharding.GatherOutput):
             _apply_gather(module, axis)
-        elif isinstance(rule, VocabLookup):
+        elif isinstance(rule, sharding.VocabLookup):
             _apply_vocab_lookup(module, axis)
     return sharded_dims
 
 
-def _shard_parameter(chain: Chain, name: str, shape: torch.Size, shard_dim: ShardDim, axis: Axis) -> None:
+def _shard_parameter(chain: Chain, name: str, shape: torch.Size, shard_dim: sharding.ShardDim, axis: Axis) -> None:
     owner_name, _, leaf = name.rpartition(".")
     owner = chain.get_submodule(owner_name)
     full_weight = owner._parameters[leaf]

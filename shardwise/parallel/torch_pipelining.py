@@ -71,9 +71,8 @@ class PipelineSchedule:
         self.stages, self.timer = stages, timer
         self.is_single_stage = issubclass(schedule_class, PipelineScheduleSingle)
         with _quiet_logger():
-            self.schedule = schedule_class(
-                stages[0] if self.is_single_stage else stages, micro_batches, loss_fn=loss_fn, scale_grads=False
-            )
+            own_stages = stages[0] if self.is_single_stage else stages
+            self.schedule = schedule_class(own_stages, micro_batches, loss_fn=loss_fn, scale_grads=False)
         if order:
             kind = schedules._ComputationType
             actions = {rank: [_Action(s, kind(k), *rest) for s, k, *rest in order[rank]] for rank in order}
@@ -108,8 +107,7 @@ def _timed_waits(timer: StepTimer) -> Iterator[None]:
 
 @contextmanager
 def _quiet_logger() -> Iterator[None]:
-    """Silences the schedules' logger: on every rank it prints bubbles of a schedule that it makes, and the whole
-    schedule when a stage raises."""
+    """Silences the schedules' logger, which prints bubbles on every rank, and the schedule after an error."""
     level = schedules.logger.level
     schedules.logger.setLevel(logging.CRITICAL)
     try:

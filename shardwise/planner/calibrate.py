@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.bench.comm import ping_pong
 from shardwise.bench.train_step import bench_step
 from shardwise.cluster import CLUSTERS, Cluster, DeviceSpec, LinkSpec, device_by_driver_name, write_cluster
 from shardwise.comm.axis import Axis
@@ -118,9 +119,8 @@ def _make_cluster(kind: str, processes: int, values: dict[str, float], link: Lin
         name, known.family if known else ("cpu" if kind == "cpu" else base.device.family), memory,
         known.bandwidth if known else values["copy_bandwidth"], peak, known.compute_units if known else 1,
     )  # fmt: skip
-    cluster = replace(
-        base, device=device, domain_size=max(processes, 1), inner=link or base.inner, outer=link or base.outer
-    )
+    inner, outer = link or base.inner, link or base.outer
+    cluster = replace(base, device=device, domain_size=max(processes, 1), inner=inner, outer=outer)
     return replace(cluster, measured=_fit_efficiencies(cluster, values))
 
 
@@ -151,7 +151,7 @@ def _fit_efficiencies(cluster: Cluster, values: dict[str, float]) -> dict[str, f
         efficiencies["attention"] *= forward * values["attention"] / _attention_flops(large)
         # The time of a large block beyond its matmuls and attention is memory traffic.
         machine = Machine(cluster, replace(efficiency_of("cpu", efficiencies), memory=1.0))
-        best = _ideal_times(machine, large, KernelProfile(dtype_name), SINGLE_DEVICE)
+        best = _ideal_times(machine, large, dtype_name, SINGLE_DEVICE)
         compute = best["matmul"] + best["attention"]
         rest = max(values["large_block"] - values["launch_seconds"] - compute, 0.2 * best["memory"])
         return efficiencies | {"memory": min(4.0, best["memory"] / rest)}
@@ -162,17 +162,15 @@ def _fit_efficiencies(cluster: Cluster, values: dict[str, float]) -> dict[str, f
         ratios = []
         for kind, overrides in MODEL_KINDS.items():
             model = _decoder_config({**GPU_SIZES.large_model, **overrides})
-            best = _ideal_times(machine, model, KernelProfile(dtype_name), degrees)
+            best = _ideal_times(machine, model, dtype_name, degrees)
             ratios.append(model.layers * best[key] / values[f"{kind}: {part}"])
         efficiencies[key] = min(1.0, statistics.mean(ratios))
     return efficiencies
 
 
-def _ideal_times(
-    machine: Machine, model: DecoderConfig, kernel_profile: KernelProfile, degrees: ParallelDegrees
-) -> dict[str, float]:
+def _ideal_times(machine: Machine, model: DecoderConfig, precision: str, degrees: ParallelDegrees) -> dict[str, float]:
     """Returns the seconds of a block's forward and backward at 100% efficiency, by efficiency constant."""
-    time_model = BlockTimeModel(machine, shape_of(model), kernel_profile)
+    time_model = BlockTimeModel(machine, shape_of(model), KernelProfile(precision))
     ideal, core = time_model.block(degrees, False), sum(time_model.attention(degrees))
     moved = 3 * machine.memory_time(ideal.moved_bytes)
     return {"matmul": ideal.forward + ideal.backward - moved - core, "attention": core, "memory": moved}
@@ -342,14 +340,6 @@ def _collective_seconds(message: int, size: int, group: dist.ProcessGroup | None
 
 def _p2p_seconds(message: int, rank: int, group: dist.ProcessGroup) -> float:
     """Returns the seconds of a transfer to the neighbouring rank: half of a round trip."""
-    tensor, other = torch.zeros(message // 4), rank ^ 1
-
-    def round_trip() -> None:
-        if rank < other:
-            dist.send(tensor, other, group)
-            dist.recv(tensor, other, group)
-        else:
-            dist.recv(tensor, other, group)
-            dist.send(tensor, other, group)
-
-    return _mean_seconds(round_trip, COLLECTIVE_CALLS) / 2
+    tensor = torch.zeros(message // 4)
+    first, second = sorted((rank, rank ^ 1))
+    return _mean_seconds(lambda: ping_pong(tensor, first, second, group), COLLECTIVE_CALLS) / 2

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from math import log2
 from typing import Any
 
-from shardwise.layout import AUTO_SCHEDULES, V_SHAPED, Layout, kept_activation_fraction
+from shardwise.layout import AUTO_SCHEDULES, V_SHAPED, Layout
 from shardwise.planner.costs import memory_model
 from shardwise.planner.costs.block_time import BlockTimeModel, ModuleTime, ParallelDegrees
 from shardwise.planner.costs.engine_traffic import traffic_by_axis
@@ -157,8 +157,7 @@ class Estimator:
         return costs.as_executed() if layout.has_split_backward else costs
 
     def per_step_times(self, layout: Layout) -> tuple[float, float]:
-        """Returns the seconds per step of exposed data-parallel communication and of the optimizer update, on the rank
-        with the most weights."""
+        """Returns exposed seconds per step of data-parallel communication and of the update, on the fullest rank."""
         key = (
             self.parallel_degrees(layout), layout.recompute, layout.zero, layout.shard, layout.replicate,
             layout.pipeline, layout.stage_count, layout.schedule in V_SHAPED, layout.stages, layout.world == 1,
@@ -180,14 +179,11 @@ class Estimator:
     def exposed(self, layout: Layout, timing: StepTiming) -> dict[str, float]:
         """Returns the seconds of a step that the busiest rank waits for communication, by axis."""
         block, micro_batches = self.block_time(layout), self.micro_batches(layout)
-        blocks = max(self.blocks_per_rank(layout))
+        blocks = max(rank.blocks for rank in self.stages(layout).ranks)
         exposed = {axis: micro_batches * blocks * seconds for axis, seconds in block.exposed.items()}
         exposed["shard"] = exposed.get("shard", 0.0) + timing.data
         exposed["pipeline"] = micro_batches * timing.exposed_p2p
         return {axis: seconds for axis, seconds in exposed.items() if seconds}
-
-    def blocks_per_rank(self, layout: Layout) -> list[int]:
-        return [rank_layers.blocks for rank_layers in self.stages(layout).ranks]
 
     def stages(self, layout: Layout) -> StagePartition:
         """Returns our engine's stages; without an `EngineModel` the user's, or stages as equal as possible."""
@@ -245,9 +241,8 @@ class Estimator:
 
     def _make_memory_inputs(self, layout: Layout, degrees: ParallelDegrees) -> MemoryInputs:
         w = self.work
-        return memory_model.make_memory_inputs(
-            w.shape, w.kernel_profile.itemsize, w.framework_profile, layout, degrees.expert_tensor
-        )
+        itemsize, profile = w.kernel_profile.itemsize, w.framework_profile
+        return memory_model.make_memory_inputs(w.shape, itemsize, profile, layout, degrees.expert_tensor)
 
     def block_time(self, layout: Layout) -> BlockTime:
         """Returns the time of a block, with recomputation and exposed communication."""
@@ -258,18 +253,15 @@ class Estimator:
         return self._block_times[key]
 
     def _compute_block_time(self, layout: Layout, inner: ModuleTime) -> BlockTime:
-        share = kept_activation_fraction(layout.recompute)
-        recompute_fraction = 1.0 - share if share is not None else float(layout.recompute == "full")
+        recompute_fraction = 1.0 - layout.kept_fraction
         backward_extra = inner.traffic
         moved = self.work.framework_profile.cast_bytes
         if moved and not self.keeps_compute_copy(layout):
             weights = self.memory_inputs(layout).weights
             backward_extra += self.machine.bulk_memory_time(moved * (weights.block + weights.experts))
         forward = self.machine.bottleneck_time(inner.forward + inner.traffic, inner.launch_seconds)
-        backward = (
-            self.machine.bottleneck_time(inner.backward + backward_extra, 2 * inner.launch_seconds)
-            + recompute_fraction * forward
-        )
+        backward = self.machine.bottleneck_time(inner.backward + backward_extra, 2 * inner.launch_seconds)
+        backward += recompute_fraction * forward
         if layout.recompute == "selective":
             backward += self.selective_recompute_time(layout, inner)
         exposed = {axis: (2.0 + recompute_fraction) * getattr(inner, axis) for axis in BLOCK_AXES}
@@ -317,25 +309,18 @@ class Estimator:
         stride = layout.tensor * layout.context
         expert_replicas = max(1, layout.data * layout.context // layout.expert)  # ranks that hold the same experts
         shard = min(expert_replicas, max(1, layout.shard * layout.context // layout.expert)) if layout.shard > 1 else 1
-        reduce_dense, gather_dense = self._grad_sync_times(
-            layout, dense_weights, layout.shard, layout.replicate, stride
-        )
-        reduce_experts, gather_experts = self._grad_sync_times(
-            layout, experts, shard, expert_replicas // shard, stride * layout.expert
-        )
-        return self.exposed_sync_time(reduce_dense + reduce_experts, gather_dense + gather_experts, last_pass)
+        dense = self._sync_times(layout, dense_weights, layout.shard, layout.replicate, stride)
+        sparse = self._sync_times(layout, experts, shard, expert_replicas // shard, stride * layout.expert)
+        return self.exposed_sync_time(dense[0] + sparse[0], dense[1] + sparse[1], last_pass)
 
     def exposed_sync_time(self, reduce: float, gather: float, last_pass: float) -> float:
-        """Returns the exposed seconds of gradient reduction and weight gathering, which overlap with the last
-        micro-batch (`last_pass` seconds)."""
+        """Returns the exposed seconds of gradient and weight traffic, which overlaps with the last micro-batch."""
         return self._exposed_comm(reduce + gather, last_pass)
 
     def bucket_bytes(self, layout: Layout) -> float:
         return BUCKET_BYTES
 
-    def _grad_sync_times(
-        self, layout: Layout, numel: float, shard: int, replicate: int, stride: int
-    ) -> tuple[float, float]:
+    def _sync_times(self, layout: Layout, numel: float, shard: int, replicas: int, stride: int) -> tuple[float, float]:
         """Returns the seconds to reduce gradients over shard and replicate ranks and to gather updated weights, without
         what ZeRO 2 and 3 communicate in each micro-batch."""
         gradient, size = self.reduced_gradient_bytes, self.work.kernel_profile.itemsize
@@ -343,7 +328,7 @@ class Estimator:
         bucket = self.bucket_bytes(layout)
         reduce = all_gather(gradient * numel, shard, stride, bucket) if layout.zero == 1 else 0.0
         gather = all_gather(size * numel, shard, stride, bucket) if layout.zero < 3 else 0.0
-        return reduce + all_reduce(gradient * numel / shard, replicate, stride * shard, bucket), gather
+        return reduce + all_reduce(gradient * numel / shard, replicas, stride * shard, bucket), gather
 
     def _exposed_comm(self, traffic: float, compute: float) -> float:
         """Returns the exposed part of `traffic` seconds that overlap with `compute` seconds, plus their contention."""

@@ -12,7 +12,7 @@ return the same way. None of this overlaps.
 from collections.abc import Sequence
 from statistics import fmean as mean
 
-from shardwise.layout import Layout, kept_activation_fraction
+from shardwise.layout import Layout
 from shardwise.models.operator_costs import OperatorCosts
 from shardwise.planner.costs.block_time import ModuleTime, ParallelDegrees
 from shardwise.planner.costs.memory_model import MemoryInputs, WeightCounts
@@ -20,6 +20,7 @@ from shardwise.planner.costs.operator_list import OperatorListModel
 from shardwise.planner.costs.operator_time import mean_module_time, operators_time
 from shardwise.planner.estimate import Estimator
 
+Modules = Sequence[OperatorCosts]
 HOST_ROW_BANDWIDTH = 20e9  # bytes per second and rank of random host reads or writes of rows of about 500 bytes
 HOST_LINK_BANDWIDTH = 25e9  # bytes per second and direction between host and device: PCIe 4 x16
 
@@ -32,18 +33,14 @@ class OperatorListEstimator(Estimator):
 
     def module_times(self, degrees: ParallelDegrees) -> tuple[ModuleTime, ModuleTime, ModuleTime]:
         if degrees not in self._module_times:
-            first, blocks, last = (
-                mean_module_time(
-                    [operators_time(self.machine, self.work.kernel_profile, module, degrees.tensor) for module in part]
-                )
-                for part in self._split_ends(degrees.micro_batch, degrees.tensor)
-            )
+            machine, profile, tensor = self.machine, self.work.kernel_profile, degrees.tensor
+            parts = self._split_ends(degrees.micro_batch, tensor)
+            times = ([operators_time(machine, profile, module, tensor) for module in part] for part in parts)
+            first, blocks, last = map(mean_module_time, times)
             self._module_times[degrees] = blocks, first, last
         return self._module_times[degrees]
 
-    def _split_ends(
-        self, micro_batch: int, tensor: int
-    ) -> tuple[Sequence[OperatorCosts], Sequence[OperatorCosts], Sequence[OperatorCosts]]:
+    def _split_ends(self, micro_batch: int, tensor: int) -> tuple[Modules, Modules, Modules]:
         """Returns first module, blocks and last module; without ends, all modules are blocks."""
         modules = self.model.make_operators(micro_batch, *([tensor] if tensor > 1 else []))
         return (modules[:1], modules[1:-1], modules[-1:]) if self.model.has_ends else ((), modules, ())
@@ -63,11 +60,9 @@ class OperatorListEstimator(Estimator):
             )  # fmt: skip
             saved_all = typical(module.saved_bytes for module in blocks)
             inputs = typical(module.output_bytes for module in blocks)
-            matmul_outputs = typical(
-                sum(itemsize * p.groups * p.rows * p.columns for p in module.products) for module in blocks
-            )
-            share = kept_activation_fraction(layout.recompute)
-            kept_fraction = float(layout.recompute != "full") if share is None else share
+            product_sizes = [[itemsize * p.groups * p.rows * p.columns for p in block.products] for block in blocks]
+            matmul_outputs = typical(map(sum, product_sizes))
+            kept_fraction = layout.kept_fraction
             saved = kept_fraction * saved_all
             if layout.recompute == "selective":
                 saved = min(saved_all, matmul_outputs + inputs)

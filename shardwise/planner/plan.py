@@ -11,7 +11,7 @@ from shardwise.cluster import GIB, Cluster, find_cluster
 from shardwise.console import pluralize
 from shardwise.errors import LayoutError
 from shardwise.job import Job, load_job
-from shardwise.layout import Layout, kept_activation_fraction, solve_batch
+from shardwise.layout import Layout, solve_batch
 from shardwise.parallel.prepare import prepare
 from shardwise.parallel.torch_pipelining import PipelineOrder
 from shardwise.planner.costs.block_time import KernelProfile
@@ -44,8 +44,7 @@ class Plan:
     evaluated: int
     seconds: float  # duration of the search
     shape: ModelShape
-    # For each phase of the training: steps, tokens or samples per step, seconds per step.
-    phases: tuple[tuple[int, int, float], ...]
+    phases: tuple[tuple[int, int, float], ...]  # of each phase: steps, tokens or samples per step, seconds per step
 
     @property
     def best(self) -> Prediction:
@@ -64,10 +63,7 @@ class Plan:
 
     def hardware_flops(self, prediction: Prediction) -> float:
         """Returns hardware FLOP/s per device, with recomputed matmuls; selective recomputation repeats none."""
-        recompute = prediction.layout.recompute
-        kept = kept_activation_fraction(recompute)
-        recompute_fraction = float(recompute == "full") if kept is None else 1.0 - kept
-        recomputed = recompute_fraction * self.shape.block_flops(self.job.samples)
+        recomputed = (1.0 - prediction.layout.kept_fraction) * self.shape.block_flops(self.job.samples)
         return self.flops(prediction) + recomputed / prediction.seconds / self.devices
 
     def mfu(self, prediction: Prediction) -> float:
@@ -96,10 +92,8 @@ class Plan:
         }  # fmt: skip
 
     def _layout_as_dict(self, prediction: Prediction, reason: str) -> dict[str, Any]:
-        traffic = {
-            axis: max(rank.get(axis, 0) for rank in prediction.traffic)
-            for axis in dict.fromkeys(axis for rank in prediction.traffic for axis in rank)
-        }
+        axes = dict.fromkeys(axis for rank in prediction.traffic for axis in rank)
+        traffic = {axis: max(rank.get(axis, 0) for rank in prediction.traffic) for axis in axes}
         return {
             "layout": str(prediction.layout), "fits": self.fits(prediction), "step_seconds": prediction.seconds,
             "tokens_per_second_per_device": self.tokens_per_second(prediction),
@@ -118,15 +112,12 @@ def plan_job(job_file: Path | None, settings: list[str], cluster: str, devices: 
 def make_plan(
     job: Job, cluster: Cluster, devices: int | None = None, layout: str | None = None, runnable: bool = False
 ) -> Plan:
-    """Returns the plan of a job. `runnable`: the best layout must run on our engine, and of equally fast layouts the
-    simplest wins."""
+    """Returns the plan of a job. `runnable`: only layouts that our engine runs; of equally fast ones the simplest."""
     estimator = make_estimator(job, cluster)
     if layout is not None:
         resolved = resolve_layout(job, estimator.work.shape, Layout.parse(layout))
         if devices is not None and devices != resolved.world:
-            raise LayoutError(
-                f"layout '{resolved}' uses {resolved.world} devices, but --devices is {devices}; leave --devices out."
-            )
+            raise LayoutError(f"layout '{resolved}' has {resolved.world} devices, not {devices}; leave --devices out.")
         begin = time.perf_counter()
         is_undecided = estimator.is_auto_schedule(resolved) and resolved.schedule == "auto" and not resolved.virtual
         variants = _auto_schedule_variants(job, estimator, resolved) if is_undecided else None
@@ -165,9 +156,7 @@ def _search_runnable(job: Job, estimator: Estimator, devices: int) -> SearchResu
         predictions.sort(key=rank)
         first = next((prediction for prediction in predictions if _is_runnable(job, prediction.layout)), None)
         if first is None and len(result.best) < keep:
-            raise LayoutError(
-                f"no layout of {pluralize(devices, 'device')} can run this job; change the batch or the model."
-            )
+            raise LayoutError(f"no layout of {pluralize(devices, 'device')} can run this job; change batch or model.")
         keep *= 10
     others = sorted((p for p in predictions if p is not first), key=lambda p: p.seconds)
     return replace(result, best=(first, *others[:9]))
@@ -248,8 +237,7 @@ def resolve_layout(job: Job, shape: ModelShape, layout: Layout) -> Layout:
         return replace(layout, micro_batch=prepare(job, layout).batch.micro_batch)
     if Estimator.is_auto_schedule(layout):
         raise LayoutError(
-            f"schedule={layout.schedule} is only available for dense decoders so far, not for {job.model.name}; name a "
-            "schedule such as 1f1b."
+            f"schedule={layout.schedule} is only available for dense decoders, not {job.model.name}; use 1f1b."
         )
     limits = {
         "tensor": shape.heads, "pipeline": shape.stages, "context": shape.context_positions,
@@ -261,9 +249,6 @@ def resolve_layout(job: Job, shape: ModelShape, layout: Layout) -> Layout:
             rule = f"be at most {limit}" if axis == "pipeline" or limit == 1 else f"divide {limit}"
             raise LayoutError(f"{axis}={degree}: for {job.model.name} the {axis} degree must {rule}.")
     return replace(layout, micro_batch=solve_batch(layout, job.samples).micro_batch)
-
-
-# Why other layouts are not the best
 
 
 def explain_gap(estimator: Estimator, best: Prediction, other: Prediction) -> str:

@@ -9,6 +9,7 @@ from html import escape
 from pathlib import Path
 
 from shardwise.cluster import GIB
+from shardwise.draw import svg_text
 from shardwise.errors import LayoutError
 from shardwise.files import require_parent_folder, write_text
 from shardwise.layout import Layout, micro_batch_error
@@ -103,9 +104,6 @@ def _layouts_table(plan: Plan) -> str:
     return f"<table><thead><tr>{header}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
-# Bars
-
-
 def _legend(colours: dict[str, str]) -> str:
     keys = [f"<i style='background:{colour}'></i>{escape(name)}" for name, colour in colours.items()]
     return f"<p class='key'>{''.join(keys)}</p>"
@@ -121,19 +119,13 @@ def _rect(x: float, y: float, width: float, height: float, colour: str, note: st
     return f"<rect {place} fill='{colour}' stroke='#fff' stroke-width='0.6'><title>{escape(note)}</title></rect>"
 
 
-def _text(x: float, y: float, words: str, anchor: str = "start", attributes: str = "") -> str:
-    return f"<text x='{x:.1f}' y='{y:.1f}' text-anchor='{anchor}'{attributes}>{escape(words)}</text>"
-
-
-def _bar(
-    y: float, name: str, values: dict[str, float], colours: dict[str, str], scale: float, unit: str
-) -> Iterator[str]:
-    yield _text(LABEL_WIDTH - 8, y + 15, name, "end")
+def _bar(y: float, name: str, values: dict[str, float], fill: dict[str, str], scale: float, unit: str) -> Iterator[str]:
+    yield svg_text(LABEL_WIDTH - 8, y + 15, name, "end")
     x = float(LABEL_WIDTH)
     for part, value in values.items():
-        yield _rect(x, y, value * scale, 20, colours[part], f"{part}: {value:.3g} {unit}")
+        yield _rect(x, y, value * scale, 20, fill[part], f"{part}: {value:.3g} {unit}")
         x += value * scale
-    yield _text(PAGE_WIDTH - 4, y + 15, f"{sum(values.values()):.3g}", "end")
+    yield svg_text(PAGE_WIDTH - 4, y + 15, f"{sum(values.values()):.3g}", "end")
 
 
 def _time_bars(plan: Plan) -> Iterator[str]:
@@ -157,7 +149,7 @@ def _memory_bars(plan: Plan) -> Iterator[str]:
     shown = [rank for rank in range(len(memories)) if rank not in hidden]
     scale = (PAGE_WIDTH - LABEL_WIDTH - 60) / max(limit, *(memory.total / GIB for memory in memories))
     edge, bottom = LABEL_WIDTH + limit * scale, 20 + 26 * len(shown)
-    shapes = [_text(edge, 12, f"limit {limit:.3g}", "end" if edge > PAGE_WIDTH / 2 else "start")]
+    shapes = [svg_text(edge, 12, f"limit {limit:.3g}", "end" if edge > PAGE_WIDTH / 2 else "start")]
     for row, rank in enumerate(shown):
         gib = {part: getattr(memories[rank], part) / GIB for part in MEMORY_PARTS}
         shapes += _bar(20 + 26 * row, f"rank {rank}", gib, MEMORY_COLOURS, scale, "GiB")
@@ -166,9 +158,6 @@ def _memory_bars(plan: Plan) -> Iterator[str]:
     yield _svg(bottom + 4, shapes, "memory by pipeline rank")
     if len(shown) < len(memories):
         yield f"<p class='dim'>{len(shown)} of {len(memories)} pipeline ranks shown: the first and the last.</p>"
-
-
-# The timeline
 
 
 def _pipeline_section(plan: Plan) -> Iterator[str]:
@@ -202,7 +191,7 @@ def _timeline_chart(plan: Plan, prediction: Prediction) -> Iterator[str]:
     scale = (PAGE_WIDTH - LABEL_WIDTH - 8) / (until - begin)
     shown = [event for event in events if event.rank >= first and event.start < until]
     yield _legend(dict(ACTION_STYLES[event.kind] for event in shown))
-    shapes = [_text(LABEL_WIDTH - 8, 26 * rank + 16, f"rank {first + rank}", "end") for rank in range(rows)]
+    shapes = [svg_text(LABEL_WIDTH - 8, 26 * rank + 16, f"rank {first + rank}", "end") for rank in range(rows)]
     for event in shown:
         end = min(event.end, until)
         place = LABEL_WIDTH + (event.start - begin) * scale, 26.0 * (event.rank - first), (end - event.start) * scale
@@ -210,9 +199,9 @@ def _timeline_chart(plan: Plan, prediction: Prediction) -> Iterator[str]:
     for tick in range(9):
         moment, anchor = (until - begin) * tick / 8, "start" if tick == 0 else "end" if tick == 8 else "middle"
         word = format_seconds(begin + moment) if begin + moment else "0"
-        shapes.append(_text(LABEL_WIDTH + moment * scale, 26 * rows + 18, word, anchor))
+        shapes.append(svg_text(LABEL_WIDTH + moment * scale, 26 * rows + 18, word, anchor))
     yield _svg(26 * rows + 24, shapes, "timeline of the pipeline")
-    caption = _timeline_caption(rows, layout.pipeline, begin, until, simulation.seconds, count, micro_batches)
+    caption = _caption(rows, layout.pipeline, begin, until, simulation.seconds, count, micro_batches)
     yield f"<p class='dim'>{escape(caption)}</p>"
 
 
@@ -243,17 +232,15 @@ def _action_rect(event: TimelineEvent, x: float, y: float, width: float, later: 
     if later:
         yield f"<rect x='{x:.1f}' y='{y:.1f}' width='{max(width, 0.1):.1f}' height='4' fill='#1f2933' opacity='0.45'/>"
     if width >= 7 * len(number) + 3:
-        yield _text(x + width / 2, y + 16, number, "middle", " style='font-size:11px'")
+        yield svg_text(x + width / 2, y + 16, number, "middle", "style='font-size:11px'")
 
 
-def _timeline_caption(
-    rows: int, ranks: int, begin: float, end: float, total_seconds: float, count: int, micro_batches: int
-) -> str:
+def _caption(rows: int, ranks: int, begin: float, end: float, total: float, count: int, micro_batches: int) -> str:
     sentences = ["Numbers are micro-batches; a dark upper edge marks stages after a rank's first; gaps are the bubble."]
     if rows < ranks:
         sentences.append(f"Shown: the last {rows} of {ranks} pipeline ranks, from their first action on.")
-    if end < total_seconds:
-        sentences.append(f"Shown: {format_seconds(end - begin)} of {format_seconds(total_seconds)}.")
+    if end < total:
+        sentences.append(f"Shown: {format_seconds(end - begin)} of {format_seconds(total)}.")
     if count < micro_batches:
         sentences.append(f"Simulated with {count} of the {micro_batches} micro-batches.")
     return " ".join(sentences)

@@ -13,7 +13,7 @@ order of the closed form until no other layout can be faster, so the result equa
 
 import time
 from bisect import insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from math import inf
 from typing import Any
@@ -27,6 +27,7 @@ from shardwise.planner.prediction import Prediction, StagePartition
 MICRO_BATCHES = tuple(2**n for n in range(17))  # above 32 only with at most 65,536 positions
 STAGES_PER_RANK = (2, 3, 4, 6, 8)
 RECOMPUTE_CHOICES = ("none", "selective", "full")
+BoundedLayouts = list[tuple[float, Layout]]  # each with a lower bound of its step time
 LAYOUT_FIELDS = tuple(field.name for field in fields(Layout))
 
 
@@ -42,10 +43,8 @@ def search(estimator: Estimator, devices: int, keep: int = 10) -> SearchResult:
     begin = time.perf_counter()
     classes = [(class_lower_bound(estimator, base), base) for base in layout_classes(estimator, devices)]
     if not classes:
-        raise LayoutError(
-            f"no layout of {devices} devices can split a batch of {estimator.work.samples} samples evenly; change "
-            "batch.samples or --devices."
-        )
+        samples = estimator.work.samples
+        raise LayoutError(f"no layout of {devices} devices splits {samples} samples evenly; change one of them.")
     classes.sort(key=lambda pair: pair[0])
     finalists, evaluated = _finalists(estimator, classes, keep)
     best: list[Prediction] = []
@@ -59,15 +58,12 @@ def search(estimator: Estimator, devices: int, keep: int = 10) -> SearchResult:
     return SearchResult(tuple(best), evaluated, time.perf_counter() - begin)
 
 
-def _finalists(
-    estimator: Estimator, classes: Sequence[tuple[float, Layout]], keep: int
-) -> tuple[list[tuple[float, Layout]], int]:
-    """Returns the layouts that fit and can be among the best, sorted by a lower bound of their time, and the number of
-    layouts examined."""
+def _finalists(estimator: Estimator, classes: BoundedLayouts, keep: int) -> tuple[BoundedLayouts, int]:
+    """Returns the layouts that can be among the best, sorted by their lower bound, and how many it examined."""
     limit, evaluated = estimator.machine.device.memory, 0
     optimizer_bytes = estimator.work.framework_profile.optimizer_bytes
     jitter = estimator.jitter(classes[0][1].world)
-    finalists: list[tuple[float, Layout]] = []
+    finalists: BoundedLayouts = []
     schedules_by_shape: dict[tuple[int, int], list[tuple[str, int, StagePartition]]] = {}
     ceilings = [inf] * keep  # upper bounds of the best so far
     for lower_bound, base in classes:
@@ -110,7 +106,7 @@ def _replace_unchecked(layout: Layout, **values: Any) -> Layout:
     return copy
 
 
-def _smallest_memory_layout(estimator: Estimator, classes: Sequence[tuple[float, Layout]]) -> Layout:
+def _smallest_memory_layout(estimator: Estimator, classes: BoundedLayouts) -> Layout:
     """Returns the layout that needs the least memory: it has micro-batch 1 and full recomputation."""
     layouts = (layout for _, base in classes if base.micro_batch == 1 for layout in class_layouts(estimator, base))
     return min((layout for layout in layouts if layout.recompute == "full"), key=estimator.peak_memory)
@@ -138,12 +134,13 @@ def layout_classes(estimator: Estimator, devices: int) -> Iterator[Layout]:
             rest = devices // tensor // pipeline
             for context in _context_degrees(shape, rest):
                 data = rest // context
+                degrees = _divisors(rest) if shape.experts else [1]
                 if samples % data:
                     continue
                 for micro_batch in MICRO_BATCHES:
                     if samples // data % micro_batch or (micro_batch > 32 and micro_batch * shape.sequence > 2**16):
                         break
-                    for expert in _expert_degrees(shape, data * context) if shape.experts else [1]:
+                    for expert in [n for n in degrees if shape.experts % n == 0]:
                         yield Layout(
                             pipeline=pipeline, replicate=data, context=context, tensor=tensor, expert=expert,
                             micro_batch=micro_batch,
@@ -187,10 +184,6 @@ def _context_degrees(shape: ModelShape, ranks: int) -> list[int]:
     """Returns the degrees that leave at least 2048 positions per rank."""
     positions = shape.context_positions
     return [n for n in _divisors(ranks) if n == 1 or (positions % n == 0 and positions // n >= 2048)]
-
-
-def _expert_degrees(shape: ModelShape, ranks: int) -> list[int]:
-    return [n for n in _divisors(ranks) if shape.experts % n == 0]
 
 
 def _divisors(number: int) -> list[int]:

@@ -112,11 +112,9 @@ def training_summary(plan: Plan) -> str:
     steps = sum(steps for steps, _, _ in plan.phases)
     count = sum(steps * per_step for steps, per_step, _ in plan.phases)
     time = f"{hours / 24:.1f} days" if hours > 48 else f"{hours:.1f} hours" if hours > 1 else f"{seconds:.0f} s"
-    lengths = [
-        f"{steps_of_phase} of {per_step / plan.job.samples:.0f} {plan.job.model.throughput_unit}"
-        for steps_of_phase, per_step, _ in plan.phases
-    ]
+    unit, samples = plan.job.model.throughput_unit, plan.job.samples
+    lengths = [f"{count_of_phase} of {per_step / samples:.0f} {unit}" for count_of_phase, per_step, _ in plan.phases]
     phase_text = f" ({', '.join(lengths)})" if len(lengths) > 1 else ""
-    line = f"{steps} steps{phase_text}, {_format_count(count)} {plan.job.model.throughput_unit}: {time}"
+    line = f"{steps} steps{phase_text}, {_format_count(count)} {unit}: {time}"
     unless = "" if plan.fits(plan.best) else ", if it did fit"
     return f"{line}, {_format_count(hours * plan.devices)} device-hours{unless}."

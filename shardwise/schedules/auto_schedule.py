@@ -22,10 +22,7 @@ RankMemoryFn = Callable[[int, tuple[InFlightCounts, ...]], float]
 def make_auto_schedule(
     layout: Layout, costs: StageCosts, micro_batches: int, rank_memory: RankMemoryFn, limit: float
 ) -> Simulation:
-    """Returns the fastest schedule found that keeps every rank within `limit` bytes.
-
-    If none fits, returns the one synthesized under the tightest memory limits.
-    """
+    """Returns the fastest schedule found within `limit` bytes per rank; if none fits, that of the tightest limits."""
     problem = _scheduling_problem(layout, costs, micro_batches, rank_memory, limit)
 
     def fits(schedule: Simulation) -> bool:

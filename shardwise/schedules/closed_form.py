@@ -17,8 +17,7 @@ from math import inf
 from shardwise.layout import FULL_BACKWARD, SPLIT_BACKWARD, V_SHAPED
 from shardwise.schedules.simulate import StageCosts
 
-CriticalPath = tuple[int, int, int]
-"""Forwards, backward-inputs and backward-weights on the path beyond one rank's own work."""
+CriticalPath = tuple[int, int, int]  # forwards, backward-inputs and -weights beyond one rank's own work
 
 
 def closed_form(

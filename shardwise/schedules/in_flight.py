@@ -60,8 +60,7 @@ def _interleaved_in_flight(p: int, v: int, r: int, m: int) -> Iterator[tuple[int
 
 
 def _zero_bubble_in_flight(p: int, v: int, r: int, m: int) -> Iterator[InFlightCounts]:
-    """Yields the counts: all ranks hold equally many micro-batches, and the later the rank, the more of them only wait
-    for their weight gradients."""
+    """Yields the counts: all ranks hold equally many micro-batches, later ranks more with pending weight gradients."""
     size = _round_size(p, m)
     for extra in {0, size if m > size and v > 1 else 0}:
         live = [size] * v

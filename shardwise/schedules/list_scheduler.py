@@ -29,9 +29,7 @@ class SchedulingProblem:
 
     def __post_init__(self) -> None:
         if self.costs.stages % self.ranks:
-            raise LayoutError(
-                f"{self.costs.stages} stages do not divide over {self.ranks} ranks; every rank needs the same number."
-            )
+            raise LayoutError(f"{self.costs.stages} stages do not divide over {self.ranks} ranks; change one of them.")
         object.__setattr__(self, "activation_sizes", tuple(self.activation_sizes) or (1.0,) * self.costs.stages)
         object.__setattr__(self, "memory_limits", tuple(self.memory_limits) or (inf,) * self.ranks)
 
@@ -54,8 +52,7 @@ class SchedulingProblem:
 class PriorityRules:
     """How a rank chooses among actions whose inputs have arrived."""
 
-    # Maximum forwards ahead of backwards, by rank: below it forwards go first, at it none may start.
-    max_in_flight: tuple[int, ...]
+    max_in_flight: tuple[int, ...]  # forwards ahead of backwards, by rank: below it forwards first, at it none
     min_gap_fraction: float = 0.0  # fraction of a backward-weight that must fit before the next input arrives
     later_stages_first: bool = True  # whether forwards of later stages have priority
     split_backward: bool = True
@@ -73,9 +70,9 @@ class _ListScheduler:
         costs, m = problem.costs, problem.micro_batches
         self.problem, self.rules = problem, rules
         self.stage_to_rank = problem.stage_to_rank
-        self.stages_by_rank = [
-            [s for s, rank in enumerate(self.stage_to_rank) if rank == r] for r in range(problem.ranks)
-        ]
+        self.stages_by_rank: list[list[int]] = [[] for _ in range(problem.ranks)]
+        for stage, rank in enumerate(self.stage_to_rank):
+            self.stages_by_rank[rank].append(stage)
         # When the input of each stage's forward and backward arrives, by micro-batch.
         self.forward_ready_at = [[0.0 if s == 0 else inf] * m for s in range(costs.stages)]
         self.backward_ready_at = [[inf] * m for _ in range(costs.stages)]

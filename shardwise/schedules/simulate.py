@@ -54,8 +54,7 @@ class StageCosts:
 
     forward: Sequence[float]
     backward_input: Sequence[float]  # computes the gradient of the stage's input
-    # Computes the gradients of the stage's weights. A full backward takes the time of both.
-    backward_weight: Sequence[float]
+    backward_weight: Sequence[float]  # computes the gradients of the stage's weights; a full backward does both
 
     def __post_init__(self) -> None:
         counts = len(self.forward), len(self.backward_input), len(self.backward_weight)
@@ -81,8 +80,7 @@ class PipelineProgram:
     stages: int
     stage_to_rank: tuple[int, ...]  # the rank of each stage
     actions: list[tuple[int, int, int, int]]  # rank, kind (index into `KINDS`), stage, micro-batch
-    # Rank, index of the cost, index of the instruction it depends on (-1: none).
-    instructions: list[tuple[int, int, int]]
+    instructions: list[tuple[int, int, int]]  # rank, index of the cost, index of the instruction before it (-1: none)
 
     @property
     def order(self) -> dict[int, list[Action]]:
@@ -179,9 +177,7 @@ class Simulation:
     @property
     def timeline(self) -> list[TimelineEvent]:
         parts = zip(self.program.actions, self.start_times, self.end_times)
-        return [
-            TimelineEvent(rank, KINDS[kind], stage, mb, start, end) for (rank, kind, stage, mb), start, end in parts
-        ]
+        return [TimelineEvent(rank, KINDS[kind], stage, m, start, end) for (rank, kind, stage, m), start, end in parts]
 
 
 def simulate(program: PipelineProgram, costs: StageCosts) -> Simulation:
@@ -234,11 +230,9 @@ def build_program(order: PipelineOrder) -> PipelineProgram:
                 position += 1
             progressed = progressed or position > positions[rank]
             positions[rank] = position
-    for rank, queue in enumerate(queues):
-        if positions[rank] < len(queue):
-            raise LayoutError(
-                f"the pipeline order deadlocks: rank {rank} waits forever at action {positions[rank]} of {len(queue)}."
-            )
+    for rank, (position, queue) in enumerate(zip(positions, queues)):
+        if position < len(queue):
+            raise LayoutError(f"the pipeline order deadlocks: rank {rank} waits at action {position} of {len(queue)}.")
     return PipelineProgram(len(queues), stages, tuple(owner[stage] for stage in range(stages)), actions, steps)
 
 
@@ -272,9 +266,6 @@ def named_program(schedule: str, ranks: int, virtual: int, micro_batches: int) -
     from shardwise.parallel.torch_pipelining import schedule_actions  # imports torch, which closed forms do without
 
     return build_program(schedule_actions(schedule, ranks, virtual, micro_batches))
-
-
-# Many micro-batches
 
 
 def step_seconds(schedule: str, ranks: int, virtual: int, micro_batches: int, costs: StageCosts) -> float:

@@ -26,7 +26,7 @@ TOLERANCE = 2e-3  # the search stops within this fraction of the lower bound
 
 def synthesize(problem: SchedulingProblem, effort: int = 200_000) -> Simulation:
     """Returns the fastest schedule that fits. `effort`: simulated actions to spend on each phase of the search."""
-    named = min(named_candidates(problem), key=_seconds, default=None)
+    named = min(named_candidates(problem), key=lambda schedule: schedule.seconds, default=None)
     found = _search(problem, effort, named)
     if found is None:
         sizes, limits = (", ".join(f"{x:g}" for x in xs) for xs in (problem.activation_sizes, problem.memory_limits))
@@ -36,10 +36,6 @@ def synthesize(problem: SchedulingProblem, effort: int = 200_000) -> Simulation:
             "micro-batch or more activation checkpointing."
         )
     return found if named is None or found.seconds < named.seconds * (1 - 1e-9) else named
-
-
-def _seconds(result: Simulation) -> float:
-    return result.seconds
 
 
 def named_candidates(problem: SchedulingProblem) -> Iterator[Simulation]:
@@ -54,9 +50,6 @@ def named_candidates(problem: SchedulingProblem) -> Iterator[Simulation]:
             if problem.fits(program):
                 # Rebuilt from `order`, which splits forward-backward pairs, so each result is sent at once.
                 yield simulate(build_program(program.order), problem.costs)
-
-
-# Searching
 
 
 def _search(problem: SchedulingProblem, effort: int, named_best: Simulation | None) -> Simulation | None:
@@ -77,7 +70,7 @@ def _search(problem: SchedulingProblem, effort: int, named_best: Simulation | No
     best = None
     if found:
         _, _, rules, best = min(found)
-        best = _hill_climb(problem, rules, best, effort // 2, floor)
+        best = _climb(problem, rules, best, effort // 2, floor)
     if named_best is not None and (best is None or named_best.seconds < best.seconds):
         best = named_best
     if best is None:
@@ -101,10 +94,7 @@ def _time_lower_bound(problem: SchedulingProblem) -> float:
 
 def _evaluate_rules(problem: SchedulingProblem, rules: PriorityRules) -> Simulation | None:
     order = list_schedule(problem, rules)
-    if order is None:
-        return None
-    program = build_program(order)
-    return simulate(program, problem.costs) if problem.fits(program) else None
+    return None if order is None else _simulate_if_valid(problem, order)
 
 
 def _candidate_rules(problem: SchedulingProblem) -> Iterator[PriorityRules]:
@@ -139,9 +129,7 @@ def _round_trips(problem: SchedulingProblem) -> list[int]:
     return [ceil(trip / max(work)) for trip in trips]
 
 
-def _hill_climb(
-    problem: SchedulingProblem, rules: PriorityRules, best: Simulation, effort: int, floor: float
-) -> Simulation:
+def _climb(problem: SchedulingProblem, rules: PriorityRules, best: Simulation, effort: int, floor: float) -> Simulation:
     """Randomly varies in-flight limits and gap fraction; keeps every change that is no slower."""
     rng, max_depth = Random(0), problem.micro_batches * problem.virtual
     for _ in range(_max_tries(best, effort)):
@@ -232,8 +220,7 @@ def _idle_positions(result: Simulation, rank: int, after: int) -> list[int]:
 
 
 def _merge_backwards(problem: SchedulingProblem, result: Simulation) -> Simulation:
-    """Merges adjacent backward-input and backward-weight where the simulation gets no slower: in reality a full
-    backward is faster than its two halves."""
+    """Merges adjacent backward halves where the simulation gets no slower: a full backward is faster than both."""
     order = result.program.order
     pairs = [
         (rank, position)

@@ -19,10 +19,7 @@ from shardwise.train.local_machine import local_cluster, local_process_count
 
 
 def choose_plan(job: Job, world_size: int | None = None) -> tuple[Plan, str]:
-    """Returns the plan for `world_size` processes, or for as many as this machine can run and a layout can use.
-
-    Also returns where the description of the machine comes from.
-    """
+    """Returns the plan for `world_size` processes (default: what this machine can run), and the machine's source."""
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) if world_size else 0
     if job.layout != "auto":
         layout = Layout.parse(job.layout)

@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from shardwise.errors import CheckpointError, RunError
 from shardwise.files import fsync_and_rename
@@ -39,7 +40,7 @@ from shardwise.parallel.engine import Engine
 from shardwise.parallel.param_shard import ParamShard, offset_and_shape
 from shardwise.train import checkpoint_folder, error_feedback
 from shardwise.train.checkpoint_folder import CheckpointGroup, list_checkpoints, valid_checkpoints
-from shardwise.train.dcp_storage import CheckpointPiece, Index, dtype_of, read_index, read_pieces, write_pieces
+from shardwise.train.dcp_storage import CheckpointPiece, Index, Pieces, dtype_of, read_index, read_pieces, write_pieces
 from shardwise.workers.snapshots import SnapshotStore
 
 __all__ = ["CheckpointManager", "valid_checkpoints", "load_weights"]
@@ -48,13 +49,10 @@ __all__ = ["CheckpointManager", "valid_checkpoints", "load_weights"]
 class CheckpointManager:
     """Saves and loads the checkpoints of a run. Every rank must call the same methods in the same order."""
 
-    def __init__(
-        self, folder: Path, keep: int, asynchronous: bool, snapshots: Path | None = None, layout: str = ""
-    ):  # fmt: skip
+    def __init__(self, folder: Path, keep: int, asynchronous: bool, snapshots: Path | None = None, layout: str = ""):
         assert keep >= 1, "the newest valid checkpoint is never removed"
         self.folder, self.keep, self.asynchronous = folder, keep, asynchronous
-        self.damaged: list[str] = []
-        """Problems of the damaged checkpoints that the last `load` skipped, one sentence each."""
+        self.damaged: list[str] = []  # problems of the checkpoints that the last `load` skipped, as sentences
         self.source = ""  # where the last `load` found its state: "memory", "disk", or "" if there was none
         self._group = CheckpointGroup.create()
         self.snapshots = None if snapshots is None else SnapshotStore(snapshots, layout, self._group.all_gather)
@@ -65,11 +63,9 @@ class CheckpointManager:
         self._damaged_paths: set[Path] = set()
         self._group.on_rank_zero(self._prepare_folder)
 
-    def save(self, step: int, engine: Engine, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Saves everything that training resumes from. `state` is a small JSON-serializable dict; rank 0's is used.
-
-        Waits for the previous save first, and raises its error if it failed.
-        """
+    def save(self, step: int, engine: Engine, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Saves everything that training resumes from, after the previous save, whose error it raises. `state` is a
+        small JSON-serializable dict; rank 0's is used."""
         self.finish()
         pieces = replica_pieces(collect_pieces(engine, optimizer), engine.mesh["local_sgd"].index)
         metadata = json.dumps({"step": step, "layout": str(engine.mesh.layout), "state": {"step": step, **state}})
@@ -88,7 +84,7 @@ class CheckpointManager:
         if failure is not None:
             raise failure
 
-    def load(self, engine: Engine, optimizer: torch.optim.Optimizer, step: int | None = None) -> dict[str, Any] | None:
+    def load(self, engine: Engine, optimizer: Optimizer, step: int | None = None) -> dict[str, Any] | None:
         """Loads the newest valid checkpoint or snapshot, or that of `step`; returns its state, or None."""
         self._wait()
         self.damaged = []
@@ -109,10 +105,9 @@ class CheckpointManager:
         shapes = {f"weights.{param_shard.name}": param_shard.shape for param_shard in engine.param_shards}
         check_matches_model(path, index, shapes, group)
         restore(index, engine, optimizer, lambda pieces: read_pieces(path, index, pieces, group))
-        state: dict[str, Any] = choice.manifest["state"]
-        return state
+        return choice.manifest["state"]
 
-    def snapshot(self, step: int, engine: Engine, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> str:
+    def snapshot(self, step: int, engine: Engine, optimizer: Optimizer, state: Mapping[str, Any]) -> str:
         """Copies all state to host memory. If it does not fit, disables snapshots and returns why, on every rank."""
         assert self.snapshots is not None
         if self.snapshots.needs_communication:
@@ -131,14 +126,11 @@ class CheckpointManager:
 
     # Internals
 
-    def _load_snapshot(
-        self, snapshot: dict[str, Any], engine: Engine, optimizer: torch.optim.Optimizer
-    ) -> dict[str, Any]:
+    def _load_snapshot(self, snapshot: dict[str, Any], engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
         assert self.snapshots is not None
         restore(snapshot["index"], engine, optimizer, partial(self.snapshots.load_into, snapshot))
         self.source = "memory"
-        state: dict[str, Any] = snapshot["state"]
-        return state
+        return snapshot["state"]
 
     def _prepare_folder(self) -> None:
         try:
@@ -152,9 +144,7 @@ class CheckpointManager:
             self._thread.join()
             self._thread = None
 
-    def _stage_to_host(
-        self, pieces: dict[str, CheckpointPiece], device: torch.device
-    ) -> tuple[dict[str, CheckpointPiece], torch.cuda.Event | None]:
+    def _stage_to_host(self, pieces: Pieces, device: torch.device) -> tuple[Pieces, torch.cuda.Event | None]:
         """Copies the shards to host buffers, which are reused: page faults would cost more than the copy."""
         on_gpu = device.type == "cuda"
         for name, piece in pieces.items():
@@ -170,9 +160,7 @@ class CheckpointManager:
         ready.record()
         return copies, ready
 
-    def _write_in_background(
-        self, step: int, pieces: dict[str, CheckpointPiece], metadata: str, ready: torch.cuda.Event | None
-    ) -> None:
+    def _write_in_background(self, step: int, pieces: Pieces, metadata: str, ready: torch.cuda.Event | None) -> None:
         try:
             if ready is not None:
                 ready.synchronize()
@@ -180,7 +168,7 @@ class CheckpointManager:
         except BaseException as error:  # `finish` raises it in the main thread
             self._failure = error
 
-    def _write(self, step: int, pieces: dict[str, CheckpointPiece], metadata: str) -> None:
+    def _write(self, step: int, pieces: Pieces, metadata: str) -> None:
         temporary: Path | None = None
         try:
             temporary = self._group.on_rank_zero(lambda: checkpoint_folder.create_partial(self.folder, step))
@@ -229,16 +217,15 @@ def load_weights(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any] 
     check_matches_model(choice.path, index, {name: tensor.shape for name, tensor in weights.items()}, single)
     pieces = {name: CheckpointPiece(tensor, (0,) * tensor.dim(), tensor.shape) for name, tensor in weights.items()}
     read_pieces(choice.path, index, pieces, single)
-    state: dict[str, Any] = choice.manifest["state"]
-    return state
+    return choice.manifest["state"]
 
 
 # The state of an engine
 
 
-def collect_pieces(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, CheckpointPiece]:
+def collect_pieces(engine: Engine, optimizer: Optimizer) -> Pieces:
     """Returns this rank's shards of all state, by name. A tied weight with two local copies is saved once."""
-    pieces: dict[str, CheckpointPiece] = {}
+    pieces: Pieces = {}
     sharded = sharded_optimizer(optimizer)
     for param_shard in engine.param_shards:
         if f"weights.{param_shard.name}" in pieces:
@@ -275,14 +262,14 @@ def collect_pieces(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str
     return pieces | error_feedback.error_feedback_pieces(engine)
 
 
-def replica_pieces(pieces: dict[str, CheckpointPiece], replica: int) -> dict[str, CheckpointPiece]:
+def replica_pieces(pieces: Pieces, replica: int) -> Pieces:
     """Returns what a local SGD replica saves: replica 0 everything, others their own state under a prefix."""
     if not replica:
         return pieces
     return {f"replica{replica}.{name}": piece for name, piece in pieces.items() if not name.startswith("outer.")}
 
 
-def collapsed_dim(optimizer: torch.optim.Optimizer, name: str) -> int | None:
+def collapsed_dim(optimizer: Optimizer, name: str) -> int | None:
     """Returns the dimension in which this optimizer state has size 1, if any."""
     sharded = sharded_optimizer(optimizer)
     if sharded is None or not name.startswith("optimizer."):
@@ -290,16 +277,14 @@ def collapsed_dim(optimizer: torch.optim.Optimizer, name: str) -> int | None:
     return sharded.collapsed_dims.get(name.rpartition(".")[2])
 
 
-def sharded_optimizer(optimizer: torch.optim.Optimizer) -> ShardedOptimizer | None:
+def sharded_optimizer(optimizer: Optimizer) -> ShardedOptimizer | None:
     """Returns the optimizer of the dense weights if it is a ShardedOptimizer."""
     dense = getattr(optimizer, "dense", optimizer)
     return dense if isinstance(dense, ShardedOptimizer) else None
 
 
 @torch.no_grad()
-def restore(
-    index: Index, engine: Engine, optimizer: torch.optim.Optimizer, read: Callable[[dict[str, CheckpointPiece]], None]
-) -> None:
+def restore(index: Index, engine: Engine, optimizer: Optimizer, read: Callable[[Pieces], None]) -> None:
     """Loads a verified checkpoint into an engine and its optimizer; `read` fills the shards passed to it."""
     init_optimizer_state(index, optimizer, engine.param_shards)
     residuals = error_feedback.error_feedback_targets(engine, index)
@@ -325,7 +310,7 @@ def restore(
     engine.data.sync_weights()
 
 
-def init_optimizer_state(index: Index, optimizer: torch.optim.Optimizer, param_shards: list[ParamShard]) -> None:
+def init_optimizer_state(index: Index, optimizer: Optimizer, param_shards: list[ParamShard]) -> None:
     """Allocates the saved optimizer states as zeros, since optimizers create their state only in the first step."""
     entries: dict[str, Index] = {}
     for name, entry in index.items():

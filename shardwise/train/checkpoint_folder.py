@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from shardwise.comm.collectives import all_gather_objects
 from shardwise.errors import CheckpointError
 
 FORMAT_VERSION = 1
@@ -48,11 +49,7 @@ class CheckpointGroup:
 
     def all_gather(self, value: T) -> list[T]:
         """Returns the values of all ranks, on every rank."""
-        values: list[Any] = [value]
-        if self.group is not None:
-            values = [None] * self.size
-            dist.all_gather_object(values, value, group=self.group)
-        return values
+        return all_gather_objects(value, self.size, self.group)
 
     def on_rank_zero(self, function: Callable[[], T]) -> T:
         """Calls `function` on rank 0 only; returns its result, or raises its error, on every rank."""
@@ -67,11 +64,7 @@ class CheckpointGroup:
         value, failure = outcome[0]
         if failure is not None:
             raise failure
-        result: T = value
-        return result
-
-
-# Listing
+        return value
 
 
 def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
@@ -103,9 +96,6 @@ def next_free_path(folder: Path, step: int) -> Path:
 def _save_number(path: Path) -> int:
     match = FOLDER_PATTERN.fullmatch(path.name)
     return int(match[2] or 0) if match else 0
-
-
-# Verification
 
 
 class DamagedCheckpoint(Exception):
@@ -162,9 +152,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.pop("sha256", None) != _digest(manifest):
         raise DamagedCheckpoint(f"{MANIFEST_FILE} has changed since it was written")
     if manifest["format"] != FORMAT_VERSION:
-        raise DamagedCheckpoint(
-            f"{MANIFEST_FILE} has format {manifest['format']}, but this version reads format {FORMAT_VERSION}"
-        )
+        raise DamagedCheckpoint(f"{MANIFEST_FILE} has format {manifest['format']}; this version reads {FORMAT_VERSION}")
     return manifest
 
 
@@ -193,9 +181,6 @@ def _file_problem(path: Path, name: str, file_info: dict[str, Any], size_only: b
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
     return None
-
-
-# Writing and removing
 
 
 class HashedFileWriter(io.BufferedWriter):

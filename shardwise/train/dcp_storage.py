@@ -49,7 +49,10 @@ class CheckpointPiece:
         return Chunk(torch.Size(self.offsets), self.tensor.shape)
 
 
-def write_pieces(folder: Path, pieces: dict[str, CheckpointPiece], group: CheckpointGroup) -> FileDigests:
+Pieces = dict[str, CheckpointPiece]  # by tensor name
+
+
+def write_pieces(folder: Path, pieces: Pieces, group: CheckpointGroup) -> FileDigests:
     """Writes the pieces of all ranks and their index. Returns, on every rank, size and hash of every file."""
     writer = DCPWriter(folder)
     try:
@@ -62,24 +65,20 @@ def write_pieces(folder: Path, pieces: dict[str, CheckpointPiece], group: Checkp
 
 
 def read_index(folder: Path) -> Index:
-    index: Index = json.loads((folder / INDEX_FILE).read_bytes())
-    return index
+    return json.loads((folder / INDEX_FILE).read_bytes())
 
 
-def read_pieces(folder: Path, index: Index, pieces: dict[str, CheckpointPiece], group: CheckpointGroup) -> None:
+def read_pieces(folder: Path, index: Index, pieces: Pieces, group: CheckpointGroup) -> None:
     """Fills the pieces from the checkpoint, resharding as needed."""
     try:
-        dcp.load(
-            dict(pieces), storage_reader=DCPReader(folder, index), planner=PieceLoadPlanner(),
-            **_process_group_args(group),
-        )  # fmt: skip
+        reader = DCPReader(folder, index)
+        dcp.load(dict(pieces), storage_reader=reader, planner=PieceLoadPlanner(), **_process_group_args(group))
     except CheckpointException as error:
         raise RunError(f"checkpoint {folder} could not be loaded: {_first_failure(error)}.") from error
 
 
 def dtype_of(entry: dict[str, Any]) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, entry["dtype"])
-    return dtype
+    return getattr(torch, entry["dtype"])
 
 
 def _process_group_args(group: CheckpointGroup) -> dict[str, Any]:
@@ -92,9 +91,6 @@ def _first_failure(error: CheckpointException) -> RuntimeError:
     """Returns the error of the lowest failed rank. DCP's own is a BaseException, which most handlers miss."""
     rank, (cause, _) = min(error.failures.items())
     return RuntimeError(f"rank {rank}: {cause}")
-
-
-# Planners
 
 
 class PieceSavePlanner(DefaultSavePlanner):
@@ -111,14 +107,11 @@ class PieceSavePlanner(DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        tensor: Tensor = self.state_dict[index.fqn].tensor
-        return tensor
+        return self.state_dict[index.fqn].tensor
 
 
 class PieceLoadPlanner(DefaultLoadPlanner):
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
+    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
@@ -134,11 +127,7 @@ class PieceLoadPlanner(DefaultLoadPlanner):
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        tensor: Tensor = self.state_dict[index.fqn].tensor
-        return tensor
-
-
-# Files
+        return self.state_dict[index.fqn].tensor
 
 
 class HashingFileSystem(FileSystem):

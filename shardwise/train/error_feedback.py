@@ -13,7 +13,7 @@ from shardwise.comm.axis import Axis
 from shardwise.parallel.data_parallel import DataParallel
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.param_shard import ParamShard, offset_and_shape
-from shardwise.train.dcp_storage import CheckpointPiece, Index, dtype_of
+from shardwise.train.dcp_storage import CheckpointPiece, Index, Pieces, dtype_of
 
 
 def _compression_axis(data: DataParallel) -> Axis:
@@ -22,10 +22,7 @@ def _compression_axis(data: DataParallel) -> Axis:
 
 
 def _residual_region(data: DataParallel, param_shard: ParamShard) -> tuple[tuple[int, ...], list[int]]:
-    """Returns offsets and shape of this rank's residual.
-
-    It covers the rank's shard if compression is across replicas, or the rank's whole tensor-parallel shard if not.
-    """
+    """Returns offsets and shape of this rank's residual: its shard across replicas, else its tensor-parallel shard."""
     if data.mesh["replicate"].size > 1:
         return offset_and_shape(param_shard, data.mesh)
     start, size = [0] * len(param_shard.shape), list(param_shard.shape)
@@ -41,7 +38,7 @@ def _low_rank_key(data: DataParallel, name: str) -> str:
     return f"q_matrix.{name}.{data.mesh['tensor'].index}.{data.mesh['shard'].index if across_replicas else 0}"
 
 
-def error_feedback_pieces(engine: Engine) -> dict[str, CheckpointPiece]:
+def error_feedback_pieces(engine: Engine) -> Pieces:
     """Returns this rank's residuals and Q matrices."""
     data, pieces = engine.data, {}
     if data.compressor is None:
@@ -59,7 +56,7 @@ def error_feedback_pieces(engine: Engine) -> dict[str, CheckpointPiece]:
     return pieces
 
 
-def error_feedback_targets(engine: Engine, index: Index) -> dict[str, CheckpointPiece]:
+def error_feedback_targets(engine: Engine, index: Index) -> Pieces:
     """Allocates tensors to load Q matrices and residuals into: this rank's, or all if the number of ranks changed."""
     data, pieces = engine.data, {}
     if data.compressor is None:
@@ -81,7 +78,7 @@ def error_feedback_targets(engine: Engine, index: Index) -> dict[str, Checkpoint
     return pieces
 
 
-def load_error_feedback(engine: Engine, pieces: dict[str, CheckpointPiece]) -> None:
+def load_error_feedback(engine: Engine, pieces: Pieces) -> None:
     """Replaces the compressor's residuals and Q matrices with the loaded `pieces`."""
     data = engine.data
     if data.compressor is None:

@@ -52,8 +52,7 @@ def load_model(folder: RunFolder, job: Job, device: torch.device) -> Chain:
 
 @torch.no_grad()
 def load_trained_weights(folder: RunFolder, model: Chain) -> bool:
-    """Loads the newest valid checkpoint into an unsharded model, and initial values where nothing is trained. Returns
-    False if there is no checkpoint."""
+    """Loads the newest checkpoint, and initial values where nothing is trained; returns whether there is one."""
     weights = dict(model.named_unique_parameters())
     for name, weight in weights.items():
         value = None if weight.requires_grad else model.initial_value(name)

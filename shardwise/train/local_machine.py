@@ -30,8 +30,7 @@ def check_compiler() -> None:
     name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # where PyTorch looks
     if shutil.which(name) is None:
         raise JobError(
-            f"compile = true needs a C++ compiler on a CPU, and {name!r} was not found; install it, set the "
-            "environment variable CXX to another compiler, or set compile = false."
+            f"compile = true needs a C++ compiler, and {name!r} was not found; install it, set CXX, or compile = false."
         )
 
 
@@ -48,10 +47,8 @@ def _core_count() -> int:
 
 
 def local_cluster(job: Job, processes: int) -> tuple[Cluster, str]:
-    """Returns this machine as a cluster for a world with that many processes on it, and where the numbers come from.
-
-    That is `run.cluster` if set, else the data sheet of the GPU by its name and memory, else the CPU preset.
-    """
+    """Returns this machine as a cluster of that many processes, and where the numbers come from: `run.cluster` if set,
+    else the data sheet of the GPU by its name and memory, else the CPU preset."""
     if job.run.cluster:
         return find_cluster(job.run.cluster), job.run.cluster
     if pick_device(job) == "cpu":
@@ -71,15 +68,11 @@ def _cpu_cluster(processes: int) -> Cluster:
     cpu = CLUSTERS["cpu"]
     oversubscription = max(1.0, processes / _core_count())
     peaks = {precision: rate / oversubscription for precision, rate in cpu.device.peak_by_precision.items()}
-    device = replace(
-        cpu.device, peak_by_precision=peaks, bandwidth=cpu.device.bandwidth / oversubscription,
-        memory=host_memory() / processes,
-    )  # fmt: skip
+    bandwidth, memory = cpu.device.bandwidth / oversubscription, host_memory() / processes
+    device = replace(cpu.device, peak_by_precision=peaks, bandwidth=bandwidth, memory=memory)
     slower = {key: cpu.measured[key] * oversubscription for key in ("kernel_launch", "collective_start", "latency")}
-    return replace(
-        cpu, device=device, domain_size=processes,
-        measured={**cpu.measured, **slower, "uncontended_speedup": oversubscription},
-    )  # fmt: skip
+    measured = {**cpu.measured, **slower, "uncontended_speedup": oversubscription}
+    return replace(cpu, device=device, domain_size=processes, measured=measured)
 
 
 def first_gpu() -> tuple[str, float]:

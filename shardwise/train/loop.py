@@ -16,7 +16,7 @@ import torch.distributed as dist
 from shardwise.console import pluralize, signal_name
 from shardwise.data.bad_records import BadRecords
 from shardwise.data.loader import Loader
-from shardwise.data.sample_stream import Samples, SampleStream
+from shardwise.data.sample_stream import Samples, job_stream
 from shardwise.errors import DataError, RunError
 from shardwise.integrity.anomaly_policy import AnomalyPolicy, Rollback
 from shardwise.integrity.corruption_detector import CorruptionDetector
@@ -63,18 +63,15 @@ class TrainingLoop:
     stop: StopFlag = field(default_factory=StopFlag)
     set_phase: Callable[[str, int], None] = lambda phase, step: None
     """Called with the phase and the step whenever this rank enters a new phase."""
-    prebuilt_engine: Engine | None = None
-    """An engine that a standby worker has already built; None builds one."""
-    snapshots: str = ""
-    """Folder of in-memory snapshots that outlive this process; empty disables them."""
+    prebuilt_engine: Engine | None = None  # an engine that a standby worker has already built; None builds one
+    snapshots: str = ""  # folder of in-memory snapshots that outlive this process; empty disables them
 
     def __post_init__(self) -> None:
         self.job, self.layout = self.prepared.job, self.prepared.layout
         self.engine = self.prebuilt_engine or make_engine(self.prepared, self.device)
         self.optimizer = self.engine.make_optimizer(self.job)
         self.step = self._make_step_fn()
-        self.overlaps_host = isinstance(self.step, CudaGraphStep)
-        """Whether the host fetches the next batch and writes metrics while the GPU computes."""
+        self.overlaps_host = isinstance(self.step, CudaGraphStep)  # reads data and writes metrics during GPU work
         is_watched = not self.engine.has_tables and not self.overlaps_host
         flops = is_watched * 3 * self.prepared.forward_flops * self.job.samples / self.layout.world
         self.corruption_detector = CorruptionDetector(
@@ -90,9 +87,8 @@ class TrainingLoop:
         self.progress = Progress(self.job.total_steps, self.is_rank_zero, self.job.model.throughput_unit)
         # While opening the sources, every rank finds the same bad records, so only rank 0 logs them. Each later one is
         # found by a single rank.
-        self.bad_records = BadRecords(
-            self.job.data.on_bad_record == "skip", self.folder.bad_records_path if self.is_rank_zero else None
-        )
+        log_path = self.folder.bad_records_path if self.is_rank_zero else None
+        self.bad_records = BadRecords(self.job.data.on_bad_record == "skip", log_path)
         record = self.folder.data_record()
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # copies on other nodes may have other times
             record.check(self.folder.path, compare_times=self.is_rank_zero)
@@ -112,12 +108,10 @@ class TrainingLoop:
     def _make_step_fn(self) -> Callable[[Samples], StepResult]:
         compiled = self.job.should_compile(self.device.type, self.layout)
         return make_step_fn(
-            self.engine, self.optimizer, self.job.optimizer.clip, compiled, on_grads_ready=self._observe,
+            self.engine, self.optimizer, self.job.optimizer.clip, compiled,
+            on_grads_ready=lambda outcome: self.corruption_detector.before_update(),
             on_capture_failure=lambda message: self._log_event("capture_failed", message),
         )  # fmt: skip
-
-    def _observe(self, outcome: StepResult) -> None:
-        self.corruption_detector.before_update()
 
     def run(self) -> None:
         first = self._restore()
@@ -135,9 +129,7 @@ class TrainingLoop:
         """Takes all steps after step `first`, or until a signal asks it to stop."""
         last = self.job.total_steps
         self._tell("on_start", first)
-        stream = SampleStream(
-            self.training, self.job.seed, objective=self.job.family.objective(self.job.model, self.job.seed)
-        )
+        stream = job_stream(self.job, self.training)
         data = self.engine.mesh["loader"]
         loader = Loader(
             stream, self.job.samples, data.size, data.index, first,
@@ -213,6 +205,9 @@ class TrainingLoop:
         for message in self.checkpoints.damaged:
             self._log_event("checkpoint_corrupt", message)
         first = 0 if state is None else int(state["step"])
+        stream = getattr(self.training, "stream", None)
+        if stream is not None and state is not None and state["dataset"] is not None:
+            index, stream.states[index] = state["dataset"]
         if self.is_rank_zero:
             check_none_lost(self.folder) if state is None else check_state(self.folder, self.job, state)
             self.folder.discard_after(first)
@@ -229,8 +224,12 @@ class TrainingLoop:
         self.corruption_detector.check_saved_state(done)
 
     def _state(self, done: int) -> dict[str, Any]:
-        state = {"step": done, "samples": done * self.job.samples, "layout": str(self.layout), "seed": self.job.seed}
-        return {**state, "job": defining_values(self.job)}
+        stream, samples = getattr(self.training, "stream", None), done * self.job.samples
+        dataset = stream.state_before(samples) if stream is not None else None
+        return {
+            "step": done, "samples": samples, "layout": str(self.layout), "seed": self.job.seed, "dataset": dataset,
+            "job": defining_values(self.job),
+        }  # fmt: skip
 
     def _save(self, done: int) -> None:
         begin = time.perf_counter()
@@ -279,9 +278,8 @@ class TrainingLoop:
             self.checkpoints.rewind(reason.step - 1)
         state = None if self.engine.has_tables else self.checkpoints.load(self.engine, self.optimizer)
         if state is None and reason.state_is_corrupt:
-            raise RuntimeError(
-                f"{reason}, and there is no checkpoint to roll back to"
-            )  # the launcher restarts all ranks
+            # The launcher then restarts all ranks.
+            raise RuntimeError(f"{reason}, and there is no checkpoint to roll back to")
         # Without a checkpoint, a step whose update was skipped is retried; one with a loss spike is kept.
         first = int(state["step"]) if state is not None else reason.step - (not reason.skip_batches)
         action = f"rolling back to step {first}" if state is not None else f"no checkpoint, resuming from step {first}"

@@ -43,8 +43,7 @@ class MetricsProcessor:
     progress: Progress
     corruption_detector: CorruptionDetector
     stop: StopFlag = field(default_factory=StopFlag)
-    writes_later: bool = False
-    """Whether `log_step` leaves writing to `flush`, to be called while the next step computes."""
+    writes_later: bool = False  # whether `log_step` leaves writing to `flush`, while the next step computes
 
     def __post_init__(self) -> None:
         self._unwritten: tuple[dict[str, Any], int, Tensor] | None = None
@@ -71,7 +70,7 @@ class MetricsProcessor:
         rows = self.ranks.exchange()
         model, sent = self.job.model, dict(self.engine.timer.bytes_sent)
         self.engine.timer.bytes_sent.clear()
-        if model.num_experts:
+        if model.reports_routing:
             # A GPU has not finished this step yet, so we report the wait times of the previous step.
             waits = engine.timer.wait_seconds if self.device.type == "cpu" else self.ranks.last_metrics.wait_seconds
             sent_bytes, waited = sent.get("expert", 0), waits.get("expert", 0.0)
@@ -93,10 +92,8 @@ class MetricsProcessor:
         if waits:
             record["wait_seconds"] = {axis: round(value, 6) for axis, value in sorted(waits.items())}
         if "data" in sent:
-            record |= {
-                "gradient_bytes": sent["data"],
-                "gradient_compression_ratio": round(sent["whole"] / sent["data"], 3),
-            }
+            ratio = round(sent["whole"] / sent["data"], 3)
+            record |= {"gradient_bytes": sent["data"], "gradient_compression_ratio": ratio}
         if self.peak_flops:
             record["mfu"] = self.step_flops / seconds / self.ranks.world / self.peak_flops
         if skipped:
@@ -104,7 +101,8 @@ class MetricsProcessor:
         if engine.scale.dynamic:
             record["loss_scale"] = scale
         if routing_values:
-            record |= _routing_metrics(RoutingStats.from_values(routing_values))
+            imbalance, dropped, total_sent, mean_wait, *load = routing_values
+            record |= _routing_metrics(RoutingStats(imbalance, dropped, total_sent, mean_wait, load))
         self._unwritten = record, previous_step, rows
         if not self.writes_later:
             self.flush()

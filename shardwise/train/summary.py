@@ -31,7 +31,8 @@ def summarize(folder: RunFolder, job: Job, say: Callable[[str], None]) -> None:
         say(f"for comparison: predicting bytes by their frequency gives {bits:.3f} bits per byte")
     if tokenizer is not None and job.model.is_causal_lm:
         prompt_source = held_out if len(held_out) else training
-        prompt = "def " if job.data.source == "stdlib" else _default_prompt(prompt_source, tokenizer)
+        words = tokenizer.decode(prompt_source[0]).split()[1:4]  # not the first word, which may be cut off
+        prompt = "def " if job.data.source == "stdlib" else " ".join(words)[:40]
         model = load_model(folder, job, torch.device("cpu"))
         try:
             text = generate(model, tokenizer, prompt, 160, job.require_decoder(), temperature=0.7, seed=job.seed)
@@ -50,11 +51,6 @@ def _frequency_table_bits(job: Job, training: Source, held_out: Source, tokenize
     validation_indices = SampleStream(held_out, job.seed, shuffle=False).indices(positions)
     validation_texts = _decode_samples(held_out, tokenizer, validation_indices)
     return byte_frequency_bits(_decode_samples(training, tokenizer, indices), validation_texts)
-
-
-def _default_prompt(source: Source, tokenizer: Tokenizer) -> str:
-    """Returns a few words of the first sample, without its first word, which may be cut off."""
-    return " ".join(tokenizer.decode(source[0]).split()[1:4])[:40]
 
 
 def _decode_samples(source: Source, tokenizer: Tokenizer, indices: np.ndarray) -> bytes:

@@ -8,7 +8,7 @@ import torch
 
 from shardwise.comm.axis import Axis
 from shardwise.comm.collectives import all_reduce
-from shardwise.data.sample_stream import Samples, SampleStream, rank_positions
+from shardwise.data.sample_stream import Samples, SampleStream, job_stream, rank_positions
 from shardwise.data.source import Source
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.job import Job
@@ -24,12 +24,11 @@ def validate(engine: Engine, job: Job, source: Source, tokenizer: Tokenizer | No
     if len(source) == 0:
         return None
     data, has_bytes = engine.mesh["data"], job.model.targets_are_text
-    stream = SampleStream(source, job.seed, shuffle=False, objective=job.family.objective(job.model, job.seed))
+    stream = job_stream(job, source, shuffle=False)
     task = job.family.task(job.model)
     metrics = [] if task is None else sorted(task.metrics)
-    totals = torch.zeros(
-        5 + len(metrics), dtype=torch.float64
-    )  # loss, targets, bytes, correct images, samples, metrics
+    # Loss, targets, bytes, correct images and samples, then the user's metrics.
+    totals = torch.zeros(5 + len(metrics), dtype=torch.float64)
     heads = [module for chain in engine.chains for module in chain.modules() if isinstance(module, ClassifierHead)]
     for chain in engine.chains:
         chain.eval()

@@ -49,8 +49,7 @@ def shrink_model(job: Job) -> Job:
 
 
 def shrink_batch(job: Job, layouts: list[Layout]) -> Job:
-    """Returns the job with the smallest global batch (16, 24, 32, ... samples) that every layout can run, or
-    unchanged if none is smaller than its own."""
+    """Returns the job with the smallest batch (16, 24, ... samples) that every layout can run, or unchanged."""
     for samples in range(16, job.samples, 8):
         small = job.model_copy(update={"batch": BatchConfig(samples=samples)})
         if all(_is_supported(small, layout) for layout in layouts):

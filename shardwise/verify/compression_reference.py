@@ -57,7 +57,7 @@ class CompressedSumReference:
             if self.rank:
                 return self._powersgd_sum(name, index, 0, parts)
             size = -(-parts[0].shape[0] // shard) * parts[0][0].numel()
-            return torch.cat([self._sum_with_error_feedback(name, index, number, rows, size)
+            return torch.cat([self._sum_with_feedback(name, index, number, rows, size)
                               for number, rows in enumerate(_rows_by_rank(parts, shard))])  # fmt: skip
         replica_sums = [torch.stack(parts[n * shard : (n + 1) * shard]).sum(0) for n in range(replicate)]
         return torch.cat([self._sum_over_replicas(name, index, number, list(rows))
@@ -72,7 +72,7 @@ class CompressedSumReference:
         size = rows[0].numel() if self.uses_all_gather else -(-rows[0].numel() // len(rows))
         sums = []
         for unit_index, units in enumerate(zip(*(row.flatten().split(size) for row in rows), strict=True)):
-            summed = self._sum_with_error_feedback(name, index, 1000 * number + unit_index, units, size)
+            summed = self._sum_with_feedback(name, index, 1000 * number + unit_index, units, size)
             sums.append(summed if self.uses_all_gather else self._round_trip_padded(summed, size))
         return torch.cat(sums).view(rows[0].shape)
 
@@ -81,9 +81,7 @@ class CompressedSumReference:
         padded = torch.nn.functional.pad(x.flatten(), (0, size - x.numel()))
         return self.round_trip(padded)[: x.numel()].view(x.shape)
 
-    def _sum_with_error_feedback(
-        self, name: str, index: int, number: int, units: tuple[Tensor, ...], size: int
-    ) -> Tensor:
+    def _sum_with_feedback(self, name: str, index: int, number: int, units: tuple[Tensor, ...], size: int) -> Tensor:
         total = torch.zeros_like(units[0])
         for rank, gradient in enumerate(units):
             compensated = gradient + self.error_feedback.get((name, index, number, rank), torch.zeros_like(gradient))

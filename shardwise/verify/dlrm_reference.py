@@ -5,7 +5,6 @@ model, the samples and the initial weights with the rest of the package, and no 
 """
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -93,8 +92,7 @@ def _pool_embeddings(bag: nn.EmbeddingBag, batch: ClickBatch, table: int) -> Ten
                 weights.append(factor)
     dtype = bag.weight.dtype
     ids_tensor, weights_tensor = torch.tensor(ids, dtype=torch.int64), torch.tensor(weights, dtype=dtype)
-    pooled: Tensor = bag(ids_tensor, torch.tensor(offsets), weights_tensor)
-    return pooled
+    return bag(ids_tensor, torch.tensor(offsets), weights_tensor)
 
 
 # Comparison, on the ranks of the layout
@@ -123,8 +121,3 @@ def compare_embedding_tables(comparison: Any, step: int, kind: str, engine: Any,
         error = math.sqrt(float(squared_errors[index])) / max(float(expected[name].norm()), comparison.floor * rms_norm)
         is_complete = num_compared[index] == expected[name].numel()  # every element is on exactly one rank
         comparison.add(step, kind, len(expected) + index, name, error if is_complete else math.inf)
-
-
-def without_tables(engine: Any) -> Any:
-    """Returns the engine with the parameter shards of its dense part only."""
-    return replace(engine, param_shards=engine.dense_shards)

@@ -4,20 +4,14 @@ from typing import Any
 
 import torch
 
-from shardwise.data.sample_stream import SampleStream
-from shardwise.job import Job
 from shardwise.models.chain import init_weights
 from shardwise.verify.reference import run_steps
 
 
-def run_local_sgd_reference(
-    job: Job, count: int, stream: SampleStream, learning_rates: list[float], record_outputs: Any, dtype: torch.dtype
-) -> list[list[dict[str, Any]]]:
-    """Returns the step records of each replica. Recorded weights are those after synchronization."""
-    runs = [
-        run_steps(job, stream, learning_rates, record_outputs, dtype, replicas_and_index=(count, index))
-        for index in range(count)
-    ]
+def run_local_sgd_reference(count: int, arguments: Any) -> list[list[dict[str, Any]]]:
+    """Returns each replica's step records, synchronized weights included; `arguments` are those of `run_steps`."""
+    job, stream, learning_rates, record, dtype = arguments
+    runs = [run_steps(job, stream, learning_rates, record, dtype, (1, 1), None, (count, n)) for n in range(count)]
     records: list[list[dict[str, Any]]] = [[] for _ in runs]
     model = job.family.build(job.model, job.seed).to(dtype)
     init_weights(model, job.seed)

@@ -26,9 +26,10 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.cluster import CLUSTERS
 from shardwise.comm.axis import Axis
+from shardwise.comm.collectives import all_gather_objects
 from shardwise.comm.world import run_world
 from shardwise.data.make_sources import synthetic_source
-from shardwise.data.sample_stream import SampleStream, rank_positions
+from shardwise.data.sample_stream import SampleStream, job_stream, rank_positions
 from shardwise.data.source import Source
 from shardwise.errors import RunError
 from shardwise.job import Job
@@ -44,8 +45,8 @@ from shardwise.planner.plan import auto_schedule_order
 from shardwise.random import hash_key, normal_
 from shardwise.step import StepResult, step
 from shardwise.train.local_machine import check_compiler
-from shardwise.verify import dlrm_reference
 from shardwise.verify.compression_reference import CompressedSumReference
+from shardwise.verify.dlrm_reference import compare_embedding_tables, run_dlrm_reference
 from shardwise.verify.local_sgd_reference import run_local_sgd_reference
 from shardwise.verify.reference import run_reference
 
@@ -62,8 +63,7 @@ class Difference:
     """The first difference between a layout and the single-process reference."""
 
     step: int
-    kind: str
-    """`output`, `loss`, `gradient`, `grad_norm` or `weight`."""
+    kind: str  # `output`, `loss`, `gradient`, `grad_norm` or `weight`
     name: str
     error: float
 
@@ -79,10 +79,8 @@ class VerifyResult:
     grad: float = math.nan
     weight: float = math.nan
     first_difference: Difference | None = None
-    failure: str | None = None
-    """Why the layout did not finish."""
-    hint: str = ""
-    """What is likely to cause the difference."""
+    failure: str | None = None  # why the layout did not finish
+    hint: str = ""  # what is likely to cause the difference
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain values for JSON, with None for non-finite errors."""
@@ -120,7 +118,9 @@ def verify(
         except RunError as error:
             record = VerifyResult(str(layout), ok=False, failure=_shorten_error(error))
         if record.first_difference is not None:
-            record = replace(record, hint=job.family.explain_difference(job.model, record.first_difference.kind))
+            record = replace(
+                record, hint=job.family.explain_difference(job.model, layout, record.first_difference.kind)
+            )
         records.append(record)
         report(record)
     return records
@@ -130,9 +130,6 @@ def _shorten_error(error: RunError) -> str:
     """Returns the rank, which the first line names, and the last line of the traceback."""
     first, *_, last = [line.strip() for line in f"{error}\n{error}".splitlines() if line.strip()]
     return last if first == last else f"{first.partition(':')[0]}: {last}"
-
-
-# Samples
 
 
 class IgnoredTargetsSource:
@@ -154,11 +151,7 @@ def make_stream(job: Job) -> SampleStream:
     """Returns a stream so short that three steps read more than one epoch."""
     source = synthetic_source(job, max(1, 2 * job.samples - 1))
     has_one_target = job.model.sample_kind != "tokens" or job.model.counts_samples
-    return SampleStream(
-        source if has_one_target else IgnoredTargetsSource(source),
-        job.seed,
-        objective=job.family.objective(job.model, job.seed),
-    )
+    return job_stream(job, source if has_one_target else IgnoredTargetsSource(source))
 
 
 def _learning_rates(job: Job, steps: int) -> list[float]:
@@ -167,36 +160,23 @@ def _learning_rates(job: Job, steps: int) -> list[float]:
 
 def _run_reference(job: Job, steps: int, layout: Layout | None = None) -> list[dict[str, Any]]:
     """Runs the single-process reference; with a layout, it emulates that layout's gradient compression or local SGD."""
-    arguments = (
-        job,
-        make_stream(job),
-        _learning_rates(job, steps),
-        partial(record_outputs, meta_model(job.model, job.seed).sharding_plan.compared_modules),
-        Precision(job.precision).master_dtype,
-    )
+    record = partial(record_outputs, meta_model(job.model, job.seed).sharding_plan.compared_modules)
+    arguments = job, make_stream(job), _learning_rates(job, steps), record, Precision(job.precision).master_dtype
     if job.family.tables(job.model):
-        records = dlrm_reference.run_dlrm_reference(*arguments)
+        records = run_dlrm_reference(*arguments)
     elif layout is not None and job.local_sgd.every > 1:
-        records = _group_by_step(run_local_sgd_reference(job, layout.replicate, *arguments[1:]))
+        by_replica = run_local_sgd_reference(layout.replicate, arguments)
+        records = [{"replicas": list(replicas)} for replicas in zip(*by_replica, strict=True)]
     elif layout is None or layout.data == 1:
         records = run_reference(*arguments)
     else:
         # ZeRO 2 and 3 reduce gradients after each micro-batch.
         micro_batches = solve_batch(layout, job.samples).micro_batches if layout.shard > 1 and layout.zero > 1 else 1
-        records = run_reference(
-            *arguments, (layout.data, micro_batches), lambda chain: CompressedSumReference(job, layout, chain)
-        )
-    for record in (replica for step_record in records for replica in step_record.get("replicas", [step_record])):
-        record["outputs"] = {name: output_fingerprint(outputs) for name, outputs in record["outputs"].items()}
+        make_sum = partial(CompressedSumReference, job, layout)
+        records = run_reference(*arguments, (layout.data, micro_batches), make_sum)
+    for result in (replica for step_record in records for replica in step_record.get("replicas", [step_record])):
+        result["outputs"] = {name: output_fingerprint(outputs) for name, outputs in result["outputs"].items()}
     return records
-
-
-def _group_by_step(by_replica: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Regroups the records of each local-SGD replica by step."""
-    return [{"replicas": list(records)} for records in zip(*by_replica, strict=True)]
-
-
-# Fingerprints of outputs
 
 
 def record_outputs(patterns: Sequence[str], model: nn.Module, outputs: dict[str, list[Tensor]]) -> list[Any]:
@@ -237,23 +217,19 @@ class Comparison:
     def __init__(self, precision: str):
         self.tolerance, self.floor = TOLERANCE[precision], NORM_FLOOR[precision]
         self.max_errors = dict.fromkeys(QUANTITIES, 0.0)
-        self.noise: set[str] = set()
-        """Parameters whose gradient was rounding noise in some step."""
+        self.noise: set[str] = set()  # parameters whose gradient was rounding noise in some step
         self.differences: list[tuple[tuple[int, int, int], Difference]] = []
 
     def add(self, step_index: int, kind: str, order: int, name: str, error: float) -> None:
         error = math.inf if math.isnan(error) else error
         self.max_errors[kind] = max(self.max_errors[kind], error)
         if error > self.tolerance:
-            self.differences.append(
-                ((step_index, QUANTITIES.index(kind), order), Difference(step_index, kind, name, error))
-            )
+            difference = Difference(step_index, kind, name, error)
+            self.differences.append(((step_index, QUANTITIES.index(kind), order), difference))
 
     def result(self, layout: Layout) -> VerifyResult:
         local_errors = (self.max_errors, min(self.differences, key=lambda item: item[0], default=None))
-        gathered: list[Any] = [local_errors] * layout.world
-        if layout.world > 1:
-            dist.all_gather_object(gathered, local_errors)
+        gathered = all_gather_objects(local_errors, layout.world)
         max_errors = {kind: max(errors[kind] for errors, _ in gathered) for kind in QUANTITIES}
         first = min((item for _, item in gathered if item is not None), key=lambda item: item[0], default=None)
         return VerifyResult(
@@ -270,7 +246,7 @@ def _compare_layout(job: Job, layout: Layout, reference: list[dict[str, Any]], s
     order = auto_schedule_order(job, layout, CLUSTERS["cpu"])
     engine = parallelize(prepare(job, layout), torch.device("cpu"), order=order)
     optimizer = engine.make_optimizer(job)
-    dense = dlrm_reference.without_tables(engine)
+    dense = replace(engine, param_shards=engine.dense_shards)
     stream = make_stream(job)
     engine.begin_stream(job, stream)
     comparison = Comparison(job.precision)
@@ -284,9 +260,7 @@ def _compare_layout(job: Job, layout: Layout, reference: list[dict[str, Any]], s
         engine.data.compression_paused = step_index < job.gradient.uncompressed_steps(steps)
         outputs: dict[str, list[Tensor]] = {}
         # torch.compile would trace the hooks: blocks would recompile in each step and differ from those in training.
-        handles = (
-            [] if job.compile is True else [handle for chain in engine.chains for handle in record(chain, outputs)]
-        )
+        handles = [] if job.compile is True else [hook for chain in engine.chains for hook in record(chain, outputs)]
 
         def observe(outcome: StepResult) -> None:
             if job.compile is not True:
@@ -296,9 +270,7 @@ def _compare_layout(job: Job, layout: Layout, reference: list[dict[str, Any]], s
             gradients = [p.grad.to(engine.scale.value.dtype) / engine.scale.value for p in dense.param_shards]
             _compare_shards(comparison, step_index, "gradient", dense, gradients, expected["gradients"])
             if engine.has_tables:
-                dlrm_reference.compare_embedding_tables(
-                    comparison, step_index, "gradient", engine, expected["gradients"]
-                )
+                compare_embedding_tables(comparison, step_index, "gradient", engine, expected["gradients"])
 
         step(engine, optimizer, samples, job.optimizer.clip, observe)
         if engine.outer_optimizer is not None:
@@ -309,7 +281,7 @@ def _compare_layout(job: Job, layout: Layout, reference: list[dict[str, Any]], s
         _compare_shards(comparison, step_index, "weight", dense, weights, expected["weights"])
         _compare_full_weights(comparison, step_index, dense, expected["weights"])
         if engine.has_tables:
-            dlrm_reference.compare_embedding_tables(comparison, step_index, "weight", engine, expected["weights"])
+            compare_embedding_tables(comparison, step_index, "weight", engine, expected["weights"])
     return comparison.result(layout)
 
 
@@ -317,10 +289,7 @@ def _compare_outputs(
     comparison: Comparison, step_index: int, engine: Engine, outputs: dict[str, list[Tensor]],
     expected: dict[str, Tensor],
 ) -> None:  # fmt: skip
-    gathered: list[Any] = [set(outputs)] * engine.mesh.layout.world
-    if len(gathered) > 1:
-        dist.all_gather_object(gathered, set(outputs))
-    recorded = set().union(*gathered)
+    recorded = set().union(*all_gather_objects(set(outputs), engine.mesh.layout.world))
     for order, (name, full) in enumerate(expected.items()):
         if name not in recorded:
             comparison.add(step_index, "output", order, name, math.inf)

@@ -53,11 +53,9 @@ def _trace_events(run: RunData) -> Iterator[dict[str, Any]]:
             for kind, stage, micro_batch, begin, end in actions:
                 args = {"stage": stage, "micro_batch": micro_batch, "step": step}
                 name = f"{ACTION_NAMES.get(kind, kind)} {micro_batch}"
-                yield _complete_event(name, rank, ACTION_ROW, begin, end - begin, args)
+                yield _complete_event(name, rank, ACTION_ROW, begin, end - begin, **args)
 
 
-def _complete_event(
-    name: str, rank: int, row: int, start: float, seconds: float, args: dict[str, Any] | None = None
-) -> dict[str, Any]:
+def _complete_event(name: str, rank: int, row: int, start: float, seconds: float, **args: int) -> dict[str, Any]:
     length = round(1e6 * seconds, 1)
-    return {"ph": "X", "name": name, "pid": rank, "tid": row, "ts": start, "dur": length, "args": args or {}}
+    return {"ph": "X", "name": name, "pid": rank, "tid": row, "ts": start, "dur": length, "args": args}

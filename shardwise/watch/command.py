@@ -6,13 +6,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.console import Console
+from typer import Argument, Option
 
 from shardwise.console import print_line
 from shardwise.errors import DataError
 
-RunArgument = Annotated[Path, typer.Argument(help="Run folder.")]
+RunArgument = Annotated[Path, Argument(help="Run folder.")]
 
 
 @contextmanager
@@ -27,12 +27,10 @@ def _file_errors_as_data_errors(*runs: Path) -> Iterator[None]:
 
 
 def watch(
-    run: Annotated[
-        Path | None, typer.Argument(help="Run folder; without it, the page lists all runs in runs/.")
-    ] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8080,
+    run: Annotated[Path | None, Argument(help="Run folder; without it, the page lists all runs in runs/.")] = None,
+    port: Annotated[int, Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8080,
     host: Annotated[
-        str, typer.Option(help="Address to bind; anything but a loopback address exposes the page to the network.")
+        str, Option(help="Address to bind; anything but a loopback address exposes the page to the network.")
     ] = "127.0.0.1",
 ) -> None:
     """Serves a live page of a run, or of all runs."""
@@ -50,9 +48,9 @@ def report(run: RunArgument) -> None:
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(help="Two or more run folders.")],
-    html: Annotated[Path | None, typer.Option(help="Also write an HTML page with curves to this file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    runs: Annotated[list[Path], Argument(help="Two or more run folders.")],
+    html: Annotated[Path | None, Option(help="Also write an HTML page with curves to this file.")] = None,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Compares runs: job differences, loss over samples and over time, throughput."""
     from shardwise.watch import compare
@@ -71,7 +69,7 @@ def compare(
 def trace(
     run: RunArgument,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="File to write; default: trace.json in the run folder.")
+        Path | None, Option("--out", "-o", help="File to write; default: trace.json in the run folder.")
     ] = None,
 ) -> None:
     """Writes a trace of all ranks for Perfetto or chrome://tracing."""

@@ -20,8 +20,7 @@ END_EVENTS = ("finished", "stopped")
 
 @dataclass
 class Goodput:
-    # Seconds from the first event or step to the last, without the time between a stop and its resume.
-    wall_seconds: float = 0.0
+    wall_seconds: float = 0.0  # from the first event or step to the last, without those between stop and resume
     productive_seconds: float = 0.0
     lost_seconds: dict[str, float] = field(default_factory=dict)  # lost seconds by cause
 

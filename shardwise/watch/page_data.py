@@ -222,10 +222,7 @@ def plan_accuracy(run: RunData) -> dict[str, Any]:
     def add_row(label: str, predicted: float | None, measured: float | None, unit: str, scale: float = 1.0) -> None:
         if predicted is not None and measured is not None and np.isfinite(measured):
             error = f"{100 * (predicted / measured - 1):+.0f}%" if measured else ""
-            both = (
-                f"{value * scale:,.0f}" if value > 1e3 else f"{value * scale:.3g} {unit}"
-                for value in (predicted, measured)
-            )
+            both = (f"{v * scale:,.0f}" if v > 1e3 else f"{v * scale:.3g} {unit}" for v in (predicted, measured))
             rows.append([label, *both, error])
 
     add_row("step time", prediction.get("step_seconds"), recent_median(run.column("seconds")), "s")

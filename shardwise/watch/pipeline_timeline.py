@@ -18,8 +18,7 @@ MAX_ACTIONS = 4000  # actions that the page draws
 
 
 def pipeline_data(run: RunData) -> dict[str, Any] | None:
-    """Returns the predicted and measured timelines and the bubble simulated from measured stage times; None without a
-    pipeline."""
+    """Returns the predicted and measured timelines and the simulated bubble; None without a pipeline."""
     try:
         layout = Layout.parse(str(run.plan["layout"]))
         micro_batches = int(run.plan["micro_batches"])

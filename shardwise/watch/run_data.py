@@ -20,12 +20,9 @@ from shardwise.errors import JobError
 from shardwise.job import load_job
 from shardwise.metrics.rank_metrics import MEMORY_KINDS, PHASES, SCALAR_METRICS, WAIT_AXES
 
-TIME_CATEGORIES = (
-    *(("phase_seconds", name) for name in PHASES),
-    *(("wait_seconds", axis) for axis in WAIT_AXES),
-    ("phase_seconds", "other"),
-)
-"""Where step time goes: the fields of ranks.jsonl, then the remainder."""
+# Where step time goes: the fields of ranks.jsonl, then the remainder.
+_FIELDS = *(("phase_seconds", name) for name in PHASES), *(("wait_seconds", axis) for axis in WAIT_AXES)
+TIME_CATEGORIES = *_FIELDS, ("phase_seconds", "other")
 HEARTBEAT_TIMEOUT = 15.0  # seconds without a heartbeat of any rank after which a run does not count as running
 JsonObject = dict[str, Any]
 
@@ -126,8 +123,7 @@ class RunData:
     def _reset_ranks(self) -> None:
         self.world = int(self.plan.get("world", 0) or 0)
         self.line_steps: list[tuple[int, int]] = []  # last step and number of steps of each line
-        self.category_seconds: list[np.ndarray] = []
-        """For each line, seconds per step as an array (`TIME_CATEGORIES`, ranks)."""
+        self.category_seconds: list[np.ndarray] = []  # by line: seconds per step (`TIME_CATEGORIES`, ranks)
         self.starts: list[np.ndarray] = []
         self.memory: JsonObject = {}
 

@@ -32,6 +32,7 @@ SHARED_MEMORY = Path("/dev/shm")
 SLOTS = 2
 ALIGNMENT = 64
 MAX_OVERHEAD = 0.01  # share of training time that snapshots may take
+Headers = dict[int, dict[str, Any]]  # the headers of a rank's snapshots, by slot
 Gather = Callable[[Any], list[Any]]  # all-gathers a Python object
 
 
@@ -171,10 +172,8 @@ class SnapshotStore:
 
     def tensors(self, header: Mapping[str, Any]) -> dict[str, Tensor]:
         buffer = self._mapped_bytes(self.rank, self._slot, header["bytes"])
-        return {
-            name: _tensor_view(buffer, start, getattr(torch, dtype), shape)
-            for name, dtype, shape, start in header["entries"]
-        }
+        entries = header["entries"]
+        return {name: _tensor_view(buffer, at, getattr(torch, dtype), shape) for name, dtype, shape, at in entries}
 
     def discard_after(self, step: int) -> None:
         for rank in {self.rank, self.backed_up_rank}:
@@ -208,9 +207,7 @@ class SnapshotStore:
         assert send is not None
         send.wait()
 
-    def _fetch_backup(
-        self, step: int, rank: int, holder: int, local_headers: dict[int, dict[int, dict[str, Any]]]
-    ) -> None:
+    def _fetch_backup(self, step: int, rank: int, holder: int, local_headers: dict[int, Headers]) -> None:
         """Sends the backup of a rank's snapshot from its holder to that rank."""
         headers = local_headers.get(rank, {}) if self.rank == holder else {}
         entry = next((entry for entry in headers.items() if entry[1]["step"] == step), None)
@@ -224,7 +221,7 @@ class SnapshotStore:
             write_header(self._header_path(rank, slot), header, buffer)
             local_headers[rank][slot] = header
 
-    def _valid_headers(self, rank: int) -> dict[int, dict[str, Any]]:
+    def _valid_headers(self, rank: int) -> Headers:
         """Returns, by slot, the headers of a rank's snapshots that match this layout and their checksum."""
         headers = {}
         for slot in range(SLOTS):

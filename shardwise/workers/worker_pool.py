@@ -5,6 +5,7 @@ that of another node belongs to its agent, which relays all messages (`shardwise
 """
 
 import select
+import signal
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -38,8 +39,7 @@ class WorkerGroup:
     ranks_by_node: dict[int, list[int]]
     pids: dict[int, int] = field(default_factory=dict)
     exit_codes: dict[int, int] = field(default_factory=dict)
-    # When each stopped (SIGSTOP) rank was first seen stopped.
-    stopped_since: dict[int, float] = field(default_factory=dict)
+    stopped_since: dict[int, float] = field(default_factory=dict)  # when a stopped (SIGSTOP) rank was first seen
     lost_ranks: dict[int, str] = field(default_factory=dict)  # ranks whose node is lost, with the reason
 
     @property
@@ -87,17 +87,15 @@ class WorkerPool:
         """Returns extra environment variables for the workers of a node."""
         return {}
 
-    def fork(
-        self, name: str, layout: str, size: int, entry: str, extra_arguments: list[str], as_standby: bool
-    ) -> WorkerGroup:
-        """Starts a group of workers, or of standby workers, on the first free slots."""
+    def fork(self, name: str, layout: str, size: int, entry: str, extra: list[str], as_standby: bool) -> WorkerGroup:
+        """Starts a group of workers, or of standby workers, on the first free slots; `extra` are more arguments."""
         ranks_by_node, next_rank = {}, 0
         for node in self.nodes:
             count = min(len(node.slots), size - next_rank)
             ranks_by_node[node.index] = list(range(next_rank, next_rank + count))
             next_rank += count
         assert next_rank == size, f"{size} workers, but {self.size} slots"
-        arguments = [str(self.run_path), layout, self.store_address(name), *extra_arguments]
+        arguments = [str(self.run_path), layout, self.store_address(name), *extra]
         command = {"fork": name, "size": size, "entry": entry, "standby": as_standby, "arguments": arguments}
         for node in self.nodes:
             if ranks := ranks_by_node[node.index]:
@@ -162,7 +160,7 @@ class WorkerPool:
         """Kills a worker group and waits until its processes are gone."""
         if worker_group is None:
             return
-        self.kill(worker_group, 9)
+        self.kill(worker_group, signal.SIGKILL)
         self.wait_for_exit(worker_group, timeout)
         self._worker_groups.pop(worker_group.name, None)
 

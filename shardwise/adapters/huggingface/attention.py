@@ -9,59 +9,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.comm.axis import Axis
+from shardwise.adapters import split_attention
+from shardwise.adapters.split_attention import SPLIT, positions
 from shardwise.comm.collectives import all_gather_with_grad
 from shardwise.errors import LayoutError
 
 NAME = "shardwise"
 
 
-@dataclass
-class SplitSequence:
-    """How the sequence is split in this process; without an axis, it is not."""
-
-    axis: Axis | None = None
-    positions: Tensor | None = None
-    """The positions of all ranks, in the order in which their keys are gathered."""
-    attention_fn: Callable[..., Tensor] | None = None
-    calls: int = 0
-    """How often transformers has called our attention."""
-
-    @property
-    def local_positions(self) -> Tensor | None:
-        """This rank's positions; None: all of them."""
-        if self.axis is None or self.positions is None:
-            return None
-        return self.positions.chunk(self.axis.size)[self.axis.index]
-
-
-SPLIT = SplitSequence()  # transformers looks attention functions up in a table of the process
-
-
-def split_sequence(module: nn.Module, axis: Axis, positions: Tensor, attention_fn: Callable[..., Tensor]) -> None:
-    """Makes a module attend over all ranks of an axis."""
+def attend_through_shardwise(module: nn.Module) -> None:
+    """Makes a module call our attention."""
     register()
-    SPLIT.axis, SPLIT.positions, SPLIT.attention_fn = axis, positions, attention_fn
     for config in _configs(module):
         config._attn_implementation = NAME
 
 
 @contextmanager
 def trial(module: nn.Module) -> Iterator[None]:
-    """Within it, a module attends through our function as if on one rank, which counts its calls."""
-    register()
-    SPLIT.axis, SPLIT.calls = None, 0
+    """Within it, a module attends through our function."""
     before = [(config, config._attn_implementation) for config in _configs(module)]
     try:
-        for config, _ in before:
-            config._attn_implementation = NAME
+        attend_through_shardwise(module)
         yield
     finally:
         for config, implementation in before:
@@ -107,9 +81,8 @@ def attention_mask(
 
 def _positions(length: int, device: Any) -> tuple[Tensor, Tensor]:
     """Returns the positions of this rank's queries and of the gathered keys."""
-    if SPLIT.local_positions is None or SPLIT.positions is None:
-        return torch.arange(length, device=device), torch.arange(length, device=device)
-    return SPLIT.local_positions.to(device), SPLIT.positions.to(device)
+    queries = positions(length, device)
+    return queries, queries if SPLIT.all_positions is None else SPLIT.all_positions.to(device)
 
 
 def attention(
@@ -122,13 +95,10 @@ def attention(
     if position_bias is not None:
         raise LayoutError("this model adds a bias to attention, which cannot be split over context ranks.")
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    is_plain = attention_mask is None and softcap is None and s_aux is None
-    if is_plain and SPLIT.axis is not None and SPLIT.attention_fn is not None:
-        width = max(query.shape[-1], value.shape[-1])  # latent attention has narrower values; zeros change nothing
-        padded = [F.pad(x, (0, width - x.shape[-1])) for x in (query * scale * width**0.5, key, value)]
-        out = SPLIT.attention_fn(*padded, causal)[..., : value.shape[-1]]
+    if attention_mask is None and softcap is None and s_aux is None:
+        out = split_attention.attention(query, key, value, causal=causal, scale=scaling)
         return out.transpose(1, 2).contiguous(), None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if SPLIT.axis is not None:
         key, value = (all_gather_with_grad(x.contiguous(), 2, SPLIT.axis) for x in (key, value))
     groups = query.shape[1] // key.shape[1]

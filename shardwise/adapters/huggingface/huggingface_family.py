@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import Any
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise.adapters.anatomy import Anatomy
-from shardwise.adapters.huggingface.attention import SPLIT, split_sequence
-from shardwise.adapters.huggingface.context_check import context_refusal
+from shardwise.adapters.context_check import context_refusal
+from shardwise.adapters.huggingface.attention import attend_through_shardwise, trial
+from shardwise.adapters.huggingface.experts import dispatch_tokens, expert_count
 from shardwise.adapters.module_family import ModuleConfig, ModuleFamily, meta_chain
+from shardwise.adapters.split_attention import SPLIT
 from shardwise.adapters.task import Task
 from shardwise.adapters.tensor_plan import guess_plan, make_sharding_plan
 from shardwise.errors import JobError, suggest
@@ -72,6 +75,8 @@ class HuggingFaceConfig(ModuleConfig):
     """Fields of the model's config, which override those of the folder or the defaults of the type."""
     vocab: int = Field(0, ge=0)
     """Number of token ids; 0: that of the config."""
+    blocks: int = Field(0, ge=0, le=0)
+    """Not used: the number of layers is a field of `args`."""
 
     @property
     def hf(self) -> Any:
@@ -122,6 +127,10 @@ class HuggingFaceConfig(ModuleConfig):
     @property
     def resolved_mask_id(self) -> int:
         return self.vocab_size - 1
+
+    @property
+    def num_experts(self) -> int:
+        return expert_count(meta_chain(self).root)
 
     @property
     def max_predictions(self) -> int:
@@ -225,28 +234,20 @@ class HuggingFaceFamily(ModuleFamily):
                 f"same dropout masks in every layout; set {dropout} = 0."
             )
         refused = super().refusals(config)
-        refused["expert"] = "experts of transformers' models are not split over an expert axis; use shard or tensor."
-        reason = _context_refusal(config)
-        if reason:
-            refused["context"] = f"{type(config.hf).__name__}: {reason}, so its sequences cannot be split; use shard."
-        else:
-            del refused["context"]
+        if config.num_experts:
+            del refused["expert"]
         return refused
 
-    def stage_shapes(self, config: Any, layout: Any, samples: int) -> tuple[Tensor, tuple[int, ...]]:
-        first, stream = super().stage_shapes(config, layout, samples)
-        if layout.context > 1:
-            first = first[:, : config.sequence // layout.context]
-            stream = stream[0], stream[1] // layout.context, *stream[2:]
-        return first, stream
-
-
-@lru_cache(maxsize=8)
-def _context_refusal(config: Any) -> str:
-    if config.sample_kind == "images":
-        return "its samples are images"
-    chain = meta_chain(config)
-    return context_refusal(chain.root, chain.anatomy.blocks, config.sequence)
+    def context_refusal(self, config: Any) -> str:
+        chain = meta_chain(config)
+        module: Any = chain.root
+        if config.sample_kind == "images":
+            return "its samples are images"
+        if "position_ids" not in inspect.signature(module.forward).parameters:
+            return "its forward takes no position_ids"
+        batch = {"input_ids": torch.zeros(2, config.sequence, dtype=torch.int64)}
+        interface = "transformers' attention interface"
+        return context_refusal(module, chain.anatomy.blocks, batch, lambda b: module(**b), interface, trial(module))
 
 
 @lru_cache(maxsize=8)
@@ -258,7 +259,12 @@ def make_task(config: Any) -> Task:
     def build() -> nn.Module:
         own = copy.deepcopy(hf)
         own.architectures = own.architectures or []  # of several heads (DeiT), the first
-        return model_class.from_config(own)  # type: ignore[no-any-return]
+        module: nn.Module = model_class.from_config(own)
+        if expert_count(module):
+            for part in module.modules():
+                if hasattr(part, "_is_expert_parallel"):
+                    part.__dict__["stacks_experts"] = True
+        return module
 
     def loss(output: Any, batch: Any) -> torch.Tensor:
         logits, labels = output.logits, batch["labels"]
@@ -277,13 +283,13 @@ def make_task(config: Any) -> Task:
 
     return Task(
         build, loss, count=lambda batch: (batch["labels"] != -100).sum(), inputs=inputs, configure=_configure,
-        casts_inputs=False, split_sequence=split_sequence, trunk=config.trunk, plan=config.tensor_plan,
+        casts_inputs=False, split_sequence=attend_through_shardwise, dispatch_tokens=dispatch_tokens,
+        trunk=config.trunk, plan=config.tensor_plan,
         example_batch=example_images if name == "pixel_values" else None,
     )  # fmt: skip
 
 
 def _configure(module: Any, device: torch.device, dtype: torch.dtype) -> None:
-    SPLIT.axis = None
     if device.type == "cuda" and dtype is torch.bfloat16:
         module.config._experts_implementation = "grouped_mm"
 

@@ -54,6 +54,5 @@ def sum_bags(rows: Tensor, indices: Tensor, offsets: Tensor, weights: Tensor) ->
     """Returns the vector of each bag, a weighted sum of the distinct rows; zero for an empty bag."""
     if not rows.shape[0]:
         return rows.new_zeros(offsets.numel() - 1, rows.shape[1])
-    return F.embedding_bag(
-        indices, rows, offsets, mode="sum", per_sample_weights=weights.to(rows.dtype), include_last_offset=True
-    )
+    weights = weights.to(rows.dtype)
+    return F.embedding_bag(indices, rows, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True)

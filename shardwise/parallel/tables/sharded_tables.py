@@ -58,10 +58,8 @@ class ShardedTables(TableStorage):
         cached_rows = unique_rows[:0]
         if self.hot_rows is not None:
             unique_rows, inverse_indices, cached_rows = self.hot_rows.split_cached(unique_rows, inverse_indices)
-        requested, served = self._request_rows(unique_rows, axis)
-        return LookupRoute(
-            ids, bags.offsets, bags.weights, inverse_indices, unique_rows.numel(), cached_rows, requested, served
-        )
+        requests, count = self._request_rows(unique_rows, axis), unique_rows.numel()
+        return LookupRoute(ids, bags.offsets, bags.weights, inverse_indices, count, cached_rows, *requests)
 
     def refresh(self, route: LookupRoute, rows: Tensor) -> None:
         """Refreshes rows that were prefetched before or during the last update: owners resend the rows that it changed,
@@ -85,10 +83,8 @@ class ShardedTables(TableStorage):
             for storage, row_indices, stale_positions in zip(self.storage, rank_rows, rank_tables, strict=True)
         ]
         input_split_sizes = [numel_of(rank_tables, self.local_tables) for rank_tables in stale]
-        output_split_sizes = [
-            sum(n * fused.width for n, fused in zip(one, rank_tables))
-            for one, rank_tables in zip(counts_by_rank, self.fused_tables)
-        ]
+        by_rank = zip(counts_by_rank, self.fused_tables)
+        output_split_sizes = [sum(n * fused.width for n, fused in zip(one, tables)) for one, tables in by_rank]
         received = self._all_to_all(cat_or_empty(values, self.dtype), input_split_sizes, output_split_sizes, None)
         start = first = 0
         flat_counts = [count for one in counts_by_rank for count in one]

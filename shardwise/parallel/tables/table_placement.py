@@ -11,7 +11,7 @@ be proportional to shard size: true for hashed ids, as here, but not if small id
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwise.models.family import TableSpec
 
@@ -40,7 +40,7 @@ class TableShard:
 def place_tables(tables: Sequence[TableSpec], ranks: int, sharding: str = "auto") -> list[TableShard]:
     """Returns the shards of all tables, sorted by rank and table."""
     assert sharding in SHARDING_TYPES, sharding
-    shards_by_table: list[list[TableShard]] = []
+    shards: list[TableShard] = []
     numel_per_rank = sum(table.size for table in tables) / ranks
     lookups_per_rank = sum(table.lookups_per_sample for table in tables) / ranks
     for index, table in enumerate(tables):
@@ -50,10 +50,8 @@ def place_tables(tables: Sequence[TableSpec], ranks: int, sharding: str = "auto"
         elif sharding == "auto" and table.lookups_per_sample > lookups_per_rank:
             table_sharding = "column"
             num_shards = min(ranks, table.width, -int(-table.lookups_per_sample // lookups_per_rank))
-        shards_by_table.append(_shard_table(index, table, table_sharding, num_shards))
-    if sharding in ("row", "column"):
-        return sorted(shard for table_shards in shards_by_table for shard in table_shards)
-    return _balance_over_ranks(tables, shards_by_table, ranks)
+        shards += _shard_table(index, table, table_sharding, num_shards)
+    return sorted(shards if sharding in ("row", "column") else _balance_over_ranks(tables, shards, ranks))
 
 
 def _shard_table(table_index: int, table: TableSpec, sharding: str, num_shards: int) -> list[TableShard]:
@@ -74,9 +72,7 @@ def _chunk_ranges(total: int, num_chunks: int) -> list[tuple[int, int]]:
     return [(first, min(first + size, total)) for first in range(0, total, size)]
 
 
-def _balance_over_ranks(
-    tables: Sequence[TableSpec], shards_by_table: list[list[TableShard]], ranks: int
-) -> list[TableShard]:
+def _balance_over_ranks(tables: Sequence[TableSpec], shards: list[TableShard], ranks: int) -> list[TableShard]:
     """Assigns shards greedily, heaviest first, to the rank whose larger load (memory or lookups) stays smallest."""
     total_numel = sum(table.size for table in tables)
     total_lookups = sum(table.lookups_per_sample for table in tables) or 1.0
@@ -88,7 +84,6 @@ def _balance_over_ranks(
 
     placed: list[TableShard] = []
     ranks_of_table: dict[int, set[int]] = {}
-    shards = [shard for table_shards in shards_by_table for shard in table_shards]
     for shard in sorted(shards, key=lambda shard: (-max(relative_load(shard)), shard)):
         memory_share, lookup_share = relative_load(shard)
         free = [rank for rank in range(ranks) if rank not in ranks_of_table.setdefault(shard.table, set())]
@@ -97,5 +92,5 @@ def _balance_over_ranks(
         ranks_of_table[shard.table].add(best)
         loads[best][0] += memory_share
         loads[best][1] += lookup_share
-        placed.append(TableShard(best, shard.table, shard.rows, shard.columns))
-    return sorted(placed)
+        placed.append(replace(shard, rank=best))
+    return placed

@@ -45,8 +45,7 @@ class LookupRoute:
     ids: Tensor  # stream positions of the samples, which identify the batch
     offsets: Tensor
     weights: Tensor
-    # For each id, its index among the distinct rows: first the fetched ones, then the cached ones.
-    inverse_indices: Tensor
+    inverse_indices: Tensor  # by id, its index among the distinct rows: first the fetched, then the cached ones
     num_fetched_rows: int  # number of distinct rows to fetch
     cached_rows: Tensor  # the other distinct rows, as indices into the hot-row cache
     requested_rows: RowIndices  # the distinct rows that come from each rank and fused table
@@ -93,12 +92,11 @@ class TableStorage:
         self.has_column_shards = any(shard.columns != (0, self.width) for shard in self.shards)
 
     def _make_shard_views(self) -> Iterator[TableShardView]:
+        step_state = {} if self.optimizer == "adagrad" else self.step_state
         for fused, rows, state in zip(self.local_tables, self.storage, self.state, strict=True):
             for shard, first, last in zip(fused.shards, fused.row_offsets, fused.row_offsets[1:]):
                 views = {key: value[first:last] for key, value in state.items()}
-                yield TableShardView(
-                    shard, rows[first:last], views if self.optimizer == "adagrad" else {**views, **self.step_state}
-                )
+                yield TableShardView(shard, rows[first:last], views | step_state)
 
     def init_weights(self, seed: int, std: Sequence[float]) -> None:
         """Initializes the rows; the values depend on the seed alone, not on the placement."""
@@ -175,20 +173,16 @@ class TableStorage:
     def _exchange_rows(self, values: Tensor, route: LookupRoute, is_backward: bool, axis: Axis | None = None) -> Tensor:
         """Sends rows from owners to requesters; the opposite way in the backward."""
         served_sizes = [numel_of(rank_rows, self.local_tables) for rank_rows in route.served_rows]
-        requested_sizes = [
-            numel_of(positions, rank_tables)
-            for positions, rank_tables in zip(route.requested_rows, self.fused_tables, strict=True)
-        ]
+        pairs = zip(route.requested_rows, self.fused_tables, strict=True)
+        requested_sizes = [numel_of(positions, rank_tables) for positions, rank_tables in pairs]
         sizes = (requested_sizes, served_sizes) if is_backward else (served_sizes, requested_sizes)
         return self._all_to_all(values, *sizes, axis)
 
-    def _all_to_all(
-        self, input: Tensor, input_split_sizes: list[int], output_split_sizes: list[int], axis: Axis | None
-    ) -> Tensor:
+    def _all_to_all(self, input: Tensor, send_sizes: list[int], recv_sizes: list[int], axis: Axis | None) -> Tensor:
         if self.axis.size == 1:
             return input
-        output = input.new_empty(sum(output_split_sizes))
-        all_to_all(output, input, output_split_sizes, input_split_sizes, axis=axis or self.axis)
+        output = input.new_empty(sum(recv_sizes))
+        all_to_all(output, input, recv_sizes, send_sizes, axis=axis or self.axis)
         return output
 
     def update_rows(

@@ -71,10 +71,8 @@ class ModuleTime:
 
 
 class BlockTimeModel:
-    """Predicts module times of one model on one machine.
-
-    The methods from `attention` on describe our kernels; `benchmarks/frameworks.py` overrides them for other software.
-    """
+    """Predicts module times of one model on one machine. The methods from `attention` on describe our kernels;
+    `benchmarks/frameworks.py` overrides them for other software."""
 
     def __init__(self, machine: Machine, shape: ModelShape, kernel_profile: KernelProfile):
         self.machine, self.shape, self.kernel_profile = machine, shape, kernel_profile
@@ -85,11 +83,8 @@ class BlockTimeModel:
         size, precision, t = self.kernel_profile.itemsize, self.kernel_profile.precision, degrees.tensor
         tokens = degrees.micro_batch * shape.sequence / degrees.context
         hidden = shape.shared_expert_ffn if sparse else shape.ffn
-        last = len(shape.projections) - 1
-        products = [
-            (k, n // t if colwise else n) if i < last else (k // t, n)
-            for i, (k, n, colwise) in enumerate(shape.projections)
-        ]
+        *inputs, (attention_width, width, _) = shape.projections
+        products = [(k, n // t if colwise else n) for k, n, colwise in inputs] + [(attention_width // t, width)]
         if hidden:
             products += [(shape.width, (shape.ffn_matrices - 1) * hidden // t), (hidden // t, shape.width)]
         linears = [machine.linear(tokens, k, n, precision) for k, n in products]

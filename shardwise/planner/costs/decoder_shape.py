@@ -32,8 +32,7 @@ class ModelShape:
     kv_lora_rank: int = 0
     qk_rope_head_dim: int = 0  # multi-head latent attention: features per head with rotary positions
     logit_fraction: float = 1.0  # fraction of positions for which logits are computed
-    # Whether `EngineModel` knows our engine's exact memory and traffic for it; so far for dense decoders.
-    has_exact_cost_model: bool = False
+    has_exact_cost_model: bool = False  # whether `EngineModel` knows it exactly: so far dense decoders
 
     @property
     def stages(self) -> int:

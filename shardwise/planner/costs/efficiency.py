@@ -28,8 +28,7 @@ class Efficiency:
     # For all families.
     attention_backward: float  # rate of attention's backward relative to its forward
     matmul_half_rate_depth: float  # inner dimension (k) at which a matmul reaches half of its rate
-    # Fraction of the theoretical loss to partial tiles and a partial last wave that occurs in practice.
-    wave_quantization: float
+    wave_quantization: float  # fraction of the theoretical loss to partial tiles and waves that occurs in practice
     unaligned_64: float  # relative rate of matmuls with k or n not a multiple of 64
     grouped_matmul: float  # rate of many small matmuls (experts) relative to one
     all_to_all: float  # of `outer`, in an all-to-all
@@ -47,11 +46,9 @@ class Efficiency:
 
     # Not fitted; `calibrate` measures them.
     unaligned_8: float = 0.3  # relative rate of matmuls with k or n not a multiple of 8
-    # Of the memory bandwidth, in one large operator such as the optimizer update; 0: same as `memory`.
-    bulk_memory: float = 0.0
+    bulk_memory: float = 0.0  # of the memory bandwidth, in one large operator such as the update; 0: as `memory`
     compiled: float = 0.0  # 1 if blocks were compiled and steps captured as CUDA graphs when the rest was measured
-    # How much faster a rank runs while the others wait: above 1 where processes share cores.
-    uncontended_speedup: float = 1.0
+    uncontended_speedup: float = 1.0  # how much faster a rank runs while others wait, if processes share cores
 
 
 def efficiency_of(family: str, measured: dict[str, float]) -> Efficiency:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from math import ceil
 from typing import NamedTuple
 
-from shardwise.layout import Layout, kept_activation_fraction
+from shardwise.layout import Layout
 from shardwise.models.gpt_family import DecoderConfig
 from shardwise.models.loss import loss_chunk_size
 from shardwise.parallel.balance import cut_stages
@@ -66,12 +66,9 @@ class EngineModel:
         """Returns the stages that training runs. Layer 0 is the embedding, the last layer the head."""
         key = layout.stage_count, layout.stages
         if key not in self._stages:
-            last = len(self.layer_costs) - 1
             spans = cut_stages(layout, self.layer_costs)
-            self._stages[key] = tuple(
-                StageLayers(stop - start - (start == 0) - (stop > last), start == 0, stop > last)
-                for start, stop in spans
-            )
+            modules = [(stop - start, start == 0, stop == len(self.layer_costs)) for start, stop in spans]
+            self._stages[key] = tuple(StageLayers(n - first - last, first, last) for n, first, last in modules)
         return self._stages[key]
 
     def params_by_module(self, tensor: int) -> dict[str, tuple[ParamSpec, ...]]:
@@ -121,9 +118,8 @@ class EngineModel:
         """Returns the elements of the embedding, of a block, and of the head without tied weights."""
         if tensor not in self._numels:
             tied = self._chain.sharding_plan.ties[0][0] if self._chain.sharding_plan.ties else ""
-            embed, block, head = (
-                sum(p.numel for p in specs if p.name != tied) for specs in self.params_by_module(tensor).values()
-            )
+            modules = self.params_by_module(tensor).values()
+            embed, block, head = (sum(p.numel for p in params if p.name != tied) for params in modules)
             self._numels[tensor] = embed, block, head
         return self._numels[tensor]
 
@@ -133,14 +129,11 @@ class EngineModel:
     ) -> RankMemory:  # fmt: skip
         """Returns the peak memory of a pipeline rank. `in_flight_peaks`: of a synthesized schedule."""
         in_flight_peaks = in_flight_peaks or schedule_peak_in_flight(layout, rank, micro_batches)
-        stages = self.stages(layout)
-        stages_of_rank = [stages[stage] for stage in layout.stages_of(rank)]
+        stages_of_rank = [self.stages(layout)[stage] for stage in layout.stages_of(rank)]
         k, s, w = self.block_sizes(layout), self.itemsize, self.master_itemsize
         fsdp, is_zero3 = layout.shard > 1 and layout.zero > 1, layout.shard > 1 and layout.zero == 3
-        has_both_ends = any(p.first and p.last for p in stages_of_rank)
-        numel = sum(
-            p.blocks * k.block + p.first * k.embed + p.last * (k.head - has_both_ends * k.tied) for p in stages_of_rank
-        )
+        head = k.head - k.tied * any(p.first and p.last for p in stages_of_rank)
+        numel = sum(p.blocks * k.block + p.first * k.embed + p.last * head for p in stages_of_rank)
         sharded_numel = numel / layout.shard
         weights, gradients = float(w * numel), w * (sharded_numel if fsdp else numel)
         if self.keeps_compute_copy(layout):
@@ -181,8 +174,7 @@ class EngineModel:
         return self.is_mixed_precision and layout.world == 1
 
     def remote_neighbors(self, layout: Layout, rank: int) -> int:
-        """Returns how many neighbouring stages are on other ranks: PyTorch keeps a receive buffer per neighbour and
-        micro-batch."""
+        """Returns how many neighbouring stages are on other ranks; each has a receive buffer per micro-batch."""
         stages, last = layout.stages_of(rank), layout.stage_count - 1
         if layout.pipeline == 1:
             return 0
@@ -206,8 +198,7 @@ class BlockSizes(NamedTuple):
     saved_all: float  # bytes a block saves without recomputation
     saved_selective: float  # bytes a block saves with selective recomputation
     saved_common: float  # bytes that a block saves both with selective and without recomputation
-    # Bytes of output gradients that a block keeps between the two halves of a split backward.
-    pending_weight_grad: float
+    pending_weight_grad: float  # bytes of output gradients kept between the halves of a split backward
     logits: float  # bytes of all logits in the master dtype
     tokens: float  # tokens per micro-batch
 
@@ -257,8 +248,10 @@ class _PeakCandidates:
         makes_compute_copy = engine.is_mixed_precision and not self.fsdp and not self.keeps_compute_copy
         self.compute_copy_itemsize = s if makes_compute_copy else 0
         self.grad_itemsize = w if not engine.is_mixed_precision else s if self.keeps_compute_copy else s + w
-        kept_fraction = kept_activation_fraction(layout.recompute)
-        self.kept_fraction = float(layout.recompute == "none") if kept_fraction is None else kept_fraction
+        # Bytes per weight while the weight half of a split backward computes a gradient: the gradient and, in mixed
+        # precision, its cast and that of the matrix before, which PyTorch's loop still references.
+        self.weight_half_itemsize = s + 2 * w if engine.is_mixed_precision else w
+        self.kept_fraction = 0.0 if layout.recompute == "selective" else layout.kept_fraction
         self.saved_recomputed = k.saved_selective if layout.recompute == "selective" else k.hidden_bytes
         shared = k.saved_common if layout.recompute == "selective" else k.hidden_bytes
         self.recomputed = max(0.0, k.saved_all - shared) + self.compute_copy_itemsize * k.block
@@ -266,14 +259,13 @@ class _PeakCandidates:
         self.gathered_weights = 2 * s * k.block if self.is_zero3 else 0.0
         self.grad_reduce_bytes = 0.0
         if self.fsdp:
-            self.grad_reduce_bytes = (
-                w * k.block + max(w / layout.shard, s if self.is_zero3 else 0) * k.block + self.gathered_weights / 2
-            )
+            kept_itemsize = max(w / layout.shard, s if self.is_zero3 else 0)
+            self.grad_reduce_bytes = w * k.block + kept_itemsize * k.block + self.gathered_weights / 2
             self.grad_reduce_bytes -= k.saved_all if self.kept_fraction else self.saved_recomputed
 
     def candidate_bytes(self, in_flight_peaks: tuple[InFlightCounts, ...], drop: int = 0) -> Iterator[float]:
         """Yields the bytes of each candidate, with `drop` micro-batches fewer in flight."""
-        k, s, w = self.k, self.engine.itemsize, self.engine.master_itemsize
+        k, s = self.k, self.engine.itemsize
         saved = [self.saved_bytes(stage) for stage in self.stages]
         half_saved = [self.half_backward_bytes(stage) for stage in self.stages]
         block = (self.recomputed if self.kept_fraction < 1 else 0.0) + k.ffn_hidden + s * k.largest_matrix
@@ -291,7 +283,7 @@ class _PeakCandidates:
             total = sum([n * size for n, size in zip(in_flight, saved)])
             if any(pending):
                 total += sum([n * size for n, size in zip(pending, half_saved)])
-                yield total + (s + 2 * w if self.engine.is_mixed_precision else w) * k.largest_matrix
+                yield total + self.weight_half_itemsize * k.largest_matrix
             yield total + max([size if n else 0.0 for n, size in zip(in_flight, backward_bytes)])
             if in_flight[-1] and self.stages[-1].last and self.layout.pipeline > 1:
                 yield total + self.after_loss_bytes(saved[-1])
@@ -308,17 +300,15 @@ class _PeakCandidates:
             # The fused loss already computed the gradients of its input and weights.
             total += k.hidden_bytes + k.gathered_hidden_bytes + w * k.lm_head
         elif stage.last:
-            total += (
-                k.logits * s / w + k.hidden_bytes + k.gathered_hidden_bytes + self.compute_copy_itemsize * k.lm_head
-            )
+            lm_head_copy = self.compute_copy_itemsize * k.lm_head
+            total += k.logits * s / w + k.hidden_bytes + k.gathered_hidden_bytes + lm_head_copy
         if self.layout.pipeline > 1:
             # A stage's input is in the receive buffer; its output is kept until the backward.
             total += (not stage.last) * k.hidden_bytes - (not stage.first and stage.blocks > 0) * k.hidden_bytes
         return total
 
     def half_backward_bytes(self, stage: StageLayers) -> float:
-        """Returns the bytes that a stage holds for a micro-batch whose weight gradients are still to be computed,
-        including recomputed activations."""
+        """Returns a stage's bytes for a micro-batch whose weight gradients are pending, with recomputed activations."""
         k, s, w = self.k, self.engine.itemsize, self.engine.master_itemsize
         if stage.first:
             return self.saved_bytes(stage)  # no input gradient: the weight half does the whole backward
@@ -356,8 +346,5 @@ class _PeakCandidates:
         k, s, w = self.k, self.engine.itemsize, self.engine.master_itemsize
         if self.fsdp:
             return (s + w + w / self.layout.shard) * k.embed
-        return self.grad_itemsize * (k.embed - self._position_numel())
-
-    def _position_numel(self) -> int:
-        """Returns the elements of learned positions; the first parameter is the token embedding."""
-        return sum(p.numel for p in self.engine.params_by_module(self.layout.tensor)["embed"][1:])
+        tokens, *positions = self.engine.params_by_module(self.layout.tensor)["embed"]
+        return self.grad_itemsize * (k.embed - sum(p.numel for p in positions))

@@ -6,7 +6,7 @@ from `EngineModel`, padded as the engine pads them; `tests/test_dryrun.py` check
 
 from collections import Counter
 
-from shardwise.layout import AXES, Layout, kept_activation_fraction
+from shardwise.layout import AXES, Layout
 from shardwise.planner.costs.engine_memory import EngineModel
 from shardwise.planner.costs.memory_model import StageLayers
 from shardwise.schedules.simulate import BACKWARD_INPUT, PipelineProgram, named_program
@@ -53,8 +53,7 @@ def traffic_by_axis(
 def _add_tensor_traffic(
     totals: Traffic, engine: EngineModel, layout: Layout, stages_of_rank: list[StageLayers], micro_batches: int
 ) -> None:
-    """Adds the all-gather or reduce-scatter at each boundary of a sequence-parallel region; the backward has the
-    opposite one."""
+    """Adds the all-gathers and reduce-scatters at the edges of sequence-parallel regions; a backward swaps them."""
     blocks, first, last = (sum(each) for each in zip(*stages_of_rank, strict=True))
     edges = 4 * blocks + first + last
     recomputed = recomputed_blocks(layout, stages_of_rank)
@@ -72,15 +71,11 @@ def _add_tensor_traffic(
 
 def recomputed_blocks(layout: Layout, stages_of_rank: list[StageLayers]) -> int:
     """Returns how many blocks repeat their forward, including its collectives."""
-    share = kept_activation_fraction(layout.recompute)
-    if share is None:
-        share = float(layout.recompute != "full")
-    return sum(stage_layers.blocks - int(stage_layers.blocks * share) for stage_layers in stages_of_rank)
+    return sum(stage.blocks - int(stage.blocks * layout.kept_fraction) for stage in stages_of_rank)
 
 
 def _split_backward_count(layout: Layout, stage: int, micro_batches: int, program: PipelineProgram | None) -> int:
-    """Returns how many backwards of a stage run in two halves, each of which gathers the weights. Stage 0 computes no
-    input gradient."""
+    """Returns how many backwards of a stage run in two halves, each of which gathers the weights."""
     if not layout.has_split_backward or stage == 0:
         return 0
     if program is None and layout.schedule != "dualpipev":

@@ -16,10 +16,8 @@ class Machine:
     def __init__(self, cluster: Cluster, efficiency: Efficiency):
         self.cluster, self.device, self.efficiency = cluster, cluster.device, efficiency
 
-    def matmul(
-        self, m: float, k: float, n: float, precision: str, groups: float = 1.0, moved_bytes: float = 0.0
-    ) -> float:
-        """Seconds of `groups` batched (m x k) @ (k x n) matmuls; `moved_bytes` overrides the bytes they touch."""
+    def matmul(self, m: float, k: float, n: float, precision: str, groups: float = 1.0, moved: float = 0.0) -> float:
+        """Seconds of `groups` batched (m x k) @ (k x n) matmuls; `moved` overrides the bytes they touch."""
         if not (m and k and n):
             return 0.0
         e = self.efficiency
@@ -34,15 +32,13 @@ class Machine:
         if groups > 1:
             rate *= e.grouped_matmul
         size = 1 if narrow else {"float64": 8, "float32": 4}.get(precision, 2)
-        moved_bytes = moved_bytes or groups * (m * k + k * n + m * n) * size
-        return max(2.0 * groups * m * k * n / (self.device.peak_flops(precision) * rate), self.memory_time(moved_bytes))
+        moved = moved or groups * (m * k + k * n + m * n) * size
+        return max(2.0 * groups * m * k * n / (self.device.peak_flops(precision) * rate), self.memory_time(moved))
 
-    def tile_utilization(
-        self, m: float, n: float, groups: float, tile_rows: int, tile_columns: int, rate: float
-    ) -> float:
+    def tile_utilization(self, m: float, n: float, groups: float, rows: int, columns: int, rate: float) -> float:
         """Fraction of the peak that tiles of this size reach, after losses to edges and to the last, partial wave."""
-        waves = ceil(m / tile_rows) * ceil(n / tile_columns) * groups / self.device.compute_units
-        used = groups * m * n / (ceil(waves) * self.device.compute_units * tile_rows * tile_columns)
+        waves = ceil(m / rows) * ceil(n / columns) * groups / self.device.compute_units
+        used = groups * m * n / (ceil(waves) * self.device.compute_units * rows * columns)
         return rate * (1.0 - self.efficiency.wave_quantization * (1.0 - used))
 
     def linear(self, m: float, k: float, n: float, precision: str, groups: float = 1.0) -> tuple[float, float, float]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardwise.job import OptimizerConfig
-from shardwise.layout import Layout, kept_activation_fraction
+from shardwise.layout import Layout
 from shardwise.planner.costs.decoder_shape import ModelShape
 
 
@@ -20,21 +20,18 @@ class FrameworkProfile:
 
     weight_bytes: float = 4.0  # of weights that every data rank holds in full
     sharded_weight_bytes: float = 4.0  # of weights that ZeRO 3 shards
-    # Of the low-precision weights that each micro-batch in flight keeps for its backward.
-    compute_copy_bytes: float = 2.0
+    compute_copy_bytes: float = 2.0  # of the low-precision weights kept for the backward of each micro-batch in flight
     gradient_bytes: float = 4.0
     optimizer_bytes: float = 8.0
     logits: float = 12.0  # bytes per logit at the loss
-    # Bytes moved per weight and micro-batch to downcast weights and to upcast or accumulate their gradients.
-    cast_bytes: float = 16.0
+    cast_bytes: float = 16.0  # moved per weight and micro-batch to downcast weights and accumulate gradients
     update_bytes: float = 40.0  # bytes moved per weight in the optimizer update
     fragmentation: float = 0.03  # fraction of memory that the allocator loses to fragmentation
     fixed_bytes: float = 1.5 * 2**30  # driver, kernels and communication buffers
 
 
 def optimizer_state_bytes(optimizer: OptimizerConfig, master_itemsize: float) -> float:
-    """Returns bytes of optimizer state per weight. Ignores Adafactor's row and column statistics, and counts Muon's
-    embedding and head like its matrices."""
+    """Returns bytes of optimizer state per weight, without Adafactor's row and column statistics."""
     if optimizer.name == "adamw":
         return {"float32": 2 * master_itemsize, "bf16": 4.0, "8bit": 2.0}[optimizer.state_dtype]
     momentum = master_itemsize if optimizer.momentum else 0.0
@@ -80,9 +77,8 @@ class StageLayers(NamedTuple):
 
 def merge_stages(stages: Sequence[StageLayers]) -> StageLayers:
     """Adds up the stages of a rank."""
-    return StageLayers(
-        sum(n for n, _, _ in stages), any(first for _, first, _ in stages), any(last for *_, last in stages)
-    )
+    blocks, first, last = zip(*stages)
+    return StageLayers(sum(blocks), any(first), any(last))
 
 
 @dataclass(frozen=True)
@@ -123,8 +119,7 @@ class MemoryInputs:
     logits: float
     hidden_bytes: float  # bytes of one micro-batch between two blocks, gathered along the tensor axis
     recv_buffer_bytes: float  # bytes of the buffer in which a stage receives one micro-batch
-    # Fraction of blocks that are not recomputed: their low-precision weights are kept until the backward.
-    kept_fraction: float
+    kept_fraction: float  # fraction of blocks not recomputed, whose low-precision weights are kept until the backward
     head_weights: float
 
 
@@ -142,12 +137,9 @@ def make_memory_inputs(
     dense = saved_bytes(shape, itemsize, layout, False)
     sparse = saved_bytes(shape, itemsize, layout, True) if share else dense
     saved_all, selective, full = ((1 - share) * d + share * s for d, s in zip(dense, sparse, strict=True))
-    kept_fraction = kept_activation_fraction(layout.recompute)
-    if kept_fraction is not None:
-        saved = kept_fraction * saved_all + (1 - kept_fraction) * full
-    else:
-        saved = {"none": saved_all, "selective": selective, "full": full}[layout.recompute]
-        kept_fraction = float(layout.recompute != "full")
+    kept_fraction = layout.kept_fraction
+    saved_by_policy = {"none": saved_all, "selective": selective, "full": full}
+    saved = saved_by_policy.get(layout.recompute, kept_fraction * saved_all + (1 - kept_fraction) * full)
     hidden_bytes = itemsize * tokens * shape.width
     return MemoryInputs(
         count_weights(shape, layout, expert_tensor), framework_profile, itemsize, saved,

@@ -24,8 +24,7 @@ class OperatorListModel(ModelShape):
     # Returns the modules' costs for a micro-batch size and, if the model has several heads, a tensor degree.
     make_operators: Callable[..., tuple[OperatorCosts, ...]]
     tables: HostEmbeddingTables | None = None
-    # Whether the first and last module are the ends of a sequence of blocks that a pipeline can split.
-    has_ends: bool = False
+    has_ends: bool = False  # whether the first and last module are the ends of a pipeline of blocks
 
     @property
     def stages(self) -> int:

@@ -8,19 +8,17 @@ from shardwise.planner.costs.decoder_shape import ModelShape
 from shardwise.planner.costs.machine import Machine
 
 
-def operators_time(
-    machine: Machine, kernel_profile: KernelProfile, costs: OperatorCosts, tensor: int = 1
-) -> ModuleTime:
+def operators_time(machine: Machine, profile: KernelProfile, costs: OperatorCosts, tensor: int = 1) -> ModuleTime:
     """Returns the time of a module on one of the `tensor` ranks that its costs were computed for."""
     forward = backward = weight = 0.0
     for p in costs.products:
         shapes = (p.rows, p.inner, p.columns), (p.rows, p.columns, p.inner), (p.inner, p.rows, p.columns)
-        moved = p.moved_numel * kernel_profile.itemsize
-        precision = p.precision(kernel_profile.precision)
+        moved = p.moved_numel * profile.itemsize
+        precision = p.precision(profile.precision)
         seconds = [machine.matmul(*side, precision, p.groups, moved) for side in shapes]
         forward, backward, weight = forward + seconds[0], backward + seconds[1] + seconds[2], weight + seconds[2]
     for a in costs.attention:
-        attention_forward, attention_backward = _attention_op_time(machine, kernel_profile, a)
+        attention_forward, attention_backward = _attention_op_time(machine, profile, a)
         forward, backward = forward + attention_forward, backward + attention_backward
     elementwise = machine.memory_time(costs.moved_bytes) if costs.moved_bytes else 0.0
     return ModuleTime(

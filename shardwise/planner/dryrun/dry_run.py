@@ -39,7 +39,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardwise.cluster import CLUSTERS
 from shardwise.console import pluralize
 from shardwise.data.make_sources import synthetic_source
-from shardwise.data.sample_stream import Samples, SampleStream
+from shardwise.data.sample_stream import Samples, job_stream
 from shardwise.errors import JobError, LayoutError, RunError
 from shardwise.job import BatchConfig, Job
 from shardwise.layout import AUTO_SCHEDULES, V_SHAPED, Layout, solve_batch
@@ -71,8 +71,7 @@ class RankReport:
     stages: tuple[int, ...]  # pipeline stages on this rank
     modules: tuple[tuple[str, ...], ...]  # names of the model's top-level modules, by stage
     memory: dict[str, int]  # peak bytes, by role
-    # When the peak occurs: `forward or backward`, or `update` for gradient reduction and optimizer step.
-    peak_phase: str
+    peak_phase: str  # `forward or backward`, or `update`: gradient reduction and optimizer step
     resident_memory: dict[str, int]  # bytes between two steps, by role
     traffic: tuple[CollectiveTraffic, ...]
     micro_batches: int
@@ -90,10 +89,7 @@ class RankReport:
 def dry_run(job: Job, layout: Layout, ranks: Sequence[int] | None = None) -> list[RankReport]:
     """Measures the given ranks; default `typical_ranks`."""
     if prepare(job, layout).tables:
-        raise JobError(
-            f"model.name = {job.model.name!r}: a dry run does not simulate embedding tables in host memory; use "
-            "`shardwise plan`."
-        )
+        raise JobError(f"{job.model.name}: a dry run does not simulate embedding tables; use `shardwise plan`.")
     rank_list = list(typical_ranks(layout) if ranks is None else ranks)
     for rank in rank_list:
         if not 0 <= rank < layout.world:
@@ -105,24 +101,17 @@ def dry_run(job: Job, layout: Layout, ranks: Sequence[int] | None = None) -> lis
         try:
             return [future.result() for future in futures]
         except BrokenProcessPool:
-            raise RunError(
-                "a process of the dry run was killed, probably out of memory; free some memory or look at fewer ranks."
-            ) from None
+            raise RunError("a process of the dry run was killed, probably out of memory; use fewer ranks.") from None
         finally:
             pool.shutdown(cancel_futures=True)
 
 
 def typical_ranks(layout: Layout, all_stages: bool = False) -> list[int]:
-    """Returns one rank for the first, second, middle and last position on the pipeline axis, or for every position.
-
-    It is the one with index 0 on every other axis, which has the largest shard if the split is uneven.
-    """
+    """Returns one rank for the first, second, middle and last position on the pipeline axis, or for every position: the
+    one with index 0 on every other axis, which has the largest shards."""
     pipeline = layout.pipeline
     pipeline_ranks = set(range(pipeline)) if all_stages else {0, min(1, pipeline - 1), pipeline // 2, pipeline - 1}
     return [pipeline_rank * (layout.world // pipeline) for pipeline_rank in sorted(pipeline_ranks)]
-
-
-# One rank
 
 
 def _init_worker() -> None:
@@ -245,8 +234,7 @@ def _record_step(job: Job, layout: Layout, micro_batches: int, fake: bool) -> St
     tracker = MemoryCommTracker()
     modes = [FakeTensorMode(allow_non_fake_inputs=True), tracker] if fake else [tracker]
     order = auto_schedule_order(job, layout, CLUSTERS["h100"])
-    stream = SampleStream(synthetic_source(job, 1), job.seed, objective=job.family.objective(job.model, job.seed))
-    example = stream.read(np.arange(1))
+    example = job_stream(job, synthetic_source(job, 1)).read(np.arange(1))
     engine = parallelize(prepare(job, layout), torch.device("cpu"), _enter_all(modes), order)
     tracker.axes = axis_by_group(engine.mesh)
     forward_starts: list[TracePoint] = []
@@ -262,9 +250,8 @@ def _record_step(job: Job, layout: Layout, micro_batches: int, fake: bool) -> St
             if engine.pipeline is not None:
                 engine.pipeline.schedule.initialize()
             count = micro_batches * engine.batch.micro_batch
-            samples = Samples.from_tensors(
-                torch.zeros(count, *field.shape[1:], dtype=field.dtype) for field in example.tensors
-            )
+            zeros = (torch.zeros(count, *tensor.shape[1:], dtype=tensor.dtype) for tensor in example.tensors)
+            samples = Samples.from_tensors(zeros)
             begin = tracker.now()
             tracker.default_role = "activations"
             step(engine, optimizer, samples, job.optimizer.clip, lambda _: _mark_gradients(engine, tracker))

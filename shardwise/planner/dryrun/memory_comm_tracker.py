@@ -68,6 +68,9 @@ class CollectiveKind(NamedTuple):
         return AXIS_NAMES.index(self.axis), self.kind
 
 
+TrafficCounts = Counter[CollectiveKind]
+
+
 # By operator: the collective, and the index of the argument that is its larger side, or -1 for its result.
 _COLLECTIVE_OPS = {
     "c10d.allreduce_": ("all-reduce", 0),
@@ -218,12 +221,9 @@ class MemoryCommTracker(TorchDispatchMode):
                 peak_event, peak = event, current
         return peak_event
 
-    def traffic_between(
-        self, begin: TracePoint, end: TracePoint
-    ) -> tuple[Counter[CollectiveKind], Counter[CollectiveKind]]:
+    def traffic_between(self, begin: TracePoint, end: TracePoint) -> tuple[TrafficCounts, TrafficCounts]:
         """Returns calls and bytes between two points, by kind of collective."""
-        counts: Counter[CollectiveKind] = Counter()
-        sizes: Counter[CollectiveKind] = Counter()
+        counts, sizes = TrafficCounts(), TrafficCounts()
         for kind, size in self.collectives[begin.collective : end.collective]:
             counts[kind] += 1
             sizes[kind] += size

@@ -1,31 +1,30 @@
-"""Whether a transformers model can be split along the sequence, from one run on fake tensors."""
+"""Whether a module that is not ours can be split along the sequence, from one run on fake tensors."""
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardwise.adapters.huggingface.attention import SPLIT, trial
+from shardwise.adapters.split_attention import SPLIT, split_sequence
 from shardwise.models.trace import to_fake, with_fake_tensors
 
 _VIEWS = ("view", "_unsafe_view", "slice", "select", "unsqueeze", "expand", "_to_copy", "alias", "detach")
-_NO_INTERFACE = "{} does not attend through transformers' attention interface"
 _SHAPE_ONLY = ("new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like")
 
 
 class _TokenUses(TorchDispatchMode):
     """Finds lookups by numbers that are computed from the token ids, and convolutions."""
 
-    def __init__(self, tokens: Tensor):
+    def __init__(self, tokens: list[Tensor]):
         super().__init__()
-        self.tokens, self.computed = [tokens], list[Tensor]()  # kept alive, so that no id is used twice
+        self.tokens, self.computed = tokens, list[Tensor]()  # kept alive, so that no id is used twice
         self.looks_up_computed = self.convolves = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -43,23 +42,29 @@ class _TokenUses(TorchDispatchMode):
         return out
 
 
-def context_refusal(module: nn.Module, blocks: tuple[str, ...], length: int) -> str:
-    """Returns why a module on the meta device cannot be split along the sequence; empty if it can."""
-    if "position_ids" not in inspect.signature(module.forward).parameters:
-        return "its forward takes no position_ids"
+def context_refusal(
+    module: nn.Module, blocks: tuple[str, ...], batch: Any, run: Callable[[Any], Any], interface: str,
+    attending: AbstractContextManager[None] | None = None,
+) -> str:  # fmt: skip
+    """Returns why a module on the meta device cannot be split along the sequence; empty if it can.
+
+    `run` computes a batch with the module, within `attending`; `interface` is what its attention must go through.
+    """
     calls: dict[str, int] = {}
     handles = [module.get_submodule(name).register_forward_hook(partial(_count, calls, name)) for name in blocks]
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     module.eval()  # nothing is drawn at random
+    split_sequence(None, None, None)
+    SPLIT.calls = 0
     try:
-        with fake, with_fake_tensors(module, fake), trial(module):
-            tokens = to_fake(fake)(torch.zeros(2, length, dtype=torch.int64))
-            uses = _TokenUses(tokens)
+        with fake, with_fake_tensors(module, fake), attending or nullcontext():
+            batch = tree_map_only(Tensor, to_fake(fake), batch)
+            uses = _TokenUses([leaf for leaf in tree_leaves(batch) if not leaf.is_floating_point()])
             with uses:
-                module(input_ids=tokens)
+                run(batch)
     except Exception as error:
         if not SPLIT.calls:
-            return _NO_INTERFACE.format("it")
+            return f"it does not attend through {interface}"
         return f"it fails with our attention ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
     finally:
         module.train()
@@ -68,7 +73,7 @@ def context_refusal(module: nn.Module, blocks: tuple[str, ...], length: int) -> 
     counts = [calls[name] for name in blocks]
     missing = [name for name, before, after in zip(blocks, [0, *counts], counts, strict=False) if before == after]
     if missing or not SPLIT.calls:
-        return _NO_INTERFACE.format(missing[0] if missing else "it")
+        return f"{missing[0] if missing else 'it'} does not attend through {interface}"
     if uses.convolves:
         return "it convolves over positions"
     return "its positions depend on the tokens (padding)" if uses.looks_up_computed else ""
