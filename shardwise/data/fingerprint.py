@@ -97,7 +97,7 @@ class DataRecord:
         except FileNotFoundError:
             return cls()
         except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
-            raise DataError(f"{path}, the record of the data that the run reads, is damaged; restore it.") from None
+            raise DataError(f"{path} is damaged; restore it, or delete it to record the run's data anew.") from None
 
     def save(self, path: Path) -> None:
         files = {name: (file.size, file.mtime_ns, file.digest) for name, file in self.files.items()}

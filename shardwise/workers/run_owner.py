@@ -53,7 +53,8 @@ def own_run(run: Path, say: Say, fork_server: int = 0, send: Callable[[Owner], N
         ended.set()
         if not keep(path, owner["token"]):
             raise RunError(f"{run} has been taken over by {_name(_read(path))}, so this launcher has ended.") from None
-        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            path.unlink()
 
 
 def keep(path: Path, token: str) -> bool:
