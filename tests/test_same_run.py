@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -58,13 +57,6 @@ every = 5
 folder = "run"
 device = "cpu"
 """
-
-
-def command(*arguments: str, folder: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "shardwise", *arguments], cwd=folder, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )  # fmt: skip
 
 
 # The owner
@@ -152,29 +144,25 @@ def test_of_many_that_find_the_owner_dead_one_takes_over(tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
 
 
-def test_a_second_launcher_is_refused_and_workers_end_with_the_first(tmp_path: Path) -> None:
+def test_a_launcher_owns_its_run_and_its_workers_end_with_it(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(JOB_TOML)
     run = tmp_path / "run"
-    launcher = command("train", "job.toml", "--set", "steps=1000000", folder=tmp_path)
-    while not (run / "metrics.jsonl").exists() or len((run / "metrics.jsonl").read_text().splitlines()) < 12:
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "shardwise", "train", "job.toml", "--set", "steps=1000000"], cwd=tmp_path, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    while not (run / "metrics.jsonl").exists() or len((run / "metrics.jsonl").read_text().splitlines()) < 3:
         assert launcher.poll() is None, launcher.stdout.read() if launcher.stdout else ""
         time.sleep(0.05)
-    second = command("train", "--resume", "run", "--set", "steps=20", folder=tmp_path)
-    said, _ = second.communicate(timeout=60)
-    assert (second.returncode, launcher.poll()) == (2, None)
-    assert f"run is being trained by process {launcher.pid} on" in said and "Traceback" not in said
+    with pytest.raises(JobError, match=f"run is being trained by process {launcher.pid} on"):
+        start_training(None, ["steps=20"], run, print)
     workers = psutil.Process(launcher.pid).children(recursive=True)
     for beat in read_heartbeats(run).values():
         os.kill(beat["pid"], signal.SIGSTOP)  # busy with something that no other signal ends
     launcher.kill()
-    _, alive = psutil.wait_procs(workers, timeout=3)
-    assert len(workers) >= 3 and not alive
-    done = len((run / "metrics.jsonl").read_text().splitlines())
-    resumed = command("train", "--resume", "run", "--set", f"steps={done + 3}", folder=tmp_path)
-    said, _ = resumed.communicate(timeout=60)
-    assert resumed.returncode == 0, said
-    assert [row["step"] for row in RunFolder.open(run).metrics()] == list(range(1, done + 4))
-    assert not (run / "owner.json").exists()
+    with own_run(run, print):  # waits for the workers
+        assert len(workers) >= 3 and not any(worker.is_running() for worker in workers)
+    launcher.communicate()
 
 
 # The same data, tokenizer, job and history: the whole road in this process, without workers
@@ -182,7 +170,10 @@ def test_a_second_launcher_is_refused_and_workers_end_with_the_first(tmp_path: P
 
 class NoForkServer:
     def __init__(self, *_: object) -> None:
-        self.pid, self.connection = os.getpid(), SimpleNamespace(sendall=lambda data: None)
+        self.pid = os.getpid()
+
+    def send(self, message: object) -> None:
+        pass
 
     def close(self) -> None:
         pass

@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from shardwise.train.run_folder import RunFolder
 from shardwise.train.same_run import check_history, check_same_run
 from shardwise.train.summary import has_finished, summarize
 from shardwise.watch.end_of_run import print_end_of_run
-from shardwise.workers.fork_server import ForkServer, MessageChannel
+from shardwise.workers.fork_server import ForkServer
 from shardwise.workers.nodes import Node, NodeAgent
 from shardwise.workers.run_owner import own_run
 
@@ -89,8 +88,9 @@ def _start_run(job: Job, say: Say, options: StartOptions, fork_server: ForkServe
     resumed = RunFolder.open(options.resume) if options.resume is not None else None
     with ExitStack() as ownership:
         previous_job, nodes = job, options.node.count if options.node is not None else 1
+        if resumed is not None and _is_main_process():
+            ownership.enter_context(own_run(resumed.path, say, fork_server))
         if resumed is not None:
-            _own(resumed, ownership, fork_server, say)
             previous_job = resumed.job()
             check_same_run(previous_job, job)
             check_history(resumed, job)
@@ -106,8 +106,8 @@ def _start_run(job: Job, say: Say, options: StartOptions, fork_server: ForkServe
         if options.check is not None and _is_main_process():
             options.check(prepared, say)
         folder = _open_folder(job, resumed, layout)
-        if resumed is None:
-            _own(folder, ownership, fork_server, say)
+        if resumed is None and _is_main_process():
+            ownership.enter_context(own_run(folder.path, say, fork_server))
         if _is_main_process():
             write_text(folder.path / "job.toml", job.to_toml())
             folder.write_plan(record)
@@ -155,16 +155,6 @@ def _open_data(
     if options.strict and warnings:
         raise JobError(f"--strict: {' '.join(warnings)}")
     return record, sources, [*events, *(("warning", sentence) for sentence in warnings)]
-
-
-def _own(folder: RunFolder, ownership: ExitStack, fork_server: ForkServer | None, say: Say) -> None:
-    """Makes this launcher, or rank 0 under torchrun or Slurm, the owner of the run folder."""
-    if fork_server is not None:
-        # Past `ForkServer.send`: a server that has only been told this may be killed while it imports.
-        keeper = fork_server.pid, partial(MessageChannel.send, fork_server)
-        ownership.enter_context(own_run(folder.path, say, *keeper))
-    elif _is_main_process():
-        ownership.enter_context(own_run(folder.path, say))
 
 
 def _plan_layout(job: Job, nodes: int) -> tuple[Layout, dict[str, Any], str]:

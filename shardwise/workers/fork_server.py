@@ -88,15 +88,15 @@ class ForkServer(MessageChannel):
             ).pid  # fmt: skip
         theirs.close()
         super().__init__(ours)
-        self.has_sent = False
+        self.has_workers = False
 
     def send(self, message: Message) -> None:
-        self.has_sent = True
+        self.has_workers |= "fork" in message
         super().send(message)
 
     def close(self) -> None:
         self.connection.close()
-        if not self.has_sent:
+        if not self.has_workers:
             os.kill(self.pid, signal.SIGKILL)  # it may still be importing
         with suppress(ChildProcessError):
             os.waitpid(self.pid, 0)

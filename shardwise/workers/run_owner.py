@@ -18,8 +18,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from shardwise.errors import JobError, RunError
 
 BEAT_SECONDS, STALE_SECONDS = 2.0, 30.0
@@ -30,10 +28,9 @@ Say = Callable[[str], None]
 
 
 @contextmanager
-def own_run(run: Path, say: Say, fork_server: int = 0, send: Callable[[Owner], None] | None = None) -> Iterator[None]:
-    """Owns a run folder; raises JobError if another launcher does. `send` tells the fork server with this process id to
-    keep touching the file; without one, a thread does."""
-    path, pids = run / "owner.json", [os.getpid(), *([fork_server] if fork_server else [])]
+def own_run(run: Path, say: Say, fork_server: Any = None) -> Iterator[None]:
+    """Owns a run folder; raises JobError if another launcher does. The fork server touches the file, else a thread."""
+    path, pids = run / "owner.json", [os.getpid(), *([] if fork_server is None else [fork_server.pid])]
     owner: Owner = {
         "token": uuid.uuid4().hex, "host": socket.gethostname(), "machine": _machine(), "pid": pids[0],
         "time": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()), "processes": [[p, _began(p)] for p in pids],
@@ -43,8 +40,8 @@ def own_run(run: Path, say: Say, fork_server: int = 0, send: Callable[[Owner], N
     except OSError as error:
         raise JobError(f"the run folder {run} cannot be written: {error.strerror or error}.") from None
     ended = threading.Event()
-    if send is not None:
-        send({"own": str(path), "token": owner["token"]})
+    if fork_server is not None:
+        fork_server.send({"own": str(path), "token": owner["token"]})
     else:
         threading.Thread(target=_keep_in_thread, args=(path, owner["token"], ended), daemon=True).start()
     try:
@@ -131,16 +128,14 @@ def _machine() -> str:
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
-    return f"{socket.gethostname()} {uuid.getnode()}"
+    return uuid.uuid4().hex  # without /proc, owners are judged by their files
 
 
 def _began(pid: int) -> int:
-    """Returns when a process began, in ticks since boot where the system tells; -1 if it has ended."""
+    """Returns when a process began, in ticks since boot; -1 if it has ended."""
     with suppress(OSError, ValueError):
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return -1 if state in "ZX" else int(fields[18])
-    with suppress(psutil.Error, ValueError, OverflowError):
-        return int(psutil.Process(pid).create_time())
     return -1
 
 
