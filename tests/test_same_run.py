@@ -160,6 +160,7 @@ def test_a_launcher_owns_its_run_and_its_workers_end_with_it(tmp_path: Path) -> 
     for beat in read_heartbeats(run).values():
         os.kill(beat["pid"], signal.SIGSTOP)  # busy with something that no other signal ends
     launcher.kill()
+    launcher.wait()
     with own_run(run, print):  # waits for the workers
         assert len(workers) >= 3 and not any(worker.is_running() for worker in workers)
     launcher.communicate()
