@@ -519,7 +519,7 @@ def test_a_dropped_loader_ends_too() -> None:
 def test_workers_do_not_outlive_their_owner() -> None:
     # A killed owner's end of the pipe is closed by the kernel; closing it by hand is the same to the worker.
     process, pipe = _start_worker(
-        _multiprocessing_context(), _RankReader(SampleStream(Marks(40), seed=0), 8, 1, 0), first_step=0, stride=1
+        _multiprocessing_context(), _RankReader(SampleStream(Marks(40), seed=0), 8, 1, 0), first=0, stride=1
     )
     pipe.recv()
     pipe.close()
