@@ -59,7 +59,9 @@ def train(
         str | None, Option(metavar="K/N", help="Multi-node: this is node K (from 0) of N; only node 0 takes a job.")
     ] = None,
     address: Annotated[str | None, Option(metavar="HOST:PORT", help="Multi-node: address of node 0.")] = None,
-    proof: Annotated[bool, Option(help="Verify the layout of a model that is not built in before training it.")] = True,
+    proof: Annotated[bool, Option(help="First verify the layout of a model not built in; --no-proof skips it.")] = True,
+    accept_data_change: Annotated[bool, Option("--accept-data-change", help="Resume with changed data.")] = False,
+    strict: Annotated[bool, Option("--strict", help="Refuse suspicious settings.")] = False,
 ) -> None:
     """Trains a job. Without a job file, trains the built-in demo on this machine."""
     if resume is not None and job_file is not None:
@@ -81,7 +83,10 @@ def train(
     from shardwise.workers.nodes import Node
 
     parsed_node = Node.parse(node, address) if node is not None else None
-    start_training(job_file, overrides, resume, print_line, parsed_node, prove if proof else None)
+    start_training(
+        job_file, overrides, resume, print_line, node=parsed_node, check=prove if proof else None,
+        accept_data_change=accept_data_change, strict=strict,
+    )  # fmt: skip
 
 
 @app.command()
@@ -186,7 +191,7 @@ def dryrun(
     overrides: Overrides = None,
     layout: Annotated[str | None, Option(help="Layout to run; default: the job's layout.")] = None,
     rank: Annotated[
-        list[int] | None, Option(min=0, help="Rank to simulate; repeatable. Default: ranks of four pipeline stages.")
+        list[int] | None, Option(min=0, help="Rank; repeatable. Default: of the first, second, middle, last stage.")
     ] = None,
     every_stage: Annotated[bool, Option("--every-stage", help="Simulate one rank per pipeline position.")] = False,
     as_json: JsonFlag = False,

@@ -53,6 +53,11 @@ class DataConfig(ConfigSection):
     def _check_mix(self) -> DataConfig:
         if bool(self.mix) != (self.source == "mix"):
             raise ValueError('source = "mix" and paths below [data.mix] belong together; set both or neither')
+        if self.path and "source" not in self.model_fields_set:
+            raise ValueError(
+                f"path = {self.path!r} needs a source: text, jsonl, tokens, criteo or cifar10; the default, stdlib, "
+                "reads Python's standard library"
+            )
         return self
 
 
@@ -125,7 +130,7 @@ class GradientConfig(ConfigSection):
     compress: str = ""
     """Gradient compression with error feedback: `fp16`, `bf16`, `int8`, `onebit`, `topk:0.01` (the largest 1%) or
     `powersgd:rank=4`; empty disables it."""
-    compress_after: float = Field(0.2, ge=0.0, allow_inf_nan=False)
+    compress_after: float = Field(0.2, ge=0.0)
     """Uncompressed steps before compression starts; a value below 1 is a fraction of all steps."""
 
     def uncompressed_steps(self, total_steps: int) -> int:

@@ -110,7 +110,7 @@ class Trainer:
         job, path = self.job, None if resume is None else Path(resume)
         if path is not None:
             job = job.model_copy(update={"model": RunFolder.open(path).job().model})  # the command line may differ
-        folder = start_job(job, print_line, path, prove if proof else None)
+        folder = start_job(job, print_line, path, check=prove if proof else None)
         self.run = Run(folder.path)
         return self.run
 

@@ -44,7 +44,9 @@ def test_layout_is_short_for_a_setting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[list[str]] = []
-    monkeypatch.setattr("shardwise.launch.start.start_training", lambda file, settings, *_: asked.append(settings))
+    monkeypatch.setattr(
+        "shardwise.launch.start.start_training", lambda file, settings, *_, **__: asked.append(settings)
+    )
     assert not call(monkeypatch, "train", "--set", "steps=3", "--layout", "pipeline=2 tensor=2")
     assert asked == [["steps=3", "layout=pipeline=2 tensor=2"]]
     assert call(monkeypatch, "train", "--layout", "pipline=2") == 2

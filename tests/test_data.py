@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from shardwise.data.bad_records import BadRecords
 from shardwise.data.criteo import CriteoClicks, index_criteo_file
 from shardwise.data.encode import encode_source, write_token_file
+from shardwise.data.fingerprint import DataFile
 from shardwise.data.loader import Loader, _multiprocessing_context, _RankReader, _start_worker
 from shardwise.data.make_sources import make_sources
 from shardwise.data.sample_stream import Samples, SampleStream, rank_positions
@@ -223,7 +224,7 @@ def test_standard_library_is_a_corpus() -> None:
     assert files == sorted(find_files("stdlib", ""), key=files.index) and len(files) > 300
     parts = {part for file in files for part in file.parts}
     assert not parts & {"site-packages", "test", "tests", "idle_test"}
-    pieces = list(islice(read_chunks("stdlib", "", "", files), 3))
+    pieces = list(islice(read_chunks("stdlib", "", "", [DataFile.of(file) for file in files]), 3))
     assert all(piece.ends_document and len(piece.text) > 100 for piece in pieces)
 
 
@@ -232,7 +233,7 @@ def test_long_documents_come_in_pieces(tmp_path: Path, monkeypatch: pytest.Monke
     path = tmp_path / "long.txt"
     text = "a line of text\r\n" * 5 + "x" * 50
     path.write_text(text, newline="")
-    pieces = list(read_chunks("text", str(path), "", [path]))
+    pieces = list(read_chunks("text", str(path), "", [DataFile.of(path)]))
     assert "".join(piece.text for piece in pieces) == text and len(pieces) > 3
     assert [piece.ends_document for piece in pieces] == [False] * (len(pieces) - 1) + [True]
 
@@ -518,7 +519,7 @@ def test_a_dropped_loader_ends_too() -> None:
 def test_workers_do_not_outlive_their_owner() -> None:
     # A killed owner's end of the pipe is closed by the kernel; closing it by hand is the same to the worker.
     process, pipe = _start_worker(
-        _multiprocessing_context(), _RankReader(SampleStream(Marks(40), seed=0), 8, 1, 0), first_step=0, stride=1
+        _multiprocessing_context(), _RankReader(SampleStream(Marks(40), seed=0), 8, 1, 0), first=0, stride=1
     )
     pipe.recv()
     pipe.close()
@@ -616,7 +617,7 @@ def test_bad_lines_are_named_counted_and_passed_over(tmp_path: Path) -> None:
 def test_bad_rows_of_clicks_keep_their_place_and_do_not_count(tmp_path: Path) -> None:
     line = "\t".join(["1", *(str(n) for n in range(13)), *(f"{n:08x}" for n in range(26))])
     (tmp_path / "day.tsv").write_text("\n".join([line, "1\tx", line, line.replace("1", "7", 1)]) + "\n")
-    offsets, lines = index_criteo_file(tmp_path / "day.tsv")
+    offsets, lines = index_criteo_file(DataFile.of(tmp_path / "day.tsv"))
     bad = BadRecords(skip=True, log_path=tmp_path / "bad.txt")
     source = CriteoClicks(DLRMConfig(rows=64, width=4), tmp_path / "day.tsv", offsets, 0, lines, bad)
     for workers in (0, 1):  # a worker writes the same file

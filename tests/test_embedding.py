@@ -18,6 +18,7 @@ from torch import nn
 
 from shardwise.comm.world import run_world
 from shardwise.data.criteo import ClickBatch, CriteoClicks, SyntheticClicks, index_criteo_file
+from shardwise.data.fingerprint import DataFile
 from shardwise.data.make_sources import make_sources
 from shardwise.data.sample_stream import SampleStream, rank_positions
 from shardwise.errors import DataError, JobError, LayoutError
@@ -590,7 +591,7 @@ def test_a_criteo_file(tmp_path: Path) -> None:
 def test_a_malformed_row_is_told_with_file_row_and_field(line: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "day.tsv"
     path.write_text("\n".join([LINE] * 17 + [line] + [LINE] * 3) + "\n")
-    offsets, lines = index_criteo_file(path)
+    offsets, lines = index_criteo_file(DataFile.of(path))
     source = CriteoClicks(DLRMConfig(rows=64, width=4), path, offsets, 0, lines)
     assert lines == 21 and source[16].shape == source[20].shape
     with pytest.raises(DataError, match=f"day.tsv, {words}"):

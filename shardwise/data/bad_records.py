@@ -14,6 +14,7 @@ class BadRecords:
     skip: bool = False
     log_path: Path | None = None  # file that every process appends its bad records to, one per line
     messages: dict[str, None] = field(default_factory=dict)  # messages of this process, in order and without duplicates
+    skipped_files: dict[str, None] = field(default_factory=dict)  # files of a folder that are not text
 
     def report(self, error: DataError) -> None:
         """Raises the error, or records its message if bad records are skipped."""
@@ -26,6 +27,13 @@ class BadRecords:
         if self.log_path is not None:
             with self.log_path.open("a", encoding="utf-8") as file:
                 file.write(message + "\n")
+
+    def skipped_text(self) -> str:
+        """Returns a sentence about files that are not text; empty if there are none."""
+        names, count = list(self.skipped_files), len(self.skipped_files)
+        shown = ", ".join(names[:MAX_SHOWN]) + (f" and {count - MAX_SHOWN} more" if count > MAX_SHOWN else "")
+        reason = "not UTF-8 text, so the run does not read them" if count > 1 else "not UTF-8 text, so it is not read"
+        return f"{shown}: {reason}; convert with iconv, or move out of data.path." if names else ""
 
     def summary(self) -> str:
         """Returns the number of skipped records and the first few messages; empty if there are none."""

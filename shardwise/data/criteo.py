@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from shardwise.data.bad_records import BadRecords
+from shardwise.data.fingerprint import DataFile
 from shardwise.data.sample_stream import Samples
 from shardwise.errors import DataError
 from shardwise.models.chain import IGNORE_INDEX
@@ -172,22 +173,22 @@ class CriteoClicks(ClickSource):
         return file.read(end - begin).split(b"\n")[index % LINES_PER_OFFSET]
 
 
-def index_criteo_file(path: Path) -> tuple[np.ndarray, int]:
-    """Reads the file once; returns the byte offsets of every 16th line and of the end, and the number of lines."""
+def index_criteo_file(extent: DataFile) -> tuple[np.ndarray, int]:
+    """Reads it once; returns the byte offsets of every 16th line and of the end, and the number of lines."""
     offsets, lines, position, last_byte = [0], 0, 0, b"\n"
     try:
-        with path.open("rb") as file:
+        with extent.open() as file:
             while chunk := file.read(1 << 24):
                 ends = np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n"))
                 indexed_ends = ends[LINES_PER_OFFSET - 1 - lines % LINES_PER_OFFSET :: LINES_PER_OFFSET]
                 offsets += (indexed_ends + position + 1).tolist()
                 lines, position, last_byte = lines + len(ends), position + len(chunk), chunk[-1:]
     except OSError as error:
-        raise DataError(f"data.path = '{path}' cannot be read: {error.strerror}.") from None
+        raise DataError(f"data.path = '{extent.path}' cannot be read: {error.strerror}.") from None
     if last_byte != b"\n":
         lines += 1  # the last line has no newline
     if not lines:
-        raise DataError(f"data.path = '{path}' is empty; a Criteo file has one sample per line.")
+        raise DataError(f"data.path = '{extent.path}' is empty; a Criteo file has one sample per line.")
     if offsets[-1] != position:
         offsets.append(position)
     return np.array(offsets, np.int64), lines

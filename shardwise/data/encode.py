@@ -9,6 +9,7 @@ import numpy as np
 
 from shardwise.console import pluralize
 from shardwise.data.bad_records import BadRecords
+from shardwise.data.fingerprint import DataFile, DataRecord
 from shardwise.data.text import TextChunk, find_files, read_chunks
 from shardwise.data.token_file import write_token_arrays
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer, parse_bpe_size, train_bpe
@@ -30,7 +31,7 @@ class EncodingSummary:
     text_bytes: int
     vocab: int
     tokenizer: Path | None = None  # path of a trained tokenizer: the value of `data.tokenizer` for jobs on these tokens
-    bad_records: str = ""  # summary of the skipped records
+    bad_records: str = ""  # summary of the skipped records and files
 
 
 def write_token_file(job_file: Path | None, overrides: list[str], out: Path) -> str:
@@ -57,13 +58,15 @@ def encode_source(data: DataConfig, out: Path) -> EncodingSummary:
     if tokenizer_path:
         tokenizer_path.unlink(missing_ok=True)  # it may have been trained on other text
     bad_records = BadRecords(data.on_bad_record == "skip")
-    tokenizer = load_or_train_tokenizer(data, files, tokenizer_path, bad_records)
-    summary = encode_files(data, files, tokenizer, out, bad_records)
-    return replace(summary, tokenizer=tokenizer_path, bad_records=bad_records.summary())
+    extents = DataRecord().take(files)
+    tokenizer = load_or_train_tokenizer(data, extents, tokenizer_path, bad_records)
+    summary = encode_files(data, extents, tokenizer, out, bad_records)
+    notes = "\n".join(filter(None, (bad_records.summary(), bad_records.skipped_text())))
+    return replace(summary, tokenizer=tokenizer_path, bad_records=notes)
 
 
 def encode_files(
-    data: DataConfig, files: Sequence[Path], tokenizer: Tokenizer, out: Path, bad_records: BadRecords
+    data: DataConfig, files: Sequence[DataFile], tokenizer: Tokenizer, out: Path, bad_records: BadRecords
 ) -> EncodingSummary:
     documents = encoded_bytes = 0
 
@@ -86,7 +89,7 @@ def encode_files(
     return EncodingSummary(token_file.count, documents, encoded_bytes, tokenizer.vocab)
 
 
-def _read_source(data: DataConfig, files: Sequence[Path], bad_records: BadRecords) -> Iterator[TextChunk]:
+def _read_source(data: DataConfig, files: Sequence[DataFile], bad_records: BadRecords) -> Iterator[TextChunk]:
     return read_chunks(data.source, data.path, data.text_field, files, bad_records)
 
 
@@ -104,25 +107,17 @@ def _batch_chunks(chunks: Iterator[TextChunk]) -> Iterator[list[TextChunk]]:
 
 
 def load_or_train_tokenizer(
-    data: DataConfig, files: Sequence[Path], tokenizer_path: Path | None, bad_records: BadRecords
+    data: DataConfig, files: Sequence[DataFile], tokenizer_path: Path | None, bad_records: BadRecords
 ) -> Tokenizer:
     """Returns the job's tokenizer. A `bpe:SIZE` tokenizer is trained on first use and saved at `tokenizer_path`."""
     size = parse_bpe_size(data.tokenizer)
     if size is None or tokenizer_path is None:
         return load_tokenizer(data.tokenizer)
     if not tokenizer_path.exists():
-        stride = -(-sum(size_and_mtime(file)[0] for file in files) // MAX_BPE_TRAINING_BYTES)
+        stride = -(-sum(file.size for file in files) // MAX_BPE_TRAINING_BYTES)
         chunks = islice(_read_source(data, files, bad_records), 0, None, max(1, stride))
         train_bpe((chunk.text for chunk in chunks), size).save(tokenizer_path)
     return load_tokenizer(str(tokenizer_path))
-
-
-def size_and_mtime(path: Path) -> tuple[int, int]:
-    try:
-        stat = path.stat()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
-    return stat.st_size, stat.st_mtime_ns
 
 
 def describe_source(data: DataConfig) -> str:

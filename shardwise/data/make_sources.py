@@ -6,13 +6,15 @@
 `encode.py` writes token files, both here and for the command `shardwise data`.
 
 Text is encoded once, into a cache folder whose name is a hash of everything that determines the tokens (format version,
-source, files with their sizes and times, tokenizer): a changed corpus gets a new folder, an unchanged one opens at
-once. When all ranks of a run open the same folder, one of them encodes while the others wait for a file lock. On a file
-system without locks all of them encode the same tokens; files are replaced atomically, so that is only slower.
+source, files with their sizes, times and sampled content, tokenizer): a changed corpus gets a new folder, an unchanged
+one opens at once. When all ranks of a run open the same folder, one of them encodes while the others wait for a file
+lock. On a file system without locks all of them encode the same tokens; files are replaced atomically, so that is only
+slower.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,7 +34,8 @@ from shardwise.data.criteo import (
     index_criteo_file,
     require_good_row,
 )
-from shardwise.data.encode import describe_source, encode_files, load_or_train_tokenizer, size_and_mtime
+from shardwise.data.encode import describe_source, encode_files, load_or_train_tokenizer
+from shardwise.data.fingerprint import DataFile, DataRecord
 from shardwise.data.images import SyntheticImages
 from shardwise.data.source import Mixture, Source, Subset, SyntheticTokens
 from shardwise.data.text import find_files
@@ -48,7 +51,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-CACHE_VERSION = 1
+CACHE_VERSION = 2
 """Increment this when the same files would encode to different tokens, which invalidates old caches."""
 
 
@@ -57,14 +60,21 @@ def default_cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "shardwise"
 
 
+Sources = tuple[Source, Source, Tokenizer | None]  # for training and for validation, and the tokenizer, if known
 SAMPLE_KINDS = {"criteo": "clicks", "cifar10": "images"}  # the other sources are text, tokens or synthetic
 
 
 def make_sources(
-    job: Job, cache: Path | None = None, bad_records: BadRecords | None = None
-) -> tuple[Source, Source, Tokenizer | None]:
-    """Returns the training source, the validation source (may be empty) and the tokenizer, if one is known."""
-    bad_records = bad_records or BadRecords(job.data.on_bad_record == "skip")
+    job: Job, cache: Path | None = None, bad_records: BadRecords | None = None, record: DataRecord | None = None,
+    own_tokenizer: Path | None = None,
+) -> Sources:  # fmt: skip
+    """Returns the training source, the validation source (may be empty) and the tokenizer, if one is known.
+
+    `record`: the files of the run so far, or an empty one to fill in. `own_tokenizer`: used instead of data.tokenizer.
+    """
+    bad_records, record = bad_records or BadRecords(job.data.on_bad_record == "skip"), record or DataRecord()
+    if own_tokenizer is not None:
+        job = job.model_copy(update={"data": job.data.model_copy(update={"tokenizer": str(own_tokenizer)})})
     source, wanted = job.data.source, job.model.sample_kind
     if brought := job.family.sources(job.model):
         return *brought, None
@@ -72,19 +82,19 @@ def make_sources(
     if given != wanted and wanted == "tokens":
         raise DataError(f"data.source = {source!r} has {given}, but model.name = {job.model.name!r} reads tokens.")
     if wanted == "clicks":
-        return *_click_sources(job, bad_records), None
+        return *_click_sources(job, bad_records, record), None
     if source == "synthetic":
         return *_synthetic_sources(job), None
     if wanted == "images":
-        return *_image_sources(job, job.model, bad_records), None
+        return *_image_sources(job, job.model, bad_records, record), None
     if job.data.source == "mix":
-        return _mixture_sources(job, job.data.mix, cache, bad_records)
-    return _token_sources(job, cache or default_cache_folder(), bad_records)
+        return _mixture_sources(job, job.data.mix, cache, bad_records, record)
+    return _token_sources(job, cache or default_cache_folder(), bad_records, record)
 
 
 def _mixture_sources(
-    job: Job, mix: Mapping[str, float], cache: Path | None, bad_records: BadRecords
-) -> tuple[Source, Source, Tokenizer | None]:
+    job: Job, mix: Mapping[str, float], cache: Path | None, bad_records: BadRecords, record: DataRecord
+) -> Sources:
     """Opens every source of a mixture on its own; each holds out its own validation samples."""
     if parse_bpe_size(job.data.tokenizer):
         raise DataError(
@@ -95,7 +105,7 @@ def _mixture_sources(
     for name in mix:
         data = job.data.model_copy(update=dict(zip(("source", "path"), _parse_mixture_entry(name))) | {"mix": {}})
         sources.append(
-            _token_sources(job.model_copy(update={"data": data}), cache or default_cache_folder(), bad_records)
+            _token_sources(job.model_copy(update={"data": data}), cache or default_cache_folder(), bad_records, record)
         )
     training, validation, tokenizers = zip(*sources)
     tokenizer = tokenizers[0] if all(tokenizer is not None for tokenizer in tokenizers) else None
@@ -118,7 +128,7 @@ def _mix_nonempty(sources: Sequence[Source], weights: Sequence[float]) -> Source
     return Mixture(*zip(*nonempty, strict=True)) if nonempty else sources[0]
 
 
-def _image_sources(job: Job, model: Any, bad_records: BadRecords) -> tuple[Source, Source]:
+def _image_sources(job: Job, model: Any, bad_records: BadRecords, record: DataRecord) -> tuple[Source, Source]:
     if job.data.source != "cifar10":
         raise DataError(
             f"data.source = {job.data.source!r} has text, but {model.description} reads images; use "
@@ -130,17 +140,18 @@ def _image_sources(job: Job, model: Any, bad_records: BadRecords) -> tuple[Sourc
             f"{model.image_size} and model.num_classes is {model.num_classes}; "
             f"set them to {IMAGE_SIZE} and {NUM_CLASSES}."
         )
-    return open_cifar10(job.data.path, bad_records, make_augmentation(job))
+    training, held_out = open_cifar10(job.data.path, bad_records, make_augmentation(job))
+    record.take([file.path for file in (*training.files, *held_out.files)])
+    return training, held_out
 
 
 def make_augmentation(job: Job) -> ImageAugmentation | None:
     return ImageAugmentation(job.data.augment, job.seed) if job.data.augment else None
 
 
-def _token_sources(job: Job, cache: Path, bad_records: BadRecords) -> tuple[Source, Source, Tokenizer | None]:
-    files, tokenizer = (
-        _open_token_files(job) if job.data.source == "tokens" else _encode_cached(job, cache, bad_records)
-    )
+def _token_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataRecord) -> Sources:
+    is_encoded = job.data.source == "tokens"
+    files, tokenizer = _open_token_files(job, record) if is_encoded else _encode_cached(job, cache, bad_records, record)
     source = TokenWindows(files, job.model.text_window)
     if not len(source):
         longest = max(file.count for file in files)
@@ -176,7 +187,7 @@ def synthetic_source(job: Job, count: int) -> Source:
     return SyntheticTokens(count, model.text_window, model.vocab_size - model.reserved_ids, job.seed)
 
 
-def _click_sources(job: Job, bad_records: BadRecords) -> tuple[Source, Source]:
+def _click_sources(job: Job, bad_records: BadRecords, record: DataRecord) -> tuple[Source, Source]:
     """Returns clicks of a generated log or of a Criteo file; the last ones are held out."""
     model, count = cast(Any, job.model), job.data.samples
     if job.data.source == "synthetic":
@@ -196,7 +207,7 @@ def _click_sources(job: Job, bad_records: BadRecords) -> tuple[Source, Source]:
     if not job.data.path:
         raise DataError("data.source = 'criteo' reads a Criteo file; set data.path to it.")
     path = Path(job.data.path)
-    offsets, lines = index_criteo_file(path)
+    offsets, lines = index_criteo_file(record.take([path])[0])
     require_good_row(path, model)
     first_held_out = lines - _num_held_out(lines, job.data.validation_fraction)
     return CriteoClicks(model, path, offsets, 0, first_held_out, bad_records), CriteoClicks(
@@ -212,14 +223,17 @@ def _num_held_out(count: int, fraction: float) -> int:
 # Token files
 
 
-def _open_token_files(job: Job) -> tuple[list[TokenFile], Tokenizer | None]:
+def _open_token_files(job: Job, record: DataRecord) -> tuple[list[TokenFile], Tokenizer | None]:
     path, raw_dtype = job.data.path, ""
     for known in RAW_DTYPES:
         if path.endswith(f":{known}"):
             path, raw_dtype = path.removesuffix(f":{known}"), known
-    found = find_files("tokens", path)
+    found = record.take(find_files("tokens", path))
     text_vocab = job.model.vocab_size - job.model.reserved_ids
-    files = [open_raw_token_file(file, raw_dtype, text_vocab) if raw_dtype else open_token_file(file) for file in found]
+    files = [
+        open_raw_token_file(file.path, raw_dtype, text_vocab, file.size) if raw_dtype else open_token_file(file.path)
+        for file in found
+    ]
     for file in files:
         _check_vocab(f"the token file {file.path}", file.vocab, job)
     return files, _tokenizer_for_token_files(0 if raw_dtype else max(file.vocab for file in files), job)
@@ -246,36 +260,43 @@ def _tokenizer_for_token_files(vocab: int, job: Job) -> Tokenizer | None:
 # Text
 
 
-def _encode_cached(job: Job, cache: Path, bad_records: BadRecords) -> tuple[list[TokenFile], Tokenizer]:
+def _encode_cached(
+    job: Job, cache: Path, bad_records: BadRecords, record: DataRecord
+) -> tuple[list[TokenFile], Tokenizer]:
     """Opens the source's token file in the cache; encodes it first if it is missing."""
     # Checks the size before the tokenizer is trained, which may take an hour.
     _check_vocab("the tokenizer", parse_bpe_size(job.data.tokenizer) or 0, job)
-    files = find_files(job.data.source, job.data.path)
-    folder = cache / _cache_key(job.data, files)
+    files = record.take(find_files(job.data.source, job.data.path))
+    data, new_bad_records = job.data, BadRecords(bad_records.skip)
+    if parse_bpe_size(data.tokenizer):  # tokens are cached by the content of their tokenizer
+        folder = cache / _cache_key(data, files)
+        with _file_lock(folder):
+            load_or_train_tokenizer(data, files, folder / "tokenizer.json", new_bad_records)
+        data = data.model_copy(update={"tokenizer": str(folder / "tokenizer.json")})
+    folder, tokenizer = cache / _cache_key(data, files), load_tokenizer(data.tokenizer)
+    _check_vocab("the tokenizer", tokenizer.vocab, job)
     with _file_lock(folder):
-        new_bad_records = BadRecords(bad_records.skip)
-        tokenizer = load_or_train_tokenizer(job.data, files, folder / "tokenizer.json", new_bad_records)
-        _check_vocab("the tokenizer", tokenizer.vocab, job)
         try:
+            notes = json.loads((folder / "notes.json").read_bytes())
             tokens = open_token_file(folder / "tokens.bin")
-        except DataError:  # missing, or damaged
-            encode_files(job.data, files, tokenizer, folder / "tokens.bin", new_bad_records)
-            if bad_records.skip:
-                write_text(folder / "bad.txt", "".join(f"{message}\n" for message in new_bad_records.messages))
+        except (OSError, ValueError, DataError):  # missing, or damaged
+            encode_files(data, files, tokenizer, folder / "tokens.bin", new_bad_records)
+            notes = {"bad": list(new_bad_records.messages), "skipped": list(new_bad_records.skipped_files)}
+            write_text(folder / "notes.json", json.dumps(notes))
             tokens = open_token_file(folder / "tokens.bin")
-    if bad_records.skip:
-        for message in (folder / "bad.txt").read_text(encoding="utf-8").splitlines():
-            bad_records.report(DataError(message))
+    for message in notes["bad"]:
+        bad_records.report(DataError(message))
+    bad_records.skipped_files |= dict.fromkeys(notes["skipped"])
     return [tokens], tokenizer
 
 
 # The cache
 
 
-def _cache_key(data: DataConfig, files: Sequence[Path]) -> str:
+def _cache_key(data: DataConfig, files: Sequence[DataFile]) -> str:
     field = f"{data.text_field}{':skip' if data.on_bad_record == 'skip' else ''}" if data.source == "jsonl" else ""
     settings = (CACHE_VERSION, data.source, field, tokenizer_fingerprint(data.tokenizer))
-    listing = [(str(file.absolute()), *size_and_mtime(file)) for file in files]
+    listing = [(str(file.path.absolute()), file.size, file.mtime_ns, file.digest) for file in files]
     return f"{data.source}-{blake2b(repr((settings, listing)).encode(), digest_size=8).hexdigest()}"
 
 

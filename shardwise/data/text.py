@@ -4,13 +4,14 @@
     text     a file, a folder (all non-hidden text files below it) or a glob; one document per file
     jsonl    like text, but each line is a JSON object whose field `data.text_field` is a document
 
-A text file is UTF-8 without NUL bytes. Other files in a folder or glob are skipped; if `data.path` names one, it is
-an error. Text files are read in chunks of at most 2 x CHUNK_CHARS characters that end at line breaks where possible; a
-JSONL record is read whole.
+A text file is UTF-8 without NUL bytes. Other files in a folder or glob are skipped and named; if `data.path` names one,
+it is an error. Text files are read in chunks of at most 2 x CHUNK_CHARS characters that end at line breaks where
+possible; a JSONL record is read whole.
 """
 
 import codecs
 import glob
+import io
 import json
 import os
 import sysconfig
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardwise.data.bad_records import BadRecords
+from shardwise.data.fingerprint import DataFile
 from shardwise.errors import DataError, suggest
 
 CHUNK_CHARS = 1 << 20
@@ -76,25 +78,31 @@ def _stdlib_files() -> list[Path]:
 
 
 def read_chunks(
-    source: str, path: str, field: str, files: Sequence[Path], bad_records: BadRecords | None = None
+    source: str, path: str, field: str, files: Sequence[DataFile], bad_records: BadRecords | None = None
 ) -> Iterator[TextChunk]:
     """Yields the text of `files`, document by document."""
     is_named_file = source == "text" and os.path.isfile(os.path.expanduser(path))
+    bad_records = bad_records or BadRecords()
     for file in files:
         try:
             if source == "jsonl":
-                yield from _read_jsonl_file(file, field, bad_records or BadRecords())
+                yield from _read_jsonl_file(file, field, bad_records)
             elif _is_text(file):
                 yield from _read_text_file(file)
             elif is_named_file:
-                raise DataError(f"{file} is not text: it must be UTF-8 without NUL bytes. Convert it, e.g. with iconv.")
+                where = file.path
+                raise DataError(
+                    f"{where} is not text: it must be UTF-8 without NUL bytes. Convert it, e.g. with iconv."
+                )
+            else:
+                bad_records.skipped_files[str(file.path)] = None
         except OSError as error:
-            raise DataError(f"{file} cannot be read: {error.strerror}.") from error
+            raise DataError(f"{file.path} cannot be read: {error.strerror}.") from error
 
 
-def _is_text(path: Path) -> bool:
+def _is_text(extent: DataFile) -> bool:
     decode = codecs.getincrementaldecoder("utf-8")().decode
-    with path.open("rb") as file:
+    with extent.open() as file:
         try:
             while chunk := file.read(CHUNK_CHARS):  # here bytes
                 if b"\0" in chunk:
@@ -106,8 +114,8 @@ def _is_text(path: Path) -> bool:
     return True
 
 
-def _read_text_file(path: Path) -> Iterator[TextChunk]:
-    with path.open(encoding="utf-8-sig", newline="") as file:
+def _read_text_file(extent: DataFile) -> Iterator[TextChunk]:
+    with io.TextIOWrapper(extent.open(), encoding="utf-8-sig", newline="") as file:
         text = file.read(CHUNK_CHARS) + file.readline(CHUNK_CHARS)
         while text:
             next_text = file.read(CHUNK_CHARS) + file.readline(CHUNK_CHARS)
@@ -115,11 +123,11 @@ def _read_text_file(path: Path) -> Iterator[TextChunk]:
             text = next_text
 
 
-def _read_jsonl_file(path: Path, field: str, bad_records: BadRecords) -> Iterator[TextChunk]:
-    with path.open("rb") as file:
+def _read_jsonl_file(extent: DataFile, field: str, bad_records: BadRecords) -> Iterator[TextChunk]:
+    with extent.open() as file:
         for number, line in enumerate(file, start=1):
             try:
-                text = _parse_record(line, field, f"{path}, line {number}") if line.strip() else ""
+                text = _parse_record(line, field, f"{extent.path}, line {number}") if line.strip() else ""
             except DataError as error:
                 bad_records.report(error)
                 continue

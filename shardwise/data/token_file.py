@@ -84,9 +84,10 @@ def open_token_file(path: Path) -> TokenFile:
     return TokenFile(path, _DTYPES[width], vocab, count, _HEADER.size)
 
 
-def open_raw_token_file(path: Path, dtype: str, vocab: int) -> TokenFile:
-    """Opens a headerless file of type `dtype` ("uint16" or "uint32"), whose ids must be below `vocab`."""
+def open_raw_token_file(path: Path, dtype: str, vocab: int, max_size: int | None = None) -> TokenFile:
+    """Opens a headerless file, or its first bytes, of type `dtype` ("uint16" or "uint32"), with ids below `vocab`."""
     header, size = _read_header_and_size(path)
+    size = size if max_size is None else min(size, max_size)
     if header.startswith(MAGIC):
         raise DataError(f"{path} has a header that gives its type; leave ':{dtype}' out of data.path.")
     width = np.dtype(RAW_DTYPES[dtype]).itemsize

@@ -72,7 +72,7 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """Wraps a tokenizer of the `tokenizers` library."""
 
-    def __init__(self, tokenizer: Any, name: str):
+    def __init__(self, tokenizer: Any, name: str, text: str = ""):
         tokenizer.encode_special_tokens = True
         tokenizer.no_padding()  # saved tokenizers may have padding and truncation enabled
         tokenizer.no_truncation()
@@ -80,7 +80,7 @@ class HuggingFaceTokenizer:
         if not eos_ids:
             options = f"add one of {', '.join(_EOS_TOKENS)} as a special token"
             raise DataError(f"the tokenizer {name} has no end-of-document token; {options}.")
-        self._tokenizer, self.eos_id = tokenizer, int(eos_ids[0])
+        self._tokenizer, self.eos_id, self._text = tokenizer, int(eos_ids[0]), text
         self.vocab = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
         if self.vocab > MAX_VOCAB:
             raise DataError(f"the tokenizer {name} has the id {self.vocab - 1:,}; ids must be below {MAX_VOCAB:,}.")
@@ -103,7 +103,7 @@ class HuggingFaceTokenizer:
 
     def save(self, path: Path) -> None:
         with write_data_file(path) as file:
-            file.write(self._tokenizer.to_str(pretty=True).encode())
+            file.write((self._text or self._tokenizer.to_str(pretty=True)).encode())
 
     def _valid_ids(self, ids: ArrayLike) -> np.ndarray:
         flat = np.asarray(ids, np.int64).reshape(-1)
@@ -144,7 +144,8 @@ def load_tokenizer(name: str) -> Tokenizer:
     tokenizers = _import_tokenizers()
     path = _tokenizer_path(name)
     try:
-        return HuggingFaceTokenizer(tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8")), str(path))
+        text = path.read_bytes().decode()
+        return HuggingFaceTokenizer(tokenizers.Tokenizer.from_str(text), str(path), text)
     except DataError:
         raise
     except Exception as error:  # the library raises bare Exceptions for malformed files

@@ -2,19 +2,22 @@
 
 import os
 from collections.abc import Callable
-from fnmatch import fnmatchcase
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from shardwise.console import format_count, pluralize
-from shardwise.data.make_sources import make_sources
-from shardwise.data.tokenizer import HuggingFaceTokenizer
+from shardwise.data.bad_records import BadRecords
+from shardwise.data.fingerprint import DataRecord
+from shardwise.data.make_sources import Sources, make_sources
 from shardwise.errors import JobError, LayoutError
 from shardwise.files import write_text
 from shardwise.job import Job, load_job
 from shardwise.launch.launch import WORKER_ENTRY_POINT, check_layout_fits, existing_world_size, launch
+from shardwise.launch.warnings import find_warnings
 from shardwise.launch.worker import init_distributed
 from shardwise.layout import AUTO_SCHEDULES, Layout
 from shardwise.metrics.trackers import check_tracker_installed
@@ -23,102 +26,107 @@ from shardwise.parallel.tables.table_engine import check_host_memory
 from shardwise.train.auto_layout import check_memory, choose_plan, describe_plan, layout_record, plan_record
 from shardwise.train.local_machine import host_memory, local_process_count, require_memory
 from shardwise.train.run_folder import RunFolder
+from shardwise.train.same_run import check_history, check_same_run
 from shardwise.train.summary import has_finished, summarize
 from shardwise.watch.end_of_run import print_end_of_run
 from shardwise.workers.fork_server import ForkServer
 from shardwise.workers.nodes import Node, NodeAgent
+from shardwise.workers.run_owner import own_run
 
 STATE_COPIES = 2  # of the parameters that every optimizer keeps in float32: weights and gradients
 DEMO = Path(__file__).parent.parent / "demo.toml"
-# Job keys that --resume may change. All others define the run.
-RESUMABLE_KEYS = (
-    "layout", "steps", "tokens", "compile", "tracker", "data.workers", "data.prefetch", "checkpoint.*", "validation.*",
-    "run.device", "run.processes", "run.cluster", "run.max_restarts", "run.hang_timeout", "run.standby",
-    "run.elastic", "run.rejoin_timeout", "run.on_nan", "run.loss_spike_threshold", "run.checksum_every",
-    "run.redundant_compute_every", "run.max_corruptions",
-    "embedding_tables.sharding", "embedding_tables.cached_rows", "embedding_tables.prefetch",
-)  # fmt: skip
-
-
 Say = Callable[[str], None]
 Check = Callable[[Prepared, Say], None]
 """What is checked before a new run begins; raises if it may not (`shardwise.verify.proof.prove`)."""
 
 
-def start_training(
-    job_file: Path | None, settings: list[str], resume: Path | None, say: Say,
-    node: Node | None = None, check: Check | None = None,
-) -> None:  # fmt: skip
-    """Trains a job file, the job of the run to resume, or the demo."""
+@dataclass(frozen=True)
+class StartOptions:
+    """How a run is started."""
+
+    resume: Path | None = None
+    node: Node | None = None
+    check: Check | None = None
+    accept_data_change: bool = False
+    strict: bool = False
+    """Whether suspicious settings are errors (`shardwise.launch.warnings`)."""
+
+
+def start_training(job_file: Path | None, settings: list[str], resume: Path | None, say: Say, **options: Any) -> None:
+    """Trains a job file, the job of the run to resume, or the demo. `options`: those of StartOptions."""
 
     def load() -> Job:
         if job_file is None and resume is None:
             say("no job file given: training the built-in demo")
         return load_job(job_file or (RunFolder.open(resume).path / "job.toml" if resume else DEMO), settings)
 
-    _start(load, resume, say, node, check)
+    _start(load, say, StartOptions(resume, **options))
 
 
-def start_job(job: Job, say: Say, resume: Path | None = None, check: Check | None = None) -> RunFolder:
+def start_job(job: Job, say: Say, resume: Path | None = None, **options: Any) -> RunFolder:
     """Trains a job and returns its run folder."""
-    folder = _start(lambda: job, resume, say, None, check)
+    folder = _start(lambda: job, say, StartOptions(resume, **options))
     assert folder is not None
     return folder
 
 
-def _start(
-    load: Callable[[], Job], resume: Path | None, say: Say, node: Node | None, check: Check | None
-) -> RunFolder | None:
+def _start(load: Callable[[], Job], say: Say, options: StartOptions) -> RunFolder | None:
     if existing_world_size() is not None:
-        return _start_run(load(), resume, say, None, None, check)
+        return _start_run(load(), say, options, None)
     # Started first, because a process without threads or PyTorch state is safe to fork.
     fork_server = ForkServer(WORKER_ENTRY_POINT.partition(":")[0])
     try:
-        if node is not None and node.index > 0:
-            say(f"waiting for node 0 at {node.host}:{node.port}")
-            NodeAgent(node, fork_server).run()
+        if options.node is not None and options.node.index > 0:
+            say(f"waiting for node 0 at {options.node.host}:{options.node.port}")
+            NodeAgent(options.node, fork_server).run()
             return None
-        return _start_run(load(), resume, say, fork_server, node, check)
+        return _start_run(load(), say, options, fork_server)
     finally:
         fork_server.close()
 
 
-def _start_run(
-    job: Job, resume: Path | None, say: Say, fork_server: ForkServer | None, node: Node | None,
-    check: Check | None,
-) -> RunFolder:  # fmt: skip
-    resumed = RunFolder.open(resume) if resume is not None else None
-    previous_job = resumed.job() if resumed is not None else job
-    _check_same_run(previous_job, job)
-    given_layout = None if job.layout == "auto" else Layout.parse(job.layout)
-    if given_layout is not None:
-        prepare(job, given_layout)  # before the planner, which rejects layouts for other reasons
-    nodes = node.count if node is not None else 1
-    layout, record, reason_text = _plan_layout(job, nodes)
-    check_layout_fits(layout, job, nodes)
-    check_tracker_installed(job.tracker)
-    prepared = prepare(job, layout)
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", layout.world // nodes))
-    require_memory(job, 4 * STATE_COPIES, local_ranks, local_ranks / layout.world)
-    check_host_memory(prepared, host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", layout.world)))
-    # Built before the workers start, to report a missing file or a wrong vocabulary early and to tokenize text once.
-    _, _, tokenizer = make_sources(job)
-    if check is not None and _is_main_process():
-        check(prepared, say)
-    folder = _open_folder(job, resumed, layout)
-    if _is_main_process():
-        write_text(folder.path / "job.toml", job.to_toml())
-        folder.write_plan(record)
-        if isinstance(tokenizer, HuggingFaceTokenizer):
-            tokenizer.save(folder.tokenizer)
-        _print_summary(prepared, say)
-        say(f"        {reason_text}")
-        if job.total_steps != previous_job.total_steps:
-            steps = pluralize(job.total_steps, "step")
-            change = f"{steps} instead of {previous_job.total_steps}; the learning rate schedule is adjusted."
-            folder.log_event("steps_changed", change, steps=job.total_steps)
-            say(f"steps_changed: {change}")
-    launch(folder, layout, resume=resumed is not None, fork_server=fork_server, node=node)
+def _start_run(job: Job, say: Say, options: StartOptions, fork_server: ForkServer | None) -> RunFolder:
+    resumed = RunFolder.open(options.resume) if options.resume is not None else None
+    with ExitStack() as ownership:
+        previous_job, nodes = job, options.node.count if options.node is not None else 1
+        if resumed is not None and _is_main_process():
+            ownership.enter_context(own_run(resumed.path, say, fork_server))
+        if resumed is not None:
+            previous_job = resumed.job()
+            check_same_run(previous_job, job)
+            check_history(resumed, job)
+        given_layout = None if job.layout == "auto" else Layout.parse(job.layout)
+        if given_layout is not None:
+            prepare(job, given_layout)  # before the planner, which rejects layouts for other reasons
+        layout, record, reason_text = _plan_layout(job, nodes)
+        check_layout_fits(layout, job, nodes)
+        check_tracker_installed(job.tracker)
+        prepared = prepare(job, layout)
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", layout.world // nodes))
+        require_memory(job, 4 * STATE_COPIES, local_ranks, local_ranks / layout.world)
+        check_host_memory(prepared, host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", layout.world)))
+        data_record, sources, events = _open_data(prepared, resumed, options)
+        if options.check is not None and _is_main_process():
+            options.check(prepared, say)
+        folder = _open_folder(job, resumed, layout)
+        if resumed is None and _is_main_process():
+            ownership.enter_context(own_run(folder.path, say, fork_server))
+        if _is_main_process():
+            write_text(folder.path / "job.toml", job.to_toml())
+            folder.write_plan(record)
+            if data_record.is_new:
+                folder.write_data(data_record, *sources)
+            _print_summary(prepared, say)
+            say(f"        {reason_text}")
+            if job.total_steps != previous_job.total_steps:
+                steps = pluralize(job.total_steps, "step")
+                change = f"{steps} instead of {previous_job.total_steps}; the learning rate schedule is adjusted."
+                folder.log_event("steps_changed", change, steps=job.total_steps)
+                say(f"steps_changed: {change}")
+            for kind, message in events:
+                folder.log_event(kind, message)
+                say(f"{kind}: {message}")
+        launch(folder, layout, resume=resumed is not None, fork_server=fork_server, node=options.node)
     if _is_main_process():
         print_end_of_run(folder.path, say)
         if has_finished(folder):
@@ -126,6 +134,30 @@ def _start_run(
         else:
             say(f"to resume: shardwise train --resume {folder.path}")
     return folder
+
+
+def _open_data(
+    prepared: Prepared, resumed: RunFolder | None, options: StartOptions
+) -> tuple[DataRecord, Sources, list[tuple[str, str]]]:
+    """Opens the data before the workers start, to report problems early and to tokenize once. Returns the record of
+    what is read, the sources, and events to log."""
+    job, record, events = prepared.job, DataRecord(), list[tuple[str, str]]()
+    bad_records = BadRecords(job.data.on_bad_record == "skip")
+    if resumed is None:
+        sources = make_sources(job, bad_records=bad_records, record=record)
+    else:
+        record = resumed.data_record()
+        if options.accept_data_change:
+            changes = "; ".join(record.changes()) or "nothing that the fingerprints show"
+            events.append(("data_changed", f"the data as it is now is accepted. Changed: {changes}."))
+            record = DataRecord(tokenizer=record.tokenizer)
+        record.check(resumed.path)
+        sources = resumed.sources(job, record, bad_records)
+        record.check(resumed.path, samples=(len(sources[0]), len(sources[1])))
+    warnings = [*find_warnings(prepared, *sources[:2]), *filter(None, [bad_records.skipped_text()])]
+    if options.strict and warnings:
+        raise JobError(f"--strict: {' '.join(warnings)}")
+    return record, sources, [*events, *(("warning", sentence) for sentence in warnings)]
 
 
 def _plan_layout(job: Job, nodes: int) -> tuple[Layout, dict[str, Any], str]:
@@ -185,23 +217,3 @@ def _open_folder(job: Job, resumed: RunFolder | None, layout: Layout) -> RunFold
     if isinstance(result[0], JobError):
         raise result[0]
     return result[0]
-
-
-def _check_same_run(old: Job, new: Job) -> None:
-    """Raises JobError if the jobs differ in a key that --resume may not change."""
-    before, after = _flatten(old), _flatten(new)
-    different = [key for key in before if before[key] != after[key]]
-    changed = [key for key in different if not any(fnmatchcase(key, pattern) for pattern in RESUMABLE_KEYS)]
-    if changed:
-        raise JobError(
-            f"--resume continues the same run, but {', '.join(changed)} would change; it may change only "
-            f"{', '.join(RESUMABLE_KEYS)}. Start a new run to change other keys."
-        )
-
-
-def _flatten(job: Job) -> dict[str, object]:
-    """Returns the job's values by dotted key."""
-    flat: dict[str, object] = {}
-    for key, value in job.model_dump().items():
-        flat |= {f"{key}.{name}": leaf for name, leaf in value.items()} if isinstance(value, dict) else {key: value}
-    return flat

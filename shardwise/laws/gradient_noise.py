@@ -17,7 +17,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from shardwise.data.make_sources import make_sources
 from shardwise.data.sample_stream import SampleStream
 from shardwise.errors import DataError
 from shardwise.models.chain import IGNORE_INDEX
@@ -55,7 +54,7 @@ def measure_noise_scale(run: Path, batches: int = 16, samples: int = 8) -> Gradi
     eod_token_id = job.require_decoder().eod_token_id
     device = torch.device(pick_device(job))
     model = load_model(folder, job, device).requires_grad_(True)
-    stream = SampleStream(make_sources(job)[0], job.seed)
+    stream = SampleStream(folder.sources(job)[0], job.seed)
     first = job.total_steps * job.samples
     mean_gradients: dict[str, torch.Tensor] = {}
     mean_squared_norm = 0.0

@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from shardwise.data.make_sources import make_sources
 from shardwise.data.sample_stream import Samples
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer
 from shardwise.errors import CheckpointError, DataError, JobError, RunError
@@ -35,7 +34,7 @@ def load_run_tokenizer(folder: RunFolder, job: Job) -> Tokenizer:
         return load_tokenizer(str(folder.tokenizer))
     if job.data.source not in ("tokens", "synthetic"):
         return load_tokenizer(job.data.tokenizer)
-    _, _, tokenizer = make_sources(job)
+    _, _, tokenizer = folder.sources(job)
     if tokenizer is None:
         raise DataError(
             f"{folder.path} was trained on tokens without a tokenizer (data.source = {job.data.source!r}), so it "

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from shardwise.console import pluralize, signal_name
 from shardwise.data.bad_records import BadRecords
 from shardwise.data.loader import Loader
-from shardwise.data.make_sources import make_sources
 from shardwise.data.sample_stream import Samples, job_stream
 from shardwise.errors import DataError, RunError
 from shardwise.integrity.anomaly_policy import AnomalyPolicy, Rollback
@@ -34,6 +33,7 @@ from shardwise.train.local_machine import local_cluster
 from shardwise.train.metrics_processor import MetricsProcessor, StopFlag, json_number
 from shardwise.train.progress import Progress
 from shardwise.train.run_folder import RunFolder
+from shardwise.train.same_run import check_none_lost, check_state, defining_values
 from shardwise.train.validate import validate
 
 # The phase of the step timer, by the phase that a rank reports in its heartbeat.
@@ -89,7 +89,13 @@ class TrainingLoop:
         # found by a single rank.
         log_path = self.folder.bad_records_path if self.is_rank_zero else None
         self.bad_records = BadRecords(self.job.data.on_bad_record == "skip", log_path)
-        self.training, self.held_out, self.tokenizer = make_sources(self.job, bad_records=self.bad_records)
+        record = self.folder.data_record()
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # copies on other nodes may have other times
+            record.check(self.folder.path, compare_times=self.is_rank_zero)
+        sources = self.folder.sources(self.job, record, self.bad_records)
+        if record.is_new and self.is_rank_zero:
+            self.folder.write_data(record, *sources)
+        self.training, self.held_out, self.tokenizer = sources
         self.bad_records.log_path = self.folder.bad_records_path
         self.metrics = MetricsProcessor(
             self.job, self.engine, self.optimizer, self.folder, self.progress, self.corruption_detector, self.stop,
@@ -203,6 +209,7 @@ class TrainingLoop:
         if stream is not None and state is not None and state["dataset"] is not None:
             index, stream.states[index] = state["dataset"]
         if self.is_rank_zero:
+            check_none_lost(self.folder) if state is None else check_state(self.folder, self.job, state)
             self.folder.discard_after(first)
         message = f"from step {first} in layout '{self.layout}'."
         source = self.checkpoints.source
@@ -220,7 +227,8 @@ class TrainingLoop:
         stream, samples = getattr(self.training, "stream", None), done * self.job.samples
         dataset = stream.state_before(samples) if stream is not None else None
         return {
-            "step": done, "samples": samples, "layout": str(self.layout), "seed": self.job.seed, "dataset": dataset
+            "step": done, "samples": samples, "layout": str(self.layout), "seed": self.job.seed, "dataset": dataset,
+            "job": defining_values(self.job),
         }  # fmt: skip
 
     def _save(self, done: int) -> None:

@@ -5,6 +5,7 @@ metrics.jsonl    one object per step            events.jsonl     events with a m
 ranks.jsonl      time and memory of each rank   timeline/        pipeline actions of selected steps
 checkpoints/     see `checkpoint.py`            errors/          errors of failed workers
 tokenizer.json   the tokenizer, unless `bytes`  bad-records.txt  records that `data.on_bad_record = "skip"` skipped
+data.json        fingerprints of the files read owner.json       the launcher that trains the run, while it does
 heartbeats/      heartbeats of the ranks        doctor/          diagnoses of dead and hung ranks
 skips.json       batches skipped after loss spikes
 quarantine.json  ranks on which silent data corruption was found
@@ -23,8 +24,13 @@ from typing import Any
 
 import tomli_w
 
-from shardwise.errors import JobError, RunError
-from shardwise.files import parse_json, parse_record, write_text
+from shardwise.data.bad_records import BadRecords
+from shardwise.data.fingerprint import DataRecord
+from shardwise.data.make_sources import Sources, make_sources
+from shardwise.data.source import Source
+from shardwise.data.tokenizer import HuggingFaceTokenizer, Tokenizer, tokenizer_fingerprint
+from shardwise.errors import DataError, JobError, RunError
+from shardwise.files import atomic_write, parse_json, parse_record, write_text
 from shardwise.job import Job, load_job
 
 DISK_FULL_TIMEOUT = 5.0  # seconds to wait for space on a full disk: a checkpoint that did not fit gets removed
@@ -65,6 +71,26 @@ class RunFolder:
     def job(self) -> Job:
         return load_job(self.path / "job.toml")
 
+    def data_record(self) -> DataRecord:
+        return DataRecord.load(self.path / "data.json")
+
+    def sources(self, job: Job, record: DataRecord | None = None, bad_records: BadRecords | None = None) -> Sources:
+        """Returns the run's sources for training and validation, and its own tokenizer, as it began with them."""
+        record = self.data_record() if record is None else record
+        own = self.tokenizer if job.data.tokenizer != "bytes" and self.tokenizer.exists() else None
+        if record.tokenizer and (own is None or tokenizer_fingerprint(str(own)) != record.tokenizer):
+            raise DataError(f"{self.tokenizer} is missing or has changed since the run began; restore it.")
+        return make_sources(job, bad_records=bad_records, record=record, own_tokenizer=own)
+
+    def write_data(self, record: DataRecord, training: Source, held_out: Source, tokenizer: Tokenizer | None) -> None:
+        """Records what the run reads, and keeps its tokenizer."""
+        if isinstance(tokenizer, HuggingFaceTokenizer):
+            if not self.tokenizer.exists():
+                tokenizer.save(self.tokenizer)
+            record.tokenizer = tokenizer_fingerprint(str(self.tokenizer))
+        record.samples = (len(training), len(held_out))
+        record.save(self.path / "data.json")
+
     def write_plan(self, plan: dict[str, Any]) -> None:
         write_text(self.path / "plan.toml", tomli_w.dumps(plan))
 
@@ -82,15 +108,23 @@ class RunFolder:
         return _read_records(self.path / "events.jsonl")
 
     def discard_after(self, step: int) -> None:
-        """Truncates the metrics after `step`, since those steps will run again. Records are in step order."""
-        for name in ("metrics.jsonl", "ranks.jsonl"):
-            path, offset = self.path / name, 0
-            for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
-                record = parse_record(line)
-                if record is not None and record.get("step", 0) > step:
-                    os.truncate(path, offset)
-                    break
-                offset += len(line)
+        """Moves the metrics after `step` to `*.discarded.jsonl`, since those steps will run again."""
+        for name in ("metrics", "ranks"):
+            path = self.path / f"{name}.jsonl"
+            content = path.read_bytes() if path.exists() else b""
+            kept, discarded = list[bytes](), list[bytes]()
+            for line in content.splitlines(keepends=True):
+                number = (parse_record(line) or {}).get("step")
+                (discarded if isinstance(number, int) and number > step else kept).append(line)
+            if not discarded:
+                continue
+            with (self.path / f"{name}.discarded.jsonl").open("ab") as copy:
+                copy.writelines(discarded)
+            if content.startswith(rest := b"".join(kept)):
+                os.truncate(path, len(rest))
+            else:  # not in step order
+                with atomic_write(path) as file:
+                    file.write(rest)
 
     def skipped_batches(self) -> list[tuple[int, int]]:
         """Returns the skipped batches as (step, count): from this step on, that many batches are skipped."""

@@ -6,7 +6,6 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from shardwise.data.make_sources import make_sources
 from shardwise.data.sample_stream import SampleStream
 from shardwise.data.source import Source
 from shardwise.data.tokenizer import Tokenizer
@@ -26,7 +25,7 @@ def has_finished(folder: RunFolder) -> bool:
 
 def summarize(folder: RunFolder, job: Job, say: Callable[[str], None]) -> None:
     """Prints the summary of a run that has taken all its steps."""
-    training, held_out, tokenizer = make_sources(job)
+    training, held_out, tokenizer = folder.sources(job)
     if tokenizer is not None and len(held_out) and job.model.targets_are_text:
         bits = _frequency_table_bits(job, training, held_out, tokenizer)
         say(f"for comparison: predicting bytes by their frequency gives {bits:.3f} bits per byte")

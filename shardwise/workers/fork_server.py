@@ -9,11 +9,12 @@ Run as python -m shardwise.workers.fork_server SOCKET MODULE..., with modules to
     {"fork": "group-1", "ranks": [0, 1], "size": 2, "entry": "module:function", "arguments": [...], ...}
     {"release": "group-2"}                              lets standby workers continue
     {"kill": "group-1", "signal": 9, "ranks": [0]}      sends a signal
-    {"grace": 0}                                        seconds workers get to save once the launcher is gone
+    {"own": "RUN/owner.json", "token": "..."}           keeps the run folder, see `shardwise.workers.run_owner`
     {"remove_snapshots": "/dev/shm/..."}                deletes a run's snapshots, see `shardwise.workers.snapshots`
 
 and reports `{"group": "group-1", "pids": {"0": 7, "1": 8}}`, `{"group": "group-1", "rank": 0, "stopped": true}` (false
-when continued) and `{"group": "group-1", "rank": 0, "code": -9}` (exit code). It exits with its launcher.
+when continued) and `{"group": "group-1", "rank": 0, "code": -9}` (exit code). It ends with its launcher, and
+its workers with it.
 """
 
 import ctypes
@@ -26,14 +27,17 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-GRACE_SECONDS = 60.0  # time that workers get to save a checkpoint after their launcher was killed
+from shardwise.workers.run_owner import BEAT_SECONDS, keep
+
 STANDBY_FLAG = "--standby-fd="  # file descriptor that a standby worker blocks on until it is released
 SNAPSHOT_FLAG = "--snapshots="  # snapshot folder
 EntryPoint = Callable[[list[str]], None]
@@ -84,15 +88,15 @@ class ForkServer(MessageChannel):
             ).pid  # fmt: skip
         theirs.close()
         super().__init__(ours)
-        self.has_sent = False
+        self.has_workers = False
 
     def send(self, message: Message) -> None:
-        self.has_sent = True
+        self.has_workers |= "fork" in message
         super().send(message)
 
     def close(self) -> None:
         self.connection.close()
-        if not self.has_sent:
+        if not self.has_workers:
             os.kill(self.pid, signal.SIGKILL)  # it may still be importing
         with suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
@@ -119,9 +123,15 @@ def serve(connection: socket.socket) -> None:
     signal.set_wakeup_fd(wakeup_write)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     channel, groups = MessageChannel(connection), dict[str, _ForkedGroup]()
-    snapshot_folders, grace = set[str](), GRACE_SECONDS
-    while True:
-        ready = select.select([connection.fileno(), wakeup_read], [], [])[0]
+    snapshot_folders, owned, launcher = set[str](), ("", ""), os.getppid()
+    signal_parent_death(signal.SIGCHLD)  # wakes the loop; the socket stays open if the launcher has other children
+    last_beat = time.monotonic()
+    while os.getppid() == launcher:
+        ready = select.select([connection.fileno(), wakeup_read], [], [], BEAT_SECONDS)[0]
+        if owned[0] and time.monotonic() - last_beat >= BEAT_SECONDS:
+            last_beat = time.monotonic()
+            if not keep(Path(owned[0]), owned[1]):
+                break
         if wakeup_read in ready:
             os.read(wakeup_read, 1 << 12)
             for name, group in groups.items():
@@ -133,15 +143,14 @@ def serve(connection: socket.socket) -> None:
                 break
             for command in commands:
                 snapshot_folders.add(command.get("snapshot_folder", ""))
-                grace = command.get("grace", grace)
+                owned = (command["own"], command["token"]) if "own" in command else owned
                 _handle_command(command, groups, channel)
-    # The launcher is gone: workers save and exit, standby workers exit at once. The rest are killed when we exit.
-    signal_all([pid for group in groups.values() for pid in group.pids.values()], signal.SIGTERM)
-    deadline = time.monotonic() + grace
-    while any(group.pids for group in groups.values()) and time.monotonic() < deadline:
+    # The launcher is gone, or has lost the run folder: nobody may write there any more.
+    signal_all([pid for group in groups.values() for pid in group.pids.values()], signal.SIGKILL)
+    while any(group.pids for group in groups.values()):
         for group in groups.values():
             list(_poll_workers(group))
-        time.sleep(0.05)
+        time.sleep(0.01)
     for snapshot_folder in snapshot_folders:
         _remove_snapshots(snapshot_folder)
 
@@ -207,7 +216,7 @@ def _fork_worker(
 ) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
-    pid = os.fork()
+    parent, pid = os.getpid(), os.fork()
     if pid:
         return pid
     code = 1
@@ -218,7 +227,7 @@ def _fork_worker(
         channel.connection.close()
         if write >= 0:
             os.close(write)
-        die_with_parent()
+        die_with_parent(parent)
         slots = command.get("slots") or list(range(len(command["ranks"])))
         world = {"RANK": rank, "LOCAL_RANK": slots[local_index]}
         world |= {"WORLD_SIZE": command["size"], "LOCAL_WORLD_SIZE": len(slots)}
@@ -251,10 +260,23 @@ def snapshot_folder_argument(arguments: list[str]) -> str:
     return next((arg.removeprefix(SNAPSHOT_FLAG) for arg in arguments if arg.startswith(SNAPSHOT_FLAG)), "")
 
 
-def die_with_parent() -> None:
-    """Makes the kernel kill this process when its parent dies (Linux only)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+def die_with_parent(parent: int) -> None:
+    """Makes this process die when its parent does, whatever it is doing."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if not signal_parent_death(signal.SIGKILL):
+        threading.Thread(target=watch, daemon=True).start()
+    elif os.getppid() != parent:  # it died before the kernel was asked
+        os._exit(1)
+
+
+def signal_parent_death(number: int) -> bool:
+    """Asks the kernel for a signal when the parent dies; returns False where it cannot."""
+    return sys.platform == "linux" and not ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
 
 
 def load_entry_point(entry: str) -> EntryPoint:

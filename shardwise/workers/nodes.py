@@ -223,7 +223,6 @@ class NodeAgent:
 
     def run(self) -> None:
         """Serves until the coordinator shuts down. Raises RunError if it cannot be reached."""
-        self.fork_server.send({"grace": 0})  # without the other nodes, workers cannot save a checkpoint
         while True:
             channel = self._connect()
             if self._relay(channel):

@@ -9,7 +9,7 @@ const COLOURS = {
 };
 const RUN_COLOURS = ["#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#9c755f", "#76b7b2", "#e8c547"];
 const ACTION_KINDS = { F: ["forward", "#9ecae9"], B: ["backward", "#ffbf79"], I: ["backward (input)", "#ffbf79"], W: ["backward (weight)", "#a5d69a"] };
-const ALERT_EVENTS = ["killed", "suspended", "hung", "failed", "rollback", "loss_spike", "step_skipped", "stopped", "straggler", "checkpoint_corrupt", "corruption", "node_lost", "scaled_down", "checkpoint_failed"];
+const ALERT_EVENTS = ["killed", "suspended", "hung", "failed", "rollback", "loss_spike", "step_skipped", "stopped", "straggler", "checkpoint_corrupt", "corruption", "node_lost", "scaled_down", "checkpoint_failed", "warning", "data_changed"];
 const METRIC_LABELS = {
   loss: "loss", grad_norm: "gradient norm", lr: "learning rate", mfu: "MFU (model FLOPs utilization)",
   memory_gib: "peak memory of rank 0 (GiB)", loss_scale: "loss scale", gradient_compression_ratio: "gradient compression ratio",

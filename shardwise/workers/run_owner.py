@@ -1,0 +1,143 @@
+"""The owner of a run folder: one launcher at a time trains in it, named in `owner.json`.
+
+It is created exclusively, which needs no locks and works on network file systems, and touched every BEAT_SECONDS.
+- On the owner's machine (same boot, process namespace and user), the owner lives as long as its launcher or its fork
+  server, which ends after its workers: a process with this id that began at this time. A killed run resumes at once.
+- From another machine, it lives if the file is touched while we watch, so no clocks are compared. After STALE_SECONDS
+  of silence it counts as dead. If it wakes up, it notices that the folder has a new owner, and its workers end.
+"""
+
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import JobError, RunError
+
+BEAT_SECONDS, STALE_SECONDS = 2.0, 30.0
+EXIT_SECONDS = 10.0  # time that workers of a killed launcher get to end
+DAMAGED_SECONDS = 1.0  # for a file that cannot be read: it may be half written
+Owner = dict[str, Any]
+Say = Callable[[str], None]
+
+
+@contextmanager
+def own_run(run: Path, say: Say, fork_server: Any = None) -> Iterator[None]:
+    """Owns a run folder; raises JobError if another launcher does. The fork server touches the file, else a thread."""
+    path, pids = run / "owner.json", [os.getpid(), *([] if fork_server is None else [fork_server.pid])]
+    owner: Owner = {
+        "token": uuid.uuid4().hex, "host": socket.gethostname(), "machine": _machine(), "pid": pids[0],
+        "time": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()), "processes": [[p, _began(p)] for p in pids],
+    }  # fmt: skip
+    try:
+        _acquire(path, owner, say)
+    except OSError as error:
+        raise JobError(f"the run folder {run} cannot be written: {error.strerror or error}.") from None
+    ended = threading.Event()
+    if fork_server is not None:
+        fork_server.send({"own": str(path), "token": owner["token"]})
+    else:
+        threading.Thread(target=_keep_in_thread, args=(path, owner["token"], ended), daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if not keep(path, owner["token"]):
+            raise RunError(f"{run} has been taken over by {_name(_read(path))}, so this launcher has ended.") from None
+        with suppress(OSError):
+            path.unlink()
+
+
+def keep(path: Path, token: str) -> bool:
+    """Touches the owner's file. Returns False if the folder has another owner."""
+    with suppress(OSError):  # a file system that does not answer
+        if _read(path).get("token", token) != token:
+            return False
+        os.utime(path)
+    return True
+
+
+def _keep_in_thread(path: Path, token: str, ended: threading.Event) -> None:
+    while not ended.wait(BEAT_SECONDS):
+        if not keep(path, token):
+            os._exit(1)  # under torchrun or Slurm this process is a rank, which must not write any more
+
+
+def _acquire(path: Path, owner: Owner, say: Say) -> None:
+    while not _create(path, owner):
+        other = _read(path)
+        if not _is_dead(path, other, say):
+            raise JobError(f"{path.parent} is being trained by {_name(_read(path))}; resume when it has ended.")
+        claim = path.with_name(f"owner.{other.get('token', 'damaged')}.claim")
+        if _create(claim, owner):  # of several launchers that find the owner dead, one removes it
+            if _read(path) == other:
+                path.unlink(missing_ok=True)
+            claim.unlink()
+        elif _is_dead(claim, _read(claim), say):
+            claim.unlink(missing_ok=True)
+
+
+def _create(path: Path, owner: Owner) -> bool:
+    """Creates a file unless it exists. A reader that finds it half written takes no decision on it."""
+    with suppress(FileExistsError), path.open("x") as file:
+        file.write(json.dumps(owner))
+        return True
+    return False
+
+
+def _read(path: Path) -> Owner:
+    """Returns the owner; empty if there is none or the file is damaged."""
+    with suppress(FileNotFoundError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        owner = json.loads(path.read_bytes())
+        pairs = [[int(pid), int(began)] for pid, began in owner["processes"]]
+        words = {key: str(owner[key]) for key in ("token", "host", "machine", "time")}
+        return {**words, "pid": int(owner["pid"]), "processes": pairs} if words["token"].isalnum() else {}
+    return {}
+
+
+def _is_dead(path: Path, owner: Owner, say: Say) -> bool:
+    """Waits until the owner has ended; returns False as soon as it shows to be alive."""
+    is_here, touched = bool(owner) and owner["machine"] == _machine(), _touched(path)
+    deadline = time.monotonic() + (EXIT_SECONDS if is_here else STALE_SECONDS if owner else DAMAGED_SECONDS)
+    if owner and not is_here:
+        say(f"{path.parent} belongs to {_name(owner)}; waiting {STALE_SECONDS:g} s for a sign of life")
+    while time.monotonic() < deadline:
+        alive = [pid for pid, began in owner["processes"] if _began(pid) == began] if is_here else []
+        if is_here and (not alive or owner["pid"] in alive):
+            return not alive
+        if not is_here and _touched(path) != touched:
+            return not path.exists()
+        time.sleep(0.05)
+    return not is_here
+
+
+def _touched(path: Path) -> int:
+    with suppress(FileNotFoundError), path.open("rb") as file:  # opened, so that a network file system asks its server
+        return os.fstat(file.fileno()).st_mtime_ns
+    return 0
+
+
+def _machine() -> str:
+    """Returns a name of the machine that is the same for all processes that can look each other up."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
+    return uuid.uuid4().hex  # without /proc, owners are judged by their files
+
+
+def _began(pid: int) -> int:
+    """Returns when a process began, in ticks since boot; -1 if it has ended."""
+    with suppress(OSError, ValueError):
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return -1 if state in "ZX" else int(fields[18])
+    return -1
+
+
+def _name(owner: Owner) -> str:
+    return f"process {owner['pid']} on {owner['host']} since {owner['time']}" if owner else "another process"
