@@ -335,7 +335,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     job = make_job(tomllib.loads(TINY) | {"data": {"source": "synthetic"}, "run": {"folder": str(folder / "run")}})
     run_world(_train, 2, str(RunFolder.create(job).path), timeout=120)
     plan, source = choose_plan(job)
-    RunFolder(folder / "run").write_plan(plan_record(job, plan, source))
+    run = RunFolder(folder / "run")
+    run.write_plan(plan_record(job, plan, source))
+    record = run.data_record()
+    run.write_data(record, *run.sources(job, record))
     shutil.copytree(folder / "run", folder / "twin")
     extra = {"heartbeats/rank-0.json": BEAT, "doctor/0001/diagnosis.json": DIAGNOSIS, "skips.json": [[2, 1]],
              "errors/rank-0.json": {"rank": 0, "time_ns": 1, "kind": "E", "message": "m", "exit_code": 1},
