@@ -335,7 +335,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     job = make_job(tomllib.loads(TINY) | {"data": {"source": "synthetic"}, "run": {"folder": str(folder / "run")}})
     run_world(_train, 2, str(RunFolder.create(job).path), timeout=120)
     plan, source = choose_plan(job)
-    RunFolder(folder / "run").write_plan(plan_record(job, plan, source))
+    run = RunFolder(folder / "run")
+    run.write_plan(plan_record(job, plan, source))
+    record = run.data_record()
+    run.write_data(record, *run.sources(job, record))
     shutil.copytree(folder / "run", folder / "twin")
     extra = {"heartbeats/rank-0.json": BEAT, "doctor/0001/diagnosis.json": DIAGNOSIS, "skips.json": [[2, 1]],
              "errors/rank-0.json": {"rank": 0, "time_ns": 1, "kind": "E", "message": "m", "exit_code": 1},
@@ -412,7 +415,7 @@ def test_a_damaged_file_ends_in_a_sentence(
         before = listing(work)
         seed = f"case {number}: {file}: {how}; shardwise {command}"
         code, said = call(command.split(), monkeypatch, capfd)
-        assert code in (0, 2), f"{seed}\n{said}"
+        assert code in (0, 2) or "cannot be written" in said, f"{seed}\n{said}"
         assert "Traceback" not in said and len(said) < 20_000, f"{seed}\n{said}"
         changed = {path for path, _ in before.items() ^ listing(work).items()}
         changed -= {path for path in changed if path.startswith(("run/", "runs", "out/"))}
@@ -459,7 +462,7 @@ def call(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.Ca
 
 def stub_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands come as far as the moment in which they would start processes or serve pages."""
-    nothing = SimpleNamespace(close=lambda: None)
+    nothing = SimpleNamespace(close=lambda: None, send=lambda _: None, pid=os.getpid())
     for module in ("shardwise.launch.start", "shardwise.chaos.run"):
         monkeypatch.setattr(f"{module}.ForkServer", lambda *_: nothing)
     monkeypatch.setattr("shardwise.launch.start.launch", lambda *_, **__: None)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import DataError
-from shardwise.files import write_text
+from shardwise.files import parse_json, write_text
 
 BLOCK_BYTES, BLOCKS = 16 << 10, 16
 MAX_SHOWN = 3  # changes that an error names
@@ -91,12 +91,12 @@ class DataRecord:
     def load(cls, path: Path) -> DataRecord:
         """Returns the record of a run; a new one if the run has none."""
         try:
-            values = json.loads(path.read_bytes())
+            values = parse_json(path.read_bytes())
             files = {name: DataFile(Path(name), int(s), int(t), str(d)) for name, (s, t, d) in values["files"].items()}
             return cls(files, tuple(map(int, values["samples"])), str(values["tokenizer"]), is_new=False)
         except FileNotFoundError:
             return cls()
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
             raise DataError(f"{path} is damaged; restore it, or delete it to record the run's data anew.") from None
 
     def save(self, path: Path) -> None:

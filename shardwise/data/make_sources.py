@@ -43,7 +43,7 @@ from shardwise.data.token_file import RAW_DTYPES, TokenFile, open_raw_token_file
 from shardwise.data.token_windows import TokenWindows
 from shardwise.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, parse_bpe_size, tokenizer_fingerprint
 from shardwise.errors import DataError
-from shardwise.files import write_text
+from shardwise.files import parse_json, write_text
 from shardwise.job import DataConfig, Job
 
 try:
@@ -277,7 +277,7 @@ def _encode_cached(
     _check_vocab("the tokenizer", tokenizer.vocab, job)
     with _file_lock(folder):
         try:
-            notes = json.loads((folder / "notes.json").read_bytes())
+            notes = parse_json((folder / "notes.json").read_bytes())
             tokens = open_token_file(folder / "tokens.bin")
         except (OSError, ValueError, DataError):  # missing, or damaged
             encode_files(data, files, tokenizer, folder / "tokens.bin", new_bad_records)

@@ -35,7 +35,7 @@ from shardwise.comm.objects import all_gather_json
 from shardwise.console import format_ranks, pluralize
 from shardwise.data.sample_stream import Samples
 from shardwise.errors import RunError
-from shardwise.files import write_text
+from shardwise.files import parse_record, write_text
 from shardwise.integrity import checksums
 from shardwise.integrity.anomaly_policy import Rollback
 from shardwise.integrity.checksums import COPY_KINDS, StateChecksums, TrackedTensor, compute_checksums
@@ -294,7 +294,8 @@ class CorruptionDetector:
         """Adds the rank to `quarantine.json`; raises `RunError` if it was found corrupt too often."""
         rank, quarantined = corruption.ranks[0], dict[str, list[Any]]()
         if self.quarantine_file.exists():
-            quarantined = json.loads(self.quarantine_file.read_text())
+            found = parse_record(self.quarantine_file.read_bytes()) or {}  # a damaged file counts from 0 again
+            quarantined = {key: entries for key, entries in found.items() if isinstance(entries, list)}
         if self.world > 1:
             dist.barrier()  # all ranks have read the file before rank 0 rewrites it
         entries, host = quarantined.setdefault(str(rank), []), self.hosts[rank]

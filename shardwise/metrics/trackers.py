@@ -10,7 +10,6 @@
 
 import csv
 import importlib.util
-import json
 import os
 import re
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import JobError
+from shardwise.files import parse_record
 from shardwise.job import Job
 from shardwise.metrics.rank_metrics import PHASES, SCALAR_METRICS, WAIT_AXES
 
@@ -88,8 +88,8 @@ class CsvWriter:
             out = csv.DictWriter(file, CSV_COLUMNS, extrasaction="ignore")
             out.writeheader()
             for line in lines:
-                if line.endswith("\n"):
-                    out.writerow(flatten(json.loads(line)))
+                if line.endswith("\n") and (record := parse_record(line)) is not None:
+                    out.writerow(flatten(record))
 
 
 class PrometheusWriter:

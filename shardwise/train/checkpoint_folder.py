@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from shardwise.comm.objects import all_gather_json, broadcast_json
 from shardwise.errors import CheckpointError
+from shardwise.files import parse_json
 
 FORMAT_VERSION = 1
 MANIFEST_FILE = "manifest.json"
@@ -152,7 +153,7 @@ def verify_checkpoint_files(path: Path, group: CheckpointGroup) -> tuple[list[st
 
 def read_manifest(path: Path) -> dict[str, Any]:
     try:
-        manifest = json.loads((path / MANIFEST_FILE).read_bytes())
+        manifest = parse_json((path / MANIFEST_FILE).read_bytes())
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{MANIFEST_FILE} is missing") from None
     except (OSError, ValueError) as error:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import JobError, RunError
+from shardwise.files import parse_json
 
 BEAT_SECONDS, STALE_SECONDS = 2.0, 30.0
 EXIT_SECONDS = 10.0  # time that workers of a killed launcher get to end
@@ -93,8 +94,8 @@ def _create(path: Path, owner: Owner) -> bool:
 
 def _read(path: Path) -> Owner:
     """Returns the owner; empty if there is none or the file is damaged."""
-    with suppress(FileNotFoundError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
-        owner = json.loads(path.read_bytes())
+    with suppress(FileNotFoundError, ValueError, TypeError, KeyError, OverflowError):
+        owner = parse_json(path.read_bytes())
         pairs = [[int(pid), int(began)] for pid, began in owner["processes"]]
         words = {key: str(owner[key]) for key in ("token", "host", "machine", "time")}
         return {**words, "pid": int(owner["pid"]), "processes": pairs} if words["token"].isalnum() else {}

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.files import write_text
+from shardwise.files import parse_json, write_text
 
 SLOTS = 2
 ALIGNMENT = 64
@@ -224,8 +224,8 @@ class SnapshotStore:
         """Returns, by slot, the headers of a rank's snapshots that match this layout and their checksum."""
         headers = {}
         for slot in range(SLOTS):
-            with suppress(OSError, ValueError, KeyError, RuntimeError):
-                header = json.loads(self._header_path(rank, slot).read_text())
+            with suppress(OSError, ValueError, KeyError, TypeError, RuntimeError):
+                header = parse_json(self._header_path(rank, slot).read_bytes())
                 path = self._data_path(rank, slot)
                 fits = header["layout"] == self.layout and path.stat().st_size >= header["bytes"]
                 if fits and _checksum(self._mapped_bytes(rank, slot, header["bytes"])) == header["sum"]:
