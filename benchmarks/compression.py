@@ -31,7 +31,7 @@ from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.optim import learning_rate, make_optimizer, set_learning_rate
 from shardwise.parallel.parallelize import parallelize
-from shardwise.parallel.prepare import parameter_shapes, prepare
+from shardwise.parallel.prepare import prepare
 from shardwise.step import step
 from shardwise.train.validate import validate
 
@@ -103,8 +103,9 @@ def bench_links(rate: int, nodes: int) -> None:
 
 
 def gradient_bytes(model: dict[str, object]) -> int:
-    shapes = parameter_shapes(job_of("", model, 8).family.build_on_meta(job_of("", model, 8).model))
-    return 4 * sum(shape.numel() for shape in shapes.values())
+    job = job_of("", model, 8)
+    chain = job.family.build_on_meta(job.model)
+    return 4 * sum(weight.numel() for _, weight in chain.named_unique_parameters())
 
 
 def single_process_seconds() -> float:

@@ -167,7 +167,7 @@ def run_family(model_type: str) -> dict[str, Any]:
     axes = [axis for axis in ("pipeline", "shard", "tensor", "context", "replicate") if axis not in refused]
     axes = [axis for axis in axes if results.get(axis, {}).get("refusal") is None][:3]
     if len(axes) < 3:
-        results["product"] = {"refusal": refused.get("replicate", "fewer than three axes.")}
+        results["product"] = {"refusal": refused.get("replicate", "the model supports fewer than three axes.")}
     else:
         micro_batch = " micro_batch=1" if "pipeline" in axes else ""
         results["product"] = run_layout(job, " ".join(f"{axis}=2" for axis in axes) + micro_batch)
@@ -217,17 +217,17 @@ def write_page(results: dict[str, Any]) -> str:
     worst = max((entry["error"] for entry in entries if "error" in entry), default=0.0)
     counts = [sum("error" in results[t].get(column, {}) for t in results) for column in (*COLUMNS, "product")]
     lines = [
-        "# Transformers models by axis",
+        "# Axes that transformers models support",
         "",
         "Each row is a tiny random model of a transformers family, built from `model.name = \"hf:TYPE\"`. Each cell is",
         "the largest relative error of loss, gradient norm, gradients and updated weights after two steps in float64,",
-        "against transformers' own unmodified module in one process; `-` is a refusal, with the number of the note",
-        "that has its sentence. `python benchmarks/transformers_matrix.py` writes this page.",
+        "against transformers' own unmodified module in one process; `-` means not supported, with the number of the",
+        "reason below the table. `python benchmarks/transformers_matrix.py` writes this page.",
         "",
         *(f"- *{column}*: `{layout}`" for column, layout in COLUMNS.items()),
         "- *product*: three axes of degree 2: p = pipeline, s = shard, t = tensor, c = context, r = replicate",
         "",
-        f"{len(rows)} families. Exact: "
+        f"{len(rows)} families. Equal to one process: "
         + ", ".join(f"{column} {count}" for column, count in zip((*COLUMNS, "product"), counts, strict=True))
         + f". The largest error is {worst:.0e}.",
         "",

@@ -1,10 +1,12 @@
 """The command line: parses options, calls the package, prints the result."""
 
+import errno
+import io
 import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
@@ -20,6 +22,7 @@ from shardwise.files import require_parent_folder
 from shardwise.job import load_job
 from shardwise.watch import command as watch
 
+MAX_OPTIONS = {"seed": 2**63 - 1, "processes": 1000, "budgets": 100, "sizes": 100}  # of all others: a million
 app = typer.Typer(
     name="shardwise", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
     rich_markup_mode="markdown",  # the rich markup would take "[data]" for a style
@@ -56,7 +59,7 @@ def train(
         str | None, Option(metavar="K/N", help="Multi-node: this is node K (from 0) of N; only node 0 takes a job.")
     ] = None,
     address: Annotated[str | None, Option(metavar="HOST:PORT", help="Multi-node: address of node 0.")] = None,
-    proof: Annotated[bool, Option(help="Verify the layout of a model that is not built in before training it.")] = True,
+    proof: Annotated[bool, Option(help="First verify the layout of a model not built in; --no-proof skips it.")] = True,
     accept_data_change: Annotated[bool, Option("--accept-data-change", help="Resume with changed data.")] = False,
     strict: Annotated[bool, Option("--strict", help="Refuse suspicious settings.")] = False,
 ) -> None:
@@ -160,8 +163,10 @@ def verify(
 def plan(
     job_file: JobFile = None,
     overrides: Overrides = None,
-    cluster: Annotated[str, Option(help="Cluster preset (h100, ...) or a file from `shardwise calibrate`.")] = "cpu",
-    devices: Annotated[int | None, Option(min=1, help="Number of devices; default: one node, rack or pod.")] = None,
+    cluster: Annotated[
+        str, Option(help="Cluster preset (a100-80g, h100, ...) or a file from `shardwise calibrate`.")
+    ] = "cpu",
+    devices: Annotated[int | None, Option(min=1, help="Devices; default: one node, rack or pod (cpu: 1024).")] = None,
     layout: Annotated[str | None, Option(help="Estimate this layout instead of searching.")] = None,
     as_json: JsonFlag = False,
     html: Annotated[Path | None, Option(help="Also write the plan as an HTML page to this file.")] = None,
@@ -186,9 +191,9 @@ def dryrun(
     overrides: Overrides = None,
     layout: Annotated[str | None, Option(help="Layout to run; default: the job's layout.")] = None,
     rank: Annotated[
-        list[int] | None, Option(min=0, help="Rank to simulate; repeatable. Default: ranks of four pipeline stages.")
+        list[int] | None, Option(min=0, help="Rank; repeatable. Default: of the first, second, middle, last stage.")
     ] = None,
-    every_stage: Annotated[bool, Option("--every-stage", help="Simulate one rank of every pipeline stage.")] = False,
+    every_stage: Annotated[bool, Option("--every-stage", help="Simulate one rank per pipeline position.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Simulates a step of selected ranks of any world size on fake tensors; prints their exact memory and traffic."""
@@ -236,8 +241,9 @@ def bench_step(
     import torch
 
     from shardwise.bench.train_step import bench_step as run_bench
-    from shardwise.train.local_machine import pick_device
+    from shardwise.train.local_machine import pick_device, require_memory
 
+    require_memory(job, 8)
     report = run_bench(job, torch.device(pick_device(job)), steps)
     print_line(json.dumps(report.as_dict()) if as_json else report.text())
 
@@ -254,8 +260,9 @@ def bench_data(
     import torch
 
     from shardwise.bench.data_loading import bench_data as run_bench
-    from shardwise.train.local_machine import pick_device
+    from shardwise.train.local_machine import pick_device, require_memory
 
+    require_memory(job, 8)
     report = run_bench(job, torch.device(pick_device(job)), steps)
     print_line(json.dumps(report.as_dict()) if as_json else report.text())
 
@@ -288,7 +295,7 @@ def bench_comm(
 
 
 @app.command()
-def doctor(run: Annotated[Path, Argument(help="Run folder; the run may be in progress or over.")]) -> None:
+def doctor(run: Annotated[Path, Argument(help="Run folder; the run may be in progress or finished.")]) -> None:
     """Diagnoses a run that hangs or has failed: which rank, in which operation, where in the code, who waits for it."""
     from shardwise.workers.diagnosis import diagnose_run
 
@@ -341,8 +348,23 @@ def data(
     print_line(write_token_file(job_file, overrides or [], out))
 
 
+def _bound_numbers(commands: typer.Typer) -> None:
+    """Gives every numeric option an upper bound."""
+    for command in commands.registered_commands:
+        for name, hint in get_type_hints(command.callback, include_extras=True).items():
+            for option in getattr(hint, "__metadata__", ()):
+                if option.min is not None and option.max is None:
+                    option.max = MAX_OPTIONS.get(name, 10**6)
+    for group in commands.registered_groups:
+        _bound_numbers(group.typer_instance)  # type: ignore[arg-type]
+
+
 def main() -> None:
     """Runs the command line. Prints expected errors as a sentence, without a traceback."""
+    for stream in (sys.stdout, sys.stderr):  # a file name or a run's text may have characters that the terminal has not
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    _bound_numbers(app)
     try:
         sys.exit(app(standalone_mode=False))  # the exit code of a typer.Exit, or None
     except ShardwiseError as error:
@@ -350,14 +372,17 @@ def main() -> None:
         if os.environ.get("RANK", "0") == "0":
             print(f"shardwise: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except (PermissionError, IsADirectoryError) as error:
-        if error.filename is None:
+    except OSError as error:
+        if error.filename is None:  # not about a file
             raise
         print(f"shardwise: cannot access {error.filename}: {error.strerror}.", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(1 if error.errno == errno.EIO else 2)
     except typer.Abort:
         sys.exit(130)
     except Exception as error:
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error) or "out of memory" in str(error):
+            print("shardwise: not enough memory; use a smaller model or batch, or more ranks.", file=sys.stderr)
+            sys.exit(1)
         if hasattr(error, "show") and hasattr(error, "exit_code"):  # a wrong option or argument
             print(f"shardwise: {error.format_message()}", file=sys.stderr)  # type: ignore[attr-defined]
             sys.exit(error.exit_code)

@@ -7,18 +7,22 @@ of these peaks that software reaches is in `shardwise.planner.costs.efficiency`.
 `shardwise calibrate` writes the same fields as TOML, with measured efficiencies.
 """
 
-import tomllib
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import tomli_w
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from shardwise.errors import JobError, suggest
-from shardwise.files import write_text
+from shardwise.errors import JobError, shorten, suggest
+from shardwise.files import parse_toml, write_text
+from shardwise.layout import MAX_WORLD
 
 GB, TERA, GIB = 1e9, 1e12, 2**30
+MAX_RATE = 1e21  # of a device: FLOP/s, bytes, bytes per second
+TOPOLOGIES = ("switch", "torus2", "torus3")
 
 
 @dataclass(frozen=True)
@@ -158,18 +162,27 @@ def find_cluster(name: str) -> Cluster:
 
 def read_cluster(path: Path) -> Cluster:
     try:
-        cluster = TypeAdapter(Cluster).validate_python(tomllib.loads(path.read_text(encoding="utf-8")))
+        values = parse_toml(path.read_text(encoding="utf-8"))
+        cluster = TypeAdapter(Cluster).validate_python(values)
     except OSError as error:
         raise JobError(f"{path} cannot be read: {error.strerror}.") from None
-    except (tomllib.TOMLDecodeError, ValidationError, UnicodeDecodeError) as error:
+    except ValueError as error:
         first = error.errors()[0] if isinstance(error, ValidationError) else None
         problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else str(error)
         raise JobError(f"{path} is not a cluster file ({problem}); `shardwise calibrate -o FILE` writes one.") from None
-    links = cluster.inner, cluster.outer
-    sizes = [cluster.domain_size, cluster.device.memory, cluster.device.bandwidth, cluster.device.compute_units]
-    if min(*sizes, *cluster.device.peak_by_precision.values(), *(link.bandwidth for link in links)) <= 0:
-        raise JobError(f"{path}: domain_size, memory, compute_units, peaks and bandwidths must be positive.")
+    for key, value in _leaves(values):
+        low, high = (0.0, MAX_RATE) if key.startswith("measured.") or key.endswith(".latency") else (1e-9, MAX_RATE)
+        high = MAX_WORLD if key in ("domain_size", "device.compute_units") else high
+        if isinstance(value, bool) or (isinstance(value, int | float) and not low <= value <= high):
+            raise JobError(f"{path}: {key} = {shorten(value)}: it must be a number from {low:g} to {high:g}.")
+    if cluster.topology not in TOPOLOGIES or not cluster.device.peak_by_precision:
+        raise JobError(f"{path}: topology must be {', '.join(TOPOLOGIES)}, and peak_by_precision needs an entry.")
     return cluster
+
+
+def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        yield from _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
 
 
 def write_cluster(cluster: Cluster, path: Path) -> None:

@@ -50,3 +50,10 @@ def suggest(word: str, known: Iterable[str]) -> str:
     if close:
         return f"did you mean {close[0]!r}?"
     return f"known: {', '.join(known[:30])}{', ...' if len(known) > 30 else '.'}"
+
+
+def shorten(value: object, limit: int = 80) -> str:
+    """Returns the `repr` of a value for a message, cut off after `limit` characters."""
+    is_long = isinstance(value, int) and value.bit_length() > 256  # Python refuses to print thousands of digits
+    text = "a huge integer" if is_long else repr(value)
+    return text if len(text) <= limit else f"{text[:limit]}..."

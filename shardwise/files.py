@@ -1,13 +1,61 @@
-"""Atomic writes of files and folders."""
+"""Atomic writes of files and folders, and the one parser of every TOML and JSON file."""
 
+import json
 import os
+import tomllib
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from shardwise.errors import JobError
+from shardwise.errors import DataError, JobError, shorten
+
+MAX_DEPTH = 64  # brackets within brackets; deeper values would end in a RecursionError wherever they are used
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Parses TOML. Raises ValueError, and nothing else, if the text is malformed, too deep, or has a huge integer."""
+    return _parse(tomllib.loads, text)  # type: ignore[no-any-return]
+
+
+def parse_json(text: str | bytes, parse_constant: Callable[[str], Any] | None = None) -> Any:
+    """Parses JSON as `parse_toml` parses TOML. `parse_constant` converts NaN and infinities, which are not JSON."""
+    return _parse(lambda source: json.loads(source, parse_constant=parse_constant), text)
+
+
+def parse_record(line: str | bytes, parse_constant: Callable[[str], Any] | None = None) -> dict[str, Any] | None:
+    """Parses a line of a JSON Lines file; None if it is damaged or not an object, or if its step is no whole number."""
+    try:
+        record = parse_json(line, parse_constant)
+    except ValueError:
+        return None
+    is_valid = isinstance(record, dict) and type(record.get("step", 0)) is int
+    return record if is_valid else None
+
+
+def _parse(load: Callable[[Any], Any], text: str | bytes) -> Any:
+    try:
+        values = load(text)
+    except RecursionError:
+        raise ValueError("its brackets are nested too deeply") from None
+    except ValueError as error:
+        if "set_int_max_str_digits" in str(error):
+            raise ValueError("it has an integer of more than 64 bits") from None
+        raise
+    _check_plain(values)
+    return values
+
+
+def _check_plain(value: Any, depth: int = 0) -> None:
+    if depth > MAX_DEPTH:
+        raise ValueError("its brackets are nested too deeply")
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            if isinstance(item, dict | list | int):
+                _check_plain(item, depth + 1)
+    elif isinstance(value, int) and not -(2**63) <= value < 2**64:
+        raise ValueError("it has an integer of more than 64 bits")
 
 
 def require_parent_folder(*paths: Path | None) -> None:
@@ -17,6 +65,16 @@ def require_parent_folder(*paths: Path | None) -> None:
             raise JobError(f"{path} is a folder; give the path of a file.")
         if path is not None and not path.parent.is_dir():
             raise JobError(f"{path}: the folder {path.parent} does not exist; create it first.")
+
+
+@contextmanager
+def malformed_as_data_error(*runs: Path) -> Iterator[None]:
+    """Turns what a value of the wrong type or size raises into DataError: the files of a run may have been edited."""
+    try:
+        yield
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        names, reason = ", ".join(map(str, runs)), f"{type(error).__name__}: {shorten(str(error))}"
+        raise DataError(f"a file in {names} is malformed ({reason}); restore it or remove it.") from None
 
 
 @contextmanager

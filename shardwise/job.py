@@ -7,7 +7,6 @@ resolved copy that is saved with the run. The `[model]` section is defined by ea
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -15,7 +14,8 @@ from typing import Annotated, Any, Literal, cast
 import tomli_w
 from pydantic import Field, SerializeAsAny, ValidationError, field_validator, model_validator
 
-from shardwise.errors import JobError, LayoutError
+from shardwise.errors import JobError, LayoutError, shorten
+from shardwise.files import parse_toml
 from shardwise.job_errors import describe_problems
 from shardwise.layout import Layout
 from shardwise.models.config import ConfigSection, Count, ModelConfig
@@ -38,11 +38,11 @@ class DataConfig(ConfigSection):
     """`bytes`, `bpe:SIZE` (trained on the source and saved with the run), or the path of a saved tokenizer."""
     validation_fraction: float = Field(0.02, ge=0.0, lt=1.0)
     """Fraction of the samples held out for validation."""
-    workers: int = Field(0, ge=0)
+    workers: int = Field(0, ge=0, le=256)
     """Loader processes; 0 prepares batches in a thread."""
-    prefetch: int = Field(2, ge=1)
+    prefetch: int = Field(2, ge=1, le=1000)
     """Batches to prepare ahead of time."""
-    samples: Count = Field(4096, ge=1)
+    samples: Count = Field(4096, ge=1, le=10**12)
     """Samples per epoch of the synthetic source."""
     augment: tuple[Literal["crop", "flip", "colour", "cutout", "mixup"], ...] = ()
     """Augmentations applied to training images on the fly."""
@@ -62,9 +62,9 @@ class DataConfig(ConfigSection):
 
 
 class BatchConfig(ConfigSection):
-    samples: Count | None = Field(None, ge=1)
+    samples: Count | None = Field(None, ge=1, le=10**8)
     """Global batch size in samples; 32 if neither `samples` nor `tokens` is set."""
-    tokens: Count | None = Field(None, ge=1)
+    tokens: Count | None = Field(None, ge=1, le=10**12)
     """Global batch size in tokens, rounded down to whole samples."""
 
     @model_validator(mode="after")
@@ -116,7 +116,7 @@ class EmbeddingTablesConfig(ConfigSection):
     """Row-wise AdaGrad (one value per row) or sparse Adam (two per weight); updates only rows that the batch uses."""
     lr_multiplier: float = Field(1.0, gt=0.0)
     """Learning rate of the tables, relative to that of the dense weights."""
-    cached_rows: Count = Field(0, ge=0)
+    cached_rows: Count = Field(0, ge=0, le=10**10)
     """Number of most-used rows that every device also keeps, with their optimizer state."""
     prefetch: bool | Literal["auto"] = "auto"
     """Whether to fetch the next batch's rows while this one computes (same results); auto prefetches on a GPU."""
@@ -125,7 +125,7 @@ class EmbeddingTablesConfig(ConfigSection):
 class GradientConfig(ConfigSection):
     all_reduce: Literal["library", "ring", "halving", "tree", "two-level"] = "library"
     """How full gradients are all-reduced: by PyTorch's backend, or by one of our point-to-point algorithms."""
-    nproc_per_node: int = Field(0, ge=0)
+    nproc_per_node: int = Field(0, ge=0, le=10**6)
     """Processes per node, for `two-level`; 0 uses `LOCAL_WORLD_SIZE`, or all processes if it is not set."""
     compress: str = ""
     """Gradient compression with error feedback: `fp16`, `bf16`, `int8`, `onebit`, `topk:0.01` (the largest 1%) or
@@ -138,7 +138,9 @@ class GradientConfig(ConfigSection):
 
     @model_validator(mode="after")
     def _check_compress(self) -> GradientConfig:
-        if not re.fullmatch(r"|fp16|bf16|int8|onebit|topk:0?\.\d*[1-9]\d*|powersgd(:rank=[1-9]\d*)?", self.compress):
+        if not re.fullmatch(
+            r"|fp16|bf16|int8|onebit|topk:0?\.\d{0,9}[1-9]\d{0,9}|powersgd(:rank=[1-9]\d{0,4})?", self.compress
+        ):
             raise ValueError(
                 f"compress = {self.compress!r} is not a compression method; use fp16, bf16, int8, onebit, topk:0.01 "
                 "(a fraction between 0 and 1) or powersgd:rank=4"
@@ -149,7 +151,7 @@ class GradientConfig(ConfigSection):
 
 
 class LocalSGDConfig(ConfigSection):
-    every: int = Field(1, ge=1)
+    every: int = Field(1, ge=1, le=10**9)
     """Average replica weights every N steps (local SGD); 1 means ordinary synchronous training."""
     outer_optimizer: Literal["", "nesterov"] = ""
     """Optimizer applied to the averaged weight change at each synchronization (DiLoCo); empty takes the plain
@@ -158,7 +160,7 @@ class LocalSGDConfig(ConfigSection):
     """Learning rate of the outer optimizer."""
     outer_momentum: float = Field(0.9, ge=0.0, lt=1.0)
     """Momentum of the outer optimizer."""
-    fragments: int = Field(1, ge=1)
+    fragments: int = Field(1, ge=1, le=10_000)
     """Number of fragments into which the blocks are divided; each fragment is synchronized at a different step within
     `every` (streaming DiLoCo)."""
 
@@ -170,7 +172,7 @@ class LocalSGDConfig(ConfigSection):
 
 
 class LossConfig(ConfigSection):
-    chunk_size: int = Field(0, ge=0)
+    chunk_size: int = Field(0, ge=0, le=10**9)
     """Number of positions per chunk of the fused linear cross-entropy, used without a pipeline; 0 picks a chunk whose
     logits take 1 GiB in bf16."""
 
@@ -178,7 +180,7 @@ class LossConfig(ConfigSection):
 class CheckpointConfig(ConfigSection):
     every: int = Field(0, ge=0)
     """Steps between checkpoints; 0 saves only at the end and on a signal."""
-    keep: int = Field(2, ge=1)
+    keep: int = Field(2, ge=1, le=10**6)
     """Number of newest checkpoints to keep."""
     asynchronous: bool = True
     """Whether to write files in the background while training continues."""
@@ -192,20 +194,20 @@ class RunConfig(ConfigSection):
     """The run folder; empty creates a new one below `runs`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to run on; auto uses GPUs if PyTorch sees any."""
-    processes: int = Field(0, ge=0)
+    processes: int = Field(0, ge=0, le=10_000)
     """Processes for `layout = "auto"`; 0 means one per GPU, or one per core without a GPU. With more processes than
     GPUs, processes share them."""
     cluster: str = ""
     """Hardware description for the planner: a file written by `calibrate`, or a name; empty uses the built-in data
     sheet of this machine's GPU, or the `cpu` preset without a GPU."""
-    max_restarts: int = Field(3, ge=0)
+    max_restarts: int = Field(3, ge=0, le=10**6)
     """Maximum number of consecutive restarts without progress."""
-    hang_timeout: float = Field(300.0, gt=0)
+    hang_timeout: float = Field(300.0, gt=0, le=10**7)
     """Seconds without progress on any rank before the rank that the others wait for counts as hung."""
     standby: bool = True
     """Whether to keep a second set of workers on standby once steps are running: they are forked in advance
     and, on a CPU, also build the model if that takes at most a tenth of the memory."""
-    rejoin_timeout: float = Field(30.0, ge=0)
+    rejoin_timeout: float = Field(30.0, ge=0, le=10**7)
     """Seconds to wait for a lost node before continuing without it (elastic) or ending the run."""
     elastic: bool = False
     """Whether to continue with the remaining processes, in a newly planned layout, if restarts cannot bring a rank back
@@ -228,7 +230,7 @@ class RunConfig(ConfigSection):
 class ValidationConfig(ConfigSection):
     every: int = Field(0, ge=0)
     """Steps between validations; 0 validates only at the end."""
-    samples: int = Field(64, ge=1)
+    samples: int = Field(64, ge=1, le=10**9)
     """Maximum number of held-out samples to evaluate."""
 
 
@@ -237,7 +239,7 @@ class Job(ConfigSection):
 
     seed: int = Field(0, ge=0)
     """Determines initial weights, sample order, dropout, augmentation and masking; there is no other random state."""
-    steps: int | None = Field(None, ge=1)
+    steps: int | None = Field(None, ge=1, le=10**9)
     """Optimizer steps; 200 if neither `steps` nor `tokens` is set."""
     tokens: Count | None = Field(None, ge=1)
     """Tokens to train on, instead of `steps` (samples, for a model without tokens); rounded up to whole steps."""
@@ -344,12 +346,12 @@ def load_job(path: Path | None, overrides: Sequence[str] = ()) -> Job:
     values: dict[str, Any] = {}
     if path is not None:
         try:
-            values = tomllib.loads(path.read_text(encoding="utf-8"))
+            values = parse_toml(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise JobError(f"the job file {path} does not exist.") from None
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
             raise JobError(f"the job file {path} cannot be read: {error}.") from None
-        except tomllib.TOMLDecodeError as error:
+        except ValueError as error:
             raise JobError(f"{path} is not valid TOML: {error}.") from None
     for override in overrides:
         _apply_override(values, override)
@@ -386,10 +388,10 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     key = key.strip()
     if not separator or not key:
-        raise JobError(f"--set {override!r} is not of the form key=value; write for example --set steps=100.")
+        raise JobError(f"--set {shorten(override)} is not of the form key=value; write for example --set steps=100.")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        value = parse_toml(f"value = {text}")["value"]
+    except ValueError:
         value = text.strip()  # an unquoted string
     *sections, leaf = key.split(".")
     section_values = values

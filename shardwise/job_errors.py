@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from shardwise.errors import suggest
+from shardwise.errors import shorten, suggest
 from shardwise.models.registry import families, named_family
 from shardwise.peer_words import job_hint
 
@@ -38,8 +38,8 @@ def _format_problem(problem: Any, family: str, job: type[BaseModel]) -> str:
     if problem["type"] == "missing":
         return f"{path}: a value is required."
     if problem["type"] in ("model_type", "model_attributes_type"):
-        return f"{path} = {problem['input']!r}: {path} is a section, not a value; set its keys below [{path}]."
-    return f"{path} = {problem['input']!r}: {message.replace('Input should', 'should')}"
+        return f"{path} = {shorten(problem['input'])}: {path} is a section, not a value; set its keys below [{path}]."
+    return f"{path} = {shorten(problem['input'])}: {message.replace('Input should', 'should')}"
 
 
 def _suggest_key(location: list[str | int], family: str, job: type[BaseModel]) -> str:

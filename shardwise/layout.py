@@ -10,14 +10,13 @@ Mesh order, outermost first: pipeline, replicate, shard, context, tensor.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from math import isqrt, prod
 
 from shardwise.console import pluralize
-from shardwise.errors import LayoutError, suggest
+from shardwise.errors import LayoutError, shorten, suggest
 from shardwise.peer_words import layout_hint
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")  # mesh dimensions, outermost first
@@ -29,6 +28,10 @@ SCHEDULES = FULL_BACKWARD + SPLIT_BACKWARD
 V_SHAPED = ("zbv", "dualpipev", "auto-v")
 RECOMPUTE = ("none", "selective", "full")
 CONTEXT_METHODS = ("ring", "ulysses")
+MAX_WORLD = 10**6  # processes; ten times the largest clusters
+MAX_SAMPLES = 10**8  # of a batch
+MAX_LAYERS = 1000
+MAX_ACTIONS = 10**6  # of a pipeline schedule: it is written out in full before the first step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,27 +71,33 @@ class Layout:
     def __post_init__(self) -> None:
         for axis in DEGREES:
             degree = getattr(self, axis)
-            if degree < 1:
-                raise LayoutError(f"{axis}={degree}: a degree must be at least 1.")
+            if not 1 <= degree <= MAX_WORLD:
+                raise LayoutError(f"{axis}={shorten(degree)}: a degree must be at least 1 and at most {MAX_WORLD:,}.")
+        if self.world > MAX_WORLD:
+            raise LayoutError(f"layout '{self}' has {self.world:,} processes; a world has at most {MAX_WORLD:,}.")
         if self.schedule not in SCHEDULES:
             raise LayoutError(f"schedule={self.schedule}: unknown schedule; {suggest(self.schedule, SCHEDULES)}")
         if self.context_method not in CONTEXT_METHODS:
             raise LayoutError(f"context_method={self.context_method}: {suggest(self.context_method, CONTEXT_METHODS)}")
         if self.zero not in (1, 2, 3):
             raise LayoutError(f"zero={self.zero}: the ZeRO stage must be 1, 2 or 3.")
-        if self.micro_batch < 0:
-            raise LayoutError(f"micro_batch={self.micro_batch}: a micro-batch must have at least 1 sample.")
+        if not 0 <= self.micro_batch <= MAX_SAMPLES:
+            limits = f"at least 1 sample and at most {MAX_SAMPLES:,}"
+            raise LayoutError(f"micro_batch={shorten(self.micro_batch)}: a micro-batch must have {limits}.")
         kept_activation_fraction(self.recompute)
         self._check_virtual()
 
     def _check_virtual(self) -> None:
-        if self.virtual < 0:
-            raise LayoutError(f"virtual={self.virtual}: a rank must hold at least 1 stage.")
+        if not 0 <= self.virtual <= MAX_LAYERS:
+            limits = f"at least 1 stage and at most {MAX_LAYERS:,}"
+            raise LayoutError(f"virtual={shorten(self.virtual)}: a rank must hold {limits}.")
         if self.pipeline == 1:
             if self.virtual > 1:
                 raise LayoutError(f"virtual={self.virtual} needs a pipeline, but pipeline=1; set pipeline above 1.")
         elif self.schedule in ("gpipe", "1f1b") and self.virtual > 1:
-            raise LayoutError(f"virtual={self.virtual}: {self.schedule} runs one stage per rank; use interleaved.")
+            raise LayoutError(
+                f"virtual={self.virtual}: {self.schedule} runs one stage per rank; use schedule=interleaved."
+            )
         elif self.schedule in V_SHAPED and self.virtual not in (0, 2):
             raise LayoutError(f"virtual={self.virtual}: {self.schedule} runs exactly 2 stages per rank; remove it.")
         if self.stages and len(self.stages) != self.stage_count:
@@ -96,8 +105,9 @@ class Layout:
                 f"stages={','.join(map(str, self.stages))} lists {pluralize(len(self.stages), 'stage')}, "
                 f"but the pipeline has {self.stage_count} (pipeline={self.pipeline} x {self.stages_per_rank} per rank)."
             )
-        if any(layers < 0 for layers in self.stages):
-            raise LayoutError(f"stages={','.join(map(str, self.stages))}: a stage cannot hold fewer than 0 layers.")
+        if not all(0 <= layers <= MAX_LAYERS for layers in self.stages):
+            listed = shorten(",".join(map(str, self.stages)))
+            raise LayoutError(f"stages={listed}: a stage cannot hold fewer than 0 layers, or more than {MAX_LAYERS:,}.")
 
     # Derived properties
 
@@ -168,12 +178,12 @@ class Layout:
             key, equals, value = word.partition("=")
             if not equals:
                 ending = f"; {hint}" if (hint := layout_hint(key)) else "."
-                raise LayoutError(f"layout {text!r}: {word!r} is not of the form key=value{ending}")
+                raise LayoutError(f"layout {shorten(text)}: {shorten(word)} is not of the form key=value{ending}")
             if key not in fields:
                 hint = layout_hint(key, value) or suggest(key, fields)
-                raise LayoutError(f"layout {text!r}: unknown key {key!r}; {hint}")
+                raise LayoutError(f"layout {shorten(text)}: unknown key {key!r}; {hint}")
             if key in values:
-                raise LayoutError(f"layout {text!r}: {key} is set twice; set it once.")
+                raise LayoutError(f"layout {shorten(text)}: {key} is set twice; set it once.")
             is_text = key in ("schedule", "recompute", "context_method")
             values[key] = value if is_text else _parse_integers(text, key, value)
         return cls(**values)  # type: ignore[arg-type]
@@ -183,11 +193,11 @@ def _parse_integers(text: str, key: str, value: str) -> object:
     try:
         numbers = tuple(int(part) for part in value.split(","))
     except ValueError:
-        raise LayoutError(f"layout {text!r}: {key}={value!r} is not a whole number.") from None
+        raise LayoutError(f"layout {shorten(text)}: {key}={shorten(value)} is not a whole number.") from None
     if key == "stages":
         return numbers
     if len(numbers) != 1:
-        raise LayoutError(f"layout {text!r}: {key} takes one number, not {value!r}.")
+        raise LayoutError(f"layout {shorten(text)}: {key} takes one number, not {shorten(value)}.")
     return numbers[0]
 
 
@@ -219,6 +229,8 @@ def micro_batch_error(layout: Layout, count: int) -> str | None:
     """Returns why the schedule cannot run this number of micro-batches, or None if it can."""
     if layout.pipeline == 1:
         return None
+    if count * layout.stage_count > MAX_ACTIONS:
+        return f"{count:,} micro-batches on {layout.stage_count:,} stages exceed {MAX_ACTIONS:,} pipeline actions"
     if layout.schedule in ("1f1b", "dualpipev") and count < layout.stage_count:
         return f"schedule {layout.schedule} needs at least as many micro-batches as stages ({layout.stage_count})"
     if layout.schedule in ("interleaved", "zero-bubble"):
@@ -233,13 +245,16 @@ def micro_batch_error(layout: Layout, count: int) -> str | None:
 
 def solve_batch(layout: Layout, samples: int) -> BatchSplit:
     """Splits a global batch into micro-batches; raises LayoutError with the nearest valid batch sizes if it cannot."""
-    if samples < 1:
-        raise LayoutError(f"a global batch of {samples} samples: it must have at least 1.")
+    if not 1 <= samples <= MAX_SAMPLES:
+        raise LayoutError(f"a global batch of {samples} samples: it must have at least 1 and at most {MAX_SAMPLES:,}.")
     split = _split_batch(layout, samples)
     if isinstance(split, BatchSplit):
         return split
-    limit = 64 * layout.data * max(1, layout.micro_batch) * layout.stage_count
-    valid_sizes = (n for n in _nearest_first(samples, limit) if isinstance(_split_batch(layout, n), BatchSplit))
+    # Every schedule runs some count of micro-batches in any range of twice as many as it has stages.
+    unit, reach = layout.data * max(1, layout.micro_batch), 2 * layout.stage_count + 1
+    counts = range(max(1, samples // unit - reach), samples // unit + reach + 1)
+    candidates = sorted((n * unit for n in counts), key=lambda size: abs(size - samples))
+    valid_sizes = (n for n in candidates if n <= MAX_SAMPLES and isinstance(_split_batch(layout, n), BatchSplit))
     nearest_sizes = list(islice(valid_sizes, 2))
     remedy = f"The nearest valid sizes: {' and '.join(map(str, sorted(nearest_sizes)))}."
     if not nearest_sizes:
@@ -271,10 +286,3 @@ def _split_batch(layout: Layout, samples: int) -> BatchSplit | str:
 def _divisors(number: int) -> list[int]:
     low = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
     return low + [number // n for n in reversed(low) if n * n != number]
-
-
-def _nearest_first(value: int, limit: int) -> Iterable[int]:
-    for step in range(1, limit + 1):
-        if value - step >= 1:
-            yield value - step
-        yield value + step

@@ -32,8 +32,8 @@ TIERS = {
     ),
     "tensor": ("tensor=2", "tensor=2 shard=2 zero=3 recompute=full", "tensor=2 pipeline=2 micro_batch=2"),
 }  # fmt: skip
-NO_TRUNK = "no list of blocks was found that are called in a row and hand on a tensor of one shape; name it"
-NO_PLAN = "this module has no plan; give one"
+NO_TRUNK = "no list of blocks was found of which each is called once, on the output of the one before, and keeps"
+NO_PLAN = "the model has no tensor-parallel plan; set plan="
 READS_VALUES = r"forward reads the value of a tensor in Python at .*user_modules.py:\d+, so it cannot be analysed"
 # By module: the tiers in which it is refused, and what the sentence says.
 MODULES: dict[str, dict[str, str]] = {
@@ -124,7 +124,7 @@ def test_refused_in_a_sentence(name: str, message: str) -> None:
 def test_a_buffer_that_the_forward_updates_needs_one_process() -> None:
     proven(any_job("ema"), "pipeline=1")
     for layout in ("replicate=2", "shard=2", "pipeline=2"):
-        with pytest.raises(LayoutError, match="the forward updates the buffer mean, which every rank would do"):
+        with pytest.raises(LayoutError, match="the forward updates buffer mean, which each rank would do"):
             prepare(any_job("ema"), Layout.parse(layout))
     with pytest.raises(LayoutError, match="micro-batches"):
         prepare(any_job("ema"), Layout.parse("micro_batch=2"))

@@ -15,6 +15,7 @@ from shardwise.cluster import CLUSTERS, find_cluster
 from shardwise.comm.world import run_world
 from shardwise.errors import JobError, LayoutError
 from shardwise.job import make_job
+from shardwise.planner.calibrate import KERNEL_CATEGORIES
 
 MODEL = {"layers": 2, "width": 32, "heads": 2, "vocab": 64, "sequence": 32}
 
@@ -27,6 +28,7 @@ def test_where_the_time_goes() -> None:
     report = run_world(measured, 1)[0]
     assert report.tokens == 64 and report.seconds > 0 and not report.compiled and not report.uses_cuda_graph
     assert {"matmul", "attention", "head", "elementwise", "optimizer"} <= report.time_breakdown.keys()
+    assert report.time_breakdown.keys() >= set(KERNEL_CATEGORIES.values())  # what `calibrate` reads on a GPU
     text = report.text()
     assert "tokens/s" in text and "matmul" in text and "GiB" not in text
     assert report.as_dict()["tokens_per_second"] == pytest.approx(64 / report.seconds)

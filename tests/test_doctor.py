@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import socket
+import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,3 +57,16 @@ def test_a_run_that_is_fine_has_no_findings(tmp_path: Path) -> None:
     ]
     with pytest.raises(JobError, match="is not a run folder"):
         diagnosis.diagnose_run(tmp_path / "none")
+
+
+def test_no_signal_reaches_a_process_that_is_no_rank(tmp_path: Path) -> None:
+    """A damaged heartbeat may have the pid of any process, which SIGUSR1 would end."""
+    (tmp_path / "job.toml").write_text("")
+    (tmp_path / "heartbeats").mkdir()
+    with subprocess.Popen(["sleep", "60"]) as stranger:
+        record = {"rank": 0, "pid": stranger.pid, "host": socket.gethostname(), "step": 3, "phase": "data"}
+        path = tmp_path / "heartbeats" / "rank-0.json"
+        path.write_text(json.dumps({**record, "since": 1.0, "heartbeat": time.time() + 60}))
+        assert diagnosis.diagnose_run(tmp_path)[0].startswith("no rank of this run is alive")
+        assert stranger.poll() is None
+        stranger.kill()

@@ -2,21 +2,52 @@
 
 from __future__ import annotations
 
+import errno
+import inspect
+import json
+import math
+import os
+import random
+import re
+import shlex
+import shutil
+import signal
+import socket
 import subprocess
 import sys
+import tomllib
+import traceback
+from contextlib import suppress
+from http.server import ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from shardwise.cli import main
+from shardwise.cluster import CLUSTERS, write_cluster
+from shardwise.comm.world import run_world
+from shardwise.data.sample_stream import SampleStream
+from shardwise.data.token_file import write_token_arrays
+from shardwise.data.tokenizer import train_bpe
 from shardwise.errors import UserError
 from shardwise.job import Job, load_job, make_job
+from shardwise.laws.fit import fit_scaling_law
+from shardwise.laws.fitted_law import fit_as_dict
+from shardwise.laws.runs import read_csv
+from shardwise.laws.scaling_law import ScalingLaw
 from shardwise.layout import RECOMPUTE, SCHEDULES, Layout
 from shardwise.models.registry import BUILT_IN
 from shardwise.parallel.prepare import prepare
-from shardwise.train.auto_layout import choose_plan
+from shardwise.train.auto_layout import choose_plan, plan_record
+from shardwise.train.loop import TrainingLoop
+from shardwise.train.run_folder import RunFolder
 
 junk = st.one_of(
     st.none(), st.booleans(), st.integers(-3, 10**6), st.floats(), st.text(max_size=8), st.just([]), st.just({})
@@ -126,3 +157,357 @@ def test_a_mistake_as_a_process(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, timeout=120)
     assert done.returncode == 2
     assert "layers" in done.stderr and "Traceback" not in done.stderr
+
+
+# Numbers
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("plan --layout shard=1000000000", "at most 1,000,000"), ("plan --layout micro_batch=99999999999", "at most"),
+        ("plan --layout micro_batch=99999999", "nearest valid"),
+        ("verify --layout replicate=999 --set batch.samples=999", "GiB"),
+        ("dryrun --layout shard=1000000", "65,536"),
+        ("plan --set batch.samples=80000000 --layout 'pipeline=8 micro_batch=1'", "actions"),
+        ("laws design --budget 1e300:1e305", "1e+32"), ("laws design --budget 1e18:1e19 --spread inf", "1000"),
+        ("laws design --budget 1e18:1e19 --spread nan", "1000"), ("laws design --budget 1e18 --sizes 99999", "100"),
+        ("laws recommend --flops 1e300", "1e+32"), ("laws recommend --days nan --devices 8 --cluster h100", "days"),
+        ("train --set data.workers=100000", "256"), ("train --set data.workers=256", "GiB"),
+        ("train --set run.processes=9999", "GiB"),
+        ("train --layout replicate=2 --set model.width=1000000", "GiB"), ("train --set model.width=1000000", "GiB"),
+        ("verify --layout shard=2 --set model.width=1000000", "GiB"), ("bench step --set model.width=1000000", "GiB"),
+        ("verify --steps 99999999", "1000000"), ("sample run --temperature nan", "temperature"),
+        ("train --set steps=true", "true"), ("train --set optimizer.lr=inf", "finite"),
+        ("train --set steps=1e300", "steps"), ("train --set model.norm_eps=inf", "finite"),
+        ("train --set optimizer.betas=[true,0.9]", "true"),
+        ("train --set data.source=mix --set data.mix={stdlib=inf}", "finite"),
+        ("train --set seed=1" + "0" * 20, "seed"),
+        (f"train --set steps={'9' * 5000}", "steps"), (f"train --set steps={'[' * 3000}", "steps"),
+        (f"plan --layout shard={'9' * 5000}", "whole number"), ("train --set data.tokenizer=bpe:" + "9" * 5000, "bpe"),
+    ],
+)  # fmt: skip
+def test_a_number_beyond_its_bound_is_a_sentence(
+    arguments: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    stub_processes(monkeypatch)
+    code, said = call(shlex.split(arguments), monkeypatch, capfd)
+    assert code == 2 and words in said and len(said) < 2000, said
+
+
+def numeric_keys() -> list[tuple[str, dict[str, object]]]:
+    """Every number of a job, as a key and the job without it."""
+    fields = [(name, field.annotation) for name, field in Job.model_fields.items()]
+    sections: list[tuple[str, Any, dict[str, object]]] = [("", Job, {})]
+    sections += [(name, kind, {}) for name, kind in fields if inspect.isclass(kind) and issubclass(kind, BaseModel)]
+    sections += [("model", family.config, {"name": name}) for name, family in BUILT_IN.items()]
+    found = []
+    for section, kind, base in sections:
+        keys = [key for key, field in kind.model_fields.items() if re.search(r"\b(int|float)\b", str(field.annotation))]
+        found += [(f"{section}.{key}" if section else key, base) for key in keys]
+    return found
+
+
+def test_every_number_of_a_job_is_bounded_and_no_boolean() -> None:
+    keys = numeric_keys()
+    assert len(keys) > 80
+    for key, base in keys:
+        for value in (10**17, -(10**17), True, math.inf, math.nan, 10**6000, "1" + "0" * 30, [[10**17]], {"a": 1e200}):
+            if key == "seed" and value == 10**17:
+                continue
+            section, _, name = key.rpartition(".")
+            with pytest.raises(UserError) as error:
+                make_job({section: {**base, name: value}} if section else {name: value})
+            assert len(str(error.value)) < 1000
+
+
+# Damaged files
+
+TINY = """
+steps = 3
+layout = "pipeline=2"
+[model]
+layers = 2
+width = 16
+heads = 2
+vocab = 256
+sequence = 8
+[data]
+source = "text"
+path = "book.txt"
+[batch]
+samples = 4
+[validation]
+samples = 2
+[optimizer]
+lr = 0.003
+betas = [0.9, 0.95]
+"""
+DLRM = """
+steps = 2
+layout = "replicate=2"
+[model]
+name = "dlrm"
+rows = 20
+width = 4
+bottom = [8]
+top = [8]
+[data]
+source = "criteo"
+path = "clicks.txt"
+on_bad_record = "skip"
+[batch]
+samples = 4
+"""
+BEAT = {
+    "rank": 0,
+    "pid": 1,
+    "host": socket.gethostname(),
+    "step": 3,
+    "phase": "compute",
+    "since": 1.0,
+    "heartbeat": 2.0,
+}
+DIAGNOSIS = {"time": 1.0, "kind": "killed", "culprits": [0], "messages": ["rank 0 was killed."], "exit_reasons": {}}
+CASES = 250  # of one test; `make test-all` runs forty times as many
+SECONDS = 30  # that a case may take
+
+# By file: the commands that read it. `{}` is a name that no other case has written to.
+RUN_COMMANDS = ["report run", "trace run --out out/{}", "compare run twin --json", "compare run twin --html out/{}",
+                "doctor run", "watch run", "watch", "train --resume run --set steps=4", "sample run --tokens 2",
+                "laws fit run", "laws noise run --batches 2 --samples 1"]  # fmt: skip
+JOB_COMMANDS = ["train {file} --set run.folder=out/{}", "plan {file}", "inspect {file} --json", "verify {file}",
+                "dryrun {file}", "chaos {file}", "bench step {file} --steps 2", "bench data {file} --steps 2",
+                "data out/{}.bin --job {file}"]  # fmt: skip
+DATA = "--set data.source={} --set data.path={}"
+COMMANDS = {
+    "job.toml": JOB_COMMANDS, "clicks.toml": JOB_COMMANDS,
+    "cluster.toml": ["plan job.toml --cluster cluster.toml --json", "plan --cluster cluster.toml --devices 4",
+                     "train job.toml --cluster cluster.toml --set run.folder=out/{}",
+                     "laws recommend --flops 1e20 --devices 8 --cluster cluster.toml"],
+    "law.json": ["laws recommend --flops 1e21 --law law.json", "laws recommend --law law.json --flops 1e20 --json "
+                 "--unique-tokens 1e9", "laws recommend --law law.json --days 2 --devices 8 --cluster h100"],
+    "runs.csv": ["laws fit runs.csv --draws 20 --out out/{}"],
+    "book.txt": ["data out/{}.bin --job job.toml", "train job.toml --set run.folder=out/{}"],
+    "notes.jsonl": ["data out/{}.bin " + DATA.format("jsonl", "notes.jsonl"),
+                    "train job.toml --set run.folder=out/{} " + DATA.format("jsonl", "notes.jsonl")],
+    "tokens.bin": ["train job.toml --set run.folder=out/{} " + DATA.format("tokens", "tokens.bin"),
+                   "bench data job.toml --steps 2 --set layout=auto " + DATA.format("tokens", "tokens.bin")],
+    "tokenizer.json": ["data out/{}.bin --job job.toml --set data.tokenizer=tokenizer.json"],
+    "clicks.txt": ["train clicks.toml --set run.folder=out/{}", "bench data clicks.toml --steps 2 --set layout=auto"],
+    "cifar/data_batch_1.bin": ["train images.toml --set run.folder=out/{}"],
+    "cifar/test_batch.bin": ["train images.toml --set run.folder=out/{}"],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a finished run, its twin, and a job, cluster, law and data file of every kind."""
+    folder = tmp_path_factory.mktemp("fuzz") / "pristine"
+    folder.mkdir()
+    text = "".join(f"the quick brown fox jumps over {n} lazy dogs\n" for n in range(60))
+    (folder / "book.txt").write_text(text)
+    (folder / "notes.jsonl").write_text(
+        "".join(json.dumps({"text": line, "id": 3}) + "\n" for line in text.splitlines())
+    )
+    row = "\t".join(["1", *map(str, range(13)), *(f"{n:08x}" for n in range(26))])
+    (folder / "clicks.txt").write_text(f"{row}\n" * 20)
+    (folder / "cifar").mkdir()
+    for number in range(1, 6):
+        (folder / f"cifar/data_batch_{number}.bin").write_bytes(bytes(3073 * 4))
+    (folder / "cifar/test_batch.bin").write_bytes(bytes(3073 * 2))
+    (folder / "job.toml").write_text(TINY)
+    (folder / "clicks.toml").write_text(DLRM)
+    (folder / "images.toml").write_text(
+        'steps = 1\nlayout = "replicate=1"\nbatch.samples = 2\ndata = {source = "cifar10", path = "cifar"}\n'
+        'model = {name = "resnet", depth = 18, stem = "cifar", width = 4, image_size = 32, num_classes = 10}\n'
+    )
+    write_cluster(CLUSTERS["cpu"], folder / "cluster.toml")
+    law = ScalingLaw(1.8, 480.0, 2000.0, 0.35, 0.37)
+    sizes = [(10.0**n, 10.0**d) for n in (6, 7, 8) for d in (8, 9, 10)]
+    lines = [f"{N:g},{D:g},{law.loss(N, D):.6f}" for N, D in sizes]
+    (folder / "runs.csv").write_text("\n".join(["parameters,tokens,loss", *lines, ""]))
+    fit = fit_scaling_law(read_csv(folder / "runs.csv"), bootstrap_samples=20)
+    (folder / "law.json").write_text(json.dumps(fit_as_dict(fit)))
+    write_token_arrays(folder / "tokens.bin", [np.arange(2000) % 256], 256)
+    train_bpe([text], 300).save(folder / "tokenizer.json")
+    job = make_job(tomllib.loads(TINY) | {"data": {"source": "synthetic"}, "run": {"folder": str(folder / "run")}})
+    run_world(_train, 2, str(RunFolder.create(job).path), timeout=120)
+    plan, source = choose_plan(job)
+    RunFolder(folder / "run").write_plan(plan_record(job, plan, source))
+    shutil.copytree(folder / "run", folder / "twin")
+    extra = {"heartbeats/rank-0.json": BEAT, "doctor/0001/diagnosis.json": DIAGNOSIS, "skips.json": [[2, 1]],
+             "errors/rank-0.json": {"rank": 0, "time_ns": 1, "kind": "E", "message": "m", "exit_code": 1},
+             "quarantine.json": {"0": [{"time": 1.0, "step": 1, "tensor": "x", "host": "h"}]}}  # fmt: skip
+    for name, value in extra.items():
+        (folder / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "run" / name).write_text(json.dumps(value))
+    return folder
+
+
+def _train(path: str) -> None:
+    folder = RunFolder(Path(path))
+    TrainingLoop(prepare(folder.job(), Layout(pipeline=2)), folder, torch.device("cpu")).run()
+
+
+HOSTILE = [
+    b"null", b"true", b"-1", b"0", b"1e999", b"-1e999", b"NaN", b"nan", b"inf", b"1" + b"0" * 18, b"1" + b"0" * 40,
+    b"9" * 5000, b"0x" + b"f" * 5000, b"1e300", b"1e-320", b'""', b'"x"', b'"' + b"y" * 5000 + b'"', b"[]", b"{}",
+    b"[" * 3000 + b"]" * 3000, b'{"a":' * 3000 + b"1" + b"}" * 3000, b"[" * 50 + b"]" * 50, b'"\\u0000"', b'"\\ud800"',
+    b"\xff\xfe", b"99999999", b"1000000000", b"'\xf0\x9f\x8c\x8d'", b'"pipeline=1000000"', b'"shard=1000000000"',
+    b'"mix"', b'"jsonl"', b'"bpe:99999999999999999999"', b'"../nowhere"', b"",
+]  # fmt: skip
+TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|-?\d+(?:\.\d+)?(?:e[+-]?\d+)?|\b(?:true|false|null)\b|\[|\]|\{|\}|[A-Za-z_]+')
+
+
+def damage(path: Path, rng: random.Random) -> str:
+    """Damages a file and says how."""
+    kind, content = rng.randrange(12), path.read_bytes()
+    lines = content.splitlines(keepends=True) or [b""]
+    at = rng.randrange(len(lines))
+    if kind == 0:
+        path.unlink()
+        (path.mkdir if rng.random() < 0.7 else lambda: path.symlink_to(path))()
+        return "a folder, or a link to itself"
+    how = f"kind {kind}, line {at + 1}"
+    if kind == 1:
+        content = rng.choice([b"", rng.randbytes(rng.randrange(200)), content[: rng.randrange(len(content) + 1)]])
+    elif kind == 2:
+        content = bytes(byte if rng.random() > 0.01 else rng.randrange(256) for byte in content)
+    elif kind == 3:
+        content = b"".join([*lines[: at + 1], *lines[at:]])
+    elif kind == 4:
+        content = b"".join([*lines[:at], rng.choice(HOSTILE) + b"\n", *lines[at:]])
+    elif kind == 5:
+        content = b"".join(lines[:at] + lines[at + 1 :])
+    else:  # a value of another type or size; in a log, of some line, often the last
+        tokens = list(TOKEN.finditer(content))
+        if tokens:
+            token, value = rng.choice(tokens if rng.random() < 0.7 else tokens[-12:]), rng.choice(HOSTILE)
+            how = f"{content[max(0, token.start() - 30) : token.end()]!r} becomes {value[:60]!r}"
+            content = content[: token.start()] + value + content[token.end() :]
+    path.write_bytes(content)
+    return how
+
+
+@pytest.mark.parametrize("chunk", range(40))
+def test_a_damaged_file_ends_in_a_sentence(
+    chunk: int, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Any bytes in any file of a run, and in a job, cluster, law and data file: exit 0 or 2 in time, no traceback, and
+    no file changes but those of the run and the output."""
+    work = tmp_path / "work"
+    shutil.copytree(world, work)
+    monkeypatch.chdir(work)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    stub_processes(monkeypatch)
+    run_files = [str(path.relative_to(work)) for path in sorted((work / "run").rglob("*")) if path.is_file()]
+    for number in range(chunk * CASES, (chunk + 1) * CASES):
+        rng = random.Random(number)
+        file = rng.choice(run_files if rng.random() < 0.5 else [*COMMANDS])
+        command = rng.choice(COMMANDS.get(file, RUN_COMMANDS)).replace("{file}", file).replace("{}", str(number))
+        (work / "out").mkdir()
+        how = damage(work / file, rng)
+        before = listing(work)
+        seed = f"case {number}: {file}: {how}; shardwise {command}"
+        code, said = call(command.split(), monkeypatch, capfd)
+        assert code in (0, 2), f"{seed}\n{said}"
+        assert "Traceback" not in said and len(said) < 20_000, f"{seed}\n{said}"
+        changed = {path for path, _ in before.items() ^ listing(work).items()}
+        changed -= {path for path in changed if path.startswith(("run/", "runs", "out/"))}
+        assert not changed, f"{seed} changed {changed}"
+        for name in ("run", "out", "runs"):
+            shutil.rmtree(work / name, ignore_errors=True)
+        shutil.copytree(world / "run", work / "run")
+        if not file.startswith("run/"):
+            (shutil.rmtree if (work / file).is_dir() else os.unlink)(work / file)
+            shutil.copyfile(world / file, work / file)
+
+
+def listing(folder: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of every file."""
+    found = {}
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            stat = os.lstat(os.path.join(parent, name))
+            found[os.path.relpath(os.path.join(parent, name), folder)] = stat.st_size, stat.st_mtime_ns
+    return found
+
+
+def call(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Calls a command in this process. Returns its exit code and what it said; raises if it takes too long."""
+
+    def stop(*_: object) -> None:
+        raise BaseException(f"no answer within {SECONDS} s")  # noqa: TRY002 - nothing may catch it
+
+    monkeypatch.setattr(sys, "argv", ["shardwise", *arguments])
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(SECONDS)
+    try:
+        main()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    except Exception:
+        code, _ = -1, traceback.print_exc()
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+    return code, "".join(capfd.readouterr())
+
+
+def stub_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands come as far as the moment in which they would start processes or serve pages."""
+    nothing = SimpleNamespace(close=lambda: None)
+    for module in ("shardwise.launch.start", "shardwise.chaos.run"):
+        monkeypatch.setattr(f"{module}.ForkServer", lambda *_: nothing)
+    monkeypatch.setattr("shardwise.launch.start.launch", lambda *_, **__: None)
+    monkeypatch.setattr("shardwise.chaos.run.launch", lambda *_, **__: sys.exit(0))
+    monkeypatch.setattr("shardwise.verify.parity.run_world", lambda *_: sys.exit(0))
+    monkeypatch.setattr("shardwise.bench.train_step.parallelize", lambda *_: sys.exit(0))
+    monkeypatch.setattr("shardwise.bench.data_loading._measure_steps", lambda *_: (1.0, 0.1))
+    read = SampleStream.read
+    monkeypatch.setattr(SampleStream, "read", lambda stream, at: read(stream, at) if len(at) < 1000 else sys.exit(0))
+
+    def serve_once(server: ThreadingHTTPServer, **_: object) -> None:
+        registry = inspect.getclosurevars(server.RequestHandlerClass._route).nonlocals["registry"]  # type: ignore[attr-defined]
+        for name in registry.paths():
+            with suppress(Exception):  # the server answers with status 500
+                registry.run_state(name)
+        assert registry.single_run or registry.list_runs() is not None
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ThreadingHTTPServer, "serve_forever", serve_once)
+
+
+def test_a_read_only_disk_is_a_sentence(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(world, tmp_path / "work")
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    stub_processes(monkeypatch)
+    open_file = Path.open
+
+    def refuse(path: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if "r" not in mode and tmp_path / "work" in path.absolute().parents:
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        return open_file(path, mode, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    for command in ("report run", "trace run", "train --resume run", "compare run twin --html out.html",
+                    "data out.bin --job job.toml", "laws fit runs.csv --draws 20 --out fit.json",
+                    "laws design --budget 1e15 --out grid", "plan --html plan.html"):  # fmt: skip
+        code, said = call(command.split(), monkeypatch, capfd)
+        assert code == 2 and "Read-only file system" in said and "Traceback" not in said, f"{command}\n{said}"
+
+
+def test_a_click_log_without_a_good_row_is_a_sentence(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    stub_processes(monkeypatch)
+    (tmp_path / "clicks.txt").write_text("2\tx\n" * 40)
+    code, said = call(["train", str(world / "clicks.toml")], monkeypatch, capfd)
+    assert code == 2 and "no row in Criteo's format" in said

@@ -78,5 +78,5 @@ def test_what_cannot_be_had():
         prepare(job(NESTEROV, gradient={"compress": "int8"}), Layout.parse("replicate=2"))
     with pytest.raises(LayoutError, match="a DLRM's tables are shared by all replicas"):
         prepare(job(NESTEROV, model={"name": "dlrm"}), Layout.parse("replicate=2"))
-    with pytest.raises(JobError, match="at most one fragment synchronizes per step"):
+    with pytest.raises(JobError, match="a step sends at most one"):
         job({"every": 2, "fragments": 3})

@@ -122,7 +122,7 @@ def test_a_layout_that_computes_something_else_is_not_trained(tmp_path: Path, mo
     right = {"0.*.mix": "colwise", "0.*.down": "rowwise"}
     for _ in range(2):
         prove(prepare(job_of(right), Layout.parse("tensor=2")), said.append)
-    assert "equals one process: gradients to" in said[0] and "remembered" in said[1]
+    assert "equals one process: gradients to" in said[0] and "cached" in said[1]
     with pytest.raises(UserError, match=r"shapes do not fit in 0.0.mix"):
         prove(prepare(job_of(WRONG), Layout.parse("tensor=2")), said.append)
     wrong_sum = {"0.*.mix": "colwise_gather", "0.*.down": "rowwise"}  # the input of `down` is whole
@@ -178,7 +178,7 @@ def test_an_optimizer_that_needs_whole_parameters_is_refused_where_they_are_spli
 def test_what_is_found_in_a_module() -> None:
     found = inspect_job(job_of({}))
     assert found["trunk"] == "0 (2 blocks)" and found["epilogue"] == "1.weight, 1.bias"
-    assert found["axes"]["pipeline"] == "works" and found["axes"]["tensor"].startswith("no: this module has no plan")
+    assert found["axes"]["pipeline"] == "works" and found["axes"]["tensor"].startswith("no: the model has no tensor-p")
     assert inspect_job(make_job({}))["axes"]["tensor"] == "works"
 
 

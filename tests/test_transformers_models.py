@@ -104,10 +104,8 @@ def test_the_anatomy_of_llama():
      "draw the same dropout masks in every layout; set attn_pdrop = 0."),
     ("t5", {}, "shard=2", "model.name = 'hf:t5': T5Config is neither a causal nor a masked language model nor an image "
      'classifier; build it in a function of your own and name that: "python:package.module:function".'),
-    ("gpt2", GPT2, "tensor=2", "tensor=2: this module has no plan; give one: plan= in a script, [model.tensor_plan] "
-     "in a job."),
-    ("llama", LLAMA, "shard=2 expert=2", "expert=2: the module has no experts that Shardwise knows; leave expert at "
-     "1."),
+    ("gpt2", GPT2, "tensor=2", "tensor=2: the model has no tensor-parallel plan; set plan= or [model.tensor_plan]."),
+    ("llama", LLAMA, "shard=2 expert=2", "expert=2: it has no experts that can be split; leave expert at 1."),
     ("mixtral", MIXTRAL, "shard=2 tensor=2 expert=4", "expert=4 must divide shard x context, 2; use shard=4 or a "
      "multiple."),
     ("mamba2", MAMBA2, "context=2", "context=2: its forward takes no position_ids, so its sequences "
@@ -116,8 +114,8 @@ def test_the_anatomy_of_llama():
      "tokens (padding), so its sequences cannot be split; use shard."),
     ("vit", VIT, "context=2", "context=2: its samples are images, so its sequences cannot be split; use "
      "shard."),
-    ("bart", BART, ZERO_BUBBLE, "schedule=zero-bubble: model.decoder.layernorm_embedding is on a path of its own "
-     "beside the blocks' output, which PyTorch cannot split; use schedule=1f1b or interleaved."),
+    ("bart", BART, ZERO_BUBBLE, "schedule=zero-bubble: model.decoder.layernorm_embedding uses weights on an input "
+     "other than the blocks' output, so PyTorch cannot split its backward; use schedule=1f1b or interleaved."),
     ("opt", OPT, "shard=2", "model.decoder.layers.0 draws random "
      "numbers in its forward (functional dropout, for example), which would differ between layouts; use nn.Dropout "
      "there, or set its probability to 0."),

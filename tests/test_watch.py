@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import re
+import socket
 import statistics
 import threading
 import time
@@ -39,7 +40,8 @@ from shardwise.watch.page_data import page_data, seconds_by_rank
 from shardwise.watch.pipeline_timeline import pipeline_data
 from shardwise.watch.report_page import render_page, write_report
 from shardwise.watch.run_data import TIME_CATEGORIES, RunData
-from shardwise.watch.serve import make_server
+from shardwise.watch.run_list import LOADERS
+from shardwise.watch.serve import RunRegistry, make_server
 
 SMALL = {
     "steps": 8, "model": {"layers": 2, "width": 32, "heads": 2, "vocab": 61, "sequence": 16},
@@ -300,7 +302,50 @@ def test_goodput_by_cause(tmp_path: Path) -> None:
     )  # the time in which it was stopped does not count
 
 
+def test_a_clock_jump_is_not_lost_time(tmp_path: Path) -> None:
+    year = 365 * 86_400.0
+    metrics = [step(1, 13.0), step(2, 14.0), step(3, year + 15.5), step(4, year + 16.5), step(5, 17.5)]
+    events = [
+        {"time": 11.0 - year, "event": "started", "message": ""}, {"time": 12.0, "event": "resumed", "message": ""},
+        {"time": year + 4016.5, "event": "validation", "message": "", "seconds": 4000.0},
+    ]  # fmt: skip
+    found = goodput(RunData(write_run(tmp_path / "jumps", metrics, events)))
+    assert found.productive_seconds == pytest.approx(5.0) and found.wall_seconds < 10_000
+    found = goodput(RunData(write_run(tmp_path / "ahead", metrics[:4], events[:2])))
+    assert found.share == pytest.approx(1.0)  # each jump hides what was lost in that gap, and nothing else
+
+
 # Pages
+
+
+def test_the_list_of_runs_reads_only_what_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number in range(30):
+        write_run(tmp_path / "runs" / f"{number:04d}", [step(1, 1.0)], [{"time": 1.0, "event": "finished"}])
+    registry, read = RunRegistry(None), []
+    loaders = {name: lambda path, load=load: (read.append(path), load(path))[1] for name, load in LOADERS.items()}
+    monkeypatch.setattr("shardwise.watch.run_list.LOADERS", loaders)
+    first = registry.list_runs()
+    assert len(first) == 30 and len(read) == 90 and first[0]["step"] == "1 of 8" and first[0]["status"] == "finished"
+    read.clear()
+    assert registry.list_runs() == first and not read
+    with (tmp_path / "runs/0007/metrics.jsonl").open("a") as file:
+        file.write(json.dumps(step(2, 2.0)) + '\n{"step": 3, "lo')
+    assert [row["step"] for row in registry.list_runs()[6:9]] == ["1 of 8", "2 of 8", "1 of 8"] and len(read) == 1
+    monkeypatch.setattr("shardwise.watch.serve.LIST_SECONDS", 0.0)
+    assert RunRegistry(None).list_runs()[0]["status"] == "not read yet"
+
+
+def test_the_page_is_served_on_ipv6(tmp_path: Path) -> None:
+    if not socket.has_ipv6 or not Path("/proc/net/if_inet6").exists():
+        pytest.skip("this machine has no IPv6")
+    server = make_server(write_run(tmp_path / "run", [step(1, 1.0)], []), 0, "::1")
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        assert get(f"http://[::1]:{server.server_address[1]}/")[0] == 200
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def long_run(folder: Path, ranks: int = 100, steps: int = 100_000, lines: int = 1000) -> Path:

@@ -138,7 +138,8 @@ def job_tables() -> str:
                 if issubclass(BUILT_IN[kind].config, DecoderConfig)
                 else "Instead of the keys of `gpt`:"
             )
-            title = f'### `[model]` for {BUILT_IN[kind].config.description}: `name = "{kind}"`\n\n{relation}'
+            described = BUILT_IN[kind].config.description.removeprefix("a ")
+            title = f'### `[model]` with `name = "{kind}"` ({described})\n\n{relation}'
         parts += [title, table(("key", "value", "default", "meaning"), lines)]
     return "\n\n".join(parts)
 
@@ -171,16 +172,16 @@ def value_of(field: FieldInfo) -> str:
     if words and get_origin(kind) is not tuple:
         return f"integer{_limits(options[0].__metadata__[0])}, or {_words(words)}"
     if any(get_origin(part) is tuple for part in options):
-        return "integer, from 1, or a list of such"
+        return "integer >= 1, or a list of them"
     counts = kind is Count or any(part is Count for part in options) or _is_count(field)
     if get_origin(kind) is typing.Annotated:
         kind = get_args(kind)[0]
     if get_origin(kind) is dict:
         return "a table of numbers"
     if get_origin(kind) is tuple and ... in get_args(kind):
-        return f"list of {_words(words)}" if words else "list of integers, from 1"
+        return f"list of {_words(words)}" if words else "list of integers >= 1"
     if get_origin(kind) is tuple:
-        return "two numbers, from 0 to below 1"
+        return "two numbers >= 0, < 1"
     if kind is str:
         return "text"
     if kind is bool:
@@ -200,8 +201,8 @@ def _is_count(field: FieldInfo) -> bool:
 def _limits(field: FieldInfo) -> str:
     limits = {name: getattr(part, name) for part in field.metadata for name in ("ge", "gt", "le", "lt")
               if getattr(part, name, None) is not None}  # fmt: skip
-    words = {"ge": "from", "gt": "above", "le": "to", "lt": "below"}
-    return "".join(f", {words[name]} {limit:g}" for name, limit in limits.items()).replace(", to", " to")
+    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+    return ",".join(f" {signs[name]} {limit:g}" for name, limit in limits.items())
 
 
 def presets() -> str:
@@ -289,7 +290,7 @@ def _parameter(name: str, kind: Any, info: ArgumentInfo | OptionInfo) -> list[st
     base = get_args(base)[0] if get_origin(base) is list else base
     words = {Path: "path", str: "text", int: "integer", float: "number", bool: ""}
     value = info.metavar or words[base]
-    value += f", from {info.min:g}" if info.min is not None else ""
+    value += f" >= {info.min:g}" if info.min is not None else ""
     default = "" if info.default in (..., None, "") or info.default is False else code(info.default)
     return [code(shown), value, default, sentence(info.help) if info.help else ""]
 

@@ -307,7 +307,7 @@ class _Tracker(TorchDispatchMode):
                 if part != self.part and not self.crossing:
                     self.crossing = (
                         f"a tensor made in {place} is used in {self._place(self.part, self.stack[-1])}, and only the "
-                        "blocks' output may cross a cut"
+                        "blocks' output may pass from one stage to the next"
                     )
         if depends and name not in _SHAPE_ONLY:
             self._note_second_path(inputs, outputs)
@@ -358,7 +358,7 @@ class _Tracker(TorchDispatchMode):
     def anatomy(self, loss: Tensor) -> Anatomy:
         stream = self.stream
         if self.block_names and stream is None:
-            raise JobError(f"the blocks of {type(self.module).__name__} do not hand on a tensor.")
+            raise JobError(f"the blocks of {type(self.module).__name__} do not pass on a tensor.")
         return Anatomy(
             self.block_names, None if stream is None else torch.empty_like(stream, device="meta"), self._stream_dim(),
             self.stream_key, self.outputs or (), self.outputs is not None,
@@ -405,14 +405,14 @@ class _Tracker(TorchDispatchMode):
     def _crossing_sentence(self) -> str:
         if not self.block_names:
             return (
-                "no list of blocks was found that are called in a row and hand on a tensor of one shape; name it with "
-                "`trunk`, or use shard instead of pipeline"
+                "no list of blocks was found of which each is called once, on the output of the one before, and keeps "
+                "its shape; name it with `trunk`, or use shard instead of pipeline"
             )
         if self.crossing:
             return f"{self.crossing}; pass it through the blocks, or use shard instead of pipeline"
         if len(self.stream_shapes) > 1:
             first, second, *_ = self.stream_shapes
-            return f"the blocks hand on tensors of different shapes, such as {first} and {second}"
+            return f"the inputs of the blocks have different shapes, such as {first} and {second}"
         for name, parts in self.parts_of.items():
             inner = [part for part in parts if 0 < part <= len(self.block_names)]
             if len(parts) > 1 and inner:

@@ -50,9 +50,9 @@ class ModuleConfig(ModelConfig):
     tensor_plan: dict[str, str] = {}
     """Tensor parallelism by pattern of module names: `"layers.*.q_proj" = "colwise"`. Styles: colwise, rowwise,
     colwise_gather (the output is gathered), vocab (an embedding); modules without a style stay whole."""
-    sequence: int = Field(256, ge=1)
+    sequence: int = Field(256, ge=1, le=10**7)
     """Tokens per sample, if the samples come from the `[data]` section."""
-    vocab: int = Field(256, ge=2)
+    vocab: int = Field(256, ge=2, le=10**7)
     """Number of token ids, if the samples come from the `[data]` section."""
     blocks: int = Field(0, ge=0)
     """Keep only the first blocks of the trunk, as `verify --shrink` does; 0: all."""
@@ -186,7 +186,7 @@ class ModuleFamily(Family):
         chain = meta_chain(config)
         anatomy, plan = chain.anatomy, chain.sharding_plan
         refused = {
-            "expert": "the module has no experts that Shardwise knows; leave expert at 1.",
+            "expert": "it has no experts that can be split; leave expert at 1.",
             "fp8": "fp8 works with our own families; use bf16.",
         }
         if reason := _check_context(config)[0]:
@@ -195,11 +195,11 @@ class ModuleFamily(Family):
             refused["pipeline"] = f"{anatomy.crossing}."
         if anatomy.second_path:
             refused["split_backward"] = (
-                f"{anatomy.second_path} is on a path of its own beside the blocks' output, which PyTorch cannot split; "
-                "use schedule=1f1b or interleaved."
+                f"{anatomy.second_path} uses weights on an input other than the blocks' output, so PyTorch cannot "
+                "split its backward; use schedule=1f1b or interleaved."
             )
         if not plan.shard_dims:
-            refused["tensor"] = "this module has no plan; give one: plan= in a script, [model.tensor_plan] in a job."
+            refused["tensor"] = "the model has no tensor-parallel plan; set plan= or [model.tensor_plan]."
         if anatomy.changes_input:
             refused["recompute"] = f"{anatomy.changes_input} changes its input in place; use recompute=none."
         if chain.has_batch_statistics:
@@ -207,7 +207,7 @@ class ModuleFamily(Family):
             refused |= dict.fromkeys(("pipeline", "tensor"), reason)
             refused["recompute"] = "it would update the running statistics of batch norm twice; use recompute=none."
         if buffer := chain.unsynchronized_buffer:
-            reason = f"the forward updates the buffer {buffer}, which every rank would do on its own; use one process."
+            reason = f"the forward updates buffer {buffer}, which each rank would do independently; use one process."
             refused |= dict.fromkeys(("replicate", "shard", "pipeline", "tensor", "recompute"), reason)
         if anatomy.random_modules:
             raise_random(anatomy.random_modules)

@@ -15,6 +15,7 @@ from shardwise.launch.launch import launch
 from shardwise.launch.start import Say
 from shardwise.layout import Layout
 from shardwise.parallel.prepare import prepare
+from shardwise.train.local_machine import require_memory
 from shardwise.train.run_folder import RunFolder
 from shardwise.workers.fork_server import ForkServer
 
@@ -105,6 +106,7 @@ def run_chaos(job_file: Path | None, settings: list[str], faults: int, seed: int
         raise JobError("chaos needs an explicit layout; set one with --layout, such as 'shard=2'.")
     layout = Layout.parse(job.layout)
     prepare(job, layout)
+    require_memory(job, 8, layout.world)
     if layout.world == 1:
         raise JobError(f"layout '{layout}' has one process, which runs without a supervisor; chaos needs two or more.")
     baseline = RunFolder.create(_derive_job(job, "baseline", faults))

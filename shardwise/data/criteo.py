@@ -12,6 +12,7 @@ empty bag.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -193,6 +194,16 @@ def index_criteo_file(extent: DataFile) -> tuple[np.ndarray, int]:
     return np.array(offsets, np.int64), lines
 
 
+def require_good_row(path: Path, model: DLRMConfig) -> None:
+    """Raises DataError if no row can be read: with `on_bad_record = "skip"`, a run would have no target at all."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            with suppress(DataError):
+                parse_criteo_row(line.rstrip(b"\n"), path, number, model)
+                return
+    raise DataError(f"data.path = '{path}' has no row in Criteo's format: label, 13 integers, 26 hashes, with tabs.")
+
+
 def parse_criteo_row(line: bytes, path: Path, line_number: int, model: DLRMConfig) -> np.ndarray:
     """Parses a line of 40 fields into a packed row; `line_number` starts at 1."""
     where = f"{path}, row {line_number}"
@@ -207,7 +218,7 @@ def parse_criteo_row(line: bytes, path: Path, line_number: int, model: DLRMConfi
     dense_features = np.zeros(NUM_DENSE_FEATURES)
     for i, text in enumerate(fields[1 : 1 + NUM_DENSE_FEATURES]):
         try:
-            dense_features[i] = np.log1p(max(0, int(text))) if text else 0.0
+            dense_features[i] = np.log1p(float(max(0, int(text)))) if text else 0.0
         except (ValueError, OverflowError):
             raise DataError(f"{where}, field {i + 2} (integer {i + 1}): {text!r} is not an integer.") from None
     sparse_ids = np.full((NUM_SPARSE_FEATURES, model.lookups), -1, np.int64)

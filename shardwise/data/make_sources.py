@@ -32,6 +32,7 @@ from shardwise.data.criteo import (
     CriteoClicks,
     SyntheticClicks,
     index_criteo_file,
+    require_good_row,
 )
 from shardwise.data.encode import describe_source, encode_files, load_or_train_tokenizer
 from shardwise.data.fingerprint import DataFile, DataRecord
@@ -207,6 +208,7 @@ def _click_sources(job: Job, bad_records: BadRecords, record: DataRecord) -> tup
         raise DataError("data.source = 'criteo' reads a Criteo file; set data.path to it.")
     path = Path(job.data.path)
     offsets, lines = index_criteo_file(record.take([path])[0])
+    require_good_row(path, model)
     first_held_out = lines - _num_held_out(lines, job.data.validation_fraction)
     return CriteoClicks(model, path, offsets, 0, first_held_out, bad_records), CriteoClicks(
         model, path, offsets, first_held_out, lines - first_held_out, bad_records

@@ -20,8 +20,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from shardwise.data.token_file import write_data_file
-from shardwise.errors import DataError
+from shardwise.errors import DataError, shorten
 
+MAX_VOCAB = 10**7  # as of model.vocab
 EOS_TOKEN = "<|end|>"
 _EOS_TOKENS = (EOS_TOKEN, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 """Known end-of-document tokens, ours and those of other tokenizers; the first one in the vocabulary is used."""
@@ -81,6 +82,8 @@ class HuggingFaceTokenizer:
             raise DataError(f"the tokenizer {name} has no end-of-document token; {options}.")
         self._tokenizer, self.eos_id, self._text = tokenizer, int(eos_ids[0]), text
         self.vocab = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+        if self.vocab > MAX_VOCAB:
+            raise DataError(f"the tokenizer {name} has the id {self.vocab - 1:,}; ids must be below {MAX_VOCAB:,}.")
         self._token_bytes = self._bytes_per_token()
 
     def encode(self, text: str) -> np.ndarray:
@@ -126,10 +129,10 @@ def parse_bpe_size(name: str) -> int | None:
     kind, colon, size = name.partition(":")
     if kind != "bpe" or not colon:
         return None
-    if not size.isdecimal() or int(size) < 257:
+    if not size.isdecimal() or len(size) > 8 or not 257 <= int(size) <= MAX_VOCAB:
         raise DataError(
-            f"data.tokenizer = {name!r}: write bpe:SIZE with a size of at least 257 (256 bytes and the "
-            "end-of-document token), for instance bpe:4096."
+            f"data.tokenizer = {shorten(name)}: write bpe:SIZE with a size of at least 257 (256 bytes and the "
+            "end-of-document token) and at most 10,000,000, for instance bpe:4096."
         )
     return int(size)
 

@@ -24,7 +24,7 @@ from shardwise.metrics.trackers import check_tracker_installed
 from shardwise.parallel.prepare import Prepared, prepare
 from shardwise.parallel.tables.table_engine import check_host_memory
 from shardwise.train.auto_layout import check_memory, choose_plan, describe_plan, layout_record, plan_record
-from shardwise.train.local_machine import host_memory, local_process_count
+from shardwise.train.local_machine import host_memory, local_process_count, require_memory
 from shardwise.train.run_folder import RunFolder
 from shardwise.train.same_run import check_history, check_same_run
 from shardwise.train.summary import has_finished, summarize
@@ -33,6 +33,7 @@ from shardwise.workers.fork_server import ForkServer
 from shardwise.workers.nodes import Node, NodeAgent
 from shardwise.workers.run_owner import own_run
 
+STATE_COPIES = 2  # of the parameters that every optimizer keeps in float32: weights and gradients
 DEMO = Path(__file__).parent.parent / "demo.toml"
 Say = Callable[[str], None]
 Check = Callable[[Prepared, Say], None]
@@ -101,6 +102,8 @@ def _start_run(job: Job, say: Say, options: StartOptions, fork_server: ForkServe
         check_layout_fits(layout, job, nodes)
         check_tracker_installed(job.tracker)
         prepared = prepare(job, layout)
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", layout.world // nodes))
+        require_memory(job, 4 * STATE_COPIES, local_ranks, local_ranks / layout.world)
         check_host_memory(prepared, host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", layout.world)))
         data_record, sources, events = _open_data(prepared, resumed, options)
         if options.check is not None and _is_main_process():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.console import format_count, pluralize
 from shardwise.errors import DataError
-from shardwise.files import write_text
+from shardwise.files import malformed_as_data_error, write_text
 from shardwise.laws.compute_optimal import estimate_compute_optimal
 from shardwise.laws.fit import ScalingLawFit, find_outliers, fit_scaling_law
 from shardwise.laws.fitted_law import fit_as_dict, published_law, read_fitted_law
@@ -98,8 +98,9 @@ def recommend_text(
     from shardwise.laws.recommend import recommend_with_plan
 
     fitted_law = published_law() if law is None else read_fitted_law(law)
-    recommendation = recommend_with_plan(fitted_law, flops, days, devices, cluster, unique_tokens, settings)
-    return json.dumps(recommendation.as_dict()) if as_json else "\n".join(_recommend_lines(recommendation))
+    with malformed_as_data_error(law or Path("the built-in law")):
+        recommendation = recommend_with_plan(fitted_law, flops, days, devices, cluster, unique_tokens, settings)
+        return json.dumps(recommendation.as_dict()) if as_json else "\n".join(_recommend_lines(recommendation))
 
 
 def _recommend_lines(result: Recommendation) -> Iterator[str]:

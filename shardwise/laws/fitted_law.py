@@ -6,7 +6,6 @@ come from bootstrapping the same 240 runs with `shardwise laws fit`. They are st
 because the constants themselves correlate so closely that their correlations need many digits.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import DataError
+from shardwise.files import parse_json
 from shardwise.laws.compute_optimal import estimate_compute_optimal
 from shardwise.laws.fit import BOOTSTRAP_SAMPLES, ScalingLawFit, find_outliers
 from shardwise.laws.runs import PARAMETER_SCOPES
@@ -68,17 +68,20 @@ def to_fitted_law(fit: ScalingLawFit, source: str) -> FittedLaw:
 def read_fitted_law(path: Path) -> FittedLaw:
     """Reads a fit written by `shardwise laws fit`."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(path.read_bytes())
     except FileNotFoundError:
         raise DataError(f"{path} does not exist; write a fit with `shardwise laws fit RUNS -o FILE`.") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise DataError(f"{path} is not a JSON file: {error}.") from None
     try:
         fitted_law = _parse_fitted_law(values, str(path))
-        if not np.isfinite(fitted_law.bootstrap_samples.as_array()).all() or min(fitted_law.law.as_array()) <= 0:
-            raise ValueError("a constant is not positive and finite")
+        ranges = [bound for pair in fitted_law.fitted_ranges.values() for bound in pair]
+        samples = fitted_law.bootstrap_samples.as_array().ravel()
+        numbers = np.concatenate([fitted_law.law.as_array(), samples, ranges])
+        if not (numbers.min() > 0 and numbers.max() < 1e100 and 0 <= fitted_law.residual_std <= 100):
+            raise ValueError("a constant or range is not positive and finite")
         return fitted_law
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         message = f"{path} is not a saved fit ({error}); write one with `shardwise laws fit RUNS -o FILE`."
         raise DataError(message) from None
 

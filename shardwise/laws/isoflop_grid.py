@@ -26,6 +26,7 @@ from shardwise.errors import JobError
 from shardwise.files import write_text
 from shardwise.job import Job, load_job, make_job
 from shardwise.laws.runs import check_parameter_scope, count_parameters
+from shardwise.laws.scaling_law import MAX_FLOPS
 from shardwise.models.gpt_family import DecoderConfig
 from shardwise.planner.costs.model_shape import shape_of
 
@@ -55,6 +56,8 @@ def design_grid(
 ) -> list[GridJob]:  # fmt: skip
     """Returns jobs by ascending budget and size; sizes range from 1/spread to spread times the middle size."""
     check_parameter_scope(parameter_scope)
+    if not 1 <= spread <= 1000:
+        raise JobError(f"--spread {spread}: it must be from 1 to 1000.")
     template = make_template(family, settings, high)
     jobs = []
     for flops in np.geomspace(low, high, budgets) if budgets > 1 else [high]:
@@ -138,6 +141,8 @@ def _batch_tokens(flops: float) -> float:
 
 def model_of_size(template: Job, parameters: float, parameter_scope: str) -> DecoderConfig:
     """Returns the decoder with about this many parameters and the usual ratio of width to depth."""
+    if not 0 < parameters < 1e18:
+        raise JobError(f"a model of {parameters:.3g} parameters: it must have fewer than 1e18; give a smaller budget.")
     base = template.model.model_dump(exclude={*SIZE_FIELDS, "init_std"} - template.model.model_fields_set)
     aspect = min(128.0, 32.0 * (parameters / 1e5) ** 0.1)  # width over depth: 32 at 0.1M, 64 at 100M, 128 at 100B
     best, model = math.inf, None
@@ -185,6 +190,7 @@ def parse_budget(text: str) -> tuple[float, float]:
         budgets = float(low), float(high or low)
     except ValueError:
         raise JobError(f"--budget {text!r}: give the lowest and highest FLOPs, for example 1e18:1e20.") from None
-    if not 0 < budgets[0] <= budgets[1] < math.inf:
-        raise JobError(f"--budget {text!r}: the lowest budget must be positive and at most the highest.")
+    if not 0 < budgets[0] <= budgets[1] <= MAX_FLOPS:
+        rule = f"the lowest budget must be positive and at most the highest, which must be at most {MAX_FLOPS:g} FLOPs"
+        raise JobError(f"--budget {text!r}: {rule}.")
     return budgets

@@ -19,7 +19,7 @@ from shardwise.laws.fit import interval
 from shardwise.laws.fitted_law import FittedLaw
 from shardwise.laws.isoflop_grid import SIZE_FIELDS, batch_size_for_budget, learning_rate_for_budget, model_of_size
 from shardwise.laws.runs import count_parameters
-from shardwise.laws.scaling_law import ScalingLaw
+from shardwise.laws.scaling_law import MAX_FLOPS, ScalingLaw
 from shardwise.planner.plan import Plan, make_plan
 
 EXTRAPOLATION_FACTOR = 100.0  # warn beyond this factor outside the fitted range
@@ -176,9 +176,10 @@ def recommend_with_plan(
         raise JobError("--days needs --devices and --cluster; add both, or give the budget as --flops.")
     if (devices is None) != (cluster is None):
         raise JobError("--devices and --cluster need each other; give both or neither.")
-    for name, value in (("--flops", flops), ("--days", days), ("--unique-tokens", unique_tokens)):
-        if value is not None and not 0 < value < math.inf:
-            raise JobError(f"{name} {value:g}: the value must be positive and finite.")
+    limits = ("--flops", flops, MAX_FLOPS), ("--days", days, 1e6), ("--unique-tokens", unique_tokens, 1e24)
+    for name, value, limit in limits:
+        if value is not None and not 0 < value <= limit:
+            raise JobError(f"{name} {value:g}: the value must be positive and at most {limit:g}.")
     if devices is None or cluster is None:
         assert flops is not None
         return recommend(fitted_law, flops, unique_tokens)

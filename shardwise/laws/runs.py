@@ -12,7 +12,6 @@ are ignored.
 from __future__ import annotations
 
 import csv
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.errors import DataError
+from shardwise.files import malformed_as_data_error
 from shardwise.job import Job
 from shardwise.models.gpt_family import DecoderConfig
 from shardwise.planner.costs.model_shape import shape_of
@@ -118,8 +118,8 @@ def _parse_row(path: Path, number: int, line: Sequence[str], columns: dict[str, 
         except ValueError:
             reason = f"{text!r} is not a number" if text else "the value is missing"
             raise DataError(f"{path}, line {number}, column {quantity}: {reason}.") from None
-        if not (math.isfinite(values[quantity]) and values[quantity] > 0):
-            raise DataError(f"{path}, line {number}, column {quantity}: {text} must be positive and finite.")
+        if not 1e-9 <= values[quantity] <= 1e40:
+            raise DataError(f"{path}, line {number}, column {quantity}: {text} must be positive and at most 1e40.")
     if "parameters" not in values:
         values["parameters"] = values["flops"] / 6 / values["tokens"]
     if "tokens" not in values:
@@ -140,7 +140,8 @@ def _read_run(path: Path, parameter_scope: str) -> RunRow:
     folder = RunFolder.open(path)
     job = folder.job()
     model = job.require_decoder()
-    loss, samples = _final_loss_and_samples(folder, job)
+    with malformed_as_data_error(path):
+        loss, samples = _final_loss_and_samples(folder, job)
     flops = shape_of(model).flops(1) * samples
     return path.name, float(count_parameters(model, parameter_scope)), float(samples * model.sequence), loss, flops
 

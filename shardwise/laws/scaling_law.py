@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 FloatOrArray = Any  # a float or an array of floats
 CONSTANTS = ("E", "A", "B", "alpha", "beta")
+MAX_FLOPS = 1e32  # of a budget: a million times the largest runs
 
 # Decay constants, in repetitions, of the value of repeated tokens and excess parameters: Muennighoff et al. 2023 (arXiv
 # 2305.16264), section 5 and appendix A, fitted to runs of up to 9 billion parameters and 900 billion tokens.

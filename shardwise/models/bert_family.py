@@ -28,7 +28,7 @@ class BertConfig(DecoderConfig):
     """Fraction of the tokens that are predicted; the LM head computes only these."""
     mask_token_id: int = Field(-1, ge=-1)
     """Id of the mask token. -1 reserves the last id of the vocabulary, which the text must not contain."""
-    phase1_sequence: int = Field(0, ge=0)
+    phase1_sequence: int = Field(0, ge=0, le=10**7)
     """Sequence length of a first phase with shorter samples; 0: a single phase. Only for planning: train each phase
     in its own run."""
     phase1_fraction: float = Field(0.9, ge=0.0, le=1.0)

@@ -1,11 +1,16 @@
 """Base classes of config sections and of every family's `[model]` section. Imports no PyTorch."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo, field_validator, model_validator
 
+from shardwise.errors import shorten
 from shardwise.models.presets import PRESETS
+
+MAX_NUMBER = 10**15
+"""Bound of every number of a job but the seed. Most keys have a lower one: sizes that some product overflows, counts
+of processes and files."""
 
 _SUFFIX_FACTORS = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
@@ -20,7 +25,7 @@ def _parse_count(value: object) -> object:
         if number != int(number):
             raise ValueError
     except (ValueError, OverflowError):
-        raise ValueError(f"{value!r} is not a whole number; write 500000 or '0.5M'") from None
+        raise ValueError(f"{shorten(value)} is not a whole number; write 500000 or '0.5M'") from None
     return int(number)
 
 
@@ -28,9 +33,35 @@ Count = Annotated[int, BeforeValidator(_parse_count)]
 
 
 class ConfigSection(BaseModel):
-    """A section of a job: frozen; unknown keys and numbers that are not finite are errors."""
+    """A section of a job: frozen, every number is finite and bounded, and unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=False, allow_inf_nan=False)
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _check_value(cls, value: Any, validate: Callable[[Any], Any], info: ValidationInfo) -> Any:
+        kind = cls.model_fields[str(info.field_name)].annotation
+        if (isinstance(kind, type) and issubclass(kind, BaseModel)) or "Any" in str(kind):
+            return validate(value)
+        limit = 2**63 - 1 if info.field_name == "seed" else MAX_NUMBER
+        _check_plain(value, "bool" in str(kind), limit)
+        valid = validate(value)  # of "10", pydantic makes a number
+        _check_plain(valid, True, limit)
+        return valid
+
+
+def _check_plain(value: object, allows_bool: bool, limit: int) -> None:
+    """Refuses what Python would take for something else (true for 1) or choke on, in a value or inside of it."""
+    if isinstance(value, bool) and not allows_bool:
+        raise ValueError(f"{str(value).lower()} is not a number or text")
+    if isinstance(value, int | float) and limit < abs(value) < float("inf"):
+        raise ValueError(f"{shorten(value)} is beyond {float(limit):g}, the bound of every number here")
+    if isinstance(value, str) and "\0" in value:
+        raise ValueError("it contains a NUL character")
+    for item in (
+        [*value, *value.values()] if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    ):
+        _check_plain(item, allows_bool, limit)
 
 
 class ModelConfig(ConfigSection):

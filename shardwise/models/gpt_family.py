@@ -23,17 +23,17 @@ class DecoderConfig(ModelConfig):
     is_causal_lm = True
     supports_mup: ClassVar[bool] = True
     name: str = "gpt"
-    layers: int = Field(8, ge=1, le=10_000)
-    width: int = Field(256, ge=1)
-    heads: int = Field(8, ge=1)
-    kv_heads: int = Field(0, ge=0)
+    layers: int = Field(8, ge=1, le=1000)
+    width: int = Field(256, ge=1, le=10**6)
+    heads: int = Field(8, ge=1, le=10_000)
+    kv_heads: int = Field(0, ge=0, le=10_000)
     """Number of key/value heads (grouped-query attention); 0: `heads`."""
-    head_dim: int = Field(0, ge=0)
+    head_dim: int = Field(0, ge=0, le=10_000)
     """Features per head; 0: width / heads."""
-    ffn: int = Field(0, ge=0)
+    ffn: int = Field(0, ge=0, le=10**7)
     """Hidden size of the MLP; 0: 4 x width for gelu, 8/3 x width rounded up to a multiple of 64 for swiglu."""
-    vocab: int = Field(256, ge=2)
-    sequence: int = Field(256, ge=1)
+    vocab: int = Field(256, ge=2, le=10**7)
+    sequence: int = Field(256, ge=1, le=10**7)
     positions: Literal["learned", "rotary"] = "rotary"
     norm: Literal["layer", "rms"] = "rms"
     activation: Literal["gelu", "swiglu"] = "swiglu"
@@ -48,7 +48,7 @@ class DecoderConfig(ModelConfig):
     init_std: float = Field(0.02, gt=0.0)
     eod_token_id: int = Field(-1, ge=-1)
     """Id of the end-of-document token. If set, attention is masked across documents; -1: off."""
-    mup_base_width: int = Field(0, ge=0)
+    mup_base_width: int = Field(0, ge=0, le=10**6)
     """Width at which the learning rate was tuned; muP transfers it to `width`. 0: off."""
 
     @model_validator(mode="after")

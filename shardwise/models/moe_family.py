@@ -16,15 +16,15 @@ class MoEConfig(DecoderConfig):
     supports_mup = False
     is_recomputable_elsewhere = False
     name: str = "moe"
-    experts: int = Field(8, ge=2)
+    experts: int = Field(8, ge=2, le=1000)
     """Number of routed experts per MoE layer."""
-    experts_per_token: int = Field(2, ge=1)
+    experts_per_token: int = Field(2, ge=1, le=1000)
     """Number of routed experts per token (top-k)."""
-    expert_ffn: int = Field(0, ge=0)
+    expert_ffn: int = Field(0, ge=0, le=10**7)
     """Hidden size of each routed expert; 0: `ffn`."""
-    shared_expert_ffn: int = Field(0, ge=0)
+    shared_expert_ffn: int = Field(0, ge=0, le=10**7)
     """Hidden size of the shared expert, which processes every token; 0: no shared expert."""
-    dense_layers: int = Field(0, ge=0)
+    dense_layers: int = Field(0, ge=0, le=1000)
     """Number of leading blocks with a dense MLP instead of experts."""
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"
     """Function that turns router logits into routing probabilities."""
@@ -38,11 +38,11 @@ class MoEConfig(DecoderConfig):
     """Coefficient of the load-balancing loss, which is computed per sample; 0: off."""
     router_z_loss_coef: float = Field(0.0, ge=0.0)
     """Coefficient of the router z-loss, the mean squared log-sum-exp of the router logits; 0: off."""
-    q_lora_rank: int = Field(0, ge=0)
+    q_lora_rank: int = Field(0, ge=0, le=10**6)
     """MLA: rank of the query projection; 0: no MLA."""
-    kv_lora_rank: int = Field(0, ge=0)
+    kv_lora_rank: int = Field(0, ge=0, le=10**6)
     """MLA: rank of the joint key/value projection; 0: no MLA."""
-    qk_rope_head_dim: int = Field(0, ge=0)
+    qk_rope_head_dim: int = Field(0, ge=0, le=10**6)
     """MLA: features per query and key head that carry RoPE, in addition to `head_dim`."""
 
     @model_validator(mode="after")

@@ -30,11 +30,11 @@ class ResNetConfig(ModelConfig):
     """Number of layers; 50 and more use bottleneck blocks."""
     stem: Literal["imagenet", "cifar"] = "imagenet"
     """First layers: 7 x 7 convolution with stride 2 and max pooling (`imagenet`), or 3 x 3 convolution (`cifar`)."""
-    width: int = Field(64, ge=1)
+    width: int = Field(64, ge=1, le=10_000)
     """Channels of the first stage; each of the three later stages doubles them."""
-    image_size: int = Field(224, ge=8)
+    image_size: int = Field(224, ge=8, le=10_000)
     """Image height and width in pixels."""
-    num_classes: int = Field(1000, ge=1)
+    num_classes: int = Field(1000, ge=1, le=10**6)
 
     @property
     def has_bottlenecks(self) -> bool:

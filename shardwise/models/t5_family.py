@@ -23,18 +23,18 @@ class T5Config(ModelConfig):
     description = "a T5"
     targets_are_text = False
     name: str = "t5"
-    layers: int = Field(12, ge=1, le=10_000)
+    layers: int = Field(12, ge=1, le=1000)
     """Number of encoder blocks, and of decoder blocks."""
-    width: int = Field(768, ge=1)
-    heads: int = Field(12, ge=1)
-    head_dim: int = Field(64, ge=1)
+    width: int = Field(768, ge=1, le=10**6)
+    heads: int = Field(12, ge=1, le=10_000)
+    head_dim: int = Field(64, ge=1, le=10_000)
     """Features per head; heads x head_dim need not equal width."""
-    ffn: int = Field(3072, ge=1)
+    ffn: int = Field(3072, ge=1, le=10**7)
     """Hidden size of the MLP."""
-    vocab: int = Field(32128, ge=2)
-    sequence: int = Field(512, ge=1)
+    vocab: int = Field(32128, ge=2, le=10**7)
+    sequence: int = Field(512, ge=1, le=10**7)
     """Sequence length of the encoder in tokens."""
-    target_sequence: int = Field(114, ge=1)
+    target_sequence: int = Field(114, ge=1, le=10**7)
     """Sequence length of the decoder in tokens."""
     activation: Literal["relu", "geglu"] = "relu"
     """Activation of the MLP; `geglu` is gated GELU (T5 v1.1)."""
@@ -46,10 +46,10 @@ class T5Config(ModelConfig):
     """Fraction of the tokens that span corruption masks."""
     mean_noise_span_length: float = Field(3.0, ge=1.0)
     """Mean length of a masked span in tokens."""
-    relative_attention_num_buckets: int = Field(32, ge=4)
+    relative_attention_num_buckets: int = Field(32, ge=4, le=10**6)
     """Number of relative-position buckets; small distances get one bucket each, larger ones share logarithmically
     spaced buckets."""
-    relative_attention_max_distance: int = Field(128, ge=2)
+    relative_attention_max_distance: int = Field(128, ge=2, le=10**9)
     """Distance in tokens from which all positions share the last bucket."""
     norm_eps: float = Field(1e-6, gt=0.0)
 

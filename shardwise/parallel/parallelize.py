@@ -1,7 +1,7 @@
 """Builds this rank's engine from a prepared job. This is the only place that knows the order of application:
 
     model on the meta device -> this rank's pipeline stages -> expert and tensor sharding -> precision, activation
-    checkpointing, compilation -> data parallelism -> memory and initial weights -> parameter shards -> schedule
+    checkpointing, compilation -> data parallelism -> memory -> parameter shards and their initial values -> schedule
 
 Training, verification and dry runs all use `parallelize`.
 """

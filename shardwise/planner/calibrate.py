@@ -182,7 +182,7 @@ MODEL_KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
     "gpt-2": {"norm": "layer", "activation": "gelu", "bias": True, "positions": "learned"},
 }
-KERNEL_CATEGORIES = {"matmul": "matrix products", "attention": "attention", "memory": "elementwise"}
+KERNEL_CATEGORIES = {"matmul": "matmul", "attention": "attention", "memory": "elementwise"}
 KERNELS_PER_BLOCK = 72  # of a block's forward and backward, as `BlockTimeModel` counts them
 
 

@@ -109,7 +109,10 @@ def _replace_unchecked(layout: Layout, **values: Any) -> Layout:
 def _smallest_memory_layout(estimator: Estimator, classes: BoundedLayouts) -> Layout:
     """Returns the layout that needs the least memory: it has micro-batch 1 and full recomputation."""
     layouts = (layout for _, base in classes if base.micro_batch == 1 for layout in class_layouts(estimator, base))
-    return min((layout for layout in layouts if layout.recompute == "full"), key=estimator.peak_memory)
+    recomputed = [layout for layout in layouts if layout.recompute == "full"]
+    if not recomputed:
+        raise LayoutError("no schedule can run the micro-batches of any layout; change batch.samples or the devices.")
+    return min(recomputed, key=estimator.peak_memory)
 
 
 def class_lower_bound(estimator: Estimator, base: Layout) -> float:

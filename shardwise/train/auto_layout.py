@@ -17,6 +17,9 @@ from shardwise.planner.plan import Plan, make_estimator, make_plan
 from shardwise.planner.show import format_seconds
 from shardwise.train.local_machine import local_cluster, local_process_count
 
+MAX_COUNTS = 512  # process counts to try one by one; of a larger number, only powers of two below it
+MEMORY_TOLERANCE = 2.0  # a layout that the job names is refused beyond this: predictions err, but less than this
+
 
 def choose_plan(job: Job, world_size: int | None = None) -> tuple[Plan, str]:
     """Returns the plan for `world_size` processes (default: what this machine can run), and the machine's source."""
@@ -26,7 +29,10 @@ def choose_plan(job: Job, world_size: int | None = None) -> tuple[Plan, str]:
         cluster, source = local_cluster(job, local_world_size or layout.world)
         return make_plan(job, cluster, layout=str(layout)), source
     max_devices = world_size or local_process_count(job)
-    for devices in [max_devices] if world_size else range(max_devices, 0, -1):
+    counts = (
+        range(max_devices, 0, -1) if max_devices <= MAX_COUNTS else [max_devices, *(2**n for n in range(9, -1, -1))]
+    )
+    for devices in [max_devices] if world_size else counts:
         cluster, source = local_cluster(job, local_world_size or devices)
         try:
             if job.model.requires_single_micro_batch:  # the search does not try a whole batch as one micro-batch
@@ -38,13 +44,20 @@ def choose_plan(job: Job, world_size: int | None = None) -> tuple[Plan, str]:
 
 
 def check_memory(job: Job, plan: Plan) -> None:
-    """Raises LayoutError if no layout that "auto" tried fits in memory. Explicit layouts are not checked."""
+    """Raises LayoutError if no layout that "auto" tried fits in memory, or if the job's own layout does not by far."""
+    device, needed = plan.cluster.device, plan.best.peak_memory
+    sizes = " of ".join(
+        f"{size / GIB:,.0f}" if size > 100 * GIB else f"{size / GIB:.2g}" for size in (needed, device.memory)
+    )
     if job.layout == "auto" and not plan.fits(plan.best):
-        device = plan.cluster.device
         raise LayoutError(
             f"no layout of {plan.devices} x {device.name} fits in memory: '{plan.best.layout}' needs least, "
-            f"{plan.best.peak_memory / GIB:.3g} of {device.memory / GIB:.3g} GiB per rank; use more devices, or "
-            "set that layout to try it anyway."
+            f"{sizes} GiB per rank; use more devices, or set that layout to try it anyway."
+        )
+    if needed > MEMORY_TOLERANCE * device.memory:
+        raise LayoutError(
+            f"layout '{plan.best.layout}' does not fit in memory: it needs about {sizes} GiB per rank; use a "
+            "smaller model or batch, recompute=full, a smaller micro_batch, shard with zero=3, or more devices."
         )
 
 

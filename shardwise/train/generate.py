@@ -7,17 +7,19 @@ import torch
 
 from shardwise.data.sample_stream import Samples
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer
-from shardwise.errors import CheckpointError, DataError, RunError
+from shardwise.errors import CheckpointError, DataError, JobError, RunError
 from shardwise.job import Job
 from shardwise.models.chain import Chain
 from shardwise.models.gpt_family import DecoderConfig
 from shardwise.train.checkpoint import load_weights
-from shardwise.train.local_machine import pick_device
+from shardwise.train.local_machine import pick_device, require_memory
 from shardwise.train.run_folder import RunFolder
 
 
 def sample_run(run: Path, prompt: str, tokens: int, temperature: float, seed: int) -> str:
     """Returns the text that `shardwise sample` prints."""
+    if not temperature >= 0:
+        raise JobError(f"--temperature {temperature}: it must be 0 or more.")
     folder = RunFolder.open(run)
     job = folder.job()
     decoder = job.require_decoder()
@@ -43,6 +45,7 @@ def load_run_tokenizer(folder: RunFolder, job: Job) -> Tokenizer:
 
 def load_model(folder: RunFolder, job: Job, device: torch.device) -> Chain:
     """Returns the unsharded model with the weights of the newest valid checkpoint."""
+    require_memory(job, 4)
     model = job.family.build_on_meta(job.model, job.seed).to_empty(device=device)
     model.tie_weights()
     if not load_trained_weights(folder, model):

@@ -10,9 +10,13 @@ from pathlib import Path
 import psutil
 import torch
 
-from shardwise.cluster import CLUSTERS, Cluster, cluster_by_driver_name, find_cluster
+from shardwise.cluster import CLUSTERS, GIB, Cluster, cluster_by_driver_name, find_cluster
+from shardwise.console import format_count, pluralize
 from shardwise.errors import JobError, LayoutError
 from shardwise.job import Job
+from shardwise.parallel.prepare import meta_model
+
+FORKED_PROCESS_BYTES = 0.1 * GIB  # that a worker does not share with the process it was forked from
 
 
 def pick_device(job: Job) -> str:
@@ -95,3 +99,19 @@ def host_memory() -> float:
     text = limit.read_text().strip() if limit.is_file() else ""
     total = float(psutil.virtual_memory().total)
     return min(total, float(text)) if text.isdigit() else total
+
+
+def require_memory(job: Job, bytes_per_parameter: int, processes: int = 1, share: float = 1.0) -> None:
+    """Raises LayoutError if this machine cannot hold a single copy of the model's state (a share of it, if there are
+    other machines) and the processes: a lower bound that no layout gets below."""
+    parameters = sum(weight.numel() for weight in meta_model(job.model, job.seed).parameters())
+    parameters += sum(table.size for table in job.family.tables(job.model))
+    needed, owned = share * parameters * bytes_per_parameter, torch.cuda.device_count() * first_gpu()[1]
+    if pick_device(job) == "cpu":
+        needed, owned = needed + processes * (1 + job.data.workers) * FORKED_PROCESS_BYTES, host_memory()
+    if needed > owned > 0:
+        raise LayoutError(
+            f"{format_count(parameters)} parameters in {pluralize(processes, 'process')} need at least "
+            f"{needed / GIB:,.1f} GiB of memory, but this machine has {owned / GIB:,.1f} GiB; use a smaller model, "
+            "fewer processes and data.workers, or more machines."
+        )

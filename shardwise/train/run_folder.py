@@ -30,7 +30,7 @@ from shardwise.data.make_sources import Sources, make_sources
 from shardwise.data.source import Source
 from shardwise.data.tokenizer import HuggingFaceTokenizer, Tokenizer, tokenizer_fingerprint
 from shardwise.errors import DataError, JobError, RunError
-from shardwise.files import atomic_write, write_text
+from shardwise.files import atomic_write, parse_json, parse_record, write_text
 from shardwise.job import Job, load_job
 
 DISK_FULL_TIMEOUT = 5.0  # seconds to wait for space on a full disk: a checkpoint that did not fit gets removed
@@ -114,7 +114,7 @@ class RunFolder:
             content = path.read_bytes() if path.exists() else b""
             kept, discarded = list[bytes](), list[bytes]()
             for line in content.splitlines(keepends=True):
-                number = (_parse_record(line.decode(errors="replace")) or {}).get("step")
+                number = (parse_record(line) or {}).get("step")
                 (discarded if isinstance(number, int) and number > step else kept).append(line)
             if not discarded:
                 continue
@@ -129,7 +129,13 @@ class RunFolder:
     def skipped_batches(self) -> list[tuple[int, int]]:
         """Returns the skipped batches as (step, count): from this step on, that many batches are skipped."""
         path = self.path / "skips.json"
-        return [(step, count) for step, count in json.loads(path.read_text())] if path.exists() else []
+        try:
+            pairs = parse_json(path.read_bytes()) if path.exists() else []
+            if any(type(number) is not int or number < 0 for step, count in pairs for number in (step, count)):
+                raise ValueError("it must list pairs of whole numbers")
+            return [(step, count) for step, count in pairs]
+        except (TypeError, ValueError) as error:
+            raise JobError(f"{path} is damaged ({error}); restore it, or remove it to skip no batches.") from None
 
     def add_skip(self, step: int, count: int) -> None:
         write_text(self.path / "skips.json", json.dumps([*self.skipped_batches(), (step, count)]))
@@ -140,7 +146,7 @@ class RunFolder:
 
     def error_records(self) -> list[dict[str, Any]]:
         records = (record for path in self.errors.glob("rank-*.json") for record in _read_records(path))
-        return sorted(records, key=lambda record: record["time_ns"])
+        return sorted(records, key=lambda record: record["time_ns"] if type(record.get("time_ns")) is int else 0)
 
     def clear_errors(self) -> None:
         for path in self.errors.glob("rank-*.json"):
@@ -151,17 +157,9 @@ def _read_records(path: Path) -> Iterator[dict[str, Any]]:
     """Yields all complete records; ignores a line that a crash truncated."""
     if not path.exists():
         return
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        if (record := _parse_record(line)) is not None:
+    for line in path.read_bytes().splitlines():
+        if (record := parse_record(line)) is not None:
             yield record
-
-
-def _parse_record(line: str) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError:
-        return None
-    return record if isinstance(record, dict) else None
 
 
 def _append_record(path: Path, record: dict[str, Any]) -> None:

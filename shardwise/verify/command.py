@@ -49,8 +49,8 @@ def shrink_model(job: Job) -> Job:
 
 
 def shrink_batch(job: Job, layouts: list[Layout]) -> Job:
-    """Returns the job with the smallest batch (16, 24, ... samples) that every layout can run, or unchanged."""
-    for samples in range(16, job.samples, 8):
+    """Returns the job with the smallest batch (16, 24, ..., 1024 samples) that every layout can run, or unchanged."""
+    for samples in range(16, min(job.samples, 1025), 8):
         small = job.model_copy(update={"batch": BatchConfig(samples=samples)})
         if all(_is_supported(small, layout) for layout in layouts):
             return small

@@ -44,7 +44,7 @@ from shardwise.parallel.prepare import meta_model, prepare
 from shardwise.planner.plan import auto_schedule_order
 from shardwise.random import hash_key, normal_
 from shardwise.step import StepResult, step
-from shardwise.train.local_machine import check_compiler
+from shardwise.train.local_machine import check_compiler, require_memory
 from shardwise.verify.compression_reference import CompressedSumReference
 from shardwise.verify.dlrm_reference import compare_embedding_tables, run_dlrm_reference
 from shardwise.verify.local_sgd_reference import run_local_sgd_reference
@@ -108,6 +108,7 @@ def verify(
         prepare(job, layout)
     if job.compile is True:
         check_compiler()
+    require_memory(job, 16, max((layout.world for layout in layouts), default=1))
     reference = run_world(_run_reference, 1, job, steps)[0]
     records = []
     for layout in layouts:

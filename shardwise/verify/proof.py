@@ -1,7 +1,7 @@
 """The proof before the first step: a model that is not ours is compared with one process before it is trained.
 
 In float64, on a small copy of the model and with two ranks on every axis that the layout uses, two steps must equal
-those of the unmodified module. A proof is remembered by what it depends on: the model's source, its plan, the layout
+those of the unmodified module. A proof is cached by what it depends on: the model's source, its plan, the layout
 and the versions of PyTorch and Shardwise.
 """
 
@@ -38,7 +38,7 @@ def prove(prepared: Prepared, say: Callable[[str], None]) -> None:
     job = shrink_batch(job, [layout])
     path = default_cache_folder() / "proofs" / f"{_fingerprint(prepared, job, layout)}.json"
     if path.exists():
-        say(f"proof:  layout '{layout}' equals one process (remembered)")
+        say(f"proof:  layout '{layout}' equals one process (cached)")
         return
     size = sum(weight.numel() for weight in meta_model(job.model, job.seed).parameters())
     if size > MAX_PARAMETERS:

@@ -1,8 +1,6 @@
 """The commands watch, report, compare and trace: parse, call, print."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -10,20 +8,9 @@ from rich.console import Console
 from typer import Argument, Option
 
 from shardwise.console import print_line
-from shardwise.errors import DataError
+from shardwise.files import malformed_as_data_error
 
 RunArgument = Annotated[Path, Argument(help="Run folder.")]
-
-
-@contextmanager
-def _file_errors_as_data_errors(*runs: Path) -> Iterator[None]:
-    """Turns errors about malformed files into DataError: a run's files may have been edited by hand."""
-    try:
-        yield
-    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-        names = ", ".join(map(str, runs))
-        reason = f"{type(error).__name__}: {error}"
-        raise DataError(f"a file in {names} is malformed ({reason}); restore it or remove it.") from None
 
 
 def watch(
@@ -40,10 +27,10 @@ def watch(
 
 
 def report(run: RunArgument) -> None:
-    """Writes the page of a run as one self-contained file, report.html in the run folder."""
+    """Writes the report of a run as one self-contained page: report.html in the run folder."""
     from shardwise.watch.report_page import write_report
 
-    with _file_errors_as_data_errors(run):
+    with malformed_as_data_error(run):
         print_line(str(write_report(run)))
 
 
@@ -56,7 +43,7 @@ def compare(
     from shardwise.watch import compare
     from shardwise.watch.report_page import write_page
 
-    with _file_errors_as_data_errors(*runs):
+    with malformed_as_data_error(*runs):
         comparison = compare.compare(runs)
         if html is not None:
             write_page(comparison, "Runs compared", html)
@@ -75,7 +62,7 @@ def trace(
     """Writes a trace of all ranks for Perfetto or chrome://tracing."""
     from shardwise.watch.chrome_trace import write_trace
 
-    with _file_errors_as_data_errors(run):
+    with malformed_as_data_error(run):
         path, events = write_trace(run, out)
     print_line(f"{path}: {events:,} events; open it at ui.perfetto.dev or chrome://tracing")
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardwise.errors import LayoutError
-from shardwise.layout import Layout
+from shardwise.layout import Layout, micro_batch_error
 from shardwise.schedules.simulate import Action, PipelineProgram, StageCosts, build_program, named_program, simulate
 from shardwise.watch.run_data import RunData, read_timelines
 
@@ -53,7 +53,7 @@ def pipeline_data(run: RunData) -> dict[str, Any] | None:
 
 
 def _program(run: RunData, layout: Layout, micro_batches: int) -> PipelineProgram | None:
-    if layout.pipeline == 1:
+    if layout.pipeline == 1 or micro_batches < 1 or micro_batch_error(layout, micro_batches):
         return None
     order = run.plan.get("order")
     if order:

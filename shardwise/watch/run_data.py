@@ -3,13 +3,12 @@
 Lines that are truncated, are not JSON or lack a field are ignored.
 """
 
-import json
 import math
 import time
-import tomllib
 from array import array
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import JobError
+from shardwise.files import parse_record, parse_toml
 from shardwise.job import load_job
 from shardwise.metrics.rank_metrics import MEMORY_KINDS, PHASES, SCALAR_METRICS, WAIT_AXES
 
@@ -25,6 +25,8 @@ _FIELDS = *(("phase_seconds", name) for name in PHASES), *(("wait_seconds", axis
 TIME_CATEGORIES = *_FIELDS, ("phase_seconds", "other")
 HEARTBEAT_TIMEOUT = 15.0  # seconds without a heartbeat of any rank after which a run does not count as running
 JsonObject = dict[str, Any]
+PLAN_TYPES = {"world": int, "layout": str, "micro_batches": int, "stages": list, "order": list, "predicted": dict,
+              "rejected": list, "reason": str}  # fmt: skip
 
 
 class JsonLinesReader:
@@ -33,11 +35,16 @@ class JsonLinesReader:
     def __init__(self, path: Path, on_reset: Callable[[], None], on_record: Callable[[JsonObject], None]):
         self.path, self.on_reset, self.on_record = path, on_reset, on_record
         self.offset, self.inode = 0, 0
+        self.version = (0, 0, 0)  # inode, size and time of the last read: an unchanged file is not opened
 
     def read(self) -> None:
         try:
+            stat = self.path.stat()
+            if (stat.st_ino, stat.st_size, stat.st_mtime_ns) == self.version:
+                return
+            self.version = stat.st_ino, stat.st_size, stat.st_mtime_ns
             with self.path.open("rb") as file:
-                size, inode = file.seek(0, 2), self.path.stat().st_ino
+                size, inode = file.seek(0, 2), stat.st_ino
                 if inode != self.inode or size < self.offset:
                     self.inode, self.offset = inode, 0
                     self.on_reset()
@@ -48,12 +55,9 @@ class JsonLinesReader:
         complete = text.rfind(b"\n") + 1  # the rest is an unfinished line
         self.offset += complete
         for line in text[:complete].splitlines():
-            try:
-                record = json.loads(line, parse_constant=str)
-                if isinstance(record, dict):
+            if (record := parse_record(line, str)) is not None:
+                with suppress(ValueError, TypeError, KeyError, AttributeError, ArithmeticError):
                     self.on_record(record)
-            except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError):
-                continue
 
 
 class RunData:
@@ -104,7 +108,7 @@ class RunData:
         self.non_finite_losses: list[tuple[int, str]] = []
 
     def _add_metrics(self, record: JsonObject) -> None:
-        step = int(record["step"])
+        step = record["step"]
         if self.steps and step <= self.steps[-1]:
             return
         values = {name: to_float(record.get(name)) for name in SCALAR_METRICS}
@@ -121,7 +125,7 @@ class RunData:
     # Ranks
 
     def _reset_ranks(self) -> None:
-        self.world = int(self.plan.get("world", 0) or 0)
+        self.world = int(self.plan.get("world", 0))
         self.line_steps: list[tuple[int, int]] = []  # last step and number of steps of each line
         self.category_seconds: list[np.ndarray] = []  # by line: seconds per step (`TIME_CATEGORIES`, ranks)
         self.starts: list[np.ndarray] = []
@@ -137,7 +141,7 @@ class RunData:
             if name in record[kind]:
                 category_seconds[index] = record[kind][name]
         category_seconds[-1] = seconds - category_seconds.sum(0)
-        self.line_steps.append((int(record["step"]), steps))
+        self.line_steps.append((record["step"], steps))
         self.category_seconds.append(category_seconds / steps)
         self.starts.append(np.array(record["start"], dtype=np.float64))
         peak, held = record["memory_gib"], record["memory_by_kind_gib"]
@@ -149,7 +153,8 @@ class RunData:
         self.events: list[JsonObject] = []
 
     def _add_event(self, record: JsonObject) -> None:
-        self.events.append({**record, "time": float(record["time"]), "event": str(record["event"])})
+        if math.isfinite(at := to_float(record["time"])):
+            self.events.append({**record, "time": at, "event": str(record["event"])})
 
     def events_of_kind(self, *kinds: str) -> list[JsonObject]:
         return [event for event in self.events if event["event"] in kinds]
@@ -160,8 +165,15 @@ class RunData:
         last = self.events[-1]["event"] if self.events else ""
         if last in ("finished", "stopped"):
             return str(last)
-        heartbeats = [file.stat().st_mtime for file in (self.path / "heartbeats").glob("rank-*.json")]
-        return "running" if heartbeats and time.time() - max(heartbeats) < HEARTBEAT_TIMEOUT else "not finished"
+        return "running" if is_running(self.path) else "not finished"
+
+
+def is_running(path: Path) -> bool:
+    """Whether some rank of the run in this folder has written a heartbeat lately."""
+    with suppress(OSError):
+        heartbeats = [file.stat().st_mtime for file in (path / "heartbeats").glob("rank-*.json")]
+        return bool(heartbeats) and time.time() - max(heartbeats) < HEARTBEAT_TIMEOUT
+    return False
 
 
 def to_float(value: object) -> float:
@@ -170,10 +182,10 @@ def to_float(value: object) -> float:
 
 def read_plan(path: Path) -> JsonObject:
     try:
-        plan = tomllib.loads((path / "plan.toml").read_text(encoding="utf-8"))
+        plan = parse_toml((path / "plan.toml").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return plan if isinstance(plan.get("predicted", {}), dict) else {}
+    return {key: value for key, value in plan.items() if isinstance(value, PLAN_TYPES.get(key, object))}
 
 
 def read_timelines(path: Path) -> dict[int, dict[int, list[list[Any]]]]:
@@ -181,7 +193,7 @@ def read_timelines(path: Path) -> dict[int, dict[int, list[list[Any]]]]:
     timelines: dict[int, dict[int, list[list[Any]]]] = defaultdict(dict)
 
     def add(rank: int, record: JsonObject) -> None:
-        timelines[int(record["step"])][rank] = record["actions"]
+        timelines[record["step"]][rank] = record["actions"]
 
     for file in sorted((path / "timeline").glob("rank-*.jsonl")):
         rank = file.stem.removeprefix("rank-")

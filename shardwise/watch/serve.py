@@ -5,7 +5,9 @@ answers only requests whose Host header names a loopback address, which prevents
 """
 
 import json
+import socket
 import threading
+import time
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,8 +19,10 @@ from shardwise.errors import JobError
 from shardwise.watch.page_data import page_data
 from shardwise.watch.report_page import CONTENT_SECURITY_POLICY, render_page, render_run_list
 from shardwise.watch.run_data import RunData
+from shardwise.watch.run_list import RunListRow
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LIST_SECONDS = 1.0  # a list of many runs shows, after this time, the rest as "not read yet"; the page reloads itself
 
 
 class RunRegistry:
@@ -27,6 +31,7 @@ class RunRegistry:
     def __init__(self, single_run: Path | None):
         self.single_run, self.runs_folder = single_run, Path("runs")
         self._runs: dict[str, RunData] = {}
+        self._rows: dict[str, RunListRow] = {}
         self._cache: dict[str, tuple[str, str]] = {}
         self._lock = threading.Lock()
         if single_run is not None:
@@ -63,18 +68,14 @@ class RunRegistry:
             return self._cache[name]
 
     def list_runs(self) -> list[dict[str, Any]]:
-        rows = []
-        for name in self.paths():
-            try:
-                run = self.find(name)
-                assert run is not None
-                run.read()
-                step = f"{run.steps[-1] if run.steps else 0} of {run.job.total_steps}"
-                details = {"layout": run.plan.get("layout", ""), "step": step, "loss": run.last_record.get("loss", "")}
-                rows.append({"name": name, "status": run.status, **details})
-            except Exception as error:  # noqa: BLE001 - one bad folder must not hide the others
-                rows.append({"name": name, "status": str(error), "layout": "", "step": "", "loss": ""})
-        return rows
+        """Returns a row per run, in the order of their names; the newest runs are read first."""
+        deadline, rows = time.monotonic() + LIST_SECONDS, []
+        with self._lock:
+            for name, path in reversed(self.paths().items()):
+                row = self._rows.setdefault(name, RunListRow(path))
+                details = row.read() if row.is_known or time.monotonic() < deadline else {"status": "not read yet"}
+                rows.append({"name": name, "layout": "", "step": "", "loss": "", **details})
+        return rows[::-1]
 
 
 def make_handler(registry: RunRegistry, bind_host: str) -> type[BaseHTTPRequestHandler]:
@@ -133,10 +134,15 @@ def make_handler(registry: RunRegistry, bind_host: str) -> type[BaseHTTPRequestH
 
 def make_server(run: Path | None, port: int, host: str = "127.0.0.1") -> ThreadingHTTPServer:
     registry = RunRegistry(run)
+
+    class Server(ThreadingHTTPServer):
+        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
     try:
-        server = ThreadingHTTPServer((host, port), make_handler(registry, host))
-    except OSError as error:
-        raise JobError(f"cannot listen on {host}:{port}: {error.strerror}; choose another port with --port.") from None
+        server = Server((host, port), make_handler(registry, host))
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise JobError(f"cannot listen on {host} port {port}: {reason}; choose another --port or --host.") from None
     server.daemon_threads = True
     return server
 
@@ -144,7 +150,8 @@ def make_server(run: Path | None, port: int, host: str = "127.0.0.1") -> Threadi
 def serve_runs(run: Path | None, port: int, host: str, say: Callable[[str], None]) -> None:
     """Serves the live page until Ctrl-C."""
     server = make_server(run, port, host)
-    say(f"serving {run or 'all runs in runs/'} at http://{host}:{server.server_address[1]}/ (Ctrl-C to stop)")
+    address = f"{f'[{host}]' if ':' in host else host}:{server.server_address[1]}"
+    say(f"serving {run or 'all runs in runs/'} at http://{address}/ (Ctrl-C to stop)")
     if host not in LOOPBACK:
         say(f"note: anyone who can reach {host} can read this page.")
     try:

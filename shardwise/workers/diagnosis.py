@@ -24,8 +24,9 @@ import psutil
 
 from shardwise.console import format_ranks
 from shardwise.errors import JobError
+from shardwise.files import malformed_as_data_error, parse_json, parse_record
 from shardwise.workers.fork_server import signal_all
-from shardwise.workers.heartbeat import heartbeat_folder, read_heartbeats
+from shardwise.workers.heartbeat import heartbeat_folder, parse_heartbeat, read_heartbeats
 
 FRAME_PATTERN = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 PACKAGE = str(Path(__file__).parent.parent) + os.sep
@@ -122,11 +123,13 @@ def read_rank_states(folder: Path, exit_reasons: dict[int, str]) -> dict[int, Ra
     """Reads the heartbeat, stack and collectives of every rank from a heartbeat folder."""
     states = {}
     for path in folder.glob("rank-*.json"):
-        with suppress(OSError, ValueError):
-            heartbeat = json.loads(path.read_text())
-            rank, dump = int(heartbeat["rank"]), {}
-            with suppress(OSError, ValueError):
-                dump = json.loads(path.with_suffix(".collectives").read_text())
+        with suppress(OSError):
+            heartbeat = parse_heartbeat(path.read_bytes())
+            if heartbeat is None:
+                continue
+            rank, dump = heartbeat["rank"], {}
+            with suppress(OSError):
+                dump = parse_record(path.with_suffix(".collectives").read_bytes()) or {}
             frames = _read_frames(path.with_suffix(".stack"))
             states[rank] = RankState(rank, heartbeat, exit_reasons.get(rank, ""), frames, dump.get("collectives", []))
     return dict(sorted(states.items()))
@@ -266,7 +269,7 @@ def diagnose_run(run: Path) -> list[str]:
     if not (run / "job.toml").is_file():
         raise JobError(f"{run} is not a run folder: it has no job.toml.")
     local = {rank: beat for rank, beat in read_heartbeats(run).items() if beat["host"] == socket.gethostname()}
-    alive = {rank: beat["pid"] for rank, beat in local.items() if _is_worker(beat)}
+    alive = {rank: beat["pid"] for rank, beat in local.items() if _is_worker(run, beat)}
     if alive:
         time.sleep(OBSERVATION_SECONDS)
         later = read_heartbeats(run)
@@ -277,20 +280,26 @@ def diagnose_run(run: Path) -> list[str]:
         exit_reasons |= dict.fromkeys(local.keys() - alive.keys(), "exited")
         responsive = {rank: pid for rank, pid in alive.items() if rank not in exit_reasons}
         request_dumps(run, responsive, 2.0, lambda: signal_all(responsive.values(), signal.SIGUSR1))
-        finding = diagnose(read_rank_states(heartbeat_folder(run), exit_reasons), time.time())
+        with malformed_as_data_error(heartbeat_folder(run)):
+            finding = diagnose(read_rank_states(heartbeat_folder(run), exit_reasons), time.time())
         headline = f"the run is at step {step}, but some ranks made no progress in the last {OBSERVATION_SECONDS:g} s:"
         return [headline, *finding.messages]
     saved = sorted((run / "doctor").glob("*/diagnosis.json"))
     if not saved:
         return ["no rank of this run is alive on this machine, and no fault was recorded."]
-    record = json.loads(saved[-1].read_text())
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record["time"]))
-    return [f"{when}, {record['kind']}:", *record["messages"], f"stacks and collectives: {saved[-1].parent}"]
+    with malformed_as_data_error(saved[-1].parent):
+        record = parse_json(saved[-1].read_bytes())
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record["time"]))
+        messages = [str(message) for message in record["messages"]]
+        return [f"{when}, {record['kind']}:", *messages, f"stacks and collectives: {saved[-1].parent}"]
 
 
-def _is_worker(heartbeat: dict[str, Any]) -> bool:
-    """Whether the process that wrote this heartbeat is alive, and not a later process with the same pid."""
-    with suppress(psutil.Error):
-        process = psutil.Process(heartbeat["pid"])
-        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= heartbeat["heartbeat"]
+def _is_worker(run: Path, heartbeat: dict[str, Any]) -> bool:
+    """Whether the process that wrote this heartbeat is alive. The file may be damaged, or the pid another's by now, and
+    a signal would end that process; the process that writes a heartbeat has its file open."""
+    with suppress(psutil.Error, OverflowError):
+        process, path = psutil.Process(heartbeat["pid"]), heartbeat_folder(run) / f"rank-{heartbeat['rank']}.json"
+        return process.status() != psutil.STATUS_ZOMBIE and str(path.resolve()) in [
+            f.path for f in process.open_files()
+        ]
     return False

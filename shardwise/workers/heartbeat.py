@@ -21,6 +21,8 @@ from typing import Any
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from shardwise.files import parse_record
+
 INTERVAL = 0.2
 POLL_INTERVAL = 0.05  # seconds between checks for a new stack dump
 RECORD_BYTES = 256  # fixed length, because the record is overwritten in place
@@ -85,10 +87,19 @@ def read_heartbeats(run: Path) -> dict[int, dict[str, Any]]:
     """Returns the last heartbeat of each rank, except any that is being rewritten right now."""
     heartbeats = {}
     for path in heartbeat_folder(run).glob("rank-*.json"):
-        with suppress(OSError, ValueError):
-            heartbeat = json.loads(path.read_text())
-            heartbeats[int(heartbeat["rank"])] = heartbeat
+        with suppress(OSError):
+            if (heartbeat := parse_heartbeat(path.read_bytes())) is not None:
+                heartbeats[heartbeat["rank"]] = heartbeat
     return dict(sorted(heartbeats.items()))
+
+
+def parse_heartbeat(text: bytes) -> dict[str, Any] | None:
+    """Parses a heartbeat; None if it is being rewritten, or damaged: every field must have its type."""
+    heartbeat = parse_record(text) or {}
+    is_valid = all(type(heartbeat.get(key)) is int and heartbeat[key] >= 0 for key in ("rank", "pid", "step"))
+    is_valid &= all(isinstance(heartbeat.get(key), int | float) for key in ("since", "heartbeat"))
+    is_valid &= all(isinstance(heartbeat.get(key), str) for key in ("host", "phase"))
+    return heartbeat if is_valid else None
 
 
 def clear_heartbeats(run: Path) -> None:

@@ -73,7 +73,7 @@ class HuggingFaceConfig(ModuleConfig):
     name: str = "hf:llama"
     args: dict[str, Any] = {}
     """Fields of the model's config, which override those of the folder or the defaults of the type."""
-    vocab: int = Field(0, ge=0)
+    vocab: int = Field(0, ge=0, le=10**7)
     """Number of token ids; 0: that of the config."""
     blocks: int = Field(0, ge=0, le=0)
     """Not used: the number of layers is a field of `args`."""

@@ -8,6 +8,8 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardwise.errors import JobError
+
 CONSTANTS = tomllib.loads((Path(__file__).parents[1] / "constants.toml").read_text(encoding="utf-8"))
 
 
@@ -51,7 +53,18 @@ class Efficiency:
     uncontended_speedup: float = 1.0  # how much faster a rank runs while others wait, if processes share cores
 
 
+POSITIVE = (
+    "matmul", "low_precision_matmul", "attention", "attention_backward", "memory", "inner", "outer", "unaligned_64",
+    "unaligned_8", "grouped_matmul", "all_to_all", "overlap_sharpness", "uncontended_speedup",
+)  # fmt: skip
+
+
 def efficiency_of(family: str, measured: dict[str, float]) -> Efficiency:
     """Returns a family's fitted constants, overridden by what `calibrate` measured."""
+    for name, value in measured.items():
+        low, high = 0.01 if name in POSITIVE else 0.0, 1.0 if name.startswith(("overlap_", "wave_")) else 1e6
+        high = 100.0 if name == "overlap_sharpness" else high
+        if name not in Efficiency.__dataclass_fields__ or not low <= value <= high:
+            raise JobError(f"the cluster's measured.{name} = {value:g} is unknown, or not from {low:g} to {high:g}.")
     families = CONSTANTS["families"]
     return Efficiency(**{**CONSTANTS["common"], **families.get(family, families["other"]), **measured})

@@ -5,11 +5,13 @@ from itertools import groupby
 from pathlib import Path
 
 from shardwise.console import pluralize
-from shardwise.errors import JobError
+from shardwise.errors import JobError, LayoutError
 from shardwise.job import load_job
 from shardwise.layout import Layout
 from shardwise.planner.dryrun.dry_run import CollectiveTraffic, RankReport, dry_run, typical_ranks
 from shardwise.planner.dryrun.memory_comm_tracker import ROLES, CollectiveKind
+
+MAX_DRYRUN_WORLD = 2**16  # PyTorch lists every rank of every group
 
 
 def dryrun_job(
@@ -21,6 +23,8 @@ def dryrun_job(
     if layout_text == "auto":
         raise JobError('layout = "auto": a dry run needs a fixed layout, e.g. --layout "pipeline=2 tensor=4".')
     parsed = Layout.parse(layout_text)
+    if parsed.world > MAX_DRYRUN_WORLD:
+        raise LayoutError(f"layout '{parsed}': a dry run simulates at most {MAX_DRYRUN_WORLD:,} processes.")
     rank_list = sorted({*ranks, *(typical_ranks(parsed, every_stage) if every_stage or not ranks else ())})
     return dry_run(job, parsed, rank_list)
 
