@@ -34,6 +34,7 @@ from shardwise.models.registry import families
 from shardwise.parallel.prepare import prepare
 from shardwise.train.loop import TrainingLoop
 from shardwise.train.run_folder import RunFolder
+from shardwise.train.same_run import check_none_lost
 from shardwise.workers import run_owner
 from shardwise.workers.heartbeat import read_heartbeats
 from shardwise.workers.run_owner import own_run
@@ -345,6 +346,21 @@ def test_history_is_never_shortened_without_a_copy(start: Callable[..., list[str
     found = metrics.read_text().splitlines(keepends=True)
     assert found[:8] == [*rows[:2], *foreign[1:], *rows[2:]] and len(found) == 11
     assert Path("run/metrics.discarded.jsonl").read_text() == "".join([foreign[0], *later])
+
+
+def test_a_save_that_a_kill_cut_short_is_not_missed(start: Callable[..., list[str]]) -> None:
+    start("steps=5", "checkpoint.every=0")
+    run = RunFolder.open(Path("run"))
+    kept = [event for event in run.events() if event["event"] == "started"]
+    save, resumed = {"event": "checkpoint", "step": 4}, {"event": "resumed", "step": 0}
+    rows = [*kept, save, resumed, save]  # killed twice while it saved
+    Path("run/events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shutil.rmtree("run/checkpoints")
+    run.checkpoints.mkdir()
+    check_none_lost(run)
+    run.log_event("checkpoint", "saving step 5.", step=5)
+    with pytest.raises(CheckpointError, match="saved step 4"):
+        check_none_lost(run)
 
 
 def test_lost_checkpoints_are_not_taken_for_a_new_run(start: Callable[..., list[str]]) -> None:

@@ -70,7 +70,7 @@ def check_none_lost(folder: RunFolder) -> None:
         kind, step = event.get("event"), event.get("step")
         if kind in ("checkpoint", "finished"):  # the next save waits for the one before
             started, saved = step if isinstance(step, int) else 0, started
-        elif kind == "checkpoint_failed":
+        elif kind in ("checkpoint_failed", "resumed"):  # of a killed process, nobody knows whether its save ended
             started = saved
         elif kind == "corruption":  # corrupt checkpoints are removed
             started = saved = 0
