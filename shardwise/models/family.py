@@ -10,7 +10,7 @@ The built-in families keep the config and the `Family` in one file and the netwo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -142,10 +142,6 @@ class Family:
         """Returns the embedding tables, which are kept in host memory outside the chain."""
         return ()
 
-    def reference(self, config: Any) -> nn.Module | None:
-        """Returns the same model from an independent implementation (transformers), or None."""
-        return None
-
     def build_reference(self, config: Any, seed: int, dtype: torch.dtype) -> nn.Module:
         """Returns the model that `verify` takes for the truth, initialized."""
         from shardwise.models.chain import init_weights
@@ -161,10 +157,6 @@ class Family:
     def explain_difference(self, config: Any, layout: Any, kind: str) -> str:
         """Returns a likely cause of a difference that `verify` found first in this kind of quantity, or ""."""
         return ""
-
-    def reference_weights(self, config: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns weights or gradients of ours under the names and in the shapes of `reference`."""
-        raise NotImplementedError
 
 
 def listed_costs(

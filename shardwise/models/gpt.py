@@ -31,7 +31,6 @@ from shardwise.models.sharding import (
     Rowwise,
     SequenceRegion,
     ShardingPlan,
-    UnevenHeads,
     VocabEmbedding,
     VocabHead,
 )
@@ -94,25 +93,21 @@ def sharding_plan(config: DecoderConfig) -> ShardingPlan:
     hidden_std = config.init_std * math.sqrt(mup_width_multiplier(config))
     residual_std = hidden_std / math.sqrt(2 * config.layers)  # GPT-2: of the matrices that write to the residual stream
     by_query = [_query_head_rows(config, query) for query in range(config.heads)]
-    queries = UnevenHeads("head", tuple(rows for rows, _ in by_query))
-    values = UnevenHeads("head", tuple(columns for _, columns in by_query))
+    query_rows, value_columns = zip(*by_query)
     return ShardingPlan(
         shard_dims=(
             Rowwise("embed.tokens.weight", dim=0),
-            Colwise("block*.attention.qkv.*", unit=group_rows, uneven=queries),
-            Rowwise("block*.attention.out.weight", unit=value_rows, uneven=values),
+            Colwise("block*.attention.qkv.*", unit=group_rows, head_rows=query_rows),
+            Rowwise("block*.attention.out.weight", unit=value_rows, head_rows=value_columns),
             Colwise("block*.attention.q_up.weight", unit=config.head_dim + getattr(config, "qk_rope_head_dim", 0)),
             Colwise("block*.attention.kv_up.weight", unit=2 * config.head_dim),
-            Colwise("block*.mlp.up.*"),
-            Colwise("block*.mlp.gate.*"),
-            Rowwise("block*.mlp.down.weight"),
+            Colwise("block*.up.*"),
+            Colwise("block*.gate.*"),
+            Rowwise("block*.down.weight"),
             Colwise("head.project.weight"),
             Colwise("block*.mlp.bank.up", dim=1),
             Colwise("block*.mlp.bank.gate", dim=1),
             Rowwise("block*.mlp.bank.down", dim=2),
-            Colwise("block*.mlp.shared.up.*"),
-            Colwise("block*.mlp.shared.gate.*"),
-            Rowwise("block*.mlp.shared.down.weight"),
         ),
         modules=(
             VocabEmbedding("embed.tokens"),
@@ -126,8 +121,7 @@ def sharding_plan(config: DecoderConfig) -> ShardingPlan:
             ("*norm*.weight", InitSpec("ones")),
             ("*.bias", InitSpec("zeros")),
             ("*.attention.out.weight", InitSpec("normal", residual_std)),
-            ("*.mlp.down.weight", InitSpec("normal", residual_std)),
-            ("*.mlp.shared.down.weight", InitSpec("normal", residual_std)),
+            ("*.down.weight", InitSpec("normal", residual_std)),
             ("*.mlp.bank.down", InitSpec("normal", residual_std)),
             ("embed.*", InitSpec("normal", config.init_std)),
             ("head.*", InitSpec("normal", config.init_std)),
@@ -177,10 +171,13 @@ class DecoderBlock(nn.Module):
     def __init__(self, config: DecoderConfig, name: str, seed: int, is_moe: bool = False):
         super().__init__()
         self.norm1 = build_norm(config)
-        self.attention = build_attention(config)
+        if isinstance(config, MoEConfig) and config.kv_lora_rank:
+            self.attention: nn.Module = MultiHeadLatentAttention(config)
+        else:
+            self.attention = SelfAttention(config)
         self.dropout1 = Dropout(config.dropout, f"{name}.1", seed)
         self.norm2 = build_norm(config)
-        self.mlp = build_moe(config) if is_moe and isinstance(config, MoEConfig) else build_mlp(config)
+        self.mlp = build_moe(config) if is_moe and isinstance(config, MoEConfig) else FeedForward(config)
         self.dropout2 = Dropout(config.dropout, f"{name}.2", seed)
 
     def forward(
@@ -190,20 +187,10 @@ class DecoderBlock(nn.Module):
         return x + self.dropout2(self.mlp(self.norm2(x)), ids)
 
 
-def build_attention(config: DecoderConfig) -> nn.Module:
-    if isinstance(config, MoEConfig) and config.kv_lora_rank:
-        return MultiHeadLatentAttention(config)
-    return SelfAttention(config)
-
-
-def build_mlp(config: DecoderConfig) -> nn.Module:
-    return SwiGLUMLP(config) if config.activation == "swiglu" else GELUMLP(config)
-
-
 def build_moe(config: MoEConfig) -> nn.Module:
     if not config.shared_expert_ffn:
         return MoE(config, None)
-    return MoE(config, build_mlp(config.model_copy(update={"ffn": config.shared_expert_ffn, "bias": False})))
+    return MoE(config, FeedForward(config.model_copy(update={"ffn": config.shared_expert_ffn, "bias": False})))
 
 
 def build_norm(config: DecoderConfig) -> nn.Module:
@@ -240,26 +227,20 @@ class SelfAttention(nn.Module):
         return self.out(self.attention_fn(q, k, v, self.causal, document_ids).transpose(1, 2).flatten(2))
 
 
-class SwiGLUMLP(nn.Module):
-    def __init__(self, config: DecoderConfig):
-        super().__init__()
-        self.gate = Linear(config.width, config.ffn, bias=config.bias)
-        self.up = Linear(config.width, config.ffn, bias=config.bias)
-        self.down = Linear(config.ffn, config.width, bias=config.bias)
+class FeedForward(nn.Module):
+    """The MLP of a block: SwiGLU, or GELU without a gate."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-class GELUMLP(nn.Module):
     def __init__(self, config: DecoderConfig, approximate: str = "tanh"):
         super().__init__()
         self.approximate = approximate
+        self.gate = Linear(config.width, config.ffn, bias=config.bias) if config.activation == "swiglu" else None
         self.up = Linear(config.width, config.ffn, bias=config.bias)
         self.down = Linear(config.ffn, config.width, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate=self.approximate))
+        if self.gate is None:
+            return self.down(F.gelu(self.up(x), approximate=self.approximate))
+        return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class DecoderHead(nn.Module):
