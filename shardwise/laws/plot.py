@@ -1,7 +1,6 @@
 """Plots a fit as SVG: runs and law at each budget, and the residual of each run."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 
@@ -54,10 +53,6 @@ def _draw_residuals(fit: ScalingLawFit) -> Iterator[str]:
     for ratio, percent in zip(dropped_ratios, dropped_percents):
         x, y = panel.to_pixels(ratio, percent)
         yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" stroke="{draw.COLORS[3]}" class="dropped"/>'
-
-
-def write_plot(fit: ScalingLawFit, path: Path, title: str) -> None:
-    draw.write_svg(draw_fit(fit, title), path)
 
 
 def _caption(fit: ScalingLawFit) -> str:

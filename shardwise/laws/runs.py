@@ -33,7 +33,7 @@ COLUMN_ALIASES = {
     "parameters": ("parameters", "params", "n", "n_params"), "tokens": ("tokens", "d", "n_tokens", "training_tokens"),
     "loss": ("loss", "final_loss"), "flops": ("flops", "c", "compute", "training_flops"),
 }  # fmt: skip
-PARAMETER_SCOPES = ("all", "blocks")
+PARAMETER_SCOPES = {"all": "including embeddings and head", "blocks": "without embeddings and head"}
 FINAL_LOSS_FRACTION = 0.05  # without validation, the final loss is the mean training loss of this last part of a run
 
 

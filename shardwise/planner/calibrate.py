@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,7 @@ def _fit_efficiencies(cluster: Cluster, values: dict[str, float]) -> dict[str, f
         return efficiencies | {"memory": min(4.0, best["memory"] / rest)}
     # Ideal seconds at the peak over measured seconds, per kernel category.
     ideal = replace(efficiency_of(device.family, efficiencies), memory=1.0, matmul=1.0, attention=1.0)
-    machine, degrees = Machine(cluster, ideal), replace(SINGLE_DEVICE, micro_batch=STEP_SAMPLES)
+    machine, degrees = Machine(cluster, ideal), SINGLE_DEVICE._replace(micro_batch=STEP_SAMPLES)
     for key, part in KERNEL_CATEGORIES.items():
         ratios = []
         for kind, overrides in MODEL_KINDS.items():
@@ -321,7 +322,8 @@ def _measure_links(messages: tuple[int, ...]) -> dict[str, float]:
     dist.barrier()
     hop = pair = all_small / (size - 1)
     if pair_group is not None:
-        hop, pair = _p2p_seconds(small, rank, pair_group), _collective_seconds(small, 2, pair_group)
+        transfer = partial(ping_pong, torch.zeros(small // 4), *sorted((rank, rank ^ 1)), pair_group)
+        hop, pair = _mean_seconds(transfer, COLLECTIVE_CALLS) / 2, _collective_seconds(small, 2, pair_group)
     # A collective of n ranks takes start + latency x hop x (n - 1).
     per_rank = max(0.0, (all_small - pair) / (size - 2)) if size > 2 else 0.0
     start = min(max(0.0, pair - per_rank), all_small)
@@ -336,10 +338,3 @@ def _collective_seconds(message: int, size: int, group: dist.ProcessGroup | None
     axis = Axis(size, dist.get_rank(group), dist.group.WORLD if group is None else group)
     gather = _mean_seconds(lambda: all_gather(full, shard, axis=axis), COLLECTIVE_CALLS)
     return (gather + _mean_seconds(lambda: reduce_scatter(shard, full, axis=axis), COLLECTIVE_CALLS)) / 2
-
-
-def _p2p_seconds(message: int, rank: int, group: dist.ProcessGroup) -> float:
-    """Returns the seconds of a transfer to the neighbouring rank: half of a round trip."""
-    tensor = torch.zeros(message // 4)
-    first, second = sorted((rank, rank ^ 1))
-    return _mean_seconds(lambda: ping_pong(tensor, first, second, group), COLLECTIVE_CALLS) / 2

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from shardwise.cluster import GIB
 from shardwise.draw import svg_text
-from shardwise.errors import LayoutError
 from shardwise.files import require_parent_folder, write_text
 from shardwise.layout import Layout, micro_batch_error
 from shardwise.planner.accuracy import ACCURACY_SENTENCE
@@ -208,10 +207,8 @@ def _timeline_chart(plan: Plan, prediction: Prediction) -> Iterator[str]:
 def _simulated_micro_batches(layout: Layout, micro_batches: int) -> int:
     """Returns the number of micro-batches to simulate: all, or as many as the schedule allows within `MAX_ACTIONS`."""
     limit = max(2 * layout.pipeline, MAX_ACTIONS // (3 * layout.stage_count))
-    for count in range(min(micro_batches, limit), 0, -1):
-        if micro_batch_error(layout, count) is None:
-            return count
-    raise LayoutError(f"the schedule of layout '{layout}' runs with no number of micro-batches up to {limit}.")
+    counts = range(min(micro_batches, limit), 0, -1)
+    return next(count for count in counts if micro_batch_error(layout, count) is None)
 
 
 def _micro_batch_spans(events: Sequence[TimelineEvent], rank: int) -> list[float]:

@@ -20,7 +20,6 @@ from typing import Any
 
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout, micro_batch_error
-from shardwise.planner.costs.decoder_shape import ModelShape
 from shardwise.planner.estimate import Estimator
 from shardwise.planner.prediction import Prediction, StagePartition
 
@@ -124,7 +123,7 @@ def class_lower_bound(estimator: Estimator, base: Layout) -> float:
 
 def layout_classes(estimator: Estimator, devices: int) -> Iterator[Layout]:
     """Yields one layout per class (degrees and micro-batch size): the one whose data ranks all replicate."""
-    shape, samples = estimator.work.shape, estimator.work.samples
+    shape, samples, positions = estimator.work.shape, estimator.work.samples, estimator.work.shape.context_positions
     for tensor in _divisors(devices):
         if tensor > shape.heads or shape.heads % tensor or shape.sequence % tensor:
             continue
@@ -132,7 +131,9 @@ def layout_classes(estimator: Estimator, devices: int) -> Iterator[Layout]:
             if pipeline > shape.stages:
                 continue
             rest = devices // tensor // pipeline
-            for context in _context_degrees(shape, rest):
+            for context in _divisors(rest):
+                if context > 1 and (positions % context or positions // context < 2048):  # too short per rank
+                    continue
                 data = rest // context
                 degrees = _divisors(rest) if shape.experts else [1]
                 if samples % data:
@@ -178,12 +179,6 @@ def _candidate_schedules(estimator: Estimator, base: Layout) -> Iterator[tuple[s
         layout = replace(base, schedule=schedule, virtual=virtual)
         if micro_batch_error(layout, estimator.micro_batches(base)) is None:
             yield schedule, virtual
-
-
-def _context_degrees(shape: ModelShape, ranks: int) -> list[int]:
-    """Returns the degrees that leave at least 2048 positions per rank."""
-    positions = shape.context_positions
-    return [n for n in _divisors(ranks) if n == 1 or (positions % n == 0 and positions // n >= 2048)]
 
 
 def _divisors(number: int) -> list[int]:

@@ -119,7 +119,8 @@ class EngineModel:
         in_flight_peaks: tuple[InFlightCounts, ...] | None = None,
     ) -> RankMemory:  # fmt: skip
         """Returns the peak memory of a pipeline rank. `in_flight_peaks`: of a synthesized schedule."""
-        in_flight_peaks = in_flight_peaks or schedule_peak_in_flight(layout, rank, micro_batches)
+        schedule = layout.schedule, layout.pipeline, layout.stages_per_rank
+        in_flight_peaks = in_flight_peaks or schedule_peak_in_flight(*schedule, rank, micro_batches)
         stages_of_rank = [self.stages(layout)[stage] for stage in layout.stages_of(rank)]
         k, s, w = self.block_sizes(layout), self.itemsize, self.master_itemsize
         peaks = _PeakCandidates(self, k, layout, stages_of_rank)

@@ -5,7 +5,7 @@ micro-batch in flight, logits, communication buffers, and a reserve for fragment
 decoders on our engine use the exact model in `shardwise.planner.costs.engine_memory` instead.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -73,12 +73,6 @@ class StageLayers(NamedTuple):
     blocks: int
     first: bool  # has the embedding
     last: bool  # has the head
-
-
-def merge_stages(stages: Sequence[StageLayers]) -> StageLayers:
-    """Adds up the stages of a rank."""
-    blocks, first, last = zip(*stages)
-    return StageLayers(sum(blocks), any(first), any(last))
 
 
 @dataclass(frozen=True)
