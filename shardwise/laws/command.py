@@ -145,6 +145,8 @@ def noise_text(runs: Sequence[Path], batches: int, samples: int, as_json: bool) 
 
     scales = [measure_noise_scale(run, batches, samples) for run in runs]
     if as_json:
-        return json.dumps([scale.as_dict() for scale in scales])
+        return json.dumps([vars(scale) for scale in scales])
     line = "{}: critical batch size {:.3g} samples, {} tokens"
-    return "\n".join(line.format(s.run, s.samples, format_count(s.samples * s.sequence)) for s in scales)
+    return "\n".join(
+        line.format(s.run, s.critical_batch_samples, format_count(s.critical_batch_tokens)) for s in scales
+    )

@@ -142,7 +142,7 @@ def _query_head_rows(config: DecoderConfig, query: int) -> tuple[tuple[int, ...]
 
 
 class DecoderEmbedding(nn.Module):
-    def __init__(self, config: DecoderConfig, seed: int):
+    def __init__(self, config: DecoderConfig | T5Config, seed: int):
         super().__init__()
         self.tokens = nn.Embedding(config.vocab, config.width)
         self.positions = LearnedPositions(config.sequence, config.width) if config.positions == "learned" else None

@@ -32,7 +32,7 @@ from shardwise.random import Dropout
 
 def build_t5(config: T5Config, seed: int) -> Chain:
     """Returns the chain embed, encoder0, ..., bridge, decoder0, ..., head."""
-    modules: list[tuple[str, nn.Module]] = [("embed", T5Embedding(config, seed))]
+    modules: list[tuple[str, nn.Module]] = [("embed", gpt.DecoderEmbedding(config, seed))]
     modules += [(f"encoder{i}", T5EncoderBlock(config, f"encoder{i}", seed)) for i in range(config.layers)]
     modules += [("bridge", EncoderFinalNorm(config, seed))]
     modules += [(f"decoder{i}", T5DecoderBlock(config, f"decoder{i}", seed)) for i in range(config.layers)]
@@ -75,16 +75,6 @@ def sharding_plan(config: T5Config) -> ShardingPlan:
         compared_modules=("embed", "encoder*.attention", "encoder*.mlp", "encoder*", "bridge", "decoder*.attention",
                  "decoder*.norm2", "decoder*.cross", "decoder*.mlp", "decoder*", "head.norm"),
     )  # fmt: skip
-
-
-class T5Embedding(nn.Module):
-    def __init__(self, config: T5Config, seed: int):
-        super().__init__()
-        self.tokens = nn.Embedding(config.vocab, config.width)
-        self.dropout = Dropout(config.dropout, "embed", seed)
-
-    def forward(self, tokens: Tensor, ids: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
-        return self.dropout(self.tokens(tokens), ids)
 
 
 class OneSideRMSNorm(nn.Module):

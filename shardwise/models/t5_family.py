@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -21,6 +21,7 @@ class T5Config(ModelConfig):
     """An encoder-decoder with relative position biases."""
 
     description = "a T5"
+    positions: ClassVar[str] = "relative"
     targets_are_text = False
     name: str = "t5"
     layers: int = Field(12, ge=1, le=10_000)

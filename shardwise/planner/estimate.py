@@ -4,6 +4,7 @@ Pipeline time comes from the closed form of the schedule (`shardwise.schedules.c
 lower bound otherwise. With an `EngineModel`, `predict` simulates the schedule; the search does so for its finalists.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from math import log2
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from shardwise.layout import AUTO_SCHEDULES, V_SHAPED, Layout
 from shardwise.planner.costs import memory_model
 from shardwise.planner.costs.block_time import BlockTimeModel, ModuleTime, ParallelDegrees
-from shardwise.planner.costs.engine_traffic import traffic_by_axis
+from shardwise.planner.costs.engine_traffic import engine_traffic
 from shardwise.planner.costs.machine import Machine
 from shardwise.planner.costs.memory_model import MemoryInputs, RankMemory, StageLayers
 from shardwise.planner.prediction import BlockTime, ModuleLoad, Prediction, StagePartition, StepTiming, Workload
@@ -57,7 +58,10 @@ class Estimator:
         if engine is not None and layout.context == layout.expert == 1:
             program = self.auto_schedule(layout).program if self.is_auto_schedule(layout) else None
             for rank in range(layout.pipeline):
-                yield traffic_by_axis(engine, layout, rank, micro_batches, program)
+                totals: Counter[str] = Counter()
+                for (axis, _), size in engine_traffic(engine, layout, rank, micro_batches, program).items():
+                    totals[axis] += size
+                yield dict(totals)
 
     def memory(self, layout: Layout, rank: int) -> RankMemory:
         """Returns the memory of a pipeline rank."""

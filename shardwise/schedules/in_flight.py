@@ -60,8 +60,6 @@ def _zero_bubble_in_flight(p: int, v: int, r: int, m: int) -> Iterator[InFlightC
     for extra in {0, size if m > size and v > 1 else 0}:
         live = [size] * v
         live[0], live[-1] = live[0] + extra, live[-1] - extra
-        if v == 1:
-            live = [size]
         for pending_total in (min(r, m), min(r + 1, m)):
             for order in {tuple(range(v)), tuple(reversed(range(v)))}:
                 left, rest, pending = pending_total, list(live), [0] * v

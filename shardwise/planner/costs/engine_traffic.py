@@ -40,16 +40,6 @@ def engine_traffic(
     return {key: size for key, size in totals.items() if size}
 
 
-def traffic_by_axis(
-    engine: EngineModel, layout: Layout, rank: int, micro_batches: int, program: PipelineProgram | None = None
-) -> dict[str, int]:
-    """Returns the bytes by axis, summed over collectives."""
-    totals: Counter[str] = Counter()
-    for (axis, _), size in engine_traffic(engine, layout, rank, micro_batches, program).items():
-        totals[axis] += size
-    return dict(totals)
-
-
 def _add_tensor_traffic(
     totals: Traffic, engine: EngineModel, layout: Layout, stages_of_rank: list[StageLayers], micro_batches: int
 ) -> None:

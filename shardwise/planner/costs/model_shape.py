@@ -3,7 +3,7 @@
 from shardwise.models.config import ModelConfig
 from shardwise.models.registry import family_of
 from shardwise.planner.costs.decoder_shape import ModelShape
-from shardwise.planner.costs.operator_list import operator_list_model
+from shardwise.planner.costs.operator_list import OperatorListModel
 
 
 def shape_of(config: ModelConfig, itemsize: int = 4) -> ModelShape:
@@ -14,7 +14,9 @@ def shape_of(config: ModelConfig, itemsize: int = 4) -> ModelShape:
         return ModelShape(**decoder)
     refused = family.refusals(config)
     splits_layers, splits_heads = "pipeline" not in refused, "tensor" not in refused
-    return operator_list_model(
-        family.operator_costs(config, itemsize), family.tables(config), has_ends=splits_layers,
+    make_operators = family.operator_costs(config, itemsize)
+    return OperatorListModel(
+        layers=len(make_operators(1)) - 2 * splits_layers, make_operators=make_operators, has_ends=splits_layers,
         heads=int(getattr(config, "heads", 1)) if splits_heads else 1, sequence=config.length if splits_heads else 1,
+        width=1, kv_heads=1, head_dim=1, ffn=0, vocab=0, tables=family.tables(config),
     )  # fmt: skip

@@ -44,14 +44,3 @@ class OperatorListModel(ModelShape):
 
     def block_flops(self, samples: int) -> float:
         return samples * sum(module.flops for module in self.make_operators(1))
-
-
-def operator_list_model(
-    make: Callable[..., tuple[OperatorCosts, ...]], tables: Sequence[TableSpec] = (), heads: int = 1,
-    sequence: int = 1, has_ends: bool = False,
-) -> OperatorListModel:  # fmt: skip
-    """Returns the model whose modules' costs `make` computes: by a list, or by `interpolate_traces`."""
-    return OperatorListModel(
-        layers=len(make(1)) - 2 * has_ends, width=1, heads=heads, kv_heads=1, head_dim=1, ffn=0, vocab=0,
-        sequence=sequence, make_operators=make, tables=tables, has_ends=has_ends,
-    )  # fmt: skip
