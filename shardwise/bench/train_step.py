@@ -23,7 +23,7 @@ from shardwise.data.sample_stream import Samples, job_stream, rank_positions
 from shardwise.errors import LayoutError
 from shardwise.job import Job
 from shardwise.layout import Layout
-from shardwise.models import bert, gpt, t5
+from shardwise.models import bert, gpt
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.prepare import forward_flops, prepare
@@ -168,7 +168,7 @@ def classify_kernel(kernel: str) -> str:
 def _annotate_head(engine: Engine) -> Iterator[None]:
     """Annotates the head's forward for the profiler."""
     modules = [module for chain in engine.chains for module in chain.modules()]
-    heads = [module for module in modules if isinstance(module, gpt.DecoderHead | bert.BertHead | t5.T5Head)]
+    heads = [module for module in modules if isinstance(module, gpt.DecoderHead | bert.BertHead)]
     for head in heads:
         head.forward = record_function(HEAD_ANNOTATION)(head.forward)  # type: ignore[method-assign]
     yield

@@ -43,7 +43,7 @@ def build_gpt(config: DecoderConfig, seed: int) -> Chain:
     dense_layers = config.dense_layers if isinstance(config, MoEConfig) else config.layers
     names = [f"block{layer}" for layer in range(config.layers)]
     blocks = [(name, DecoderBlock(config, name, seed, layer >= dense_layers)) for layer, name in enumerate(names)]
-    embed, head = DecoderEmbedding(config, seed), DecoderHead(config)
+    embed, head = DecoderEmbedding(config, seed), DecoderHead(build_norm(config), LMHead(config))
     chain = Chain([("embed", embed), *blocks, ("head", head)], sharding_plan(config))
     for module in chain.modules():
         if isinstance(module, Linear | LMHead):
@@ -246,10 +246,9 @@ class FeedForward(nn.Module):
 class DecoderHead(nn.Module):
     """The final norm and the LM head."""
 
-    def __init__(self, config: DecoderConfig):
+    def __init__(self, norm: nn.Module, project: LMHead):
         super().__init__()
-        self.norm = build_norm(config)
-        self.project = LMHead(config)
+        self.norm, self.project = norm, project
 
     def forward(self, x: Tensor, targets: Tensor | None = None, **batch: Tensor | None) -> Tensor:
         return self.project(self.norm(x), targets)

@@ -36,7 +36,8 @@ def build_t5(config: T5Config, seed: int) -> Chain:
     modules += [(f"encoder{i}", T5EncoderBlock(config, f"encoder{i}", seed)) for i in range(config.layers)]
     modules += [("bridge", EncoderFinalNorm(config, seed))]
     modules += [(f"decoder{i}", T5DecoderBlock(config, f"decoder{i}", seed)) for i in range(config.layers)]
-    return Chain([*modules, ("head", T5Head(config))], sharding_plan(config))
+    head = gpt.DecoderHead(layers.RMSNorm(config.width, eps=config.norm_eps), T5LMHead(config))
+    return Chain([*modules, ("head", head)], sharding_plan(config))
 
 
 def sharding_plan(config: T5Config) -> ShardingPlan:
@@ -208,16 +209,6 @@ class T5MLP(nn.Module):
 def _pad_to_stream(y: Tensor, side: slice, length: int) -> Tensor:
     """Pads the positions of `side` with zeros to the full stream."""
     return F.pad(y, (0, 0, side.start, length - side.stop))
-
-
-class T5Head(nn.Module):
-    def __init__(self, config: T5Config):
-        super().__init__()
-        self.norm = layers.RMSNorm(config.width, eps=config.norm_eps)
-        self.project = T5LMHead(config)
-
-    def forward(self, x: Tensor, ids: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
-        return self.project(self.norm(x), targets)  # type: ignore[no-any-return]
 
 
 class T5LMHead(gpt.LMHead):

@@ -52,8 +52,10 @@ def search(estimator: Estimator, devices: int, keep: int = 10) -> SearchResult:
             break
         insort(best, estimator.predict(layout), key=lambda prediction: prediction.seconds)
         del best[keep:]
-    if not best:
-        best = [estimator.predict(_smallest_memory_layout(estimator, classes))]
+    if not best:  # micro-batch 1 and full recomputation need the least memory
+        layouts = (layout for _, base in classes if base.micro_batch == 1 for layout in class_layouts(estimator, base))
+        recomputed = (layout for layout in layouts if layout.recompute == "full")
+        best = [estimator.predict(min(recomputed, key=estimator.peak_memory))]
     return SearchResult(tuple(best), evaluated, time.perf_counter() - begin)
 
 
@@ -103,12 +105,6 @@ def _replace_unchecked(layout: Layout, **values: Any) -> Layout:
     copy = object.__new__(Layout)
     copy.__dict__.update({name: layout.__dict__[name] for name in LAYOUT_FIELDS}, **values)
     return copy
-
-
-def _smallest_memory_layout(estimator: Estimator, classes: BoundedLayouts) -> Layout:
-    """Returns the layout that needs the least memory: it has micro-batch 1 and full recomputation."""
-    layouts = (layout for _, base in classes if base.micro_batch == 1 for layout in class_layouts(estimator, base))
-    return min((layout for layout in layouts if layout.recompute == "full"), key=estimator.peak_memory)
 
 
 def class_lower_bound(estimator: Estimator, base: Layout) -> float:

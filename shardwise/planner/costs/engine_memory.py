@@ -168,8 +168,6 @@ class EngineModel:
     def remote_neighbors(self, layout: Layout, rank: int) -> int:
         """Returns how many neighbouring stages are on other ranks; each has a receive buffer per micro-batch."""
         stages, last = layout.stages_of(rank), layout.stage_count - 1
-        if layout.pipeline == 1:
-            return 0
         local = 2 * (stages[-1] - stages[0] == 1)  # at the turn of a V-shaped placement
         return 2 * len(stages) - (stages[0] == 0) - (stages[-1] == last) - local
 
