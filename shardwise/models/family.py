@@ -10,7 +10,7 @@ The built-in families keep the config and the `Family` in one file and the netwo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -147,10 +147,3 @@ class Family:
     def explain_difference(self, config: Any, layout: Any, kind: str) -> str:
         """Returns a likely cause of a difference that `verify` found first in this kind of quantity, or ""."""
         return ""
-
-
-def listed_costs(
-    operators: Callable[..., Iterator[OperatorCosts]], config: Any, itemsize: int
-) -> Callable[..., tuple[OperatorCosts, ...]]:
-    """Returns the `operator_costs` of a family that lists its operators by hand."""
-    return lru_cache(maxsize=64)(lambda *sizes: tuple(operators(config, itemsize, *sizes)))

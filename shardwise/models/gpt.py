@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.models import sharding
 from shardwise.models.chain import Chain
 from shardwise.models.config import ModelConfig
 from shardwise.models.gpt_family import DecoderConfig
@@ -25,15 +26,6 @@ from shardwise.models.layers import Linear, RMSNorm, apply_rope, rope_angles, sd
 from shardwise.models.loss import VocabShard, fused_linear_cross_entropy, loss_chunk_size
 from shardwise.models.moe import MoE
 from shardwise.models.moe_family import MoEConfig
-from shardwise.models.sharding import (
-    Colwise,
-    InitSpec,
-    Rowwise,
-    SequenceRegion,
-    ShardingPlan,
-    VocabEmbedding,
-    VocabHead,
-)
 from shardwise.models.t5_family import T5Config
 from shardwise.random import Dropout
 
@@ -87,45 +79,46 @@ def configure_modules(
             attention.rope_cos_sin = rope_cos_sin
 
 
-def sharding_plan(config: DecoderConfig) -> ShardingPlan:
+def sharding_plan(config: DecoderConfig) -> sharding.ShardingPlan:
     group_rows = (config.heads // config.kv_heads + 2) * config.head_dim
     value_rows = config.heads // config.kv_heads * config.head_dim
+    rope_dim = config.qk_rope_head_dim if isinstance(config, MoEConfig) else 0
     hidden_std = config.init_std * math.sqrt(mup_width_multiplier(config))
     residual_std = hidden_std / math.sqrt(2 * config.layers)  # GPT-2: of the matrices that write to the residual stream
     by_query = [_query_head_rows(config, query) for query in range(config.heads)]
     query_rows, value_columns = zip(*by_query)
-    return ShardingPlan(
+    return sharding.ShardingPlan(
         shard_dims=(
-            Rowwise("embed.tokens.weight", dim=0),
-            Colwise("block*.attention.qkv.*", unit=group_rows, head_rows=query_rows),
-            Rowwise("block*.attention.out.weight", unit=value_rows, head_rows=value_columns),
-            Colwise("block*.attention.q_up.weight", unit=config.head_dim + getattr(config, "qk_rope_head_dim", 0)),
-            Colwise("block*.attention.kv_up.weight", unit=2 * config.head_dim),
-            Colwise("block*.up.*"),
-            Colwise("block*.gate.*"),
-            Rowwise("block*.down.weight"),
-            Colwise("head.project.weight"),
-            Colwise("block*.mlp.bank.up", dim=1),
-            Colwise("block*.mlp.bank.gate", dim=1),
-            Rowwise("block*.mlp.bank.down", dim=2),
+            sharding.Rowwise("embed.tokens.weight", dim=0),
+            sharding.Colwise("block*.attention.qkv.*", unit=group_rows, head_rows=query_rows),
+            sharding.Rowwise("block*.attention.out.weight", unit=value_rows, head_rows=value_columns),
+            sharding.Colwise("block*.attention.q_up.weight", unit=config.head_dim + rope_dim),
+            sharding.Colwise("block*.attention.kv_up.weight", unit=2 * config.head_dim),
+            sharding.Colwise("block*.up.*"),
+            sharding.Colwise("block*.gate.*"),
+            sharding.Rowwise("block*.down.weight"),
+            sharding.Colwise("head.project.weight"),
+            sharding.Colwise("block*.mlp.bank.up", dim=1),
+            sharding.Colwise("block*.mlp.bank.gate", dim=1),
+            sharding.Rowwise("block*.mlp.bank.down", dim=2),
         ),
         modules=(
-            VocabEmbedding("embed.tokens"),
+            sharding.VocabEmbedding("embed.tokens"),
             # With uneven heads, each query head gets its own copy of its key and value head.
-            SequenceRegion("block*.attention", rowwise="out", uneven=(("queries_per_kv_head", 1),)),
-            SequenceRegion("block*.mlp", rowwise="down"),
-            VocabHead("head.project"),
+            sharding.SequenceRegion("block*.attention", rowwise="out", uneven=(("queries_per_kv_head", 1),)),
+            sharding.SequenceRegion("block*.mlp", rowwise="down"),
+            sharding.VocabHead("head.project"),
         ),
         ties=(("head.project.weight", "embed.tokens.weight"),) if config.tied else (),
         init=(
-            ("*norm*.weight", InitSpec("ones")),
-            ("*.bias", InitSpec("zeros")),
-            ("*.attention.out.weight", InitSpec("normal", residual_std)),
-            ("*.down.weight", InitSpec("normal", residual_std)),
-            ("*.mlp.bank.down", InitSpec("normal", residual_std)),
-            ("embed.*", InitSpec("normal", config.init_std)),
-            ("head.*", InitSpec("normal", config.init_std)),
-            ("*", InitSpec("normal", hidden_std)),
+            ("*norm*.weight", sharding.InitSpec("ones")),
+            ("*.bias", sharding.InitSpec("zeros")),
+            ("*.attention.out.weight", sharding.InitSpec("normal", residual_std)),
+            ("*.down.weight", sharding.InitSpec("normal", residual_std)),
+            ("*.mlp.bank.down", sharding.InitSpec("normal", residual_std)),
+            ("embed.*", sharding.InitSpec("normal", config.init_std)),
+            ("head.*", sharding.InitSpec("normal", config.init_std)),
+            ("*", sharding.InitSpec("normal", hidden_std)),
         ),
         compared_modules=("embed", "block*.norm1", "block*.attention", "block*.norm2", "block*.mlp", "block*",
                           "head.norm"),

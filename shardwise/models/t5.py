@@ -15,17 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.models import gpt, layers
+from shardwise.models import gpt, layers, sharding
 from shardwise.models.chain import Chain
-from shardwise.models.sharding import (
-    Colwise,
-    InitSpec,
-    Rowwise,
-    SequenceRegion,
-    ShardingPlan,
-    VocabEmbedding,
-    VocabHead,
-)
 from shardwise.models.t5_family import T5Config
 from shardwise.random import Dropout
 
@@ -40,37 +31,37 @@ def build_t5(config: T5Config, seed: int) -> Chain:
     return Chain([*modules, ("head", head)], sharding_plan(config))
 
 
-def sharding_plan(config: T5Config) -> ShardingPlan:
+def sharding_plan(config: T5Config) -> sharding.ShardingPlan:
     attention_width = config.heads * config.head_dim
     head_std = 1.0 if config.tied else config.width**-0.5
     attentions = ("*coder*.attention", "decoder*.cross")
-    return ShardingPlan(
+    return sharding.ShardingPlan(
         shard_dims=(
-            Rowwise("embed.tokens.weight", dim=0),
-            *(Colwise(f"{name}.{part}.weight", unit=config.head_dim) for name in attentions for part in "qkv"),
-            *(Rowwise(f"{name}.out.weight", unit=config.head_dim) for name in attentions),
-            Colwise("*.attention.distances", dim=1),
-            Colwise("*.mlp.up.weight"),
-            Colwise("*.mlp.gate.weight"),
-            Rowwise("*.mlp.down.weight"),
-            Colwise("head.project.weight"),
+            sharding.Rowwise("embed.tokens.weight", dim=0),
+            *(sharding.Colwise(f"{name}.{part}.weight", unit=config.head_dim) for name in attentions for part in "qkv"),
+            *(sharding.Rowwise(f"{name}.out.weight", unit=config.head_dim) for name in attentions),
+            sharding.Colwise("*.attention.distances", dim=1),
+            sharding.Colwise("*.mlp.up.weight"),
+            sharding.Colwise("*.mlp.gate.weight"),
+            sharding.Rowwise("*.mlp.down.weight"),
+            sharding.Colwise("head.project.weight"),
         ),
         modules=(
-            VocabEmbedding("embed.tokens"),
-            SequenceRegion("*coder*.attention", rowwise="out"),
-            SequenceRegion("decoder*.cross", rowwise="out"),
-            SequenceRegion("*coder*.mlp", rowwise="down"),
-            VocabHead("head.project"),
+            sharding.VocabEmbedding("embed.tokens"),
+            sharding.SequenceRegion("*coder*.attention", rowwise="out"),
+            sharding.SequenceRegion("decoder*.cross", rowwise="out"),
+            sharding.SequenceRegion("*coder*.mlp", rowwise="down"),
+            sharding.VocabHead("head.project"),
         ),
         ties=(("head.project.weight", "embed.tokens.weight"),) if config.tied else (),
         init=(
-            ("*norm*.weight", InitSpec("ones")),
-            ("embed.tokens.weight", InitSpec("normal", 1.0)),
-            ("*.q.weight", InitSpec("normal", (config.width * config.head_dim) ** -0.5)),
-            ("*.out.weight", InitSpec("normal", attention_width**-0.5)),
-            ("*.down.weight", InitSpec("normal", config.ffn**-0.5)),
-            ("head.project.weight", InitSpec("normal", head_std)),
-            ("*", InitSpec("normal", config.width**-0.5)),
+            ("*norm*.weight", sharding.InitSpec("ones")),
+            ("embed.tokens.weight", sharding.InitSpec("normal", 1.0)),
+            ("*.q.weight", sharding.InitSpec("normal", (config.width * config.head_dim) ** -0.5)),
+            ("*.out.weight", sharding.InitSpec("normal", attention_width**-0.5)),
+            ("*.down.weight", sharding.InitSpec("normal", config.ffn**-0.5)),
+            ("head.project.weight", sharding.InitSpec("normal", head_std)),
+            ("*", sharding.InitSpec("normal", config.width**-0.5)),
         ),
         block_pattern="*coder*",
         compared_modules=("embed", "encoder*.attention", "encoder*.mlp", "encoder*", "bridge", "decoder*.attention",
