@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.bench.parameter_server import push_pull_schedule, server_bounds
+from shardwise.bench.parameter_server import push_pull_schedule
 from shardwise.comm import allreduce
 from shardwise.comm.allreduce import _chunk_size, _core_rank, all_reduce, chunk_bounds, get_schedule, sent_bytes
 from shardwise.comm.world import run_world
@@ -71,7 +71,7 @@ def two_level_sent_numel(rank: int, ranks: int, count: int, ranks_per_node: int)
 
 def push_pull_sent_numel(rank: int, ranks: int, count: int, servers: int) -> int:
     """Returns the elements a rank sends: gradient slices to the servers, and its served slice to every other rank."""
-    bounds = server_bounds(count, ranks, servers)
+    bounds = chunk_bounds(count, servers) + [count] * (ranks - servers)
     served = bounds[rank + 1] - bounds[rank]
     return count - served + (ranks - 1) * served
 

@@ -24,14 +24,9 @@ from shardwise.job import Job, make_job
 from shardwise.launch.launch import launch
 from shardwise.layout import Layout
 from shardwise.train.run_folder import RunFolder
-<<<<<<< HEAD
 from shardwise.workers.fork_server import ForkServer, snapshot_folders
 from shardwise.workers.heartbeat import read_heartbeats
 from shardwise.workers.snapshots import SnapshotStore, snapshot_key
-=======
-from shardwise.workers.fork_server import ForkServer
-from shardwise.workers.snapshots import SnapshotStore, snapshot_folder
->>>>>>> data21
 
 SMALL = {
     "precision": "float64", "steps": 12, "model": {"layers": 2, "width": 16, "heads": 2, "vocab": 61, "sequence": 8},

@@ -140,7 +140,7 @@ def the_gradient_of_a_gather_not_summed(patch: Patch) -> None:
 @caught("pipeline=2 tensor=2 micro_batch=1", "problem", "block1.mlp.up.weight")
 def a_missing_gradient(patch: Patch) -> None:
     """One product uses a copy of its weight that autograd knows nothing of."""
-    make, right = gpt.DecoderBlock.__init__, gpt.GELUMLP.forward
+    make, right = gpt.DecoderBlock.__init__, gpt.FeedForward.forward
 
     def mark(self: Any, model: Any, name: str, *rest: Any) -> None:
         make(self, model, name, *rest)
@@ -153,7 +153,7 @@ def a_missing_gradient(patch: Patch) -> None:
         return self.down(torch.nn.functional.gelu(up, approximate="tanh"))
 
     patch.setattr(gpt.DecoderBlock, "__init__", mark)
-    patch.setattr(gpt.GELUMLP, "forward", forward)
+    patch.setattr(gpt.FeedForward, "forward", forward)
 
 
 @caught("pipeline=2 shard=2 schedule=zero-bubble zero=2 micro_batch=1", "gradient", "head.norm.bias")

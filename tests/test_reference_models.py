@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers_reference import reference_decoder, reference_weights
 
+from shardwise.adapters.keep_float64 import KeepFloat64
 from shardwise.job import make_job
 from shardwise.models.chain import init_weights
-from shardwise.models.transformers_reference import KeepFloat64
 
 SIZES = {"layers": 3, "width": 32, "heads": 4, "ffn": 48, "vocab": 61, "sequence": 16}
 GPT2 = {**SIZES, "positions": "learned", "norm": "layer", "activation": "gelu", "bias": True}
@@ -27,10 +28,10 @@ def test_logits_and_gradients_are_those_of_transformers(model: dict[str, object]
             weight.add_(
                 0.05 * torch.randn(weight.shape, dtype=weight.dtype, generator=torch.Generator().manual_seed(1))
             )
-    reference = job.family.reference(job.model)
+    reference = reference_decoder(job.require_decoder())
     assert reference is not None
     weights = {name: weight.detach() for name, weight in ours.named_parameters(remove_duplicate=False)}
-    theirs = job.family.reference_weights(job.model, weights)
+    theirs = reference_weights(job.require_decoder(), weights)
     missing, unexpected = reference.load_state_dict(theirs, strict=False)
     assert not unexpected and not [name for name in missing if "lm_head" not in name and "inv_freq" not in name]
     tokens = torch.randint(0, 61, (2, 16), generator=torch.Generator().manual_seed(2))
@@ -42,11 +43,11 @@ def test_logits_and_gradients_are_those_of_transformers(model: dict[str, object]
         F.cross_entropy(found[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
     gradients = {name: weight.grad for name, weight in ours.named_parameters()}
     named = dict(reference.named_parameters())
-    for name, gradient in job.family.reference_weights(job.model, gradients).items():
+    for name, gradient in reference_weights(job.require_decoder(), gradients).items():
         assert (gradient - named[name].grad).norm() <= 1e-10 * named[name].grad.norm().clamp(min=1e-6), name
 
 
 def test_shapes_that_transformers_does_not_have() -> None:
     for model in ({**SIZES, "bias": True}, {**GPT2, "kv_heads": 2}, {**SIZES, "name": "moe"}):
         job = make_job({"model": model})
-        assert job.family.reference(job.model) is None
+        assert reference_decoder(job.require_decoder()) is None

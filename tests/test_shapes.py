@@ -33,7 +33,7 @@ from shardwise.planner.costs.efficiency import efficiency_of
 from shardwise.planner.costs.machine import Machine
 from shardwise.planner.costs.memory_model import block_activation_bytes, engine_profile
 from shardwise.planner.costs.model_shape import shape_of
-from shardwise.planner.costs.operator_list import OperatorListModel, operator_list_model
+from shardwise.planner.costs.operator_list import OperatorListModel
 from shardwise.planner.operator_list_estimate import OperatorListEstimator
 from shardwise.planner.plan import make_plan
 from shardwise.planner.prediction import Workload
@@ -250,7 +250,10 @@ def test_interpolated_costs_are_those_of_a_trace(samples: int) -> None:
 
 def test_any_module_can_be_planned() -> None:
     module = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(4)))
-    shape = operator_list_model(lambda samples: trace_module(module, torch.zeros(samples, 1024)))
+    shape = OperatorListModel(
+        layers=4, width=1, heads=1, kv_heads=1, head_dim=1, ffn=0, vocab=0, sequence=1,
+        make_operators=lambda samples: trace_module(module, torch.zeros(samples, 1024)),
+    )  # fmt: skip
     cluster = CLUSTERS["a100-80g"]
     machine = Machine(cluster, efficiency_of(cluster.device.family, cluster.measured))
     found = search(

@@ -16,12 +16,13 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from shardwise.draw import write_svg
 from shardwise.errors import DataError
 from shardwise.laws.command import fit_text
 from shardwise.laws.fit import fit_scaling_law
-from shardwise.laws.fitted_law import to_fitted_law
+from shardwise.laws.fitted_law import fit_as_dict, parse_fitted_law
 from shardwise.laws.isoflop_grid import design_grid, write_grid
-from shardwise.laws.plot import write_plot
+from shardwise.laws.plot import draw_fit
 from shardwise.laws.recommend import prediction_interval
 from shardwise.laws.runs import read_runs
 
@@ -71,11 +72,11 @@ def main() -> None:
     print(fit_text(run_folders, None, 400, 0, "all", folder / "law.json", None, False))
     fit = fit_scaling_law(read_runs(run_folders))
     if options.plot:
-        write_plot(fit, options.plot, "Scaling law of tiny decoders on the standard library's text")
+        write_svg(draw_fit(fit, "Scaling law of tiny decoders on the standard library's text"), options.plot)
     run = read_runs([folder / "runs" / largest.name])
     N, D, loss = float(run.parameters[0]), float(run.tokens[0]), float(run.loss[0])
     predicted = float(fit.law.loss(N, D))
-    low, high = prediction_interval(to_fitted_law(fit, "the grid"), N, D)
+    low, high = prediction_interval(parse_fitted_law(fit_as_dict(fit), "the grid"), N, D)
     print(f"largest run: {N:,.0f} parameters, {D:,.0f} tokens: loss {loss:.4f}")
     prediction = f"predicted from the {len(fit.runs)} other runs: {predicted:.4f} (95%: {low:.4f} to {high:.4f})"
     print(f"{prediction}, error {predicted / loss - 1:+.2%}")

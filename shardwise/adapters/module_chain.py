@@ -22,13 +22,13 @@ from torch.utils._pytree import TreeSpec, tree_map_only
 
 from shardwise.adapters.anatomy import Anatomy
 from shardwise.adapters.deferred_init import DeferredInit
+from shardwise.adapters.keep_float64 import KeepFloat64
 from shardwise.adapters.split_attention import split_sequence
 from shardwise.adapters.task import Task, unflatten_batch
 from shardwise.adapters.tensor_plan import scale_head_counts
 from shardwise.errors import LayoutError
 from shardwise.models.chain import Chain
 from shardwise.models.sharding import ShardingPlan
-from shardwise.models.transformers_reference import KeepFloat64
 from shardwise.random import Dropout
 
 SHAPE_ERROR = re.compile(r"must match the size|cannot be multiplied|invalid for input|multiply up to|have the same")

@@ -18,6 +18,7 @@ from shardwise.adapters.anatomy import TRACED_SAMPLES, Anatomy, find_anatomy
 from shardwise.adapters.context_check import context_refusal
 from shardwise.adapters.dataset_source import DatasetSource
 from shardwise.adapters.deferred_init import build_deferred
+from shardwise.adapters.keep_float64 import KeepFloat64
 from shardwise.adapters.module_chain import ModuleChain, find_sample_dims, replace_dropout, stream_like
 from shardwise.adapters.split_attention import SPLIT
 from shardwise.adapters.task import Task, flatten_batch, load_python_task, unflatten_batch, with_settings
@@ -28,7 +29,6 @@ from shardwise.models.config import ModelConfig
 from shardwise.models.family import Family
 from shardwise.models.operator_costs import OperatorCosts
 from shardwise.models.sharding import ShardingPlan
-from shardwise.models.transformers_reference import KeepFloat64
 
 SCRIPT_TASKS: dict[str, Task] = {}
 """The tasks that `shardwise.Trainer` was given in this process, by model name."""

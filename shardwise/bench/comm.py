@@ -99,10 +99,8 @@ def _describe_fit(fit: AlphaBetaFit) -> str:
 
 
 def format_bytes(size: int) -> str:
-    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
-        if size >= unit:
-            return f"{size / unit:g} {name}"
-    return f"{size} B"
+    units = ((1 << 20, "MiB"), (1 << 10, "KiB"))
+    return next((f"{size / unit:g} {name}" for unit, name in units if size >= unit), f"{size} B")
 
 
 def fit_alpha_beta(steps: list[int], bytes_sent: list[int], seconds: list[float]) -> AlphaBetaFit:

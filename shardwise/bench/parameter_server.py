@@ -4,17 +4,15 @@ Every rank sends each server its slice of the gradient and receives the sum, wit
 `shardwise.comm.allreduce`. `examples/cifar10/async_server.py` is an asynchronous one.
 """
 
-from shardwise.comm.allreduce import Bounds, P2PStep, PeerSlice, chunk_bounds
-
-
-def server_bounds(count: int, ranks: int, servers: int) -> Bounds:
-    """Returns the bounds of the slices; the first `servers` ranks serve one each."""
-    return chunk_bounds(count, servers) + [count] * (ranks - servers)
+from shardwise.comm.allreduce import P2PStep, PeerSlice, chunk_bounds
 
 
 def push_pull_schedule(rank: int, ranks: int, count: int, servers: int) -> list[P2PStep]:
     """Returns a rank's steps: push gradient slices to the servers, then pull the sums."""
-    bounds, offsets = server_bounds(count, ranks, servers), range(1, ranks)
+    bounds = chunk_bounds(count, servers) + [count] * (
+        ranks - servers
+    )  # the first `servers` ranks serve one slice each
+    offsets = range(1, ranks)
 
     def served(peer: int, owner: int) -> PeerSlice:  # the slice that `owner` serves, exchanged with `peer`
         return PeerSlice(peer % ranks, bounds[owner % ranks], bounds[owner % ranks + 1])

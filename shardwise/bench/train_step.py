@@ -9,7 +9,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from shardwise.data.sample_stream import Samples, job_stream, rank_positions
 from shardwise.errors import LayoutError
 from shardwise.job import Job
 from shardwise.layout import Layout
-from shardwise.models import bert, gpt, t5
+from shardwise.models import bert, gpt
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.prepare import forward_flops, prepare
@@ -160,28 +160,17 @@ def _profile_step(engine: Engine, step_fn: Callable[[], Any], device: torch.devi
 
 def classify_kernel(kernel: str) -> str:
     """Returns the kind of a kernel, judging by its name."""
-    for kind, pattern in KERNEL_PATTERNS.items():
-        if re.search(pattern, kernel, re.IGNORECASE):
-            return kind
-    return "elementwise"
+    kinds = (kind for kind, pattern in KERNEL_PATTERNS.items() if re.search(pattern, kernel, re.IGNORECASE))
+    return next(kinds, "elementwise")
 
 
 @contextmanager
 def _annotate_head(engine: Engine) -> Iterator[None]:
     """Annotates the head's forward for the profiler."""
-    annotations: list[Any] = []
-
-    def begin(*args: Any) -> None:
-        annotations.append(record_function(HEAD_ANNOTATION))
-        annotations[-1].__enter__()
-
-    def end(*args: Any) -> None:
-        annotations.pop().__exit__(None, None, None)
-
     modules = [module for chain in engine.chains for module in chain.modules()]
-    heads = [module for module in modules if isinstance(module, gpt.DecoderHead | bert.BertHead | t5.T5Head)]
-    with ExitStack() as hooks:
-        for head in heads:
-            hooks.enter_context(head.register_forward_pre_hook(begin))
-            hooks.enter_context(head.register_forward_hook(end))
-        yield
+    heads = [module for module in modules if isinstance(module, gpt.DecoderHead | bert.BertHead)]
+    for head in heads:
+        head.forward = record_function(HEAD_ANNOTATION)(head.forward)  # type: ignore[method-assign]
+    yield
+    for head in heads:
+        del head.forward

@@ -8,20 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.console import format_count, pluralize
+from shardwise.draw import write_svg
 from shardwise.errors import DataError
 from shardwise.files import malformed_as_data_error, write_text
 from shardwise.laws.compute_optimal import estimate_compute_optimal
 from shardwise.laws.fit import ScalingLawFit, find_outliers, fit_scaling_law
 from shardwise.laws.fitted_law import fit_as_dict, published_law, read_fitted_law
 from shardwise.laws.isoflop_grid import design_grid, parse_budget, write_grid
-from shardwise.laws.plot import write_plot
-from shardwise.laws.runs import read_runs
+from shardwise.laws.plot import draw_fit
+from shardwise.laws.runs import PARAMETER_SCOPES, read_runs
 
 if TYPE_CHECKING:  # both import PyTorch, which a fit does without
     from shardwise.laws.recommend import Recommendation
     from shardwise.planner.plan import Plan
-
-PARAMETER_SCOPE_LABELS = {"all": "including embeddings and head", "blocks": "without embeddings and head"}
 
 
 def design_text(
@@ -62,13 +61,13 @@ def fit_text(
         except OSError as error:
             raise DataError(f"{out} cannot be written: {error.strerror}.") from None
     if plot is not None:
-        write_plot(fit, plot, f"Scaling law of {', '.join(path.name for path in paths)}")
+        write_svg(draw_fit(fit, f"Scaling law of {', '.join(path.name for path in paths)}"), plot)
     return text if as_json else "\n".join(_fit_lines(fit))
 
 
 def _fit_lines(fit: ScalingLawFit) -> Iterator[str]:
     runs, law = fit.runs, fit.law
-    label = PARAMETER_SCOPE_LABELS[runs.parameter_scope]
+    label = PARAMETER_SCOPES[runs.parameter_scope]
     yield f"L(N, D) = E + A / N^alpha + B / D^beta, {pluralize(len(runs), 'run')}; N: parameters {label}"
     if len(fit.dropped):
         yield f"dropped: {', '.join(fit.dropped.names)}"
@@ -108,7 +107,7 @@ def _recommend_lines(result: Recommendation) -> Iterator[str]:
 
     N, D, law = result.parameters, result.tokens, result.fitted_law
     yield from result.warnings
-    yield f"law:      {law.source}; N: parameters {PARAMETER_SCOPE_LABELS[law.parameter_scope]}"
+    yield f"law:      {law.source}; N: parameters {PARAMETER_SCOPES[law.parameter_scope]}"
     yield f"budget:   {result.flops:.3g} FLOPs, counted as 6 N D"
     low, high = map(format_count, result.parameters_interval)
     sizes = f"{format_count(N)} parameters (95%: {low} to {high})"
@@ -147,6 +146,8 @@ def noise_text(runs: Sequence[Path], batches: int, samples: int, as_json: bool) 
 
     scales = [measure_noise_scale(run, batches, samples) for run in runs]
     if as_json:
-        return json.dumps([scale.as_dict() for scale in scales])
+        return json.dumps([vars(scale) for scale in scales])
     line = "{}: critical batch size {:.3g} samples, {} tokens"
-    return "\n".join(line.format(s.run, s.samples, format_count(s.samples * s.sequence)) for s in scales)
+    return "\n".join(
+        line.format(s.run, s.critical_batch_samples, format_count(s.critical_batch_tokens)) for s in scales
+    )

@@ -38,16 +38,13 @@ class ComputeOptimalEstimate:
 
 def estimate_compute_optimal(runs: Runs) -> list[ComputeOptimalEstimate]:
     """Returns the estimates for which there are enough runs."""
-    points = {"iso-FLOP": list(_isoflop_minima(runs)), "envelope": list(_envelope(runs))}
-    estimates = [_fit_power_law(method, method_points) for method, method_points in points.items()]
-    return [estimate for estimate in estimates if estimate is not None]
-
-
-def _fit_power_law(method: str, points: list[tuple[float, float]]) -> ComputeOptimalEstimate | None:
-    if len(points) < 2 or max(flops for flops, _ in points) < SAME_BUDGET_RATIO * min(flops for flops, _ in points):
-        return None
-    line = linregress(*np.log(np.array(points)).T)
-    return ComputeOptimalEstimate(method, tuple(points), float(line.slope), float(np.exp(line.intercept)))
+    estimates = []
+    for method, points in (("iso-FLOP", tuple(_isoflop_minima(runs))), ("envelope", tuple(_envelope(runs)))):
+        if len(points) > 1 and max(points)[0] >= SAME_BUDGET_RATIO * min(points)[0]:
+            line = linregress(*np.log(np.array(points)).T)
+            slope, coefficient = float(line.slope), float(np.exp(line.intercept))
+            estimates.append(ComputeOptimalEstimate(method, points, slope, coefficient))
+    return estimates
 
 
 def group_by_budget(runs: Runs) -> list[NDArray[np.intp]]:

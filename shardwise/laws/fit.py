@@ -82,13 +82,16 @@ def fit_scaling_law(
     runs: Runs, drop_highest: int | None = None, bootstrap_samples: int = BOOTSTRAP_SAMPLES, seed: int = 0
 ) -> ScalingLawFit:
     """Fits a law to runs after dropping the `drop_highest` runs with the highest loss; None drops outliers instead."""
-    check_runs(runs if drop_highest is None else _without_highest(runs, drop_highest))
-    best = best_fit(runs) if not drop_highest else None
-    kept = np.arange(len(runs))
-    if best is None:
-        kept = np.argsort(runs.loss, kind="stable")[: len(runs) - (drop_highest or 0)]
-    elif drop_highest is None:
+    best = None
+    if drop_highest is None:
+        check_runs(runs)
+        best = best_fit(runs)
         kept = _drop_outliers(runs, best)
+    elif 0 <= drop_highest < len(runs):
+        kept = np.argsort(runs.loss, kind="stable")[: len(runs) - drop_highest]
+        check_runs(runs.select(kept))
+    else:
+        raise DataError(f"--drop-highest {drop_highest}: there are only {pluralize(len(runs), 'run')}; drop fewer.")
     is_kept = np.isin(np.arange(len(runs)), kept)
     kept_runs = runs.select(is_kept)
     law, objective, point = best if best is not None and is_kept.all() else best_fit(kept_runs)
@@ -209,9 +212,3 @@ def _drop_outliers(runs: Runs, best: tuple[ScalingLaw, float, Array]) -> NDArray
 
 def _robust_std(values: Array) -> float:
     return float(median_abs_deviation(values, scale="normal"))
-
-
-def _without_highest(runs: Runs, drop_highest: int) -> Runs:
-    if not 0 <= drop_highest < len(runs):
-        raise DataError(f"--drop-highest {drop_highest}: there are only {pluralize(len(runs), 'run')}; drop fewer.")
-    return runs.select(np.argsort(runs.loss, kind="stable")[: len(runs) - drop_highest])

@@ -1,7 +1,7 @@
 """Fitted laws as JSON, and the built-in law.
 
 The built-in law is the re-analysis of Hoffmann et al.'s runs by Besiroglu et al. 2024 (arXiv 2404.10102), with its
-published constants and standard errors. The paper does not publish the correlations between the five constants; they
+published constants. The paper does not publish the correlations between the five constants; they
 come from bootstrapping the same 240 runs with `shardwise laws fit`. They are stored for the law's terms at a pivot,
 because the constants themselves correlate so closely that their correlations need many digits.
 """
@@ -61,10 +61,6 @@ def fit_as_dict(fit: ScalingLawFit) -> dict[str, Any]:
     }
 
 
-def to_fitted_law(fit: ScalingLawFit, source: str) -> FittedLaw:
-    return _parse_fitted_law(fit_as_dict(fit), source)
-
-
 def read_fitted_law(path: Path) -> FittedLaw:
     """Reads a fit written by `shardwise laws fit`."""
     try:
@@ -74,7 +70,7 @@ def read_fitted_law(path: Path) -> FittedLaw:
     except (OSError, ValueError) as error:
         raise DataError(f"{path} is not a JSON file: {error}.") from None
     try:
-        fitted_law = _parse_fitted_law(values, str(path))
+        fitted_law = parse_fitted_law(values, str(path))
         ranges = [bound for pair in fitted_law.fitted_ranges.values() for bound in pair]
         samples = fitted_law.bootstrap_samples.as_array().ravel()
         numbers = np.concatenate([fitted_law.law.as_array(), samples, ranges])
@@ -86,7 +82,7 @@ def read_fitted_law(path: Path) -> FittedLaw:
         raise DataError(message) from None
 
 
-def _parse_fitted_law(values: Any, source: str) -> FittedLaw:
+def parse_fitted_law(values: Any, source: str) -> FittedLaw:
     law = ScalingLaw(*(float(values[name]["value"]) for name in CONSTANTS))
     bootstrap_samples = ScalingLaw(*np.array(values["bootstrap_samples"], dtype=float).reshape(-1, len(CONSTANTS)).T)
     ranges = {quantity: (float(low), float(high)) for quantity, (low, high) in values["fitted_ranges"].items()}
@@ -99,7 +95,6 @@ def _parse_fitted_law(values: Any, source: str) -> FittedLaw:
 # The law of Hoffmann et al.'s runs
 
 PUBLISHED_CONSTANTS = ScalingLaw(1.8172, 482.01, 2085.43, 0.3478, 0.3658)
-PUBLISHED_STANDARD_ERRORS = {"E": 0.026, "A": 124.0, "B": 1293.0, "alpha": 0.015, "beta": 0.021}
 PIVOT = 2e7, 7.5e8  # parameters and tokens at which the two terms have the least uncertainty
 # Of log E, the logs of the two terms at the pivot, alpha and beta, over 1000 bootstrap fits.
 STANDARD_DEVIATIONS = (0.0144, 0.0091, 0.0107, 0.0146, 0.0208)

@@ -11,7 +11,6 @@ each is a small batch, and their mean is the large one.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,15 +27,10 @@ from shardwise.train.run_folder import RunFolder
 @dataclass(frozen=True)
 class GradientNoiseScale:
     run: str
-    samples: float  # critical batch size
-    sequence: int
+    critical_batch_samples: float
+    critical_batch_tokens: float
     grad_norm_squared: float  # |G|^2
-    variance: float  # S
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"run": self.run, "critical_batch_samples": self.samples,
-                "critical_batch_tokens": self.samples * self.sequence, "grad_norm_squared": self.grad_norm_squared,
-                "gradient_variance": self.variance}  # fmt: skip
+    gradient_variance: float  # S
 
 
 def solve_noise_scale(
@@ -71,7 +65,8 @@ def measure_noise_scale(run: Path, batches: int = 16, samples: int = 8) -> Gradi
     norm_squared, variance = solve_noise_scale(mean_squared_norm, _squared_norm(mean_gradients), samples, total)
     if norm_squared <= 0 or variance <= 0:
         raise DataError(f"{run}: {total} samples are too few to separate gradient from noise; increase --batches.")
-    return GradientNoiseScale(run.name, variance / norm_squared, job.model.sequence_length, norm_squared, variance)
+    critical = variance / norm_squared
+    return GradientNoiseScale(run.name, critical, critical * job.model.sequence_length, norm_squared, variance)
 
 
 def _squared_norm(gradients: dict[str, torch.Tensor]) -> float:

@@ -1,7 +1,6 @@
 """Plots a fit as SVG: runs and law at each budget, and the residual of each run."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 
@@ -33,7 +32,9 @@ def draw_fit(fit: ScalingLawFit, title: str) -> str:
         lines.append(draw.svg_text(right, top + 17 * len(shown), "FLOPs (6ND)", "end"))
     lines += _draw_residuals(fit)
     width, height = 2 * draw.MARGIN + 2 * draw.PANEL_WIDTH + draw.GAP, draw.PANEL_HEIGHT + 2 * draw.MARGIN
-    lines.append(draw.svg_text(draw.MARGIN, height - 12, _caption(fit), "start"))
+    caption = (f"L = {law.E:.4g} + {law.A:.4g} / N^{law.alpha:.3f} + {law.B:.4g} / D^{law.beta:.3f}; "
+               f"{len(fit.runs)} runs, {len(fit.dropped)} dropped")  # fmt: skip
+    lines.append(draw.svg_text(draw.MARGIN, height - 12, caption, "start"))
     return draw.svg_document(lines, width, height, title)
 
 
@@ -54,13 +55,3 @@ def _draw_residuals(fit: ScalingLawFit) -> Iterator[str]:
     for ratio, percent in zip(dropped_ratios, dropped_percents):
         x, y = panel.to_pixels(ratio, percent)
         yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" stroke="{draw.COLORS[3]}" class="dropped"/>'
-
-
-def write_plot(fit: ScalingLawFit, path: Path, title: str) -> None:
-    draw.write_svg(draw_fit(fit, title), path)
-
-
-def _caption(fit: ScalingLawFit) -> str:
-    law = fit.law
-    return (f"L = {law.E:.4g} + {law.A:.4g} / N^{law.alpha:.3f} + {law.B:.4g} / D^{law.beta:.3f}; "
-            f"{len(fit.runs)} runs, {len(fit.dropped)} dropped")  # fmt: skip

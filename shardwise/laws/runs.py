@@ -33,7 +33,7 @@ COLUMN_ALIASES = {
     "parameters": ("parameters", "params", "n", "n_params"), "tokens": ("tokens", "d", "n_tokens", "training_tokens"),
     "loss": ("loss", "final_loss"), "flops": ("flops", "c", "compute", "training_flops"),
 }  # fmt: skip
-PARAMETER_SCOPES = ("all", "blocks")
+PARAMETER_SCOPES = {"all": "including embeddings and head", "blocks": "without embeddings and head"}
 FINAL_LOSS_FRACTION = 0.05  # without validation, the final loss is the mean training loss of this last part of a run
 
 
@@ -64,7 +64,12 @@ def read_runs(paths: Sequence[Path], parameter_scope: str = "all") -> Runs:
     check_parameter_scope(parameter_scope)
     if len(paths) == 1 and not paths[0].is_dir():
         return read_csv(paths[0], parameter_scope)
-    folders = [folder for path in paths for folder in _run_folders(path)]
+    folders: list[Path] = []
+    for path in paths:
+        if not path.is_dir():
+            raise DataError(f"{path} is not a folder; give either one CSV file or run folders.")
+        is_run = (path / "job.toml").is_file()
+        folders += [path] if is_run else sorted(job.parent for job in path.glob("*/job.toml"))
     if not folders:
         raise DataError(f"{', '.join(map(str, paths))}: no run folder found; a run folder contains a job.toml.")
     return _runs_from_rows([_read_run(folder, parameter_scope) for folder in folders], parameter_scope)
@@ -126,14 +131,6 @@ def _parse_row(path: Path, number: int, line: Sequence[str], columns: dict[str, 
         values["tokens"] = values["flops"] / 6 / values["parameters"]
     flops = values.get("flops", 6 * values["parameters"] * values["tokens"])
     return f"line {number}", values["parameters"], values["tokens"], values["loss"], flops
-
-
-def _run_folders(path: Path) -> list[Path]:
-    if not path.is_dir():
-        raise DataError(f"{path} is not a folder; give either one CSV file or run folders.")
-    if (path / "job.toml").is_file():
-        return [path]
-    return sorted(job.parent for job in path.glob("*/job.toml"))
 
 
 def _read_run(path: Path, parameter_scope: str) -> RunRow:

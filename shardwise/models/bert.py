@@ -53,7 +53,7 @@ class BertBlock(nn.Module):
         self.attention = gpt.SelfAttention(config, causal=False)
         self.dropout1 = Dropout(config.dropout, f"{name}.1", seed)
         self.norm1 = gpt.build_norm(config)
-        self.mlp = gpt.GELUMLP(config, approximate="none")
+        self.mlp = gpt.FeedForward(config, approximate="none")
         self.dropout2 = Dropout(config.dropout, f"{name}.2", seed)
         self.norm2 = gpt.build_norm(config)
 

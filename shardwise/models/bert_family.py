@@ -75,9 +75,6 @@ class BertFamily(GPTFamily):
 
         return MaskedLM(config, seed)
 
-    def reference(self, config: BertConfig) -> None:  # type: ignore[override]
-        return None
-
     def decoder_shape(self, config: BertConfig) -> dict[str, Any]:  # type: ignore[override]
         overrides = {"causal": False, "logit_fraction": config.mlm_probability, "has_exact_cost_model": False}
         return {**super().decoder_shape(config), **overrides}

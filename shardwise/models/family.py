@@ -10,7 +10,7 @@ The built-in families keep the config and the `Family` in one file and the netwo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from shardwise.models.chain import Chain
     from shardwise.models.objectives import Objective
     from shardwise.models.operator_costs import OperatorCosts
-    from shardwise.models.sharding import ShardingPlan
 
 
 @dataclass(frozen=True)
@@ -53,10 +52,6 @@ class Family:
     def build(self, config: Any, seed: int) -> Chain:
         """Returns the model on the current default device, uninitialized. `seed` keys its dropout masks."""
         raise NotImplementedError
-
-    def sharding_plan(self, config: Any) -> ShardingPlan:
-        """Returns how tensor parallelism splits the parameters, which are tied and how each is initialized."""
-        return self.build_on_meta(config).sharding_plan
 
     def build_on_meta(self, config: Any, seed: int = 0) -> Chain:
         """Returns the model on the meta device: shapes without memory."""
@@ -117,18 +112,13 @@ class Family:
 
         return interpolate_traces(trace)
 
-    def hidden_shape(self, config: Any) -> tuple[int, int]:
-        """Returns the positions and features of the activations that pipeline stages exchange."""
-        return config.length, config.width
-
     def stage_shapes(self, config: Any, layout: Any, samples: int) -> tuple[Tensor, tuple[int, ...]]:
         """Returns the first stage's input on the meta device, and the shape of what stages exchange."""
         import torch
 
-        positions, features = self.hidden_shape(config)
-        positions //= layout.context
+        positions = config.length // layout.context
         tokens = torch.empty(samples, positions, dtype=torch.int64, device="meta")
-        return tokens, (samples, positions // layout.tensor, features)
+        return tokens, (samples, positions // layout.tensor, config.width)
 
     def task(self, config: Any) -> Any:
         """Returns the user's task (`shardwise.Task`): own data, loss, optimizer, callbacks; None for our models."""
@@ -141,10 +131,6 @@ class Family:
     def tables(self, config: Any) -> Sequence[TableSpec]:
         """Returns the embedding tables, which are kept in host memory outside the chain."""
         return ()
-
-    def reference(self, config: Any) -> nn.Module | None:
-        """Returns the same model from an independent implementation (transformers), or None."""
-        return None
 
     def build_reference(self, config: Any, seed: int, dtype: torch.dtype) -> nn.Module:
         """Returns the model that `verify` takes for the truth, initialized."""
@@ -161,14 +147,3 @@ class Family:
     def explain_difference(self, config: Any, layout: Any, kind: str) -> str:
         """Returns a likely cause of a difference that `verify` found first in this kind of quantity, or ""."""
         return ""
-
-    def reference_weights(self, config: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns weights or gradients of ours under the names and in the shapes of `reference`."""
-        raise NotImplementedError
-
-
-def listed_costs(
-    operators: Callable[..., Iterator[OperatorCosts]], config: Any, itemsize: int
-) -> Callable[..., tuple[OperatorCosts, ...]]:
-    """Returns the `operator_costs` of a family that lists its operators by hand."""
-    return lru_cache(maxsize=64)(lambda *sizes: tuple(operators(config, itemsize, *sizes)))

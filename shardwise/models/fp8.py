@@ -60,19 +60,14 @@ class FP8Linear(torch.autograd.Function):
         return grad_x, grad_weight
 
 
-class GradInputMatmul:
-    """`grad @ weight` for gradients of logits, with the weight quantized once. Gradients are quantized to e5m2,
-    because a few likely tokens dominate each row, and the range of e4m3 would round all others to zero."""
+def grad_input_matmul(grad: Tensor, weight8: Tensor, weight_scale: Tensor) -> Tensor:
+    """`grad @ weight` for gradients of logits and the quantized `weight.T`. Gradients are quantized to e5m2, because a
+    few likely tokens dominate each row, and the range of e4m3 would round all others to zero."""
+    if grad.is_cuda:
+        from shardwise.models.kernels import quantize_rows_triton
 
-    def __init__(self, weight: Tensor):
-        self.weight = quantize_rows(weight.t())
-
-    def __call__(self, grad: Tensor) -> Tensor:
-        if grad.is_cuda:
-            from shardwise.models.kernels import quantize_rows_triton
-
-            return scaled_mm(*quantize_rows_triton(grad, E5M2, E5M2_MAX), *self.weight, grad.dtype)
-        return scaled_mm(*quantize_rows(grad, E5M2, E5M2_MAX), *self.weight, grad.dtype)
+        return scaled_mm(*quantize_rows_triton(grad, E5M2, E5M2_MAX), weight8, weight_scale, grad.dtype)
+    return scaled_mm(*quantize_rows(grad, E5M2, E5M2_MAX), weight8, weight_scale, grad.dtype)
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype = E4M3, dtype_max: float = E4M3_MAX) -> tuple[Tensor, Tensor]:

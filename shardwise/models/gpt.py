@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.models import sharding
 from shardwise.models.chain import Chain
 from shardwise.models.config import ModelConfig
 from shardwise.models.gpt_family import DecoderConfig
@@ -25,16 +26,6 @@ from shardwise.models.layers import Linear, RMSNorm, apply_rope, rope_angles, sd
 from shardwise.models.loss import VocabShard, fused_linear_cross_entropy, loss_chunk_size
 from shardwise.models.moe import MoE
 from shardwise.models.moe_family import MoEConfig
-from shardwise.models.sharding import (
-    Colwise,
-    InitSpec,
-    Rowwise,
-    SequenceRegion,
-    ShardingPlan,
-    UnevenHeads,
-    VocabEmbedding,
-    VocabHead,
-)
 from shardwise.models.t5_family import T5Config
 from shardwise.random import Dropout
 
@@ -44,7 +35,7 @@ def build_gpt(config: DecoderConfig, seed: int) -> Chain:
     dense_layers = config.dense_layers if isinstance(config, MoEConfig) else config.layers
     names = [f"block{layer}" for layer in range(config.layers)]
     blocks = [(name, DecoderBlock(config, name, seed, layer >= dense_layers)) for layer, name in enumerate(names)]
-    embed, head = DecoderEmbedding(config, seed), DecoderHead(config)
+    embed, head = DecoderEmbedding(config, seed), DecoderHead(build_norm(config), LMHead(config))
     chain = Chain([("embed", embed), *blocks, ("head", head)], sharding_plan(config))
     for module in chain.modules():
         if isinstance(module, Linear | LMHead):
@@ -88,50 +79,46 @@ def configure_modules(
             attention.rope_cos_sin = rope_cos_sin
 
 
-def sharding_plan(config: DecoderConfig) -> ShardingPlan:
+def sharding_plan(config: DecoderConfig) -> sharding.ShardingPlan:
     group_rows = (config.heads // config.kv_heads + 2) * config.head_dim
     value_rows = config.heads // config.kv_heads * config.head_dim
+    rope_dim = config.qk_rope_head_dim if isinstance(config, MoEConfig) else 0
     hidden_std = config.init_std * math.sqrt(mup_width_multiplier(config))
     residual_std = hidden_std / math.sqrt(2 * config.layers)  # GPT-2: of the matrices that write to the residual stream
     by_query = [_query_head_rows(config, query) for query in range(config.heads)]
-    queries = UnevenHeads("head", tuple(rows for rows, _ in by_query))
-    values = UnevenHeads("head", tuple(columns for _, columns in by_query))
-    return ShardingPlan(
+    query_rows, value_columns = zip(*by_query)
+    return sharding.ShardingPlan(
         shard_dims=(
-            Rowwise("embed.tokens.weight", dim=0),
-            Colwise("block*.attention.qkv.*", unit=group_rows, uneven=queries),
-            Rowwise("block*.attention.out.weight", unit=value_rows, uneven=values),
-            Colwise("block*.attention.q_up.weight", unit=config.head_dim + getattr(config, "qk_rope_head_dim", 0)),
-            Colwise("block*.attention.kv_up.weight", unit=2 * config.head_dim),
-            Colwise("block*.mlp.up.*"),
-            Colwise("block*.mlp.gate.*"),
-            Rowwise("block*.mlp.down.weight"),
-            Colwise("head.project.weight"),
-            Colwise("block*.mlp.bank.up", dim=1),
-            Colwise("block*.mlp.bank.gate", dim=1),
-            Rowwise("block*.mlp.bank.down", dim=2),
-            Colwise("block*.mlp.shared.up.*"),
-            Colwise("block*.mlp.shared.gate.*"),
-            Rowwise("block*.mlp.shared.down.weight"),
+            sharding.Rowwise("embed.tokens.weight", dim=0),
+            sharding.Colwise("block*.attention.qkv.*", unit=group_rows, head_rows=query_rows),
+            sharding.Rowwise("block*.attention.out.weight", unit=value_rows, head_rows=value_columns),
+            sharding.Colwise("block*.attention.q_up.weight", unit=config.head_dim + rope_dim),
+            sharding.Colwise("block*.attention.kv_up.weight", unit=2 * config.head_dim),
+            sharding.Colwise("block*.up.*"),
+            sharding.Colwise("block*.gate.*"),
+            sharding.Rowwise("block*.down.weight"),
+            sharding.Colwise("head.project.weight"),
+            sharding.Colwise("block*.mlp.bank.up", dim=1),
+            sharding.Colwise("block*.mlp.bank.gate", dim=1),
+            sharding.Rowwise("block*.mlp.bank.down", dim=2),
         ),
         modules=(
-            VocabEmbedding("embed.tokens"),
+            sharding.VocabEmbedding("embed.tokens"),
             # With uneven heads, each query head gets its own copy of its key and value head.
-            SequenceRegion("block*.attention", rowwise="out", uneven=(("queries_per_kv_head", 1),)),
-            SequenceRegion("block*.mlp", rowwise="down"),
-            VocabHead("head.project"),
+            sharding.SequenceRegion("block*.attention", rowwise="out", uneven=(("queries_per_kv_head", 1),)),
+            sharding.SequenceRegion("block*.mlp", rowwise="down"),
+            sharding.VocabHead("head.project"),
         ),
         ties=(("head.project.weight", "embed.tokens.weight"),) if config.tied else (),
         init=(
-            ("*norm*.weight", InitSpec("ones")),
-            ("*.bias", InitSpec("zeros")),
-            ("*.attention.out.weight", InitSpec("normal", residual_std)),
-            ("*.mlp.down.weight", InitSpec("normal", residual_std)),
-            ("*.mlp.shared.down.weight", InitSpec("normal", residual_std)),
-            ("*.mlp.bank.down", InitSpec("normal", residual_std)),
-            ("embed.*", InitSpec("normal", config.init_std)),
-            ("head.*", InitSpec("normal", config.init_std)),
-            ("*", InitSpec("normal", hidden_std)),
+            ("*norm*.weight", sharding.InitSpec("ones")),
+            ("*.bias", sharding.InitSpec("zeros")),
+            ("*.attention.out.weight", sharding.InitSpec("normal", residual_std)),
+            ("*.down.weight", sharding.InitSpec("normal", residual_std)),
+            ("*.mlp.bank.down", sharding.InitSpec("normal", residual_std)),
+            ("embed.*", sharding.InitSpec("normal", config.init_std)),
+            ("head.*", sharding.InitSpec("normal", config.init_std)),
+            ("*", sharding.InitSpec("normal", hidden_std)),
         ),
         compared_modules=("embed", "block*.norm1", "block*.attention", "block*.norm2", "block*.mlp", "block*",
                           "head.norm"),
@@ -148,7 +135,7 @@ def _query_head_rows(config: DecoderConfig, query: int) -> tuple[tuple[int, ...]
 
 
 class DecoderEmbedding(nn.Module):
-    def __init__(self, config: DecoderConfig, seed: int):
+    def __init__(self, config: DecoderConfig | T5Config, seed: int):
         super().__init__()
         self.tokens = nn.Embedding(config.vocab, config.width)
         self.positions = LearnedPositions(config.sequence, config.width) if config.positions == "learned" else None
@@ -177,10 +164,13 @@ class DecoderBlock(nn.Module):
     def __init__(self, config: DecoderConfig, name: str, seed: int, is_moe: bool = False):
         super().__init__()
         self.norm1 = build_norm(config)
-        self.attention = build_attention(config)
+        if isinstance(config, MoEConfig) and config.kv_lora_rank:
+            self.attention: nn.Module = MultiHeadLatentAttention(config)
+        else:
+            self.attention = SelfAttention(config)
         self.dropout1 = Dropout(config.dropout, f"{name}.1", seed)
         self.norm2 = build_norm(config)
-        self.mlp = build_moe(config) if is_moe and isinstance(config, MoEConfig) else build_mlp(config)
+        self.mlp = build_moe(config) if is_moe and isinstance(config, MoEConfig) else FeedForward(config)
         self.dropout2 = Dropout(config.dropout, f"{name}.2", seed)
 
     def forward(
@@ -190,20 +180,10 @@ class DecoderBlock(nn.Module):
         return x + self.dropout2(self.mlp(self.norm2(x)), ids)
 
 
-def build_attention(config: DecoderConfig) -> nn.Module:
-    if isinstance(config, MoEConfig) and config.kv_lora_rank:
-        return MultiHeadLatentAttention(config)
-    return SelfAttention(config)
-
-
-def build_mlp(config: DecoderConfig) -> nn.Module:
-    return SwiGLUMLP(config) if config.activation == "swiglu" else GELUMLP(config)
-
-
 def build_moe(config: MoEConfig) -> nn.Module:
     if not config.shared_expert_ffn:
         return MoE(config, None)
-    return MoE(config, build_mlp(config.model_copy(update={"ffn": config.shared_expert_ffn, "bias": False})))
+    return MoE(config, FeedForward(config.model_copy(update={"ffn": config.shared_expert_ffn, "bias": False})))
 
 
 def build_norm(config: DecoderConfig) -> nn.Module:
@@ -240,35 +220,28 @@ class SelfAttention(nn.Module):
         return self.out(self.attention_fn(q, k, v, self.causal, document_ids).transpose(1, 2).flatten(2))
 
 
-class SwiGLUMLP(nn.Module):
-    def __init__(self, config: DecoderConfig):
-        super().__init__()
-        self.gate = Linear(config.width, config.ffn, bias=config.bias)
-        self.up = Linear(config.width, config.ffn, bias=config.bias)
-        self.down = Linear(config.ffn, config.width, bias=config.bias)
+class FeedForward(nn.Module):
+    """The MLP of a block: SwiGLU, or GELU without a gate."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-class GELUMLP(nn.Module):
     def __init__(self, config: DecoderConfig, approximate: str = "tanh"):
         super().__init__()
         self.approximate = approximate
+        self.gate = Linear(config.width, config.ffn, bias=config.bias) if config.activation == "swiglu" else None
         self.up = Linear(config.width, config.ffn, bias=config.bias)
         self.down = Linear(config.ffn, config.width, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate=self.approximate))
+        if self.gate is None:
+            return self.down(F.gelu(self.up(x), approximate=self.approximate))
+        return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class DecoderHead(nn.Module):
     """The final norm and the LM head."""
 
-    def __init__(self, config: DecoderConfig):
+    def __init__(self, norm: nn.Module, project: LMHead):
         super().__init__()
-        self.norm = build_norm(config)
-        self.project = LMHead(config)
+        self.norm, self.project = norm, project
 
     def forward(self, x: Tensor, targets: Tensor | None = None, **batch: Tensor | None) -> Tensor:
         return self.project(self.norm(x), targets)

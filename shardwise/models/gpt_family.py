@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -11,8 +10,6 @@ from shardwise.models.config import ModelConfig
 from shardwise.models.family import Family
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
     from shardwise.models.chain import Chain
 
 
@@ -113,16 +110,6 @@ class GPTFamily(Family):
 
     def refusals(self, config: DecoderConfig) -> dict[str, str]:
         return {"expert": f"{config.name!r} has no experts; leave expert at 1."}
-
-    def reference(self, config: DecoderConfig) -> nn.Module | None:
-        from shardwise.models.transformers_reference import reference_decoder
-
-        return reference_decoder(config)
-
-    def reference_weights(self, config: DecoderConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        from shardwise.models.transformers_reference import reference_weights
-
-        return reference_weights(config, weights)
 
     def decoder_shape(self, config: DecoderConfig) -> dict[str, Any]:
         return {

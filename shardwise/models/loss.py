@@ -68,9 +68,9 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         needs_grad = any(ctx.needs_input_grad)
         grad_x = torch.empty_like(x) if needs_grad else None
         grad_weight = torch.zeros_like(weight, dtype=dtype) if needs_grad else None
-        grad_input_matmul = None
+        weight8 = None
         if use_fp8 and needs_grad and fp8.can_use_fp8(x[:chunk_size], weight) and fp8.can_use_fp8(x, weight):
-            grad_input_matmul = fp8.GradInputMatmul(weight)
+            weight8 = fp8.quantize_rows(weight.t())
         for first in range(0, x.shape[0], chunk_size):
             chunk = slice(first, first + chunk_size)
             logits = x[chunk] @ weight.t()
@@ -78,10 +78,10 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             loss += chunk_loss
             if needs_grad:
                 assert grad_x is not None and grad_weight is not None
-                if grad_input_matmul is None:
+                if weight8 is None:
                     torch.mm(grad, weight, out=grad_x[chunk])
                 else:
-                    grad_x[chunk] = grad_input_matmul(grad)
+                    grad_x[chunk] = fp8.grad_input_matmul(grad, *weight8)
                 addmm_(grad_weight, grad.t(), x[chunk])
             del logits, grad  # before the next chunk allocates its own
         if grad_weight is not None:

@@ -78,9 +78,6 @@ class MoEConfig(DecoderConfig):
 class MoEFamily(GPTFamily):
     config = MoEConfig
 
-    def reference(self, config: MoEConfig) -> None:  # type: ignore[override]
-        return None
-
     def decoder_shape(self, config: MoEConfig) -> dict[str, Any]:  # type: ignore[override]
         keys = ("experts", "experts_per_token", "expert_ffn", "shared_expert_ffn", "q_lora_rank", "kv_lora_rank",
                 "qk_rope_head_dim")  # fmt: skip

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from importlib import import_module
 from importlib.metadata import entry_points
+from pkgutil import resolve_name
 from typing import Any
 
 from shardwise.errors import JobError, suggest
@@ -47,8 +47,7 @@ def families() -> dict[str, Family]:
 
 @cache
 def _adapter(prefix: str) -> Family:
-    module, _, name = ADAPTERS[prefix].partition(":")
-    return getattr(import_module(module), name)()
+    return resolve_name(ADAPTERS[prefix])()  # type: ignore[no-any-return]
 
 
 def family_name(name: str) -> str:

@@ -58,6 +58,13 @@ def block_shapes(config: ResNetConfig) -> Iterator[tuple[int, int, int]]:
             in_channels = mid_channels * (4 if config.has_bottlenecks else 1)
 
 
+def block_convolutions(mid_channels: int, stride: int, has_bottlenecks: bool) -> list[tuple[int, int, int]]:
+    """Returns kernel size, stride and output channels of each convolution of a block."""
+    if has_bottlenecks:
+        return [(1, 1, mid_channels), (3, stride, mid_channels), (1, 1, 4 * mid_channels)]
+    return [(3, stride, mid_channels), (3, 1, mid_channels)]
+
+
 class BatchNorm(nn.Module):
     """Batch norm over `num_shards` ranks, which `all_reduce_sum` sums over; None: this rank has the whole batch."""
 
@@ -115,21 +122,17 @@ class ResNetStem(nn.Module):
 class ResNetBlock(nn.Module):
     def __init__(self, in_channels: int, mid_channels: int, stride: int, has_bottlenecks: bool):
         super().__init__()
-        out = 4 * mid_channels if has_bottlenecks else mid_channels
-        convs = [(3, stride, mid_channels), (3, 1, mid_channels)]  # kernel size, stride, output channels
-        if has_bottlenecks:
-            convs = [(1, 1, mid_channels), (3, stride, mid_channels), (1, 1, out)]
         self.convs, self.norms = nn.ModuleList(), nn.ModuleList()
         channels_before = in_channels
-        for kernel_size, conv_stride, channels in convs:
+        for kernel_size, conv_stride, channels in block_convolutions(mid_channels, stride, has_bottlenecks):
             padding = kernel_size // 2
             self.convs.append(nn.Conv2d(channels_before, channels, kernel_size, conv_stride, padding, bias=False))
             self.norms.append(BatchNorm(channels))
             channels_before = channels
         # The projection shortcut. Initial weights are hashes of parameter names, so its name stays.
-        has_projection = stride > 1 or in_channels != out
-        self.beside = nn.Conv2d(in_channels, out, 1, stride, bias=False) if has_projection else None
-        self.beside_norm = BatchNorm(out) if has_projection else None
+        has_projection = stride > 1 or in_channels != channels
+        self.beside = nn.Conv2d(in_channels, channels, 1, stride, bias=False) if has_projection else None
+        self.beside_norm = BatchNorm(channels) if has_projection else None
 
     def forward(self, x: Tensor, ids: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
         y = x

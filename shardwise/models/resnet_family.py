@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from shardwise.models.config import ModelConfig
-from shardwise.models.family import Family, listed_costs
+from shardwise.models.family import Family
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +64,7 @@ class ResNetFamily(Family):
     def operator_costs(self, config: ResNetConfig, itemsize: int) -> Callable[..., tuple[OperatorCosts, ...]]:
         from shardwise.models.resnet_operators import resnet_operators
 
-        return listed_costs(resnet_operators, config, itemsize)
+        return lru_cache(maxsize=64)(lambda *sizes: tuple(resnet_operators(config, itemsize, *sizes)))
 
     def example_batch(self, config: ResNetConfig, samples: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         import torch

@@ -8,7 +8,7 @@ times as many bytes as the fused kernels of a compiled block.
 from collections.abc import Iterator
 
 from shardwise.models.operator_costs import MatMul, OperatorCosts, merge_costs
-from shardwise.models.resnet import block_shapes
+from shardwise.models.resnet import block_convolutions, block_shapes
 from shardwise.models.resnet_family import ResNetConfig
 
 
@@ -26,19 +26,13 @@ def resnet_operators(model: ResNetConfig, itemsize: int, samples: int) -> Iterat
     else:
         yield merge_costs("stem", [stem], stem.output_bytes, 0, 0, 0)
     for number, (width_in, inner, stride) in enumerate(block_shapes(model)):
-        inputs, input_side, side = samples * width_in * side**2, side, -(-side // stride)
-        if model.has_bottlenecks:
-            operators = [
-                _convolution_costs(itemsize, samples, input_side, width_in, inner, 1, inputs),
-                _convolution_costs(itemsize, samples, side, inner, inner, 3, samples * inner * input_side**2),
-                _convolution_costs(itemsize, samples, side, inner, 4 * inner, 1, samples * inner * side**2, relu=False),
-            ]
-        else:
-            operators = [
-                _convolution_costs(itemsize, samples, side, width_in, inner, 3, inputs),
-                _convolution_costs(itemsize, samples, side, inner, inner, 3, samples * inner * side**2, relu=False),
-            ]
-        width_out = inner * (4 if model.has_bottlenecks else 1)
+        operators: list[OperatorCosts] = []
+        convolutions, width_out = block_convolutions(inner, stride, model.has_bottlenecks), width_in
+        for window, window_stride, channels in convolutions:
+            saved, side = samples * width_out * side**2, -(-side // window_stride)
+            relu = len(operators) < len(convolutions) - 1  # the last one's follows the residual sum
+            operators.append(_convolution_costs(itemsize, samples, side, width_out, channels, window, saved, relu))
+            width_out = channels
         if stride > 1 or width_in != width_out:  # the shortcut; its input is already counted as saved
             operators.append(_convolution_costs(itemsize, samples, side, width_in, width_out, 1, 0, relu=False))
         out = itemsize * samples * width_out * side**2

@@ -11,25 +11,17 @@ from fnmatch import fnmatchcase
 
 
 @dataclass(frozen=True)
-class UnevenHeads:
-    """A finer split for heads that do not divide by the tensor degree: the row indices that each head needs."""
-
-    unit_name: str
-    parts: tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True)
 class ShardDim:
     """Splits the parameters that match `parameter` along `dim`. `unit` rows, such as those of a head, stay together.
 
-    If the units do not divide by the tensor degree and `uneven` is set, every rank keeps the full parameter and uses
-    the rows of its own parts.
+    If the units do not divide by the tensor degree and `head_rows` is set, every rank keeps the full parameter and uses
+    the rows that its own heads need.
     """
 
     parameter: str
     dim: int
     unit: int = 1
-    uneven: UnevenHeads | None = None
+    head_rows: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -47,7 +39,14 @@ class Rowwise(ShardDim):
 
 
 @dataclass(frozen=True)
-class SequenceRegion:
+class ModuleRule:
+    """What tensor parallelism does around the modules that match `module`."""
+
+    module: str
+
+
+@dataclass(frozen=True)
+class SequenceRegion(ModuleRule):
     """A module that runs on full sequences with sharded weights.
 
     Its input is all-gathered along the sequence; its output is a partial sum, which is reduce-scattered along the
@@ -55,48 +54,31 @@ class SequenceRegion:
     once, after the sum. `uneven` lists attributes to set on the module if its heads do not divide by the tensor degree.
     """
 
-    module: str
     rowwise: str
     uneven: tuple[tuple[str, object], ...] = ()
 
 
-@dataclass(frozen=True)
-class VocabEmbedding:
+class VocabEmbedding(ModuleRule):
     """An embedding with a sharded vocabulary; the sum over ranks is reduce-scattered along the sequence."""
 
-    module: str
 
-
-@dataclass(frozen=True)
-class VocabHead:
+class VocabHead(ModuleRule):
     """An LM head with a sharded vocabulary, whose input is all-gathered along the sequence, and its loss."""
 
-    module: str
-
 
 @dataclass(frozen=True)
-class AllReduceOutput:
+class AllReduceOutput(ModuleRule):
     """A linear layer with split inputs: its output is a partial sum, which is all-reduced; the bias is added once."""
 
-    module: str
     splits_input: bool = False  # whether the input is whole, so that each rank takes its own features of it
 
 
-@dataclass(frozen=True)
-class GatherOutput:
+class GatherOutput(ModuleRule):
     """A linear layer with split outputs, which are all-gathered."""
 
-    module: str
 
-
-@dataclass(frozen=True)
-class VocabLookup:
+class VocabLookup(ModuleRule):
     """An embedding with a sharded vocabulary, whose lookups are all-reduced."""
-
-    module: str
-
-
-ModuleRule = SequenceRegion | VocabEmbedding | VocabHead | AllReduceOutput | GatherOutput | VocabLookup
 
 
 @dataclass(frozen=True)

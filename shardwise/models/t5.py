@@ -15,76 +15,58 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.models import gpt, layers
+from shardwise.models import gpt, layers, sharding
 from shardwise.models.chain import Chain
-from shardwise.models.sharding import (
-    Colwise,
-    InitSpec,
-    Rowwise,
-    SequenceRegion,
-    ShardingPlan,
-    VocabEmbedding,
-    VocabHead,
-)
 from shardwise.models.t5_family import T5Config
 from shardwise.random import Dropout
 
 
 def build_t5(config: T5Config, seed: int) -> Chain:
     """Returns the chain embed, encoder0, ..., bridge, decoder0, ..., head."""
-    modules: list[tuple[str, nn.Module]] = [("embed", T5Embedding(config, seed))]
+    modules: list[tuple[str, nn.Module]] = [("embed", gpt.DecoderEmbedding(config, seed))]
     modules += [(f"encoder{i}", T5EncoderBlock(config, f"encoder{i}", seed)) for i in range(config.layers)]
     modules += [("bridge", EncoderFinalNorm(config, seed))]
     modules += [(f"decoder{i}", T5DecoderBlock(config, f"decoder{i}", seed)) for i in range(config.layers)]
-    return Chain([*modules, ("head", T5Head(config))], sharding_plan(config))
+    head = gpt.DecoderHead(layers.RMSNorm(config.width, eps=config.norm_eps), T5LMHead(config))
+    return Chain([*modules, ("head", head)], sharding_plan(config))
 
 
-def sharding_plan(config: T5Config) -> ShardingPlan:
+def sharding_plan(config: T5Config) -> sharding.ShardingPlan:
     attention_width = config.heads * config.head_dim
     head_std = 1.0 if config.tied else config.width**-0.5
     attentions = ("*coder*.attention", "decoder*.cross")
-    return ShardingPlan(
+    return sharding.ShardingPlan(
         shard_dims=(
-            Rowwise("embed.tokens.weight", dim=0),
-            *(Colwise(f"{name}.{part}.weight", unit=config.head_dim) for name in attentions for part in "qkv"),
-            *(Rowwise(f"{name}.out.weight", unit=config.head_dim) for name in attentions),
-            Colwise("*.attention.distances", dim=1),
-            Colwise("*.mlp.up.weight"),
-            Colwise("*.mlp.gate.weight"),
-            Rowwise("*.mlp.down.weight"),
-            Colwise("head.project.weight"),
+            sharding.Rowwise("embed.tokens.weight", dim=0),
+            *(sharding.Colwise(f"{name}.{part}.weight", unit=config.head_dim) for name in attentions for part in "qkv"),
+            *(sharding.Rowwise(f"{name}.out.weight", unit=config.head_dim) for name in attentions),
+            sharding.Colwise("*.attention.distances", dim=1),
+            sharding.Colwise("*.mlp.up.weight"),
+            sharding.Colwise("*.mlp.gate.weight"),
+            sharding.Rowwise("*.mlp.down.weight"),
+            sharding.Colwise("head.project.weight"),
         ),
         modules=(
-            VocabEmbedding("embed.tokens"),
-            SequenceRegion("*coder*.attention", rowwise="out"),
-            SequenceRegion("decoder*.cross", rowwise="out"),
-            SequenceRegion("*coder*.mlp", rowwise="down"),
-            VocabHead("head.project"),
+            sharding.VocabEmbedding("embed.tokens"),
+            sharding.SequenceRegion("*coder*.attention", rowwise="out"),
+            sharding.SequenceRegion("decoder*.cross", rowwise="out"),
+            sharding.SequenceRegion("*coder*.mlp", rowwise="down"),
+            sharding.VocabHead("head.project"),
         ),
         ties=(("head.project.weight", "embed.tokens.weight"),) if config.tied else (),
         init=(
-            ("*norm*.weight", InitSpec("ones")),
-            ("embed.tokens.weight", InitSpec("normal", 1.0)),
-            ("*.q.weight", InitSpec("normal", (config.width * config.head_dim) ** -0.5)),
-            ("*.out.weight", InitSpec("normal", attention_width**-0.5)),
-            ("*.down.weight", InitSpec("normal", config.ffn**-0.5)),
-            ("head.project.weight", InitSpec("normal", head_std)),
-            ("*", InitSpec("normal", config.width**-0.5)),
+            ("*norm*.weight", sharding.InitSpec("ones")),
+            ("embed.tokens.weight", sharding.InitSpec("normal", 1.0)),
+            ("*.q.weight", sharding.InitSpec("normal", (config.width * config.head_dim) ** -0.5)),
+            ("*.out.weight", sharding.InitSpec("normal", attention_width**-0.5)),
+            ("*.down.weight", sharding.InitSpec("normal", config.ffn**-0.5)),
+            ("head.project.weight", sharding.InitSpec("normal", head_std)),
+            ("*", sharding.InitSpec("normal", config.width**-0.5)),
         ),
         block_pattern="*coder*",
         compared_modules=("embed", "encoder*.attention", "encoder*.mlp", "encoder*", "bridge", "decoder*.attention",
                  "decoder*.norm2", "decoder*.cross", "decoder*.mlp", "decoder*", "head.norm"),
     )  # fmt: skip
-
-
-class T5Embedding(nn.Module):
-    def __init__(self, config: T5Config, seed: int):
-        super().__init__()
-        self.tokens = nn.Embedding(config.vocab, config.width)
-        self.dropout = Dropout(config.dropout, "embed", seed)
-
-    def forward(self, tokens: Tensor, ids: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
-        return self.dropout(self.tokens(tokens), ids)
 
 
 class OneSideRMSNorm(nn.Module):
@@ -218,16 +200,6 @@ class T5MLP(nn.Module):
 def _pad_to_stream(y: Tensor, side: slice, length: int) -> Tensor:
     """Pads the positions of `side` with zeros to the full stream."""
     return F.pad(y, (0, 0, side.start, length - side.stop))
-
-
-class T5Head(nn.Module):
-    def __init__(self, config: T5Config):
-        super().__init__()
-        self.norm = layers.RMSNorm(config.width, eps=config.norm_eps)
-        self.project = T5LMHead(config)
-
-    def forward(self, x: Tensor, ids: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
-        return self.project(self.norm(x), targets)  # type: ignore[no-any-return]
 
 
 class T5LMHead(gpt.LMHead):

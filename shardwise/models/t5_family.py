@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from shardwise.console import pluralize
 from shardwise.models.config import ModelConfig
-from shardwise.models.family import Family, listed_costs
+from shardwise.models.family import Family
 
 if TYPE_CHECKING:
     from shardwise.models.chain import Chain
@@ -21,6 +22,7 @@ class T5Config(ModelConfig):
     """An encoder-decoder with relative position biases."""
 
     description = "a T5"
+    positions: ClassVar[str] = "relative"
     targets_are_text = False
     name: str = "t5"
     layers: int = Field(12, ge=1, le=1000)
@@ -112,4 +114,4 @@ class T5Family(Family):
     def operator_costs(self, config: T5Config, itemsize: int) -> Callable[..., tuple[OperatorCosts, ...]]:
         from shardwise.models.t5_operators import t5_operators
 
-        return listed_costs(t5_operators, config, itemsize)
+        return lru_cache(maxsize=64)(lambda *sizes: tuple(t5_operators(config, itemsize, *sizes)))

@@ -22,19 +22,14 @@ def t5_operators(model: T5Config, itemsize: int, samples: int, tensor: int = 1) 
         saved_bytes=(encoder_tokens + decoder_tokens) * 8, moved_bytes=2 * stream // tensor,
         all_reduce_bytes=stream / 2,
     )  # fmt: skip
-    for index in range(model.layers):
-        operators = [
-            _attention_costs(model, itemsize, encoder_tokens, encoder_tokens, samples, tensor, False),
-            _ffn_costs(model, itemsize, encoder_tokens, tensor),
-        ]
-        yield merge_costs(f"encoder{index}", operators, encoder_tokens * model.width * itemsize // tensor, 0, 0, 0)
-    for index in range(model.layers):
-        operators = [
-            _attention_costs(model, itemsize, decoder_tokens, decoder_tokens, samples, tensor, True),
-            _attention_costs(model, itemsize, decoder_tokens, encoder_tokens, samples, tensor, False),
-            _ffn_costs(model, itemsize, decoder_tokens, tensor),
-        ]
-        yield merge_costs(f"decoder{index}", operators, decoder_tokens * model.width * itemsize // tensor, 0, 0, 0)
+    for side, tokens in (("encoder", encoder_tokens), ("decoder", decoder_tokens)):
+        is_decoder = side == "decoder"
+        operators = [_attention_costs(model, itemsize, tokens, tokens, samples, tensor, is_decoder)]
+        if is_decoder:
+            operators.append(_attention_costs(model, itemsize, tokens, encoder_tokens, samples, tensor, False))
+        operators.append(_ffn_costs(model, itemsize, tokens, tensor))
+        for index in range(model.layers):
+            yield merge_costs(f"{side}{index}", operators, tokens * model.width * itemsize // tensor, 0, 0, 0)
     logits = decoder_tokens * model.vocab // tensor
     weights = 0 if model.tied else table
     # The loss casts logits to float32, normalizes them and gathers those of the targets.

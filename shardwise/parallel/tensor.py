@@ -40,7 +40,7 @@ SEQUENCE_DIM = 1  # of (batch, sequence, hidden)
 def splits_evenly(shard_dim: sharding.ShardDim, shape: torch.Size, degree: int) -> bool:
     """Whether the weight is chunked. If the degree does not divide its units, such as heads, every rank keeps the full
     weight and selects its rows."""
-    return shard_dim.uneven is None or shape[shard_dim.dim] // shard_dim.unit % degree == 0
+    return not shard_dim.head_rows or shape[shard_dim.dim] // shard_dim.unit % degree == 0
 
 
 def check(plan: sharding.ShardingPlan, shapes: dict[str, torch.Size], sequence: int, degree: int) -> None:
@@ -55,15 +55,14 @@ def check(plan: sharding.ShardingPlan, shapes: dict[str, torch.Size], sequence: 
     shard_dims = {name: shard_dim for name in shapes if (shard_dim := plan.shard_dim_of(name)) is not None}
     for name, shard_dim in shard_dims.items():
         units = shapes[name][shard_dim.dim] // shard_dim.unit
-        if shard_dim.uneven is None and shard_dim.unit > 1 and units % degree:
+        if not shard_dim.head_rows and shard_dim.unit > 1 and units % degree:
             raise LayoutError(f"tensor={degree} does not divide the {units} heads of {name}; use a degree that does.")
     for name, shard_dim in shard_dims.items():
         if splits_evenly(shard_dim, shapes[name], degree):
             count, unit_name = shapes[name][shard_dim.dim], "row"
             is_rank_empty = -(-count // degree) * (degree - 1) >= count
         else:
-            assert shard_dim.uneven is not None
-            count, unit_name = len(shard_dim.uneven.parts), shard_dim.uneven.unit_name
+            count, unit_name = len(shard_dim.head_rows), "head"
             is_rank_empty = count < degree
         if is_rank_empty:
             raise LayoutError(
@@ -123,8 +122,7 @@ def _shard_parameter(chain: Chain, name: str, shape: torch.Size, shard_dim: shar
         if shard_dim.dim == 0:
             owner.__dict__["first_row"] = first  # offset in the full tensor, for lookups
     else:
-        assert shard_dim.uneven is not None
-        rows = torch.tensor(shard_dim.uneven.parts).tensor_split(axis.size)[axis.index]
+        rows = torch.tensor(shard_dim.head_rows).tensor_split(axis.size)[axis.index]
         parametrize(owner, leaf, RowSelector(shard_dim.dim, rows.flatten()))
 
 

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from shardwise.planner.costs.model_shape import shape_of
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FRESH_PROCESSES = True  # measure in new processes, in which nothing has run yet
 COLLECTIVE_CALLS = 30  # per measurement; a fixed count, since all ranks must make equally many
+SMALL_MESSAGE, LARGE_MESSAGE = 1 << 14, 1 << 23  # bytes of the measured collectives
 MIN_SECONDS = 0.3  # duration of any other measurement on a CPU
 SINGLE_DEVICE = ParallelDegrees(tensor=1, context=1, expert=1, micro_batch=1)
 
@@ -54,15 +56,14 @@ class BenchmarkSizes:
     copy_bytes: int
     tiny_model: dict[str, int]
     large_model: dict[str, int]
-    message_bytes: tuple[int, ...]
 
 
 CPU_SIZES = BenchmarkSizes(
-    matmul_sizes=(128, 256, 512), copy_bytes=1 << 24, message_bytes=(1 << 14, 1 << 23),
+    matmul_sizes=(128, 256, 512), copy_bytes=1 << 24,
     tiny_model={"width": 16, "heads": 2, "sequence": 8}, large_model={"width": 256, "heads": 8, "sequence": 128},
 )  # fmt: skip
 GPU_SIZES = BenchmarkSizes(
-    matmul_sizes=(1024, 2048, 4096, 8192), copy_bytes=1 << 30, message_bytes=(1 << 16, 1 << 28),
+    matmul_sizes=(1024, 2048, 4096, 8192), copy_bytes=1 << 30,
     tiny_model={"width": 64, "heads": 2, "sequence": 16},
     large_model={"width": 2048, "heads": 16, "sequence": 4096, "layers": 4, "vocab": 32000},
 )  # fmt: skip
@@ -98,7 +99,7 @@ def calibrate(kind: str, processes: int, report: Callable[[str], None] = lambda 
     if processes == 1:
         return _make_cluster(kind, processes, values, None)
     report("measuring collectives")
-    links = run_world(_measure_links, processes, CPU_SIZES.message_bytes, is_fresh_process=FRESH_PROCESSES)
+    links = run_world(_measure_links, processes, is_fresh_process=FRESH_PROCESSES)
     values |= {key: statistics.mean(result[key] for result in links) for key in links[0]}
     return _make_cluster(kind, processes, values, LinkSpec(values["link_bandwidth"], values["p2p_latency"]))
 
@@ -157,7 +158,7 @@ def _fit_efficiencies(cluster: Cluster, values: dict[str, float]) -> dict[str, f
         return efficiencies | {"memory": min(4.0, best["memory"] / rest)}
     # Ideal seconds at the peak over measured seconds, per kernel category.
     ideal = replace(efficiency_of(device.family, efficiencies), memory=1.0, matmul=1.0, attention=1.0)
-    machine, degrees = Machine(cluster, ideal), replace(SINGLE_DEVICE, micro_batch=STEP_SAMPLES)
+    machine, degrees = Machine(cluster, ideal), SINGLE_DEVICE._replace(micro_batch=STEP_SAMPLES)
     for key, part in KERNEL_CATEGORIES.items():
         ratios = []
         for kind, overrides in MODEL_KINDS.items():
@@ -300,7 +301,7 @@ def _mean_seconds(fn: Callable[[], Any], calls: int = 0) -> float:
     return (time.perf_counter() - begin) / done
 
 
-def _measure_links(messages: tuple[int, ...]) -> dict[str, float]:
+def _measure_links() -> dict[str, float]:
     """Measures collectives, point-to-point transfers, and a block's time on this rank while all other ranks wait.
 
     Training uses all-gather and reduce-scatter equally often, so both are measured, over the whole world and over pairs
@@ -308,7 +309,7 @@ def _measure_links(messages: tuple[int, ...]) -> dict[str, float]:
     the bandwidth.
     """
     size, rank, device = dist.get_world_size(), dist.get_rank(), torch.device("cpu")
-    small, large = messages[0], messages[-1]
+    small, large = SMALL_MESSAGE, LARGE_MESSAGE
     values = {}
     for active_rank in range(size):
         if active_rank == rank:
@@ -321,7 +322,9 @@ def _measure_links(messages: tuple[int, ...]) -> dict[str, float]:
     dist.barrier()
     hop = pair = all_small / (size - 1)
     if pair_group is not None:
-        hop, pair = _p2p_seconds(small, rank, pair_group), _collective_seconds(small, 2, pair_group)
+        first, pair = rank // 2 * 2, _collective_seconds(small, 2, pair_group)
+        round_trip = partial(ping_pong, torch.zeros(small // 4), first, first + 1, pair_group)
+        hop = _mean_seconds(round_trip, COLLECTIVE_CALLS) / 2
     # A collective of n ranks takes start + latency x hop x (n - 1).
     per_rank = max(0.0, (all_small - pair) / (size - 2)) if size > 2 else 0.0
     start = min(max(0.0, pair - per_rank), all_small)
@@ -336,10 +339,3 @@ def _collective_seconds(message: int, size: int, group: dist.ProcessGroup | None
     axis = Axis(size, dist.get_rank(group), dist.group.WORLD if group is None else group)
     gather = _mean_seconds(lambda: all_gather(full, shard, axis=axis), COLLECTIVE_CALLS)
     return (gather + _mean_seconds(lambda: reduce_scatter(shard, full, axis=axis), COLLECTIVE_CALLS)) / 2
-
-
-def _p2p_seconds(message: int, rank: int, group: dist.ProcessGroup) -> float:
-    """Returns the seconds of a transfer to the neighbouring rank: half of a round trip."""
-    tensor = torch.zeros(message // 4)
-    first, second = sorted((rank, rank ^ 1))
-    return _mean_seconds(lambda: ping_pong(tensor, first, second, group), COLLECTIVE_CALLS) / 2

@@ -4,6 +4,7 @@ Pipeline time comes from the closed form of the schedule (`shardwise.schedules.c
 lower bound otherwise. With an `EngineModel`, `predict` simulates the schedule; the search does so for its finalists.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from math import log2
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from shardwise.layout import AUTO_SCHEDULES, V_SHAPED, Layout
 from shardwise.planner.costs import memory_model
 from shardwise.planner.costs.block_time import BlockTimeModel, ModuleTime, ParallelDegrees
-from shardwise.planner.costs.engine_traffic import traffic_by_axis
+from shardwise.planner.costs.engine_traffic import engine_traffic
 from shardwise.planner.costs.machine import Machine
 from shardwise.planner.costs.memory_model import MemoryInputs, RankMemory, StageLayers
 from shardwise.planner.prediction import BlockTime, ModuleLoad, Prediction, StagePartition, StepTiming, Workload
@@ -38,7 +39,6 @@ class Estimator:
         self.time_model = BlockTimeModel(machine, work.shape, work.kernel_profile)
         self.gathers_per_block = 1  # FSDP gathers a block's weights in one collective
         self.reduced_gradient_bytes = work.framework_profile.gradient_bytes
-        self._degrees: dict[tuple[int, ...], ParallelDegrees] = {}
         self._module_times: dict[ParallelDegrees, tuple[ModuleTime, ModuleTime, ModuleTime]] = {}
         self._memory_inputs: dict[tuple[Any, ...], MemoryInputs] = {}
         self._block_times: dict[tuple[Any, ...], BlockTime] = {}
@@ -58,7 +58,10 @@ class Estimator:
         if engine is not None and layout.context == layout.expert == 1:
             program = self.auto_schedule(layout).program if self.is_auto_schedule(layout) else None
             for rank in range(layout.pipeline):
-                yield traffic_by_axis(engine, layout, rank, micro_batches, program)
+                totals: Counter[str] = Counter()
+                for (axis, _), size in engine_traffic(engine, layout, rank, micro_batches, program).items():
+                    totals[axis] += size
+                yield dict(totals)
 
     def memory(self, layout: Layout, rank: int) -> RankMemory:
         """Returns the memory of a pipeline rank."""
@@ -97,7 +100,7 @@ class Estimator:
         return all(self.memory(layout, rank).total <= limit for rank in self.stages(layout).representative_ranks)
 
     def step_timing(self, layout: Layout, simulated: bool = False) -> StepTiming:
-        micro_batches, hop = self.micro_batches(layout), self.exposed_p2p(layout)
+        micro_batches = self.micro_batches(layout)
         busy = micro_batches * self.slowest_rank_time(layout)
         pipeline = busy
         if layout.pipeline > 1:
@@ -107,7 +110,7 @@ class Estimator:
             else:
                 pipeline = (step_seconds if simulated else lower_bound)(*shape, self.stage_costs(layout))
         data, update = self.per_step_times(layout)
-        return StepTiming(self.step_time(layout, pipeline), 1.0 - busy / pipeline, data, update, hop)
+        return StepTiming(self.step_time(layout, pipeline), 1.0 - busy / pipeline, data, update)
 
     def max_step_time(self, layout: Layout) -> float:
         """Returns an upper bound of the step time."""
@@ -119,14 +122,11 @@ class Estimator:
     def step_time(self, layout: Layout, pipeline: float) -> float:
         """Returns the seconds of a step whose micro-batches take `pipeline` seconds."""
         if self.efficiency.uncontended_speedup > 1.0 and layout.pipeline > 1:  # idle ranks leave their cores to others
-            pipeline = max(pipeline / self.efficiency.uncontended_speedup, self._balanced_time(layout))
+            load = self.module_load(layout)
+            balanced = (self.work.shape.layers * load.block + load.first + load.last) / layout.pipeline
+            balanced = self.micro_batches(layout) * (balanced + self.exposed_p2p(layout))
+            pipeline = max(pipeline / self.efficiency.uncontended_speedup, balanced)
         return (pipeline + sum(self.per_step_times(layout)) + self.efficiency.fixed_seconds) * self.jitter(layout.world)
-
-    def _balanced_time(self, layout: Layout) -> float:
-        """Returns the mean busy time of the pipeline ranks."""
-        block, (_, first, last) = self.block_time(layout), self.module_times(self.parallel_degrees(layout))
-        work = self.work.shape.layers * (block.forward + block.backward) + first.total + last.total
-        return self.micro_batches(layout) * (work / layout.pipeline + self.exposed_p2p(layout))
 
     def jitter(self, world: int) -> float:
         return 1.0 + self.efficiency.jitter * log2(max(1.0, world / self.machine.cluster.domain_size))
@@ -182,7 +182,7 @@ class Estimator:
         blocks = max(rank.blocks for rank in self.stages(layout).ranks)
         exposed = {axis: micro_batches * blocks * seconds for axis, seconds in block.exposed.items()}
         exposed["shard"] = exposed.get("shard", 0.0) + timing.data
-        exposed["pipeline"] = micro_batches * timing.exposed_p2p
+        exposed["pipeline"] = micro_batches * self.exposed_p2p(layout)
         return {axis: seconds for axis, seconds in exposed.items() if seconds}
 
     def stages(self, layout: Layout) -> StagePartition:
@@ -195,8 +195,8 @@ class Estimator:
             else:
                 blocks = list(layout.stages) or self._even_blocks(layout)
                 stages = tuple(StageLayers(n, stage == 0, stage == p * v - 1) for stage, n in enumerate(blocks))
-            parts = [[stages[stage] for stage in layout.stages_of(rank)] for rank in range(p)]
-            ranks = tuple(map(memory_model.merge_stages, parts))
+            parts = (zip(*(stages[stage] for stage in layout.stages_of(rank))) for rank in range(p))
+            ranks = tuple(StageLayers(sum(blocks), any(first), any(last)) for blocks, first, last in parts)
             representatives = {min(1, p - 1)}
             for rank_layers in set(ranks):
                 representatives |= {ranks.index(rank_layers), p - 1 - ranks[::-1].index(rank_layers)}
@@ -216,12 +216,8 @@ class Estimator:
 
     def parallel_degrees(self, layout: Layout) -> ParallelDegrees:
         # The tensor axis splits only experts wider than the model: splitting narrower ones makes matmuls too small.
-        key = layout.tensor, layout.context, layout.expert, layout.micro_batch
-        if key not in self._degrees:
-            shape = self.work.shape
-            expert_tensor = layout.tensor if shape.expert_ffn > shape.width else 1
-            self._degrees[key] = ParallelDegrees(*key, expert_tensor)
-        return self._degrees[key]
+        expert_tensor = layout.tensor if self.work.shape.expert_ffn > self.work.shape.width else 1
+        return ParallelDegrees(layout.tensor, layout.context, layout.expert, layout.micro_batch, expert_tensor)
 
     def module_times(self, degrees: ParallelDegrees) -> tuple[ModuleTime, ModuleTime, ModuleTime]:
         """Returns the times of a block (dense and sparse blocks averaged), the embedding and the head."""

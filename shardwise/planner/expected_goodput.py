@@ -76,7 +76,5 @@ def expected_goodput(devices: int, step_seconds: float, every: int, bytes_per_ra
 
 
 def _time(seconds: float) -> str:
-    for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.2g} s"
+    units = ((86400, "days"), (3600, "hours"), (60, "minutes"))
+    return next((f"{seconds / size:.3g} {unit}" for size, unit in units if seconds >= 2 * size), f"{seconds:.2g} s")

@@ -78,10 +78,11 @@ class OperatorListEstimator(Estimator):
 
     def data(self, layout: Layout, dense_weights: float, experts: float, last_pass: float) -> float:
         seconds, tables = super().data(layout, dense_weights, experts, last_pass), self.model.tables
-        if tables is None:
+        if not tables:
             return seconds
         samples = self.work.samples / layout.data
-        pooled_bytes = samples * tables.pooled_bytes
+        pooled_bytes = samples * sum(4.0 * table.width for table in tables)
+        row_bytes = sum(4.0 * table.width * table.lookups_per_sample for table in tables)  # read for one sample
         one_way = pooled_bytes / HOST_LINK_BANDWIDTH + self.machine.all_to_all(pooled_bytes, layout.data, 1)
         # Rows are read for the forward, and read and written for the update.
-        return seconds + 2 * one_way + 3 * samples * tables.rows / HOST_ROW_BANDWIDTH
+        return seconds + 2 * one_way + 3 * samples * row_bytes / HOST_ROW_BANDWIDTH

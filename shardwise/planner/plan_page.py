@@ -10,9 +10,8 @@ from pathlib import Path
 
 from shardwise.cluster import GIB
 from shardwise.draw import svg_text
-from shardwise.errors import LayoutError
 from shardwise.files import require_parent_folder, write_text
-from shardwise.layout import Layout, micro_batch_error
+from shardwise.layout import micro_batch_error
 from shardwise.planner.accuracy import ACCURACY_SENTENCE
 from shardwise.planner.plan import Plan, make_estimator, time_breakdown
 from shardwise.planner.prediction import Prediction
@@ -175,7 +174,10 @@ def _pipeline_section(plan: Plan) -> Iterator[str]:
 def _timeline_chart(plan: Plan, prediction: Prediction) -> Iterator[str]:
     layout, estimator = prediction.layout, make_estimator(plan.job, plan.cluster)
     micro_batches = estimator.micro_batches(layout)
-    count = _simulated_micro_batches(layout, micro_batches)
+    # All micro-batches, or as many as the schedule allows within `MAX_ACTIONS`.
+    limit = max(2 * layout.pipeline, MAX_ACTIONS // (3 * layout.stage_count))
+    counts = range(min(micro_batches, limit), 0, -1)
+    count = next(count for count in counts if micro_batch_error(layout, count) is None)
     if estimator.is_auto_schedule(layout):
         count, simulation = micro_batches, estimator.auto_schedule(layout)
     else:
@@ -201,17 +203,14 @@ def _timeline_chart(plan: Plan, prediction: Prediction) -> Iterator[str]:
         word = format_seconds(begin + moment) if begin + moment else "0"
         shapes.append(svg_text(LABEL_WIDTH + moment * scale, 26 * rows + 18, word, anchor))
     yield _svg(26 * rows + 24, shapes, "timeline of the pipeline")
-    caption = _caption(rows, layout.pipeline, begin, until, simulation.seconds, count, micro_batches)
+    caption = "Numbers are micro-batches; a dark upper edge marks stages after a rank's first; gaps are the bubble."
+    if rows < layout.pipeline:
+        caption += f" Shown: the last {rows} of {layout.pipeline} pipeline ranks, from their first action on."
+    if until < simulation.seconds:
+        caption += f" Shown: {format_seconds(until - begin)} of {format_seconds(simulation.seconds)}."
+    if count < micro_batches:
+        caption += f" Simulated with {count} of the {micro_batches} micro-batches."
     yield f"<p class='dim'>{escape(caption)}</p>"
-
-
-def _simulated_micro_batches(layout: Layout, micro_batches: int) -> int:
-    """Returns the number of micro-batches to simulate: all, or as many as the schedule allows within `MAX_ACTIONS`."""
-    limit = max(2 * layout.pipeline, MAX_ACTIONS // (3 * layout.stage_count))
-    for count in range(min(micro_batches, limit), 0, -1):
-        if micro_batch_error(layout, count) is None:
-            return count
-    raise LayoutError(f"the schedule of layout '{layout}' runs with no number of micro-batches up to {limit}.")
 
 
 def _micro_batch_spans(events: Sequence[TimelineEvent], rank: int) -> list[float]:
@@ -233,17 +232,6 @@ def _action_rect(event: TimelineEvent, x: float, y: float, width: float, later: 
         yield f"<rect x='{x:.1f}' y='{y:.1f}' width='{max(width, 0.1):.1f}' height='4' fill='#1f2933' opacity='0.45'/>"
     if width >= 7 * len(number) + 3:
         yield svg_text(x + width / 2, y + 16, number, "middle", "style='font-size:11px'")
-
-
-def _caption(rows: int, ranks: int, begin: float, end: float, total: float, count: int, micro_batches: int) -> str:
-    sentences = ["Numbers are micro-batches; a dark upper edge marks stages after a rank's first; gaps are the bubble."]
-    if rows < ranks:
-        sentences.append(f"Shown: the last {rows} of {ranks} pipeline ranks, from their first action on.")
-    if end < total:
-        sentences.append(f"Shown: {format_seconds(end - begin)} of {format_seconds(total)}.")
-    if count < micro_batches:
-        sentences.append(f"Simulated with {count} of the {micro_batches} micro-batches.")
-    return " ".join(sentences)
 
 
 def _assumptions(plan: Plan) -> Iterator[str]:

@@ -30,7 +30,6 @@ class StepTiming:
     bubble: float  # fraction of the pipeline's time in which the slowest rank idles
     data: float  # exposed communication of the data axes
     update: float  # optimizer update
-    exposed_p2p: float  # exposed transfers between stages, per micro-batch
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from typing import Any
 
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout, micro_batch_error
-from shardwise.planner.costs.decoder_shape import ModelShape
 from shardwise.planner.estimate import Estimator
 from shardwise.planner.prediction import Prediction, StagePartition
 
@@ -53,8 +52,12 @@ def search(estimator: Estimator, devices: int, keep: int = 10) -> SearchResult:
             break
         insort(best, estimator.predict(layout), key=lambda prediction: prediction.seconds)
         del best[keep:]
-    if not best:
-        best = [estimator.predict(_smallest_memory_layout(estimator, classes))]
+    if not best:  # micro-batch 1 and full recomputation need the least memory
+        layouts = (layout for _, base in classes if base.micro_batch == 1 for layout in class_layouts(estimator, base))
+        recomputed = [layout for layout in layouts if layout.recompute == "full"]
+        if not recomputed:
+            raise LayoutError("no schedule can run any layout's micro-batches; change batch.samples or the devices.")
+        best = [estimator.predict(min(recomputed, key=estimator.peak_memory))]
     return SearchResult(tuple(best), evaluated, time.perf_counter() - begin)
 
 
@@ -106,15 +109,6 @@ def _replace_unchecked(layout: Layout, **values: Any) -> Layout:
     return copy
 
 
-def _smallest_memory_layout(estimator: Estimator, classes: BoundedLayouts) -> Layout:
-    """Returns the layout that needs the least memory: it has micro-batch 1 and full recomputation."""
-    layouts = (layout for _, base in classes if base.micro_batch == 1 for layout in class_layouts(estimator, base))
-    recomputed = [layout for layout in layouts if layout.recompute == "full"]
-    if not recomputed:
-        raise LayoutError("no schedule can run the micro-batches of any layout; change batch.samples or the devices.")
-    return min(recomputed, key=estimator.peak_memory)
-
-
 def class_lower_bound(estimator: Estimator, base: Layout) -> float:
     """Returns a lower bound for all layouts of a class and all stage splits: the slowest rank's compute."""
     inner, first, last = estimator.module_times(estimator.parallel_degrees(base))
@@ -127,7 +121,7 @@ def class_lower_bound(estimator: Estimator, base: Layout) -> float:
 
 def layout_classes(estimator: Estimator, devices: int) -> Iterator[Layout]:
     """Yields one layout per class (degrees and micro-batch size): the one whose data ranks all replicate."""
-    shape, samples = estimator.work.shape, estimator.work.samples
+    shape, samples, positions = estimator.work.shape, estimator.work.samples, estimator.work.shape.context_positions
     for tensor in _divisors(devices):
         if tensor > shape.heads or shape.heads % tensor or shape.sequence % tensor:
             continue
@@ -135,7 +129,9 @@ def layout_classes(estimator: Estimator, devices: int) -> Iterator[Layout]:
             if pipeline > shape.stages:
                 continue
             rest = devices // tensor // pipeline
-            for context in _context_degrees(shape, rest):
+            for context in _divisors(rest):
+                if context > 1 and (positions % context or positions // context < 2048):  # too short per rank
+                    continue
                 data = rest // context
                 degrees = _divisors(rest) if shape.experts else [1]
                 if samples % data:
@@ -181,12 +177,6 @@ def _candidate_schedules(estimator: Estimator, base: Layout) -> Iterator[tuple[s
         layout = replace(base, schedule=schedule, virtual=virtual)
         if micro_batch_error(layout, estimator.micro_batches(base)) is None:
             yield schedule, virtual
-
-
-def _context_degrees(shape: ModelShape, ranks: int) -> list[int]:
-    """Returns the degrees that leave at least 2048 positions per rank."""
-    positions = shape.context_positions
-    return [n for n in _divisors(ranks) if n == 1 or (positions % n == 0 and positions // n >= 2048)]
 
 
 def _divisors(number: int) -> list[int]:

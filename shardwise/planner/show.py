@@ -41,9 +41,9 @@ def title(plan: Plan) -> str:
     if isinstance(shape, OperatorListModel):
         parts = f"{shape.layers} modules"
         if shape.tables:
-            share = shape.tables.bytes / plan.best.layout.data / GIB
-            parts += f" and {shape.tables.bytes / GIB:.0f} GiB of embedding tables"
-            parts += f", {share:.0f} in each rank's host memory"
+            size = sum(4.0 * table.size for table in shape.tables) / GIB
+            parts += f" and {size:.0f} GiB of embedding tables"
+            parts += f", {size / plan.best.layout.data:.0f} in each rank's host memory"
     length = f" of {model.sequence_length} tokens" if model.throughput_unit == "tokens" else ""
     return (
         f"{model.name}: {_format_count(shape.parameters)} parameters{active}, {parts}; batch of {plan.job.samples} "

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from shardwise.layout import V_SHAPED, Layout
 from shardwise.schedules.in_flight import InFlightCounts
-from shardwise.schedules.list_scheduler import PriorityRules, SchedulingProblem, list_schedule
+from shardwise.schedules.list_scheduler import ListScheduler, PriorityRules, SchedulingProblem
 from shardwise.schedules.simulate import Simulation, StageCosts, build_program
 from shardwise.schedules.synthesize import named_candidates, synthesize
 
@@ -50,7 +50,8 @@ def _min_memory(problem: SchedulingProblem) -> tuple[float, ...]:
     for extra in range(m * v):
         depths_1f1b = (p - rank if v == 1 else (v - 1) * p + 2 * (p - rank) - 1 for rank in range(p))
         depth = tuple(min(m * v, n + extra) for n in depths_1f1b)
-        order = list_schedule(replace(problem, memory_limits=()), PriorityRules(depth, split_backward=False))
+        rules = PriorityRules(depth, split_backward=False)
+        order = ListScheduler(replace(problem, memory_limits=()), rules).run()
         if order is not None:
             break
     assert order is not None

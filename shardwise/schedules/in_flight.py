@@ -3,19 +3,14 @@
 from collections.abc import Iterator
 from functools import lru_cache
 
-from shardwise.layout import Layout
-
 InFlightCounts = tuple[tuple[int, ...], tuple[int, ...]]
 """Per stage of a rank: micro-batches before their backward, and micro-batches whose weight gradients are pending."""
 
 
-def schedule_peak_in_flight(layout: Layout, rank: int, micro_batches: int) -> tuple[InFlightCounts, ...]:
-    """Returns the candidates for a rank's memory peak; at any other time it holds no more than at one of them."""
-    return _schedule_peak_in_flight(layout.schedule, layout.pipeline, layout.stages_per_rank, rank, micro_batches)
-
-
 @lru_cache(maxsize=4096)
-def _schedule_peak_in_flight(schedule: str, p: int, v: int, r: int, m: int) -> tuple[InFlightCounts, ...]:
+def schedule_peak_in_flight(schedule: str, p: int, v: int, r: int, m: int) -> tuple[InFlightCounts, ...]:
+    """Returns the candidates for the memory peak of rank `r` of `p` with `v` stages each and `m` micro-batches; at any
+    other time it holds no more than at one of them."""
     none = (0,) * v
     if p == 1:
         return (((1,), (0,)),)
@@ -65,8 +60,6 @@ def _zero_bubble_in_flight(p: int, v: int, r: int, m: int) -> Iterator[InFlightC
     for extra in {0, size if m > size and v > 1 else 0}:
         live = [size] * v
         live[0], live[-1] = live[0] + extra, live[-1] - extra
-        if v == 1:
-            live = [size]
         for pending_total in (min(r, m), min(r + 1, m)):
             for order in {tuple(range(v)), tuple(reversed(range(v)))}:
                 left, rest, pending = pending_total, list(live), [0] * v

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
 
-from shardwise.errors import LayoutError
 from shardwise.schedules.simulate import Action, PipelineProgram, StageCosts
 
 
@@ -28,8 +27,6 @@ class SchedulingProblem:
     is_v_shaped: bool = False
 
     def __post_init__(self) -> None:
-        if self.costs.stages % self.ranks:
-            raise LayoutError(f"{self.costs.stages} stages do not divide over {self.ranks} ranks; change one of them.")
         object.__setattr__(self, "activation_sizes", tuple(self.activation_sizes) or (1.0,) * self.costs.stages)
         object.__setattr__(self, "memory_limits", tuple(self.memory_limits) or (inf,) * self.ranks)
 
@@ -58,13 +55,8 @@ class PriorityRules:
     split_backward: bool = True
 
 
-def list_schedule(problem: SchedulingProblem, rules: PriorityRules) -> dict[int, list[Action]] | None:
-    """Returns each rank's actions under `rules`, or None if the memory limits cause a deadlock."""
-    return _ListScheduler(problem, rules).run()
-
-
-class _ListScheduler:
-    """The state of `list_schedule`."""
+class ListScheduler:
+    """Schedules a problem under `rules`."""
 
     def __init__(self, problem: SchedulingProblem, rules: PriorityRules):
         costs, m = problem.costs, problem.micro_batches
@@ -84,6 +76,7 @@ class _ListScheduler:
         self.events: list[tuple[float, int]] = []
 
     def run(self) -> dict[int, list[Action]] | None:
+        """Returns each rank's actions, or None if the memory limits cause a deadlock."""
         for rank in range(self.problem.ranks):
             heappush(self.events, (0.0, rank))
         while self.events:
@@ -132,12 +125,9 @@ class _ListScheduler:
         return stage, at, blocked
 
     def _next_backward(self, rank: int) -> tuple[int, float]:
-        best, at = -1, inf
-        for stage in self.stages_by_rank[rank]:
-            micro_batch = self.next_backward[stage]
-            if micro_batch < self.next_forward[stage] and self.backward_ready_at[stage][micro_batch] < at:
-                best, at = stage, self.backward_ready_at[stage][micro_batch]
-        return best, at
+        begun = (s for s in self.stages_by_rank[rank] if self.next_backward[s] < self.next_forward[s])
+        at, stage = min(((self.backward_ready_at[s][self.next_backward[s]], s) for s in begun), default=(inf, -1))
+        return stage, at
 
     def _start_forward(self, rank: int, stage: int, now: float) -> None:
         micro_batch = self.next_forward[stage]

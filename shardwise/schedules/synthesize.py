@@ -17,7 +17,7 @@ from random import Random
 from shardwise.console import pluralize
 from shardwise.errors import LayoutError
 from shardwise.layout import AUTO_SCHEDULES, V_SHAPED, Layout, micro_batch_error
-from shardwise.schedules.list_scheduler import PriorityRules, SchedulingProblem, list_schedule
+from shardwise.schedules.list_scheduler import ListScheduler, PriorityRules, SchedulingProblem
 from shardwise.schedules.simulate import Action, Simulation, build_program, named_program, simulate
 
 GAP_FRACTIONS = (0.0, 0.5, 1.0)
@@ -93,7 +93,7 @@ def _time_lower_bound(problem: SchedulingProblem) -> float:
 
 
 def _evaluate_rules(problem: SchedulingProblem, rules: PriorityRules) -> Simulation | None:
-    order = list_schedule(problem, rules)
+    order = ListScheduler(problem, rules).run()
     return None if order is None else _simulate_if_valid(problem, order)
 
 

@@ -41,7 +41,7 @@ class CompressedSumReference:
         tensor = self.layout.tensor
         is_tied_across_stages = self.layout.pipeline > 1 and name in self.sharding_plan.tied_parameters
         is_replicated = tensor > 1 and tensor_shard is None
-        if tensor_shard is not None and tensor_shard.uneven is not None:
+        if tensor_shard is not None and tensor_shard.head_rows:
             is_replicated = shape[tensor_shard.dim] // tensor_shard.unit % tensor != 0
         if len(shape) < 2 or is_tied_across_stages or is_replicated:
             return torch.stack(gradients).sum(0)

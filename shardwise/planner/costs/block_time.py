@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass
 from math import ceil
+from typing import NamedTuple
 
 from shardwise.planner.costs.decoder_shape import ModelShape
 from shardwise.planner.costs.machine import LOW_PRECISION, Machine
@@ -28,8 +29,7 @@ class KernelProfile:
         return {"float64": 8, "float32": 4}.get(self.precision, 2)
 
 
-@dataclass(frozen=True)
-class ParallelDegrees:
+class ParallelDegrees(NamedTuple):
     """How a module is split, and its micro-batch size."""
 
     tensor: int

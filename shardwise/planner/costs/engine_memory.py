@@ -55,7 +55,6 @@ class EngineModel:
         self._chain = meta_model(model.model_copy(update={"layers": 1}))
         self._params: dict[int, dict[str, tuple[ParamSpec, ...]]] = {}
         self._stages: dict[tuple[int, tuple[int, ...]], tuple[StageLayers, ...]] = {}
-        self._numels: dict[int, tuple[int, int, int]] = {}
         self._block_sizes: dict[tuple[object, ...], BlockSizes] = {}
 
     @property
@@ -106,32 +105,26 @@ class EngineModel:
     def min_memory(self, layout: Layout, ranks: Sequence[StageLayers], micro_batches: int, state_bytes: float) -> float:
         """Returns a lower bound of the peak over these ranks, each given by its modules: weights, gradients, optimizer
         state (`state_bytes` bytes per weight) and, with several micro-batches, the saved activations of one."""
-        (embed, block, head), k = self.module_numels(layout.tensor), self.block_sizes(layout)
+        k = self.block_sizes(layout)
         unsharded = 2 if layout.zero == 1 or layout.shard == 1 else 0  # both weights and gradients, or neither
         sharded_bytes = self.master_itemsize * (2 - unsharded) + state_bytes
         bytes_per_weight = self.master_itemsize * unsharded + sharded_bytes / (layout.shard * layout.context)
         saved = {"none": k.saved_all, "selective": k.saved_selective}.get(layout.recompute, k.hidden_bytes)
-        kept = block * bytes_per_weight + (saved if micro_batches > 1 and layout.context == layout.expert == 1 else 0.0)
+        keeps_saved = micro_batches > 1 and layout.context == layout.expert == 1
+        embed, head, kept = k.embed, k.head - k.tied, k.block * bytes_per_weight + (saved if keeps_saved else 0.0)
         return max([n * kept + bytes_per_weight * (first * embed + last * head) for n, first, last in ranks])
-
-    def module_numels(self, tensor: int) -> tuple[int, int, int]:
-        """Returns the elements of the embedding, of a block, and of the head without tied weights."""
-        if tensor not in self._numels:
-            tied = self._chain.sharding_plan.ties[0][0] if self._chain.sharding_plan.ties else ""
-            modules = self.params_by_module(tensor).values()
-            embed, block, head = (sum(p.numel for p in params if p.name != tied) for params in modules)
-            self._numels[tensor] = embed, block, head
-        return self._numels[tensor]
 
     def memory(
         self, layout: Layout, rank: int, micro_batches: int, framework_profile: FrameworkProfile,
         in_flight_peaks: tuple[InFlightCounts, ...] | None = None,
     ) -> RankMemory:  # fmt: skip
         """Returns the peak memory of a pipeline rank. `in_flight_peaks`: of a synthesized schedule."""
-        in_flight_peaks = in_flight_peaks or schedule_peak_in_flight(layout, rank, micro_batches)
+        schedule = layout.schedule, layout.pipeline, layout.stages_per_rank
+        in_flight_peaks = in_flight_peaks or schedule_peak_in_flight(*schedule, rank, micro_batches)
         stages_of_rank = [self.stages(layout)[stage] for stage in layout.stages_of(rank)]
         k, s, w = self.block_sizes(layout), self.itemsize, self.master_itemsize
-        fsdp, is_zero3 = layout.shard > 1 and layout.zero > 1, layout.shard > 1 and layout.zero == 3
+        peaks = _PeakCandidates(self, k, layout, stages_of_rank)
+        fsdp = peaks.fsdp
         head = k.head - k.tied * any(p.first and p.last for p in stages_of_rank)
         numel = sum(p.blocks * k.block + p.first * k.embed + p.last * head for p in stages_of_rank)
         sharded_numel = numel / layout.shard
@@ -139,11 +132,10 @@ class EngineModel:
         if self.keeps_compute_copy(layout):
             weights, gradients = float((w + s) * numel), float((s if micro_batches == 1 else w) * numel)
         if fsdp:
-            weights = w * sharded_numel + (0 if is_zero3 else s * numel)
+            weights = w * sharded_numel + (0 if peaks.is_zero3 else s * numel)
         state = framework_profile.optimizer_bytes * sharded_numel
         # Receive buffers; int64 tokens and targets.
         buffers = self.remote_neighbors(layout, rank) * k.hidden_bytes * micro_batches + 16 * k.tokens * micro_batches
-        peaks = _PeakCandidates(self, k, layout, stages_of_rank)
         peak = max(peaks.candidate_bytes(in_flight_peaks))
         largest_bucket = max(k.largest_param, min(numel, BUCKET_BYTES / w))
         update = 0.0 if fsdp or layout.data == 1 else w * largest_bucket * (1 + 1 / layout.shard)
@@ -176,8 +168,6 @@ class EngineModel:
     def remote_neighbors(self, layout: Layout, rank: int) -> int:
         """Returns how many neighbouring stages are on other ranks; each has a receive buffer per micro-batch."""
         stages, last = layout.stages_of(rank), layout.stage_count - 1
-        if layout.pipeline == 1:
-            return 0
         local = 2 * (stages[-1] - stages[0] == 1)  # at the turn of a V-shaped placement
         return 2 * len(stages) - (stages[0] == 0) - (stages[-1] == last) - local
 

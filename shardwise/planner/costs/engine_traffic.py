@@ -28,7 +28,7 @@ def engine_traffic(
     if layout.data > 1:
         _add_data_traffic(totals, engine, layout, stages_of_rank, rank, micro_batches, program)
     if layout.pipeline > 1 and engine.model.tied and (stages_of_rank[0].first != stages_of_rank[-1].last):
-        table = next(each for each in engine.params_by_module(layout.tensor)["embed"])
+        table, *_ = engine.params_by_module(layout.tensor)["embed"]
         totals["tied_weights", "all-reduce"] += engine.master_itemsize * table.shard_numel(layout.shard)
     # The number of targets; then loss and gradient norm.
     sole_axis = [axis for axis in AXES if getattr(layout, axis) == layout.world > 1]
@@ -40,23 +40,14 @@ def engine_traffic(
     return {key: size for key, size in totals.items() if size}
 
 
-def traffic_by_axis(
-    engine: EngineModel, layout: Layout, rank: int, micro_batches: int, program: PipelineProgram | None = None
-) -> dict[str, int]:
-    """Returns the bytes by axis, summed over collectives."""
-    totals: Counter[str] = Counter()
-    for (axis, _), size in engine_traffic(engine, layout, rank, micro_batches, program).items():
-        totals[axis] += size
-    return dict(totals)
-
-
 def _add_tensor_traffic(
     totals: Traffic, engine: EngineModel, layout: Layout, stages_of_rank: list[StageLayers], micro_batches: int
 ) -> None:
     """Adds the all-gathers and reduce-scatters at the edges of sequence-parallel regions; a backward swaps them."""
     blocks, first, last = (sum(each) for each in zip(*stages_of_rank, strict=True))
     edges = 4 * blocks + first + last
-    recomputed = recomputed_blocks(layout, stages_of_rank)
+    # The blocks that repeat their forward, including its collectives.
+    recomputed = sum(stage.blocks - int(stage.blocks * layout.kept_fraction) for stage in stages_of_rank)
     stream = micro_batches * round(engine.block_sizes(layout).gathered_hidden_bytes)
     totals["tensor", "all-gather"] += stream * (edges + 2 * recomputed)
     # Recomputation stops once all saved tensors exist, which is before the block's last reduce-scatter.
@@ -67,11 +58,6 @@ def _add_tensor_traffic(
     for stage_layers in stages_of_rank:
         replicated = [p.shard_numel(layout.shard) for p in engine.parameters(layout, stage_layers) if not p.is_sharded]
         totals["tensor", "all-reduce"] += engine.master_itemsize * sum(replicated)
-
-
-def recomputed_blocks(layout: Layout, stages_of_rank: list[StageLayers]) -> int:
-    """Returns how many blocks repeat their forward, including its collectives."""
-    return sum(stage.blocks - int(stage.blocks * layout.kept_fraction) for stage in stages_of_rank)
 
 
 def _split_backward_count(layout: Layout, stage: int, micro_batches: int, program: PipelineProgram | None) -> int:

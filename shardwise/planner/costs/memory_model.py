@@ -5,7 +5,7 @@ micro-batch in flight, logits, communication buffers, and a reserve for fragment
 decoders on our engine use the exact model in `shardwise.planner.costs.engine_memory` instead.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -75,12 +75,6 @@ class StageLayers(NamedTuple):
     last: bool  # has the head
 
 
-def merge_stages(stages: Sequence[StageLayers]) -> StageLayers:
-    """Adds up the stages of a rank."""
-    blocks, first, last = zip(*stages)
-    return StageLayers(sum(blocks), any(first), any(last))
-
-
 @dataclass(frozen=True)
 class WeightCounts:
     """Weights of one rank before sharding: of a block without experts, of its experts, of embedding and head."""
@@ -93,18 +87,6 @@ class WeightCounts:
     def of_stage(self, stage: StageLayers) -> float:
         """Returns the weights of a stage without its experts."""
         return stage.blocks * self.block + (self.first if stage.first else 0.0) + (self.last if stage.last else 0.0)
-
-
-def count_weights(shape: ModelShape, layout: Layout, expert_tensor: int) -> WeightCounts:
-    t, share = layout.tensor, shape.sparse_layers / shape.layers
-    dense = (shape.attention_weights + shape.dense_ffn_weights) / t
-    common = shape.non_expert_weights / t
-    head = shape.vocab * shape.width / t
-    return WeightCounts(
-        block=(1 - share) * dense + share * common,
-        experts=share * shape.expert_weights / layout.expert / expert_tensor, first=shape.embedding_weights / t,
-        last=0.0 if shape.tied and layout.pipeline == 1 else head,
-    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -132,7 +114,13 @@ def make_memory_inputs(
 ) -> MemoryInputs:  # fmt: skip
     """Returns the inputs of `rank_memory`; `activation_bytes` replaces `block_activation_bytes`."""
     tokens = layout.micro_batch * shape.sequence / layout.context
-    share = shape.sparse_layers / shape.layers
+    t, share = layout.tensor, shape.sparse_layers / shape.layers
+    dense_weights, head_weights = shape.attention_weights + shape.dense_ffn_weights, shape.vocab * shape.width / t
+    weights = WeightCounts(
+        block=(1 - share) * (dense_weights / t) + share * (shape.non_expert_weights / t),
+        experts=share * shape.expert_weights / layout.expert / expert_tensor, first=shape.embedding_weights / t,
+        last=0.0 if shape.tied and layout.pipeline == 1 else head_weights,
+    )  # fmt: skip
     saved_bytes = activation_bytes or block_activation_bytes
     dense = saved_bytes(shape, itemsize, layout, False)
     sparse = saved_bytes(shape, itemsize, layout, True) if share else dense
@@ -142,11 +130,11 @@ def make_memory_inputs(
     saved = saved_by_policy.get(layout.recompute, kept_fraction * saved_all + (1 - kept_fraction) * full)
     hidden_bytes = itemsize * tokens * shape.width
     return MemoryInputs(
-        count_weights(shape, layout, expert_tensor), framework_profile, itemsize, saved,
+        weights, framework_profile, itemsize, saved,
         recomputed_per_block=0.0 if layout.recompute == "none" else saved_all,
-        logits=framework_profile.logits * tokens * shape.logit_fraction * shape.vocab / layout.tensor,
-        hidden_bytes=hidden_bytes, recv_buffer_bytes=hidden_bytes / layout.tensor, kept_fraction=kept_fraction,
-        head_weights=shape.vocab * shape.width / layout.tensor,
+        logits=framework_profile.logits * tokens * shape.logit_fraction * shape.vocab / t,
+        hidden_bytes=hidden_bytes, recv_buffer_bytes=hidden_bytes / t, kept_fraction=kept_fraction,
+        head_weights=head_weights,
     )  # fmt: skip
 
 

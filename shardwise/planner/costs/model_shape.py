@@ -3,7 +3,7 @@
 from shardwise.models.config import ModelConfig
 from shardwise.models.registry import family_of
 from shardwise.planner.costs.decoder_shape import ModelShape
-from shardwise.planner.costs.operator_list import HostEmbeddingTables, operator_list_model
+from shardwise.planner.costs.operator_list import OperatorListModel
 
 
 def shape_of(config: ModelConfig, itemsize: int = 4) -> ModelShape:
@@ -12,15 +12,11 @@ def shape_of(config: ModelConfig, itemsize: int = 4) -> ModelShape:
     decoder = family.decoder_shape(config)
     if decoder is not None:
         return ModelShape(**decoder)
-    refused, tables = family.refusals(config), family.tables(config)
-    host_tables = None
-    if tables:
-        host_tables = HostEmbeddingTables(
-            bytes=sum(4.0 * table.size for table in tables), pooled_bytes=sum(4.0 * table.width for table in tables),
-            rows=sum(4.0 * table.width * table.lookups_per_sample for table in tables),
-        )  # fmt: skip
+    refused = family.refusals(config)
     splits_layers, splits_heads = "pipeline" not in refused, "tensor" not in refused
-    return operator_list_model(
-        family.operator_costs(config, itemsize), host_tables, has_ends=splits_layers,
+    make_operators = family.operator_costs(config, itemsize)
+    return OperatorListModel(
+        layers=len(make_operators(1)) - 2 * splits_layers, make_operators=make_operators, has_ends=splits_layers,
         heads=int(getattr(config, "heads", 1)) if splits_heads else 1, sequence=config.length if splits_heads else 1,
+        width=1, kv_heads=1, head_dim=1, ffn=0, vocab=0, tables=family.tables(config),
     )  # fmt: skip

@@ -1,20 +1,12 @@
 """A model that is not a sequence of equal blocks, as the costs of its modules: traced, or listed by its family."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from shardwise.models.family import TableSpec
 from shardwise.models.operator_costs import OperatorCosts
 from shardwise.planner.costs.decoder_shape import ModelShape
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostEmbeddingTables:
-    """Embedding tables in host memory."""
-
-    bytes: float
-    rows: float  # bytes of the rows that one sample reads
-    pooled_bytes: float  # bytes per sample that reach the device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +15,7 @@ class OperatorListModel(ModelShape):
 
     # Returns the modules' costs for a micro-batch size and, if the model has several heads, a tensor degree.
     make_operators: Callable[..., tuple[OperatorCosts, ...]]
-    tables: HostEmbeddingTables | None = None
+    tables: Sequence[TableSpec] = ()  # embedding tables in host memory
     has_ends: bool = False  # whether the first and last module are the ends of a pipeline of blocks
 
     @property
@@ -36,7 +28,7 @@ class OperatorListModel(ModelShape):
 
     @cached_property
     def parameters(self) -> int:
-        return self.active_parameters + (round(self.tables.bytes / 4) if self.tables else 0)
+        return self.active_parameters + sum(table.size for table in self.tables)
 
     @cached_property
     def active_parameters(self) -> int:
@@ -52,14 +44,3 @@ class OperatorListModel(ModelShape):
 
     def block_flops(self, samples: int) -> float:
         return samples * sum(module.flops for module in self.make_operators(1))
-
-
-def operator_list_model(
-    make: Callable[..., tuple[OperatorCosts, ...]], tables: HostEmbeddingTables | None = None, heads: int = 1,
-    sequence: int = 1, has_ends: bool = False,
-) -> OperatorListModel:  # fmt: skip
-    """Returns the model whose modules' costs `make` computes: by a list, or by `interpolate_traces`."""
-    return OperatorListModel(
-        layers=len(make(1)) - 2 * has_ends, width=1, heads=heads, kv_heads=1, head_dim=1, ffn=0, vocab=0,
-        sequence=sequence, make_operators=make, tables=tables, has_ends=has_ends,
-    )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from shardwise.models.operator_costs import AttentionOp, OperatorCosts
+from shardwise.models.operator_costs import OperatorCosts
 from shardwise.planner.costs.block_time import BlockTimeModel, KernelProfile, ModuleTime, ParallelDegrees
 from shardwise.planner.costs.decoder_shape import ModelShape
 from shardwise.planner.costs.machine import Machine
@@ -15,26 +15,21 @@ def operators_time(machine: Machine, profile: KernelProfile, costs: OperatorCost
         shapes = (p.rows, p.inner, p.columns), (p.rows, p.columns, p.inner), (p.inner, p.rows, p.columns)
         moved = p.moved_numel * profile.itemsize
         precision = p.precision(profile.precision)
-        seconds = [machine.matmul(*side, precision, p.groups, moved) for side in shapes]
-        forward, backward, weight = forward + seconds[0], backward + seconds[1] + seconds[2], weight + seconds[2]
+        times = [machine.matmul(*side, precision, p.groups, moved) for side in shapes]
+        forward, backward, weight = forward + times[0], backward + times[1] + times[2], weight + times[2]
     for a in costs.attention:
-        attention_forward, attention_backward = _attention_op_time(machine, profile, a)
-        forward, backward = forward + attention_forward, backward + attention_backward
+        square = ModelShape(
+            layers=1, width=a.qk_head_dim, heads=a.heads, kv_heads=a.heads, head_dim=a.v_head_dim,
+            qk_rope_head_dim=a.qk_head_dim - a.v_head_dim, ffn=0, vocab=0, sequence=a.keys, causal=a.causal,
+        )  # fmt: skip
+        seconds = BlockTimeModel(machine, square, profile).attention(ParallelDegrees(1, 1, 1, 1))
+        forward, backward = forward + seconds[0] * a.queries / a.keys, backward + seconds[1] * a.queries / a.keys
     elementwise = machine.memory_time(costs.moved_bytes) if costs.moved_bytes else 0.0
     return ModuleTime(
         forward=forward + elementwise, backward=backward + 2 * elementwise, weight_grad=weight,
         moved_bytes=costs.moved_bytes, launch_seconds=costs.num_ops * machine.efficiency.kernel_launch,
         tensor=machine.all_reduce(costs.all_reduce_bytes, tensor, 1) * (1.0 - machine.efficiency.overlap_tensor),
     )  # fmt: skip
-
-
-def _attention_op_time(machine: Machine, kernel_profile: KernelProfile, a: AttentionOp) -> tuple[float, float]:
-    square = ModelShape(
-        layers=1, width=a.qk_head_dim, heads=a.heads, kv_heads=a.heads, head_dim=a.v_head_dim,
-        qk_rope_head_dim=a.qk_head_dim - a.v_head_dim, ffn=0, vocab=0, sequence=a.keys, causal=a.causal,
-    )  # fmt: skip
-    forward, backward = BlockTimeModel(machine, square, kernel_profile).attention(ParallelDegrees(1, 1, 1, 1))
-    return forward * a.queries / a.keys, backward * a.queries / a.keys
 
 
 def mean_module_time(seconds: Sequence[ModuleTime]) -> ModuleTime:

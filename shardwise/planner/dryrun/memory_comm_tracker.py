@@ -20,6 +20,7 @@ shards nor repeated calls of a module, and CommDebugMode fails under PyTorch's p
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -214,12 +215,8 @@ class MemoryCommTracker(TorchDispatchMode):
 
     def peak_event(self, begin: TracePoint, end: TracePoint) -> int:
         """Returns the event between two points at which memory peaks first."""
-        peak_event, current, peak = begin.event, 0, 0
-        for event, (_, size) in enumerate(self.events[begin.event : end.event], start=begin.event + 1):
-            current += size
-            if current > peak:
-                peak_event, peak = event, current
-        return peak_event
+        totals = list(accumulate((size for _, size in self.events[begin.event : end.event]), initial=0))
+        return begin.event + totals.index(max(totals))
 
     def traffic_between(self, begin: TracePoint, end: TracePoint) -> tuple[TrafficCounts, TrafficCounts]:
         """Returns calls and bytes between two points, by kind of collective."""

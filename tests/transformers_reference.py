@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from shardwise.models.gpt_family import DecoderConfig
 
@@ -27,40 +26,20 @@ GPT2_NAMES = {
 }  # fmt: skip
 
 
-class KeepFloat64(TorchFunctionMode):
-    """Within it, a transformers module runs in float64 throughout: its casts to float32 are ignored."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if args and isinstance(args[0], Tensor) and args[0].dtype is torch.float64:
-            casts = func in (Tensor.to, Tensor.type) and any(arg is torch.float32 for arg in args[1:])
-            if func is Tensor.float or casts:
-                return args[0]
-            if kwargs.get("dtype") is torch.float32:
-                kwargs["dtype"] = torch.float64
-        return func(*args, **kwargs)
-
-
 def is_llama(config: DecoderConfig) -> bool:
     return (config.positions, config.norm, config.activation, config.bias) == ("rotary", "rms", "swiglu", False)
 
 
-def is_gpt2(config: DecoderConfig) -> bool:
-    is_plain = config.kv_heads == config.heads and config.head_dim * config.heads == config.width
-    kind = config.positions, config.norm, config.activation, config.bias
-    return is_plain and kind == ("learned", "layer", "gelu", True)
-
-
 def reference_decoder(config: DecoderConfig) -> nn.Module | None:
     """Returns transformers' module of the same shape in float64; None if it has none or is not installed."""
+    if type(config) is not DecoderConfig or config.mup_base_width or config.eod_token_id >= 0:
+        return None
     try:
         import transformers
     except ImportError:
         return None
     sizes: dict[str, Any] = {"vocab_size": config.vocab, "tie_word_embeddings": config.tied}
     sizes["attn_implementation"] = "eager"
-    if config.mup_base_width or config.eod_token_id >= 0:
-        return None
     if is_llama(config):
         llama = transformers.LlamaConfig(
             **sizes, hidden_size=config.width, num_hidden_layers=config.layers, num_attention_heads=config.heads,
@@ -72,7 +51,9 @@ def reference_decoder(config: DecoderConfig) -> nn.Module | None:
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
         model.model.rotary_emb.inv_freq = config.rope_theta**-exponents  # it was made in float32
         return model
-    if is_gpt2(config):
+    is_plain = config.kv_heads == config.heads and config.head_dim * config.heads == config.width
+    kind = config.positions, config.norm, config.activation, config.bias
+    if is_plain and kind == ("learned", "layer", "gelu", True):
         gpt2 = transformers.GPT2Config(
             **sizes, n_embd=config.width, n_layer=config.layers, n_head=config.heads, n_inner=config.ffn,
             n_positions=config.sequence, layer_norm_epsilon=config.norm_eps, activation_function="gelu_new",
