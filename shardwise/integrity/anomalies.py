@@ -53,7 +53,9 @@ def locate_nonfinite(engine: Engine, samples: Samples) -> str:
         bad = [param_shard.name for param_shard in engine.param_shards if not param_shard.grad.isfinite().all()]
         findings = [("the gradient of", name) for name in bad[-1:]]
     engine.data.sync_weights()
-    return _describe_origin(_gather_findings(engine, findings[0] if findings else None))
+    local = (engine.mesh["pipeline"].index, engine.mesh.rank, findings[0] if findings else None)
+    gathered = all_gather_objects(local, engine.mesh["world"].size)
+    return _describe_origin(sorted(gathered, key=lambda entry: entry[:2]))  # in the order of the forward pass
 
 
 def _make_hook(name: str, findings: list[tuple[str, str]]) -> Callable[..., None]:
@@ -74,13 +76,8 @@ def _is_finite(value: Any) -> bool:
     return all(_is_finite(item) for item in value) if isinstance(value, tuple | list) else True
 
 
-def _gather_findings(engine: Engine, finding: tuple[str, str] | None) -> list[tuple[int, int, tuple[str, str] | None]]:
-    """All-gathers the stage, rank and finding of every rank, in the order of the forward pass."""
-    local = (engine.mesh["pipeline"].index, engine.mesh.rank, finding)
-    return sorted(all_gather_objects(local, engine.mesh["world"].size), key=lambda entry: entry[:2])
-
-
 def _describe_origin(findings: list[tuple[int, int, tuple[str, str] | None]]) -> str:
+    """`findings`: stage, rank and finding of every rank."""
     for forward in (True, False):
         matching = [entry for entry in findings if entry[2] and (entry[2][0] != "the gradient of") == forward]
         if matching:
