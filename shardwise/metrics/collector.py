@@ -37,9 +37,7 @@ class RankMetricsCollector:
         self.memory_by_kind: dict[str, float] = {}
         self._memory_read_time, self._peak_bytes = -1.0, 0.0
         self._gradient_bytes_hook = optimizer.register_step_pre_hook(self._count_gradient_bytes)
-        ranks_per_stage = world // mesh.layout.pipeline
-        peers = [range(rank, rank + ranks_per_stage) for rank in range(0, world, ranks_per_stage)]
-        self.writer = RankMetricsWriter(run_path / "ranks.jsonl", job.total_steps, peers)
+        self.writer = RankMetricsWriter(run_path / "ranks.jsonl", job.total_steps, mesh.layout.pipeline)
         self.clock_offset = rank_metrics.clock_offset(mesh.all_ranks, self.device) if world > 1 else 0.0
         self.timeline_every = max(10, job.total_steps // TIMELINE_SAMPLES)
         # "loader": the data-parallel ranks of all local-SGD replicas.
