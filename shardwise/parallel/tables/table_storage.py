@@ -6,6 +6,7 @@ because PyTorch has no sharded embedding tables, and TorchRec keeps tables and o
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -26,9 +27,7 @@ class FusedTable:
     def __init__(self, columns: tuple[int, int], shards: list[TableShard]):
         self.columns, self.shards = columns, shards
         self.width = columns[1] - columns[0]
-        self.row_offsets = [0]
-        for shard in shards:
-            self.row_offsets.append(self.row_offsets[-1] + shard.rows[1] - shard.rows[0])
+        self.row_offsets = list(accumulate((shard.rows[1] - shard.rows[0] for shard in shards), initial=0))
 
 
 def fuse_shards(shards: Sequence[TableShard], rank: int) -> list[FusedTable]:
@@ -73,9 +72,7 @@ class TableStorage:
         self.tables, self.shards, self.axis, self.dtype = list(tables), list(shards), axis, dtype
         self.optimizer, self.betas, self.eps = optimizer, betas, eps
         self.width = tables[0].width
-        self.table_offsets = [0]
-        for table in tables:
-            self.table_offsets.append(self.table_offsets[-1] + table.rows)
+        self.table_offsets = list(accumulate((table.rows for table in tables), initial=0))
         self.fused_tables = [fuse_shards(shards, rank) for rank in range(axis.size)]
         self.local_tables = self.fused_tables[axis.index]
         factory_kwargs: dict[str, Any] = {"dtype": dtype, "pin_memory": pin_memory}
