@@ -7,6 +7,7 @@ exchange only one combined checksum per copy kind, that is per way in which a te
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,9 +43,17 @@ class TrackedTensor:
     copy_kinds: frozenset[str] = frozenset()
 
 
-def compute_checksums(tracked: Sequence[TrackedTensor], device: torch.device) -> Tensor:
-    checksums = [checksum(entry.tensor).to(device) for entry in tracked]
-    return torch.stack(checksums) if checksums else torch.zeros(0, dtype=torch.int64, device=device)
+class Checksums(NamedTuple):
+    """The checksums of some tensors, and the label and copy kinds of each."""
+
+    values: Tensor
+    labels: list[tuple[str, frozenset[str]]]
+
+
+def compute_checksums(tracked: Sequence[TrackedTensor], device: torch.device) -> Checksums:
+    values = [checksum(entry.tensor).to(device) for entry in tracked]
+    stacked = torch.stack(values) if values else torch.zeros(0, dtype=torch.int64, device=device)
+    return Checksums(stacked, [(entry.label, entry.copy_kinds) for entry in tracked])
 
 
 class StateChecksums:
