@@ -1,8 +1,8 @@
 """Detects loss spikes, and finds the module and ranks where non-finite values first appear."""
 
 from collections import deque
-from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -46,7 +46,7 @@ def locate_nonfinite(engine: Engine, samples: Samples) -> str:
     with ExitStack() as hooks:
         for name, module in (pair for chain in engine.chains for pair in chain.named_modules()):
             if not list(module.children()):
-                hooks.enter_context(module.register_forward_hook(_make_hook(name, findings)))
+                hooks.enter_context(module.register_forward_hook(partial(_check_output, name, findings)))
         backward(engine, samples)
     if not findings:
         # The backward pass runs from the loss to the first layer, so it reaches the last parameter first.
@@ -58,16 +58,13 @@ def locate_nonfinite(engine: Engine, samples: Samples) -> str:
     return _describe_origin(sorted(gathered, key=lambda entry: entry[:2]))  # in the order of the forward pass
 
 
-def _make_hook(name: str, findings: list[tuple[str, str]]) -> Callable[..., None]:
-    def check_output(module: nn.Module, inputs: Any, output: Any) -> None:
-        if not findings and not _is_finite(output):
-            weights = [key for key, weight in module.named_parameters(recurse=False) if not _is_finite(weight)]
-            if weights:
-                findings.append(("the weight", f"{name}.{weights[0]}"))
-            elif _is_finite(inputs):
-                findings.append(("the output of", name))
-
-    return check_output
+def _check_output(name: str, findings: list[tuple[str, str]], module: nn.Module, inputs: Any, output: Any) -> None:
+    if not findings and not _is_finite(output):
+        weights = [key for key, weight in module.named_parameters(recurse=False) if not _is_finite(weight)]
+        if weights:
+            findings.append(("the weight", f"{name}.{weights[0]}"))
+        elif _is_finite(inputs):
+            findings.append(("the output of", name))
 
 
 def _is_finite(value: Any) -> bool:

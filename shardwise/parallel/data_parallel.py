@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -129,7 +130,7 @@ class SingleProcess(DataParallel):
         for weight, param_shard in self.param_pairs:
             param_shard.compute_copy = weight
             if self.accumulates:
-                weight.register_post_accumulate_grad_hook(_accumulate_hook(param_shard.tensor))
+                weight.register_post_accumulate_grad_hook(partial(_accumulate, param_shard.tensor))
         return param_shards
 
     def local_shard(self, weight: nn.Parameter, axis: Axis) -> Tensor:
@@ -147,16 +148,13 @@ class SingleProcess(DataParallel):
             shard.is_compute_copy_current = False
 
 
-def _accumulate_hook(master: Tensor) -> Callable[[Tensor], None]:
-    def accumulate(weight: Tensor) -> None:
-        assert weight.grad is not None
-        if master.grad is None:
-            master.grad = weight.grad.to(master.dtype)
-        else:
-            master.grad.add_(weight.grad)
-        weight.grad = None
-
-    return accumulate
+def _accumulate(master: Tensor, weight: Tensor) -> None:
+    assert weight.grad is not None
+    if master.grad is None:
+        master.grad = weight.grad.to(master.dtype)
+    else:
+        master.grad.add_(weight.grad)
+    weight.grad = None
 
 
 class Zero1(DataParallel):
