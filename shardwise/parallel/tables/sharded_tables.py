@@ -200,6 +200,3 @@ class RowPrefetcher:
         assert torch.equal(route.ids, ids), "batches must be used in the order in which they were prefetched"
         self.tables.refresh(route, rows)
         return route, rows
-
-    def close(self) -> None:
-        self.executor.shutdown()
