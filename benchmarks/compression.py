@@ -68,14 +68,14 @@ def worker() -> None:
     for repeat in range(REPEATS + 1):
         for method, (job, engine, optimizer) in runs.items():
             samples = stream.read(rank_positions(repeat, job.samples, ranks, dist.get_rank()))
-            engine.timer.read_and_reset()
+            engine.timer.bytes_sent.clear()
             dist.barrier()
             before, begin = int(counter.read_text()), time.perf_counter()
             step(engine, optimizer, samples, 1.0)
             dist.barrier()
             seconds[method].append(time.perf_counter() - begin)
             wire[method].append(int(counter.read_text()) - before)
-            reported[method] = engine.timer.read_and_reset()[0].get("data", 0)
+            reported[method] = engine.timer.bytes_sent["data"]
     if dist.get_rank() == 0:
         medians = {name: [statistics.median(table[name][1:]) for table in (seconds, wire)] for name in METHODS}
         print(json.dumps({name: (*medians[name], reported[name]) for name in METHODS}), flush=True)
@@ -132,9 +132,9 @@ def validation_loss(method: str, steps: int, after: float, seed: int = 0) -> tup
     for number in range(steps):
         set_learning_rate(optimizer, learning_rate(job.optimizer, number, steps))
         engine.data.compression_paused = number < job.gradient.uncompressed_steps(steps)
-        engine.timer.read_and_reset()
+        engine.timer.bytes_sent.clear()
         step(engine, optimizer, stream.read(rank_positions(number, 8, 2, dist.get_rank())), 1.0)
-    sent = engine.timer.read_and_reset()[0].get("data", 0)
+    sent = engine.timer.bytes_sent["data"]
     result = validate(engine, job, held_out, tokenizer)
     assert result is not None
     return result["loss"], sent

@@ -151,7 +151,7 @@ def _attend(kind: str) -> list[torch.Tensor]:
     expected = sdpa(*whole, True)
     expected.square().sum().backward()
     own = [x[:, :, where].clone().requires_grad_() for x in (q, k, v)]
-    found = (context.RingAttention(axis) if kind == "ring" else context.UlyssesAttention(axis))(*own, True)
+    found = (context.ring_attention if kind == "ring" else context.ulysses_attention)(axis, *own, True)
     found.square().sum().backward()
     pairs = [(found, expected[:, :, where]), *((a.grad, b.grad[:, :, where]) for a, b in zip(own, whole, strict=True))]
     return [float((a - b).abs().max()) for a, b in pairs]

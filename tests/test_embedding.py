@@ -312,7 +312,7 @@ def half(folder: str, text: str, sharding: str, optimizer: str, first: int, last
     if first:
         state = checkpoints.load(engine, taken)
         assert state is not None and state["step"] == first
-    engine.cache_hot_rows(stream, cache)
+    engine.begin_stream(job, stream)
     found = []
     for number in range(first, last):
         for group in taken.param_groups:

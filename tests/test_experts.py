@@ -272,7 +272,9 @@ def load_of(text: str, capacity: float = 0.0) -> list[expert.RoutingStats]:
     for number in range(3):
         if number < 2:
             step(engine, optimizer, make_stream(job).read(rank_positions(number, 8, ranks.size, ranks.index)), 1.0)
-        sent, waited = (counts.get("expert", 0.0) for counts in engine.timer.read_and_reset())
+        sent, waited = (counts.get("expert", 0.0) for counts in (engine.timer.bytes_sent, engine.timer.wait_seconds))
+        engine.timer.bytes_sent.clear()
+        engine.timer.begin_step()
         told = expert.routing_stats(model, engine.chains, engine.mesh["world"], torch.device("cpu"), sent, waited)
         found.append(expert.RoutingStats(*told.tolist()[:4], told.tolist()[4:]))
     return found

@@ -57,11 +57,11 @@ def sent_by(way: str, text: str) -> int:
 
     asked = job(way)
     engine = parallelize(prepare(asked, Layout.parse(text)), torch.device("cpu"))
-    engine.timer.read_and_reset()
+    engine.timer.bytes_sent.clear()
     data = engine.mesh["data"]
     samples = make_stream(asked).read(rank_positions(0, asked.samples, data.size, data.index))
     step(engine, make_optimizer(asked.optimizer, engine.param_shards), samples, 1.0)
-    return engine.timer.read_and_reset()[0]["data"]
+    return engine.timer.bytes_sent["data"]
 
 
 def test_bytes_are_what_the_formula_says():

@@ -25,7 +25,6 @@ from shardwise.launch.launch import launch
 from shardwise.layout import Layout
 from shardwise.train.run_folder import RunFolder
 from shardwise.workers.fork_server import ForkServer, snapshot_folders
-from shardwise.workers.heartbeat import read_heartbeats
 from shardwise.workers.snapshots import SnapshotStore, snapshot_key
 
 SMALL = {

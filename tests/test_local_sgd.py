@@ -56,8 +56,8 @@ def without_momentum(patch):
     right = local_sgd.OuterOptimizer.after_step
 
     def after_step(self, done, last):
-        for momentum in self.outer_momentum.values():
-            momentum.zero_()
+        for state in self.state:
+            state["momentum"].zero_()
         right(self, done, last)
 
     patch.setattr(local_sgd.OuterOptimizer, "after_step", after_step)

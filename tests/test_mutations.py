@@ -438,13 +438,13 @@ def gradients_of_keys_and_values_that_do_not_come_home(patch: Patch) -> None:
 
 @caught("context=2 context_method=ulysses", "output", "block0.attention")
 def heads_that_come_back_out_of_order(patch: Patch) -> None:
-    right = context.UlyssesAttention._all_to_all
+    right = context.all_to_all_with_grad
 
-    def exchange(self: Any, x: Tensor) -> Tensor:
-        found = right(self, x)
+    def exchange(x: Tensor, *rest: Any) -> Tensor:
+        found = right(x, *rest)
         return found.flip(0) if x.shape[2] == 2 else found  # two heads a rank: on the way back
 
-    patch.setattr(context.UlyssesAttention, "_all_to_all", exchange)
+    patch.setattr(context, "all_to_all_with_grad", exchange)
 
 
 @caught("shard=2 context=2 zero=1", "grad_norm")

@@ -4,6 +4,7 @@ The names are the same for every supported PyTorch version (2.13 renamed some co
 calls and compiled code, the axis's step timer records how long this rank waits in each collective.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -73,67 +74,62 @@ def all_to_all_rows(output: Tensor, input: Tensor, axis: Axis) -> None:
 # compiler decides where to wait.
 
 
-def _run_and_wait(collective: Any, x: Tensor, *args: Any, group: Any, axis: Axis | None) -> Tensor:
-    """Runs a functional collective and waits for its result.
+def _gather_or_scatter(x: Tensor, dim: int, group: Any, axis: Axis | None, scatters: bool) -> Tensor:
+    """Runs a functional all-gather or, if `scatters`, reduce-scatter, and waits for its result.
 
     PyTorch returns a tensor that waits on first use. If it is garbage-collected before, gloo still writes into its
     freed memory. So we wait immediately; on a GPU only the stream waits, not the host.
     """
+    collective = torch_collectives.functional_reduce_scatter if scatters else torch_collectives.functional_all_gather
+    args = (x, "sum", dim, group) if scatters else (x, dim, group)
     if axis is None:
-        return collective(x, *args, group)  # type: ignore[no-any-return]
+        return collective(*args)  # type: ignore[no-any-return]
     with axis.waiting(x.device):
-        return torch_collectives.wait(collective(x, *args, group))
+        return torch_collectives.wait(collective(*args))
 
 
-class _AllGather(torch.autograd.Function):
+class _GatherOrScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Any, axis: Axis | None) -> Tensor:
-        ctx.dim, ctx.group, ctx.axis = dim, group, axis
-        return _run_and_wait(torch_collectives.functional_all_gather, x, dim, group=group, axis=axis)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        reduce_scatter = torch_collectives.functional_reduce_scatter
-        grad = _run_and_wait(reduce_scatter, grads[0].contiguous(), "sum", ctx.dim, group=ctx.group, axis=ctx.axis)
-        return grad, None, None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Any, axis: Axis | None) -> Tensor:
-        ctx.dim, ctx.group, ctx.axis = dim, group, axis
-        return _run_and_wait(torch_collectives.functional_reduce_scatter, x, "sum", dim, group=group, axis=axis)
+    def forward(ctx: Any, x: Tensor, dim: int, group: Any, axis: Axis | None, scatters: bool) -> Tensor:
+        ctx.dim, ctx.group, ctx.axis, ctx.scatters = dim, group, axis, scatters
+        return _gather_or_scatter(x, dim, group, axis, scatters)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        all_gather = torch_collectives.functional_all_gather
-        grad = _run_and_wait(all_gather, grads[0].contiguous(), ctx.dim, group=ctx.group, axis=ctx.axis)
-        return grad, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        grad = _gather_or_scatter(grads[0].contiguous(), ctx.dim, ctx.group, ctx.axis, not ctx.scatters)
+        return grad, None, None, None, None
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, output_split_sizes: list[int], input_split_sizes: list[int], axis: Axis) -> Tensor:
-        ctx.split_sizes, ctx.axis = (input_split_sizes, output_split_sizes), axis
-        exchange = torch_collectives.functional_all_to_all
-        return _run_and_wait(exchange, x, output_split_sizes, input_split_sizes, group=axis.group, axis=axis)
+    def forward(ctx: Any, x: Tensor, received: list[int], sent: list[int], axis: Axis) -> Tensor:
+        ctx.received, ctx.sent, ctx.axis = received, sent, axis
+        return _exchange_rows(x, received, sent, axis)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        exchange = torch_collectives.functional_all_to_all
-        grad = _run_and_wait(exchange, grads[0].contiguous(), *ctx.split_sizes, group=ctx.axis.group, axis=ctx.axis)
-        return grad, None, None, None
+        return _exchange_rows(grads[0].contiguous(), ctx.sent, ctx.received, ctx.axis), None, None, None
+
+
+def _exchange_rows(x: Tensor, received: list[int], sent: list[int], axis: Axis) -> Tensor:
+    output = x.new_empty(sum(received), *x.shape[1:])
+    if axis.timer is not None:
+        row_bytes = math.prod(x.shape[1:]) * x.element_size()
+        axis.timer.bytes_sent[axis.name] += (sum(sent) - sent[axis.index]) * row_bytes
+    all_to_all(output, x, received, sent, axis=axis)
+    return output
 
 
 def all_gather_with_grad(x: Tensor, dim: int, axis: Axis) -> Tensor:
     timed_axis = None if torch.compiler.is_compiling() else axis
-    return _AllGather.apply(x, dim, axis.group, timed_axis)  # type: ignore[no-any-return]
+    return _GatherOrScatter.apply(x, dim, axis.group, timed_axis, False)  # type: ignore[no-any-return]
 
 
 def reduce_scatter_with_grad(x: Tensor, dim: int, axis: Axis) -> Tensor:
     timed_axis = None if torch.compiler.is_compiling() else axis
-    return _ReduceScatter.apply(x, dim, axis.group, timed_axis)  # type: ignore[no-any-return]
+    return _GatherOrScatter.apply(x, dim, axis.group, timed_axis, True)  # type: ignore[no-any-return]
 
 
-def all_to_all_with_grad(x: Tensor, output_split_sizes: list[int], input_split_sizes: list[int], axis: Axis) -> Tensor:
-    return _AllToAll.apply(x, output_split_sizes, input_split_sizes, axis)  # type: ignore[no-any-return]
+def all_to_all_with_grad(x: Tensor, received: list[int], sent: list[int], axis: Axis) -> Tensor:
+    """Sends `sent[i]` rows to rank i and receives `received[i]` from it; counts the bytes sent."""
+    return _AllToAll.apply(x, received, sent, axis)  # type: ignore[no-any-return]

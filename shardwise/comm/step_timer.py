@@ -173,11 +173,3 @@ class StepTimer:
         """Returns seconds by phase and axis since the step began; late CUDA events count in a later step."""
         self._collect_finished_spans()
         return dict(self.phase_seconds), dict(self.wait_seconds)
-
-    def read_and_reset(self) -> tuple[dict[str, int], dict[str, float]]:
-        """Returns bytes sent and seconds waited by axis, and resets both."""
-        self._collect_finished_spans()
-        sent_and_waited = dict(self.bytes_sent), dict(self.wait_seconds)
-        self.bytes_sent.clear()
-        self.wait_seconds.clear()
-        return sent_and_waited

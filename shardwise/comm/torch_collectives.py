@@ -19,7 +19,6 @@ all_gather_into_tensor = _first_available(dist, "all_gather_single", "all_gather
 reduce_scatter_tensor = _first_available(dist, "reduce_scatter_single", "reduce_scatter_tensor")
 functional_all_gather = _first_available(functional, "all_gather_single", "all_gather_tensor")
 functional_reduce_scatter = _first_available(functional, "reduce_scatter_single", "reduce_scatter_tensor")
-functional_all_to_all = functional.all_to_all_single
 
 
 def wait(output: Any) -> Tensor:

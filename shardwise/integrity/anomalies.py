@@ -1,15 +1,14 @@
 """Detects loss spikes, and finds the module and ranks where non-finite values first appear."""
 
 from collections import deque
-from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.objects import all_gather_json
 from shardwise.console import format_ranks
 from shardwise.data.sample_stream import Samples
 from shardwise.parallel.engine import Engine
@@ -46,26 +45,25 @@ def locate_nonfinite(engine: Engine, samples: Samples) -> str:
     with ExitStack() as hooks:
         for name, module in (pair for chain in engine.chains for pair in chain.named_modules()):
             if not list(module.children()):
-                hooks.enter_context(module.register_forward_hook(_make_hook(name, findings)))
+                hooks.enter_context(module.register_forward_hook(partial(_check_output, name, findings)))
         backward(engine, samples)
     if not findings:
         # The backward pass runs from the loss to the first layer, so it reaches the last parameter first.
         bad = [param_shard.name for param_shard in engine.param_shards if not param_shard.grad.isfinite().all()]
         findings = [("the gradient of", name) for name in bad[-1:]]
     engine.data.sync_weights()
-    return _describe_origin(_gather_findings(engine, findings[0] if findings else None))
+    local = (engine.mesh["pipeline"].index, engine.mesh.rank, findings[0] if findings else None)
+    gathered = all_gather_json(local)
+    return _describe_origin(sorted(gathered, key=lambda entry: entry[:2]))  # in the order of the forward pass
 
 
-def _make_hook(name: str, findings: list[tuple[str, str]]) -> Callable[..., None]:
-    def check_output(module: nn.Module, inputs: Any, output: Any) -> None:
-        if not findings and not _is_finite(output):
-            weights = [key for key, weight in module.named_parameters(recurse=False) if not _is_finite(weight)]
-            if weights:
-                findings.append(("the weight", f"{name}.{weights[0]}"))
-            elif _is_finite(inputs):
-                findings.append(("the output of", name))
-
-    return check_output
+def _check_output(name: str, findings: list[tuple[str, str]], module: nn.Module, inputs: Any, output: Any) -> None:
+    if not findings and not _is_finite(output):
+        weights = [key for key, weight in module.named_parameters(recurse=False) if not _is_finite(weight)]
+        if weights:
+            findings.append(("the weight", f"{name}.{weights[0]}"))
+        elif _is_finite(inputs):
+            findings.append(("the output of", name))
 
 
 def _is_finite(value: Any) -> bool:
@@ -74,13 +72,8 @@ def _is_finite(value: Any) -> bool:
     return all(_is_finite(item) for item in value) if isinstance(value, tuple | list) else True
 
 
-def _gather_findings(engine: Engine, finding: tuple[str, str] | None) -> list[tuple[int, int, tuple[str, str] | None]]:
-    """All-gathers the stage, rank and finding of every rank, in the order of the forward pass."""
-    local = (engine.mesh["pipeline"].index, engine.mesh.rank, finding)
-    return sorted(all_gather_json(local), key=lambda entry: entry[:2])
-
-
 def _describe_origin(findings: list[tuple[int, int, tuple[str, str] | None]]) -> str:
+    """`findings`: stage, rank and finding of every rank."""
     for forward in (True, False):
         matching = [entry for entry in findings if entry[2] and (entry[2][0] != "the gradient of") == forward]
         if matching:

@@ -7,6 +7,7 @@ exchange only one combined checksum per copy kind, that is per way in which a te
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,9 +43,17 @@ class TrackedTensor:
     copy_kinds: frozenset[str] = frozenset()
 
 
-def compute_checksums(tracked: Sequence[TrackedTensor], device: torch.device) -> Tensor:
-    checksums = [checksum(entry.tensor).to(device) for entry in tracked]
-    return torch.stack(checksums) if checksums else torch.zeros(0, dtype=torch.int64, device=device)
+class Checksums(NamedTuple):
+    """The checksums of some tensors, and the label and copy kinds of each."""
+
+    values: Tensor
+    labels: list[tuple[str, frozenset[str]]]
+
+
+def compute_checksums(tracked: Sequence[TrackedTensor], device: torch.device) -> Checksums:
+    values = [checksum(entry.tensor).to(device) for entry in tracked]
+    stacked = torch.stack(values) if values else torch.zeros(0, dtype=torch.int64, device=device)
+    return Checksums(stacked, [(entry.label, entry.copy_kinds) for entry in tracked])
 
 
 class StateChecksums:
@@ -53,7 +62,7 @@ class StateChecksums:
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer):
         self.engine, self.optimizer = engine, optimizer
         tied = [param_shard.name for param_shard in engine.tied] if engine.mesh.tied_stages.size > 1 else []
-        self.copy_kinds = [self._copy_kinds_of(param_shard, tied) for _, param_shard in engine.data.param_pairs]
+        self.entries = [(w, shard, self._copy_kinds_of(shard, tied)) for w, shard in engine.data.param_pairs]
         self.keeps_full_weights = isinstance(engine.data, Zero1)
         """Whether every data-parallel rank keeps full weights (ZeRO-1), of which it updates a shard."""
 
@@ -72,7 +81,7 @@ class StateChecksums:
         are left out: they are too large to read in every step."""
         tracked = []
         has_full_copies = self.keeps_full_weights and self.engine.mesh["fsdp"].size > 1
-        for (weight, param_shard), kinds in zip(self.engine.data.param_pairs, self.copy_kinds, strict=True):
+        for weight, param_shard, kinds in self.entries:
             if param_shard.compute_copy is not None:
                 tracked.append(TrackedTensor(f"compute copy of weight {param_shard.name}", param_shard.compute_copy))
             if has_full_copies and not param_shard.is_expert:
@@ -84,7 +93,7 @@ class StateChecksums:
     def states(self) -> list[TrackedTensor]:
         """Returns the optimizer states. Scalars, the step counts, come last as one tensor."""
         tracked, scalars = [], list[Tensor]()
-        for (_, param_shard), kinds in zip(self.engine.data.param_pairs, self.copy_kinds, strict=True):
+        for _, param_shard, kinds in self.entries:
             for key, value in self.optimizer.state.get(param_shard.tensor, {}).items():
                 if value.dim():
                     tracked.append(TrackedTensor(f"optimizer state {key} of {param_shard.name}", value, kinds))
@@ -94,8 +103,8 @@ class StateChecksums:
 
     def gradients(self) -> list[TrackedTensor]:
         """Returns the reduced gradients of weights that other ranks hold too."""
-        pairs = zip(self.engine.data.param_pairs, self.copy_kinds, strict=True)
-        return [TrackedTensor(f"gradient of {shard.name}", shard.grad, kinds) for (_, shard), kinds in pairs if kinds]
+        entries = [(shard, kinds) for _, shard, kinds in self.entries if kinds]
+        return [TrackedTensor(f"gradient of {shard.name}", shard.grad, kinds) for shard, kinds in entries]
 
 
 def mixing_factors(kinds: Sequence[frozenset[str]]) -> Tensor:

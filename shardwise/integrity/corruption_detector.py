@@ -38,7 +38,7 @@ from shardwise.errors import RunError
 from shardwise.files import parse_record, write_text
 from shardwise.integrity import checksums
 from shardwise.integrity.anomaly_policy import Rollback
-from shardwise.integrity.checksums import COPY_KINDS, StateChecksums, TrackedTensor, compute_checksums
+from shardwise.integrity.checksums import COPY_KINDS, Checksums, StateChecksums, TrackedTensor, compute_checksums
 from shardwise.integrity.redundant_compute import RedundantCompute
 from shardwise.job import Job
 from shardwise.parallel.engine import Engine
@@ -49,7 +49,6 @@ FLOPS_PER_BYTE = {"cpu": 1.5, "cuda": 120.0}  # measured: compute forgone per by
 FLOPS_PER_CHECKSUM = {"cpu": 4e5, "cuda": 6e9}  # measured: compute forgone per checksum launched
 MAX_PARTS = 100
 MICRO_BATCH = "micro-batch"
-ChecksumLabels = list[tuple[str, frozenset[str]]]  # the label and copy kinds of each checksum
 
 
 @dataclass(frozen=True)
@@ -77,16 +76,13 @@ class CorruptionDetector:
         self.parts = job.run.checksum_every if isinstance(job.run.checksum_every, int) else 0
         self.current_part = 0
         self.quarantine_file, self.hosts = run / "quarantine.json", [socket.gethostname()]
-        self.reference_ranks = checksums.reference_ranks(engine.mesh.layout, engine.mesh["local_sgd"].size > 1).to(
-            self.device
-        )
+        references = checksums.reference_ranks(engine.mesh.layout, engine.mesh["local_sgd"].size > 1)
+        self.reference_ranks = references.to(self.device)
         self.mixing_factors: dict[tuple[int, int], Tensor] = {}
-        self.checksum_labels = self.gradient_labels = self.expected_labels = self.changed_labels = ChecksumLabels()
-        empty = torch.zeros(0, dtype=torch.int64, device=self.device)
-        self.checksums = self.gradient_checksums = self.expected_checksums = self.observed_checksums = empty
+        self.checksums = self.gradients = self.expected = self.observed = compute_checksums([], self.device)
         """`expected`: the state after the last update; `observed`: the state right before the next one; `checksums`:
         gradients and expected state, for the comparison of copies."""
-        self.changed = empty.bool()
+        self.changed, self.changed_labels = self.checksums.values.bool(), self.checksums.labels
         self.no_flags = torch.zeros(2, dtype=torch.int64, device=self.device)
         self.unresolved: tuple[Corruption, int] | None = None
         """A corruption that a replay of its step will attribute, and this rank's checksum from before the replay."""
@@ -95,8 +91,7 @@ class CorruptionDetector:
         """Call after weights and optimizer states were initialized or loaded."""
         if self.enabled:
             self.parts = self.parts or self._choose_parts()
-            self._store_expected(self._current_subset(self._tracked_state()))
-            self.observed_checksums = self.expected_checksums
+            self.expected = self.observed = self._compute(self._tracked_state())
 
     def before_step(self, step: int, samples: Samples) -> None:
         """Call before each step."""
@@ -106,21 +101,19 @@ class CorruptionDetector:
     def before_update(self) -> None:
         """Call after gradients are reduced and before the optimizer step."""
         if self.enabled:
-            gradients = self._current_subset(self.state_checksums.gradients())
-            self.observed_checksums = compute_checksums(self._current_subset(self._tracked_state()), self.device)
-            self.gradient_checksums = compute_checksums(gradients, self.device)
-            self.gradient_labels = _labels(gradients)
+            self.observed = self._compute(self._tracked_state())
+            self.gradients = self._compute(self.state_checksums.gradients())
 
     def after_step(self) -> None:
         """Call after the optimizer step."""
         if self.enabled:
             # The first step creates optimizer states; they come after the weights.
-            self.changed = self.observed_checksums[: len(self.expected_checksums)] != self.expected_checksums
-            self.changed_labels = self.expected_labels
+            self.changed = self.observed.values[: len(self.expected.values)] != self.expected.values
+            self.changed_labels = self.expected.labels
             self.current_part = (self.current_part + 1) % self.parts
-            self._store_expected(self._current_subset(self._tracked_state()))
-            self.checksums = torch.cat((self.gradient_checksums, self.expected_checksums))
-            self.checksum_labels = self.gradient_labels + self.expected_labels
+            self.expected = self._compute(self._tracked_state())
+            values = torch.cat((self.gradients.values, self.expected.values))
+            self.checksums = Checksums(values, self.gradients.labels + self.expected.labels)
 
     def reduce_flags(self, signal: int) -> Tensor:
         """Returns the highest stop signal of any rank and whether any rank is corrupt, as a tensor on the device."""
@@ -128,14 +121,13 @@ class CorruptionDetector:
             return self.no_flags
         row = torch.zeros(FIRST_COPY + len(COPY_KINDS) + 2, dtype=torch.int64, device=self.device)
         row[SIGNAL] = signal
-        if len(self.checksums):
-            key = self.current_part, len(self.checksums)
+        if self.checksums.labels:
+            key = self.current_part, len(self.checksums.labels)
             if key not in self.mixing_factors:
-                self.mixing_factors[key] = checksums.mixing_factors([kinds for _, kinds in self.checksum_labels]).to(
-                    self.device
-                )
+                factors = checksums.mixing_factors([kinds for _, kinds in self.checksums.labels])
+                self.mixing_factors[key] = factors.to(self.device)
             row[CHANGED] = self.changed.any()
-            row[FIRST_COPY:-2] = (self.mixing_factors[key] * self.checksums).sum(1)
+            row[FIRST_COPY:-2] = (self.mixing_factors[key] * self.checksums.values).sum(1)
             row[-2], row[-1] = self.redundant_compute.redundant_result, self.redundant_compute.step_result
         table = row[None]
         if self.world > 1:
@@ -159,27 +151,24 @@ class CorruptionDetector:
         if not self.enabled:
             return
         state = self._tracked_state()
-        self.changed = compute_checksums(self._current_subset(state), self.device) != self.expected_checksums
-        self.changed_labels = self.expected_labels
+        self.changed = self._compute(state).values != self.expected.values
+        self.changed_labels = self.expected.labels
         if self.parts > 1:
-            self.checksums, self.checksum_labels = compute_checksums(state, self.device), _labels(state)
-            self.mixing_factors.pop((self.current_part, len(self.checksums)), None)
+            self.checksums = compute_checksums(state, self.device)
+            self.mixing_factors.pop((self.current_part, len(self.checksums.labels)), None)
         if self.reduce_flags(0)[1]:
             self._report(self._locate_corruption(step))
 
     # Internals
 
-    def _store_expected(self, state: list[TrackedTensor]) -> None:
-        self.expected_checksums, self.expected_labels = compute_checksums(state, self.device), _labels(state)
-
     def _tracked_state(self) -> list[TrackedTensor]:
         return self.state_checksums.weights() + self.state_checksums.states()
 
-    def _current_subset(self, tracked: list[TrackedTensor]) -> list[TrackedTensor]:
-        """Returns the tensors of the current part, which is the same on all ranks."""
-        if self.parts == 1:
-            return tracked
-        return [entry for entry in tracked if crc32(entry.label.encode()) % self.parts == self.current_part]
+    def _compute(self, tracked: list[TrackedTensor]) -> Checksums:
+        """Returns the checksums of the tensors in the current part, which is the same on all ranks."""
+        if self.parts > 1:
+            tracked = [entry for entry in tracked if crc32(entry.label.encode()) % self.parts == self.current_part]
+        return compute_checksums(tracked, self.device)
 
     def _choose_parts(self) -> int:
         """Returns the number of parts that keeps checksums below `MAX_OVERHEAD` on the rank with the most to read."""
@@ -194,9 +183,9 @@ class CorruptionDetector:
     def _locate_corruption(self, step: int) -> list[Corruption]:
         """All-gathers the checksums of every tensor, and returns which ranks and tensors are corrupt."""
         compute = self.redundant_compute
-        report = {
-            "host": socket.gethostname(), "checksums": self.checksums.tolist(),
-            "labels": [(label, sorted(kinds)) for label, kinds in self.checksum_labels],
+        report: dict[str, Any] = {
+            "host": socket.gethostname(), "checksums": self.checksums.values.tolist(),
+            "labels": [(label, sorted(kinds)) for label, kinds in self.checksums.labels],
             "redundant_compute": (int(compute.redundant_result), int(compute.step_result)),
             "changed": [label for (label, _), bad in zip(self.changed_labels, self.changed.tolist()) if bad],
         }  # fmt: skip
@@ -287,7 +276,7 @@ class CorruptionDetector:
 
     def _local_checksum(self, label: str) -> int:
         """Returns this rank's checksum of a tensor, or 0 if it does not have that tensor."""
-        entries = zip(self.checksum_labels, self.checksums.tolist())
+        entries = zip(self.checksums.labels, self.checksums.values.tolist())
         return next((int(value) for (name, _), value in entries if name == label), 0)
 
     def _record_quarantine(self, corruption: Corruption) -> None:
@@ -308,7 +297,3 @@ class CorruptionDetector:
                 f"rank {rank} on {host} was corrupt {pluralize(len(entries), 'time')}, more than run.max_corruptions "
                 f"allows; most recently: {corruption.message}. Remove that device and continue with --resume."
             )
-
-
-def _labels(tracked: Sequence[TrackedTensor]) -> ChecksumLabels:
-    return [(entry.label, entry.copy_kinds) for entry in tracked]

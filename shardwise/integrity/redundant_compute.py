@@ -53,7 +53,7 @@ class RedundantCompute:
         scale = self.engine.scale.value / count_targets(self.engine, samples)
         self.redundant_result = self.step_result = self._compute(self._broadcast_owner_batch(micro_batch), scale)
         if self.data.index == self.owner:
-            _StepHooks(self, micro_batch_index)
+            self._record_step(micro_batch_index)
 
     def find_outliers(self, votes: list[tuple[int, int]]) -> list[int]:
         """Returns the ranks whose votes (redundant and step result) differ from the majority; all without a
@@ -73,45 +73,30 @@ class RedundantCompute:
 
     def _compute(self, micro_batch: Samples, scale: Tensor) -> Tensor:
         chain, first_outputs = self.engine.chains[0], list[Tensor]()
-        with _first_module(chain).register_forward_hook(lambda module, inputs, output: first_outputs.append(output)):
+        first = next(chain.children())
+        with first.register_forward_hook(lambda module, inputs, output: first_outputs.append(output)):
             loss = chain(micro_batch.tokens, targets=micro_batch.targets, **micro_batch.forward_kwargs)
-        checksums = [checksum(loss)]
+        result = checksum(loss)
         if self.checks_gradients:
-            checksums.append(checksum(torch.autograd.grad(loss * scale, first_outputs[0])[0]))
-        return _combine_checksums(checksums)
+            result = result * HASH_MULTIPLIER + checksum(torch.autograd.grad(loss * scale, first_outputs[0])[0])
+        return result
 
+    def _record_step(self, micro_batch_index: int) -> None:
+        """Hooks the chain to record the results that the step itself computes for a micro-batch."""
+        chain, micro_batches_left = self.engine.chains[0], micro_batch_index
 
-class _StepHooks:
-    """Records the results that the step itself computes for a micro-batch."""
+        def on_first_output(module: nn.Module, inputs: Any, output: Tensor) -> None:
+            if micro_batches_left == 0 and self.checks_gradients and output.requires_grad:
+                output.register_hook(on_gradient)
 
-    def __init__(self, redundant_compute: RedundantCompute, micro_batch_index: int):
-        self.redundant_compute, self.micro_batches_left = redundant_compute, micro_batch_index
-        self.loss = torch.zeros((), dtype=torch.int64)
-        chain = redundant_compute.engine.chains[0]
-        redundant_compute._hooks = [
-            _first_module(chain).register_forward_hook(self.on_first_output), chain.register_forward_hook(self.on_loss)
-        ]  # fmt: skip
+        def on_loss(module: nn.Module, inputs: Any, output: Tensor) -> None:
+            nonlocal micro_batches_left
+            if micro_batches_left == 0:
+                self.step_result = checksum(output)
+            micro_batches_left -= 1
 
-    def on_first_output(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
-        if self.micro_batches_left == 0 and self.redundant_compute.checks_gradients and output.requires_grad:
-            output.register_hook(self.on_gradient)
+        def on_gradient(gradient: Tensor) -> None:
+            self.step_result = self.step_result * HASH_MULTIPLIER + checksum(gradient)
 
-    def on_loss(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
-        if self.micro_batches_left == 0:
-            self.loss = checksum(output)
-            self.redundant_compute.step_result = _combine_checksums([self.loss])
-        self.micro_batches_left -= 1
-
-    def on_gradient(self, gradient: Tensor) -> None:
-        self.redundant_compute.step_result = _combine_checksums([self.loss, checksum(gradient)])
-
-
-def _first_module(chain: nn.Module) -> nn.Module:
-    return next(chain.children())
-
-
-def _combine_checksums(checksums: list[Tensor]) -> Tensor:
-    combined = checksums[0]
-    for value in checksums[1:]:
-        combined = combined * HASH_MULTIPLIER + value
-    return combined
+        first = next(chain.children())
+        self._hooks = [first.register_forward_hook(on_first_output), chain.register_forward_hook(on_loss)]

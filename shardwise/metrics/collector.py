@@ -37,9 +37,7 @@ class RankMetricsCollector:
         self.memory_by_kind: dict[str, float] = {}
         self._memory_read_time, self._peak_bytes = -1.0, 0.0
         self._gradient_bytes_hook = optimizer.register_step_pre_hook(self._count_gradient_bytes)
-        ranks_per_stage = world // mesh.layout.pipeline
-        peers = [range(rank, rank + ranks_per_stage) for rank in range(0, world, ranks_per_stage)]
-        self.writer = RankMetricsWriter(run_path / "ranks.jsonl", job.total_steps, peers)
+        self.writer = RankMetricsWriter(run_path / "ranks.jsonl", job.total_steps, mesh.layout.pipeline)
         self.clock_offset = rank_metrics.clock_offset(mesh.all_ranks, self.device) if world > 1 else 0.0
         self.timeline_every = max(10, job.total_steps // TIMELINE_SAMPLES)
         # "loader": the data-parallel ranks of all local-SGD replicas.
@@ -81,9 +79,12 @@ class RankMetricsCollector:
                     file.write(json.dumps({"step": self.last_step, "actions": shifted}) + "\n")
 
     def peak_memory(self) -> float:
-        """Returns this rank's peak memory in bytes. It is read at most once a second: reading is slow."""
+        """Returns this rank's peak memory in bytes: of the GPU, or resident. Read at most once a second: it is slow."""
         if time.monotonic() - self._memory_read_time >= 1.0:
-            self._memory_read_time, self._peak_bytes = time.monotonic(), _process_peak_memory(self.device)
+            self._memory_read_time = time.monotonic()
+            self._peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # resident memory
+            if self.device.type == "cuda":
+                self._peak_bytes = torch.cuda.max_memory_allocated(self.device)
         return self._peak_bytes
 
     def _count_gradient_bytes(self, *_: Any) -> None:
@@ -124,10 +125,3 @@ class RankMetricsCollector:
         if self.is_main:
             self.writer.add(self.last_step, rows.cpu().numpy())
             self.writer.flush(self.last_step)
-
-
-def _process_peak_memory(device: torch.device) -> int:
-    """Returns this process's peak memory in bytes: allocated GPU memory, or resident memory on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -66,7 +66,7 @@ class RankMetricsWriter:
 
     path: Path
     total_steps: int
-    peer_groups: Sequence[Sequence[int]]  # groups of ranks with equal work: the ranks of each pipeline stage
+    stages: int  # pipeline stages, whose ranks have equal work
 
     def __post_init__(self) -> None:
         self.window: list[np.ndarray] = []
@@ -82,7 +82,7 @@ class RankMetricsWriter:
         self.recent_steps.append(rows)
         if len(self.recent_steps) < ALERT_WINDOW:
             return []
-        current_alerts = dict(find_alerts(sum_steps(self.recent_steps), self.peer_groups))
+        current_alerts = dict(find_alerts(sum_steps(self.recent_steps), self.stages))
         self.recent_steps = []
         new = [message for key, message in current_alerts.items() if key not in self.active_alerts]
         self.active_alerts = set(current_alerts)
@@ -128,13 +128,13 @@ def find_slowest_rank(rows: np.ndarray) -> dict[str, Any]:
     return {"rank": int(rank), "phase": PHASES[phase], "seconds": round(seconds, 6), "median": round(median, 6)}
 
 
-def find_alerts(rows: np.ndarray, peer_groups: Sequence[Sequence[int]]) -> list[tuple[str, str]]:
-    """Returns (key, sentence) for each straggler, and for the worst data stall."""
+def find_alerts(rows: np.ndarray, stages: int) -> list[tuple[str, str]]:
+    """Returns (key, sentence) for each straggler among the ranks of its stage, and for the worst data stall."""
     alerts = []
     busy = rows[:, FIRST_PHASE : FIRST_PHASE + 2].sum(1)  # compute and optimizer
     seconds = np.maximum(rows[:, SECONDS], 1e-9)
-    for group in peer_groups:
-        median = float(np.sort(busy[list(group)])[(len(group) - 1) // 2])  # the lower median
+    for group in np.array_split(np.arange(len(rows)), stages):
+        median = float(np.sort(busy[group])[(len(group) - 1) // 2])  # the lower median
         for rank in group:
             excess = float(busy[rank]) - median
             if busy[rank] > STRAGGLER_RATIO * median and excess > ALERT_SHARE * seconds[rank]:

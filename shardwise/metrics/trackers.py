@@ -31,10 +31,9 @@ LogFn = Callable[[dict[str, Any]], None]
 
 def check_tracker_installed(name: str) -> None:
     """Raises JobError if the tracker's package is missing. Called before the run starts."""
-    package = {"tensorboard": "tensorboard", "wandb": "wandb"}.get(name)
-    if package is not None and importlib.util.find_spec(package) is None:
+    if name in ("tensorboard", "wandb") and importlib.util.find_spec(name) is None:
         raise JobError(
-            f'tracker = "{name}" needs the package {package}, which is not installed; run `pip install {package}`, '
+            f'tracker = "{name}" needs the package {name}, which is not installed; run `pip install {name}`, '
             'or use tracker = "csv" or "prometheus", which need no package.'
         )
 

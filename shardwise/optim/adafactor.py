@@ -42,24 +42,22 @@ class Adafactor(ShardedOptimizer):
 
     def _update_variances(self, members: list[ShardWithState], steps: list[Tensor]) -> dict[int, Tensor]:
         """Updates the running variances. Returns the mean over rows of each matrix's `row_var`, by id of its shard."""
-        matrix_indices = [index for index, (shard, _, _) in enumerate(members) if len(shard.shape) > 1]
-        shards = [members[index][0] for index in matrix_indices]
+        shards = [shard for shard, _, _ in members if len(shard.shape) > 1]
         partial_sums, summed_dims = [], []
         for shard in shards:
             grad = self.unscaled_grad(shard)
             partial_sums += [sum_of_squares(grad, dim=-1), sum_of_squares(grad, dim=-2)]
             summed_dims += [[len(shard.shape) - 1], [len(shard.shape) - 2]]
-        sums = sum_over_shards(partial_sums, [shard for shard in shards for _ in range(2)], summed_dims)
-        for index, (shard, state, _) in enumerate(members):
-            one_minus_beta2 = steps[index] ** BETA2_DECAY
-            if len(shard.shape) == 1:
+        sums = iter(sum_over_shards(partial_sums, [shard for shard in shards for _ in range(2)], summed_dims))
+        for (shard, state, _), step_number in zip(members, steps, strict=True):
+            one_minus_beta2 = step_number**BETA2_DECAY
+            if len(shard.shape) < 2:
                 self._lerp_state(state, "variance", self.unscaled_grad(shard).square(), one_minus_beta2)
-        for position, index in enumerate(matrix_indices):
-            shard, state, _ = members[index]
-            one_minus_beta2, dtype = steps[index] ** BETA2_DECAY, shard.tensor.dtype
-            for key, dim, full_sum in zip(("row_var", "col_var"), (-1, -2), sums[2 * position : 2 * position + 2]):
-                self._lerp_state(state, key, (full_sum / shard.shape[dim]).to(dtype), one_minus_beta2)
-        rows = [members[index][1]["row_var"].sum(-2, keepdim=True, dtype=torch.float64) for index in matrix_indices]
+                continue
+            for key, dim in (("row_var", -1), ("col_var", -2)):
+                self._lerp_state(state, key, (next(sums) / shard.shape[dim]).to(shard.tensor.dtype), one_minus_beta2)
+        row_vars = [self.state[shard.tensor]["row_var"] for shard in shards]
+        rows = [row_var.sum(-2, keepdim=True, dtype=torch.float64) for row_var in row_vars]
         rows = sum_over_shards(rows, shards, [[len(shard.shape) - 2] for shard in shards])
         return {id(p): (row / p.shape[-2]).to(p.tensor.dtype) for p, row in zip(shards, rows, strict=True)}
 

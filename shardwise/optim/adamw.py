@@ -36,7 +36,9 @@ class AdamW(ShardedOptimizer):
             self.copy_lr_to_device()
         weights = [weight for group in self.param_groups for weight in group["params"]]
         for weight in weights:
-            self._init_state(weight)
+            if not self.state[weight]:
+                moments = {key: torch.zeros_like(weight, dtype=self.state_dtype) for key in ("exp_avg", "exp_avg_sq")}
+                self.state[weight] = {"step": torch.zeros((), dtype=torch.float32, device=weight.device), **moments}
         steps = [self.state[weight]["step"] for weight in weights]
         increment = torch.ones_like(steps[0]) if self.found_inf is None else 1.0 - self.found_inf
         torch._foreach_add_(steps, [increment] * len(steps))
@@ -55,13 +57,6 @@ class AdamW(ShardedOptimizer):
         weight, moments = shard.tensor.detach(), (state["exp_avg"], state["exp_avg_sq"])
         scale_and_inf = self.grad_scale, self.found_inf
         fused_adamw_(weight, shard.grad, *moments, shard.compute_copy, state["step"], lr, group, *scale_and_inf)
-
-    def _init_state(self, weight: Tensor) -> None:
-        state = self.state[weight]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
-            state["exp_avg"] = torch.zeros_like(weight, dtype=self.state_dtype)
-            state["exp_avg_sq"] = torch.zeros_like(weight, dtype=self.state_dtype)
 
 
 def torch_adamw_(

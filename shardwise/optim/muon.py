@@ -85,11 +85,6 @@ class MatrixShard:
     def cost(self) -> int:
         return self.shape.numel() * min(self.shape[-2:])
 
-    @property
-    def group_key(self) -> tuple[int, ...]:
-        """Matrices with the same key are sharded and replicated over the same ranks and share collectives."""
-        return *(id(axis.group) for _, axis in self.sharded_dims), id(self.replica_axis)
-
 
 def orthogonalize(tensors: list[Tensor], shards: Sequence[ParamShardLike]) -> list[Tensor]:
     """Returns this rank's shard of each orthogonalized full matrix."""
@@ -97,7 +92,9 @@ def orthogonalize(tensors: list[Tensor], shards: Sequence[ParamShardLike]) -> li
     for index, (tensor, shard) in enumerate(zip(tensors, shards, strict=True)):
         sharded_dims = tuple((dim, axis) for dim, axis in shard.sharded_dims if dim >= len(shard.shape) - 2)
         matrix_shard = MatrixShard(tensor, shard.shape, sharded_dims, shard.replica_axis)
-        by_group.setdefault(matrix_shard.group_key, []).append((index, matrix_shard))
+        # Matrices that are sharded and replicated over the same ranks share collectives.
+        key = *(id(axis.group) for _, axis in sharded_dims), id(shard.replica_axis)
+        by_group.setdefault(key, []).append((index, matrix_shard))
     results = list(tensors)
     for group in by_group.values():
         orthogonalized = _orthogonalize_on_owners([matrix_shard for _, matrix_shard in group])

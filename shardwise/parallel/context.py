@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ def apply(chain: Chain, layout: Layout, mesh: Mesh, length: int, device: torch.d
         return
     context_positions = local_positions(length, context, method)
     sequence_positions = context_positions.chunk(tensor.size)[tensor.index] if splits_sequence else context_positions
-    attention_fn = RingAttention(context) if method == "ring" else UlyssesAttention(context)
+    attention_fn = partial(ring_attention if method == "ring" else ulysses_attention, context)
     if context.size > 1:
         ranks = [replace(context, index=index) for index in range(context.size)]
         positions = torch.cat([local_positions(length, rank, method) for rank in ranks])
@@ -106,42 +107,29 @@ def shard_samples(samples: Samples, positions: Tensor | None) -> Samples:
     return replace(samples, tokens=tokens, targets=targets)
 
 
-class UlyssesAttention:
-    """Attention over some heads of the full sequence instead of all heads of a part."""
-
-    def __init__(self, axis: Axis):
-        self.axis = axis
-
-    @torch.compiler.disable
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, document_ids: Tensor | None = None) -> Tensor:
-        """Takes and returns (B, heads, local positions, H)."""
-        ranks = self.axis.size
-        if k.shape[1] % ranks:  # too few KV heads to distribute: repeats them for each query head
-            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        sizes = [x.shape[1] // ranks for x in (q, k, v)]
-        parts = [torch.cat(part, 1) for part in zip(*(x.chunk(ranks, 1) for x in (q, k, v)), strict=True)]
-        exchanged = self._all_to_all(torch.stack(parts))
-        q, k, v = torch.cat(exchanged.unbind(), 2).split(sizes, 1)
-        y = sdpa(q, k, v, causal, document_ids)
-        by_heads = self._all_to_all(torch.stack(y.chunk(ranks, 2)))
-        return torch.cat(by_heads.unbind(), 1)
-
-    def _all_to_all(self, x: Tensor) -> Tensor:
-        """Sends x[n] to rank n."""
-        even = [1] * self.axis.size
-        return all_to_all_with_grad(x.contiguous(), even, even, self.axis)
+@torch.compiler.disable
+def ulysses_attention(
+    axis: Axis, q: Tensor, k: Tensor, v: Tensor, causal: bool, document_ids: Tensor | None = None
+) -> Tensor:
+    """Attention over some heads of the full sequence instead of all heads of a part. Takes and returns (B, heads, local
+    positions, H)."""
+    if k.shape[1] % axis.size:  # too few KV heads to distribute: repeats them for each query head
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    sizes, even = [x.shape[1] // axis.size for x in (q, k, v)], [1] * axis.size
+    parts = [torch.cat(part, 1) for part in zip(*(x.chunk(axis.size, 1) for x in (q, k, v)), strict=True)]
+    exchanged = all_to_all_with_grad(torch.stack(parts).contiguous(), even, even, axis)
+    q, k, v = torch.cat(exchanged.unbind(), 2).split(sizes, 1)
+    y = sdpa(q, k, v, causal, document_ids)
+    by_heads = all_to_all_with_grad(torch.stack(y.chunk(axis.size, 2)).contiguous(), even, even, axis)
+    return torch.cat(by_heads.unbind(), 1)
 
 
-class RingAttention:
-    """Attention with keys and values circulating around the ring."""
-
-    def __init__(self, axis: Axis):
-        self.axis = axis
-
-    @torch.compiler.disable
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, document_ids: Tensor | None = None) -> Tensor:
-        """Takes and returns (B, heads, local positions, H)."""
-        return RingAttentionFunction.apply(q, k, v, self.axis, causal, document_ids)  # type: ignore[no-any-return]
+@torch.compiler.disable
+def ring_attention(
+    axis: Axis, q: Tensor, k: Tensor, v: Tensor, causal: bool, document_ids: Tensor | None = None
+) -> Tensor:
+    """Attention with keys and values circulating around the ring. Takes and returns (B, heads, local positions, H)."""
+    return RingAttention.apply(q, k, v, axis, causal, document_ids)  # type: ignore[no-any-return]
 
 
 def other_document_mask(
@@ -169,9 +157,7 @@ def visible_slices(axis: Axis, ring_step: int, length: int, causal: bool) -> tup
     return slice(half, None), full, False
 
 
-class RingAttentionFunction(torch.autograd.Function):
-    """Ring attention with its backward."""
-
+class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, masked: bool, document_ids: Tensor | None

@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from shardwise.comm.axis import Axis
 from shardwise.comm.collectives import all_gather, all_reduce, all_reduce_coalesced, reduce_scatter
 from shardwise.errors import RunError
 from shardwise.models.chain import Chain
-from shardwise.parallel.gradient_compression import Compressor
+from shardwise.parallel.gradient_compression import Compressor, flatten_and_pad
 from shardwise.parallel.gradient_reduction import GradientReducer
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.param_shard import ParamShard, sharded_dims_of
@@ -48,13 +49,12 @@ BUCKET_BYTES = 64 << 20  # bytes of gradients per collective
 class DataParallel(ABC):
     """The interface that a step uses. `modules` are the callables that compute, one per chain."""
 
-    def __init__(self, chains: list[Chain], mesh: Mesh):
-        self.chains, self.mesh = chains, mesh
+    def __init__(self, chains: list[Chain], mesh: Mesh, reducer: GradientReducer, compressor: Compressor | None):
+        self.chains, self.mesh, self.reducer, self.compressor = chains, mesh, reducer, compressor
         self.modules: list[nn.Module] = list(chains)
         self.param_pairs: ParamPairs = []
         self.frozen_shards: list[ParamShard] = []
         """This rank's shards of parameters that are not trained: initialized, and then left as they are."""
-        self.compressor: Compressor | None = None
         self.compression_paused = False  # in the steps before `gradient.compress_after`
 
     def make_param_shards(self, specs: ParamSpecs) -> list[ParamShard]:
@@ -121,8 +121,8 @@ class SingleProcess(DataParallel):
     """One process. The optimizer casts weights to the compute dtype once per step, not at every use. With one
     micro-batch, gradients stay in the compute dtype; with several they are accumulated in the master dtype."""
 
-    def __init__(self, chains: list[Chain], mesh: Mesh, master_dtype: torch.dtype, micro_batches: int):
-        super().__init__(chains, mesh)
+    def __init__(self, *args: Any, master_dtype: torch.dtype, micro_batches: int):
+        super().__init__(*args)
         self.master_dtype, self.accumulates = master_dtype, micro_batches > 1
 
     def make_param_shards(self, specs: ParamSpecs) -> list[ParamShard]:
@@ -130,7 +130,7 @@ class SingleProcess(DataParallel):
         for weight, param_shard in self.param_pairs:
             param_shard.compute_copy = weight
             if self.accumulates:
-                weight.register_post_accumulate_grad_hook(_accumulate_hook(param_shard.tensor))
+                weight.register_post_accumulate_grad_hook(partial(_accumulate, param_shard.tensor))
         return param_shards
 
     def local_shard(self, weight: nn.Parameter, axis: Axis) -> Tensor:
@@ -148,24 +148,17 @@ class SingleProcess(DataParallel):
             shard.is_compute_copy_current = False
 
 
-def _accumulate_hook(master: Tensor) -> Callable[[Tensor], None]:
-    def accumulate(weight: Tensor) -> None:
-        assert weight.grad is not None
-        if master.grad is None:
-            master.grad = weight.grad.to(master.dtype)
-        else:
-            master.grad.add_(weight.grad)
-        weight.grad = None
-
-    return accumulate
+def _accumulate(master: Tensor, weight: Tensor) -> None:
+    assert weight.grad is not None
+    if master.grad is None:
+        master.grad = weight.grad.to(master.dtype)
+    else:
+        master.grad.add_(weight.grad)
+    weight.grad = None
 
 
 class Zero1(DataParallel):
     """Full weights and gradients on every rank; optimizer state sharded if `shard` > 1."""
-
-    def __init__(self, chains: list[Chain], mesh: Mesh, reducer: GradientReducer):
-        super().__init__(chains, mesh)
-        self.reducer = reducer
 
     def local_shard(self, weight: nn.Parameter, axis: Axis) -> Tensor:
         if axis.size == 1:
@@ -225,18 +218,14 @@ class Zero1(DataParallel):
     @torch.no_grad()
     def gather_weights(self) -> None:
         for shard, _, pairs in self.reduction_groups():
-            if shard.size > 1:
-                self._all_gather_pairs(shard, pairs)
-
-    def _all_gather_pairs(self, shard: Axis, pairs: ParamPairs) -> None:
-        for bucket in _make_buckets(pairs):
-            sizes = [_padded_shard_numel(weight, shard) for weight, _ in bucket]
-            local = torch.cat([_flatten_and_pad(p.tensor, size) for (_, p), size in zip(bucket, sizes, strict=True)])
-            gathered = local.new_empty(shard.size * local.numel())
-            all_gather(gathered, local, axis=shard)
-            columns = gathered.view(shard.size, -1).split(sizes, dim=1)
-            for (weight, _), column in zip(bucket, columns, strict=True):
-                weight.detach().copy_(column.reshape(-1)[: weight.numel()].view(weight.shape))
+            for bucket in _make_buckets(pairs) if shard.size > 1 else ():
+                sizes = [_padded_shard_numel(weight, shard) for weight, _ in bucket]
+                local = torch.cat([flatten_and_pad(p.tensor, size) for (_, p), size in zip(bucket, sizes)])
+                gathered = local.new_empty(shard.size * local.numel())
+                all_gather(gathered, local, axis=shard)
+                columns = gathered.view(shard.size, -1).split(sizes, dim=1)
+                for (weight, _), column in zip(bucket, columns, strict=True):
+                    weight.detach().copy_(column.reshape(-1)[: weight.numel()].view(weight.shape))
 
 
 def all_reduce_gradients(data: DataParallel, gradients: list[tuple[ParamShard, Tensor]], replicas: Axis) -> None:
@@ -271,22 +260,13 @@ def _padded_shard_numel(weight: Tensor, shard: Axis) -> int:
 
 def _gradient_rows(weight: nn.Parameter, shard: Axis) -> Tensor:
     """Returns a weight's gradient as one row per shard rank, zero-padded to rows of equal length."""
+    assert weight.grad is not None
     size = _padded_shard_numel(weight, shard)
-    return _flatten_and_pad(weight.grad, shard.size * size).view(shard.size, size)
-
-
-def _flatten_and_pad(tensor: Tensor | None, size: int) -> Tensor:
-    assert tensor is not None
-    flat = tensor.reshape(-1)
-    return flat if flat.numel() == size else torch.nn.functional.pad(flat, (0, size - flat.numel()))
+    return flatten_and_pad(weight.grad, shard.size * size).view(shard.size, size)
 
 
 class DDP(DataParallel):
     """PyTorch's DDP, for `replicate` alone."""
-
-    def __init__(self, chains: list[Chain], mesh: Mesh, reducer: GradientReducer):
-        super().__init__(chains, mesh)
-        self.reducer = reducer
 
     def make_param_shards(self, specs: ParamSpecs) -> list[ParamShard]:
         axis = self.mesh["replicate"]
@@ -298,9 +278,7 @@ class DDP(DataParallel):
                 broadcast_buffers=False,
             )  # fmt: skip
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")  # of size-1 dims
-        # The hook sums; by default DDP averages.
-        hook = _async_all_reduce_hook if self.reducer.uses_library else _blocking_all_reduce_hook
-        self.ddp.register_comm_hook((self, axis), hook)
+        self.ddp.register_comm_hook((self, axis), _sum_bucket)  # by default DDP averages
         self.modules = [self.ddp]
         return super().make_param_shards(specs)
 
@@ -319,17 +297,13 @@ class DDP(DataParallel):
 
 
 # No annotations: DDP compares them with classes, and postponed annotations are strings.
-def _async_all_reduce_hook(state, bucket):  # type: ignore[no-untyped-def]
+def _sum_bucket(state, bucket):  # type: ignore[no-untyped-def]
     data, axis = state
     buffer = bucket.buffer()
-    work = all_reduce(buffer, axis=axis, async_op=True)
-    data.mesh.timer.begin_wait()  # the last bucket fills with the last gradient, so only the last call counts
-    return work.get_future().then(lambda future: buffer)
-
-
-def _blocking_all_reduce_hook(state, bucket):  # type: ignore[no-untyped-def]
-    data, axis = state
-    buffer = bucket.buffer()
+    if data.reducer.uses_library:
+        work = all_reduce(buffer, axis=axis, async_op=True)
+        data.mesh.timer.begin_wait()  # the last bucket fills with the last gradient, so only the last call counts
+        return work.get_future().then(lambda future: buffer)
     data.reducer(buffer, axis)
     future: Any = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
     future.set_result(buffer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ from shardwise.parallel.precision import LossScale
 class Engine:
     """One rank's part of a job: its modules, parameter shards, mesh and batch."""
 
+    has_tables: ClassVar[bool] = False  # whether the model has sharded embedding tables in host memory
+
     model: ModelConfig
     mesh: Mesh
     batch: BatchSplit
@@ -38,11 +40,6 @@ class Engine:
     scale: LossScale
     positions: Tensor | None = None  # sequence positions of this rank under context parallelism; None: all
     outer_optimizer: Any = None  # averages replicas that take local steps (`shardwise.parallel.local_sgd`)
-
-    @property
-    def has_tables(self) -> bool:
-        """Whether the model has sharded embedding tables in host memory."""
-        return False
 
     @property
     def dense_shards(self) -> list[ParamShard]:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.axis import Axis
-from shardwise.comm.collectives import all_reduce, all_to_all
-from shardwise.comm.step_timer import StepTimer
+from shardwise.comm.collectives import all_reduce, all_to_all, all_to_all_with_grad
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
 from shardwise.models.chain import Chain
@@ -52,7 +51,7 @@ def apply(chain: Chain, layout: Layout, mesh: Mesh) -> set[str]:
     if tensor_splits_experts:
         plan = chain.sharding_plan
         chain.sharding_plan = replace(plan, shard_dims=(ShardDim("block*.mlp.bank.*", 0), *plan.shard_dims))
-    dispatcher = TokenDispatcher(axis, mesh.timer) if axis.size > 1 else None
+    dispatcher = TokenDispatcher(axis) if axis.size > 1 else None
     for module in chain.modules():
         if isinstance(module, MoE):
             module.dispatcher = dispatcher
@@ -85,14 +84,13 @@ def routing_stats(
     """Returns the values of a `RoutingStats` since the last call; `sent` and `waited` are this rank's."""
     loads = torch.zeros(model.layers, model.experts, device=device)
     scalars = torch.zeros(3, device=device)
-    for chain in chains:
-        for name, module in chain.named_modules():
-            if isinstance(module, MoE) and module.expert_load is not None:
-                loads[_layer_index(name)] = module.expert_load.to(loads.dtype)
-                module.expert_load.zero_()
-                if module.dropped_tokens is not None:
-                    scalars[0] += module.dropped_tokens
-                    module.dropped_tokens.zero_()
+    for layer, module in _moe_layers(chains).items():
+        if module.expert_load is not None:
+            loads[layer] = module.expert_load.to(loads.dtype)
+            module.expert_load.zero_()
+            if module.dropped_tokens is not None:
+                scalars[0] += module.dropped_tokens
+                module.dropped_tokens.zero_()
     scalars[1], scalars[2] = sent, waited / world.size
     if world.size > 1:
         packed = torch.cat((loads.flatten(), scalars))
@@ -109,27 +107,27 @@ def update_expert_bias(model: Any, chains: list[Chain], world: Axis, device: tor
     the sign of the difference matters, so it does no harm that several ranks count the same tokens."""
     if not model.reports_routing or not model.router_bias_update_rate:
         return
-    modules = (pair for chain in chains for pair in chain.named_modules())
-    moe_layers = {name: module for name, module in modules if isinstance(module, MoE)}
+    moe_layers = _moe_layers(chains)
     load = torch.zeros(model.layers, model.experts, dtype=torch.float64, device=device)
-    for name, module in moe_layers.items():
+    for layer, module in moe_layers.items():
         assert module.tokens_per_expert is not None
-        load[_layer_index(name)] = module.tokens_per_expert
+        load[layer] = module.tokens_per_expert
     if world.size > 1:
         all_reduce(load, axis=world)
-    for name, module in moe_layers.items():
-        module.update_expert_bias(load[_layer_index(name)].to(module.expert_bias.dtype))
+    for layer, module in moe_layers.items():
+        module.update_expert_bias(load[layer].to(module.expert_bias.dtype))
 
 
-def _layer_index(name: str) -> int:
-    return int(name.partition(".")[0].removeprefix("block"))
+def _moe_layers(chains: list[Chain]) -> dict[int, MoE]:
+    modules = (pair for chain in chains for pair in chain.named_modules())
+    return {int(name.partition(".")[0].removeprefix("block")): m for name, m in modules if isinstance(m, MoE)}
 
 
 class TokenDispatcher:
     """Sends tokens, sorted by expert, to the ranks that own the experts, and their outputs back."""
 
-    def __init__(self, axis: Axis, timer: StepTimer):
-        self.axis, self.timer = axis, timer
+    def __init__(self, axis: Axis):
+        self.axis = axis
 
     def dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, DispatchState]:
         """Returns the tokens of this rank's experts, their count by expert, and the state for `combine`."""
@@ -138,7 +136,7 @@ class TokenDispatcher:
         all_to_all(received_counts, counts, axis=self.axis)
         by_rank = received_counts.view(ranks, -1)  # (source rank, expert)
         sent, received = group_sizes(counts.view(ranks, -1).sum(1), rows), group_sizes(by_rank.sum(1), rows)
-        rows = TokenAllToAll.apply(rows, received, sent, self)
+        rows = all_to_all_with_grad(rows, received, sent, self.axis)
         if is_fake(counts):
             permutation = torch.arange(rows.shape[0], device=rows.device)
         else:
@@ -149,28 +147,7 @@ class TokenDispatcher:
 
     def combine(self, rows: Tensor, state: DispatchState) -> Tensor:
         rows = Permute.apply(rows, state.inverse_permutation, state.permutation)
-        return TokenAllToAll.apply(rows, state.sent, state.received, self)  # type: ignore[no-any-return]
-
-    def exchange(self, rows: Tensor, received: list[int], sent: list[int]) -> Tensor:
-        """Sends `sent[i]` rows to rank i and receives `received[i]` from it."""
-        received_rows = rows.new_empty(sum(received), *rows.shape[1:])
-        sent_bytes = (sum(sent) - sent[self.axis.index]) * rows.shape[1] * rows.element_size()
-        self.timer.bytes_sent["expert"] += sent_bytes
-        all_to_all(received_rows, rows, received, sent, axis=self.axis)
-        return received_rows
-
-
-class TokenAllToAll(torch.autograd.Function):
-    """All-to-all of tokens; the backward sends gradients the opposite way."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, received: list[int], sent: list[int], dispatcher: TokenDispatcher) -> Tensor:
-        ctx.sent, ctx.received, ctx.dispatcher = sent, received, dispatcher
-        return dispatcher.exchange(rows, received, sent)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.dispatcher.exchange(grads[0].contiguous(), ctx.sent, ctx.received), None, None, None
+        return all_to_all_with_grad(rows, state.sent, state.received, self.axis)
 
 
 class DispatchState(NamedTuple):

@@ -28,9 +28,8 @@ from shardwise.parallel.torch_fsdp import DefaultReduceScatter, param_groups, ti
 class FSDP(DataParallel):
     """PyTorch's FSDP2."""
 
-    def __init__(self, chains: list[Chain], mesh: Mesh, policy: MixedPrecisionPolicy, compressor: Compressor | None):
-        super().__init__(chains, mesh)
-        self.compressor = compressor
+    def __init__(self, chains: list[Chain], mesh: Mesh, *args: Any, policy: MixedPrecisionPolicy):
+        super().__init__(chains, mesh, *args)
         self.shapes = {name: weight.shape for chain in chains for name, weight in chain.named_unique_parameters()}
         """Shapes of this tensor rank's weights before FSDP shards them."""
         for chain in chains:
@@ -42,14 +41,11 @@ class FSDP(DataParallel):
                 self._shard(unit, policy, mesh.fsdp_mesh, mesh["fsdp"])
             self._shard(chain, policy, mesh.fsdp_mesh, mesh["fsdp"])
             if mesh.layout.pipeline > 1 and units:
-                self._set_backward_prefetch([unit for unit in units if isinstance(unit, FSDPModule)])
-
-    @staticmethod
-    def _set_backward_prefetch(modules: list[FSDPModule]) -> None:
-        """Makes each module's backward prefetch the weights of the module before it; by default FSDP follows the order
-        of all forwards, and with several micro-batches in flight gathers modules that are not next."""
-        for previous, module in zip([modules[0], *modules], modules):
-            module.set_modules_to_backward_prefetch([previous])
+                # The backward prefetches the weights of the module before. By default FSDP follows the order of all
+                # forwards, and with several micro-batches in flight gathers modules that are not next.
+                modules = [unit for unit in units if isinstance(unit, FSDPModule)]
+                for previous, module in zip([modules[0], *modules], modules):
+                    module.set_modules_to_backward_prefetch([previous])
 
     def _shard(self, module: nn.Module, policy: MixedPrecisionPolicy, mesh: DeviceMesh, axis: Axis) -> None:
         # No unit's output is changed in place: `shardwise.adapters.anatomy` leaves those modules to the chain.
@@ -148,12 +144,9 @@ def make_data_parallel(
     compressor = None
     if gradient.compress and layout.data > 1:
         compressor = Compressor(CompressionSpec.parse(gradient.compress), seed, mesh.timer)
+    args = chains, mesh, GradientReducer(gradient), compressor
     if is_single_process(layout, precision):
-        return SingleProcess(chains, mesh, precision.master_dtype, batch.micro_batches)
+        return SingleProcess(*args, master_dtype=precision.master_dtype, micro_batches=batch.micro_batches)
     if uses_fsdp(layout):
-        return FSDP(chains, mesh, precision.fsdp_policy(), compressor)
-    if mesh["replicate"].size == layout.world > 1 and compressor is None:
-        return DDP(chains, mesh, GradientReducer(gradient))
-    zero1 = Zero1(chains, mesh, GradientReducer(gradient))
-    zero1.compressor = compressor
-    return zero1
+        return FSDP(*args, policy=precision.fsdp_policy())
+    return DDP(*args) if mesh["replicate"].size == layout.world > 1 and compressor is None else Zero1(*args)

@@ -159,9 +159,9 @@ class Compressor:
             sums = self._powersgd(names, [value.view(value.shape[0], -1) for value in values], axis)
             return [totals.view(value.shape) for totals, value in zip(sums, values, strict=True)]
         rank_rows = 1 if self.spec.uses_all_gather else axis.size
-        rows = [_pad_to_rows(value, rank_rows) for value in values]
-        sizes, dtype = [row.shape[1] for row in rows], rows[0].dtype
-        numels = [value.numel() for value in values]
+        numels, dtype = [value.numel() for value in values], values[0].dtype
+        sizes = [-(-numel // rank_rows) for numel in numels]
+        rows = [flatten_and_pad(v, rank_rows * n).view(rank_rows, n) for v, n in zip(values, sizes, strict=True)]
         encoded = torch.cat([self._encode_with_feedback(*args) for args in zip(names, rows, numels, strict=True)], 1)
         if self.spec.uses_all_gather:
             totals = [part.sum(0) for part in self._decode_parts(self._all_gather(encoded, axis), sizes, dtype)]
@@ -171,10 +171,13 @@ class Compressor:
             totals = [part.flatten() for part in self._decode_parts(self._all_gather(reencoded, axis), sizes, dtype)]
         return [total[: value.numel()].view(value.shape) for total, value in zip(totals, values, strict=True)]
 
+    def _add_residual(self, name: str, rows: Tensor) -> Tensor:
+        residual = self.residual.get(name)
+        return rows if residual is None else rows + flatten_and_pad(residual, rows.numel()).view(rows.shape)
+
     def _encode_with_feedback(self, name: str, rows: Tensor, numel: int) -> Tensor:
         """Encodes rows plus the residual; keeps the error of the first `numel` elements as the new residual."""
-        residual = self.residual.get(name)
-        total = rows if residual is None else rows + _pad_like(residual, rows)
+        total = self._add_residual(name, rows)
         encoded = encode(self.spec, total)
         error = total - decode(self.spec, encoded, rows.shape[1], rows.dtype)
         # A NaN in a skipped step must not persist.
@@ -200,10 +203,7 @@ class Compressor:
 
     def _powersgd(self, names: Sequence[str], matrices: Sequence[Tensor], axis: Axis) -> list[Tensor]:
         """Returns the low-rank sums P Qᵀ of the matrices over the axis."""
-        totals = []
-        for name, matrix in zip(names, matrices, strict=True):
-            residual = self.residual.get(name)
-            totals.append(matrix if residual is None else matrix + _pad_like(residual, matrix))
+        totals = [self._add_residual(name, matrix) for name, matrix in zip(names, matrices, strict=True)]
         qs = [self._initial_q(name, total) for name, total in zip(names, totals, strict=True)]
         ps = self._all_reduce([total @ q for total, q in zip(totals, qs, strict=True)], axis)
         ps = [torch.linalg.qr(p).Q for p in ps]
@@ -231,13 +231,7 @@ class Compressor:
         return [chunk.view(part.shape) for chunk, part in zip(chunks, parts, strict=True)]
 
 
-def _pad_to_rows(values: Tensor, count: int) -> Tensor:
-    """Returns the elements in `count` rows of equal length, zero-padded at the end."""
-    flat = values.reshape(-1)
-    return torch.nn.functional.pad(flat, (0, -flat.numel() % count)).view(count, -1)
-
-
-def _pad_like(values: Tensor, rows: Tensor) -> Tensor:
-    """Returns the elements in the shape of `rows`, zero-padded at the end."""
-    flat = values.reshape(-1)
-    return torch.nn.functional.pad(flat, (0, rows.numel() - flat.numel())).view(rows.shape)
+def flatten_and_pad(tensor: Tensor, size: int) -> Tensor:
+    """Returns the elements as a vector, zero-padded to `size` elements."""
+    flat = tensor.reshape(-1)
+    return flat if flat.numel() == size else torch.nn.functional.pad(flat, (0, size - flat.numel()))

@@ -35,11 +35,8 @@ def _reduction_groups(layout: Layout) -> list[list[int]]:
     """Returns the ranks of each group that gradients are reduced over."""
     grid = torch.arange(layout.world).reshape([getattr(layout, axis) for axis in AXES])
     dims = [(1,), (2, 3)] if layout.shard > 1 else [(1, 3)]
-    groups: list[list[int]] = []
-    for over in dims:
-        last = grid.movedim(over, tuple(range(-len(over), 0))).flatten(-len(over))
-        groups += last.flatten(0, -2).tolist()
-    return groups
+    by_group = [grid.movedim(over, tuple(range(-len(over), 0))).flatten(-len(over)) for over in dims]
+    return [ranks for groups in by_group for ranks in groups.flatten(0, -2).tolist()]
 
 
 def ranks_per_node(gradient: GradientConfig, world: int) -> int:

@@ -47,18 +47,11 @@ class OuterOptimizer:
     def __init__(self, sync: LocalSGDConfig, engine: Engine):
         self.local_sgd, self.engine, self.axis = sync, engine, engine.mesh["local_sgd"]
         self.fragments = {fragment_of(param_shard.name, sync.fragments) for param_shard in engine.param_shards}
-        self.anchor: dict[int, Tensor] = {}
-        self.outer_momentum: dict[int, Tensor] = {}
-        if sync.outer_optimizer:
-            for number, param_shard in enumerate(engine.param_shards):
-                self.anchor[number] = param_shard.tensor.detach().clone()
-                self.outer_momentum[number] = torch.zeros_like(self.anchor[number])
-
-    def state_of(self, number: int) -> dict[str, Tensor]:
-        """Returns the outer-optimizer state of a parameter shard, by name."""
-        if not self.local_sgd.outer_optimizer:
-            return {}
-        return {"anchor": self.anchor[number], "momentum": self.outer_momentum[number]}
+        self.state: list[dict[str, Tensor]] = [{} for _ in engine.param_shards]
+        """By parameter shard: `anchor`, its value at the last synchronization, and `momentum`; empty for local SGD."""
+        for state, param_shard in zip(self.state, engine.param_shards) if sync.outer_optimizer else ():
+            weight = param_shard.tensor.detach()
+            state.update(anchor=weight.clone(), momentum=torch.zeros_like(weight))
 
     @torch.no_grad()
     def after_step(self, done: int, last: int) -> None:
@@ -66,15 +59,15 @@ class OuterOptimizer:
         due = {fragment for fragment in self.fragments if is_sync_due(self.local_sgd, done, fragment, last)}
         if not due:
             return
-        param_shards, fragments = enumerate(self.engine.param_shards), self.local_sgd.fragments
-        due_shards = [(n, shard) for n, shard in param_shards if fragment_of(shard.name, fragments) in due]
-        means = self._average([param_shard.tensor.detach() for _, param_shard in due_shards])
-        for (number, param_shard), mean in zip(due_shards, means, strict=True):
+        pairs, fragments = zip(self.engine.param_shards, self.state), self.local_sgd.fragments
+        due_shards = [pair for pair in pairs if fragment_of(pair[0].name, fragments) in due]
+        means = self._average([param_shard.tensor.detach() for param_shard, _ in due_shards])
+        for (param_shard, state), mean in zip(due_shards, means, strict=True):
             if self.local_sgd.outer_optimizer:
-                outer_gradient = self.anchor[number] - mean
-                momentum = self.outer_momentum[number].mul_(self.local_sgd.outer_momentum).add_(outer_gradient)
+                outer_gradient = state["anchor"] - mean
+                momentum = state["momentum"].mul_(self.local_sgd.outer_momentum).add_(outer_gradient)
                 nesterov = outer_gradient + self.local_sgd.outer_momentum * momentum
-                mean = self.anchor[number].sub_(nesterov, alpha=self.local_sgd.outer_lr)
+                mean = state["anchor"].sub_(nesterov, alpha=self.local_sgd.outer_lr)
             param_shard.tensor.detach().copy_(mean)
             param_shard.is_compute_copy_current = False
         buffers = [b for chain in self.engine.chains for b in chain.buffers() if b.is_floating_point()]

@@ -16,6 +16,7 @@ shape, plain tensors and DTensors do not mix in norms and fused optimizers, and 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -35,6 +36,7 @@ from shardwise.parallel.batch_norm import AllReduceSum
 from shardwise.parallel.parametrize import parametrize
 
 SEQUENCE_DIM = 1  # of (batch, sequence, hidden)
+Reduction = Callable[[Tensor, Axis], Tensor]
 
 
 def splits_evenly(shard_dim: sharding.ShardDim, shape: torch.Size, degree: int) -> bool:
@@ -96,7 +98,7 @@ def apply(chain: Chain, axis: Axis) -> dict[str, int | None]:
                 for attribute, value in rule.uneven:
                     setattr(module, attribute, value)
         elif isinstance(rule, sharding.VocabEmbedding):
-            _apply_vocab_embedding(module, axis)
+            _look_up_rows(module, axis, reduce_scatter_sequence)
         elif isinstance(rule, sharding.VocabHead):
             _apply_vocab_head(module, axis)
         elif isinstance(rule, sharding.AllReduceOutput):
@@ -148,46 +150,37 @@ def reduce_scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
     return reduce_scatter_with_grad(x.contiguous(), SEQUENCE_DIM, axis)
 
 
-def _apply_sequence_region(module: nn.Module, row: nn.Module | None, axis: Axis) -> None:
+def _gather_input(module: nn.Module, axis: Axis) -> None:
+    def pre_hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return all_gather_sequence(args[0], axis), *args[1:]
+
+    module.register_forward_pre_hook(pre_hook)
+
+
+def _sum_output(module: nn.Module, row: nn.Module | None, axis: Axis, reduce: Reduction) -> None:
     if row is not None:
         parametrize(row, "bias", lambda bias: None)  # the matmul gives a partial sum; the bias is added once, below
 
-    def pre_hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return all_gather_sequence(args[0], axis), *args[1:]
-
     def post_hook(module: nn.Module, args: Any, y: Tensor) -> Tensor:
-        y = reduce_scatter_sequence(y, axis)
-        bias = row._parameters.get("bias") if row is not None else None
+        y, bias = reduce(y, axis), row._parameters.get("bias") if row is not None else None
         return y if bias is None else y + bias.to(y.dtype)
 
-    module.register_forward_pre_hook(pre_hook)
     module.register_forward_hook(post_hook)
 
 
-def _apply_vocab_embedding(module: Any, axis: Axis) -> None:
-    def forward(tokens: Tensor) -> Tensor:
-        row = tokens - module.first_row
-        is_remote = (row < 0) | (row >= module.weight.shape[0])
-        embeddings = F.embedding(row.masked_fill(is_remote, 0), module.weight)
-        return reduce_scatter_sequence(embeddings.masked_fill(is_remote.unsqueeze(-1), 0.0), axis)
-
-    module.forward = forward
+def _apply_sequence_region(module: nn.Module, row: nn.Module | None, axis: Axis) -> None:
+    _gather_input(module, axis)
+    _sum_output(module, row, axis, reduce_scatter_sequence)
 
 
 def _apply_all_reduce(row: nn.Module, axis: Axis, splits_input: bool) -> None:
-    parametrize(row, "bias", lambda bias: None)  # the matmul gives a partial sum; the bias is added once, below
-
-    def post_hook(module: nn.Module, args: Any, y: Tensor) -> Tensor:
-        y, bias = AllReduceSum.apply(y, axis), row._parameters.get("bias")
-        return y if bias is None else y + bias.to(y.dtype)
-
     def pre_hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         first, length = axis.span(args[0].shape[-1])
         return args[0].narrow(-1, first, length), *args[1:]
 
     if splits_input:
         row.register_forward_pre_hook(pre_hook)
-    row.register_forward_hook(post_hook)
+    _sum_output(row, row, axis, AllReduceSum.apply)
 
 
 def _apply_gather(module: Any, axis: Axis) -> None:
@@ -200,25 +193,27 @@ def _apply_gather(module: Any, axis: Axis) -> None:
     module.register_forward_hook(post_hook)
 
 
-def _apply_vocab_lookup(module: Any, axis: Axis) -> None:
+def _look_up_rows(module: Any, axis: Axis, reduce: Reduction) -> None:
+    """Makes an embedding look up this rank's rows, zero for others, and sums them over ranks."""
     lookup = module.forward
-    padding = -1 if module.padding_idx is None else module.padding_idx - module.first_row
-    module.padding_idx = padding if 0 <= padding < module.weight.shape[0] else None
 
     def forward(tokens: Tensor) -> Tensor:
         row = tokens - module.first_row
         is_remote = (row < 0) | (row >= module.weight.shape[0])
         embeddings = lookup(row.masked_fill(is_remote, 0))
-        return AllReduceSum.apply(embeddings.masked_fill(is_remote.unsqueeze(-1), 0.0), axis)
+        return reduce(embeddings.masked_fill(is_remote.unsqueeze(-1), 0.0), axis)
 
     module.forward = forward
 
 
-def _apply_vocab_head(module: Any, axis: Axis) -> None:
-    def pre_hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return all_gather_sequence(args[0], axis), *args[1:]
+def _apply_vocab_lookup(module: Any, axis: Axis) -> None:
+    padding = -1 if module.padding_idx is None else module.padding_idx - module.first_row
+    module.padding_idx = padding if 0 <= padding < module.weight.shape[0] else None
+    _look_up_rows(module, axis, AllReduceSum.apply)
 
-    module.register_forward_pre_hook(pre_hook)
+
+def _apply_vocab_head(module: Any, axis: Axis) -> None:
+    _gather_input(module, axis)
     module.loss_chunk_size *= axis.size  # each rank computes only its part of the logits
     module.vocab_shard = VocabShard(
         module.first_row,

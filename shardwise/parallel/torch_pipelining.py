@@ -32,6 +32,7 @@ SCHEDULE_CLASSES = {
     "zbv": schedules.ScheduleZBVZeroBubble,
     "dualpipev": schedules.ScheduleDualPipeV,
 }
+schedules.logger.setLevel(logging.CRITICAL)  # it prints bubbles on every rank, and the schedule after an error
 PipelineOrder = Mapping[int, Sequence[Any]]  # the actions of each pipeline rank, with the fields of PyTorch's `_Action`
 
 
@@ -44,8 +45,7 @@ def schedule_actions(schedule: str, ranks: int, virtual: int, micro_batches: int
     else:
         # Without sends and receives, which take PyTorch far longer to insert than the actions themselves.
         without_comms = type("Bare", (schedule_class,), {"_prepare_schedule_with_comms": lambda self, actions: None})
-        with _quiet_logger():
-            order = without_comms([stage] * virtual, micro_batches).pipeline_order
+        order = without_comms([stage] * virtual, micro_batches).pipeline_order
     actions_by_rank = {
         rank: [action for action in actions if action and action.computation_type != schedules.REDUCE_GRAD]
         for rank, actions in order.items()
@@ -70,9 +70,8 @@ class PipelineSchedule:
         schedule_class: Any = schedules._PipelineScheduleRuntime if order else SCHEDULE_CLASSES[name]
         self.stages, self.timer = stages, timer
         self.is_single_stage = issubclass(schedule_class, PipelineScheduleSingle)
-        with _quiet_logger():
-            own_stages = stages[0] if self.is_single_stage else stages
-            self.schedule = schedule_class(own_stages, micro_batches, loss_fn=loss_fn, scale_grads=False)
+        own_stages = stages[0] if self.is_single_stage else stages
+        self.schedule = schedule_class(own_stages, micro_batches, loss_fn=loss_fn, scale_grads=False)
         if order:
             kind = schedules._ComputationType
             actions = {rank: [_Action(s, kind(k), *rest) for s, k, *rest in order[rank]] for rank in order}
@@ -85,7 +84,7 @@ class PipelineSchedule:
         (self.schedule._initialize_stage if self.is_single_stage else self.schedule._initialize_stages)((), {})
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        with _timed_waits(self.timer), _quiet_logger():
+        with _timed_waits(self.timer):
             self.schedule.step(*args, **kwargs)
 
 
@@ -103,17 +102,6 @@ def _timed_waits(timer: StepTimer) -> Iterator[None]:
         yield
     finally:
         schedules._wait_batch_p2p = wait
-
-
-@contextmanager
-def _quiet_logger() -> Iterator[None]:
-    """Silences the schedules' logger, which prints bubbles on every rank, and the schedule after an error."""
-    level = schedules.logger.level
-    schedules.logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        schedules.logger.setLevel(level)
 
 
 class StageModule(nn.Module):

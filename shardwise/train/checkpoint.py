@@ -256,8 +256,8 @@ def collect_pieces(engine: Engine, optimizer: Optimizer) -> Pieces:
         for key, value in engine.scale.state().items():
             pieces[f"scale.{key}"] = CheckpointPiece(value, (), value.shape)
     if engine.outer_optimizer is not None:
-        for number, param_shard in enumerate(engine.param_shards):
-            for key, value in engine.outer_optimizer.state_of(number).items():
+        for param_shard, state in zip(engine.param_shards, engine.outer_optimizer.state):
+            for key, value in state.items():
                 start = offset_and_shape(param_shard, engine.mesh)[0]
                 pieces[f"outer.{param_shard.name}.{key}"] = CheckpointPiece(value, start, param_shard.shape)
     return pieces | error_feedback.error_feedback_pieces(engine)

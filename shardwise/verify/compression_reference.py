@@ -118,22 +118,15 @@ def _rows_by_rank(parts: list[Tensor], ranks: int) -> Iterator[tuple[Tensor, ...
 
 
 def int8_round_trip(x: Tensor) -> Tensor:
-    out = torch.zeros_like(x)
-    for first in range(0, len(x), 1024):
-        block = x[first : first + 1024]
-        scale = (block.abs().max() / 127).float().to(x.dtype)
-        if scale > 0:
-            out[first : first + 1024] = (block / scale).round() * scale
-    return out
+    blocks = x.split(1024)
+    scales = [(block.abs().max() / 127).float().to(x.dtype) for block in blocks]
+    return torch.cat([(b / s).round() * s if s > 0 else torch.zeros_like(b) for b, s in zip(blocks, scales)])
 
 
 def onebit_round_trip(x: Tensor) -> Tensor:
-    out = torch.zeros_like(x)
-    for first in range(0, len(x), 64):
-        block = x[first : first + 64]
-        size = (block.abs().sum() / 64).float().to(x.dtype)  # the last block is zero-padded
-        out[first : first + 64] = torch.where(block >= 0, size, -size)
-    return out
+    blocks = x.split(64)
+    sizes = [(block.abs().sum() / 64).float().to(x.dtype) for block in blocks]  # the last block is zero-padded
+    return torch.cat([torch.where(block >= 0, size, -size) for block, size in zip(blocks, sizes)])
 
 
 def topk_round_trip(x: Tensor, fraction: float) -> Tensor:

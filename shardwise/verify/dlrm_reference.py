@@ -5,6 +5,7 @@ model, the samples and the initial weights with the rest of the package, and no 
 """
 
 import math
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -81,18 +82,11 @@ def run_dlrm_reference(
 
 def _pool_embeddings(bag: nn.EmbeddingBag, batch: ClickBatch, table: int) -> Tensor:
     """Returns the pooled embedding of each sample from one table."""
-    ids: list[int] = []
-    weights: list[float] = []
-    offsets = []
-    for categories, factors in zip(batch.sparse_ids[:, table].tolist(), batch.weights[:, table].tolist()):
-        offsets.append(len(ids))
-        for category, factor in zip(categories, factors):
-            if category >= 0:
-                ids.append(category)
-                weights.append(factor)
-    dtype = bag.weight.dtype
-    ids_tensor, weights_tensor = torch.tensor(ids, dtype=torch.int64), torch.tensor(weights, dtype=dtype)
-    return bag(ids_tensor, torch.tensor(offsets), weights_tensor)
+    samples = zip(batch.sparse_ids[:, table].tolist(), batch.weights[:, table].tolist())
+    pairs = [[(id, weight) for id, weight in zip(*sample) if id >= 0] for sample in samples]
+    ids = torch.tensor([id for sample in pairs for id, _ in sample], dtype=torch.int64)
+    weights = torch.tensor([weight for sample in pairs for _, weight in sample], dtype=bag.weight.dtype)
+    return bag(ids, torch.tensor([0, *accumulate(map(len, pairs[:-1]))]), weights)
 
 
 # Comparison, on the ranks of the layout

@@ -7,6 +7,7 @@ code with layouts, parameter shards, `shardwise.step` or our loss, so it cannot 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -50,9 +51,8 @@ def run_steps(
         handles = record_outputs(model, outputs)
         document_kwargs = {}
         if job.model.document_separator >= 0:
-            document_kwargs["document_ids"] = torch.tensor(
-                [number_documents(row, job.model.document_separator) for row in samples.tokens.tolist()]
-            )
+            ends = (samples.tokens == job.model.document_separator).tolist()
+            document_kwargs["document_ids"] = torch.tensor([list(accumulate(row[:-1], initial=0)) for row in ends])
         loss = job.family.reference_loss(job.model, model, samples)
         if loss is None:
             logits = model(samples.tokens, ids=samples.ids, **document_kwargs)
@@ -117,12 +117,3 @@ def loss_sum(job: Job, logits: Tensor, targets: Tensor) -> Tensor:
     first, second, mixup_weight = unpack_targets(targets)
     losses = [F.cross_entropy(logits, labels, reduction="none") for labels in (first, second)]
     return ((1 - mixup_weight) * losses[0] + mixup_weight * losses[1]).sum()
-
-
-def number_documents(tokens: list[int], end_of_document: int) -> list[int]:
-    """Returns the document index of each token."""
-    document_ids, document = [], 0
-    for token in tokens:
-        document_ids.append(document)
-        document += token == end_of_document
-    return document_ids

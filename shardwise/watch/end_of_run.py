@@ -33,19 +33,19 @@ def time_table(run: RunData) -> list[str]:
     headers = ["rank", *(category_label(*TIME_CATEGORIES[index]) for index in shown), "GiB"]
     memory = run.memory.get("peak", [])
     rows = [
-        [name, *(f"{value:.1f}" for value in column), f"{memory[rank]:.2f}" if rank < len(memory) else ""]
-        for name, rank, column in _select_ranks(times[shown])
+        [
+            str(rank),
+            *(f"{value:.1f}" for value in times[shown, rank]),
+            f"{memory[rank]:.2f}" if rank < len(memory) else "",
+        ]
+        for rank in _select_ranks(times[shown[0]])
     ]
     widths = [max(len(row[index]) for row in [headers, *rows]) for index in range(len(headers))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in [headers, *rows]]
     return ["step time breakdown, ms:", *(f"  {line}" for line in lines)]
 
 
-def _select_ranks(times: np.ndarray) -> list[tuple[str, int, np.ndarray]]:
-    """Returns (name, rank, times) of the ranks to show, chosen by the first category, compute."""
-    count = times.shape[1]
-    if count <= MAX_RANKS:
-        return [(str(rank), rank, times[:, rank]) for rank in range(count)]
-    order = np.argsort(times[0], kind="stable").tolist()
-    picked = [order[0], order[count // 2], *order[-3:]]
-    return [(str(rank), rank, times[:, rank]) for rank in dict.fromkeys(picked)]
+def _select_ranks(times: np.ndarray) -> list[int]:
+    """Returns the ranks to show, chosen by their times in the first category, compute."""
+    order = np.argsort(times, kind="stable").tolist()
+    return [order[0], order[len(order) // 2], *order[-3:]] if len(order) > MAX_RANKS else sorted(order)

@@ -73,7 +73,8 @@ def tiles(run: RunData, good: Goodput) -> list[list[str]]:
     figures += [["step time", format_seconds(step)], [f"{run.unit}/s", f"{speed:,.0f}"]]
     share = time_shares(run)
     if share:
-        figures.append(["device busy", f"{100 * (share['compute'] + share['optimizer']):.0f}%"])
+        busy = share["phase_seconds", "compute"] + share["phase_seconds", "optimizer"]
+        figures.append(["device busy", f"{100 * busy:.0f}%"])
     mfu = recent_median(run.column("mfu"))
     if np.isfinite(mfu):
         figures.append(["MFU", f"{100 * mfu:.1f}%"])
@@ -145,13 +146,11 @@ def rank_breakdown(run: RunData) -> dict[str, Any]:
     }
 
 
-def time_shares(run: RunData) -> dict[str, float]:
-    """Returns each category's share of the step time, over all ranks."""
+def time_shares(run: RunData) -> dict[tuple[str, str], float]:
+    """Returns each time category's share of the step time, over all ranks."""
     table = seconds_by_rank(run)
     total = float(table.sum())
-    if not total:
-        return {}
-    return {category_label(*category): float(row.sum()) / total for category, row in zip(TIME_CATEGORIES, table)}
+    return {key: float(row.sum()) / total for key, row in zip(TIME_CATEGORIES, table)} if total else {}
 
 
 def heatmap(run: RunData) -> dict[str, Any]:
@@ -203,14 +202,12 @@ def mesh_summary(run: RunData) -> dict[str, Any] | None:
     layout = parse_layout(run)
     if layout is None:
         return None
-    table = seconds_by_rank(run)
-    total = float(table.sum())
-    waits = {name: float(row.sum()) / total for (kind, name), row in zip(TIME_CATEGORIES, table)
-             if kind == "wait_seconds" and total}  # fmt: skip
+    waits = {name: share for (kind, name), share in time_shares(run).items() if kind == "wait_seconds"}
+    compute = seconds_by_rank(run)[TIME_CATEGORIES.index(("phase_seconds", "compute"))]
     return {
         "axes": [[axis, getattr(layout, axis)] for axis in AXES],
         "waits": {axis: round(share, 4) for axis, share in waits.items() if share > 1e-4},
-        "compute": to_json_list(table[TIME_CATEGORIES.index(("phase_seconds", "compute"))], 3),
+        "compute": to_json_list(compute, 3),
         "stages": run.plan.get("stages", []),
     }
 
@@ -235,7 +232,7 @@ def plan_accuracy(run: RunData) -> dict[str, Any]:
     for axis, seconds in exposed.items() if isinstance(exposed, dict) else ():
         # The plan counts all data-parallel communication as "shard".
         axes = ("shard", "replicate", "data") if axis == "shard" else (axis,)
-        measured = step * sum(share.get(category_label("wait_seconds", name), 0.0) for name in axes)
+        measured = step * sum(share.get(("wait_seconds", name), 0.0) for name in axes)
         if axis != "pipeline":
             add_row(f"exposed communication ({'data parallel' if axis == 'shard' else axis})", seconds, measured, "s")
     timeline = pipeline_data(run)
@@ -250,12 +247,10 @@ def rank_alerts(run: RunData) -> list[dict[str, Any]]:
     table, layout = seconds_by_rank(run), parse_layout(run)
     if not table.size:
         return []
-    ranks_per_stage = table.shape[1] // layout.pipeline if layout is not None else table.shape[1]
     rows = np.zeros((table.shape[1], rank_metrics.NUM_COLUMNS))
     rows[:, rank_metrics.SECONDS] = table.sum(0)
     rows[:, rank_metrics.FIRST_PHASE : rank_metrics.FIRST_WAIT] = table[: len(rank_metrics.PHASES)].T
-    peer_groups = [range(first, first + ranks_per_stage) for first in range(0, table.shape[1], ranks_per_stage)]
-    alerts = rank_metrics.find_alerts(rows, peer_groups)
+    alerts = rank_metrics.find_alerts(rows, layout.pipeline if layout is not None else 1)
     return [{"rank": int(key.split()[1]), "message": sentence} for key, sentence in alerts]
 
 
@@ -264,13 +259,12 @@ def summary_sentences(run: RunData, good: Goodput) -> list[str]:
     if not run.steps:
         return ["No step has been measured yet."]
     shares = sorted(time_shares(run).items(), key=lambda item: -item[1])
-    breakdown = ", ".join(f"{100 * share:.0f}% {name}" for name, share in shares if share >= 0.01)
+    breakdown = ", ".join(f"{100 * share:.0f}% {category_label(*key)}" for key, share in shares if share >= 0.01)
     step_time = format_seconds(recent_median(run.column("seconds")))
     sentences = [f"A step takes {step_time}: {breakdown}."] if breakdown else []
     sentences += [alert["message"][0].upper() + alert["message"][1:] for alert in rank_alerts(run)]
-    for name, share in shares:
-        if share > rank_metrics.ALERT_SHARE and " wait (" in name:
-            axis = name.partition("(")[2][:-1]
+    for (kind, axis), share in shares:
+        if share > rank_metrics.ALERT_SHARE and kind == "wait_seconds" and axis != "pipeline":
             sentences.append(f"Ranks spend {100 * share:.0f}% of each step waiting for collectives on the {axis} axis.")
     if good.wall_seconds:
         causes = sorted(good.lost_seconds.items(), key=lambda item: -item[1])

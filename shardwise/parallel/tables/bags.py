@@ -26,9 +26,7 @@ class Bags:
     def from_padded(cls, ids: Tensor, weights: Tensor) -> Bags:
         """Returns the bags of padded ids (sample, table, slot); -1 is padding."""
         is_present = ids != -1
-        counts = is_present.sum(2).flatten()
-        offsets = torch.zeros(counts.numel() + 1, dtype=torch.int64)
-        torch.cumsum(counts, 0, out=offsets[1:])
+        offsets = F.pad(is_present.sum(2).flatten().cumsum(0), (1, 0))
         return cls(ids[is_present], offsets, weights[is_present])
 
 

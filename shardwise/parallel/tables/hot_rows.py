@@ -39,15 +39,9 @@ class HotRowCache:
     def _find_local_rows(self, fused: FusedTable) -> Tensor:
         local_rows = torch.full_like(self.rows, -1)
         for shard, first in zip(fused.shards, fused.row_offsets):
-            begin, end, start = self._row_range(shard, self.rows)
+            begin, end, start = self.tables.row_range(shard, self.rows)
             local_rows[begin:end] = self.rows[begin:end] - start + first
         return local_rows
-
-    def _row_range(self, shard: TableShard, rows: Tensor) -> tuple[int, int, int]:
-        """Returns the range of `rows` that lies in a shard, and the number of the shard's first row."""
-        first, last = (self.tables.table_offsets[shard.table] + row for row in shard.rows)
-        begin, end = torch.searchsorted(rows, torch.tensor([first, last])).tolist()
-        return begin, end, first
 
     def split_cached(self, unique_rows: Tensor, inverse_indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Splits a batch's distinct rows into rows to fetch and cached rows. Returns the rows to fetch; the inverse
@@ -79,7 +73,7 @@ class HotRowCache:
     def gradient_of(self, shard: TableShard) -> tuple[Tensor, Tensor]:
         """Returns the touched cached rows of a shard, relative to its first row, and their gradient."""
         rows = self.rows[self.touched_cpu]
-        begin, end, first = self._row_range(shard, rows)
+        begin, end, first = self.tables.row_range(shard, rows)
         return rows[begin:end] - first, self.gradient_cpu[begin:end, slice(*shard.columns)]
 
     def update(self, lr: float) -> None:

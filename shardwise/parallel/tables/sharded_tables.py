@@ -16,6 +16,7 @@ are sent again before use (`refresh`), so the result is bitwise the same.
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -68,51 +69,33 @@ class ShardedTables(TableStorage):
         for rank_rows in route.served_rows:
             pairs = zip(rank_rows, self.last_updated_rows, strict=True)
             stale.append([torch.isin(row_indices, changed).nonzero()[:, 0] for row_indices, changed in pairs])
-        flat = [stale_positions for rank_tables in stale for stale_positions in rank_tables]
-        counts = torch.tensor([stale_positions.numel() for stale_positions in flat], dtype=torch.int64)
-        lengths = [len(rank_tables) for rank_tables in self.fused_tables]
-        counts = self._all_to_all(counts, [len(self.local_tables)] * self.axis.size, lengths, None)
-        received_counts = iter(counts.tolist())
-        counts_by_rank = [[next(received_counts) for _ in rank_tables] for rank_tables in self.fused_tables]
-        sent = [sum(stale_positions.numel() for stale_positions in rank_tables) for rank_tables in stale]
-        received_sizes = [sum(one) for one in counts_by_rank]
-        stale_indices = self._all_to_all(cat_or_empty(flat, torch.int64), sent, received_sizes, None)
+        resent = self._exchange_indices(stale, [len(rank_tables) for rank_tables in self.fused_tables])
         values = [
             storage.index_select(0, row_indices[stale_positions]).view(-1)
             for rank_rows, rank_tables in zip(route.served_rows, stale, strict=True)
             for storage, row_indices, stale_positions in zip(self.storage, rank_rows, rank_tables, strict=True)
         ]
         input_split_sizes = [numel_of(rank_tables, self.local_tables) for rank_tables in stale]
-        by_rank = zip(counts_by_rank, self.fused_tables)
-        output_split_sizes = [sum(n * fused.width for n, fused in zip(one, tables)) for one, tables in by_rank]
-        received = self._all_to_all(cat_or_empty(values, self.dtype), input_split_sizes, output_split_sizes, None)
-        start = first = 0
-        flat_counts = [count for one in counts_by_rank for count in one]
-        for (fused, positions), count in zip(self._requests_by_table(route), flat_counts, strict=True):
-            part = received[start : start + count * fused.width].view(-1, fused.width)
-            columns = rows[:, fused.columns[0] : fused.columns[1]]
-            columns.index_copy_(0, positions[stale_indices[first : first + count]], part)
-            start, first = start + count * fused.width, first + count
+        output_split_sizes = list(map(numel_of, resent, self.fused_tables))
+        received = self._all_to_all(cat_or_empty(values, self.dtype), input_split_sizes, output_split_sizes)
+        requests = zip(self._requests_by_table(route), chain.from_iterable(resent), strict=True)
+        self._store_rows(rows, received, [(fused, positions[indices]) for (fused, positions), indices in requests])
 
     def push_gradients(self, route: LookupRoute, gradient: Tensor) -> None:
         """Sends the gradients of the distinct rows to their owners, which sum them by row over ranks."""
         columns = [
-            gradient[:, fused.columns[0] : fused.columns[1]].index_select(0, positions).view(-1)
+            gradient[:, slice(*fused.columns)].index_select(0, positions).view(-1)
             for fused, positions in self._requests_by_table(route)
         ]
         received = self._exchange_rows(cat_or_empty(columns, self.dtype), route, is_backward=True)
-        parts: list[list[Tensor]] = [[] for _ in self.local_tables]
-        start = 0
-        for rank_rows in route.served_rows:
-            for index, (fused, rows) in enumerate(zip(self.local_tables, rank_rows, strict=True)):
-                size = rows.numel() * fused.width
-                parts[index].append(received[start : start + size].view(-1, fused.width))
-                start += size
+        served = [pair for rank_rows in route.served_rows for pair in zip(self.local_tables, rank_rows, strict=True)]
+        parts = received.split([rows.numel() * fused.width for fused, rows in served])
         self.row_gradients = []
-        for index, gradients in enumerate(parts):
+        for index, fused in enumerate(self.local_tables):
             row_indices = torch.cat([rank_rows[index] for rank_rows in route.served_rows])
             rows, inverse_indices = torch.unique(row_indices, return_inverse=True)
-            total = torch.zeros(rows.numel(), self.local_tables[index].width, dtype=self.dtype)
+            total = torch.zeros(rows.numel(), fused.width, dtype=self.dtype)
+            gradients = [part.view(-1, fused.width) for part in parts[index :: len(self.local_tables)]]
             scatter_add_rows_(total, inverse_indices, torch.cat(gradients))
             self.row_gradients.append(RowGradients(rows, total))
 
@@ -177,7 +160,7 @@ class ShardedTables(TableStorage):
         sizes = [0] * self.axis.size
         for one, part in zip(shared, out, strict=True):
             sizes[one.rank] += part.numel()
-        received = self._all_to_all(cat_or_empty(out, self.dtype), sizes, sizes, None)
+        received = self._all_to_all(cat_or_empty(out, self.dtype), sizes, sizes)
         sums_by_table: dict[int, list[tuple[int, Tensor]]] = {}
         for one, part in zip(shared, received.split([part.numel() for part in out]), strict=True):
             sums_by_table.setdefault(one.table, []).append((one.columns[0], part))
@@ -217,6 +200,3 @@ class RowPrefetcher:
         assert torch.equal(route.ids, ids), "batches must be used in the order in which they were prefetched"
         self.tables.refresh(route, rows)
         return route, rows
-
-    def close(self) -> None:
-        self.executor.shutdown()

@@ -76,6 +76,8 @@ class TableParamShard(ParamShard):
 class TableEngine(Engine):
     """An engine whose model looks up rows of sharded embedding tables."""
 
+    has_tables = True
+
     model: Any
     compute_dtype: torch.dtype = torch.float32
     tables: ShardedTables = field(kw_only=True)
@@ -111,30 +113,24 @@ class TableEngine(Engine):
         rows, hot = fetched.to(self.mesh.device), self.tables.hot_rows
         return rows if hot is None else torch.cat((rows, hot.values[route.cached_rows.to(rows.device)]))
 
-    def cache_hot_rows(self, stream: SampleStream, count: int) -> None:
-        """Caches, on every device, the `count` rows that the first samples use most."""
-        self.tables.hot_rows = None
-        if count:
-            bags = self._bags(stream.read(np.arange(HOT_ROW_SAMPLES)))
-            table = check_ids(bags, self.tables.tables, torch.arange(HOT_ROW_SAMPLES))
-            rows = most_frequent_ids(bags.ids + torch.tensor(self.tables.table_offsets)[table], count)
-            if rows.numel():
-                self.tables.hot_rows = HotRowCache(self.tables, rows, self.mesh["data"], self.mesh.device)
-
     def divide_gradients(self, divisor: Tensor) -> None:
         torch._foreach_div_([shard.grad for shard in self.dense_shards], divisor)
         self.tables.divide_gradients(float(divisor))
-
-    @property
-    def has_tables(self) -> bool:
-        return True
 
     def make_optimizer(self, job: Job) -> torch.optim.Optimizer:
         """Returns one optimizer for both the dense weights and the tables."""
         return CombinedOptimizer(super().make_optimizer(job), self.tables, job.embedding_tables.lr_multiplier)
 
     def begin_stream(self, job: Job, stream: SampleStream) -> None:
-        self.cache_hot_rows(stream, job.embedding_tables.cached_rows)
+        """Caches, on every device, the rows that the first samples use most."""
+        self.tables.hot_rows = None
+        if job.embedding_tables.cached_rows:
+            bags = self._bags(stream.read(np.arange(HOT_ROW_SAMPLES)))
+            table = check_ids(bags, self.tables.tables, torch.arange(HOT_ROW_SAMPLES))
+            row_numbers = bags.ids + torch.tensor(self.tables.table_offsets)[table]
+            rows = most_frequent_ids(row_numbers, job.embedding_tables.cached_rows)
+            if rows.numel():
+                self.tables.hot_rows = HotRowCache(self.tables, rows, self.mesh["data"], self.mesh.device)
 
     def batches(self, job: Job, loader: Iterator[tuple[int, Samples]], steps: int) -> Iterator[tuple[int, Samples]]:
         prefetch = job.embedding_tables.prefetch

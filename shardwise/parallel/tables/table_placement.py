@@ -44,26 +44,16 @@ def place_tables(tables: Sequence[TableSpec], ranks: int, sharding: str = "auto"
     numel_per_rank = sum(table.size for table in tables) / ranks
     lookups_per_rank = sum(table.lookups_per_sample for table in tables) / ranks
     for index, table in enumerate(tables):
-        table_sharding, num_shards = sharding, ranks
+        by_columns, num_shards = sharding == "column", ranks if sharding in ("row", "column") else 1
         if sharding == "auto" and table.size > numel_per_rank:
-            table_sharding, num_shards = "row", min(ranks, -(-table.size // max(1, int(numel_per_rank))))
+            num_shards = min(ranks, -(-table.size // max(1, int(numel_per_rank))))
         elif sharding == "auto" and table.lookups_per_sample > lookups_per_rank:
-            table_sharding = "column"
+            by_columns = True
             num_shards = min(ranks, table.width, -int(-table.lookups_per_sample // lookups_per_rank))
-        shards += _shard_table(index, table, table_sharding, num_shards)
+        for rank, chunk in enumerate(_chunk_ranges(table.width if by_columns else table.rows, num_shards)):
+            rows, columns = ((0, table.rows), chunk) if by_columns else (chunk, (0, table.width))
+            shards.append(TableShard(rank, index, rows, columns))
     return sorted(shards if sharding in ("row", "column") else _balance_over_ranks(tables, shards, ranks))
-
-
-def _shard_table(table_index: int, table: TableSpec, sharding: str, num_shards: int) -> list[TableShard]:
-    """Returns the shards of a table, on ranks 0, 1, ..."""
-    rows, columns = (0, table.rows), (0, table.width)
-    if sharding == "row":
-        chunks = _chunk_ranges(table.rows, num_shards)
-        return [TableShard(rank, table_index, chunk, columns) for rank, chunk in enumerate(chunks)]
-    if sharding == "column":
-        chunks = _chunk_ranges(table.width, num_shards)
-        return [TableShard(rank, table_index, rows, chunk) for rank, chunk in enumerate(chunks)]
-    return [TableShard(0, table_index, rows, columns)]
 
 
 def _chunk_ranges(total: int, num_chunks: int) -> list[tuple[int, int]]:

@@ -6,6 +6,7 @@ because PyTorch has no sharded embedding tables, and TorchRec keeps tables and o
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -26,9 +27,7 @@ class FusedTable:
     def __init__(self, columns: tuple[int, int], shards: list[TableShard]):
         self.columns, self.shards = columns, shards
         self.width = columns[1] - columns[0]
-        self.row_offsets = [0]
-        for shard in shards:
-            self.row_offsets.append(self.row_offsets[-1] + shard.rows[1] - shard.rows[0])
+        self.row_offsets = list(accumulate((shard.rows[1] - shard.rows[0] for shard in shards), initial=0))
 
 
 def fuse_shards(shards: Sequence[TableShard], rank: int) -> list[FusedTable]:
@@ -73,9 +72,7 @@ class TableStorage:
         self.tables, self.shards, self.axis, self.dtype = list(tables), list(shards), axis, dtype
         self.optimizer, self.betas, self.eps = optimizer, betas, eps
         self.width = tables[0].width
-        self.table_offsets = [0]
-        for table in tables:
-            self.table_offsets.append(self.table_offsets[-1] + table.rows)
+        self.table_offsets = list(accumulate((table.rows for table in tables), initial=0))
         self.fused_tables = [fuse_shards(shards, rank) for rank in range(axis.size)]
         self.local_tables = self.fused_tables[axis.index]
         factory_kwargs: dict[str, Any] = {"dtype": dtype, "pin_memory": pin_memory}
@@ -109,31 +106,36 @@ class TableStorage:
     def _request_rows(self, unique_rows: Tensor, axis: Axis | None = None) -> tuple[RowIndices, RowIndices]:
         """Requests rows from the ranks that own them. Returns the requested rows and those requested from this rank."""
         requested: RowIndices = []
-        rows: list[Tensor] = []
+        rows: RowIndices = []
         for rank_tables in self.fused_tables:
             requested.append([])
+            rows.append([])
             for fused in rank_tables:
                 positions, local_rows = [], []
                 for shard, first in zip(fused.shards, fused.row_offsets):
-                    base = self.table_offsets[shard.table]
-                    ends = torch.tensor([base + shard.rows[0], base + shard.rows[1]])
-                    begin, end = torch.searchsorted(unique_rows, ends).tolist()
+                    begin, end, start = self.row_range(shard, unique_rows)
                     positions.append(torch.arange(begin, end))
-                    local_rows.append(unique_rows[begin:end] - (base + shard.rows[0] - first))
+                    local_rows.append(unique_rows[begin:end] - (start - first))
                 requested[-1].append(torch.cat(positions))
-                rows.append(torch.cat(local_rows))
-        return requested, self._send_requests(requested, cat_or_empty(rows, torch.int64), axis)
+                rows[-1].append(torch.cat(local_rows))
+        return requested, self._exchange_indices(rows, [len(self.local_tables)] * self.axis.size, axis)
 
-    def _send_requests(self, requested: RowIndices, rows: Tensor, axis: Axis | None) -> RowIndices:
-        flat = [positions.numel() for rank_tables in requested for positions in rank_tables]
-        counts, num_local_tables = torch.tensor(flat, dtype=torch.int64), len(self.local_tables)
-        lengths = [len(rank_tables) for rank_tables in requested]
-        received_counts = self._all_to_all(counts, lengths, [num_local_tables] * self.axis.size, axis)
-        sizes = received_counts.view(self.axis.size, num_local_tables).tolist()
-        sent = [sum(positions.numel() for positions in rank_tables) for rank_tables in requested]
-        received = self._all_to_all(rows, sent, [sum(rank_sizes) for rank_sizes in sizes], axis)
-        parts = iter(received.split([size for rank_sizes in sizes for size in rank_sizes]))
-        return [[next(parts) for _ in rank_sizes] for rank_sizes in sizes]
+    def row_range(self, shard: TableShard, rows: Tensor) -> tuple[int, int, int]:
+        """Returns the range of sorted `rows` that lies in a shard, and the number of the shard's first row."""
+        first, last = (self.table_offsets[shard.table] + row for row in shard.rows)
+        begin, end = torch.searchsorted(rows, torch.tensor([first, last])).tolist()
+        return begin, end, first
+
+    def _exchange_indices(self, indices: RowIndices, received: list[int], axis: Axis | None = None) -> RowIndices:
+        """Sends the tensors `indices[n]` to rank n; returns those from each rank, of which there are `received[n]`."""
+        flat = [part for parts in indices for part in parts]
+        lengths = torch.tensor([part.numel() for part in flat], dtype=torch.int64)
+        received_lengths = self._all_to_all(lengths, [len(parts) for parts in indices], received, axis)
+        recv_sizes = [int(part.sum()) for part in received_lengths.split(received)]
+        sizes = [sum(part.numel() for part in parts) for parts in indices], recv_sizes
+        values = self._all_to_all(cat_or_empty(flat, torch.int64), *sizes, axis)
+        parts = iter(values.split(received_lengths.tolist()))
+        return [[next(parts) for _ in range(count)] for count in received]
 
     def fetch(self, route: LookupRoute, axis: Axis | None = None, storage: Sequence[Tensor] | None = None) -> Tensor:
         """Fetches the distinct rows of this rank's samples, from `storage` if given instead of the weights."""
@@ -144,12 +146,7 @@ class TableStorage:
         ]
         received = self._exchange_rows(cat_or_empty(parts, self.dtype), route, is_backward=False, axis=axis)
         rows = torch.empty(route.num_fetched_rows, self.width, dtype=self.dtype)
-        start = 0
-        for fused, positions in self._requests_by_table(route):
-            size = positions.numel() * fused.width
-            part = received[start : start + size].view(-1, fused.width)
-            rows[:, fused.columns[0] : fused.columns[1]].index_copy_(0, positions, part)
-            start += size
+        self._store_rows(rows, received, list(self._requests_by_table(route)))
         return rows
 
     def lookup_rows(self, rows: Tensor, storage: Sequence[Tensor] | None = None) -> Tensor:
@@ -170,19 +167,24 @@ class TableStorage:
         for rank_tables, requested in zip(self.fused_tables, route.requested_rows, strict=True):
             yield from zip(rank_tables, requested, strict=True)
 
+    def _store_rows(self, rows: Tensor, values: Tensor, targets: list[tuple[FusedTable, Tensor]]) -> None:
+        """Copies values, in the order of `targets`, into the columns of each fused table and the given rows."""
+        parts = values.split([positions.numel() * fused.width for fused, positions in targets])
+        for (fused, positions), part in zip(targets, parts, strict=True):
+            rows[:, slice(*fused.columns)].index_copy_(0, positions, part.view(-1, fused.width))
+
     def _exchange_rows(self, values: Tensor, route: LookupRoute, is_backward: bool, axis: Axis | None = None) -> Tensor:
         """Sends rows from owners to requesters; the opposite way in the backward."""
         served_sizes = [numel_of(rank_rows, self.local_tables) for rank_rows in route.served_rows]
-        pairs = zip(route.requested_rows, self.fused_tables, strict=True)
-        requested_sizes = [numel_of(positions, rank_tables) for positions, rank_tables in pairs]
+        requested_sizes = list(map(numel_of, route.requested_rows, self.fused_tables))
         sizes = (requested_sizes, served_sizes) if is_backward else (served_sizes, requested_sizes)
         return self._all_to_all(values, *sizes, axis)
 
-    def _all_to_all(self, input: Tensor, send_sizes: list[int], recv_sizes: list[int], axis: Axis | None) -> Tensor:
+    def _all_to_all(self, input: Tensor, sent: list[int], received: list[int], axis: Axis | None = None) -> Tensor:
         if self.axis.size == 1:
             return input
-        output = input.new_empty(sum(recv_sizes))
-        all_to_all(output, input, recv_sizes, send_sizes, axis=axis or self.axis)
+        output = input.new_empty(sum(received))
+        all_to_all(output, input, received, sent, axis=axis or self.axis)
         return output
 
     def update_rows(
