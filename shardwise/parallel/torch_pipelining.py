@@ -32,13 +32,13 @@ SCHEDULE_CLASSES = {
     "zbv": schedules.ScheduleZBVZeroBubble,
     "dualpipev": schedules.ScheduleDualPipeV,
 }
-schedules.logger.setLevel(logging.CRITICAL)  # it prints bubbles on every rank, and the schedule after an error
 PipelineOrder = Mapping[int, Sequence[Any]]  # the actions of each pipeline rank, with the fields of PyTorch's `_Action`
 
 
 def schedule_actions(schedule: str, ranks: int, virtual: int, micro_batches: int) -> dict[int, list[_Action]]:
     """Returns the actions each pipeline rank executes under one of PyTorch's schedules. Needs no process group."""
     schedule_class: Any = SCHEDULE_CLASSES[schedule]
+    schedules.logger.setLevel(logging.CRITICAL)  # it prints bubbles on every rank
     stage = SimpleNamespace(num_stages=ranks * virtual, group_size=ranks, group_rank=0, submod=None)
     if issubclass(schedule_class, PipelineScheduleSingle):
         order = schedule_class(stage, micro_batches).pipeline_order
@@ -70,6 +70,7 @@ class PipelineSchedule:
         schedule_class: Any = schedules._PipelineScheduleRuntime if order else SCHEDULE_CLASSES[name]
         self.stages, self.timer = stages, timer
         self.is_single_stage = issubclass(schedule_class, PipelineScheduleSingle)
+        schedules.logger.setLevel(logging.CRITICAL)  # it prints bubbles on every rank, and the schedule after an error
         own_stages = stages[0] if self.is_single_stage else stages
         self.schedule = schedule_class(own_stages, micro_batches, loss_fn=loss_fn, scale_grads=False)
         if order:
