@@ -76,7 +76,7 @@ class PipelineSchedule:
         schedule_class: Any = schedules._PipelineScheduleRuntime if order else SCHEDULE_CLASSES[name]
         self.stages, self.timer = stages, timer
         self.is_single_stage = issubclass(schedule_class, PipelineScheduleSingle)
-                _silence_schedules()
+        _silence_schedules()
         own_stages = stages[0] if self.is_single_stage else stages
         self.schedule = schedule_class(own_stages, micro_batches, loss_fn=loss_fn, scale_grads=False)
         if order:
