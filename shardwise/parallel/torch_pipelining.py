@@ -45,7 +45,6 @@ def schedule_actions(schedule: str, ranks: int, virtual: int, micro_batches: int
     else:
         # Without sends and receives, which take PyTorch far longer to insert than the actions themselves.
         without_comms = type("Bare", (schedule_class,), {"_prepare_schedule_with_comms": lambda self, actions: None})
-        _silence_schedules()
         order = without_comms([stage] * virtual, micro_batches).pipeline_order
     actions_by_rank = {
         rank: [action for action in actions if action and action.computation_type != schedules.REDUCE_GRAD]
@@ -61,11 +60,6 @@ def schedule_actions(schedule: str, ranks: int, virtual: int, micro_batches: int
     return actions_by_rank
 
 
-def _silence_schedules() -> None:
-    """PyTorch's schedules print their bubbles on every rank, and the whole schedule after an error."""
-    schedules.logger.setLevel(logging.CRITICAL)
-
-
 class PipelineSchedule:
     """A schedule of PyTorch's, or one that runs `order`, over this rank's stages."""
 
@@ -76,7 +70,7 @@ class PipelineSchedule:
         schedule_class: Any = schedules._PipelineScheduleRuntime if order else SCHEDULE_CLASSES[name]
         self.stages, self.timer = stages, timer
         self.is_single_stage = issubclass(schedule_class, PipelineScheduleSingle)
-        _silence_schedules()
+        schedules.logger.setLevel(logging.CRITICAL)  # it prints bubbles on every rank, and the schedule after an error
         own_stages = stages[0] if self.is_single_stage else stages
         self.schedule = schedule_class(own_stages, micro_batches, loss_fn=loss_fn, scale_grads=False)
         if order:
