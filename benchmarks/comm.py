@@ -77,7 +77,7 @@ def worker(node: int, rate: int) -> None:
     for size in SIZES if rate >= 1000 else SIZES[:-1]:
         tensor = torch.zeros(size // 4)
         collectives: dict[str, Any] = {comm.LIBRARY: partial(dist.all_reduce, tensor)}
-        for name, (schedule, _) in comm._schedules(ranks, node).items():
+        for name, schedule in comm._schedules(ranks, node).items():
             collectives[name] = partial(allreduce.run_schedule, tensor, schedule, name)
         for name, collective in collectives.items():
             times, wire_bytes = [], []
@@ -158,14 +158,14 @@ def bench_links(rate: int, nodes: int, node: int) -> None:
 
 def show(results: list[Any], rate: float, ranks: int, node: int) -> None:
     schedules = comm._schedules(ranks, node)
-    steps = {name: len(schedule(0, ranks, 1)) for name, (schedule, _) in schedules.items()}
+    steps = {name: len(schedule(0, ranks, 1)) for name, schedule in schedules.items()}
     latency = {name: seconds / steps[name] for size, name, seconds, _ in results if size == SIZES[0] and name in steps}
     print("ms per step: " + ", ".join(f"{name} {1e3 * seconds:.2f}" for name, seconds in latency.items()))
     print(f"{'bytes':>9s} {'':10s} {'ms':>8s} {'model':>8s} {'ratio':>6s} {'sent by node':>15s} {'model':>11s}")
     for size, name, seconds, wire_bytes in results:
         line = f"{comm.format_bytes(size):>9s} {name:10s} {1e3 * seconds:8.1f}"
         if name in schedules:
-            schedule = schedules[name][0]
+            schedule = schedules[name]
             busiest = busiest_bytes_by_step(schedule, ranks, node, size)
             predicted = sum(latency[name] + step_bytes / rate for step_bytes in busiest)
             sent = bytes_leaving_node(schedule, ranks, node, size)
