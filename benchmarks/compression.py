@@ -31,7 +31,7 @@ from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.optim import learning_rate, make_optimizer, set_learning_rate
 from shardwise.parallel.parallelize import parallelize
-from shardwise.parallel.prepare import parameter_shapes, prepare
+from shardwise.parallel.prepare import prepare
 from shardwise.step import step
 from shardwise.train.validate import validate
 
@@ -103,7 +103,8 @@ def bench_links(rate: int, nodes: int) -> None:
 
 
 def gradient_bytes(model: dict[str, object]) -> int:
-    shapes = parameter_shapes(job_of("", model, 8).family.build_on_meta(job_of("", model, 8).model))
+    chain = job_of("", model, 8).family.build_on_meta(job_of("", model, 8).model)
+    shapes = {name: weight.shape for name, weight in chain.named_unique_parameters()}
     return 4 * sum(shape.numel() for shape in shapes.values())
 
 
