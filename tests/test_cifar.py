@@ -117,7 +117,7 @@ def test_what_is_missing_is_told(tmp_path: Path) -> None:
             open_cifar10(path, BadRecords(), None)
     written(tmp_path, "bin")
     (tmp_path / "data_batch_3.bin").unlink()
-    with pytest.raises(DataError, match="data_batch_3.bin is missing, although data_batch_1.bin exists"):
+    with pytest.raises(DataError, match="data_batch_3.bin is missing, but not data_batch_1.bin"):
         open_cifar10(str(tmp_path), BadRecords(), None)
     data = {"source": "cifar10", "path": str(tmp_path)}
     with pytest.raises(DataError, match="set them to 32 and 10"):
