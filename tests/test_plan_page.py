@@ -37,6 +37,7 @@ def test_the_page_is_whole(layout: str | None) -> None:
     words = " ".join(" ".join(root.itertext()).split())
     for one in plan.layouts:
         assert str(one.layout) in words
+    assert re.fullmatch(r"\S.*: [\d.e+]+ s per step, [\d.e+]+ of 7\d(\.\d)? GiB on \d+ x H100.*", str(plan))
     for line in (*plan.near_misses, *filter(None, plan.reasons), ACCURACY_SENTENCE, *MEMORY_PARTS):
         assert line in words
     # Nothing from elsewhere, nothing that runs.

@@ -46,6 +46,10 @@ class Plan:
     shape: ModelShape
     phases: tuple[tuple[int, int, float], ...]  # of each phase: steps, tokens or samples per step, seconds per step
 
+    def __str__(self) -> str:
+        best, memory = self.best, f"{self.best.peak_memory / GIB:.3g} of {self.cluster.device.memory / GIB:.3g} GiB"
+        return f"{best.layout}: {best.seconds:.3g} s per step, {memory} on {self.devices} x {self.cluster.device.name}"
+
     @property
     def best(self) -> Prediction:
         return self.layouts[0]
