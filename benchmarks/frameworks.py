@@ -13,10 +13,9 @@ from pathlib import Path
 
 from shardwise.layout import Layout
 from shardwise.planner.costs.block_time import BlockTimeModel, KernelProfile, ModuleTime, ParallelDegrees
-from shardwise.planner.costs.decoder_shape import ModelShape
-from shardwise.planner.costs.efficiency import Efficiency, efficiency_of
-from shardwise.planner.costs.machine import Machine
+from shardwise.planner.costs.machine import Efficiency, Machine, efficiency_of
 from shardwise.planner.costs.memory_model import FrameworkProfile, MemoryInputs, make_memory_inputs
+from shardwise.planner.costs.model_shape import ModelShape
 from shardwise.planner.estimate import Estimator
 from shardwise.planner.prediction import Workload
 

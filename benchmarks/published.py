@@ -42,8 +42,8 @@ from frameworks import (
 
 from shardwise.cluster import CLUSTERS, GB, Cluster, LinkSpec
 from shardwise.layout import Layout
-from shardwise.planner.costs.decoder_shape import ModelShape
 from shardwise.planner.costs.machine import Machine
+from shardwise.planner.costs.model_shape import ModelShape
 from shardwise.planner.prediction import Prediction
 
 GPUS = {

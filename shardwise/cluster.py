@@ -2,7 +2,7 @@
 
 A `Cluster` is a device type, the size of a fast domain (a node, an NVLink rack, a torus pod), and two links: within a
 domain and between domains. Bandwidths are per device and direction, in bytes per second; FLOP/s are dense. The fraction
-of these peaks that software reaches is in `shardwise.planner.costs.efficiency`.
+of these peaks that software reaches is in `shardwise.planner.costs.machine`.
 
 `shardwise calibrate` writes the same fields as TOML, with measured efficiencies.
 """

@@ -4,8 +4,6 @@ All problems are reported at once, each with its key. A key means the same in th
 resolved copy that is saved with the run. The `[model]` section is defined by each family in `shardwise.models`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -50,7 +48,7 @@ class DataConfig(ConfigSection):
     """What to do with a jsonl, criteo or cifar10 record that cannot be read: end the run, or log it and skip it."""
 
     @model_validator(mode="after")
-    def _check_mix(self) -> DataConfig:
+    def _check_mix(self) -> "DataConfig":
         if bool(self.mix) != (self.source == "mix"):
             raise ValueError('source = "mix" and paths below [data.mix] belong together; set both or neither')
         if self.path and "source" not in self.model_fields_set:
@@ -68,7 +66,7 @@ class BatchConfig(ConfigSection):
     """Global batch size in tokens, rounded down to whole samples."""
 
     @model_validator(mode="after")
-    def _check_one_unit(self) -> BatchConfig:
+    def _check_one_unit(self) -> "BatchConfig":
         if self.samples is not None and self.tokens is not None:
             raise ValueError("set samples or tokens, not both")
         return self
@@ -103,7 +101,7 @@ class OptimizerConfig(ConfigSection):
     """Final learning rate divided by the peak."""
 
     @model_validator(mode="after")
-    def _check_state_dtype(self) -> OptimizerConfig:
+    def _check_state_dtype(self) -> "OptimizerConfig":
         if self.state_dtype != "float32" and self.name != "adamw":
             raise ValueError(f"state_dtype = {self.state_dtype!r} works with adamw only, not {self.name}; remove it")
         return self
@@ -137,7 +135,7 @@ class GradientConfig(ConfigSection):
         return round(self.compress_after * total_steps if self.compress_after < 1 else self.compress_after)
 
     @model_validator(mode="after")
-    def _check_compress(self) -> GradientConfig:
+    def _check_compress(self) -> "GradientConfig":
         if not re.fullmatch(
             r"|fp16|bf16|int8|onebit|topk:0?\.\d{0,9}[1-9]\d{0,9}|powersgd(:rank=[1-9]\d{0,4})?", self.compress
         ):
@@ -165,7 +163,7 @@ class LocalSGDConfig(ConfigSection):
     `every` (streaming DiLoCo)."""
 
     @model_validator(mode="after")
-    def _check_fragments(self) -> LocalSGDConfig:
+    def _check_fragments(self) -> "LocalSGDConfig":
         if self.fragments > self.every:
             raise ValueError(f"fragments ({self.fragments}) exceeds every ({self.every}); a step sends at most one")
         return self
@@ -274,7 +272,7 @@ class Job(ConfigSection):
         return parse_model(values) if isinstance(values, Mapping) else values
 
     @model_validator(mode="after")
-    def _check_consistency(self) -> Job:
+    def _check_consistency(self) -> "Job":
         if self.steps is not None and self.tokens is not None:
             raise ValueError("set steps or tokens, not both")
         if self.gradient.compress and self.precision == "fp16":
@@ -331,7 +329,7 @@ class Job(ConfigSection):
             raise JobError(f"model.name = {model.name!r}: {model.description} does not generate text; use a decoder.")
         return cast(DecoderConfig, model)
 
-    def phases(self) -> list[tuple[int, Job]]:
+    def phases(self) -> "list[tuple[int, Job]]":
         """Returns the training phases: the number of steps and the job of each."""
         phases = self.model.phases(self.total_steps)
         return [(steps, self.model_copy(update={"model": model})) for steps, model in phases]

@@ -7,8 +7,6 @@ batch and `shardwise.parallel.prepare` checks that the model can run in the layo
 Mesh order, outermost first: pipeline, replicate, shard, context, tensor.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
@@ -170,7 +168,7 @@ class Layout:
         return " ".join(parts) or "pipeline=1"
 
     @classmethod
-    def parse(cls, text: str) -> Layout:
+    def parse(cls, text: str) -> "Layout":
         """Parses the text form: key=value words separated by spaces."""
         fields = {field.name: field for field in dataclasses.fields(cls)}
         values: dict[str, object] = {}

@@ -5,8 +5,6 @@ targets of the global batch; run all micro-batches; reduce gradients over data-p
 stages; one all-reduce over the world gives loss and gradient norm; the optimizer divides by clipping and loss scale.
 """
 
-from __future__ import annotations
-
 import gc
 import warnings
 from collections.abc import Callable
@@ -33,7 +31,7 @@ class StepResult:
     grad_norm: Tensor  # norm of the full gradient, before clipping
     skipped: Tensor  # whether the update was skipped because the norm was not finite
 
-    def average_over(self, replicas: Axis) -> StepResult:
+    def average_over(self, replicas: Axis) -> "StepResult":
         """Returns the mean over the replicas of local SGD; skipped if any replica skipped."""
         values = torch.stack((self.loss, self.grad_norm, self.skipped.to(self.loss.dtype)))
         all_reduce(values, axis=replicas)

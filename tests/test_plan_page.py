@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 from shardwise.cli import app
 from shardwise.cluster import CLUSTERS
 from shardwise.job import make_job
-from shardwise.planner.accuracy import ACCURACY_SENTENCE
-from shardwise.planner.plan import Plan, make_plan
+from shardwise.planner.plan import ACCURACY_SENTENCE, Plan, make_plan
 from shardwise.planner.plan_page import LABEL_WIDTH, MAX_ROWS, PAGE_WIDTH, plan_page
 from shardwise.planner.show import MEMORY_PARTS
 

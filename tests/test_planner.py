@@ -16,8 +16,7 @@ from shardwise.job import make_job
 from shardwise.layout import Layout
 from shardwise.models.gpt import build_gpt
 from shardwise.planner.costs.block_time import KernelProfile
-from shardwise.planner.costs.efficiency import efficiency_of
-from shardwise.planner.costs.machine import Machine
+from shardwise.planner.costs.machine import Machine, efficiency_of
 from shardwise.planner.costs.model_shape import shape_of
 from shardwise.planner.estimate import Estimator, split_evenly
 from shardwise.planner.plan import make_plan

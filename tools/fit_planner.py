@@ -31,7 +31,7 @@ from frameworks import FrameworkEfficiency  # noqa: E402
 from published import MeasuredRun, SkipRow, evaluate_run, parse_row, predicted_seconds, read_rows  # noqa: E402
 
 from shardwise.layout import Layout  # noqa: E402
-from shardwise.planner.costs.efficiency import Efficiency  # noqa: E402
+from shardwise.planner.costs.machine import Efficiency  # noqa: E402
 
 # Known rates of kernels and links. Chosen by hand: not computed from the runs, but after looking at some of them.
 PRIOR = {
@@ -277,7 +277,7 @@ def write_constants(values: dict[str, dict[str, float]], planner_file: Path, fra
     common = values[""]
     families = {family: values[family] for family in sorted(values) if family}
     families["other"] = dict(zip(FAMILY_KEYS, OTHER_FAMILY, strict=True))
-    _write_toml(planner_file, "shardwise/planner/costs/efficiency.py", {
+    _write_toml(planner_file, "shardwise/planner/costs/machine.py", {
         "common": {key: value for key, value in common.items() if key not in FRAMEWORK_KEYS},
         **{f"families.{family}": family_values for family, family_values in families.items()},
     })  # fmt: skip

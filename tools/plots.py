@@ -168,7 +168,7 @@ def _table(head: Sequence[str], rows: Any) -> Iterator[str]:
 
 
 def accuracy_figures(results: list[Result]) -> str:
-    """The TOML file that `shardwise/planner/accuracy.py` reads."""
+    """The TOML file that `shardwise/planner/plan.py` reads."""
     lines = ["# Written by tools/plots.py from benchmarks/runs.csv; do not edit."]
     for name, errors in (("time", time_errors(results)), ("memory", memory_errors(results))):
         lines.append(f"{name}_runs = {len(errors)}")

@@ -8,8 +8,6 @@ and is used in another is reported by the names of both modules.
 A forward that reads values cannot run on fake tensors. Such a module has no trunk, and every parameter counts as used.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Callbacks: what a user's code is told during training, in the process of rank 0."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

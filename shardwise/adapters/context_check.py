@@ -1,7 +1,5 @@
 """Whether a module that is not ours can be split along the sequence, from one run on fake tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """A user's dataset as a source: samples are read by index and collated into batches of tensors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

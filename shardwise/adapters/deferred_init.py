@@ -9,8 +9,6 @@ process computes. Where the constructor reads a value (`nn.init.trunc_normal_` d
 Meta tensors would not do instead of fake ones: `nn.init.orthogonal_` and others skip them.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Iterator
@@ -47,7 +45,7 @@ class _View:
     offset: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _View:
+    def of(cls, tensor: Tensor) -> "_View":
         storage = tensor.untyped_storage()._cdata
         return cls(storage, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 

@@ -1,7 +1,5 @@
 """Finds functional dropout in a module's forward, also where it runs without training and nothing is drawn."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

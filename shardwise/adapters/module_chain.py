@@ -6,8 +6,6 @@ last of them the stream that the stage received; the first block after the stage
 that carries the stream. Parameters of other stages are zeros without memory.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import re

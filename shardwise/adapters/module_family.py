@@ -1,7 +1,5 @@
 """The family of modules that are not ours: `model.name = "python:package.module:function"`, and those of a script."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable, Sequence

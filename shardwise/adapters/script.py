@@ -4,8 +4,6 @@ A script makes a `shardwise.Trainer` and calls one of its methods. The process t
 under torchrun a rank. A worker that the launcher starts runs the script again, up to that call, and takes its task.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import runpy

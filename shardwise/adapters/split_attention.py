@@ -5,8 +5,6 @@ Each rank has the queries, keys and values of its own positions. `shardwise.atte
 process they are just that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

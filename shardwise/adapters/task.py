@@ -9,8 +9,6 @@ The loss is a mean over the samples of the batch it gets. If the samples count d
 give `count`, the number of targets in a batch, and let the loss be a sum.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import inspect

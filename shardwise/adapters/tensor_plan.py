@@ -11,8 +11,6 @@ gradients of whole weights are summed over the ranks, as for our own families, s
 style of their own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 

@@ -1,7 +1,5 @@
 """The planner's view of a module that is not ours: the costs of its prologue, its blocks and its epilogue."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache

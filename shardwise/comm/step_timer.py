@@ -6,8 +6,6 @@ phases and waits are spans between CUDA events in the compute stream, read after
 synchronizes. If a step replays a CUDA graph, these events are nodes of the graph. The engine's mesh owns the timer.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter, defaultdict

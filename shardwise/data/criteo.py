@@ -9,8 +9,6 @@ becomes log(1 + max(x, 0)), a missing one 0; a category becomes its hash modulo 
 empty bag.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -44,7 +42,7 @@ class ClickBatch:
     labels: Tensor  # (B,) int64; negative: ignored
 
     @classmethod
-    def unpack(cls, samples: Samples, model: DLRMConfig) -> ClickBatch:
+    def unpack(cls, samples: Samples, model: DLRMConfig) -> "ClickBatch":
         shape, size = (-1, model.tables, model.lookups), model.tables * model.lookups
         packed = samples.tokens
         floats = packed[:, size:].contiguous().view(torch.float64)

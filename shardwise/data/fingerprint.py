@@ -6,8 +6,6 @@ began with; any other change is an error. The hash covers files of up to 256 KiB
 larger ones, the first and the last among them; a change between these blocks shows by its time only.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -34,7 +32,7 @@ class DataFile:
     digest: str
 
     @classmethod
-    def of(cls, path: Path, max_size: int | None = None) -> DataFile:
+    def of(cls, path: Path, max_size: int | None = None) -> "DataFile":
         """Returns the file, or its first bytes, as it is now."""
         digest = blake2b(digest_size=16)
         try:
@@ -88,7 +86,7 @@ class DataRecord:
     is_new: bool = True
 
     @classmethod
-    def load(cls, path: Path) -> DataRecord:
+    def load(cls, path: Path) -> "DataRecord":
         """Returns the record of a run; a new one if the run has none."""
         try:
             values = parse_json(path.read_bytes())

@@ -11,8 +11,6 @@ owns and all loaders share. Workers exit when the loader is closed or garbage-co
 their pipe closes.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import queue
 import signal
@@ -89,7 +87,7 @@ class Loader:
         thread.start()
         self._finalizer = weakref.finalize(self, _stop_prefetching, thread, stop, self._slots)
 
-    def __iter__(self) -> Loader:
+    def __iter__(self) -> "Loader":
         return self
 
     def __next__(self) -> tuple[int, Samples]:
@@ -113,7 +111,7 @@ class Loader:
         """Stops the thread and the workers; safe to call twice."""
         self._finalizer()
 
-    def __enter__(self) -> Loader:
+    def __enter__(self) -> "Loader":
         return self
 
     def __exit__(self, *_: object) -> None:

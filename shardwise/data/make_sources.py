@@ -12,8 +12,6 @@ lock. On a file system without locks all of them encode the same tokens; files a
 slower.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ source has its own stream, and each position of the mixture maps to a position i
 which positions a data-parallel rank reads in a step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
@@ -44,7 +42,7 @@ class Samples:
         return self.tokens, self.targets, self.ids, *(() if self.counts is None else (self.counts,)), *self.inputs
 
     @classmethod
-    def from_tensors(cls, tensors: Iterable[Tensor]) -> Samples:
+    def from_tensors(cls, tensors: Iterable[Tensor]) -> "Samples":
         tokens, targets, ids, *rest = tensors
         return cls(tokens, targets, ids, None, tuple(rest[1:]), rest[0] if rest else None)
 
@@ -53,7 +51,7 @@ class Samples:
         """The number of targets, without ignored ones."""
         return (self.targets != IGNORE_INDEX).sum() if self.counts is None else self.counts.sum()
 
-    def split(self, size: int) -> Iterator[Samples]:
+    def split(self, size: int) -> "Iterator[Samples]":
         parts = map(Samples.from_tensors, zip(*(tensor.split(size) for tensor in self.tensors), strict=True))
         if self.document_ids is None:
             return parts
@@ -66,14 +64,14 @@ class Samples:
         documents = {} if self.document_ids is None else {"document_ids": self.document_ids}
         return {"ids": self.ids, **documents, **{f"input_{n}": tensor for n, tensor in enumerate(self.inputs)}}
 
-    def with_document_ids(self, end_of_document: int) -> Samples:
+    def with_document_ids(self, end_of_document: int) -> "Samples":
         """Sets `document_ids`: documents are numbered from 0 each ends with `end_of_document`; -1: None."""
         if end_of_document < 0:
             return self
         is_end = (self.tokens == end_of_document).int()
         return replace(self, document_ids=is_end.cumsum(1, dtype=torch.int32) - is_end)
 
-    def to(self, device: torch.device) -> Samples:
+    def to(self, device: torch.device) -> "Samples":
         return Samples.from_tensors(t.to(device, non_blocking=True) for t in self.tensors)
 
 

@@ -1,7 +1,5 @@
 """The text and JSON that `shardwise laws` prints."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -102,7 +100,7 @@ def recommend_text(
         return json.dumps(recommendation.as_dict()) if as_json else "\n".join(_recommend_lines(recommendation))
 
 
-def _recommend_lines(result: Recommendation) -> Iterator[str]:
+def _recommend_lines(result: "Recommendation") -> Iterator[str]:
     from shardwise.laws.recommend import NEAR_OPTIMAL_TOLERANCE
 
     N, D, law = result.parameters, result.tokens, result.fitted_law
@@ -128,7 +126,7 @@ def _recommend_lines(result: Recommendation) -> Iterator[str]:
         yield from _plan_lines(result.plan, result.as_dict()["plan"])
 
 
-def _plan_lines(plan: Plan, plan_dict: dict[str, Any]) -> Iterator[str]:
+def _plan_lines(plan: "Plan", plan_dict: dict[str, Any]) -> Iterator[str]:
     model = plan.job.require_decoder()
     shape = f"width {model.width}, {model.layers} layers, {model.heads} heads, vocabulary {model.vocab}"
     yield f"model:    {shape}: {format_count(plan_dict['parameters'])} parameters"

@@ -7,8 +7,6 @@ And it minimizes the sum, not the mean: with the mean, the original paper's sear
 (Besiroglu et al. 2024, arXiv 2404.10102). Confidence intervals are percentiles of a weighted bootstrap.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -151,7 +149,7 @@ class _LogRuns:
     center: tuple[float, float]
 
     @classmethod
-    def from_runs(cls, runs: Runs) -> _LogRuns:
+    def from_runs(cls, runs: Runs) -> "_LogRuns":
         n, d = np.log(runs.parameters), np.log(runs.tokens)
         return cls(n - n.mean(), d - d.mean(), np.log(runs.loss), (float(n.mean()), float(d.mean())))
 

@@ -9,8 +9,6 @@ Two of parameters, tokens and flops are enough: the third follows from flops = 6
 are ignored.
 """
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,7 +50,7 @@ class Runs:
     def __len__(self) -> int:
         return len(self.names)
 
-    def select(self, selection: Any) -> Runs:
+    def select(self, selection: Any) -> "Runs":
         """Returns the runs at the given indices or mask."""
         indices = np.arange(len(self))[selection]
         columns = self.parameters[indices], self.tokens[indices], self.loss[indices], self.flops[indices]

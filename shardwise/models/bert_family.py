@@ -1,7 +1,5 @@
 """The config and family of BERT: an encoder trained by masked language modeling."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -48,7 +46,7 @@ class BertConfig(DecoderConfig):
         return max(1, round(self.mlm_probability * self.sequence))
 
     @model_validator(mode="after")
-    def _check_bert(self) -> BertConfig:
+    def _check_bert(self) -> "BertConfig":
         if self.mask_token_id >= self.vocab:
             raise ValueError(f"mask_token_id ({self.mask_token_id}) must be below vocab ({self.vocab})")
         fixed = (self.positions, self.norm, self.activation, self.bias) == ("learned", "layer", "gelu", True)
@@ -65,12 +63,12 @@ class BertConfig(DecoderConfig):
 class BertFamily(GPTFamily):
     config = BertConfig
 
-    def build(self, config: BertConfig, seed: int) -> Chain:  # type: ignore[override]
+    def build(self, config: BertConfig, seed: int) -> "Chain":  # type: ignore[override]
         from shardwise.models.bert import build_bert
 
         return build_bert(config, seed)
 
-    def objective(self, config: BertConfig, seed: int) -> Objective:
+    def objective(self, config: BertConfig, seed: int) -> "Objective":
         from shardwise.models.objectives import MaskedLM
 
         return MaskedLM(config, seed)

@@ -4,8 +4,6 @@ On one device the chain is the model. A pipeline stage is a slice of it under th
 no parallel code; its `sharding_plan` is data (`shardwise.models.sharding`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Protocol, runtime_checkable
@@ -46,7 +44,7 @@ class Chain(nn.Module):
                 # Not with setattr: the attribute may be parametrized.
                 self.get_submodule(owner)._parameters[leaf] = weights[name]
 
-    def slice(self, first: int, last: int) -> Chain:
+    def slice(self, first: int, last: int) -> "Chain":
         """Returns a chain of the modules [first, last), which it shares with this one."""
         modules = list(self.named_children())
         return self if (first, last) == (0, len(modules)) else Chain(modules[first:last], self.sharding_plan)

@@ -1,7 +1,5 @@
 """The config and family of DLRM: recommenders with embedding tables sharded over the host memory of all ranks."""
 
-from __future__ import annotations
-
 import math
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -40,7 +38,7 @@ class DLRMConfig(ModelConfig):
     """Hidden sizes of the top MLP, which maps the feature interactions to the logit."""
 
     @model_validator(mode="after")
-    def _check_rows(self) -> DLRMConfig:
+    def _check_rows(self) -> "DLRMConfig":
         if isinstance(self.rows, tuple) and len(self.rows) != self.tables:
             raise ValueError(f"rows lists {len(self.rows)} sizes for {self.tables} tables; give one size per table")
         return self
@@ -67,7 +65,7 @@ class DLRMFamily(Family):
         "replicate=4 micro_batch=2", "shard=8 zero=1",
     )  # fmt: skip
 
-    def build(self, config: DLRMConfig, seed: int) -> Chain:
+    def build(self, config: DLRMConfig, seed: int) -> "Chain":
         from shardwise.models.dlrm import DenseDLRM
 
         return DenseDLRM(config)
@@ -92,7 +90,7 @@ class DLRMFamily(Family):
         bottom, top, interaction = (cost.flops for cost in costs)
         return [bottom, top + interaction]
 
-    def example_batch(self, config: DLRMConfig, samples: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    def example_batch(self, config: DLRMConfig, samples: int, dtype: "torch.dtype") -> "dict[str, torch.Tensor]":
         import torch
 
         return {

@@ -7,8 +7,6 @@ One matmul computes queries, keys and values. The rows of its weight are grouped
 key head, the value head. A rank that holds whole groups computes their attention without communication.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -239,7 +237,7 @@ class FeedForward(nn.Module):
 class DecoderHead(nn.Module):
     """The final norm and the LM head."""
 
-    def __init__(self, norm: nn.Module, project: LMHead):
+    def __init__(self, norm: nn.Module, project: "LMHead"):
         super().__init__()
         self.norm, self.project = norm, project
 

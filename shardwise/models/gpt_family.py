@@ -1,7 +1,5 @@
 """The config and family of decoder-only transformers: GPT-2, GPT-3 and Llama shapes."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -49,7 +47,7 @@ class DecoderConfig(ModelConfig):
     """Width at which the learning rate was tuned; muP transfers it to `width`. 0: off."""
 
     @model_validator(mode="after")
-    def _check_shape(self) -> DecoderConfig:
+    def _check_shape(self) -> "DecoderConfig":
         defaults = {}
         if self.mup_base_width and not self.supports_mup:
             raise ValueError(f"mup_base_width works for a dense decoder only, not for {self.description}; leave it out")
@@ -103,7 +101,7 @@ class DecoderConfig(ModelConfig):
 class GPTFamily(Family):
     config = DecoderConfig
 
-    def build(self, config: DecoderConfig, seed: int) -> Chain:
+    def build(self, config: DecoderConfig, seed: int) -> "Chain":
         from shardwise.models.gpt import build_gpt
 
         return build_gpt(config, seed)

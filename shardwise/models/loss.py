@@ -7,8 +7,6 @@ saves the gradients of input and weight. In a pipeline, many micro-batches wait 
 save a weight gradient, so there the loss runs unchunked and saves the gradient of the logits instead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The config and family of mixture-of-experts decoders: Mixtral and DeepSeek-V3 shapes."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -46,7 +44,7 @@ class MoEConfig(DecoderConfig):
     """MLA: features per query and key head that carry RoPE, in addition to `head_dim`."""
 
     @model_validator(mode="after")
-    def _check_experts(self) -> MoEConfig:
+    def _check_experts(self) -> "MoEConfig":
         if not self.expert_ffn:
             object.__setattr__(self, "expert_ffn", self.ffn)
         if self.experts_per_token > self.experts:

@@ -1,7 +1,5 @@
 """The families by name, built-in and from installed packages, and the parser of the `[model]` section."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points

@@ -1,7 +1,5 @@
 """The config and family of ResNets: residual convolutional networks for images."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -49,7 +47,7 @@ class ResNetConfig(ModelConfig):
 class ResNetFamily(Family):
     config = ResNetConfig
 
-    def build(self, config: ResNetConfig, seed: int) -> Chain:
+    def build(self, config: ResNetConfig, seed: int) -> "Chain":
         from shardwise.models.resnet import build_resnet
 
         return build_resnet(config, seed)
@@ -61,12 +59,12 @@ class ResNetFamily(Family):
             "recompute": "recomputation would update the running statistics of batch norm twice; use recompute=none.",
         }
 
-    def operator_costs(self, config: ResNetConfig, itemsize: int) -> Callable[..., tuple[OperatorCosts, ...]]:
+    def operator_costs(self, config: ResNetConfig, itemsize: int) -> "Callable[..., tuple[OperatorCosts, ...]]":
         from shardwise.models.resnet_operators import resnet_operators
 
         return lru_cache(maxsize=64)(lambda *sizes: tuple(resnet_operators(config, itemsize, *sizes)))
 
-    def example_batch(self, config: ResNetConfig, samples: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    def example_batch(self, config: ResNetConfig, samples: int, dtype: "torch.dtype") -> "dict[str, torch.Tensor]":
         import torch
 
         pixels = torch.empty(samples, 3, config.image_size, config.image_size, dtype=torch.uint8, device="meta")

@@ -4,8 +4,6 @@ A model states its plan and holds no parallel code. `shardwise.parallel` applies
 from it, and `verify` checks the result. Names are `fnmatch` patterns of parameters or modules; the first match wins.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 

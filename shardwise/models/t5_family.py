@@ -1,7 +1,5 @@
 """The config and family of T5: an encoder-decoder trained by span corruption."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -79,7 +77,7 @@ class T5Config(ModelConfig):
         return self.noise_counts(self.text_window)[1] + 1
 
     @model_validator(mode="after")
-    def _check_t5(self) -> T5Config:
+    def _check_t5(self) -> "T5Config":
         noise_tokens, spans = self.noise_counts(self.text_window)
         if self.text_window - noise_tokens + spans + 1 > self.sequence:
             raise ValueError(f"sequence ({self.sequence}) is too short for span corruption; use at least 8")
@@ -101,17 +99,17 @@ class T5Config(ModelConfig):
 class T5Family(Family):
     config = T5Config
 
-    def build(self, config: T5Config, seed: int) -> Chain:
+    def build(self, config: T5Config, seed: int) -> "Chain":
         from shardwise.models.t5 import build_t5
 
         return build_t5(config, seed)
 
-    def objective(self, config: T5Config, seed: int) -> Objective:
+    def objective(self, config: T5Config, seed: int) -> "Objective":
         from shardwise.models.objectives import SpanCorruption
 
         return SpanCorruption(config, seed)
 
-    def operator_costs(self, config: T5Config, itemsize: int) -> Callable[..., tuple[OperatorCosts, ...]]:
+    def operator_costs(self, config: T5Config, itemsize: int) -> "Callable[..., tuple[OperatorCosts, ...]]":
         from shardwise.models.t5_operators import t5_operators
 
         return lru_cache(maxsize=64)(lambda *sizes: tuple(t5_operators(config, itemsize, *sizes)))

@@ -7,8 +7,6 @@ The kernels are those of PyTorch on a CPU: an operator that is one kernel on a G
 then moves and saves more. Matmuls, attention, parameters and outputs are the same everywhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace

@@ -10,8 +10,6 @@ chunk and its backward use PyTorch's flash kernels, which only private ATen oper
 `MathAttention` is the same computation for dtypes and masks that have no flash kernel.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial
@@ -238,7 +236,7 @@ class RingSendRecv:
 Grads = tuple[Tensor, Tensor, Tensor]  # of queries, keys and values
 
 
-def select_kernel(q: Tensor, document_ids: Tensor | None) -> MathAttention:
+def select_kernel(q: Tensor, document_ids: Tensor | None) -> "MathAttention":
     if document_ids is None and q.device.type == "cpu":
         return CpuFlashAttention()
     has_flash = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256

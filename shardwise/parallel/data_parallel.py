@@ -17,8 +17,6 @@ ZeRO 1 is our own because PyTorch's ZeroRedundancyOptimizer assigns whole parame
 neither tensor-parallel weights nor pipeline stages.
 """
 
-from __future__ import annotations
-
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -27,6 +25,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -296,8 +295,7 @@ class DDP(DataParallel):
         """Nothing to gather: every rank has updated all weights."""
 
 
-# No annotations: DDP compares them with classes, and postponed annotations are strings.
-def _sum_bucket(state, bucket):  # type: ignore[no-untyped-def]
+def _sum_bucket(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     data, axis = state
     buffer = bucket.buffer()
     if data.reducer.uses_library:

@@ -1,7 +1,5 @@
 """The engine: everything one rank needs for a training step, and how it runs the micro-batches of a step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar

@@ -5,8 +5,6 @@ ranks do not suffice, the tensor axis also distributes whole experts instead of 
 same tokens, so each computes its own experts and the reduce-scatter at the end of the module sums the outputs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -129,7 +127,7 @@ class TokenDispatcher:
     def __init__(self, axis: Axis):
         self.axis = axis
 
-    def dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, DispatchState]:
+    def dispatch(self, rows: Tensor, counts: Tensor) -> "tuple[Tensor, Tensor, DispatchState]":
         """Returns the tokens of this rank's experts, their count by expert, and the state for `combine`."""
         ranks = self.axis.size
         received_counts = torch.empty_like(counts)
@@ -145,7 +143,7 @@ class TokenDispatcher:
         state = DispatchState(permutation, permutation.argsort(), sent, received)
         return Permute.apply(rows, state.permutation, state.inverse_permutation), by_rank.sum(0), state
 
-    def combine(self, rows: Tensor, state: DispatchState) -> Tensor:
+    def combine(self, rows: Tensor, state: "DispatchState") -> Tensor:
         rows = Permute.apply(rows, state.inverse_permutation, state.permutation)
         return all_to_all_with_grad(rows, state.sent, state.received, self.axis)
 

@@ -1,7 +1,5 @@
 """ZeRO 2 and 3 with PyTorch's FSDP2, and the choice of the data-parallel strategy for a layout."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

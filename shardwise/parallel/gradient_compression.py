@@ -16,8 +16,6 @@ Never compressed: gradients of 1-D weights, which are small, and of weights repl
 weights of a pipeline, which are still partial sums.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,7 +45,7 @@ class CompressionSpec:
     rank: int = 0
 
     @classmethod
-    def parse(cls, text: str) -> CompressionSpec:
+    def parse(cls, text: str) -> "CompressionSpec":
         """Parses a text that the job has validated."""
         kind, _, argument = text.partition(":")
         if kind == "topk":

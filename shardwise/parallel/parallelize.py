@@ -6,8 +6,6 @@
 Training, verification and dry runs all use `parallelize`.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 

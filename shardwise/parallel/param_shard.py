@@ -6,8 +6,6 @@ along its first dimension over the fsdp axis. Both splits are those of `torch.ch
 in the full parameter, which is how shards are initialized, saved, loaded and compared.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

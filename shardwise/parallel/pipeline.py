@@ -4,8 +4,6 @@ Each stage is a slice of the chain. The last stage computes the loss itself, fro
 so the schedule's loss function only scales it. Shapes between stages are known, so no shape inference runs.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn

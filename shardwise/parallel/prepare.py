@@ -4,8 +4,6 @@
 splits the batch. The launcher and each worker call it once. In a worker, `parallelize` then shards the model in place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache

@@ -14,8 +14,6 @@ DTensor's parallel styles compute the same. We do not use them because uneven he
 shape, plain tensors and DTensors do not mix in norms and fused optimizers, and every operator pays for dispatch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any

@@ -36,8 +36,7 @@ from shardwise.models.gpt import DecoderBlock, build_gpt
 from shardwise.models.loss import pad_vocab
 from shardwise.parallel.parallelize import ACTIVATION_MEMORY_BUDGET
 from shardwise.planner.costs.block_time import BlockTimeModel, KernelProfile, ParallelDegrees
-from shardwise.planner.costs.efficiency import efficiency_of
-from shardwise.planner.costs.machine import Machine
+from shardwise.planner.costs.machine import Machine, efficiency_of
 from shardwise.planner.costs.model_shape import shape_of
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

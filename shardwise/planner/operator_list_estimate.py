@@ -1,4 +1,4 @@
-"""Predicts layouts of models given as lists of operator costs (`shardwise.planner.costs.operator_list`).
+"""Predicts layouts of models given as lists of operator costs (`shardwise.planner.costs.model_shape`).
 
 Estimator and search treat such a model as equal blocks of average cost. All are planned over the data axes, replicated
 or sharded by ZeRO; T5 also over tensor and pipeline ranks. Its stages are assumed equal in time, since our engine
@@ -14,11 +14,44 @@ from statistics import fmean as mean
 
 from shardwise.layout import Layout
 from shardwise.models.operator_costs import OperatorCosts
-from shardwise.planner.costs.block_time import ModuleTime, ParallelDegrees
+from shardwise.planner.costs.block_time import BlockTimeModel, KernelProfile, ModuleTime, ParallelDegrees
+from shardwise.planner.costs.machine import Machine
 from shardwise.planner.costs.memory_model import MemoryInputs, WeightCounts
-from shardwise.planner.costs.operator_list import OperatorListModel
-from shardwise.planner.costs.operator_time import mean_module_time, operators_time
+from shardwise.planner.costs.model_shape import ModelShape, OperatorListModel
 from shardwise.planner.estimate import Estimator
+
+
+def operators_time(machine: Machine, profile: KernelProfile, costs: OperatorCosts, tensor: int = 1) -> ModuleTime:
+    """Returns the time of a module on one of the `tensor` ranks that its costs were computed for."""
+    forward = backward = weight = 0.0
+    for p in costs.products:
+        shapes = (p.rows, p.inner, p.columns), (p.rows, p.columns, p.inner), (p.inner, p.rows, p.columns)
+        moved = p.moved_numel * profile.itemsize
+        precision = p.precision(profile.precision)
+        times = [machine.matmul(*side, precision, p.groups, moved) for side in shapes]
+        forward, backward, weight = forward + times[0], backward + times[1] + times[2], weight + times[2]
+    for a in costs.attention:
+        square = ModelShape(
+            layers=1, width=a.qk_head_dim, heads=a.heads, kv_heads=a.heads, head_dim=a.v_head_dim,
+            qk_rope_head_dim=a.qk_head_dim - a.v_head_dim, ffn=0, vocab=0, sequence=a.keys, causal=a.causal,
+        )  # fmt: skip
+        seconds = BlockTimeModel(machine, square, profile).attention(ParallelDegrees(1, 1, 1, 1))
+        forward, backward = forward + seconds[0] * a.queries / a.keys, backward + seconds[1] * a.queries / a.keys
+    elementwise = machine.memory_time(costs.moved_bytes) if costs.moved_bytes else 0.0
+    return ModuleTime(
+        forward=forward + elementwise, backward=backward + 2 * elementwise, weight_grad=weight,
+        moved_bytes=costs.moved_bytes, launch_seconds=costs.num_ops * machine.efficiency.kernel_launch,
+        tensor=machine.all_reduce(costs.all_reduce_bytes, tensor, 1) * (1.0 - machine.efficiency.overlap_tensor),
+    )  # fmt: skip
+
+
+def mean_module_time(seconds: Sequence[ModuleTime]) -> ModuleTime:
+    """Returns the mean of several modules; zero if there are none."""
+    mean = ModuleTime()
+    for number, time in enumerate(seconds, start=1):
+        mean = mean.lerp(time, 1 / number)
+    return mean
+
 
 Modules = Sequence[OperatorCosts]
 HOST_ROW_BANDWIDTH = 20e9  # bytes per second and rank of random host reads or writes of rows of about 500 bytes

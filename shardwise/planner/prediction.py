@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 from shardwise.layout import Layout
 from shardwise.planner.costs.block_time import KernelProfile
-from shardwise.planner.costs.decoder_shape import ModelShape
 from shardwise.planner.costs.engine_memory import EngineModel
 from shardwise.planner.costs.memory_model import FrameworkProfile, RankMemory, StageLayers
+from shardwise.planner.costs.model_shape import ModelShape
 
 
 @dataclass(frozen=True)

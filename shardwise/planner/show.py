@@ -4,10 +4,9 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwise.cluster import GIB
-from shardwise.planner.accuracy import ACCURACY_SENTENCE
 from shardwise.planner.costs.memory_model import RankMemory
-from shardwise.planner.costs.operator_list import OperatorListModel
-from shardwise.planner.plan import Plan
+from shardwise.planner.costs.model_shape import OperatorListModel
+from shardwise.planner.plan import ACCURACY_SENTENCE, Plan
 from shardwise.planner.prediction import Prediction
 
 WIDE_TERMINAL = 150  # columns of a terminal that can show layouts and reasons in the table itself

@@ -8,8 +8,6 @@ previous stage, a backward for the backward of the next stage.
 schedules are cached by (schedule, ranks, virtual stages, micro-batches), so a search builds each only once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -65,7 +63,7 @@ class StageCosts:
     def stages(self) -> int:
         return len(self.forward)
 
-    def as_executed(self) -> StageCosts:
+    def as_executed(self) -> "StageCosts":
         """Returns the costs with the first stage as PyTorch runs it: it needs no input gradient, so its backward-input
         does nothing and its backward-weight does all the work."""
         full_backward = self.backward_input[0] + self.backward_weight[0]
@@ -204,7 +202,7 @@ ActionKey = tuple[int, int, int, int]  # rank, kind (index into KINDS), stage, m
 Instruction = tuple[ActionKey, int, int, int, int]
 
 
-def build_program(order: PipelineOrder) -> PipelineProgram:
+def build_program(order: "PipelineOrder") -> PipelineProgram:
     """Sorts the actions of an order topologically. Raises LayoutError if the order deadlocks."""
     owner = {action[0]: rank for rank in order for part in order[rank] if part for action in part[3] or (part,)}
     stages, width = len(owner), max(len(order[rank]) for rank in order)

@@ -1,7 +1,5 @@
 """The training loop of one rank: reads batches, takes steps, logs metrics, validates, saves and rolls back."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

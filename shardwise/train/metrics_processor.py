@@ -3,8 +3,6 @@
 The step timer says where the time went; every rank reports its own metrics to rank 0.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from dataclasses import dataclass, field

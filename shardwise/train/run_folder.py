@@ -11,8 +11,6 @@ skips.json       batches skipped after loss spikes
 quarantine.json  ranks on which silent data corruption was found
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -45,7 +43,7 @@ class RunFolder:
         self.bad_records_path = path / "bad-records.txt"
 
     @classmethod
-    def create(cls, job: Job) -> RunFolder:
+    def create(cls, job: Job) -> "RunFolder":
         """Creates the folder of a job: `run.folder`, or the next number in `runs/`."""
         try:
             folder = cls(Path(job.run.folder) if job.run.folder else _make_next_folder(Path("runs")))
@@ -63,7 +61,7 @@ class RunFolder:
         return folder
 
     @classmethod
-    def open(cls, path: Path) -> RunFolder:
+    def open(cls, path: Path) -> "RunFolder":
         if not (path / "job.toml").is_file():
             raise JobError(f"{path} is not a run folder: it has no job.toml.")
         return cls(path)

@@ -9,8 +9,6 @@ in backward order, from the head down. An output that no rank computed is a diff
 Every rank compares its own shards with the same shards of the reference, so replicas that diverge are found.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass, replace

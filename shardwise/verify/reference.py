@@ -4,8 +4,6 @@ It uses the model, the samples, `torch.optim` and, for what `torch.optim` lacks,
 code with layouts, parameter shards, `shardwise.step` or our loss, so it cannot share their bugs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Any

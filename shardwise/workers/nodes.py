@@ -9,8 +9,6 @@ its node is lost: the coordinator names the lost ranks and restarts all ranks on
 All nodes share the run folder. Losing node 0 ends the run; `--resume` continues it.
 """
 
-from __future__ import annotations
-
 import select
 import signal
 import socket
@@ -51,7 +49,7 @@ class Node:
     port: int
 
     @classmethod
-    def parse(cls, text: str, address: str | None) -> Node:
+    def parse(cls, text: str, address: str | None) -> "Node":
         try:
             index, count = map(int, text.split("/"))
             host, _, port = (address or "").rpartition(":")

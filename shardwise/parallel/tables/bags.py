@@ -1,7 +1,5 @@
 """Bags: the ids that samples look up in embedding tables, with weights, and their weighted sums."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,7 +21,7 @@ class Bags:
     weights: Tensor  # (N,)
 
     @classmethod
-    def from_padded(cls, ids: Tensor, weights: Tensor) -> Bags:
+    def from_padded(cls, ids: Tensor, weights: Tensor) -> "Bags":
         """Returns the bags of padded ids (sample, table, slot); -1 is padding."""
         is_present = ids != -1
         offsets = F.pad(is_present.sum(2).flatten().cumsum(0), (1, 0))

@@ -3,14 +3,12 @@
 A module's time depends on the micro-batch size, on the degrees that split it and on the device, not on the pipeline.
 """
 
-from __future__ import annotations
-
 from dataclasses import astuple, dataclass
 from math import ceil
 from typing import NamedTuple
 
-from shardwise.planner.costs.decoder_shape import ModelShape
 from shardwise.planner.costs.machine import LOW_PRECISION, Machine
+from shardwise.planner.costs.model_shape import ModelShape
 
 COLLECTIVE_LAUNCHES = 5  # kernels the host could launch in the time it takes to launch one collective
 
@@ -62,7 +60,7 @@ class ModuleTime:
         """Forward and backward with their communication."""
         return self.forward + self.backward + 2 * self.traffic
 
-    def lerp(self, other: ModuleTime, share: float) -> ModuleTime:
+    def lerp(self, other: "ModuleTime", share: float) -> "ModuleTime":
         """Linear interpolation: `self` for `share` 0, `other` for 1."""
         if share in (0.0, 1.0):
             return other if share else self

@@ -9,8 +9,6 @@ gradient and the optimizer update, each at every peak of the schedule (`shardwis
 In formulas, `k` is the `BlockSizes`, `s` the bytes per element of the compute dtype, `w` those of the master dtype.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from math import ceil
 from typing import NamedTuple
@@ -96,7 +94,7 @@ class EngineModel:
             tied = self._chain.sharding_plan.ties and stage.first
             yield from (p for p in params["head"] if not (tied and p.name == self._chain.sharding_plan.ties[0][0]))
 
-    def block_sizes(self, layout: Layout) -> BlockSizes:
+    def block_sizes(self, layout: Layout) -> "BlockSizes":
         key = layout.tensor, layout.context, layout.micro_batch, layout.has_split_backward
         if key not in self._block_sizes:
             self._block_sizes[key] = BlockSizes.for_layout(self, layout)
@@ -193,7 +191,7 @@ class BlockSizes(NamedTuple):
     tokens: float  # tokens per micro-batch
 
     @classmethod
-    def for_layout(cls, engine: EngineModel, layout: Layout) -> BlockSizes:
+    def for_layout(cls, engine: EngineModel, layout: Layout) -> "BlockSizes":
         m, s, t = engine.model, engine.itemsize, layout.tensor
         params = engine.params_by_module(t)
         tokens = layout.micro_batch * m.sequence / layout.context

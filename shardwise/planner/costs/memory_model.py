@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from shardwise.job import OptimizerConfig
 from shardwise.layout import Layout
-from shardwise.planner.costs.decoder_shape import ModelShape
+from shardwise.planner.costs.model_shape import ModelShape
 
 
 @dataclass(frozen=True)
