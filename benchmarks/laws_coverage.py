@@ -17,9 +17,8 @@ from functools import partial
 
 import numpy as np
 
-from shardwise.laws.fit import fit_scaling_law
+from shardwise.laws.fit import CONSTANTS, ScalingLaw, fit_scaling_law
 from shardwise.laws.runs import Runs
-from shardwise.laws.scaling_law import CONSTANTS, ScalingLaw
 
 TRUE_LAW = ScalingLaw(1.8, 480.0, 2000.0, 0.35, 0.366)
 DESIGNS = {

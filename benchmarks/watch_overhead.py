@@ -27,8 +27,7 @@ from shardwise.layout import Layout
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.prepare import prepare
 from shardwise.step import step
-from shardwise.train.metrics_processor import MetricsProcessor
-from shardwise.train.progress import Progress
+from shardwise.train.metrics_processor import MetricsProcessor, Progress
 from shardwise.train.run_folder import RunFolder
 
 LAYOUTS = ("pipeline=1", "replicate=2", "shard=2 zero=3", "tensor=2", "pipeline=2 micro_batch=2")

@@ -106,7 +106,7 @@ def run(
 @app.command()
 def inspect(job_file: JobFile = None, overrides: Overrides = None, as_json: JsonFlag = False) -> None:
     """Shows a model's blocks, parameters and tied weights, and which axes of a layout it supports."""
-    from shardwise.verify.inspect_model import inspect_job
+    from shardwise.verify.command import inspect_job
 
     found = inspect_job(load_job(job_file, overrides or []))
     if as_json:

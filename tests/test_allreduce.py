@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.bench.parameter_server import push_pull_schedule
+from shardwise.bench.comm import push_pull_schedule
 from shardwise.comm import allreduce
 from shardwise.comm.allreduce import _chunk_size, _core_rank, all_reduce, chunk_bounds, get_schedule, sent_bytes
 from shardwise.comm.world import run_world

@@ -14,8 +14,9 @@ from test_cli import call
 
 from shardwise.errors import DataError, JobError
 from shardwise.job import load_job
+from shardwise.laws.command import draw_fit
 from shardwise.laws.compute_optimal import estimate_compute_optimal
-from shardwise.laws.fit import ScalingLawFit, best_fit, bootstrap, fit_scaling_law
+from shardwise.laws.fit import CONSTANTS, ScalingLaw, ScalingLawFit, best_fit, bootstrap, fit_scaling_law
 from shardwise.laws.fitted_law import PUBLISHED_CONSTANTS, fit_as_dict, parse_fitted_law, published_law, read_fitted_law
 from shardwise.laws.gradient_noise import solve_noise_scale
 from shardwise.laws.isoflop_grid import (
@@ -26,10 +27,8 @@ from shardwise.laws.isoflop_grid import (
     parse_budget,
     write_grid,
 )
-from shardwise.laws.plot import draw_fit
 from shardwise.laws.recommend import recommend, recommend_with_plan
 from shardwise.laws.runs import Runs, count_parameters, read_runs
-from shardwise.laws.scaling_law import CONSTANTS, ScalingLaw
 from shardwise.planner.costs.model_shape import shape_of
 
 ROOT = Path(__file__).parent.parent

@@ -23,7 +23,7 @@ from shardwise.data.token_file import write_token_arrays
 from shardwise.errors import DataError, JobError, RunError
 from shardwise.integrity.anomaly_policy import Verdict
 from shardwise.job import BatchConfig, Job, load_job, make_job
-from shardwise.launch.start import start_training
+from shardwise.launch.start import start_training, summarize
 from shardwise.layout import Layout
 from shardwise.parallel.prepare import prepare
 from shardwise.step import CudaGraphStep
@@ -32,7 +32,6 @@ from shardwise.train.generate import sample_run
 from shardwise.train.loop import TrainingLoop
 from shardwise.train.run_folder import RunFolder
 from shardwise.train.same_run import RESUMABLE_KEYS
-from shardwise.train.summary import summarize
 from shardwise.verify.command import shrink_model
 from shardwise.workers.heartbeat import read_heartbeats
 

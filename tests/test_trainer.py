@@ -20,7 +20,7 @@ from shardwise.job import make_job
 from shardwise.layout import Layout
 from shardwise.optim.user_optimizer import make_user_optimizer
 from shardwise.parallel.prepare import prepare
-from shardwise.verify.inspect_model import inspect_job
+from shardwise.verify.command import inspect_job
 from shardwise.verify.parity import verify
 from shardwise.verify.proof import prove, small_layout
 

@@ -40,8 +40,7 @@ from shardwise.watch.page_data import page_data, seconds_by_rank
 from shardwise.watch.pipeline_timeline import pipeline_data
 from shardwise.watch.report_page import render_page, write_report
 from shardwise.watch.run_data import TIME_CATEGORIES, RunData
-from shardwise.watch.run_list import LOADERS
-from shardwise.watch.serve import RunRegistry, make_server
+from shardwise.watch.serve import LOADERS, RunRegistry, make_server
 
 SMALL = {
     "steps": 8, "model": {"layers": 2, "width": 32, "heads": 2, "vocab": 61, "sequence": 16},
@@ -324,7 +323,7 @@ def test_the_list_of_runs_reads_only_what_has_changed(tmp_path: Path, monkeypatc
         write_run(tmp_path / "runs" / f"{number:04d}", [step(1, 1.0)], [{"time": 1.0, "event": "finished"}])
     registry, read = RunRegistry(None), []
     loaders = {name: lambda path, load=load: (read.append(path), load(path))[1] for name, load in LOADERS.items()}
-    monkeypatch.setattr("shardwise.watch.run_list.LOADERS", loaders)
+    monkeypatch.setattr("shardwise.watch.serve.LOADERS", loaders)
     first = registry.list_runs()
     assert len(first) == 30 and len(read) == 90 and first[0]["step"] == "1 of 8" and first[0]["status"] == "finished"
     read.clear()

@@ -29,7 +29,7 @@ import torch
 from async_server import ParameterServerWorker
 from torch import Tensor
 
-from shardwise.bench.parameter_server import push_pull_schedule
+from shardwise.bench.comm import push_pull_schedule
 from shardwise.comm import allreduce
 from shardwise.comm.world import run_world
 from shardwise.data.cifar10 import TEST_FILE, TRAIN_FILES

@@ -18,11 +18,10 @@ from pathlib import Path
 
 from shardwise.draw import write_svg
 from shardwise.errors import DataError
-from shardwise.laws.command import fit_text
+from shardwise.laws.command import draw_fit, fit_text
 from shardwise.laws.fit import fit_scaling_law
 from shardwise.laws.fitted_law import fit_as_dict, parse_fitted_law
 from shardwise.laws.isoflop_grid import design_grid, write_grid
-from shardwise.laws.plot import draw_fit
 from shardwise.laws.recommend import prediction_interval
 from shardwise.laws.runs import read_runs
 

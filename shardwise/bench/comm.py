@@ -25,10 +25,9 @@ from scipy.optimize import nnls
 from torch import Tensor
 
 from shardwise import draw
-from shardwise.bench.parameter_server import push_pull_schedule
 from shardwise.cluster import CLUSTERS, LinkSpec, read_cluster, write_cluster
 from shardwise.comm import allreduce
-from shardwise.comm.allreduce import SEGMENT_BYTES, Schedule, get_schedule, segment_bounds, sent_bytes
+from shardwise.comm.allreduce import P2PStep, PeerSlice, Schedule, chunk_bounds, get_schedule, sent_bytes
 from shardwise.comm.world import run_world
 from shardwise.console import pluralize
 from shardwise.errors import JobError
@@ -157,9 +156,9 @@ def _measure(processes_per_node: int, sizes: list[int], repeats: int) -> CommRep
         for name, elapsed in _time_collectives(collectives, repeats).items():
             seconds[name].append(elapsed)
             schedule = schedules.get(name, allreduce.ring_schedule)
-            count, num_segments = tensor.numel(), len(segment_bounds(tensor.numel(), 4)) - 1
+            count, num_segments = tensor.numel(), len(allreduce.segment_bounds(tensor.numel(), 4)) - 1
             steps[name].append(len(schedule(0, ranks, count)) + num_segments - 1)
-            sent = [sent_bytes(schedule, rank, ranks, count, 4, SEGMENT_BYTES) for rank in range(ranks)]
+            sent = [sent_bytes(schedule, rank, ranks, count, 4, allreduce.SEGMENT_BYTES) for rank in range(ranks)]
             bytes_sent[name].append(max(sent))
     links = {}
     if processes_per_node > 1:
@@ -228,3 +227,18 @@ def draw_report(report: CommReport) -> str:
         x, y = draw.MARGIN + draw.PANEL_WIDTH + 12, draw.MARGIN / 2 + 16 + 17 * index
         lines.append(draw.svg_text(x, y, name, "start", f'style="fill:{color}"'))
     return draw.svg_document(lines, 2 * draw.MARGIN + draw.PANEL_WIDTH + 60, draw.PANEL_HEIGHT + 2 * draw.MARGIN, title)
+
+
+def push_pull_schedule(rank: int, ranks: int, count: int, servers: int) -> list[P2PStep]:
+    """Returns a rank's steps with a parameter server, the baseline of all-reduce: some or all ranks each serve a slice
+    of the weights, to which all push their slice of the gradient and from which they pull the sum.
+    `examples/cifar10/async_server.py` is an asynchronous one."""
+    bounds = chunk_bounds(count, servers) + [count] * (ranks - servers)  # the first ranks serve one slice each
+    offsets = range(1, ranks)
+
+    def served(peer: int, owner: int) -> PeerSlice:  # the slice that `owner` serves, exchanged with `peer`
+        return PeerSlice(peer % ranks, bounds[owner % ranks], bounds[owner % ranks + 1])
+
+    push = [P2PStep(served(rank + offset, rank + offset), served(rank - offset, rank), True) for offset in offsets]
+    pull = [P2PStep(served(rank + offset, rank), served(rank - offset, rank - offset)) for offset in offsets]
+    return push + pull

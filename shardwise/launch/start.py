@@ -1,38 +1,48 @@
 """Starts a training run: resolves job, layout and run folder, launches the workers, prints the final summary."""
 
 import os
+import shlex
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
 
 from shardwise.comm.objects import broadcast_json
 from shardwise.console import format_count, pluralize
 from shardwise.data.bad_records import BadRecords
 from shardwise.data.fingerprint import DataRecord
 from shardwise.data.make_sources import Sources, make_sources
-from shardwise.errors import JobError, LayoutError
+from shardwise.data.sample_stream import SampleStream
+from shardwise.data.source import Source
+from shardwise.data.tokenizer import Tokenizer
+from shardwise.errors import JobError, LayoutError, RunError
 from shardwise.files import write_text
 from shardwise.job import Job, load_job
 from shardwise.launch.launch import WORKER_ENTRY_POINT, check_layout_fits, existing_world_size, launch
-from shardwise.launch.warnings import find_warnings
 from shardwise.launch.worker import init_distributed
 from shardwise.layout import AUTO_SCHEDULES, Layout
 from shardwise.metrics.trackers import check_tracker_installed
 from shardwise.parallel.prepare import Prepared, prepare
 from shardwise.parallel.tables.table_engine import check_host_memory
 from shardwise.train.auto_layout import check_memory, choose_plan, describe_plan, layout_record, plan_record
+from shardwise.train.generate import generate, load_model
 from shardwise.train.local_machine import host_memory, local_process_count, require_memory
 from shardwise.train.run_folder import RunFolder
 from shardwise.train.same_run import check_history, check_same_run
-from shardwise.train.summary import has_finished, summarize
+from shardwise.train.validate import byte_frequency_bits
 from shardwise.watch.end_of_run import print_end_of_run
 from shardwise.workers.fork_server import ForkServer
 from shardwise.workers.nodes import Node, NodeAgent
 from shardwise.workers.run_owner import own_run
 
 STATE_COPIES = 2  # of the parameters that every optimizer keeps in float32: weights and gradients
+MAX_EPOCHS, MAX_LEARNING_RATE = 100, 10.0  # beyond these, a warning
+FREQUENCY_SAMPLES = 512  # training samples whose bytes are counted for the frequency table
 DEMO = Path(__file__).parent.parent / "demo.toml"
 Say = Callable[[str], None]
 Check = Callable[[Prepared, Say], None]
@@ -48,7 +58,7 @@ class StartOptions:
     check: Check | None = None
     accept_data_change: bool = False
     strict: bool = False
-    """Whether suspicious settings are errors (`shardwise.launch.warnings`)."""
+    """Whether suspicious settings, which `find_warnings` lists, are errors."""
 
 
 def start_training(job_file: Path | None, settings: list[str], resume: Path | None, say: Say, **options: Any) -> None:
@@ -214,3 +224,69 @@ def _open_folder(job: Job, resumed: RunFolder | None, layout: Layout) -> RunFold
     if problem:
         raise JobError(problem)
     return RunFolder(Path(path))
+
+
+def find_warnings(prepared: Prepared, training: Source, held_out: Source) -> list[str]:
+    """Returns one sentence per setting that is possible but hardly meant."""
+    job, optimizer, steps = prepared.job, prepared.job.optimizer, prepared.job.total_steps
+    task, epochs = job.family.task(job.model), steps * job.samples / max(1, len(training))
+    found = {
+        f"data.path = {job.data.path!r} is not read, because data.source is {job.data.source!r}.":
+            job.data.path and job.data.source in ("stdlib", "synthetic", "mix"),
+        f"a batch has {job.samples} samples, but the data has only {len(training)}, so a batch repeats some.":
+            job.samples > len(training),
+        f"{pluralize(steps, 'step')} read each of the {len(training)} samples about {epochs:.0f} times.":
+            epochs > MAX_EPOCHS,
+        f"validation.every = {job.validation.every} has no effect, because no samples are held out.":
+            job.validation.every and not len(held_out),
+    }  # fmt: skip
+    if task is None or task.learning_rate is None:
+        found |= {
+            "optimizer.lr = 0 trains nothing.": not optimizer.lr,
+            f"optimizer.lr = {optimizer.lr:g} is far larger than any usual one.": optimizer.lr > MAX_LEARNING_RATE,
+            f"optimizer.warmup = {optimizer.warmup:g} is not shorter than the run, so the learning rate never reaches "
+            "optimizer.lr.": optimizer.warmup >= max(2, steps),
+        }  # fmt: skip
+    for pattern in optimizer.weight_decay_overrides:
+        matches = any(fnmatchcase(name, pattern) for name in prepared.shapes)
+        found[f"optimizer.weight_decay_overrides: {pattern!r} is the name of no parameter."] = not matches
+    return [sentence for sentence, is_true in found.items() if is_true]
+
+
+def has_finished(folder: RunFolder) -> bool:
+    """Whether the run's last event is `finished`."""
+    return next((event["event"] for event in reversed(list(folder.events()))), "") == "finished"
+
+
+def summarize(folder: RunFolder, job: Job, say: Callable[[str], None]) -> None:
+    """Prints the summary of a run that has taken all its steps."""
+    training, held_out, tokenizer = folder.sources(job)
+    if tokenizer is not None and len(held_out) and job.model.targets_are_text:
+        bits = _frequency_table_bits(job, training, held_out, tokenizer)
+        say(f"for comparison: predicting bytes by their frequency gives {bits:.3f} bits per byte")
+    if tokenizer is not None and job.model.is_causal_lm:
+        prompt_source = held_out if len(held_out) else training
+        words = tokenizer.decode(prompt_source[0]).split()[1:4]  # not the first word, which may be cut off
+        prompt = "def " if job.data.source == "stdlib" else " ".join(words)[:40]
+        model = load_model(folder, job, torch.device("cpu"))
+        try:
+            text = generate(model, tokenizer, prompt, 160, job.require_decoder(), temperature=0.7, seed=job.seed)
+        except RunError as error:
+            text = str(error)
+        say(f"generated text after {prompt!r}:")
+        say("\n".join(f"  | {line}" for line in text.splitlines()))
+        say(f"for more: shardwise sample {folder.path} --prompt {shlex.quote(prompt)}")
+    say(f"run folder: {folder.path}")
+
+
+def _frequency_table_bits(job: Job, training: Source, held_out: Source, tokenizer: Tokenizer) -> float:
+    indices = np.linspace(0, len(training) - 1, min(FREQUENCY_SAMPLES, len(training))).astype(int)
+    # The samples that validation used.
+    positions = np.arange(min(job.validation.samples, len(held_out)))
+    validation_indices = SampleStream(held_out, job.seed, shuffle=False).indices(positions)
+    validation_texts = _decode_samples(held_out, tokenizer, validation_indices)
+    return byte_frequency_bits(_decode_samples(training, tokenizer, indices), validation_texts)
+
+
+def _decode_samples(source: Source, tokenizer: Tokenizer, indices: np.ndarray) -> bytes:
+    return b"".join(tokenizer.decode(source[int(index)]).encode("utf-8", "replace") for index in indices)

@@ -25,8 +25,8 @@ from shardwise.console import format_count
 from shardwise.errors import JobError
 from shardwise.files import write_text
 from shardwise.job import Job, load_job, make_job
+from shardwise.laws.fit import MAX_FLOPS
 from shardwise.laws.runs import check_parameter_scope, count_parameters
-from shardwise.laws.scaling_law import MAX_FLOPS
 from shardwise.models.gpt_family import DecoderConfig
 from shardwise.planner.costs.model_shape import shape_of
 

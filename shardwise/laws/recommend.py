@@ -15,11 +15,10 @@ from scipy.optimize import brentq, minimize_scalar
 from shardwise.cluster import find_cluster
 from shardwise.errors import JobError
 from shardwise.job import Job, load_job
-from shardwise.laws.fit import interval
+from shardwise.laws.fit import MAX_FLOPS, ScalingLaw, interval
 from shardwise.laws.fitted_law import FittedLaw
 from shardwise.laws.isoflop_grid import SIZE_FIELDS, batch_size_for_budget, learning_rate_for_budget, model_of_size
 from shardwise.laws.runs import count_parameters
-from shardwise.laws.scaling_law import MAX_FLOPS, ScalingLaw
 from shardwise.planner.plan import Plan, make_plan
 
 EXTRAPOLATION_FACTOR = 100.0  # warn beyond this factor outside the fitted range

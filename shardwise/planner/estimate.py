@@ -16,9 +16,9 @@ from shardwise.planner.costs.engine_traffic import engine_traffic
 from shardwise.planner.costs.machine import Machine
 from shardwise.planner.costs.memory_model import MemoryInputs, RankMemory, StageLayers
 from shardwise.planner.prediction import BlockTime, ModuleLoad, Prediction, StagePartition, StepTiming, Workload
-from shardwise.schedules.auto_schedule import make_auto_schedule
 from shardwise.schedules.closed_form import lower_bound, upper_bound
 from shardwise.schedules.simulate import Simulation, StageCosts, step_seconds
+from shardwise.schedules.synthesize import make_auto_schedule
 
 BUCKET_BYTES = 1e8  # per gradient bucket
 # Bytes per weight that the update of a single process moves: weight and two moments (read and written), gradient (read

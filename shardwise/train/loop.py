@@ -29,8 +29,7 @@ from shardwise.planner.plan import auto_schedule_order
 from shardwise.step import CudaGraphStep, StepResult, make_step_fn
 from shardwise.train.checkpoint import CheckpointManager
 from shardwise.train.local_machine import local_cluster
-from shardwise.train.metrics_processor import MetricsProcessor, StopFlag, json_number
-from shardwise.train.progress import Progress
+from shardwise.train.metrics_processor import MetricsProcessor, Progress, StopFlag, json_number
 from shardwise.train.run_folder import RunFolder
 from shardwise.train.same_run import check_none_lost, check_state, defining_values
 from shardwise.train.validate import validate

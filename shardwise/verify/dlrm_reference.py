@@ -18,7 +18,7 @@ from shardwise.data.sample_stream import SampleStream
 from shardwise.job import Job
 from shardwise.models.chain import init_weights
 from shardwise.random import hash_key, normal_
-from shardwise.verify.reference_optimizers import make_reference_optimizers
+from shardwise.verify.reference import make_reference_optimizers
 
 
 def run_dlrm_reference(

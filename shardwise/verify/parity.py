@@ -45,8 +45,7 @@ from shardwise.step import StepResult, step
 from shardwise.train.local_machine import check_compiler, require_memory
 from shardwise.verify.compression_reference import CompressedSumReference
 from shardwise.verify.dlrm_reference import compare_embedding_tables, run_dlrm_reference
-from shardwise.verify.local_sgd_reference import run_local_sgd_reference
-from shardwise.verify.reference import run_reference
+from shardwise.verify.reference import run_local_sgd_reference, run_reference
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-3, "bf16": 1e-1, "fp16": 1e-2, "fp8": 3e-1}
 # Relative to the RMS norm. In half precision, rounding decides which way Adam moves a weight with a tiny gradient.

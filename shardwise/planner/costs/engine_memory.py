@@ -4,7 +4,7 @@ Parameters come from the model on the meta device and stages from the same `cut_
 activations and temporary buffers were derived from dry runs; `tests/test_dryrun.py` compares the results with dry runs.
 
 A rank's peak is the largest of a few candidates: a block's backward (with recomputation), the loss, the embedding's
-gradient and the optimizer update, each at every peak of the schedule (`shardwise.schedules.in_flight`).
+gradient and the optimizer update, each at every peak of the schedule (`shardwise.schedules.closed_form`).
 
 In formulas, `k` is the `BlockSizes`, `s` the bytes per element of the compute dtype, `w` those of the master dtype.
 """
@@ -21,7 +21,7 @@ from shardwise.parallel.data_parallel import BUCKET_BYTES
 from shardwise.parallel.prepare import forward_flops, meta_model
 from shardwise.parallel.tensor import splits_evenly
 from shardwise.planner.costs.memory_model import FrameworkProfile, RankMemory, StageLayers
-from shardwise.schedules.in_flight import InFlightCounts, schedule_peak_in_flight
+from shardwise.schedules.closed_form import InFlightCounts, schedule_peak_in_flight
 
 
 class ParamSpec(NamedTuple):
