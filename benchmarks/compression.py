@@ -5,7 +5,7 @@
 
 Slow links are network namespaces (`benchmarks/comm.py`; skipped without root). All methods take turns in the same
 processes. The bytes counted by a node's interface are compared with those that
-`shardwise/parallel/gradient_compression.py` reports. The step time is compared with the planner's model without
+`shardwise/parallel/gradient_reduction.py` reports. The step time is compared with the planner's model without
 overlap: the time of a single process plus bytes over the link rate.
 """
 

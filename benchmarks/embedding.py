@@ -33,8 +33,7 @@ from shardwise.layout import Layout
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.prepare import prepare
 from shardwise.parallel.tables import table_storage
-from shardwise.parallel.tables.bags import Bags, sum_bags
-from shardwise.parallel.tables.sharded_tables import ShardedTables
+from shardwise.parallel.tables.sharded_tables import Bags, ShardedTables, sum_bags
 from shardwise.parallel.tables.table_engine import TableEngine
 from shardwise.step import step
 

@@ -16,8 +16,7 @@ from shardwise.planner.costs.block_time import BlockTimeModel, KernelProfile, Mo
 from shardwise.planner.costs.machine import Efficiency, Machine, efficiency_of
 from shardwise.planner.costs.memory_model import FrameworkProfile, MemoryInputs, make_memory_inputs
 from shardwise.planner.costs.model_shape import ModelShape
-from shardwise.planner.estimate import Estimator
-from shardwise.planner.prediction import Workload
+from shardwise.planner.estimate import Estimator, Workload
 
 CONSTANTS = tomllib.loads((Path(__file__).parent / "frameworks.toml").read_text(encoding="utf-8"))["common"]
 BUCKET_GROWTH_RANKS = 40  # data ranks above which Megatron-Core's gradient buckets grow with their number

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.world import run_world
-from shardwise.data.sample_stream import SampleStream, rank_positions
-from shardwise.data.source import SyntheticTokens
+from shardwise.data.sample_stream import SampleStream, SyntheticTokens, rank_positions
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout, solve_batch
 from shardwise.optim import make_optimizer

@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.comm.world import run_world
-from shardwise.data.sample_stream import Samples, SampleStream, rank_positions
-from shardwise.data.source import SyntheticTokens
+from shardwise.data.sample_stream import Samples, SampleStream, SyntheticTokens, rank_positions
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.models.chain import init_weights

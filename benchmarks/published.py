@@ -44,7 +44,7 @@ from shardwise.cluster import CLUSTERS, GB, Cluster, LinkSpec
 from shardwise.layout import Layout
 from shardwise.planner.costs.machine import Machine
 from shardwise.planner.costs.model_shape import ModelShape
-from shardwise.planner.prediction import Prediction
+from shardwise.planner.estimate import Prediction
 
 GPUS = {
     "H100-SXM-80GB": "h100", "A100-80GB": "a100-80g", "A800-80GB": "a100-80g", "A100": "a100-80g",

@@ -17,7 +17,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _PUBLIC_NAMES = {
-    "Callback": "shardwise.adapters.callback",
+    "Callback": "shardwise.adapters.task",
     "Engine": "shardwise.parallel.engine",
     "Family": "shardwise.models.family",
     "Job": "shardwise.job",

@@ -19,10 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.adapters.callback import Callback
-from shardwise.adapters.dataset_source import DatasetSource
 from shardwise.adapters.script import register_task, stop_if_collecting
-from shardwise.adapters.task import Task
+from shardwise.adapters.task import Callback, DatasetSource, Task
 from shardwise.cluster import find_cluster
 from shardwise.console import print_line
 from shardwise.errors import JobError, ShardwiseError

@@ -26,11 +26,16 @@ from shardwise.data.encode import encode_source, write_token_file
 from shardwise.data.fingerprint import DataFile
 from shardwise.data.loader import Loader, _multiprocessing_context, _RankReader, _start_worker
 from shardwise.data.make_sources import make_sources
-from shardwise.data.sample_stream import Samples, SampleStream, rank_positions
-from shardwise.data.source import Mixture, Source, SyntheticTokens
+from shardwise.data.sample_stream import Mixture, Samples, SampleStream, Source, SyntheticTokens, rank_positions
 from shardwise.data.text import find_files, read_chunks
-from shardwise.data.token_file import MAGIC, TokenFile, open_raw_token_file, open_token_file, write_token_arrays
-from shardwise.data.token_windows import TokenWindows
+from shardwise.data.token_file import (
+    MAGIC,
+    TokenFile,
+    TokenWindows,
+    open_raw_token_file,
+    open_token_file,
+    write_token_arrays,
+)
 from shardwise.data.tokenizer import EOS_TOKEN, ByteTokenizer, HuggingFaceTokenizer, load_tokenizer, train_bpe
 from shardwise.errors import DataError, JobError, UserError
 from shardwise.job import DataConfig, Job, make_job

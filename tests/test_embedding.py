@@ -30,12 +30,10 @@ from shardwise.optim import sparse
 from shardwise.parallel.mesh import SINGLE_RANK, Mesh
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.prepare import prepare
-from shardwise.parallel.tables import bags, sharded_tables, table_engine, table_placement, table_storage
-from shardwise.parallel.tables.bags import Bags
-from shardwise.parallel.tables.hot_rows import HotRowCache, most_frequent_ids
-from shardwise.parallel.tables.sharded_tables import ShardedTables
+from shardwise.parallel.tables import sharded_tables, table_engine, table_storage
+from shardwise.parallel.tables.sharded_tables import Bags, HotRowCache, ShardedTables, most_frequent_ids
 from shardwise.parallel.tables.table_engine import check_host_memory
-from shardwise.parallel.tables.table_placement import TableShard, TableSpec, place_tables
+from shardwise.parallel.tables.table_storage import TableShard, TableSpec, place_tables
 from shardwise.step import step
 from shardwise.train.checkpoint import CheckpointManager
 from shardwise.verify.parity import make_stream, verify
@@ -78,7 +76,7 @@ MIX = [
 ]
 
 
-@pytest.mark.parametrize("way", table_placement.SHARDING_TYPES)
+@pytest.mark.parametrize("way", table_storage.SHARDING_TYPES)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 16])
 def test_every_number_lives_once(way: str, ranks: int) -> None:
     shards = place_tables(MIX, ranks, way)
@@ -119,7 +117,9 @@ def test_bags_are_weighted_sums_with_empty_ones_zero() -> None:
     ids = torch.tensor([[[1, 1, -1], [-1, -1, -1]], [[6, -1, 0], [4, 2, 4]]])
     weights = torch.tensor([[[0.5, 2.0, 9.0], [9.0, 9.0, 9.0]], [[1.0, 9.0, 3.0], [1.0, -1.0, 0.25]]])
     route = tables.route(Bags.from_padded(ids, weights), torch.arange(2))
-    found = bags.sum_bags(tables.fetch(route), route.inverse_indices, route.offsets, route.weights).view(2, 2, 3)
+    found = sharded_tables.sum_bags(tables.fetch(route), route.inverse_indices, route.offsets, route.weights).view(
+        2, 2, 3
+    )
     a, b = tables.storage[0][:7], tables.storage[0][7:]
     expected = [[2.5 * a[1], torch.zeros(3)], [a[6] + 3 * a[0], 1.25 * b[4] - b[2]]]
     for sample in range(2):
@@ -185,7 +185,7 @@ def test_the_gradient_of_the_meeting() -> None:
 # Many processes against one
 
 
-CUTS = [(sharding, optimizer) for sharding in table_placement.SHARDING_TYPES for optimizer in ("adagrad", "adam")]
+CUTS = [(sharding, optimizer) for sharding in table_storage.SHARDING_TYPES for optimizer in ("adagrad", "adam")]
 
 
 @pytest.mark.parametrize(("sharding", "optimizer"), CUTS)
@@ -209,7 +209,7 @@ def test_the_rows_that_are_used_most() -> None:
     assert most_frequent_ids(ids, 10).tolist() == [3, 4, 9]  # what comes once is not used much
 
 
-@pytest.mark.parametrize("sharding", table_placement.SHARDING_TYPES)
+@pytest.mark.parametrize("sharding", table_storage.SHARDING_TYPES)
 def test_tables_of_many_sizes(sharding: str) -> None:
     job = small(24, {"sharding": sharding, "cached_rows": 9 if sharding == "auto" else 0}, rows=[41, 1, 100, 3, 23])
     prove(job, "shard=1", "shard=4", "replicate=2 shard=2 zero=2")
@@ -360,7 +360,7 @@ def plant_scaled_by_world(patch: pytest.MonkeyPatch) -> None:
 
 
 def plant_weights_ignored(patch: pytest.MonkeyPatch) -> None:
-    real = bags.sum_bags
+    real = sharded_tables.sum_bags
     patch.setattr(table_engine, "sum_bags", lambda r, p, o, weights: real(r, p, o, torch.ones_like(weights)))
 
 
@@ -433,7 +433,7 @@ def plant_steps_not_counted(patch: pytest.MonkeyPatch) -> None:
 
 def plant_kept_alone(patch: pytest.MonkeyPatch) -> None:
     """Every rank updates the rows that it keeps by its own samples."""
-    patch.setattr("shardwise.parallel.tables.hot_rows.all_reduce", lambda *args, **more: None)
+    patch.setattr("shardwise.parallel.tables.sharded_tables.all_reduce", lambda *args, **more: None)
 
 
 def plant_kept_left_out(patch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ from shardwise.comm.world import run_world
 from shardwise.errors import JobError, LayoutError, RunError
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
-from shardwise.parallel import gradient_compression
-from shardwise.parallel.gradient_compression import CompressionSpec, decode, encode, encoded_bytes
+from shardwise.parallel import gradient_reduction
+from shardwise.parallel.gradient_reduction import CompressionSpec, decode, encode, encoded_bytes
 from shardwise.parallel.prepare import prepare
 from shardwise.verify.parity import verify
 
@@ -105,13 +105,13 @@ def test_debts_are_kept(way, after, layout, other, tmp_path):
 
 
 def test_debts_that_are_forgotten_are_caught(monkeypatch):
-    right = gradient_compression.Compressor._encode_with_feedback
+    right = gradient_reduction.Compressor._encode_with_feedback
 
     def careless(self, name, rows, numel):
         self.residual.clear()
         return right(self, name, rows, numel)
 
-    monkeypatch.setattr(gradient_compression.Compressor, "_encode_with_feedback", careless)
+    monkeypatch.setattr(gradient_reduction.Compressor, "_encode_with_feedback", careless)
     (record,) = verify(job("topk:0.1"), [Layout.parse("replicate=2")])
     assert record.failure is None and record.first_difference is not None
     assert (record.first_difference.step, record.first_difference.kind) == (2, "gradient")  # the first is plain

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shardwise.errors import LayoutError
 from shardwise.layout import SCHEDULES, BatchSplit, Layout, kept_activation_fraction, micro_batch_error, solve_batch
-from shardwise.parallel.balance import balance, cut_stages
+from shardwise.parallel.prepare import balance, cut_stages
 
 degrees = st.integers(1, 6)
 

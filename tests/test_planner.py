@@ -18,9 +18,8 @@ from shardwise.models.gpt import build_gpt
 from shardwise.planner.costs.block_time import KernelProfile
 from shardwise.planner.costs.machine import Machine, efficiency_of
 from shardwise.planner.costs.model_shape import shape_of
-from shardwise.planner.estimate import Estimator, split_evenly
+from shardwise.planner.estimate import Estimator, Workload, split_evenly
 from shardwise.planner.plan import make_plan
-from shardwise.planner.prediction import Workload
 from shardwise.planner.search import class_layouts, class_lower_bound, layout_classes, search
 
 SHAPES = [

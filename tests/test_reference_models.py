@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from transformers_reference import reference_decoder, reference_weights
 
-from shardwise.adapters.keep_float64 import KeepFloat64
+from shardwise.adapters.function_modes import KeepFloat64
 from shardwise.job import make_job
 from shardwise.models.chain import init_weights
 

@@ -10,7 +10,7 @@ from shardwise.errors import LayoutError
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.models.chain import init_weights
-from shardwise.models.latent_attention import MultiHeadLatentAttention
+from shardwise.models.gpt import MultiHeadLatentAttention
 from shardwise.models.layers import rope_angles
 from shardwise.models.moe import MoE, within_capacity
 from shardwise.models.registry import family_of

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from shardwise.cluster import find_cluster
 from shardwise.job import make_job
 from shardwise.layout import Layout, micro_batch_error
-from shardwise.parallel.balance import cut_stages
-from shardwise.parallel.prepare import forward_flops
+from shardwise.parallel.prepare import cut_stages, forward_flops
 from shardwise.planner.estimate import Estimator
 from shardwise.planner.plan import make_estimator
 from shardwise.planner.search import class_layouts, class_lower_bound, layout_classes, search

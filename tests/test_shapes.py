@@ -22,8 +22,8 @@ from shardwise.models.dlrm_family import DLRMConfig
 from shardwise.models.gpt import build_gpt
 from shardwise.models.gpt_family import DecoderConfig
 from shardwise.models.operator_costs import OperatorCosts
+from shardwise.models.resnet import resnet_operators
 from shardwise.models.resnet_family import ResNetConfig
-from shardwise.models.resnet_operators import resnet_operators
 from shardwise.models.t5_family import T5Config
 from shardwise.models.trace import interpolate_traces, trace_module
 from shardwise.parallel.precision import Precision
@@ -32,9 +32,9 @@ from shardwise.planner.costs.block_time import KernelProfile
 from shardwise.planner.costs.machine import Machine, efficiency_of
 from shardwise.planner.costs.memory_model import block_activation_bytes, engine_profile
 from shardwise.planner.costs.model_shape import OperatorListModel, shape_of
+from shardwise.planner.estimate import Workload
 from shardwise.planner.operator_list_estimate import OperatorListEstimator
 from shardwise.planner.plan import make_plan
-from shardwise.planner.prediction import Workload
 from shardwise.planner.search import search
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

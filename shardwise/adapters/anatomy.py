@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from shardwise.adapters.functional_dropout import FunctionalDropoutFinder
+from shardwise.adapters.function_modes import FunctionalDropoutFinder
 from shardwise.errors import JobError
 from shardwise.models.trace import to_fake, with_fake_tensors
 

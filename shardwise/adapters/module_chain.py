@@ -20,7 +20,7 @@ from torch.utils._pytree import TreeSpec, tree_map_only
 
 from shardwise.adapters.anatomy import Anatomy
 from shardwise.adapters.deferred_init import DeferredInit
-from shardwise.adapters.keep_float64 import KeepFloat64
+from shardwise.adapters.function_modes import KeepFloat64
 from shardwise.adapters.split_attention import split_sequence
 from shardwise.adapters.task import Task, unflatten_batch
 from shardwise.adapters.tensor_plan import scale_head_counts

@@ -14,19 +14,18 @@ from torch.utils._pytree import tree_map_only
 
 from shardwise.adapters.anatomy import TRACED_SAMPLES, Anatomy, find_anatomy
 from shardwise.adapters.context_check import context_refusal
-from shardwise.adapters.dataset_source import DatasetSource
 from shardwise.adapters.deferred_init import build_deferred
-from shardwise.adapters.keep_float64 import KeepFloat64
+from shardwise.adapters.function_modes import KeepFloat64
 from shardwise.adapters.module_chain import ModuleChain, find_sample_dims, replace_dropout, stream_like
 from shardwise.adapters.split_attention import SPLIT
-from shardwise.adapters.task import Task, flatten_batch, load_python_task, unflatten_batch, with_settings
+from shardwise.adapters.task import DatasetSource, Task, flatten_batch, load_python_task, unflatten_batch, with_settings
 from shardwise.adapters.tensor_plan import make_sharding_plan
-from shardwise.adapters.trace_parts import trace_parts
 from shardwise.errors import JobError
 from shardwise.models.config import ModelConfig
 from shardwise.models.family import Family
 from shardwise.models.operator_costs import OperatorCosts
 from shardwise.models.sharding import ShardingPlan
+from shardwise.models.trace import interpolate_traces, trace_module
 
 SCRIPT_TASKS: dict[str, Task] = {}
 """The tasks that `shardwise.Trainer` was given in this process, by model name."""
@@ -308,3 +307,44 @@ def meta_chain(config: Any) -> ModuleChain:
 
     chain: Any = family_of(config).build_on_meta(config)
     return chain
+
+
+@lru_cache(maxsize=8)
+def trace_parts(family: Any, config: Any, itemsize: int) -> Callable[..., tuple[OperatorCosts, ...]]:
+    """Returns a function from a micro-batch size to the costs of each part."""
+    dtype = {8: torch.float64, 4: torch.float32, 2: torch.bfloat16}[itemsize]
+
+    @lru_cache(maxsize=16)
+    def trace(samples: int) -> tuple[OperatorCosts, ...]:
+        chain: ModuleChain = family.build_on_meta(config)
+        chain.to(dtype)
+        chain.compute_dtype = dtype
+        names = [*chain.anatomy.blocks, *chain.anatomy.units]
+        parts = {name: chain.root.get_submodule(name) for name in names}
+        found = trace_module(chain, parts=parts, **family.example_batch(config, samples, dtype))
+        return tuple(_ordered(chain, found))
+
+    return interpolate_traces(trace)
+
+
+def _ordered(chain: ModuleChain, found: tuple[OperatorCosts, ...]) -> list[OperatorCosts]:
+    """Merges what lies outside of the blocks into one part before and one after them."""
+    anatomy = chain.anatomy
+    blocks = [costs for costs in found if costs.name in anatomy.blocks]
+    ends: tuple[list[OperatorCosts], list[OperatorCosts]] = ([], [])
+    for costs in found:
+        if costs.name not in anatomy.blocks:
+            used = [parts for name, parts in anatomy.parts_of.items() if name.startswith(f"{costs.name}.")]
+            is_after = not costs.name or any(len(anatomy.blocks) + 1 in parts for parts in used)
+            ends[is_after].append(costs)
+    return [_merge(ends[0]), *blocks, _merge(ends[1])]
+
+
+def _merge(costs: list[OperatorCosts]) -> OperatorCosts:
+    total = OperatorCosts(
+        name="ends", parameters=0, parameter_bytes=0, output_bytes=0, saved_bytes=0, moved_bytes=0, num_ops=0
+    )
+    for part in costs:
+        added = {key: getattr(total, key) + getattr(part, key) for key in total.__dataclass_fields__ if key != "name"}
+        total = replace(total, **added)
+    return total

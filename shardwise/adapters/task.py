@@ -20,12 +20,32 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from shardwise.adapters.callback import Callback
+from shardwise.data.sample_stream import Samples
 from shardwise.errors import DataError, JobError
+
+
+class Callback:
+    """Does nothing; override what you need."""
+
+    def on_start(self, step: int) -> None:
+        """Called before the first step, and after a restart, with the step that training continues from."""
+
+    def on_step(self, step: int, metrics: dict[str, Any]) -> None:
+        """Called after each step with its row of `metrics.jsonl`."""
+
+    def on_validation(self, step: int, metrics: dict[str, float]) -> None:
+        """Called after each validation with loss and metrics."""
+
+    def on_checkpoint(self, step: int) -> None:
+        """Called when a checkpoint is being saved."""
+
+    def on_end(self, step: int) -> None:
+        """Called after the last step."""
 
 
 @dataclass(frozen=True)
@@ -273,3 +293,38 @@ def load_python_task(name: str, args: Mapping[str, Any]) -> Task:
 def with_settings(task: Task, trunk: str, plan: Mapping[str, str]) -> Task:
     """Returns the task with the trunk and the plan of the job, where it has them."""
     return replace(task, trunk=trunk or task.trunk, plan=plan or task.plan)
+
+
+class DatasetSource:
+    length, vocab = 1, 0
+
+    def __init__(self, task: Task, dataset: Any):
+        self.task, self.dataset = task, indexed(dataset)
+
+    @property
+    def stream(self) -> NumberedStream | None:
+        """The dataset, if it is read in its own order."""
+        return self.dataset if isinstance(self.dataset, NumberedStream) else None
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+    def samples(self, indices: np.ndarray, positions: np.ndarray) -> Samples:
+        if self.stream is not None:
+            self.stream.seek(int(indices[0]))
+        rows = []
+        for index in indices.tolist():
+            try:
+                rows.append(self.dataset[index])
+            except Exception as error:
+                cause = f"{type(error).__name__}: {error}"
+                raise DataError(f"sample {index} of {type(self.dataset).__name__} cannot be read: {cause}.") from error
+        batch = self.task.collate_rows(rows)
+        leaves, _ = flatten_batch(batch, len(rows))
+        total = len(rows) if self.task.count is None else float(self.task.count(batch))
+        counts = torch.full((len(rows),), total / len(rows), dtype=torch.float64)
+        targets = torch.zeros(len(rows), 1, dtype=torch.int64)
+        return Samples(leaves[0], targets, torch.from_numpy(positions.astype(np.int64)), None, tuple(leaves), counts)

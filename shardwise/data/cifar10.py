@@ -16,9 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.data.augment import ImageAugmentation
 from shardwise.data.bad_records import BadRecords
-from shardwise.data.images import ImageSource
+from shardwise.data.images import ImageAugmentation, ImageSource
 from shardwise.errors import DataError
 
 IMAGE_SIZE, NUM_CLASSES = 32, 10

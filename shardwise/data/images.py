@@ -1,13 +1,91 @@
-"""Base class of labelled image datasets, which read in batches, and a synthetic one.
+"""Labelled images: the base class of datasets, which read in batches, random augmentation, and a synthetic dataset.
 
 A sample is a float32 image (3, size, size), normalised to mean 0 and standard deviation 1, with its class as target.
+Augmentations, applied in this order, regardless of the order in the job:
+
+    crop     pads each side with the mean, by 1/8 of the image size, and crops at random
+    flip     horizontal flip with probability 1/2
+    colour   changes contrast and saturation by up to 20%, and brightness by up to 0.2 standard deviations
+    cutout   a random square of half the image size set to the mean (DeVries and Taylor 2017)
+    mixup    blends two images of the dataset and their losses (Zhang et al. 2018, alpha = 1)
+
+Random numbers are hashes of the seed and the sample's stream position, so they do not depend on the layout, the number
+of workers or restarts.
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from shardwise.data.augment import ImageAugmentation
 from shardwise.data.sample_stream import Samples
+from shardwise.models.resnet import MIX_WEIGHT_BIT, MIX_WEIGHT_SCALE, SECOND_CLASS_BIT
+from shardwise.random import GOLDEN_GAMMA, hash_key_uint64, mix64_numpy, to_unit_interval
+
+
+class ImageAugmentation:
+    def __init__(self, names: Sequence[str], seed: int):
+        self.names, self.seed = frozenset(names), seed
+
+    def apply(self, images: np.ndarray, positions: np.ndarray, mixup_index: int = 0) -> np.ndarray:
+        """Augments each image on its own; `mixup_index` is 1 for the second image of a mixup pair."""
+        if self.names & {"crop", "flip"}:
+            images = self._crop_and_flip(images, positions, mixup_index)
+        if "colour" in self.names:
+            images = self._colour_jitter(images, positions, mixup_index)
+        if "cutout" in self.names:
+            images = self._cutout(images, positions, mixup_index)
+        return images
+
+    def mixup_partners(self, positions: np.ndarray, num_images: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns for each position the index of a second image and its weight, in units of 1 / MIX_WEIGHT_SCALE."""
+        partner, weight = self._uniform("mixup", positions, 2)
+        return (partner * num_images).astype(np.int64), (weight * MIX_WEIGHT_SCALE).astype(np.int64)
+
+    def mixup(
+        self, images: np.ndarray, targets: np.ndarray, partner_images: np.ndarray, partner_targets: np.ndarray,
+        mixup_weights: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+        """Returns the blended images, and targets that pack both classes and the second one's weight into one int64."""
+        weight = (mixup_weights / MIX_WEIGHT_SCALE).astype(np.float32)[:, None, None, None]
+        packed = targets | partner_targets << SECOND_CLASS_BIT | mixup_weights << MIX_WEIGHT_BIT
+        return images * (1 - weight) + partner_images * weight, packed
+
+    def _crop_and_flip(self, images: np.ndarray, positions: np.ndarray, mixup_index: int) -> np.ndarray:
+        image_size = images.shape[-1]
+        margin = image_size // 8 if "crop" in self.names else 0
+        padded = np.pad(images, ((0, 0), (0, 0), (margin, margin), (margin, margin)))
+        row, column, flip = self._uniform("moved", positions, 3, mixup_index)
+        tops = (row * (2 * margin + 1)).astype(int).tolist()
+        lefts = (column * (2 * margin + 1)).astype(int).tolist()
+        flips = ((flip < 0.5) & ("flip" in self.names)).tolist()
+        augmented = np.empty_like(images)
+        for out, image, top, left, is_flipped in zip(augmented, padded, tops, lefts, flips, strict=True):
+            crop = image[:, top : top + image_size, left : left + image_size]
+            out[...] = crop[:, :, ::-1] if is_flipped else crop
+        return augmented
+
+    def _colour_jitter(self, images: np.ndarray, positions: np.ndarray, mixup_index: int) -> np.ndarray:
+        jitter = (0.4 * self._uniform("colour", positions, 3, mixup_index) - 0.2).astype(np.float32)[:, :, None, None]
+        brightness, contrast, saturation = jitter
+        grey = (images[:, 0] + images[:, 1] + images[:, 2]) / np.float32(3)
+        images = images * (1 + saturation)[:, None] - (grey * saturation)[:, None]
+        return images * (1 + contrast)[:, None] + brightness[:, None]
+
+    def _cutout(self, images: np.ndarray, positions: np.ndarray, mixup_index: int) -> np.ndarray:
+        image_size = images.shape[-1]
+        half = image_size // 4
+        centers = (self._uniform("cutout", positions, 2, mixup_index) * image_size).astype(int).tolist()
+        images = images.copy()
+        for image, row, column in zip(images, *centers, strict=True):
+            image[:, max(0, row - half) : row + half, max(0, column - half) : column + half] = 0.0
+        return images
+
+    def _uniform(self, purpose: str, positions: np.ndarray, count: int, mixup_index: int = 0) -> np.ndarray:
+        """Returns `count` uniform numbers in [0, 1) for each position, (count, B)."""
+        bits = mix64_numpy(positions.astype(np.uint64) ^ hash_key_uint64("augment", self.seed, purpose, mixup_index))
+        increments = np.arange(1, count + 1, dtype=np.uint64)[:, None] * np.uint64(GOLDEN_GAMMA)
+        return to_unit_interval(mix64_numpy(bits + increments))
 
 
 class ImageSource:

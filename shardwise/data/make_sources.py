@@ -1,7 +1,7 @@
 """Opens the sources of a job's `[data]` section.
 
     files -> documents -> tokenizer -> token file -> windows -> training | validation
-    text.py               tokenizer.py token_file.py token_windows.py
+    text.py               tokenizer.py token_file.py
 
 `encode.py` writes token files, both here and for the command `shardwise data`.
 
@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from shardwise.console import pluralize
-from shardwise.data.augment import ImageAugmentation
 from shardwise.data.bad_records import BadRecords
 from shardwise.data.cifar10 import IMAGE_SIZE, NUM_CLASSES, open_cifar10
 from shardwise.data.criteo import (
@@ -34,11 +33,10 @@ from shardwise.data.criteo import (
 )
 from shardwise.data.encode import describe_source, encode_files, load_or_train_tokenizer
 from shardwise.data.fingerprint import DataFile, DataRecord
-from shardwise.data.images import SyntheticImages
-from shardwise.data.source import Mixture, Source, Subset, SyntheticTokens
+from shardwise.data.images import ImageAugmentation, SyntheticImages
+from shardwise.data.sample_stream import Mixture, Source, Subset, SyntheticTokens
 from shardwise.data.text import find_files
-from shardwise.data.token_file import RAW_DTYPES, TokenFile, open_raw_token_file, open_token_file
-from shardwise.data.token_windows import TokenWindows
+from shardwise.data.token_file import RAW_DTYPES, TokenFile, TokenWindows, open_raw_token_file, open_token_file
 from shardwise.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, parse_bpe_size, tokenizer_fingerprint
 from shardwise.errors import DataError
 from shardwise.files import parse_json, write_text

@@ -17,8 +17,7 @@ from shardwise.console import format_count, pluralize
 from shardwise.data.bad_records import BadRecords
 from shardwise.data.fingerprint import DataRecord
 from shardwise.data.make_sources import Sources, make_sources
-from shardwise.data.sample_stream import SampleStream
-from shardwise.data.source import Source
+from shardwise.data.sample_stream import SampleStream, Source
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.errors import JobError, LayoutError, RunError
 from shardwise.files import write_text

@@ -60,7 +60,7 @@ class ResNetFamily(Family):
         }
 
     def operator_costs(self, config: ResNetConfig, itemsize: int) -> "Callable[..., tuple[OperatorCosts, ...]]":
-        from shardwise.models.resnet_operators import resnet_operators
+        from shardwise.models.resnet import resnet_operators
 
         return lru_cache(maxsize=64)(lambda *sizes: tuple(resnet_operators(config, itemsize, *sizes)))
 

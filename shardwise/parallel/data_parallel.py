@@ -34,8 +34,7 @@ from shardwise.comm.axis import Axis
 from shardwise.comm.collectives import all_gather, all_reduce, all_reduce_coalesced, reduce_scatter
 from shardwise.errors import RunError
 from shardwise.models.chain import Chain
-from shardwise.parallel.gradient_compression import Compressor, flatten_and_pad
-from shardwise.parallel.gradient_reduction import GradientReducer
+from shardwise.parallel.gradient_reduction import Compressor, GradientReducer, flatten_and_pad
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.param_shard import ParamShard, sharded_dims_of
 

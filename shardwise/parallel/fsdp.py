@@ -15,8 +15,7 @@ from shardwise.job import GradientConfig
 from shardwise.layout import BatchSplit, Layout
 from shardwise.models.chain import Chain
 from shardwise.parallel.data_parallel import DDP, DataParallel, SingleProcess, Zero1, all_reduce_gradients
-from shardwise.parallel.gradient_compression import CompressionSpec, Compressor
-from shardwise.parallel.gradient_reduction import GradientReducer
+from shardwise.parallel.gradient_reduction import CompressionSpec, Compressor, GradientReducer
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.param_shard import ParamShard
 from shardwise.parallel.precision import Precision

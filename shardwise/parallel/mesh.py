@@ -26,7 +26,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm.axis import SINGLE_RANK, Axis
 from shardwise.comm.step_timer import StepTimer
 from shardwise.layout import AXES, Layout
-from shardwise.parallel.torch_mesh import flatten_dims
 
 DERIVED_AXES = ("data", "fsdp", "replicas", "fsdp_context", "world", "expert", "expert_replicas", "local_sgd", "loader")
 
@@ -137,3 +136,8 @@ class Mesh:
     def _with_replicas(self, mesh: DeviceMesh | None, dim: str) -> DeviceMesh:
         assert mesh is not None
         return mesh["replicate", dim] if self["replicate"].size > 1 else mesh[dim]
+
+
+def flatten_dims(mesh: DeviceMesh, dims: tuple[str, ...], name: str) -> DeviceMesh:
+    """Returns the 1-D mesh over `dims` of `mesh`; creates its process group at the first call."""
+    return mesh[dims]._flatten(name)

@@ -35,7 +35,7 @@ class ParamShard:
     replica_axis: Axis | None = None  # data-parallel ranks with this same shard; None if there are none
     is_matrix: bool = False  # whether it is a weight matrix of a block, or a stack of them: what Muon updates
     fixed_offset_and_shape: tuple[tuple[int, ...], list[int]] | None = None
-    """Offset and shape of a table shard, which no axis defines (`shardwise.parallel.tables.table_placement`)."""
+    """Offset and shape of a table shard, which no axis defines (`shardwise.parallel.tables.table_storage`)."""
 
     @property
     def grad(self) -> Tensor:

@@ -20,10 +20,9 @@ from shardwise.planner.costs.engine_memory import EngineModel
 from shardwise.planner.costs.machine import Machine, efficiency_of
 from shardwise.planner.costs.memory_model import engine_profile
 from shardwise.planner.costs.model_shape import ModelShape, OperatorListModel, shape_of
-from shardwise.planner.estimate import Estimator
+from shardwise.planner.estimate import Estimator, Prediction, Workload
 from shardwise.planner.expected_goodput import ExpectedGoodput, expected_goodput
 from shardwise.planner.operator_list_estimate import OperatorListEstimator
-from shardwise.planner.prediction import Prediction, Workload
 from shardwise.planner.search import SearchResult, search
 
 TIE_TOLERANCE = 0.01  # layouts whose predicted times differ by less count as equally fast

@@ -12,8 +12,8 @@ from shardwise.cluster import GIB
 from shardwise.draw import svg_text
 from shardwise.files import require_parent_folder, write_text
 from shardwise.layout import micro_batch_error
+from shardwise.planner.estimate import Prediction
 from shardwise.planner.plan import ACCURACY_SENTENCE, Plan, make_estimator, time_breakdown
-from shardwise.planner.prediction import Prediction
 from shardwise.planner.show import MEMORY_PARTS, format_exposed, format_seconds, title, training_summary
 from shardwise.schedules.simulate import TimelineEvent, named_program, simulate
 

@@ -20,8 +20,7 @@ from typing import Any
 
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout, micro_batch_error
-from shardwise.planner.estimate import Estimator
-from shardwise.planner.prediction import Prediction, StagePartition
+from shardwise.planner.estimate import Estimator, Prediction, StagePartition
 
 MICRO_BATCHES = tuple(2**n for n in range(17))  # above 32 only with at most 65,536 positions
 STAGES_PER_RANK = (2, 3, 4, 6, 8)

@@ -6,8 +6,8 @@ from rich.table import Table
 from shardwise.cluster import GIB
 from shardwise.planner.costs.memory_model import RankMemory
 from shardwise.planner.costs.model_shape import OperatorListModel
+from shardwise.planner.estimate import Prediction
 from shardwise.planner.plan import ACCURACY_SENTENCE, Plan
-from shardwise.planner.prediction import Prediction
 
 WIDE_TERMINAL = 150  # columns of a terminal that can show layouts and reasons in the table itself
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "buffers", "reserve")

@@ -25,7 +25,7 @@ import tomli_w
 from shardwise.data.bad_records import BadRecords
 from shardwise.data.fingerprint import DataRecord
 from shardwise.data.make_sources import Sources, make_sources
-from shardwise.data.source import Source
+from shardwise.data.sample_stream import Source
 from shardwise.data.tokenizer import HuggingFaceTokenizer, Tokenizer, tokenizer_fingerprint
 from shardwise.errors import DataError, JobError, RunError
 from shardwise.files import atomic_write, parse_json, parse_record, write_text

@@ -8,8 +8,7 @@ import torch
 
 from shardwise.comm.axis import Axis
 from shardwise.comm.collectives import all_reduce
-from shardwise.data.sample_stream import Samples, SampleStream, job_stream, rank_positions
-from shardwise.data.source import Source
+from shardwise.data.sample_stream import Samples, SampleStream, Source, job_stream, rank_positions
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.job import Job
 from shardwise.models.chain import IGNORE_INDEX

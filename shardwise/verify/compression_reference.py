@@ -1,6 +1,6 @@
 """Single-process reference for compressed gradient reduction: loops over the ranks with plain tensors.
 
-It shares one definition with `shardwise/parallel/gradient_compression.py`: the unit of compression. With shards only, a
+It shares one definition with `shardwise/parallel/gradient_reduction.py`: the unit of compression. With shards only, a
 unit is the rows of a tensor shard that one shard rank receives; across replicas, it is the slice that one replica
 reduces.
 """

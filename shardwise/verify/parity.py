@@ -27,8 +27,7 @@ from shardwise.comm.axis import Axis
 from shardwise.comm.objects import all_gather_json
 from shardwise.comm.world import run_world
 from shardwise.data.make_sources import synthetic_source
-from shardwise.data.sample_stream import SampleStream, job_stream, rank_positions
-from shardwise.data.source import Source
+from shardwise.data.sample_stream import SampleStream, Source, job_stream, rank_positions
 from shardwise.errors import RunError
 from shardwise.job import Job
 from shardwise.layout import Layout, solve_batch

@@ -1,6 +1,6 @@
 """Embedding tables over the host memory of all ranks: looked up by all-to-all, updated by the rank that owns a row.
 
-A step of each rank, for all rows that are not in the hot-row cache (`shardwise.parallel.tables.hot_rows`):
+A step of each rank, for all rows that are not in the hot-row cache (`HotRowCache`):
 
     route           requests the distinct rows its samples use from their owners: counts, then row numbers
     fetch           receives the rows; bags are weighted sums of them, with autograd's gradient
@@ -9,11 +9,18 @@ A step of each rank, for all rows that are not in the hot-row cache (`shardwise.
 
 Gradients are sums over ranks, not means: the loss is already divided by the samples of the global batch.
 
+`HotRowCache` keeps the most used rows on every rank's device, with their optimizer state. They need no all-to-all and
+no copy from host memory: their gradients are all-reduced like those of dense weights, and every rank applies the same
+update. The rank that owns a row writes it back to host memory after each update, so checkpoints, norms and other
+layouts find it there. The cached rows are those that the first samples of the stream use most. That depends on the data
+alone, so a resumed run caches the same rows.
+
 `RowPrefetcher` routes and fetches the next batch while the current one computes. Rows that the current update changes
 are sent again before use (`refresh`), so the result is bitwise the same.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -21,14 +28,142 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.comm.axis import Axis
+from shardwise.comm.collectives import all_reduce
+from shardwise.errors import DataError
 from shardwise.optim.sparse import scatter_add_rows_
-from shardwise.parallel.tables.bags import Bags, check_ids
-from shardwise.parallel.tables.hot_rows import HotRowCache
-from shardwise.parallel.tables.table_placement import TableShard
-from shardwise.parallel.tables.table_storage import LookupRoute, RowIndices, TableStorage, cat_or_empty, numel_of
+from shardwise.parallel.tables.table_storage import (
+    FusedTable,
+    LookupRoute,
+    RowIndices,
+    TableShard,
+    TableSpec,
+    TableStorage,
+    cat_or_empty,
+    numel_of,
+)
+
+
+def most_frequent_ids(ids: Tensor, count: int) -> Tensor:
+    """Returns the `count` most frequent ids, sorted, without those that occur once."""
+    unique_ids, counts = torch.unique(ids, return_counts=True)
+    order = torch.sort(counts, descending=True, stable=True).indices[:count]
+    return unique_ids[order[counts[order] > 1]].sort().values
+
+
+class HotRowCache:
+    """The cached rows of all tables on this rank's device."""
+
+    def __init__(self, tables: TableStorage, rows: Tensor, axis: Axis, device: torch.device):
+        """`rows`: sorted row numbers over all tables. `axis`: the ranks whose gradients are summed."""
+        self.tables, self.rows, self.axis, self.device = tables, rows, axis, device
+        self.values = tables.lookup_rows(rows).to(device)
+        self.state = {key: value.to(device) for key, value in tables.lookup_states(rows).items()}
+        self.local_rows = [self._find_local_rows(fused) for fused in tables.local_tables]
+        """By fused table of this rank: the index of each cached row in it; -1 if the row is not in this table."""
+        self._set_gradients(rows[:0].to(device), self.values[:0])
+
+    def _find_local_rows(self, fused: FusedTable) -> Tensor:
+        local_rows = torch.full_like(self.rows, -1)
+        for shard, first in zip(fused.shards, fused.row_offsets):
+            begin, end, start = self.tables.row_range(shard, self.rows)
+            local_rows[begin:end] = self.rows[begin:end] - start + first
+        return local_rows
+
+    def split_cached(self, unique_rows: Tensor, inverse_indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Splits a batch's distinct rows into rows to fetch and cached rows. Returns the rows to fetch; the inverse
+        indices into both, in this order; and the indices of the cached rows in this cache."""
+        cache_index = torch.searchsorted(self.rows, unique_rows).clamp_(max=self.rows.numel() - 1)
+        is_cached = self.rows[cache_index] == unique_rows
+        order = torch.cat(((~is_cached).nonzero()[:, 0], is_cached.nonzero()[:, 0]))
+        new_position = torch.empty_like(order).index_copy_(0, order, torch.arange(order.numel()))
+        return unique_rows[~is_cached], new_position[inverse_indices], cache_index[is_cached]
+
+    def reduce_gradients(self, cached_rows: Tensor, gradient: Tensor) -> None:
+        """Sums the gradients of cached rows over all ranks."""
+        if self.axis.size == 1:
+            self._set_gradients(cached_rows.to(self.device), gradient)
+            return
+        width = gradient.shape[1]
+        total = gradient.new_zeros(self.rows.numel(), width + 1)  # the last column counts the ranks that use a row
+        counted = torch.cat((gradient, torch.ones_like(gradient[:, :1])), dim=1)
+        total.index_copy_(0, cached_rows.to(self.device), counted)
+        all_reduce(total, axis=self.axis)
+        touched = total[:, width].nonzero()[:, 0]
+        self._set_gradients(touched, total[:, :width].index_select(0, touched))
+
+    def _set_gradients(self, touched: Tensor, gradient: Tensor) -> None:
+        """Sets the cached rows that the global batch uses and their gradient, with a copy of both in host memory."""
+        self.touched, self.gradient = touched, gradient
+        self.touched_cpu, self.gradient_cpu = touched.cpu(), gradient.cpu()
+
+    def gradient_of(self, shard: TableShard) -> tuple[Tensor, Tensor]:
+        """Returns the touched cached rows of a shard, relative to its first row, and their gradient."""
+        rows = self.rows[self.touched_cpu]
+        begin, end, first = self.tables.row_range(shard, rows)
+        return rows[begin:end] - first, self.gradient_cpu[begin:end, slice(*shard.columns)]
+
+    def update(self, lr: float) -> None:
+        """Updates all touched rows and writes those that this rank owns back to host memory."""
+        tables = self.tables
+        mean_square = self.gradient.square().mean(1) if tables.optimizer == "adagrad" else None
+        tables.update_rows(self.values, self.state, self.touched, self.gradient, mean_square, lr)
+        columns_of = zip(tables.local_tables, tables.storage, tables.state, self.local_rows, strict=True)
+        for fused, storage, state, local_rows in columns_of:
+            rows = local_rows[self.touched_cpu]
+            is_local = rows >= 0
+            local_touched = self.touched[is_local.to(self.device)]
+            columns = slice(*fused.columns)
+            storage.index_copy_(0, rows[is_local], self.values[local_touched][:, columns].cpu())
+            for key, value in self.state.items():
+                new = value[local_touched] if value.dim() == 1 else value[local_touched][:, columns]
+                state[key].index_copy_(0, rows[is_local], new.cpu())
+
+
+@dataclass(frozen=True)
+class Bags:
+    """The lookups of some samples. Bag b is of sample b // tables and table b % tables; its ids are
+    `ids[offsets[b]:offsets[b + 1]]`, maybe none, and its vector is the sum of their rows times `weights`."""
+
+    ids: Tensor  # (N,) int64
+    offsets: Tensor  # (bags + 1,) int64
+    weights: Tensor  # (N,)
+
+    @classmethod
+    def from_padded(cls, ids: Tensor, weights: Tensor) -> "Bags":
+        """Returns the bags of padded ids (sample, table, slot); -1 is padding."""
+        is_present = ids != -1
+        offsets = F.pad(is_present.sum(2).flatten().cumsum(0), (1, 0))
+        return cls(ids[is_present], offsets, weights[is_present])
+
+
+def check_ids(bags: Bags, tables: Sequence[TableSpec], sample_ids: Tensor) -> Tensor:
+    """Returns the table of each id. Raises DataError if one is out of range; `sample_ids` are stream positions."""
+    counts = bags.offsets.diff()
+    bag_indices = torch.arange(counts.numel()).repeat_interleave(counts)
+    table = bag_indices % len(tables)
+    rows = torch.tensor([spec.rows for spec in tables])[table]
+    out_of_range = ((bags.ids < 0) | (bags.ids >= rows)).nonzero()
+    if out_of_range.numel():
+        first = int(out_of_range[0])
+        bad_table = tables[int(table[first])]
+        sample = int(sample_ids[int(bag_indices[first]) // len(tables)])
+        raise DataError(
+            f"sample {sample}, {bad_table.name}: id {int(bags.ids[first])} is outside of its table, which has rows "
+            f"0 to {bad_table.rows - 1}; give ids modulo the rows, or a table with more."
+        )
+    return table
+
+
+def sum_bags(rows: Tensor, indices: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+    """Returns the vector of each bag, a weighted sum of the distinct rows; zero for an empty bag."""
+    if not rows.shape[0]:
+        return rows.new_zeros(offsets.numel() - 1, rows.shape[1])
+    weights = weights.to(rows.dtype)
+    return F.embedding_bag(indices, rows, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True)
 
 
 @dataclass

@@ -24,11 +24,16 @@ from shardwise.parallel.engine import Engine
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.param_shard import ParamShard
 from shardwise.parallel.prepare import Prepared
-from shardwise.parallel.tables.bags import Bags, check_ids, sum_bags
-from shardwise.parallel.tables.hot_rows import HotRowCache, most_frequent_ids
-from shardwise.parallel.tables.sharded_tables import RowPrefetcher, ShardedTables
-from shardwise.parallel.tables.table_placement import TableShard, place_tables
-from shardwise.parallel.tables.table_storage import LookupRoute
+from shardwise.parallel.tables.sharded_tables import (
+    Bags,
+    HotRowCache,
+    RowPrefetcher,
+    ShardedTables,
+    check_ids,
+    most_frequent_ids,
+    sum_bags,
+)
+from shardwise.parallel.tables.table_storage import LookupRoute, TableShard, place_tables
 
 HOT_ROW_SAMPLES = 32_768  # samples that are read to find the most frequently used rows
 

@@ -16,9 +16,8 @@ from typing import NamedTuple
 from shardwise.layout import Layout
 from shardwise.models.gpt_family import DecoderConfig
 from shardwise.models.loss import loss_chunk_size
-from shardwise.parallel.balance import cut_stages
 from shardwise.parallel.data_parallel import BUCKET_BYTES
-from shardwise.parallel.prepare import forward_flops, meta_model
+from shardwise.parallel.prepare import cut_stages, forward_flops, meta_model
 from shardwise.parallel.tensor import splits_evenly
 from shardwise.planner.costs.memory_model import FrameworkProfile, RankMemory, StageLayers
 from shardwise.schedules.closed_form import InFlightCounts, schedule_peak_in_flight
