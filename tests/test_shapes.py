@@ -79,8 +79,6 @@ def test_flops_of_a_decoder_are_those_of_its_trace(values: dict[str, object]) ->
     assert 3 * sum(piece.flops for piece in pieces) == shape_of(model).flops(2)
     assert [piece.flops for piece in pieces[1:]] == [2 * flops for flops in forward_flops(model)[1:]]
     assert sum(piece.flops for piece in pieces[1:3]) == shape_of(model).block_flops(2)
-    for piece in pieces:
-        assert piece.backward == 2 * sum(product.flops for product in piece.products)
 
 
 @pytest.mark.parametrize("values", DECODERS)
@@ -93,7 +91,6 @@ def test_parameters_of_a_decoder_are_those_of_its_trace(values: dict[str, object
     biases = model.layers * products if model.bias else 0
     twice = model.vocab * model.width if model.tied else 0  # both ends name it
     assert sum(piece.parameters for piece in pieces) == shape_of(model).parameters + norms + biases + twice
-    assert pieces[0].parameter_bytes == 4 * pieces[0].parameters
 
 
 def test_what_a_block_saves() -> None:

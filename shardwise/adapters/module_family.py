@@ -23,7 +23,7 @@ from shardwise.adapters.tensor_plan import make_sharding_plan
 from shardwise.errors import JobError
 from shardwise.models.config import ModelConfig
 from shardwise.models.family import Family
-from shardwise.models.operator_costs import OperatorCosts
+from shardwise.models.operator_costs import OperatorCosts, merge_costs
 from shardwise.models.sharding import ShardingPlan
 from shardwise.models.trace import interpolate_traces, trace_module
 
@@ -337,14 +337,5 @@ def _ordered(chain: ModuleChain, found: tuple[OperatorCosts, ...]) -> list[Opera
             used = [parts for name, parts in anatomy.parts_of.items() if name.startswith(f"{costs.name}.")]
             is_after = not costs.name or any(len(anatomy.blocks) + 1 in parts for parts in used)
             ends[is_after].append(costs)
-    return [_merge(ends[0]), *blocks, _merge(ends[1])]
-
-
-def _merge(costs: list[OperatorCosts]) -> OperatorCosts:
-    total = OperatorCosts(
-        name="ends", parameters=0, parameter_bytes=0, output_bytes=0, saved_bytes=0, moved_bytes=0, num_ops=0
-    )
-    for part in costs:
-        added = {key: getattr(total, key) + getattr(part, key) for key in total.__dataclass_fields__ if key != "name"}
-        total = replace(total, **added)
-    return total
+    first, last = (merge_costs("ends", end, sum(costs.output_bytes for costs in end)) for end in ends)
+    return [first, *blocks, last]

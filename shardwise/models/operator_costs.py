@@ -56,14 +56,12 @@ class OperatorCosts:
 
     name: str
     parameters: int
-    parameter_bytes: int
     output_bytes: int  # bytes passed to the next module
     saved_bytes: int  # bytes saved for the backward, including the input but not parameters
     moved_bytes: int  # bytes read and written by operators other than matmuls and attention
     num_ops: int  # operators, not counting views
     products: tuple[MatMul, ...] = ()
     attention: tuple[AttentionOp, ...] = ()
-    backward: float = 0.0  # FLOPs of the backward without attention
     all_reduce_bytes: float = 0.0  # bytes that a forward all-reduces over tensor ranks; a gather counts half
 
     @property
@@ -71,11 +69,12 @@ class OperatorCosts:
         return sum(op.flops for op in self.products) + sum(op.flops for op in self.attention)
 
 
-def merge_costs(name: str, parts: list[OperatorCosts], output: int, saved: int, moved: int, ops: int) -> OperatorCosts:
+def merge_costs(
+    name: str, parts: list[OperatorCosts], output: int, saved: int = 0, moved: int = 0, ops: int = 0
+) -> OperatorCosts:
     """Returns the sum of the costs of a module's operators, plus what the module itself saves, moves and launches."""
     return OperatorCosts(
-        name=name, parameters=sum(p.parameters for p in parts),
-        parameter_bytes=sum(p.parameter_bytes for p in parts), output_bytes=output,
+        name=name, parameters=sum(p.parameters for p in parts), output_bytes=output,
         saved_bytes=saved + sum(p.saved_bytes for p in parts),
         moved_bytes=moved + sum(p.moved_bytes for p in parts), num_ops=ops + sum(p.num_ops for p in parts),
         products=tuple(q for p in parts for q in p.products),

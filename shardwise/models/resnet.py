@@ -191,7 +191,7 @@ def resnet_operators(model: ResNetConfig, itemsize: int, samples: int) -> Iterat
         saved = stem.output_bytes + 8 * pooled // itemsize  # with the indices of the maxima
         yield merge_costs("stem", [stem], pooled, saved, stem.output_bytes + pooled, 1)
     else:
-        yield merge_costs("stem", [stem], stem.output_bytes, 0, 0, 0)
+        yield merge_costs("stem", [stem], stem.output_bytes)
     for number, (width_in, inner, stride) in enumerate(block_shapes(model)):
         operators: list[OperatorCosts] = []
         convolutions, width_out = block_convolutions(inner, stride, model.has_bottlenecks), width_in
@@ -208,7 +208,7 @@ def resnet_operators(model: ResNetConfig, itemsize: int, samples: int) -> Iterat
     width_in = 8 * model.width * (4 if model.has_bottlenecks else 1)
     weights = (width_in + 1) * model.num_classes
     yield OperatorCosts(
-        name="head", parameters=weights, parameter_bytes=weights * itemsize,
+        name="head", parameters=weights,
         output_bytes=samples * model.num_classes * itemsize, saved_bytes=samples * width_in * itemsize,
         moved_bytes=itemsize * samples * width_in * (side**2 + 1), num_ops=2,
         products=(MatMul(samples, width_in, model.num_classes),),
@@ -224,7 +224,7 @@ def _convolution_costs(
     weights = inner * outer * window**2 + 2 * outer
     product = MatMul(samples * side**2, inner * window**2, outer, 1, window**2)
     return OperatorCosts(
-        name="", parameters=weights, parameter_bytes=weights * itemsize, output_bytes=out,
+        name="", parameters=weights, output_bytes=out,
         saved_bytes=saved * itemsize + out, moved_bytes=(4 if relu else 2) * out, num_ops=3 if relu else 2,
         products=(product,),
     )  # fmt: skip

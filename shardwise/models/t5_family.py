@@ -128,7 +128,7 @@ def t5_operators(model: T5Config, itemsize: int, samples: int, tensor: int = 1) 
     table = model.vocab * model.width // tensor
     stream = (encoder_tokens + decoder_tokens) * model.width * itemsize
     yield OperatorCosts(
-        name="embed", parameters=table, parameter_bytes=table * itemsize, output_bytes=stream // tensor, num_ops=2,
+        name="embed", parameters=table, output_bytes=stream // tensor, num_ops=2,
         saved_bytes=(encoder_tokens + decoder_tokens) * 8, moved_bytes=2 * stream // tensor,
         all_reduce_bytes=stream / 2,
     )  # fmt: skip
@@ -139,12 +139,12 @@ def t5_operators(model: T5Config, itemsize: int, samples: int, tensor: int = 1) 
             operators.append(_attention_costs(model, itemsize, tokens, encoder_tokens, samples, tensor, False))
         operators.append(_ffn_costs(model, itemsize, tokens, tensor))
         for index in range(model.layers):
-            yield merge_costs(f"{side}{index}", operators, tokens * model.width * itemsize // tensor, 0, 0, 0)
+            yield merge_costs(f"{side}{index}", operators, tokens * model.width * itemsize // tensor)
     logits = decoder_tokens * model.vocab // tensor
     weights = 0 if model.tied else table
     # The loss casts logits to float32, normalizes them and gathers those of the targets.
     yield OperatorCosts(
-        name="head", parameters=weights, parameter_bytes=weights * itemsize, output_bytes=4,
+        name="head", parameters=weights, output_bytes=4,
         saved_bytes=decoder_tokens * model.width * itemsize + 8 * logits, moved_bytes=logits * (itemsize + 12),
         num_ops=6, products=(MatMul(decoder_tokens, model.width, -(-model.vocab // tensor)),),
         all_reduce_bytes=decoder_tokens * model.width * itemsize / 2,
@@ -163,7 +163,7 @@ def _attention_costs(
     weights = 4 * width * attention_width + width
     hidden_numel, qkv_numel = queries * width // tensor, (2 * queries + 2 * keys) * attention_width
     return OperatorCosts(
-        name="", parameters=weights, parameter_bytes=weights * itemsize, output_bytes=hidden_numel * itemsize,
+        name="", parameters=weights, output_bytes=hidden_numel * itemsize,
         saved_bytes=itemsize * (2 * hidden_numel + qkv_numel), moved_bytes=itemsize * (6 * hidden_numel + qkv_numel),
         num_ops=8, products=products, attention=(attention,),
         all_reduce_bytes=itemsize * width * (queries + keys * (keys != queries) / 2),
@@ -176,7 +176,7 @@ def _ffn_costs(model: T5Config, itemsize: int, tokens: int, tensor: int) -> Oper
     weights = (gates + 1) * width * ffn + width
     hidden_numel, hidden = tokens * width // tensor, tokens * ffn
     return OperatorCosts(
-        name="", parameters=weights, parameter_bytes=weights * itemsize, output_bytes=hidden_numel * itemsize,
+        name="", parameters=weights, output_bytes=hidden_numel * itemsize,
         saved_bytes=itemsize * (2 * hidden_numel + (2 * gates) * hidden),
         moved_bytes=itemsize * (6 * hidden_numel + (1 + 2 * gates) * hidden), num_ops=5 + gates,
         products=(MatMul(tokens, width, gates * ffn), MatMul(tokens, ffn, width)),

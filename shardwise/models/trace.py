@@ -1,7 +1,7 @@
 """Traces what any module computes, moves and saves, by running it on fake tensors.
 
-Each child runs its forward and then its backward, on detached outputs of the children before it. Work outside of any
-child goes into a last, unnamed entry, without its backward; a module without children is its own entry.
+Each child runs on detached outputs of the children before it. Work outside of any child goes into a last, unnamed
+entry; a module without children is its own entry.
 
 The kernels are those of PyTorch on a CPU: an operator that is one kernel on a GPU (RMSNorm) may be several here, and
 then moves and saves more. Matmuls, attention, parameters and outputs are the same everywhere.
@@ -91,15 +91,12 @@ class _OpTracer(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.current = ""
-        self.in_backward = False
         self.records: dict[str, dict[str, Any]] = {}
 
     def enter(self, name: str, parameters: Iterable[Tensor | None]) -> None:
-        weights = [weight for weight in parameters if weight is not None]
-        sizes = {"parameters": sum(w.numel() for w in weights), "parameter_bytes": sum(map(_bytes, weights))}
+        numel = sum(weight.numel() for weight in parameters if weight is not None)
         counts = dict.fromkeys(("output_bytes", "saved_bytes", "moved_bytes", "num_ops"), 0)
-        record = {"name": name, **sizes, **counts, "products": (), "attention": (), "backward": 0.0}
-        self.records.setdefault(name, record)
+        self.records.setdefault(name, {"name": name, "parameters": numel, **counts, "products": (), "attention": ()})
 
     def leave(self, output: Any) -> None:
         self.records[self.current]["output_bytes"] += sum(map(_bytes, _tensors(output)))
@@ -114,16 +111,13 @@ class _OpTracer(TorchDispatchMode):
         if func.namespace != "aten" or func.is_view or name in ("_unsafe_view", "detach", "promote_types"):
             return out
         products = tuple(_matmuls(func.overloadpacket, args, out))
-        if self.in_backward:
-            record["backward"] += sum(product.flops for product in products)
-        else:
-            record["num_ops"] += 1
-            record["products"] += products
-            if name.startswith("_scaled_dot_product"):
-                record["attention"] += (_attention_op(func, args, kwargs or {}),)
-            elif not products:
-                reads = args[1:] + (out,) if name in LOOKUPS else args  # a lookup reads only the rows it returns
-                record["moved_bytes"] += sum(map(_bytes, _tensors((reads, kwargs, out))))
+        record["num_ops"] += 1
+        record["products"] += products
+        if name.startswith("_scaled_dot_product"):
+            record["attention"] += (_attention_op(func, args, kwargs or {}),)
+        elif not products:
+            reads = args[1:] + (out,) if name in LOOKUPS else args  # a lookup reads only the rows it returns
+            record["moved_bytes"] += sum(map(_bytes, _tensors((reads, kwargs, out))))
         return out
 
 
@@ -137,16 +131,10 @@ def _matmuls(packet: Any, args: Any, out: Any) -> Iterator[MatMul]:
         (groups, rows, inner), columns = args[0].shape, args[1].shape[2]
         yield MatMul(rows, inner, columns, groups)
     elif packet is aten.convolution:
-        yield _convolution_matmul(out, args[1], args[-1])
-    elif packet is aten.convolution_backward:
-        for _ in filter(None, args[-1][:2]):  # the input's and the weight's gradient, if requested
-            yield _convolution_matmul(args[0], args[2], args[-2])
-
-
-def _convolution_matmul(out: Tensor, weight: Tensor, groups: int) -> MatMul:
-    kernel_numel = prod(weight.shape[2:])
-    output_positions = out.shape[0] * prod(out.shape[2:])
-    return MatMul(output_positions, weight.shape[1] * kernel_numel, weight.shape[0] // groups, groups, kernel_numel)
+        weight, groups = args[1], args[-1]
+        kernel_numel, output_positions = prod(weight.shape[2:]), out.shape[0] * prod(out.shape[2:])
+        inner, columns = weight.shape[1] * kernel_numel, weight.shape[0] // groups
+        yield MatMul(output_positions, inner, columns, groups, kernel_numel)
 
 
 def _attention_op(func: Any, args: Any, kwargs: Any) -> AttentionOp:
@@ -158,7 +146,7 @@ def _attention_op(func: Any, args: Any, kwargs: Any) -> AttentionOp:
 
 @contextmanager
 def _isolate_children(module: nn.Module, recorder: _OpTracer, parts: Mapping[str, nn.Module] | None) -> Iterator[None]:
-    """Makes each child run its forward and then its backward, isolated from the others."""
+    """Makes each child run isolated from the others."""
     children = parts or dict(module.named_children()) or {type(module).__name__: module}
     before = [(child, child.__dict__.get("forward")) for child in children.values()]
     for name, child in children.items():
@@ -182,11 +170,7 @@ def _traced_forward(name: str, child: nn.Module, recorder: _OpTracer) -> Callabl
         with _record_saved(recorder.records[name], child):
             out = forward(*args, **kwargs)
         recorder.leave(out)
-        outputs = [tensor for tensor in _tensors(out) if tensor.requires_grad]
-        recorder.in_backward = True
-        if outputs:
-            torch.autograd.backward(outputs, [torch.ones_like(tensor) for tensor in outputs])
-        recorder.in_backward, recorder.current = False, before
+        recorder.current = before
         return tree_map_only(Tensor, _detached_leaf, out)
 
     return run
