@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -262,7 +262,15 @@ def test_planted_bugs_are_caught(plant: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert first is not None and first.kind == kind, record.describe()
 
 
-def load_of(text: str, capacity: float = 0.0) -> list[expert.RoutingStats]:
+class Routing(NamedTuple):
+    imbalance: float
+    dropped_tokens: float
+    sent: float
+    waited: float
+    expert_load: list[float]
+
+
+def load_of(text: str, capacity: float = 0.0) -> list[Routing]:
     """Of two steps; nothing has run since the second."""
     job = small(8, experts=4, capacity_factor=capacity)
     engine = parallelize(prepare(job, Layout.parse(text)), torch.device("cpu"))
@@ -276,7 +284,7 @@ def load_of(text: str, capacity: float = 0.0) -> list[expert.RoutingStats]:
         engine.timer.bytes_sent.clear()
         engine.timer.begin_step()
         told = expert.routing_stats(model, engine.chains, engine.mesh["world"], torch.device("cpu"), sent, waited)
-        found.append(expert.RoutingStats(*told.tolist()[:4], told.tolist()[4:]))
+        found.append(Routing(*told.tolist()[:4], told.tolist()[4:]))
     return found
 
 

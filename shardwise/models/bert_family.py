@@ -7,7 +7,6 @@ from pydantic import Field, model_validator
 from shardwise.models.gpt_family import DecoderConfig, GPTFamily
 
 if TYPE_CHECKING:
-    from shardwise.models.chain import Chain
     from shardwise.models.objectives import Objective
 
 
@@ -62,11 +61,7 @@ class BertConfig(DecoderConfig):
 
 class BertFamily(GPTFamily):
     config = BertConfig
-
-    def build(self, config: BertConfig, seed: int) -> "Chain":  # type: ignore[override]
-        from shardwise.models.bert import build_bert
-
-        return build_bert(config, seed)
+    builder = "shardwise.models.bert:build_bert"
 
     def objective(self, config: BertConfig, seed: int) -> "Objective":
         from shardwise.models.objectives import MaskedLM

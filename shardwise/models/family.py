@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardwise.models.config import ModelConfig
@@ -46,12 +47,14 @@ class Family:
 
     config: ClassVar[type[ModelConfig]]
     """The `[model]` section."""
+    builder: ClassVar[str]
+    """The function that `build` calls, as `package.module:function`, so that it is imported only when it is needed."""
     verify_layouts: ClassVar[Sequence[str]] = ()
     """Layouts that `shardwise verify` proves by default; empty: the standard list."""
 
     def build(self, config: Any, seed: int) -> Chain:
         """Returns the model on the current default device, uninitialized. `seed` keys its dropout masks."""
-        raise NotImplementedError
+        return resolve_name(self.builder)(config, seed)  # type: ignore[no-any-return]
 
     def build_on_meta(self, config: Any, seed: int = 0) -> Chain:
         """Returns the model on the meta device: shapes without memory."""

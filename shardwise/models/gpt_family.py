@@ -1,14 +1,11 @@
 """The config and family of decoder-only transformers: GPT-2, GPT-3 and Llama shapes."""
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from shardwise.models.config import ModelConfig
 from shardwise.models.family import Family
-
-if TYPE_CHECKING:
-    from shardwise.models.chain import Chain
 
 
 class DecoderConfig(ModelConfig):
@@ -100,11 +97,7 @@ class DecoderConfig(ModelConfig):
 
 class GPTFamily(Family):
     config = DecoderConfig
-
-    def build(self, config: DecoderConfig, seed: int) -> "Chain":
-        from shardwise.models.gpt import build_gpt
-
-        return build_gpt(config, seed)
+    builder = "shardwise.models.gpt:build_gpt"
 
     def refusals(self, config: DecoderConfig) -> dict[str, str]:
         return {"expert": f"{config.name!r} has no experts; leave expert at 1."}

@@ -12,7 +12,6 @@ from shardwise.models.family import Family
 if TYPE_CHECKING:
     import torch
 
-    from shardwise.models.chain import Chain
     from shardwise.models.operator_costs import OperatorCosts
 
 
@@ -46,11 +45,7 @@ class ResNetConfig(ModelConfig):
 
 class ResNetFamily(Family):
     config = ResNetConfig
-
-    def build(self, config: ResNetConfig, seed: int) -> "Chain":
-        from shardwise.models.resnet import build_resnet
-
-        return build_resnet(config, seed)
+    builder = "shardwise.models.resnet:build_resnet"
 
     def refusals(self, config: ResNetConfig) -> dict[str, str]:
         why = f"{config.description} supports data parallelism only (batch norm spans the whole batch)"

@@ -17,7 +17,6 @@ from shardwise.models.family import Family
 from shardwise.models.operator_costs import AttentionOp, MatMul, OperatorCosts, merge_costs
 
 if TYPE_CHECKING:
-    from shardwise.models.chain import Chain
     from shardwise.models.objectives import Objective
     from shardwise.models.operator_costs import OperatorCosts
 
@@ -104,11 +103,7 @@ class T5Config(ModelConfig):
 
 class T5Family(Family):
     config = T5Config
-
-    def build(self, config: T5Config, seed: int) -> "Chain":
-        from shardwise.models.t5 import build_t5
-
-        return build_t5(config, seed)
+    builder = "shardwise.models.t5:build_t5"
 
     def objective(self, config: T5Config, seed: int) -> "Objective":
         from shardwise.models.objectives import SpanCorruption

@@ -5,7 +5,7 @@ ranks do not suffice, the tensor axis also distributes whole experts instead of 
 same tokens, so each computes its own experts and the reduce-scatter at the end of the module sums the outputs.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -65,21 +65,16 @@ def apply(chain: Chain, layout: Layout, mesh: Mesh) -> set[str]:
     return sharded_names
 
 
-@dataclass
-class RoutingStats:
-    """Routing of a step, over all layers and ranks."""
-
-    imbalance: float  # tokens of the busiest expert over the mean of all experts, averaged over layers; 1 is balanced
-    dropped_tokens: float  # fraction of the routing choices dropped for lack of capacity
-    sent: float  # bytes sent between ranks
-    waited: float  # seconds a rank waited for them, averaged over ranks
-    expert_load: list[float]  # fraction of all routing choices, by expert
-
-
 def routing_stats(
     model: Any, chains: list[Chain], world: Axis, device: torch.device, sent: float = 0.0, waited: float = 0.0
 ) -> Tensor:
-    """Returns the values of a `RoutingStats` since the last call; `sent` and `waited` are this rank's."""
+    """Returns figures over all layers and ranks since the last call; `sent` and `waited` are this rank's:
+
+    - tokens of the busiest expert over the mean of all experts, averaged over layers; 1 is balanced;
+    - the fraction of the routing choices dropped for lack of capacity;
+    - bytes sent between ranks, and seconds a rank waited for them, averaged over ranks;
+    - by expert, its fraction of all routing choices.
+    """
     loads = torch.zeros(model.layers, model.experts, device=device)
     scalars = torch.zeros(3, device=device)
     for layer, module in _moe_layers(chains).items():

@@ -23,7 +23,7 @@ from shardwise.job import Job
 from shardwise.metrics.collector import RankMetricsCollector
 from shardwise.metrics.trackers import Tracker
 from shardwise.parallel.engine import Engine
-from shardwise.parallel.expert import RoutingStats, routing_stats
+from shardwise.parallel.expert import routing_stats
 from shardwise.parallel.prepare import forward_flops
 from shardwise.step import StepResult
 from shardwise.train.run_folder import RunFolder
@@ -157,8 +157,11 @@ class MetricsProcessor:
         if engine.scale.dynamic:
             record["loss_scale"] = scale
         if routing_values:
-            imbalance, dropped, total_sent, mean_wait, *load = routing_values
-            record |= _routing_metrics(RoutingStats(imbalance, dropped, total_sent, mean_wait, load))
+            imbalance, dropped_fraction, total_sent, mean_wait, *load = routing_values
+            record |= {"expert_imbalance": imbalance, "expert_drop_fraction": dropped_fraction}
+            if total_sent:
+                record |= {"expert_bytes": int(total_sent), "expert_wait_seconds": mean_wait}
+            record["expert_load"] = [round(share, 5) for share in load]
         self._unwritten = record, previous_step, rows
         if not self.writes_later:
             self.flush()
@@ -185,13 +188,6 @@ class MetricsProcessor:
             self.folder.log_metrics(record)
             self.tracker(record)
             self.progress.update(record)
-
-
-def _routing_metrics(routing: RoutingStats) -> dict[str, Any]:
-    record: dict[str, Any] = {"expert_imbalance": routing.imbalance, "expert_drop_fraction": routing.dropped_tokens}
-    if routing.sent:
-        record |= {"expert_bytes": int(routing.sent), "expert_wait_seconds": routing.waited}
-    return {**record, "expert_load": [round(share, 5) for share in routing.expert_load]}
 
 
 def json_number(value: float) -> float | str:
