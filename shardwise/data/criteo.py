@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardwise.data.bad_records import BadRecords
 from shardwise.data.fingerprint import DataFile
-from shardwise.data.sample_stream import Samples
+from shardwise.data.sample_stream import CountedSource, Samples
 from shardwise.errors import DataError
 from shardwise.models.chain import IGNORE_INDEX
 from shardwise.models.dlrm_family import DLRMConfig
@@ -49,7 +49,7 @@ class ClickBatch:
         return cls(packed[:, :size].view(shape), floats[:, :size].view(shape), floats[:, size:], samples.targets[:, 0])
 
 
-class ClickSource:
+class ClickSource(CountedSource):
     """`count` rows of a click log, starting at row `first`."""
 
     length, vocab = 1, 2  # one binary target per sample
@@ -57,12 +57,7 @@ class ClickSource:
     def __init__(self, model: DLRMConfig, first: int, count: int):
         self.model, self.first, self.count = model, first, count
 
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        if not 0 <= index < self.count:
-            raise IndexError(f"sample index {index} is out of range for {self.count} samples")
+    def read_sample(self, index: int) -> np.ndarray:
         return self.rows(np.array([self.first + index]))[0]
 
     def rows(self, indices: np.ndarray) -> np.ndarray:

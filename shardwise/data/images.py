@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from shardwise.data.sample_stream import Samples
+from shardwise.data.sample_stream import CountedSource, Samples
 from shardwise.models.resnet import MIX_WEIGHT_BIT, MIX_WEIGHT_SCALE, SECOND_CLASS_BIT
 from shardwise.random import GOLDEN_GAMMA, hash_key_uint64, mix64_numpy, to_unit_interval
 
@@ -88,20 +88,15 @@ class ImageAugmentation:
         return to_unit_interval(mix64_numpy(bits + increments))
 
 
-class ImageSource:
+class ImageSource(CountedSource):
     """A dataset of labelled images, augmented as a function of the stream position."""
 
     def __init__(self, count: int, image_size: int, classes: int, augment: ImageAugmentation | None = None):
         self.count, self.image_size, self.augment = count, image_size, augment
         self.length, self.vocab = 3 * image_size * image_size, classes
 
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> np.ndarray:
+    def read_sample(self, index: int) -> np.ndarray:
         """Returns one image, flattened, followed by its class."""
-        if not 0 <= index < self.count:
-            raise IndexError(f"sample index {index} is out of range for {self.count} samples")
         images, classes = self.read_images(np.array([index]))
         return np.append(images.reshape(-1), classes).astype(np.float32)
 

@@ -35,23 +35,35 @@ class Source(Protocol):
         ...
 
 
-class Subset:
+class CountedSource:
+    """The base of our sources: `count` samples, each of which `read_sample` reads."""
+
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        if not 0 <= index < self.count:
+            raise IndexError(f"sample index {index} is out of range for {self.count} samples")
+        return self.read_sample(index)
+
+    def read_sample(self, index: int) -> np.ndarray:
+        raise NotImplementedError
+
+
+class Subset(CountedSource):
     """Samples [start, stop) of another source; splits it into training and validation."""
 
     def __init__(self, source: Source, start: int, stop: int):
-        self.source, self.start, self.stop = source, start, stop
+        self.source, self.start, self.count = source, start, stop - start
         self.length, self.vocab = source.length, source.vocab
 
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample index {index} is out of range for {len(self)} samples")
+    def read_sample(self, index: int) -> np.ndarray:
         return self.source[self.start + index]
 
 
-class Mixture:
+class Mixture(CountedSource):
     """Interleaves several sources in one stream by weight; as a dataset, their concatenation.
 
     The first source gets its share of all stream positions, evenly spread, the next its share of the remaining ones,
@@ -65,16 +77,12 @@ class Mixture:
         self.sources = tuple(sources)
         self.length, self.vocab = sources[0].length, max(source.vocab for source in sources)
         self.cumulative_sizes = list(accumulate(map(len, sources)))
+        self.count = self.cumulative_sizes[-1]
         remaining = list(accumulate(reversed(weights)))[::-1]
         shares = [weight / rest for weight, rest in zip(weights, remaining, strict=True)]
         self._fixed_point_weights = [max(1, round(share * 2**self.WEIGHT_BITS)) for share in shares]
 
-    def __len__(self) -> int:
-        return self.cumulative_sizes[-1]
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample index {index} is out of range for {len(self)} samples")
+    def read_sample(self, index: int) -> np.ndarray:
         source_index = bisect_right(self.cumulative_sizes, index)
         return self.sources[source_index][index - self.offset(source_index)]
 
@@ -97,7 +105,7 @@ class Mixture:
         return source_index, source_positions
 
 
-class SyntheticTokens:
+class SyntheticTokens(CountedSource):
     """Generated token sequences: a permutation, by the seed, maps each token to the next, and 10% of tokens are random.
     Sources of different `count` share their samples."""
 
@@ -109,10 +117,7 @@ class SyntheticTokens:
             powers.append(powers[-1][powers[-1]])
         self._powers = powers
 
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> np.ndarray:
+    def read_sample(self, index: int) -> np.ndarray:
         rng = np.random.default_rng((self.seed, index))
         is_random = rng.random(self.length + 1) < 0.1
         tokens = rng.integers(0, self.vocab, self.length + 1)

@@ -30,6 +30,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from shardwise.data.sample_stream import CountedSource
 from shardwise.errors import DataError
 from shardwise.files import atomic_write
 
@@ -140,20 +141,16 @@ def write_data_file(path: Path) -> Iterator[IO[bytes]]:
         raise DataError(f"{path} cannot be written: {error.strerror or error}.") from error
 
 
-class TokenWindows:
+class TokenWindows(CountedSource):
     """The windows of several token files, concatenated; a window never spans two files."""
 
     def __init__(self, files: Sequence[TokenFile], length: int):
         self.files, self.length = tuple(files), length
         self.vocab = max(file.vocab for file in self.files)
         self._cumulative_sizes = list(accumulate(max(0, file.count - 1) // length for file in self.files))
+        self.count = self._cumulative_sizes[-1]
 
-    def __len__(self) -> int:
-        return self._cumulative_sizes[-1]
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample index {index} is out of range for {len(self)} samples")
+    def read_sample(self, index: int) -> np.ndarray:
         file_index = bisect_right(self._cumulative_sizes, index)
         file = self.files[file_index]
         first = (index - (self._cumulative_sizes[file_index - 1] if file_index else 0)) * self.length
