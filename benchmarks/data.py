@@ -26,9 +26,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from shardwise.data.bad_records import BadRecords
 from shardwise.data.cifar10 import MEAN, STD, TEST_FILE, TRAIN_FILES, open_cifar10
 from shardwise.data.images import ImageAugmentation
+from shardwise.data.input_files import BadRecords
 from shardwise.data.loader import Loader
 from shardwise.data.sample_stream import SampleStream
 from shardwise.data.token_file import TokenWindows, open_token_file, write_token_arrays

@@ -79,7 +79,7 @@ def train(
         load_job(job_file, overrides).require_trainable()  # reports a typo before the slow import of PyTorch
 
     from shardwise.launch.start import start_training
-    from shardwise.verify.proof import prove
+    from shardwise.verify.command import prove
     from shardwise.workers.nodes import Node
 
     parsed_node = Node.parse(node, address) if node is not None else None
@@ -343,7 +343,7 @@ def data(
     overrides: Overrides = None,
 ) -> None:
     """Tokenizes a data source into a memory-mapped token file, for `data.source = "tokens"`."""
-    from shardwise.data.encode import write_token_file
+    from shardwise.data.text import write_token_file
 
     print_line(write_token_file(job_file, overrides or [], out))
 

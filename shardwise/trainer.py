@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.adapters.script import register_task, stop_if_collecting
+from shardwise.adapters.module_family import register_task, stop_if_collecting
 from shardwise.adapters.task import Callback, DatasetSource, Task
 from shardwise.cluster import find_cluster
 from shardwise.console import print_line
@@ -33,8 +33,8 @@ from shardwise.planner.plan import Plan, make_plan
 from shardwise.train.generate import load_model, load_trained_weights
 from shardwise.train.run_folder import RunFolder
 from shardwise.train.validate import validate
+from shardwise.verify.command import prove
 from shardwise.verify.parity import VerifyResult, verify
-from shardwise.verify.proof import prove
 
 
 @dataclass(frozen=True)

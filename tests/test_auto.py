@@ -18,8 +18,8 @@ from shardwise.parallel.prepare import prepare
 from shardwise.planner import calibrate
 from shardwise.planner.plan import make_estimator, make_plan, near_misses, resolve_layout
 from shardwise.planner.search import class_layouts, layout_classes, search
-from shardwise.train import auto_layout, local_machine
-from shardwise.train.auto_layout import check_memory, choose_plan, describe_plan, plan_record
+from shardwise.train import local_machine
+from shardwise.train.local_machine import check_memory, choose_plan, describe_plan, plan_record
 
 SMALL = {"layers": 2, "width": 32, "heads": 4, "vocab": 256, "sequence": 16}
 
@@ -34,7 +34,7 @@ def choose_layout(job: Job, world_size: int | None = None) -> Layout:
 
 def on(monkeypatch: pytest.MonkeyPatch, cluster: Cluster) -> None:
     """Takes this machine for another."""
-    monkeypatch.setattr(auto_layout, "local_cluster", lambda job, processes: (cluster, "a test"))
+    monkeypatch.setattr(local_machine, "local_cluster", lambda job, processes: (cluster, "a test"))
 
 
 def test_the_demo_runs_as_copies_on_two_cores() -> None:

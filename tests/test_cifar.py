@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.comm.world import run_world
-from shardwise.data.bad_records import BadRecords
 from shardwise.data.cifar10 import MEAN, STD, TEST_FILE, TRAIN_FILES, open_cifar10
 from shardwise.data.images import ImageAugmentation, SyntheticImages
+from shardwise.data.input_files import BadRecords
 from shardwise.data.loader import Loader
 from shardwise.data.make_sources import make_sources
 from shardwise.data.sample_stream import Samples, SampleStream, rank_positions

@@ -20,14 +20,12 @@ from data_marks import Marks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.data.bad_records import BadRecords
 from shardwise.data.criteo import CriteoClicks, index_criteo_file
-from shardwise.data.encode import encode_source, write_token_file
-from shardwise.data.fingerprint import DataFile
+from shardwise.data.input_files import BadRecords, DataFile
 from shardwise.data.loader import Loader, _multiprocessing_context, _RankReader, _start_worker
 from shardwise.data.make_sources import make_sources
 from shardwise.data.sample_stream import Mixture, Samples, SampleStream, Source, SyntheticTokens, rank_positions
-from shardwise.data.text import find_files, read_chunks
+from shardwise.data.text import encode_source, find_files, read_chunks, write_token_file
 from shardwise.data.token_file import (
     MAGIC,
     TokenFile,

@@ -20,7 +20,7 @@ from shardwise.job import load_job, make_job
 from shardwise.layout import Layout
 from shardwise.models.registry import ENTRY_POINTS
 from shardwise.parallel.prepare import prepare
-from shardwise.train.auto_layout import choose_plan
+from shardwise.train.local_machine import choose_plan
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])

@@ -18,7 +18,7 @@ from torch import nn
 
 from shardwise.comm.world import run_world
 from shardwise.data.criteo import ClickBatch, CriteoClicks, SyntheticClicks, index_criteo_file
-from shardwise.data.fingerprint import DataFile
+from shardwise.data.input_files import DataFile
 from shardwise.data.make_sources import make_sources
 from shardwise.data.sample_stream import SampleStream, rank_positions
 from shardwise.errors import DataError, JobError, LayoutError

@@ -44,7 +44,7 @@ from shardwise.laws.runs import read_csv
 from shardwise.layout import RECOMPUTE, SCHEDULES, Layout
 from shardwise.models.registry import BUILT_IN
 from shardwise.parallel.prepare import prepare
-from shardwise.train.auto_layout import choose_plan, plan_record
+from shardwise.train.local_machine import choose_plan, plan_record
 from shardwise.train.loop import TrainingLoop
 from shardwise.train.run_folder import RunFolder
 

@@ -22,7 +22,7 @@ import pytest
 import torch
 from pydantic import BaseModel
 
-from shardwise.data.fingerprint import DataRecord
+from shardwise.data.input_files import DataRecord
 from shardwise.data.make_sources import make_sources
 from shardwise.data.sample_stream import SampleStream
 from shardwise.data.tokenizer import train_bpe
@@ -33,8 +33,7 @@ from shardwise.layout import Layout
 from shardwise.models.registry import families
 from shardwise.parallel.prepare import prepare
 from shardwise.train.loop import TrainingLoop
-from shardwise.train.run_folder import RunFolder
-from shardwise.train.same_run import check_none_lost
+from shardwise.train.run_folder import RunFolder, check_none_lost
 from shardwise.workers import run_owner
 from shardwise.workers.heartbeat import read_heartbeats
 from shardwise.workers.run_owner import own_run

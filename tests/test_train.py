@@ -30,8 +30,7 @@ from shardwise.step import CudaGraphStep
 from shardwise.train import loop
 from shardwise.train.generate import sample_run
 from shardwise.train.loop import TrainingLoop
-from shardwise.train.run_folder import RunFolder
-from shardwise.train.same_run import RESUMABLE_KEYS
+from shardwise.train.run_folder import RESUMABLE_KEYS, RunFolder
 from shardwise.verify.command import shrink_model
 from shardwise.workers.heartbeat import read_heartbeats
 

@@ -20,9 +20,8 @@ from shardwise.job import make_job
 from shardwise.layout import Layout
 from shardwise.optim.user_optimizer import make_user_optimizer
 from shardwise.parallel.prepare import prepare
-from shardwise.verify.command import inspect_job
+from shardwise.verify.command import inspect_job, prove, small_layout
 from shardwise.verify.parity import verify
-from shardwise.verify.proof import prove, small_layout
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "own_model"

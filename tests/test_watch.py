@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from shardwise.cli import app
 from shardwise.comm import host_staged
-from shardwise.comm.step_timer import StepTimer
+from shardwise.comm.axis import StepTimer
 from shardwise.comm.world import run_world
 from shardwise.data.sample_stream import SampleStream
 from shardwise.errors import JobError
@@ -32,14 +32,13 @@ from shardwise.layout import Layout
 from shardwise.metrics.rank_metrics import PHASES, RankMetrics, RankMetricsWriter
 from shardwise.metrics.trackers import PrometheusWriter, check_tracker_installed
 from shardwise.parallel.prepare import prepare
-from shardwise.train.auto_layout import choose_plan, plan_record
+from shardwise.train.local_machine import choose_plan, plan_record
 from shardwise.train.loop import TrainingLoop
 from shardwise.train.run_folder import RunFolder
-from shardwise.watch.goodput import goodput
 from shardwise.watch.page_data import page_data, seconds_by_rank
 from shardwise.watch.pipeline_timeline import pipeline_data
 from shardwise.watch.report_page import render_page, write_report
-from shardwise.watch.run_data import TIME_CATEGORIES, RunData
+from shardwise.watch.run_data import TIME_CATEGORIES, RunData, goodput
 from shardwise.watch.serve import LOADERS, RunRegistry, make_server
 
 SMALL = {

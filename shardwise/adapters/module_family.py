@@ -1,10 +1,21 @@
-"""The family of modules that are not ours: `model.name = "python:package.module:function"`, and those of a script."""
+"""The family of modules that are not ours: `model.name = "python:package.module:function"`, and those of a script.
+
+A script makes a `shardwise.Trainer` and calls one of its methods; `python train.py`, `torchrun train.py` and `shardwise
+run train.py` train the same. The process that the user started is the launcher, or under torchrun a rank. A worker that
+the launcher starts runs the script again, up to that call, and takes its task.
+"""
 
 import copy
+import io
 import json
+import os
+import runpy
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -27,6 +38,7 @@ from shardwise.models.operator_costs import OperatorCosts, merge_costs
 from shardwise.models.sharding import ShardingPlan
 from shardwise.models.trace import interpolate_traces, trace_module
 
+SCRIPT_PREFIX = "script:"
 SCRIPT_TASKS: dict[str, Task] = {}
 """The tasks that `shardwise.Trainer` was given in this process, by model name."""
 _ANATOMIES: dict[Any, tuple[Anatomy, dict[str, int | None]]] = {}
@@ -56,11 +68,6 @@ class ModuleConfig(ModelConfig):
 
     def __hash__(self) -> int:
         return hash(json.dumps(self.model_dump(), sort_keys=True, default=str))
-
-    @property
-    def script(self) -> str:
-        """The script that this run belongs to; empty if the job names a function."""
-        return self.name.removeprefix("script:") if self.name.startswith("script:") else ""
 
     @property
     def task(self) -> Task:
@@ -102,9 +109,7 @@ class ModuleConfig(ModelConfig):
 @lru_cache(maxsize=8)
 def load_task(config: ModuleConfig) -> Task:
     """Returns the task that a config names."""
-    if config.script:
-        from shardwise.adapters.script import load_script_task
-
+    if config.name.startswith(SCRIPT_PREFIX):
         task = load_script_task(config.name, config.args)
     else:
         task = load_python_task(config.name.removeprefix("python:"), config.args)
@@ -339,3 +344,54 @@ def _ordered(chain: ModuleChain, found: tuple[OperatorCosts, ...]) -> list[Opera
             ends[is_after].append(costs)
     first, last = (merge_costs("ends", end, sum(costs.output_bytes for costs in end)) for end in ends)
     return [first, *blocks, last]
+
+
+class TaskReached(BaseException):
+    """Ends a script that is run for its task only; not an Exception, so that a script does not catch it."""
+
+
+class _Collector:
+    wanted = ""  # the name of the task for which this process runs a script; empty: it runs for its own sake
+
+
+def register_task(task: Task) -> tuple[str, list[str]]:
+    """Returns the model name and the command-line arguments under which every process of a run finds this task."""
+    script = getattr(sys.modules["__main__"], "__file__", None) or sys.argv[0]
+    if not script or not Path(script).is_file():
+        raise JobError("a Trainer needs a script file, which every process of the run executes; save this as a file.")
+    path = os.path.abspath(script if not _Collector.wanted else _path_of(_Collector.wanted))
+    number = sum(name.partition("#")[0] == f"{SCRIPT_PREFIX}{path}" for name in SCRIPT_TASKS)
+    name = f"{SCRIPT_PREFIX}{path}" + (f"#{number + 1}" if number else "")
+    SCRIPT_TASKS[name] = task
+    return name, sys.argv[1:]
+
+
+def stop_if_collecting() -> None:
+    """Called by whatever would start a run."""
+    if _Collector.wanted in SCRIPT_TASKS:
+        raise TaskReached
+
+
+def _path_of(name: str) -> str:
+    return name.removeprefix(SCRIPT_PREFIX).partition("#")[0]
+
+
+def load_script_task(name: str, args: dict[str, Any]) -> Task:
+    """Runs a script until it has made the task of this name."""
+    if name not in SCRIPT_TASKS:
+        path = _path_of(name)
+        if not Path(path).is_file():
+            raise JobError(f"the run was started by the script {path}, which does not exist any more.")
+        before, sys.argv = sys.argv, [path, *map(str, args.get("argv", []))]
+        sys.path.insert(0, str(Path(path).parent))
+        _Collector.wanted = name
+        try:
+            with redirect_stdout(io.StringIO()):  # the launcher has printed it
+                runpy.run_path(path, run_name="__main__")
+        except (TaskReached, SystemExit):
+            pass
+        finally:
+            _Collector.wanted, sys.argv = "", before
+    if name not in SCRIPT_TASKS:
+        raise JobError(f"the script {_path_of(name)} ended without making the shardwise.Trainer of this run.")
+    return SCRIPT_TASKS[name]

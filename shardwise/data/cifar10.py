@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.data.bad_records import BadRecords
 from shardwise.data.images import ImageAugmentation, ImageSource
+from shardwise.data.input_files import BadRecords
 from shardwise.errors import DataError
 
 IMAGE_SIZE, NUM_CLASSES = 32, 10

@@ -19,8 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.data.bad_records import BadRecords
-from shardwise.data.fingerprint import DataFile
+from shardwise.data.input_files import BadRecords, DataFile
 from shardwise.data.sample_stream import CountedSource, Samples
 from shardwise.errors import DataError
 from shardwise.models.chain import IGNORE_INDEX

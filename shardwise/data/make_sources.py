@@ -3,7 +3,7 @@
     files -> documents -> tokenizer -> token file -> windows -> training | validation
     text.py               tokenizer.py token_file.py
 
-`encode.py` writes token files, both here and for the command `shardwise data`.
+`text.py` writes token files, both here and for the command `shardwise data`.
 
 Text is encoded once, into a cache folder whose name is a hash of everything that determines the tokens (format version,
 source, files with their sizes, times and sampled content, tokenizer): a changed corpus gets a new folder, an unchanged
@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from shardwise.console import pluralize
-from shardwise.data.bad_records import BadRecords
 from shardwise.data.cifar10 import IMAGE_SIZE, NUM_CLASSES, open_cifar10
 from shardwise.data.criteo import (
     NUM_DENSE_FEATURES,
@@ -31,11 +30,10 @@ from shardwise.data.criteo import (
     index_criteo_file,
     require_good_row,
 )
-from shardwise.data.encode import describe_source, encode_files, load_or_train_tokenizer
-from shardwise.data.fingerprint import DataFile, DataRecord
 from shardwise.data.images import ImageAugmentation, SyntheticImages
+from shardwise.data.input_files import BadRecords, DataFile, DataRecord
 from shardwise.data.sample_stream import Mixture, Source, Subset, SyntheticTokens
-from shardwise.data.text import find_files
+from shardwise.data.text import describe_source, encode_files, find_files, load_or_train_tokenizer
 from shardwise.data.token_file import RAW_DTYPES, TokenFile, TokenWindows, open_raw_token_file, open_token_file
 from shardwise.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, parse_bpe_size, tokenizer_fingerprint
 from shardwise.errors import DataError

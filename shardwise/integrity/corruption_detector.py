@@ -4,7 +4,7 @@
   one. Otherwise the memory of that rank changed.
 - Copies: replicated weights, states and reduced gradients must have the same checksums on all their ranks after each
   update. Otherwise the minority is wrong; between two ranks, a replay of the step shows which one was.
-- Compute: other ranks recompute some micro-batches of a rank (`shardwise.integrity.redundant_compute`).
+- Compute: other ranks recompute some micro-batches of a rank (`RedundantCompute`).
 
 It adds no synchronization: checksums stay on the device, one small row per rank is all-gathered with the stop flag, and
 the result is read with the loss. All ranks reach the same verdict, and roll back to the last checkpoint. The state is
@@ -38,8 +38,14 @@ from shardwise.errors import RunError
 from shardwise.files import parse_record, write_text
 from shardwise.integrity import checksums
 from shardwise.integrity.anomaly_policy import Rollback
-from shardwise.integrity.checksums import COPY_KINDS, Checksums, StateChecksums, TrackedTensor, compute_checksums
-from shardwise.integrity.redundant_compute import RedundantCompute
+from shardwise.integrity.checksums import (
+    COPY_KINDS,
+    Checksums,
+    RedundantCompute,
+    StateChecksums,
+    TrackedTensor,
+    compute_checksums,
+)
 from shardwise.job import Job
 from shardwise.parallel.engine import Engine
 

@@ -21,8 +21,7 @@ from shardwise.errors import LayoutError
 from shardwise.job import Job
 from shardwise.launch.worker import run_worker
 from shardwise.layout import Layout
-from shardwise.train.auto_layout import choose_plan, plan_record
-from shardwise.train.local_machine import check_compiler, pick_device
+from shardwise.train.local_machine import check_compiler, choose_plan, pick_device, plan_record
 from shardwise.train.run_folder import RunFolder
 from shardwise.workers.fork_server import ForkServer
 from shardwise.workers.nodes import Node, NodeCoordinator

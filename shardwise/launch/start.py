@@ -14,8 +14,7 @@ import torch
 
 from shardwise.comm.objects import broadcast_json
 from shardwise.console import format_count, pluralize
-from shardwise.data.bad_records import BadRecords
-from shardwise.data.fingerprint import DataRecord
+from shardwise.data.input_files import BadRecords, DataRecord
 from shardwise.data.make_sources import Sources, make_sources
 from shardwise.data.sample_stream import SampleStream, Source
 from shardwise.data.tokenizer import Tokenizer
@@ -28,13 +27,20 @@ from shardwise.layout import AUTO_SCHEDULES, Layout
 from shardwise.metrics.trackers import check_tracker_installed
 from shardwise.parallel.prepare import Prepared, prepare
 from shardwise.parallel.tables.table_engine import check_host_memory
-from shardwise.train.auto_layout import check_memory, choose_plan, describe_plan, layout_record, plan_record
 from shardwise.train.generate import generate, load_model
-from shardwise.train.local_machine import host_memory, local_process_count, require_memory
-from shardwise.train.run_folder import RunFolder
-from shardwise.train.same_run import check_history, check_same_run
+from shardwise.train.local_machine import (
+    check_memory,
+    choose_plan,
+    describe_plan,
+    host_memory,
+    layout_record,
+    local_process_count,
+    plan_record,
+    require_memory,
+)
+from shardwise.train.run_folder import RunFolder, check_history, check_same_run
 from shardwise.train.validate import byte_frequency_bits
-from shardwise.watch.end_of_run import print_end_of_run
+from shardwise.watch.report_page import print_end_of_run
 from shardwise.workers.fork_server import ForkServer
 from shardwise.workers.nodes import Node, NodeAgent
 from shardwise.workers.run_owner import own_run
@@ -45,7 +51,7 @@ FREQUENCY_SAMPLES = 512  # training samples whose bytes are counted for the freq
 DEMO = Path(__file__).parent.parent / "demo.toml"
 Say = Callable[[str], None]
 Check = Callable[[Prepared, Say], None]
-"""What is checked before a new run begins; raises if it may not (`shardwise.verify.proof.prove`)."""
+"""What is checked before a new run begins; raises if it may not (`shardwise.verify.command.prove`)."""
 
 
 @dataclass(frozen=True)

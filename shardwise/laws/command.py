@@ -12,8 +12,14 @@ from shardwise.console import format_count, pluralize
 from shardwise.draw import write_svg
 from shardwise.errors import DataError
 from shardwise.files import malformed_as_data_error, write_text
-from shardwise.laws.compute_optimal import estimate_compute_optimal, group_by_budget
-from shardwise.laws.fit import ScalingLawFit, find_outliers, fit_scaling_law, residuals
+from shardwise.laws.fit import (
+    ScalingLawFit,
+    estimate_compute_optimal,
+    find_outliers,
+    fit_scaling_law,
+    group_by_budget,
+    residuals,
+)
 from shardwise.laws.fitted_law import fit_as_dict, published_law, read_fitted_law
 from shardwise.laws.isoflop_grid import design_grid, parse_budget, write_grid
 from shardwise.laws.runs import PARAMETER_SCOPES, read_runs

@@ -14,8 +14,14 @@ import numpy as np
 
 from shardwise.errors import DataError
 from shardwise.files import parse_json
-from shardwise.laws.compute_optimal import estimate_compute_optimal
-from shardwise.laws.fit import BOOTSTRAP_SAMPLES, CONSTANTS, ScalingLaw, ScalingLawFit, find_outliers
+from shardwise.laws.fit import (
+    BOOTSTRAP_SAMPLES,
+    CONSTANTS,
+    ScalingLaw,
+    ScalingLawFit,
+    estimate_compute_optimal,
+    find_outliers,
+)
 from shardwise.laws.runs import PARAMETER_SCOPES
 
 

@@ -30,9 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm import allreduce
-from shardwise.comm.axis import Axis
+from shardwise.comm.axis import Axis, StepTimer
 from shardwise.comm.collectives import all_reduce, all_to_all_rows
-from shardwise.comm.step_timer import StepTimer
 from shardwise.errors import LayoutError
 from shardwise.job import GradientConfig
 from shardwise.layout import AXES, Layout

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _Action
 
-from shardwise.comm.step_timer import StepTimer
+from shardwise.comm.axis import StepTimer
 from shardwise.parallel import torch_fsdp
 
 SCHEDULE_CLASSES = {

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from shardwise.comm.objects import broadcast_json
 from shardwise.console import pluralize, signal_name
-from shardwise.data.bad_records import BadRecords
+from shardwise.data.input_files import BadRecords
 from shardwise.data.loader import Loader
 from shardwise.data.sample_stream import Samples, job_stream
 from shardwise.errors import DataError, RunError
@@ -30,8 +30,7 @@ from shardwise.step import CudaGraphStep, StepResult, make_step_fn
 from shardwise.train.checkpoint import CheckpointManager
 from shardwise.train.local_machine import local_cluster
 from shardwise.train.metrics_processor import MetricsProcessor, Progress, StopFlag, json_number
-from shardwise.train.run_folder import RunFolder
-from shardwise.train.same_run import check_none_lost, check_state, defining_values
+from shardwise.train.run_folder import RunFolder, check_none_lost, check_state, defining_values
 from shardwise.train.validate import validate
 
 # The phase of the step timer, by the phase that a rank reports in its heartbeat.

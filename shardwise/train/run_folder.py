@@ -1,4 +1,4 @@
-"""The run folder: plain files that stay valid after a crash.
+"""The run folder, plain files that stay valid after a crash, and what must hold when its run is resumed.
 
 job.toml         the resolved job               plan.toml        layout, stages and batch sizes
 metrics.jsonl    one object per step            events.jsonl     events with a message each
@@ -15,21 +15,22 @@ import errno
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
-from shardwise.data.bad_records import BadRecords
-from shardwise.data.fingerprint import DataRecord
+from shardwise.data.input_files import BadRecords, DataRecord
 from shardwise.data.make_sources import Sources, make_sources
 from shardwise.data.sample_stream import Source
 from shardwise.data.tokenizer import HuggingFaceTokenizer, Tokenizer, tokenizer_fingerprint
-from shardwise.errors import DataError, JobError, RunError
+from shardwise.errors import CheckpointError, DataError, JobError, RunError
 from shardwise.files import atomic_write, parse_json, parse_record, write_text
 from shardwise.job import Job, load_job
+from shardwise.train.checkpoint_folder import list_checkpoints, read_manifest, valid_checkpoints
 
 DISK_FULL_TIMEOUT = 5.0  # seconds to wait for space on a full disk: a checkpoint that did not fit gets removed
 
@@ -183,3 +184,85 @@ def _make_next_folder(parent: Path) -> Path:
             folder = parent / f"{max(numbers, default=0) + 1:04d}"
             folder.mkdir()
             return folder
+
+
+# Job keys that --resume may change. All others define the run.
+RESUMABLE_KEYS = (
+    "layout", "steps", "tokens", "compile", "tracker", "data.workers", "data.prefetch", "checkpoint.*", "validation.*",
+    "run.device", "run.processes", "run.cluster", "run.max_restarts", "run.hang_timeout", "run.standby",
+    "run.elastic", "run.rejoin_timeout", "run.on_nan", "run.loss_spike_threshold", "run.checksum_every",
+    "run.redundant_compute_every", "run.max_corruptions",
+    "embedding_tables.sharding", "embedding_tables.cached_rows", "embedding_tables.prefetch",
+)  # fmt: skip
+# Keys that a checkpoint does not record: the record of the data and the run's own tokenizer say more than paths.
+UNRECORDED_KEYS = (*RESUMABLE_KEYS, "run.*", "data.path", "data.tokenizer")
+
+
+def check_same_run(old: Job, new: Job) -> None:
+    """Raises JobError if the jobs differ in a key that --resume may not change."""
+    before, after = _flatten(old), _flatten(new)
+    changed = [key for key in before if before[key] != after.get(key) and not _matches(key, RESUMABLE_KEYS)]
+    if changed:
+        raise JobError(
+            f"--resume continues the same run, but {', '.join(changed)} would change; it may change only "
+            f"{', '.join(RESUMABLE_KEYS)}. Start a new run to change other keys."
+        )
+
+
+def defining_values(job: Job) -> dict[str, Any]:
+    """Returns the job's values that determine the numbers of a run, by key, for its checkpoints to record."""
+    values = {key: value for key, value in _flatten(job).items() if not _matches(key, UNRECORDED_KEYS)}
+    return json.loads(json.dumps(values))  # type: ignore[no-any-return]
+
+
+def check_state(folder: RunFolder, job: Job, state: Mapping[str, Any]) -> None:
+    """Raises JobError if a checkpoint's state is from another job, or from after the job's last step."""
+    step, saved, now = int(state["step"]), state.get("job", {}), defining_values(job)
+    changed = [f"{key} = {now[key]!r} instead of {saved[key]!r}" for key in now if now[key] != saved.get(key, now[key])]
+    if changed:
+        raise JobError(
+            f"{folder.path / 'job.toml'} is not the job that saved step {step} of this run: it has "
+            f"{', '.join(changed)}. Restore the file, or start a new run."
+        )
+    if step > job.total_steps:
+        raise JobError(
+            f"{folder.path} is at step {step} already, so it cannot end at step {job.total_steps}; set steps to "
+            f"{step} or more, or start a new run."
+        )
+
+
+def check_history(folder: RunFolder, job: Job) -> None:
+    """Raises an error if a run cannot be resumed with this job, before anything of it is changed."""
+    if not list_checkpoints(folder.checkpoints):
+        check_none_lost(folder)
+    for _, path in valid_checkpoints(folder.checkpoints)[:1]:
+        check_state(folder, job, read_manifest(path)["state"])
+
+
+def check_none_lost(folder: RunFolder) -> None:
+    """Raises CheckpointError if a run that has no checkpoint has had one: it would start again at step 0."""
+    started = saved = 0  # the step of the last save that began, and of the last that was completed
+    for event in folder.events():
+        kind, step = event.get("event"), event.get("step")
+        if kind in ("checkpoint", "finished"):  # the next save waits for the one before
+            started, saved = step if isinstance(step, int) else 0, started
+        elif kind in ("checkpoint_failed", "resumed"):  # of a killed process, nobody knows whether its save ended
+            started = saved
+        elif kind == "corruption":  # corrupt checkpoints are removed
+            started = saved = 0
+    is_removed = next(folder.metrics(), None) is not None and not folder.checkpoints.is_dir()
+    if saved or is_removed:
+        what = f"has no checkpoint, although the run has saved step {saved}" if saved else "is missing"
+        raise CheckpointError(f"{folder.checkpoints} {what}; restore it, or start a new run to train from step 0.")
+
+
+def _matches(key: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(key, pattern) for pattern in patterns)
+
+
+def _flatten(job: Job) -> dict[str, object]:
+    """Returns the job's values by dotted key."""
+    flat: dict[str, object] = {}
+    for key, value in job.model_dump().items():
+        flat |= {f"{key}.{name}": leaf for name, leaf in value.items()} if isinstance(value, dict) else {key: value}
+    return flat

@@ -8,9 +8,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from shardwise.errors import JobError
-from shardwise.watch.goodput import goodput
 from shardwise.watch.page_data import format_seconds, recent_median
-from shardwise.watch.run_data import RunData, bin_means, bin_starts, to_json_list
+from shardwise.watch.run_data import RunData, bin_means, bin_starts, goodput, to_json_list
 
 MAX_POINTS = 400
 HEADERS = (

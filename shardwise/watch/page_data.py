@@ -9,9 +9,17 @@ import numpy as np
 from shardwise.errors import LayoutError
 from shardwise.layout import AXES, Layout
 from shardwise.metrics import rank_metrics
-from shardwise.watch.goodput import Goodput, goodput
 from shardwise.watch.pipeline_timeline import pipeline_data
-from shardwise.watch.run_data import TIME_CATEGORIES, RunData, bin_means, bin_starts, bin_starts_by_step, to_json_list
+from shardwise.watch.run_data import (
+    TIME_CATEGORIES,
+    Goodput,
+    RunData,
+    bin_means,
+    bin_starts,
+    bin_starts_by_step,
+    goodput,
+    to_json_list,
+)
 
 MAX_POINTS = 800  # points of a curve
 HEATMAP_COLUMNS, HEATMAP_ROWS = 240, 128

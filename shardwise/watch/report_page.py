@@ -2,18 +2,21 @@
 
 uPlot (`assets/uPlot.LICENSE`) draws the curves, `assets/page.js` the rest. The data is embedded as escaped JSON, and
 the script inserts it as text, never as markup. The content security policy blocks every request but those to the page's
-own server.
+own server. At the end of a run, `print_end_of_run` also prints the step time breakdown.
 """
 
 import json
+from collections.abc import Callable
 from html import escape
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import numpy as np
+
 from shardwise.files import require_parent_folder, write_text
-from shardwise.watch.page_data import page_data
-from shardwise.watch.run_data import RunData
+from shardwise.watch.page_data import category_label, page_data, seconds_by_rank, summary_sentences
+from shardwise.watch.run_data import TIME_CATEGORIES, RunData, goodput
 
 ASSETS = Path(__file__).parent / "assets"
 CONTENT_SECURITY_POLICY = (
@@ -77,3 +80,44 @@ def write_page(payload: dict[str, Any], title: str, path: Path) -> None:
 
 def _read_asset(name: str) -> str:
     return (ASSETS / name).read_text(encoding="utf-8")
+
+
+MAX_RANKS = 8  # with more ranks, the table shows the fastest, the median and the three slowest
+
+
+def print_end_of_run(folder: Path, say: Callable[[str], None]) -> None:
+    """Prints the time table and the summary, and writes report.html. Never raises: the run itself has ended."""
+    try:
+        run = RunData(folder)
+        for line in [*time_table(run), *summary_sentences(run, goodput(run))]:
+            say(line)
+        say(f"report: {write_report(folder)}")
+    except Exception as error:  # noqa: BLE001
+        say(f"could not write the report ({type(error).__name__}: {error}); try: shardwise report {folder}")
+
+
+def time_table(run: RunData) -> list[str]:
+    """Returns the lines of a table with milliseconds per step, by rank and time category."""
+    times = 1e3 * seconds_by_rank(run)
+    if not times.size:
+        return []
+    shown = [index for index in range(len(TIME_CATEGORIES)) if times[index].max() >= 0.005 * times.sum(0).max()]
+    headers = ["rank", *(category_label(*TIME_CATEGORIES[index]) for index in shown), "GiB"]
+    memory = run.memory.get("peak", [])
+    rows = [
+        [
+            str(rank),
+            *(f"{value:.1f}" for value in times[shown, rank]),
+            f"{memory[rank]:.2f}" if rank < len(memory) else "",
+        ]
+        for rank in _select_ranks(times[shown[0]])
+    ]
+    widths = [max(len(row[index]) for row in [headers, *rows]) for index in range(len(headers))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in [headers, *rows]]
+    return ["step time breakdown, ms:", *(f"  {line}" for line in lines)]
+
+
+def _select_ranks(times: np.ndarray) -> list[int]:
+    """Returns the ranks to show, chosen by their times in the first category, compute."""
+    order = np.argsort(times, kind="stable").tolist()
+    return [order[0], order[len(order) // 2], *order[-3:]] if len(order) > MAX_RANKS else sorted(order)
