@@ -46,8 +46,7 @@ def context_refusal(
 ) -> str:  # fmt: skip
     """Returns why a module on the meta device cannot be split along the sequence; empty if it can.
 
-    `run` computes a batch with the module, within `attending`; `interface` is what its attention must go through.
-    """
+    `run` computes a batch with the module, within `attending`; `interface` is what its attention must go through."""
     calls: dict[str, int] = {}
     handles = [module.get_submodule(name).register_forward_hook(partial(_count, calls, name)) for name in blocks]
     fake = FakeTensorMode(allow_non_fake_inputs=True)

@@ -66,8 +66,7 @@ def make_sharding_plan(
 ) -> ShardingPlan:
     """Returns the plan of a module: what is split over the tensor axis, what is tied, what `verify` compares.
 
-    The features of a head stay together. A hint may name modules that this model does not have.
-    """
+    The features of a head stay together. A hint may name modules that this model does not have."""
     for pattern, style in styles.items():
         if style not in STYLES:
             raise JobError(f"tensor_plan: {pattern!r} has the unknown style {style!r}; {suggest(style, STYLES)}")

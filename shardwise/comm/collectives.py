@@ -71,8 +71,7 @@ def all_to_all_rows(output: Tensor, input: Tensor, axis: Axis) -> None:
     """Sends row i of `input` to rank i and receives row i of `output` from it; both are uint8 (ranks, bytes).
 
     On CPUs, rows are sent in chunks, because gloo reaches only half its bandwidth when long messages in both
-    directions share a slow link.
-    """
+    directions share a slow link."""
     if input.device.type != "cpu":
         all_to_all(output, input.contiguous(), axis=axis)
         return
@@ -101,8 +100,7 @@ def _gather_or_scatter(x: Tensor, dim: int, group: Any, axis: Axis | None, scatt
     """Runs a functional all-gather or, if `scatters`, reduce-scatter, and waits for its result.
 
     PyTorch returns a tensor that waits on first use. If it is garbage-collected before, gloo still writes into its
-    freed memory. So we wait immediately; on a GPU only the stream waits, not the host.
-    """
+    freed memory. So we wait immediately; on a GPU only the stream waits, not the host."""
     collective = functional_reduce_scatter if scatters else functional_all_gather
     args = (x, "sum", dim, group) if scatters else (x, dim, group)
     if axis is None:

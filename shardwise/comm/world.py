@@ -44,8 +44,7 @@ def run_world(
     """Runs `function(*args)` in `world_size` processes of one process group. Returns their results by rank.
 
     `is_fresh_process`: this process has computed nothing yet, so oneDNN has started no threads. Otherwise children run
-    without oneDNN: on ARM, its matmuls would wait forever for its thread pool, which a fork does not copy.
-    """
+    without oneDNN: on ARM, its matmuls would wait forever for its thread pool, which a fork does not copy."""
     if torch.cuda.is_initialized():
         raise RunError("this process has used CUDA, which does not survive a fork; call run_world before that.")
     context = multiprocessing.get_context("fork")

@@ -81,8 +81,7 @@ class SyntheticClicks(ClickSource):
 
     Ids follow a Zipf distribution; a permutation per table spreads the frequent ones over its rows. Each id and each
     dense feature shifts the click's logit by its own amount, so that a model can learn. One bag in fifty is empty; with
-    several lookups a bag has between one and all of them, with weights between 1/2 and 3/2.
-    """
+    several lookups a bag has between one and all of them, with weights between 1/2 and 3/2."""
 
     zipf_exponent = 1.05
 

@@ -68,8 +68,7 @@ class Mixture(CountedSource):
 
     The first source gets its share of all stream positions, evenly spread, the next its share of the remaining ones,
     and so on. In any prefix of the stream each source has its share, to within one sample per preceding source. Each
-    source is shuffled and repeated on its own.
-    """
+    source is shuffled and repeated on its own."""
 
     WEIGHT_BITS = 24  # fixed-point bits of a weight; products fit 64 bits for positions below 2^39
 

@@ -112,8 +112,7 @@ class HuggingFaceTokenizer:
     def _bytes_per_token(self) -> np.ndarray | None:
         """Returns the number of bytes of each id of a byte-level tokenizer; None for others, which have to decode.
 
-        Decoding is inexact for ids that begin or end within a character, which the windows of a corpus do.
-        """
+        Decoding is inexact for ids that begin or end within a character, which the windows of a corpus do."""
         if '"ByteLevel"' not in json.dumps(json.loads(self._tokenizer.to_str())["decoder"]):
             return None
         token_bytes = np.zeros(self.vocab, np.int64)

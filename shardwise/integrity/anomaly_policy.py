@@ -28,8 +28,7 @@ class LossSpikeDetector:
     """Detects losses more than `threshold` deviations above the median of recent losses.
 
     A deviation is 1.4826 times the median absolute deviation, which estimates the standard deviation robustly and is
-    equal to it for a normal distribution. It is at least 0.1% of the median.
-    """
+    equal to it for a normal distribution. It is at least 0.1% of the median."""
 
     def __init__(self, threshold: float):
         self.threshold, self.history = threshold, deque[float](maxlen=WINDOW)

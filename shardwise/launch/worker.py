@@ -54,8 +54,7 @@ def run_worker(
     """Trains as the rank given by the environment. Records an error in the run folder, then raises it.
 
     A standby worker blocks in `standby_gate` until the current workers have ended. On a CPU it first joins the process
-    group and builds the model, if that is small; on a GPU it leaves the device to the current workers.
-    """
+    group and builds the model, if that is small; on a GPU it leaves the device to the current workers."""
     rank = int(os.environ.get("RANK", "0"))
     prepared = engine = None
     if standby_gate is not None:

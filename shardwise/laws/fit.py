@@ -191,8 +191,7 @@ def bootstrap(runs: Runs, point: Array, bootstrap_samples: int, seed: int) -> Sc
     """Returns the constants of fits to randomly weighted runs; each search starts at the best fit.
 
     The weights are exponential (Bayesian bootstrap, Rubin 1981). Drawing runs with replacement omits a third of them
-    each time, which makes intervals a fifth too wide with a few dozen runs.
-    """
+    each time, which makes intervals a fifth too wide with a few dozen runs."""
     rng, log_runs = np.random.default_rng(seed), _LogRuns.from_runs(runs)
     constants = []
     for _ in range(bootstrap_samples):

@@ -37,8 +37,7 @@ class DotInteraction(torch.autograd.Function):
     """Dot products of all pairs of a sample's vectors: (B, n, width) to (B, pairs).
 
     Its backward is a single matmul. PyTorch's multiplies by a transposed batch, which can be 100 times slower on ARM
-    (2048 of 27 x 64 on one core: 2 to 6 s; 0.05 s with a contiguous transpose).
-    """
+    (2048 of 27 x 64 on one core: 2 to 6 s; 0.05 s with a contiguous transpose)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]

@@ -51,8 +51,7 @@ def mup_width_multiplier(config: DecoderConfig) -> float:
 
     The paper scales the initial std of hidden matrices by 1/sqrt(m), their learning rate by 1/m and the logits by 1/m.
     Adam ignores the scale of gradients, so an initial std scaled by sqrt(m) and hidden matmuls scaled by 1/m train the
-    same with one learning rate for all parameters. The optimizer needs no change.
-    """
+    same with one learning rate for all parameters. The optimizer needs no change."""
     return config.width / config.mup_base_width if config.mup_base_width else 1.0
 
 

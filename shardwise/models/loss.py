@@ -44,8 +44,7 @@ def fused_linear_cross_entropy(
     """Returns the cross-entropy of `x @ weight.T`, summed over the targets, in chunks of `chunk_size` positions.
 
     If `chunk_size` is 0, all logits are computed at once, and the gradient matmuls run in the backward. `use_fp8`: if
-    there are chunks and the shapes allow it, the gradient of `x` is computed with an FP8 matmul.
-    """
+    there are chunks and the shapes allow it, the gradient of `x` is computed with an FP8 matmul."""
     if chunk_size:
         return FusedLinearCrossEntropy.apply(x, weight, targets, vocab_shard, chunk_size, use_fp8)  # type: ignore[no-any-return]
     logits = F.linear(x, pad_vocab(weight))

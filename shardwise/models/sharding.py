@@ -13,8 +13,7 @@ class ShardDim:
     """Splits the parameters that match `parameter` along `dim`. `unit` rows, such as those of a head, stay together.
 
     If the units do not divide by the tensor degree and `head_rows` is set, every rank keeps the full parameter and uses
-    the rows that its own heads need.
-    """
+    the rows that its own heads need."""
 
     parameter: str
     dim: int

@@ -43,8 +43,7 @@ def trace_flops(chain: nn.Module, batch: Mapping[str, Tensor]) -> list[float]:
 
     Equal children (type, parameter shapes, input shape) are traced once: gpt-1t takes 0.6 s of CPU time, most of it to
     build the model. A child without matmuls, such as an embedding, counts 8 FLOPs per output element for the memory
-    that it moves.
-    """
+    that it moves."""
     batch = {name: tensor for name, tensor in batch.items() if name != "targets"}  # the fused loss computes gradients
     x: Tensor = batch.pop("x")
     traced: dict[Any, tuple[float, Tensor]] = {}

@@ -73,8 +73,7 @@ def routing_stats(
     - tokens of the busiest expert over the mean of all experts, averaged over layers; 1 is balanced;
     - the fraction of the routing choices dropped for lack of capacity;
     - bytes sent between ranks, and seconds a rank waited for them, averaged over ranks;
-    - by expert, its fraction of all routing choices.
-    """
+    - by expert, its fraction of all routing choices."""
     loads = torch.zeros(model.layers, model.experts, device=device)
     scalars = torch.zeros(3, device=device)
     for layer, module in _moe_layers(chains).items():

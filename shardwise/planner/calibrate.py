@@ -305,8 +305,7 @@ def _measure_links() -> dict[str, float]:
 
     Training uses all-gather and reduce-scatter equally often, so both are measured, over the whole world and over pairs
     of ranks. The two group sizes give the start cost of a collective and its latency per hop; the largest message gives
-    the bandwidth.
-    """
+    the bandwidth."""
     size, rank, device = dist.get_world_size(), dist.get_rank(), torch.device("cpu")
     small, large = SMALL_MESSAGE, LARGE_MESSAGE
     values = {}

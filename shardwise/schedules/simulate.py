@@ -102,8 +102,7 @@ class PipelineProgram:
         """Returns the Pareto-maximal points of a rank's schedule: no other point is at least as high in every count.
 
         A point is, for each stage of the rank, the micro-batches before their backward and those between
-        backward-input and backward-weight.
-        """
+        backward-input and backward-weight."""
         stages = [stage for stage, owner in enumerate(self.stage_to_rank) if owner == rank]
         in_flight, pending_weight = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
         peaks: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
@@ -126,8 +125,7 @@ class PipelineProgram:
         """Returns the peak memory by rank if a micro-batch in flight takes `sizes[stage]`.
 
         A forward allocates it; a full backward or a backward-weight frees it. After a backward-input
-        `retained_fraction` of it remains: 1 in PyTorch, which keeps the graph until the backward-weight.
-        """
+        `retained_fraction` of it remains: 1 in PyTorch, which keeps the graph until the backward-weight."""
         held, most = [0.0] * self.ranks, [0.0] * self.ranks
         for rank, kind, stage, _ in self.actions:
             if kind == FORWARD:
@@ -271,8 +269,7 @@ def step_seconds(schedule: str, ranks: int, virtual: int, micro_batches: int, co
 
     In the steady state every period (one micro-batch, or one round of them) repeats the actions of the previous period.
     Once all of them are delayed by the same time, they stay so, since their dependencies are delayed equally. Each
-    remaining period then adds that time.
-    """
+    remaining period then adds that time."""
     period = 1 if schedule in ("1f1b", *V_SHAPED) else micro_batches // max(1, micro_batches // ranks)
     max_in_flight = 2 * max(ranks, period)  # upper bound on micro-batches in flight
     simulated = (4 * max_in_flight // period + 2) * period + micro_batches % period

@@ -36,8 +36,7 @@ def run_steps(
 
     `make_gradient_sum` returns a function that sums a weight's per-rank gradients of one micro-batch; None is a plain
     sum. `ranks_and_micro_batches`: how many ranks, and micro-batches per rank, are emulated for that function.
-    `replicas_and_index`: into how many equal parts each batch is split, and which of them to train on.
-    """
+    `replicas_and_index`: into how many equal parts each batch is split, and which of them to train on."""
     model = job.family.build_reference(job.model, job.seed, dtype)
     weights: dict[str, Any] = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     settings, local_batch_size = job.optimizer, job.samples // replicas_and_index[0]

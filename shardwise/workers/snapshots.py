@@ -99,8 +99,7 @@ class SnapshotStore:
         """Takes a snapshot. Returns an error message, the same on every rank, if a node has no room for snapshots.
 
         The first snapshot in each slot also allocates memory. The next one after these is timed, to set the minimum
-        interval that keeps the overhead of snapshots below `MAX_OVERHEAD`.
-        """
+        interval that keeps the overhead of snapshots below `MAX_OVERHEAD`."""
         begin = time.perf_counter()
         tensors = {name: piece.tensor for name, piece in pieces.items()}
         if not self._snapshots_taken:
