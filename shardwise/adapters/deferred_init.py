@@ -18,12 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -97,7 +93,7 @@ class _Recorder(TorchDispatchMode):
             if torch.Tag.data_dependent_output in func.tags:
                 raise DataDependentOutputException(func)
             out = func(*args, **kwargs)
-        except (DataDependentOutputException, DynamicOutputShapeException):
+        except (DataDependentOutputException, fake_tensor.DynamicOutputShapeException):
             storages: dict[int, Any] = {}
             real = lambda tensor: self.replay(_View.of(tensor), storages) if _is_fake(tensor) else tensor  # noqa: E731
             with _disable_current_modes():

@@ -18,15 +18,7 @@ from torch import nn
 
 from shardwise.adapters.anatomy import Anatomy
 from shardwise.errors import JobError, suggest
-from shardwise.models.sharding import (
-    AllReduceOutput,
-    Colwise,
-    GatherOutput,
-    Rowwise,
-    ShardDim,
-    ShardingPlan,
-    VocabLookup,
-)
+from shardwise.models import sharding
 
 STYLES = ("colwise", "rowwise", "rowwise_split", "colwise_gather", "vocab")
 
@@ -63,15 +55,15 @@ def guess_plan(module: nn.Module, anatomy: Anatomy) -> dict[str, str]:
 
 def make_sharding_plan(
     module: nn.Module, anatomy: Anatomy, styles: Mapping[str, str], head_dim: int = 1, is_hint: bool = False
-) -> ShardingPlan:
+) -> sharding.ShardingPlan:
     """Returns the plan of a module: what is split over the tensor axis, what is tied, what `verify` compares.
 
     The features of a head stay together. A hint may name modules that this model does not have."""
     for pattern, style in styles.items():
         if style not in STYLES:
             raise JobError(f"tensor_plan: {pattern!r} has the unknown style {style!r}; {suggest(style, STYLES)}")
-    shard_dims: list[ShardDim] = []
-    rules: list[AllReduceOutput | GatherOutput | VocabLookup] = []
+    shard_dims: list[sharding.ShardDim] = []
+    rules: list[sharding.AllReduceOutput | sharding.GatherOutput | sharding.VocabLookup] = []
     for pattern, style in styles.items():
         found = [(name, part) for name, part in module.named_modules() if fnmatchcase(name, pattern)]
         found = [(name, part) for name, part in found if name.count(".") == pattern.count(".")]
@@ -88,15 +80,15 @@ def make_sharding_plan(
                 )
             unit = head_dim if name.rpartition(".")[2] in HEAD_NAMES else 1
             if style in ("colwise", "colwise_gather"):
-                shard_dims.append(Colwise(f"{name}.*", unit=unit if style == "colwise" else 1))
+                shard_dims.append(sharding.Colwise(f"{name}.*", unit=unit if style == "colwise" else 1))
             if style in ("rowwise", "rowwise_split"):
-                shard_dims.append(Rowwise(f"{name}.weight"))
-                rules.append(AllReduceOutput(name, splits_input=style == "rowwise_split"))
+                shard_dims.append(sharding.Rowwise(f"{name}.weight"))
+                rules.append(sharding.AllReduceOutput(name, splits_input=style == "rowwise_split"))
             elif style == "colwise_gather":
-                rules.append(GatherOutput(name))
+                rules.append(sharding.GatherOutput(name))
             elif style == "vocab":
-                shard_dims.append(Rowwise(f"{name}.weight", dim=0))
-                rules.append(VocabLookup(name))
+                shard_dims.append(sharding.Rowwise(f"{name}.weight", dim=0))
+                rules.append(sharding.VocabLookup(name))
     canonical = {id(parameter): name for name, parameter in module.named_parameters()}
     ties = tuple(
         (name, canonical[id(parameter)]) for name, parameter in module.named_parameters(remove_duplicate=False)
@@ -106,15 +98,15 @@ def make_sharding_plan(
     stage_ties = tuple(name for name, parts in anatomy.parts_of.items() if parts[0] == 0 and parts[-1] == last)
     prefix = anatomy.blocks[0].rpartition(".")[0] if anatomy.blocks else "-"
     has_sample_rows = anatomy.stream is not None and anatomy.stream.shape[0] == 2  # of the two samples traced
-    summed = [rule.module for rule in rules if isinstance(rule, AllReduceOutput)]
+    summed = [rule.module for rule in rules if isinstance(rule, sharding.AllReduceOutput)]
     compared = tuple(name for name in _compared(module, anatomy, summed) if has_sample_rows)
-    return ShardingPlan(
+    return sharding.ShardingPlan(
         tuple(shard_dims), tuple(rules), ties, stage_ties=stage_ties, splits_sequence=False,
         block_pattern=f"{prefix}.*", compared_modules=compared,
     )  # fmt: skip
 
 
-def scale_head_counts(root: nn.Module, plan: ShardingPlan, degree: int) -> None:
+def scale_head_counts(root: nn.Module, plan: sharding.ShardingPlan, degree: int) -> None:
     """Divides the counts of heads and of their features that attention modules keep as attributes."""
     for name in {rule.parameter.rsplit(".", 2)[0] for rule in plan.shard_dims if rule.unit > 1}:
         module = root.get_submodule(name)

@@ -21,15 +21,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from shardwise.console import pluralize
+from shardwise.data import criteo
 from shardwise.data.cifar10 import IMAGE_SIZE, NUM_CLASSES, open_cifar10
-from shardwise.data.criteo import (
-    NUM_DENSE_FEATURES,
-    NUM_SPARSE_FEATURES,
-    CriteoClicks,
-    SyntheticClicks,
-    index_criteo_file,
-    require_good_row,
-)
 from shardwise.data.images import ImageAugmentation, SyntheticImages
 from shardwise.data.input_files import BadRecords, DataFile, DataRecord
 from shardwise.data.sample_stream import Mixture, Source, Subset, SyntheticTokens
@@ -175,7 +168,7 @@ def synthetic_source(job: Job, count: int) -> Source:
     if brought := job.family.sources(model):
         return cast(Source, brought[0])
     if model.sample_kind == "clicks":
-        return SyntheticClicks(model, 0, count, job.seed)
+        return criteo.SyntheticClicks(model, 0, count, job.seed)
     if model.sample_kind == "images":
         return SyntheticImages(count, model.image_size, model.num_classes, job.seed, make_augmentation(job))
     return SyntheticTokens(count, model.text_window, model.vocab_size - model.reserved_ids, job.seed)
@@ -186,25 +179,27 @@ def _click_sources(job: Job, bad_records: BadRecords, record: DataRecord) -> tup
     model, count = cast(Any, job.model), job.data.samples
     if job.data.source == "synthetic":
         num_held_out = _num_held_out(count + 1, job.data.validation_fraction)
-        return SyntheticClicks(model, 0, count, job.seed), SyntheticClicks(model, count, num_held_out, job.seed)
+        return criteo.SyntheticClicks(model, 0, count, job.seed), criteo.SyntheticClicks(
+            model, count, num_held_out, job.seed
+        )
     if job.data.source != "criteo":
         raise DataError(
             f"data.source = {job.data.source!r} is not a click log, but a DLRM needs one; use 'synthetic', or 'criteo' "
             "with data.path set to the file."
         )
-    if (model.tables, model.dense_features) != (NUM_SPARSE_FEATURES, NUM_DENSE_FEATURES):
+    sparse, dense = criteo.NUM_SPARSE_FEATURES, criteo.NUM_DENSE_FEATURES
+    if (model.tables, model.dense_features) != (sparse, dense):
         raise DataError(
-            f"Criteo rows have {NUM_SPARSE_FEATURES} categorical and {NUM_DENSE_FEATURES} integer features, but "
-            f"model.tables is {model.tables} and model.dense_features is {model.dense_features}; set them to "
-            f"{NUM_SPARSE_FEATURES} and {NUM_DENSE_FEATURES}."
+            f"Criteo rows have {sparse} categorical and {dense} integer features, but model.tables is {model.tables} "
+            f"and model.dense_features is {model.dense_features}; set them to {sparse} and {dense}."
         )
     if not job.data.path:
         raise DataError("data.source = 'criteo' reads a Criteo file; set data.path to it.")
     path = Path(job.data.path)
-    offsets, lines = index_criteo_file(record.take([path])[0])
-    require_good_row(path, model)
+    offsets, lines = criteo.index_criteo_file(record.take([path])[0])
+    criteo.require_good_row(path, model)
     first_held_out = lines - _num_held_out(lines, job.data.validation_fraction)
-    return CriteoClicks(model, path, offsets, 0, first_held_out, bad_records), CriteoClicks(
+    return criteo.CriteoClicks(model, path, offsets, 0, first_held_out, bad_records), criteo.CriteoClicks(
         model, path, offsets, first_held_out, lines - first_held_out, bad_records
     )
 

@@ -38,14 +38,7 @@ from shardwise.errors import RunError
 from shardwise.files import parse_record, write_text
 from shardwise.integrity import checksums
 from shardwise.integrity.anomaly_policy import Rollback
-from shardwise.integrity.checksums import (
-    COPY_KINDS,
-    Checksums,
-    RedundantCompute,
-    StateChecksums,
-    TrackedTensor,
-    compute_checksums,
-)
+from shardwise.integrity.checksums import COPY_KINDS, RedundantCompute, StateChecksums, TrackedTensor, compute_checksums
 from shardwise.job import Job
 from shardwise.parallel.engine import Engine
 
@@ -119,7 +112,7 @@ class CorruptionDetector:
             self.current_part = (self.current_part + 1) % self.parts
             self.expected = self._compute(self._tracked_state())
             values = torch.cat((self.gradients.values, self.expected.values))
-            self.checksums = Checksums(values, self.gradients.labels + self.expected.labels)
+            self.checksums = checksums.Checksums(values, self.gradients.labels + self.expected.labels)
 
     def reduce_flags(self, signal: int) -> Tensor:
         """Returns the highest stop signal of any rank and whether any rank is corrupt, as a tensor on the device."""
@@ -170,7 +163,7 @@ class CorruptionDetector:
     def _tracked_state(self) -> list[TrackedTensor]:
         return self.state_checksums.weights() + self.state_checksums.states()
 
-    def _compute(self, tracked: list[TrackedTensor]) -> Checksums:
+    def _compute(self, tracked: list[TrackedTensor]) -> checksums.Checksums:
         """Returns the checksums of the tensors in the current part, which is the same on all ranks."""
         if self.parts > 1:
             tracked = [entry for entry in tracked if crc32(entry.label.encode()) % self.parts == self.current_part]

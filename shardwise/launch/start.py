@@ -27,17 +27,8 @@ from shardwise.layout import AUTO_SCHEDULES, Layout
 from shardwise.metrics.trackers import check_tracker_installed
 from shardwise.parallel.prepare import Prepared, prepare
 from shardwise.parallel.tables.table_engine import check_host_memory
+from shardwise.train import local_machine
 from shardwise.train.generate import generate, load_model
-from shardwise.train.local_machine import (
-    check_memory,
-    choose_plan,
-    describe_plan,
-    host_memory,
-    layout_record,
-    local_process_count,
-    plan_record,
-    require_memory,
-)
 from shardwise.train.run_folder import RunFolder, check_history, check_same_run
 from shardwise.train.validate import byte_frequency_bits
 from shardwise.watch.report_page import print_end_of_run
@@ -117,8 +108,8 @@ def _start_run(job: Job, say: Say, options: StartOptions, fork_server: ForkServe
         check_tracker_installed(job.tracker)
         prepared = prepare(job, layout)
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", layout.world // nodes))
-        require_memory(job, 4 * STATE_COPIES, local_ranks, local_ranks / layout.world)
-        check_host_memory(prepared, host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", layout.world)))
+        local_machine.require_memory(job, 4 * STATE_COPIES, local_ranks, local_ranks / layout.world)
+        check_host_memory(prepared, local_machine.host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", layout.world)))
         data_record, sources, events = _open_data(prepared, resumed, options)
         if options.check is not None and _is_main_process():
             options.check(prepared, say)
@@ -178,17 +169,21 @@ def _plan_layout(job: Job, nodes: int) -> tuple[Layout, dict[str, Any], str]:
     """Returns the layout to train in, the record for plan.toml, and a line that describes the plan."""
     given_layout = None if job.layout == "auto" else Layout.parse(job.layout)
     try:
-        local_world = local_process_count(job) * nodes if nodes > 1 else None
-        plan, source = choose_plan(job, existing_world_size() or local_world)
+        local_world = local_machine.local_process_count(job) * nodes if nodes > 1 else None
+        plan, source = local_machine.choose_plan(job, existing_world_size() or local_world)
     except LayoutError as error:
         if given_layout is None or given_layout.schedule in AUTO_SCHEDULES:
             raise
         reason_text = f"no prediction: {error}"  # the layout runs, but the planner cannot estimate it
-        return given_layout, {**layout_record(prepare(job, given_layout)), "reason": reason_text}, reason_text
-    check_memory(job, plan)
+        return (
+            given_layout,
+            {**local_machine.layout_record(prepare(job, given_layout)), "reason": reason_text},
+            reason_text,
+        )
+    local_machine.check_memory(job, plan)
     is_fixed = given_layout is not None and given_layout.schedule not in AUTO_SCHEDULES
     layout = given_layout if given_layout is not None and is_fixed else plan.best.layout
-    return layout, plan_record(job, plan, source), describe_plan(plan, source)
+    return layout, local_machine.plan_record(job, plan, source), local_machine.describe_plan(plan, source)
 
 
 def _print_summary(prepared: Prepared, say: Say) -> None:

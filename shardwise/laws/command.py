@@ -12,14 +12,8 @@ from shardwise.console import format_count, pluralize
 from shardwise.draw import write_svg
 from shardwise.errors import DataError
 from shardwise.files import malformed_as_data_error, write_text
-from shardwise.laws.fit import (
-    ScalingLawFit,
-    estimate_compute_optimal,
-    find_outliers,
-    fit_scaling_law,
-    group_by_budget,
-    residuals,
-)
+from shardwise.laws import fit as fitting
+from shardwise.laws.fit import ScalingLawFit, estimate_compute_optimal, find_outliers, fit_scaling_law, group_by_budget
 from shardwise.laws.fitted_law import fit_as_dict, published_law, read_fitted_law
 from shardwise.laws.isoflop_grid import design_grid, parse_budget, write_grid
 from shardwise.laws.runs import PARAMETER_SCOPES, read_runs
@@ -193,7 +187,7 @@ def _draw_residuals(fit: ScalingLawFit) -> Iterator[str]:
     """Plots the residuals; dropped runs are open circles."""
     ratios, percents = fit.runs.tokens / fit.runs.parameters, 100 * fit.residuals
     dropped_ratios = fit.dropped.tokens / fit.dropped.parameters
-    dropped_percents = 100 * residuals(fit.law, fit.dropped)
+    dropped_percents = 100 * fitting.residuals(fit.law, fit.dropped)
     all_ratios, all_percents = np.concatenate([ratios, dropped_ratios]), np.concatenate([percents, dropped_percents])
     y_range = min(all_percents.min(), 0.0), max(all_percents.max(), 0.0)
     left = draw.MARGIN + draw.PANEL_WIDTH + draw.GAP

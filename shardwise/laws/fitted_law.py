@@ -14,14 +14,8 @@ import numpy as np
 
 from shardwise.errors import DataError
 from shardwise.files import parse_json
-from shardwise.laws.fit import (
-    BOOTSTRAP_SAMPLES,
-    CONSTANTS,
-    ScalingLaw,
-    ScalingLawFit,
-    estimate_compute_optimal,
-    find_outliers,
-)
+from shardwise.laws import fit as fitting
+from shardwise.laws.fit import BOOTSTRAP_SAMPLES, CONSTANTS, ScalingLaw, ScalingLawFit
 from shardwise.laws.runs import PARAMETER_SCOPES
 
 
@@ -44,7 +38,7 @@ def fit_as_dict(fit: ScalingLawFit) -> dict[str, Any]:
     exponent = law.beta / (law.alpha + law.beta)
     ranges = {quantity: [float(getattr(runs, quantity).min()), float(getattr(runs, quantity).max())]
               for quantity in ("parameters", "tokens", "flops")}  # fmt: skip
-    outlier_indices = set(find_outliers(law, runs).tolist())
+    outlier_indices = set(fitting.find_outliers(law, runs).tolist())
     columns = [values.tolist() for values in (runs.parameters, runs.tokens, runs.loss, fit.residuals)]
     return {
         **fit.constants(),
@@ -55,7 +49,10 @@ def fit_as_dict(fit: ScalingLawFit) -> dict[str, Any]:
         "residual_std": fit.residual_std,
         "fitted_ranges": ranges,
         "compute_optimal": {"parameters_exponent": exponent, "tokens_exponent": 1 - exponent},
-        **{estimate.method.replace("-", "").lower(): estimate.as_dict() for estimate in estimate_compute_optimal(runs)},
+        **{
+            estimate.method.replace("-", "").lower(): estimate.as_dict()
+            for estimate in fitting.estimate_compute_optimal(runs)
+        },
         "residuals": [
             dict(zip(("run", "parameters", "tokens", "loss", "residual"), row)) | {"outlier": index in outlier_indices}
             for index, row in enumerate(zip(runs.names, *columns))

@@ -10,16 +10,7 @@ from shardwise.errors import LayoutError
 from shardwise.layout import AXES, Layout
 from shardwise.metrics import rank_metrics
 from shardwise.watch.pipeline_timeline import pipeline_data
-from shardwise.watch.run_data import (
-    TIME_CATEGORIES,
-    Goodput,
-    RunData,
-    bin_means,
-    bin_starts,
-    bin_starts_by_step,
-    goodput,
-    to_json_list,
-)
+from shardwise.watch.run_data import TIME_CATEGORIES, Goodput, RunData, bin_means, bin_starts, goodput, to_json_list
 
 MAX_POINTS = 800  # points of a curve
 HEATMAP_COLUMNS, HEATMAP_ROWS = 240, 128
@@ -120,7 +111,7 @@ def _stack_lines(run: RunData) -> np.ndarray:
 def time_breakdown(run: RunData) -> dict[str, Any]:
     """Returns seconds per step by category, averaged over ranks, over the run."""
     breakdown = _stack_lines(run).mean(2) if run.category_seconds else np.zeros((0, len(TIME_CATEGORIES)))
-    starts = bin_starts_by_step([step for step, _ in run.line_steps], MAX_POINTS // 2)
+    starts = run.line_bins(MAX_POINTS // 2)
     shown = _visible_categories(breakdown.T)
     return {
         "step": [run.line_steps[begin][0] for begin in starts],
@@ -166,8 +157,7 @@ def heatmap(run: RunData) -> dict[str, Any]:
     lines = _stack_lines(run)
     busy_phases = [TIME_CATEGORIES.index(("phase_seconds", name)) for name in ("compute", "optimizer", "data")]
     busy_seconds = lines[:, busy_phases].sum(1)
-    last_steps = [step for step, _ in run.line_steps]
-    starts, ranks = bin_starts_by_step(last_steps, HEATMAP_COLUMNS), bin_starts(busy_seconds.shape[1], HEATMAP_ROWS)
+    starts, ranks = run.line_bins(HEATMAP_COLUMNS), bin_starts(busy_seconds.shape[1], HEATMAP_ROWS)
     if not busy_seconds.size:
         return {"ranks": [], "step": [], "values": []}
     means = np.add.reduceat(busy_seconds, starts) / np.diff([*starts, len(busy_seconds)])[:, None]

@@ -148,6 +148,13 @@ class RunData:
         peak, held = record["memory_gib"], record["memory_by_kind_gib"]
         self.memory = {"peak": peak, **{name: held[name] for name in MEMORY_KINDS if name in held}}
 
+    def line_bins(self, max_bins: int) -> np.ndarray:
+        """Returns the first line of each of at most `max_bins` bins that span equal ranges of steps."""
+        steps = [step for step, _ in self.line_steps]
+        if len(steps) <= max_bins:
+            return np.arange(len(steps))
+        return np.unique(np.searchsorted(steps, np.linspace(steps[0], steps[-1], max_bins, endpoint=False)))
+
     # Events
 
     def _reset_events(self) -> None:
@@ -206,13 +213,6 @@ def read_timelines(path: Path) -> dict[int, dict[int, list[list[Any]]]]:
 def bin_starts(count: int, max_bins: int) -> np.ndarray:
     """Returns the first index of each of at most `max_bins` equal bins of `count` values."""
     return np.unique(np.linspace(0, count, min(count, max_bins), endpoint=False).astype(int))
-
-
-def bin_starts_by_step(steps: list[int], max_bins: int) -> np.ndarray:
-    """Returns the first index of each of at most `max_bins` bins that span equal ranges of steps."""
-    if len(steps) <= max_bins:
-        return np.arange(len(steps))
-    return np.unique(np.searchsorted(steps, np.linspace(steps[0], steps[-1], max_bins, endpoint=False)))
 
 
 def bin_means(values: np.ndarray, starts: np.ndarray) -> np.ndarray:

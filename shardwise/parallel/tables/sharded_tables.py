@@ -35,12 +35,11 @@ from shardwise.comm.axis import Axis
 from shardwise.comm.collectives import all_reduce
 from shardwise.errors import DataError
 from shardwise.optim.sparse import scatter_add_rows_
+from shardwise.parallel.tables import table_storage
 from shardwise.parallel.tables.table_storage import (
     FusedTable,
     LookupRoute,
-    RowIndices,
     TableShard,
-    TableSpec,
     TableStorage,
     cat_or_empty,
     numel_of,
@@ -140,7 +139,7 @@ class Bags:
         return cls(ids[is_present], offsets, weights[is_present])
 
 
-def check_ids(bags: Bags, tables: Sequence[TableSpec], sample_ids: Tensor) -> Tensor:
+def check_ids(bags: Bags, tables: Sequence[table_storage.TableSpec], sample_ids: Tensor) -> Tensor:
     """Returns the table of each id. Raises DataError if one is out of range; `sample_ids` are stream positions."""
     counts = bags.offsets.diff()
     bag_indices = torch.arange(counts.numel()).repeat_interleave(counts)
@@ -188,19 +187,26 @@ class ShardedTables(TableStorage):
 
     def route(self, bags: Bags, ids: Tensor, axis: Axis | None = None) -> LookupRoute:
         """Requests the rows that this rank's samples use from their owners; `ids` are stream positions."""
-        table = check_ids(bags, self.tables, ids)
-        row_numbers = bags.ids + torch.tensor(self.table_offsets)[table]
-        unique_rows, inverse_indices = torch.unique(row_numbers, return_inverse=True)
+        unique_rows, inverse_indices = torch.unique(self._row_numbers(bags, ids), return_inverse=True)
         cached_rows = unique_rows[:0]
         if self.hot_rows is not None:
             unique_rows, inverse_indices, cached_rows = self.hot_rows.split_cached(unique_rows, inverse_indices)
         requests, count = self._request_rows(unique_rows, axis), unique_rows.numel()
         return LookupRoute(ids, bags.offsets, bags.weights, inverse_indices, count, cached_rows, *requests)
 
+    def _row_numbers(self, bags: Bags, ids: Tensor) -> Tensor:
+        """Returns the row number over all tables of each id."""
+        return bags.ids + torch.tensor(self.table_offsets)[check_ids(bags, self.tables, ids)]
+
+    def cache_hot_rows(self, bags: Bags, ids: Tensor, count: int, axis: Axis, device: torch.device) -> None:
+        """Caches the `count` rows that these samples use most on every device."""
+        rows = most_frequent_ids(self._row_numbers(bags, ids), count)
+        self.hot_rows = HotRowCache(self, rows, axis, device) if rows.numel() else None
+
     def refresh(self, route: LookupRoute, rows: Tensor) -> None:
         """Refreshes rows that were prefetched before or during the last update: owners resend the rows that it changed,
         with their indices among the requested rows."""
-        stale: RowIndices = []
+        stale: table_storage.RowIndices = []
         for rank_rows in route.served_rows:
             pairs = zip(rank_rows, self.last_updated_rows, strict=True)
             stale.append([torch.isin(row_indices, changed).nonzero()[:, 0] for row_indices, changed in pairs])

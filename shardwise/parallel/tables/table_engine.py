@@ -24,15 +24,7 @@ from shardwise.parallel.engine import Engine
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.param_shard import ParamShard
 from shardwise.parallel.prepare import Prepared
-from shardwise.parallel.tables.sharded_tables import (
-    Bags,
-    HotRowCache,
-    RowPrefetcher,
-    ShardedTables,
-    check_ids,
-    most_frequent_ids,
-    sum_bags,
-)
+from shardwise.parallel.tables.sharded_tables import Bags, RowPrefetcher, ShardedTables, sum_bags
 from shardwise.parallel.tables.table_storage import LookupRoute, TableShard, place_tables
 
 HOT_ROW_SAMPLES = 32_768  # samples that are read to find the most frequently used rows
@@ -130,12 +122,9 @@ class TableEngine(Engine):
         """Caches, on every device, the rows that the first samples use most."""
         self.tables.hot_rows = None
         if job.embedding_tables.cached_rows:
-            bags = self._bags(stream.read(np.arange(HOT_ROW_SAMPLES)))
-            table = check_ids(bags, self.tables.tables, torch.arange(HOT_ROW_SAMPLES))
-            row_numbers = bags.ids + torch.tensor(self.tables.table_offsets)[table]
-            rows = most_frequent_ids(row_numbers, job.embedding_tables.cached_rows)
-            if rows.numel():
-                self.tables.hot_rows = HotRowCache(self.tables, rows, self.mesh["data"], self.mesh.device)
+            bags, ids = self._bags(stream.read(np.arange(HOT_ROW_SAMPLES))), torch.arange(HOT_ROW_SAMPLES)
+            place = self.mesh["data"], self.mesh.device
+            self.tables.cache_hot_rows(bags, ids, job.embedding_tables.cached_rows, *place)
 
     def batches(self, job: Job, loader: Iterator[tuple[int, Samples]], steps: int) -> Iterator[tuple[int, Samples]]:
         prefetch = job.embedding_tables.prefetch
