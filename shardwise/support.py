@@ -19,12 +19,6 @@ NO_PIPELINE = "none"  # the schedule of a layout without a pipeline
 FRACTION = "fraction"  # recompute given as the fraction of blocks that keep all activations
 
 
-@dataclass(frozen=True)
-class Support:
-    verdict: str  # `exact`, `exact at a stated cost` or `refused`
-    explanation: str = ""  # the cost, or why it is refused and what to use instead
-
-
 class Combination(NamedTuple):
     """A layout, reduced to what the support table depends on."""
 
@@ -42,8 +36,8 @@ class SupportRule:
     zero: tuple[int, ...] = (1, 2, 3)
     recompute: tuple[str, ...] = (*RECOMPUTE, FRACTION)
     precision: tuple[str, ...] = PRECISIONS
-    verdict: str
-    explanation: str = ""
+    verdict: str  # `exact`, `exact at a stated cost` or `refused`
+    explanation: str = ""  # the cost, or why it is refused and what to use instead
 
     def matches(self, combination: Combination) -> bool:
         return all(value in getattr(self, axis) for axis, value in combination._asdict().items())
@@ -68,9 +62,8 @@ SUPPORT_RULES = (
 )  # fmt: skip
 
 
-def lookup(combination: Combination) -> Support:
-    row = next(row for row in SUPPORT_RULES if row.matches(combination))
-    return Support(row.verdict, row.explanation)
+def lookup(combination: Combination) -> SupportRule:
+    return next(rule for rule in SUPPORT_RULES if rule.matches(combination))
 
 
 def combination_of(layout: Layout, precision: str) -> Combination:
@@ -83,11 +76,11 @@ def combination_of(layout: Layout, precision: str) -> Combination:
     )  # fmt: skip
 
 
-def support(layout: Layout, precision: str) -> Support:
+def support(layout: Layout, precision: str) -> SupportRule:
     return lookup(combination_of(layout, precision))
 
 
-def all_combinations() -> Iterator[tuple[Combination, Support]]:
+def all_combinations() -> Iterator[tuple[Combination, SupportRule]]:
     """Yields every combination with its verdict."""
     for combination in product((NO_PIPELINE, *SCHEDULES), (1, 2, 3), (*RECOMPUTE, FRACTION), PRECISIONS):
         yield Combination(*combination), lookup(Combination(*combination))

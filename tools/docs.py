@@ -334,7 +334,7 @@ def _cell(verdicts: dict[Any, Any], schedule: str, zero: int, recompute: str, no
     return "; ".join(f"{', '.join(precisions)}: {kind}" for kind, precisions in kinds.items())
 
 
-def _explained_verdicts() -> list[support.Support]:
+def _explained_verdicts() -> list[support.SupportRule]:
     """The distinct verdicts with an explanation, in the order of the table."""
     verdicts = {verdict.explanation: verdict for _, verdict in support.all_combinations() if verdict.explanation}
     order = [row.explanation for row in support.SUPPORT_RULES]

@@ -9,7 +9,7 @@ A forward that reads values cannot run on fake tensors. Such a module has no tru
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+from torch.utils.hooks import RemovableHandle
 
 from shardwise.adapters.function_modes import FunctionalDropoutFinder
 from shardwise.errors import JobError
@@ -113,11 +114,16 @@ def find_anatomy(module: nn.Module, run: Run, trunk: str = "") -> Anatomy:
     return tracker.anatomy(loss)
 
 
-def _run_fake(module: nn.Module, run: Run, hooks: Callable[[], Any], mode: Any, samples: int) -> Tensor:
+def _run_fake(
+    module: nn.Module, run: Run, hooks: Callable[[], list[RemovableHandle]], mode: Any, samples: int
+) -> Tensor:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with fake, with_fake_tensors(module, fake), hooks(), mode:
-            return run(module, to_fake(fake), samples)
+        with fake, with_fake_tensors(module, fake), ExitStack() as registered:
+            for hook in hooks():
+                registered.enter_context(hook)
+            with mode:
+                return run(module, to_fake(fake), samples)
     except JobError:
         raise
     except Exception as error:
@@ -158,14 +164,8 @@ class _Calls:
         self.inputs: dict[nn.Module, dict[int | str, Any]] = {}
         self.outputs: dict[nn.Module, Tensor | None] = {}
 
-    @contextmanager
-    def hooks(self) -> Iterator[None]:
-        handles = [child.register_forward_hook(self._record, with_kwargs=True) for child in self.names]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def hooks(self) -> list[RemovableHandle]:
+        return [child.register_forward_hook(self._record, with_kwargs=True) for child in self.names]
 
     def _record(self, child: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         self.count[child] = self.count.get(child, 0) + 1
@@ -232,18 +232,12 @@ class _Tracker(TorchDispatchMode):
         self.outputs: tuple[int | str | None, ...] | None = None
         self.stream_shapes: dict[tuple[int, ...], None] = {}
 
-    @contextmanager
-    def hooks(self) -> Iterator[None]:
+    def hooks(self) -> list[RemovableHandle]:
         names = list(self.module.named_modules())
         self.parameters = {id(p): name for name, p in self.module.named_parameters()}
         self.buffers = {id(b): name for name, b in self.module.named_buffers()}
         handles = [part.register_forward_pre_hook(self._enter(name), with_kwargs=True) for name, part in names]
-        handles += [part.register_forward_hook(self._leave(name), with_kwargs=True) for name, part in names]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        return handles + [part.register_forward_hook(self._leave(name), with_kwargs=True) for name, part in names]
 
     def _enter(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:

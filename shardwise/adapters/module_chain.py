@@ -16,13 +16,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import TreeSpec, tree_map_only
+from torch.utils._pytree import TreeSpec, tree_map_only, tree_unflatten
 
-from shardwise.adapters.anatomy import Anatomy
+from shardwise.adapters.anatomy import TRACED_SAMPLES, Anatomy
 from shardwise.adapters.deferred_init import DeferredInit
 from shardwise.adapters.function_modes import KeepFloat64
 from shardwise.adapters.split_attention import split_sequence
-from shardwise.adapters.task import Task, unflatten_batch
+from shardwise.adapters.task import Task
 from shardwise.adapters.tensor_plan import scale_head_counts
 from shardwise.errors import LayoutError
 from shardwise.models.chain import Chain
@@ -93,11 +93,11 @@ def find_sample_dims(shapes: dict[int, dict[str, list[torch.Size]]]) -> dict[str
     return {site: dims.pop() if len(dims) == 1 else None for site, dims in found.items()}
 
 
-def stream_like(anatomy: Anatomy, samples: int, traced: int) -> tuple[int, ...]:
-    """Returns the stream's shape for another number of samples."""
+def stream_like(anatomy: Anatomy, samples: int) -> tuple[int, ...]:
+    """Returns the stream's shape for another number of samples than was traced."""
     assert anatomy.stream is not None
     shape = list(anatomy.stream.shape)
-    shape[anatomy.stream_dim] = math.ceil(shape[anatomy.stream_dim] * samples / traced)
+    shape[anatomy.stream_dim] = math.ceil(shape[anatomy.stream_dim] * samples / TRACED_SAMPLES)
     return tuple(shape)
 
 
@@ -331,7 +331,7 @@ class ModuleChain(Chain):
         try:
             with KeepFloat64() if dtype is torch.float64 else nullcontext():
                 measured: dict[str, float] | None = None if self.training else {}
-                loss = self.task.call(self.root, unflatten_batch(leaves, self.spec), measured)
+                loss = self.task.call(self.root, tree_unflatten(leaves, self.spec), measured)
                 for name, value in (measured or {}).items():
                     self.metric_sums[name] = self.metric_sums.get(name, 0.0) + value * leaves[0].shape[0]
         except StageEnd as end:

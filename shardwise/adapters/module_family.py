@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map_only, tree_unflatten
 
 from shardwise.adapters.anatomy import TRACED_SAMPLES, Anatomy, find_anatomy
 from shardwise.adapters.context_check import context_refusal
@@ -29,7 +29,7 @@ from shardwise.adapters.deferred_init import build_deferred
 from shardwise.adapters.function_modes import KeepFloat64
 from shardwise.adapters.module_chain import ModuleChain, find_sample_dims, replace_dropout, stream_like
 from shardwise.adapters.split_attention import SPLIT
-from shardwise.adapters.task import DatasetSource, Task, flatten_batch, load_python_task, unflatten_batch, with_settings
+from shardwise.adapters.task import DatasetSource, Task, flatten_batch, load_python_task
 from shardwise.adapters.tensor_plan import make_sharding_plan
 from shardwise.errors import JobError
 from shardwise.models.config import ModelConfig
@@ -113,7 +113,7 @@ def load_task(config: ModuleConfig) -> Task:
         task = load_script_task(config.name, config.args)
     else:
         task = load_python_task(config.name.removeprefix("python:"), config.args)
-    task = with_settings(task, config.trunk, config.tensor_plan)
+    task = replace(task, trunk=config.trunk or task.trunk, plan=config.tensor_plan or task.plan)
     if not config.blocks:
         return task
     names = meta_chain(config.model_copy(update={"blocks": 0})).anatomy.blocks[config.blocks :]
@@ -212,7 +212,10 @@ class ModuleFamily(Family):
             reason = f"the forward updates buffer {buffer}, which each rank would do independently; use one process."
             refused |= dict.fromkeys(("replicate", "shard", "pipeline", "tensor", "recompute"), reason)
         if anatomy.random_modules:
-            raise_random(anatomy.random_modules)
+            raise JobError(
+                f"{anatomy.random_modules[0]} draws random numbers in its forward (functional dropout, for example), "
+                "which would differ between layouts; use nn.Dropout there, or set its probability to 0."
+            )
         return refused
 
     def context_refusal(self, config: Any) -> str:
@@ -240,7 +243,7 @@ class ModuleFamily(Family):
 
     def stage_shapes(self, config: Any, layout: Any, samples: int) -> tuple[Tensor, tuple[int, ...]]:
         first = self.example_batch(config, samples, torch.float32)["x"]
-        stream = stream_like(meta_chain(config).anatomy, samples, 2)
+        stream = stream_like(meta_chain(config).anatomy, samples)
         if layout.context > 1:
             first = first[:, : config.length // layout.context]
             stream = stream[0], stream[1] // layout.context, *stream[2:]
@@ -268,7 +271,7 @@ class ModuleFamily(Family):
         dtype = next(module.parameters()).dtype
         leaves = [leaf.to(dtype) if leaf.is_floating_point() else leaf for leaf in leaves]
         with KeepFloat64() if dtype is torch.float64 else torch.enable_grad():
-            loss = task.call(module, unflatten_batch(leaves, spec))
+            loss = task.call(module, tree_unflatten(leaves, spec))
         return loss if task.count is None else loss / samples.num_targets
 
     def explain_difference(self, config: Any, layout: Any, kind: str) -> str:
@@ -286,13 +289,6 @@ class ModuleFamily(Family):
         if task.reads_tokens:
             return None
         return DatasetSource(task, task.data), DatasetSource(task, task.validation or [])
-
-
-def raise_random(modules: Sequence[str]) -> None:
-    raise JobError(
-        f"{modules[0]} draws random numbers in its forward (functional dropout, for example), which would differ "
-        "between layouts; use nn.Dropout there, or set its probability to 0."
-    )
 
 
 @lru_cache(maxsize=8)

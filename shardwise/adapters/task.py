@@ -17,13 +17,13 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten
 
 from shardwise.data.sample_stream import Samples
 from shardwise.errors import DataError, JobError
@@ -259,10 +259,6 @@ def flatten_batch(batch: Any, samples: int) -> tuple[list[Tensor], TreeSpec]:
     return leaves, spec
 
 
-def unflatten_batch(leaves: list[Tensor], spec: TreeSpec) -> Any:
-    return tree_unflatten(leaves, spec)
-
-
 def load_python_task(name: str, args: Mapping[str, Any]) -> Task:
     """Returns what `package.module:function` builds: a task, or a module that returns its own loss."""
     module_name, colon, function_name = name.partition(":")
@@ -287,11 +283,6 @@ def load_python_task(name: str, args: Mapping[str, Any]) -> Task:
     if isinstance(built, nn.Module):
         return Task(lambda: function(**args))
     raise JobError(f"{name} must return an nn.Module or a shardwise.Task, not {type(built).__name__}.")
-
-
-def with_settings(task: Task, trunk: str, plan: Mapping[str, str]) -> Task:
-    """Returns the task with the trunk and the plan of the job, where it has them."""
-    return replace(task, trunk=trunk or task.trunk, plan=plan or task.plan)
 
 
 class DatasetSource:

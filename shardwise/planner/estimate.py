@@ -6,7 +6,7 @@ lower bound otherwise. With an `EngineModel`, `predict` simulates the schedule; 
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from math import log2
 from typing import Any, NamedTuple
 
@@ -46,23 +46,14 @@ class StepTiming:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class Prediction(StepTiming):
     """Predicted step time, and memory of each pipeline rank."""
 
     layout: Layout
-    timing: StepTiming
     memory: tuple[RankMemory, ...]
     exposed: dict[str, float]  # seconds of communication that does not overlap with compute, by axis
     # Bytes per step that each pipeline rank communicates, by axis; empty without an `EngineModel`.
     traffic: tuple[dict[str, int], ...] = ()
-
-    @property
-    def seconds(self) -> float:
-        return self.timing.seconds
-
-    @property
-    def bubble(self) -> float:
-        return self.timing.bubble
 
     @property
     def peak_memory(self) -> float:
@@ -131,7 +122,8 @@ class Estimator:
         """Returns the full prediction; simulates the schedule if there is an `EngineModel`."""
         timing = self.step_timing(layout, simulated=self.work.engine is not None)
         memory = tuple(self.memory(layout, rank) for rank in range(layout.pipeline))
-        return Prediction(layout, timing, memory, self.exposed(layout, timing), tuple(self.traffic(layout)))
+        parts = layout, memory, self.exposed(layout, timing), tuple(self.traffic(layout))
+        return Prediction(*astuple(timing), *parts)
 
     def traffic(self, layout: Layout) -> Iterator[dict[str, int]]:
         """Yields bytes by axis of each pipeline rank, if there is an `EngineModel` for the layout."""

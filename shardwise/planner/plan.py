@@ -281,7 +281,7 @@ def time_breakdown(prediction: Prediction) -> dict[str, float]:
     labels = {"shard": "data-parallel communication", "pipeline": "stage-to-stage transfer"}
     breakdown = {labels.get(axis, f"{axis} communication"): seconds for axis, seconds in prediction.exposed.items()}
     breakdown["pipeline bubble"] = prediction.bubble * prediction.seconds
-    breakdown["optimizer update"] = prediction.timing.update
+    breakdown["optimizer update"] = prediction.update
     breakdown["compute"] = prediction.seconds - sum(breakdown.values())
     return breakdown
 
