@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -234,18 +235,9 @@ def bench_step(
 ) -> None:  # fmt: skip
     """Benchmarks training steps of a job on one device with random tokens: tokens/s, memory, time by kernel."""
     flag_overrides = [f"model.name={model}"] * bool(model) + [f"batch.samples={batch}"] * bool(batch)
-    job = load_job(job_file, [*(overrides or []), *flag_overrides])
-    job.require_trainable()
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler's log
-
-    import torch
-
-    from shardwise.bench.train_step import bench_step as run_bench
-    from shardwise.train.local_machine import pick_device, require_memory
-
-    require_memory(job, 8)
-    report = run_bench(job, torch.device(pick_device(job)), steps)
-    print_line(json.dumps(report.as_dict()) if as_json else report.text())
+    settings = [*(overrides or []), *flag_overrides]
+    _bench_on_one_device("shardwise.bench.train_step:bench_step", job_file, settings, steps, as_json)
 
 
 @bench.command("data")
@@ -254,16 +246,19 @@ def bench_data(
     steps: Annotated[int, Option(min=2, help="Number of steps to measure.")] = 10, as_json: JsonFlag = False,
 ) -> None:  # fmt: skip
     """Benchmarks data loading: how long a step waits for data on one device, and which loading stage is slowest."""
-    job = load_job(job_file, overrides or [])
+    _bench_on_one_device("shardwise.bench.data_loading:bench_data", job_file, overrides or [], steps, as_json)
+
+
+def _bench_on_one_device(function: str, job_file: Path | None, settings: list[str], steps: int, as_json: bool) -> None:
+    job = load_job(job_file, settings)
     job.require_trainable()
 
     import torch
 
-    from shardwise.bench.data_loading import bench_data as run_bench
     from shardwise.train.local_machine import pick_device, require_memory
 
     require_memory(job, 8)
-    report = run_bench(job, torch.device(pick_device(job)), steps)
+    report = resolve_name(function)(job, torch.device(pick_device(job)), steps)
     print_line(json.dumps(report.as_dict()) if as_json else report.text())
 
 

@@ -35,8 +35,7 @@ from shardwise.parallel.prepare import prepare
 from shardwise.train.local_machine import choose_plan, plan_record
 from shardwise.train.loop import TrainingLoop
 from shardwise.train.run_folder import RunFolder
-from shardwise.watch.page_data import page_data, seconds_by_rank
-from shardwise.watch.pipeline_timeline import pipeline_data
+from shardwise.watch.page_data import page_data, pipeline_data, seconds_by_rank
 from shardwise.watch.report_page import render_page, write_report
 from shardwise.watch.run_data import TIME_CATEGORIES, RunData, goodput
 from shardwise.watch.serve import LOADERS, RunRegistry, make_server

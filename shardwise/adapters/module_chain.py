@@ -141,10 +141,6 @@ class ModuleChain(Chain):
         return len(self.anatomy.blocks) + 2
 
     @property
-    def has_prologue(self) -> bool:
-        return self.parts[0] == 0
-
-    @property
     def has_batch_statistics(self) -> bool:
         """Whether the result depends on which samples run together, or the forward updates buffers."""
         has_batch_norm = any(isinstance(module, _BatchNorm) and module.training for module in self.root.modules())
@@ -327,7 +323,7 @@ class ModuleChain(Chain):
         leaves = [extra_inputs[f"input_{number}"] for number in range(self.spec.num_leaves)]
         dtype = self.compute_dtype
         leaves = [leaf.to(dtype) if dtype and leaf.is_floating_point() else leaf for leaf in leaves]
-        self.state.update(ids=ids, stream=None if self.has_prologue else x)
+        self.state.update(ids=ids, stream=x if self.parts[0] else None)
         try:
             with KeepFloat64() if dtype is torch.float64 else nullcontext():
                 measured: dict[str, float] | None = None if self.training else {}

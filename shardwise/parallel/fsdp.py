@@ -29,14 +29,14 @@ class FSDP(DataParallel):
         super().__init__(chains, mesh, *args)
         self.shapes = {name: weight.shape for chain in chains for name, weight in chain.named_unique_parameters()}
         """Shapes of this tensor rank's weights before FSDP shards them."""
+        has_split_experts, device_mesh = mesh.layout.expert_ranks > 1, mesh.fsdp_mesh()
+        expert_mesh = mesh.fsdp_mesh(experts=True) if has_split_experts else device_mesh
         for chain in chains:
-            if mesh.layout.expert_ranks > 1:
-                for experts in chain.stacked_experts().values():
-                    self._shard(experts, policy, mesh.expert_fsdp_mesh, mesh["expert_replicas"])
+            for experts in chain.stacked_experts().values() if has_split_experts else ():
+                self._shard(experts, policy, expert_mesh, mesh["expert_replicas"])
             units = chain.fsdp_units()
-            for unit in units:
-                self._shard(unit, policy, mesh.fsdp_mesh, mesh["fsdp"])
-            self._shard(chain, policy, mesh.fsdp_mesh, mesh["fsdp"])
+            for unit in (*units, chain):
+                self._shard(unit, policy, device_mesh, mesh["fsdp"])
             if mesh.layout.pipeline > 1 and units:
                 # The backward prefetches the weights of the module before. By default FSDP follows the order of all
                 # forwards, and with several micro-batches in flight gathers modules that are not next.

@@ -17,7 +17,6 @@ create the same groups in the same order. The mesh owns the step timer, which ev
 """
 
 from dataclasses import replace
-from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -120,19 +119,12 @@ class Mesh:
     def __getitem__(self, axis: str) -> Axis:
         return self._axes[axis]
 
-    @cached_property
-    def fsdp_mesh(self) -> DeviceMesh:
-        """The mesh for `fully_shard`: (replicate, fsdp) for HSDP, otherwise fsdp alone."""
-        if self.fsdp_context_mesh is not None:
-            return self._with_replicas(self.fsdp_context_mesh, "fsdp")
-        return self._with_replicas(self.device_mesh, "shard")
-
-    @cached_property
-    def expert_fsdp_mesh(self) -> DeviceMesh:
-        """The mesh for `fully_shard` of experts that are split over ranks."""
-        return self._with_replicas(self.expert_mesh, "expert_replicas")
-
-    def _with_replicas(self, mesh: DeviceMesh | None, dim: str) -> DeviceMesh:
+    def fsdp_mesh(self, experts: bool = False) -> DeviceMesh:
+        """Returns the mesh for `fully_shard`, also of experts that are split over ranks: (replicate, fsdp) for HSDP,
+        otherwise fsdp alone."""
+        mesh, dim = (self.expert_mesh, "expert_replicas") if experts else (self.device_mesh, "shard")
+        if self.fsdp_context_mesh is not None and not experts:
+            mesh, dim = self.fsdp_context_mesh, "fsdp"
         assert mesh is not None
         return mesh["replicate", dim] if self["replicate"].size > 1 else mesh[dim]
 

@@ -6,7 +6,7 @@ lower bound otherwise. With an `EngineModel`, `predict` simulates the schedule; 
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from math import log2
 from typing import Any, NamedTuple
 
@@ -123,7 +123,7 @@ class Estimator:
         timing = self.step_timing(layout, simulated=self.work.engine is not None)
         memory = tuple(self.memory(layout, rank) for rank in range(layout.pipeline))
         parts = layout, memory, self.exposed(layout, timing), tuple(self.traffic(layout))
-        return Prediction(*astuple(timing), *parts)
+        return Prediction(timing.seconds, timing.bubble, timing.data, timing.update, *parts)
 
     def traffic(self, layout: Layout) -> Iterator[dict[str, int]]:
         """Yields bytes by axis of each pipeline rank, if there is an `EngineModel` for the layout."""

@@ -13,7 +13,7 @@ from typing import Any
 from shardwise.errors import JobError
 from shardwise.files import require_parent_folder, write_text
 from shardwise.watch.page_data import category_label
-from shardwise.watch.run_data import TIME_CATEGORIES, RunData, read_timelines
+from shardwise.watch.run_data import TIME_CATEGORIES, RunData
 
 STEP_ROW, CATEGORY_ROW, ACTION_ROW = 0, 1, 2  # a thread id of the trace each
 ACTION_NAMES = {"F": "forward", "B": "backward", "I": "backward (input)", "W": "backward (weight)"}
@@ -48,7 +48,7 @@ def _trace_events(run: RunData) -> Iterator[dict[str, Any]]:
                 if length > 0:
                     yield _complete_event(category_label(*category), rank, CATEGORY_ROW, start, length)
                     start += length
-    for step, ranks in read_timelines(run.path).items():
+    for step, ranks in run.timelines().items():
         for rank, actions in ranks.items():
             for kind, stage, micro_batch, begin, end in actions:
                 args = {"stage": stage, "micro_batch": micro_batch, "step": step}

@@ -155,6 +155,19 @@ class RunData:
             return np.arange(len(steps))
         return np.unique(np.searchsorted(steps, np.linspace(steps[0], steps[-1], max_bins, endpoint=False)))
 
+    def timelines(self) -> dict[int, dict[int, list[list[Any]]]]:
+        """Returns the recorded pipeline actions by step and rank: kind, stage, micro-batch, start, end."""
+        timelines: dict[int, dict[int, list[list[Any]]]] = defaultdict(dict)
+
+        def add(rank: int, record: JsonObject) -> None:
+            timelines[record["step"]][rank] = record["actions"]
+
+        for file in sorted((self.path / "timeline").glob("rank-*.jsonl")):
+            rank = file.stem.removeprefix("rank-")
+            if rank.isdigit():
+                JsonLinesReader(file, lambda: None, partial(add, int(rank))).read()
+        return dict(sorted(timelines.items()))
+
     # Events
 
     def _reset_events(self) -> None:
@@ -194,20 +207,6 @@ def read_plan(path: Path) -> JsonObject:
     except (OSError, ValueError):
         return {}
     return {key: value for key, value in plan.items() if isinstance(value, PLAN_TYPES.get(key, object))}
-
-
-def read_timelines(path: Path) -> dict[int, dict[int, list[list[Any]]]]:
-    """Returns the recorded pipeline actions by step and rank: kind, stage, micro-batch, start, end."""
-    timelines: dict[int, dict[int, list[list[Any]]]] = defaultdict(dict)
-
-    def add(rank: int, record: JsonObject) -> None:
-        timelines[record["step"]][rank] = record["actions"]
-
-    for file in sorted((path / "timeline").glob("rank-*.jsonl")):
-        rank = file.stem.removeprefix("rank-")
-        if rank.isdigit():
-            JsonLinesReader(file, lambda: None, partial(add, int(rank))).read()
-    return dict(sorted(timelines.items()))
 
 
 def bin_starts(count: int, max_bins: int) -> np.ndarray:
