@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.collectives import default_store
+from shardwise.comm import torch_collectives
 from shardwise.errors import RunError
 
 SEGMENT_BYTES = 1 << 22
@@ -234,7 +234,7 @@ BLAME_GRACE_SECONDS = 1.0  # time for the others to publish which rank they wait
 def find_unresponsive_rank(peer: int) -> int:
     """Returns the rank at the end of the chain of waits: whoever times out publishes which rank it waited for."""
     try:
-        store = default_store()
+        store = torch_collectives.default_store()
         store.set(f"waited for/{dist.get_rank()}", str(peer))
         seen, deadline = {dist.get_rank()}, time.monotonic() + BLAME_GRACE_SECONDS
         while peer not in seen:

@@ -2,8 +2,10 @@
 
 NCCL needs one GPU per process, and gloo on CUDA tensors supports no send and receive and crashes in some collectives
 (PyTorch 2.11). Every collective is synchronous; this is for trying out layouts, not for speed. A backend in Python
-needs PyTorch's c10d internals; in this room, this file and `collectives.py` are the ones that touch them.
+needs PyTorch's c10d internals; in this room, this file and `torch_collectives.py` are the ones that touch them.
 """
+
+from __future__ import annotations
 
 from datetime import timedelta
 from typing import Any
@@ -24,7 +26,7 @@ def register_backend() -> None:
         dist.Backend.register_backend(BACKEND, _create_backend, devices=["cpu", "cuda"])
 
 
-def _create_backend(store: dist.Store, rank: int, size: int, timeout: timedelta) -> "HostStagedBackend":
+def _create_backend(store: dist.Store, rank: int, size: int, timeout: timedelta) -> HostStagedBackend:
     return HostStagedBackend(dist.ProcessGroupGloo(store, rank, size, timeout), rank, size)
 
 
