@@ -15,7 +15,6 @@ from torch import Tensor
 from shardwise.comm import torch_collectives
 from shardwise.comm.axis import Axis
 
-
 T = TypeVar("T")
 P2P_CHUNK_BYTES = 1 << 18  # bytes per message of `all_to_all_rows`
 
