@@ -119,7 +119,6 @@ def test_the_trace_leaves_the_module_as_it_was() -> None:
     before = {name: value.clone() for name, value in module.state_dict().items()}
     first, relu, last = trace_module(module, torch.zeros(5, 4))
     assert (first.flops, last.flops) == (2 * 5 * 4 * 8, 2 * 5 * 8 * 2)
-    assert (first.backward, last.backward) == (2 * 5 * 4 * 8, 2 * 2 * 5 * 8 * 2)  # nobody asks for the input's gradient
     assert (relu.moved_bytes, relu.num_ops, relu.parameters) == (2 * 4 * 5 * 8, 1, 0)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert all(weight.grad is None for weight in module.parameters())
