@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,9 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.files import parse_json, write_text
+from shardwise.workers.host_memory import in_huge_pages, pack, page_lock, unpack
 
 SLOTS = 2
-ALIGNMENT = 64
 MAX_OVERHEAD = 0.01  # share of training time that snapshots may take
 Headers = dict[int, dict[str, Any]]  # the headers of a rank's snapshots, by slot
 Gather = Callable[[Any], list[Any]]  # all-gathers a JSON value
@@ -69,6 +68,7 @@ class SnapshotStore:
         """The rank on the previous node whose snapshots we keep a copy of."""
         self._slot, self._snapshots_taken, self._last_snapshot, self._min_interval = 0, 0, (0, 0.0), 1
         self._thread: threading.Thread | None = None
+        self._buffers: dict[tuple[int, int], Tensor] = {}  # mapped files by rank and slot
 
     def check_space(self, tensors: Mapping[str, Tensor]) -> str:
         """Returns an error message if this node has no room for the snapshots of its ranks; otherwise empty."""
@@ -87,13 +87,14 @@ class SnapshotStore:
             f"{free / 2**30:.3g} GiB are available in {self.folder.parent}; restarts load checkpoints from disk."
         )
 
+    def reserve(self, tensors: Mapping[str, Tensor]) -> None:
+        """Page-locks the memory of all slots, if there is room for them."""
+        if not self.check_space(tensors):
+            for slot in range(SLOTS):
+                page_lock(self._mapped_bytes(self.rank, slot, pack(tensors)[1]))
+
     def is_due(self, step: int, every: int) -> bool:
         return step % max(every, self._min_interval) == 0
-
-    @property
-    def needs_communication(self) -> bool:
-        """Whether taking the next snapshot involves a collective."""
-        return self._snapshots_taken in (0, SLOTS)
 
     def take(self, step: int, pieces: Mapping[str, TensorPiece], state: Mapping[str, Any]) -> str:
         """Takes a snapshot. Returns an error message, the same on every rank, if a node has no room for snapshots.
@@ -128,17 +129,14 @@ class SnapshotStore:
         """Copies the tensors. The snapshot is valid once the background thread has written its header."""
         self.finish()
         self._slot = (self._slot + 1) % SLOTS
-        entries: list[tuple[str, str, list[int], int]] = []
-        end = 0
-        for name, tensor in tensors.items():
-            entries.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), end))
-            end += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
-        end = max(end, ALIGNMENT)
+        entries, size = pack(tensors)
         self._header_path(self.rank, self._slot).unlink(missing_ok=True)  # invalid while it is being overwritten
-        buffer = self._mapped_bytes(self.rank, self._slot, end)
-        for (_, _, _, start), tensor in zip(entries, tensors.values(), strict=True):
-            _tensor_view(buffer, start, tensor.dtype, list(tensor.shape)).copy_(tensor)
-        header = {"step": step, "layout": self.layout, "entries": entries, "bytes": end, **metadata}
+        buffer = self._mapped_bytes(self.rank, self._slot, size)
+        for name, view in unpack(buffer, entries).items():
+            view.copy_(tensors[name], non_blocking=True)
+        if any(tensor.is_cuda for tensor in tensors.values()):
+            torch.cuda.synchronize()
+        header = {"step": step, "layout": self.layout, "entries": entries, "bytes": size, **metadata}
         self._thread = threading.Thread(target=self._finalize, args=(header, buffer, self._slot), daemon=True)
         self._thread.start()
 
@@ -170,9 +168,7 @@ class SnapshotStore:
         return header
 
     def tensors(self, header: Mapping[str, Any]) -> dict[str, Tensor]:
-        buffer = self._mapped_bytes(self.rank, self._slot, header["bytes"])
-        entries = header["entries"]
-        return {name: _tensor_view(buffer, at, getattr(torch, dtype), shape) for name, dtype, shape, at in entries}
+        return unpack(self._mapped_bytes(self.rank, self._slot, header["bytes"]), header["entries"])
 
     def discard_after(self, step: int) -> None:
         for rank in {self.rank, self.backed_up_rank}:
@@ -240,13 +236,17 @@ class SnapshotStore:
 
     def _mapped_bytes(self, rank: int, slot: int, size: int) -> Tensor:
         """Maps a snapshot file into memory, growing it if it is smaller. Does not follow links."""
+        buffer = self._buffers.get((rank, slot))
+        if buffer is not None and buffer.numel() == size:
+            return buffer
         descriptor = os.open(self._data_path(rank, slot), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             if os.fstat(descriptor).st_size < size:
                 os.ftruncate(descriptor, size)
-            return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+            self._buffers[rank, slot] = in_huge_pages(mmap.mmap(descriptor, size))
         finally:
             os.close(descriptor)
+        return self._buffers[rank, slot]
 
 
 def write_header(path: Path, header: dict[str, Any], buffer: Tensor) -> None:
@@ -256,7 +256,3 @@ def write_header(path: Path, header: dict[str, Any], buffer: Tensor) -> None:
 def _checksum(buffer: Tensor) -> int:
     """Returns the sum of all 64-bit words, which any single flipped bit changes."""
     return int(buffer.view(torch.int64).sum())
-
-
-def _tensor_view(buffer: Tensor, start: int, dtype: torch.dtype, shape: list[int]) -> Tensor:
-    return buffer[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
