@@ -27,6 +27,7 @@ from shardwise.adapters.trace_parts import trace_parts
 from shardwise.errors import JobError
 from shardwise.models.config import ModelConfig
 from shardwise.models.family import Family
+from shardwise.models.layers import Linear
 from shardwise.models.operator_costs import OperatorCosts
 from shardwise.models.sharding import ShardingPlan
 
@@ -91,7 +92,7 @@ class ModuleConfig(ModelConfig):
 
     @property
     def heads(self) -> int:
-        return _check_context(self)[1]
+        return check_context(self)[1]
 
     @property
     def requires_single_micro_batch(self) -> bool:  # type: ignore[override]
@@ -147,6 +148,8 @@ class ModuleFamily(Family):
         for name, parameter in module.named_parameters():
             if name not in anatomy.parts_of or name in anatomy.without_gradient:
                 parameter.requires_grad_(False)  # nothing would ever give it a gradient
+        for linear in _block_linears(module, anatomy):
+            linear.__class__ = Linear  # which can compute in FP8
         return ModuleChain(module, task, spec, anatomy, self._plan(config, module, anatomy), init, state)
 
     def build_on_meta(self, config: Any, seed: int = 0) -> ModuleChain:
@@ -185,11 +188,10 @@ class ModuleFamily(Family):
     def refusals(self, config: Any) -> dict[str, str]:
         chain = meta_chain(config)
         anatomy, plan = chain.anatomy, chain.sharding_plan
-        refused = {
-            "expert": "it has no experts that can be split; leave expert at 1.",
-            "fp8": "fp8 works with our own families; use bf16.",
-        }
-        if reason := _check_context(config)[0]:
+        refused = {"expert": "it has no experts that can be split; leave expert at 1."}
+        if not _block_linears(chain.root, anatomy):
+            refused["fp8"] = "its blocks have no nn.Linear; use bf16."
+        if reason := check_context(config)[0]:
             refused["context"] = f"{reason}, so its sequences cannot be split; use shard."
         if anatomy.crossing:
             refused["pipeline"] = f"{anatomy.crossing}."
@@ -286,6 +288,12 @@ class ModuleFamily(Family):
         return DatasetSource(task, task.data), DatasetSource(task, task.validation or [])
 
 
+def _block_linears(module: nn.Module, anatomy: Anatomy) -> list[nn.Linear]:
+    blocks = (module.get_submodule(name) for name in anatomy.blocks)
+    parts = (part for block in blocks for part in block.modules())
+    return [part for part in parts if isinstance(part, nn.Linear) and type(part) in (nn.Linear, Linear)]
+
+
 def raise_random(modules: Sequence[str]) -> None:
     raise JobError(
         f"{modules[0]} draws random numbers in its forward (functional dropout, for example), which would differ "
@@ -294,7 +302,7 @@ def raise_random(modules: Sequence[str]) -> None:
 
 
 @lru_cache(maxsize=8)
-def _check_context(config: Any) -> tuple[str, int]:
+def check_context(config: Any) -> tuple[str, int]:
     """Returns why sequences cannot be split, empty if they can, and the number of heads of `shardwise.attention`."""
     from shardwise.models.registry import family_of
 
