@@ -156,6 +156,8 @@ class ModuleFamily(Family):
         return self.build(config, seed)
 
     def shrink(self, config: Any) -> Any:
+        if not self.task(config).reads_tokens and len(meta_chain(config).anatomy.blocks) <= 4:
+            return config  # and is not traced again
         small = config.model_copy(update={"sequence": min(config.sequence, 32), "blocks": config.blocks or 4})
         try:
             meta_chain(small)
