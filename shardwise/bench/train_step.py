@@ -91,7 +91,6 @@ def bench_step(job: Job, device: torch.device, steps: int = 10, warmup_steps: in
         torch.cuda.reset_peak_memory_stats()
     engine = parallelize(prepare(job, layout), device)
     optimizer = engine.make_optimizer(job)
-    # New samples in every step: a power-limited GPU is faster on samples that the model has learned by heart.
     count = warmup_steps + 1 + 2 + steps
     stream = job_stream(job, synthetic_source(job, count * job.samples))
     batches = (stream.read(rank_positions(number, job.samples, 1, 0)).to(device) for number in range(count))

@@ -122,6 +122,8 @@ class SnapshotStore:
     @torch.no_grad()
     def load_into(self, header: Mapping[str, Any], pieces: Mapping[str, TensorPiece]) -> None:
         tensors = self.tensors(header)
+        if any(piece.tensor.is_cuda for piece in pieces.values()):
+            page_lock(self._mapped_bytes(self.rank, self._slot, header["bytes"]))
         for name, piece in pieces.items():
             piece.tensor.copy_(tensors[name])
 
@@ -148,16 +150,19 @@ class SnapshotStore:
     def latest_complete(self) -> dict[str, Any] | None:
         """Returns the header of the newest snapshot that exists for all ranks, or None; restores lost ones."""
         self.finish()
-        local_headers = {rank: self._valid_headers(rank) for rank in {self.rank, self.backed_up_rank}}
-        steps_of = {rank: [one["step"] for one in headers.values()] for rank, headers in local_headers.items()}
-        all_steps = self.gather(list(steps_of.items()))
-        holders: dict[int, dict[int, list[int]]] = {}
-        for holder, steps_by_rank in enumerate(all_steps):
-            for rank, steps in steps_by_rank:
-                for step in steps:
-                    holders.setdefault(step, {}).setdefault(rank, []).append(holder)
-        complete = [step for step, ranks in holders.items() if len(ranks) == self.size]
-        if not complete:
+        for count in (1, SLOTS):  # reading a slot takes seconds, and usually all ranks have the newest
+            local_headers = {rank: self._valid_headers(rank, count) for rank in {self.rank, self.backed_up_rank}}
+            steps_of = {rank: [one["step"] for one in headers.values()] for rank, headers in local_headers.items()}
+            all_steps = self.gather(list(steps_of.items()))
+            holders: dict[int, dict[int, list[int]]] = {}
+            for holder, steps_by_rank in enumerate(all_steps):
+                for rank, steps in steps_by_rank:
+                    for step in steps:
+                        holders.setdefault(step, {}).setdefault(rank, []).append(holder)
+            complete = [step for step, ranks in holders.items() if len(ranks) == self.size]
+            if complete:
+                break
+        else:
             return None
         step = max(complete)
         for rank, rank_holders in sorted(holders[step].items()):
@@ -172,7 +177,7 @@ class SnapshotStore:
 
     def discard_after(self, step: int) -> None:
         for rank in {self.rank, self.backed_up_rank}:
-            for slot, header in self._valid_headers(rank).items():
+            for slot, header in self._headers(rank).items():
                 if header["step"] > step:
                     self._header_path(rank, slot).unlink(missing_ok=True)
 
@@ -216,17 +221,25 @@ class SnapshotStore:
             write_header(self._header_path(rank, slot), header, buffer)
             local_headers[rank][slot] = header
 
-    def _valid_headers(self, rank: int) -> Headers:
-        """Returns, by slot, the headers of a rank's snapshots that match this layout and their checksum."""
+    def _headers(self, rank: int) -> Headers:
+        """Returns, by slot, the headers of a rank's snapshots in this layout, newest first."""
         headers = {}
         for slot in range(SLOTS):
-            with suppress(OSError, ValueError, KeyError, TypeError, RuntimeError):
+            with suppress(OSError, ValueError, KeyError, TypeError):
                 header = parse_json(self._header_path(rank, slot).read_bytes())
-                path = self._data_path(rank, slot)
-                fits = header["layout"] == self.layout and path.stat().st_size >= header["bytes"]
-                if fits and _checksum(self._mapped_bytes(rank, slot, header["bytes"])) == header["sum"]:
+                size = self._data_path(rank, slot).stat().st_size
+                if header["layout"] == self.layout and size >= header["bytes"] and header["step"] >= 0:
                     headers[slot] = header
-        return headers
+        return dict(sorted(headers.items(), key=lambda item: -item[1]["step"]))
+
+    def _valid_headers(self, rank: int, count: int) -> Headers:
+        """Returns those of the newest `count` snapshots that match their checksum."""
+        valid: Headers = {}
+        for slot, header in self._headers(rank).items():
+            with suppress(OSError, ValueError, KeyError, TypeError, RuntimeError):
+                if len(valid) < count and _checksum(self._mapped_bytes(rank, slot, header["bytes"])) == header["sum"]:
+                    valid[slot] = header
+        return valid
 
     def _header_path(self, rank: int, slot: int) -> Path:
         return self.folder / f"rank-{rank}.{slot}.json"
