@@ -11,6 +11,8 @@ names, `shardwise.step.step` and `shardwise.verify.parity.verify`:
 Names are imported on first use, so that the command line reports a typo without importing PyTorch.
 """
 
+import gc
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -43,4 +45,17 @@ __all__ = [*_PUBLIC_NAMES, "__version__"]
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC_NAMES:
         raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
-    return getattr(import_module(_PUBLIC_NAMES[name]), name)
+    return getattr(quick_import(_PUBLIC_NAMES[name]), name)
+
+
+def quick_import(name: str) -> Any:
+    """Imports a module without garbage collection: PyTorch creates a million objects, and all of them stay."""
+    is_paused = gc.isenabled() and name not in sys.modules
+    if is_paused:
+        gc.disable()
+    try:
+        return import_module(name)
+    finally:
+        if is_paused:
+            gc.freeze()
+            gc.enable()

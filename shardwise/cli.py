@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from typer import Argument, Option
 
-from shardwise import __version__
+from shardwise import __version__, quick_import
 from shardwise.cli_laws import laws
 from shardwise.cli_options import JobFile, JsonFlag, LayoutOption, Overrides
 from shardwise.console import print_line
@@ -79,7 +79,7 @@ def train(
     if resume is None:
         load_job(job_file, overrides).require_trainable()  # reports a typo before the slow import of PyTorch
 
-    from shardwise.launch.start import start_training
+    start_training = quick_import("shardwise.launch.start").start_training
     from shardwise.verify.command import prove
     from shardwise.workers.nodes import Node
 
@@ -107,7 +107,7 @@ def run(
 @app.command()
 def inspect(job_file: JobFile = None, overrides: Overrides = None, as_json: JsonFlag = False) -> None:
     """Shows a model's blocks, parameters and tied weights, and which axes of a layout it supports."""
-    from shardwise.verify.command import inspect_job
+    inspect_job = quick_import("shardwise.verify.command").inspect_job
 
     found = inspect_job(load_job(job_file, overrides or []))
     if as_json:
@@ -134,7 +134,7 @@ def verify(
     """Verifies that a layout computes the same losses, gradients and weights as a single process."""
     load_job(job_file, overrides or []).require_trainable()
 
-    from shardwise.verify.command import verify_job
+    verify_job = quick_import("shardwise.verify.command").verify_job
 
     console = Console()
     columns = ("layout", "loss", "grad norm", "gradients", "weights", "verdict")
@@ -173,7 +173,7 @@ def plan(
     html: Annotated[Path | None, Option(help="Also write the plan as an HTML page to this file.")] = None,
 ) -> None:
     """Chooses the fastest layout for a job on a cluster and predicts step time and memory. Needs no devices."""
-    from shardwise.planner.plan import plan_job
+    plan_job = quick_import("shardwise.planner.plan").plan_job
     from shardwise.planner.plan_page import write_page
     from shardwise.planner.show import show_plan
 
@@ -326,7 +326,7 @@ def sample(
     seed: Annotated[int, Option(min=0, help="Sampling seed.")] = 0,
 ) -> None:
     """Generates text with the model of a run, on one device."""
-    from shardwise.train.generate import sample_run
+    sample_run = quick_import("shardwise.train.generate").sample_run
 
     print_line(sample_run(run, prompt, tokens, temperature, seed))
 
@@ -382,7 +382,3 @@ def main() -> None:
             print(f"shardwise: {error.format_message()}", file=sys.stderr)  # type: ignore[attr-defined]
             sys.exit(error.exit_code)
         raise
-
-
-if __name__ == "__main__":
-    main()

@@ -133,13 +133,11 @@ class Trainer:
             "batch": {"samples": count}, "validation": {"samples": len(data)}, "compile": False})  # fmt: skip
         engine = parallelize(prepare(job, Layout()), torch.device("cpu"))
         load_trained_weights(folder, engine.chains[0])
-        result = validate(engine, job, DatasetSource(self.task, data), None)
-        return result or {}
+        return validate(engine, job, DatasetSource(self.task, data), None) or {}
 
     def module(self) -> nn.Module:
         """Returns the module with the weights of the newest checkpoint, on the CPU."""
-        folder = self._folder()
-        chain: Any = load_model(folder, self.job, torch.device("cpu"))
+        chain: Any = load_model(self._folder(), self.job, torch.device("cpu"))
         return chain.root  # type: ignore[no-any-return]
 
     def save(self, path: str | Path) -> None:

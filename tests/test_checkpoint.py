@@ -119,6 +119,7 @@ class Sources(dict[str, tuple[Path, list[Any]]]):
 
     def __missing__(self, text: str) -> tuple[Path, list[Any]]:
         folder, layout = self.factory.mktemp("source"), Layout.parse(text)
+        prepare(JOB, layout)  # once, for all ranks
         self[text] = folder, run_world(make_source, layout.world, folder, layout)
         return self[text]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,13 +23,6 @@ from shardwise.workers.fork_server import ForkServer
 LAYOUTS = [
     "replicate=2", "shard=2 zero=2", "shard=2 tensor=2 zero=3", "pipeline=2 replicate=2",
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def fork_server() -> Iterator[ForkServer]:
-    server = ForkServer("shardwise.chaos.faulty_worker")
-    yield server
-    server.close()
 
 
 def job_of(folder: Path, run: dict[str, object] | None = None, **changes: object) -> Job:

@@ -159,7 +159,7 @@ def test_a_run_and_what_is_done_with_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The tutorial's first training; then it stands in for the runs that other pages read."""
-    check_output(TRAIN, run(TRAIN, folder))
+    check_output(TRAIN, run(f"{TRAIN} --set steps=4", folder))
     for name in ("0001", "0002"):
         shutil.copytree(folder / "runs" / "one", folder / "runs" / name)
     for command in RUNNABLE:

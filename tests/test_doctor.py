@@ -7,7 +7,6 @@ import re
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,13 +16,6 @@ from shardwise.chaos.faulty_worker import Fault
 from shardwise.errors import JobError, RunError
 from shardwise.workers import diagnosis
 from shardwise.workers.fork_server import ForkServer
-
-
-@pytest.fixture(scope="module")
-def fork_server() -> Iterator[ForkServer]:
-    server = ForkServer("shardwise.chaos.faulty_worker")
-    yield server
-    server.close()
 
 
 @pytest.mark.parametrize(

@@ -290,6 +290,7 @@ def load_of(text: str, capacity: float = 0.0) -> list[Routing]:
 
 def test_the_load_of_experts_is_that_of_all_ranks() -> None:
     for capacity in (0.0, 0.75):
+        forward_flops(small(8, experts=4, capacity_factor=capacity).model)  # once, for all ranks
         (alone,) = run_world(load_of, 1, "micro_batch=2", capacity)
         assert all(1.0 <= one.imbalance < 4.0 and sum(one.expert_load) == pytest.approx(1) for one in alone[:2])
         assert alone[2].imbalance == 0.0 and all((one.dropped_tokens > 0) == (capacity > 0) for one in alone[:2])

@@ -269,7 +269,7 @@ BEAT = {
     "heartbeat": 2.0,
 }
 DIAGNOSIS = {"time": 1.0, "kind": "killed", "culprits": [0], "messages": ["rank 0 was killed."], "exit_reasons": {}}
-CASES = 250  # of one test; `make test-all` runs forty times as many
+CASES = 125  # of one test; `make test-all` runs eighty times as many
 SECONDS = 30  # that a case may take
 
 # By file: the commands that read it. `{}` is a name that no other case has written to.
@@ -393,7 +393,7 @@ def damage(path: Path, rng: random.Random) -> str:
     return how
 
 
-@pytest.mark.parametrize("chunk", range(40))
+@pytest.mark.parametrize("chunk", range(80))
 def test_a_damaged_file_ends_in_a_sentence(
     chunk: int, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,7 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from shardwise.comm import collectives
+from shardwise.comm.axis import Axis
+from shardwise.comm.objects import all_gather_json
 from shardwise.comm.world import run_world
 from shardwise.data.make_sources import synthetic_source
 from shardwise.data.sample_stream import SampleStream, rank_positions
@@ -137,6 +141,106 @@ def test_what_travels_through_the_host_arrives(layout, monkeypatch):
     assert record.ok, record.describe()
 
 
+def refused_tensors() -> list[str]:
+    matrix = torch.ones(4, 4)
+    wrong = [(matrix.t()[:2], "SUM"), (matrix.short(), "SUM"), (matrix.int(), "BXOR"), (matrix.int(), "MAX")]
+    problems = []
+    for tensor, operation in wrong:
+        try:
+            dist.all_reduce(tensor, getattr(dist.ReduceOp, operation))
+            problems.append("")
+        except ValueError as error:
+            problems.append(str(error))
+    return problems
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="computes on CPU processes, forked from one that uses CUDA")
+def test_processes_that_share_a_gpu_are_refused_what_nccl_refuses():
+    for strides, dtype, operation, fine in run_world(refused_tensors, 2, backend="host_staged"):
+        assert "contiguous" in strides and "torch.int16" in dtype and "BXOR" in operation and not fine
+
+
+def call_every_collective() -> dict[str, float]:
+    """Calls through NCCL what layouts call: every collective, with the dtypes and reductions that they use."""
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    device = torch.device("cuda")
+    axis = Axis(2, 0, dist.group.WORLD)  # of a size that calls NCCL; its group has one rank
+    worst = {}
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.uint8):
+        x = torch.arange(24, device=device).to(dtype).view(4, 6)
+        out = torch.empty_like(x)
+        results = {}
+        for operation in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
+            y = x.clone()
+            collectives.all_reduce(y, operation, axis=axis)
+            results[f"all_reduce {operation}"] = y
+        collectives.all_reduce_coalesced([y := x.clone()], axis)
+        results["all_reduce_coalesced"] = y
+        for name in ("all_gather", "reduce_scatter", "all_to_all"):
+            args = (out, x) if name != "all_to_all" else (out, x, [4], [4])
+            getattr(collectives, name)(*args, axis=axis)
+            results[name] = out.clone()
+        dist.broadcast(y := x.clone(), 0)
+        results["broadcast"] = y
+        sent = [dist.P2POp(dist.isend, x, 0), dist.P2POp(dist.irecv, out.zero_(), 0)]
+        for work in dist.batch_isend_irecv(sent):
+            work.wait()
+        results["send and receive"] = out.clone()
+        if dtype.is_floating_point:
+            for name in ("all_gather_with_grad", "reduce_scatter_with_grad"):
+                z = x.clone().requires_grad_()
+                (y := getattr(collectives, name)(z, 0, axis)).backward(x)
+                results |= {name: y.detach(), f"{name}: gradient": z.grad}
+            z = x.clone().requires_grad_()
+            collectives.all_to_all_with_grad(z, [4], [4], axis).backward(x)
+            results["all_to_all_with_grad: gradient"] = z.grad
+        worst |= {f"{name} {dtype}": float((y.double() - x.double()).abs().max()) for name, y in results.items()}
+    worst["objects"] = float(all_gather_json({"a": [1, None]}) != [{"a": [1, None]}])
+    dist.barrier()
+    return worst
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_every_collective_goes_through_nccl():
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    differences = json.loads(done.stdout.splitlines()[-1])
+    assert len(differences) > 50 and set(differences.values()) == {0.0}, differences
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("model", ["gpt", "hf:llama", "bert", "resnet-50", "t5", "moe"])
+def test_the_commands_a_user_types(model, tmp_path):
+    """Trains with the defaults of a GPU (compiled blocks, CUDA graph), resumes and benchmarks."""
+    sizes = {
+        "hf:llama": "sequence = 128\nargs = {num_hidden_layers = 2, hidden_size = 128, intermediate_size = 256, "
+        "num_attention_heads = 2, num_key_value_heads = 2, vocab_size = 512}",
+        "resnet-50": "image_size = 64",
+    }.get(model, "sequence = 128\nlayers = 2\nwidth = 128\nheads = 2\nvocab = 512")
+    (tmp_path / "job.toml").write_text(
+        f'precision = "bf16"\nsteps = 12\n[model]\nname = "{model}"\n{sizes}\n[data]\nsource = "synthetic"\n'
+        '[batch]\nsamples = 8\n[checkpoint]\nevery = 6\n[run]\nfolder = "run"\n'
+    )
+
+    def call(*command: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "shardwise", *command], cwd=tmp_path, text=True, capture_output=True, timeout=300
+        )
+        assert done.returncode == 0 and "Traceback" not in done.stderr, done.stdout + done.stderr
+        return done.stdout
+
+    call("train", "job.toml")
+    call("train", "--resume", "run", "--set", "steps=16")
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 17))
+    assert "ms per step" in call("bench", "step", "job.toml")
+    if model == "gpt":
+        call("calibrate", "--out", "here.toml")
+        assert torch.cuda.get_device_name().split()[-1] in (tmp_path / "here.toml").read_text()
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("layout", ["pipeline=1", "replicate=2", "shard=2 zero=3", "pipeline=2", "tensor=2"])
@@ -203,3 +307,7 @@ def test_steps_with_and_without_a_graph_give_the_same_numbers(fault):
     assert len(told) == (fault == "the host reads a value")
     assert all("capture" in sentence and sentence.endswith(".") for sentence in told)
     torch.randn(1 << 20, device="cuda").sum().item()  # the device and its allocator work on
+
+
+if __name__ == "__main__":
+    print(json.dumps(call_every_collective()))

@@ -8,7 +8,6 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,13 +35,6 @@ FAULTY_WORKER = "shardwise.chaos.faulty_worker:main"
 
 def small_job(folder: Path, run: dict[str, object] | None = None, **changes: object) -> Job:
     return make_job(SMALL | changes | {"run": {"folder": str(folder), "device": "cpu", **(run or {})}})
-
-
-@pytest.fixture(scope="module")
-def fork_server() -> Iterator[ForkServer]:
-    server = ForkServer("shardwise.chaos.faulty_worker")
-    yield server
-    server.close()
 
 
 def train(fork_server: ForkServer, job: Job, layout: str, *faults: Fault) -> RunFolder:

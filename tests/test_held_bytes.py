@@ -38,7 +38,7 @@ from shardwise.parallel.prepare import prepare
 from shardwise.step import StepResult, step
 from shardwise.verify.parity import make_stream
 
-LAYERS, MICRO_BATCHES = 6, 4
+LAYERS, MICRO_BATCHES = 4, 4
 LITTLE = 0.2  # the share of the weights that activations may come to
 
 # Sizes that divide by 4, weights much larger than activations: a micro-batch is one sample of two tokens.
@@ -139,6 +139,7 @@ def run(text: str) -> list[tuple[dict[str, int], Moments]]:
     layout = Layout.parse(f"{text} micro_batch=1")
     batch = {"samples": layout.data * MICRO_BATCHES}
     job = make_job({"precision": "float64", "model": MODEL, "batch": batch})
+    prepare(job, layout)  # once, for all ranks
     ranks = run_world(watched_step, layout.world, job, layout)
     for _, moments in ranks:
         chunks = MICRO_BATCHES * layout.stages_per_rank

@@ -151,6 +151,7 @@ def go_on(job: Job, text: str, folder: Path, loads: bool) -> tuple[list[float], 
 @pytest.mark.parametrize("name", NAMES[:3])
 def test_goes_on_in_another_layout(name: str, tmp_path: Path) -> None:
     job = job_of(name, 6, DENSE)
+    prepare(job, Layout())  # once, for all ranks
     here = run_world(go_on, 4, job, "shard=2 tensor=2 zero=3 micro_batch=1", tmp_path, False)[0]
     there = run_world(go_on, 3, job, "shard=3 zero=1 micro_batch=1", tmp_path, True)[0]
     assert there[0] == pytest.approx(here[0], rel=1e-10)
@@ -160,6 +161,7 @@ def test_8_bit_states_come_back(tmp_path: Path) -> None:
     """The same codes in the same layout; within their rounding in another."""
     job = job_of("adamw", 4, DENSE | {"width": 96, "heads": 4, "kv_heads": 2}, state_dtype="8bit")
     job = job.model_copy(update={"precision": "float32"})
+    prepare(job, Layout())  # once, for all ranks
     losses, end, _ = run_world(go_on, 2, job, "shard=2 zero=2", tmp_path, False)[0]
     assert sum(state.dtype == torch.uint8 for state in end) >= 12
     again = run_world(go_on, 2, job, "shard=2 zero=2", tmp_path, True)[0]

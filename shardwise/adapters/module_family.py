@@ -34,6 +34,7 @@ from shardwise.adapters.tensor_plan import make_sharding_plan
 from shardwise.errors import JobError
 from shardwise.models.config import ModelConfig
 from shardwise.models.family import Family
+from shardwise.models.layers import Linear
 from shardwise.models.operator_costs import OperatorCosts, merge_costs
 from shardwise.models.sharding import ShardingPlan
 from shardwise.models.trace import interpolate_traces, trace_module
@@ -95,7 +96,7 @@ class ModuleConfig(ModelConfig):
 
     @property
     def heads(self) -> int:
-        return _check_context(self)[1]
+        return check_context(self)[1]
 
     @property
     def requires_single_micro_batch(self) -> bool:  # type: ignore[override]
@@ -149,12 +150,16 @@ class ModuleFamily(Family):
         for name, parameter in module.named_parameters():
             if name not in anatomy.parts_of or name in anatomy.without_gradient:
                 parameter.requires_grad_(False)  # nothing would ever give it a gradient
+        for linear in _block_linears(module, anatomy):
+            linear.__class__ = Linear  # which can compute in FP8
         return ModuleChain(module, task, spec, anatomy, self._plan(config, module, anatomy), init, state)
 
     def build_on_meta(self, config: Any, seed: int = 0) -> ModuleChain:
         return self.build(config, seed)
 
     def shrink(self, config: Any) -> Any:
+        if not self.task(config).reads_tokens and len(meta_chain(config).anatomy.blocks) <= 4:
+            return config  # and is not traced again
         small = config.model_copy(update={"sequence": min(config.sequence, 32), "blocks": config.blocks or 4})
         try:
             meta_chain(small)
@@ -187,11 +192,10 @@ class ModuleFamily(Family):
     def refusals(self, config: Any) -> dict[str, str]:
         chain = meta_chain(config)
         anatomy, plan = chain.anatomy, chain.sharding_plan
-        refused = {
-            "expert": "it has no experts that can be split; leave expert at 1.",
-            "fp8": "fp8 works with our own families; use bf16.",
-        }
-        if reason := _check_context(config)[0]:
+        refused = {"expert": "it has no experts that can be split; leave expert at 1."}
+        if not _block_linears(chain.root, anatomy):
+            refused["fp8"] = "its blocks have no nn.Linear; use bf16."
+        if reason := check_context(config)[0]:
             refused["context"] = f"{reason}, so its sequences cannot be split; use shard."
         if anatomy.crossing:
             refused["pipeline"] = f"{anatomy.crossing}."
@@ -291,8 +295,14 @@ class ModuleFamily(Family):
         return DatasetSource(task, task.data), DatasetSource(task, task.validation or [])
 
 
+def _block_linears(module: nn.Module, anatomy: Anatomy) -> list[nn.Linear]:
+    blocks = (module.get_submodule(name) for name in anatomy.blocks)
+    parts = (part for block in blocks for part in block.modules())
+    return [part for part in parts if isinstance(part, nn.Linear) and type(part) in (nn.Linear, Linear)]
+
+
 @lru_cache(maxsize=8)
-def _check_context(config: Any) -> tuple[str, int]:
+def check_context(config: Any) -> tuple[str, int]:
     """Returns why sequences cannot be split, empty if they can, and the number of heads of `shardwise.attention`."""
     from shardwise.models.registry import family_of
 

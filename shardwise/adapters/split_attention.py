@@ -52,10 +52,15 @@ def positions(length: int, device: Any = None) -> Tensor:
     return SPLIT.local_positions.to(device)
 
 
+def count_call(query: Tensor) -> None:
+    if not torch.compiler.is_compiling():  # a counter would be a reason to compile anew
+        SPLIT.calls, SPLIT.heads = SPLIT.calls + 1, query.shape[1]
+
+
 def attention(query: Tensor, key: Tensor, value: Tensor, *, causal: bool = True, scale: float | None = None) -> Tensor:
     """Computes attention (batch, heads, sequence, features) over the whole sequence, whose keys and values may have
     fewer heads (grouped-query attention)."""
-    SPLIT.calls, SPLIT.heads = SPLIT.calls + 1, query.shape[1]
+    count_call(query)
     if SPLIT.attention_fn is None:
         grouped = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scale, enable_gqa=grouped)

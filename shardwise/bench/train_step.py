@@ -91,18 +91,20 @@ def bench_step(job: Job, device: torch.device, steps: int = 10, warmup_steps: in
         torch.cuda.reset_peak_memory_stats()
     engine = parallelize(prepare(job, layout), device)
     optimizer = engine.make_optimizer(job)
-    stream = job_stream(job, synthetic_source(job, 4 * job.samples))
-    batches = [stream.read(rank_positions(number, job.samples, 1, 0)).to(device) for number in range(4)]
+    count = warmup_steps + 1 + 2 + steps
+    stream = job_stream(job, synthetic_source(job, count * job.samples))
+    batches = (stream.read(rank_positions(number, job.samples, 1, 0)).to(device) for number in range(count))
 
-    for number in range(warmup_steps):
-        step(engine, optimizer, batches[number % 4], job.optimizer.clip)
-    time_breakdown = _profile_step(engine, lambda: step(engine, optimizer, batches[0], job.optimizer.clip), device)
+    for _ in range(warmup_steps):
+        step(engine, optimizer, next(batches), job.optimizer.clip)
+    profiled = next(batches)
+    time_breakdown = _profile_step(engine, lambda: step(engine, optimizer, profiled, job.optimizer.clip), device)
     compiled = job.should_compile(device.type, layout)
     step_fn = make_step_fn(engine, optimizer, job.optimizer.clip, compiled, warmup_steps=0)
-    for number in range(2):
-        step_fn(batches[number])
+    for _ in range(2):
+        step_fn(next(batches))
     time_steps = _time_steps_cuda if device.type == "cuda" else _time_steps_cpu
-    times = time_steps(step_fn, [batches[number % 4] for number in range(steps)])
+    times = time_steps(step_fn, list(batches))
     peak = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0
     median = statistics.median(times)
     quartiles = statistics.quantiles(times, n=4) if len(times) > 1 else [median] * 3

@@ -1,8 +1,9 @@
 """A process-group backend for several processes on one GPU: copies tensors to host memory and uses gloo.
 
 NCCL needs one GPU per process, and gloo on CUDA tensors supports no send and receive and crashes in some collectives
-(PyTorch 2.11). Every collective is synchronous; this is for trying out layouts, not for speed. A backend in Python
-needs PyTorch's c10d internals; in this room, this file and `torch_collectives.py` are the ones that touch them.
+(PyTorch 2.11). Every collective is synchronous; this is for trying out layouts, not for speed. What NCCL would refuse
+is refused here too. A backend in Python needs PyTorch's c10d internals; in this room, this file and
+`torch_collectives.py` are the ones that touch them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,11 @@ c10d: Any = torch._C._distributed_c10d  # type: ignore[attr-defined]
 ProcessGroup: Any = dist.ProcessGroup  # signatures differ between PyTorch versions
 
 BACKEND = "host_staged"
+NCCL_DTYPES = (
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8,
+    torch.bool, torch.float8_e4m3fn, torch.float8_e5m2,
+)  # fmt: skip
+BITWISE_OPS = {"BAND": dist.ReduceOp.BAND, "BOR": dist.ReduceOp.BOR, "BXOR": dist.ReduceOp.BXOR}
 
 
 def register_backend() -> None:
@@ -38,7 +44,7 @@ class HostStagedBackend(ProcessGroup):  # type: ignore[misc]
         self.gloo = gloo
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        host_tensors = [_copy_to_host(tensor) for tensor in tensors]
+        host_tensors = [_copy_to_host(tensor, opts) for tensor in tensors]
         self.gloo.allreduce(host_tensors, opts or c10d.AllreduceOptions()).wait()
         return _copy_back(tensors, host_tensors)
 
@@ -66,7 +72,7 @@ class HostStagedBackend(ProcessGroup):  # type: ignore[misc]
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        host_input = _copy_to_host(input)
+        host_input = _copy_to_host(input, opts)
         allreduce_opts = c10d.AllreduceOptions()
         if opts is not None:
             allreduce_opts.reduceOp = opts.reduceOp
@@ -92,7 +98,7 @@ class HostStagedBackend(ProcessGroup):  # type: ignore[misc]
     all_to_all_single = alltoall_base
 
     def barrier(self, opts: Any = None) -> Any:
-        return self.allreduce([torch.zeros(1)])
+        return self.allreduce([torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu")])
 
     def send(self, tensors: list[Tensor], rank: int, tag: int = 0) -> Any:
         host_tensors = [_copy_to_host(tensor) for tensor in tensors]
@@ -125,11 +131,28 @@ class HostStagedWork(dist.Work):
         return True
 
 
-def _copy_to_host(tensor: Tensor) -> Tensor:
+def refuse_what_nccl_would(tensor: Tensor, opts: Any = None) -> None:
+    """Raises ValueError for tensors and reductions that NCCL does not support."""
+    if torch.cuda.is_available() and not tensor.is_cuda:
+        raise ValueError("NCCL has no collectives on tensors in host memory.")
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"NCCL needs contiguous tensors, not shape {tuple(tensor.shape)} with strides {tensor.stride()}."
+        )
+    if tensor.dtype not in NCCL_DTYPES:
+        raise ValueError(f"NCCL does not support {tensor.dtype}.")
+    for name, operation in BITWISE_OPS.items():
+        if getattr(opts, "reduceOp", None) == operation:
+            raise ValueError(f"NCCL has no reduction {name}.")
+
+
+def _copy_to_host(tensor: Tensor, opts: Any = None) -> Tensor:
+    refuse_what_nccl_would(tensor, opts)
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def _empty_host_like(tensor: Tensor) -> Tensor:
+    refuse_what_nccl_would(tensor)
     return torch.empty(tensor.shape, dtype=tensor.dtype)
 
 

@@ -48,7 +48,7 @@ def forbid_pickles() -> None:
 
 
 def _encode(value: Any, group: dist.ProcessGroup | None) -> Tensor:
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    device = "cuda" if dist.get_backend(group) != "gloo" and torch.cuda.is_available() else "cpu"
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
 
 

@@ -214,7 +214,7 @@ class SampleStream:
         if not self.shuffle:
             return positions % count
         indices = np.empty_like(positions)
-        for epoch in np.unique(positions // count).tolist():
+        for epoch in sorted({*(positions // count).tolist()}):  # np.unique would import numpy.ma
             key = (epoch, *source_index)
             if key not in self._permutations:
                 self._permutations[key] = Permutation(count, "order", self.seed, *key)

@@ -80,7 +80,9 @@ class OneSideRMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         position_ids = torch.arange(x.shape[1], device=x.device) if self.position_ids is None else self.position_ids
-        return torch.where(((position_ids >= self.encoder_length) == self.decoder)[:, None], self.norm(x), x)
+        is_decoder = position_ids >= self.encoder_length
+        is_own = is_decoder if self.decoder else ~is_decoder  # PyTorch 2.11 cannot compile a comparison of booleans
+        return torch.where(is_own[:, None], self.norm(x), x)
 
 
 class T5EncoderBlock(nn.Module):

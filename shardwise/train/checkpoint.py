@@ -1,7 +1,7 @@
 """Checkpoints: written atomically, verified before they are loaded, and loadable into any layout.
 
     step-00000100/
-        __<rank>_0.distcp   the shards that a rank wrote        tensors.json    file and offset of every shard
+        __<rank>_*.distcp   the shards that a rank wrote        tensors.json    file and offset of every shard
         .metadata           the same as a pickle, for           manifest.json   step, layout, state; size and SHA-256
                             PyTorch's own tools                                 of every file; written last
 
@@ -21,6 +21,7 @@ diverge save theirs under the prefix `replica<n>.`.
 """
 
 import json
+import mmap
 import shutil
 import threading
 from collections.abc import Callable, Mapping
@@ -41,6 +42,7 @@ from shardwise.parallel.param_shard import ParamShard, offset_and_shape
 from shardwise.train import checkpoint_folder, error_feedback
 from shardwise.train.checkpoint_folder import CheckpointGroup, list_checkpoints, valid_checkpoints
 from shardwise.train.dcp_storage import CheckpointPiece, Index, Pieces, dtype_of, read_index, read_pieces, write_pieces
+from shardwise.workers.host_memory import in_huge_pages, pack, page_lock, unpack
 from shardwise.workers.snapshots import SnapshotStore
 
 __all__ = ["CheckpointManager", "valid_checkpoints", "load_weights"]
@@ -55,11 +57,17 @@ class CheckpointManager:
         self.damaged: list[str] = []  # problems of the checkpoints that the last `load` skipped, as sentences
         self.source = ""  # where the last `load` found its state: "memory", "disk", or "" if there was none
         self._group = CheckpointGroup.create()
-        self.snapshots = None if snapshots is None else SnapshotStore(snapshots, layout, self._group.all_gather)
+        # In a process group of their own, so that they need not wait for a save.
+        self.snapshots = (
+            None if snapshots is None else SnapshotStore(snapshots, layout, CheckpointGroup.create().all_gather)
+        )
         """In-memory snapshots; None if disabled or if memory is too small."""
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._staging: dict[str, Tensor] = {}
+        self._staging: Tensor | None = None  # host memory of asynchronous saves
+        self._reserving: threading.Thread | None = None
+        self._can_stage = threading.Event()
+        self._can_stage.set()
         self._damaged_paths: set[Path] = set()
         self._group.on_rank_zero(self._prepare_folder)
 
@@ -76,6 +84,22 @@ class CheckpointManager:
         args = step, pieces, metadata, ready
         self._thread = threading.Thread(target=self._write_in_background, args=args, daemon=True)
         self._thread.start()
+
+    def reserve(self, engine: Engine, optimizer: Optimizer) -> None:
+        """Page-locks host memory for the saves and snapshots of a GPU, in the background since it takes seconds."""
+        tensors = {name: piece.tensor for name, piece in collect_pieces(engine, optimizer).items()}
+        if engine.mesh.device.type == "cuda":
+            self._can_stage.clear()
+            self._reserving = threading.Thread(target=self._reserve_now, args=(tensors,), daemon=True)
+            self._reserving.start()
+
+    def can_snapshot(self, step: int, every: int) -> bool:
+        """Whether a snapshot is due, and the memory for it is there."""
+        if self.snapshots is None or not self.snapshots.is_due(step, every):
+            return False
+        if self._reserving is not None and self._group.size > 1:
+            self._reserving.join()  # all ranks must agree
+        return self._reserving is None or not self._reserving.is_alive()
 
     def finish(self) -> None:
         """Waits for the pending save; raises RunError, on every rank, if it failed."""
@@ -110,8 +134,6 @@ class CheckpointManager:
     def snapshot(self, step: int, engine: Engine, optimizer: Optimizer, state: Mapping[str, Any]) -> str:
         """Copies all state to host memory. If it does not fit, disables snapshots and returns why, on every rank."""
         assert self.snapshots is not None
-        if self.snapshots.needs_communication:
-            self._wait()  # both use the checkpoint process group
         problem = self.snapshots.take(step, collect_pieces(engine, optimizer), {"step": step, **state})
         if problem:
             self.snapshots = None
@@ -144,17 +166,25 @@ class CheckpointManager:
             self._thread.join()
             self._thread = None
 
+    def _reserve_now(self, tensors: dict[str, Tensor]) -> None:
+        if self.asynchronous:
+            self._staging = in_huge_pages(mmap.mmap(-1, pack(tensors)[1]))
+            page_lock(self._staging)
+        self._can_stage.set()
+        if self.snapshots is not None:
+            self.snapshots.reserve(tensors)
+
     def _stage_to_host(self, pieces: Pieces, device: torch.device) -> tuple[Pieces, torch.cuda.Event | None]:
-        """Copies the shards to host buffers, which are reused: page faults would cost more than the copy."""
-        on_gpu = device.type == "cuda"
-        for name, piece in pieces.items():
-            staged = self._staging.get(name)
-            if staged is None or staged.shape != piece.tensor.shape or staged.dtype != piece.tensor.dtype:
-                staged = torch.empty_like(piece.tensor, device="cpu", pin_memory=on_gpu)
-                self._staging[name] = staged
-            staged.copy_(piece.tensor, non_blocking=True)
-        copies = {name: replace(piece, tensor=self._staging[name]) for name, piece in pieces.items()}
-        if not on_gpu:
+        """Copies the shards to host memory, which is reused: page faults would cost more than the copy."""
+        entries, size = pack({name: piece.tensor for name, piece in pieces.items()})
+        self._can_stage.wait()
+        if self._staging is None or self._staging.numel() != size:
+            self._staging = in_huge_pages(mmap.mmap(-1, size))
+        copies = {}
+        for name, staged in unpack(self._staging, entries).items():
+            staged.copy_(pieces[name].tensor, non_blocking=True)
+            copies[name] = replace(pieces[name], tensor=staged)
+        if device.type != "cuda":
             return copies, None
         ready = torch.cuda.Event()  # stream order protects the copies from later kernels; only the writer must wait
         ready.record()

@@ -15,6 +15,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from shardwise.comm.objects import all_gather_json, broadcast_json
 from shardwise.errors import CheckpointError
 from shardwise.files import parse_json
+from shardwise.workers.host_memory import num_threads
 
 FORMAT_VERSION = 1
 MANIFEST_FILE = "manifest.json"
@@ -147,7 +149,9 @@ def verify_checkpoint_files(path: Path, group: CheckpointGroup) -> tuple[list[st
     except DamagedCheckpoint as error:
         return [str(error)], {}
     by_size = sorted(manifest["files"].items(), key=lambda item: -item[1]["bytes"])
-    problems = [_file_problem(path, name, info) for name, info in by_size[group.rank :: group.size]]
+    own = by_size[group.rank :: group.size]
+    with ThreadPoolExecutor(num_threads(sum(info["bytes"] for _, info in own))) as pool:
+        problems = list(pool.map(lambda file: _file_problem(path, *file), own))
     return sorted(problem for part in group.all_gather(problems) for problem in part if problem), manifest
 
 

@@ -12,8 +12,9 @@ import json
 import os
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,17 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem, _split_by_size_and_type, _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata as Chunk
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.utils.serialization import config as save_config
 
 from shardwise.errors import RunError
 from shardwise.train.checkpoint_folder import CheckpointGroup, HashedFileWriter, write_hashed_file
+from shardwise.workers.host_memory import num_threads
 
 INDEX_FILE = "tensors.json"
 Index = dict[str, dict[str, Any]]  # by tensor name: dtype, shape, pieces as [file, offset, length, offsets, sizes]
@@ -62,7 +65,7 @@ def write_pieces(folder: Path, pieces: Pieces, group: CheckpointGroup) -> FileDi
     plans, metadata = planner.create_global_plan(plans)  # the same on all ranks
     try:
         plan = planner.finish_plan(writer.prepare_global_plan(plans)[group.rank])
-        for one in writer.write_data(plan, planner).wait():
+        for one in writer.write_in_threads(plan, planner):
             written.append((one.index.fqn, one.index.offset, one.size_in_bytes, vars(one.storage_data)))
     except Exception as error:
         problem = f"rank {group.rank}: {error}"
@@ -181,6 +184,18 @@ class DCPWriter(dcp.FileSystemWriter):
         self.fs = HashingFileSystem()
         self.index: Index = {}
 
+    def write_in_threads(self, plan: SavePlan, planner: PieceSavePlanner) -> list[WriteResult]:
+        """Writes the items of a plan, several files at once if they are large: hashing is slower than a fast disk.
+        DCP's own threads would lose an error."""
+        threads = num_threads(sum(planner.state_dict[item.index.fqn].tensor.nbytes for item in plan.items))
+        if threads == 1:
+            return self.write_data(plan, planner).wait()
+        parts = _split_by_size_and_type(threads, plan.items)
+        plans = [replace(plan, items=part, storage_data=_StoragePrefix(f"{plan.storage_data.prefix}{number}_"))
+                 for number, part in enumerate(parts)]  # fmt: skip
+        with ThreadPoolExecutor(threads) as pool, save_config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
+            return [one for results in pool.map(lambda p: self.write_data(p, planner).wait(), plans) for one in results]
+
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         super().finish(metadata, results)
         storage_by_index = {result.index: result.storage_data for part in results for result in part}
@@ -202,6 +217,17 @@ class DCPReader(dcp.FileSystemReader):
     def __init__(self, folder: Path, index: Index):
         super().__init__(folder)
         self.index = index
+
+    def read_data(self, plan: LoadPlan, planner: Any) -> Any:
+        """Reads several files at once."""
+        by_file: dict[str, list[Any]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        plans = [replace(plan, items=items) for items in by_file.values()]
+        size = sum(self.storage_data[item.storage_index].length for item in plan.items)
+        with ThreadPoolExecutor(num_threads(size)) as pool:
+            done = [pool.submit(super(DCPReader, self).read_data, plan, planner) for plan in plans]
+        return [future.result() for future in done][-1] if done else super().read_data(plan, planner)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         tensors: dict[str, Any] = {}

@@ -152,6 +152,8 @@ class TrainingLoop:
                 self.corruption_detector.before_step(number + 1, samples)
                 outcome = self.step(samples)
                 done = number + 1
+                if number == first:  # the optimizer has its state now
+                    self.checkpoints.reserve(self.engine, self.optimizer)
                 if self.engine.outer_optimizer is not None:
                     self.engine.outer_optimizer.after_step(done, last)
                 self.corruption_detector.after_step()
@@ -171,8 +173,7 @@ class TrainingLoop:
                     self._validate(done)
                 if _is_due(done, self.job.checkpoint.every) or done == last or verdict.stop_signal:
                     self._save(done)
-                snapshots = self.checkpoints.snapshots
-                if snapshots is not None and snapshots.is_due(done, self.job.checkpoint.snapshot_every) and done < last:
+                if done < last and self.checkpoints.can_snapshot(done, self.job.checkpoint.snapshot_every):
                     self._snapshot(done)
                 if verdict.stop_signal and done < last:
                     reason = signal_name(verdict.stop_signal)

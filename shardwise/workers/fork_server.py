@@ -18,7 +18,6 @@ its workers with it.
 """
 
 import ctypes
-import importlib
 import json
 import os
 import select
@@ -37,6 +36,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise import quick_import
 from shardwise.workers.run_owner import BEAT_SECONDS, keep
 
 STANDBY_FLAG = "--standby-fd="  # file descriptor that a standby worker blocks on until it is released
@@ -304,8 +304,7 @@ def signal_parent_death(number: int) -> bool:
 
 def load_entry_point(entry: str) -> EntryPoint:
     module, _, name = entry.partition(":")
-    function: EntryPoint = getattr(importlib.import_module(module), name)
-    return function
+    return getattr(quick_import(module), name)  # type: ignore[no-any-return]
 
 
 def _serve_and_exit(connection: socket.socket) -> None:
@@ -327,5 +326,5 @@ def _ignore_stop_signals() -> None:
 if __name__ == "__main__":
     _ignore_stop_signals()
     for module in sys.argv[2:]:
-        importlib.import_module(module)
+        quick_import(module)
     _serve_and_exit(socket.socket(fileno=int(sys.argv[1])))

@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,9 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.files import parse_json, write_text
+from shardwise.workers.host_memory import in_huge_pages, pack, page_lock, unpack
 
 SLOTS = 2
-ALIGNMENT = 64
 MAX_OVERHEAD = 0.01  # share of training time that snapshots may take
 Headers = dict[int, dict[str, Any]]  # the headers of a rank's snapshots, by slot
 Gather = Callable[[Any], list[Any]]  # all-gathers a JSON value
@@ -69,6 +68,7 @@ class SnapshotStore:
         """The rank on the previous node whose snapshots we keep a copy of."""
         self._slot, self._snapshots_taken, self._last_snapshot, self._min_interval = 0, 0, (0, 0.0), 1
         self._thread: threading.Thread | None = None
+        self._buffers: dict[tuple[int, int], Tensor] = {}  # mapped files by rank and slot
 
     def check_space(self, tensors: Mapping[str, Tensor]) -> str:
         """Returns an error message if this node has no room for the snapshots of its ranks; otherwise empty."""
@@ -87,13 +87,14 @@ class SnapshotStore:
             f"{free / 2**30:.3g} GiB are available in {self.folder.parent}; restarts load checkpoints from disk."
         )
 
+    def reserve(self, tensors: Mapping[str, Tensor]) -> None:
+        """Page-locks the memory of all slots, if there is room for them."""
+        if not self.check_space(tensors):
+            for slot in range(SLOTS):
+                page_lock(self._mapped_bytes(self.rank, slot, pack(tensors)[1]))
+
     def is_due(self, step: int, every: int) -> bool:
         return step % max(every, self._min_interval) == 0
-
-    @property
-    def needs_communication(self) -> bool:
-        """Whether taking the next snapshot involves a collective."""
-        return self._snapshots_taken in (0, SLOTS)
 
     def take(self, step: int, pieces: Mapping[str, TensorPiece], state: Mapping[str, Any]) -> str:
         """Takes a snapshot. Returns an error message, the same on every rank, if a node has no room for snapshots.
@@ -120,6 +121,8 @@ class SnapshotStore:
     @torch.no_grad()
     def load_into(self, header: Mapping[str, Any], pieces: Mapping[str, TensorPiece]) -> None:
         tensors = self.tensors(header)
+        if any(piece.tensor.is_cuda for piece in pieces.values()):
+            page_lock(self._mapped_bytes(self.rank, self._slot, header["bytes"]))
         for name, piece in pieces.items():
             piece.tensor.copy_(tensors[name])
 
@@ -127,17 +130,14 @@ class SnapshotStore:
         """Copies the tensors. The snapshot is valid once the background thread has written its header."""
         self.finish()
         self._slot = (self._slot + 1) % SLOTS
-        entries: list[tuple[str, str, list[int], int]] = []
-        end = 0
-        for name, tensor in tensors.items():
-            entries.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), end))
-            end += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
-        end = max(end, ALIGNMENT)
+        entries, size = pack(tensors)
         self._header_path(self.rank, self._slot).unlink(missing_ok=True)  # invalid while it is being overwritten
-        buffer = self._mapped_bytes(self.rank, self._slot, end)
-        for (_, _, _, start), tensor in zip(entries, tensors.values(), strict=True):
-            _tensor_view(buffer, start, tensor.dtype, list(tensor.shape)).copy_(tensor)
-        header = {"step": step, "layout": self.layout, "entries": entries, "bytes": end, **metadata}
+        buffer = self._mapped_bytes(self.rank, self._slot, size)
+        for name, view in unpack(buffer, entries).items():
+            view.copy_(tensors[name], non_blocking=True)
+        if any(tensor.is_cuda for tensor in tensors.values()):
+            torch.cuda.synchronize()
+        header = {"step": step, "layout": self.layout, "entries": entries, "bytes": size, **metadata}
         self._thread = threading.Thread(target=self._finalize, args=(header, buffer, self._slot), daemon=True)
         self._thread.start()
 
@@ -149,16 +149,19 @@ class SnapshotStore:
     def latest_complete(self) -> dict[str, Any] | None:
         """Returns the header of the newest snapshot that exists for all ranks, or None; restores lost ones."""
         self.finish()
-        local_headers = {rank: self._valid_headers(rank) for rank in {self.rank, self.backed_up_rank}}
-        steps_of = {rank: [one["step"] for one in headers.values()] for rank, headers in local_headers.items()}
-        all_steps = self.gather(list(steps_of.items()))
-        holders: dict[int, dict[int, list[int]]] = {}
-        for holder, steps_by_rank in enumerate(all_steps):
-            for rank, steps in steps_by_rank:
-                for step in steps:
-                    holders.setdefault(step, {}).setdefault(rank, []).append(holder)
-        complete = [step for step, ranks in holders.items() if len(ranks) == self.size]
-        if not complete:
+        for count in (1, SLOTS):  # reading a slot takes seconds, and usually all ranks have the newest
+            local_headers = {rank: self._valid_headers(rank, count) for rank in {self.rank, self.backed_up_rank}}
+            steps_of = {rank: [one["step"] for one in headers.values()] for rank, headers in local_headers.items()}
+            all_steps = self.gather(list(steps_of.items()))
+            holders: dict[int, dict[int, list[int]]] = {}
+            for holder, steps_by_rank in enumerate(all_steps):
+                for rank, steps in steps_by_rank:
+                    for step in steps:
+                        holders.setdefault(step, {}).setdefault(rank, []).append(holder)
+            complete = [step for step, ranks in holders.items() if len(ranks) == self.size]
+            if complete:
+                break
+        else:
             return None
         step = max(complete)
         for rank, rank_holders in sorted(holders[step].items()):
@@ -169,13 +172,11 @@ class SnapshotStore:
         return header
 
     def tensors(self, header: Mapping[str, Any]) -> dict[str, Tensor]:
-        buffer = self._mapped_bytes(self.rank, self._slot, header["bytes"])
-        entries = header["entries"]
-        return {name: _tensor_view(buffer, at, getattr(torch, dtype), shape) for name, dtype, shape, at in entries}
+        return unpack(self._mapped_bytes(self.rank, self._slot, header["bytes"]), header["entries"])
 
     def discard_after(self, step: int) -> None:
         for rank in {self.rank, self.backed_up_rank}:
-            for slot, header in self._valid_headers(rank).items():
+            for slot, header in self._headers(rank).items():
                 if header["step"] > step:
                     self._header_path(rank, slot).unlink(missing_ok=True)
 
@@ -219,17 +220,25 @@ class SnapshotStore:
             write_header(self._header_path(rank, slot), header, buffer)
             local_headers[rank][slot] = header
 
-    def _valid_headers(self, rank: int) -> Headers:
-        """Returns, by slot, the headers of a rank's snapshots that match this layout and their checksum."""
+    def _headers(self, rank: int) -> Headers:
+        """Returns, by slot, the headers of a rank's snapshots in this layout, newest first."""
         headers = {}
         for slot in range(SLOTS):
-            with suppress(OSError, ValueError, KeyError, TypeError, RuntimeError):
+            with suppress(OSError, ValueError, KeyError, TypeError):
                 header = parse_json(self._header_path(rank, slot).read_bytes())
-                path = self._data_path(rank, slot)
-                fits = header["layout"] == self.layout and path.stat().st_size >= header["bytes"]
-                if fits and _checksum(self._mapped_bytes(rank, slot, header["bytes"])) == header["sum"]:
+                size = self._data_path(rank, slot).stat().st_size
+                if header["layout"] == self.layout and size >= header["bytes"] and header["step"] >= 0:
                     headers[slot] = header
-        return headers
+        return dict(sorted(headers.items(), key=lambda item: -item[1]["step"]))
+
+    def _valid_headers(self, rank: int, count: int) -> Headers:
+        """Returns those of the newest `count` snapshots that match their checksum."""
+        valid: Headers = {}
+        for slot, header in self._headers(rank).items():
+            with suppress(OSError, ValueError, KeyError, TypeError, RuntimeError):
+                if len(valid) < count and _checksum(self._mapped_bytes(rank, slot, header["bytes"])) == header["sum"]:
+                    valid[slot] = header
+        return valid
 
     def _header_path(self, rank: int, slot: int) -> Path:
         return self.folder / f"rank-{rank}.{slot}.json"
@@ -239,13 +248,17 @@ class SnapshotStore:
 
     def _mapped_bytes(self, rank: int, slot: int, size: int) -> Tensor:
         """Maps a snapshot file into memory, growing it if it is smaller. Does not follow links."""
+        buffer = self._buffers.get((rank, slot))
+        if buffer is not None and buffer.numel() == size:
+            return buffer
         descriptor = os.open(self._data_path(rank, slot), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             if os.fstat(descriptor).st_size < size:
                 os.ftruncate(descriptor, size)
-            return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+            self._buffers[rank, slot] = in_huge_pages(mmap.mmap(descriptor, size))
         finally:
             os.close(descriptor)
+        return self._buffers[rank, slot]
 
 
 def write_header(path: Path, header: dict[str, Any], buffer: Tensor) -> None:
@@ -255,7 +268,3 @@ def write_header(path: Path, header: dict[str, Any], buffer: Tensor) -> None:
 def _checksum(buffer: Tensor) -> int:
     """Returns the sum of all 64-bit words, which any single flipped bit changes."""
     return int(buffer.view(torch.int64).sum())
-
-
-def _tensor_view(buffer: Tensor, start: int, dtype: torch.dtype, shape: list[int]) -> Tensor:
-    return buffer[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)

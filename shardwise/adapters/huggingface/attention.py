@@ -55,10 +55,10 @@ def register() -> None:
         return
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, attention_mask)
-    find_packed = masking_utils.find_packed_sequence_indices
-    # Positions that jump would look like several sequences in a row; ours are one.
     masking: Any = masking_utils
-    masking.find_packed_sequence_indices = lambda ids: None if SPLIT.axis is not None else find_packed(ids)
+    # A sample is one sequence. Positions that jump would look like several, and while a CUDA graph is captured,
+    # transformers cannot look and assumes several.
+    masking.find_packed_sequence_indices = lambda position_ids: None
 
 
 def attention_mask(
@@ -91,7 +91,7 @@ def attention(
     s_aux: Tensor | None = None, position_bias: Tensor | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Computes attention (B, H, S, D) as transformers' own implementations do; returns (B, S, H, D)."""
-    SPLIT.calls += 1
+    split_attention.count_call(query)
     if position_bias is not None:
         raise LayoutError("this model adds a bias to attention, which cannot be split over context ranks.")
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)

@@ -17,7 +17,8 @@ from shardwise.adapters.anatomy import Anatomy
 from shardwise.adapters.context_check import context_refusal
 from shardwise.adapters.huggingface.attention import attend_through_shardwise, trial
 from shardwise.adapters.huggingface.experts import dispatch_tokens, expert_count
-from shardwise.adapters.module_family import ModuleConfig, ModuleFamily, meta_chain
+from shardwise.adapters.huggingface.fused_loss import can_fuse_loss, fuse_loss
+from shardwise.adapters.module_family import ModuleConfig, ModuleFamily, check_context, meta_chain
 from shardwise.adapters.split_attention import SPLIT
 from shardwise.adapters.task import Task
 from shardwise.adapters.tensor_plan import guess_plan, make_sharding_plan
@@ -30,7 +31,7 @@ STYLES = {
     "colwise": "colwise", "rowwise": "rowwise", "colwise_gather_output": "colwise_gather",
     "rowwise_split_input": "rowwise_split", "embedding_rowwise": "vocab", "replicated_with_grad_allreduce": "",
 }  # fmt: skip
-# Experts without data-dependent shapes and in any dtype; on a GPU in bf16 `_configure` chooses the grouped kernel.
+# Experts without data-dependent shapes and in any dtype; on a GPU in bf16 `configure` chooses the grouped kernel.
 TRACEABLE = {"experts_implementation": "batched_mm"}
 # What a config calls the dropout of attention weights, which no kernel can key by sample and position.
 ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
@@ -266,14 +267,18 @@ def make_task(config: Any) -> Task:
                     part.__dict__["stacks_experts"] = True
         return module
 
+    current: dict[str, torch.Tensor] = {}  # the labels of the batch in the forward
+
     def loss(output: Any, batch: Any) -> torch.Tensor:
         logits, labels = output.logits, batch["labels"]
+        if logits.dim() == 0:  # the head computed the loss
+            return logits
         return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=-100, reduction="sum")
 
     name = "pixel_values" if kind == "image classification" else "input_ids"
 
     def inputs(batch: Any) -> dict[str, Any]:
-        positions = SPLIT.local_positions
+        positions, current["labels"] = SPLIT.local_positions, batch["labels"]
         split = {} if positions is None else {"position_ids": positions.expand(batch["labels"].shape[0], -1)}
         return {name if key == "input_ids" else key: value for key, value in batch.items() if key != "labels"} | split
 
@@ -281,17 +286,23 @@ def make_task(config: Any) -> Task:
         images = torch.zeros(samples, 3, config.image_size, config.image_size)
         return {"input_ids": images, "labels": torch.zeros(samples, 1, dtype=torch.int64)}
 
+    def configure(module: Any, device: torch.device, dtype: torch.dtype) -> None:
+        if device.type == "cuda" and dtype is torch.bfloat16:
+            module.config._experts_implementation = "grouped_mm"
+        if kind != "causal language model":
+            return
+        # While a CUDA graph is captured, transformers' own causal mask is a matrix, which rules out fast kernels.
+        if device.type == "cuda" and not check_context(config)[0]:
+            attend_through_shardwise(module)
+        if can_fuse_loss(module, meta_chain(config).root, config.sequence):
+            fuse_loss(module, current)
+
     return Task(
-        build, loss, count=lambda batch: (batch["labels"] != -100).sum(), inputs=inputs, configure=_configure,
+        build, loss, count=lambda batch: (batch["labels"] != -100).sum(), inputs=inputs, configure=configure,
         casts_inputs=False, split_sequence=attend_through_shardwise, dispatch_tokens=dispatch_tokens,
         trunk=config.trunk, plan=config.tensor_plan,
         example_batch=example_images if name == "pixel_values" else None,
     )  # fmt: skip
-
-
-def _configure(module: Any, device: torch.device, dtype: torch.dtype) -> None:
-    if device.type == "cuda" and dtype is torch.bfloat16:
-        module.config._experts_implementation = "grouped_mm"
 
 
 def translate_plan(module: Any) -> dict[str, str]:

@@ -1,0 +1,44 @@
+"""The fused loss of transformers' causal language models: their head computes the loss, and never all logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shardwise.models.loss import fused_linear_cross_entropy, loss_chunk_size
+from shardwise.models.trace import with_fake_tensors
+
+
+def can_fuse_loss(module: Any, whole: Any, sequence: int) -> bool:
+    """Whether a module has its head whole and returns what the head computes, unchanged. `whole` is the same module on
+    the meta device, before it was split."""
+    head, whole_head = module.get_output_embeddings(), whole.get_output_embeddings()
+    if type(whole_head) is not nn.Linear or whole_head.bias is not None or head.weight.shape != whole_head.weight.shape:
+        return False
+    seen: list[Tensor] = []
+    handle = whole_head.register_forward_hook(lambda head, args, logits: seen.append(logits))
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    whole.eval()  # nothing is drawn at random
+    try:
+        with fake, with_fake_tensors(whole, fake), torch.no_grad():
+            logits = whole(input_ids=torch.zeros(2, sequence, dtype=torch.int64)).logits
+    finally:
+        whole.train()
+        handle.remove()
+    return len(seen) == 1 and logits is seen[0]
+
+
+def fuse_loss(module: Any, labels: dict[str, Tensor]) -> None:
+    """Makes the head return the loss instead of logits, summed over the targets in `labels["labels"]`. In a pipeline,
+    where many micro-batches wait for their backward, all logits are computed at once."""
+    head = module.get_output_embeddings()
+    is_pipelined = any("is_passed_over" in part.__dict__ for part in module.modules())
+    chunk_size = 0 if is_pipelined else loss_chunk_size(head.weight.shape[0])
+
+    def forward(x: Tensor) -> Tensor:
+        return fused_linear_cross_entropy(x.flatten(0, -2), head.weight, labels["labels"].flatten(), None, chunk_size)
+
+    head.forward = forward
