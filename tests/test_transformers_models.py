@@ -5,6 +5,7 @@ import json
 import math
 
 import pytest
+import torch
 
 from shardwise.adapters.module_family import meta_chain
 from shardwise.errors import JobError, LayoutError
@@ -134,3 +135,44 @@ def test_a_folder_without_a_config(tmp_path):
         prepare(job(str(tmp_path), {}), Layout.parse("shard=2"))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **LLAMA}), encoding="utf-8")
     assert prepare(job(str(tmp_path), {}), Layout.parse("shard=2")).shapes["lm_head.weight"] == (61, 16)
+
+
+def save(folder, model_type, args, **saving):
+    import transformers
+
+    config = transformers.CONFIG_MAPPING[model_type](**args)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder, **saving)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "args", "layout"),
+    [("llama", LLAMA | {"tie_word_embeddings": True}, "pipeline=2 tensor=2"), ("mixtral", MIXTRAL, "shard=2 expert=2")],
+)
+def test_training_starts_from_the_weights_of_a_folder(model_type, args, layout, tmp_path):
+    """The reference is what transformers reads from the same files: several, of which experts have one each."""
+    save(tmp_path, model_type, args, max_shard_size="4KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    case = job(str(tmp_path), {})
+    for result in verify_layouts(case, layout):
+        assert result.ok and max(result.loss, result.grad, result.weight) < 1e-11, result.describe()
+    random = case.model_copy(update={"model": case.model.model_copy(update={"weights": "random"})})
+    read, drawn = (prepare(one, Layout()).take_model().initial_value("model.norm.weight") for one in (case, random))
+    assert torch.equal(read[:], drawn[:])  # ones
+    read, drawn = (
+        prepare(one, Layout()).take_model().initial_value("model.embed_tokens.weight") for one in (case, random)
+    )
+    assert not torch.equal(read[:], drawn[:])
+
+
+def test_weights_that_do_not_fit_are_named(tmp_path):
+    save(tmp_path, "llama", LLAMA)
+    with pytest.raises(JobError, match=r"embed_tokens.weight has shape \(61, 16\), but the model needs \(77, 16\)"):
+        prepare(job(str(tmp_path), {"vocab_size": 77}), Layout())
+    with pytest.raises(JobError, match=r"no weight 'model.layers.2.self_attn.q_proj.weight' of shape"):
+        prepare(job(str(tmp_path), {"num_hidden_layers": 3}), Layout())
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(JobError, match=r"model.safetensors cannot be read"):
+        prepare(job(str(tmp_path), {"vocab_size": 62}), Layout())
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(JobError, match=r"no \*.safetensors files"):
+        prepare(job(str(tmp_path), {"vocab_size": 63}), Layout())

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import TreeSpec, tree_map_only, tree_unflatten
 
 from shardwise.adapters.anatomy import TRACED_SAMPLES, Anatomy
-from shardwise.adapters.deferred_init import DeferredInit
 from shardwise.adapters.function_modes import KeepFloat64
 from shardwise.adapters.split_attention import split_sequence
 from shardwise.adapters.task import Task
@@ -114,6 +113,11 @@ class _EveryGradient(torch.autograd.Function):
         return grads[0], *(grads[0].new_zeros((), dtype=dtype).expand(shape) for shape, dtype in ctx.shapes)
 
 
+class InitialValues(Protocol):
+    def value(self, name: str) -> Any:
+        """Returns the initial value of a parameter: a tensor, or what gives one when it is indexed by slices."""
+
+
 class ModuleChain(Chain):
     """A chain of three kinds of parts: prologue, blocks, epilogue. Its parameters keep the module's own names."""
 
@@ -121,7 +125,7 @@ class ModuleChain(Chain):
 
     def __init__(
         self, root: nn.Module, task: Task, spec: TreeSpec, anatomy: Anatomy, sharding_plan: ShardingPlan,
-        init: DeferredInit, state: dict[str, Any] | None = None, parts: tuple[int, int] | None = None,
+        init: InitialValues, state: dict[str, Any] | None = None, parts: tuple[int, int] | None = None,
     ):  # fmt: skip
         nn.Module.__init__(self)
         self.is_taken, self.sharding_plan = False, sharding_plan

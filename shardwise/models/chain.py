@@ -114,6 +114,8 @@ def init_weights(chain: Chain, seed: int) -> None:
 def init_slice(chain: Chain, name: str, out: Tensor, shape: torch.Size, offset: tuple[int, ...], seed: int) -> None:
     """Fills `out`, the slice at `offset` of a parameter of this shape, with its initial values."""
     value = chain.initial_value(name)
+    if out.numel() == 0:
+        return
     if value is not None:
         out.copy_(value[tuple(slice(first, first + size) for first, size in zip(offset, out.shape, strict=True))])
         return

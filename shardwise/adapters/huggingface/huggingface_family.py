@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -18,6 +18,8 @@ from shardwise.adapters.context_check import context_refusal
 from shardwise.adapters.huggingface.attention import attend_through_shardwise, trial
 from shardwise.adapters.huggingface.experts import dispatch_tokens, expert_count
 from shardwise.adapters.huggingface.fused_loss import can_fuse_loss, fuse_loss
+from shardwise.adapters.huggingface.weights import FolderWeights, has_weights
+from shardwise.adapters.module_chain import ModuleChain
 from shardwise.adapters.module_family import ModuleConfig, ModuleFamily, check_context, meta_chain
 from shardwise.adapters.split_attention import SPLIT
 from shardwise.adapters.task import Task
@@ -74,6 +76,8 @@ class HuggingFaceConfig(ModuleConfig):
     name: str = "hf:llama"
     args: dict[str, Any] = {}
     """Fields of the model's config, which override those of the folder or the defaults of the type."""
+    weights: Literal["auto", "random"] = "auto"
+    """Initial weights: `auto` takes those of the folder, if it has any."""
     vocab: int = Field(0, ge=0, le=10**7)
     """Number of token ids; 0: that of the config."""
     blocks: int = Field(0, ge=0, le=0)
@@ -83,6 +87,12 @@ class HuggingFaceConfig(ModuleConfig):
     def hf(self) -> Any:
         """The transformers config."""
         return load_config(self)
+
+    @property
+    def weights_folder(self) -> Path | None:
+        """The folder whose weights training starts from; None: random weights."""
+        folder = Path(self.name.removeprefix("hf:"))
+        return folder if self.weights == "auto" and folder.is_dir() and has_weights(folder) else None
 
     @property
     def task(self) -> Task:
@@ -153,13 +163,6 @@ def load_config(config: HuggingFaceConfig) -> Any:
     source = config.name.removeprefix("hf:")
     settings = {"use_cache": False, **TRACEABLE, **config.args}
     if Path(source, "config.json").is_file():
-        if weights := next(
-            (file.name for kind in ("safetensors", "bin") for file in Path(source).glob(f"*.{kind}")), ""
-        ):
-            raise JobError(
-                f"{source} has weights ({weights}), which cannot be loaded yet; to train it from random weights, "
-                "give a folder that holds its config.json alone."
-            )
         try:
             found = transformers.AutoConfig.from_pretrained(
                 source, local_files_only=True, trust_remote_code=False, **settings
@@ -209,10 +212,26 @@ class HuggingFaceFamily(ModuleFamily):
     def objective(self, config: Any, seed: int) -> Objective:
         return MaskedLM(config, seed) if config.kind == "masked language model" else next_token
 
+    def build(self, config: Any, seed: int) -> ModuleChain:
+        chain = super().build(config, seed)
+        if config.weights_folder is not None:
+            weights = chain.init = FolderWeights(config.weights_folder, chain.root)
+            weights.load_buffers(chain.root)
+        return chain
+
+    def build_reference(self, config: Any, seed: int, dtype: torch.dtype) -> nn.Module:
+        module = super().build_reference(config, seed, dtype)
+        if config.weights_folder is not None:  # as transformers reads them
+            model_class = model_kind(config)[1]
+            read = model_class.from_pretrained(config.weights_folder, config=copy.deepcopy(config.hf), dtype=dtype)
+            module.load_state_dict(read.state_dict())
+        return module
+
     def shrink(self, config: Any) -> Any:
         layers = _smaller(config.hf, LAYER_FIELDS)
         for args in (layers | _smaller_widths(config.hf), layers):
-            small = config.model_copy(update={"sequence": min(config.sequence, 32), "args": {**config.args, **args}})
+            changes = {"sequence": min(config.sequence, 32), "args": {**config.args, **args}, "weights": "random"}
+            small = config.model_copy(update=changes)
             try:
                 meta_chain(small)
             except Exception:  # noqa: BLE001, S112 - sizes that do not go together; transformers raises what it likes
