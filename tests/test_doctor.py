@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import socket
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from shardwise.chaos.faulty_worker import Fault
 from shardwise.errors import JobError, RunError
 from shardwise.workers import diagnosis
 from shardwise.workers.fork_server import ForkServer
+from shardwise.workers.heartbeat import TERMINATED, Heartbeat, read_heartbeats
 
 
 @pytest.mark.parametrize(
@@ -39,6 +43,8 @@ def test_the_culprit_is_named(kind: str, layout: str, fork_server: ForkServer, t
         "mismatch": r"rank 1 broke the common order .* called all_reduce #4 \(77\) on axis data instead of",
     }[kind]  # fmt: skip
     assert re.search(expected, said)
+    if kind == "mismatch":  # gloo ended rank 0 or 3 with a C++ exception: the victim, not the culprit
+        assert any(TERMINATED in path.read_text() for path in found.parent.glob("rank-[03].stack"))
     assert kind == "mismatch" or re.search(r"ranks? 0.* been waiting in all_reduce #.* on axis", said)
 
 
@@ -57,12 +63,42 @@ def test_a_rank_that_aborts_or_crashes_is_to_blame_in_young_attempts_too(
     """A survivor has no usual order of collectives yet, so everything it calls seems to break it."""
     faults = [
         Fault("abort", 1, 1, "data", 0), Fault("segfault", 0, 2, "forward", 1), Fault("abort", 3, 3, "backward", 2),
-        Fault("abort", 0, 4, "optimizer", 3),
+        Fault("abort", 0, 4, "optimizer", 3), Fault("native abort", 2, 5, "backward", 4),
     ]  # fmt: skip
     checkpoint = {"every": 0, "snapshot_every": 1}
-    job = small_job(tmp_path / "run", run={"max_restarts": 9, "standby": False}, checkpoint=checkpoint, steps=5)
+    job = small_job(tmp_path / "run", run={"max_restarts": 9, "standby": False}, checkpoint=checkpoint, steps=6)
     events = list(train(fork_server, job, "replicate=2 tensor=2", *faults).events())
-    assert [event["ranks"] for event in events if event["event"] == "killed"] == [[1], [0], [3], [0]]
+    assert [event["ranks"] for event in events if event["event"] == "killed"] == [[1], [0], [3], [0], [2]]
+
+
+def test_a_stack_dump_does_not_crash_a_rank_whose_other_threads_run(tmp_path: Path) -> None:
+    """From a signal handler, reading the frames of other threads crashes within a second if these come and go."""
+
+    def churn() -> None:
+        while True:
+            thread = threading.Thread(target=exec, args=("def f(n): return n and f(n - 1)\nf(9)", {}))
+            thread.start()
+            thread.join()
+
+    pid = os.fork()
+    if not pid:
+        Heartbeat(tmp_path, 0)
+        threading.Thread(target=churn, daemon=True).start()
+        time.sleep(60)
+    while not read_heartbeats(tmp_path):
+        time.sleep(0.01)
+    for _ in range(300):
+        time.sleep(0.003)
+        os.kill(pid, signal.SIGUSR1)
+        assert os.waitpid(pid, os.WNOHANG) == (0, 0), "the rank crashed"
+    stack, deadline = tmp_path / "heartbeats" / "rank-0.stack", time.monotonic() + 5
+    while "in churn" not in stack.read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    frames, terminated = diagnosis._read_frames(stack)
+    assert "in churn" in stack.read_text() and not terminated  # all threads, dumped by one that holds the GIL
+    assert frames[0][2].startswith("test_a_stack_dump")  # the main thread
 
 
 def test_no_signal_reaches_a_process_that_is_no_rank(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""Bad input ends in a sentence: random jobs, layouts and command lines find no traceback and start no process."""
+"""Bad input ends in a sentence: random jobs, layouts and command lines find no traceback and start no process.
+
+`FUZZ_SEED=10000 pytest --all tests/test_fuzz.py` takes the next 10,000 damaged files.
+"""
 
 from __future__ import annotations
 
@@ -47,6 +50,8 @@ from shardwise.parallel.prepare import prepare
 from shardwise.train.local_machine import choose_plan, plan_record
 from shardwise.train.loop import TrainingLoop
 from shardwise.train.run_folder import RunFolder
+from shardwise.workers import fork_server, node_channel, run_owner
+from shardwise.workers.worker_pool import WorkerGroup, WorkerPool
 
 junk = st.one_of(
     st.none(), st.booleans(), st.integers(-3, 10**6), st.floats(), st.text(max_size=8), st.just([]), st.just({})
@@ -269,6 +274,9 @@ BEAT = {
     "heartbeat": 2.0,
 }
 DIAGNOSIS = {"time": 1.0, "kind": "killed", "culprits": [0], "messages": ["rank 0 was killed."], "exit_reasons": {}}
+OWNER = {"token": "0" * 32, "host": socket.gethostname(), "machine": run_owner._machine(), "pid": 4_000_000,
+         "time": "2026-01-01 00:00:00 UTC", "processes": [[4_000_000, 1], [4_000_001, 1]]}  # fmt: skip
+FIRST_CASE = int(os.environ.get("FUZZ_SEED", "0"))
 CASES = 125  # of one test; `make test-all` runs eighty times as many
 SECONDS = 30  # that a case may take
 
@@ -340,6 +348,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run.write_data(record, *run.sources(job, record))
     shutil.copytree(folder / "run", folder / "twin")
     extra = {"heartbeats/rank-0.json": BEAT, "doctor/0001/diagnosis.json": DIAGNOSIS, "skips.json": [[2, 1]],
+             "owner.json": OWNER,
              "errors/rank-0.json": {"rank": 0, "time_ns": 1, "kind": "E", "message": "m", "exit_code": 1},
              "quarantine.json": {"0": [{"time": 1.0, "step": 1, "tensor": "x", "host": "h"}]}}  # fmt: skip
     for name, value in extra.items():
@@ -383,14 +392,20 @@ def damage(path: Path, rng: random.Random) -> str:
         content = b"".join([*lines[:at], rng.choice(HOSTILE) + b"\n", *lines[at:]])
     elif kind == 5:
         content = b"".join(lines[:at] + lines[at + 1 :])
-    else:  # a value of another type or size; in a log, of some line, often the last
-        tokens = list(TOKEN.finditer(content))
-        if tokens:
-            token, value = rng.choice(tokens if rng.random() < 0.7 else tokens[-12:]), rng.choice(HOSTILE)
-            how = f"{content[max(0, token.start() - 30) : token.end()]!r} becomes {value[:60]!r}"
-            content = content[: token.start()] + value + content[token.end() :]
+    else:
+        content, how = replace_value(content, rng)
     path.write_bytes(content)
     return how
+
+
+def replace_value(content: bytes, rng: random.Random) -> tuple[bytes, str]:
+    """Replaces a value by one of another type or size; in a log, of some line, often the last. Says how."""
+    tokens = list(TOKEN.finditer(content))
+    if not tokens:
+        return content, "no value"
+    token, value = rng.choice(tokens if rng.random() < 0.7 else tokens[-12:]), rng.choice(HOSTILE)
+    how = f"{content[max(0, token.start() - 30) : token.end()]!r} becomes {value[:60]!r}"
+    return content[: token.start()] + value + content[token.end() :], how
 
 
 @pytest.mark.parametrize("chunk", range(80))
@@ -404,8 +419,10 @@ def test_a_damaged_file_ends_in_a_sentence(
     monkeypatch.chdir(work)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     stub_processes(monkeypatch)
+    for name, seconds in (("STALE_SECONDS", 0.2), ("EXIT_SECONDS", 0.2), ("DAMAGED_SECONDS", 0.05)):
+        monkeypatch.setattr(run_owner, name, seconds)
     run_files = [str(path.relative_to(work)) for path in sorted((work / "run").rglob("*")) if path.is_file()]
-    for number in range(chunk * CASES, (chunk + 1) * CASES):
+    for number in range(FIRST_CASE + chunk * CASES, FIRST_CASE + (chunk + 1) * CASES):
         rng = random.Random(number)
         file = rng.choice(run_files if rng.random() < 0.5 else [*COMMANDS])
         command = rng.choice(COMMANDS.get(file, RUN_COMMANDS)).replace("{file}", file).replace("{}", str(number))
@@ -425,6 +442,64 @@ def test_a_damaged_file_ends_in_a_sentence(
         if not file.startswith("run/"):
             (shutil.rmtree if (work / file).is_dir() else os.unlink)(work / file)
             shutil.copyfile(world / file, work / file)
+
+
+COMMANDS_OF_NODE_0: list[dict[str, Any]] = [
+    {"heartbeat": 1}, {"shutdown": True}, {"rejected": "node 1 has joined already."}, {"release": "group-1"},
+    {"remove_snapshots": "0123456789ab-1"}, {"kill": "group-1", "signal": 9},
+    {"kill": "group-1", "signal": 10, "ranks": [2, 3]},
+    {"fork": "group-2", "size": 4, "entry": fork_server.ENTRY_POINTS[0], "standby": False, "arguments": ["run", "x"],
+     "ranks": [2, 3], "slots": [0, 1], "snapshots": "0123456789ab-1"},
+]  # fmt: skip
+REPORTS_OF_A_NODE: list[dict[str, Any]] = [
+    {"heartbeat": 1}, {"group": "group-1", "pids": {"2": 70, "3": 71}}, {"group": "group-1", "rank": 2, "code": -9},
+    {"group": "group-1", "rank": 3, "stopped": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("is_coordinator", [True, False])
+def test_any_field_of_a_control_message_is_taken_or_dropped(
+    is_coordinator: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """A peer that knows the secret sends any value in any field: nothing raises, and what is done is of the run."""
+    forked, removed, signalled = list[dict[str, Any]](), list[str](), list[tuple[list[int], int]]()
+    released = fork_server._ForkedGroup({2: 70, 3: 71}, lambda: None)
+    monkeypatch.setattr(fork_server, "_fork_workers", lambda command, _: forked.append(command) or released)
+    monkeypatch.setattr(fork_server, "remove_snapshots", removed.append)
+    monkeypatch.setattr(fork_server, "signal_all", lambda pids, number: signalled.append((list(pids), number)))
+    dropped: list[str] = []
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    monkeypatch.setattr(node_channel.NodeChannel, "_send_heartbeats", lambda _: None)
+    monkeypatch.setattr(socket.socket, "setsockopt", lambda *_: None)
+    channel = node_channel.NodeChannel(ours, b"key", is_coordinator, dropped.append)
+    pool = WorkerPool(tmp_path, SimpleNamespace(), 0)  # type: ignore[arg-type]
+    taken, cases = 0, 5000 if request.config.getoption("--all") else 500
+    for number in range(FIRST_CASE, FIRST_CASE + cases):
+        rng = random.Random(number)
+        line = json.dumps(rng.choice(REPORTS_OF_A_NODE if is_coordinator else COMMANDS_OF_NODE_0)).encode()
+        for _ in range(rng.randrange(3)):
+            line, _ = replace_value(line, rng)
+        tag = channel._tag(not is_coordinator, channel._received + 1, line)
+        message = channel.decode(tag + line)
+        if message is None:
+            continue
+        taken += 1
+        if is_coordinator:
+            group = WorkerGroup("group-1", "shard=4", 4, {0: [0, 1], 1: [2, 3]})
+            pool._worker_groups = {"group-1": group}
+            pool.dispatch([message], 1)
+            assert {*group.pids, *group.exit_codes, *group.stopped_since} <= {2, 3}, line
+        else:
+            sink = SimpleNamespace(send=lambda message: json.dumps(message))
+            fork_server._handle_command(message, {"group-1": released}, sink)  # type: ignore[arg-type]
+    assert taken > 100 and len(dropped) > 100 and taken + len(dropped) == cases
+    assert all(command["entry"] in fork_server.ENTRY_POINTS for command in forked)
+    assert all(set(pids) <= {70, 71} and number in node_channel.SIGNALS for pids, number in signalled)
+    assert all(re.fullmatch("[0-9a-f]{12}-[0-9]{1,7}", key) for key in removed)
+    assert is_coordinator or (forked and signalled and removed)
+    pool.close()
+    for end in (ours, theirs):
+        end.close()
 
 
 def listing(folder: Path) -> dict[str, tuple[int, int]]:

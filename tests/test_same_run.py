@@ -102,6 +102,16 @@ def test_a_damaged_owner_stops_nobody(tmp_path: Path, monkeypatch: pytest.Monkey
         assert not list(tmp_path.iterdir())
 
 
+def test_an_owner_that_is_being_killed_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine, a process takes a while to die; the resume that follows `kill -9` must not be refused."""
+    fields = Path("/proc/self/stat").read_text().split()
+    assert run_owner._began(os.getpid()) == int(fields[21])
+    for index, value in ((2, "Z"), (8, str(int(fields[8]) | 4)), (30, "256")):  # state, PF_EXITING, pending SIGKILL
+        ending = [*fields[:index], value, *fields[index + 1 :]]
+        monkeypatch.setattr(Path, "read_text", lambda _, ending=ending: " ".join(ending))
+        assert run_owner._began(os.getpid()) == -1
+
+
 def test_an_owner_elsewhere_is_alive_while_its_file_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_owner, "STALE_SECONDS", 0.6)
     path, ended, said = tmp_path / "owner.json", threading.Event(), list[str]()

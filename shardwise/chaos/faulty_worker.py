@@ -4,10 +4,12 @@
 Each fault triggers once: its rank first writes the time to `faults/NUMBER`, and skips a fault whose file exists.
 """
 
+import ctypes
 import json
 import os
 import random
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -29,15 +31,15 @@ from shardwise.train.checkpoint_folder import valid_checkpoints
 from shardwise.train.loop import TrainingLoop
 
 PHASES = ("data", "forward", "backward", "optimizer", "save", "load")
-SIGNALS = {"kill": signal.SIGKILL, "abort": signal.SIGABRT, "segfault": signal.SIGSEGV}
+SIGNALS = {"kill": signal.SIGKILL, "abort": signal.SIGABRT, "segfault": signal.SIGSEGV, "native abort": signal.SIGABRT}
 
 
 @dataclass(frozen=True)
 class Fault:
     kind: str
-    """kill, abort, segfault, stop; flip or flip memory (a bit of a checkpoint or snapshot, then kill); weight, state or
-    gradient (a bit of one); nan, inf, spike; fill or free (the disk); loop, sleep, raise; skip or mismatch (a
-    collective); miscompute (a block returns a wrong result once)."""
+    """kill, abort, native abort (in a thread without Python), segfault, stop; flip or flip memory (a bit of a
+    checkpoint or snapshot, then kill); weight, state or gradient (a bit of one); nan, inf, spike; fill or free (the
+    disk); loop, sleep, raise; skip or mismatch (a collective); miscompute (a block returns a wrong result once)."""
     rank: int
     step: int
     phase: str = "data"
@@ -132,7 +134,8 @@ class _FaultInjector:
     def take_due(self, *kinds: str, phase: str | None = None) -> Fault | None:
         """Returns a fault of these kinds that is due, and marks it as triggered; None if there is none."""
         for fault in self.faults:
-            is_due = phase == "load" or self.step >= fault.step
+            before = self.run_path / "faults" / str(fault.number - 1)
+            is_due = self.step >= fault.step if phase != "load" else before.exists() or not fault.number
             if fault.kind in kinds and is_due and phase in (None, fault.phase):
                 try:
                     with (self.run_path / "faults" / str(fault.number)).open("x") as file:
@@ -152,8 +155,11 @@ class _FaultInjector:
             return
         if fault.kind in ("fill", "free"):
             fill_disk(self.run_path, fault.kind == "fill")
-            return
-        if fault.kind == "stop":
+        elif fault.kind == "native abort":
+            libc, delay = ctypes.CDLL(None), fault.number % 4 * 0.005  # in this phase, or somewhat later
+            thread = (ctypes.byref(ctypes.c_ulong()), None, libc.abort, None)
+            threading.Timer(delay, libc.pthread_create, thread).start()
+        elif fault.kind == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         elif fault.kind == "loop":
             while True:

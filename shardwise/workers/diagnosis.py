@@ -26,7 +26,7 @@ from shardwise.console import format_ranks
 from shardwise.errors import JobError
 from shardwise.files import malformed_as_data_error, parse_json, parse_record
 from shardwise.workers.fork_server import signal_all
-from shardwise.workers.heartbeat import heartbeat_folder, parse_heartbeat, read_heartbeats
+from shardwise.workers.heartbeat import TERMINATED, heartbeat_folder, parse_heartbeat, read_heartbeats
 
 FRAME_PATTERN = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 PACKAGE = str(Path(__file__).parent.parent) + os.sep
@@ -46,7 +46,7 @@ class RankState:
     exit_reason: str  # what happened to its process, such as "was killed by SIGKILL"; empty if it is alive
     frames: list[tuple[str, int, str]]  # stack of the training thread, innermost frame first: file, line, function
     collectives: list[dict[str, Any]]
-    crashed_in_python: bool = False  # whether a thread that runs Python received the signal that ended it
+    ended_by_terminate: bool = False  # whether a C++ exception in a native thread ended it
 
     @property
     def pending_collective(self) -> dict[str, Any] | None:
@@ -72,9 +72,8 @@ class RankState:
 
     @property
     def is_secondary_failure(self) -> bool:
-        """Whether another rank may have caused this exit: on an unexpected message, a thread of gloo's own aborts."""
-        by_gloo = "SIGABRT" in self.exit_reason and not self.crashed_in_python
-        return by_gloo or self.exit_reason.startswith("failed with RuntimeError")
+        """Whether another rank may have caused this exit: on an unexpected message, a thread of gloo's own raises."""
+        return self.ended_by_terminate or self.exit_reason.startswith("failed with RuntimeError")
 
     @cached_property
     def divergence(self) -> str:
@@ -132,18 +131,18 @@ def read_rank_states(folder: Path, exit_reasons: dict[int, str]) -> dict[int, Ra
             rank, dump = heartbeat["rank"], {}
             with suppress(OSError):
                 dump = parse_record(path.with_suffix(".collectives").read_bytes()) or {}
-            (frames, crashed), reason = _read_frames(path.with_suffix(".stack")), exit_reasons.get(rank, "")
-            states[rank] = RankState(rank, heartbeat, reason, frames, dump.get("collectives", []), crashed)
+            (frames, terminated), reason = _read_frames(path.with_suffix(".stack")), exit_reasons.get(rank, "")
+            states[rank] = RankState(rank, heartbeat, reason, frames, dump.get("collectives", []), terminated)
     return dict(sorted(states.items()))
 
 
 def _read_frames(path: Path) -> tuple[list[tuple[str, int, str]], bool]:
-    """Returns the frames of the main thread, the last one of the last dump, and whether a Python thread crashed."""
+    """Returns the frames of the main thread, the last one of the last dump, and whether `std::terminate` was called."""
     with suppress(OSError):
         text = path.read_text(errors="replace")
-        frames = FRAME_PATTERN.findall(re.split(r"^(?:Current thread|Thread) ", text, flags=re.MULTILINE)[-1])
-        crashed = "Current thread" in text.partition("Fatal Python error")[2]
-        return [(file, int(line), name) for file, line, name in frames if not file.endswith(HEARTBEAT_FILE)], crashed
+        frames = FRAME_PATTERN.findall(re.split(r"^(?:Current thread|Thread|Stack) ", text, flags=re.MULTILINE)[-1])
+        frames = [(file, int(line), name) for file, line, name in frames if not file.endswith(HEARTBEAT_FILE)]
+        return frames, TERMINATED in text
     return [], False
 
 
@@ -160,8 +159,8 @@ def diagnose(ranks: dict[int, RankState], now: float) -> Diagnosis:
         aborted = " and ".join(f"rank {state.rank} {state.exit_reason}" for state in dead if state not in diverged)
         messages = [f"rank {state.rank} {DIVERGED} {state.divergence}; {aborted}" for state in diverged]
     elif dead:
-        culprits = dead
-        messages = [f"rank {state.rank} {state.exit_reason} {_step_and_phase(state)}" for state in dead]
+        culprits = [state for state in dead if not state.is_secondary_failure] or dead
+        messages = [f"rank {state.rank} {state.exit_reason} {_step_and_phase(state)}" for state in culprits]
     elif waiting and busy:
         culprits = busy
         messages = [f"rank {state.rank} has been stuck {_describe_stall(state, now)}" for state in busy]

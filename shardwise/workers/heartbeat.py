@@ -1,11 +1,12 @@
 """Heartbeat files: each rank records its progress in the run folder, where it outlives the process.
 
 heartbeats/rank-3.json          pid, step, phase and its start time; rewritten on every change and five times a second
-heartbeats/rank-3.stack         on SIGUSR1: Python stacks of all threads, dumped by C code even if Python is stuck
+heartbeats/rank-3.stack         on SIGUSR1: the main thread's Python stack, by C code even if Python is stuck; then all
 heartbeats/rank-3.collectives   after a stack dump or a failure: recent collectives of PyTorch's flight recorder and
                                 the ranks of each process group
 """
 
+import ctypes
 import faulthandler
 import json
 import math
@@ -25,6 +26,7 @@ from shardwise.files import parse_record
 
 INTERVAL = 0.2
 POLL_INTERVAL = 0.05  # seconds between checks for a new stack dump
+TERMINATED = "std::terminate was called"
 RECORD_BYTES = 256  # fixed length, because the record is overwritten in place
 
 
@@ -41,8 +43,9 @@ class Heartbeat:
         self._file = os.open(folder / f"rank-{rank}.json", os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
         self._stack = open(folder / f"rank-{rank}.stack", "w")  # noqa: SIM115 - open for the life of the process
         self.collectives_path.unlink(missing_ok=True)
-        faulthandler.register(signal.SIGUSR1, self._stack)
+        faulthandler.register(signal.SIGUSR1, self._stack, all_threads=False)  # others may run: reading them can crash
         faulthandler.enable(self._stack)  # dumps the stack on a crash in C code
+        self._on_terminate = _mark_terminate(self._stack.fileno())
         self._write()
         threading.Thread(target=self._run, name="shardwise-heartbeat", daemon=True).start()
 
@@ -72,11 +75,27 @@ class Heartbeat:
             polls += 1
             if polls % round(INTERVAL / POLL_INTERVAL) == 0:
                 self._write()
-            size = os.fstat(self._stack.fileno()).st_size
-            if size != last_stack_size:  # SIGUSR1 arrived
-                last_stack_size = size
+            if os.fstat(self._stack.fileno()).st_size != last_stack_size:  # SIGUSR1 arrived
+                faulthandler.dump_traceback(self._stack)  # this thread has the GIL, so no other runs Python
+                last_stack_size = os.fstat(self._stack.fileno()).st_size
                 with suppress(OSError):
                     self.dump_collectives()
+
+
+def _mark_terminate(file: int) -> Any:
+    """Makes a C++ exception in a native thread, such as gloo's, leave a mark. Returns the handler, to be kept alive."""
+
+    def mark() -> None:
+        if threading.current_thread() is not threading.main_thread():
+            os.write(file, f"{TERMINATED}\n".encode())
+        previous()
+
+    handler = ctypes.CFUNCTYPE(None)(mark)
+    with suppress(OSError, AttributeError):  # another C++ library
+        set_terminate = ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE
+        set_terminate.restype = type(handler)
+        previous = set_terminate(handler)
+    return handler
 
 
 def heartbeat_folder(run: Path) -> Path:

@@ -133,10 +133,11 @@ def _machine() -> str:
 
 
 def _began(pid: int) -> int:
-    """Returns when a process began, in ticks since boot; -1 if it has ended."""
+    """Returns when a process began, in ticks since boot; -1 if it has ended, or has been killed and is about to."""
     with suppress(OSError, ValueError):
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return -1 if state in "ZX" else int(fields[18])
+        is_ending = state in "ZX" or int(fields[5]) & 0x4 or int(fields[27]) & 0x100  # PF_EXITING; pending SIGKILL
+        return -1 if is_ending else int(fields[18])
     return -1
 
 

@@ -186,8 +186,9 @@ class Supervisor:
         records = self.error_log.error_records()
         reported = {record["rank"] for record in records}
         exit_codes = worker_group.exit_codes
+        # A rank that crashes later crashes because of the first one; but nothing in a run sends SIGKILL to the others.
         silent = [rank for rank in worker_group.failed_ranks if rank not in reported and exit_codes[rank] < 0]
-        silent = sorted(silent, key=lambda rank: rank not in first_failed)
+        silent = [r for r in silent if r in first_failed or min(codes) >= 0 or exit_codes[r] == -signal.SIGKILL]
         heartbeats = read_heartbeats(self.run_path)
         if silent or not records:
             reasons = {rank: _exit_reason(exit_codes[rank]) for rank in silent or first_failed[:1]}
