@@ -332,6 +332,20 @@ def sample(
 
 
 @app.command()
+def export(
+    run: Annotated[Path, Argument(help="Run folder with a checkpoint.")],
+    out: Annotated[Path, Argument(help="Folder to write; it must not exist.")],
+    step: Annotated[int | None, Option(min=0, help="Checkpoint to export; default: the newest.")] = None,
+    dtype: Annotated[str, Option(help="Dtype of the weights: float32, bf16, fp16 or float64.")] = "float32",
+    max_shard_size: Annotated[float, Option(min=0.001, help="Size of the largest weight file, in GB.")] = 5.0,
+) -> None:
+    """Writes the weights of a run as a folder that transformers loads, with config and tokenizer."""
+    export_run = quick_import("shardwise.train.export").export_run
+
+    print_line(export_run(run, out, step, dtype, int(max_shard_size * 1e9)))
+
+
+@app.command()
 def data(
     out: Annotated[Path, Argument(help="Token file to write (.bin).")],
     job_file: Annotated[Path | None, Option("--job", help="Job file with the [data] section.")] = None,

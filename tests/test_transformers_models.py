@@ -3,15 +3,21 @@ families."""
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
 from shardwise.adapters.module_family import meta_chain
+from shardwise.comm.world import run_world
 from shardwise.errors import JobError, LayoutError
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.parallel.prepare import prepare
+from shardwise.train.export import export_run
+from shardwise.train.generate import load_model
+from shardwise.train.loop import TrainingLoop
+from shardwise.train.run_folder import RunFolder
 from shardwise.verify.parity import VerifyResult, verify
 
 pytest.importorskip("transformers")
@@ -176,3 +182,37 @@ def test_weights_that_do_not_fit_are_named(tmp_path):
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(JobError, match=r"no \*.safetensors files"):
         prepare(job(str(tmp_path), {"vocab_size": 63}), Layout())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "args"), [("llama", LLAMA | {"tie_word_embeddings": True}), ("mixtral", MIXTRAL)]
+)
+def test_transformers_loads_what_a_run_exports(model_type, args, tmp_path):
+    """The weights of a folder, trained in two ranks, come back: in several files, equal to the checkpoint's, and the
+    logits of transformers' module are those that give the loss of the run's validation."""
+    import transformers
+
+    save(tmp_path / "base", model_type, args)
+    (tmp_path / "base" / "tokenizer_config.json").write_text("{}")
+    case = job(str(tmp_path / "base"), {})
+    changes = {"run": case.run.model_copy(update={"folder": str(tmp_path / "run"), "device": "cpu"}), "steps": 2}
+    case = case.model_copy(update=changes | {"data": case.data.model_copy(update={"source": "synthetic"})})
+    folder = RunFolder.create(case)
+    run_world(train_run, 2, str(folder.path))
+    sentence = export_run(folder.path, tmp_path / "out", None, "float64", 4000)
+    assert "step 2" in sentence and (tmp_path / "out" / "tokenizer_config.json").exists()
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
+    model = load_model(folder, case, torch.device("cpu"))
+    ours, theirs = dict(model.named_unique_parameters()), dict(exported.named_parameters())
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name].float()) for name in ours)
+    drawn = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float64)
+    assert not torch.equal(drawn.model.embed_tokens.weight, exported.model.embed_tokens.weight)
+    with pytest.raises(JobError, match="exists"):
+        export_run(folder.path, tmp_path / "out", None, "float32", 10**9)
+
+
+def train_run(path: str) -> None:
+    folder = RunFolder(Path(path))
+    prepared = prepare(folder.job(), Layout.parse("shard=2 zero=3"))
+    TrainingLoop(prepared, folder, torch.device("cpu")).run()

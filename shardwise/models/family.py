@@ -16,9 +16,12 @@ from functools import lru_cache
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from shardwise.errors import JobError
 from shardwise.models.config import ModelConfig
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from torch import Tensor, nn
 
@@ -68,6 +71,10 @@ class Family:
         from shardwise.models.objectives import next_token
 
         return next_token
+
+    def write_pretrained_config(self, config: Any, folder: Path, dtype: torch.dtype) -> None:
+        """Writes what transformers needs beside the weights to load the model: config and tokenizer."""
+        raise JobError(f"{config.description} cannot be exported yet, only models named 'hf:...'.")
 
     def shrink(self, config: Any) -> Any:
         """Returns a small config of the same family, for `shardwise verify`."""

@@ -246,9 +246,13 @@ def load_weights(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any] 
     index = read_index(choice.path)
     weights = {f"weights.{name}": tensor.detach() for name, tensor in tensors.items()}
     check_matches_model(choice.path, index, {name: tensor.shape for name, tensor in weights.items()}, single)
-    pieces = {name: CheckpointPiece(tensor, (0,) * tensor.dim(), tensor.shape) for name, tensor in weights.items()}
-    read_pieces(choice.path, index, pieces, single)
+    read_pieces(choice.path, index, weight_pieces(weights), single)
     return choice.manifest["state"]
+
+
+def weight_pieces(tensors: Mapping[str, Tensor]) -> Pieces:
+    """Returns whole tensors as what `read_pieces` fills."""
+    return {name: CheckpointPiece(tensor, (0,) * tensor.dim(), tensor.shape) for name, tensor in tensors.items()}
 
 
 # The state of an engine

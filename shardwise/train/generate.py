@@ -9,7 +9,7 @@ from shardwise.data.sample_stream import Samples
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer
 from shardwise.errors import CheckpointError, DataError, JobError, RunError
 from shardwise.job import Job
-from shardwise.models.chain import Chain
+from shardwise.models.chain import Chain, init_slice
 from shardwise.models.gpt_family import DecoderConfig
 from shardwise.train.checkpoint import load_weights
 from shardwise.train.local_machine import pick_device, require_memory
@@ -58,9 +58,8 @@ def load_trained_weights(folder: RunFolder, model: Chain) -> bool:
     """Loads the newest checkpoint, and initial values where nothing is trained; returns whether there is one."""
     weights = dict(model.named_unique_parameters())
     for name, weight in weights.items():
-        value = None if weight.requires_grad else model.initial_value(name)
-        if value is not None:
-            weight.copy_(value)
+        if not weight.requires_grad:
+            init_slice(model, name, weight, weight.shape, (0,) * weight.dim(), seed=0)
     trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
     return load_weights(folder.checkpoints, trained) is not None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import shutil
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -35,6 +36,9 @@ STYLES = {
 }  # fmt: skip
 # Experts without data-dependent shapes and in any dtype; on a GPU in bf16 `configure` chooses the grouped kernel.
 TRACEABLE = {"experts_implementation": "batched_mm"}
+# What travels with the weights of a folder: tokenizer, chat template, generation settings.
+COPIED_FILES = ("token*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model",
+                "chat_template*", "generation_config.json", "preprocessor_config.json")  # fmt: skip
 # What a config calls the dropout of attention weights, which no kernel can key by sample and position.
 ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 
@@ -218,6 +222,16 @@ class HuggingFaceFamily(ModuleFamily):
             weights = chain.init = FolderWeights(config.weights_folder, chain.root)
             weights.load_buffers(chain.root)
         return chain
+
+    def write_pretrained_config(self, config: Any, folder: Path, dtype: torch.dtype) -> None:
+        hf = copy.deepcopy(config.hf)
+        hf.use_cache, hf.dtype = True, dtype
+        hf.architectures = [type(meta_chain(config).root).__name__]
+        hf.save_pretrained(folder)
+        source = Path(config.name.removeprefix("hf:"))
+        for pattern in COPIED_FILES:
+            for file in source.glob(pattern) if source.is_dir() else ():
+                shutil.copy(file, folder)
 
     def build_reference(self, config: Any, seed: int, dtype: torch.dtype) -> nn.Module:
         module = super().build_reference(config, seed, dtype)
