@@ -129,10 +129,20 @@ def verify(
     ] = None,
     shrink: Annotated[bool, Option(help="Shrink the model first, to verify large models quickly.")] = False,
     steps: Annotated[int, Option(min=3, help="Number of optimizer steps to compare.")] = 3,
+    against: Annotated[
+        str | None,
+        Option(
+            help="Compare one process with another implementation instead: hf, transformers' module with our weights."
+        ),
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Verifies that a layout computes the same losses, gradients and weights as a single process."""
-    load_job(job_file, overrides or []).require_trainable()
+    job = load_job(job_file, overrides or [])
+    job.require_trainable()
+    if against is not None:
+        _verify_against(job, against, shrink, as_json)
+        return
 
     verify_job = quick_import("shardwise.verify.command").verify_job
 
@@ -157,6 +167,16 @@ def verify(
         if not as_json:
             print_line(record.describe())
     if failed:
+        raise typer.Exit(1)
+
+
+def _verify_against(job: Any, against: str, shrink: bool, as_json: bool) -> None:
+    if against != "hf":
+        raise JobError(f"--against {against} is unknown; known: hf.")
+    job = quick_import("shardwise.verify.command").shrink_model(job) if shrink else job
+    found = quick_import("shardwise.verify.against_transformers").compare_with_transformers(job)
+    print_line(json.dumps(vars(found) | {"ok": found.ok}) if as_json else found.text())
+    if not found.ok:
         raise typer.Exit(1)
 
 

@@ -45,6 +45,7 @@ SKIPPED = {
     'shardwise train --resume runs/first --set layout="pipeline=2 shard=2 tensor=2 zero=3"': TRAINS,
     "shardwise train --resume runs/first --processes 4": TRAINS,
     "shardwise train --resume runs/bad": "needs a damaged checkpoint; tests/test_checkpoint.py damages some",
+    "shardwise export runs/my-run my-model --dtype bf16": "needs a run; tests/test_transformers_models.py exports one",
     "shardwise calibrate -o here.toml": MEASURES,
     "shardwise plan job.toml --cluster here.toml": MEASURES,
     "shardwise train job.toml --cluster here.toml": MEASURES,

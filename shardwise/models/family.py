@@ -10,7 +10,7 @@ The built-in families keep the config and the `Family` in one file and the netwo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pkgutil import resolve_name
@@ -71,6 +71,14 @@ class Family:
         from shardwise.models.objectives import next_token
 
         return next_token
+
+    def reference(self, config: Any) -> nn.Module | None:
+        """Returns transformers' module of the same shape in float64; None if there is none or it is not installed."""
+        return None
+
+    def reference_weights(self, config: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns our weights, or gradients, under the parameter names and in the shapes of `reference`."""
+        raise NotImplementedError
 
     def write_pretrained_config(self, config: Any, folder: Path, dtype: torch.dtype) -> None:
         """Writes what transformers needs beside the weights to load the model: config and tokenizer."""

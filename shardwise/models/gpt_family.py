@@ -102,6 +102,16 @@ class GPTFamily(Family):
     def refusals(self, config: DecoderConfig) -> dict[str, str]:
         return {"expert": f"{config.name!r} has no experts; leave expert at 1."}
 
+    def reference(self, config: DecoderConfig) -> Any:
+        from shardwise.models.transformers_reference import reference_decoder
+
+        return reference_decoder(config)
+
+    def reference_weights(self, config: DecoderConfig, weights: Any) -> Any:
+        from shardwise.models.transformers_reference import reference_weights
+
+        return reference_weights(config, weights)
+
     def decoder_shape(self, config: DecoderConfig) -> dict[str, Any]:
         return {
             "layers": config.layers, "width": config.width, "heads": config.heads, "kv_heads": config.kv_heads,

@@ -223,6 +223,11 @@ class HuggingFaceFamily(ModuleFamily):
             weights.load_buffers(chain.root)
         return chain
 
+    def reference(self, config: Any) -> nn.Module | None:
+        raise JobError(
+            f"{config.name} is transformers' own module, with which every layout is compared; omit --against."
+        )
+
     def write_pretrained_config(self, config: Any, folder: Path, dtype: torch.dtype) -> None:
         hf = copy.deepcopy(config.hf)
         hf.use_cache, hf.dtype = True, dtype

@@ -1,4 +1,4 @@
-"""Our decoders as transformers' own modules: the independent implementation that tests compare us with.
+"""Our decoders as transformers' own modules: the independent implementation that `verify --against hf` compares with.
 
 `reference_decoder` returns transformers' Llama or GPT-2 of the same shape, `reference_weights` our weights under its
 parameter names. Our fused QKV projection stores its rows by KV head: the queries of a group, then its key and value.
