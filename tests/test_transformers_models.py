@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from shardwise.adapters.module_family import meta_chain
+from shardwise.cluster import find_cluster
 from shardwise.comm.world import run_world
 from shardwise.errors import JobError, LayoutError
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.parallel.prepare import prepare
+from shardwise.planner.plan import make_plan
 from shardwise.train.export import export_run
 from shardwise.train.generate import load_model
 from shardwise.train.loop import TrainingLoop
@@ -141,6 +143,15 @@ def test_a_folder_without_a_config(tmp_path):
         prepare(job(str(tmp_path), {}), Layout.parse("shard=2"))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **LLAMA}), encoding="utf-8")
     assert prepare(job(str(tmp_path), {}), Layout.parse("shard=2")).shapes["lm_head.weight"] == (61, 16)
+
+
+def test_tensor_parallelism_can_be_planned():
+    whole, split = (
+        make_plan(job("llama", LLAMA), find_cluster("h100"), None, layout).best for layout in ("shard=2", "tensor=2")
+    )
+    assert split.peak_memory < whole.peak_memory * 2 and split.seconds > 0
+    with pytest.raises(JobError, match="exceeds the model's 61; set model.args.vocab_size"):
+        assert job("llama", LLAMA).model.model_copy(update={"vocab": 62}).vocab_size
 
 
 def save(folder, model_type, args, **saving):

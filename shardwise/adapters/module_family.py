@@ -243,7 +243,18 @@ class ModuleFamily(Family):
         return [flops / 2 for flops in meta_chain(config).anatomy.flops]  # traced on two samples
 
     def operator_costs(self, config: Any, itemsize: int) -> Callable[..., tuple[OperatorCosts, ...]]:
-        return trace_parts(self, config, itemsize)
+        whole = trace_parts(self, config, itemsize)
+        chain = meta_chain(config)
+        part_of = {name: parts[0] for name, parts in chain.anatomy.parts_of.items()}
+        split = {part_of[name] for name in part_of if chain.sharding_plan.shard_dim_of(name) is not None}
+
+        def costs(samples: int, tensor: int = 1) -> tuple[OperatorCosts, ...]:
+            parts = whole(samples)
+            if tensor == 1:
+                return parts
+            return tuple(_on_tensor_rank(part, tensor) if n in split else part for n, part in enumerate(parts))
+
+        return lru_cache(maxsize=64)(costs)
 
     def stage_shapes(self, config: Any, layout: Any, samples: int) -> tuple[Tensor, tuple[int, ...]]:
         first = self.example_batch(config, samples, torch.float32)["x"]
@@ -336,6 +347,18 @@ def trace_parts(family: Any, config: Any, itemsize: int) -> Callable[..., tuple[
         return tuple(_ordered(chain, found))
 
     return interpolate_traces(trace)
+
+
+def _on_tensor_rank(costs: OperatorCosts, tensor: int) -> OperatorCosts:
+    """Returns the costs of a part on one of several tensor ranks, assuming that its matmuls are split, half of what it
+    saves and moves is, and its output is all-reduced twice."""
+    return replace(
+        costs, parameters=costs.parameters // tensor, all_reduce_bytes=2.0 * costs.output_bytes,
+        saved_bytes=(costs.saved_bytes + costs.saved_bytes // tensor) // 2,
+        moved_bytes=(costs.moved_bytes + costs.moved_bytes // tensor) // 2,
+        products=tuple(replace(p, columns=-(-p.columns // tensor)) for p in costs.products),
+        attention=tuple(replace(a, heads=-(-a.heads // tensor)) for a in costs.attention),
+    )  # fmt: skip
 
 
 def _ordered(chain: ModuleChain, found: tuple[OperatorCosts, ...]) -> list[OperatorCosts]:

@@ -60,6 +60,7 @@ def export_run(run: Path, out: Path, step: int | None, dtype: str, max_file_byte
                        for key, value in tensors.items()}  # fmt: skip
             total += sum(value.nbytes for value in tensors.values())
             save_file(tensors, temporary / name, metadata={"format": "pt"})
+            (temporary / name).chmod(0o644)  # it is written for its owner alone
         if len(files) > 1:
             places = {key: name for name, shapes in zip(names, files, strict=True) for key in shapes}
             content = {"metadata": {"total_size": total}, "weight_map": places}

@@ -108,7 +108,12 @@ class HuggingFaceConfig(ModuleConfig):
 
     @property
     def vocab_size(self) -> int:
-        return self.vocab or int(getattr(self.hf, "vocab_size", 0))
+        known = int(getattr(self.hf, "vocab_size", 0))
+        if self.vocab > known > 0:
+            raise JobError(
+                f"model.vocab = {self.vocab} exceeds the model's {known}; set model.args.vocab_size instead."
+            )
+        return self.vocab or known
 
     @property
     def sample_kind(self) -> Any:  # type: ignore[override]
