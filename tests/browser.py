@@ -55,9 +55,15 @@ class Browser:
         self.size(width, height)
 
     def size(self, width: int, height: int, scale: float = 1.0) -> None:
-        self.ask(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=False
-        )
+        metrics = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": False}
+        for attempt in range(40):  # a page that has just been opened may not take it yet
+            try:
+                self.ask("Emulation.setDeviceMetricsOverride", **metrics)
+                return
+            except AssertionError:
+                if attempt == 39:
+                    raise
+                time.sleep(0.25)
 
     def ask(self, method: str, **params: Any) -> dict[str, Any]:
         self.number += 1
