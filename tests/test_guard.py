@@ -75,7 +75,7 @@ def test_killed_and_stopped_ranks_are_named_and_the_curve_stays(
         assert any(rank in event["ranks"] and 0 < event["time"] - when < 5 for rank, when in at)  # type: ignore[operator]
         assert str(event["message"]).startswith(f"rank {event['ranks'][0]} ")
     assert "is stopped (SIGSTOP)" in str(events(run, "suspended")[0]["message"])
-    assert events(run, "resumed")[-1]["step"] in (4, 8)
+    assert events(run, "resumed")[-1]["step"] >= 4
 
 
 def test_a_crash_loop_ends_with_its_cause(fork_server: ForkServer, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ import mmap
 import shutil
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -56,7 +57,7 @@ class CheckpointManager:
         self.folder, self.keep, self.asynchronous = folder, keep, asynchronous
         self.damaged: list[str] = []  # problems of the checkpoints that the last `load` skipped, as sentences
         self.source = ""  # where the last `load` found its state: "memory", "disk", or "" if there was none
-        self._group = CheckpointGroup.create()
+        self.group = CheckpointGroup.create()
         # In a process group of their own, so that they need not wait for a save.
         self.snapshots = (
             None if snapshots is None else SnapshotStore(snapshots, layout, CheckpointGroup.create().all_gather)
@@ -69,7 +70,7 @@ class CheckpointManager:
         self._can_stage = threading.Event()
         self._can_stage.set()
         self._damaged_paths: set[Path] = set()
-        self._group.on_rank_zero(self._prepare_folder)
+        self.group.on_rank_zero(self._prepare_folder)
 
     def save(self, step: int, engine: Engine, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Saves everything that training resumes from, after the previous save, whose error it raises. `state` is a
@@ -88,7 +89,9 @@ class CheckpointManager:
     def reserve(self, engine: Engine, optimizer: Optimizer) -> None:
         """Page-locks host memory for the saves and snapshots of a GPU, in the background since it takes seconds."""
         tensors = {name: piece.tensor for name, piece in collect_pieces(engine, optimizer).items()}
-        if engine.mesh.device.type == "cuda":
+        if engine.mesh.device.type == "cuda" and self._reserving is None:
+            if self.snapshots is not None:
+                self.snapshots.agree_on_space(tensors)  # before any rank of this node takes some
             self._can_stage.clear()
             self._reserving = threading.Thread(target=self._reserve_now, args=(tensors,), daemon=True)
             self._reserving.start()
@@ -97,7 +100,7 @@ class CheckpointManager:
         """Whether a snapshot is due, and the memory for it is there."""
         if self.snapshots is None or not self.snapshots.is_due(step, every):
             return False
-        if self._reserving is not None and self._group.size > 1:
+        if self._reserving is not None and self.group.size > 1:
             self._reserving.join()  # all ranks must agree
         return self._reserving is None or not self._reserving.is_alive()
 
@@ -114,10 +117,10 @@ class CheckpointManager:
         self.damaged = []
         snapshot = self.snapshots.latest_complete() if self.snapshots is not None and step is None else None
         if snapshot is not None:
-            saved = checkpoint_folder.shared_list(self.folder, self._group)
+            saved = checkpoint_folder.shared_list(self.folder, self.group)
             if all(number <= snapshot["step"] for number, _ in saved):
                 return self._load_snapshot(snapshot, engine, optimizer)
-        choice = checkpoint_folder.find_newest_valid(self.folder, self._group, step)
+        choice = checkpoint_folder.find_newest_valid(self.folder, self.group, step)
         self.damaged = [sentence for _, sentence in choice.damaged]
         self._damaged_paths.update(path for path, _ in choice.damaged)
         if snapshot is not None and (choice.path is None or choice.manifest["step"] < snapshot["step"]):
@@ -125,7 +128,7 @@ class CheckpointManager:
         self.source = "disk" if choice.path is not None else ""
         if choice.path is None:
             return None
-        path, group, index = choice.path, self._group, read_index(choice.path)
+        path, group, index = choice.path, self.group, read_index(choice.path)
         shapes = {f"weights.{param_shard.name}": param_shard.shape for param_shard in engine.param_shards}
         check_matches_model(path, index, shapes, group)
         restore(index, engine, optimizer, lambda pieces: read_pieces(path, index, pieces, group))
@@ -144,7 +147,7 @@ class CheckpointManager:
         self._wait()
         if self.snapshots is not None:
             self.snapshots.discard_after(step)
-        self._group.on_rank_zero(lambda: self._remove_after(step))
+        self.group.on_rank_zero(lambda: self._remove_after(step))
 
     # Internals
 
@@ -167,12 +170,14 @@ class CheckpointManager:
             self._thread = None
 
     def _reserve_now(self, tensors: dict[str, Tensor]) -> None:
-        if self.asynchronous:
-            self._staging = in_huge_pages(mmap.mmap(-1, pack(tensors)[1]))
-            page_lock(self._staging)
+        with suppress(OSError, RuntimeError):  # a save then allocates memory itself
+            if self.asynchronous:
+                self._staging = in_huge_pages(mmap.mmap(-1, pack(tensors)[1]))
+                page_lock(self._staging)
         self._can_stage.set()
-        if self.snapshots is not None:
-            self.snapshots.reserve(tensors)
+        with suppress(OSError, RuntimeError):
+            if self.snapshots is not None:
+                self.snapshots.reserve(tensors)
 
     def _stage_to_host(self, pieces: Pieces, device: torch.device) -> tuple[Pieces, torch.cuda.Event | None]:
         """Copies the shards to host memory, which is reused: page faults would cost more than the copy."""
@@ -201,13 +206,13 @@ class CheckpointManager:
     def _write(self, step: int, pieces: Pieces, metadata: str) -> None:
         temporary: Path | None = None
         try:
-            created = self._group.on_rank_zero(lambda: str(checkpoint_folder.create_partial(self.folder, step)))
+            created = self.group.on_rank_zero(lambda: str(checkpoint_folder.create_partial(self.folder, step)))
             temporary = Path(created)
-            files = write_pieces(temporary, pieces, self._group)
-            manifest = {**json.loads(metadata), "torch": torch.__version__, "world": self._group.size, "files": files}
-            self._group.on_rank_zero(lambda: self._commit(step, temporary, manifest))
+            files = write_pieces(temporary, pieces, self.group)
+            manifest = {**json.loads(metadata), "torch": torch.__version__, "world": self.group.size, "files": files}
+            self.group.on_rank_zero(lambda: self._commit(step, temporary, manifest))
         except Exception as error:
-            if temporary is not None and self._group.rank == 0:
+            if temporary is not None and self.group.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise RunError(
                 f"the checkpoint of step {step} could not be written to {self.folder}: {error}. "
@@ -332,17 +337,23 @@ def restore(index: Index, engine: Engine, optimizer: Optimizer, read: Callable[[
             pieces[own_name] = piece
     read(pieces | residuals)
     error_feedback.load_error_feedback(engine, residuals)
-    loaded: dict[str, Tensor] = {}
-    for param_shard in engine.param_shards:
-        source = loaded.setdefault(param_shard.name, param_shard.tensor)  # differs for the second copy of a tied weight
-        if source is not param_shard.tensor:
-            param_shard.tensor.detach().copy_(source)
-            for key, value in optimizer.state[source].items():
-                optimizer.state[param_shard.tensor][key].copy_(value)
+    for source, copy in share_tied_weights(engine):
+        for key, value in optimizer.state[source].items():
+            optimizer.state[copy][key].copy_(value)
     sharded = sharded_optimizer(optimizer)
     if sharded is not None:
         sharded.after_load()
     engine.data.sync_weights()
+
+
+def share_tied_weights(engine: Engine) -> list[tuple[Tensor, Tensor]]:
+    """Copies loaded weights to the second local copies of tied ones, and returns the pairs."""
+    loaded: dict[str, Tensor] = {}
+    shards = [(loaded.setdefault(shard.name, shard.tensor), shard.tensor) for shard in engine.param_shards]
+    pairs = [(source, copy) for source, copy in shards if source is not copy]
+    for source, copy in pairs:
+        copy.detach().copy_(source)
+    return pairs
 
 
 def init_optimizer_state(index: Index, optimizer: Optimizer, param_shards: list[ParamShard]) -> None:

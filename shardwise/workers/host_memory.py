@@ -56,6 +56,8 @@ def page_lock(buffer: Tensor) -> None:
 
     Several threads touch the pages first, without changing them, because the driver would do so one by one.
     """
+    if buffer.is_pinned():
+        return
     with ThreadPoolExecutor(num_threads(buffer.numel())) as pool:
         list(pool.map(lambda part: part[::PAGE].add_(0), buffer.split(PART)))
     cuda = torch.cuda.cudart()

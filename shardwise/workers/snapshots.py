@@ -68,6 +68,7 @@ class SnapshotStore:
         """The rank on the previous node whose snapshots we keep a copy of."""
         self._slot, self._snapshots_taken, self._last_snapshot, self._min_interval = 0, 0, (0, 0.0), 1
         self._thread: threading.Thread | None = None
+        self._space_problem: str | None = None
         self._buffers: dict[tuple[int, int], Tensor] = {}  # mapped files by rank and slot
 
     def check_space(self, tensors: Mapping[str, Tensor]) -> str:
@@ -87,9 +88,16 @@ class SnapshotStore:
             f"{free / 2**30:.3g} GiB are available in {self.folder.parent}; restarts load checkpoints from disk."
         )
 
+    def agree_on_space(self, tensors: Mapping[str, Tensor]) -> str:
+        """Returns, on every rank, why a node has no room for snapshots; empty if all have. Checked once."""
+        if self._space_problem is None:
+            problems = [str(problem) for problem in self.gather(self.check_space(tensors)) if problem]
+            self._space_problem = problems[0] if problems else ""
+        return self._space_problem
+
     def reserve(self, tensors: Mapping[str, Tensor]) -> None:
         """Page-locks the memory of all slots, if there is room for them."""
-        if not self.check_space(tensors):
+        if not self._space_problem:
             for slot in range(SLOTS):
                 page_lock(self._mapped_bytes(self.rank, slot, pack(tensors)[1]))
 
@@ -103,10 +111,8 @@ class SnapshotStore:
         interval that keeps the overhead of snapshots below `MAX_OVERHEAD`."""
         begin = time.perf_counter()
         tensors = {name: piece.tensor for name, piece in pieces.items()}
-        if not self._snapshots_taken:
-            problems = [problem for problem in self.gather(self.check_space(tensors)) if problem]
-            if problems:
-                return str(problems[0])
+        if problem := self.agree_on_space(tensors):
+            return problem
         dtypes = {name: str(piece.tensor.dtype).removeprefix("torch.") for name, piece in pieces.items()}
         index = {name: {"dtype": dtypes[name], "shape": list(piece.shape)} for name, piece in pieces.items()}
         self.write(step, tensors, {"index": index, "state": state})
