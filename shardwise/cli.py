@@ -356,13 +356,15 @@ def export(
     run: Annotated[Path, Argument(help="Run folder with a checkpoint.")],
     out: Annotated[Path, Argument(help="Folder to write; it must not exist.")],
     step: Annotated[int | None, Option(min=0, help="Checkpoint to export; default: the newest.")] = None,
-    dtype: Annotated[str, Option(help="Dtype of the weights: float32, bf16, fp16 or float64.")] = "float32",
+    dtype: Annotated[str, Option(help="float32, bf16, fp16 or float64; auto: as the run's first weights.")] = "auto",
     max_shard_size: Annotated[float, Option(min=0.001, help="Size of the largest weight file, in GB.")] = 5.0,
+    check: Annotated[bool, Option("--check", help="Load it with transformers and compare every logit.")] = False,
 ) -> None:
     """Writes the weights of a run as a folder that transformers loads, with config and tokenizer."""
     export_run = quick_import("shardwise.train.export").export_run
 
-    print_line(export_run(run, out, step, dtype, int(max_shard_size * 1e9)))
+    for sentence in export_run(run, out, step, dtype, int(max_shard_size * 1e9), check):
+        print_line(sentence)
 
 
 @app.command()

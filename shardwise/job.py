@@ -19,6 +19,7 @@ from shardwise.layout import Layout
 from shardwise.models.config import ConfigSection, Count, ModelConfig
 from shardwise.models.family import Family
 from shardwise.models.gpt_family import DecoderConfig
+from shardwise.models.pretrained_config import tokenizer_size
 from shardwise.models.registry import family_name, family_of, parse_model
 
 
@@ -33,7 +34,8 @@ class DataConfig(ConfigSection):
     text_field: str = "text"
     """The field of a jsonl record that holds the text."""
     tokenizer: str = "bytes"
-    """`bytes`, `bpe:SIZE` (trained on the source and saved with the run), or the path of a saved tokenizer."""
+    """`bytes`, `bpe:SIZE` (trained on the source and saved with the run), or the path of a saved tokenizer. If it is
+    not set, a model that starts from a folder or run takes the tokenizer of that."""
     validation_fraction: float = Field(0.02, ge=0.0, lt=1.0)
     """Fraction of the samples held out for validation."""
     workers: int = Field(0, ge=0, le=256)
@@ -339,8 +341,9 @@ class Job(ConfigSection):
         return tomli_w.dumps(self.model_dump(exclude_none=True))
 
 
-def load_job(path: Path | None, overrides: Sequence[str] = ()) -> Job:
-    """Reads a job file (None means all defaults), applies `key.path=value` overrides and validates the result."""
+def load_job(path: Path | None, overrides: Sequence[str] = (), own_model: bool = False) -> Job:
+    """Reads a job file (None means all defaults), applies `key.path=value` overrides and validates the result. With
+    `own_model`, model and tokenizer of the file give way to overrides that name a model."""
     values: dict[str, Any] = {}
     if path is not None:
         try:
@@ -351,6 +354,8 @@ def load_job(path: Path | None, overrides: Sequence[str] = ()) -> Job:
             raise JobError(f"the job file {path} cannot be read: {error}.") from None
         except ValueError as error:
             raise JobError(f"{path} is not valid TOML: {error}.") from None
+    if own_model and any(override.startswith(("model.name=", "model.weights=")) for override in overrides):
+        values = {**values, "model": {}, "data": {"source": values["data"]["source"]}}
     for override in overrides:
         _apply_override(values, override)
     return make_job(values, str(path) if path else "the job")
@@ -359,11 +364,11 @@ def load_job(path: Path | None, overrides: Sequence[str] = ()) -> Job:
 def make_job(values: Mapping[str, Any], origin: str = "the job") -> Job:
     """Validates a mapping as parsed from TOML and returns the job; raises JobError that lists all problems."""
     problems: list[Any] = []
-    family, model = "", values.get("model")
+    family, model = "", values.get("model", {})
     if isinstance(model, Mapping):  # validated separately: the keys depend on the family
         try:
             family = family_name(model["name"]) if isinstance(model.get("name"), str) else "gpt"
-            values = {**values, "model": parse_model(model)}
+            values = _match_tokenizer(values, parse_model(model))
         except ValidationError as error:
             problems = [{**problem, "loc": ("model", *problem["loc"])} for problem in error.errors()]
         except ValueError as error:
@@ -380,6 +385,21 @@ def make_job(values: Mapping[str, Any], origin: str = "the job") -> Job:
     if not problems:
         return job
     raise JobError("\n".join(f"{origin}: {sentence}" for sentence in describe_problems(problems, family, Job)))
+
+
+def _match_tokenizer(values: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
+    """Returns the job's values with the model: it takes the tokenizer of what it starts from, or else its vocabulary
+    is that of a given tokenizer; only where the job does not say so."""
+    data = values.get("data", {})
+    given = data.get("tokenizer") if isinstance(data, Mapping) else None
+    folder = model.tokenizer_folder
+    if isinstance(data, Mapping) and given is None and folder is not None:
+        return {**values, "model": model, "data": {**data, "tokenizer": str(folder)}}
+    field = type(model).model_fields.get("vocab")
+    is_open = field is not None and field.default and "vocab" not in model.model_fields_set
+    if isinstance(given, str) and is_open and (vocab := tokenizer_size(given)):
+        model = parse_model({**values.get("model", {}), "vocab": vocab + model.reserved_ids})
+    return {**values, "model": model}
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:

@@ -32,6 +32,7 @@ EXACT = ("job:", "layout:", "shardwise:")  # lines whose numbers do not vary
 YOUR_JOB = "a template for the reader's own job; the tutorial runs the same command"
 TRAINS = "trains for more than seconds; tests/test_train.py trains, stops and resumes"
 MEASURES = "measures this machine for a minute, or needs that measurement"
+FOLDER = "needs a Hugging Face folder; tests/test_weights.py makes some"
 SKIPPED = {
     'shardwise train job.toml --set layout="pipeline=2 tensor=2"': YOUR_JOB,
     'shardwise verify job.toml --layout "pipeline=2 shard=2 tensor=2"': YOUR_JOB,
@@ -45,7 +46,11 @@ SKIPPED = {
     'shardwise train --resume runs/first --set layout="pipeline=2 shard=2 tensor=2 zero=3"': TRAINS,
     "shardwise train --resume runs/first --processes 4": TRAINS,
     "shardwise train --resume runs/bad": "needs a damaged checkpoint; tests/test_checkpoint.py damages some",
-    "shardwise export runs/my-run my-model --dtype bf16": "needs a run; tests/test_transformers_models.py exports one",
+    "shardwise export runs/my-run my-model --check": "needs a run; tests/test_weights.py exports some",
+    "shardwise train --set model.name=hf:./Llama-3.2-1B --set data.source=text --set data.path=notes.txt": FOLDER,
+    "shardwise train --set model.weights=./Llama-3.2-1B --set model.sequence=4096": FOLDER,
+    "shardwise train --set model.weights=runs/first --set data.source=text --set data.path=more.txt": TRAINS,
+    "shardwise train --set model.weights=runs/first@200 --set model.sequence=512": TRAINS,
     "shardwise calibrate -o here.toml": MEASURES,
     "shardwise plan job.toml --cluster here.toml": MEASURES,
     "shardwise train job.toml --cluster here.toml": MEASURES,

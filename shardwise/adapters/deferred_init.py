@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.errors import JobError
+from shardwise.models.chain import InitialValues
 from shardwise.random import hash_key
 
 # Operators that replace every element of their first argument: what it held before is not needed.
@@ -194,7 +195,7 @@ def _fake_parameters(recorder: _Recorder) -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-class DeferredInit:
+class DeferredInit(InitialValues):
     """The initial values of a module's parameters, computed one at a time."""
 
     def __init__(self, recorder: _Recorder, module: nn.Module):

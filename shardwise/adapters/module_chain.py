@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from shardwise.adapters.split_attention import split_sequence
 from shardwise.adapters.task import Task
 from shardwise.adapters.tensor_plan import scale_head_counts
 from shardwise.errors import LayoutError
-from shardwise.models.chain import Chain
+from shardwise.models.chain import Chain, InitialValues
 from shardwise.models.sharding import ShardingPlan
 from shardwise.random import Dropout
 
@@ -113,11 +113,6 @@ class _EveryGradient(torch.autograd.Function):
         return grads[0], *(grads[0].new_zeros((), dtype=dtype).expand(shape) for shape, dtype in ctx.shapes)
 
 
-class InitialValues(Protocol):
-    def value(self, name: str) -> Any:
-        """Returns the initial value of a parameter: a tensor, or what gives one when it is indexed by slices."""
-
-
 class ModuleChain(Chain):
     """A chain of three kinds of parts: prologue, blocks, epilogue. Its parameters keep the module's own names."""
 
@@ -125,11 +120,11 @@ class ModuleChain(Chain):
 
     def __init__(
         self, root: nn.Module, task: Task, spec: TreeSpec, anatomy: Anatomy, sharding_plan: ShardingPlan,
-        init: InitialValues, state: dict[str, Any] | None = None, parts: tuple[int, int] | None = None,
+        initial: InitialValues | None, state: dict[str, Any] | None = None, parts: tuple[int, int] | None = None,
     ):  # fmt: skip
         nn.Module.__init__(self)
         self.is_taken, self.sharding_plan = False, sharding_plan
-        self.task, self.spec, self.anatomy, self.init = task, spec, anatomy, init
+        self.task, self.spec, self.anatomy, self.initial = task, spec, anatomy, initial
         self.parts = parts or (0, len(anatomy.blocks) + 2)
         self.state: dict[str, Any] = {"ids": None, "stream": None} if state is None else state
         self.placeholders: list[tuple[nn.Module, str, torch.Size]] = []
@@ -162,7 +157,7 @@ class ModuleChain(Chain):
         state = self.state | {"ids": None, "stream": None}
         memo: dict[int, Any] = {id(self.state): state}
         chain = ModuleChain(
-            copy.deepcopy(self.root, memo), self.task, self.spec, self.anatomy, self.sharding_plan, self.init,
+            copy.deepcopy(self.root, memo), self.task, self.spec, self.anatomy, self.sharding_plan, self.initial,
             state, (first, last),
         )  # fmt: skip
         chain._pass_over_blocks()
@@ -297,9 +292,6 @@ class ModuleChain(Chain):
         split_sequence(axis, positions, attention_fn)
         if self.task.split_sequence is not None:
             self.task.split_sequence(self.root)
-
-    def initial_value(self, name: str) -> Tensor | None:
-        return self.init.value(name)
 
     def pass_sample_ids(self) -> None:
         """Makes sample ids an argument of the blocks, so that a block recomputed later draws the same dropout masks."""

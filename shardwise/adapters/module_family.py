@@ -152,7 +152,9 @@ class ModuleFamily(Family):
                 parameter.requires_grad_(False)  # nothing would ever give it a gradient
         for linear in _block_linears(module, anatomy):
             linear.__class__ = Linear  # which can compute in FP8
-        return ModuleChain(module, task, spec, anatomy, self._plan(config, module, anatomy), init, state)
+        chain = ModuleChain(module, task, spec, anatomy, self._plan(config, module, anatomy), init, state)
+        chain.initial = self.pretrained_weights(config, chain) or init
+        return chain
 
     def build_on_meta(self, config: Any, seed: int = 0) -> ModuleChain:
         return self.build(config, seed)
@@ -160,7 +162,8 @@ class ModuleFamily(Family):
     def shrink(self, config: Any) -> Any:
         if not self.task(config).reads_tokens and len(meta_chain(config).anatomy.blocks) <= 4:
             return config  # and is not traced again
-        small = config.model_copy(update={"sequence": min(config.sequence, 32), "blocks": config.blocks or 4})
+        changes = {"sequence": min(config.sequence, 32), "blocks": config.blocks or 4, "weights": ""}
+        small = config.model_copy(update=changes)
         try:
             meta_chain(small)
         except Exception:  # noqa: BLE001 - a forward that needs all of its blocks may raise anything

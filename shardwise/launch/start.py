@@ -31,6 +31,7 @@ from shardwise.train import local_machine
 from shardwise.train.generate import generate, load_model
 from shardwise.train.run_folder import RunFolder, check_history, check_same_run
 from shardwise.train.validate import byte_frequency_bits
+from shardwise.train.warm_start import check_start, name_step
 from shardwise.watch.report_page import print_end_of_run
 from shardwise.workers.fork_server import ForkServer
 from shardwise.workers.nodes import Node, NodeAgent
@@ -63,7 +64,9 @@ def start_training(job_file: Path | None, settings: list[str], resume: Path | No
     def load() -> Job:
         if job_file is None and resume is None:
             say("no job file given: training the built-in demo")
-        return load_job(job_file or (RunFolder.open(resume).path / "job.toml" if resume else DEMO), settings)
+        if resume is not None:
+            return load_job(job_file or RunFolder.open(resume).path / "job.toml", settings)
+        return load_job(job_file or DEMO, settings, own_model=job_file is None)
 
     _start(load, say, StartOptions(resume, **options))
 
@@ -92,6 +95,7 @@ def _start(load: Callable[[], Job], say: Say, options: StartOptions) -> RunFolde
 
 def _start_run(job: Job, say: Say, options: StartOptions, fork_server: ForkServer | None) -> RunFolder:
     resumed = RunFolder.open(options.resume) if options.resume is not None else None
+    job = name_step(job) if resumed is None else job
     with ExitStack() as ownership:
         previous_job, nodes = job, options.node.count if options.node is not None else 1
         if resumed is not None and _is_main_process():
@@ -107,6 +111,7 @@ def _start_run(job: Job, say: Say, options: StartOptions, fork_server: ForkServe
         check_layout_fits(layout, job, nodes)
         check_tracker_installed(job.tracker)
         prepared = prepare(job, layout)
+        start = check_start(prepared) if resumed is None and _is_main_process() else ""
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", layout.world // nodes))
         local_machine.require_memory(job, 4 * STATE_COPIES, local_ranks, local_ranks / layout.world)
         check_host_memory(prepared, local_machine.host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", layout.world)))
@@ -121,7 +126,7 @@ def _start_run(job: Job, say: Say, options: StartOptions, fork_server: ForkServe
             folder.write_plan(record)
             if data_record.is_new:
                 folder.write_data(data_record, *sources)
-            _print_summary(prepared, say)
+            _print_summary(prepared, say, start)
             say(f"        {reason_text}")
             if job.total_steps != previous_job.total_steps:
                 steps = pluralize(job.total_steps, "step")
@@ -186,7 +191,7 @@ def _plan_layout(job: Job, nodes: int) -> tuple[Layout, dict[str, Any], str]:
     return layout, local_machine.plan_record(job, plan, source), local_machine.describe_plan(plan, source)
 
 
-def _print_summary(prepared: Prepared, say: Say) -> None:
+def _print_summary(prepared: Prepared, say: Say, start: str = "") -> None:
     job, layout, batch = prepared.job, prepared.layout, prepared.batch
     has_tokens = job.model.throughput_unit == "tokens"
     size = f"{job.samples} x {job.model.length} tokens" if has_tokens else f"{job.samples} samples"
@@ -194,6 +199,8 @@ def _print_summary(prepared: Prepared, say: Say) -> None:
     task = job.family.task(job.model)
     source = job.data.source if task is None or task.reads_tokens else type(task.data).__name__
     say(f"job:    {job.model.name}, {count} parameters, {job.precision}, on {source}")
+    if start:
+        say(f"        {start}")
     own, own_rate = (None, None) if task is None else (task.optimizer, task.learning_rate)
     optimizer = getattr(getattr(own, "func", own), "__name__", "your optimizer") if own else job.optimizer.name
     rate = "the rate of your function" if own_rate else f"{job.optimizer.lr:g}"

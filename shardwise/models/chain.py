@@ -24,6 +24,17 @@ class PositionAware(Protocol):
     position_ids: Tensor | None  # position of each input; None: 0, 1, 2, ...
 
 
+class InitialValues:
+    """Where the weights of a chain come from."""
+
+    def value(self, name: str) -> Any:
+        """Returns the initial value of a parameter: a tensor, or what gives one when it is indexed by slices."""
+        raise NotImplementedError
+
+    def check(self, chain: "Chain") -> None:
+        """Raises JobError if these are not the weights of the chain, which is on the meta device."""
+
+
 class Chain(nn.Module):
     """Runs its modules in order. Each gets the output of the one before and the batch's other tensors by keyword."""
 
@@ -31,6 +42,8 @@ class Chain(nn.Module):
         super().__init__()
         self.is_taken = False  # whether an engine has sharded it
         self.sharding_plan = sharding_plan
+        self.initial: InitialValues | None = None
+        """Where weights come from; None: the sharding plan says how they are initialized."""
         for name, module in modules:
             self.add_module(name, module)
         self.tie_weights()
@@ -47,7 +60,11 @@ class Chain(nn.Module):
     def slice(self, first: int, last: int) -> "Chain":
         """Returns a chain of the modules [first, last), which it shares with this one."""
         modules = list(self.named_children())
-        return self if (first, last) == (0, len(modules)) else Chain(modules[first:last], self.sharding_plan)
+        if (first, last) == (0, len(modules)):
+            return self
+        chain = Chain(modules[first:last], self.sharding_plan)
+        chain.initial = self.initial
+        return chain
 
     def named_unique_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields each parameter once, under its canonical name."""
@@ -92,10 +109,6 @@ class Chain(nn.Module):
     def split_sequence(self, axis: Any, positions: Tensor, attention_fn: Any) -> None:
         """Called if the sequence is split over an axis; `positions` are those of all its ranks, rank by rank."""
 
-    def initial_value(self, name: str) -> Tensor | None:
-        """Returns the full initial value of a parameter; None: the sharding plan says how it is initialized."""
-        return None
-
     def forward(self, x: Tensor, ids: Tensor | None = None, targets: Tensor | None = None, **extra: Tensor) -> Tensor:
         """Returns the loss summed over the targets, or the logits if there are no targets. `ids` key dropout masks by
         sample; `extra` are inputs of some families only, such as `document_ids`."""
@@ -113,7 +126,7 @@ def init_weights(chain: Chain, seed: int) -> None:
 @torch.no_grad()
 def init_slice(chain: Chain, name: str, out: Tensor, shape: torch.Size, offset: tuple[int, ...], seed: int) -> None:
     """Fills `out`, the slice at `offset` of a parameter of this shape, with its initial values."""
-    value = chain.initial_value(name)
+    value = chain.initial.value(name) if chain.initial is not None else None
     if out.numel() == 0:
         return
     if value is not None:

@@ -1,6 +1,7 @@
 """Base classes of config sections and of every family's `[model]` section. Imports no PyTorch."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo, field_validator, model_validator
@@ -85,6 +86,9 @@ class ModelConfig(ConfigSection):
     supports_muon: ClassVar[bool] = True
     """Whether blocks have weight matrices, which Muon updates."""
     name: str
+    weights: str = ""
+    """Weights to start from: a run (`runs/first`, `runs/first@200` for a step) or a Hugging Face folder, whose model
+    fills in missing keys. Empty: those of the folder that `name` is, otherwise random ones; `random`: always these."""
 
     @model_validator(mode="before")
     @classmethod
@@ -95,7 +99,7 @@ class ModelConfig(ConfigSection):
 
     def shrink(self) -> Self:
         """Returns a small config of the same family for `shardwise verify`; odd sizes stay odd (uneven shards)."""
-        return self.model_validate(self.model_dump() | self._shrunk_values())
+        return self.model_validate(self.model_dump() | self._shrunk_values() | {"weights": ""})
 
     def _shrunk_values(self) -> dict[str, Any]:
         """Returns the values that differ in the small config."""
@@ -155,6 +159,24 @@ class ModelConfig(ConfigSection):
     def adamw_only(self) -> str:
         """The configured key that works only with AdamW; empty if there is none."""
         return ""
+
+    @property
+    def weights_folder(self) -> Path | None:
+        """The Hugging Face folder whose weights training starts from, if any."""
+        folder = Path(self.weights).expanduser()
+        return folder if self.weights and (folder / "config.json").is_file() else None
+
+    @property
+    def pretrained_folder(self) -> Path | None:
+        """The Hugging Face folder whose config and tokenizer belong to the model, if any."""
+        return self.weights_folder
+
+    @property
+    def tokenizer_folder(self) -> Path | None:
+        """The folder with the tokenizer.json of the model: that folder, or the run that it starts from, if any."""
+        start = Path(self.weights.partition("@")[0]).expanduser() if self.weights else None
+        folders = [folder for folder in (self.pretrained_folder, start) if folder is not None]
+        return next((folder for folder in folders if (folder / "tokenizer.json").is_file()), None)
 
     def phases(self, steps: int) -> list[tuple[int, Self]]:
         """Returns the phases of a run of `steps` steps, as pairs (steps, model config)."""

@@ -20,12 +20,10 @@ from shardwise.errors import JobError
 from shardwise.models.config import ModelConfig
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
     from torch import Tensor, nn
 
-    from shardwise.models.chain import Chain
+    from shardwise.models.chain import Chain, InitialValues
     from shardwise.models.objectives import Objective
     from shardwise.models.operator_costs import OperatorCosts
 
@@ -57,7 +55,9 @@ class Family:
 
     def build(self, config: Any, seed: int) -> Chain:
         """Returns the model on the current default device, uninitialized. `seed` keys its dropout masks."""
-        return resolve_name(self.builder)(config, seed)  # type: ignore[no-any-return]
+        chain: Chain = resolve_name(self.builder)(config, seed)
+        chain.initial = self.pretrained_weights(config, chain)
+        return chain
 
     def build_on_meta(self, config: Any, seed: int = 0) -> Chain:
         """Returns the model on the meta device: shapes without memory."""
@@ -76,13 +76,22 @@ class Family:
         """Returns transformers' module of the same shape in float64; None if there is none or it is not installed."""
         return None
 
-    def reference_weights(self, config: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns our weights, or gradients, under the parameter names and in the shapes of `reference`."""
-        raise NotImplementedError
+    def pretrained_weights(self, config: Any, chain: Chain) -> InitialValues | None:
+        """Returns the weights of the Hugging Face folder `config.weights_folder`; None: random weights."""
+        if config.weights_folder is not None:
+            raise JobError(f"model.weights = {config.weights!r}: {config.description} can start from runs only.")
+        return None
 
-    def write_pretrained_config(self, config: Any, folder: Path, dtype: torch.dtype) -> None:
-        """Writes what transformers needs beside the weights to load the model: config and tokenizer."""
-        raise JobError(f"{config.description} cannot be exported yet, only models named 'hf:...'.")
+    def make_float64(self, config: Any, module: nn.Module) -> None:
+        """Called with transformers' module in float64, for what it computes in float32 while it is built."""
+
+    def export_weights(self, config: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns our weights, or gradients, under the names and in the shapes of a Hugging Face folder."""
+        return dict(weights)
+
+    def export_config(self, config: Any) -> dict[str, Any]:
+        """Returns the config.json of a Hugging Face folder of this model."""
+        raise JobError(f"{config.description} has no form that transformers knows; only its own checkpoints hold it.")
 
     def shrink(self, config: Any) -> Any:
         """Returns a small config of the same family, for `shardwise verify`."""
@@ -102,6 +111,13 @@ class Family:
 
         tokens = torch.empty(samples, config.length, dtype=torch.int64, device="meta")
         return {"x": tokens, "ids": tokens[:, 0], "targets": tokens}
+
+    def example_inputs(self, config: Any, samples: int, limit: int) -> dict[str, torch.Tensor]:
+        """Returns random inputs of transformers' module, of at most `limit` tokens."""
+        import torch
+
+        length = min(config.sequence_length, limit)
+        return {"input_ids": torch.randint(0, config.vocab_size, (samples, length), generator=torch.Generator())}
 
     def forward_flops(self, config: Any) -> list[float]:
         """Returns the forward FLOPs per sample of each module of the chain, by tracing it on fake tensors."""

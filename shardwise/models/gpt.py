@@ -72,7 +72,7 @@ def configure_modules(
     rope_modules: list[Any] = [module for module in chain.modules() if getattr(module, "rope_theta", None) is not None]
     if rope_modules and isinstance(config, DecoderConfig):
         rope_dim = config.qk_rope_head_dim if isinstance(config, MoEConfig) and config.kv_lora_rank else config.head_dim
-        cos, sin = rope_angles(config.sequence, rope_dim, config.rope_theta, device)
+        cos, sin = rope_angles(config.sequence, rope_dim, config.rope_theta, device, config.rope_scaling)
         rope_dtype = torch.promote_types(dtype, torch.float32)
         rope_cos_sin = cos.to(rope_dtype), sin.to(rope_dtype)
         for attention in rope_modules:
@@ -201,19 +201,27 @@ class SelfAttention(nn.Module):
         self.queries_per_kv_head = config.heads // config.kv_heads
         self.head_dim = config.head_dim
         self.rope_theta = config.rope_theta if config.positions == "rotary" else None
+        self.rope_scaling = config.rope_scaling
         self.rope_cos_sin: tuple[Tensor, Tensor] | None = None
         self.scale = 1.0
         self.attention_fn: Callable[[Tensor, Tensor, Tensor, bool, Tensor | None], Tensor] = sdpa
         """Context parallelism replaces it (`shardwise.parallel.context`): a rank then has only part of the sequence."""
-        self.qkv = Linear(config.width, (config.heads + 2 * config.kv_heads) * config.head_dim, bias=config.bias)
+        bias = config.bias or config.qkv_bias
+        self.qkv = Linear(config.width, (config.heads + 2 * config.kv_heads) * config.head_dim, bias=bias)
+        self.q_norm = RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
         self.out = Linear(config.heads * config.head_dim, config.width, bias=config.bias)
 
     def forward(self, x: Tensor, document_ids: Tensor | None = None) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (-1, self.queries_per_kv_head + 2, self.head_dim))  # B S K G+2 H
         q = qkv[..., : self.queries_per_kv_head, :].flatten(2, 3)  # B S KG H
         k, v = qkv[..., self.queries_per_kv_head, :], qkv[..., self.queries_per_kv_head + 1, :]  # B S K H
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         if self.rope_theta is not None:
-            rope_cos_sin = self.rope_cos_sin or rope_angles(x.shape[1], self.head_dim, self.rope_theta, x.device)
+            rope_cos_sin = self.rope_cos_sin or rope_angles(
+                x.shape[1], self.head_dim, self.rope_theta, x.device, self.rope_scaling
+            )
             q, k = apply_rope(q, rope_cos_sin), apply_rope(k, rope_cos_sin)
         q = q if self.scale == 1.0 else q * self.scale
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # B KG S H, as views: memory stays B S KG H
@@ -270,7 +278,7 @@ class MultiHeadLatentAttention(nn.Module):
     def __init__(self, config: MoEConfig):
         super().__init__()
         self.head_dim, self.rope_dim, self.kv_lora_rank = config.head_dim, config.qk_rope_head_dim, config.kv_lora_rank
-        self.rope_theta = config.rope_theta
+        self.rope_theta, self.rope_scaling = config.rope_theta, config.rope_scaling
         self.rope_cos_sin: tuple[Tensor, Tensor] | None = None
         self.q_down = layers.Linear(config.width, config.q_lora_rank, bias=False)
         self.q_norm = layers.RMSNorm(config.q_lora_rank, eps=config.norm_eps)
@@ -286,7 +294,9 @@ class MultiHeadLatentAttention(nn.Module):
         kv_latent, k_rope = self.kv_down(x).split((self.kv_lora_rank, self.rope_dim), -1)
         k, v = self.kv_up(self.kv_norm(kv_latent)).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, -1)  # B S heads H
         if self.rope_dim:
-            rope_cos_sin = self.rope_cos_sin or layers.rope_angles(x.shape[1], self.rope_dim, self.rope_theta, x.device)
+            rope_cos_sin = self.rope_cos_sin or layers.rope_angles(
+                x.shape[1], self.rope_dim, self.rope_theta, x.device, self.rope_scaling
+            )
             q_nope, q_rope = q.split((self.head_dim, self.rope_dim), -1)
             q = torch.cat((q_nope, layers.apply_rope(q_rope, rope_cos_sin)), -1)
             k = torch.cat((k, layers.apply_rope(k_rope.unsqueeze(2), rope_cos_sin).expand(-1, -1, k.shape[2], -1)), -1)

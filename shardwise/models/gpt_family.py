@@ -4,8 +4,21 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from shardwise.models.config import ModelConfig
+from shardwise.models.config import ConfigSection, ModelConfig
 from shardwise.models.family import Family
+from shardwise.models.pretrained_config import find_format, make_config
+
+
+class RopeScaling(ConfigSection):
+    """Rotary frequencies for sequences longer than those that a model was trained on first."""
+
+    rope_type: Literal["linear", "llama3"] = "linear"
+    """`linear` divides all frequencies by `factor`; `llama3` only those of waves that the first sequences cut off."""
+    factor: float = Field(1.0, ge=1.0)
+    low_freq_factor: float = Field(1.0, gt=0.0)
+    high_freq_factor: float = Field(4.0, gt=0.0)
+    original_max_position_embeddings: int = Field(8192, ge=1)
+    """Length of the sequences that the model was trained on first; with the two factors above, for `llama3`."""
 
 
 class DecoderConfig(ModelConfig):
@@ -30,12 +43,17 @@ class DecoderConfig(ModelConfig):
     norm: Literal["layer", "rms"] = "rms"
     activation: Literal["gelu", "swiglu"] = "swiglu"
     bias: bool = False
+    qkv_bias: bool = False
+    """Whether queries, keys and values have a bias even if nothing else has (Qwen2)."""
+    qk_norm: bool = False
+    """Whether the queries and keys of each head go through an RMSNorm before RoPE (Qwen3)."""
     tied: bool = True
     """Whether the LM head shares the token embedding's weight."""
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
     """Dropout probability of the embeddings and of each residual branch."""
     attention_dropout: float = 0.0
     rope_theta: float = Field(10_000.0, gt=0.0)
+    rope_scaling: RopeScaling = RopeScaling()
     norm_eps: float = Field(1e-5, gt=0.0)
     init_std: float = Field(0.02, gt=0.0)
     eod_token_id: int = Field(-1, ge=-1)
@@ -103,19 +121,35 @@ class GPTFamily(Family):
         return {"expert": f"{config.name!r} has no experts; leave expert at 1."}
 
     def reference(self, config: DecoderConfig) -> Any:
-        from shardwise.models.transformers_reference import reference_decoder
+        from shardwise.models.pretrained import reference_decoder
 
         return reference_decoder(config)
 
-    def reference_weights(self, config: DecoderConfig, weights: Any) -> Any:
-        from shardwise.models.transformers_reference import reference_weights
+    def pretrained_weights(self, config: DecoderConfig, chain: Any) -> Any:
+        from shardwise.models.pretrained import PretrainedWeights
 
-        return reference_weights(config, weights)
+        return None if config.weights_folder is None else PretrainedWeights(config, config.weights_folder)
+
+    def make_float64(self, config: DecoderConfig, module: Any) -> None:
+        from shardwise.models.pretrained import use_float64_frequencies
+
+        use_float64_frequencies(config, module)
+
+    def export_weights(self, config: DecoderConfig, weights: Any) -> Any:
+        from shardwise.models.pretrained import export_weights
+
+        return export_weights(config, weights, config.weights_folder)
+
+    def export_config(self, config: DecoderConfig) -> dict[str, Any]:
+        if not find_format(config, config.weights_folder):
+            return super().export_config(config)
+        return make_config(config, config.weights_folder)
 
     def decoder_shape(self, config: DecoderConfig) -> dict[str, Any]:
         return {
             "layers": config.layers, "width": config.width, "heads": config.heads, "kv_heads": config.kv_heads,
             "head_dim": config.head_dim, "ffn": config.ffn, "vocab": config.vocab, "sequence": config.sequence,
             "gated": config.activation == "swiglu", "tied": config.tied,
-            "positions": config.sequence if config.positions == "learned" else 0, "has_exact_cost_model": True,
+            "positions": config.sequence if config.positions == "learned" else 0,
+            "has_exact_cost_model": not config.qk_norm,
         }  # fmt: skip

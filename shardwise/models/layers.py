@@ -1,10 +1,13 @@
 """Layers that several families share: linear, RMSNorm, RoPE and attention."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.models import fp8
+from shardwise.models.gpt_family import RopeScaling
 
 
 class Linear(nn.Linear):
@@ -29,11 +32,26 @@ class RMSNorm(nn.RMSNorm):
         return (y * self.weight).to(x.dtype)
 
 
-def rope_angles(length: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+def rope_angles(
+    length: int, head_dim: int, theta: float, device: torch.device, scaling: RopeScaling | None = None
+) -> tuple[Tensor, Tensor]:
     """Returns cosines and sines (S, H/2), in float64 because angles of long sequences lose precision in float32."""
-    frequency = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
+    frequency = rope_frequencies(head_dim, theta, scaling).to(device)
     angle = torch.arange(length, dtype=torch.float64, device=device)[:, None] * frequency
     return angle.cos(), angle.sin()
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> Tensor:
+    """Returns the angle by which each feature pair turns from one position to the next."""
+    frequency = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    if scaling is None or scaling.factor == 1.0:
+        return frequency
+    kept = torch.zeros_like(frequency)  # share of the original frequency
+    if scaling.rope_type == "llama3":
+        turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)
+        kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = kept.clamp(0.0, 1.0)
+    return kept * frequency + (1.0 - kept) * frequency / scaling.factor
 
 
 def apply_rope(x: Tensor, rope_cos_sin: tuple[Tensor, Tensor]) -> Tensor:

@@ -57,8 +57,9 @@ class MaskedLM(PerSampleObjective):
 
 
 class SpanCorruption(PerSampleObjective):
-    def __init__(self, model: T5Config, seed: int):
-        self.model, self.seed = model, seed
+    def __init__(self, model: T5Config, seed: int, eos: int | None = None, start: int | None = None):
+        """`eos`, `start`: ids of the end and of the decoder's first token; None: an id next to the sentinels."""
+        self.model, self.seed, self.eos, self.start = model, seed, eos, start
 
     def transform(self, row: np.ndarray, position: int) -> tuple[np.ndarray, np.ndarray]:
         model, rng = self.model, np.random.default_rng((self.seed, 2, position))
@@ -74,11 +75,12 @@ class SpanCorruption(PerSampleObjective):
             encoder_chunks += [row[start : start + kept], sentinel]
             decoder_chunks += [sentinel, row[start + kept : start + kept + masked]]
             start += kept + masked
-        eos = model.vocab - 1 - spans  # start, end and padding token
+        eos = model.vocab - 1 - spans if self.eos is None else self.eos  # end and padding token
         encoder_tokens = _pad_with_eos(np.concatenate(encoder_chunks), model.sequence, eos, eos)
         decoder_targets = _pad_with_eos(np.concatenate(decoder_chunks), model.target_sequence, eos, IGNORE_INDEX)
         previous_targets = np.where(decoder_targets[:-1] == IGNORE_INDEX, eos, decoder_targets[:-1])
-        tokens = np.concatenate((encoder_tokens, [eos], previous_targets)).clip(min=0)
+        start_token = eos if self.start is None else self.start
+        tokens = np.concatenate((encoder_tokens, [start_token], previous_targets)).clip(min=0)
         return tokens, np.concatenate((np.full_like(encoder_tokens, IGNORE_INDEX), decoder_targets))
 
 

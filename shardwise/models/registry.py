@@ -14,6 +14,7 @@ from shardwise.models.family import Family
 from shardwise.models.gpt_family import GPTFamily
 from shardwise.models.moe_family import MoEFamily
 from shardwise.models.presets import PRESETS
+from shardwise.models.pretrained_config import starting_values
 from shardwise.models.resnet_family import ResNetFamily
 from shardwise.models.t5_family import T5Family
 
@@ -74,7 +75,8 @@ def named_family(name: str) -> Family:
 
 
 def parse_model(values: Mapping[str, Any]) -> ModelConfig:
-    """Returns the config of a `[model]` section. A preset provides the defaults of missing keys."""
+    """Returns the config of a `[model]` section. A preset, or the model that `weights` names, provides missing keys."""
+    values = starting_values(values)
     name = values.get("name", "gpt")
     family = family_name(name) if isinstance(name, str) else "gpt"
     return named_family(family).config.model_validate(values)

@@ -7,101 +7,173 @@ its name once it is complete.
 import json
 import shutil
 import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from shardwise.errors import CheckpointError, JobError
+from shardwise.adapters.function_modes import KeepFloat64
+from shardwise.console import format_count
+from shardwise.errors import CheckpointError, JobError, RunError
 from shardwise.files import write_text
+from shardwise.job import Job
 from shardwise.models.chain import Chain, init_slice
+from shardwise.models.pretrained import INDEX_FILE, open_folder
 from shardwise.train import checkpoint_folder
 from shardwise.train.checkpoint import weight_pieces
 from shardwise.train.dcp_storage import Index, Pieces, read_index, read_pieces
+from shardwise.train.local_machine import require_memory
 from shardwise.train.run_folder import RunFolder
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "float64": torch.float64}
-SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+# What travels with the weights of a folder: tokenizer, chat template, generation settings.
+COPIED_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model",
+                "chat_template*", "generation_config.json", "preprocessor_config.json")  # fmt: skip
+CHECKED_TOKENS = 64
+TOLERANCE = 1e-10
 
 
-def export_run(run: Path, out: Path, step: int | None, dtype: str, max_file_bytes: int) -> str:
-    """Exports the newest valid checkpoint of a run, or that of `step`. Returns what was written, as a sentence."""
-    from safetensors.torch import save_file
+@dataclass(frozen=True)
+class Export:
+    """A checkpoint of a run, to be written in the format of Hugging Face."""
 
-    if dtype not in DTYPES:
-        raise JobError(f"--dtype {dtype} is not one of {', '.join(DTYPES)}.")
+    job: Job
+    checkpoint: Path
+    step: int
+    dtype: torch.dtype
+
+    @cached_property
+    def model(self) -> Chain:
+        return self.job.family.build_on_meta(self.job.model, self.job.seed)
+
+    @cached_property
+    def index(self) -> Index:
+        return read_index(self.checkpoint)
+
+    def write(self, folder: Path, max_file_bytes: int) -> int:
+        """Writes config and weights; returns the bytes of the weights."""
+        from safetensors.torch import save_file
+
+        job, source = self.job, self.job.model.pretrained_folder
+        config = job.family.export_config(job.model) | {"dtype": str(self.dtype).removeprefix("torch.")}
+        write_text(folder / "config.json", json.dumps({**config, "torch_dtype": config["dtype"]}, indent=2) + "\n")
+        for pattern in COPIED_FILES if source is not None else ():
+            for file in source.glob(pattern):  # type: ignore[union-attr]
+                shutil.copy(file, folder)
+        files = list(self._files(max_file_bytes))
+        total, places = 0, dict[str, str]()
+        for number, shapes in enumerate(files, start=1):
+            name = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+            tensors = self.job.family.export_weights(job.model, self.read(shapes))
+            total += sum(tensor.nbytes for tensor in tensors.values())
+            places |= dict.fromkeys(tensors, name)
+            save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / name, {"format": "pt"})
+            (folder / name).chmod(0o644)  # it is written for its owner alone
+        if len(files) > 1:
+            index = {"metadata": {"total_size": total}, "weight_map": places}
+            write_text(folder / INDEX_FILE, json.dumps(index, indent=1))
+        return total
+
+    def _files(self, limit: int) -> Iterator[dict[str, torch.Size]]:
+        """Yields name and shape of the tensors of each file: parameters, and buffers that belong to the state."""
+        state, buffers = set(self.model.state_dict()), self.model.named_buffers()
+        shapes = {name: parameter.shape for name, parameter in self.model.named_unique_parameters()}
+        shapes |= {name: b.shape for name, b in buffers if name in state and f"buffers.{name}" in self.index}
+        file: dict[str, torch.Size] = {}
+        for name, shape in shapes.items():
+            if file and sum(one.numel() for one in (*file.values(), shape)) * self.dtype.itemsize > limit:
+                yield file
+                file = {}
+            file[name] = shape
+        yield file
+
+    def read(self, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
+        """Reads tensors from the checkpoint; parameters that nothing trained have their initial values."""
+        tensors: dict[str, Tensor] = {}
+        pieces: Pieces = {}
+        for name, shape in shapes.items():
+            key = next((f"{kind}.{name}" for kind in ("weights", "buffers") if f"{kind}.{name}" in self.index), "")
+            tensors[name] = torch.empty(shape, dtype=getattr(torch, self.index[key]["dtype"]) if key else None)
+            if key:
+                pieces |= weight_pieces({key: tensors[name]})
+            else:
+                init_slice(self.model, name, tensors[name], shape, (0,) * len(shape), self.job.seed)
+        read_pieces(self.checkpoint, self.index, pieces, checkpoint_folder.CheckpointGroup())
+        return {name: t.to(self.dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+
+    @torch.no_grad()
+    def check(self, folder: Path) -> str:
+        """Loads the folder with transformers; raises RunError if its logits are not those of the run's model."""
+        try:
+            import transformers
+        except ImportError:
+            raise JobError('--check needs transformers: pip install "shardwise[hf]".') from None
+        job = self.job
+        require_memory(job, 16)  # bytes per parameter: two models in float64
+        ours = job.family.build_reference(job.model, job.seed, torch.float64).eval()
+        parameters = dict(ours.named_unique_parameters() if isinstance(ours, Chain) else ours.named_parameters())
+        for name, stored in self.read({name: weight.shape for name, weight in parameters.items()}).items():
+            parameters[name].copy_(stored)
+        theirs = getattr(transformers, json.loads((folder / "config.json").read_bytes())["architectures"][0])
+        transformers.utils.logging.disable_progress_bar()
+        module = theirs.from_pretrained(folder, dtype=torch.float64, local_files_only=True).eval()
+        job.family.make_float64(job.model, module)
+        for name, buffer in dict(ours.named_buffers()).items():  # frequencies, which it makes in float32
+            if not isinstance(ours, Chain) and name not in module.state_dict():
+                module.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = buffer
+        for hf in (getattr(one, "config", None) for one in (module, ours)):
+            if hf is not None:
+                hf._experts_implementation = "eager"  # the grouped kernel refuses float64
+        batch = job.family.example_inputs(job.model, samples=2, limit=CHECKED_TOKENS)
+        with KeepFloat64():
+            expected = module(**batch).logits
+            found = ours(batch["input_ids"], ids=torch.arange(2)) if isinstance(ours, Chain) else ours(**batch).logits
+        difference = float((found - expected).norm() / expected.norm())
+        if not difference <= TOLERANCE:
+            raise RunError(f"transformers computes other logits than the run's model: they differ by {difference:.1e}.")
+        return f"checked: {type(module).__name__} loads it, and its logits differ from the run's by {difference:.1e}."
+
+
+def export_run(
+    run: Path, out: Path, step: int | None, dtype: str, max_file_bytes: int, check: bool = False
+) -> Iterator[str]:
+    """Exports the newest valid checkpoint of a run, or that of `step`. Yields what was done, in sentences."""
+    if dtype not in ("auto", *DTYPES):
+        raise JobError(f"--dtype {dtype} is not one of auto, {', '.join(DTYPES)}.")
     if out.exists():
         raise JobError(f"{out} exists; give a folder that does not, so that nothing is overwritten.")
     folder = RunFolder.open(run)
-    job = folder.job()
-    group = checkpoint_folder.CheckpointGroup()
-    choice = checkpoint_folder.find_newest_valid(folder.checkpoints, group, step)
+    choice = checkpoint_folder.find_newest_valid(folder.checkpoints, checkpoint_folder.CheckpointGroup(), step)
     if choice.path is None:
         raise CheckpointError(f"{run} has no checkpoint to export; train it first.")
-    index = read_index(choice.path)
-    model = job.family.build_on_meta(job.model, job.seed)
+    job = folder.job()
+    export = Export(job, choice.path, choice.manifest["step"], DTYPES.get(dtype) or _folder_dtype(job))
     temporary = out.with_name(f"{out.name}.partial-{uuid.uuid4().hex[:8]}")
     try:
         temporary.mkdir()
     except OSError as error:
         raise JobError(f"{out} cannot be created: {error.strerror}.") from None
     try:
-        job.family.write_pretrained_config(job.model, temporary, DTYPES[dtype])
+        size = export.write(temporary, max_file_bytes)
         if folder.tokenizer.exists() and not (temporary / "tokenizer.json").exists():
             shutil.copy(folder.tokenizer, temporary)
-        files = _split_into_files(model, index, DTYPES[dtype], max_file_bytes)
-        names = [SINGLE_FILE] if len(files) == 1 else [
-            f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)
-        ]  # fmt: skip
-        total = 0
-        for name, shapes in zip(names, files, strict=True):
-            tensors = _read_tensors(choice.path, index, model, shapes, job.seed)
-            tensors = {key: value.to(DTYPES[dtype]) if value.is_floating_point() else value
-                       for key, value in tensors.items()}  # fmt: skip
-            total += sum(value.nbytes for value in tensors.values())
-            save_file(tensors, temporary / name, metadata={"format": "pt"})
-            (temporary / name).chmod(0o644)  # it is written for its owner alone
-        if len(files) > 1:
-            places = {key: name for name, shapes in zip(names, files, strict=True) for key in shapes}
-            content = {"metadata": {"total_size": total}, "weight_map": places}
-            write_text(temporary / INDEX_FILE, json.dumps(content, indent=1))
+        checked = export.check(temporary) if check else ""
         temporary.rename(out)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    return f"wrote step {choice.manifest['step']} of {run} to {out}: {total / 1e9:.3g} GB in {dtype}."
+    dtype = str(export.dtype).removeprefix("torch.")
+    yield f"exported: step {export.step} of {run} to {out}, {format_count(size)}B of weights in {dtype}."
+    if checked:
+        yield checked
 
 
-def _split_into_files(model: Chain, index: Index, dtype: torch.dtype, limit: int) -> list[dict[str, torch.Size]]:
-    """Returns name and shape of the tensors of each file: parameters, and buffers that belong to the state."""
-    state = set(model.state_dict())
-    shapes = {name: parameter.shape for name, parameter in model.named_unique_parameters()}
-    shapes |= {name: b.shape for name, b in model.named_buffers() if name in state and f"buffers.{name}" in index}
-    files: list[dict[str, torch.Size]] = [{}]
-    size = 0
-    for name, shape in shapes.items():
-        bytes_ = shape.numel() * dtype.itemsize
-        if files[-1] and size + bytes_ > limit:
-            files.append({})
-            size = 0
-        files[-1][name] = shape
-        size += bytes_
-    return files
-
-
-def _read_tensors(
-    path: Path, index: Index, model: Chain, shapes: dict[str, torch.Size], seed: int
-) -> dict[str, Tensor]:  # fmt: skip
-    """Reads tensors from a checkpoint; parameters that nothing trained have their initial values."""
-    tensors: dict[str, Tensor] = {}
-    pieces: Pieces = {}
-    for name, shape in shapes.items():
-        key = next((f"{kind}.{name}" for kind in ("weights", "buffers") if f"{kind}.{name}" in index), "")
-        if key:
-            tensors[name] = torch.empty(shape, dtype=getattr(torch, index[key]["dtype"]))
-            pieces |= weight_pieces({key: tensors[name]})
-        else:
-            tensors[name] = torch.empty(shape)
-            init_slice(model, name, tensors[name], shape, (0,) * len(shape), seed)
-    read_pieces(path, index, pieces, checkpoint_folder.CheckpointGroup())
-    return tensors
+def _folder_dtype(job: Job) -> torch.dtype:
+    """Returns the dtype of the weights that a run started from; float32 if it started from random ones or a run."""
+    source = job.model.weights_folder
+    dtypes = {entry[:0].dtype for entry in open_folder(source, "").values() if entry.shape} if source else set()
+    dtypes = {dtype for dtype in dtypes if dtype.is_floating_point}
+    return dtypes.pop() if len(dtypes) == 1 else torch.float32

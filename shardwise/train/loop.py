@@ -32,6 +32,7 @@ from shardwise.train.local_machine import local_cluster
 from shardwise.train.metrics_processor import MetricsProcessor, Progress, StopFlag, json_number
 from shardwise.train.run_folder import RunFolder, check_none_lost, check_state, defining_values
 from shardwise.train.validate import validate
+from shardwise.train.warm_start import load_start
 
 # The phase of the step timer, by the phase that a rank reports in its heartbeat.
 PHASES = {"data": "data", "computing": "compute", "validating": "validation", "saving": "checkpoint"}
@@ -196,12 +197,15 @@ class TrainingLoop:
     def _restore(self) -> int:
         """Loads the newest checkpoint when resuming. Returns the step to continue from."""
         if not self.resume:
+            load_start(self.job, self.engine, self.optimizer, self.checkpoints.group)
             self._log_event("started", f"training in layout '{self.layout}'.", layout=str(self.layout), step=0)
             return 0
         self._set_phase("loading", 0)
         state = self.checkpoints.load(self.engine, self.optimizer)
         for message in self.checkpoints.damaged:
             self._log_event("checkpoint_corrupt", message)
+        if state is None:
+            load_start(self.job, self.engine, self.optimizer, self.checkpoints.group)
         first = 0 if state is None else int(state["step"])
         stream = getattr(self.training, "stream", None)
         if stream is not None and state is not None and state["dataset"] is not None:

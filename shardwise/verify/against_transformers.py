@@ -1,11 +1,14 @@
 """`shardwise verify --against hf`: our model against transformers' module with the same weights, in float64."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
 from shardwise.adapters.function_modes import KeepFloat64
+from shardwise.adapters.huggingface.weights import ModuleWeights
 from shardwise.errors import JobError
 from shardwise.job import Job
 from shardwise.models.chain import init_weights
@@ -51,14 +54,11 @@ def compare_with_transformers(job: Job, samples: int = 2) -> TransformersCompari
     with torch.no_grad():
         for weight in ours.parameters():  # biases and norms too, which start at 0 and 1
             weight.add_(0.05 * torch.randn(weight.shape, dtype=weight.dtype, generator=generator))
-    weights = {name: weight.detach() for name, weight in ours.named_parameters(remove_duplicate=False)}
-    reference.load_state_dict(job.family.reference_weights(job.model, weights), strict=False)
+    weights = {name: weight.detach() for name, weight in ours.named_unique_parameters()}
     named = dict(reference.named_parameters())
-    renamed = job.family.reference_weights(job.model, dict(ours.named_parameters()))
-    if missing := named.keys() - renamed.keys():
-        raise JobError(
-            f"{type(reference).__name__} has parameters that our model has not: {', '.join(sorted(missing))}."
-        )
+    with torch.no_grad():
+        for name, value in _in_module(job, reference, weights).items():
+            named[name].copy_(value)
     tokens = torch.randint(0, job.model.vocab_size, (samples, job.model.sequence_length), generator=generator)
     logits = ours(tokens, ids=torch.arange(samples))
     with KeepFloat64():
@@ -66,11 +66,21 @@ def compare_with_transformers(job: Job, samples: int = 2) -> TransformersCompari
     for found in (logits, expected):
         F.cross_entropy(found[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
     differences = {}
-    gradients = {name: weight.grad for name, weight in ours.named_parameters() if weight.grad is not None}
-    for name, gradient in job.family.reference_weights(job.model, gradients).items():
+    gradients = {name: weight.grad for name, weight in ours.named_unique_parameters() if weight.grad is not None}
+    for name, gradient in _in_module(job, reference, gradients).items():
         theirs = named[name].grad
         assert theirs is not None, f"{name} has no gradient"
         differences[name] = float((gradient - theirs).norm() / theirs.norm().clamp(min=GRADIENT_FLOOR))
     worst = max(differences, key=lambda name: differences[name])
     difference = float((logits - expected).detach().norm() / expected.detach().norm())
     return TransformersComparison(type(reference).__name__, difference, differences[worst], worst, len(differences))
+
+
+def _in_module(job: Job, reference: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns weights or gradients of ours under the names and in the shapes of the reference, all of them."""
+    found = ModuleWeights(job.family.export_weights(job.model, tensors), reference)
+    names = [name for name, _ in reference.named_parameters()]
+    if missing := [name for name in names if name not in found.found] or sorted(found.unused):
+        raise JobError(f"{type(reference).__name__} and our model differ in the parameters {', '.join(missing)}.")
+    everything = (slice(None),) * 3
+    return {name: found.value(name)[everything[: len(found.value(name).shape)]] for name in names}

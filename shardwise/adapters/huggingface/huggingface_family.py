@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
-import shutil
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -19,15 +18,16 @@ from shardwise.adapters.context_check import context_refusal
 from shardwise.adapters.huggingface.attention import attend_through_shardwise, trial
 from shardwise.adapters.huggingface.experts import dispatch_tokens, expert_count
 from shardwise.adapters.huggingface.fused_loss import can_fuse_loss, fuse_loss
-from shardwise.adapters.huggingface.weights import FolderWeights, has_weights
-from shardwise.adapters.module_chain import ModuleChain
+from shardwise.adapters.huggingface.weights import ModuleWeights, has_weights
 from shardwise.adapters.module_family import ModuleConfig, ModuleFamily, check_context, meta_chain
 from shardwise.adapters.split_attention import SPLIT
 from shardwise.adapters.task import Task
 from shardwise.adapters.tensor_plan import guess_plan, make_sharding_plan
 from shardwise.errors import JobError, suggest
-from shardwise.models.objectives import MaskedLM, Objective, next_token
+from shardwise.models.objectives import MaskedLM, Objective, SpanCorruption, next_token
+from shardwise.models.pretrained_config import read_config_file
 from shardwise.models.sharding import ShardingPlan
+from shardwise.models.t5_family import T5Config
 
 # Our styles by transformers' names for them. Weights that are whole need none: their gradients are always summed.
 STYLES = {
@@ -36,11 +36,13 @@ STYLES = {
 }  # fmt: skip
 # Experts without data-dependent shapes and in any dtype; on a GPU in bf16 `configure` chooses the grouped kernel.
 TRACEABLE = {"experts_implementation": "batched_mm"}
-# What travels with the weights of a folder: tokenizer, chat template, generation settings.
-COPIED_FILES = ("token*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model",
-                "chat_template*", "generation_config.json", "preprocessor_config.json")  # fmt: skip
+# Tensor-parallel plans of models for which transformers has none, by model type. T5's heads share a table of positions.
+TENSOR_PLANS = {"t5": {
+    f"{side}.DenseReluDense.{leaf}": "rowwise" if leaf == "wo" else "colwise"
+    for side in ("encoder.block.*.layer.1", "decoder.block.*.layer.2") for leaf in ("wi", "wi_0", "wi_1", "wo")
+}}  # fmt: skip
 # What a config calls the dropout of attention weights, which no kernel can key by sample and position.
-ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
+ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout", "dropout_rate")
 
 
 # Upper bounds of config fields in a small copy of a model.
@@ -80,8 +82,6 @@ class HuggingFaceConfig(ModuleConfig):
     name: str = "hf:llama"
     args: dict[str, Any] = {}
     """Fields of the model's config, which override those of the folder or the defaults of the type."""
-    weights: Literal["auto", "random"] = "auto"
-    """Initial weights: `auto` takes those of the folder, if it has any."""
     vocab: int = Field(0, ge=0, le=10**7)
     """Number of token ids; 0: that of the config."""
     blocks: int = Field(0, ge=0, le=0)
@@ -94,9 +94,13 @@ class HuggingFaceConfig(ModuleConfig):
 
     @property
     def weights_folder(self) -> Path | None:
-        """The folder whose weights training starts from; None: random weights."""
         folder = Path(self.name.removeprefix("hf:"))
-        return folder if self.weights == "auto" and folder.is_dir() and has_weights(folder) else None
+        return folder if not self.weights and folder.is_dir() and has_weights(folder) else super().weights_folder
+
+    @property
+    def pretrained_folder(self) -> Path | None:
+        folder = Path(self.name.removeprefix("hf:"))
+        return folder if folder.is_dir() else None
 
     @property
     def task(self) -> Task:
@@ -141,7 +145,26 @@ class HuggingFaceConfig(ModuleConfig):
         return self.kind == "causal language model"
 
     @property
+    def span_corruption(self) -> T5Config | None:
+        """The sizes of the samples of an encoder-decoder; None for other models."""
+        if self.kind != "encoder-decoder":
+            return None
+        sizes = T5Config(vocab=self.vocab_size, sequence=self.sequence, target_sequence=self.sequence + 8)
+        noise_tokens, spans = sizes.noise_counts(sizes.text_window)
+        return sizes.model_copy(update={"target_sequence": noise_tokens + spans + 1})
+
+    @property
+    def length(self) -> int:
+        return super().length if self.span_corruption is None else self.span_corruption.length
+
+    @property
+    def text_window(self) -> int:
+        return super().text_window if self.span_corruption is None else self.span_corruption.text_window
+
+    @property
     def reserved_ids(self) -> int:
+        if self.span_corruption is not None:
+            return self.span_corruption.reserved_ids
         return int(self.kind == "masked language model")
 
     @property
@@ -186,6 +209,9 @@ def load_config(config: HuggingFaceConfig) -> Any:
             f'model.name = "hf:{source}" is neither a folder with a config.json nor a model type of transformers; '
             f"{suggest(source, known)}"
         )
+    for key in ATTENTION_DROPOUTS:
+        if key not in config.args and getattr(found, key, None):
+            setattr(found, key, 0.0)
     defaults = type(found)().to_dict()
     for key in config.args:
         if key not in defaults and not hasattr(type(found)(), key):
@@ -199,6 +225,7 @@ def model_kind(config: HuggingFaceConfig) -> tuple[str, Any]:
     kinds = {
         "causal language model": (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.AutoModelForCausalLM),
         "masked language model": (transformers.MODEL_FOR_MASKED_LM_MAPPING, transformers.AutoModelForMaskedLM),
+        "encoder-decoder": (transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, transformers.AutoModelForSeq2SeqLM),
         "image classification": (
             transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING, transformers.AutoModelForImageClassification
         ),
@@ -210,7 +237,7 @@ def model_kind(config: HuggingFaceConfig) -> tuple[str, Any]:
         if type(hf) in kinds[kind][0]:
             return kind, kinds[kind][1]
     raise JobError(
-        f"model.name = {config.name!r}: {type(hf).__name__} is neither a causal nor a masked language model nor an "
+        f"model.name = {config.name!r}: {type(hf).__name__} is no language model, encoder-decoder or "
         'image classifier; build it in a function of your own and name that: "python:package.module:function".'
     )
 
@@ -219,29 +246,27 @@ class HuggingFaceFamily(ModuleFamily):
     config = HuggingFaceConfig
 
     def objective(self, config: Any, seed: int) -> Objective:
+        if config.span_corruption is not None:
+            special = [getattr(config.hf, f"{name}_token_id", None) for name in ("eos", "decoder_start", "pad")]
+            return SpanCorruption(config.span_corruption, seed, special[0], special[1] or special[2])
         return MaskedLM(config, seed) if config.kind == "masked language model" else next_token
 
-    def build(self, config: Any, seed: int) -> ModuleChain:
-        chain = super().build(config, seed)
-        if config.weights_folder is not None:
-            weights = chain.init = FolderWeights(config.weights_folder, chain.root)
-            weights.load_buffers(chain.root)
-        return chain
+    def pretrained_weights(self, config: Any, chain: Any) -> ModuleWeights | None:
+        if config.weights_folder is None:
+            return None
+        weights = ModuleWeights.of_folder(config.weights_folder, chain.root)
+        weights.load_buffers(chain.root)
+        return weights
 
     def reference(self, config: Any) -> nn.Module | None:
         raise JobError(
             f"{config.name} is transformers' own module, with which every layout is compared; omit --against."
         )
 
-    def write_pretrained_config(self, config: Any, folder: Path, dtype: torch.dtype) -> None:
-        hf = copy.deepcopy(config.hf)
-        hf.use_cache, hf.dtype = True, dtype
-        hf.architectures = [type(meta_chain(config).root).__name__]
-        hf.save_pretrained(folder)
-        source = Path(config.name.removeprefix("hf:"))
-        for pattern in COPIED_FILES:
-            for file in source.glob(pattern) if source.is_dir() else ():
-                shutil.copy(file, folder)
+    def export_config(self, config: Any) -> dict[str, Any]:
+        folder = config.pretrained_folder
+        found = read_config_file(folder) | config.args if folder else config.hf.to_diff_dict() | {"use_cache": True}
+        return found | {"architectures": [type(meta_chain(config).root).__name__]}
 
     def build_reference(self, config: Any, seed: int, dtype: torch.dtype) -> nn.Module:
         module = super().build_reference(config, seed, dtype)
@@ -267,7 +292,7 @@ class HuggingFaceFamily(ModuleFamily):
         given = self.task(config).plan
         heads = config.heads
         head_dim = getattr(config.hf, "head_dim", None) or int(getattr(config.hf, "hidden_size", heads)) // heads
-        hint = translate_plan(module) or guess_plan(module, anatomy)
+        hint = TENSOR_PLANS.get(config.hf.model_type) or translate_plan(module) or guess_plan(module, anatomy)
         return make_sharding_plan(module, anatomy, given or hint, head_dim, is_hint=not given)
 
     def refusals(self, config: Any) -> dict[str, str]:
@@ -281,6 +306,14 @@ class HuggingFaceFamily(ModuleFamily):
         if config.num_experts:
             del refused["expert"]
         return refused
+
+    def example_inputs(self, config: Any, samples: int, limit: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator()
+        if config.sample_kind == "images":
+            size = (samples, 3, config.image_size, config.image_size)
+            return {"pixel_values": torch.randn(size, generator=generator, dtype=torch.float64)}
+        inputs = super().example_inputs(config, samples, limit)
+        return inputs if config.span_corruption is None else inputs | {"decoder_input_ids": inputs["input_ids"]}
 
     def context_refusal(self, config: Any) -> str:
         chain = meta_chain(config)
@@ -316,16 +349,22 @@ def make_task(config: Any) -> Task:
         logits, labels = output.logits, batch["labels"]
         if logits.dim() == 0:  # the head computed the loss
             return logits
+        labels = labels[:, -logits.shape[1] :] if kind == "encoder-decoder" else labels
         return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=-100, reduction="sum")
 
     name = "pixel_values" if kind == "image classification" else "input_ids"
 
     def inputs(batch: Any) -> dict[str, Any]:
+        if kind == "encoder-decoder":
+            tokens = batch["input_ids"]
+            return {"input_ids": tokens[:, : config.sequence], "decoder_input_ids": tokens[:, config.sequence :]}
         positions, current["labels"] = SPLIT.local_positions, batch["labels"]
         split = {} if positions is None else {"position_ids": positions.expand(batch["labels"].shape[0], -1)}
         return {name if key == "input_ids" else key: value for key, value in batch.items() if key != "labels"} | split
 
-    def example_images(samples: int) -> dict[str, torch.Tensor]:
+    def example_batch(samples: int) -> dict[str, torch.Tensor]:
+        if kind != "image classification":
+            return dict.fromkeys(("input_ids", "labels"), torch.zeros(samples, config.length, dtype=torch.int64))
         images = torch.zeros(samples, 3, config.image_size, config.image_size)
         return {"input_ids": images, "labels": torch.zeros(samples, 1, dtype=torch.int64)}
 
@@ -344,7 +383,7 @@ def make_task(config: Any) -> Task:
         build, loss, count=lambda batch: (batch["labels"] != -100).sum(), inputs=inputs, configure=configure,
         casts_inputs=False, split_sequence=attend_through_shardwise, dispatch_tokens=dispatch_tokens,
         trunk=config.trunk, plan=config.tensor_plan,
-        example_batch=example_images if name == "pixel_values" else None,
+        example_batch=example_batch,
     )  # fmt: skip
 
 

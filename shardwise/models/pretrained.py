@@ -1,0 +1,226 @@
+"""Weights of Hugging Face folders as ours, and back: names and shapes, as data.
+
+Files are read one slice or one parameter at a time. Our fused QKV projection stores its rows by KV head: the queries of
+a group, then its key and value. Experts are one tensor here and one file entry each there.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import JobError
+from shardwise.files import parse_json
+from shardwise.models.chain import Chain, InitialValues
+from shardwise.models.gpt_family import DecoderConfig
+from shardwise.models.layers import rope_frequencies
+from shardwise.models.pretrained_config import find_format, make_config
+
+INDEX_FILE = "model.safetensors.index.json"
+# Entries of old files that are no parameters.
+NO_WEIGHTS = ("*.attn.bias", "*.attn.masked_bias", "*.rotary_emb.inv_freq")
+
+LLAMA_NAMES = {
+    "embed.tokens.weight": "model.embed_tokens.weight", "head.norm.weight": "model.norm.weight",
+    "head.project.weight": "lm_head.weight", "norm1.weight": "input_layernorm.weight",
+    "norm2.weight": "post_attention_layernorm.weight", "attention.qkv.weight": "self_attn.{}_proj.weight",
+    "attention.qkv.bias": "self_attn.{}_proj.bias", "attention.q_norm.weight": "self_attn.q_norm.weight",
+    "attention.k_norm.weight": "self_attn.k_norm.weight", "attention.out.weight": "self_attn.o_proj.weight",
+    "mlp.gate.weight": "mlp.gate_proj.weight", "mlp.up.weight": "mlp.up_proj.weight",
+    "mlp.down.weight": "mlp.down_proj.weight",
+}  # fmt: skip
+MIXTRAL_NAMES = LLAMA_NAMES | {
+    "mlp.router": "block_sparse_moe.gate.weight", "mlp.bank.gate": "block_sparse_moe.experts.{}.w1.weight",
+    "mlp.bank.up": "block_sparse_moe.experts.{}.w3.weight", "mlp.bank.down": "block_sparse_moe.experts.{}.w2.weight",
+}  # fmt: skip
+QWEN3_MOE_NAMES = LLAMA_NAMES | {
+    "mlp.router": "mlp.gate.weight", "mlp.bank.gate": "mlp.experts.{}.gate_proj.weight",
+    "mlp.bank.up": "mlp.experts.{}.up_proj.weight", "mlp.bank.down": "mlp.experts.{}.down_proj.weight",
+}  # fmt: skip
+GPT2_NAMES = {
+    "embed.tokens.weight": "transformer.wte.weight", "embed.positions.weight": "transformer.wpe.weight",
+    "head.project.weight": "lm_head.weight",
+    **{f"{ours}.{leaf}": f"{theirs}.{leaf}" for leaf in ("weight", "bias") for ours, theirs in {
+        "head.norm": "transformer.ln_f", "norm1": "ln_1", "norm2": "ln_2", "attention.qkv": "attn.c_attn",
+        "attention.out": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}.items()},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """Their names of our parameters; `{}` stands for q, k and v or for the number of an expert."""
+
+    block: str  # prefix of a block, before its number
+    names: Mapping[str, str]
+    transposed: bool = False  # whether matrices of blocks are stored as (in, out), and q, k and v as one
+
+    def their_name(self, ours: str) -> str:
+        block, _, rest = ours.partition(".")
+        prefix, key = ("", ours) if ours in self.names else (f"{self.block}{block.removeprefix('block')}.", rest)
+        return prefix + self.names[key]
+
+    def split(self, config: DecoderConfig, ours: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yields the entries of a file that make one parameter of ours."""
+        name = self.their_name(ours)
+        if ".bank." in ours:
+            yield from ((name.format(number), expert) for number, expert in enumerate(tensor))
+        elif ".qkv." in ours and not self.transposed:
+            yield from zip((name.format(part) for part in "qkv"), split_qkv(config, tensor), strict=True)
+        else:
+            whole = torch.cat(split_qkv(config, tensor)) if ".qkv." in ours else tensor
+            yield name, whole.T if self._is_transposed(ours, whole.dim()) else whole
+
+    def join(self, config: DecoderConfig, ours: str, read: Callable[[str], Tensor]) -> Tensor:
+        """Returns one parameter of ours from the entries of a file."""
+        name = self.their_name(ours)
+        if ".bank." in ours:
+            return torch.stack([read(name.format(number)) for number in range(config.num_experts)])
+        if ".qkv." in ours and not self.transposed:
+            return join_qkv(config, *(read(name.format(part)) for part in "qkv"))
+        whole = read(name)
+        whole = whole.T if self._is_transposed(ours, whole.dim()) else whole
+        return join_qkv(config, *whole.chunk(3)) if ".qkv." in ours else whole
+
+    def _is_transposed(self, ours: str, dims: int) -> bool:
+        return self.transposed and dims == 2 and ours.startswith("block")
+
+
+WEIGHT_FORMATS = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), WeightFormat("model.layers.", LLAMA_NAMES)),
+    "mixtral": WeightFormat("model.layers.", MIXTRAL_NAMES),
+    "qwen3_moe": WeightFormat("model.layers.", QWEN3_MOE_NAMES),
+    "gpt2": WeightFormat("transformer.h.", GPT2_NAMES, transposed=True),
+}  # fmt: skip
+
+
+def split_qkv(config: DecoderConfig, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Splits the fused projection (or its bias) into queries, keys and values, each by head."""
+    group = config.heads // config.kv_heads
+    rows = fused.unflatten(0, (config.kv_heads, group + 2, config.head_dim))
+    return rows[:, :group].flatten(0, 2), rows[:, group].flatten(0, 1), rows[:, group + 1].flatten(0, 1)
+
+
+def join_qkv(config: DecoderConfig, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (part.unflatten(0, (config.kv_heads, -1, config.head_dim)) for part in (q, k, v))
+    return torch.cat((q, k, v), 1).flatten(0, 2)
+
+
+def export_weights(config: DecoderConfig, weights: Mapping[str, Tensor], folder: Path | None) -> dict[str, Tensor]:
+    """Returns our weights, or gradients, as the entries of a file."""
+    form = WEIGHT_FORMATS[find_format(config, folder)]
+    return dict(entry for name, tensor in weights.items() for entry in form.split(config, name, tensor))
+
+
+def reference_decoder(config: DecoderConfig) -> nn.Module | None:
+    """Returns transformers' module of the same shape in float64; None if it has none or is not installed."""
+    kind = find_format(config)
+    try:
+        import transformers
+    except ImportError:
+        return None
+    if not kind:
+        return None
+    values = make_config(config) | {"attn_implementation": "eager", "experts_implementation": "eager"}
+    dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if kind == "gpt2" else {}
+    theirs = transformers.AutoConfig.for_model(**{**values, **dropouts})
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(theirs).double()
+    use_float64_frequencies(config, model)
+    return model
+
+
+def use_float64_frequencies(config: DecoderConfig, module: Any) -> None:
+    """Gives transformers' module rotary frequencies in float64, which it makes in float32."""
+    if config.positions == "rotary":
+        frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+        module.model.rotary_emb.inv_freq = frequencies
+
+
+class Entry:
+    """An entry of a safetensors file, read when it is indexed."""
+
+    def __init__(self, file: Any, name: str):
+        self.view, self.read = file.get_slice(name), partial(file.get_tensor, name)
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.view.get_shape())
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.view[index] if len(self.shape) else self.read()
+
+
+def open_folder(folder: Path, prefix: str) -> dict[str, Entry]:
+    """Returns the entries of a folder's safetensors files. `prefix` joins their names if none has it: models without a
+    head were saved so."""
+    from safetensors import SafetensorError, safe_open
+
+    names = sorted(file.name for file in folder.glob("*.safetensors"))
+    if (folder / INDEX_FILE).is_file():
+        try:
+            names = sorted(set(parse_json((folder / INDEX_FILE).read_bytes())["weight_map"].values()))
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise JobError(f"{folder / INDEX_FILE} cannot be read: {error}.") from None
+    if not names:
+        raise JobError(f"{folder} has no *.safetensors files; save the model again with save_pretrained.")
+    entries: dict[str, Entry] = {}
+    for name in names:
+        try:
+            file = safe_open(folder / name, "pt")
+        except (OSError, SafetensorError) as error:
+            raise JobError(f"{folder / name} cannot be read: {error}.") from None
+        entries |= {key: Entry(file, key) for key in file.keys()}  # noqa: SIM118 - it is no mapping
+    if prefix and not any(name.startswith(prefix) for name in entries):
+        entries = {name if name.startswith("lm_head.") else prefix + name: entry for name, entry in entries.items()}
+    return entries
+
+
+def check_shapes(folder: Path, needed: Mapping[str, torch.Size], found: Mapping[str, Any], unused: set[str]) -> None:
+    """Raises JobError if weights are missing, have other shapes, or if there are weights that nothing uses."""
+    for name, shape in needed.items():
+        if name not in found:
+            known = next(iter(found), "nothing")
+            raise JobError(
+                f"{folder} has no weight {name!r} of shape {tuple(shape)} (it has {len(found)}, such as {known!r}); to "
+                'start from random weights, set model.weights = "random".'
+            )
+        if found[name].shape != shape:
+            raise JobError(
+                f"{folder}: {name} has shape {tuple(found[name].shape)}, but the model needs {tuple(shape)}; check the "
+                "[model] section against its config.json."
+            )
+    if unused := {name for name in unused if not any(fnmatchcase(name, pattern) for pattern in NO_WEIGHTS)}:
+        raise JobError(f"{folder} has the weight {min(unused)!r}, which the model has not; is its config.json right?")
+
+
+class PretrainedWeights(InitialValues):
+    """The initial values of one of our models, from a Hugging Face folder."""
+
+    def __init__(self, config: DecoderConfig, folder: Path):
+        kind = find_format(config, folder)
+        if not kind:
+            raise JobError(f"the [model] section changes the form of the model of {folder}; remove such keys.")
+        self.config, self.folder, self.form = config, folder, WEIGHT_FORMATS[kind]
+
+    @cached_property
+    def entries(self) -> dict[str, Entry]:
+        return open_folder(self.folder, self.form.block.partition(".")[0] + ".")
+
+    def check(self, chain: Chain) -> None:
+        """Raises JobError if the folder does not have just the weights of a chain on the meta device."""
+        needed: dict[str, torch.Size] = {}
+        for name, weight in chain.named_unique_parameters():
+            needed |= {part: tensor.shape for part, tensor in self.form.split(self.config, name, weight)}
+        unused = self.entries.keys() - needed.keys() - ({"lm_head.weight"} if self.config.tied else set())
+        check_shapes(self.folder, needed, self.entries, unused)
+
+    def value(self, name: str) -> Any:
+        """Returns a parameter, to be indexed by slices."""
+        theirs = self.form.their_name(name)
+        if theirs in self.entries and ".qkv." not in name and not self.form.transposed:
+            return self.entries[theirs]
+        return self.form.join(self.config, name, lambda entry: self.entries[entry][:])

@@ -1,0 +1,204 @@
+"""Configs of Hugging Face folders as our `[model]` section, and back. Imports no PyTorch.
+
+`FORMATS` says, by `model_type`, which models our decoder computes. A field of a config.json that is not in these tables
+is an error, since a model trained without it (a softcap, a window) would be another model. Dropout and the auxiliary
+loss of routers are settings of a run, which a folder does not change.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import JobError, shorten
+from shardwise.files import parse_json, parse_toml
+from shardwise.models.config import ModelConfig
+from shardwise.models.presets import PRESETS
+
+LLAMA_KEYS = {
+    "hidden_size": "width", "num_hidden_layers": "layers", "num_attention_heads": "heads", "head_dim": "head_dim",
+    "num_key_value_heads": "kv_heads", "intermediate_size": "ffn", "vocab_size": "vocab", "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tied",
+}  # fmt: skip
+LLAMA_FORM = {"positions": "rotary", "norm": "rms", "activation": "swiglu", "bias": False, "qkv_bias": False,
+              "qk_norm": False}  # fmt: skip
+LLAMA_NEEDS: dict[str, Any] = {
+    "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False, "pretraining_tp": 1,
+}  # fmt: skip
+LLAMA_DEFAULTS = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 10000.0}
+MOE_FORM = {"shared_expert_ffn": 0, "dense_layers": 0, "scoring_func": "softmax", "routed_scaling_factor": 1.0,
+            "capacity_factor": 0.0, "router_bias_update_rate": 0.0, "kv_lora_rank": 0}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ConfigFormat:
+    """How a `model_type` describes a model of ours."""
+
+    family: str
+    architecture: str
+    keys: Mapping[str, str]
+    """Our keys by their fields."""
+    form: Mapping[str, Any]
+    """Our keys that have these values in every such model."""
+    needs: Mapping[str, Any] = field(default_factory=lambda: LLAMA_NEEDS)
+    """Their fields that must have these values if they are there."""
+    defaults: Mapping[str, Any] = field(default_factory=lambda: LLAMA_DEFAULTS)
+    """Their fields that a config.json may omit."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Our keys that a folder's model gets unless the job says otherwise."""
+
+
+_MIXTRAL = {"num_local_experts": "experts", "num_experts_per_tok": "experts_per_token"}
+_QWEN3_MOE = {"num_experts": "experts", "num_local_experts": "experts", "num_experts_per_tok": "experts_per_token",
+              "moe_intermediate_size": "expert_ffn"}  # fmt: skip
+_GPT2 = {"n_embd": "width", "n_layer": "layers", "n_head": "heads", "n_inner": "ffn", "n_positions": "sequence",
+         "vocab_size": "vocab", "layer_norm_epsilon": "norm_eps", "tie_word_embeddings": "tied"}  # fmt: skip
+_NO_AUX_LOSS = {"router_aux_loss_coef": 0.0}
+
+FORMATS = {
+    "llama": ConfigFormat("gpt", "LlamaForCausalLM", LLAMA_KEYS, LLAMA_FORM),
+    "mistral": ConfigFormat("gpt", "MistralForCausalLM", LLAMA_KEYS, LLAMA_FORM, LLAMA_NEEDS | {"sliding_window": None},
+                            LLAMA_DEFAULTS | {"num_key_value_heads": 8, "sliding_window": 4096}),
+    "qwen2": ConfigFormat("gpt", "Qwen2ForCausalLM", LLAMA_KEYS, LLAMA_FORM | {"qkv_bias": True}),
+    "qwen3": ConfigFormat("gpt", "Qwen3ForCausalLM", LLAMA_KEYS, LLAMA_FORM | {"qk_norm": True},
+                          defaults=LLAMA_DEFAULTS | {"head_dim": 128}),
+    "mixtral": ConfigFormat("moe", "MixtralForCausalLM", LLAMA_KEYS | _MIXTRAL, LLAMA_FORM | MOE_FORM,
+                            LLAMA_NEEDS | {"sliding_window": None}, LLAMA_DEFAULTS | {"rms_norm_eps": 1e-5,
+                            "rope_theta": 1e6, "num_key_value_heads": 8}, settings=_NO_AUX_LOSS),
+    "qwen3_moe": ConfigFormat("moe", "Qwen3MoeForCausalLM", LLAMA_KEYS | _QWEN3_MOE,
+                              LLAMA_FORM | MOE_FORM | {"qk_norm": True},
+                              LLAMA_NEEDS | {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+                              LLAMA_DEFAULTS | {"norm_topk_prob": False}, settings=_NO_AUX_LOSS),
+    "gpt2": ConfigFormat("gpt", "GPT2LMHeadModel", _GPT2,
+                         {"positions": "learned", "norm": "layer", "activation": "gelu", "bias": True,
+                          "qk_norm": False},
+                         {"activation_function": "gelu_new", "scale_attn_weights": True, "add_cross_attention": False,
+                          "reorder_and_upcast_attn": False, "scale_attn_by_inverse_layer_idx": False},
+                         {"tie_word_embeddings": True, "layer_norm_epsilon": 1e-5}),
+}  # fmt: skip
+# Fields that do not change what a model computes in training.
+IGNORED = re.compile(
+    r"_?name_or_path|architectures|model_type|(torch_)?dtype|transformers_version|use_cache|\w+_token_id|n_ctx"
+    r"|initializer_range|max_position_embeddings|max_window_layers|output_\w+|return_dict|\w+_pdrop|\w*dropout|summary_\w+"
+    r"|router_aux_loss_coef|router_jitter_noise|(id2label|label2id|problem_type|chunk_size_feed_forward|is_encoder_decoder"
+    r"|auto_map|_attn_implementation\w*|task_specific_params)"
+)
+
+
+def read_config_file(folder: Path) -> dict[str, Any]:
+    try:
+        found = parse_json((folder / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise JobError(f"{folder / 'config.json'} cannot be read: {error}.") from None
+    if not isinstance(found, dict):
+        raise JobError(f"{folder / 'config.json'} is not a JSON object.")
+    return found
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Returns the `[model]` section of a folder's model; raises JobError if it is not one of ours."""
+    found, place = read_config_file(folder), folder / "config.json"
+    whole = f'train it as transformers\' own module: model.name = "hf:{folder}"'
+    kind = str(found.get("model_type"))
+    if kind not in FORMATS:
+        raise JobError(f"{place}: our decoders compute {', '.join(FORMATS)}, not {kind!r}; {whole}.")
+    form = FORMATS[kind]
+    values: dict[str, Any] = {"name": form.family, **form.form, **form.settings}
+    if set(found.get("layer_types") or ()) <= {"full_attention"}:
+        found.pop("layer_types", None)
+    if not found.get("use_sliding_window", True):
+        found.pop("sliding_window", None)
+    for name, value in (dict(form.defaults) | found).items():
+        if name in form.keys:
+            values |= {} if value is None else {form.keys[name]: value}
+        elif name in form.needs:
+            needed = form.needs[name]
+            if value is not None and value != needed:
+                raise JobError(f"{place}: {name} = {shorten(value)}, but our decoder needs {needed!r}; {whole}.")
+        elif name in ("rope_theta", "rope_scaling", "rope_parameters"):
+            values |= _rope_keys(name, value)
+        elif value is not None and not IGNORED.fullmatch(name):
+            raise JobError(f"{place} has the field {name!r} = {shorten(value)}, which our decoder has not; {whole}.")
+    return values
+
+
+def _rope_keys(name: str, value: Any) -> dict[str, Any]:
+    if name == "rope_theta":
+        return {"rope_theta": value}
+    scaling = dict(value or {})
+    keys = {"rope_theta": scaling.pop("rope_theta")} if "rope_theta" in scaling else {}
+    scaling["rope_type"] = scaling.pop("type", scaling.get("rope_type", "default"))
+    if scaling.get("partial_rotary_factor") == 1.0:
+        del scaling["partial_rotary_factor"]
+    return keys if scaling["rope_type"] == "default" else keys | {"rope_scaling": scaling}
+
+
+def find_format(config: ModelConfig, folder: Path | None = None) -> str:
+    """Returns the `model_type` that describes a model of ours, that of `folder` if it does; empty if none does."""
+    preferred = str(read_config_file(folder).get("model_type")) if folder else ""
+    values = config.model_dump()
+    plain = not values.get("mup_base_width") and values.get("eod_token_id", -1) < 0
+    if not plain or ("heads" in values and values["kv_heads"] != values["heads"] and values["positions"] == "learned"):
+        return ""
+    family = type(config).model_fields["name"].default
+    fits = [kind for kind, form in FORMATS.items()
+            if form.family == family and all(values.get(key) == value for key, value in form.form.items())]  # fmt: skip
+    return preferred if preferred in fits else next(iter(fits), "")
+
+
+def make_config(config: ModelConfig, folder: Path | None = None) -> dict[str, Any]:
+    """Returns the config.json of a model of ours; what we do not know comes from the folder that it started from."""
+    kind = find_format(config, folder)
+    form, values = FORMATS[kind], config.model_dump()
+    found = read_config_file(folder) if folder else {"max_position_embeddings": values["sequence"]}
+    found |= {"model_type": kind, "architectures": [form.architecture]}
+    found |= {name: value for name, value in form.needs.items() if name in found or not folder}
+    found |= {name: values[key] for name, key in form.keys.items()}
+    if "rope_theta" in values and values["positions"] == "rotary":
+        scaling = values["rope_scaling"]
+        rope = {"rope_type": "default"} if scaling["factor"] == 1.0 else scaling
+        found |= {"rope_parameters": {**rope, "rope_theta": values["rope_theta"]}, "rope_theta": values["rope_theta"]}
+        found.pop("rope_scaling", None)
+        if scaling["factor"] != 1.0:
+            found["rope_scaling"] = scaling
+    return found
+
+
+def starting_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a `[model]` section with the keys of the model that `weights` names, where it has none itself."""
+    weights, name = values.get("weights"), str(values.get("name", ""))
+    is_folder = name.startswith("hf:") and not weights and Path(name[3:], "config.json").is_file()
+    if is_folder and find_spec("transformers") is None:  # perhaps we can do without
+        weights, name = name[3:], ""
+        values = {**{key: value for key, value in values.items() if key != "name"}, "weights": weights}
+    if not isinstance(weights, str) or weights in ("", "random") or ":" in name:
+        return dict(values)
+    folder = Path(weights.partition("@")[0]).expanduser()
+    if (folder / "job.toml").is_file():
+        try:
+            found = parse_toml((folder / "job.toml").read_text(encoding="utf-8")).get("model", {})
+        except (OSError, ValueError) as error:
+            raise JobError(f"model.weights: {folder / 'job.toml'} cannot be read: {error}.") from None
+    elif (folder / "config.json").is_file():
+        found = read_config(folder)
+        if name and PRESETS.get(name, {"family": name})["family"] != found["name"]:
+            raise JobError(f"{folder} is a {found['name']!r} of ours, not a {name!r}; leave out model.name.")
+    else:
+        raise JobError(f"model.weights = {weights!r} is neither a run nor a folder with a config.json.")
+    return {**found, **values}
+
+
+def tokenizer_size(name: str) -> int:
+    """Returns the number of ids of a tokenizer (`data.tokenizer`); 0 if it cannot be told."""
+    if name.startswith("bpe:"):
+        return int(name[4:]) if name[4:].isdecimal() and len(name) < 12 else 0
+    path = Path(name).expanduser()
+    try:
+        found = parse_json((path / "tokenizer.json" if path.is_dir() else path).read_bytes())
+        pieces, added = found["model"]["vocab"], found.get("added_tokens") or ()
+        ids = pieces.values() if isinstance(pieces, dict) else range(len(pieces))
+        return 1 + max([*ids, *(token["id"] for token in added)])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return 0  # reading the data says what is wrong with it

@@ -1,0 +1,101 @@
+"""Starting a run from the weights of another one (`model.weights = RUN` or `RUN@STEP`), in any layout.
+
+Weights and buffers are read; optimizer, data and learning rate schedule are new. If the vocabulary or a table of
+positions has more rows than before, the new rows keep their random values.
+"""
+
+from pathlib import Path
+
+import torch
+from torch.optim import Optimizer
+
+from shardwise.errors import CheckpointError
+from shardwise.job import Job
+from shardwise.parallel.engine import Engine
+from shardwise.parallel.prepare import Prepared
+from shardwise.train import checkpoint_folder
+from shardwise.train.checkpoint import collect_pieces, share_tied_weights
+from shardwise.train.checkpoint_folder import CheckpointGroup
+from shardwise.train.dcp_storage import CheckpointPiece, Index, Pieces, read_index, read_pieces
+from shardwise.train.run_folder import RunFolder
+
+
+def _parse(job: Job) -> tuple[Path, int | None] | None:
+    """Returns the run that the job starts from and the step, if it names one."""
+    path, _, step = job.model.weights.partition("@")
+    if not path or path == "random" or job.model.weights_folder is not None:
+        return None
+    if step and not (step.isdecimal() and len(step) < 16):
+        raise CheckpointError(f"model.weights = {job.model.weights!r}: {step!r} is no step; write RUN@200.")
+    return Path(path).expanduser(), int(step) if step else None
+
+
+def name_step(job: Job) -> Job:
+    """Returns the job with the step that it starts from, so that a restart takes the same one."""
+    start = _parse(job)
+    if start is None:
+        return job
+    folder, step = RunFolder.open(start[0]), start[1]
+    saved = [number for number, _ in checkpoint_folder.valid_checkpoints(folder.checkpoints)]
+    if not saved:
+        raise CheckpointError(f"model.weights: {folder.path} has no checkpoint to start from.")
+    weights = f"{start[0].resolve()}@{saved[0] if step is None else step}"
+    return job.model_copy(update={"model": job.model.model_copy(update={"weights": weights})})
+
+
+def check_start(prepared: Prepared) -> str:
+    """Returns, as a sentence, what the run starts from; raises CheckpointError if the model does not fit."""
+    job = prepared.job
+    if job.model.weights_folder is not None:
+        assert prepared.model.initial is not None
+        prepared.model.initial.check(prepared.model)
+        return f"starts from the weights of {job.model.weights_folder}"
+    start = _parse(job)
+    if start is None:
+        return ""
+    choice = checkpoint_folder.find_newest_valid(RunFolder.open(start[0]).checkpoints, CheckpointGroup(), start[1])
+    assert choice.path is not None, "name_step found it"
+    weights, seed = dict(prepared.model.named_unique_parameters()), choice.manifest["state"]["seed"]
+    if job.seed != seed and not all(weight.requires_grad for weight in weights.values()):
+        raise CheckpointError(f"frozen parameters follow from the seed, which was {seed} in {start[0]}; set it again.")
+    shapes = {name: weight.shape for name, weight in weights.items() if weight.requires_grad}
+    grown = _grown_rows(job, choice.path, read_index(choice.path), shapes)
+    rows = "".join(f"; {name} has {shapes[name][0] - rows} new rows" for name, rows in grown.items())
+    return f"starts from the weights of {job.model.weights}{rows}"
+
+
+def _grown_rows(job: Job, path: Path, index: Index, shapes: dict[str, torch.Size]) -> dict[str, int]:
+    """Returns the stored rows of each parameter that has more of them now."""
+    grown = {}
+    growing = {job.model.vocab_size, job.model.sequence_length}
+    for name, shape in shapes.items():
+        old, new = index.get(f"weights.{name}", {}).get("shape"), list(shape)
+        if old == new:
+            continue
+        if not old or old[1:] != new[1:] or old[0] > new[0] or new[0] not in growing:
+            raise CheckpointError(
+                f"model.weights: for {name}, {path} has {old or 'nothing'}, but this model needs {new}; only the "
+                "vocabulary and a table of positions may grow."
+            )
+        grown[name] = old[0]
+    return grown
+
+
+@torch.no_grad()
+def load_start(job: Job, engine: Engine, optimizer: Optimizer, group: CheckpointGroup) -> None:
+    """Loads the weights that the job starts from into this rank's shards, if it starts from a run."""
+    start = _parse(job)
+    if start is None:
+        return
+    choice = checkpoint_folder.find_newest_valid(RunFolder.open(start[0]).checkpoints, group, start[1])
+    assert choice.path is not None, "the launcher found it"
+    index, pieces = read_index(choice.path), Pieces()
+    for name, piece in collect_pieces(engine, optimizer).items():
+        if name in index and name.startswith(("weights.", "buffers.")):
+            shape, tensor = index[name]["shape"], piece.tensor
+            if shape != list(piece.shape):
+                tensor = tensor[: max(0, shape[0] - piece.offsets[0])]
+            pieces[name] = CheckpointPiece(tensor, piece.offsets, torch.Size(shape))
+    read_pieces(choice.path, index, pieces, group)
+    share_tied_weights(engine)
+    engine.data.sync_weights()

@@ -1,0 +1,292 @@
+"""Weights in and out: Hugging Face folders and our own runs, as initial weights and as exports."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from shardwise.comm.world import run_world
+from shardwise.errors import CheckpointError, JobError
+from shardwise.job import Job, make_job
+from shardwise.layout import Layout
+from shardwise.models.chain import init_weights
+from shardwise.models.pretrained_config import FORMATS, make_config, read_config
+from shardwise.models.registry import parse_model
+from shardwise.parallel.prepare import prepare
+from shardwise.train.export import export_run
+from shardwise.train.generate import load_model
+from shardwise.train.loop import TrainingLoop
+from shardwise.train.run_folder import RunFolder
+from shardwise.train.warm_start import check_start, name_step
+
+transformers = pytest.importorskip("transformers")
+transformers.utils.logging.disable_progress_bar()
+transformers.logging.set_verbosity_error()
+
+SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+         "intermediate_size": 24, "vocab_size": 61, "head_dim": 8}  # fmt: skip
+TINY: dict[str, dict[str, Any]] = {
+    "llama": SMALL, "mistral": {**SMALL, "sliding_window": None}, "qwen2": SMALL, "qwen3": SMALL,
+    "mixtral": {**SMALL, "num_local_experts": 4, "sliding_window": None},
+    "qwen3_moe": {**SMALL, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+                  "norm_topk_prob": True},
+    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 61},
+}  # fmt: skip
+
+
+def save(folder: Path, kind: str, changes: dict[str, Any] | None = None, dtype: Any = None, **saving: Any) -> Any:
+    """Saves transformers' module of a tiny config, with random biases and norms too."""
+    config = transformers.CONFIG_MAPPING[kind](**TINY[kind] | (changes or {}))
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.05 * torch.randn(weight.shape).to(weight.dtype))
+    model.save_pretrained(folder, **saving)
+    return model
+
+
+def make_run(folder: Path, model: dict[str, Any], steps: int = 2, **changes: Any) -> Job:
+    values: dict[str, Any] = {
+        "steps": steps, "model": model, "batch": {"samples": 4}, "checkpoint": {"snapshot_every": 0},
+        "data": {"source": "synthetic", "samples": 64}, "run": {"folder": str(folder), "device": "cpu"},
+        "validation": {"samples": 4}, "optimizer": {"lr": 0.01},
+    }  # fmt: skip
+    return make_job(values | changes)
+
+
+def train_rank(path: str, layout: str) -> None:
+    folder = RunFolder(Path(path))
+    TrainingLoop(prepare(folder.job(), Layout.parse(layout)), folder, torch.device("cpu")).run()
+
+
+def train(job: Job, layout: str) -> RunFolder:
+    folder = RunFolder.create(name_step(job))
+    run_world(train_rank, Layout.parse(layout).world, str(folder.path), layout)
+    return folder
+
+
+def weights_of(folder: RunFolder) -> dict[str, torch.Tensor]:
+    return dict(load_model(folder, folder.job(), torch.device("cpu")).named_unique_parameters())
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+@st.composite
+def llama_like(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
+    """A config of any kind that our decoder computes."""
+    kind = draw(st.sampled_from(sorted(FORMATS)))
+    layers, seed_theta = draw(st.integers(1, 3)), draw(st.sampled_from([1e4, 5e5]))
+    changes: dict[str, Any] = {"vocab_size": draw(st.sampled_from([7, 61, 128])),
+                               "tie_word_embeddings": draw(st.booleans())}  # fmt: skip
+    if kind == "gpt2":
+        heads = draw(st.sampled_from([1, 3, 4]))
+        return kind, changes | {"n_layer": layers, "n_head": heads, "n_embd": 8 * heads,
+                                "n_inner": draw(st.sampled_from([None, 20]))}  # fmt: skip
+    kv_heads, group = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 5]))
+    rope = {"rope_type": "default"}
+    if draw(st.booleans()):
+        rope = draw(st.sampled_from([
+            {"rope_type": "linear", "factor": 4.0},
+            {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+             "original_max_position_embeddings": 64},
+        ]))  # fmt: skip
+    return kind, changes | {
+        "num_hidden_layers": layers, "num_key_value_heads": kv_heads, "num_attention_heads": kv_heads * group,
+        "hidden_size": kv_heads * group * draw(st.sampled_from([3, 8])), "head_dim": draw(st.sampled_from([2, 6])),
+        "rms_norm_eps": draw(st.sampled_from([1e-6, 1e-3])), "rope_parameters": {**rope, "rope_theta": seed_theta},
+    }  # fmt: skip
+
+
+@settings(max_examples=12, deadline=None)
+@given(llama_like())
+def test_a_folder_computes_the_same_as_ours(tmp_path_factory: pytest.TempPathFactory, drawn: Any) -> None:
+    """Random configs: every logit and every gradient of our decoder is that of transformers' module."""
+    from shardwise.adapters.function_modes import KeepFloat64
+    from shardwise.adapters.huggingface.weights import ModuleWeights
+
+    kind, changes = drawn
+    folder = tmp_path_factory.mktemp("folder")
+    theirs = save(folder, kind, changes, torch.float64).eval()
+    job = make_job({"model": {"weights": str(folder)} | ({} if kind == "gpt2" else {"sequence": 12})})
+    ours = job.family.build(job.model, 0).double().eval()
+    init_weights(ours, 0)
+    job.family.make_float64(job.model, theirs)
+    theirs.config._experts_implementation = "eager"
+    tokens = torch.randint(0, job.model.vocab_size, (2, 12))
+    found = ours(tokens, ids=torch.arange(2))
+    with KeepFloat64():
+        expected = theirs(tokens).logits
+    assert (found - expected).norm() <= 1e-12 * expected.norm()
+    (found * expected.detach()).sum().backward()
+    (expected * expected.detach()).sum().backward()
+    gradients = {name: weight.grad for name, weight in ours.named_unique_parameters()}
+    renamed = ModuleWeights(job.family.export_weights(job.model, gradients), theirs)
+    scale = max(float(weight.grad.norm()) for weight in theirs.parameters())
+    for name, weight in theirs.named_parameters():
+        value = renamed.value(name)
+        value = value[(slice(None),) * len(value.shape)]
+        assert (value - weight.grad).norm() <= 1e-11 * max(float(weight.grad.norm()), 1e-6 * scale), name
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_configs_are_read_as_transformers_reads_them(kind: str, tmp_path: Path) -> None:
+    """What a config.json omits has transformers' default, and a config of ours comes back from its own."""
+    needs = {"sliding_window": None} if kind in ("mistral", "mixtral") else {}
+    needs |= {"norm_topk_prob": True} if kind == "qwen3_moe" else {}
+    whole = transformers.CONFIG_MAPPING[kind](**needs)
+    sizes = {"llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"} & {kind}
+    short = {"model_type": kind, **needs} | ({} if not sizes else {
+        key: getattr(whole, key) for key in FORMATS[kind].keys
+        if key not in ("tie_word_embeddings", "rms_norm_eps", "head_dim")
+    })  # fmt: skip
+    if kind == "gpt2":
+        short |= {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50257}
+    found = []
+    for values in (short, whole.to_dict()):
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        config = parse_model(read_config(tmp_path))
+        found.append(config)
+    assert found[0] == found[1]
+    (tmp_path / "config.json").write_text(json.dumps(make_config(found[0]) | {"sliding_window": None}))
+    assert parse_model(read_config(tmp_path)).model_dump() == found[0].model_dump()
+
+
+@pytest.mark.parametrize(("change", "sentence"), [
+    ({"final_logit_softcapping": 30.0}, r"has the field 'final_logit_softcapping' = 30.0, which our decoder has not"),
+    ({"hidden_act": "gelu"}, r"hidden_act = 'gelu', but our decoder needs 'silu'"),
+    ({"quantization_config": {"quant_method": "fp8"}}, r"has the field 'quantization_config'"),
+    ({"model_type": "gemma2"}, r"our decoders compute llama, .*, not 'gemma2'; train it as transformers' own module"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type"),
+    ({"layer_types": ["sliding_attention"]}, "layer_types"),
+])  # fmt: skip
+def test_a_config_that_we_cannot_compute_is_refused(change: Any, sentence: str, tmp_path: Path) -> None:
+    values = {"model_type": "llama", **TINY["llama"], **change}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(JobError, match=sentence):
+        make_job({"model": {"weights": str(tmp_path)}})
+
+
+def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    save(tmp_path, "llama")
+    file, whole = tmp_path / "model.safetensors", load_file(tmp_path / "model.safetensors")
+
+    def refusal(**model: Any) -> str:
+        with pytest.raises(JobError) as refused:
+            check_start(prepare(make_job({"model": {"weights": str(tmp_path), **model}}), Layout()))
+        return str(refused.value)
+
+    assert "embed_tokens.weight has shape (61, 16), but the model needs (62, 16)" in refusal(vocab=62)
+    save_file({name: value for name, value in whole.items() if "norm" not in name}, file)
+    assert "has no weight 'model.layers.0.input_layernorm.weight' of shape (16,)" in refusal(sequence=17)
+    save_file(whole | {"model.extra.weight": torch.zeros(3)}, file)
+    assert "has the weight 'model.extra.weight', which the model has not" in refusal(sequence=18)
+    file.write_bytes(file.read_bytes()[:-9])
+    assert "model.safetensors cannot be read" in refusal(sequence=19)
+    file.rename(tmp_path / "pytorch_model.bin")
+    assert "has no *.safetensors files" in refusal(sequence=20)
+    assert "changes the form" in refusal(bias=True)
+    for weights, name in ((str(tmp_path / "none"), "gpt"), (str(tmp_path), "moe"), (str(tmp_path), "resnet-50")):
+        with pytest.raises(JobError, match="neither a run nor|leave out model.name"):
+            prepare(make_job({"model": {"weights": weights, "name": name}}), Layout())
+
+
+@pytest.mark.parametrize(("kind", "layout"), [
+    ("llama", "pipeline=2 tensor=2 micro_batch=1"), ("mixtral", "shard=2 expert=2 zero=3"), ("gpt2", "tensor=2"),
+])  # fmt: skip
+def test_what_is_not_trained_comes_back_bit_by_bit(kind: str, layout: str, tmp_path: Path) -> None:
+    save(tmp_path / "base", kind, dtype=torch.bfloat16, max_shard_size="5KB")
+    (tmp_path / "base" / "tokenizer_config.json").write_text("{}")
+    sequence = {} if kind == "gpt2" else {"sequence": 16}
+    job = make_run(tmp_path / "run", {"weights": str(tmp_path / "base")} | sequence, 1, optimizer={"lr": 0.0})
+    folder = train(job, layout)
+    told = list(export_run(folder.path, tmp_path / "out", None, "auto", 4000, check=True))
+    assert "bfloat16" in told[0] and "loads it, and its logits differ from the run's by" in told[1]
+    before, after = stored(tmp_path / "base"), stored(tmp_path / "out")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert (tmp_path / "out" / "tokenizer_config.json").exists()
+    config = json.loads((tmp_path / "out" / "config.json").read_bytes())
+    assert config["model_type"] == kind and len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+
+
+def test_a_run_starts_from_another_run(tmp_path: Path) -> None:
+    """In another layout, from any step, with more rows in the vocabulary and longer sequences."""
+    sizes = {"layers": 2, "width": 16, "heads": 4, "kv_heads": 2, "vocab": 61, "sequence": 16, "tied": False}
+    job = make_run(tmp_path / "first", sizes, 4, checkpoint={"every": 2, "keep": 5, "snapshot_every": 0})
+    first = train(job, "shard=2 zero=3")
+    model = {"weights": str(first.path), "vocab": 70, "sequence": 32, "rope_scaling": {"factor": 2.0}}
+    for step, layout in ((4, "tensor=2 shard=2"), (2, "pipeline=2")):
+        own = model | ({} if step == 4 else {"weights": f"{first.path}@{step}"})
+        job = name_step(make_run(tmp_path / f"from{step}", own, 1, optimizer={"lr": 0.0}, seed=3))
+        assert job.model.weights.endswith(f"@{step}") and job.model.layers == 2
+        sentence = check_start(prepare(job, Layout.parse(layout)))
+        assert "embed.tokens.weight has 9 new rows; head.project.weight has 9 new rows" in sentence
+        found = weights_of(train(job, layout))
+        if step == 4:
+            expected = weights_of(first)
+            for name, value in expected.items():
+                assert torch.equal(found[name][: len(value)], value), name
+            assert found["embed.tokens.weight"][61:].abs().sum() > 0
+            newest = found
+    assert not torch.equal(found["head.norm.weight"], newest["head.norm.weight"])
+    for changed, sentence in (({"width": 32}, "only the vocabulary"), ({"vocab": 60}, "only the vocabulary"),
+                              ({"weights": f"{first.path}@3"}, "no checkpoint of step 3"),
+                              ({"weights": f"{first.path}@x"}, "is no step")):  # fmt: skip
+        with pytest.raises(CheckpointError, match=sentence):
+            check_start(prepare(name_step(make_run(tmp_path / "no", model | changed)), Layout()))
+
+
+def test_a_trained_decoder_becomes_a_llama(tmp_path: Path) -> None:
+    sizes = {"layers": 2, "width": 16, "heads": 4, "kv_heads": 2, "vocab": 61, "sequence": 16}
+    folder = train(make_run(tmp_path / "run", sizes), "pipeline=2")
+    assert "LlamaForCausalLM" in list(export_run(folder.path, tmp_path / "out", None, "auto", 10**9, check=True))[1]
+    job = make_run(tmp_path / "no", sizes | {"mup_base_width": 8})
+    with pytest.raises(JobError, match="has no form that transformers knows"):
+        job.family.export_config(job.model)
+
+
+WITHOUT = """
+import sys
+sys.modules["transformers"] = None
+from shardwise.cli import main
+sys.argv = ["shardwise", *sys.argv[1:]]
+main()
+"""
+
+
+def test_in_and_out_without_transformers(tmp_path: Path) -> None:
+    save(tmp_path / "base", "qwen3", dtype=torch.float32)
+    settings_ = [f"model.name=hf:{tmp_path / 'base'}", "model.sequence=16", "steps=1", "layout=shard=1",
+                 f"run.folder={tmp_path / 'run'}", "optimizer.lr=0", "data.source=synthetic"]  # fmt: skip
+    arguments = [part for setting in settings_ for part in ("--set", setting)]
+    for command in (["train", *arguments], ["export", str(tmp_path / "run"), str(tmp_path / "out")]):
+        done = subprocess.run([sys.executable, "-c", WITHOUT, *command], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+    before, after = stored(tmp_path / "base"), stored(tmp_path / "out")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_tokenizer_and_vocabulary_follow_each_other(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {token: number for number, token in enumerate(["<|endoftext|>", *"abcdefg", " "])}
+    tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [])).save(str(tmp_path / "tokenizer.json"))
+    path = str(tmp_path / "tokenizer.json")
+    assert make_job({"data": {"tokenizer": path}}).model.vocab_size == 9
+    assert make_job({"data": {"tokenizer": path}, "model": {"name": "bert"}}).model.vocab_size == 10
+    assert make_job({"data": {"tokenizer": path}, "model": {"vocab": 64}}).model.vocab_size == 64
+    assert make_job({"data": {"tokenizer": "bpe:300"}}).model.vocab_size == 300
+    save(tmp_path, "llama")
+    for model in ({"weights": str(tmp_path)}, {"name": f"hf:{tmp_path}"}):
+        job = make_job({"model": model})
+        assert job.data.tokenizer == str(tmp_path) and job.model.vocab_size == 61
