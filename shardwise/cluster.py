@@ -8,22 +8,23 @@ of these peaks that software reaches is in `shardwise.planner.costs.machine`.
 """
 
 import tomllib
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
 import tomli_w
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
-from shardwise.errors import JobError, shorten, suggest
+from shardwise.errors import JobError, suggest
 from shardwise.files import parse_toml, write_text
 from shardwise.layout import MAX_WORLD
 
 GB, TERA, GIB = 1e9, 1e12, 2**30
-MAX_RATE = 1e21  # of a device: FLOP/s, bytes, bytes per second
-TOPOLOGIES = ("switch", "torus2", "torus3")
+# The numbers that a cluster file may have.
+Rate = Annotated[float, Field(strict=True, ge=1e-9, le=1e21, allow_inf_nan=False)]  # FLOP/s, bytes, bytes per second
+NonNegative = Annotated[float, Field(strict=True, ge=0.0, le=1e21, allow_inf_nan=False)]
+Count = Annotated[int, Field(strict=True, ge=1, le=MAX_WORLD)]
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,10 @@ class DeviceSpec:
 
     name: str
     family: str  # selects the efficiencies: volta, ampere, hopper, blackwell, blackwell-ultra, cdna2, tpu, cpu
-    memory: float  # bytes
-    bandwidth: float  # memory bandwidth, bytes per second
-    peak_by_precision: dict[str, float]  # dense matmul FLOP/s by precision
-    compute_units: int  # streaming multiprocessors, or their counterpart, that share one matmul
+    memory: Rate  # bytes
+    bandwidth: Rate  # memory bandwidth, bytes per second
+    peak_by_precision: Annotated[dict[str, Rate], Field(min_length=1)]  # dense matmul FLOP/s by precision
+    compute_units: Count  # streaming multiprocessors, or their counterpart, that share one matmul
 
     def peak_flops(self, precision: str) -> float:
         """Returns the peak matmul FLOP/s; an unsupported precision runs at the rate of the next wider supported one."""
@@ -53,19 +54,19 @@ class DeviceSpec:
 class LinkSpec:
     """One level of the network."""
 
-    bandwidth: float
-    latency: float
+    bandwidth: Rate
+    latency: NonNegative
 
 
 @dataclass(frozen=True)
 class Cluster:
     device: DeviceSpec
-    domain_size: int  # devices per domain, connected by the inner link
+    domain_size: Count  # devices per domain, connected by the inner link
     inner: LinkSpec
     outer: LinkSpec
-    topology: str = "switch"  # topology of the inner link: `switch`, `torus2` or `torus3`
+    topology: Literal["switch", "torus2", "torus3"] = "switch"  # topology of the inner link
     # Efficiencies measured by `shardwise calibrate`; they override those of the device's family.
-    measured: dict[str, float] = field(default_factory=dict)
+    measured: dict[str, NonNegative] = field(default_factory=dict)
 
 
 def _read_presets() -> tuple[dict[str, DeviceSpec], dict[str, Cluster]]:
@@ -98,27 +99,13 @@ def find_cluster(name: str) -> Cluster:
 
 def read_cluster(path: Path) -> Cluster:
     try:
-        values = parse_toml(path.read_text(encoding="utf-8"))
-        cluster = TypeAdapter(Cluster).validate_python(values)
+        return TypeAdapter(Cluster).validate_python(parse_toml(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise JobError(f"{path} cannot be read: {error.strerror}.") from None
     except ValueError as error:
         first = error.errors()[0] if isinstance(error, ValidationError) else None
         problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else str(error)
         raise JobError(f"{path} is not a cluster file ({problem}); `shardwise calibrate -o FILE` writes one.") from None
-    for key, value in _leaves(values):
-        low, high = (0.0, MAX_RATE) if key.startswith("measured.") or key.endswith(".latency") else (1e-9, MAX_RATE)
-        high = MAX_WORLD if key in ("domain_size", "device.compute_units") else high
-        if isinstance(value, bool) or (isinstance(value, int | float) and not low <= value <= high):
-            raise JobError(f"{path}: {key} = {shorten(value)}: it must be a number from {low:g} to {high:g}.")
-    if cluster.topology not in TOPOLOGIES or not cluster.device.peak_by_precision:
-        raise JobError(f"{path}: topology must be {', '.join(TOPOLOGIES)}, and peak_by_precision needs an entry.")
-    return cluster
-
-
-def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        yield from _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
 
 
 def write_cluster(cluster: Cluster, path: Path) -> None:
