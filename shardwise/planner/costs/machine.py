@@ -109,10 +109,12 @@ class Machine:
         used = groups * m * n / (ceil(waves) * self.device.compute_units * rows * columns)
         return rate * (1.0 - self.efficiency.wave_quantization * (1.0 - used))
 
-    def linear(self, m: float, k: float, n: float, precision: str, groups: float = 1.0) -> tuple[float, float, float]:
+    def linear(
+        self, m: float, k: float, n: float, precision: str, groups: float = 1.0, moved: float = 0.0
+    ) -> tuple[float, float, float]:
         """Seconds of a linear layer's forward, of its input gradient and of its weight gradient."""
         shapes = (m, k, n), (m, n, k), (k, m, n)
-        forward, input_grad, weight_grad = (self.matmul(*sizes, precision, groups) for sizes in shapes)
+        forward, input_grad, weight_grad = (self.matmul(*sizes, precision, groups, moved) for sizes in shapes)
         return forward, input_grad, weight_grad
 
     def bottleneck_time(self, device_seconds: float, host_seconds: float) -> float:
