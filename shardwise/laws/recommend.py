@@ -69,14 +69,11 @@ class Recommendation:
     plan: Plan | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        values: dict[str, Any] = {
-            "law": self.fitted_law.source, "parameter_scope": self.fitted_law.parameter_scope, "flops": self.flops,
-            "parameters": self.parameters, "parameters_interval": list(self.parameters_interval), "tokens": self.tokens,
-            "tokens_per_parameter": self.tokens / self.parameters, "loss": self.loss,
-            "loss_interval": list(self.loss_interval), "near_optimal_tolerance": NEAR_OPTIMAL_TOLERANCE,
-            "near_optimal_parameters": list(self.near_optimal_parameters),
-            "overtrained": [vars(overtrained) for overtrained in self.overtrained], "warnings": list(self.warnings),
-        }  # fmt: skip
+        values = {"law": self.fitted_law.source, "parameter_scope": self.fitted_law.parameter_scope, **vars(self)}
+        del values["fitted_law"], values["data_constrained"], values["plan"]
+        values["overtrained"] = [vars(overtrained) for overtrained in self.overtrained]
+        values["tokens_per_parameter"] = self.tokens / self.parameters
+        values["near_optimal_tolerance"] = NEAR_OPTIMAL_TOLERANCE
         if self.data_constrained is not None:
             values["data_constrained"] = vars(self.data_constrained)
         if self.plan is not None:
