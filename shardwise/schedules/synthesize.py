@@ -104,12 +104,17 @@ def _candidate_rules(problem: SchedulingProblem) -> Iterator[PriorityRules]:
 def _candidate_depths(problem: SchedulingProblem) -> Iterator[tuple[int, ...]]:
     """Yields in-flight limits by rank: 1f1b's, twice that, a round trip's worth, all stages, and unlimited."""
     p, m, v = problem.ranks, problem.micro_batches * problem.virtual, problem.virtual
-    depth_1f1b = [p - rank if v == 1 else (v - 1) * p + 2 * (p - rank) - 1 for rank in range(p)]
+    depth_1f1b = _depths_1f1b(problem)
     depth_double = [2 * depth - 1 for depth in depth_1f1b]
     round_trips = _round_trips(problem)
     depths_round_trip = [[n + extra for n in round_trips] for extra in range(4)]
     for depth in (depth_1f1b, depth_double, *depths_round_trip, [v * p] * p, [m] * p):
         yield tuple(max(1, min(m, d)) for d in depth)
+
+
+def _depths_1f1b(problem: SchedulingProblem) -> list[int]:
+    p, v = problem.ranks, problem.virtual
+    return [p - rank if v == 1 else (v - 1) * p + 2 * (p - rank) - 1 for rank in range(p)]
 
 
 def _round_trips(problem: SchedulingProblem) -> list[int]:
@@ -282,15 +287,11 @@ def make_auto_schedule(
 
 def _min_memory(problem: SchedulingProblem) -> tuple[float, ...]:
     """Returns the peak memory by rank of a schedule with the fewest micro-batches in flight."""
-    p, m, v = problem.ranks, problem.micro_batches, problem.virtual
-    for extra in range(m * v):
-        depths_1f1b = (p - rank if v == 1 else (v - 1) * p + 2 * (p - rank) - 1 for rank in range(p))
-        depth = tuple(min(m * v, n + extra) for n in depths_1f1b)
-        rules = PriorityRules(depth, split_backward=False)
-        order = ListScheduler(replace(problem, memory_limits=()), rules).run()
-        if order is not None:
-            break
-    assert order is not None
+    most = problem.micro_batches * problem.virtual
+    unlimited, depths_1f1b = replace(problem, memory_limits=()), _depths_1f1b(problem)
+    depths = (tuple(min(most, n + extra) for n in depths_1f1b) for extra in range(most))
+    orders = (ListScheduler(unlimited, PriorityRules(depth, split_backward=False)).run() for depth in depths)
+    order = next(order for order in orders if order is not None)
     return build_program(order).peak_memory(problem.activation_sizes, problem.retained_fraction)
 
 
