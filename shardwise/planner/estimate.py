@@ -139,9 +139,8 @@ class Estimator:
         """Returns the memory of a pipeline rank."""
         engine, micro_batches = self.work.engine, self.micro_batches(layout)
         if engine is not None and layout.context == layout.expert == 1:
-            peaks = None
-            if self.is_auto_schedule(layout):
-                peaks = self.auto_schedule(layout).program.peak_in_flight(rank)
+            is_auto = self.is_auto_schedule(layout)
+            peaks = self.auto_schedule(layout).program.peak_in_flight(rank) if is_auto else None
             return engine.memory(layout, rank, micro_batches, self.work.framework_profile, peaks)
         inputs, stage = self.memory_inputs(layout), self.stages(layout).ranks[rank]
         return memory_model.rank_memory(inputs, layout, rank, stage, micro_batches)

@@ -14,11 +14,11 @@ from statistics import fmean as mean
 
 from shardwise.layout import Layout
 from shardwise.models.operator_costs import OperatorCosts
-from shardwise.planner.costs.block_time import BlockTimeModel, KernelProfile, ModuleTime, ParallelDegrees
+from shardwise.planner.costs.block_time import KernelProfile, ModuleTime, ParallelDegrees
 from shardwise.planner.costs.cached import cached_by
 from shardwise.planner.costs.machine import Machine
 from shardwise.planner.costs.memory_model import MemoryInputs, WeightCounts
-from shardwise.planner.costs.model_shape import ModelShape, OperatorListModel
+from shardwise.planner.costs.model_shape import OperatorListModel
 from shardwise.planner.estimate import Estimator, memory_inputs_key
 
 
@@ -30,11 +30,8 @@ def operators_time(machine: Machine, profile: KernelProfile, costs: OperatorCost
         times = machine.linear(p.rows, p.inner, p.columns, precision, p.groups, moved)
         forward, backward, weight = forward + times[0], backward + times[1] + times[2], weight + times[2]
     for a in costs.attention:
-        square = ModelShape(
-            layers=1, width=a.qk_head_dim, heads=a.heads, kv_heads=a.heads, head_dim=a.v_head_dim,
-            qk_rope_head_dim=a.qk_head_dim - a.v_head_dim, ffn=0, vocab=0, sequence=a.keys, causal=a.causal,
-        )  # fmt: skip
-        seconds = BlockTimeModel(machine, square, profile).attention(ParallelDegrees(1, 1, 1, 1))
+        sizes = a.heads, a.keys, a.keys, a.v_head_dim, a.qk_head_dim - a.v_head_dim
+        seconds = machine.attention(*sizes, a.causal, profile.precision)
         forward, backward = forward + seconds[0] * a.queries / a.keys, backward + seconds[1] * a.queries / a.keys
     elementwise = machine.memory_time(costs.moved_bytes) if costs.moved_bytes else 0.0
     return ModuleTime(

@@ -117,6 +117,17 @@ class Machine:
         forward, input_grad, weight_grad = (self.matmul(*sizes, precision, groups, moved) for sizes in shapes)
         return forward, input_grad, weight_grad
 
+    def attention(
+        self, heads: float, queries: float, keys: int, head_dim: int, rope_head_dim: int, causal: bool, precision: str
+    ) -> tuple[float, float]:
+        """Seconds of forward and backward of fused attention, without its projections."""
+        flops = 2.0 * heads * queries * keys * (2 * head_dim + rope_head_dim)
+        rate = self.device.peak_flops("bf16" if precision in LOW_PRECISION else precision) * self.efficiency.attention
+        rate *= keys / (keys + 512)  # short sequences do not fill a tile
+        rate *= min(1.0, 0.5 + head_dim / 256)
+        forward = flops * (0.5 if causal else 1.0) / rate
+        return forward, 2.5 * forward / self.efficiency.attention_backward
+
     def bottleneck_time(self, device_seconds: float, host_seconds: float) -> float:
         """Seconds of a pass limited by the device or by kernel launches on the host.
 
