@@ -13,10 +13,11 @@ from pathlib import Path
 
 from shardwise.layout import Layout
 from shardwise.planner.costs.block_time import BlockTimeModel, KernelProfile, ModuleTime, ParallelDegrees
+from shardwise.planner.costs.cached import cached_by
 from shardwise.planner.costs.machine import Efficiency, Machine, efficiency_of
 from shardwise.planner.costs.memory_model import FrameworkProfile, MemoryInputs, make_memory_inputs
 from shardwise.planner.costs.model_shape import ModelShape
-from shardwise.planner.estimate import Estimator, Workload
+from shardwise.planner.estimate import Estimator, Workload, memory_inputs_key
 
 CONSTANTS = tomllib.loads((Path(__file__).parent / "frameworks.toml").read_text(encoding="utf-8"))["common"]
 BUCKET_GROWTH_RANKS = 40  # data ranks above which Megatron-Core's gradient buckets grow with their number
@@ -186,9 +187,11 @@ class FrameworkEstimator(Estimator):
             return super().selective_recompute_time(layout, block)
         return self.time_model.attention(self.parallel_degrees(layout))[0]
 
-    def _make_memory_inputs(self, layout: Layout, degrees: ParallelDegrees) -> MemoryInputs:
+    @cached_by(memory_inputs_key)
+    def memory_inputs(self, layout: Layout) -> MemoryInputs:
+        itemsize, expert_tensor = self.kernels.itemsize, self.parallel_degrees(layout).expert_tensor
         inputs = make_memory_inputs(
-            self.work.shape, self.kernels.itemsize, self.profile, layout, degrees.expert_tensor, self.activation_bytes
+            self.work.shape, itemsize, self.profile, layout, expert_tensor, self.activation_bytes
         )
         if layout.recompute == "selective" and not self.profile.selective_keeps_matmuls:
             inputs = replace(inputs, recomputed_per_block=0.0)

@@ -52,7 +52,7 @@ def compare(name: str, cluster: Cluster) -> dict[str, object]:
         "time_error": predicted.seconds / seconds - 1, "gib": peak / GIB,
         "predicted_gib": (memory.total - memory.reserve) / GIB,
         "memory_error": (memory.total - memory.reserve) / peak - 1,
-        "parts": report.time_breakdown, "memory": {key: value / GIB for key, value in vars(memory).items()},
+        "parts": report.time_breakdown, "memory": {key: value / GIB for key, value in memory._asdict().items()},
     }  # fmt: skip
 
 
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--job", choices=JOBS, action="append", help="run only this job; repeatable")
     options = parser.parse_args()
-    cluster = calibrate("cuda", 1, print)
+    cluster = calibrate("cuda", 1)
     print({key: round(value, 7) for key, value in cluster.measured.items()})
     records = []
     for name in options.job or JOBS:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -79,15 +80,15 @@ class CommReport:
         """Returns one sentence per range of sizes that names the fastest algorithm."""
         algorithms = [name for name in self.seconds if name != LIBRARY]
         fastest = [min(algorithms, key=lambda name: self.seconds[name][index]) for index in range(len(self.sizes))]
-        lines, first = [], 0
-        for index in range(1, len(fastest) + 1):
-            if index == len(fastest) or fastest[index] != fastest[first]:
-                ratios = [self.seconds[fastest[first]][n] / self.seconds[LIBRARY][n] for n in range(first, index)]
-                sizes = format_bytes(self.sizes[first])
-                sizes += f" to {format_bytes(self.sizes[index - 1])}" if index - 1 > first else ""
-                ratio = f"{statistics.median(ratios):.2f}x the time of PyTorch's all-reduce"
-                lines.append(f"{sizes}: {fastest[first]} is the fastest of Shardwise's algorithms, {ratio}.")
-                first = index
+        lines = []
+        for name, group in groupby(range(len(self.sizes)), key=fastest.__getitem__):
+            indices = list(group)
+            ratio = statistics.median(self.seconds[name][n] / self.seconds[LIBRARY][n] for n in indices)
+            sizes = " to ".join(
+                format_bytes(size) for size in sorted({self.sizes[indices[0]], self.sizes[indices[-1]]})
+            )
+            claim = f"{name} is the fastest of Shardwise's algorithms, {ratio:.2f}x the time of PyTorch's all-reduce"
+            lines.append(f"{sizes}: {claim}.")
         return lines
 
 

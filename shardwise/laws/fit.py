@@ -235,17 +235,15 @@ def _minimize(log_runs: _LogRuns, start: Any, weights: Any = 1.0, steps: int = 1
     return minimize(log_runs.objective, start, (weights,), jac=True, method="L-BFGS-B", bounds=BOUNDS, options=options)
 
 
-def _starting_points(runs: Runs) -> list[tuple[float, ...]]:
-    """Returns 81 starts: splits of the mean loss into E and the two terms, times pairs of exponents."""
-    starts: list[tuple[float, ...]] = []
+def _starting_points(runs: Runs) -> Iterator[tuple[float, ...]]:
+    """Yields 81 starts: splits of the mean loss into E and the two terms, times pairs of exponents."""
     center, lowest_loss = float(np.exp(np.log(runs.loss).mean())), float(runs.loss.min())
     grid = product((0.3, 0.6, 0.9), (0.2, 0.5, 0.8), (0.2, 0.5, 1.0), (0.2, 0.5, 1.0))
     for irreducible_share, parameter_share, alpha, beta in grid:
         irreducible = irreducible_share * lowest_loss
         parameter_term = parameter_share * (center - irreducible)
         token_term = (1 - parameter_share) * (center - irreducible)
-        starts.append((np.log(irreducible), np.log(parameter_term), np.log(token_term), alpha, beta))
-    return starts
+        yield np.log(irreducible), np.log(parameter_term), np.log(token_term), alpha, beta
 
 
 def find_outliers(law: ScalingLaw, runs: Runs) -> NDArray[np.intp]:
@@ -289,8 +287,7 @@ class ComputeOptimalEstimate:
         return float(self.coefficient * flops**self.exponent)
 
     def as_dict(self) -> dict[str, object]:
-        points = [list(point) for point in self.points]
-        return {"exponent": self.exponent, "coefficient": self.coefficient, "points": points}
+        return {"exponent": self.exponent, "coefficient": self.coefficient, "points": self.points}
 
 
 def estimate_compute_optimal(runs: Runs) -> list[ComputeOptimalEstimate]:

@@ -1,11 +1,6 @@
-"""Fitted laws as JSON, and the built-in law.
+"""Fitted laws as JSON, and the built-in law, which `published_law.toml` documents."""
 
-The built-in law is the re-analysis of Hoffmann et al.'s runs by Besiroglu et al. 2024 (arXiv 2404.10102), with its
-published constants. The paper does not publish the correlations between the five constants; they
-come from bootstrapping the same 240 runs with `shardwise laws fit`. They are stored for the law's terms at a pivot,
-because the constants themselves correlate so closely that their correlations need many digits.
-"""
-
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,28 +89,15 @@ def parse_fitted_law(values: Any, source: str) -> FittedLaw:
     return FittedLaw(law, bootstrap_samples, float(values["residual_std"]), ranges, scope, source)
 
 
-# The law of Hoffmann et al.'s runs
-
-PUBLISHED_CONSTANTS = ScalingLaw(1.8172, 482.01, 2085.43, 0.3478, 0.3658)
-PIVOT = 2e7, 7.5e8  # parameters and tokens at which the two terms have the least uncertainty
-# Of log E, the logs of the two terms at the pivot, alpha and beta, over 1000 bootstrap fits.
-STANDARD_DEVIATIONS = (0.0144, 0.0091, 0.0107, 0.0146, 0.0208)
-CORRELATIONS = (
-    (1.000, 0.133, 0.092, 0.573, 0.654),
-    (0.133, 1.000, -0.500, -0.109, 0.326),
-    (0.092, -0.500, 1.000, 0.265, -0.014),
-    (0.573, -0.109, 0.265, 1.000, -0.221),
-    (0.654, 0.326, -0.014, -0.221, 1.000),
-)
-
-
 def published_law() -> FittedLaw:
     """Returns the built-in law."""
-    law, (n, d) = PUBLISHED_CONSTANTS, np.log(PIVOT)
+    values = tomllib.loads((Path(__file__).parent / "published_law.toml").read_text(encoding="utf-8"))
+    law, uncertainty = ScalingLaw(**values["constants"]), values["bootstrap"]
+    n, d = np.log(uncertainty["pivot"])
     mean = [np.log(law.E), np.log(law.A) - law.alpha * n, np.log(law.B) - law.beta * d, law.alpha, law.beta]
-    covariance = np.outer(STANDARD_DEVIATIONS, STANDARD_DEVIATIONS) * np.array(CORRELATIONS)
+    deviations = uncertainty["standard_deviations"]
+    covariance = np.outer(deviations, deviations) * np.array(uncertainty["correlations"])
     e, a, b, alpha, beta = np.random.default_rng(0).multivariate_normal(mean, covariance, BOOTSTRAP_SAMPLES).T
     bootstrap_samples = ScalingLaw(np.exp(e), np.exp(a + alpha * n), np.exp(b + beta * d), alpha, beta)
-    # Ranges of Hoffmann et al.'s runs, and the standard deviation of the residuals of their fit.
-    ranges = {"parameters": (5.7e7, 1.62e10), "tokens": (2.5e8, 3.18e11), "flops": (1.4e18, 1.3e22)}
-    return FittedLaw(law, bootstrap_samples, 0.0049, ranges, "all", "Besiroglu et al. 2024 (built in)")
+    statistics = (values[key] for key in ("residual_std", "fitted_ranges", "parameter_scope", "source"))
+    return FittedLaw(law, bootstrap_samples, *statistics)

@@ -8,7 +8,6 @@ share a machine measure at the same time, as they will train at the same time.
 
 import gc
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,10 +20,11 @@ import torch._functorch.config as functorch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.benchmark import Timer
 
 from shardwise.bench.comm import ping_pong
 from shardwise.bench.train_step import bench_step
-from shardwise.cluster import CLUSTERS, Cluster, DeviceSpec, LinkSpec, device_by_driver_name, write_cluster
+from shardwise.cluster import CLUSTERS, Cluster, LinkSpec, cluster_by_driver_name, write_cluster
 from shardwise.comm.axis import Axis
 from shardwise.comm.collectives import all_gather, reduce_scatter
 from shardwise.comm.world import run_world
@@ -87,38 +87,32 @@ def calibrate_to_file(out: Path, processes: int, device: str) -> str:
     )
 
 
-def calibrate(kind: str, processes: int, report: Callable[[str], None] = lambda _: None) -> Cluster:
+def calibrate(kind: str, processes: int) -> Cluster:
     """Measures this machine as a cluster of `processes` ranks."""
     if kind == "cuda":
-        report("measuring one GPU")
         return _make_cluster(kind, torch.cuda.device_count(), _measure_process(kind), None)
-    report(f"measuring {processes} concurrent processes")
-    results = run_world(_measure_process, processes, kind, is_fresh_process=FRESH_PROCESSES)
-    values = {key: statistics.mean(result[key] for result in results) for key in results[0]}
-    if processes == 1:
-        return _make_cluster(kind, processes, values, None)
-    report("measuring collectives")
-    links = run_world(_measure_links, processes, is_fresh_process=FRESH_PROCESSES)
-    values |= {key: statistics.mean(result[key] for result in links) for key in links[0]}
-    return _make_cluster(kind, processes, values, LinkSpec(values["link_bandwidth"], values["p2p_latency"]))
+    measurements, link = [run_world(_measure_process, processes, kind, is_fresh_process=FRESH_PROCESSES)], None
+    if processes > 1:
+        measurements.append(run_world(_measure_links, processes, is_fresh_process=FRESH_PROCESSES))
+    values = {key: statistics.mean(rank[key] for rank in ranks) for ranks in measurements for key in ranks[0]}
+    if processes > 1:
+        link = LinkSpec(values["link_bandwidth"], values["p2p_latency"])
+    return _make_cluster(kind, processes, values, link)
 
 
 def _make_cluster(kind: str, processes: int, values: dict[str, float], link: LinkSpec | None) -> Cluster:
+    """Returns the cluster with its data-sheet peaks, if the device is known, and measured efficiencies."""
     if kind == "cuda":
-        name = torch.cuda.get_device_name()
-        known = device_by_driver_name(name)
-        base = next((c for c in CLUSTERS.values() if known and c.device.name == known.name), CLUSTERS["h100"])
-        memory = float(torch.cuda.mem_get_info()[1])
+        name, memory = torch.cuda.get_device_name(), float(torch.cuda.mem_get_info()[1])
+        known = cluster_by_driver_name(name)
+        base = known or CLUSTERS["h100"]
     else:
-        name, known, base = "CPU", None, CLUSTERS["cpu"]
-        memory = psutil.virtual_memory().total / processes
-    peak = {dtype_name: values[dtype_name] for dtype_name in DTYPES if dtype_name in values}
-    if known:
-        peak = {**known.peak_by_precision, "float32": values["float32"]}
-    device = DeviceSpec(
-        name, known.family if known else ("cpu" if kind == "cpu" else base.device.family), memory,
-        known.bandwidth if known else values["copy_bandwidth"], peak, known.compute_units if known else 1,
-    )  # fmt: skip
+        name, memory, known, base = "CPU", psutil.virtual_memory().total / processes, None, CLUSTERS["cpu"]
+    peaks: dict[str, Any] = {"peak_by_precision": {**base.device.peak_by_precision, "float32": values["float32"]}}
+    if known is None:
+        measured = {dtype_name: values[dtype_name] for dtype_name in DTYPES if dtype_name in values}
+        peaks = {"peak_by_precision": measured, "bandwidth": values["copy_bandwidth"], "compute_units": 1}
+    device = replace(base.device, name=name, memory=memory, **peaks)
     inner, outer = link or base.inner, link or base.outer
     cluster = replace(base, device=device, domain_size=max(processes, 1), inner=inner, outer=outer)
     return replace(cluster, measured=_fit_efficiencies(cluster, values))
@@ -194,7 +188,7 @@ def _measure_process(kind: str) -> dict[str, float]:
     numbers = torch.empty(sizes.copy_bytes // 4, device=device)
     widest, dtype = sizes.matmul_sizes[-1], DTYPES[dtype_names[-1]]
     values["unaligned_8"] = _unaligned_matmul_rate(widest, dtype, device) / values[dtype_names[-1]]
-    values["copy_bandwidth"] = 2 * sizes.copy_bytes / _median_seconds(lambda: numbers.clone(), device)
+    values["copy_bandwidth"] = 2 * sizes.copy_bytes / _seconds(lambda: numbers.clone(), device)
     forward, backward = _attention_rates(_decoder_config(sizes.large_model), dtype, device)
     values["attention"], values["attention_backward"] = forward, backward / forward
     values["launch_seconds"] = _block_seconds(_decoder_config(sizes.tiny_model), dtype, device)
@@ -218,7 +212,7 @@ def _decoder_config(sizes: dict[str, Any]) -> DecoderConfig:
 
 def _matmul_rate(n: int, dtype: torch.dtype, device: torch.device) -> float:
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-    return 2.0 * n**3 / _median_seconds(lambda: F.linear(a, b), device)
+    return 2.0 * n**3 / _seconds(lambda: F.linear(a, b), device)
 
 
 def _unaligned_matmul_rate(n: int, dtype: torch.dtype, device: torch.device) -> float:
@@ -227,7 +221,7 @@ def _unaligned_matmul_rate(n: int, dtype: torch.dtype, device: torch.device) -> 
     weight = pad_vocab(weight)
     gradient = x @ weight.t()
     products = (lambda: x @ weight.t(), lambda: gradient @ weight, lambda: gradient.t() @ x)
-    return 6.0 * n * n * (n + 1) / sum(_median_seconds(product, device) for product in products)
+    return 6.0 * n * n * (n + 1) / sum(_seconds(product, device) for product in products)
 
 
 def _attention_rates(model: DecoderConfig, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
@@ -235,10 +229,10 @@ def _attention_rates(model: DecoderConfig, dtype: torch.dtype, device: torch.dev
     shape = (1, model.heads, model.sequence, model.head_dim)
     q, k, v = (torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3))
     flops = _attention_flops(model)
-    forward = _median_seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), device)
+    forward = _seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), device)
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     gradient = torch.ones_like(out)
-    back = _median_seconds(lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True), device)
+    back = _seconds(lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True), device)
     return flops / forward, 2.5 * flops / back
 
 
@@ -260,7 +254,7 @@ def _block_seconds(model: DecoderConfig, dtype: torch.dtype, device: torch.devic
         return out
 
     if device.type == "cpu":
-        return _median_seconds(forward_backward, device)
+        return _seconds(forward_backward, device)
     functorch.activation_memory_budget = ACTIVATION_MEMORY_BUDGET
     block.compile()
     for _ in range(3):
@@ -269,35 +263,21 @@ def _block_seconds(model: DecoderConfig, dtype: torch.dtype, device: torch.devic
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         forward_backward()
-    return _median_seconds(graph.replay, device)
+    return _seconds(graph.replay, device)
 
 
-def _median_seconds(fn: Callable[[], Any], device: torch.device) -> float:
-    """Returns the median seconds of a call. On a GPU each repeat queues several calls to hide launch latency."""
+def _seconds(fn: Callable[[], Any], device: torch.device) -> float:
+    """Returns the seconds of a call. On a GPU the median of repeats that each queue several calls, which hides launch
+    latency. On a CPU the mean, because processes that share cores interrupt each other: what counts is how many calls
+    finish."""
+    timer = _timer(fn)
     if device.type == "cpu":
-        return _mean_seconds(fn)
-    calls, warmup, times = 8, 2, []
-    for repeat in range(warmup + 7):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(calls):
-            fn()
-        torch.cuda.synchronize()
-        if repeat >= warmup:
-            times.append((time.perf_counter() - begin) / calls)
-    return statistics.median(times)
+        return timer.blocked_autorange(min_run_time=MIN_SECONDS).mean
+    return statistics.median(timer.timeit(8).mean for _ in range(7))
 
 
-def _mean_seconds(fn: Callable[[], Any], calls: int = 0) -> float:
-    """Returns the mean seconds of a call on a CPU, over `calls` calls or `MIN_SECONDS`. A mean, because processes that
-    share cores interrupt each other: what counts is how many calls finish."""
-    fn()
-    fn()
-    done, begin = 0, time.perf_counter()
-    while done < (calls or 3) or (not calls and time.perf_counter() - begin < MIN_SECONDS):
-        fn()
-        done += 1
-    return (time.perf_counter() - begin) / done
+def _timer(fn: Callable[[], Any]) -> Timer:
+    return Timer("fn()", globals={"fn": fn}, num_threads=torch.get_num_threads())
 
 
 def _measure_links() -> dict[str, float]:
@@ -322,7 +302,7 @@ def _measure_links() -> dict[str, float]:
     if pair_group is not None:
         first, pair = rank // 2 * 2, _collective_seconds(small, 2, pair_group)
         round_trip = partial(ping_pong, torch.zeros(small // 4), first, first + 1, pair_group)
-        hop = _mean_seconds(round_trip, COLLECTIVE_CALLS) / 2
+        hop = _timer(round_trip).timeit(COLLECTIVE_CALLS).mean / 2
     # A collective of n ranks takes start + latency x hop x (n - 1).
     per_rank = max(0.0, (all_small - pair) / (size - 2)) if size > 2 else 0.0
     start = min(max(0.0, pair - per_rank), all_small)
@@ -335,5 +315,5 @@ def _collective_seconds(message: int, size: int, group: dist.ProcessGroup | None
     shard = torch.zeros(message // 4 // size)
     full = torch.zeros(size * len(shard))
     axis = Axis(size, dist.get_rank(group), dist.group.WORLD if group is None else group)
-    gather = _mean_seconds(lambda: all_gather(full, shard, axis=axis), COLLECTIVE_CALLS)
-    return (gather + _mean_seconds(lambda: reduce_scatter(shard, full, axis=axis), COLLECTIVE_CALLS)) / 2
+    timers = _timer(lambda: all_gather(full, shard, axis=axis)), _timer(lambda: reduce_scatter(shard, full, axis=axis))
+    return statistics.mean(timer.timeit(COLLECTIVE_CALLS).mean for timer in timers)

@@ -5,20 +5,21 @@ lower bound otherwise. With an `EngineModel`, `predict` simulates the schedule; 
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from math import log2
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from shardwise.layout import AUTO_SCHEDULES, V_SHAPED, Layout
 from shardwise.planner.costs import memory_model
 from shardwise.planner.costs.block_time import BlockTimeModel, KernelProfile, ModuleTime, ParallelDegrees
+from shardwise.planner.costs.cached import cached_by
 from shardwise.planner.costs.engine_memory import EngineModel
 from shardwise.planner.costs.engine_traffic import engine_traffic
 from shardwise.planner.costs.machine import Machine
 from shardwise.planner.costs.memory_model import FrameworkProfile, MemoryInputs, RankMemory, StageLayers
 from shardwise.planner.costs.model_shape import ModelShape
-from shardwise.schedules.closed_form import lower_bound, upper_bound
+from shardwise.schedules.closed_form import lower_bound
 from shardwise.schedules.simulate import Simulation, StageCosts, step_seconds
 from shardwise.schedules.synthesize import make_auto_schedule
 
@@ -36,20 +37,13 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class StepTiming:
-    """Seconds of a step and of its parts."""
-
-    seconds: float
-    bubble: float  # fraction of the pipeline's time in which the slowest rank idles
-    data: float  # exposed communication of the data axes
-    update: float  # optimizer update
-
-
-@dataclass(frozen=True)
-class Prediction(StepTiming):
+class Prediction:
     """Predicted step time, and memory of each pipeline rank."""
 
     layout: Layout
+    seconds: float
+    bubble: float  # fraction of the pipeline's time in which the slowest rank idles
+    update: float  # seconds of the optimizer update
     memory: tuple[RankMemory, ...]
     exposed: dict[str, float]  # seconds of communication that does not overlap with compute, by axis
     # Bytes per step that each pipeline rank communicates, by axis; empty without an `EngineModel`.
@@ -98,6 +92,12 @@ BUCKET_BYTES = 1e8  # per gradient bucket
 UPDATE_BYTES = 34.0
 ACCUMULATE_BYTES = 8.0  # per weight and micro-batch, to accumulate gradients over several micro-batches
 BLOCK_AXES = ("tensor", "context", "expert")
+# Seconds of a schedule with a number of ranks, stages per rank and micro-batches.
+ScheduleTime = Callable[[str, int, int, int, StageCosts], float]
+
+
+def memory_inputs_key(estimator: "Estimator", layout: Layout) -> Hashable:
+    return estimator.parallel_degrees(layout), layout.recompute, layout.pipeline == 1
 
 
 class Estimator:
@@ -111,19 +111,15 @@ class Estimator:
         self.time_model = BlockTimeModel(machine, work.shape, work.kernel_profile)
         self.gathers_per_block = 1  # FSDP gathers a block's weights in one collective
         self.reduced_gradient_bytes = work.framework_profile.gradient_bytes
-        self._module_times: dict[ParallelDegrees, tuple[ModuleTime, ModuleTime, ModuleTime]] = {}
-        self._memory_inputs: dict[tuple[Any, ...], MemoryInputs] = {}
-        self._block_times: dict[tuple[Any, ...], BlockTime] = {}
-        self._stages: dict[tuple[Any, ...], StagePartition] = {}
-        self._per_step_times: dict[tuple[Any, ...], tuple[float, float]] = {}
-        self._auto_schedules: dict[Layout, Simulation] = {}
 
     def predict(self, layout: Layout) -> Prediction:
         """Returns the full prediction; simulates the schedule if there is an `EngineModel`."""
-        timing = self.step_timing(layout, simulated=self.work.engine is not None)
+        pipeline = self.pipeline_time(layout, lower_bound if self.work.engine is None else step_seconds)
+        bubble = 1.0 - self.micro_batches(layout) * self.slowest_rank_time(layout) / pipeline
+        _, update = self.per_step_times(layout)
         memory = tuple(self.memory(layout, rank) for rank in range(layout.pipeline))
-        parts = layout, memory, self.exposed(layout, timing), tuple(self.traffic(layout))
-        return Prediction(timing.seconds, timing.bubble, timing.data, timing.update, *parts)
+        parts = update, memory, self.exposed(layout), tuple(self.traffic(layout))
+        return Prediction(layout, self.step_time(layout, pipeline), bubble, *parts)
 
     def traffic(self, layout: Layout) -> Iterator[dict[str, int]]:
         """Yields bytes by axis of each pipeline rank, if there is an `EngineModel` for the layout."""
@@ -140,9 +136,8 @@ class Estimator:
         """Returns the memory of a pipeline rank."""
         engine, micro_batches = self.work.engine, self.micro_batches(layout)
         if engine is not None and layout.context == layout.expert == 1:
-            peaks = None
-            if self.is_auto_schedule(layout):
-                peaks = self.auto_schedule(layout).program.peak_in_flight(rank)
+            is_auto = self.is_auto_schedule(layout)
+            peaks = self.auto_schedule(layout).program.peak_in_flight(rank) if is_auto else None
             return engine.memory(layout, rank, micro_batches, self.work.framework_profile, peaks)
         inputs, stage = self.memory_inputs(layout), self.stages(layout).ranks[rank]
         return memory_model.rank_memory(inputs, layout, rank, stage, micro_batches)
@@ -152,17 +147,16 @@ class Estimator:
         """Returns whether the planner synthesizes the layout's schedule."""
         return layout.pipeline > 1 and layout.schedule in AUTO_SCHEDULES
 
+    @cached_by(lambda self, layout: layout)
     def auto_schedule(self, layout: Layout) -> Simulation:
         """Synthesizes the schedule of `schedule=auto`."""
         engine, count = self.work.engine, self.micro_batches(layout)
         assert engine is not None
-        if layout not in self._auto_schedules:
-            self._auto_schedules[layout] = make_auto_schedule(
-                layout, self.stage_costs(layout), count,
-                lambda rank, peaks: engine.memory(layout, rank, count, self.work.framework_profile, peaks).total,
-                self.machine.device.memory,
-            )  # fmt: skip
-        return self._auto_schedules[layout]
+        return make_auto_schedule(
+            layout, self.stage_costs(layout), count,
+            lambda rank, peaks: engine.memory(layout, rank, count, self.work.framework_profile, peaks).total,
+            self.machine.device.memory,
+        )  # fmt: skip
 
     def peak_memory(self, layout: Layout) -> float:
         """Returns the peak memory of the pipeline rank that needs the most."""
@@ -172,25 +166,18 @@ class Estimator:
         limit = self.machine.device.memory
         return all(self.memory(layout, rank).total <= limit for rank in self.stages(layout).representative_ranks)
 
-    def step_timing(self, layout: Layout, simulated: bool = False) -> StepTiming:
-        micro_batches = self.micro_batches(layout)
-        busy = micro_batches * self.slowest_rank_time(layout)
-        pipeline = busy
-        if layout.pipeline > 1:
-            shape = layout.schedule, layout.pipeline, layout.stages_per_rank, micro_batches
-            if self.is_auto_schedule(layout):
-                pipeline = self.auto_schedule(layout).seconds
-            else:
-                pipeline = (step_seconds if simulated else lower_bound)(*shape, self.stage_costs(layout))
-        data, update = self.per_step_times(layout)
-        return StepTiming(self.step_time(layout, pipeline), 1.0 - busy / pipeline, data, update)
+    def predict_seconds(self, layout: Layout, schedule_time: ScheduleTime = lower_bound) -> float:
+        """Returns the seconds of a step if its pipeline takes what `schedule_time` says: a bound or a simulation."""
+        return self.step_time(layout, self.pipeline_time(layout, schedule_time))
 
-    def max_step_time(self, layout: Layout) -> float:
-        """Returns an upper bound of the step time."""
+    def pipeline_time(self, layout: Layout, schedule_time: ScheduleTime) -> float:
+        """Returns the seconds of all micro-batches of a step."""
         if layout.pipeline == 1:
-            return self.step_timing(layout).seconds
+            return self.micro_batches(layout) * self.slowest_rank_time(layout)
+        if self.is_auto_schedule(layout):
+            return self.auto_schedule(layout).seconds
         shape = layout.schedule, layout.pipeline, layout.stages_per_rank, self.micro_batches(layout)
-        return self.step_time(layout, upper_bound(*shape, self.stage_costs(layout)))
+        return schedule_time(*shape, self.stage_costs(layout))
 
     def step_time(self, layout: Layout, pipeline: float) -> float:
         """Returns the seconds of a step whose micro-batches take `pipeline` seconds."""
@@ -229,52 +216,49 @@ class Estimator:
         costs = StageCosts(forward_, input_, weight_)
         return costs.as_executed() if layout.has_split_backward else costs
 
-    def per_step_times(self, layout: Layout) -> tuple[float, float]:
-        """Returns exposed seconds per step of data-parallel communication and of the update, on the fullest rank."""
-        key = (
+    @cached_by(
+        lambda self, layout: (
             self.parallel_degrees(layout), layout.recompute, layout.zero, layout.shard, layout.replicate,
             layout.pipeline, layout.stage_count, layout.schedule in V_SHAPED, layout.stages, layout.world == 1,
-            layout.micro_batch,
-        )  # fmt: skip
-        if key not in self._per_step_times:
-            block, weights = self.block_time(layout), self.memory_inputs(layout).weights
-            ranks, micro_batches = self.stages(layout).ranks, self.micro_batches(layout)
-            fullest = max((ranks[0], ranks[-1]), key=weights.of_stage)
-            dense_weights, experts = weights.of_stage(fullest), fullest.blocks * weights.experts
-            data = self.data(layout, dense_weights, experts, fullest.blocks * (block.forward + block.backward))
-            updated = memory_model.sharded_weights(layout, dense_weights, experts)
-            update_bytes = self.work.framework_profile.update_bytes
-            if self.keeps_compute_copy(layout):
-                update_bytes = UPDATE_BYTES + (ACCUMULATE_BYTES * micro_batches if micro_batches > 1 else 0.0)
-            self._per_step_times[key] = data, self.machine.bulk_memory_time(update_bytes * updated)
-        return self._per_step_times[key]
+        )
+    )  # fmt: skip
+    def per_step_times(self, layout: Layout) -> tuple[float, float]:
+        """Returns exposed seconds per step of data-parallel communication and of the update, on the fullest rank."""
+        block, weights = self.block_time(layout), self.memory_inputs(layout).weights
+        ranks, micro_batches = self.stages(layout).ranks, self.micro_batches(layout)
+        fullest = max((ranks[0], ranks[-1]), key=weights.of_stage)
+        dense_weights, experts = weights.of_stage(fullest), fullest.blocks * weights.experts
+        data = self.data(layout, dense_weights, experts, fullest.blocks * (block.forward + block.backward))
+        updated = memory_model.sharded_weights(layout, dense_weights, experts)
+        update_bytes = self.work.framework_profile.update_bytes
+        if self.keeps_compute_copy(layout):
+            update_bytes = UPDATE_BYTES + (ACCUMULATE_BYTES * micro_batches if micro_batches > 1 else 0.0)
+        return data, self.machine.bulk_memory_time(update_bytes * updated)
 
-    def exposed(self, layout: Layout, timing: StepTiming) -> dict[str, float]:
+    def exposed(self, layout: Layout) -> dict[str, float]:
         """Returns the seconds of a step that the busiest rank waits for communication, by axis."""
         block, micro_batches = self.block_time(layout), self.micro_batches(layout)
         blocks = max(rank.blocks for rank in self.stages(layout).ranks)
         exposed = {axis: micro_batches * blocks * seconds for axis, seconds in block.exposed.items()}
-        exposed["shard"] = exposed.get("shard", 0.0) + timing.data
+        exposed["shard"] = exposed.get("shard", 0.0) + self.per_step_times(layout)[0]
         exposed["pipeline"] = micro_batches * self.exposed_p2p(layout)
         return {axis: seconds for axis, seconds in exposed.items() if seconds}
 
+    @cached_by(lambda _, layout: (layout.pipeline, layout.stages_per_rank, layout.schedule in V_SHAPED, layout.stages))
     def stages(self, layout: Layout) -> StagePartition:
         """Returns our engine's stages; without an `EngineModel` the user's, or stages as equal as possible."""
-        p, v = layout.pipeline, layout.stages_per_rank
-        key = p, v, layout.schedule in V_SHAPED, layout.stages
-        if key not in self._stages:
-            if self.work.engine is not None:
-                stages = self.work.engine.stages(layout)
-            else:
-                blocks = list(layout.stages) or self._even_blocks(layout)
-                stages = tuple(StageLayers(n, stage == 0, stage == p * v - 1) for stage, n in enumerate(blocks))
-            parts = (zip(*(stages[stage] for stage in layout.stages_of(rank))) for rank in range(p))
-            ranks = tuple(StageLayers(sum(blocks), any(first), any(last)) for blocks, first, last in parts)
-            representatives = {min(1, p - 1)}
-            for rank_layers in set(ranks):
-                representatives |= {ranks.index(rank_layers), p - 1 - ranks[::-1].index(rank_layers)}
-            self._stages[key] = StagePartition(stages, ranks, tuple(sorted(representatives)), tuple(set(ranks)))
-        return self._stages[key]
+        p = layout.pipeline
+        if self.work.engine is not None:
+            stages = self.work.engine.stages(layout)
+        else:
+            blocks, last = list(layout.stages) or self._even_blocks(layout), layout.stage_count - 1
+            stages = tuple(StageLayers(n, stage == 0, stage == last) for stage, n in enumerate(blocks))
+        parts = (zip(*(stages[stage] for stage in layout.stages_of(rank))) for rank in range(p))
+        ranks = tuple(StageLayers(sum(blocks), any(first), any(last)) for blocks, first, last in parts)
+        representatives = {min(1, p - 1)}
+        for rank_layers in set(ranks):
+            representatives |= {ranks.index(rank_layers), p - 1 - ranks[::-1].index(rank_layers)}
+        return StagePartition(stages, ranks, tuple(sorted(representatives)), tuple(set(ranks)))
 
     def _even_blocks(self, layout: Layout) -> list[int]:
         """Returns the number of blocks of each stage: split as evenly as possible over ranks, then over stages."""
@@ -292,36 +276,28 @@ class Estimator:
         expert_tensor = layout.tensor if self.work.shape.expert_ffn > self.work.shape.width else 1
         return ParallelDegrees(layout.tensor, layout.context, layout.expert, layout.micro_batch, expert_tensor)
 
+    @cached_by(lambda self, degrees: degrees)
     def module_times(self, degrees: ParallelDegrees) -> tuple[ModuleTime, ModuleTime, ModuleTime]:
         """Returns the times of a block (dense and sparse blocks averaged), the embedding and the head."""
-        if degrees not in self._module_times:
-            model, share = self.time_model, self.work.shape.sparse_layers / self.work.shape.layers
-            dense = model.block(degrees, False) if share < 1 else ModuleTime()
-            sparse = model.block(degrees, True) if share else ModuleTime()
-            self._module_times[degrees] = dense.lerp(sparse, share), model.embedding(degrees), model.head(degrees)
-        return self._module_times[degrees]
+        model, share = self.time_model, self.work.shape.sparse_layers / self.work.shape.layers
+        dense = model.block(degrees, False) if share < 1 else ModuleTime()
+        sparse = model.block(degrees, True) if share else ModuleTime()
+        return dense.lerp(sparse, share), model.embedding(degrees), model.head(degrees)
 
+    @cached_by(memory_inputs_key)
     def memory_inputs(self, layout: Layout) -> MemoryInputs:
-        degrees = self.parallel_degrees(layout)
-        key = degrees, layout.recompute, layout.pipeline == 1
-        if key not in self._memory_inputs:
-            self._memory_inputs[key] = self._make_memory_inputs(layout, degrees)
-        return self._memory_inputs[key]
+        w, expert_tensor = self.work, self.parallel_degrees(layout).expert_tensor
+        itemsize = w.kernel_profile.itemsize
+        return memory_model.make_memory_inputs(w.shape, itemsize, w.framework_profile, layout, expert_tensor)
 
-    def _make_memory_inputs(self, layout: Layout, degrees: ParallelDegrees) -> MemoryInputs:
-        w = self.work
-        itemsize, profile = w.kernel_profile.itemsize, w.framework_profile
-        return memory_model.make_memory_inputs(w.shape, itemsize, profile, layout, degrees.expert_tensor)
-
+    @cached_by(
+        lambda self, layout: (
+            self.parallel_degrees(layout), layout.recompute, layout.zero, layout.shard, layout.world == 1,
+        )
+    )  # fmt: skip
     def block_time(self, layout: Layout) -> BlockTime:
         """Returns the time of a block, with recomputation and exposed communication."""
-        degrees = self.parallel_degrees(layout)
-        key = degrees, layout.recompute, layout.zero, layout.shard, layout.world == 1
-        if key not in self._block_times:
-            self._block_times[key] = self._compute_block_time(layout, self.module_times(degrees)[0])
-        return self._block_times[key]
-
-    def _compute_block_time(self, layout: Layout, inner: ModuleTime) -> BlockTime:
+        inner, _, _ = self.module_times(self.parallel_degrees(layout))
         recompute_fraction = 1.0 - layout.kept_fraction
         backward_extra = inner.traffic
         moved = self.work.framework_profile.cast_bytes

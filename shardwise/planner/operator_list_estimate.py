@@ -14,28 +14,24 @@ from statistics import fmean as mean
 
 from shardwise.layout import Layout
 from shardwise.models.operator_costs import OperatorCosts
-from shardwise.planner.costs.block_time import BlockTimeModel, KernelProfile, ModuleTime, ParallelDegrees
+from shardwise.planner.costs.block_time import KernelProfile, ModuleTime, ParallelDegrees
+from shardwise.planner.costs.cached import cached_by
 from shardwise.planner.costs.machine import Machine
 from shardwise.planner.costs.memory_model import MemoryInputs, WeightCounts
-from shardwise.planner.costs.model_shape import ModelShape, OperatorListModel
-from shardwise.planner.estimate import Estimator
+from shardwise.planner.costs.model_shape import OperatorListModel
+from shardwise.planner.estimate import Estimator, memory_inputs_key
 
 
 def operators_time(machine: Machine, profile: KernelProfile, costs: OperatorCosts, tensor: int = 1) -> ModuleTime:
     """Returns the time of a module on one of the `tensor` ranks that its costs were computed for."""
     forward = backward = weight = 0.0
     for p in costs.products:
-        shapes = (p.rows, p.inner, p.columns), (p.rows, p.columns, p.inner), (p.inner, p.rows, p.columns)
-        moved = p.moved_numel * profile.itemsize
-        precision = p.precision(profile.precision)
-        times = [machine.matmul(*side, precision, p.groups, moved) for side in shapes]
+        precision, moved = p.precision(profile.precision), p.moved_numel * profile.itemsize
+        times = machine.linear(p.rows, p.inner, p.columns, precision, p.groups, moved)
         forward, backward, weight = forward + times[0], backward + times[1] + times[2], weight + times[2]
     for a in costs.attention:
-        square = ModelShape(
-            layers=1, width=a.qk_head_dim, heads=a.heads, kv_heads=a.heads, head_dim=a.v_head_dim,
-            qk_rope_head_dim=a.qk_head_dim - a.v_head_dim, ffn=0, vocab=0, sequence=a.keys, causal=a.causal,
-        )  # fmt: skip
-        seconds = BlockTimeModel(machine, square, profile).attention(ParallelDegrees(1, 1, 1, 1))
+        sizes = a.heads, a.keys, a.keys, a.v_head_dim, a.qk_head_dim - a.v_head_dim
+        seconds = machine.attention(*sizes, a.causal, profile.precision)
         forward, backward = forward + seconds[0] * a.queries / a.keys, backward + seconds[1] * a.queries / a.keys
     elementwise = machine.memory_time(costs.moved_bytes) if costs.moved_bytes else 0.0
     return ModuleTime(
@@ -64,14 +60,13 @@ class OperatorListEstimator(Estimator):
         assert isinstance(self.work.shape, OperatorListModel)
         return self.work.shape
 
+    @cached_by(lambda self, degrees: degrees)
     def module_times(self, degrees: ParallelDegrees) -> tuple[ModuleTime, ModuleTime, ModuleTime]:
-        if degrees not in self._module_times:
-            machine, profile, tensor = self.machine, self.work.kernel_profile, degrees.tensor
-            parts = self._split_ends(degrees.micro_batch, tensor)
-            times = ([operators_time(machine, profile, module, tensor) for module in part] for part in parts)
-            first, blocks, last = map(mean_module_time, times)
-            self._module_times[degrees] = blocks, first, last
-        return self._module_times[degrees]
+        machine, profile, tensor = self.machine, self.work.kernel_profile, degrees.tensor
+        parts = self._split_ends(degrees.micro_batch, tensor)
+        times = ([operators_time(machine, profile, module, tensor) for module in part] for part in parts)
+        first, blocks, last = map(mean_module_time, times)
+        return blocks, first, last
 
     def _split_ends(self, micro_batch: int, tensor: int) -> tuple[Modules, Modules, Modules]:
         """Returns first module, blocks and last module; without ends, all modules are blocks."""
@@ -81,33 +76,31 @@ class OperatorListEstimator(Estimator):
     def stage_output_bytes(self, layout: Layout) -> float:
         return self.memory_inputs(layout).recv_buffer_bytes
 
+    @cached_by(memory_inputs_key)
     def memory_inputs(self, layout: Layout) -> MemoryInputs:
-        key = layout.micro_batch, layout.recompute, layout.tensor, layout.pipeline > 1
-        if key not in self._memory_inputs:
-            first, blocks, last = self._split_ends(layout.micro_batch, layout.tensor)
-            itemsize = self.work.kernel_profile.itemsize
-            typical = max if layout.pipeline > 1 else mean  # some stage has only the largest blocks
-            weights = WeightCounts(
-                typical(module.parameters for module in blocks), 0.0, sum(module.parameters for module in first),
-                sum(module.parameters for module in last),
-            )  # fmt: skip
-            saved_all = typical(module.saved_bytes for module in blocks)
-            inputs = typical(module.output_bytes for module in blocks)
-            product_sizes = [[itemsize * p.groups * p.rows * p.columns for p in block.products] for block in blocks]
-            matmul_outputs = typical(map(sum, product_sizes))
-            kept_fraction = layout.kept_fraction
-            saved = kept_fraction * saved_all
-            if layout.recompute == "selective":
-                saved = min(saved_all, matmul_outputs + inputs)
-            hidden_bytes = max(module.output_bytes for module in (*first, *blocks))
-            recomputes = layout.recompute != "none"
-            self._memory_inputs[key] = MemoryInputs(
-                weights, self.work.framework_profile, itemsize, saved + (1 - kept_fraction) * inputs,
-                recomputed_per_block=max(module.saved_bytes for module in blocks) if recomputes else 0.0,
-                logits=sum(module.saved_bytes for module in last), hidden_bytes=hidden_bytes,
-                recv_buffer_bytes=hidden_bytes, kept_fraction=kept_fraction, head_weights=weights.first,
-            )  # fmt: skip
-        return self._memory_inputs[key]
+        first, blocks, last = self._split_ends(layout.micro_batch, layout.tensor)
+        itemsize = self.work.kernel_profile.itemsize
+        typical = max if layout.pipeline > 1 else mean  # some stage has only the largest blocks
+        weights = WeightCounts(
+            typical(module.parameters for module in blocks), 0.0, sum(module.parameters for module in first),
+            sum(module.parameters for module in last),
+        )  # fmt: skip
+        saved_all = typical(module.saved_bytes for module in blocks)
+        inputs = typical(module.output_bytes for module in blocks)
+        product_sizes = [[itemsize * p.groups * p.rows * p.columns for p in block.products] for block in blocks]
+        matmul_outputs = typical(map(sum, product_sizes))
+        kept_fraction = layout.kept_fraction
+        saved = kept_fraction * saved_all
+        if layout.recompute == "selective":
+            saved = min(saved_all, matmul_outputs + inputs)
+        hidden_bytes = max(module.output_bytes for module in (*first, *blocks))
+        recomputes = layout.recompute != "none"
+        return MemoryInputs(
+            weights, self.work.framework_profile, itemsize, saved + (1 - kept_fraction) * inputs,
+            recomputed_per_block=max(module.saved_bytes for module in blocks) if recomputes else 0.0,
+            logits=sum(module.saved_bytes for module in last), hidden_bytes=hidden_bytes,
+            recv_buffer_bytes=hidden_bytes, kept_fraction=kept_fraction, head_weights=weights.first,
+        )  # fmt: skip
 
     def data(self, layout: Layout, dense_weights: float, experts: float, last_pass: float) -> float:
         seconds, tables = super().data(layout, dense_weights, experts, last_pass), self.model.tables

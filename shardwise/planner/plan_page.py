@@ -7,6 +7,7 @@ actions that training executes (`shardwise.schedules.simulate`).
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
+from string import Template
 
 from shardwise.cluster import GIB
 from shardwise.draw import svg_text
@@ -17,6 +18,7 @@ from shardwise.planner.plan import ACCURACY_SENTENCE, Plan, make_estimator, time
 from shardwise.planner.show import MEMORY_PARTS, format_exposed, format_seconds, title, training_summary
 from shardwise.schedules.simulate import TimelineEvent, named_program, simulate
 
+TEMPLATE = Template(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
 PAGE_WIDTH = 1120  # pixels of every drawing
 LABEL_WIDTH = 96  # pixels left of a bar
 MAX_ROWS = 16  # ranks in a drawing
@@ -28,44 +30,24 @@ ACTION_STYLES = {
     "F": ("forward", "#9ecae9"), "B": ("backward", "#ffbf79"), "I": ("backward: input gradients", "#ffbf79"),
     "W": ("backward: weight gradients", "#a5d69a"),
 }  # fmt: skip
-STYLE = """
-body { font: 15px/1.45 system-ui, "DejaVu Sans", sans-serif; color: #1f2933; background: #fff; margin: 24px auto;
-  max-width: 1120px; padding: 0 16px }
-h1 { font-size: 22px; margin: 0 0 4px } h2 { font-size: 17px; margin: 32px 0 8px } p { margin: 6px 0 }
-table { border-collapse: collapse; width: 100%; font-size: 13px } th { background: #f0f3f6; font-weight: 600 }
-th, td { padding: 5px 8px; border-bottom: 1px solid #d5dbe1; text-align: right; vertical-align: top }
-td { white-space: nowrap } td.text { white-space: normal }
-th.text, td.text { text-align: left } tr.best td { background: #eef7ee } code { font-size: 12.5px }
-svg { display: block; width: 100%; height: auto } svg text { font-size: 12px; fill: #1f2933 } .key { font-size: 13px }
-.key i { display: inline-block; width: 12px; height: 12px; margin: 0 5px 0 14px; vertical-align: -1px }
-.dim { color: #52606d } li { margin: 2px 0 }
-"""
 
 
 def plan_page(plan: Plan) -> str:
-    """Returns the HTML document."""
-    name = "Best layout" if plan.evaluated > 1 else "Layout"
-    best = f"<code>{escape(str(plan.best.layout))}</code>"
-    fit = "" if plan.fits(plan.best) else " <strong>It does not fit.</strong>"
-    body = [
-        f"<h1>Plan: {escape(plan.job.model.name)} on {plan.devices} x {escape(plan.cluster.device.name)}</h1>",
-        f"<p class='dim'>{escape(title(plan))}</p>",
-        f"<p>{name}: {best}: {format_seconds(plan.best.seconds)} per step.{fit} {escape(training_summary(plan))}</p>",
-        f"<h2>Layout{'s, best first' if plan.evaluated > 1 else ''}</h2>",
-        _layouts_table(plan),
-        "<h2>Where a step's time goes</h2>",
-        *_time_bars(plan),
-        f"<h2>Memory by pipeline rank, in GiB: {best}</h2>",
-        *_memory_bars(plan),
-        "<h2>Pipeline timeline</h2>",
-        *_pipeline_section(plan),
-        "<h2>Other choices</h2>",
-        _bullet_list(plan.near_misses or ("No search: only this layout was predicted.",)),
-        "<h2>Assumptions and accuracy</h2>",
-        _bullet_list(_assumptions(plan)),
-    ]
-    head = f"<meta charset='utf-8'/><title>Plan: {escape(plan.job.model.name)}</title><style>{STYLE}</style>"
-    return f"<!DOCTYPE html>\n<html lang='en'><head>{head}</head>\n<body>\n" + "\n".join(body) + "\n</body></html>\n"
+    """Returns the HTML document: `plan_page.html` with its blanks filled in."""
+    texts = {
+        "model": plan.job.model.name, "devices": str(plan.devices), "device": plan.cluster.device.name,
+        "summary": title(plan), "layout": str(plan.best.layout), "step": format_seconds(plan.best.seconds),
+        "training": training_summary(plan), "best_layout": "Best layout" if plan.evaluated > 1 else "Layout",
+        "layouts": "Layouts, best first" if plan.evaluated > 1 else "Layout",
+    }  # fmt: skip
+    blocks = {
+        "fit": "" if plan.fits(plan.best) else " <strong>It does not fit.</strong>",
+        "layouts_table": _layouts_table(plan), "time_bars": "\n".join(_time_bars(plan)),
+        "memory_bars": "\n".join(_memory_bars(plan)), "timeline": "\n".join(_pipeline_section(plan)),
+        "near_misses": _bullet_list(plan.near_misses or ("No search: only this layout was predicted.",)),
+        "assumptions": _bullet_list(_assumptions(plan)),
+    }  # fmt: skip
+    return TEMPLATE.substitute({name: escape(text) for name, text in texts.items()}, **blocks)
 
 
 def write_page(plan: Plan, path: Path) -> None:
@@ -149,7 +131,7 @@ def _memory_bars(plan: Plan) -> Iterator[str]:
     edge, bottom = LABEL_WIDTH + limit * scale, 20 + 26 * len(shown)
     shapes = [svg_text(edge, 12, f"limit {limit:.3g}", "end" if edge > PAGE_WIDTH / 2 else "start")]
     for row, rank in enumerate(shown):
-        gib = {part: getattr(memories[rank], part) / GIB for part in MEMORY_PARTS}
+        gib = {part: size / GIB for part, size in memories[rank]._asdict().items()}
         shapes += _bar(20 + 26 * row, f"rank {rank}", gib, MEMORY_COLOURS, scale, "GiB")
     shapes.append(f"<line x1='{edge:.1f}' y1='16' x2='{edge:.1f}' y2='{bottom}' stroke='#c0392b' stroke-width='2'/>")
     yield _legend(MEMORY_COLOURS)

@@ -21,8 +21,7 @@ from shardwise.layout import V_SHAPED
 if TYPE_CHECKING:  # imports torch, which the simulator does without
     from shardwise.parallel.pipeline import PipelineOrder
 
-KINDS = ("F", "I", "W", "B")
-FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FULL_BACKWARD = range(4)
+KINDS = ("F", "I", "W", "B")  # in the order of `simulate`'s list of costs
 
 
 class Action(NamedTuple):
@@ -30,7 +29,7 @@ class Action(NamedTuple):
 
     stage: int
     kind: str  # F: forward, I: backward-input, W: backward-weight, B: full backward
-    micro_batch: int | None
+    micro_batch: int
     # A forward and a backward that run one after the other and send their results when both are done.
     sub_actions: tuple[Any, ...] | None = None
 
@@ -77,26 +76,21 @@ class PipelineProgram:
     ranks: int
     stages: int
     stage_to_rank: tuple[int, ...]  # the rank of each stage
-    actions: list[tuple[int, int, int, int]]  # rank, kind (index into `KINDS`), stage, micro-batch
+    actions: list[Action]
     instructions: list[tuple[int, int, int]]  # rank, index of the cost, index of the instruction before it (-1: none)
 
     @property
     def order(self) -> dict[int, list[Action]]:
         """Returns the actions by rank, with forward-backward pairs split up."""
         rows: dict[int, list[Action]] = {rank: [] for rank in range(self.ranks)}
-        for index, (rank, *_) in enumerate(self.actions):
-            rows[rank].append(self.action(index))
+        for (rank, *_), action in zip(self.instructions, self.actions):
+            rows[rank].append(action)
         return rows
 
-    def action(self, index: int) -> Action:
-        _, kind, stage, micro_batch = self.actions[index]
-        return Action(stage, KINDS[kind], micro_batch)
-
     @cached_property
-    def table_indices(self) -> tuple[np.ndarray, np.ndarray]:
+    def table_indices(self) -> tuple[list[int], list[int]]:
         """Row (kind and stage) and column (micro-batch) of each action in `Simulation.end_time_table`."""
-        _, kinds, stages, micro_batches = np.array(self.actions).T
-        return kinds * self.stages + stages, micro_batches
+        return [cost for _, cost, _ in self.instructions], [action.micro_batch for action in self.actions]
 
     def peak_in_flight(self, rank: int) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
         """Returns the Pareto-maximal points of a rank's schedule: no other point is at least as high in every count.
@@ -106,14 +100,12 @@ class PipelineProgram:
         stages = [stage for stage, owner in enumerate(self.stage_to_rank) if owner == rank]
         in_flight, pending_weight = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
         peaks: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
-        for action_rank, kind, stage, _ in self.actions:
-            if action_rank != rank:
-                continue
-            if kind == BACKWARD_WEIGHT:
+        for stage, kind, *_ in self.order[rank]:
+            if kind == "W":
                 pending_weight[stage] -= 1
                 continue
-            in_flight[stage] += 1 if kind == FORWARD else -1
-            pending_weight[stage] += kind == BACKWARD_INPUT
+            in_flight[stage] += 1 if kind == "F" else -1
+            pending_weight[stage] += kind == "I"
             peaks.add((tuple(in_flight.values()), tuple(pending_weight.values())))
         flat = {point: (*point[0], *point[1]) for point in peaks}
         return tuple(
@@ -126,20 +118,12 @@ class PipelineProgram:
 
         A forward allocates it; a full backward or a backward-weight frees it. After a backward-input
         `retained_fraction` of it remains: 1 in PyTorch, which keeps the graph until the backward-weight."""
+        change = {"F": 1.0, "B": -1.0, "I": retained_fraction - 1.0, "W": -retained_fraction}
         held, most = [0.0] * self.ranks, [0.0] * self.ranks
-        for rank, kind, stage, _ in self.actions:
-            if kind == FORWARD:
-                held[rank] += sizes[stage]
-                if held[rank] > most[rank]:
-                    most[rank] = held[rank]
-            elif kind == FULL_BACKWARD:
-                held[rank] -= sizes[stage]
-            elif kind == BACKWARD_INPUT:
-                held[rank] -= sizes[stage] * (1.0 - retained_fraction)
-                if held[rank] > most[rank]:
-                    most[rank] = held[rank]
-            else:
-                held[rank] -= sizes[stage] * retained_fraction
+        for (rank, *_), (stage, kind, *_) in zip(self.instructions, self.actions):
+            held[rank] += change[kind] * sizes[stage]
+            if held[rank] > most[rank]:
+                most[rank] = held[rank]
         return tuple(most)
 
 
@@ -160,7 +144,7 @@ class Simulation:
     def bubble(self) -> tuple[float, ...]:
         """Idle fraction of the step, by rank."""
         busy = [0.0] * self.program.ranks
-        for (rank, *_), start, end in zip(self.program.actions, self.start_times, self.end_times):
+        for (rank, *_), start, end in zip(self.program.instructions, self.start_times, self.end_times):
             busy[rank] += end - start
         return tuple(1.0 - time / self.seconds for time in busy)
 
@@ -172,8 +156,8 @@ class Simulation:
 
     @property
     def timeline(self) -> list[TimelineEvent]:
-        parts = zip(self.program.actions, self.start_times, self.end_times)
-        return [TimelineEvent(rank, KINDS[kind], stage, m, start, end) for (rank, kind, stage, m), start, end in parts]
+        parts = zip(self.program.instructions, self.program.actions, self.start_times, self.end_times)
+        return [TimelineEvent(rank, a.kind, a.stage, a.micro_batch, start, end) for (rank, *_), a, start, end in parts]
 
 
 def simulate(program: PipelineProgram, costs: StageCosts) -> Simulation:
@@ -195,19 +179,18 @@ def simulate(program: PipelineProgram, costs: StageCosts) -> Simulation:
     return Simulation(program, starts, ends, tuple(free_at))
 
 
-ActionKey = tuple[int, int, int, int]  # rank, kind (index into KINDS), stage, micro-batch
 # Action, index of its cost, and ids of the results it waits for, produces and also sends.
-Instruction = tuple[ActionKey, int, int, int, int]
+Instruction = tuple[Action, int, int, int, int]
 
 
 def build_program(order: "PipelineOrder") -> PipelineProgram:
     """Sorts the actions of an order topologically. Raises LayoutError if the order deadlocks."""
     owner = {action[0]: rank for rank in order for part in order[rank] if part for action in part[3] or (part,)}
     stages, width = len(owner), max(len(order[rank]) for rank in order)
-    queues = [_rank_instructions(rank, order[rank], stages, width) for rank in range(len(order))]
+    queues = [_rank_instructions(order[rank], stages, width) for rank in range(len(order))]
     # By result id, the instruction that sends it. The last two ids mean no result and no dependency.
     sent_at: list[int | None] = [*[None] * (2 * stages * width + 1), -1]
-    actions: list[ActionKey] = []
+    actions: list[Action] = []
     steps: list[tuple[int, int, int]] = []
     positions = [0] * len(queues)
     progressed = True
@@ -232,27 +215,26 @@ def build_program(order: "PipelineOrder") -> PipelineProgram:
     return PipelineProgram(len(queues), stages, tuple(owner[stage] for stage in range(stages)), actions, steps)
 
 
-def _rank_instructions(rank: int, parts: Sequence[Any], stages: int, width: int) -> list[Instruction]:
+def _rank_instructions(parts: Sequence[Any], stages: int, width: int) -> list[Instruction]:
     """Returns a rank's instructions. Result ids: forwards by stage and micro-batch, then backwards."""
     no_wait, no_result, last = -1, -2, stages - 1
     tasks: list[Instruction] = []
     for part in parts:
         if part is None:
             continue
-        deferred = no_result
+        deferred = no_result  # the result of a paired forward, which its backward sends
         for stage, letter, micro_batch, _ in part[3] or (part,):
             forward, backward = stage * width + micro_batch, (stages + stage) * width + micro_batch
+            waits_for, produces, also_sends = no_wait, no_result, deferred
             if letter == "F":
-                waits_for, produces = forward - width if stage else no_wait, forward
-                if part[3]:  # the paired backward sends it
+                waits_for, produces, also_sends = forward - width if stage else no_wait, forward, no_result
+                if part[3]:
                     deferred, produces = produces, no_result
-                tasks.append(((rank, FORWARD, stage, micro_batch), stage, waits_for, produces, no_result))
-                continue
+            elif letter != "W":
+                waits_for, produces = forward if stage == last else backward + width, backward
             kind = KINDS.index(letter)
-            waits_for, produces = forward if stage == last else backward + width, backward
-            if kind == BACKWARD_WEIGHT:
-                waits_for, produces = no_wait, no_result
-            tasks.append(((rank, kind, stage, micro_batch), kind * stages + stage, waits_for, produces, deferred))
+            action = Action(stage, KINDS[kind], micro_batch)
+            tasks.append((action, kind * stages + stage, waits_for, produces, also_sends))
     return tasks
 
 

@@ -28,17 +28,36 @@ TOLERANCE = 2e-3  # the search stops within this fraction of the lower bound
 
 
 def synthesize(problem: SchedulingProblem, effort: int = 200_000) -> Simulation:
-    """Returns the fastest schedule that fits. `effort`: simulated actions to spend on each phase of the search."""
+    """Returns the fastest schedule that fits: tries many priority rules, then improves the best by local search.
+    `effort`: simulated actions to spend on each phase of the search."""
     named = min(named_candidates(problem), key=lambda schedule: schedule.seconds, default=None)
-    found = _search(problem, effort, named)
-    if found is None:
+    floor = _time_lower_bound(problem) * (1 + TOLERANCE)
+    if named is not None and named.seconds <= floor:
+        return named
+    found: list[tuple[float, int, PriorityRules, Simulation]] = []
+    size = problem.costs.stages * problem.micro_batches * 3
+    for number, rules in enumerate(_candidate_rules(problem)):
+        if number * size > max(effort, 4 * size):
+            break
+        candidate = _evaluate_rules(problem, rules)
+        if candidate is not None:
+            found.append((candidate.seconds, number, rules, candidate))
+            if candidate.seconds <= floor:
+                break
+    best = named
+    if found:
+        _, _, rules, start = min(found)
+        climbed = _climb(problem, rules, start, effort // 2, floor)
+        best = climbed if named is None or named.seconds >= climbed.seconds else named
+    if best is None:
         sizes, limits = (", ".join(f"{x:g}" for x in xs) for xs in (problem.activation_sizes, problem.memory_limits))
         raise LayoutError(
             f"no schedule of {pluralize(problem.micro_batches, 'micro-batch')} on {pluralize(problem.ranks, 'rank')} "
             f"fits in memory: a micro-batch takes {sizes} by stage, and the limits by rank are {limits}; use a smaller "
             "micro-batch or more activation checkpointing."
         )
-    return found if named is None or found.seconds < named.seconds * (1 - 1e-9) else named
+    best = _merge_backwards(problem, _shorten_critical_path(problem, best, effort // 2, floor))
+    return best if named is None or best.seconds < named.seconds * (1 - 1e-9) else named
 
 
 def named_candidates(problem: SchedulingProblem) -> Iterator[Simulation]:
@@ -53,32 +72,6 @@ def named_candidates(problem: SchedulingProblem) -> Iterator[Simulation]:
             if problem.fits(program):
                 # Rebuilt from `order`, which splits forward-backward pairs, so each result is sent at once.
                 yield simulate(build_program(program.order), problem.costs)
-
-
-def _search(problem: SchedulingProblem, effort: int, named_best: Simulation | None) -> Simulation | None:
-    """Tries many priority rules, then improves the best schedule by local search."""
-    floor = _time_lower_bound(problem) * (1 + TOLERANCE)
-    if named_best is not None and named_best.seconds <= floor:
-        return named_best
-    found: list[tuple[float, int, PriorityRules, Simulation]] = []
-    size = problem.costs.stages * problem.micro_batches * 3
-    for number, rules in enumerate(_candidate_rules(problem)):
-        if number * size > max(effort, 4 * size):
-            break
-        candidate = _evaluate_rules(problem, rules)
-        if candidate is not None:
-            found.append((candidate.seconds, number, rules, candidate))
-            if candidate.seconds <= floor:
-                break
-    best = None
-    if found:
-        _, _, rules, best = min(found)
-        best = _climb(problem, rules, best, effort // 2, floor)
-    if named_best is not None and (best is None or named_best.seconds < best.seconds):
-        best = named_best
-    if best is None:
-        return None
-    return _merge_backwards(problem, _shorten_critical_path(problem, best, effort // 2, floor))
 
 
 def _time_lower_bound(problem: SchedulingProblem) -> float:
@@ -111,12 +104,17 @@ def _candidate_rules(problem: SchedulingProblem) -> Iterator[PriorityRules]:
 def _candidate_depths(problem: SchedulingProblem) -> Iterator[tuple[int, ...]]:
     """Yields in-flight limits by rank: 1f1b's, twice that, a round trip's worth, all stages, and unlimited."""
     p, m, v = problem.ranks, problem.micro_batches * problem.virtual, problem.virtual
-    depth_1f1b = [p - rank if v == 1 else (v - 1) * p + 2 * (p - rank) - 1 for rank in range(p)]
+    depth_1f1b = _depths_1f1b(problem)
     depth_double = [2 * depth - 1 for depth in depth_1f1b]
     round_trips = _round_trips(problem)
     depths_round_trip = [[n + extra for n in round_trips] for extra in range(4)]
     for depth in (depth_1f1b, depth_double, *depths_round_trip, [v * p] * p, [m] * p):
         yield tuple(max(1, min(m, d)) for d in depth)
+
+
+def _depths_1f1b(problem: SchedulingProblem) -> list[int]:
+    p, v = problem.ranks, problem.virtual
+    return [p - rank if v == 1 else (v - 1) * p + 2 * (p - rank) - 1 for rank in range(p)]
 
 
 def _round_trips(problem: SchedulingProblem) -> list[int]:
@@ -209,7 +207,7 @@ def _critical_path_pairs(result: Simulation) -> Iterator[tuple[int, Action, Acti
     while position >= 0:
         previous, waits = before[position], program.instructions[position][2]
         if previous >= 0 and ends[previous] >= starts[position]:
-            yield program.actions[position][0], program.action(previous), program.action(position)
+            yield program.instructions[position][0], program.actions[previous], program.actions[position]
             position = previous
         else:
             position = waits
@@ -289,15 +287,11 @@ def make_auto_schedule(
 
 def _min_memory(problem: SchedulingProblem) -> tuple[float, ...]:
     """Returns the peak memory by rank of a schedule with the fewest micro-batches in flight."""
-    p, m, v = problem.ranks, problem.micro_batches, problem.virtual
-    for extra in range(m * v):
-        depths_1f1b = (p - rank if v == 1 else (v - 1) * p + 2 * (p - rank) - 1 for rank in range(p))
-        depth = tuple(min(m * v, n + extra) for n in depths_1f1b)
-        rules = PriorityRules(depth, split_backward=False)
-        order = ListScheduler(replace(problem, memory_limits=()), rules).run()
-        if order is not None:
-            break
-    assert order is not None
+    most = problem.micro_batches * problem.virtual
+    unlimited, depths_1f1b = replace(problem, memory_limits=()), _depths_1f1b(problem)
+    depths = (tuple(min(most, n + extra) for n in depths_1f1b) for extra in range(most))
+    orders = (ListScheduler(unlimited, PriorityRules(depth, split_backward=False)).run() for depth in depths)
+    order = next(order for order in orders if order is not None)
     return build_program(order).peak_memory(problem.activation_sizes, problem.retained_fraction)
 
 

@@ -140,16 +140,9 @@ class BlockTimeModel:
         return ModuleTime(moved, 3 * moved, 3 * moved, tensor)
 
     def attention(self, degrees: ParallelDegrees) -> tuple[float, float]:
-        """Returns seconds of forward and backward of fused attention, without its projections."""
-        e, shape, precision = self.machine.efficiency, self.shape, self.kernel_profile.precision
-        heads = degrees.micro_batch * shape.heads / degrees.tensor
-        head_dims = 2 * shape.head_dim + shape.qk_rope_head_dim
-        flops = 2.0 * heads * (shape.sequence / degrees.context) * shape.sequence * head_dims
-        rate = self.machine.device.peak_flops("bf16" if precision in LOW_PRECISION else precision) * e.attention
-        rate *= shape.sequence / (shape.sequence + 512)  # short sequences do not fill a tile
-        rate *= min(1.0, 0.5 + shape.head_dim / 256)
-        forward = flops * (0.5 if shape.causal else 1.0) / rate
-        return forward, 2.5 * forward / e.attention_backward
+        shape, heads = self.shape, degrees.micro_batch * self.shape.heads / degrees.tensor
+        sizes = heads, shape.sequence / degrees.context, shape.sequence, shape.head_dim, shape.qk_rope_head_dim
+        return self.machine.attention(*sizes, shape.causal, self.kernel_profile.precision)
 
     def kernels_per_block(self, degrees: ParallelDegrees) -> float:
         """Returns how many kernels a block's forward launches; learned positions need no rotary kernels."""

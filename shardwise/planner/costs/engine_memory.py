@@ -19,6 +19,7 @@ from shardwise.models.loss import loss_chunk_size
 from shardwise.parallel.data_parallel import BUCKET_BYTES
 from shardwise.parallel.prepare import cut_stages, forward_flops, meta_model
 from shardwise.parallel.tensor import splits_evenly
+from shardwise.planner.costs.cached import cached_by
 from shardwise.planner.costs.memory_model import FrameworkProfile, RankMemory, StageLayers
 from shardwise.schedules.closed_form import InFlightCounts, schedule_peak_in_flight
 
@@ -50,37 +51,31 @@ class EngineModel:
         self.master_itemsize = max(4, self.itemsize)
         self.layer_costs = forward_flops(model)
         self._chain = meta_model(model.model_copy(update={"layers": 1}))
-        self._params: dict[int, dict[str, tuple[ParamSpec, ...]]] = {}
-        self._stages: dict[tuple[int, tuple[int, ...]], tuple[StageLayers, ...]] = {}
-        self._block_sizes: dict[tuple[object, ...], BlockSizes] = {}
 
     @property
     def is_mixed_precision(self) -> bool:
         return self.itemsize != self.master_itemsize
 
+    @cached_by(lambda _, layout: (layout.stage_count, layout.stages))
     def stages(self, layout: Layout) -> tuple[StageLayers, ...]:
         """Returns the stages that training runs. Layer 0 is the embedding, the last layer the head."""
-        key = layout.stage_count, layout.stages
-        if key not in self._stages:
-            spans = cut_stages(layout, self.layer_costs)
-            modules = [(stop - start, start == 0, stop == len(self.layer_costs)) for start, stop in spans]
-            self._stages[key] = tuple(StageLayers(n - first - last, first, last) for n, first, last in modules)
-        return self._stages[key]
+        spans = cut_stages(layout, self.layer_costs)
+        modules = [(stop - start, start == 0, stop == len(self.layer_costs)) for start, stop in spans]
+        return tuple(StageLayers(n - first - last, first, last) for n, first, last in modules)
 
+    @cached_by(lambda _, tensor: tensor)
     def params_by_module(self, tensor: int) -> dict[str, tuple[ParamSpec, ...]]:
         """Returns the parameters of `embed`, `block` and `head`; tied ones are in both `embed` and `head`."""
-        if tensor not in self._params:
-            params: dict[str, list[ParamSpec]] = {"embed": [], "block": [], "head": []}
-            for name, weight in self._chain.named_parameters(remove_duplicate=False):
-                split = self._chain.sharding_plan.shard_dim_of(name)
-                rows, columns = weight.shape[0], weight[0].numel()
-                is_replicated = split is None or tensor == 1 or not splits_evenly(split, weight.shape, tensor)
-                if not is_replicated and split is not None:
-                    rows, columns = (ceil(rows / tensor), columns) if split.dim == 0 else (rows, ceil(columns / tensor))
-                module = name.partition(".")[0].rstrip("0")  # the only block is block0
-                params[module].append(ParamSpec(name, rows, columns, not is_replicated))
-            self._params[tensor] = {module: tuple(specs) for module, specs in params.items()}
-        return self._params[tensor]
+        params: dict[str, list[ParamSpec]] = {"embed": [], "block": [], "head": []}
+        for name, weight in self._chain.named_parameters(remove_duplicate=False):
+            split = self._chain.sharding_plan.shard_dim_of(name)
+            rows, columns = weight.shape[0], weight[0].numel()
+            is_replicated = split is None or tensor == 1 or not splits_evenly(split, weight.shape, tensor)
+            if not is_replicated and split is not None:
+                rows, columns = (ceil(rows / tensor), columns) if split.dim == 0 else (rows, ceil(columns / tensor))
+            module = name.partition(".")[0].rstrip("0")  # the only block is block0
+            params[module].append(ParamSpec(name, rows, columns, not is_replicated))
+        return {module: tuple(specs) for module, specs in params.items()}
 
     def parameters(self, layout: Layout, stage: StageLayers) -> Iterator[ParamSpec]:
         """Yields the parameters of a stage, tied ones once."""
@@ -93,11 +88,9 @@ class EngineModel:
             tied = self._chain.sharding_plan.ties and stage.first
             yield from (p for p in params["head"] if not (tied and p.name == self._chain.sharding_plan.ties[0][0]))
 
+    @cached_by(lambda _, layout: (layout.tensor, layout.context, layout.micro_batch, layout.has_split_backward))
     def block_sizes(self, layout: Layout) -> "BlockSizes":
-        key = layout.tensor, layout.context, layout.micro_batch, layout.has_split_backward
-        if key not in self._block_sizes:
-            self._block_sizes[key] = BlockSizes.for_layout(self, layout)
-        return self._block_sizes[key]
+        return BlockSizes.for_layout(self, layout)
 
     def min_memory(self, layout: Layout, ranks: Sequence[StageLayers], micro_batches: int, state_bytes: float) -> float:
         """Returns a lower bound of the peak over these ranks, each given by its modules: weights, gradients, optimizer

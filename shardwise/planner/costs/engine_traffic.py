@@ -9,7 +9,7 @@ from collections import Counter
 from shardwise.layout import AXES, Layout
 from shardwise.planner.costs.engine_memory import EngineModel
 from shardwise.planner.costs.memory_model import StageLayers
-from shardwise.schedules.simulate import BACKWARD_INPUT, PipelineProgram, named_program
+from shardwise.schedules.simulate import PipelineProgram, named_program
 
 Traffic = Counter[tuple[str, str]]  # bytes by axis and collective
 
@@ -68,7 +68,7 @@ def _split_backward_count(layout: Layout, stage: int, micro_batches: int, progra
         return micro_batches
     simulated = min(micro_batches, 2 * layout.stage_count)  # backwards in the steady state are not split
     program = program or named_program(layout.schedule, layout.pipeline, layout.stages_per_rank, simulated)
-    return sum(1 for _, kind, place, _ in program.actions if kind == BACKWARD_INPUT and place == stage)
+    return sum(action.stage == stage and action.kind == "I" for action in program.actions)
 
 
 def _add_data_traffic(

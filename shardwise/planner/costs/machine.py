@@ -109,11 +109,24 @@ class Machine:
         used = groups * m * n / (ceil(waves) * self.device.compute_units * rows * columns)
         return rate * (1.0 - self.efficiency.wave_quantization * (1.0 - used))
 
-    def linear(self, m: float, k: float, n: float, precision: str, groups: float = 1.0) -> tuple[float, float, float]:
+    def linear(
+        self, m: float, k: float, n: float, precision: str, groups: float = 1.0, moved: float = 0.0
+    ) -> tuple[float, float, float]:
         """Seconds of a linear layer's forward, of its input gradient and of its weight gradient."""
         shapes = (m, k, n), (m, n, k), (k, m, n)
-        forward, input_grad, weight_grad = (self.matmul(*sizes, precision, groups) for sizes in shapes)
+        forward, input_grad, weight_grad = (self.matmul(*sizes, precision, groups, moved) for sizes in shapes)
         return forward, input_grad, weight_grad
+
+    def attention(
+        self, heads: float, queries: float, keys: int, head_dim: int, rope_head_dim: int, causal: bool, precision: str
+    ) -> tuple[float, float]:
+        """Seconds of forward and backward of fused attention, without its projections."""
+        flops = 2.0 * heads * queries * keys * (2 * head_dim + rope_head_dim)
+        rate = self.device.peak_flops("bf16" if precision in LOW_PRECISION else precision) * self.efficiency.attention
+        rate *= keys / (keys + 512)  # short sequences do not fill a tile
+        rate *= min(1.0, 0.5 + head_dim / 256)
+        forward = flops * (0.5 if causal else 1.0) / rate
+        return forward, 2.5 * forward / self.efficiency.attention_backward
 
     def bottleneck_time(self, device_seconds: float, host_seconds: float) -> float:
         """Seconds of a pass limited by the device or by kernel launches on the host.
