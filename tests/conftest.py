@@ -6,9 +6,11 @@ takes, the rest is the work itself on the cores that there are; a second case in
 """
 
 import gc
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -97,7 +99,9 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[ForkServer]:
     """Forks workers with planted faults."""
-    server = ForkServer("shardwise.chaos.faulty_worker")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        server = ForkServer("planted_faults")
     yield server
     server.close()
 

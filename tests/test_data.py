@@ -431,7 +431,7 @@ def test_synthetic_sources_share_the_rule_and_no_walk() -> None:
 
 
 def threads_and_processes() -> list[object]:
-    threads = [thread for thread in threading.enumerate() if thread.name == "shardwise-data"]
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("shardwise-data")]
     return [*threads, *multiprocessing.active_children()]
 
 

@@ -36,7 +36,7 @@ def test_the_culprit_is_named(kind: str, layout: str, fork_server: ForkServer, t
     said = "\n".join(diagnosis.diagnose_run(tmp_path / "run"))
     print(said)
     expected = {
-        "loop": r"rank 1 has been stuck in step 4 \(computing\) for .*chaos/faulty_worker.py:.*trigger",
+        "loop": r"rank 1 has been stuck in step 4 \(computing\) for .*planted_faults.py:.*trigger",
         "stop": "rank 1 is stopped",
         "sleep": r"rank 1 has been stuck in step 4 \(data\) for .*loader.py:.*__next__",
         "skip": r"rank 1 broke the common order .* instead of all_reduce #3 \(scalar\) on axis data",

@@ -30,7 +30,7 @@ SMALL = {
     "precision": "float64", "steps": 12, "model": {"layers": 2, "width": 16, "heads": 2, "vocab": 61, "sequence": 8},
     "data": {"source": "synthetic"}, "batch": {"samples": 4}, "checkpoint": {"every": 4}, "validation": {"samples": 4},
 }  # fmt: skip
-FAULTY_WORKER = "shardwise.chaos.faulty_worker:main"
+FAULTY_WORKER = "planted_faults:main"
 
 
 def small_job(folder: Path, run: dict[str, object] | None = None, **changes: object) -> Job:

@@ -1,4 +1,4 @@
-"""A worker with fault injection, for `shardwise chaos` and the tests: real signals, real hangs, real damage.
+"""A worker with fault injection, for `shardwise chaos`: real signals, real damage. The tests add faults of their own.
 
 `faults.json` in the run folder lists the faults, such as `{"kind": "kill", "rank": 1, "step": 7, "phase": "backward"}`.
 Each fault triggers once: its rank first writes the time to `faults/NUMBER`, and skips a fault whose file exists.
@@ -11,7 +11,6 @@ import random
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,9 +20,8 @@ import torch
 from torch import Tensor
 
 from shardwise import step as stepping
-from shardwise.data.sample_stream import Samples, SampleStream
+from shardwise.data.sample_stream import Samples
 from shardwise.files import write_text
-from shardwise.integrity.anomaly_policy import Verdict
 from shardwise.integrity.checksums import INT_DTYPES, TrackedTensor
 from shardwise.launch import worker
 from shardwise.train import checkpoint
@@ -38,8 +36,7 @@ SIGNALS = {"kill": signal.SIGKILL, "abort": signal.SIGABRT, "segfault": signal.S
 class Fault:
     kind: str
     """kill, abort, native abort (in a thread without Python), segfault, stop; flip or flip memory (a bit of a
-    checkpoint or snapshot, then kill); weight, state or gradient (a bit of one); nan, inf, spike; fill or free (the
-    disk); loop, sleep, raise; skip or mismatch (a collective); miscompute (a block returns a wrong result once)."""
+    checkpoint or snapshot, then kill); weight, state or gradient (a bit of one); nan."""
     rank: int
     step: int
     phase: str = "data"
@@ -56,22 +53,6 @@ def trigger_times(run: Path) -> dict[int, float]:
     return {int(path.name): float(path.read_text()) for path in (run / "faults").glob("[0-9]*")}
 
 
-def main(arguments: list[str]) -> None:
-    """The entry point of a worker: trains like `shardwise.launch.worker`, with this rank's faults injected."""
-    run, rank = Path(arguments[0]), int(os.environ["RANK"])
-    triggered = trigger_times(run)
-    faults = [Fault(**fault) for fault in json.loads((run / "faults.json").read_text())]
-    pending = [fault for fault in faults if fault.rank == rank and fault.number not in triggered]
-    original_run = TrainingLoop.run
-
-    def run_with_faults(trainer: TrainingLoop) -> None:
-        _FaultInjector(run, trainer, pending).install()
-        original_run(trainer)
-
-    TrainingLoop.run = run_with_faults  # type: ignore[assignment, method-assign]
-    worker.main(arguments)
-
-
 def samples_by_step(run: Path) -> dict[int, list[int]]:
     """Returns the sorted sample indices of the last execution of each step."""
     ids_by_file: dict[tuple[int, str], list[int]] = {}
@@ -85,12 +66,11 @@ def samples_by_step(run: Path) -> dict[int, list[int]]:
     return samples
 
 
-class _FaultInjector:
+class FaultInjector:
     """Hooks a trainer so that its rank's faults trigger at their step and phase."""
 
     def __init__(self, run_path: Path, trainer: TrainingLoop, faults: list[Fault]):
         self.run_path, self.trainer, self.faults, self.step = run_path, trainer, faults, 0
-        self.forward_counts: Counter[int] = Counter()
 
     def install(self) -> None:
         trainer, engine, original_set_phase = self.trainer, self.trainer.engine, self.trainer.set_phase
@@ -103,29 +83,15 @@ class _FaultInjector:
 
         trainer.set_phase = set_phase
         if engine.is_data_leader:
-            _wrap(engine, "run", before=self._log_samples)
+            wrap(engine, "run", before=self._log_samples)
         if not self.faults:
             return
         engine.chains[0].register_forward_hook(self._on_forward)
         trainer.optimizer.register_step_pre_hook(lambda *_: self.trigger("optimizer"))
-        _wrap(checkpoint, "write_pieces", after=lambda: self.trigger("save"))
-        _wrap(engine.data, "reduce_gradients", after=self._inject_nan)
+        wrap(checkpoint, "write_pieces", after=lambda: self.trigger("save"))
+        wrap(engine.data, "reduce_gradients", after=self._inject_nan)
         gradients = trainer.corruption_detector.state_checksums.gradients
-        _wrap(stepping, "reduce_loss_and_norm", before=lambda *_: self._inject_bit_flip(gradients, "gradient"))
-        kinds = {fault.kind for fault in self.faults}
-        if "inf" in kinds:
-            for name, module in engine.chains[-1].named_modules():
-                if not list(module.children()) and name.endswith(self.faults[0].phase):
-                    module.register_forward_hook(self._inject_inf)
-                    break
-        if "miscompute" in kinds:
-            engine.chains[0].blocks()[-1].register_forward_hook(self._inject_miscompute)
-        if "spike" in kinds:
-            self._inject_loss_spike()
-        if "sleep" in kinds:
-            _wrap(SampleStream, "read", before=self._inject_sleep)
-        if kinds & {"skip", "mismatch"}:
-            self._inject_collective_mismatch()
+        wrap(stepping, "reduce_loss_and_norm", before=lambda *_: self._inject_bit_flip(gradients, "gradient"))
 
     def _log_samples(self, samples: Samples, scale: Tensor) -> None:
         with (self.run_path / "faults" / f"samples-{self.trainer.engine.mesh.rank}").open("a") as file:
@@ -150,22 +116,15 @@ class _FaultInjector:
         state_checksums = self.trainer.corruption_detector.state_checksums
         self._inject_bit_flip(state_checksums.weights, "weight", phase)
         self._inject_bit_flip(lambda: state_checksums.states()[:-1], "state", phase)  # the last has the step counts
-        fault = self.take_due(*SIGNALS, "stop", "flip", "flip memory", "fill", "free", "loop", "raise", phase=phase)
+        fault = self.take_due(*SIGNALS, "stop", "flip", "flip memory", phase=phase)
         if fault is None:
             return
-        if fault.kind in ("fill", "free"):
-            fill_disk(self.run_path, fault.kind == "fill")
-        elif fault.kind == "native abort":
+        if fault.kind == "native abort":
             libc, delay = ctypes.CDLL(None), fault.number % 4 * 0.005  # in this phase, or somewhat later
             thread = (ctypes.byref(ctypes.c_ulong()), None, libc.abort, None)
             threading.Timer(delay, libc.pthread_create, thread).start()
         elif fault.kind == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
-        elif fault.kind == "loop":
-            while True:
-                pass
-        elif fault.kind == "raise":
-            raise ValueError(f"injected at step {self.step}")
         else:
             if fault.kind == "flip":
                 corrupt_checkpoint(self.run_path, fault.number)
@@ -191,46 +150,8 @@ class _FaultInjector:
         if self.take_due("nan"):
             self.trainer.engine.param_shards[0].grad.view(-1)[:1] = float("nan")
 
-    def _inject_inf(self, module: torch.nn.Module, inputs: Any, output: Any) -> Any:
-        """Makes a module return infinity at the fault's step, in replays too."""
-        return output * float("inf") if self.step == self.faults[0].step else None
 
-    def _inject_miscompute(self, module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
-        """Scales the result of a block, in the first or second forward of a step."""
-        self.forward_counts[self.step] += 1
-        fault = self.take_due("miscompute", phase={1: "first", 2: "second"}.get(self.forward_counts[self.step], ""))
-        return output * 1.25 if fault is not None else None  # any factor but 1
-
-    def _inject_loss_spike(self) -> None:
-        policy = self.trainer.anomaly_policy
-        original = policy.evaluate
-
-        def evaluate_with_spike(step: int, verdict: Verdict, samples: Samples) -> None:
-            spike = Verdict(loss=1e3, grad_norm=1.0, skipped=False)
-            original(step, spike if self.take_due("spike") else verdict, samples)
-
-        policy.evaluate = evaluate_with_spike  # type: ignore[method-assign]
-
-    def _inject_sleep(self, stream: SampleStream, positions: Any) -> None:
-        if positions[0] // self.trainer.job.samples >= self.faults[0].step - 1:
-            self.step = max(self.step, max(fault.step for fault in self.faults))  # the loader reads ahead of the step
-            if self.take_due("sleep"):
-                time.sleep(3600)
-
-    def _inject_collective_mismatch(self) -> None:
-        """Skips the first all-reduce of a step, or calls it with another size."""
-        original = stepping.all_reduce
-
-        def faulty_all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if self.take_due("skip"):
-                return None
-            # No all-reduce of a step has 77 elements.
-            return original(tensor.new_zeros(77) if self.take_due("mismatch") else tensor, *args, **kwargs)
-
-        stepping.all_reduce = faulty_all_reduce
-
-
-def _wrap(
+def wrap(
     owner: Any, name: str, before: Callable[..., None] | None = None, after: Callable[[], None] | None = None
 ) -> None:
     """Makes a method or function of `owner` call `before` with its arguments, and `after`."""
@@ -278,12 +199,17 @@ def corrupt_snapshots(folder: Path, rank: int) -> None:
             file.write(bytes([byte ^ 64]))  # one bit differs
 
 
-def fill_disk(run: Path, fill: bool) -> None:
-    """Fills the run folder's disk up to a few KiB, too little for a checkpoint; or frees it again."""
-    ballast = run / "faults" / "ballast"
-    if not fill:
-        ballast.unlink()
-        return
-    disk = os.statvfs(run)
-    with ballast.open("wb") as file:
-        file.write(bytes(max(0, disk.f_bavail * disk.f_frsize - (32 << 10))))
+def main(arguments: list[str], injector: type[FaultInjector] = FaultInjector) -> None:
+    """The entry point of a worker: trains like `shardwise.launch.worker`, with this rank's faults injected."""
+    run, rank = Path(arguments[0]), int(os.environ["RANK"])
+    triggered = trigger_times(run)
+    faults = [Fault(**fault) for fault in json.loads((run / "faults.json").read_text())]
+    pending = [fault for fault in faults if fault.rank == rank and fault.number not in triggered]
+    original_run = TrainingLoop.run
+
+    def run_with_faults(trainer: TrainingLoop) -> None:
+        injector(run, trainer, pending).install()
+        original_run(trainer)
+
+    TrainingLoop.run = run_with_faults  # type: ignore[assignment, method-assign]
+    worker.main(arguments)

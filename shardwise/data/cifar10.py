@@ -2,7 +2,7 @@
 
 The binary version has records of 3,073 bytes: the class, then the red, green and blue planes. It is memory-mapped.
 The Python version is six pickled dictionaries with `data`, a numpy array (images, 3072), and `labels`, a list.
-Unpickling can run code, so a restricted unpickler maps the few globals that numpy arrays need to stubs and rejects
+Unpickling can run code, so a restricted unpickler allows the few functions that numpy arrays need and rejects
 everything else.
 """
 
@@ -119,46 +119,17 @@ def open_cifar10(path: str, bad_records: BadRecords, augment: ImageAugmentation 
     )
 
 
-class _ArrayStub:
-    """Stub for a numpy array of bytes."""
-
-    shape: tuple[int, ...] = ()
-    dtype: object = None
-    content: bytes = b""
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        _, self.shape, self.dtype, _, self.content = state
-
-
-class _DtypeStub:
-    """Stub for a numpy dtype."""
-
-    def __init__(self, name: object, *_: object):
-        self.name = name.decode() if isinstance(name, bytes) else name
-
-    def __setstate__(self, state: object) -> None:
-        pass
-
-
-def _array_stub_from_buffer(content: bytes, dtype: object, shape: tuple[int, ...], order: str) -> _ArrayStub:
-    stub = _ArrayStub()
-    stub.shape, stub.dtype, stub.content = shape, dtype, content
-    return stub
-
-
-_ALLOWED_GLOBALS: dict[tuple[str, str], Any] = {("numpy", "ndarray"): _ArrayStub, ("numpy", "dtype"): _DtypeStub}
+# Python 3 pickles bytes with `encode` in protocol 2.
+_ALLOWED_GLOBALS = {("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode")}
 for _core in ("numpy.core", "numpy._core"):
-    _ALLOWED_GLOBALS[(f"{_core}.multiarray", "_reconstruct")] = lambda *_: _ArrayStub()
-    _ALLOWED_GLOBALS[(f"{_core}.numeric", "_frombuffer")] = _array_stub_from_buffer
-# Python 3 pickles bytes this way in protocol 2.
-_ALLOWED_GLOBALS[("_codecs", "encode")] = lambda text, encoding: text.encode("latin1")
+    _ALLOWED_GLOBALS |= {(f"{_core}.multiarray", "_reconstruct"), (f"{_core}.numeric", "_frombuffer")}
 
 
 class _RestrictedUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED_GLOBALS:
             raise pickle.UnpicklingError(f"it refers to {module}.{name}, which no CIFAR-10 file does")
-        return _ALLOWED_GLOBALS[module, name]
+        return super().find_class(module, name)
 
 
 def _read_pickle(path: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -166,10 +137,9 @@ def _read_pickle(path: Path) -> tuple[np.ndarray, np.ndarray]:
         loaded = _RestrictedUnpickler(io.BytesIO(path.read_bytes()), encoding="bytes").load()
         values = {key.decode() if isinstance(key, bytes) else key: value for key, value in loaded.items()}
         data, label_list = values["data"], values["labels"]
-        if not isinstance(data, _ArrayStub) or getattr(data.dtype, "name", None) not in ("u1", "|u1"):
+        if not isinstance(data, np.ndarray) or data.dtype != np.uint8:
             raise ValueError("its data is not an array of bytes")
-        content = data.content.encode("latin1") if isinstance(data.content, str) else bytes(data.content)
-        images = np.frombuffer(content, np.uint8).reshape(-1, IMAGE_BYTES)
+        images = data.reshape(-1, IMAGE_BYTES)
         labels = np.array([min(max(int(label), -1), 255) for label in label_list]).astype(np.uint8)
         if len(labels) != len(images):
             raise ValueError(f"it has {len(images)} images but {len(labels)} labels")

@@ -12,14 +12,15 @@ their pipe closes.
 """
 
 import multiprocessing
-import queue
 import signal
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Generator, Sequence
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
@@ -36,8 +37,8 @@ from shardwise.errors import DataError
 SkippedBatches = Sequence[tuple[int, int]]
 """Skipped batches as (step, count): from this step on, the stream jumps over that many batches."""
 BatchIterator = Generator[tuple[int, Samples], None, None]
-ReadyQueue = queue.SimpleQueue[tuple[int, Samples] | BaseException | None]
 _CPU = torch.device("cpu")
+_THREAD_NAME = "shardwise-data"
 _POLL_SECONDS = 0.1  # between checks of the stop flag while waiting for a worker; batches are received at once
 
 
@@ -73,43 +74,38 @@ class Loader:
                 f"ranks; use {max(1, global_batch_size // ranks) * ranks}."
             )
         self.wait_seconds = 0.0  # total time that the consumer has waited for batches
-        self._ready: ReadyQueue = queue.SimpleQueue()
-        self._slots = threading.Semaphore(prefetch)
-        self._failure: BaseException | None = None
         reader = _RankReader(stream, global_batch_size, ranks, rank, skipped_batches)
         stop = threading.Event()
         batches: BatchIterator = ((step, reader.read(step)) for step in count(first_step))
         if workers:
             batches = _read_in_workers(reader, first_step, workers, stop)
+        executor = ThreadPoolExecutor(1, _THREAD_NAME)
         # The thread must not reference the loader, or one dropped without close() would never be garbage-collected.
-        args = (batches, self._ready, self._slots, stop, device)
-        thread = threading.Thread(target=_prefetch_loop, args=args, name="shardwise-data", daemon=True)
-        thread.start()
-        self._finalizer = weakref.finalize(self, _stop_prefetching, thread, stop, self._slots)
+        self._prefetch_one = partial(executor.submit, _next_batch, batches, device)
+        self._prefetched = deque(self._prefetch_one() for _ in range(prefetch))
+        self._finalizer = weakref.finalize(self, _stop_prefetching, executor, stop, batches)
 
     def __iter__(self) -> "Loader":
         return self
 
     def __next__(self) -> tuple[int, Samples]:
-        if self._failure is not None:
-            raise self._failure
-        if not self._finalizer.alive:
+        if not self._prefetched:
             raise StopIteration
         start = time.perf_counter()
-        item = self._ready.get()
+        try:
+            item = self._prefetched[0].result()
+        except Exception:
+            self._finalizer()  # the next call raises the same error
+            raise
         self.wait_seconds += time.perf_counter() - start
-        if item is None:
-            raise StopIteration
-        if isinstance(item, BaseException):
-            self._failure = item
-            self.close()
-            raise item
-        self._slots.release()
+        self._prefetched.popleft()
+        self._prefetched.append(self._prefetch_one())
         return item
 
     def close(self) -> None:
         """Stops the thread and the workers; safe to call twice."""
         self._finalizer()
+        self._prefetched.clear()
 
     def __enter__(self) -> "Loader":
         return self
@@ -118,34 +114,21 @@ class Loader:
         self.close()
 
 
-def _prefetch_loop(
-    batches: BatchIterator, ready: ReadyQueue, slots: threading.Semaphore, stop: threading.Event, device: torch.device
-) -> None:
-    """Body of the prefetch thread. Fills free slots until stopped; puts an error on the queue, and None at the end."""
-    try:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # per thread; otherwise pinning would create a context on device 0
-        with closing(batches):
-            while slots.acquire() and not stop.is_set():
-                item = next(batches, None)
-                if item is None:
-                    return
-                ready.put((item[0], _pin_memory(item[1])) if device.type == "cuda" else item)
-    except BaseException as error:
-        ready.put(error)
-    finally:
-        ready.put(None)  # wakes a consumer that is still waiting
+def _next_batch(batches: BatchIterator, device: torch.device) -> tuple[int, Samples]:
+    step, batch = next(batches)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # per thread; otherwise pinning would create a context on device 0
+        batch = Samples.from_tensors(part.pin_memory() for part in batch.tensors)
+    return step, batch
 
 
-def _stop_prefetching(thread: threading.Thread, stop: threading.Event, slots: threading.Semaphore) -> None:
+def _stop_prefetching(executor: ThreadPoolExecutor, stop: threading.Event, batches: BatchIterator) -> None:
     stop.set()
-    slots.release()
-    if thread is not threading.current_thread():  # a loader may be garbage-collected in any thread, including this one
-        thread.join()
-
-
-def _pin_memory(batch: Samples) -> Samples:
-    return Samples.from_tensors(part.pin_memory() for part in batch.tensors)
+    # A loader may be garbage-collected in any thread, including this one, which then ends by itself.
+    is_prefetching = threading.current_thread().name.startswith(_THREAD_NAME)
+    executor.shutdown(wait=not is_prefetching, cancel_futures=True)
+    if not is_prefetching:
+        batches.close()
 
 
 def _read_in_workers(reader: _RankReader, first_step: int, workers: int, stop: threading.Event) -> BatchIterator:

@@ -1,4 +1,4 @@
-"""Renders the page of a run as one HTML document that contains its styles, scripts and data.
+"""Renders the page of a run as one HTML document (`assets/page.html`) that contains its styles, scripts and data.
 
 uPlot (`assets/uPlot.LICENSE`) draws the curves, `assets/page.js` the rest. The data is embedded as escaped JSON, and
 the script inserts it as text, never as markup. The content security policy blocks every request but those to the page's
@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable
 from html import escape
 from pathlib import Path
+from string import Template
 from typing import Any
 from urllib.parse import quote
 
@@ -23,46 +24,33 @@ CONTENT_SECURITY_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
     "img-src data:; base-uri 'none'"
 )
-BODY = """<header><h1 id="name">Run</h1>
-<p class="dim"><span id="status"></span> <span id="live" role="status"></span></p>
-<ul id="tiles" class="tiles" aria-label="key figures"></ul><ul id="summary" aria-label="summary"></ul></header>
-<noscript><p>This page needs JavaScript. The numbers are also in the files of the run folder.</p></noscript>
-<main></main>"""
 
 
 def render_page(payload: dict[str, Any], title: str, live_url: str = "") -> str:
     """Returns the HTML document. A live page polls `live_url` for updates."""
     data = json.dumps(payload, allow_nan=False).replace("<", "\\u003c").replace("\u2028", "\\u2028")
-    parts = [
-        "<!DOCTYPE html>", f'<html lang="en" data-live="{escape(live_url)}">' if live_url else '<html lang="en">',
-        '<head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">',
-        f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_SECURITY_POLICY}">',
-        '<meta name="color-scheme" content="light dark">',
-        f'<link rel="icon" href="data:,"><title>{escape(title)}</title>',
-        f"<style>{_read_asset('uPlot.min.css')}\n{_read_asset('page.css')}</style></head><body>", BODY,
-        f'<script type="application/json" id="state">{data}</script>',
-        f"<script>{_read_asset('uPlot.iife.min.js')}</script><script>{_read_asset('page.js')}</script></body></html>\n",
-    ]  # fmt: skip
-    return "\n".join(parts)
+    return _fill_template(
+        "page.html", title=escape(title), data=data, live=f' data-live="{escape(live_url)}"' if live_url else "",
+        plot_style=_read_asset("uPlot.min.css"), plot_script=_read_asset("uPlot.iife.min.js"),
+        script=_read_asset("page.js"),
+    )  # fmt: skip
 
 
 def render_run_list(runs: list[dict[str, Any]]) -> str:
     """Returns the HTML page that lists all runs."""
     columns = ("run", "status", "layout", "step", "loss")
-    first = "".join(f'<th scope="col">{head}</th>' for head in columns)
-    rows = []
+    header = "".join(f'<th scope="col">{column}</th>' for column in columns)
+    rows = ""
     for run in runs:
-        name = escape(run["name"], quote=True)
-        cells = "".join(f"<td>{escape(str(run[head]))}</td>" for head in columns[1:])
-        url_name = quote(run["name"], safe="")
-        rows.append(f'<tr><td><a href="/run/{url_name}">{name}</a></td>{cells}</tr>')
-    table = f"<table><thead><tr>{first}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
-    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-    head += f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_SECURITY_POLICY}">'
-    head += '<meta http-equiv="refresh" content="5">'
-    head += f'<link rel="icon" href="data:,"><title>Runs</title><style>{_read_asset("page.css")}</style>'
-    body = f"<h1>Runs</h1>{table if runs else '<p>No runs yet.</p>'}"
-    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>{body}</body></html>\n'
+        cells = "".join(f"<td>{escape(str(run[column]))}</td>" for column in columns[1:])
+        rows += f'<tr><td><a href="/run/{quote(run["name"], safe="")}">{escape(run["name"])}</a></td>{cells}</tr>'
+    table = f"<table><thead><tr>{header}</tr></thead><tbody>{rows}</tbody></table>"
+    return _fill_template("run_list.html", table=table if runs else "<p>No runs yet.</p>")
+
+
+def _fill_template(name: str, **values: str) -> str:
+    template = Template(_read_asset(name))
+    return template.substitute(values, policy=CONTENT_SECURITY_POLICY, style=_read_asset("page.css"))
 
 
 def write_report(folder: Path) -> Path:

@@ -35,22 +35,21 @@ class JsonLinesReader:
 
     def __init__(self, path: Path, on_reset: Callable[[], None], on_record: Callable[[JsonObject], None]):
         self.path, self.on_reset, self.on_record = path, on_reset, on_record
-        self.offset, self.inode = 0, 0
-        self.version = (0, 0, 0)  # inode, size and time of the last read: an unchanged file is not opened
+        self.offset, self.version = 0, (0, 0, 0)
+        """Bytes read; and inode, size and time of the last read: an unchanged file is not opened."""
 
     def read(self) -> None:
         try:
             stat = self.path.stat()
-            if (stat.st_ino, stat.st_size, stat.st_mtime_ns) == self.version:
+            version = stat.st_ino, stat.st_size, stat.st_mtime_ns
+            if version == self.version:
                 return
-            self.version = stat.st_ino, stat.st_size, stat.st_mtime_ns
+            if stat.st_ino != self.version[0] or stat.st_size < self.offset:
+                self.offset = 0
+                self.on_reset()
             with self.path.open("rb") as file:
-                size, inode = file.seek(0, 2), stat.st_ino
-                if inode != self.inode or size < self.offset:
-                    self.inode, self.offset = inode, 0
-                    self.on_reset()
                 file.seek(self.offset)
-                text = file.read(size - self.offset)
+                text, self.version = file.read(), version
         except OSError:
             return
         complete = text.rfind(b"\n") + 1  # the rest is an unfinished line
