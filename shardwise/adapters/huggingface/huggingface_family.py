@@ -263,6 +263,12 @@ class HuggingFaceFamily(ModuleFamily):
             f"{config.name} is transformers' own module, with which every layout is compared; omit --against."
         )
 
+    def export_weights(self, config: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        root: Any = meta_chain(config).root
+        return revert_weight_conversion(root, dict(weights))  # type: ignore[no-any-return]
+
     def export_config(self, config: Any) -> dict[str, Any]:
         folder = config.pretrained_folder
         found = read_config_file(folder) | config.args if folder else config.hf.to_diff_dict() | {"use_cache": True}
