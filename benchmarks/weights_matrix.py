@@ -27,8 +27,8 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "weights.
 OWN_DECODER = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt2")
 SETS = {"mistral": {"sliding_window": None}, "mixtral": {"sliding_window": None}, "qwen3_moe": {"norm_topk_prob": True}}
 TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma2", "gemma3_text", "olmo2", "olmo3",
-         "phi3", "gpt_neox", "cohere", "cohere2", "glm4", "smollm3", "granite", "gpt_oss", "deepseek_v3", "gpt2", "bert", "t5",
-         "vit")  # fmt: skip
+         "phi3", "gpt_neox", "cohere", "cohere2", "glm4", "smollm3", "granite", "gpt_oss", "deepseek_v3", "gpt2",
+         "bert", "t5", "vit")  # fmt: skip
 HEADER = """# Weights in and out
 
 Each row is a tiny random model that transformers saved as a folder. *1 process* and *3 axes* are the largest relative

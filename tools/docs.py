@@ -30,8 +30,7 @@ import shardwise
 from shardwise import cli, errors, support
 from shardwise.job import Job
 from shardwise.layout import SCHEDULES, Layout, micro_batch_error
-from shardwise.models.config import Count
-from shardwise.models.config import ModelConfig
+from shardwise.models.config import Count, ModelConfig
 from shardwise.models.gpt_family import DecoderConfig
 from shardwise.models.presets import PRESETS
 from shardwise.models.registry import BUILT_IN
@@ -57,8 +56,8 @@ MEANING = {
     "model.bias": "Whether linear layers and LayerNorms have a bias.",
     "model.attention_dropout": "Must be 0 (see [assumptions](../explanation/assumptions.md)).",
     "model.rope_theta": "RoPE base.",
-    "model.rope_scaling": "RoPE for longer sequences than before: `rope_type` (`linear` or `llama3`), `factor`, and for "
-    "`llama3` `low_freq_factor`, `high_freq_factor`, `original_max_position_embeddings`.",
+    "model.rope_scaling": "RoPE for longer sequences than before: `rope_type` (`linear` or `llama3`), `factor`, and "
+    "for `llama3` `low_freq_factor`, `high_freq_factor`, `original_max_position_embeddings`.",
     "model.norm_eps": "Epsilon of the norms.",
     "model.init_std": "Standard deviation of initial matrices; `1/sqrt(2 layers)` times that for residual outputs.",
     "model.num_classes": "Number of image classes.",
