@@ -52,7 +52,7 @@ def compare(name: str, cluster: Cluster) -> dict[str, object]:
         "time_error": predicted.seconds / seconds - 1, "gib": peak / GIB,
         "predicted_gib": (memory.total - memory.reserve) / GIB,
         "memory_error": (memory.total - memory.reserve) / peak - 1,
-        "parts": report.time_breakdown, "memory": {key: value / GIB for key, value in vars(memory).items()},
+        "parts": report.time_breakdown, "memory": {key: value / GIB for key, value in memory._asdict().items()},
     }  # fmt: skip
 
 

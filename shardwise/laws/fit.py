@@ -286,6 +286,9 @@ class ComputeOptimalEstimate:
     def parameters(self, flops: float) -> float:
         return float(self.coefficient * flops**self.exponent)
 
+    def as_dict(self) -> dict[str, object]:
+        return {"exponent": self.exponent, "coefficient": self.coefficient, "points": self.points}
+
 
 def estimate_compute_optimal(runs: Runs) -> list[ComputeOptimalEstimate]:
     """Returns the estimates of the compute-optimal size that need no fitted law (Hoffmann et al. 2022, section 3), if

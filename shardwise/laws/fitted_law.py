@@ -13,8 +13,6 @@ from shardwise.laws import fit as fitting
 from shardwise.laws.fit import BOOTSTRAP_SAMPLES, CONSTANTS, ScalingLaw, ScalingLawFit
 from shardwise.laws.runs import PARAMETER_SCOPES
 
-ESTIMATE_KEYS = ("exponent", "coefficient", "points")
-
 
 @dataclass(frozen=True)
 class FittedLaw:
@@ -47,7 +45,7 @@ def fit_as_dict(fit: ScalingLawFit) -> dict[str, Any]:
         "fitted_ranges": ranges,
         "compute_optimal": {"parameters_exponent": exponent, "tokens_exponent": 1 - exponent},
         **{
-            estimate.method.replace("-", "").lower(): {key: vars(estimate)[key] for key in ESTIMATE_KEYS}
+            estimate.method.replace("-", "").lower(): estimate.as_dict()
             for estimate in fitting.estimate_compute_optimal(runs)
         },
         "residuals": [

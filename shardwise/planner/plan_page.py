@@ -131,7 +131,7 @@ def _memory_bars(plan: Plan) -> Iterator[str]:
     edge, bottom = LABEL_WIDTH + limit * scale, 20 + 26 * len(shown)
     shapes = [svg_text(edge, 12, f"limit {limit:.3g}", "end" if edge > PAGE_WIDTH / 2 else "start")]
     for row, rank in enumerate(shown):
-        gib = {part: getattr(memories[rank], part) / GIB for part in MEMORY_PARTS}
+        gib = {part: size / GIB for part, size in memories[rank]._asdict().items()}
         shapes += _bar(20 + 26 * row, f"rank {rank}", gib, MEMORY_COLOURS, scale, "GiB")
     shapes.append(f"<line x1='{edge:.1f}' y1='16' x2='{edge:.1f}' y2='{bottom}' stroke='#c0392b' stroke-width='2'/>")
     yield _legend(MEMORY_COLOURS)

@@ -10,7 +10,7 @@ from shardwise.planner.estimate import Prediction
 from shardwise.planner.plan import ACCURACY_SENTENCE, Plan
 
 WIDE_TERMINAL = 150  # columns of a terminal that can show layouts and reasons in the table itself
-MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "buffers", "reserve")
+MEMORY_PARTS = RankMemory._fields
 
 
 def show_plan(plan: Plan, console: Console) -> None:
@@ -91,8 +91,7 @@ def memory_table(prediction: Prediction) -> Table:
         table.add_column(column, justify="right")
     for first, last, memory in _group_ranks(prediction.memory):
         name = str(first) if first == last else f"{first}-{last}"
-        values = [f"{getattr(memory, part) / GIB:.1f}" for part in MEMORY_PARTS]
-        table.add_row(name, *values, f"{memory.total / GIB:.1f}")
+        table.add_row(name, *(f"{size / GIB:.1f}" for size in (*memory, memory.total)))
     return table
 
 

@@ -215,7 +215,7 @@ def plan_record(job: Job, plan: Plan, source: str) -> dict[str, Any]:
             "peak_memory_gib": best.peak_memory / GIB, "device_memory_gib": plan.cluster.device.memory / GIB,
             "layouts_evaluated": plan.evaluated, "exposed_seconds": best.exposed, **stages,
             "memory_gib": [
-                {"pipeline_rank": rank, **{part: size / GIB for part, size in vars(usage).items()}}
+                {"pipeline_rank": rank, **{part: size / GIB for part, size in usage._asdict().items()}}
                 for rank, usage in enumerate(best.memory)
             ],
         },

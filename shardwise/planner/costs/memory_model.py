@@ -51,8 +51,7 @@ def engine_profile(precision: str, optimizer: OptimizerConfig = OptimizerConfig(
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class RankMemory:
+class RankMemory(NamedTuple):
     """Peak bytes of one rank by category."""
 
     weights: float
