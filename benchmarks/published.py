@@ -301,7 +301,7 @@ def evaluate_run(row: MeasuredRun, may_recompute: bool = True) -> tuple[Predicti
 
 def predicted_seconds(row: MeasuredRun, layout: Layout, efficiency: FrameworkEfficiency) -> float:
     """Returns the step time of a layout whose micro-batch and recomputation are filled in."""
-    return estimator_of(row, efficiency).step_timing(layout).seconds
+    return estimator_of(row, efficiency).predict_seconds(layout)
 
 
 def estimator_of(row: MeasuredRun, efficiency: FrameworkEfficiency | None = None) -> FrameworkEstimator:

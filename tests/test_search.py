@@ -71,8 +71,8 @@ def test_no_bound_is_above_what_a_layout_takes() -> None:
     for base in layout_classes(estimator, 16):
         for layout in list(class_layouts(estimator, base))[::5]:
             seconds = estimator.predict(layout).seconds * (1 + 1e-12)
-            assert class_lower_bound(estimator, base) <= estimator.step_timing(layout).seconds <= seconds
-            assert estimator.max_step_time(layout) >= seconds / (1 + 1e-9)
+            assert class_lower_bound(estimator, base) <= estimator.predict_seconds(layout) <= seconds
+            assert estimator.predict_seconds(layout, upper_bound) >= seconds / (1 + 1e-9)
 
 
 shapes = st.builds(

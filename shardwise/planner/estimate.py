@@ -5,7 +5,7 @@ lower bound otherwise. With an `EngineModel`, `predict` simulates the schedule; 
 """
 
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from math import log2
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from shardwise.planner.costs.engine_traffic import engine_traffic
 from shardwise.planner.costs.machine import Machine
 from shardwise.planner.costs.memory_model import FrameworkProfile, MemoryInputs, RankMemory, StageLayers
 from shardwise.planner.costs.model_shape import ModelShape
-from shardwise.schedules.closed_form import lower_bound, upper_bound
+from shardwise.schedules.closed_form import lower_bound
 from shardwise.schedules.simulate import Simulation, StageCosts, step_seconds
 from shardwise.schedules.synthesize import make_auto_schedule
 
@@ -37,20 +37,13 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class StepTiming:
-    """Seconds of a step and of its parts."""
-
-    seconds: float
-    bubble: float  # fraction of the pipeline's time in which the slowest rank idles
-    data: float  # exposed communication of the data axes
-    update: float  # optimizer update
-
-
-@dataclass(frozen=True)
-class Prediction(StepTiming):
+class Prediction:
     """Predicted step time, and memory of each pipeline rank."""
 
     layout: Layout
+    seconds: float
+    bubble: float  # fraction of the pipeline's time in which the slowest rank idles
+    update: float  # seconds of the optimizer update
     memory: tuple[RankMemory, ...]
     exposed: dict[str, float]  # seconds of communication that does not overlap with compute, by axis
     # Bytes per step that each pipeline rank communicates, by axis; empty without an `EngineModel`.
@@ -99,6 +92,8 @@ BUCKET_BYTES = 1e8  # per gradient bucket
 UPDATE_BYTES = 34.0
 ACCUMULATE_BYTES = 8.0  # per weight and micro-batch, to accumulate gradients over several micro-batches
 BLOCK_AXES = ("tensor", "context", "expert")
+# Seconds of a schedule with a number of ranks, stages per rank and micro-batches.
+ScheduleTime = Callable[[str, int, int, int, StageCosts], float]
 
 
 def memory_inputs_key(estimator: "Estimator", layout: Layout) -> Hashable:
@@ -119,10 +114,12 @@ class Estimator:
 
     def predict(self, layout: Layout) -> Prediction:
         """Returns the full prediction; simulates the schedule if there is an `EngineModel`."""
-        timing = self.step_timing(layout, simulated=self.work.engine is not None)
+        pipeline = self.pipeline_time(layout, lower_bound if self.work.engine is None else step_seconds)
+        bubble = 1.0 - self.micro_batches(layout) * self.slowest_rank_time(layout) / pipeline
+        _, update = self.per_step_times(layout)
         memory = tuple(self.memory(layout, rank) for rank in range(layout.pipeline))
-        exposed, traffic = self.exposed(layout, timing), tuple(self.traffic(layout))
-        return Prediction(**vars(timing), layout=layout, memory=memory, exposed=exposed, traffic=traffic)
+        parts = update, memory, self.exposed(layout), tuple(self.traffic(layout))
+        return Prediction(layout, self.step_time(layout, pipeline), bubble, *parts)
 
     def traffic(self, layout: Layout) -> Iterator[dict[str, int]]:
         """Yields bytes by axis of each pipeline rank, if there is an `EngineModel` for the layout."""
@@ -169,25 +166,18 @@ class Estimator:
         limit = self.machine.device.memory
         return all(self.memory(layout, rank).total <= limit for rank in self.stages(layout).representative_ranks)
 
-    def step_timing(self, layout: Layout, simulated: bool = False) -> StepTiming:
-        micro_batches = self.micro_batches(layout)
-        busy = micro_batches * self.slowest_rank_time(layout)
-        pipeline = busy
-        if layout.pipeline > 1:
-            shape = layout.schedule, layout.pipeline, layout.stages_per_rank, micro_batches
-            if self.is_auto_schedule(layout):
-                pipeline = self.auto_schedule(layout).seconds
-            else:
-                pipeline = (step_seconds if simulated else lower_bound)(*shape, self.stage_costs(layout))
-        data, update = self.per_step_times(layout)
-        return StepTiming(self.step_time(layout, pipeline), 1.0 - busy / pipeline, data, update)
+    def predict_seconds(self, layout: Layout, schedule_time: ScheduleTime = lower_bound) -> float:
+        """Returns the seconds of a step if its pipeline takes what `schedule_time` says: a bound or a simulation."""
+        return self.step_time(layout, self.pipeline_time(layout, schedule_time))
 
-    def max_step_time(self, layout: Layout) -> float:
-        """Returns an upper bound of the step time."""
+    def pipeline_time(self, layout: Layout, schedule_time: ScheduleTime) -> float:
+        """Returns the seconds of all micro-batches of a step."""
         if layout.pipeline == 1:
-            return self.step_timing(layout).seconds
+            return self.micro_batches(layout) * self.slowest_rank_time(layout)
+        if self.is_auto_schedule(layout):
+            return self.auto_schedule(layout).seconds
         shape = layout.schedule, layout.pipeline, layout.stages_per_rank, self.micro_batches(layout)
-        return self.step_time(layout, upper_bound(*shape, self.stage_costs(layout)))
+        return schedule_time(*shape, self.stage_costs(layout))
 
     def step_time(self, layout: Layout, pipeline: float) -> float:
         """Returns the seconds of a step whose micro-batches take `pipeline` seconds."""
@@ -245,12 +235,12 @@ class Estimator:
             update_bytes = UPDATE_BYTES + (ACCUMULATE_BYTES * micro_batches if micro_batches > 1 else 0.0)
         return data, self.machine.bulk_memory_time(update_bytes * updated)
 
-    def exposed(self, layout: Layout, timing: StepTiming) -> dict[str, float]:
+    def exposed(self, layout: Layout) -> dict[str, float]:
         """Returns the seconds of a step that the busiest rank waits for communication, by axis."""
         block, micro_batches = self.block_time(layout), self.micro_batches(layout)
         blocks = max(rank.blocks for rank in self.stages(layout).ranks)
         exposed = {axis: micro_batches * blocks * seconds for axis, seconds in block.exposed.items()}
-        exposed["shard"] = exposed.get("shard", 0.0) + timing.data
+        exposed["shard"] = exposed.get("shard", 0.0) + self.per_step_times(layout)[0]
         exposed["pipeline"] = micro_batches * self.exposed_p2p(layout)
         return {axis: seconds for axis, seconds in exposed.items() if seconds}
 

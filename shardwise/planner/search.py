@@ -21,6 +21,7 @@ from typing import Any
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout, micro_batch_error
 from shardwise.planner.estimate import Estimator, Prediction, StagePartition
+from shardwise.schedules.closed_form import upper_bound
 
 MICRO_BATCHES = tuple(2**n for n in range(17))  # above 32 only with at most 65,536 positions
 STAGES_PER_RANK = (2, 3, 4, 6, 8)
@@ -94,8 +95,8 @@ def _finalists(estimator: Estimator, classes: BoundedLayouts, keep: int) -> tupl
                     layout = _replace_unchecked(candidate, schedule=schedule, virtual=virtual)
                     if not estimator.fits(layout):
                         continue
-                    finalists.append((estimator.step_timing(layout).seconds, layout))
-                    insort(ceilings, estimator.max_step_time(layout))
+                    finalists.append((estimator.predict_seconds(layout), layout))
+                    insort(ceilings, estimator.predict_seconds(layout, upper_bound))
                     del ceilings[keep:]
     finalists.sort(key=lambda pair: pair[0])
     return finalists, evaluated
