@@ -180,18 +180,14 @@ def recommend_with_plan(
         assert flops is not None
         return recommend(fitted_law, flops, unique_tokens)
     resolved_cluster = find_cluster(cluster)
-    if flops is not None:
-        result = recommend(fitted_law, flops, unique_tokens)
-        return replace(result, plan=make_plan(recommended_job(result, devices, settings), resolved_cluster, devices))
-    assert days is not None
-    flops = INITIAL_MFU * resolved_cluster.device.peak_flops("bf16") * devices * days * SECONDS_PER_DAY
-    for _ in range(MAX_ITERATIONS):
+    seconds = (days or 0.0) * SECONDS_PER_DAY
+    flops = flops or INITIAL_MFU * resolved_cluster.device.peak_flops("bf16") * devices * seconds
+    for _ in range(MAX_ITERATIONS if seconds else 1):
         result = recommend(fitted_law, flops, unique_tokens)
         plan = make_plan(recommended_job(result, devices, settings), resolved_cluster, devices)
-        days_ratio = plan.training_seconds / (days * SECONDS_PER_DAY)
-        if abs(days_ratio - 1) < DAYS_TOLERANCE:
+        if not seconds or abs(plan.training_seconds / seconds - 1) < DAYS_TOLERANCE:
             break
-        flops /= days_ratio
+        flops /= plan.training_seconds / seconds
     return replace(result, plan=plan)
 
 
