@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--job", choices=JOBS, action="append", help="run only this job; repeatable")
     options = parser.parse_args()
-    cluster = calibrate("cuda", 1, print)
+    cluster = calibrate("cuda", 1)
     print({key: round(value, 7) for key, value in cluster.measured.items()})
     records = []
     for name in options.job or JOBS:

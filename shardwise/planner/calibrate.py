@@ -24,7 +24,7 @@ from torch.utils.benchmark import Timer
 
 from shardwise.bench.comm import ping_pong
 from shardwise.bench.train_step import bench_step
-from shardwise.cluster import CLUSTERS, Cluster, DeviceSpec, LinkSpec, device_by_driver_name, write_cluster
+from shardwise.cluster import CLUSTERS, Cluster, LinkSpec, cluster_by_driver_name, write_cluster
 from shardwise.comm.axis import Axis
 from shardwise.comm.collectives import all_gather, reduce_scatter
 from shardwise.comm.world import run_world
@@ -87,38 +87,32 @@ def calibrate_to_file(out: Path, processes: int, device: str) -> str:
     )
 
 
-def calibrate(kind: str, processes: int, report: Callable[[str], None] = lambda _: None) -> Cluster:
+def calibrate(kind: str, processes: int) -> Cluster:
     """Measures this machine as a cluster of `processes` ranks."""
     if kind == "cuda":
-        report("measuring one GPU")
         return _make_cluster(kind, torch.cuda.device_count(), _measure_process(kind), None)
-    report(f"measuring {processes} concurrent processes")
-    results = run_world(_measure_process, processes, kind, is_fresh_process=FRESH_PROCESSES)
-    values = {key: statistics.mean(result[key] for result in results) for key in results[0]}
-    if processes == 1:
-        return _make_cluster(kind, processes, values, None)
-    report("measuring collectives")
-    links = run_world(_measure_links, processes, is_fresh_process=FRESH_PROCESSES)
-    values |= {key: statistics.mean(result[key] for result in links) for key in links[0]}
-    return _make_cluster(kind, processes, values, LinkSpec(values["link_bandwidth"], values["p2p_latency"]))
+    measurements, link = [run_world(_measure_process, processes, kind, is_fresh_process=FRESH_PROCESSES)], None
+    if processes > 1:
+        measurements.append(run_world(_measure_links, processes, is_fresh_process=FRESH_PROCESSES))
+    values = {key: statistics.mean(rank[key] for rank in ranks) for ranks in measurements for key in ranks[0]}
+    if processes > 1:
+        link = LinkSpec(values["link_bandwidth"], values["p2p_latency"])
+    return _make_cluster(kind, processes, values, link)
 
 
 def _make_cluster(kind: str, processes: int, values: dict[str, float], link: LinkSpec | None) -> Cluster:
+    """Returns the cluster with its data-sheet peaks, if the device is known, and measured efficiencies."""
     if kind == "cuda":
-        name = torch.cuda.get_device_name()
-        known = device_by_driver_name(name)
-        base = next((c for c in CLUSTERS.values() if known and c.device.name == known.name), CLUSTERS["h100"])
-        memory = float(torch.cuda.mem_get_info()[1])
+        name, memory = torch.cuda.get_device_name(), float(torch.cuda.mem_get_info()[1])
+        known = cluster_by_driver_name(name)
+        base = known or CLUSTERS["h100"]
     else:
-        name, known, base = "CPU", None, CLUSTERS["cpu"]
-        memory = psutil.virtual_memory().total / processes
-    peak = {dtype_name: values[dtype_name] for dtype_name in DTYPES if dtype_name in values}
-    if known:
-        peak = {**known.peak_by_precision, "float32": values["float32"]}
-    device = DeviceSpec(
-        name, known.family if known else ("cpu" if kind == "cpu" else base.device.family), memory,
-        known.bandwidth if known else values["copy_bandwidth"], peak, known.compute_units if known else 1,
-    )  # fmt: skip
+        name, memory, known, base = "CPU", psutil.virtual_memory().total / processes, None, CLUSTERS["cpu"]
+    peaks: dict[str, Any] = {"peak_by_precision": {**base.device.peak_by_precision, "float32": values["float32"]}}
+    if known is None:
+        measured = {dtype_name: values[dtype_name] for dtype_name in DTYPES if dtype_name in values}
+        peaks = {"peak_by_precision": measured, "bandwidth": values["copy_bandwidth"], "compute_units": 1}
+    device = replace(base.device, name=name, memory=memory, **peaks)
     inner, outer = link or base.inner, link or base.outer
     cluster = replace(base, device=device, domain_size=max(processes, 1), inner=inner, outer=outer)
     return replace(cluster, measured=_fit_efficiencies(cluster, values))
