@@ -23,17 +23,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import allreduce
 import torch
 import torch.distributed as dist
+from allreduce import SEGMENT_BYTES, Schedule, get_schedule, push_pull_schedule, segment_bounds
 
 from shardwise.bench import comm
-from shardwise.comm import allreduce
-from shardwise.comm.allreduce import SEGMENT_BYTES, Schedule, segment_bounds
 
 ROOT = Path(__file__).parent.parent
 SIZES = (1 << 10, 1 << 18, 1 << 22, 1 << 24)  # the last only for links of at least 1000 Mbit/s
 REPEATS = 3
 NAME = "swbench"
+LIBRARY = "library"
+
+
+def schedules_of(ranks: int, node: int) -> dict[str, Schedule]:
+    schedules = {name: get_schedule(name, node) for name in (*allreduce.ALGORITHMS, "two-level")}
+    servers = {"server": 1, "servers": ranks}
+    return schedules | {name: partial(push_pull_schedule, servers=count) for name, count in servers.items()}
 
 
 def busiest_bytes_by_step(schedule: Schedule, ranks: int, node: int, size: int) -> list[int]:
@@ -76,8 +83,8 @@ def worker(node: int, rate: int) -> None:
     results = []
     for size in SIZES if rate >= 1000 else SIZES[:-1]:
         tensor = torch.zeros(size // 4)
-        collectives: dict[str, Any] = {comm.LIBRARY: partial(dist.all_reduce, tensor)}
-        for name, schedule in comm._schedules(ranks, node).items():
+        collectives: dict[str, Any] = {LIBRARY: partial(dist.all_reduce, tensor)}
+        for name, schedule in schedules_of(ranks, node).items():
             collectives[name] = partial(allreduce.run_schedule, tensor, schedule, name)
         for name, collective in collectives.items():
             times, wire_bytes = [], []
@@ -157,7 +164,7 @@ def bench_links(rate: int, nodes: int, node: int) -> None:
 
 
 def show(results: list[Any], rate: float, ranks: int, node: int) -> None:
-    schedules = comm._schedules(ranks, node)
+    schedules = schedules_of(ranks, node)
     steps = {name: len(schedule(0, ranks, 1)) for name, schedule in schedules.items()}
     latency = {name: seconds / steps[name] for size, name, seconds, _ in results if size == SIZES[0] and name in steps}
     print("ms per step: " + ", ".join(f"{name} {1e3 * seconds:.2f}" for name, seconds in latency.items()))

@@ -108,7 +108,7 @@ def same_bits(one: Path, other: Path) -> str:
     import torch
     from safetensors.torch import load_file
 
-    tensors = [{}, {}]
+    tensors: list[dict[str, Any]] = [{}, {}]
     for found, folder in zip(tensors, (one, other), strict=True):
         for file in folder.glob("*.safetensors"):
             found |= load_file(file)

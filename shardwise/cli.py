@@ -294,7 +294,7 @@ def bench_comm(
     write: Annotated[Path | None, Option(help="Write the links to this cluster file, for `plan --cluster`.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Benchmarks all-reduce by ring, halving-doubling, tree, two-level and parameter server against PyTorch's own."""
+    """Benchmarks all-reduce by message size, and the links between processes."""
     from shardwise.bench import comm
     from shardwise.draw import write_svg
 

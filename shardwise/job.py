@@ -123,10 +123,6 @@ class EmbeddingTablesConfig(ConfigSection):
 
 
 class GradientConfig(ConfigSection):
-    all_reduce: Literal["library", "ring", "halving", "tree", "two-level"] = "library"
-    """How full gradients are all-reduced: by PyTorch's backend, or by one of our point-to-point algorithms."""
-    nproc_per_node: int = Field(0, ge=0, le=10**6)
-    """Processes per node, for `two-level`; 0 uses `LOCAL_WORLD_SIZE`, or all processes if it is not set."""
     compress: str = ""
     """Gradient compression with error feedback: `fp16`, `bf16`, `int8`, `onebit`, `topk:0.01` (the largest 1%) or
     `powersgd:rank=4`; empty disables it."""
@@ -145,8 +141,6 @@ class GradientConfig(ConfigSection):
                 f"compress = {self.compress!r} is not a compression method; use fp16, bf16, int8, onebit, topk:0.01 "
                 "(a fraction between 0 and 1) or powersgd:rank=4"
             )
-        if self.compress and self.all_reduce != "library":
-            raise ValueError(f"compress works only without all_reduce = {self.all_reduce!r}; remove one of them")
         return self
 
 

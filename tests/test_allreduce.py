@@ -17,13 +17,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.bench.comm import push_pull_schedule
-from shardwise.comm import allreduce
-from shardwise.comm.allreduce import _chunk_size, _core_rank, all_reduce, chunk_bounds, get_schedule, sent_bytes
 from shardwise.comm.world import run_world
 from shardwise.errors import RunError
 
-sys.path.append(str(Path(__file__).parent.parent / "examples" / "cifar10"))
+sys.path += [str(Path(__file__).parent.parent / folder) for folder in ("examples/cifar10", "benchmarks")]
+import allreduce  # noqa: E402
+from allreduce import (  # noqa: E402
+    _chunk_size,
+    _core_rank,
+    all_reduce,
+    chunk_bounds,
+    get_schedule,
+    push_pull_schedule,
+    sent_bytes,
+)
 from async_server import ParameterServerWorker  # noqa: E402
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)

@@ -57,8 +57,8 @@ LAYOUTS = [
     ("pipeline=2 shard=2 zero=3 schedule=interleaved virtual=2", []),
     ("shard=2 tensor=2 zero=2", []),
     ("shard=2 expert=2", EXPERTS),
-    ("replicate=4", ["gradient.all_reduce=halving"]),
-    ("replicate=2 tensor=2", ["gradient.all_reduce=ring"]),
+    ("replicate=4", []),
+    ("replicate=2 tensor=2", []),
     ("context=2 tensor=2", []),
     ("context=2 pipeline=2 context_method=ulysses", []),
 ]

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.allreduce import chunk_bounds
 from shardwise.errors import RunError
 
 UpdateFn = Callable[[Tensor, Tensor], object]  # updates the weights in place, given a gradient
@@ -83,7 +82,7 @@ class ParameterServerWorker:
             raise RunError(
                 f"{servers} servers among {dist.get_world_size()} ranks: use at least 1 and at most all ranks."
             )
-        bounds = chunk_bounds(self.weights.numel(), servers)
+        bounds = [index * self.weights.numel() // servers for index in range(servers + 1)]
         self.slices = [slice(*ends) for ends in zip(bounds, bounds[1:])]
         served = self.weights[self.slices[self.rank]].clone() if self.rank < servers else None
         self.server = AsyncParameterServer(served, update, staleness, rounds) if served is not None else None

@@ -1,21 +1,18 @@
-"""Benchmarks all-reduce algorithms by message size, and the links between processes.
+"""Benchmarks the all-reduce of PyTorch's backend by message size, and the links between processes.
 
-Every algorithm of `shardwise.comm`, a parameter server and PyTorch's own all-reduce run in turn within each repeat, so
-that other load on the machine affects all equally. The time of a repeat is that of the slowest rank; results are
-medians over repeats. Each algorithm is fitted to the alpha-beta model
+The time of a repeat is that of the slowest rank; results are medians over repeats, fitted to the alpha-beta model
 
     seconds = latency x steps + bytes / bandwidth
 
-with its number of steps and the bytes its busiest rank sends. Links are measured by ping-pong between two processes.
+with the steps and bytes of a ring. Links are measured by ping-pong between two processes. `benchmarks/comm.py` compares
+other algorithms.
 """
 
 import os
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +24,12 @@ from torch import Tensor
 
 from shardwise import draw
 from shardwise.cluster import CLUSTERS, LinkSpec, read_cluster, write_cluster
-from shardwise.comm import allreduce
-from shardwise.comm.allreduce import P2PStep, PeerSlice, Schedule, chunk_bounds, get_schedule, sent_bytes
 from shardwise.comm.world import run_world
 from shardwise.console import pluralize
 from shardwise.errors import JobError
 from shardwise.files import require_parent_folder
 
 MIN_BYTES, SIZE_FACTOR = 1 << 10, 4
-LIBRARY = "library"
 MAX_BANDWIDTH = 1e15  # bytes per second; a fit that reaches it found no dependence on message size
 
 
@@ -51,45 +45,32 @@ class CommReport:
     processes: int
     processes_per_node: int
     sizes: list[int]
-    seconds: dict[str, list[float]]  # by algorithm, one entry per size
-    bytes_sent: dict[str, list[int]]  # bytes that the busiest rank sends; for PyTorch's all-reduce, those of a ring
-    steps: dict[str, list[int]]
+    seconds: list[float]  # of an all-reduce, by size
     links: dict[str, AlphaBetaFit]  # `inner`: within a node; `outer`: between nodes
 
     @property
-    def fits(self) -> dict[str, AlphaBetaFit]:
-        return {n: fit_alpha_beta(self.steps[n], self.bytes_sent[n], self.seconds[n]) for n in self.seconds}
+    def steps(self) -> int:
+        return 2 * (self.processes - 1)
+
+    @property
+    def bytes_sent(self) -> list[int]:
+        return [size * self.steps // self.processes for size in self.sizes]
+
+    @property
+    def fit(self) -> AlphaBetaFit:
+        return fit_alpha_beta([self.steps] * len(self.sizes), self.bytes_sent, self.seconds)
 
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "fits": {name: asdict(fit) for name, fit in self.fits.items()}}
+        return {**asdict(self), "fit": asdict(self.fit)}
 
     def text(self) -> str:
-        names, width = list(self.seconds), 13
-        processes = f"{pluralize(self.processes, 'process')}, {self.processes_per_node} per node"
-        lines = [f"{processes}; milliseconds per all-reduce"]
-        lines.append(f"{'bytes':>9s}" + "".join(f"{name:>{width}s}" for name in names))
-        for index, size in enumerate(self.sizes):
-            times = [1e3 * self.seconds[name][index] for name in names]
-            lines.append(f"{format_bytes(size):>9s}" + "".join(f"{value:{width}.3g}" for value in times))
-        lines.append("seconds = latency x steps + bytes / bandwidth")
-        lines += [f"  {name:14s} {_describe_fit(fit)}" for name, fit in self.fits.items()]
+        lines = [f"{pluralize(self.processes, 'process')}, {self.processes_per_node} per node"]
+        lines.append(f"{'bytes':>9s}{'all-reduce, ms':>17s}{'MB/s':>9s}")
+        for size, seconds, sent in zip(self.sizes, self.seconds, self.bytes_sent, strict=True):
+            lines.append(f"{format_bytes(size):>9s}{1e3 * seconds:17.3g}{sent / seconds / 1e6:9.4g}")
+        lines += ["seconds = latency x steps + bytes / bandwidth", f"  {'all-reduce':14s} {_describe_fit(self.fit)}"]
         lines += [f"  {name + ' link':14s} {_describe_fit(fit)}" for name, fit in self.links.items()]
-        return "\n".join([*lines, *self.describe_fastest()])
-
-    def describe_fastest(self) -> list[str]:
-        """Returns one sentence per range of sizes that names the fastest algorithm."""
-        algorithms = [name for name in self.seconds if name != LIBRARY]
-        fastest = [min(algorithms, key=lambda name: self.seconds[name][index]) for index in range(len(self.sizes))]
-        lines = []
-        for name, group in groupby(range(len(self.sizes)), key=fastest.__getitem__):
-            indices = list(group)
-            ratio = statistics.median(self.seconds[name][n] / self.seconds[LIBRARY][n] for n in indices)
-            sizes = " to ".join(
-                format_bytes(size) for size in sorted({self.sizes[indices[0]], self.sizes[indices[-1]]})
-            )
-            claim = f"{name} is the fastest of Shardwise's algorithms, {ratio:.2f}x the time of PyTorch's all-reduce"
-            lines.append(f"{sizes}: {claim}.")
-        return lines
+        return "\n".join(lines)
 
 
 def _describe_fit(fit: AlphaBetaFit) -> str:
@@ -137,39 +118,19 @@ def bench_comm(processes: int, processes_per_node: int | None, max_bytes: int, r
     return run_world(_measure, processes, processes_per_node, sizes, repeats, timeout=1200.0)[0]
 
 
-def _schedules(ranks: int, processes_per_node: int) -> dict[str, Schedule]:
-    schedules = {name: get_schedule(name, processes_per_node) for name in (*allreduce.ALGORITHMS, "two-level")}
-    servers = {"server": 1, "servers": ranks}
-    return schedules | {name: partial(push_pull_schedule, servers=count) for name, count in servers.items()}
-
-
 def _measure(processes_per_node: int, sizes: list[int], repeats: int) -> CommReport:
-    ranks = dist.get_world_size()
-    schedules = _schedules(ranks, processes_per_node)
-    seconds: dict[str, list[float]] = {name: [] for name in (LIBRARY, *schedules)}
-    bytes_sent: dict[str, list[int]] = {name: [] for name in seconds}
-    steps: dict[str, list[int]] = {name: [] for name in seconds}
+    ranks, seconds = dist.get_world_size(), list[float]()
     for size in sizes:
-        tensor = torch.zeros(size // 4)
-        collectives: dict[str, Callable[[], Any]] = {LIBRARY: partial(dist.all_reduce, tensor)}
-        for name, schedule in schedules.items():
-            collectives[name] = partial(allreduce.run_schedule, tensor, schedule, name)
-        for name, elapsed in _time_collectives(collectives, repeats).items():
-            seconds[name].append(elapsed)
-            schedule = schedules.get(name, allreduce.ring_schedule)
-            count, num_segments = tensor.numel(), len(allreduce.segment_bounds(tensor.numel(), 4)) - 1
-            steps[name].append(len(schedule(0, ranks, count)) + num_segments - 1)
-            sent = [sent_bytes(schedule, rank, ranks, count, 4, allreduce.SEGMENT_BYTES) for rank in range(ranks)]
-            bytes_sent[name].append(max(sent))
+        seconds += time_collectives({"sum": partial(dist.all_reduce, torch.zeros(size // 4))}, repeats).values()
     links = {}
     if processes_per_node > 1:
         links["inner"] = _measure_link(1, sizes, repeats)
     if ranks > processes_per_node:
         links["outer"] = _measure_link(processes_per_node, sizes, repeats)
-    return CommReport(ranks, processes_per_node, sizes, seconds, bytes_sent, steps, links)
+    return CommReport(ranks, processes_per_node, sizes, seconds, links)
 
 
-def _time_collectives(collectives: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+def time_collectives(collectives: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
     """Returns the median seconds of each collective's slowest rank, after one warmup repeat."""
     times = torch.zeros(repeats + 1, len(collectives), dtype=torch.float64)
     for repeat in range(repeats + 1):
@@ -186,7 +147,7 @@ def _measure_link(peer: int, sizes: list[int], repeats: int) -> AlphaBetaFit:
     """Fits the link from rank 0 to `peer`: half the time of a ping-pong while the other ranks are idle."""
     seconds = []
     for size in sizes:
-        times = _time_collectives({"link": partial(ping_pong, torch.zeros(size // 4), 0, peer)}, repeats)
+        times = time_collectives({"link": partial(ping_pong, torch.zeros(size // 4), 0, peer)}, repeats)
         seconds.append(times["link"] / 2)
     return fit_alpha_beta([1] * len(sizes), sizes, seconds)
 
@@ -211,35 +172,16 @@ def write_links(report: CommReport, file: Path) -> None:
 
 
 def draw_report(report: CommReport) -> str:
-    """Returns an SVG plot of the times (dots) and the fits (lines)."""
-    milliseconds = [1e3 * value for times in report.seconds.values() for value in times]
-    y_range = min(milliseconds), max(milliseconds)
-    panel = draw.Panel(draw.MARGIN, (report.sizes[0], report.sizes[-1]), y_range, log_y=True)
+    """Returns an SVG plot of the times (dots) and the fit (line)."""
+    milliseconds = [1e3 * value for value in report.seconds]
+    panel = draw.Panel(
+        draw.MARGIN, (report.sizes[0], report.sizes[-1]), (min(milliseconds), max(milliseconds)), log_y=True
+    )
     title = f"All-reduce of {pluralize(report.processes, 'process')}, {report.processes_per_node} per node"
-    lines = [*panel.axes("bytes", f"{title}: milliseconds (dots) and fit (lines)")]
-    for index, (name, fit) in enumerate(report.fits.items()):
-        color, times = draw.COLORS[index], report.seconds[name]
-        dots = [panel.to_pixels(size, 1e3 * value) for size, value in zip(report.sizes, times)]
-        lines += [draw.svg_circle(*dot, color) for dot in dots]
-        counts = zip(report.steps[name], report.bytes_sent[name])
-        fitted = [fit.latency * steps + bytes_sent / fit.bandwidth for steps, bytes_sent in counts]
-        curve = [panel.to_pixels(size, 1e3 * value) for size, value in zip(report.sizes, fitted) if value > 0]
-        lines.append(f'<path d="{draw.line_path(curve)}" stroke="{color}" class="curve"/>')
-        x, y = draw.MARGIN + draw.PANEL_WIDTH + 12, draw.MARGIN / 2 + 16 + 17 * index
-        lines.append(draw.svg_text(x, y, name, "start", f'style="fill:{color}"'))
+    lines = [*panel.axes("bytes", f"{title}: milliseconds (dots) and fit (line)")]
+    lines += [draw.svg_circle(*panel.to_pixels(*dot), draw.COLORS[0]) for dot in zip(report.sizes, milliseconds)]
+    fit, sent = report.fit, report.bytes_sent
+    fitted = [1e3 * (fit.latency * report.steps + count / fit.bandwidth) for count in sent]
+    curve = [panel.to_pixels(size, value) for size, value in zip(report.sizes, fitted) if value > 0]
+    lines.append(f'<path d="{draw.line_path(curve)}" stroke="{draw.COLORS[0]}" class="curve"/>')
     return draw.svg_document(lines, 2 * draw.MARGIN + draw.PANEL_WIDTH + 60, draw.PANEL_HEIGHT + 2 * draw.MARGIN, title)
-
-
-def push_pull_schedule(rank: int, ranks: int, count: int, servers: int) -> list[P2PStep]:
-    """Returns a rank's steps with a parameter server, the baseline of all-reduce: some or all ranks each serve a slice
-    of the weights, to which all push their slice of the gradient and from which they pull the sum.
-    `examples/cifar10/async_server.py` is an asynchronous one."""
-    bounds = chunk_bounds(count, servers) + [count] * (ranks - servers)  # the first ranks serve one slice each
-    offsets = range(1, ranks)
-
-    def served(peer: int, owner: int) -> PeerSlice:  # the slice that `owner` serves, exchanged with `peer`
-        return PeerSlice(peer % ranks, bounds[owner % ranks], bounds[owner % ranks + 1])
-
-    push = [P2PStep(served(rank + offset, rank + offset), served(rank - offset, rank), True) for offset in offsets]
-    pull = [P2PStep(served(rank + offset, rank), served(rank - offset, rank - offset)) for offset in offsets]
-    return push + pull

@@ -1,7 +1,7 @@
 """PyTorch's collective internals, in one file.
 
 Functional collectives live in a private module and are the only ones that compile. PyTorch 2.13 renamed some
-collectives. The default store, which process groups use to find each other, has no public accessor.
+collectives.
 """
 
 from typing import Any
@@ -24,8 +24,3 @@ functional_reduce_scatter = _first_available(functional, "reduce_scatter_single"
 def wait(output: Any) -> Tensor:
     """Waits for the result of a functional collective."""
     return output.wait() if isinstance(output, functional.AsyncCollectiveTensor) else output
-
-
-def default_store() -> Any:
-    """Returns the key-value store of the default process group."""
-    return dist.distributed_c10d._get_default_store()

@@ -5,8 +5,7 @@
                    reduce-scattered, each rank updates its rows, and weights are all-gathered: ZeRO 1. It does not
                    hook into autograd, so it works under every pipeline schedule. Also for `replicate` combined with
                    tensor or pipeline.
-    DDP            PyTorch's DDP, for `replicate` alone: the all-reduce overlaps the last backward. An algorithm of
-                   `gradient.all_reduce` other than "library" is synchronous.
+    DDP            PyTorch's DDP, for `replicate` alone: the all-reduce overlaps the last backward.
     FSDP           PyTorch's FSDP2 (`fsdp.py`) on the (replicate, shard) mesh: ZeRO 2 reduce-scatters gradients after
                    each backward, ZeRO 3 also reshards weights after each forward and backward.
 
@@ -34,7 +33,7 @@ from shardwise.comm.axis import Axis
 from shardwise.comm.collectives import all_gather, all_reduce, all_reduce_coalesced, reduce_scatter
 from shardwise.errors import RunError
 from shardwise.models.chain import Chain
-from shardwise.parallel.gradient_reduction import Compressor, GradientReducer, flatten_and_pad
+from shardwise.parallel.gradient_reduction import Compressor, flatten_and_pad
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.param_shard import ParamShard, sharded_dims_of
 
@@ -47,8 +46,8 @@ BUCKET_BYTES = 64 << 20  # bytes of gradients per collective
 class DataParallel(ABC):
     """The interface that a step uses. `modules` are the callables that compute, one per chain."""
 
-    def __init__(self, chains: list[Chain], mesh: Mesh, reducer: GradientReducer, compressor: Compressor | None):
-        self.chains, self.mesh, self.reducer, self.compressor = chains, mesh, reducer, compressor
+    def __init__(self, chains: list[Chain], mesh: Mesh, compressor: Compressor | None):
+        self.chains, self.mesh, self.compressor = chains, mesh, compressor
         self.modules: list[nn.Module] = list(chains)
         self.param_pairs: ParamPairs = []
         self.frozen_shards: list[ParamShard] = []
@@ -190,14 +189,11 @@ class Zero1(DataParallel):
             for weight, _ in bucket:
                 weight.grad = None
             reduced = packed[0]
-            if shard.size > 1 and self.reducer.uses_library:
+            if shard.size > 1:
                 reduced = torch.empty_like(packed[0])
                 reduce_scatter(reduced, packed.view(-1), axis=shard)
-            elif shard.size > 1:
-                self.reducer(packed, shard)
-                reduced = packed[shard.index].clone()
             if replicas.size > 1 and not compressed:
-                self.reducer(reduced, replicas)
+                all_reduce(reduced, axis=replicas)
             for (_, param_shard), piece in zip(bucket, reduced.split(sizes), strict=True):
                 param_shard.tensor.grad = piece[: param_shard.tensor.numel()].view(param_shard.tensor.shape)
         if compressed:
@@ -297,11 +293,6 @@ class DDP(DataParallel):
 def _sum_bucket(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     data, axis = state
     buffer = bucket.buffer()
-    if data.reducer.uses_library:
-        work = all_reduce(buffer, axis=axis, async_op=True)
-        data.mesh.timer.begin_wait()  # the last bucket fills with the last gradient, so only the last call counts
-        return work.get_future().then(lambda future: buffer)
-    data.reducer(buffer, axis)
-    future: Any = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
-    future.set_result(buffer)
-    return future
+    work = all_reduce(buffer, axis=axis, async_op=True)
+    data.mesh.timer.begin_wait()  # the last bucket fills with the last gradient, so only the last call counts
+    return work.get_future().then(lambda future: buffer)

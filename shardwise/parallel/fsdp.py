@@ -15,7 +15,7 @@ from shardwise.job import GradientConfig
 from shardwise.layout import BatchSplit, Layout
 from shardwise.models.chain import Chain
 from shardwise.parallel.data_parallel import DDP, DataParallel, SingleProcess, Zero1, all_reduce_gradients
-from shardwise.parallel.gradient_reduction import CompressionSpec, Compressor, GradientReducer
+from shardwise.parallel.gradient_reduction import CompressionSpec, Compressor
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.param_shard import ParamShard
 from shardwise.parallel.precision import Precision
@@ -141,7 +141,7 @@ def make_data_parallel(
     compressor = None
     if gradient.compress and layout.data > 1:
         compressor = Compressor(CompressionSpec.parse(gradient.compress), seed, mesh.timer)
-    args = chains, mesh, GradientReducer(gradient), compressor
+    args = chains, mesh, compressor
     if is_single_process(layout, precision):
         return SingleProcess(*args, master_dtype=precision.master_dtype, micro_batches=batch.micro_batches)
     if uses_fsdp(layout):

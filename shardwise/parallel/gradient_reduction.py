@@ -1,7 +1,7 @@
 """How gradients are reduced over data-parallel ranks: the `[gradient]` section of a job.
 
-Full gradients are all-reduced by PyTorch's backend or one of our algorithms (`gradient.all_reduce`), or compressed with
-error feedback (`gradient.compress`): the error of a step is added to the next.
+Gradients are summed by PyTorch's backend, or compressed with error feedback (`gradient.compress`): the error of a step
+is added to the next.
 
     fp16, bf16       cast
     int8             quantized to [-127, 127], one scale per 1024 elements
@@ -20,86 +20,28 @@ weights of a pipeline, which are still partial sums.
 """
 
 import math
-import os
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm import allreduce
 from shardwise.comm.axis import Axis, StepTimer
 from shardwise.comm.collectives import all_reduce, all_to_all_rows
 from shardwise.errors import LayoutError
 from shardwise.job import GradientConfig
-from shardwise.layout import AXES, Layout
+from shardwise.layout import Layout
 from shardwise.random import hash_key, normal_
 
 
 def check(gradient: GradientConfig, layout: Layout) -> None:
-    """Raises LayoutError if the layout cannot use the all-reduce algorithm or compression of the job."""
+    """Raises LayoutError if the layout cannot use the compression of the job."""
     for axis in ("context", "expert"):  # gradients are then partial sums before the data-parallel reduction
         if gradient.compress and getattr(layout, axis) > 1:
             raise LayoutError(
                 f"gradient.compress with {axis}={getattr(layout, axis)}: only data-parallel sums can be compressed; "
                 f"leave gradient.compress out or use {axis}=1."
             )
-    if gradient.all_reduce == "library":
-        return
-    if layout.shard > 1 and layout.zero > 1:
-        raise LayoutError(
-            f'gradient.all_reduce = "{gradient.all_reduce}" reduces full gradients, but with zero={layout.zero} FSDP '
-            'reduce-scatters them; use zero=1 or gradient.all_reduce = "library".'
-        )
-    if gradient.all_reduce == "two-level":
-        for ranks in _reduction_groups(layout):
-            group_ranks_per_node(ranks, ranks_per_node(gradient, layout.world))
-
-
-def _reduction_groups(layout: Layout) -> list[list[int]]:
-    """Returns the ranks of each group that gradients are reduced over."""
-    grid = torch.arange(layout.world).reshape([getattr(layout, axis) for axis in AXES])
-    dims = [(1,), (2, 3)] if layout.shard > 1 else [(1, 3)]
-    by_group = [grid.movedim(over, tuple(range(-len(over), 0))).flatten(-len(over)) for over in dims]
-    return [ranks for groups in by_group for ranks in groups.flatten(0, -2).tolist()]
-
-
-def ranks_per_node(gradient: GradientConfig, world: int) -> int:
-    """Returns the number of processes per node."""
-    return gradient.nproc_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world))
-
-
-def group_ranks_per_node(ranks: list[int], node_size: int) -> int:
-    """Returns how many of these ranks share a node of `node_size` processes; raises LayoutError if nodes differ."""
-    counts = set(Counter(rank // node_size for rank in ranks).values())
-    if len(counts) > 1:
-        raise LayoutError(
-            f'gradient.all_reduce = "two-level" needs equally many ranks of a group per node, but nodes of {node_size} '
-            f"processes split ranks {', '.join(map(str, ranks))} unevenly; use another gradient.nproc_per_node, "
-            'another layout or gradient.all_reduce = "ring".'
-        )
-    return counts.pop()
-
-
-class GradientReducer:
-    """Sums a tensor over an axis in place, with the algorithm of the job."""
-
-    def __init__(self, gradient: GradientConfig):
-        self.gradient = gradient
-        self.uses_library = gradient.all_reduce == "library"
-
-    def __call__(self, tensor: Tensor, axis: Axis) -> None:
-        if self.uses_library:
-            all_reduce(tensor, axis=axis)
-            return
-        ranks_on_node = 1
-        if self.gradient.all_reduce == "two-level":
-            node_size = ranks_per_node(self.gradient, dist.get_world_size())
-            ranks_on_node = group_ranks_per_node(dist.get_process_group_ranks(axis.group), node_size)
-        with axis.waiting(tensor.device):
-            allreduce.all_reduce(tensor, self.gradient.all_reduce, axis.group, ranks_on_node)
 
 
 # Elements that share a scale, or among which topk selects. Small, because the rows of a weight differ in scale: a sign

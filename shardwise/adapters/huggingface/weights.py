@@ -57,7 +57,9 @@ class ModuleWeights(InitialValues):
 
     @classmethod
     def of_folder(cls, folder: Path, module: Any) -> "ModuleWeights":
-        weights = cls(open_folder(folder, f"{module.base_model_prefix}."), module)
+        prefix = f"{module.base_model_prefix}."
+        has_prefix = any(name.startswith(prefix) for name, _ in module.named_parameters())
+        weights = cls(open_folder(folder, prefix if has_prefix else ""), module)
         ignored = [re.compile(pattern) for pattern in getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()]
         unused = {name for name in weights.unused if not any(pattern.search(name) for pattern in ignored)}
         shapes = {name: parameter.shape for name, parameter in module.named_parameters()}

@@ -20,7 +20,6 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm import torch_collectives
 from shardwise.errors import RunError
 
 SEGMENT_BYTES = 1 << 22
@@ -234,7 +233,7 @@ BLAME_GRACE_SECONDS = 1.0  # time for the others to publish which rank they wait
 def find_unresponsive_rank(peer: int) -> int:
     """Returns the rank at the end of the chain of waits: whoever times out publishes which rank it waited for."""
     try:
-        store = torch_collectives.default_store()
+        store = dist.distributed_c10d._get_default_store()
         store.set(f"waited for/{dist.get_rank()}", str(peer))
         seen, deadline = {dist.get_rank()}, time.monotonic() + BLAME_GRACE_SECONDS
         while peer not in seen:
@@ -247,3 +246,21 @@ def find_unresponsive_rank(peer: int) -> int:
     except RuntimeError:
         pass  # without the store, our own peer is all we know
     return peer
+
+
+# A parameter server, for comparison
+
+
+def push_pull_schedule(rank: int, ranks: int, count: int, servers: int) -> list[P2PStep]:
+    """Returns a rank's steps with a parameter server, the baseline of all-reduce: some or all ranks each serve a slice
+    of the weights, to which all push their slice of the gradient and from which they pull the sum.
+    `examples/cifar10/async_server.py` is an asynchronous one."""
+    bounds = chunk_bounds(count, servers) + [count] * (ranks - servers)  # the first ranks serve one slice each
+    offsets = range(1, ranks)
+
+    def served(peer: int, owner: int) -> PeerSlice:  # the slice that `owner` serves, exchanged with `peer`
+        return PeerSlice(peer % ranks, bounds[owner % ranks], bounds[owner % ranks + 1])
+
+    push = [P2PStep(served(rank + offset, rank + offset), served(rank - offset, rank), True) for offset in offsets]
+    pull = [P2PStep(served(rank + offset, rank), served(rank - offset, rank - offset)) for offset in offsets]
+    return push + pull
