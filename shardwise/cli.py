@@ -314,10 +314,19 @@ def bench_comm(
 
 
 @app.command()
-def doctor(run: Annotated[Path, Argument(help="Run folder; the run may be in progress or finished.")]) -> None:
-    """Diagnoses a run that hangs or has failed: which rank, in which operation, where in the code, who waits for it."""
+def doctor(
+    run: Annotated[Path, Argument(help="Run folder; the run may be in progress or finished.")] = Path("."),
+    preflight: Annotated[bool, Option("--preflight", help="Measure devices, disks, clocks and links instead.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Diagnoses a run that hangs or has failed: which rank, in which operation, where in the code, who waits for it.
+
+    With --preflight, under torchrun or srun, measures that world before a run and names what is slow."""
     from shardwise.workers.diagnosis import diagnose_run
 
+    if preflight:
+        cli_cluster.preflight(run, as_json)
+        return
     for line in diagnose_run(run):
         print_line(line)
 

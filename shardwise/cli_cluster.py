@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Option
+from typer import Argument, Exit, Option
 
 from shardwise import quick_import
 from shardwise.cli_options import JsonFlag, Overrides
@@ -55,20 +55,40 @@ def submit(
         raise JobError(f"{kind!r} is not known here; `--k8s trainjob` submits a TrainJob of Kubeflow Trainer.")
     if k8s and not image:
         raise JobError("--k8s needs --image, a container image in which `python -m shardwise` works.")
+    if sweep and not slurm:
+        raise JobError("--sweep submits a job array of Slurm; elsewhere, submit a job for each value.")
     load_job(job_file, overrides or []).require_trainable()
-    hosts = tuple((Path(ssh).read_text() if Path(ssh).is_file() else ssh.replace(",", "\n")).split()) if ssh else ()
-    names = {"slurm.sbatch": slurm, "trainjob.yaml": kind, "kubernetes.yaml": k8s, "ray.py.txt": ray, "ssh.sh": ssh}
+    hosts = (Path(ssh).read_text() if Path(ssh).is_file() else ssh.replace(",", "\n")).split() if ssh else []
+    if ssh and not hosts:
+        raise JobError(f"--ssh {ssh} names no host; list hosts in a file, one per line, or as a,b.")
+    options = {
+        "nodes": len(hosts) or nodes, "gpus": gpus_per_node, "cpus": cpus_per_node, "time": time, "sweep": sweep,
+        "partition": partition, "account": account, "image": image, "volume": volume, "storage": storage,
+        "address": address, "python": python,
+    }  # fmt: skip
+    chosen = {"slurm": slurm, "trainjob": kind, "k8s": k8s, "ray": ray, "ssh": ssh}
 
     from shardwise.launch.submit import Submission
 
-    submission = Submission(
-        next(name for name, is_chosen in names.items() if is_chosen), job_file, tuple(overrides or []), nodes,
-        gpus_per_node, cpus_per_node, time, partition, account, sweep, image, volume, storage, hosts, address, python,
-    )  # fmt: skip
+    name = next(name for name, is_chosen in chosen.items() if is_chosen)
+    submission = Submission(name, job_file, overrides or [], hosts, options)
     print_line(submission.write(shlex.join(["shardwise", *sys.argv[1:]])))
     print_line(f"written:    {submission.path}")
     if not dry_run:
         submission.submit(print_line)
+
+
+def preflight(folder: Path, as_json: bool) -> None:
+    """Measures the world of this process, or this machine; exits with 1 if something is slow."""
+    found = quick_import("shardwise.launch.preflight")
+    from shardwise.launch.cluster_environment import detect
+
+    environment = detect()
+    measured = found.measure_world(environment, folder)
+    problems = found.find_problems(measured)
+    if environment.is_main:
+        print_line(json.dumps({"ranks": measured, "problems": problems}) if as_json else found.preflight_text(measured))
+        raise Exit(1 if problems else 0)
 
 
 COMMANDS = (where, submit)

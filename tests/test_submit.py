@@ -60,7 +60,7 @@ def test_kubernetes_takes_what_is_written(folder: Path, options: list[str]) -> N
         return
     pod = found[-1]["spec"]["template"]["spec"]
     container = pod["containers"][0]
-    assert container["command"][-8:-4] == ["--set", "seed=7", "--set", "run.folder=/workspace/runs/job"]
+    assert container["command"][-9:-5] == ["--set", "seed=7", "--set", "run.folder=/workspace/runs/job"]
     assert container["args"] == ["--node", "$(JOB_COMPLETION_INDEX)/2", "--address", "job-0.job:29400"]
     assert pod["subdomain"] == "job" and container["resources"]["limits"] == {"nvidia.com/gpu": 8}
     found[-1]["spec"]["completion"] = 2
@@ -92,8 +92,9 @@ def known_keys(value: Any, path: str = "") -> set[str]:
         ([], "choose where to submit: one of --slurm, --k8s, --ray and --ssh HOSTS"),
         (["--slurm", "--ray"], "choose where to submit"),
         (["--k8s"], "--k8s needs --image"),
+        (["--ssh", ","], "--ssh , names no host; list hosts in a file"),
         (["trainjob", "--slurm"], "'trainjob' is not known here; `--k8s trainjob` submits"),
-        (["--slurm", "--sweep", "seed"], "--sweep seed is not of the form KEY=VALUE,VALUE"),
+        (["--slurm", "--sweep", "seed"], "--sweep seed is not of the form KEY=VALUE,VALUE, such as"),
         (["--slurm", "--set", "step=1"], "did you mean 'steps'"),
     ],
 )
@@ -102,9 +103,12 @@ def test_what_cannot_be_submitted_is_a_sentence(folder: Path, words: list[str], 
     assert [path.name for path in folder.iterdir()] == ["job.toml"]
 
 
-def test_without_the_scheduler_the_file_is_there(folder: Path) -> None:
-    if shutil.which("kubectl"):
-        pytest.skip("kubectl is installed here")
+def test_a_run_is_continued_only_in_a_folder_that_is_named(folder: Path) -> None:
+    assert "--continue needs the folder of the run; set run.folder." in shardwise(folder, "train", "--continue", code=2)
+
+
+def test_without_the_scheduler_the_file_is_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
     assert "kubectl was not found here; take job.yaml to where it is: kubectl apply" in shardwise(folder, *POD, code=2)
     assert (folder / "job.yaml").is_file()
 
