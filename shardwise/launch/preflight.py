@@ -24,7 +24,7 @@ from shardwise.launch.cluster_environment import ClusterEnvironment
 from shardwise.launch.worker import init_distributed
 from shardwise.workers.nodes import MAX_CLOCK_SKEW
 
-LINK_BYTES, DISK_BYTES, MIB = 32 << 20, 64 << 20, 1 << 20
+LINK_BYTES, DISK_BYTES, MIB = 8 << 20, 64 << 20, 1 << 20
 LINK_SECONDS, MATMUL_SECONDS = 15.0, 2.0  # time for all links; for the products of each device
 SLOW = 0.7  # below this share of the median, a device, disk or link counts as slow
 RATES = {"matmul": "TFLOP/s", "memory": "GiB of free memory", "disk": "MB/s to disk"}
@@ -72,15 +72,15 @@ def _link_rates(device: torch.device, rank: int, world_size: int) -> dict[str, f
         peer, seconds = (number - rank) % last if rank < last else number * (last + 1) // 2 % last, 0.0
         first, second = sorted((rank, last if peer == rank else peer))
         if second < world_size:
-            for _ in range(2):  # the first connects
+            for sent in (tensor[:1024], tensor):  # the first connects
                 begin = time.perf_counter()
-                ping_pong(tensor, first, second)
-                int(tensor[-1])  # waits for the device
+                ping_pong(sent, first, second)
+                int(sent[-1])  # waits for the device
                 seconds = time.perf_counter() - begin
             if rank == first:
                 rates[str(second)] = 2e-9 * LINK_BYTES / seconds
         if number == 0:  # all ranks agree on the number of rounds
-            rounds = min(rounds, max(1, int(LINK_SECONDS / 2 / max(*all_gather_json(seconds), 1e-3))))
+            rounds = min(rounds, max(1, int(LINK_SECONDS / max(*all_gather_json(seconds), 1e-3))))
         number += 1
     return rates
 
