@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.table import Table
 from typer import Argument, Option
 
-from shardwise import __version__, quick_import
+from shardwise import __version__, cli_cluster, quick_import
 from shardwise.cli_laws import laws
 from shardwise.cli_options import JobFile, JsonFlag, LayoutOption, Overrides
 from shardwise.console import print_line
-from shardwise.errors import JobError, ShardwiseError
+from shardwise.errors import EXIT_UNFINISHED, JobError, ShardwiseError
 from shardwise.files import require_parent_folder
 from shardwise.job import load_job
 from shardwise.watch import command as watch
@@ -56,8 +56,11 @@ def train(
         int | None, Option(min=1, help="Plan for N processes; short for --set run.processes=N --set layout=auto.")
     ] = None,
     resume: Annotated[Path | None, Option(help="Resume the run in this folder, in any layout.")] = None,
+    continue_run: Annotated[
+        bool, Option("--continue", help="Resume the run in run.folder if there is one; exit with 75 if it is stopped.")
+    ] = False,
     node: Annotated[
-        str | None, Option(metavar="K/N", help="Multi-node: this is node K (from 0) of N; only node 0 takes a job.")
+        str | None, Option(metavar="K/N", help="This is node K (from 0) of N; auto asks the scheduler.")
     ] = None,
     address: Annotated[str | None, Option(metavar="HOST:PORT", help="Multi-node: address of node 0.")] = None,
     proof: Annotated[bool, Option(help="First verify the layout of a model not built in; --no-proof skips it.")] = True,
@@ -76,18 +79,19 @@ def train(
     # For this process, which forks the workers; each worker sets its own thread count.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     overrides = [*(overrides or []), *flag_overrides]
-    if resume is None:
+    if resume is None and (job_file is None or job_file.exists() or node is None):
         load_job(job_file, overrides).require_trainable()  # reports a typo before the slow import of PyTorch
 
     start_training = quick_import("shardwise.launch.start").start_training
+    from shardwise.launch.cluster_environment import detect
     from shardwise.verify.command import prove
-    from shardwise.workers.nodes import Node
 
-    parsed_node = Node.parse(node, address) if node is not None else None
-    start_training(
-        job_file, overrides, resume, print_line, node=parsed_node, check=prove if proof else None,
-        accept_data_change=accept_data_change, strict=strict,
+    is_finished = start_training(
+        job_file, overrides, resume, print_line, continue_run, environment=detect(node, address),
+        check=prove if proof else None, accept_data_change=accept_data_change, strict=strict,
     )  # fmt: skip
+    if continue_run and not is_finished:
+        raise typer.Exit(EXIT_UNFINISHED)
 
 
 @app.command()
@@ -310,15 +314,24 @@ def bench_comm(
 
 
 @app.command()
-def doctor(run: Annotated[Path, Argument(help="Run folder; the run may be in progress or finished.")]) -> None:
-    """Diagnoses a run that hangs or has failed: which rank, in which operation, where in the code, who waits for it."""
+def doctor(
+    run: Annotated[Path, Argument(help="Run folder; the run may be in progress or finished.")] = Path("."),
+    preflight: Annotated[bool, Option("--preflight", help="Measure devices, disks, clocks and links instead.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Diagnoses a run that hangs or has failed: which rank, in which operation, where in the code, who waits for it.
+
+    With --preflight, under torchrun or srun, measures that world before a run and names what is slow."""
     from shardwise.workers.diagnosis import diagnose_run
 
+    if preflight:
+        cli_cluster.preflight(run, as_json)
+        return
     for line in diagnose_run(run):
         print_line(line)
 
 
-for _command in watch.COMMANDS:
+for _command in (*cli_cluster.COMMANDS, *watch.COMMANDS):
     app.command()(_command)
 
 

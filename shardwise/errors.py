@@ -14,6 +14,8 @@ A message has four parts: what is wrong, the offending value, the rule, the reme
 import difflib
 from collections.abc import Iterable
 
+EXIT_UNFINISHED = 75  # of `train --continue`: the run was stopped and wants to be started again (EX_TEMPFAIL)
+
 
 class ShardwiseError(Exception):
     exit_code = 1

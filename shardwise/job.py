@@ -203,6 +203,11 @@ class RunConfig(ConfigSection):
     and, on a CPU, also build the model if that takes at most a tenth of the memory."""
     rejoin_timeout: float = Field(30.0, ge=0, le=10**7)
     """Seconds to wait for a lost node before continuing without it (elastic) or ending the run."""
+    join_timeout: float = Field(300.0, gt=0, le=10**7)
+    """Seconds that the nodes of a run wait for each other at the start, and for a lost node 0."""
+    node_patience: float = Field(0.7, ge=0.3, le=10**6)
+    """Seconds of silence after which a node counts as lost; 15 times as long, and longer on a busy machine, while its
+    kernel still answers."""
     elastic: bool = False
     """Whether to continue with the remaining processes, in a newly planned layout, if restarts cannot bring a rank back
     or a node is lost."""

@@ -62,6 +62,8 @@ SKIPPED = {
     'shardwise dryrun examples/gpt-1t.toml --layout "pipeline=64 tensor=8 shard=6 micro_batch=1 recompute=full"': (
         "takes a minute; tests/test_dryrun.py runs smaller ones"
     ),
+    "shardwise submit first.toml --slurm --nodes 2": "needs Slurm; tests/test_slurm.py submits",
+    "shardwise submit first.toml --ray --nodes 2 --gpus-per-node 8": "needs Ray; tests/test_ray.py submits",
     "shardwise watch runs/0001": "serves until Ctrl-C; tests/test_watch.py asks the server",
 }
 

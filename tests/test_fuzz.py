@@ -445,7 +445,8 @@ def test_a_damaged_file_ends_in_a_sentence(
 
 
 COMMANDS_OF_NODE_0: list[dict[str, Any]] = [
-    {"heartbeat": 1}, {"shutdown": True}, {"rejected": "node 1 has joined already."}, {"release": "group-1"},
+    {"heartbeat": 1}, {"shutdown": True}, {"rejected": "node 1 has joined already.", "is_final": False},
+    {"patience": 0.7}, {"release": "group-1"},
     {"remove_snapshots": "0123456789ab-1"}, {"kill": "group-1", "signal": 9},
     {"kill": "group-1", "signal": 10, "ranks": [2, 3]},
     {"fork": "group-2", "size": 4, "entry": fork_server.ENTRY_POINTS[0], "standby": False, "arguments": ["run", "x"],
@@ -453,7 +454,8 @@ COMMANDS_OF_NODE_0: list[dict[str, Any]] = [
 ]  # fmt: skip
 REPORTS_OF_A_NODE: list[dict[str, Any]] = [
     {"heartbeat": 1}, {"group": "group-1", "pids": {"2": 70, "3": 71}}, {"group": "group-1", "rank": 2, "code": -9},
-    {"group": "group-1", "rank": 3, "stopped": True},
+    {"group": "group-1", "rank": 3, "stopped": True}, {"stop": 15},
+    {"shardwise": "0.1.0", "torch": "2.13.0", "python": "3.12", "clock": 1e9},
 ]  # fmt: skip
 
 

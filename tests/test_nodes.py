@@ -3,7 +3,9 @@ are killed."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -163,6 +165,64 @@ def test_without_a_lost_node_a_run_goes_on_with_fewer_and_then_with_all(link: No
     layouts = [event["layout"] for event in run.events() if event["event"] == "resumed"]
     assert layouts[0] != layouts[1] == "replicate=2 tensor=2"
     assert [record["samples"] for record in run.metrics()] == [4 * (n + 1) for n in range(len(curve(run)))]
+
+
+@pytest.fixture
+def names(link: None) -> Iterator[list[Path]]:
+    """The files that are /etc/hosts in the two networks; a pod's name appears there a while after it has started."""
+    files = [Path(f"/etc/netns/{NAME}{number}/hosts") for number in range(2)]
+    for file in files:
+        file.parent.mkdir(parents=True)
+        file.write_text("127.0.0.1 localhost\n")
+    yield files
+    for file in files:
+        shutil.rmtree(file.parent)
+
+
+def test_pods_of_an_indexed_job_are_drained_lost_and_replaced(names: list[Path], tmp_path: Path) -> None:
+    """What `shardwise submit --k8s` wrote, in networks that play the pods: own addresses, names by a hosts file."""
+    run, plain = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "plain")
+    for folder in (run, plain):
+        (tmp_path / f"{folder.path.name}.toml").write_text(job_of(folder.path).to_toml())
+    shardwise = [sys.executable, "-m", "shardwise"]
+    submit = ["submit", "run.toml", "--k8s", "--image", "i", "--nodes", "2", "--python", sys.executable, "--dry-run"]
+    shown = subprocess.run([*shardwise, *submit], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+    text = (tmp_path / "run.yaml").read_text()
+    command, *_ = map(json.loads, re.findall(r"command: (\[.*\])", text))
+    arguments = re.findall(r"args: \[(.*)\]", text)[0].replace('"', "").split(", ")
+    (secret,) = re.findall("secret: ([0-9a-f]{64})", text)
+    assert secret not in shown
+    command = [word.replace("/etc/shardwise/job.toml", str(tmp_path / "run.toml")) for word in command]
+
+    def pod(index: int) -> subprocess.Popen[bytes]:
+        variables = {"JOB_COMPLETION_INDEX": str(index), "KUBERNETES_SERVICE_HOST": "10.96.0.1"}
+        words = [word.replace("$(JOB_COMPLETION_INDEX)", str(index)) for word in arguments]
+        where = ["ip", "netns", "exec", f"{NAME}{index}"]
+        environment = {**os.environ, **variables, "SHARDWISE_SECRET": secret}
+        return subprocess.Popen([*where, *command, *words], env=environment, cwd=tmp_path, start_new_session=True)
+
+    pods = [pod(0), pod(1)]
+    try:
+        time.sleep(5)
+        for file in names:
+            with file.open("a") as hosts:
+                hosts.write("10.78.0.1 run-0.run\n")
+        wait(lambda: len(curve(run)) >= 5, pods[0])
+        pods[1].send_signal(signal.SIGTERM)  # its machine is drained
+        assert [one.wait(60) for one in pods] == [75, 75]
+        pods, steps = [pod(0), pod(1)], len(curve(run))
+        wait(lambda: len(curve(run)) >= steps + 5, pods[0])
+        end(pods[1])
+        wait(lambda: "node_lost" in kinds(run), pods[0])
+        pods[1] = pod(1)
+        assert [one.wait(150) for one in pods] == [0, 0]
+    finally:
+        for one in pods:
+            if one.poll() is None:
+                end(one)
+    subprocess.run([*shardwise, "train", "plain.toml"], cwd=tmp_path, check=True, capture_output=True)
+    assert curve(run) == curve(plain) and len(curve(run)) == STEPS
+    assert [event["source"] for event in run.events() if event["event"] == "resumed"] == ["disk", "memory"]
 
 
 def test_a_node_that_is_none_is_refused_in_a_sentence() -> None:

@@ -94,8 +94,8 @@ def leader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Leader]:
     assert len(os.listdir("/proc/self/task")) <= tasks
 
 
-def join(leader: Leader) -> NodeChannel:
-    """Joins as node 1."""
+def join(leader: Leader, **versions: object) -> NodeChannel:
+    """Joins as node 1; `versions`: what it says of itself that is not so."""
     deadline = time.monotonic() + 10
     while True:
         try:
@@ -106,6 +106,7 @@ def join(leader: Leader) -> NodeChannel:
             assert time.monotonic() < deadline
             time.sleep(0.05)
     channel = NodeChannel(link, key, False, lambda why: None)
+    channel.send({**nodes.describe_software(), "clock": time.time(), **versions})
     assert leader.ready.wait(10)
     return channel
 
@@ -127,6 +128,48 @@ def test_hostile_connections_neither_end_nor_delay_a_run(leader: Leader, tmp_pat
     assert set(listening) == {"127.0.0.1"}, listening
     dist.TCPStore("127.0.0.1", leader.pool._store.port, None, False).set("still", "there")
     member.close()
+
+
+@pytest.mark.parametrize(
+    ("versions", "sentence"),
+    [
+        ({"torch": "2.0.0"}, "node 1 at 127.0.0.1 has torch 2.0.0, but node 0 has "),
+        ({"shardwise": "0.1.0 (0123)"}, "node 1 at 127.0.0.1 has shardwise 0.1.0 (0123), but node 0 has "),
+        ({"clock": time.time() + 1000}, "the clock of node 1 at 127.0.0.1 is "),
+        ({"python": "3.3.1"}, "node 1 at 127.0.0.1 runs Python 3.3.1, node 0 Python "),
+    ],
+)
+def test_nodes_compare_versions_and_clocks_before_the_first_step(
+    versions: dict[str, object], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDWISE_SECRET_FILE", str(tmp_path / "secret"))
+    leader = Leader(tmp_path / "run")
+    member = join(leader, **versions)
+    leader.stop = True
+    leader.thread.join(10)
+    said = [*leader.events, str(leader.failure)]
+    assert any(one.startswith(sentence) for one in said), said
+    is_refused = "torch" in versions or "shardwise" in versions
+    assert isinstance(leader.failure, JobError) == is_refused
+    messages = []
+    while (received := member.receive()) is not None:
+        messages += [message for message in received if "heartbeat" not in message]
+    assert any(message.get("is_final") for message in messages) == is_refused
+    assert messages[-1] == {"shutdown": False}
+    member.close()
+
+
+def test_node_0_says_for_whom_it_waits_and_gives_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SHARDWISE_SECRET_FILE", str(tmp_path / "secret"))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(
+        RunError, match=rf"did not join within 0.2 s \(run.join_timeout\): 1, 2 of 3 at 127.0.0.1:{port}"
+    ):
+        NodeCoordinator(tmp_path, Fork(), 1, Node(0, 3, "127.0.0.1", port), print, 0.2)  # type: ignore[arg-type]
+    assert f"waiting for nodes 1, 2 of 3 at 127.0.0.1:{port}, for 0 s at most" in capsys.readouterr().out
 
 
 def test_messages_of_a_member_that_make_no_sense_are_counted_and_dropped(leader: Leader) -> None:
@@ -178,7 +221,6 @@ def test_a_proof_can_be_neither_replayed_nor_reflected_nor_used_in_another_role(
 
 def test_an_agent_obeys_only_a_node_0_that_knows_the_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDWISE_SECRET", SECRET.decode())
-    monkeypatch.setattr(nodes, "JOIN_TIMEOUT", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as door:
         evil = {"fork": "x", "ranks": [0], "size": 1, "entry": "os:system", "arguments": [f"touch {tmp_path}/mark"]}
 
@@ -195,7 +237,7 @@ def test_an_agent_obeys_only_a_node_0_that_knows_the_secret(tmp_path: Path, monk
         thread.start()
         fork = Fork()
         with pytest.raises(RunError, match="it has another secret than this node"):
-            NodeAgent(Node(1, 2, "127.0.0.1", door.getsockname()[1]), fork).run()  # type: ignore[arg-type]
+            NodeAgent(Node(1, 2, "127.0.0.1", door.getsockname()[1]), fork, 0.5).run()  # type: ignore[arg-type]
         door.shutdown(socket.SHUT_RDWR)
         thread.join(5)
     assert not fork.sent and not (tmp_path / "mark").exists()
@@ -207,6 +249,8 @@ def test_only_commands_of_a_known_form_are_obeyed() -> None:
     good: list[tuple[dict[str, Any], Any]] = [
         (fork, COMMANDS), ({"kill": "g", "signal": 9, "ranks": [0]}, COMMANDS), ({"kill": "g", "signal": 15}, COMMANDS),
         ({"group": "g", "pids": {"0": 1}}, REPORTS), ({"group": "g", "rank": 0, "code": -6}, REPORTS),
+        ({"rejected": "no", "is_final": True}, COMMANDS), ({"stop": 15}, REPORTS),
+        ({"shardwise": "0.1", "torch": "2", "python": "3", "clock": 1.5}, REPORTS),
     ]  # fmt: skip
     for message, forms in good:
         assert parse_message(json.dumps(message).encode(), forms) == message

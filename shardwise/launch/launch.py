@@ -19,40 +19,23 @@ import torch.distributed as dist
 from shardwise.console import pluralize, print_line
 from shardwise.errors import LayoutError
 from shardwise.job import Job
+from shardwise.launch.cluster_environment import ClusterEnvironment
 from shardwise.launch.worker import run_worker
 from shardwise.layout import Layout
 from shardwise.train.local_machine import check_compiler, choose_plan, pick_device, plan_record
 from shardwise.train.run_folder import RunFolder
 from shardwise.workers.fork_server import ForkServer
-from shardwise.workers.nodes import Node, NodeCoordinator
+from shardwise.workers.nodes import NodeCoordinator
 from shardwise.workers.supervisor import Supervisor, failure_text
 from shardwise.workers.worker_pool import WorkerPool
 
 WORKER_ENTRY_POINT = "shardwise.launch.worker:main"
-# torchrun's environment variables and their Slurm equivalents.
-_SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
 
 
-def existing_world_size() -> int | None:
-    """Returns the world size that torchrun or Slurm set up, or None if we launch the workers ourselves."""
-    if "RANK" not in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in os.environ:
-        for ours, theirs in _SLURM.items():
-            os.environ[ours] = os.environ[theirs]
-        os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", "1"))
-        if "MASTER_ADDR" not in os.environ:
-            raise LayoutError(
-                "Slurm started this process without MASTER_ADDR; export it (the first host of the Slurm job) and "
-                "MASTER_PORT, or start with `srun torchrun ...`."
-            )
-        os.environ.setdefault("MASTER_PORT", "29500")
-    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
-
-
-def check_layout_fits(layout: Layout, job: Job, nodes: int = 1) -> None:
-    """Raises LayoutError if this world or machine cannot run the layout."""
+def check_layout_fits(layout: Layout, job: Job, nodes: int = 1, world_size: int | None = None) -> None:
+    """Raises LayoutError if this machine and as many others, or this existing world, cannot run the layout."""
     if job.compile is True and pick_device(job) == "cpu":
         check_compiler()
-    world_size = existing_world_size()
     if layout.world % nodes:
         raise LayoutError(
             f"layout '{layout}' has {pluralize(layout.world, 'process')}, which {nodes} nodes cannot share equally; "
@@ -74,11 +57,11 @@ def check_layout_fits(layout: Layout, job: Job, nodes: int = 1) -> None:
 
 def launch(
     folder: RunFolder, layout: Layout, resume: bool, entry: str = WORKER_ENTRY_POINT,
-    fork_server: ForkServer | None = None, node: Node | None = None,
+    fork_server: ForkServer | None = None, environment: ClusterEnvironment | None = None,
 ) -> None:  # fmt: skip
     """Runs the training to its end, with restarts; raises the last failure once they are used up. `entry` is the
     function that each worker calls; `fork_server` is an existing server to fork workers from."""
-    if existing_world_size() is not None:
+    if environment is not None and environment.world_size is not None:
         _run_in_existing_world(folder, layout, resume)
         return
     folder.clear_errors()
@@ -90,9 +73,9 @@ def launch(
 
     server = ForkServer(WORKER_ENTRY_POINT.partition(":")[0]) if fork_server is None else fork_server
     worker_pool = WorkerPool(folder.path, server, layout.world)
-    if node is not None:
-        print_line(f"waiting for {pluralize(node.count - 1, 'other node')} at {node.host}:{node.port}")
-        worker_pool = NodeCoordinator(folder.path, server, layout.world // node.count, node, log_event)
+    if environment is not None and (node := environment.node) is not None:
+        slots, timeouts = layout.world // node.count, (job.run.join_timeout, job.run.node_patience)
+        worker_pool = NodeCoordinator(folder.path, server, slots, node, log_event, *timeouts)
     supervisor = Supervisor(
         folder.path, worker_pool, entry, str(layout), layout.world, job.run.max_restarts, job.run.hang_timeout, folder,
         log_event, replan=partial(replan, folder, job) if job.run.elastic else None,
@@ -105,12 +88,18 @@ def launch(
     previous_handlers = {number: signal.signal(number, forward_signal) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         supervisor.supervise(resume)
+        worker_pool.is_finished = has_finished(folder)
     finally:
         worker_pool.close()
         if fork_server is None:
             server.close()
         for number, handler in previous_handlers.items():
             signal.signal(number, handler)
+
+
+def has_finished(folder: RunFolder) -> bool:
+    """Whether the run's last event is `finished`."""
+    return next((event["event"] for event in reversed(list(folder.events()))), "") == "finished"
 
 
 def replan(folder: RunFolder, job: Job, processes: int) -> tuple[str, int]:

@@ -2,9 +2,10 @@
 
 import os
 import shlex
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ from shardwise.data.input_files import BadRecords, DataRecord
 from shardwise.data.make_sources import Sources, make_sources
 from shardwise.data.sample_stream import SampleStream, Source
 from shardwise.data.tokenizer import Tokenizer
-from shardwise.errors import JobError, LayoutError, RunError
+from shardwise.errors import EXIT_UNFINISHED, JobError, LayoutError, RunError, UserError
 from shardwise.files import write_text
-from shardwise.job import Job, load_job
-from shardwise.launch.launch import WORKER_ENTRY_POINT, check_layout_fits, existing_world_size, launch
+from shardwise.job import Job, RunConfig, load_job
+from shardwise.launch.cluster_environment import ClusterEnvironment, detect
+from shardwise.launch.launch import WORKER_ENTRY_POINT, check_layout_fits, has_finished, launch
 from shardwise.launch.worker import init_distributed
 from shardwise.layout import AUTO_SCHEDULES, Layout
 from shardwise.metrics.trackers import check_tracker_installed
@@ -34,7 +36,7 @@ from shardwise.train.validate import byte_frequency_bits
 from shardwise.train.warm_start import check_start, name_step
 from shardwise.watch.report_page import print_end_of_run
 from shardwise.workers.fork_server import ForkServer
-from shardwise.workers.nodes import Node, NodeAgent
+from shardwise.workers.nodes import NodeAgent
 from shardwise.workers.run_owner import own_run
 
 STATE_COPIES = 2  # of the parameters that every optimizer keeps in float32: weights and gradients
@@ -51,54 +53,74 @@ class StartOptions:
     """How a run is started."""
 
     resume: Path | None = None
-    node: Node | None = None
+    environment: ClusterEnvironment = field(default_factory=detect)
     check: Check | None = None
     accept_data_change: bool = False
     strict: bool = False
     """Whether suspicious settings, which `find_warnings` lists, are errors."""
 
 
-def start_training(job_file: Path | None, settings: list[str], resume: Path | None, say: Say, **options: Any) -> None:
-    """Trains a job file, the job of the run to resume, or the demo. `options`: those of StartOptions."""
+def start_training(
+    job_file: Path | None, settings: list[str], resume: Path | None, say: Say, resume_if_exists: bool = False,
+    **options: Any,
+) -> bool:  # fmt: skip
+    """Trains a job file, the job of the run to resume, or the demo. `options`: those of StartOptions. With
+    `resume_if_exists`, resumes the run in the job's folder if there is one. Returns whether all steps were taken."""
+    given = StartOptions(resume, **options)
+    if resume_if_exists and resume is None and given.environment.reads_job:
+        folder = load_job(job_file, settings).run.folder
+        if not folder:
+            raise JobError("--continue needs the folder of the run; set run.folder.")
+        given = replace(given, resume=Path(folder) if (Path(folder) / "job.toml").is_file() else None)
 
     def load() -> Job:
-        if job_file is None and resume is None:
+        if job_file is None and resume is None and given.environment.reads_job:
             say("no job file given: training the built-in demo")
         if resume is not None:
             return load_job(job_file or RunFolder.open(resume).path / "job.toml", settings)
         return load_job(job_file or DEMO, settings, own_model=job_file is None)
 
-    _start(load, say, StartOptions(resume, **options))
+    return _start(load, say, given)[1]
 
 
 def start_job(job: Job, say: Say, resume: Path | None = None, **options: Any) -> RunFolder:
     """Trains a job and returns its run folder."""
-    folder = _start(lambda: job, say, StartOptions(resume, **options))
-    assert folder is not None
+    folder, is_finished = _start(lambda: job, say, StartOptions(resume, **options))
+    if folder is None:
+        sys.exit(0 if is_finished else EXIT_UNFINISHED)  # an agent; the rest of the script runs on node 0
     return folder
 
 
-def _start(load: Callable[[], Job], say: Say, options: StartOptions) -> RunFolder | None:
-    if existing_world_size() is not None:
+def _start(load: Callable[[], Job], say: Say, options: StartOptions) -> tuple[RunFolder | None, bool]:
+    """Returns the run folder (None on other nodes than node 0) and whether the run has taken all its steps."""
+    environment, node = options.environment, options.environment.node
+    environment.export()
+    if environment.world_size is not None:
         return _start_run(load(), say, options, None)
     # Started first, because a process without threads or PyTorch state is safe to fork.
     fork_server = ForkServer(WORKER_ENTRY_POINT.partition(":")[0])
     try:
-        if options.node is not None and options.node.index > 0:
-            say(f"waiting for node 0 at {options.node.host}:{options.node.port}")
-            NodeAgent(options.node, fork_server).run()
-            return None
+        if node is not None and node.index > 0:
+            say(f"waiting for node 0 at {node.endpoint}")
+            try:
+                run = load().run  # node 0 alone needs the job
+            except UserError:
+                run = RunConfig()
+            return None, NodeAgent(node, fork_server, run.join_timeout).run()
         return _start_run(load(), say, options, fork_server)
     finally:
         fork_server.close()
 
 
-def _start_run(job: Job, say: Say, options: StartOptions, fork_server: ForkServer | None) -> RunFolder:
+def _start_run(
+    job: Job, say: Say, options: StartOptions, fork_server: ForkServer | None
+) -> tuple[RunFolder, bool]:  # fmt: skip
     resumed = RunFolder.open(options.resume) if options.resume is not None else None
     job = name_step(job) if resumed is None else job
     with ExitStack() as ownership:
-        previous_job, nodes = job, options.node.count if options.node is not None else 1
-        if resumed is not None and _is_main_process():
+        environment, previous_job = options.environment, job
+        nodes = environment.node.count if environment.node is not None else 1
+        if resumed is not None and environment.is_main:
             ownership.enter_context(own_run(resumed.path, say, fork_server))
         if resumed is not None:
             previous_job = resumed.job()
@@ -107,8 +129,8 @@ def _start_run(job: Job, say: Say, options: StartOptions, fork_server: ForkServe
         given_layout = None if job.layout == "auto" else Layout.parse(job.layout)
         if given_layout is not None:
             prepare(job, given_layout)  # before the planner, which rejects layouts for other reasons
-        layout, record, reason_text = _plan_layout(job, nodes)
-        check_layout_fits(layout, job, nodes)
+        layout, record, reason_text = _plan_layout(job, nodes, environment.world_size)
+        check_layout_fits(layout, job, nodes, environment.world_size)
         check_tracker_installed(job.tracker)
         prepared = prepare(job, layout)
         start = check_start(prepared) if resumed is None and _is_main_process() else ""
@@ -116,12 +138,12 @@ def _start_run(job: Job, say: Say, options: StartOptions, fork_server: ForkServe
         local_machine.require_memory(job, 4 * STATE_COPIES, local_ranks, local_ranks / layout.world)
         check_host_memory(prepared, local_machine.host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", layout.world)))
         data_record, sources, events = _open_data(prepared, resumed, options)
-        if options.check is not None and _is_main_process():
+        if options.check is not None and environment.is_main:
             options.check(prepared, say)
-        folder = _open_folder(job, resumed, layout)
-        if resumed is None and _is_main_process():
+        folder = _open_folder(job, resumed, layout, environment)
+        if resumed is None and environment.is_main:
             ownership.enter_context(own_run(folder.path, say, fork_server))
-        if _is_main_process():
+        if environment.is_main:
             write_text(folder.path / "job.toml", job.to_toml())
             folder.write_plan(record)
             if data_record.is_new:
@@ -136,14 +158,15 @@ def _start_run(job: Job, say: Say, options: StartOptions, fork_server: ForkServe
             for kind, message in events:
                 folder.log_event(kind, message)
                 say(f"{kind}: {message}")
-        launch(folder, layout, resume=resumed is not None, fork_server=fork_server, node=options.node)
-    if _is_main_process():
+        launch(folder, layout, resume=resumed is not None, fork_server=fork_server, environment=environment)
+    is_finished = has_finished(folder)
+    if environment.is_main:
         print_end_of_run(folder.path, say)
-        if has_finished(folder):
+        if is_finished:
             summarize(folder, job, say)
         else:
             say(f"to resume: shardwise train --resume {folder.path}")
-    return folder
+    return folder, is_finished
 
 
 def _open_data(
@@ -170,12 +193,12 @@ def _open_data(
     return record, sources, [*events, *(("warning", sentence) for sentence in warnings)]
 
 
-def _plan_layout(job: Job, nodes: int) -> tuple[Layout, dict[str, Any], str]:
+def _plan_layout(job: Job, nodes: int, world_size: int | None) -> tuple[Layout, dict[str, Any], str]:
     """Returns the layout to train in, the record for plan.toml, and a line that describes the plan."""
     given_layout = None if job.layout == "auto" else Layout.parse(job.layout)
     try:
         local_world = local_machine.local_process_count(job) * nodes if nodes > 1 else None
-        plan, source = local_machine.choose_plan(job, existing_world_size() or local_world)
+        plan, source = local_machine.choose_plan(job, world_size or local_world)
     except LayoutError as error:
         if given_layout is None or given_layout.schedule in AUTO_SCHEDULES:
             raise
@@ -209,20 +232,15 @@ def _print_summary(prepared: Prepared, say: Say, start: str = "") -> None:
     say(f"layout: {layout} ({pluralize(layout.world, 'process')}, {micro_batches})")
 
 
-def _is_main_process() -> bool:
-    """Whether this process prints and writes for the run: our launcher, or rank 0 under torchrun or Slurm."""
-    return existing_world_size() is None or os.environ["RANK"] == "0"
-
-
-def _open_folder(job: Job, resumed: RunFolder | None, layout: Layout) -> RunFolder:
+def _open_folder(job: Job, resumed: RunFolder | None, layout: Layout, environment: ClusterEnvironment) -> RunFolder:
     """Creates or reopens the run folder. Under torchrun or Slurm, rank 0 creates it and broadcasts its path."""
     if resumed is not None:
         return resumed
-    if existing_world_size() is None:
+    if environment.world_size is None:
         return RunFolder.create(job)
     init_distributed(layout.world, job)
     path, problem = "", ""
-    if _is_main_process():
+    if environment.is_main:
         try:
             path = str(RunFolder.create(job).path)
         except JobError as error:
@@ -258,11 +276,6 @@ def find_warnings(prepared: Prepared, training: Source, held_out: Source) -> lis
         matches = any(fnmatchcase(name, pattern) for name in prepared.shapes)
         found[f"optimizer.weight_decay_overrides: {pattern!r} is the name of no parameter."] = not matches
     return [sentence for sentence, is_true in found.items() if is_true]
-
-
-def has_finished(folder: RunFolder) -> bool:
-    """Whether the run's last event is `finished`."""
-    return next((event["event"] for event in reversed(list(folder.events()))), "") == "finished"
 
 
 def summarize(folder: RunFolder, job: Job, say: Callable[[str], None]) -> None:

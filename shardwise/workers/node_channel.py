@@ -29,8 +29,8 @@ from shardwise.errors import JobError
 from shardwise.workers.fork_server import ENTRY_POINTS, Message, MessageChannel
 
 HEARTBEAT_INTERVAL = 0.1
-HEARTBEAT_TIMEOUT = 0.7  # seconds of silence after which a node counts as lost if its kernel is silent too
-AGENT_TIMEOUT = 10.0  # the same if its kernel still acknowledges our data: its agent hangs or gets no CPU time
+PATIENCE = 0.7  # default of `run.node_patience`
+AGENT_PATIENCE = 15  # times as long if the node's kernel still acknowledges our data: its agent gets no CPU time
 HANDSHAKE_TIMEOUT = 5.0
 NONCE_BYTES = PROOF_BYTES = 32
 MAX_MESSAGE_BYTES, MAX_BRACKETS = 1 << 18, 64
@@ -41,13 +41,15 @@ SECRET_HELP = "set SHARDWISE_SECRET to the same value on every node, or SHARDWIS
 SIGNALS = tuple(map(int, (signal.SIGINT, signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1)))
 RANK, HEARTBEAT, SNAPSHOT_KEY = range(1 << 20), {"heartbeat": int}, re.compile("[0-9a-f]{12}-[0-9]{1,7}")
 COMMANDS: list[dict[str, Any]] = [  # from node 0
-    HEARTBEAT, {"shutdown": bool}, {"rejected": str}, {"release": str}, {"remove_snapshots": SNAPSHOT_KEY},
+    HEARTBEAT, {"shutdown": bool}, {"rejected": str, "is_final": bool}, {"patience": float}, {"release": str},
+    {"remove_snapshots": SNAPSHOT_KEY},
     {"kill": str, "signal": SIGNALS}, {"kill": str, "signal": SIGNALS, "ranks": [RANK]},
     {"fork": str, "size": RANK, "entry": ENTRY_POINTS, "standby": bool, "arguments": [str], "ranks": [RANK],
      "slots": [RANK], "snapshots": SNAPSHOT_KEY},
 ]  # fmt: skip
 REPORTS: list[dict[str, Any]] = [  # from the other nodes
-    HEARTBEAT, {"group": str, "pids": {"rank": int}}, {"group": str, "rank": RANK, "stopped": bool},
+    HEARTBEAT, {"stop": (int(signal.SIGTERM),)}, {"shardwise": str, "torch": str, "python": str, "clock": float},
+    {"group": str, "pids": {"rank": int}}, {"group": str, "rank": RANK, "stopped": bool},
     {"group": str, "rank": RANK, "code": range(-64, 256)},
 ]  # fmt: skip
 
@@ -161,13 +163,16 @@ def connect(host: str, port: int, secret: bytes, role: str) -> tuple[socket.sock
 class NodeChannel(MessageChannel):
     """A channel between two nodes that authenticates messages, sends heartbeats and notices when the peer is lost."""
 
-    def __init__(self, connection: socket.socket, key: bytes, is_coordinator: bool, reject: Callable[[str], None]):
+    def __init__(
+        self, connection: socket.socket, key: bytes, is_coordinator: bool, reject: Callable[[str], None],
+        patience: float = PATIENCE,
+    ):  # fmt: skip
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with suppress(OSError):
             connection.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, 0x10)  # low delay: ahead of bulk data
         super().__init__(connection)
         self._key, self._is_coordinator, self._reject = key, is_coordinator, reject
-        self._sent = self._received = 0
+        self._sent, self._received, self.patience = 0, 0, patience
         self._silence, self._last_check = 0.0, time.monotonic()
         self._lock, self.closed = threading.Lock(), False
         threading.Thread(target=self._send_heartbeats, daemon=True).start()
@@ -202,11 +207,14 @@ class NodeChannel(MessageChannel):
     def silence_if_lost(self) -> float:
         """Returns how long the peer has been silent, without gaps in which we did not poll, if it is lost; otherwise 0.
 
-        On a busy machine an agent may get no CPU time for seconds, but its kernel still acknowledges what we send."""
+        On a busy machine an agent may get no CPU time for seconds, but its kernel still acknowledges what we send. The
+        load of this machine stands for that of its peer."""
         now = time.monotonic()
         self._silence += min(now - self._last_check, 2 * HEARTBEAT_INTERVAL)
         self._last_check = now
-        timeout = AGENT_TIMEOUT if self._is_acknowledged() else HEARTBEAT_TIMEOUT
+        timeout = self.patience
+        if self._silence > timeout and self._is_acknowledged():
+            timeout *= AGENT_PATIENCE * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
         return self._silence if self._silence > timeout else 0.0
 
     def close(self) -> None:
@@ -223,7 +231,7 @@ class NodeChannel(MessageChannel):
             return True
         info = self.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 60)
         unacknowledged, last_milliseconds = struct.unpack("24xI28xI", info)
-        return unacknowledged == 0 or last_milliseconds < 1000 * HEARTBEAT_TIMEOUT
+        return unacknowledged == 0 or last_milliseconds < 1000 * self.patience
 
     def _send_heartbeats(self) -> None:
         while not self.closed:

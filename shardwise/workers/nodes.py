@@ -6,9 +6,14 @@
 Coordinator and agents exchange heartbeats ten times a second, independent of collectives. When an agent falls silent,
 its node is lost: the coordinator names the lost ranks and restarts all ranks once the node rejoins, or without it
 (`run.elastic`). An agent that loses the coordinator kills its workers, so that no old attempt survives, and reconnects.
-All nodes share the run folder. Losing node 0 ends the run; `--resume` continues it.
+All nodes share the run folder, and must run the same Shardwise and PyTorch. Losing node 0 ends the run; `--resume`
+continues it. A node that gets SIGTERM asks node 0 to stop: the run is saved, and every node ends.
 """
 
+import errno
+import hashlib
+import os
+import platform
 import select
 import signal
 import socket
@@ -19,19 +24,24 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from shardwise import __version__
 from shardwise.comm.world import interface_environment
 from shardwise.console import pluralize, print_line
-from shardwise.errors import JobError, RunError
+from shardwise.errors import JobError, RunError, ShardwiseError
 from shardwise.workers import node_channel
-from shardwise.workers.fork_server import ForkServer, MessageChannel
-from shardwise.workers.node_channel import HEARTBEAT_INTERVAL, SECRET_HELP, Handshake, NodeChannel
+from shardwise.workers.fork_server import ForkServer, Message, MessageChannel
+from shardwise.workers.node_channel import HEARTBEAT_INTERVAL, PATIENCE, SECRET_HELP, Handshake, NodeChannel
 from shardwise.workers.worker_pool import FORK_SERVER_LOST, NodeSlots, WorkerPool
 
-JOIN_TIMEOUT = 300.0  # seconds that nodes wait for each other at startup
+JOIN_TIMEOUT = 300.0  # default of `run.join_timeout`
+WAITING_INTERVAL = 30.0  # seconds between lines that say for which nodes node 0 waits
+MAX_CLOCK_SKEW = 2.0  # seconds between the clocks of two nodes, beyond which the order of events cannot be trusted
 MAX_REJECTIONS = 5  # consecutive rejections after which an agent gives up
 MAX_HANDSHAKES = 128  # connections that have not proved the secret; a newer one replaces the oldest
 REPORT_INTERVAL = 10.0  # seconds between reports of rejected connections
@@ -47,6 +57,10 @@ class Node:
     count: int
     host: str
     port: int
+
+    @property
+    def endpoint(self) -> str:
+        return f"{self.host}:{self.port}"
 
     @classmethod
     def parse(cls, text: str, address: str | None) -> "Node":
@@ -66,28 +80,52 @@ class Node:
 class NodeCoordinator(WorkerPool):
     """The worker pool of node 0: its own slots and those of all agents that joined."""
 
-    def __init__(self, run_path: Path, fork_server: ForkServer, slots: int, node: Node, log_event: LogEvent):
+    def __init__(
+        self, run_path: Path, fork_server: ForkServer, slots: int, node: Node, log_event: LogEvent,
+        join_timeout: float = JOIN_TIMEOUT, patience: float = PATIENCE,
+    ):  # fmt: skip
         super().__init__(run_path.resolve(), fork_server, slots)
-        self.node, self.slots_per_node, self.log_event = node, slots, log_event
+        self.node, self.slots_per_node, self.log_event, self.patience = node, slots, log_event, patience
         self._handshakes: list[Handshake] = []
-        self._rejected, self._next_report = 0, 0.0
-        try:
-            self._listener = socket.create_server((node.host, node.port), backlog=MAX_HANDSHAKES)
-        except OSError as error:
-            endpoint = f"{node.host}:{node.port}"
-            raise JobError(f"cannot listen on --address {endpoint}: {error.strerror}.") from None
+        self._rejected, self._next_report, self._software = 0, 0.0, describe_software()
+        self._is_starting, deadline = True, time.monotonic() + join_timeout
+        self._listener = self._listen(deadline)
         self._secret_file = node_channel.secret_file(node.host, node.port)
         self._secret = node_channel.create_secret(self._secret_file)
         door = socket.create_server((node.host, 0))  # PyTorch's own listens on all interfaces
-        port, timeout = door.getsockname()[1], timedelta(seconds=JOIN_TIMEOUT)
+        port, timeout = door.getsockname()[1], timedelta(seconds=join_timeout)
         self._store = dist.TCPStore(node.host, port, None, True, timeout, False, False, door.detach())
-        self.wait_for_slots(slots * node.count, JOIN_TIMEOUT)
-        if self.size < slots * node.count:
-            joined = ", ".join(str(one.index) for one in self.nodes)
-            raise RunError(
-                f"{node.count} nodes were expected at {node.host}:{node.port} within {JOIN_TIMEOUT:g} s, but only "
-                f"these joined: {joined}."
-            )
+        try:
+            self._wait_for_nodes(deadline, join_timeout)
+        except ShardwiseError:
+            self.close()
+            raise
+        self._is_starting = False
+
+    def _listen(self, deadline: float) -> socket.socket:
+        """In Kubernetes, waits until the name of this pod has become known, and is no more that of an earlier pod."""
+        while True:
+            try:
+                return socket.create_server((self.node.host, self.node.port), backlog=MAX_HANDSHAKES)
+            except OSError as error:
+                is_early = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+                if not is_early or "KUBERNETES_SERVICE_HOST" not in os.environ or time.monotonic() > deadline:
+                    raise JobError(f"cannot listen on --address {self.node.endpoint}: {error.strerror}.") from None
+                time.sleep(1.0)
+
+    def _wait_for_nodes(self, deadline: float, join_timeout: float) -> None:
+        next_line = time.monotonic()
+        while missing := set(range(self.node.count)) - {node.index for node in self.nodes if node.slots}:
+            names = f"{', '.join(map(str, sorted(missing)))} of {self.node.count} at {self.node.endpoint}"
+            if time.monotonic() > deadline:
+                raise RunError(
+                    f"these nodes did not join within {join_timeout:g} s (run.join_timeout): {names}; see what they "
+                    "print, and start all nodes again."
+                )
+            if time.monotonic() >= next_line:
+                print_line(f"waiting for nodes {names}, for {deadline - time.monotonic():.0f} s at most")
+                next_line += WAITING_INTERVAL
+            self.receive(HEARTBEAT_INTERVAL)
 
     def store_address(self, name: str) -> str:
         return f"tcp:{self.node.host}:{self._store.port}:{name}"
@@ -122,8 +160,13 @@ class NodeCoordinator(WorkerPool):
         for node in [one for one in self.nodes if one.channel is channel]:
             if messages is None:
                 self._mark_lost(node, "closed the connection")
-            else:
-                self.dispatch(messages, node.index)
+                continue
+            for message in messages:
+                if "clock" in message:
+                    self._admit(node, message)
+                elif "stop" in message:
+                    signal.raise_signal(message["stop"])  # as if this process had been asked
+            self.dispatch(messages, node.index)
 
     def wait_for_slots(self, size: int, timeout: float) -> None:
         deadline = time.monotonic() + timeout
@@ -161,13 +204,36 @@ class NodeCoordinator(WorkerPool):
         self._handshakes.remove(handshake)
         role, key = proved
         index = int(role.removeprefix("node "))
-        channel = NodeChannel(handshake.connection, key, True, partial(self._reject, handshake.host))
+        reject = partial(self._reject, handshake.host)
+        channel = NodeChannel(handshake.connection, key, True, reject, self.patience)
         if any(node.index == index for node in self.nodes):
-            channel.send({"rejected": f"node {index} has joined already."})
+            channel.send({"rejected": f"node {index} has joined already.", "is_final": False})
             channel.close()
             return
-        self.nodes.append(NodeSlots(index, channel, list(range(self.slots_per_node)), handshake.host))
+        self.nodes.append(NodeSlots(index, channel, [], handshake.host))  # it gets slots when its versions are known
         self.nodes.sort(key=lambda node: node.index)
+
+    def _admit(self, node: NodeSlots, versions: Message) -> None:
+        """Gives a node its slots if it runs what this node runs; otherwise rejects it, and ends a run that begins."""
+        name = f"node {node.index} at {node.host}"
+        differing = [what for what in ("shardwise", "torch") if versions[what] != self._software[what]]
+        if differing:
+            text = "; ".join(f"{what} {versions[what]}, but node 0 has {self._software[what]}" for what in differing)
+            sentence = f"{name} has {text}. All nodes need the same versions: install them, and start it again."
+            node.channel.send({"rejected": sentence, "is_final": True})
+            if self._is_starting:
+                raise JobError(sentence)
+            self._mark_lost(node, "has other versions")
+            return
+        skew = versions["clock"] - time.time()
+        if abs(skew) > MAX_CLOCK_SKEW and self._is_starting:  # later, this process may have been too busy to read it
+            which = "ahead of" if skew > 0 else "behind"
+            self.log_event("warning", f"the clock of {name} is {abs(skew):.1f} s {which} that of node 0; start ntpd.")
+        if versions["python"].split(".")[:2] != self._software["python"].split(".")[:2]:
+            text = f"{name} runs Python {versions['python']}, node 0 Python {self._software['python']}."
+            self.log_event("warning", text)
+        node.channel.send({"patience": float(self.patience)})
+        node.slots = list(range(self.slots_per_node))
 
     def _mark_lost(self, node: NodeSlots, why: str) -> None:
         self.nodes.remove(node)
@@ -181,13 +247,22 @@ class NodeCoordinator(WorkerPool):
     def close(self) -> None:
         for node in self.nodes:
             if isinstance(node.channel, NodeChannel):
-                node.channel.send({"shutdown": True})
+                node.channel.send({"shutdown": self.is_finished})
                 node.channel.close()
         if self._rejected:
             print_line(f"refused: {self._rejected:,} connections or messages in all.")
         self._listener.close()
         self._secret_file.unlink(missing_ok=True)
         super().close()
+
+
+def describe_software() -> dict[str, str]:
+    """Returns the versions that nodes compare; that of Shardwise includes a checksum of its code."""
+    code = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.parent.rglob("*.py")):
+        code.update(path.read_bytes())
+    version = f"{__version__} ({code.hexdigest()[:12]})"
+    return {"shardwise": version, "torch": str(torch.__version__), "python": platform.python_version()}
 
 
 def open_store(address: str, world_size: int) -> dist.Store:
@@ -204,18 +279,29 @@ class NodeAgent:
 
     node: Node
     fork_server: ForkServer
+    join_timeout: float = JOIN_TIMEOUT
     worker_groups: set[str] = field(default_factory=set)
     rejections: int = 0
+    is_stopping: bool = False
 
-    def run(self) -> None:
-        """Serves until the coordinator shuts down. Raises RunError if it cannot be reached."""
-        while True:
-            channel = self._join()
-            if self._relay_messages(channel):
-                return
-            for name in self.worker_groups:
-                self.fork_server.send({"kill": name, "signal": signal.SIGKILL})
-            channel.close()
+    def run(self) -> bool:
+        """Serves until the coordinator shuts down; returns whether the run has taken all its steps. Raises RunError if
+        it cannot be reached."""
+        previous = signal.signal(signal.SIGTERM, self._handle_stop)
+        try:
+            while True:
+                channel = self._join()
+                is_finished = self._relay_messages(channel)
+                if is_finished is not None:
+                    return is_finished
+                for name in self.worker_groups:
+                    self.fork_server.send({"kill": name, "signal": signal.SIGKILL})
+                channel.close()
+        finally:
+            signal.signal(signal.SIGTERM, previous)
+
+    def _handle_stop(self, number: int, frame: FrameType | None) -> None:
+        self.is_stopping = True
 
     def _join(self) -> NodeChannel:
         begin, is_explained, address = time.monotonic(), False, (self.node.host, self.node.port)
@@ -223,25 +309,33 @@ class NodeAgent:
             try:
                 secret = node_channel.read_secret(node_channel.secret_file(*address))
                 connection, key = node_channel.connect(*address, secret, f"node {self.node.index}")
-                return NodeChannel(connection, key, False, print_line)
+                channel = NodeChannel(connection, key, False, print_line)
+                channel.send({**describe_software(), "clock": time.time()})
+                return channel
             except OSError as error:
                 seconds, problem = time.monotonic() - begin, error.strerror or str(error)
                 if isinstance(error, FileNotFoundError):
                     problem = f"it has not written its secret to {error.filename}; if it runs elsewhere, {SECRET_HELP}"
-                if seconds > JOIN_TIMEOUT:
+                if self.is_stopping:
+                    raise RunError("stopped by SIGTERM while waiting for node 0.") from None
+                if seconds > self.join_timeout:
                     raise RunError(
-                        f"could not join node 0 at {self.node.host}:{self.node.port} in {JOIN_TIMEOUT:g} s: {problem}. "
-                        "If its run has ended, restart all nodes, node 0 with --resume."
+                        f"could not join node 0 at {self.node.endpoint} in {self.join_timeout:g} s "
+                        f"(run.join_timeout): {problem}. If its run has ended, restart all nodes, node 0 with --resume."
                     ) from None
                 if seconds > EXPLAIN_SECONDS and not is_explained:
-                    print_line(f"still waiting for node 0 at {self.node.host}:{self.node.port}: {problem}.")
+                    rest = f"for {self.join_timeout - seconds:.0f} s at most"
+                    print_line(f"still waiting for node 0 at {self.node.endpoint}, {rest}: {problem}.")
                     is_explained = True
                 time.sleep(HEARTBEAT_INTERVAL)
 
-    def _relay_messages(self, channel: NodeChannel) -> bool:
-        """Relays messages; returns True when the run is done, False when the connection is lost or rejected."""
-        environment = interface_environment(channel.connection.getsockname()[0])
+    def _relay_messages(self, channel: NodeChannel) -> bool | None:
+        """Relays messages until the run ends; returns None when the connection is lost or rejected."""
+        environment, has_asked = interface_environment(channel.connection.getsockname()[0]), False
         while True:
+            if self.is_stopping and not has_asked:
+                channel.send({"stop": int(signal.SIGTERM)})
+                has_asked = True
             ready = select.select([channel, self.fork_server], [], [], HEARTBEAT_INTERVAL)[0]
             if self.fork_server in ready:
                 messages = self.fork_server.receive()
@@ -252,16 +346,19 @@ class NodeAgent:
             if channel in ready:
                 commands = channel.receive()
                 if commands is None:
-                    return False
+                    return None
                 for command in commands:
                     if "shutdown" in command:
-                        return True
+                        return bool(command["shutdown"])
+                    if "patience" in command:
+                        channel.patience = command["patience"]
+                        continue
                     if "rejected" in command:
                         self.rejections += 1  # a node may rejoin before the coordinator has noticed its loss
-                        if self.rejections > MAX_REJECTIONS:
+                        if self.rejections > MAX_REJECTIONS or command["is_final"]:
                             raise RunError(f"node 0 rejected this node: {command['rejected']}")
                         time.sleep(1.0)
-                        return False
+                        return None
                     if "fork" in command:
                         self.worker_groups.add(command["fork"])
                         self.rejections = 0
@@ -269,4 +366,4 @@ class NodeAgent:
                     if "heartbeat" not in command:
                         self.fork_server.send(command)
             elif channel.silence_if_lost():
-                return False
+                return None

@@ -72,6 +72,7 @@ class WorkerPool:
 
     def __init__(self, run_path: Path, fork_server: ForkServer, slots: int):
         self.run_path, self.nodes = run_path, [NodeSlots(0, fork_server, list(range(slots)))]
+        self.is_finished = False  # whether the run has taken all its steps, which other nodes are told at the end
         self._folder = tempfile.TemporaryDirectory(prefix="shardwise-")
         self._worker_groups: dict[str, WorkerGroup] = {}
 
