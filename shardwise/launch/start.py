@@ -133,7 +133,7 @@ def _start_run(
         check_layout_fits(layout, job, nodes, environment.world_size)
         check_tracker_installed(job.tracker)
         prepared = prepare(job, layout)
-        start = check_start(prepared) if resumed is None and _is_main_process() else ""
+        start = check_start(prepared) if resumed is None and environment.is_main else ""
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", layout.world // nodes))
         local_machine.require_memory(job, 4 * STATE_COPIES, local_ranks, local_ranks / layout.world)
         check_host_memory(prepared, local_machine.host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", layout.world)))
