@@ -4,7 +4,7 @@
     images    12,000 images in CIFAR-10's format, cropped and flipped, batches of 128
 
 Both produce full batches in shuffled order and take turns, without workers and with the same number of workers;
-throughput is the median over turns. The wait is that of `shardwise bench data` on the built-in demo.
+throughput is the median over turns. The wait is that of `benchmarks/data_loading.py` on the built-in demo.
 Run: python benchmarks/data.py
 """
 
@@ -123,7 +123,7 @@ def main() -> None:
                 ours, pytorch = compare(kind, Path(name), workers, options.turns, options.batches)
                 rates = f"Shardwise {ours:,.0f} samples/s, DataLoader {pytorch:,.0f}, ratio {ours / pytorch:.2f}"
                 print(f"{kind}, {workers or 'no'} workers: {rates}")
-    command = [sys.executable, "-m", "shardwise", "bench", "data", str(ROOT / "shardwise" / "demo.toml"), "--json"]
+    command = [sys.executable, str(ROOT / "benchmarks/data_loading.py"), str(ROOT / "shardwise/demo.toml"), "--json"]
     report = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout)
     waits = f"{1e3 * report['wait_seconds']:.3f} ms of {1e3 * report['step_seconds']:.0f} ms"
     print(f"demo: a step waits for data {waits}, {100 * report['wait_fraction']:.2f}%")

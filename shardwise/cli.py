@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -261,28 +260,16 @@ def bench_step(
     flag_overrides = [f"model.name={model}"] * bool(model) + [f"batch.samples={batch}"] * bool(batch)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler's log
     settings = [*(overrides or []), *flag_overrides]
-    _bench_on_one_device("shardwise.bench.train_step:bench_step", job_file, settings, steps, as_json)
-
-
-@bench.command("data")
-def bench_data(
-    job_file: JobFile = None, overrides: Overrides = None,
-    steps: Annotated[int, Option(min=2, help="Number of steps to measure.")] = 10, as_json: JsonFlag = False,
-) -> None:  # fmt: skip
-    """Benchmarks data loading: how long a step waits for data on one device, and which loading stage is slowest."""
-    _bench_on_one_device("shardwise.bench.data_loading:bench_data", job_file, overrides or [], steps, as_json)
-
-
-def _bench_on_one_device(function: str, job_file: Path | None, settings: list[str], steps: int, as_json: bool) -> None:
     job = load_job(job_file, settings)
     job.require_trainable()
 
     import torch
 
+    from shardwise.bench.train_step import bench_step
     from shardwise.train.local_machine import pick_device, require_memory
 
     require_memory(job, 8)
-    report = resolve_name(function)(job, torch.device(pick_device(job)), steps)
+    report = bench_step(job, torch.device(pick_device(job)), steps)
     print_line(json.dumps(report.as_dict()) if as_json else report.text())
 
 

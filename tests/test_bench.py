@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 
@@ -9,13 +10,15 @@ import pytest
 import torch
 
 from shardwise.bench import comm
-from shardwise.bench.data_loading import DataReport, StageTimer, bench_data
 from shardwise.bench.train_step import StepReport, bench_step, classify_kernel
 from shardwise.cluster import CLUSTERS, find_cluster
 from shardwise.comm.world import run_world
 from shardwise.errors import JobError, LayoutError
 from shardwise.job import make_job
 from shardwise.planner.calibrate import KERNEL_CATEGORIES
+
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+from data_loading import DataReport, StageTimer, bench_data  # noqa: E402
 
 MODEL = {"layers": 2, "width": 32, "heads": 2, "vocab": 64, "sequence": 32}
 

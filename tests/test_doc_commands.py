@@ -54,7 +54,6 @@ SKIPPED = {
     "shardwise calibrate -o here.toml": MEASURES,
     "shardwise plan job.toml --cluster here.toml": MEASURES,
     "shardwise train job.toml --cluster here.toml": MEASURES,
-    "shardwise bench data images.toml": "needs CIFAR-10",
     "shardwise verify examples/llama-small.toml --shrink": "verifies a dozen layouts, which takes minutes",
     'shardwise verify examples/gpt.toml --shrink --layout "pipeline=2 schedule=zbv" --layout "shard=2 zero=3"': (
         "the same command as the one with --json"

@@ -285,7 +285,7 @@ RUN_COMMANDS = ["report run", "trace run --out out/{}", "compare run twin --json
                 "doctor run", "watch run", "watch", "train --resume run --set steps=4", "sample run --tokens 2",
                 "laws fit run", "laws noise run --batches 2 --samples 1"]  # fmt: skip
 JOB_COMMANDS = ["train {file} --set run.folder=out/{}", "plan {file}", "inspect {file} --json", "verify {file}",
-                "dryrun {file}", "chaos {file}", "bench step {file} --steps 2", "bench data {file} --steps 2",
+                "dryrun {file}", "chaos {file}", "bench step {file} --steps 2",
                 "data out/{}.bin --job {file}"]  # fmt: skip
 DATA = "--set data.source={} --set data.path={}"
 COMMANDS = {
@@ -299,10 +299,9 @@ COMMANDS = {
     "book.txt": ["data out/{}.bin --job job.toml", "train job.toml --set run.folder=out/{}"],
     "notes.jsonl": ["data out/{}.bin " + DATA.format("jsonl", "notes.jsonl"),
                     "train job.toml --set run.folder=out/{} " + DATA.format("jsonl", "notes.jsonl")],
-    "tokens.bin": ["train job.toml --set run.folder=out/{} " + DATA.format("tokens", "tokens.bin"),
-                   "bench data job.toml --steps 2 --set layout=auto " + DATA.format("tokens", "tokens.bin")],
+    "tokens.bin": ["train job.toml --set run.folder=out/{} " + DATA.format("tokens", "tokens.bin")],
     "tokenizer.json": ["data out/{}.bin --job job.toml --set data.tokenizer=tokenizer.json"],
-    "clicks.txt": ["train clicks.toml --set run.folder=out/{}", "bench data clicks.toml --steps 2 --set layout=auto"],
+    "clicks.txt": ["train clicks.toml --set run.folder=out/{}"],
     "cifar/data_batch_1.bin": ["train images.toml --set run.folder=out/{}"],
     "cifar/test_batch.bin": ["train images.toml --set run.folder=out/{}"],
 }  # fmt: skip
@@ -545,7 +544,6 @@ def stub_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwise.chaos.run.launch", lambda *_, **__: sys.exit(0))
     monkeypatch.setattr("shardwise.verify.parity.run_world", lambda *_: sys.exit(0))
     monkeypatch.setattr("shardwise.bench.train_step.parallelize", lambda *_: sys.exit(0))
-    monkeypatch.setattr("shardwise.bench.data_loading._measure_steps", lambda *_: (1.0, 0.1))
     read = SampleStream.read
     monkeypatch.setattr(SampleStream, "read", lambda stream, at: read(stream, at) if len(at) < 1000 else sys.exit(0))
 

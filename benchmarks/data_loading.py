@@ -11,13 +11,18 @@ Stages are timed in this process, one batch after the other; a stage excludes th
     transfer    copy to the device
 
 The wait is measured in real steps on one device, with the job's loader running concurrently.
+
+    python benchmarks/data_loading.py JOB.toml [--set key=value ...] [--steps 10] [--json]
 """
 
+import argparse
+import json
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,11 +31,12 @@ from shardwise.console import pluralize
 from shardwise.data.loader import Loader
 from shardwise.data.make_sources import make_sources
 from shardwise.data.sample_stream import SampleStream, job_stream, rank_positions
-from shardwise.job import Job
+from shardwise.job import Job, load_job
 from shardwise.layout import Layout
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.prepare import prepare
 from shardwise.step import step
+from shardwise.train.local_machine import pick_device
 
 WARMUP_STEPS = 2
 STAGES = ("order", "read", "decode", "objective", "augment", "collate", "transfer")
@@ -169,3 +175,19 @@ def _measure_stages(job: Job, stream: SampleStream, device: torch.device, steps:
             for stage in timer.seconds:
                 times.setdefault(stage, []).append(timer.seconds[stage])
     return {stage: statistics.median(times[stage]) for stage in STAGES if stage in times}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("job_file", type=Path)
+    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    job = load_job(options.job_file, options.set)
+    report = bench_data(job, torch.device(pick_device(job)), options.steps)
+    print(json.dumps(report.as_dict()) if options.json else report.text())
+
+
+if __name__ == "__main__":
+    main()
