@@ -55,12 +55,6 @@ def _chunk_size(bounds: Bounds, part: int) -> int:
     return bounds[part + 1] - bounds[part]
 
 
-def ring_schedule(rank: int, ranks: int, count: int) -> list[P2PStep]:
-    bounds = chunk_bounds(count, ranks)
-    all_ranks = list(range(ranks))
-    return _ring_reduce_scatter(rank, all_ranks, bounds) + _ring_all_gather(rank, all_ranks, bounds)
-
-
 def _ring_reduce_scatter(index: int, members: list[int], bounds: Bounds) -> list[P2PStep]:
     """Reduces around the ring; in the end each member holds the sum of the chunk after its own index."""
     return [_ring_step(index, members, bounds, index - step, True) for step in range(len(members) - 1)]
@@ -80,11 +74,12 @@ def _ring_step(index: int, members: list[int], bounds: Bounds, chunk: int, accum
 
 def halving_doubling_schedule(rank: int, ranks: int, count: int) -> list[P2PStep]:
     core_size = 1 << (ranks.bit_length() - 1)  # the largest power of two; the `extra` ranks beyond it are folded
-    extra, core_rank = ranks - core_size, _core_rank(rank, ranks)
-    levels = core_size.bit_length() - 1
-    if core_rank is None:
+    extra, levels = ranks - core_size, core_size.bit_length() - 1
+    is_folded = rank < 2 * extra
+    if is_folded and rank % 2 == 0:
         full_message = PeerSlice(rank + 1, 0, count)
         return [P2PStep(send=full_message), *[P2PStep()] * (2 * levels), P2PStep(recv=full_message)]
+    core_rank = rank // 2 if is_folded else rank - extra
     bounds, halving, doubling = chunk_bounds(count, core_size), [], []
     for level in range(levels):
         width = core_size >> (level + 1)
@@ -94,19 +89,10 @@ def halving_doubling_schedule(rank: int, ranks: int, count: int) -> list[P2PStep
         kept, sent = (PeerSlice(peer, bounds[b * width], bounds[(b + 1) * width]) for b in (block, other))
         halving.append(P2PStep(sent, kept, True))
         doubling.append(P2PStep(kept, sent))
-    is_folded = rank < 2 * extra
     full_message = PeerSlice(rank - 1, 0, count)
     before = [P2PStep(recv=full_message, accumulate=True) if is_folded else P2PStep()] * bool(extra)
     after = [P2PStep(send=full_message) if is_folded else P2PStep()] * bool(extra)
     return before + halving + doubling[::-1] + after
-
-
-def _core_rank(rank: int, ranks: int) -> int | None:
-    """Returns a rank's index in the core; None if it is folded into its right neighbour."""
-    extra = ranks - (1 << (ranks.bit_length() - 1))
-    if rank >= 2 * extra:
-        return rank - extra
-    return rank // 2 if rank % 2 else None
 
 
 def tree_schedule(rank: int, ranks: int, count: int) -> list[P2PStep]:
@@ -136,6 +122,10 @@ def two_level_schedule(rank: int, ranks: int, count: int, ranks_per_node: int) -
     inner, outer = (local_rank, intra_node, bounds), (node, inter_node, inter_node_bounds)
     across_nodes = _ring_reduce_scatter(*outer) + _ring_all_gather(*outer)
     return _ring_reduce_scatter(*inner) + across_nodes + _ring_all_gather(*inner)
+
+
+def ring_schedule(rank: int, ranks: int, count: int) -> list[P2PStep]:
+    return two_level_schedule(rank, ranks, count, ranks_per_node=ranks)
 
 
 ALGORITHMS: dict[str, Schedule] = {"ring": ring_schedule, "halving": halving_doubling_schedule, "tree": tree_schedule}

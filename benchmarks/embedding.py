@@ -93,7 +93,7 @@ def bench_sharded(job: Job, layout: Layout) -> dict[str, Any]:
     for samples in all_samples:
         lookup_and_update(engine, samples, results, sent)
     results["table_bytes"] = sum(rows.numel() * rows.element_size() for rows in engine.tables.storage)
-    engine.tables.init_weights(job.seed, [])  # the updates above followed no loss
+    engine.tables.init_weights(job.seed)  # the updates above followed no loss
     optimizer = engine.make_optimizer(job)
     for group in optimizer.param_groups:
         group["lr"] = 0.003

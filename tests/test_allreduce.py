@@ -24,7 +24,6 @@ sys.path += [str(Path(__file__).parent.parent / folder) for folder in ("examples
 import allreduce  # noqa: E402
 from allreduce import (  # noqa: E402
     _chunk_size,
-    _core_rank,
     all_reduce,
     chunk_bounds,
     get_schedule,
@@ -50,11 +49,12 @@ def ring_sent_numel(rank: int, ranks: int, count: int) -> int:
 def halving_doubling_sent_numel(rank: int, ranks: int, count: int) -> int:
     """A folded rank sends the full message; a core rank 2 (core - 1) / core of it, plus all of it to a folded rank."""
     core_size = 1 << (ranks.bit_length() - 1)
-    core_rank = _core_rank(rank, ranks)
-    if core_rank is None:
+    extra = ranks - core_size
+    if rank < 2 * extra and rank % 2 == 0:
         return count
+    core_rank = rank // 2 if rank < 2 * extra else rank - extra
     bounds = chunk_bounds(count, core_size)
-    total = count - _chunk_size(bounds, core_rank) + (count if rank < 2 * (ranks - core_size) else 0)
+    total = count - _chunk_size(bounds, core_rank) + (count if rank < 2 * extra else 0)
     for level in range(core_size.bit_length() - 1):
         first = core_rank >> level << level
         total += bounds[first + (1 << level)] - bounds[first]

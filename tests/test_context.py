@@ -130,11 +130,12 @@ def test_each_rank_has_as_much_to_do(ranks):
 def test_parts_of_attention_agree_with_the_definition(causal):
     torch.manual_seed(0)
     q, k, v, grad = (torch.randn(2, 3, 8, 4, dtype=torch.float64) for _ in range(4))
-    plain, flash = context.MathAttention(), context.CpuFlashAttention()
-    out, total = plain.forward(q, k, v, causal)
-    for one, other in zip((out, total), flash.forward(q, k, v, causal), strict=True):
+    nothing_hidden = torch.zeros(2, 8, 8, dtype=torch.bool)  # with a mask, no flash kernel is used
+    out, total = context.attend(q, k, v, causal, nothing_hidden)
+    for one, other in zip((out, total), context.attend(q, k, v, causal, None), strict=True):
         assert torch.allclose(one, other, rtol=1e-12)
-    found, expected = (kernel.backward(grad, q, k, v, out, total, causal) for kernel in (plain, flash))
+    masks = nothing_hidden, None
+    found, expected = (context.attend_backward(grad, q, k, v, out, total, causal, hidden) for hidden in masks)
     for one, other in zip(found, expected, strict=True):
         assert torch.allclose(one, other, rtol=1e-10)
 

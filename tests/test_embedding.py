@@ -113,7 +113,7 @@ def test_equal_tables_are_dealt_evenly() -> None:
 def test_bags_are_weighted_sums_with_empty_ones_zero() -> None:
     table = [TableSpec("a", 7, 3), TableSpec("b", 5, 3)]
     tables = ShardedTables(table, place_tables(table, 1), SINGLE_RANK, torch.float64)
-    tables.init_weights(0, [1.0, 1.0])
+    tables.init_weights(0)
     ids = torch.tensor([[[1, 1, -1], [-1, -1, -1]], [[6, -1, 0], [4, 2, 4]]])
     weights = torch.tensor([[[0.5, 2.0, 9.0], [9.0, 9.0, 9.0]], [[1.0, 9.0, 3.0], [1.0, -1.0, 0.25]]])
     route = tables.route(Bags.from_padded(ids, weights), torch.arange(2))
@@ -256,9 +256,9 @@ def empty_step() -> float:
     samples = make_stream(job).read(rank_positions(0, 8, 2, engine.mesh.rank))
     size = engine.model.tables * engine.model.lookups
     samples.tokens[:, :size] = -1
-    before = [held.rows.clone() for held in engine.tables.local_shards]
+    before = [held.tensor.clone() for held in engine.tables.local_shards]
     outcome = step(engine, optimizer, samples, 1.0)
-    assert all(torch.equal(held.rows, rows) for held, rows in zip(engine.tables.local_shards, before, strict=True))
+    assert all(torch.equal(held.tensor, rows) for held, rows in zip(engine.tables.local_shards, before, strict=True))
     return float(outcome.loss)
 
 
@@ -366,18 +366,12 @@ def plant_weights_ignored(patch: pytest.MonkeyPatch) -> None:
 
 def plant_wrong_rank(patch: pytest.MonkeyPatch) -> None:
     """A piece's rows are counted from the neighbour's first: another row than the one that was asked for is used."""
-    real = table_storage.fuse_shards
-
-    def banks_of(shards: Any, rank: int) -> Any:
-        banks = real(shards, rank)
-        for bank in banks:
-            bank.shards.sort(key=lambda shard: -shard.table)
-        return banks
-
     first = ShardedTables.route
 
     def route(self: ShardedTables, *args: Any) -> Any:
-        banks, self.fused_tables = self.fused_tables, [banks_of(self.shards, rank) for rank in range(self.axis.size)]
+        banks, self.fused_tables = self.fused_tables, table_storage.fuse_shards(self.shards)
+        for bank in self.fused_tables:
+            bank.shards.sort(key=lambda shard: -shard.table)
         try:
             return first(self, *args)
         finally:
@@ -388,7 +382,7 @@ def plant_wrong_rank(patch: pytest.MonkeyPatch) -> None:
 
 def plant_left_out_of_norm(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        table_engine.TableParamShard,
+        table_storage.TableParamShard,
         "num_replicas",
         property(lambda self: 1e30, lambda self, value: None),
         raising=False,

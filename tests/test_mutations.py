@@ -21,13 +21,13 @@ import shardwise.parallel.data_parallel as data
 import shardwise.parallel.fsdp as sharded
 import shardwise.parallel.gradient_reduction as gradient
 import shardwise.parallel.parallelize as parallelize
-import shardwise.parallel.param_shard as param_shard
 import shardwise.parallel.tensor as tensor
 import shardwise.parallel.torch_pipelining as pipeline
 import shardwise.step as step
 import shardwise.verify.parity as parity
 from shardwise.layout import Layout
 from shardwise.models import gpt, loss
+from shardwise.optim.param_shard import ParamShard
 from shardwise.random import Dropout
 
 Patch = pytest.MonkeyPatch
@@ -88,6 +88,16 @@ def one_norm_weight_not_summed_under_sequence_parallelism(patch: Patch) -> None:
         spared.grad.copy_(kept)
 
     patch.setattr(step, "all_reduce_tensor_grads", without_one)
+
+
+@caught("shard=2", "gradient", "block1.norm2.weight")
+def one_gradient_that_is_not_a_number(patch: Patch) -> None:
+    right: Any = ParamShard.full_grad
+
+    def not_a_number(shard: ParamShard) -> Any:
+        return right.fget(shard) * (float("nan") if shard.name == "block1.norm2.weight" else 1.0)
+
+    patch.setattr(ParamShard, "full_grad", property(not_a_number))
 
 
 @caught("pipeline=2 micro_batch=1", "gradient", "embed.tokens.weight")
@@ -285,13 +295,13 @@ def a_sample_read_twice(patch: Patch) -> None:
 @caught("shard=2 zero=1", "output", "embed")
 @caught("shard=2 zero=3", "output", "embed")
 def initial_weights_by_local_index(patch: Patch) -> None:
-    right = param_shard.offset_and_shape
+    right: Any = ParamShard.offset_and_shape
 
-    def local(*args: Any) -> Any:
-        start, size = right(*args)
+    def local(shard: ParamShard) -> Any:
+        start, size = right.fget(shard)
         return (0,) * len(start), size
 
-    patch.setattr(param_shard, "offset_and_shape", local)
+    patch.setattr(ParamShard, "offset_and_shape", property(local))
 
 
 @caught("tensor=2", "output", "block0.attention", model=LLAMA)

@@ -29,19 +29,15 @@ BITWISE_OPS = {"BAND": dist.ReduceOp.BAND, "BOR": dist.ReduceOp.BOR, "BXOR": dis
 def register_backend() -> None:
     """Registers the backend with PyTorch, once per process."""
     if not hasattr(dist.Backend, BACKEND.upper()):
-        dist.Backend.register_backend(BACKEND, _create_backend, devices=["cpu", "cuda"])
-
-
-def _create_backend(store: dist.Store, rank: int, size: int, timeout: timedelta) -> HostStagedBackend:
-    return HostStagedBackend(dist.ProcessGroupGloo(store, rank, size, timeout), rank, size)
+        dist.Backend.register_backend(BACKEND, HostStagedBackend, devices=["cpu", "cuda"])
 
 
 class HostStagedBackend(ProcessGroup):  # type: ignore[misc]
     """Wraps a gloo process group in host copies. Methods carry the names of old and new PyTorch versions."""
 
-    def __init__(self, gloo: Any, rank: int, size: int):
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
         super().__init__(rank, size)
-        self.gloo = gloo
+        self.gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         host_tensors = [_copy_to_host(tensor, opts) for tensor in tensors]

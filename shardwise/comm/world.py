@@ -16,7 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -48,33 +48,28 @@ def run_world(
     if torch.cuda.is_initialized():
         raise RunError("this process has used CUDA, which does not survive a fork; call run_world before that.")
     context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
-        workers, connections = [], []
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as name:
+        folder, options = Path(name), (backend, is_fresh_process)
         sys.stdout.flush()
         sys.stderr.flush()
-        for rank in range(world_size):
-            receiver, sender = context.Pipe(duplex=False)
-            worker_args = (function, args, rank, world_size, folder, sender, backend, is_fresh_process)
-            worker = context.Process(target=_worker_main, args=worker_args, daemon=True)
+        worker_args = [(function, args, rank, world_size, folder, *options) for rank in range(world_size)]
+        workers = [context.Process(target=_worker_main, args=rank_args, daemon=True) for rank_args in worker_args]
+        for worker in workers:
             worker.start()
-            sender.close()
-            workers.append(worker)
-            connections.append(receiver)
         try:
-            return _collect_results(connections, workers, timeout, Path(folder))
+            return _collect_results(workers, timeout, folder)
         finally:
             for worker in workers:
-                if worker.is_alive():
-                    worker.kill()
+                worker.kill()
             for worker in workers:
                 worker.join()
 
 
 def _worker_main(
-    function: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, folder: str,
-    connection: Connection, backend: str, is_fresh_process: bool,
+    function: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, folder: Path, backend: str,
+    is_fresh_process: bool,
 ) -> None:  # fmt: skip
-    faulthandler.register(signal.SIGUSR1, open(os.path.join(folder, f"stack{rank}"), "w"))  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR1, (folder / f"stack{rank}").open("w"))  # noqa: SIM115
     torch.set_num_threads(1)
     torch.backends.mkldnn.set_flags(is_fresh_process)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these worlds run on the CPU, and CUDA does not survive a fork
@@ -83,7 +78,7 @@ def _worker_main(
     forbid_pickles()
     try:
         if world_size > 1:
-            store = dist.FileStore(os.path.join(folder, "store"), world_size)
+            store = dist.FileStore(str(folder / "store"), world_size)
             host_staged.register_backend()
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
         result = function(*args)
@@ -93,31 +88,26 @@ def _worker_main(
     except BaseException as error:  # noqa: BLE001 - every failure is reported to the parent
         is_shardwise_error = isinstance(error, ShardwiseError)
         message = (False, time.time_ns(), error if is_shardwise_error else f"rank {rank}: {traceback.format_exc()}")
-    connection.send_bytes(pickle.dumps(message))
-    connection.close()
+    (folder / f"result{rank}").write_bytes(pickle.dumps(message))
     # Exit without destroying process groups: a peer may have died, and waiting for it would hang.
     sys.stdout.flush()
     os._exit(0)
 
 
-def _collect_results(connections: list[Connection], workers: list[Any], timeout: float, folder: Path) -> list[Any]:
+def _collect_results(workers: list[Any], timeout: float, folder: Path) -> list[Any]:
     results: dict[int, Any] = {}
     failures: list[tuple[int, int, Any]] = []
     deadline = time.monotonic() + timeout
-    pending = {connection: rank for rank, connection in enumerate(connections)}
+    pending = {worker.sentinel: rank for rank, worker in enumerate(workers)}
     while pending:
         # After a failure, give the others a moment to report that they failed earlier.
-        wait_timeout = 0.5 if failures else max(0.0, deadline - time.monotonic())
-        ready = wait(list(pending), timeout=wait_timeout)
+        ready = wait(list(pending), timeout=0.5 if failures else max(0.0, deadline - time.monotonic()))
         if not ready:
             break
-        for connection in ready:
-            assert isinstance(connection, Connection)
-            rank = pending.pop(connection)
+        for rank in [pending.pop(sentinel) for sentinel in ready]:  # type: ignore[call-overload]
             try:
-                succeeded, timestamp, payload = pickle.loads(connection.recv_bytes())
-            except EOFError:
-                workers[rank].join(1.0)
+                succeeded, timestamp, payload = pickle.loads((folder / f"result{rank}").read_bytes())
+            except (FileNotFoundError, EOFError, pickle.UnpicklingError):  # it was killed
                 message = f"rank {rank} exited with code {workers[rank].exitcode}"
                 succeeded, timestamp, payload = False, time.time_ns(), message
             if succeeded:
@@ -132,7 +122,7 @@ def _collect_results(connections: list[Connection], workers: list[Any], timeout:
         dumps = {rank: _dump_stack(workers[rank].pid, folder / f"stack{rank}") for rank in unfinished}
         stacks = "\n".join(f"rank {rank}:\n{dump}" for rank, dump in dumps.items())
         raise RunError(f"ranks {unfinished} did not finish within {timeout:.0f} s.\n{stacks}")
-    return [results[rank] for rank in range(len(connections))]
+    return [results[rank] for rank in range(len(workers))]
 
 
 def _dump_stack(pid: int, file: Path) -> str:

@@ -153,8 +153,6 @@ def _read_in_workers(reader: _RankReader, first_step: int, workers: int, stop: t
 
 
 def _multiprocessing_context() -> BaseContext:
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     return context

@@ -9,6 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -18,12 +19,13 @@ from torch import Tensor, nn
 from shardwise.data.sample_stream import Samples
 from shardwise.job import Job
 from shardwise.layout import AXES, Layout
+from shardwise.optim.param_shard import ParamShard
 from shardwise.parallel.data_parallel import Zero1
 from shardwise.parallel.engine import Engine
-from shardwise.parallel.param_shard import ParamShard
 from shardwise.random import GOLDEN_GAMMA
 from shardwise.step import count_targets
 
+MAX_PARTS = 100  # of the tensors, of which each step checks one (see `CorruptionDetector`)
 INT_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 COPY_KINDS = ("replicas", "expert_replicas", "full_weights", "tensor", "tied")
 """How a tensor is replicated: shards across data-parallel replicas; the same for expert shards; full weights under
@@ -113,14 +115,15 @@ class StateChecksums:
         return [TrackedTensor(f"gradient of {shard.name}", shard.grad, kinds) for shard, kinds in entries]
 
 
-def mixing_factors(kinds: Sequence[frozenset[str]]) -> Tensor:
+@lru_cache(maxsize=2 * MAX_PARTS)
+def mixing_factors(kinds: tuple[frozenset[str], ...], device: torch.device) -> Tensor:
     """Returns a factor per copy kind and checksum for their weighted sum; odd, so that no bit is lost."""
     factors = torch.zeros(len(COPY_KINDS), len(kinds), dtype=torch.int64)
     for row, kind in enumerate(COPY_KINDS):
         members = [column for column, tensor_kinds in enumerate(kinds) if kind in tensor_kinds]
         for index, column in enumerate(members):
             factors[row, column] = (GOLDEN_GAMMA * (2 * index + 1) % 2**64) - 2**63 | 1
-    return factors
+    return factors.to(device)
 
 
 def reference_ranks(layout: Layout, local_sgd: bool) -> Tensor:

@@ -46,7 +46,6 @@ SIGNAL, CHANGED, FIRST_COPY = 0, 1, 2  # columns of a rank's row
 MAX_OVERHEAD = 0.008  # share of a step that checksums may take
 FLOPS_PER_BYTE = {"cpu": 1.5, "cuda": 120.0}  # measured: compute forgone per byte that a checksum reads
 FLOPS_PER_CHECKSUM = {"cpu": 4e5, "cuda": 6e9}  # measured: compute forgone per checksum launched
-MAX_PARTS = 100
 MICRO_BATCH = "micro-batch"
 
 
@@ -77,7 +76,6 @@ class CorruptionDetector:
         self.quarantine_file, self.hosts = run / "quarantine.json", [socket.gethostname()]
         references = checksums.reference_ranks(engine.mesh.layout, engine.mesh["local_sgd"].size > 1)
         self.reference_ranks = references.to(self.device)
-        self.mixing_factors: dict[tuple[int, int], Tensor] = {}
         self.checksums = self.gradients = self.expected = self.observed = compute_checksums([], self.device)
         """`expected`: the state after the last update; `observed`: the state right before the next one; `checksums`:
         gradients and expected state, for the comparison of copies."""
@@ -121,12 +119,9 @@ class CorruptionDetector:
         row = torch.zeros(FIRST_COPY + len(COPY_KINDS) + 2, dtype=torch.int64, device=self.device)
         row[SIGNAL] = signal
         if self.checksums.labels:
-            key = self.current_part, len(self.checksums.labels)
-            if key not in self.mixing_factors:
-                factors = checksums.mixing_factors([kinds for _, kinds in self.checksums.labels])
-                self.mixing_factors[key] = factors.to(self.device)
+            factors = checksums.mixing_factors(tuple(kinds for _, kinds in self.checksums.labels), self.device)
             row[CHANGED] = self.changed.any()
-            row[FIRST_COPY:-2] = (self.mixing_factors[key] * self.checksums.values).sum(1)
+            row[FIRST_COPY:-2] = (factors * self.checksums.values).sum(1)
             row[-2], row[-1] = self.redundant_compute.redundant_result, self.redundant_compute.step_result
         table = row[None]
         if self.world > 1:
@@ -154,7 +149,6 @@ class CorruptionDetector:
         self.changed_labels = self.expected.labels
         if self.parts > 1:
             self.checksums = compute_checksums(state, self.device)
-            self.mixing_factors.pop((self.current_part, len(self.checksums.labels)), None)
         if self.reduce_flags(0)[1]:
             self._report(self._locate_corruption(step))
 
@@ -177,7 +171,7 @@ class CorruptionDetector:
         cost = torch.tensor(7.0 * cost_per_pass, device=self.device)
         if self.world > 1:
             dist.all_reduce(cost, dist.ReduceOp.MAX)
-        return min(max(1, math.ceil(float(cost) / (MAX_OVERHEAD * self.flops))), MAX_PARTS)
+        return min(max(1, math.ceil(float(cost) / (MAX_OVERHEAD * self.flops))), checksums.MAX_PARTS)
 
     def _locate_corruption(self, step: int) -> list[Corruption]:
         """All-gathers the checksums of every tensor, and returns which ranks and tensors are corrupt."""

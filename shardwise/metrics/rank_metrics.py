@@ -39,7 +39,6 @@ ALERT_SHARE = 0.2  # ... and delays them by more than this share of the step. Al
 START, SECONDS, FIRST_PHASE = 0, 1, 2
 FIRST_WAIT = FIRST_PHASE + len(PHASES)
 PEAK_MEMORY = FIRST_WAIT + len(WAIT_AXES)
-NUM_COLUMNS = PEAK_MEMORY + 1 + len(MEMORY_KINDS)
 
 
 @dataclass
@@ -62,7 +61,7 @@ class RankMetrics:
 
 @dataclass
 class RankMetricsWriter:
-    """Writes the rows of all ranks to `ranks.jsonl`; lives on rank 0. A step is an array (ranks, `NUM_COLUMNS`)."""
+    """Writes the rows of all ranks to `ranks.jsonl`; lives on rank 0. A step is an array (ranks, columns)."""
 
     path: Path
     total_steps: int
@@ -82,7 +81,8 @@ class RankMetricsWriter:
         self.recent_steps.append(rows)
         if len(self.recent_steps) < ALERT_WINDOW:
             return []
-        current_alerts = dict(find_alerts(sum_steps(self.recent_steps), self.stages))
+        total = sum_steps(self.recent_steps)
+        current_alerts = dict(find_alerts(total[:, FIRST_PHASE:FIRST_WAIT].T, total[:, SECONDS], self.stages))
         self.recent_steps = []
         new = [message for key, message in current_alerts.items() if key not in self.active_alerts]
         self.active_alerts = set(current_alerts)
@@ -128,12 +128,13 @@ def find_slowest_rank(rows: np.ndarray) -> dict[str, Any]:
     return {"rank": int(rank), "phase": PHASES[phase], "seconds": round(seconds, 6), "median": round(median, 6)}
 
 
-def find_alerts(rows: np.ndarray, stages: int) -> list[tuple[str, str]]:
-    """Returns (key, sentence) for each straggler among the ranks of its stage, and for the worst data stall."""
+def find_alerts(phase_seconds: np.ndarray, seconds: np.ndarray, stages: int) -> list[tuple[str, str]]:
+    """Returns (key, sentence) for each straggler among the ranks of its stage, and for the worst data stall. The times
+    are those of each rank in each of PHASES, and in all."""
     alerts = []
-    busy = rows[:, FIRST_PHASE : FIRST_PHASE + 2].sum(1)  # compute and optimizer
-    seconds = np.maximum(rows[:, SECONDS], 1e-9)
-    for group in np.array_split(np.arange(len(rows)), stages):
+    compute, optimizer, data, *_ = phase_seconds
+    busy, seconds = compute + optimizer, np.maximum(seconds, 1e-9)
+    for group in np.array_split(np.arange(len(busy)), stages):
         median = float(np.sort(busy[group])[(len(group) - 1) // 2])  # the lower median
         for rank in group:
             excess = float(busy[rank]) - median
@@ -141,7 +142,7 @@ def find_alerts(rows: np.ndarray, stages: int) -> list[tuple[str, str]]:
                 slowdown = f"computes {busy[rank] / max(median, 1e-9):.1f} times as long as its peers"
                 cost = f"which wait {100 * excess / seconds[rank]:.0f}% of each step for it"
                 alerts.append((f"straggler {rank}", f"rank {rank} {slowdown}, {cost}."))
-    data_shares = rows[:, FIRST_PHASE + PHASES.index("data")] / seconds
+    data_shares = data / seconds
     rank = int(data_shares.argmax())
     if data_shares[rank] > ALERT_SHARE:
         message = f"rank {rank} spends {100 * data_shares[rank]:.0f}% of its step time waiting for data"

@@ -38,15 +38,18 @@ def check_tracker_installed(name: str) -> None:
         )
 
 
-def flatten(record: dict[str, Any]) -> dict[str, float]:
-    """Flattens a record to its numbers; nested keys are joined with a dot. Skips `slowest`, which is no time series."""
-    numbers: dict[str, float] = {}
-    for key, value in record.items():
-        if isinstance(value, dict) and key != "slowest":
-            numbers |= {f"{key}.{name}": number for name, number in flatten(value).items()}
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            numbers[key] = value
-    return numbers
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns nested values by their keys, joined with dots."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def numbers_of(record: dict[str, Any]) -> dict[str, float]:
+    """Returns the numbers of a record by flattened key, without `slowest`, which is no time series."""
+    values = flatten(record | {"slowest": None}).items()
+    return {key: value for key, value in values if isinstance(value, int | float) and not isinstance(value, bool)}
 
 
 class Tracker:
@@ -79,7 +82,7 @@ class CsvWriter:
             self._rewrite()  # the first record, or the run rolled back
         else:
             with self.path.open("a", newline="") as file:
-                csv.DictWriter(file, CSV_COLUMNS, extrasaction="ignore").writerow(flatten(record))
+                csv.DictWriter(file, CSV_COLUMNS, extrasaction="ignore").writerow(numbers_of(record))
         self.last_step = record["step"]
 
     def _rewrite(self) -> None:
@@ -88,7 +91,7 @@ class CsvWriter:
             out.writeheader()
             for line in lines:
                 if line.endswith("\n") and (record := parse_record(line)) is not None:
-                    out.writerow(flatten(record))
+                    out.writerow(numbers_of(record))
 
 
 class PrometheusWriter:
@@ -106,7 +109,7 @@ class PrometheusWriter:
 
     def render(self, record: dict[str, Any]) -> str:
         lines: list[str] = []
-        for key, value in flatten(record).items():
+        for key, value in numbers_of(record).items():
             name, _, part = key.partition(".")
             type_line = f"# TYPE shardwise_{name} gauge"
             lines += [] if type_line in lines else [type_line]
@@ -121,7 +124,7 @@ def _tensorboard(job: Job, folder: Path) -> LogFn:
     writer = SummaryWriter(str(folder / "tensorboard"))  # type: ignore[no-untyped-call]
 
     def log(record: dict[str, Any]) -> None:
-        for name, value in flatten(record).items():
+        for name, value in numbers_of(record).items():
             if name not in ("step", "time"):
                 writer.add_scalar(name.replace(".", "/"), value, record["step"])  # type: ignore[no-untyped-call]
         if record["step"] == job.total_steps:
@@ -137,7 +140,7 @@ def _wandb(job: Job, folder: Path) -> LogFn:
     run = wandb.init(project="shardwise", id=name, name=name, dir=str(folder), config=job.model_dump(), resume="allow")
 
     def log(record: dict[str, Any]) -> None:
-        values = {key.replace(".", "/"): value for key, value in flatten(record).items() if key != "step"}
+        values = {key.replace(".", "/"): value for key, value in numbers_of(record).items() if key != "step"}
         run.log(values, step=record["step"])
         if record["step"] == job.total_steps:
             run.finish()

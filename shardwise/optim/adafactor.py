@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.optim.sharded_optimizer import ParamShardLike, ShardedOptimizer, sum_of_squares, sum_over_shards
+from shardwise.optim.param_shard import ParamShard
+from shardwise.optim.sharded_optimizer import ShardedOptimizer, sum_of_squares, sum_over_shards
 
 BETA2_DECAY = -0.8  # 1 - beta2 at step t is t^BETA2_DECAY
 EPS2 = 1e-3  # lower bound of a parameter's RMS in its step size
 EPS1 = 2.0**-23  # PyTorch's value for float32; its smaller float64 value would turn rounding noise into an update
 
-ShardWithState = tuple[ParamShardLike, dict[str, Tensor], dict[str, Any]]
+ShardWithState = tuple[ParamShard, dict[str, Tensor], dict[str, Any]]
 
 
 class Adafactor(ShardedOptimizer):

@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.optim.sharded_optimizer import ParamGroup, ParamShardLike, ShardedOptimizer
+from shardwise.optim.param_shard import ParamShard
+from shardwise.optim.sharded_optimizer import ParamGroup, ShardedOptimizer
 
 
 class AdamW(ShardedOptimizer):
     """AdamW with compute copies and an optional dtype for its moments. State names are PyTorch's."""
 
     def __init__(
-        self, groups: list[ParamGroup], defaults: ParamGroup, shards: Sequence[ParamShardLike],
+        self, groups: list[ParamGroup], defaults: ParamGroup, shards: Sequence[ParamShard],
         state_dtype: torch.dtype | None,
     ):  # fmt: skip
         super().__init__(groups, defaults, shards)
@@ -51,7 +52,7 @@ class AdamW(ShardedOptimizer):
                     torch_adamw_(shard, state, group, self.grad_scale, self.found_inf)
                 shard.is_compute_copy_current = shard.compute_copy is not None
 
-    def _kernel_step(self, shard: ParamShardLike, state: dict[str, Tensor], group: dict[str, Any], lr: Tensor) -> None:
+    def _kernel_step(self, shard: ParamShard, state: dict[str, Tensor], group: dict[str, Any], lr: Tensor) -> None:
         from shardwise.optim.adamw_kernel import fused_adamw_
 
         weight, moments = shard.tensor.detach(), (state["exp_avg"], state["exp_avg_sq"])
@@ -60,7 +61,7 @@ class AdamW(ShardedOptimizer):
 
 
 def torch_adamw_(
-    shard: ParamShardLike, state: dict[str, Tensor], group: dict[str, Any], grad_scale: Tensor | None,
+    shard: ParamShard, state: dict[str, Tensor], group: dict[str, Any], grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:  # fmt: skip
     """Updates one shard with PyTorch's fused kernel, converting moments of another dtype for the call."""

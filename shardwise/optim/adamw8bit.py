@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.optim.adamw import torch_adamw_
-from shardwise.optim.sharded_optimizer import ParamGroup, ParamShardLike, ShardedOptimizer
+from shardwise.optim.param_shard import ParamShard
+from shardwise.optim.sharded_optimizer import ParamGroup, ShardedOptimizer
 
 BLOCK_SIZE = 256
 MIN_8BIT_NUMEL = 4096  # smaller parameters keep full-precision moments
@@ -22,7 +23,7 @@ MOMENT_IS_SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 
 
 class AdamW8bit(ShardedOptimizer):
-    def __init__(self, groups: list[ParamGroup], defaults: ParamGroup, shards: Sequence[ParamShardLike]):
+    def __init__(self, groups: list[ParamGroup], defaults: ParamGroup, shards: Sequence[ParamShard]):
         super().__init__(groups, defaults, shards)
         self.code_maps: dict[tuple[str, torch.device], Tensor] = {}
 
@@ -53,7 +54,7 @@ class AdamW8bit(ShardedOptimizer):
             for key in MOMENT_IS_SIGNED.keys() & state.keys():
                 self._store_moment(shard, key, state[key])
 
-    def _store_moment(self, shard: ParamShardLike, key: str, moment: Tensor) -> None:
+    def _store_moment(self, shard: ParamShard, key: str, moment: Tensor) -> None:
         state = self.state[shard.tensor]
         state[key] = moment
         if len(shard.shape) > 1 and shard.shape.numel() >= MIN_8BIT_NUMEL:
@@ -64,7 +65,7 @@ class AdamW8bit(ShardedOptimizer):
             self.code_maps[key, device] = torch.tensor(dynamic_map(MOMENT_IS_SIGNED[key]), device=device)
         return self.code_maps[key, device]
 
-    def _load_moment(self, shard: ParamShardLike, key: str, device: torch.device | None = None) -> Tensor:
+    def _load_moment(self, shard: ParamShard, key: str, device: torch.device | None = None) -> Tensor:
         state = self.state[shard.tensor]
         if f"{key}_scale" not in state:
             return state[key]

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.optim.sharded_optimizer import ParamShardLike, ShardedOptimizer, sum_of_squares, sum_over_shards
+from shardwise.optim.param_shard import ParamShard
+from shardwise.optim.sharded_optimizer import ShardedOptimizer, sum_of_squares, sum_over_shards
 
 
 class LAMB(ShardedOptimizer):
@@ -33,14 +34,14 @@ class LAMB(ShardedOptimizer):
                 update *= trust_ratios[id(shard)].to(weight.dtype)
             self.update_weight(shard, weight - update)
 
-    def _update_moments(self, shard: ParamShardLike, state: dict[str, Tensor], group: dict[str, Any]) -> Tensor:
+    def _update_moments(self, shard: ParamShard, state: dict[str, Tensor], group: dict[str, Any]) -> Tensor:
         grad = self.unscaled_grad(shard)
         for key, beta, value in zip(("exp_avg", "exp_avg_sq"), group["betas"], (grad, grad.square())):
             average = state.setdefault(key, torch.zeros_like(shard.tensor))
             self.assign_unless_skipped(average, average.lerp(value, 1.0 - beta))
         return self.increment_step(shard, state)
 
-    def _adam_update(self, shard: ParamShardLike, state: dict[str, Tensor], group: Any, step: Tensor) -> Tensor:
+    def _adam_update(self, shard: ParamShard, state: dict[str, Tensor], group: Any, step: Tensor) -> Tensor:
         """Returns Adam's update with decay. Computed twice per step, since storing it would cost memory."""
         dtype = shard.tensor.dtype
         bias_correction1, bias_correction2 = ((1.0 - beta**step).to(dtype) for beta in group["betas"])

@@ -8,14 +8,15 @@ of AdamW's (PyTorch's `match_rms_adamw`), so one learning rate serves both.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from shardwise.comm.axis import Axis
 from shardwise.comm.collectives import all_to_all
-from shardwise.optim.sharded_optimizer import ParamGroup, ParamShardLike, ShardedOptimizer
+from shardwise.optim.param_shard import ParamShard
+from shardwise.optim.sharded_optimizer import ParamGroup, ShardedOptimizer
 
 NS_COEFFICIENTS = 3.4445, -4.7750, 2.0315
 NS_STEPS = 5
@@ -24,7 +25,7 @@ EPS = 1e-7
 
 class Muon(ShardedOptimizer):
     def __init__(
-        self, groups: list[ParamGroup], defaults: ParamGroup, shards: Sequence[ParamShardLike],
+        self, groups: list[ParamGroup], defaults: ParamGroup, shards: Sequence[ParamShard],
         adamw: torch.optim.Optimizer,
     ):  # fmt: skip
         """`adamw` updates all other parameters; `param_groups` and `state` combine both optimizers."""
@@ -72,26 +73,12 @@ def newton_schulz(x: Tensor) -> Tensor:
     return x.mT if is_tall else x
 
 
-@dataclass(frozen=True)
-class MatrixShard:
-    """This rank's shard of a matrix, or of a batch of matrices, and how it is sharded."""
-
-    tensor: Tensor
-    shape: torch.Size
-    sharded_dims: tuple[tuple[int, Axis], ...]
-    replica_axis: Axis | None
-
-    @property
-    def cost(self) -> int:
-        return self.shape.numel() * min(self.shape[-2:])
-
-
-def orthogonalize(tensors: list[Tensor], shards: Sequence[ParamShardLike]) -> list[Tensor]:
+def orthogonalize(tensors: list[Tensor], shards: Sequence[ParamShard]) -> list[Tensor]:
     """Returns this rank's shard of each orthogonalized full matrix."""
-    by_group: dict[tuple[int, ...], list[tuple[int, MatrixShard]]] = {}
+    by_group: dict[tuple[int, ...], list[tuple[int, ParamShard]]] = {}
     for index, (tensor, shard) in enumerate(zip(tensors, shards, strict=True)):
         sharded_dims = tuple((dim, axis) for dim, axis in shard.sharded_dims if dim >= len(shard.shape) - 2)
-        matrix_shard = MatrixShard(tensor, shard.shape, sharded_dims, shard.replica_axis)
+        matrix_shard = replace(shard, tensor=tensor, sharded_dims=sharded_dims)
         # Matrices that are sharded and replicated over the same ranks share collectives.
         key = *(id(axis.group) for _, axis in sharded_dims), id(shard.replica_axis)
         by_group.setdefault(key, []).append((index, matrix_shard))
@@ -103,14 +90,14 @@ def orthogonalize(tensors: list[Tensor], shards: Sequence[ParamShardLike]) -> li
     return results
 
 
-def _orthogonalize_on_owners(matrix_shards: list[MatrixShard]) -> list[Tensor]:
+def _orthogonalize_on_owners(matrix_shards: list[ParamShard]) -> list[Tensor]:
     """Gathers each matrix on one rank, axis by axis from the innermost, orthogonalizes it and scatters it back."""
     if not matrix_shards or not matrix_shards[0].sharded_dims:
         return _orthogonalize_replicated(matrix_shards)
     axis = matrix_shards[0].sharded_dims[-1][1]
     dims = [shard.sharded_dims[-1][0] for shard in matrix_shards]
     sizes = [_split_sizes(shard.shape[dim], shard.sharded_dims) for shard, dim in zip(matrix_shards, dims)]
-    assignment = _balance_by_cost([shard.cost for shard in matrix_shards], axis.size)
+    assignment = _balance_by_cost(_costs(matrix_shards), axis.size)
     owned = assignment[axis.index]
 
     def shape_of(index: int, rank: int) -> list[int]:
@@ -133,12 +120,12 @@ def _orthogonalize_on_owners(matrix_shards: list[MatrixShard]) -> list[Tensor]:
     return _restore_order(assignment, _all_to_all_tensors(to_return, shapes, axis, matrix_shards[0].tensor))
 
 
-def _orthogonalize_replicated(matrix_shards: list[MatrixShard]) -> list[Tensor]:
+def _orthogonalize_replicated(matrix_shards: list[ParamShard]) -> list[Tensor]:
     """Divides replicated matrices among the replicas: each orthogonalizes some and sends the results to the others."""
     axis = matrix_shards[0].replica_axis if matrix_shards else None
     if axis is None:
         return [newton_schulz(shard.tensor) for shard in matrix_shards]
-    assignment = _balance_by_cost([shard.cost for shard in matrix_shards], axis.size)
+    assignment = _balance_by_cost(_costs(matrix_shards), axis.size)
     results = [newton_schulz(matrix_shards[index].tensor) for index in assignment[axis.index]]
     shapes = [[list(matrix_shards[index].tensor.shape) for index in indices] for indices in assignment]
     return _restore_order(assignment, _all_to_all_tensors([results] * axis.size, shapes, axis, matrix_shards[0].tensor))
@@ -170,6 +157,10 @@ def _split_sizes(length: int, sharded_dims: Sequence[tuple[int, Axis]]) -> list[
             length = outer_axis.span(length)[1]
     chunk_size = -(-length // axis.size)
     return [max(0, min(chunk_size, length - rank * chunk_size)) for rank in range(axis.size)]
+
+
+def _costs(matrix_shards: list[ParamShard]) -> list[int]:
+    return [shard.shape.numel() * min(shard.shape[-2:]) for shard in matrix_shards]
 
 
 def _balance_by_cost(costs: list[int], ranks: int) -> list[list[int]]:

@@ -12,11 +12,11 @@ from shardwise.optim.adamw import AdamW
 from shardwise.optim.adamw8bit import AdamW8bit
 from shardwise.optim.lamb import LAMB
 from shardwise.optim.muon import Muon
+from shardwise.optim.param_shard import ParamShard
 from shardwise.optim.sgd import SGD
-from shardwise.optim.sharded_optimizer import ParamShardLike
 
 
-def make_optimizer(settings: OptimizerConfig, shards: Sequence[ParamShardLike]) -> torch.optim.Optimizer:
+def make_optimizer(settings: OptimizerConfig, shards: Sequence[ParamShard]) -> torch.optim.Optimizer:
     """Builds the optimizer for this rank's shards; some communicate in each step to get full norms or matrices."""
     defaults: dict[str, Any] = {"lr": settings.lr}
     groups = _param_groups(settings, shards)
@@ -33,7 +33,7 @@ def make_optimizer(settings: OptimizerConfig, shards: Sequence[ParamShardLike]) 
     return _make_adamw(settings, shards)
 
 
-def _make_adamw(settings: OptimizerConfig, shards: Sequence[ParamShardLike]) -> torch.optim.Optimizer:
+def _make_adamw(settings: OptimizerConfig, shards: Sequence[ParamShard]) -> torch.optim.Optimizer:
     """Returns PyTorch's fused AdamW, or ours for compute copies and low-precision moments. Neither communicates."""
     groups = _param_groups(settings, shards)
     defaults: dict[str, Any] = {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps}
@@ -45,7 +45,7 @@ def _make_adamw(settings: OptimizerConfig, shards: Sequence[ParamShardLike]) -> 
     return torch.optim.AdamW(groups, fused=True, **defaults)
 
 
-def _param_groups(settings: OptimizerConfig, shards: Sequence[ParamShardLike]) -> list[dict[str, Any]]:
+def _param_groups(settings: OptimizerConfig, shards: Sequence[ParamShard]) -> list[dict[str, Any]]:
     """Groups the shards by weight decay."""
     groups: dict[float, list[Any]] = {}
     for shard in shards:

@@ -6,34 +6,15 @@ same number in the dtype of the weights.
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.comm.axis import Axis
 from shardwise.comm.collectives import all_reduce_coalesced
+from shardwise.optim.param_shard import ParamShard
 
 ParamGroup = dict[str, Any]
-
-
-class ParamShardLike(Protocol):
-    """What an optimizer reads of a parameter shard (see `shardwise.parallel.param_shard`)."""
-
-    name: str
-    tensor: Tensor
-    shape: torch.Size
-    compute_copy: Tensor | None
-    is_compute_copy_current: bool
-    sharded_dims: tuple[tuple[int, Axis], ...]
-    replica_axis: Axis | None
-    is_matrix: bool
-
-    @property
-    def grad(self) -> Tensor: ...
-
-    @property
-    def decays(self) -> bool: ...
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -41,7 +22,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     collapsed_dims: dict[str, int] = {}  # dimensions, counted from the last, in which a state tensor has size 1
 
-    def __init__(self, groups: list[ParamGroup], defaults: ParamGroup, shards: Sequence[ParamShardLike]):
+    def __init__(self, groups: list[ParamGroup], defaults: ParamGroup, shards: Sequence[ParamShard]):
         super().__init__(groups, {"fused": True, **defaults})
         self.shards = {shard.tensor: shard for shard in shards}
         self.grad_scale: Tensor | None = None
@@ -54,13 +35,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def after_load(self) -> None:
         """Called after a checkpoint has filled the states."""
 
-    def iter_shards(self) -> Iterator[tuple[ParamShardLike, dict[str, Tensor], dict[str, Any]]]:
+    def iter_shards(self) -> Iterator[tuple[ParamShard, dict[str, Tensor], dict[str, Any]]]:
         """Yields each shard with its state and its param group."""
         for group in self.param_groups:
             for weight in group["params"]:
                 yield self.shards[weight], self.state[weight], group
 
-    def unscaled_grad(self, shard: ParamShardLike) -> Tensor:
+    def unscaled_grad(self, shard: ParamShard) -> Tensor:
         grad = shard.grad.to(shard.tensor.dtype)
         return grad if self.grad_scale is None else grad / self.grad_scale
 
@@ -68,13 +49,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Copies `new` into `old` unless this step is skipped."""
         old.copy_(new if self.found_inf is None else torch.where(self.found_inf > 0.0, old, new))
 
-    def update_weight(self, shard: ParamShardLike, new: Tensor) -> None:
+    def update_weight(self, shard: ParamShard, new: Tensor) -> None:
         self.assign_unless_skipped(shard.tensor.detach(), new)
         if shard.compute_copy is not None:
             shard.compute_copy.detach().copy_(shard.tensor)
             shard.is_compute_copy_current = True
 
-    def increment_step(self, shard: ParamShardLike, state: dict[str, Tensor]) -> Tensor:
+    def increment_step(self, shard: ParamShard, state: dict[str, Tensor]) -> Tensor:
         """Increments the step count unless the step is skipped; returns it in float64."""
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=shard.tensor.device)
@@ -88,7 +69,7 @@ def sum_of_squares(tensor: Tensor, dim: int | None = None) -> Tensor:
 
 
 def sum_over_shards(
-    partial_sums: Sequence[Tensor], shards: Sequence[ParamShardLike], summed_dims: Sequence[Collection[int]]
+    partial_sums: Sequence[Tensor], shards: Sequence[ParamShard], summed_dims: Sequence[Collection[int]]
 ) -> list[Tensor]:
     """All-reduces each shard's partial sums over the axes that shard it; one collective per axis. `summed_dims` are the
     dimensions that the sums reduce: axes that shard other dimensions are left alone."""

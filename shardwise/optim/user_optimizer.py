@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from shardwise.errors import LayoutError
-from shardwise.optim.sharded_optimizer import ParamShardLike
+from shardwise.optim.param_shard import ParamShard
 
 # PyTorch's optimizers in which the update of an element depends on that element's weight, gradient and state alone.
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "ASGD", "Rprop")
 
 
 def make_user_optimizer(
-    factory: Callable[..., torch.optim.Optimizer], shards: Sequence[ParamShardLike], lr: float
+    factory: Callable[..., torch.optim.Optimizer], shards: Sequence[ParamShard], lr: float
 ) -> torch.optim.Optimizer:
     """Builds the optimizer. It also clips, unscales and skips steps, which ours do in their kernels."""
     kind: Any = factory.func if isinstance(factory, partial) else factory

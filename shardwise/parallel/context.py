@@ -6,8 +6,8 @@
              second all-to-all restores the sequence split (DeepSpeed Ulysses).
 
 PyTorch's own `context_parallel` supports neither CPUs nor float64 and prescribes its own sharding. Attention over one
-chunk and its backward use PyTorch's flash kernels, which only private ATen operators expose with their log-sum-exp;
-`MathAttention` is the same computation for dtypes and masks that have no flash kernel.
+chunk and its backward use PyTorch's flash kernels, which only private ATen operators expose with their log-sum-exp, or
+plain operators for dtypes and masks that have no flash kernel.
 """
 
 import math
@@ -160,7 +160,6 @@ class RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, masked: bool, document_ids: Tensor | None
     ) -> Tensor:  # fmt: skip
-        kernel = select_kernel(q, document_ids)
         group, length = q.shape[1] // k.shape[1], q.shape[2]
         acc_dtype = torch.promote_types(q.dtype, torch.float32)
         out, lse = torch.empty(0), torch.empty(0)
@@ -168,8 +167,8 @@ class RingAttention(torch.autograd.Function):
         for ring_step in range(axis.size):
             next_kv = RingSendRecv(kv, axis) if ring_step + 1 < axis.size else None
             query_slice, key_slice, causal = visible_slices(axis, ring_step, length, masked)
-            kernel.other_document_mask = other_document_mask(document_ids, axis, ring_step, query_slice, key_slice)
-            part, part_lse = kernel.forward(q[:, :, query_slice], *_repeat_kv(kv[:, :, :, key_slice], group), causal)
+            hidden = other_document_mask(document_ids, axis, ring_step, query_slice, key_slice)
+            part, part_lse = attend(q[:, :, query_slice], *_repeat_kv(kv[:, :, :, key_slice], group), causal, hidden)
             if ring_step == 0:
                 out, lse = part.to(acc_dtype, copy=True), part_lse.to(acc_dtype, copy=True)
             else:
@@ -186,7 +185,7 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         q, k, v, out, lse = ctx.saved_tensors
-        axis, masked, kernel, grad = ctx.axis, ctx.masked, select_kernel(q, ctx.document_ids), grads[0]
+        axis, masked, grad = ctx.axis, ctx.masked, grads[0]
         group, length = q.shape[1] // k.shape[1], q.shape[2]
         dq, kv = torch.zeros_like(q), torch.stack((k, v))
         # The gradient of keys and values follows them around the ring, one step later, back to their rank.
@@ -195,9 +194,9 @@ class RingAttention(torch.autograd.Function):
             next_kv = RingSendRecv(kv, axis) if ring_step + 1 < axis.size else None
             query_slice, key_slice, causal = visible_slices(axis, ring_step, length, masked)
             key, value = _repeat_kv(kv[:, :, :, key_slice], group)
-            kernel.other_document_mask = other_document_mask(ctx.document_ids, axis, ring_step, query_slice, key_slice)
+            hidden = other_document_mask(ctx.document_ids, axis, ring_step, query_slice, key_slice)
             local_grad, local_q, local_out, local_lse = (x[:, :, query_slice] for x in (grad, q, out, lse))
-            parts = kernel.backward(local_grad, local_q, key, value, local_out, local_lse, causal)
+            parts = attend_backward(local_grad, local_q, key, value, local_out, local_lse, causal, hidden)
             dq[:, :, query_slice] += parts[0]
             kv_grad = kv_grad_transfer.wait() if kv_grad_transfer else torch.zeros_like(kv)
             kv_grad[:, :, :, key_slice] += torch.stack([part.unflatten(1, (-1, group)).sum(2) for part in parts[1:]])
@@ -233,63 +232,47 @@ class RingSendRecv:
         return self.received
 
 
-Grads = tuple[Tensor, Tensor, Tensor]  # of queries, keys and values
+def _has_flash_kernel(q: Tensor, hidden: Tensor | None) -> bool:
+    on_gpu = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256
+    return hidden is None and (q.device.type == "cpu" or on_gpu)
 
 
-def select_kernel(q: Tensor, document_ids: Tensor | None) -> "MathAttention":
-    if document_ids is None and q.device.type == "cpu":
-        return CpuFlashAttention()
-    has_flash = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256
-    return CudaFlashAttention() if document_ids is None and has_flash else MathAttention()
-
-
-class MathAttention:
-    """Attention over some of the keys, with the scores' log-sum-exp (B, heads, queries), in plain operators."""
-
-    other_document_mask: Tensor | None = None  # keys hidden from a query (B, queries, keys)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-        scores = self._scores(q, k, causal)
+def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Attention over some of the keys, with their scores' log-sum-exp (B, heads, queries). `hidden`: the keys that a
+    query does not see (B, queries, keys)."""
+    if not _has_flash_kernel(q, hidden):
+        scores = _scores(q, k, causal, hidden)
         lse = scores.logsumexp(-1)
         return (scores - lse.unsqueeze(-1)).exp() @ v, lse
+    if q.device.type == "cpu":
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    else:
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False)
+    return out, lse
 
-    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> Grads:
-        """`out` and `lse` are those over all keys."""
-        probs = (self._scores(q, k, causal) - lse.unsqueeze(-1)).exp()
+
+def attend_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, hidden: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of queries, keys and values. `out` and `lse` are those over all keys."""
+    if not _has_flash_kernel(q, hidden):
+        probs = (_scores(q, k, causal, hidden) - lse.unsqueeze(-1)).exp()
         grad_scores = probs * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
         return grad_scores @ k, grad_scores.mT @ q, probs.mT @ grad
-
-    def _scores(self, q: Tensor, k: Tensor, causal: bool) -> Tensor:
-        scores = q @ k.mT / math.sqrt(q.shape[-1])
-        if self.other_document_mask is not None:
-            # Finite, because -inf gives NaN for a query that sees none of these keys; its own key outweighs them.
-            scores = scores.masked_fill(self.other_document_mask.unsqueeze(1), torch.finfo(scores.dtype).min / 4)
-        if not causal:
-            return scores
-        return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
-
-
-class CpuFlashAttention(MathAttention):
-    """PyTorch's flash attention on CPUs."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-        return out, lse
-
-    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> Grads:
+    if q.device.type == "cpu":
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         return backward(grad, q, k, v, out, lse, 0.0, causal)
+    state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # RNG state of dropout, which is off
+    tensors = grad.contiguous(), q, k, v, out.contiguous(), lse.contiguous(), None, None
+    lengths = q.shape[2], k.shape[2], 0.0, causal
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward(*tensors, *lengths, state, state[0])
 
 
-class CudaFlashAttention(MathAttention):
-    """PyTorch's flash attention on GPUs, in bf16 and fp16."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False)
-        return out, lse
-
-    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> Grads:
-        state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # RNG state of dropout, which is off
-        tensors = grad.contiguous(), q, k, v, out.contiguous(), lse.contiguous(), None, None
-        lengths = q.shape[2], k.shape[2], 0.0, causal
-        return torch.ops.aten._scaled_dot_product_flash_attention_backward(*tensors, *lengths, state, state[0])
+def _scores(q: Tensor, k: Tensor, causal: bool, hidden: Tensor | None) -> Tensor:
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    if hidden is not None:
+        # Finite, because -inf gives NaN for a query that sees none of these keys; its own key outweighs them.
+        scores = scores.masked_fill(hidden.unsqueeze(1), torch.finfo(scores.dtype).min / 4)
+    if not causal:
+        return scores
+    return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)

@@ -17,7 +17,6 @@ neither tensor-parallel weights nor pipeline stages.
 """
 
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -29,13 +28,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.comm.axis import Axis
+from shardwise.comm.axis import SINGLE_RANK, Axis
 from shardwise.comm.collectives import all_gather, all_reduce, all_reduce_coalesced, reduce_scatter
 from shardwise.errors import RunError
 from shardwise.models.chain import Chain
+from shardwise.optim.param_shard import ParamShard
 from shardwise.parallel.gradient_reduction import Compressor, flatten_and_pad
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.param_shard import ParamShard, sharded_dims_of
 
 # By parameter: full shape, the dimension split over the tensor axis, whether its experts are split over ranks.
 ParamSpecs = dict[str, tuple[torch.Size, int | None, bool]]
@@ -43,7 +42,7 @@ ParamPairs = list[tuple[nn.Parameter, ParamShard]]
 BUCKET_BYTES = 64 << 20  # bytes of gradients per collective
 
 
-class DataParallel(ABC):
+class DataParallel:
     """The interface that a step uses. `modules` are the callables that compute, one per chain."""
 
     def __init__(self, chains: list[Chain], mesh: Mesh, compressor: Compressor | None):
@@ -59,22 +58,24 @@ class DataParallel(ABC):
         for chain in self.chains:
             for name, weight in chain.named_unique_parameters():
                 shape, tensor_dim, expert = specs[name]
-                if not weight.requires_grad:
-                    is_sharded = isinstance(weight, DTensor)
-                    local = weight.to_local() if isinstance(weight, DTensor) else weight
-                    self.frozen_shards.append(ParamShard(name, local.detach(), shape, tensor_dim, is_sharded, 1))
-                    continue
                 axis = self.mesh["expert_replicas" if expert else "fsdp"]
+                expert_axis = self.mesh["expert"] if expert else SINGLE_RANK
+                splits = [(tensor_dim, self.mesh["tensor"]), (0, expert_axis)]
+                if weight.requires_grad or isinstance(weight, DTensor):  # others are frozen, and whole on every rank
+                    splits.append((0, axis))
+                sharded_dims = tuple((dim, over) for dim, over in splits if dim is not None and over.size > 1)
+                if not weight.requires_grad:
+                    local = weight.to_local() if isinstance(weight, DTensor) else weight
+                    self.frozen_shards.append(ParamShard(name, local.detach(), shape, sharded_dims))
+                    continue
                 replicas = self.mesh["replicate" if expert else "replicas"]
                 num_replicas = replicas.size * (self.mesh["tensor"].size if tensor_dim is None else 1)
                 if self.mesh["pipeline"].size > 1 and name in chain.sharding_plan.tied_parameters:
                     num_replicas *= 2  # on the first and on the last stage
-                local = self.local_shard(weight, axis)
-                param_shard = ParamShard(name, local, shape, tensor_dim, axis.size > 1, num_replicas, expert)
-                splits = sharded_dims_of(param_shard, self.mesh)
-                param_shard.sharded_dims = tuple((dim, axis) for dim, axis in splits if axis.size > 1)
-                param_shard.replica_axis = replicas if replicas.size > 1 else None
-                param_shard.is_matrix = chain.sharding_plan.is_matrix(name, len(shape))
+                param_shard = ParamShard(
+                    name, self.local_shard(weight, axis), shape, sharded_dims, num_replicas, tensor_dim, expert,
+                    replicas if replicas.size > 1 else None, chain.sharding_plan.is_matrix(name, len(shape)),
+                )  # fmt: skip
                 self.param_pairs.append((weight, param_shard))
         return [param_shard for _, param_shard in self.param_pairs]
 
@@ -103,15 +104,17 @@ class DataParallel(ABC):
             weight.grad = param_shard.tensor.grad = None
         self.gather_weights()
 
-    @abstractmethod
+    # By default every rank holds, reduces and updates all of a weight by itself.
+
     def local_shard(self, weight: nn.Parameter, axis: Axis) -> Tensor:
         """Returns the part of a weight that this rank updates; `axis`: the ranks that shard it."""
+        return weight
 
-    @abstractmethod
-    def sum_gradients(self) -> None: ...
+    def sum_gradients(self) -> None:
+        """Sums gradients over ranks into the parameter shards."""
 
-    @abstractmethod
-    def gather_weights(self) -> None: ...
+    def gather_weights(self) -> None:
+        """Makes the updated shards available on every rank."""
 
 
 class SingleProcess(DataParallel):
@@ -132,9 +135,6 @@ class SingleProcess(DataParallel):
 
     def local_shard(self, weight: nn.Parameter, axis: Axis) -> Tensor:
         return torch.empty_like(weight, dtype=self.master_dtype, requires_grad=False)
-
-    def sum_gradients(self) -> None:
-        """Nothing to reduce: there is one process."""
 
     @torch.no_grad()
     def gather_weights(self) -> None:
@@ -276,18 +276,12 @@ class DDP(DataParallel):
         self.modules = [self.ddp]
         return super().make_param_shards(specs)
 
-    def local_shard(self, weight: nn.Parameter, axis: Axis) -> Tensor:
-        return weight
-
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         return nullcontext() if last else self.ddp.no_sync()
 
     def sum_gradients(self) -> None:
         """DDP has reduced the gradients: its backward ends when the last bucket has arrived."""
         self.mesh.timer.end_wait("replicate")
-
-    def gather_weights(self) -> None:
-        """Nothing to gather: every rank has updated all weights."""
 
 
 def _sum_bucket(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

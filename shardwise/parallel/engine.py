@@ -14,10 +14,10 @@ from shardwise.layout import BatchSplit
 from shardwise.models.chain import IGNORE_INDEX, Chain
 from shardwise.models.config import ModelConfig
 from shardwise.optim import make_optimizer, make_user_optimizer
+from shardwise.optim.param_shard import ParamShard
 from shardwise.parallel import context
 from shardwise.parallel.data_parallel import DataParallel
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.param_shard import ParamShard
 from shardwise.parallel.pipeline import Pipeline
 from shardwise.parallel.precision import LossScale
 
@@ -42,7 +42,7 @@ class Engine:
     @property
     def dense_shards(self) -> list[ParamShard]:
         """The parameter shards without those of embedding tables."""
-        return [shard for shard in self.param_shards if shard.fixed_offset_and_shape is None]
+        return [shard for shard in self.param_shards if not shard.is_table]
 
     def make_optimizer(self, job: Job) -> torch.optim.Optimizer:
         """Returns the optimizer of all parameter shards of this rank."""

@@ -14,10 +14,10 @@ from shardwise.comm.collectives import reduce_scatter
 from shardwise.job import GradientConfig
 from shardwise.layout import BatchSplit, Layout
 from shardwise.models.chain import Chain
+from shardwise.optim.param_shard import ParamShard
 from shardwise.parallel.data_parallel import DDP, DataParallel, SingleProcess, Zero1, all_reduce_gradients
 from shardwise.parallel.gradient_reduction import CompressionSpec, Compressor
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.param_shard import ParamShard
 from shardwise.parallel.precision import Precision
 from shardwise.parallel.torch_fsdp import DefaultReduceScatter, param_groups, time_waits
 

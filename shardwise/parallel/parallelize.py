@@ -15,16 +15,16 @@ from torch import Tensor
 
 from shardwise.errors import JobError
 from shardwise.models.gpt import configure_modules
+from shardwise.optim.param_shard import init_param_shard
 from shardwise.parallel import batch_norm, context, expert, local_sgd, recompute, tensor
 from shardwise.parallel.data_parallel import ParamSpecs
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.fsdp import is_single_process, make_data_parallel, uses_fsdp
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.param_shard import init_param_shard
 from shardwise.parallel.pipeline import Pipeline
 from shardwise.parallel.precision import LossScale, Precision
 from shardwise.parallel.prepare import Prepared
-from shardwise.parallel.tables.table_engine import TableEngine, make_table_shards, make_tables
+from shardwise.parallel.tables.table_engine import TableEngine, make_tables
 from shardwise.parallel.torch_pipelining import PipelineOrder
 
 # The fraction of a compiled block's activations that torch.compile may save for the backward; it recomputes cheap
@@ -102,7 +102,7 @@ def parallelize(
         param_shards = data.make_param_shards(param_specs)
         if memory is None:
             for param_shard in (*param_shards, *data.frozen_shards):
-                init_param_shard(param_shard, model, job.seed, mesh)
+                init_param_shard(param_shard, model, job.seed)
         data.sync_weights()
 
     pipeline = None
@@ -115,7 +115,7 @@ def parallelize(
     parts = (job.model, mesh, batch, chains, data, pipeline, param_shards, scale, local_positions)
     if prepared.tables:
         tables = make_tables(prepared, mesh, precision.master_dtype)
-        param_shards += make_table_shards(tables)
+        param_shards += tables.local_shards
         return TableEngine(*parts, compute_dtype=precision.compute_dtype, tables=tables)
     engine = Engine(*parts)
     if uses_local_sgd:

@@ -37,9 +37,9 @@ from torch.optim import Optimizer
 
 from shardwise.errors import CheckpointError, RunError
 from shardwise.files import fsync_and_rename
+from shardwise.optim.param_shard import ParamShard
 from shardwise.optim.sharded_optimizer import ShardedOptimizer
 from shardwise.parallel.engine import Engine
-from shardwise.parallel.param_shard import ParamShard, offset_and_shape
 from shardwise.train import checkpoint_folder, error_feedback
 from shardwise.train.checkpoint_folder import CheckpointGroup, list_checkpoints, valid_checkpoints
 from shardwise.train.dcp_storage import CheckpointPiece, Index, Pieces, dtype_of, read_index, read_pieces, write_pieces
@@ -270,7 +270,7 @@ def collect_pieces(engine: Engine, optimizer: Optimizer) -> Pieces:
     for param_shard in engine.param_shards:
         if f"weights.{param_shard.name}" in pieces:
             continue
-        start, size = offset_and_shape(param_shard, engine.mesh)
+        start, size = param_shard.offset_and_shape
         tensor = param_shard.tensor
         values = {f"weights.{param_shard.name}": tensor.detach()}
         state = optimizer.state.get(tensor, {}) if sharded is None else sharded.state_for_checkpoint(tensor)
@@ -297,7 +297,7 @@ def collect_pieces(engine: Engine, optimizer: Optimizer) -> Pieces:
     if engine.outer_optimizer is not None:
         for param_shard, state in zip(engine.param_shards, engine.outer_optimizer.state):
             for key, value in state.items():
-                start = offset_and_shape(param_shard, engine.mesh)[0]
+                start = param_shard.offset_and_shape[0]
                 pieces[f"outer.{param_shard.name}.{key}"] = CheckpointPiece(value, start, param_shard.shape)
     return pieces | error_feedback.error_feedback_pieces(engine)
 
@@ -366,7 +366,7 @@ def init_optimizer_state(index: Index, optimizer: Optimizer, param_shards: list[
             entries.setdefault(owner, {})[key] = entry
     step_on_device = {id(p): g.get("fused") or g.get("capturable") for g in optimizer.param_groups for p in g["params"]}
     for param_shard in param_shards:
-        if param_shard.fixed_offset_and_shape is not None:
+        if param_shard.is_table:
             continue  # tables allocate their state when they are built
         weight, state = param_shard.tensor, optimizer.state[param_shard.tensor]
         state.clear()

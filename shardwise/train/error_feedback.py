@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.axis import Axis
+from shardwise.optim.param_shard import ParamShard
 from shardwise.parallel.data_parallel import DataParallel
 from shardwise.parallel.engine import Engine
-from shardwise.parallel.param_shard import ParamShard, offset_and_shape
 from shardwise.train.dcp_storage import CheckpointPiece, Index, Pieces, dtype_of
 
 
@@ -24,7 +24,7 @@ def _compression_axis(data: DataParallel) -> Axis:
 def _residual_region(data: DataParallel, param_shard: ParamShard) -> tuple[tuple[int, ...], list[int]]:
     """Returns offsets and shape of this rank's residual: its shard across replicas, else its tensor-parallel shard."""
     if data.mesh["replicate"].size > 1:
-        return offset_and_shape(param_shard, data.mesh)
+        return param_shard.offset_and_shape
     start, size = [0] * len(param_shard.shape), list(param_shard.shape)
     if param_shard.tensor_dim is not None:
         dim = param_shard.tensor_dim

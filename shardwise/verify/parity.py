@@ -27,15 +27,15 @@ from shardwise.comm.axis import Axis
 from shardwise.comm.objects import all_gather_json
 from shardwise.comm.world import run_world
 from shardwise.data.make_sources import synthetic_source
-from shardwise.data.sample_stream import SampleStream, Source, job_stream, rank_positions
+from shardwise.data.sample_stream import SampleStream, Subset, job_stream, rank_positions
 from shardwise.errors import RunError
 from shardwise.job import Job
 from shardwise.layout import Layout, solve_batch
 from shardwise.models.chain import IGNORE_INDEX
 from shardwise.optim import job_learning_rate, set_learning_rate
+from shardwise.optim.param_shard import ParamShard
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.parallelize import parallelize
-from shardwise.parallel.param_shard import sharded_dims_of
 from shardwise.parallel.precision import Precision
 from shardwise.parallel.prepare import meta_model, prepare
 from shardwise.planner.plan import auto_schedule_order
@@ -43,8 +43,7 @@ from shardwise.random import hash_key, normal_
 from shardwise.step import StepResult, step
 from shardwise.train.local_machine import check_compiler, require_memory
 from shardwise.verify.compression_reference import CompressedSumReference
-from shardwise.verify.dlrm_reference import compare_embedding_tables, run_dlrm_reference
-from shardwise.verify.reference import run_local_sgd_reference, run_reference
+from shardwise.verify.reference import run_local_sgd_reference, run_steps
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-3, "bf16": 1e-1, "fp16": 1e-2, "fp8": 3e-1}
 # Relative to the RMS norm. In half precision, rounding decides which way Adam moves a weight with a tiny gradient.
@@ -129,17 +128,11 @@ def _shorten_error(error: RunError) -> str:
     return last if first == last else f"{first.partition(':')[0]}: {last}"
 
 
-class IgnoredTargetsSource:
+class IgnoredTargetsSource(Subset):
     """Ignores a different number of targets in each sample, so that averaging the ranks' losses would be wrong."""
 
-    def __init__(self, source: Source):
-        self.source, self.length, self.vocab = source, source.length, source.vocab
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        sample = self.source[index].copy()
+    def read_sample(self, index: int) -> np.ndarray:
+        sample = super().read_sample(index).copy()
         sample[1 : 1 + 3 * index % self.length] = IGNORE_INDEX
         return sample
 
@@ -148,7 +141,7 @@ def make_stream(job: Job) -> SampleStream:
     """Returns a stream so short that three steps read more than one epoch."""
     source = synthetic_source(job, max(1, 2 * job.samples - 1))
     has_one_target = job.model.sample_kind != "tokens" or job.model.counts_samples
-    return job_stream(job, source if has_one_target else IgnoredTargetsSource(source))
+    return job_stream(job, source if has_one_target else IgnoredTargetsSource(source, 0, len(source)))
 
 
 def _learning_rates(job: Job, steps: int) -> list[float]:
@@ -159,18 +152,17 @@ def _run_reference(job: Job, steps: int, layout: Layout | None = None) -> list[d
     """Runs the single-process reference; with a layout, it emulates that layout's gradient compression or local SGD."""
     record = partial(record_outputs, meta_model(job.model, job.seed).sharding_plan.compared_modules)
     arguments = job, make_stream(job), _learning_rates(job, steps), record, Precision(job.precision).master_dtype
-    if job.family.tables(job.model):
-        records = run_dlrm_reference(*arguments)
-    elif layout is not None and job.local_sgd.every > 1:
+    if layout is not None and job.local_sgd.every > 1:
         by_replica = run_local_sgd_reference(layout.replicate, arguments)
         records = [{"replicas": list(replicas)} for replicas in zip(*by_replica, strict=True)]
-    elif layout is None or layout.data == 1:
-        records = run_reference(*arguments)
     else:
-        # ZeRO 2 and 3 reduce gradients after each micro-batch.
-        micro_batches = solve_batch(layout, job.samples).micro_batches if layout.shard > 1 and layout.zero > 1 else 1
-        make_sum = partial(CompressedSumReference, job, layout)
-        records = run_reference(*arguments, (layout.data, micro_batches), make_sum)
+        compression: tuple[Any, ...] = ()
+        if layout is not None and layout.data > 1 and not job.family.tables(job.model):
+            # ZeRO 2 and 3 reduce gradients after each micro-batch.
+            fully_sharded = layout.shard > 1 and layout.zero > 1
+            micro_batches = solve_batch(layout, job.samples).micro_batches if fully_sharded else 1
+            compression = (layout.data, micro_batches), partial(CompressedSumReference, job, layout)
+        records = [step_record for step_record, _ in run_steps(*arguments, *compression)]
     for result in (replica for step_record in records for replica in step_record.get("replicas", [step_record])):
         result["outputs"] = {name: output_fingerprint(outputs) for name, outputs in result["outputs"].items()}
     return records
@@ -243,7 +235,7 @@ def _compare_layout(job: Job, layout: Layout, reference: list[dict[str, Any]], s
     order = auto_schedule_order(job, layout, CLUSTERS["cpu"])
     engine = parallelize(prepare(job, layout), torch.device("cpu"), order=order)
     optimizer = engine.make_optimizer(job)
-    dense = replace(engine, param_shards=engine.dense_shards)
+    tables = [table.name for table in job.family.tables(job.model)]
     stream = make_stream(job)
     engine.begin_stream(job, stream)
     comparison = Comparison(job.precision)
@@ -264,21 +256,17 @@ def _compare_layout(job: Job, layout: Layout, reference: list[dict[str, Any]], s
                 _compare_outputs(comparison, step_index, engine, outputs, expected["outputs"])
             comparison.add(step_index, "loss", 0, "loss", relative_error(outcome.loss, expected["loss"]))
             comparison.add(step_index, "grad_norm", 0, "grad_norm", relative_error(outcome.grad_norm, expected["norm"]))
-            gradients = [p.grad.to(engine.scale.value.dtype) / engine.scale.value for p in dense.param_shards]
-            _compare_shards(comparison, step_index, "gradient", dense, gradients, expected["gradients"])
-            if engine.has_tables:
-                compare_embedding_tables(comparison, step_index, "gradient", engine, expected["gradients"])
+            gradients = [p.full_grad.to(engine.scale.value.dtype) / engine.scale.value for p in engine.param_shards]
+            _compare_shards(comparison, step_index, "gradient", engine, gradients, expected["gradients"], tables)
 
         step(engine, optimizer, samples, job.optimizer.clip, observe)
         if engine.outer_optimizer is not None:
             engine.outer_optimizer.after_step(step_index + 1, steps)
         for handle in handles:
             handle.remove()
-        weights = [param_shard.tensor.detach() for param_shard in dense.param_shards]
-        _compare_shards(comparison, step_index, "weight", dense, weights, expected["weights"])
-        _compare_full_weights(comparison, step_index, dense, expected["weights"])
-        if engine.has_tables:
-            compare_embedding_tables(comparison, step_index, "weight", engine, expected["weights"])
+        weights = [param_shard.tensor.detach() for param_shard in engine.param_shards]
+        _compare_shards(comparison, step_index, "weight", engine, weights, expected["weights"], tables)
+        _compare_full_weights(comparison, step_index, engine, expected["weights"])
     return comparison.result(layout)
 
 
@@ -303,31 +291,41 @@ def _compare_outputs(
 
 def _compare_shards(
     comparison: Comparison, step_index: int, kind: str, engine: Engine, values: list[Tensor],
-    expected: dict[str, Tensor],
+    expected: dict[str, Tensor], tables: list[str],
 ) -> None:  # fmt: skip
-    """Compares one value per parameter shard. The errors of all shards of a tensor add up to one error."""
-    mesh = engine.mesh
-    squared_errors = torch.zeros(len(values), dtype=torch.float64)
-    for i, (param_shard, value) in enumerate(zip(engine.param_shards, values, strict=True)):
-        expected_shard = expected[param_shard.name]
-        for dim, axis in sharded_dims_of(param_shard, mesh):
-            expected_shard = _local_chunk(expected_shard, axis, dim)
-        squared_errors[i] = (value - expected_shard).square().sum() if value.shape == expected_shard.shape else math.inf
-    tensor_sharded = [p.tensor_dim is not None for p in engine.param_shards]
-    fsdp_sharded = [p.is_sharded or p.is_expert for p in engine.param_shards]
-    for axis, is_sharded in ((mesh["tensor"], tensor_sharded), (mesh["fsdp_context"], fsdp_sharded)):
-        if axis.size > 1:
-            sums = squared_errors.clone()
-            dist.all_reduce(sums, group=axis.group)
-            squared_errors = torch.where(torch.tensor(is_sharded), sums, squared_errors)
+    """Compares one value per parameter shard. The errors of all shards of a tensor add up to one error, and so do their
+    sizes. `tables` are spread over the data axis, and a rank may have no shard of one."""
+    mesh, shards = engine.mesh, engine.param_shards
     rms_norm, order = _rms_norm_and_order(expected)
-    for param_shard, squared_error in zip(engine.param_shards, squared_errors.tolist(), strict=True):
-        floor = NOISE_FLOOR if kind == "weight" and param_shard.name in comparison.noise else comparison.floor
-        error = math.sqrt(squared_error) / max(float(expected[param_shard.name].norm()), floor * rms_norm)
-        comparison.add(step_index, kind, order[param_shard.name], param_shard.name, error)
-        is_noise = float(expected[param_shard.name].norm()) < NOISE_NORM * rms_norm
-        if kind == "gradient" and is_noise:
-            comparison.noise.add(param_shard.name)
+    squared_errors, sizes = torch.zeros(2, len(expected), dtype=torch.float64)
+    infinite = torch.tensor(math.inf, dtype=torch.float64)
+    for param_shard, value in zip(shards, values, strict=True):
+        expected_shard, place = _expected_shard(expected, param_shard), order[param_shard.name]
+        has_shape = value.shape == expected_shard.shape
+        squared_error = (value - expected_shard).square().sum().double() if has_shape else infinite
+        # A rank may have both copies of a tied weight; `maximum` keeps a NaN.
+        squared_errors[place], sizes[place] = torch.maximum(squared_errors[place], squared_error), value.numel()
+    tensor_sharded = {p.name for p in shards if p.tensor_dim is not None}
+    fsdp_sharded = {p.name for p in shards if any(axis is not mesh["tensor"] for _, axis in p.sharded_dims)}
+    for axis, names in (("tensor", tensor_sharded), ("fsdp_context", fsdp_sharded), ("data", set(tables))):
+        if mesh[axis].size > 1:
+            sums = torch.stack((squared_errors, sizes))
+            dist.all_reduce(sums, group=mesh[axis].group)
+            is_sharded = torch.tensor([name in names for name in order])
+            squared_errors, sizes = torch.where(is_sharded, sums, torch.stack((squared_errors, sizes)))
+    for name in dict.fromkeys([*(param_shard.name for param_shard in shards), *tables]):
+        norm = float(expected[name].norm())
+        floor = NOISE_FLOOR if kind == "weight" and name in comparison.noise else comparison.floor
+        error = math.sqrt(squared_errors[order[name]]) / max(norm, floor * rms_norm)
+        is_complete = sizes[order[name]] == expected[name].numel()
+        comparison.add(step_index, kind, order[name], name, error if is_complete else math.inf)
+        if kind == "gradient" and norm < NOISE_NORM * rms_norm:
+            comparison.noise.add(name)
+
+
+def _expected_shard(expected: dict[str, Tensor], param_shard: ParamShard) -> Tensor:
+    start, size = param_shard.offset_and_shape
+    return expected[param_shard.name][tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
 
 
 def _compare_full_weights(comparison: Comparison, step_index: int, engine: Engine, expected: dict[str, Tensor]) -> None:
@@ -335,24 +333,21 @@ def _compare_full_weights(comparison: Comparison, step_index: int, engine: Engin
     if engine.mesh["fsdp_context"].size == 1:
         return  # the shards are the weights
     rms_norm, order = _rms_norm_and_order(expected)
-    sharded_dims = {p.name: sharded_dims_of(replace(p, is_sharded=False), engine.mesh) for p in engine.param_shards}
+    shards = {param_shard.name: param_shard for param_shard in engine.param_shards}
     for chain in engine.chains:
         for name, weight in chain.named_unique_parameters():
             if not isinstance(weight, DTensor) and weight.requires_grad:
-                chunk = expected[name]
-                for dim, axis in sharded_dims[name]:
-                    chunk = _local_chunk(chunk, axis, dim)
+                chunk, fsdp = expected[name], engine.mesh["expert_replicas" if shards[name].is_expert else "fsdp"]
+                for dim, axis in shards[name].sharded_dims:
+                    chunk = chunk if axis is fsdp else _local_chunk(chunk, axis, dim)
                 floor = NOISE_FLOOR if name in comparison.noise else comparison.floor
                 error = relative_error(weight.detach(), chunk, floor * rms_norm)
                 comparison.add(step_index, "weight", order[name], name, error)
 
 
-def _local_chunk(full: Tensor, axis: Axis, dim: int | None) -> Tensor:
+def _local_chunk(full: Tensor, axis: Axis, dim: int) -> Tensor:
     """Returns this rank's chunk; trailing chunks may be empty."""
-    if dim is None or axis.size == 1:
-        return full
-    chunks = full.chunk(axis.size, dim)
-    return chunks[axis.index] if axis.index < len(chunks) else full.narrow(dim, 0, 0)
+    return full if axis.size == 1 else full.narrow(dim, *axis.span(full.shape[dim]))
 
 
 def _rms_norm_and_order(expected: dict[str, Tensor]) -> tuple[float, dict[str, int]]:

@@ -19,11 +19,7 @@ from shardwise.job import Job
 from shardwise.models.chain import IGNORE_INDEX, init_weights
 from shardwise.models.moe import MoE
 from shardwise.models.resnet import unpack_targets
-
-
-def run_reference(*arguments: Any) -> list[dict[str, Any]]:
-    """Returns one record per step: loss, gradient norm, gradients before clipping, weights after the update."""
-    return [record for record, _ in run_steps(*arguments)]
+from shardwise.verify.dlrm_reference import dlrm_loss, make_table_optimizers, make_tables
 
 
 def run_steps(
@@ -32,15 +28,18 @@ def run_steps(
     make_gradient_sum: Callable[[Any], Callable[[str, list[Tensor]], Tensor]] | None = None,
     replicas_and_index: tuple[int, int] = (1, 0),
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:  # fmt: skip
-    """Yields, per step, a record and the live weights.
+    """Yields, per step, a record and the live weights. The record has the loss, the gradient norm, the gradients before
+    clipping and the weights after the update.
 
     `make_gradient_sum` returns a function that sums a weight's per-rank gradients of one micro-batch; None is a plain
     sum. `ranks_and_micro_batches`: how many ranks, and micro-batches per rank, are emulated for that function.
     `replicas_and_index`: into how many equal parts each batch is split, and which of them to train on."""
     model = job.family.build_reference(job.model, job.seed, dtype)
-    weights: dict[str, Any] = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    dense: dict[str, Any] = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    tables = make_tables(job, dtype)
+    weights = tables | dense
     settings, local_batch_size = job.optimizer, job.samples // replicas_and_index[0]
-    optimizers = make_reference_optimizers(job, weights)
+    optimizers = make_reference_optimizers(job, dense) + make_table_optimizers(job, tables)
     sum_gradients = make_gradient_sum(model) if make_gradient_sum is not None else None
     for step_index, lr in enumerate(learning_rates):
         positions = torch.arange(local_batch_size) + step_index * job.samples + replicas_and_index[1] * local_batch_size
@@ -52,7 +51,9 @@ def run_steps(
             ends = (samples.tokens == job.model.document_separator).tolist()
             document_kwargs["document_ids"] = torch.tensor([list(accumulate(row[:-1], initial=0)) for row in ends])
         loss = job.family.reference_loss(job.model, model, samples)
-        if loss is None:
+        if tables:
+            loss = dlrm_loss(job, model, list(tables.values()), samples)
+        elif loss is None:
             logits = model(samples.tokens, ids=samples.ids, **document_kwargs)
             targets = samples.targets[:, -logits.shape[1] :]  # for a T5, the targets of the decoder
             loss = loss_sum(job, logits.flatten(0, 1), targets.flatten()) / (targets != IGNORE_INDEX).sum()
@@ -64,14 +65,14 @@ def run_steps(
             weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
         if sum_gradients is not None and step_index >= job.gradient.uncompressed_steps(len(learning_rates)):
             sum_per_rank_gradients(job, model, samples, ranks_and_micro_batches, sum_gradients)
-        norm = torch.stack([w.grad.square().sum() for w in weights.values()]).sum().sqrt()
-        gradients = {name: weight.grad.clone() for name, weight in weights.items()}
+        gradients = {name: weight.grad.to_dense().clone() for name, weight in weights.items()}
+        norm = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt()
         if settings.clip and norm > settings.clip:
             for weight in weights.values():
                 weight.grad.mul_(settings.clip / norm)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = lr * group.get("lr_multiplier", 1.0)
             optimizer.step()
             optimizer.zero_grad()
         for module in model.modules():

@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from shardwise.errors import JobError
+from shardwise.metrics.trackers import flatten
 from shardwise.watch.page_data import format_seconds, recent_median
 from shardwise.watch.run_data import RunData, bin_means, bin_starts, goodput, to_json_list
 
@@ -62,17 +63,10 @@ def _curves(run: RunData) -> dict[str, Any]:
 
 def differences(runs: list[RunData]) -> list[list[str]]:
     """Returns a row per job key that differs: the key, then its value in each run."""
-    values = [_flatten(run.job.model_dump()) for run in runs]
+    values = [flatten(run.job.model_dump()) for run in runs]
     keys = sorted({key for job in values for key in job} - {"run.folder"})
     rows = [[key, *(str(job.get(key, "")) for job in values)] for key in keys]
     return [row for row in rows if len(set(row[1:])) > 1]
-
-
-def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
 
 
 def tables(comparison: dict[str, Any]) -> list[Table]:

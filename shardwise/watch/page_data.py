@@ -247,10 +247,7 @@ def rank_alerts(run: RunData) -> list[dict[str, Any]]:
     table, layout = seconds_by_rank(run), parse_layout(run)
     if not table.size:
         return []
-    rows = np.zeros((table.shape[1], rank_metrics.NUM_COLUMNS))
-    rows[:, rank_metrics.SECONDS] = table.sum(0)
-    rows[:, rank_metrics.FIRST_PHASE : rank_metrics.FIRST_WAIT] = table[: len(rank_metrics.PHASES)].T
-    alerts = rank_metrics.find_alerts(rows, layout.pipeline if layout is not None else 1)
+    alerts = rank_metrics.find_alerts(table, table.sum(0), layout.pipeline if layout is not None else 1)
     return [{"rank": int(key.split()[1]), "message": sentence} for key, sentence in alerts]
 
 

@@ -99,21 +99,13 @@ class RunRegistry:
             return {next(iter(self._runs)): self.single_run}
         return {path.parent.name: path.parent for path in sorted(self.runs_folder.glob("*/job.toml"))}
 
-    def find(self, name: str) -> RunData | None:
+    def run_state(self, name: str) -> tuple[str, str] | None:
+        """Returns the page data of a run as JSON, and its version; None if there is no such run. Cached per version."""
         path = self.paths().get(name)
         if path is None:
             return None
         with self._lock:
-            if name not in self._runs:
-                self._runs[name] = RunData(path)
-            return self._runs[name]
-
-    def run_state(self, name: str) -> tuple[str, str] | None:
-        """Returns the page data of a run as JSON, and its version; None if there is no such run. Cached per version."""
-        run = self.find(name)
-        if run is None:
-            return None
-        with self._lock:
+            run = self._runs[name] = self._runs.get(name) or RunData(path)
             run.read()
             state = (*(log.offset for log in run.logs), run.status.replace(" ", "_"), run.config_version)
             version = "-".join(map(str, state))

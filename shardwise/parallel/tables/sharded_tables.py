@@ -23,8 +23,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,14 +35,7 @@ from shardwise.comm.collectives import all_reduce
 from shardwise.errors import DataError
 from shardwise.optim.sparse import scatter_add_rows_
 from shardwise.parallel.tables import table_storage
-from shardwise.parallel.tables.table_storage import (
-    FusedTable,
-    LookupRoute,
-    TableShard,
-    TableStorage,
-    cat_or_empty,
-    numel_of,
-)
+from shardwise.parallel.tables.table_storage import FusedTable, LookupRoute, TableShard, TableStorage
 
 
 def most_frequent_ids(ids: Tensor, count: int) -> Tensor:
@@ -165,8 +157,7 @@ def sum_bags(rows: Tensor, indices: Tensor, offsets: Tensor, weights: Tensor) ->
     return F.embedding_bag(indices, rows, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True)
 
 
-@dataclass
-class RowGradients:
+class RowGradients(NamedTuple):
     """The gradient of the touched rows of a fused table: sorted, each row once."""
 
     rows: Tensor
@@ -206,34 +197,27 @@ class ShardedTables(TableStorage):
     def refresh(self, route: LookupRoute, rows: Tensor) -> None:
         """Refreshes rows that were prefetched before or during the last update: owners resend the rows that it changed,
         with their indices among the requested rows."""
-        stale: table_storage.RowIndices = []
-        for rank_rows in route.served_rows:
-            pairs = zip(rank_rows, self.last_updated_rows, strict=True)
-            stale.append([torch.isin(row_indices, changed).nonzero()[:, 0] for row_indices, changed in pairs])
-        resent = self._exchange_indices(stale, [len(rank_tables) for rank_tables in self.fused_tables])
-        values = [
-            storage.index_select(0, row_indices[stale_positions]).view(-1)
-            for rank_rows, rank_tables in zip(route.served_rows, stale, strict=True)
-            for storage, row_indices, stale_positions in zip(self.storage, rank_rows, rank_tables, strict=True)
-        ]
-        input_split_sizes = [numel_of(rank_tables, self.local_tables) for rank_tables in stale]
-        output_split_sizes = list(map(numel_of, resent, self.fused_tables))
-        received = self._all_to_all(cat_or_empty(values, self.dtype), input_split_sizes, output_split_sizes)
-        requests = zip(self._requests_by_table(route), chain.from_iterable(resent), strict=True)
-        self._store_rows(rows, received, [(fused, positions[indices]) for (fused, positions), indices in requests])
+        changed = self.last_updated_rows * self.axis.size
+        pairs = zip(route.served_rows, changed, strict=True)
+        stale = [torch.isin(row_indices, updated).nonzero()[:, 0] for row_indices, updated in pairs]
+        resent = self._exchange_indices(stale, self.requesters, self.owners)
+        served = zip(self.storage * self.axis.size, route.served_rows, stale, strict=True)
+        values = [table.index_select(0, row_indices[indices]).view(-1) for table, row_indices, indices in served]
+        received = self._exchange_rows(values, stale, resent)
+        requests = zip(route.requested_rows, resent, strict=True)
+        self._store_rows(rows, received, [positions[indices] for positions, indices in requests])
 
     def push_gradients(self, route: LookupRoute, gradient: Tensor) -> None:
         """Sends the gradients of the distinct rows to their owners, which sum them by row over ranks."""
         columns = [
             gradient[:, slice(*fused.columns)].index_select(0, positions).view(-1)
-            for fused, positions in self._requests_by_table(route)
+            for fused, positions in zip(self.fused_tables, route.requested_rows, strict=True)
         ]
-        received = self._exchange_rows(cat_or_empty(columns, self.dtype), route, is_backward=True)
-        served = [pair for rank_rows in route.served_rows for pair in zip(self.local_tables, rank_rows, strict=True)]
-        parts = received.split([rows.numel() * fused.width for fused, rows in served])
+        received = self._exchange_rows(columns, route.served_rows, route.requested_rows, is_backward=True)
+        parts = received.split(table_storage.numels(route.served_rows, self.local_tables * self.axis.size))
         self.row_gradients = []
         for index, fused in enumerate(self.local_tables):
-            row_indices = torch.cat([rank_rows[index] for rank_rows in route.served_rows])
+            row_indices = torch.cat(route.served_rows[index :: len(self.local_tables)])
             rows, inverse_indices = torch.unique(row_indices, return_inverse=True)
             total = torch.zeros(rows.numel(), fused.width, dtype=self.dtype)
             gradients = [part.view(-1, fused.width) for part in parts[index :: len(self.local_tables)]]
@@ -244,17 +228,16 @@ class ShardedTables(TableStorage):
 
     def gradient_of(self, shard: TableShard) -> tuple[Tensor, Tensor]:
         """Returns the touched rows of a local shard, relative to its first row, and their gradient."""
-        for fused, touched in zip(self.local_tables, self.row_gradients, strict=True):
-            if shard in fused.shards:
-                first = fused.row_offsets[fused.shards.index(shard)]
-                last = first + shard.rows[1] - shard.rows[0]
-                begin, end = torch.searchsorted(touched.rows, torch.tensor([first, last])).tolist()
-                rows, gradient = touched.rows[begin:end] - first, touched.gradient[begin:end]
-                if self.hot_rows is not None:
-                    cached, cached_gradient = self.hot_rows.gradient_of(shard)
-                    rows, gradient = torch.cat((rows, cached)), torch.cat((gradient, cached_gradient))
-                return rows, gradient
-        raise KeyError(shard)
+        tables = zip(self.local_tables, self.row_gradients, strict=True)
+        fused, touched = next(pair for pair in tables if shard in pair[0].shards)
+        first = fused.row_offsets[fused.shards.index(shard)]
+        last = first + shard.rows[1] - shard.rows[0]
+        begin, end = torch.searchsorted(touched.rows, torch.tensor([first, last])).tolist()
+        rows, gradient = touched.rows[begin:end] - first, touched.gradient[begin:end]
+        if self.hot_rows is not None:
+            cached, cached_gradient = self.hot_rows.gradient_of(shard)
+            rows, gradient = torch.cat((rows, cached)), torch.cat((gradient, cached_gradient))
+        return rows, gradient
 
     def divide_gradients(self, divisor: float) -> None:
         """Divides all gradients."""
@@ -263,7 +246,7 @@ class ShardedTables(TableStorage):
             gradient.div_(divisor)
 
     def optimizer_states(self) -> dict[Tensor, dict[str, Tensor]]:
-        return {view.rows: view.state for view in self.local_shards}
+        return {local.tensor: local.state for local in self.local_shards}
 
     @torch.no_grad()
     def update(self, lr: float, scale: float) -> None:
@@ -298,10 +281,8 @@ class ShardedTables(TableStorage):
                     column_sums[shard.table] = sums[index][ends[0] : ends[1]]
         shared = sorted((one for one in self.shards if one.table in column_sums), key=lambda one: one.rank)
         out = [column_sums[one.table] for one in shared]
-        sizes = [0] * self.axis.size
-        for one, part in zip(shared, out, strict=True):
-            sizes[one.rank] += part.numel()
-        received = self._all_to_all(cat_or_empty(out, self.dtype), sizes, sizes)
+        sizes = self._sum_by_rank([one.rank for one in shared], [part.numel() for part in out])
+        received = self._all_to_all(table_storage.cat_or_empty(out, self.dtype), sizes, sizes)
         sums_by_table: dict[int, list[tuple[int, Tensor]]] = {}
         for one, part in zip(shared, received.split([part.numel() for part in out]), strict=True):
             sums_by_table.setdefault(one.table, []).append((one.columns[0], part))

@@ -22,7 +22,6 @@ from shardwise.job import Job
 from shardwise.optim.sparse import CombinedOptimizer
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.param_shard import ParamShard
 from shardwise.parallel.prepare import Prepared
 from shardwise.parallel.tables.sharded_tables import Bags, RowPrefetcher, ShardedTables, sum_bags
 from shardwise.parallel.tables.table_storage import LookupRoute, TableShard, place_tables
@@ -55,18 +54,6 @@ def check_host_memory(prepared: Prepared, bytes_per_rank: float) -> None:
             f"layout '{layout}': rank {bytes_by_rank.index(max_bytes)} would hold {max_bytes / 2**30:.3g} GiB of "
             f"tables and optimizer states, but has {bytes_per_rank / 2**30:.3g} GiB of memory; {remedy}."
         )
-
-
-@dataclass(eq=False, kw_only=True)
-class TableParamShard(ParamShard):
-    """A shard of a table. Its gradient holds the touched rows only, in their order."""
-
-    tables: ShardedTables
-    shard: TableShard
-
-    @property
-    def grad(self) -> Tensor:
-        return self.tables.gradient_of(self.shard)[1]
 
 
 @dataclass
@@ -167,18 +154,6 @@ class TableEngine(Engine):
         return module(dense_features, vectors, clicks.labels)  # type: ignore[no-any-return]
 
 
-def make_table_shards(tables: ShardedTables) -> list[ParamShard]:
-    """Returns this rank's shards of the tables, as the optimizer, checkpoints and verify see them."""
-    return [
-        TableParamShard(
-            tables.tables[view.shard.table].name, view.rows,
-            torch.Size((tables.tables[view.shard.table].rows, tables.tables[view.shard.table].width)), None, False, 1,
-            tables=tables, shard=view.shard, fixed_offset_and_shape=(view.shard.start, list(view.rows.shape)),
-        )
-        for view in tables.local_shards
-    ]  # fmt: skip
-
-
 def make_tables(prepared: Prepared, mesh: Mesh, dtype: torch.dtype) -> ShardedTables:
     """Returns this rank's tables with initial weights."""
     axis, on_gpu = mesh["data"], mesh.device.type == "cuda"
@@ -189,5 +164,5 @@ def make_tables(prepared: Prepared, mesh: Mesh, dtype: torch.dtype) -> ShardedTa
         prepared.tables, place_job_tables(prepared, axis.size), axis, dtype, settings.optimizer, job.optimizer.betas,
         job.optimizer.eps, pin_memory=on_gpu,
     )  # fmt: skip
-    tables.init_weights(job.seed, [table.init_std for table in prepared.tables])
+    tables.init_weights(job.seed)
     return tables

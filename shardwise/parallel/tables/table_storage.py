@@ -26,6 +26,7 @@ from torch import Tensor
 from shardwise.comm.axis import Axis
 from shardwise.comm.collectives import all_to_all
 from shardwise.models.family import TableSpec
+from shardwise.optim.param_shard import ParamShard
 from shardwise.optim.sparse import rowwise_adagrad_, sparse_adam_
 from shardwise.random import hash_key, normal_
 
@@ -100,23 +101,22 @@ def _balance_over_ranks(tables: Sequence[TableSpec], shards: list[TableShard], r
     return placed
 
 
-RowIndices = list[list[Tensor]]  # row indices, by rank and fused table
+RowIndices = list[Tensor]  # row indices, by fused table
 
 
 class FusedTable:
     """Shards of one rank with the same columns, stacked in one tensor."""
 
-    def __init__(self, columns: tuple[int, int], shards: list[TableShard]):
-        self.columns, self.shards = columns, shards
+    def __init__(self, rank: int, columns: tuple[int, int], shards: list[TableShard]):
+        self.rank, self.columns, self.shards = rank, columns, shards
         self.width = columns[1] - columns[0]
         self.row_offsets = list(accumulate((shard.rows[1] - shard.rows[0] for shard in shards), initial=0))
 
 
-def fuse_shards(shards: Sequence[TableShard], rank: int) -> list[FusedTable]:
-    """Returns the fused tables of a rank; every rank computes the same."""
-    local_shards = [shard for shard in shards if shard.rank == rank]
-    column_ranges = sorted({shard.columns for shard in local_shards})
-    return [FusedTable(columns, [one for one in local_shards if one.columns == columns]) for columns in column_ranges]
+def fuse_shards(shards: Sequence[TableShard]) -> list[FusedTable]:
+    """Returns the fused tables of all ranks, by rank; every rank computes the same."""
+    keys = sorted({(shard.rank, shard.columns) for shard in shards})
+    return [FusedTable(*key, [shard for shard in shards if (shard.rank, shard.columns) == key]) for key in keys]
 
 
 @dataclass(frozen=True)
@@ -129,17 +129,32 @@ class LookupRoute:
     inverse_indices: Tensor  # by id, its index among the distinct rows: first the fetched, then the cached ones
     num_fetched_rows: int  # number of distinct rows to fetch
     cached_rows: Tensor  # the other distinct rows, as indices into the hot-row cache
-    requested_rows: RowIndices  # the distinct rows that come from each rank and fused table
-    served_rows: RowIndices  # the rows that each rank requests, by fused table of this rank
+    requested_rows: RowIndices  # the distinct rows that come from each fused table of all ranks
+    served_rows: RowIndices  # the rows that each rank requests from each fused table of this rank
 
 
-@dataclass(frozen=True)
-class TableShardView:
-    """Views of one local shard: its rows and their optimizer state."""
+@dataclass(eq=False, kw_only=True)
+class TableParamShard(ParamShard):
+    """A local shard of a table, as a step, checkpoints and verify see it. `grad` holds the touched rows only, in their
+    order."""
 
+    is_table = True
+
+    tables: Any  # the `ShardedTables` that it is a part of
     shard: TableShard
-    rows: Tensor
-    state: dict[str, Tensor]
+    state: dict[str, Tensor]  # views of the optimizer state of its rows
+
+    @property
+    def grad(self) -> Tensor:
+        return self.tables.gradient_of(self.shard)[1]  # type: ignore[no-any-return]
+
+    @property
+    def full_grad(self) -> Tensor:
+        return torch.zeros_like(self.tensor).index_copy_(0, *self.tables.gradient_of(self.shard))
+
+    @property
+    def offset_and_shape(self) -> tuple[tuple[int, ...], list[int]]:
+        return self.shard.start, list(self.tensor.shape)
 
 
 class TableStorage:
@@ -155,8 +170,10 @@ class TableStorage:
         self.optimizer, self.betas, self.eps = optimizer, betas, eps
         self.width = tables[0].width
         self.table_offsets = list(accumulate((table.rows for table in tables), initial=0))
-        self.fused_tables = [fuse_shards(shards, rank) for rank in range(axis.size)]
-        self.local_tables = self.fused_tables[axis.index]
+        self.fused_tables = fuse_shards(shards)
+        self.local_tables = [fused for fused in self.fused_tables if fused.rank == axis.index]
+        self.owners = [fused.rank for fused in self.fused_tables]  # the other ends of `requested_rows` ...
+        self.requesters = [rank for rank in range(axis.size) for _ in self.local_tables]  # ... and of `served_rows`
         factory_kwargs: dict[str, Any] = {"dtype": dtype, "pin_memory": pin_memory}
         sizes = [(fused.row_offsets[-1], fused.width) for fused in self.local_tables]
         self.storage = [torch.zeros(size, **factory_kwargs) for size in sizes]
@@ -167,40 +184,37 @@ class TableStorage:
             else:
                 self.state.append({key: torch.zeros_like(rows) for key in ("exp_avg", "exp_avg_sq")})
         self.step_state = {"step": torch.zeros((), dtype=torch.int64)}
-        self.local_shards = list(self._make_shard_views())
+        self.local_shards = list(self._make_local_shards())
         self.has_column_shards = any(shard.columns != (0, self.width) for shard in self.shards)
 
-    def _make_shard_views(self) -> Iterator[TableShardView]:
+    def _make_local_shards(self) -> Iterator[TableParamShard]:
         step_state = {} if self.optimizer == "adagrad" else self.step_state
         for fused, rows, state in zip(self.local_tables, self.storage, self.state, strict=True):
             for shard, first, last in zip(fused.shards, fused.row_offsets, fused.row_offsets[1:]):
-                views = {key: value[first:last] for key, value in state.items()}
-                yield TableShardView(shard, rows[first:last], views | step_state)
+                views, table = {key: value[first:last] for key, value in state.items()}, self.tables[shard.table]
+                yield TableParamShard(
+                    table.name, rows[first:last], torch.Size((table.rows, table.width)),
+                    tables=self, shard=shard, state=views | step_state,
+                )  # fmt: skip
 
-    def init_weights(self, seed: int, std: Sequence[float]) -> None:
+    def init_weights(self, seed: int) -> None:
         """Initializes the rows; the values depend on the seed alone, not on the placement."""
-        for view in self.local_shards:
-            table = self.tables[view.shard.table]
-            shape = torch.Size((table.rows, table.width))
-            key = hash_key("init", seed, table.name)
-            normal_(view.rows, key, shape, view.shard.start, std[view.shard.table])
+        for local in self.local_shards:
+            std = self.tables[local.shard.table].init_std
+            normal_(local.tensor, hash_key("init", seed, local.name), local.shape, local.shard.start, std)
 
     def _request_rows(self, unique_rows: Tensor, axis: Axis | None = None) -> tuple[RowIndices, RowIndices]:
         """Requests rows from the ranks that own them. Returns the requested rows and those requested from this rank."""
-        requested: RowIndices = []
-        rows: RowIndices = []
-        for rank_tables in self.fused_tables:
-            requested.append([])
-            rows.append([])
-            for fused in rank_tables:
-                positions, local_rows = [], []
-                for shard, first in zip(fused.shards, fused.row_offsets):
-                    begin, end, start = self.row_range(shard, unique_rows)
-                    positions.append(torch.arange(begin, end))
-                    local_rows.append(unique_rows[begin:end] - (start - first))
-                requested[-1].append(torch.cat(positions))
-                rows[-1].append(torch.cat(local_rows))
-        return requested, self._exchange_indices(rows, [len(self.local_tables)] * self.axis.size, axis)
+        requested, rows = [], []
+        for fused in self.fused_tables:
+            positions, local_rows = [], []
+            for shard, first in zip(fused.shards, fused.row_offsets):
+                begin, end, start = self.row_range(shard, unique_rows)
+                positions.append(torch.arange(begin, end))
+                local_rows.append(unique_rows[begin:end] - (start - first))
+            requested.append(torch.cat(positions))
+            rows.append(torch.cat(local_rows))
+        return requested, self._exchange_indices(rows, self.owners, self.requesters, axis)
 
     def row_range(self, shard: TableShard, rows: Tensor) -> tuple[int, int, int]:
         """Returns the range of sorted `rows` that lies in a shard, and the number of the shard's first row."""
@@ -208,27 +222,29 @@ class TableStorage:
         begin, end = torch.searchsorted(rows, torch.tensor([first, last])).tolist()
         return begin, end, first
 
-    def _exchange_indices(self, indices: RowIndices, received: list[int], axis: Axis | None = None) -> RowIndices:
-        """Sends the tensors `indices[n]` to rank n; returns those from each rank, of which there are `received[n]`."""
-        flat = [part for parts in indices for part in parts]
-        lengths = torch.tensor([part.numel() for part in flat], dtype=torch.int64)
-        received_lengths = self._all_to_all(lengths, [len(parts) for parts in indices], received, axis)
-        recv_sizes = [int(part.sum()) for part in received_lengths.split(received)]
-        sizes = [sum(part.numel() for part in parts) for parts in indices], recv_sizes
-        values = self._all_to_all(cat_or_empty(flat, torch.int64), *sizes, axis)
-        parts = iter(values.split(received_lengths.tolist()))
-        return [[next(parts) for _ in range(count)] for count in received]
+    def _exchange_indices(
+        self, indices: RowIndices, to_ranks: list[int], from_ranks: list[int], axis: Axis | None = None
+    ) -> RowIndices:
+        """Sends `indices[n]` to rank `to_ranks[n]`; returns one tensor per entry of `from_ranks`."""
+        lengths = [part.numel() for part in indices]
+        counts = self._sum_by_rank(to_ranks, [1] * len(to_ranks)), self._sum_by_rank(from_ranks, [1] * len(from_ranks))
+        received = self._all_to_all(torch.tensor(lengths, dtype=torch.int64), *counts, axis).tolist()
+        sizes = self._sum_by_rank(to_ranks, lengths), self._sum_by_rank(from_ranks, received)
+        return list(self._all_to_all(cat_or_empty(indices, torch.int64), *sizes, axis).split(received))
+
+    def _sum_by_rank(self, ranks: Sequence[int], sizes: Sequence[int]) -> list[int]:
+        totals = [0] * self.axis.size
+        for rank, size in zip(ranks, sizes, strict=True):
+            totals[rank] += size
+        return totals
 
     def fetch(self, route: LookupRoute, axis: Axis | None = None, storage: Sequence[Tensor] | None = None) -> Tensor:
         """Fetches the distinct rows of this rank's samples, from `storage` if given instead of the weights."""
-        parts = [
-            rows.index_select(0, row_indices).reshape(-1)
-            for rank_rows in route.served_rows
-            for rows, row_indices in zip(storage or self.storage, rank_rows, strict=True)
-        ]
-        received = self._exchange_rows(cat_or_empty(parts, self.dtype), route, is_backward=False, axis=axis)
+        served = zip([*(storage or self.storage)] * self.axis.size, route.served_rows, strict=True)
+        parts = [rows.index_select(0, row_indices).reshape(-1) for rows, row_indices in served]
+        received = self._exchange_rows(parts, route.served_rows, route.requested_rows, axis=axis)
         rows = torch.empty(route.num_fetched_rows, self.width, dtype=self.dtype)
-        self._store_rows(rows, received, list(self._requests_by_table(route)))
+        self._store_rows(rows, received, route.requested_rows)
         return rows
 
     def lookup_rows(self, rows: Tensor, storage: Sequence[Tensor] | None = None) -> Tensor:
@@ -245,22 +261,21 @@ class TableStorage:
             return {"sum": self.lookup_rows(rows, sums)[:, 0].contiguous()}
         return {key: self.lookup_rows(rows, [state[key] for state in self.state]) for key in ("exp_avg", "exp_avg_sq")}
 
-    def _requests_by_table(self, route: LookupRoute) -> Iterator[tuple[FusedTable, Tensor]]:
-        for rank_tables, requested in zip(self.fused_tables, route.requested_rows, strict=True):
-            yield from zip(rank_tables, requested, strict=True)
+    def _store_rows(self, rows: Tensor, values: Tensor, positions: RowIndices) -> None:
+        """Copies values into the columns of each fused table and the rows at its positions."""
+        parts = values.split(numels(positions, self.fused_tables))
+        for fused, table_positions, part in zip(self.fused_tables, positions, parts, strict=True):
+            rows[:, slice(*fused.columns)].index_copy_(0, table_positions, part.view(-1, fused.width))
 
-    def _store_rows(self, rows: Tensor, values: Tensor, targets: list[tuple[FusedTable, Tensor]]) -> None:
-        """Copies values, in the order of `targets`, into the columns of each fused table and the given rows."""
-        parts = values.split([positions.numel() * fused.width for fused, positions in targets])
-        for (fused, positions), part in zip(targets, parts, strict=True):
-            rows[:, slice(*fused.columns)].index_copy_(0, positions, part.view(-1, fused.width))
-
-    def _exchange_rows(self, values: Tensor, route: LookupRoute, is_backward: bool, axis: Axis | None = None) -> Tensor:
+    def _exchange_rows(
+        self, values: list[Tensor], served: RowIndices, requested: RowIndices, is_backward: bool = False,
+        axis: Axis | None = None,
+    ) -> Tensor:  # fmt: skip
         """Sends rows from owners to requesters; the opposite way in the backward."""
-        served_sizes = [numel_of(rank_rows, self.local_tables) for rank_rows in route.served_rows]
-        requested_sizes = list(map(numel_of, route.requested_rows, self.fused_tables))
+        served_sizes = self._sum_by_rank(self.requesters, numels(served, self.local_tables * self.axis.size))
+        requested_sizes = self._sum_by_rank(self.owners, numels(requested, self.fused_tables))
         sizes = (requested_sizes, served_sizes) if is_backward else (served_sizes, requested_sizes)
-        return self._all_to_all(values, *sizes, axis)
+        return self._all_to_all(cat_or_empty(values, self.dtype), *sizes, axis)
 
     def _all_to_all(self, input: Tensor, sent: list[int], received: list[int], axis: Axis | None = None) -> Tensor:
         if self.axis.size == 1:
@@ -281,9 +296,9 @@ class TableStorage:
             sparse_adam_(rows, moments, indices, gradient, step, lr, self.betas, self.eps)
 
 
-def numel_of(rows: list[Tensor], rank_tables: list[FusedTable]) -> int:
+def numels(rows: RowIndices, tables: list[FusedTable]) -> list[int]:
     """Returns the elements in the given rows of each fused table."""
-    return sum(row_indices.numel() * fused.width for row_indices, fused in zip(rows, rank_tables, strict=True))
+    return [row_indices.numel() * fused.width for row_indices, fused in zip(rows, tables, strict=True)]
 
 
 def cat_or_empty(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
