@@ -25,9 +25,9 @@ def test_logits_and_gradients_are_those_of_transformers(model: dict[str, object]
 
 
 def test_a_weight_under_a_wrong_name_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = pretrained.LLAMA_NAMES
+    names = pretrained.FORMATS["llama"].names
     swapped = {"mlp.gate.weight": names["mlp.up.weight"], "mlp.up.weight": names["mlp.gate.weight"]}
-    form = pretrained.WeightFormat("model.layers.", names | swapped)
+    form = pretrained.WeightFormat("model.layers.", {**names, **swapped})
     monkeypatch.setitem(pretrained.WEIGHT_FORMATS, "llama", form)
     found = compare_with_transformers(make_job({"model": {**SIZES, "kv_heads": 2}}))
     assert not found.ok and found.logits > 1e-3

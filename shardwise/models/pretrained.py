@@ -19,45 +19,20 @@ from shardwise.files import parse_json
 from shardwise.models.chain import Chain, InitialValues
 from shardwise.models.gpt_family import DecoderConfig
 from shardwise.models.layers import rope_frequencies
-from shardwise.models.pretrained_config import find_format, make_config
+from shardwise.models.pretrained_config import FORMATS, find_format, make_config
 
 INDEX_FILE = "model.safetensors.index.json"
 # Entries of old files that are no parameters.
 NO_WEIGHTS = ("*.attn.bias", "*.attn.masked_bias", "*.rotary_emb.inv_freq")
 
-LLAMA_NAMES = {
-    "embed.tokens.weight": "model.embed_tokens.weight", "head.norm.weight": "model.norm.weight",
-    "head.project.weight": "lm_head.weight", "norm1.weight": "input_layernorm.weight",
-    "norm2.weight": "post_attention_layernorm.weight", "attention.qkv.weight": "self_attn.{}_proj.weight",
-    "attention.qkv.bias": "self_attn.{}_proj.bias", "attention.q_norm.weight": "self_attn.q_norm.weight",
-    "attention.k_norm.weight": "self_attn.k_norm.weight", "attention.out.weight": "self_attn.o_proj.weight",
-    "mlp.gate.weight": "mlp.gate_proj.weight", "mlp.up.weight": "mlp.up_proj.weight",
-    "mlp.down.weight": "mlp.down_proj.weight",
-}  # fmt: skip
-MIXTRAL_NAMES = LLAMA_NAMES | {
-    "mlp.router": "block_sparse_moe.gate.weight", "mlp.bank.gate": "block_sparse_moe.experts.{}.w1.weight",
-    "mlp.bank.up": "block_sparse_moe.experts.{}.w3.weight", "mlp.bank.down": "block_sparse_moe.experts.{}.w2.weight",
-}  # fmt: skip
-QWEN3_MOE_NAMES = LLAMA_NAMES | {
-    "mlp.router": "mlp.gate.weight", "mlp.bank.gate": "mlp.experts.{}.gate_proj.weight",
-    "mlp.bank.up": "mlp.experts.{}.up_proj.weight", "mlp.bank.down": "mlp.experts.{}.down_proj.weight",
-}  # fmt: skip
-GPT2_NAMES = {
-    "embed.tokens.weight": "transformer.wte.weight", "embed.positions.weight": "transformer.wpe.weight",
-    "head.project.weight": "lm_head.weight",
-    **{f"{ours}.{leaf}": f"{theirs}.{leaf}" for leaf in ("weight", "bias") for ours, theirs in {
-        "head.norm": "transformer.ln_f", "norm1": "ln_1", "norm2": "ln_2", "attention.qkv": "attn.c_attn",
-        "attention.out": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}.items()},
-}  # fmt: skip
-
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """Their names of our parameters; `{}` stands for q, k and v or for the number of an expert."""
+    """Their names and shapes of our parameters; see `pretrained.toml`."""
 
-    block: str  # prefix of a block, before its number
+    block: str
     names: Mapping[str, str]
-    transposed: bool = False  # whether matrices of blocks are stored as (in, out), and q, k and v as one
+    transposed: bool = False
 
     def their_name(self, ours: str) -> str:
         block, _, rest = ours.partition(".")
@@ -90,12 +65,7 @@ class WeightFormat:
         return self.transposed and dims == 2 and ours.startswith("block")
 
 
-WEIGHT_FORMATS = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), WeightFormat("model.layers.", LLAMA_NAMES)),
-    "mixtral": WeightFormat("model.layers.", MIXTRAL_NAMES),
-    "qwen3_moe": WeightFormat("model.layers.", QWEN3_MOE_NAMES),
-    "gpt2": WeightFormat("transformer.h.", GPT2_NAMES, transposed=True),
-}  # fmt: skip
+WEIGHT_FORMATS = {kind: WeightFormat(form.block, form.names, form.transposed) for kind, form in FORMATS.items()}
 
 
 def split_qkv(config: DecoderConfig, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:

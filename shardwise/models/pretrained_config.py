@@ -1,7 +1,7 @@
 """Configs of Hugging Face folders as our `[model]` section, and back. Imports no PyTorch.
 
-`FORMATS` says, by `model_type`, which models our decoder computes. A field of a config.json that is not in these tables
-is an error, since a model trained without it (a softcap, a window) would be another model. Dropout and the auxiliary
+`pretrained.toml` says, by `model_type`, which models our decoder computes. A field of a config.json that it does not
+have is an error, since a model trained without it (a softcap, a window) would be another model. Dropout and the auxiliary
 loss of routers are settings of a run, which a folder does not change.
 """
 
@@ -15,69 +15,26 @@ from typing import Any
 from shardwise.errors import JobError, shorten
 from shardwise.files import parse_json, parse_toml
 from shardwise.models.config import ModelConfig
-from shardwise.models.presets import PRESETS
-
-LLAMA_KEYS = {
-    "hidden_size": "width", "num_hidden_layers": "layers", "num_attention_heads": "heads", "head_dim": "head_dim",
-    "num_key_value_heads": "kv_heads", "intermediate_size": "ffn", "vocab_size": "vocab", "rms_norm_eps": "norm_eps",
-    "tie_word_embeddings": "tied",
-}  # fmt: skip
-LLAMA_FORM = {"positions": "rotary", "norm": "rms", "activation": "swiglu", "bias": False, "qkv_bias": False,
-              "qk_norm": False}  # fmt: skip
-LLAMA_NEEDS: dict[str, Any] = {
-    "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False, "pretraining_tp": 1,
-}  # fmt: skip
-LLAMA_DEFAULTS = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 10000.0}
-MOE_FORM = {"shared_expert_ffn": 0, "dense_layers": 0, "scoring_func": "softmax", "routed_scaling_factor": 1.0,
-            "capacity_factor": 0.0, "router_bias_update_rate": 0.0, "kv_lora_rank": 0}  # fmt: skip
+from shardwise.models.presets import PRESETS, read_tables
 
 
 @dataclass(frozen=True)
-class ConfigFormat:
-    """How a `model_type` describes a model of ours."""
+class PretrainedFormat:
+    """How folders of a `model_type` describe and store a model of ours (`pretrained.toml`)."""
 
     family: str
     architecture: str
+    block: str
     keys: Mapping[str, str]
-    """Our keys by their fields."""
     form: Mapping[str, Any]
-    """Our keys that have these values in every such model."""
-    needs: Mapping[str, Any] = field(default_factory=lambda: LLAMA_NEEDS)
-    """Their fields that must have these values if they are there."""
-    defaults: Mapping[str, Any] = field(default_factory=lambda: LLAMA_DEFAULTS)
-    """Their fields that a config.json may omit."""
+    needs: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+    names: Mapping[str, str]
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Our keys that a folder's model gets unless the job says otherwise."""
+    transposed: bool = False
 
 
-_MIXTRAL = {"num_local_experts": "experts", "num_experts_per_tok": "experts_per_token"}
-_QWEN3_MOE = {"num_experts": "experts", "num_local_experts": "experts", "num_experts_per_tok": "experts_per_token",
-              "moe_intermediate_size": "expert_ffn"}  # fmt: skip
-_GPT2 = {"n_embd": "width", "n_layer": "layers", "n_head": "heads", "n_inner": "ffn", "n_positions": "sequence",
-         "vocab_size": "vocab", "layer_norm_epsilon": "norm_eps", "tie_word_embeddings": "tied"}  # fmt: skip
-_NO_AUX_LOSS = {"router_aux_loss_coef": 0.0}
-
-FORMATS = {
-    "llama": ConfigFormat("gpt", "LlamaForCausalLM", LLAMA_KEYS, LLAMA_FORM),
-    "mistral": ConfigFormat("gpt", "MistralForCausalLM", LLAMA_KEYS, LLAMA_FORM, LLAMA_NEEDS | {"sliding_window": None},
-                            LLAMA_DEFAULTS | {"num_key_value_heads": 8, "sliding_window": 4096}),
-    "qwen2": ConfigFormat("gpt", "Qwen2ForCausalLM", LLAMA_KEYS, LLAMA_FORM | {"qkv_bias": True}),
-    "qwen3": ConfigFormat("gpt", "Qwen3ForCausalLM", LLAMA_KEYS, LLAMA_FORM | {"qk_norm": True},
-                          defaults=LLAMA_DEFAULTS | {"head_dim": 128}),
-    "mixtral": ConfigFormat("moe", "MixtralForCausalLM", LLAMA_KEYS | _MIXTRAL, LLAMA_FORM | MOE_FORM,
-                            LLAMA_NEEDS | {"sliding_window": None}, LLAMA_DEFAULTS | {"rms_norm_eps": 1e-5,
-                            "rope_theta": 1e6, "num_key_value_heads": 8}, settings=_NO_AUX_LOSS),
-    "qwen3_moe": ConfigFormat("moe", "Qwen3MoeForCausalLM", LLAMA_KEYS | _QWEN3_MOE,
-                              LLAMA_FORM | MOE_FORM | {"qk_norm": True},
-                              LLAMA_NEEDS | {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
-                              LLAMA_DEFAULTS | {"norm_topk_prob": False}, settings=_NO_AUX_LOSS),
-    "gpt2": ConfigFormat("gpt", "GPT2LMHeadModel", _GPT2,
-                         {"positions": "learned", "norm": "layer", "activation": "gelu", "bias": True,
-                          "qk_norm": False},
-                         {"activation_function": "gelu_new", "scale_attn_weights": True, "add_cross_attention": False,
-                          "reorder_and_upcast_attn": False, "scale_attn_by_inverse_layer_idx": False},
-                         {"tie_word_embeddings": True, "layer_norm_epsilon": 1e-5}),
-}  # fmt: skip
+FORMATS = {kind: PretrainedFormat(**table) for kind, table in read_tables("pretrained.toml").items()}
 # Fields that do not change what a model computes in training.
 IGNORED = re.compile(
     r"_?name_or_path|architectures|model_type|(torch_)?dtype|transformers_version|use_cache|\w+_token_id|n_ctx"
@@ -154,7 +111,8 @@ def make_config(config: ModelConfig, folder: Path | None = None) -> dict[str, An
     form, values = FORMATS[kind], config.model_dump()
     found = read_config_file(folder) if folder else {"max_position_embeddings": values["sequence"]}
     found |= {"model_type": kind, "architectures": [form.architecture]}
-    found |= {name: value for name, value in form.needs.items() if name in found or not folder}
+    needed = {name: None if value == "none" else value for name, value in form.needs.items()}
+    found |= {name: value for name, value in needed.items() if name in found or not folder}
     found |= {name: values[key] for name, key in form.keys.items()}
     if "rope_theta" in values and values["positions"] == "rotary":
         scaling = values["rope_scaling"]
