@@ -193,16 +193,12 @@ def plan(
     devices: Annotated[int | None, Option(min=1, help="Devices; default: one node, rack or pod (cpu: 1024).")] = None,
     layout: Annotated[str | None, Option(help="Estimate this layout instead of searching.")] = None,
     as_json: JsonFlag = False,
-    html: Annotated[Path | None, Option(help="Also write the plan as an HTML page to this file.")] = None,
 ) -> None:
     """Chooses the fastest layout for a job on a cluster and predicts step time and memory. Needs no devices."""
     plan_job = quick_import("shardwise.planner.plan").plan_job
-    from shardwise.planner.plan_page import write_page
     from shardwise.planner.show import show_plan
 
     plan_result = plan_job(job_file, overrides or [], cluster, devices, layout)
-    if html is not None:
-        write_page(plan_result, html)
     if as_json:
         print_line(json.dumps(plan_result.as_dict()))
     else:
@@ -281,21 +277,17 @@ def bench_comm(
     ] = None,
     max_mib: Annotated[int, Option(min=1, metavar="MIB", help="Largest message, in MiB.")] = 16,
     repeats: Annotated[int, Option(min=1, help="Number of measurements per message size.")] = 7,
-    plot: Annotated[Path | None, Option(help="Plot measured and fitted times to this file (SVG).")] = None,
     write: Annotated[Path | None, Option(help="Write the links to this cluster file, for `plan --cluster`.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Benchmarks all-reduce by message size, and the links between processes."""
     from shardwise.bench import comm
-    from shardwise.draw import write_svg
 
-    require_parent_folder(plot, write)
+    require_parent_folder(write)
     report = comm.bench_comm(processes, nproc_per_node, max_mib << 20, repeats)
     if report is None:
         return
     print_line(json.dumps(report.as_dict()) if as_json else report.text())
-    if plot is not None:
-        write_svg(comm.draw_report(report), plot)
     if write is not None:
         comm.write_links(report, write)
 

@@ -575,7 +575,7 @@ def test_a_read_only_disk_is_a_sentence(
     monkeypatch.setattr(Path, "open", refuse)
     for command in ("report run", "trace run", "train --resume run", "compare run twin --html out.html",
                     "data out.bin --job job.toml", "laws fit runs.csv --draws 20 --out fit.json",
-                    "laws design --budget 1e15 --out grid", "plan --html plan.html"):  # fmt: skip
+                    "laws design --budget 1e15 --out grid"):  # fmt: skip
         code, said = call(command.split(), monkeypatch, capfd)
         assert code == 2 and "Read-only file system" in said and "Traceback" not in said, f"{command}\n{said}"
 

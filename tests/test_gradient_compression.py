@@ -122,8 +122,6 @@ def test_what_cannot_be_had():
         job("topk")
     with pytest.raises(JobError, match="compress_after"):
         job("int8", after=-1)
-    with pytest.raises(JobError, match="remove one of them"):
-        make_job({"gradient": {"compress": "int8", "all_reduce": "ring"}})
     with pytest.raises(JobError, match="use bf16"):
         make_job({"precision": "fp16", "gradient": {"compress": "int8"}})
     with pytest.raises(LayoutError, match="with context=2"):

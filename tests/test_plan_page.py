@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from typer.testing import CliRunner
 
-from shardwise.cli import app
 from shardwise.cluster import CLUSTERS
+from shardwise.errors import JobError
 from shardwise.job import make_job
 from shardwise.planner.plan import ACCURACY_SENTENCE, Plan, make_plan
-from shardwise.planner.plan_page import LABEL_WIDTH, MAX_ROWS, PAGE_WIDTH, plan_page
 from shardwise.planner.show import MEMORY_PARTS
+
+sys.path.append(str(Path(__file__).parent.parent / "tools"))
+from plan_page import LABEL_WIDTH, MAX_ROWS, PAGE_WIDTH, main, plan_page  # noqa: E402
 
 SVG = "{http://www.w3.org/2000/svg}"
 LAYOUTS = [
@@ -68,11 +70,12 @@ def test_a_deep_pipeline_says_what_is_left_out() -> None:
     assert len(text) < 600_000
 
 
-def test_the_command_writes_it(tmp_path: Path) -> None:
-    file = tmp_path / "plan.html"
+def test_the_script_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     example = Path(__file__).parent.parent / "examples" / "dlrm-1tb.toml"
-    done = CliRunner().invoke(app, ["plan", str(example), "--cluster", "a100-80g", "--html", str(file)])
-    assert done.exit_code == 0 and "layouts, best first" in done.stdout
-    assert "None of these layouts has a pipeline" in file.read_text()
-    missing = CliRunner().invoke(app, ["plan", str(example), "--html", str(tmp_path / "no" / "plan.html")])
-    assert missing.exit_code != 0 and "does not exist" in str(missing.exception)
+    arguments = ["plan_page.py", str(example), str(tmp_path / "plan.html"), "--cluster", "a100-80g"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    main()
+    assert "None of these layouts has a pipeline" in (tmp_path / "plan.html").read_text()
+    monkeypatch.setattr(sys, "argv", [*arguments[:2], str(tmp_path / "no" / "plan.html")])
+    with pytest.raises(JobError, match="does not exist"):
+        main()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from shardwise.errors import JobError
@@ -27,8 +29,8 @@ def test_logits_and_gradients_are_those_of_transformers(model: dict[str, object]
 def test_a_weight_under_a_wrong_name_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     names = pretrained.FORMATS["llama"].names
     swapped = {"mlp.gate.weight": names["mlp.up.weight"], "mlp.up.weight": names["mlp.gate.weight"]}
-    form = pretrained.WeightFormat("model.layers.", {**names, **swapped})
-    monkeypatch.setitem(pretrained.WEIGHT_FORMATS, "llama", form)
+    form = replace(pretrained.FORMATS["llama"], names={**names, **swapped})
+    monkeypatch.setitem(pretrained.FORMATS, "llama", form)
     found = compare_with_transformers(make_job({"model": {**SIZES, "kv_heads": 2}}))
     assert not found.ok and found.logits > 1e-3
 

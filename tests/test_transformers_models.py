@@ -111,7 +111,7 @@ def test_the_anatomy_of_llama():
      "'hidden_size'?"),
     ("gpt2", {**GPT2, "attn_pdrop": 0.1}, "shard=2", "model.args: attn_pdrop = 0.1 must be 0: attention kernels cannot "
      "draw the same dropout masks in every layout; set attn_pdrop = 0."),
-    ("t5", {}, "shard=2", "model.name = 'hf:t5': T5Config is neither a causal nor a masked language model nor an image "
+    ("detr", {}, "shard=2", "model.name = 'hf:detr': DetrConfig is no language model, encoder-decoder or image "
      'classifier; build it in a function of your own and name that: "python:package.module:function".'),
     ("gpt2", GPT2, "tensor=2", "tensor=2: the model has no tensor-parallel plan; set plan= or [model.tensor_plan]."),
     ("llama", LLAMA, "shard=2 expert=2", "expert=2: it has no experts that can be split; leave expert at 1."),
@@ -173,10 +173,10 @@ def test_training_starts_from_the_weights_of_a_folder(model_type, args, layout, 
     for result in verify_layouts(case, layout):
         assert result.ok and max(result.loss, result.grad, result.weight) < 1e-11, result.describe()
     random = case.model_copy(update={"model": case.model.model_copy(update={"weights": "random"})})
-    read, drawn = (prepare(one, Layout()).take_model().initial_value("model.norm.weight") for one in (case, random))
+    read, drawn = (prepare(one, Layout()).take_model().initial.value("model.norm.weight") for one in (case, random))
     assert torch.equal(read[:], drawn[:])  # ones
     read, drawn = (
-        prepare(one, Layout()).take_model().initial_value("model.embed_tokens.weight") for one in (case, random)
+        prepare(one, Layout()).take_model().initial.value("model.embed_tokens.weight") for one in (case, random)
     )
     assert not torch.equal(read[:], drawn[:])
 
@@ -210,7 +210,7 @@ def test_transformers_loads_what_a_run_exports(model_type, args, tmp_path):
     case = case.model_copy(update=changes | {"data": case.data.model_copy(update={"source": "synthetic"})})
     folder = RunFolder.create(case)
     run_world(train_run, 2, str(folder.path))
-    sentence = export_run(folder.path, tmp_path / "out", None, "float64", 4000)
+    (sentence,) = export_run(folder.path, tmp_path / "out", None, "float64", 4000)
     assert "step 2" in sentence and (tmp_path / "out" / "tokenizer_config.json").exists()
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
@@ -220,7 +220,7 @@ def test_transformers_loads_what_a_run_exports(model_type, args, tmp_path):
     drawn = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float64)
     assert not torch.equal(drawn.model.embed_tokens.weight, exported.model.embed_tokens.weight)
     with pytest.raises(JobError, match="exists"):
-        export_run(folder.path, tmp_path / "out", None, "float32", 10**9)
+        list(export_run(folder.path, tmp_path / "out", None, "float32", 10**9))
 
 
 def train_run(path: str) -> None:

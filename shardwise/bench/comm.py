@@ -22,7 +22,6 @@ import torch.distributed as dist
 from scipy.optimize import nnls
 from torch import Tensor
 
-from shardwise import draw
 from shardwise.cluster import CLUSTERS, LinkSpec, read_cluster, write_cluster
 from shardwise.comm.world import run_world
 from shardwise.console import pluralize
@@ -169,19 +168,3 @@ def write_links(report: CommReport, file: Path) -> None:
     specs = {name: LinkSpec(link.bandwidth, link.latency) for name, link in report.links.items()}
     inner, outer = specs.get("inner") or specs["outer"], specs.get("outer") or specs["inner"]
     write_cluster(replace(base, domain_size=report.processes_per_node, inner=inner, outer=outer), file)
-
-
-def draw_report(report: CommReport) -> str:
-    """Returns an SVG plot of the times (dots) and the fit (line)."""
-    milliseconds = [1e3 * value for value in report.seconds]
-    panel = draw.Panel(
-        draw.MARGIN, (report.sizes[0], report.sizes[-1]), (min(milliseconds), max(milliseconds)), log_y=True
-    )
-    title = f"All-reduce of {pluralize(report.processes, 'process')}, {report.processes_per_node} per node"
-    lines = [*panel.axes("bytes", f"{title}: milliseconds (dots) and fit (line)")]
-    lines += [draw.svg_circle(*panel.to_pixels(*dot), draw.COLORS[0]) for dot in zip(report.sizes, milliseconds)]
-    fit, sent = report.fit, report.bytes_sent
-    fitted = [1e3 * (fit.latency * report.steps + count / fit.bandwidth) for count in sent]
-    curve = [panel.to_pixels(size, value) for size, value in zip(report.sizes, fitted) if value > 0]
-    lines.append(f'<path d="{draw.line_path(curve)}" stroke="{draw.COLORS[0]}" class="curve"/>')
-    return draw.svg_document(lines, 2 * draw.MARGIN + draw.PANEL_WIDTH + 60, draw.PANEL_HEIGHT + 2 * draw.MARGIN, title)

@@ -108,6 +108,7 @@ def _collect_results(workers: list[Any], timeout: float, folder: Path) -> list[A
             try:
                 succeeded, timestamp, payload = pickle.loads((folder / f"result{rank}").read_bytes())
             except (FileNotFoundError, EOFError, pickle.UnpicklingError):  # it was killed
+                workers[rank].join()  # for its exit code
                 message = f"rank {rank} exited with code {workers[rank].exitcode}"
                 succeeded, timestamp, payload = False, time.time_ns(), message
             if succeeded:

@@ -5,7 +5,6 @@ a group, then its key and value. Experts are one tensor here and one file entry 
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,53 +18,47 @@ from shardwise.files import parse_json
 from shardwise.models.chain import Chain, InitialValues
 from shardwise.models.gpt_family import DecoderConfig
 from shardwise.models.layers import rope_frequencies
-from shardwise.models.pretrained_config import FORMATS, find_format, make_config
+from shardwise.models.pretrained_config import FORMATS, PretrainedFormat, find_format, make_config
 
 INDEX_FILE = "model.safetensors.index.json"
 # Entries of old files that are no parameters.
 NO_WEIGHTS = ("*.attn.bias", "*.attn.masked_bias", "*.rotary_emb.inv_freq")
 
 
-@dataclass(frozen=True)
-class WeightFormat:
-    """Their names and shapes of our parameters; see `pretrained.toml`."""
-
-    block: str
-    names: Mapping[str, str]
-    transposed: bool = False
-
-    def their_name(self, ours: str) -> str:
-        block, _, rest = ours.partition(".")
-        prefix, key = ("", ours) if ours in self.names else (f"{self.block}{block.removeprefix('block')}.", rest)
-        return prefix + self.names[key]
-
-    def split(self, config: DecoderConfig, ours: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yields the entries of a file that make one parameter of ours."""
-        name = self.their_name(ours)
-        if ".bank." in ours:
-            yield from ((name.format(number), expert) for number, expert in enumerate(tensor))
-        elif ".qkv." in ours and not self.transposed:
-            yield from zip((name.format(part) for part in "qkv"), split_qkv(config, tensor), strict=True)
-        else:
-            whole = torch.cat(split_qkv(config, tensor)) if ".qkv." in ours else tensor
-            yield name, whole.T if self._is_transposed(ours, whole.dim()) else whole
-
-    def join(self, config: DecoderConfig, ours: str, read: Callable[[str], Tensor]) -> Tensor:
-        """Returns one parameter of ours from the entries of a file."""
-        name = self.their_name(ours)
-        if ".bank." in ours:
-            return torch.stack([read(name.format(number)) for number in range(config.num_experts)])
-        if ".qkv." in ours and not self.transposed:
-            return join_qkv(config, *(read(name.format(part)) for part in "qkv"))
-        whole = read(name)
-        whole = whole.T if self._is_transposed(ours, whole.dim()) else whole
-        return join_qkv(config, *whole.chunk(3)) if ".qkv." in ours else whole
-
-    def _is_transposed(self, ours: str, dims: int) -> bool:
-        return self.transposed and dims == 2 and ours.startswith("block")
+def their_name(form: PretrainedFormat, ours: str) -> str:
+    block, _, rest = ours.partition(".")
+    prefix, key = ("", ours) if ours in form.names else (f"{form.block}{block.removeprefix('block')}.", rest)
+    return prefix + form.names[key]
 
 
-WEIGHT_FORMATS = {kind: WeightFormat(form.block, form.names, form.transposed) for kind, form in FORMATS.items()}
+def split_parameter(
+    form: PretrainedFormat, config: DecoderConfig, ours: str, tensor: Tensor
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields the entries of a file that make one parameter of ours."""
+    name = their_name(form, ours)
+    if ".bank." in ours:
+        yield from ((name.format(number), expert) for number, expert in enumerate(tensor))
+    elif ".qkv." in ours and not form.transposed:
+        yield from zip((name.format(part) for part in "qkv"), split_qkv(config, tensor), strict=True)
+    else:
+        whole = torch.cat(split_qkv(config, tensor)) if ".qkv." in ours else tensor
+        yield name, whole.T if _is_transposed(form, ours, whole.dim()) else whole
+
+
+def join_parameter(form: PretrainedFormat, config: DecoderConfig, ours: str, read: Callable[[str], Tensor]) -> Tensor:
+    """Returns one parameter of ours from the entries of a file."""
+    name = their_name(form, ours)
+    if ".bank." in ours:
+        return torch.stack([read(name.format(number)) for number in range(config.num_experts)])
+    if ".qkv." in ours and not form.transposed:
+        return join_qkv(config, *(read(name.format(part)) for part in "qkv"))
+    whole = read(name)
+    whole = whole.T if _is_transposed(form, ours, whole.dim()) else whole
+    return join_qkv(config, *whole.chunk(3)) if ".qkv." in ours else whole
+
+
+def _is_transposed(form: PretrainedFormat, ours: str, dims: int) -> bool:
+    return form.transposed and dims == 2 and ours.startswith("block")
 
 
 def split_qkv(config: DecoderConfig, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,8 +75,8 @@ def join_qkv(config: DecoderConfig, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def export_weights(config: DecoderConfig, weights: Mapping[str, Tensor], folder: Path | None) -> dict[str, Tensor]:
     """Returns our weights, or gradients, as the entries of a file."""
-    form = WEIGHT_FORMATS[find_format(config, folder)]
-    return dict(entry for name, tensor in weights.items() for entry in form.split(config, name, tensor))
+    form = FORMATS[find_format(config, folder)]
+    return dict(entry for name, tensor in weights.items() for entry in split_parameter(form, config, name, tensor))
 
 
 def reference_decoder(config: DecoderConfig) -> nn.Module | None:
@@ -174,7 +167,7 @@ class PretrainedWeights(InitialValues):
         kind = find_format(config, folder)
         if not kind:
             raise JobError(f"the [model] section changes the form of the model of {folder}; remove such keys.")
-        self.config, self.folder, self.form = config, folder, WEIGHT_FORMATS[kind]
+        self.config, self.folder, self.form = config, folder, FORMATS[kind]
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
@@ -184,13 +177,13 @@ class PretrainedWeights(InitialValues):
         """Raises JobError if the folder does not have just the weights of a chain on the meta device."""
         needed: dict[str, torch.Size] = {}
         for name, weight in chain.named_unique_parameters():
-            needed |= {part: tensor.shape for part, tensor in self.form.split(self.config, name, weight)}
+            needed |= {part: tensor.shape for part, tensor in split_parameter(self.form, self.config, name, weight)}
         unused = self.entries.keys() - needed.keys() - ({"lm_head.weight"} if self.config.tied else set())
         check_shapes(self.folder, needed, self.entries, unused)
 
     def value(self, name: str) -> Any:
         """Returns a parameter, to be indexed by slices."""
-        theirs = self.form.their_name(name)
+        theirs = their_name(self.form, name)
         if theirs in self.entries and ".qkv." not in name and not self.form.transposed:
             return self.entries[theirs]
-        return self.form.join(self.config, name, lambda entry: self.entries[entry][:])
+        return join_parameter(self.form, self.config, name, lambda entry: self.entries[entry][:])

@@ -18,7 +18,6 @@ from shardwise.models.operator_costs import AttentionOp, MatMul, OperatorCosts, 
 
 if TYPE_CHECKING:
     from shardwise.models.objectives import Objective
-    from shardwise.models.operator_costs import OperatorCosts
 
 
 class T5Config(ModelConfig):
@@ -111,8 +110,6 @@ class T5Family(Family):
         return SpanCorruption(config, seed)
 
     def operator_costs(self, config: T5Config, itemsize: int) -> "Callable[..., tuple[OperatorCosts, ...]]":
-        from shardwise.models.t5_family import t5_operators
-
         return lru_cache(maxsize=64)(lambda *sizes: tuple(t5_operators(config, itemsize, *sizes)))
 
 

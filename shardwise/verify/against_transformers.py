@@ -33,9 +33,10 @@ class TransformersComparison:
         return max(self.logits, self.gradient) <= TOLERANCE
 
     def text(self) -> str:
+        worst = "" if self.ok else f" ({self.parameter})"
         return (
             f"{'exact' if self.ok else 'DIFFERS'}: against transformers' {self.module} in float64, logits differ by "
-            f"{self.logits:.1e}, gradients of {self.count} parameters by at most {self.gradient:.1e} ({self.parameter})"
+            f"{self.logits:.1e}, gradients of {self.count} parameters by at most {self.gradient:.1e}{worst}"
         )
 
 

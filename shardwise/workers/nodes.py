@@ -291,6 +291,8 @@ class NodeAgent:
         try:
             while True:
                 channel = self._join()
+                if channel is None:
+                    return False
                 is_finished = self._relay_messages(channel)
                 if is_finished is not None:
                     return is_finished
@@ -303,7 +305,8 @@ class NodeAgent:
     def _handle_stop(self, number: int, frame: FrameType | None) -> None:
         self.is_stopping = True
 
-    def _join(self) -> NodeChannel:
+    def _join(self) -> NodeChannel | None:
+        """Connects to node 0; returns None if the agent was told to stop before it could."""
         begin, is_explained, address = time.monotonic(), False, (self.node.host, self.node.port)
         while True:
             try:
@@ -317,7 +320,7 @@ class NodeAgent:
                 if isinstance(error, FileNotFoundError):
                     problem = f"it has not written its secret to {error.filename}; if it runs elsewhere, {SECRET_HELP}"
                 if self.is_stopping:
-                    raise RunError("stopped by SIGTERM while waiting for node 0.") from None
+                    return None
                 if seconds > self.join_timeout:
                     raise RunError(
                         f"could not join node 0 at {self.node.endpoint} in {self.join_timeout:g} s "

@@ -1,9 +1,14 @@
 """A plan as one self-contained HTML page: layouts, where time and memory go, the pipeline's timeline, other choices.
 
+    python tools/plan_page.py examples/llama3-70b.toml plan.html --cluster h100 --devices 64
+
 The SVG is drawn by hand: a plotting library would add megabytes of script for a few rectangles. The timeline shows the
 actions that training executes (`shardwise.schedules.simulate`).
 """
 
+from __future__ import annotations
+
+import argparse
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
@@ -14,7 +19,7 @@ from shardwise.draw import svg_text
 from shardwise.files import require_parent_folder, write_text
 from shardwise.layout import micro_batch_error
 from shardwise.planner.estimate import Prediction
-from shardwise.planner.plan import ACCURACY_SENTENCE, Plan, make_estimator, time_breakdown
+from shardwise.planner.plan import ACCURACY_SENTENCE, Plan, make_estimator, plan_job, time_breakdown
 from shardwise.planner.show import MEMORY_PARTS, format_exposed, format_seconds, title, training_summary
 from shardwise.schedules.simulate import TimelineEvent, named_program, simulate
 
@@ -228,3 +233,19 @@ def _assumptions(plan: Plan) -> Iterator[str]:
     )
     yield "All devices are identical and healthy; data loading, checkpoints, validation and failures take no time."
     yield "Memory includes a reserve for the allocator, the driver and the communication library."
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("job_file", type=Path)
+    parser.add_argument("page", type=Path)
+    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--cluster", default="cpu")
+    parser.add_argument("--devices", type=int)
+    parser.add_argument("--layout")
+    options = parser.parse_args()
+    write_page(plan_job(options.job_file, options.set, options.cluster, options.devices, options.layout), options.page)
+
+
+if __name__ == "__main__":
+    main()
