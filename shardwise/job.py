@@ -390,8 +390,7 @@ def _match_tokenizer(values: Mapping[str, Any], model: ModelConfig) -> dict[str,
     """Returns the job's values with the model: it takes the tokenizer of what it starts from, or else its vocabulary
     is that of a given tokenizer; only where the job does not say so."""
     data = values.get("data", {})
-    given = data.get("tokenizer") if isinstance(data, Mapping) else None
-    folder = model.tokenizer_folder
+    given, folder = data.get("tokenizer") if isinstance(data, Mapping) else None, model.tokenizer_folder
     if isinstance(data, Mapping) and given is None and folder is not None:
         return {**values, "model": model, "data": {**data, "tokenizer": str(folder)}}
     field = type(model).model_fields.get("vocab")

@@ -47,7 +47,7 @@ def test_what_is_slow_or_wrong_is_a_sentence() -> None:
     assert find_problems(found) == []
     found[2] |= {"matmul": 60.0, "clock": 1e9 - 5, "links": {"3": 2.0}}
     assert find_problems(found) == [
-        "rank 2 on c has 60 TFLOP/s, the median is 100.",
+        "rank 2 on c has 60 TFLOP/s, median: 100.",
         "the link between rank 2 on c and rank 3 on d has 2 GB/s, the median is 10.",
         "the clock of rank 2 on c is -5.0 s off that of rank 0.",
     ]

@@ -39,6 +39,7 @@ BART = {"d_model": 16, "encoder_layers": 3, "decoder_layers": 1, "encoder_ffn_di
 ZERO_BUBBLE = "pipeline=2 schedule=zero-bubble micro_batch=2"
 
 
+T5 = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "vocab_size": 61}
 OPT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 24, "word_embed_proj_dim": 16}
 
 
@@ -59,6 +60,7 @@ def verify_layouts(case: Job, *layouts: str) -> list[VerifyResult]:
                           "pipeline=2 shard=2 expert=2 micro_batch=1"]),
     ("bert", BERT, [ZERO_BUBBLE, "context=2"]),
     ("vit", VIT, ["shard=2 zero=3", ZERO_BUBBLE]),
+    ("t5", T5, ["shard=2 zero=3", "replicate=2 tensor=2"]),
     ("mamba2", MAMBA2, ["shard=2 zero=3", "pipeline=2 micro_batch=2"]),
     ("bart", BART, ["pipeline=2 shard=2 zero=3 micro_batch=1"]),  # the decoder, as epilogue, is a stage of its own
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip

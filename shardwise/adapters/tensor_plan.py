@@ -22,7 +22,6 @@ from shardwise.models import sharding
 
 STYLES = ("colwise", "rowwise", "rowwise_split", "colwise_gather", "vocab")
 
-
 # What layers are called in many models, for those without a plan: a hint, which is proven like any other.
 HEAD_NAMES = (
     "q_proj", "k_proj", "v_proj", "query", "key", "value", "query_proj", "key_proj", "value_proj", "q_lin", "k_lin",
@@ -30,7 +29,6 @@ HEAD_NAMES = (
 )  # fmt: skip
 COLWISE_NAMES = (*HEAD_NAMES, "fc1", "lin1", "up_proj", "gate_proj", "intermediate.dense")
 ROWWISE_NAMES = ("o_proj", "out_proj", "output.dense", "out_lin", "fc2", "lin2", "down_proj")
-
 
 HEAD_COUNTS = (
     "num_heads", "num_attention_heads", "num_key_value_heads", "n_heads", "embed_dim", "hidden_size", "all_head_size"

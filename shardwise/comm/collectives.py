@@ -1,7 +1,8 @@
 """Timed collectives over one axis of the mesh.
 
 The names are the same for every supported PyTorch version (2.13 renamed some collectives). Except in asynchronous
-calls and compiled code, the axis's step timer records how long this rank waits in each collective.
+calls and compiled code, the axis's step timer records how long this rank waits in each collective. Functional
+collectives live in a private module of PyTorch and are the only ones that compile.
 """
 
 import math
@@ -11,12 +12,20 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import _functional_collectives as functional
 
-from shardwise.comm import torch_collectives
 from shardwise.comm.axis import Axis
 
 T = TypeVar("T")
 P2P_CHUNK_BYTES = 1 << 18  # bytes per message of `all_to_all_rows`
+
+
+def _first_available(module: Any, new: str, old: str) -> Any:
+    return getattr(module, new, None) or getattr(module, old)
+
+
+functional_all_gather = _first_available(functional, "all_gather_single", "all_gather_tensor")
+functional_reduce_scatter = _first_available(functional, "reduce_scatter_single", "reduce_scatter_tensor")
 
 
 def _timed(collective: Any) -> Any:
@@ -30,8 +39,8 @@ def _timed(collective: Any) -> Any:
 
 
 all_reduce = _timed(dist.all_reduce)
-all_gather = _timed(torch_collectives.all_gather_into_tensor)
-reduce_scatter = _timed(torch_collectives.reduce_scatter_tensor)
+all_gather = _timed(_first_available(dist, "all_gather_single", "all_gather_into_tensor"))
+reduce_scatter = _timed(_first_available(dist, "reduce_scatter_single", "reduce_scatter_tensor"))
 all_to_all = _timed(dist.all_to_all_single)
 
 
@@ -78,12 +87,13 @@ def _gather_or_scatter(x: Tensor, dim: int, group: Any, axis: Axis | None, scatt
 
     PyTorch returns a tensor that waits on first use. If it is garbage-collected before, gloo still writes into its
     freed memory. So we wait immediately; on a GPU only the stream waits, not the host."""
-    collective = torch_collectives.functional_reduce_scatter if scatters else torch_collectives.functional_all_gather
+    collective = functional_reduce_scatter if scatters else functional_all_gather
     args = (x, "sum", dim, group) if scatters else (x, dim, group)
     if axis is None:
         return collective(*args)  # type: ignore[no-any-return]
     with axis.waiting(x.device):
-        return torch_collectives.wait(collective(*args))
+        output = collective(*args)
+        return output.wait() if isinstance(output, functional.AsyncCollectiveTensor) else output
 
 
 class _GatherOrScatter(torch.autograd.Function):

@@ -92,8 +92,7 @@ def find_problems(found: list[Measured]) -> list[str]:
         median = statistics.median(one[key] for one in found)
         for rank, one in enumerate(found):
             if one[key] < SLOW * median:
-                text = f"rank {rank} on {one['host']} has {one[key]:.3g} {unit}, the median is {median:.3g}."
-                problems.append(text)
+                problems.append(f"rank {rank} on {one['host']} has {one[key]:.3g} {unit}, median: {median:.3g}.")
     median = statistics.median([rate for one in found for rate in one["links"].values()] or [0.0])
     for rank, (one, skew) in enumerate(zip(found, skews)):
         for peer, rate in one["links"].items():

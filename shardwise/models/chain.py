@@ -6,7 +6,7 @@ no parallel code; its `sharding_plan` is data (`shardwise.models.sharding`).
 
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +15,6 @@ from shardwise.models.sharding import ShardingPlan
 from shardwise.random import hash_key, normal_
 
 IGNORE_INDEX = -100  # targets with this value do not count
-
-
-@runtime_checkable
-class PositionAware(Protocol):
-    """A module whose output depends on the positions of its inputs in the sequence."""
-
-    position_ids: Tensor | None  # position of each input; None: 0, 1, 2, ...
 
 
 class InitialValues:

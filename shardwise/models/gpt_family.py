@@ -1,5 +1,6 @@
 """The config and family of decoder-only transformers: GPT-2, GPT-3 and Llama shapes."""
 
+from importlib import import_module
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -113,6 +114,10 @@ class DecoderConfig(ModelConfig):
         return "mup_base_width" if self.mup_base_width else ""
 
 
+def _pretrained() -> Any:
+    return import_module("shardwise.models.pretrained")  # which imports PyTorch
+
+
 class GPTFamily(Family):
     config = DecoderConfig
     builder = "shardwise.models.gpt:build_gpt"
@@ -121,24 +126,17 @@ class GPTFamily(Family):
         return {"expert": f"{config.name!r} has no experts; leave expert at 1."}
 
     def reference(self, config: DecoderConfig) -> Any:
-        from shardwise.models.pretrained import reference_decoder
-
-        return reference_decoder(config)
+        return _pretrained().reference_decoder(config)
 
     def pretrained_weights(self, config: DecoderConfig, chain: Any) -> Any:
-        from shardwise.models.pretrained import PretrainedWeights
-
-        return None if config.weights_folder is None else PretrainedWeights(config, config.weights_folder)
+        folder = config.weights_folder
+        return None if folder is None else _pretrained().PretrainedWeights(config, folder)
 
     def make_float64(self, config: DecoderConfig, module: Any) -> None:
-        from shardwise.models.pretrained import use_float64_frequencies
-
-        use_float64_frequencies(config, module)
+        _pretrained().use_float64_frequencies(config, module)
 
     def export_weights(self, config: DecoderConfig, weights: Any) -> Any:
-        from shardwise.models.pretrained import export_weights
-
-        return export_weights(config, weights, config.weights_folder)
+        return _pretrained().export_weights(config, weights, config.weights_folder)
 
     def export_config(self, config: DecoderConfig) -> dict[str, Any]:
         if not find_format(config, config.weights_folder):

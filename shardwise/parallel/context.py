@@ -23,7 +23,7 @@ from shardwise.comm.collectives import all_reduce, all_to_all, all_to_all_with_g
 from shardwise.data.sample_stream import Samples
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
-from shardwise.models.chain import Chain, PositionAware
+from shardwise.models.chain import Chain
 from shardwise.models.gpt import SelfAttention
 from shardwise.models.layers import sdpa
 from shardwise.models.moe import MoE
@@ -77,7 +77,7 @@ def apply(chain: Chain, layout: Layout, mesh: Mesh, length: int, device: torch.d
         chain.split_sequence(context, positions.to(device), attention_fn)
     rope_cos_sin: tuple[Tensor, Tensor] | None = None  # shared by all layers
     for module in chain.modules():
-        if isinstance(module, PositionAware):
+        if hasattr(module, "position_ids"):  # a module whose output depends on where its inputs are in the sequence
             module.position_ids = sequence_positions.to(device)
         if context.size == 1:
             continue

@@ -24,7 +24,7 @@ from shardwise.models.chain import Chain, init_slice
 from shardwise.models.pretrained import INDEX_FILE, open_folder
 from shardwise.train import checkpoint_folder
 from shardwise.train.checkpoint import weight_pieces
-from shardwise.train.dcp_storage import Index, Pieces, read_index, read_pieces
+from shardwise.train.dcp_storage import Index, Pieces, dtype_name, read_index, read_pieces
 from shardwise.train.local_machine import require_memory
 from shardwise.train.run_folder import RunFolder
 
@@ -58,7 +58,7 @@ class Export:
         from safetensors.torch import save_file
 
         job, source = self.job, self.job.model.pretrained_folder
-        config = job.family.export_config(job.model) | {"dtype": str(self.dtype).removeprefix("torch.")}
+        config = job.family.export_config(job.model) | {"dtype": dtype_name(self.dtype)}
         write_text(folder / "config.json", json.dumps({**config, "torch_dtype": config["dtype"]}, indent=2) + "\n")
         for pattern in COPIED_FILES if source is not None else ():
             for file in source.glob(pattern):  # type: ignore[union-attr]
@@ -165,8 +165,7 @@ def export_run(
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    dtype = str(export.dtype).removeprefix("torch.")
-    yield f"exported: step {export.step} of {run} to {out}, {format_count(size)}B of weights in {dtype}."
+    yield f"exported: step {export.step} of {run} to {out}, {format_count(size)}B in {dtype_name(export.dtype)}."
     if checked:
         yield checked
 

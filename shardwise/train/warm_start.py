@@ -13,9 +13,8 @@ from shardwise.errors import CheckpointError
 from shardwise.job import Job
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.prepare import Prepared
-from shardwise.train import checkpoint_folder
 from shardwise.train.checkpoint import collect_pieces, share_tied_weights
-from shardwise.train.checkpoint_folder import CheckpointGroup
+from shardwise.train.checkpoint_folder import CheckpointGroup, find_newest_valid, valid_checkpoints
 from shardwise.train.dcp_storage import CheckpointPiece, Index, Pieces, read_index, read_pieces
 from shardwise.train.run_folder import RunFolder
 
@@ -36,7 +35,7 @@ def name_step(job: Job) -> Job:
     if start is None:
         return job
     folder, step = RunFolder.open(start[0]), start[1]
-    saved = [number for number, _ in checkpoint_folder.valid_checkpoints(folder.checkpoints)]
+    saved = [number for number, _ in valid_checkpoints(folder.checkpoints)]
     if not saved:
         raise CheckpointError(f"model.weights: {folder.path} has no checkpoint to start from.")
     weights = f"{start[0].resolve()}@{saved[0] if step is None else step}"
@@ -47,13 +46,12 @@ def check_start(prepared: Prepared) -> str:
     """Returns, as a sentence, what the run starts from; raises CheckpointError if the model does not fit."""
     job = prepared.job
     if job.model.weights_folder is not None:
-        assert prepared.model.initial is not None
-        prepared.model.initial.check(prepared.model)
+        prepared.model.initial.check(prepared.model)  # type: ignore[union-attr]
         return f"starts from the weights of {job.model.weights_folder}"
     start = _parse(job)
     if start is None:
         return ""
-    choice = checkpoint_folder.find_newest_valid(RunFolder.open(start[0]).checkpoints, CheckpointGroup(), start[1])
+    choice = find_newest_valid(RunFolder.open(start[0]).checkpoints, CheckpointGroup(), start[1])
     assert choice.path is not None, "name_step found it"
     weights, seed = dict(prepared.model.named_unique_parameters()), choice.manifest["state"]["seed"]
     if job.seed != seed and not all(weight.requires_grad for weight in weights.values()):
@@ -87,7 +85,7 @@ def load_start(job: Job, engine: Engine, optimizer: Optimizer, group: Checkpoint
     start = _parse(job)
     if start is None:
         return
-    choice = checkpoint_folder.find_newest_valid(RunFolder.open(start[0]).checkpoints, group, start[1])
+    choice = find_newest_valid(RunFolder.open(start[0]).checkpoints, group, start[1])
     assert choice.path is not None, "the launcher found it"
     index, pieces = read_index(choice.path), Pieces()
     for name, piece in collect_pieces(engine, optimizer).items():

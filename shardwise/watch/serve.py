@@ -74,7 +74,6 @@ LOADERS: dict[str, Callable[[Path], Any]] = {
     "metrics.jsonl": _last_record, "events.jsonl": _last_record,
 }  # fmt: skip
 
-
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LIST_SECONDS = 1.0  # a list of many runs shows, after this time, the rest as "not read yet"; the page reloads itself
 

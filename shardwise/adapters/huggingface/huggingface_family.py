@@ -18,7 +18,7 @@ from shardwise.adapters.context_check import context_refusal
 from shardwise.adapters.huggingface.attention import attend_through_shardwise, trial
 from shardwise.adapters.huggingface.experts import dispatch_tokens, expert_count
 from shardwise.adapters.huggingface.fused_loss import can_fuse_loss, fuse_loss
-from shardwise.adapters.huggingface.weights import ModuleWeights, has_weights
+from shardwise.adapters.huggingface.weights import ModuleWeights
 from shardwise.adapters.module_family import ModuleConfig, ModuleFamily, check_context, meta_chain
 from shardwise.adapters.split_attention import SPLIT
 from shardwise.adapters.task import Task
@@ -43,7 +43,6 @@ TENSOR_PLANS = {"t5": {
 }}  # fmt: skip
 # What a config calls the dropout of attention weights, which no kernel can key by sample and position.
 ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout", "dropout_rate")
-
 
 # Upper bounds of config fields in a small copy of a model.
 LAYER_FIELDS = {"num_hidden_layers": 4, "n_layer": 4, "num_layers": 4}
@@ -94,8 +93,9 @@ class HuggingFaceConfig(ModuleConfig):
 
     @property
     def weights_folder(self) -> Path | None:
-        folder = Path(self.name.removeprefix("hf:"))
-        return folder if not self.weights and folder.is_dir() and has_weights(folder) else super().weights_folder
+        folder = self.pretrained_folder
+        has_weights = folder and any(file.suffix in (".safetensors", ".bin") for file in folder.iterdir())
+        return folder if has_weights and not self.weights else super().weights_folder
 
     @property
     def pretrained_folder(self) -> Path | None:

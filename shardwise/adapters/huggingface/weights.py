@@ -15,10 +15,6 @@ from shardwise.models.pretrained import check_shapes, open_folder
 EXPERT_PARTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 
 
-def has_weights(folder: Path) -> bool:
-    return any(True for kind in ("safetensors", "bin") for _ in folder.glob(f"*.{kind}"))
-
-
 class StackedExperts:
     """Weights of experts, stored one by one, as the stacked parameter (experts, rows, columns) that a module has."""
 
