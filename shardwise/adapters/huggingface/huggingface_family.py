@@ -204,10 +204,9 @@ def load_config(config: HuggingFaceConfig) -> Any:
     elif source in transformers.CONFIG_MAPPING:
         found = transformers.CONFIG_MAPPING[source](**settings)
     else:
-        known = list(transformers.CONFIG_MAPPING)
+        hint = "." if "/" in source else f"; {suggest(source, list(transformers.CONFIG_MAPPING))}"
         raise JobError(
-            f'model.name = "hf:{source}" is neither a folder with a config.json nor a model type of transformers; '
-            f"{suggest(source, known)}"
+            f'model.name = "hf:{source}" is neither a folder with a config.json nor a model type of transformers{hint}'
         )
     for key in ATTENTION_DROPOUTS:
         if key not in config.args and getattr(found, key, None):
