@@ -255,8 +255,7 @@ def bench_step(
     """Benchmarks training steps of a job on one device with random tokens: tokens/s, memory, time by kernel."""
     flag_overrides = [f"model.name={model}"] * bool(model) + [f"batch.samples={batch}"] * bool(batch)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler's log
-    settings = [*(overrides or []), *flag_overrides]
-    job = load_job(job_file, settings)
+    job = load_job(job_file, [*(overrides or []), *flag_overrides])
     job.require_trainable()
 
     import torch

@@ -98,7 +98,7 @@ def slurm(folder: Path) -> Iterator[dict[str, str]]:
         yield environment
     finally:
         run(environment, "scancel", "--user", "root")
-        for _ in range(100):
+        for _ in range(600):  # until no process of a job is left, which would hold its port
             if not run(environment, "squeue", "-h"):
                 break
             time.sleep(0.1)

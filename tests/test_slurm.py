@@ -39,6 +39,13 @@ def wait(what: Callable[[], object], log: Path) -> None:
         time.sleep(0.1)
 
 
+def is_restarted(environment: dict[str, str], number: str, restarts: int) -> bool:
+    shown = slurm_cluster.run(environment, "scontrol", "show", "job", number)
+    if "JobState=PENDING" in shown:  # Slurm waits two minutes, and sets that time again while the job's steps end
+        slurm_cluster.run(environment, "scontrol", "update", f"JobId={number}", "StartTime=now")
+    return "JobState=RUNNING" in shown and f" Restarts={restarts} " in shown
+
+
 def test_a_run_on_two_nodes_is_requeued_and_ends_as_if_it_had_not_been(cluster: dict[str, str], tmp_path: Path) -> None:
     run, plain = RunFolder(tmp_path / "runs" / "first"), RunFolder(tmp_path / "plain")
     (tmp_path / "first.toml").write_text(job_of(Path("runs/first")).to_toml())
@@ -48,12 +55,12 @@ def test_a_run_on_two_nodes_is_requeued_and_ends_as_if_it_had_not_been(cluster: 
     number = told.partition("submitted:  Slurm job ")[2].partition(";")[0]
     log = tmp_path / f"first-{number}.log"
     assert f"log:        {log.name}\n" in told
-    for disturb in (["scancel", "--signal=TERM"], ["scontrol", "requeue"]):  # as before the time limit; by the operator
+    disturbances = (["scancel", "--signal=TERM"], ["scontrol", "requeue"])  # as before the time limit; by the operator
+    for restarts, disturb in enumerate(disturbances, start=1):
         steps = len(curve(run))
         wait(lambda: len(curve(run)) >= steps + 5, log)
         slurm_cluster.run(cluster, *disturb, number)
-        wait(lambda: "PENDING" in slurm_cluster.run(cluster, "scontrol", "show", "job", number), log)
-        slurm_cluster.run(cluster, "scontrol", "update", f"JobId={number}", "StartTime=now")  # Slurm waits two minutes
+        wait(lambda: is_restarted(cluster, number, restarts), log)
     wait(lambda: slurm_cluster.run(cluster, "squeue", "-h", "-j", number) == "", log)
     shardwise(cluster, tmp_path, "train", "plain.toml")
     assert "JobState=COMPLETED" in slurm_cluster.run(cluster, "scontrol", "show", "job", number), log.read_text()

@@ -116,7 +116,7 @@ def _start_run(
     job: Job, say: Say, options: StartOptions, fork_server: ForkServer | None
 ) -> tuple[RunFolder, bool]:  # fmt: skip
     resumed = RunFolder.open(options.resume) if options.resume is not None else None
-    job = name_step(job) if resumed is None else job
+    job = name_step(job, None if resumed is None else resumed.job())
     with ExitStack() as ownership:
         environment, previous_job = options.environment, job
         nodes = environment.node.count if environment.node is not None else 1

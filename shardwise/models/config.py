@@ -65,6 +65,13 @@ def _check_plain(value: object, allows_bool: bool, limit: int) -> None:
         _check_plain(item, allows_bool, limit)
 
 
+def split_step(weights: str) -> tuple[Path, str]:
+    """Splits `RUN@STEP`; the step is empty if none is named. A folder may have an @ in its name."""
+    path, at, step = weights.rpartition("@")
+    is_step = at and not Path(weights).expanduser().exists()
+    return Path(path if is_step else weights).expanduser(), step if is_step else ""
+
+
 class ModelConfig(ConfigSection):
     """The base of every family's `[model]` section: the attributes that the rest of the package uses."""
 
@@ -164,7 +171,7 @@ class ModelConfig(ConfigSection):
     def weights_folder(self) -> Path | None:
         """The Hugging Face folder whose weights training starts from, if any."""
         folder = Path(self.weights).expanduser()
-        return folder if self.weights and (folder / "config.json").is_file() else None
+        return folder if self.weights not in ("", "random") and (folder / "config.json").is_file() else None
 
     @property
     def pretrained_folder(self) -> Path | None:
@@ -174,9 +181,9 @@ class ModelConfig(ConfigSection):
     @property
     def tokenizer_folder(self) -> Path | None:
         """The folder with the tokenizer.json of the model: that folder, or the run that it starts from, if any."""
-        start = Path(self.weights.partition("@")[0]).expanduser() if self.weights else None
-        folders = [folder for folder in (self.pretrained_folder, start) if folder is not None]
-        return next((folder for folder in folders if (folder / "tokenizer.json").is_file()), None)
+        start = split_step(self.weights)[0] if self.weights else None
+        folders = (self.pretrained_folder, start)
+        return next((folder for folder in folders if folder and (folder / "tokenizer.json").is_file()), None)
 
     def phases(self, steps: int) -> list[tuple[int, Self]]:
         """Returns the phases of a run of `steps` steps, as pairs (steps, model config)."""

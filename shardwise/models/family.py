@@ -82,9 +82,6 @@ class Family:
             raise JobError(f"model.weights = {config.weights!r}: {config.description} can start from runs only.")
         return None
 
-    def make_float64(self, config: Any, module: nn.Module) -> None:
-        """Called with transformers' module in float64, for what it computes in float32 while it is built."""
-
     def export_weights(self, config: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns our weights, or gradients, under the names and in the shapes of a Hugging Face folder."""
         return dict(weights)

@@ -132,9 +132,6 @@ class GPTFamily(Family):
         folder = config.weights_folder
         return None if folder is None else _pretrained().PretrainedWeights(config, folder)
 
-    def make_float64(self, config: DecoderConfig, module: Any) -> None:
-        _pretrained().use_float64_frequencies(config, module)
-
     def export_weights(self, config: DecoderConfig, weights: Any) -> Any:
         return _pretrained().export_weights(config, weights, config.weights_folder)
 

@@ -91,16 +91,11 @@ def reference_decoder(config: DecoderConfig) -> nn.Module | None:
     values = make_config(config) | {"attn_implementation": "eager", "experts_implementation": "eager"}
     dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if kind == "gpt2" else {}
     theirs = transformers.AutoConfig.for_model(**{**values, **dropouts})
-    model: nn.Module = transformers.AutoModelForCausalLM.from_config(theirs).double()
-    use_float64_frequencies(config, model)
-    return model
-
-
-def use_float64_frequencies(config: DecoderConfig, module: Any) -> None:
-    """Gives transformers' module rotary frequencies in float64, which it makes in float32."""
+    model: Any = transformers.AutoModelForCausalLM.from_config(theirs).double()
     if config.positions == "rotary":
         frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-        module.model.rotary_emb.inv_freq = frequencies
+        model.model.rotary_emb.inv_freq = frequencies  # which it made in float32
+    return model  # type: ignore[no-any-return]
 
 
 class Entry:
@@ -125,7 +120,8 @@ def open_folder(folder: Path, prefix: str) -> dict[str, Entry]:
     names = sorted(file.name for file in folder.glob("*.safetensors"))
     if (folder / INDEX_FILE).is_file():
         try:
-            names = sorted(set(parse_json((folder / INDEX_FILE).read_bytes())["weight_map"].values()))
+            listed = set(parse_json((folder / INDEX_FILE).read_bytes())["weight_map"].values())
+            names = sorted(Path(name).name for name in listed)  # no file of another folder is read
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise JobError(f"{folder / INDEX_FILE} cannot be read: {error}.") from None
     if not names:

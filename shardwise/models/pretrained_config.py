@@ -14,7 +14,7 @@ from typing import Any
 
 from shardwise.errors import JobError, shorten
 from shardwise.files import parse_json, parse_toml
-from shardwise.models.config import ModelConfig
+from shardwise.models.config import ModelConfig, split_step
 from shardwise.models.presets import PRESETS, read_tables
 
 
@@ -133,14 +133,17 @@ def starting_values(values: Mapping[str, Any]) -> dict[str, Any]:
         values = {**{key: value for key, value in values.items() if key != "name"}, "weights": weights}
     if not isinstance(weights, str) or weights in ("", "random") or ":" in name:
         return dict(values)
-    folder = Path(weights.partition("@")[0]).expanduser()
+    folder, _ = split_step(weights)
     if (folder / "job.toml").is_file():
         try:
-            found = parse_toml((folder / "job.toml").read_text(encoding="utf-8")).get("model", {})
-        except (OSError, ValueError) as error:
+            found = dict(parse_toml((folder / "job.toml").read_text(encoding="utf-8")).get("model", {}))
+        except (OSError, ValueError, TypeError) as error:
             raise JobError(f"model.weights: {folder / 'job.toml'} cannot be read: {error}.") from None
     elif (folder / "config.json").is_file():
-        found = read_config(folder)
+        try:
+            found = read_config(folder)
+        except (TypeError, AttributeError) as error:
+            raise JobError(f"{folder / 'config.json'} has a field of a wrong type: {error}.") from None
         if name and PRESETS.get(name, {"family": name})["family"] != found["name"]:
             raise JobError(f"{folder} is a {found['name']!r} of ours, not a {name!r}; leave out model.name.")
     else:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,7 +113,7 @@ class Export:
         except ImportError:
             raise JobError('--check needs transformers: pip install "shardwise[hf]".') from None
         job = self.job
-        require_memory(job, 16)  # bytes per parameter: two models in float64
+        require_memory(job, 24)  # bytes per parameter: three models in float64
         ours = job.family.build_reference(job.model, job.seed, torch.float64).eval()
         parameters = dict(ours.named_unique_parameters() if isinstance(ours, Chain) else ours.named_parameters())
         for name, stored in self.read({name: weight.shape for name, weight in parameters.items()}).items():
@@ -120,13 +121,12 @@ class Export:
         theirs = getattr(transformers, json.loads((folder / "config.json").read_bytes())["architectures"][0])
         transformers.utils.logging.disable_progress_bar()
         module = theirs.from_pretrained(folder, dtype=torch.float64, local_files_only=True).eval()
-        job.family.make_float64(job.model, module)
-        for name, buffer in dict(ours.named_buffers()).items():  # frequencies, which it makes in float32
-            if not isinstance(ours, Chain) and name not in module.state_dict():
+        exact: Any = job.family.reference(job.model) if isinstance(ours, Chain) else ours
+        for name, buffer in exact.named_buffers():
+            if name not in module.state_dict():  # frequencies, which it makes in float32
                 module.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = buffer
-        for hf in (getattr(one, "config", None) for one in (module, ours)):
-            if hf is not None:
-                hf._experts_implementation = "eager"  # the grouped kernel refuses float64
+        module.config._experts_implementation = "eager"  # the grouped kernel refuses float64
+        exact.config._experts_implementation = "eager"
         batch = job.family.example_inputs(job.model, samples=2, limit=CHECKED_TOKENS)
         with KeepFloat64():
             expected = module(**batch).logits

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from shardwise.errors import CheckpointError
 from shardwise.job import Job
+from shardwise.models.config import split_step
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.prepare import Prepared
 from shardwise.train.checkpoint import collect_pieces, share_tied_weights
@@ -21,25 +22,27 @@ from shardwise.train.run_folder import RunFolder
 
 def _parse(job: Job) -> tuple[Path, int | None] | None:
     """Returns the run that the job starts from and the step, if it names one."""
-    path, _, step = job.model.weights.partition("@")
-    if not path or path == "random" or job.model.weights_folder is not None:
+    if job.model.weights in ("", "random") or job.model.weights_folder is not None:
         return None
+    path, step = split_step(job.model.weights)
     if step and not (step.isdecimal() and len(step) < 16):
         raise CheckpointError(f"model.weights = {job.model.weights!r}: {step!r} is no step; write RUN@200.")
-    return Path(path).expanduser(), int(step) if step else None
+    return path, int(step) if step else None
 
 
-def name_step(job: Job) -> Job:
-    """Returns the job with the step that it starts from, so that a restart takes the same one."""
+def name_step(job: Job, previous: Job | None = None) -> Job:
+    """Returns the job with the step that it starts from; a run that goes on takes the step of its `previous` job."""
     start = _parse(job)
     if start is None:
         return job
-    folder, step = RunFolder.open(start[0]), start[1]
-    saved = [number for number, _ in valid_checkpoints(folder.checkpoints)]
-    if not saved:
-        raise CheckpointError(f"model.weights: {folder.path} has no checkpoint to start from.")
-    weights = f"{start[0].resolve()}@{saved[0] if step is None else step}"
-    return job.model_copy(update={"model": job.model.model_copy(update={"weights": weights})})
+    run, step = str(start[0].resolve()), start[1]
+    if previous is not None and previous.model.weights.rpartition("@")[0] == run and step is None:
+        step = int(previous.model.weights.rpartition("@")[2])
+    elif step is None:
+        if not (saved := valid_checkpoints(RunFolder.open(start[0]).checkpoints)):
+            raise CheckpointError(f"model.weights: {run} has no checkpoint to start from.")
+        step = saved[0][0]
+    return job.model_copy(update={"model": job.model.model_copy(update={"weights": f"{run}@{step}"})})
 
 
 def check_start(prepared: Prepared) -> str:

@@ -246,8 +246,9 @@ class HuggingFaceFamily(ModuleFamily):
 
     def objective(self, config: Any, seed: int) -> Objective:
         if config.span_corruption is not None:
-            special = [getattr(config.hf, f"{name}_token_id", None) for name in ("eos", "decoder_start", "pad")]
-            return SpanCorruption(config.span_corruption, seed, special[0], special[1] or special[2])
+            eos, pad = getattr(config.hf, "eos_token_id", None), getattr(config.hf, "pad_token_id", None)
+            start = getattr(config.hf, "decoder_start_token_id", None)
+            return SpanCorruption(config.span_corruption, seed, eos, pad if start is None else start)
         return MaskedLM(config, seed) if config.kind == "masked language model" else next_token
 
     def pretrained_weights(self, config: Any, chain: Any) -> ModuleWeights | None:
