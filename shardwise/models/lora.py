@@ -98,6 +98,8 @@ def _matches(name: str, pattern: str) -> bool:
 def _add_adapter(module: Any, leaf: str, rank: int, alpha: float) -> None:
     weight: Tensor = module._parameters[leaf]
     prefix, (*experts, rows, columns) = "" if leaf == "weight" else f"{leaf}_", weight.shape
+    if is_transposed(module):
+        rows, columns = columns, rows
     for name, shape in (("lora_A", (*experts, rank, columns)), ("lora_B", (*experts, rows, rank))):
         empty = torch.empty(shape, dtype=weight.dtype, device=weight.device)
         module.register_parameter(f"{prefix}{name}", nn.Parameter(empty))
@@ -105,7 +107,17 @@ def _add_adapter(module: Any, leaf: str, rank: int, alpha: float) -> None:
     if leaf == "weight":
         module.register_forward_hook(_add_update)
     else:
-        parametrize(module, leaf, lambda weight: weight + scaled_update(module, leaf))
+        parametrize(module, leaf, AddUpdate(module, leaf))
+
+
+class AddUpdate:
+    """The weight of experts as they use it. An object, not a closure: it is copied along with its module."""
+
+    def __init__(self, module: nn.Module, leaf: str):
+        self.module, self.leaf = module, leaf
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        return weight + scaled_update(self.module, self.leaf)
 
 
 def _add_update(module: Any, args: tuple[Tensor, ...], y: Tensor) -> Tensor:
@@ -116,4 +128,10 @@ def scaled_update(module: Any, leaf: str = "weight") -> Tensor:
     """Returns what the adapter adds to a weight."""
     prefix = "" if leaf == "weight" else f"{leaf}_"
     down, up = getattr(module, f"{prefix}lora_A"), getattr(module, f"{prefix}lora_B")
-    return getattr(module, f"{prefix}lora_scale") * (up @ down)  # type: ignore[no-any-return]
+    update: Tensor = getattr(module, f"{prefix}lora_scale") * (up @ down)
+    return update.mT if is_transposed(module) else update
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether experts of transformers keep their weights as (E, in, out)."""
+    return bool(getattr(module, "is_transposed", False))
