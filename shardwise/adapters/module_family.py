@@ -158,7 +158,7 @@ class ModuleFamily(Family):
         chain = ModuleChain(module, task, spec, anatomy, self._plan(config, module, anatomy), init, state)
         chain.initial = self.pretrained_weights(config, chain) or init
         if config.lora is not None:
-            lora.adapt_chain(chain, config.lora)
+            lora.adapt_chain(chain, module, config.lora)
         return chain
 
     def build_on_meta(self, config: Any, seed: int = 0) -> ModuleChain:

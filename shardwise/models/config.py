@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from shardwise.errors import shorten
+from shardwise.models.adapter_files import read_adapter_config
 from shardwise.models.presets import PRESETS
 
 MAX_NUMBER = 10**15
@@ -75,6 +76,8 @@ def split_step(weights: str) -> tuple[Path, str]:
 class LoRA(ConfigSection):
     """Trains low-rank adapters beside the linear layers instead of the model's weights (`model.lora`)."""
 
+    adapter: str = ""
+    """Folder of an adapter of peft to start from, which fills in missing keys."""
     rank: int = Field(16, ge=1, le=10**5)
     """Columns of B and rows of A."""
     alpha: float = Field(0.0, ge=0.0)
@@ -88,6 +91,12 @@ class LoRA(ConfigSection):
     """Other values of alpha, by name or pattern of layers."""
     init_std: float = Field(0.0, ge=0.0)
     """Standard deviation of the initial B; 0: training starts at the given model."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_adapter(cls, values: Any) -> Any:
+        folder = values.get("adapter") if isinstance(values, Mapping) else ""
+        return {**read_adapter_config(Path(folder)), **values} if isinstance(folder, str) and folder else values
 
     def __hash__(self) -> int:
         return hash(self.model_dump_json())
@@ -125,7 +134,7 @@ class ModelConfig(ConfigSection):
     """Weights to start from: a run (`runs/first`, `runs/first@200` for a step) or a Hugging Face folder, whose model
     fills in missing keys. Empty: those of the folder that `name` is, otherwise random ones; `random`: always these."""
     lora: LoRA | None = None
-    """Trains adapters beside the frozen model: `{ rank = 16 }`; see `[model.lora]`. Not set: all weights are trained."""
+    """Trains adapters beside the frozen model, such as `{ rank = 16 }`. Not set: all weights are trained."""
 
     @model_validator(mode="before")
     @classmethod

@@ -60,8 +60,10 @@ class Family:
         if config.lora is not None:
             from shardwise.models.lora import adapt_chain, add_adapters
 
+            if config.lora.adapter:
+                raise JobError("model.lora.adapter: adapters of peft need transformers' module: hf:FOLDER.")
             add_adapters(chain, config.lora)
-            adapt_chain(chain, config.lora)
+            adapt_chain(chain, chain, config.lora)
         return chain
 
     def build_on_meta(self, config: Any, seed: int = 0) -> Chain:

@@ -2,15 +2,16 @@
 
     y = W x + alpha / rank * B (A x)
 
-A has the shape (rank, in), B (out, rank); for stacked experts they have the experts as first dimension, and the expert's
-weight reads as W + alpha / rank * B A. They are parameters of the module that has W, `lora_A` and `lora_B` (of experts
-`<weight>_lora_A`), and are split as W is: `ShardingPlan.shard_dim_of`. B starts at zero, so training starts at the
-model that was given.
+A has the shape (rank, in), B (out, rank); for stacked experts both have the experts as first dimension, and the weight
+reads as W + alpha / rank * B A. They are parameters of the module that has W, `lora_A` and `lora_B` (for stacked
+experts `<weight>_lora_A`), and are split as W is: `ShardingPlan.shard_dim_of`. B starts at zero, so training starts at
+the model that was given.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,10 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.errors import JobError
+from shardwise.models.adapter_files import read_adapter
 from shardwise.models.chain import Chain, InitialValues, init_slice
 from shardwise.models.config import LoRA
 from shardwise.models.parametrize import parametrize
-from shardwise.models.sharding import InitSpec, base_weight, is_adapter
+from shardwise.models.sharding import InitSpec, is_adapter
 
 
 class AdaptedWeights(InitialValues):
@@ -44,14 +46,14 @@ def add_adapters(root: nn.Module, config: LoRA) -> None:
     """Gives the layers of a model that is not sharded yet their adapters."""
     names = [name for name, _, _ in _layers(root)]
     for target in (*config.targets, *config.ranks, *config.alphas):
-        if not any(_matches(name, target) for name in names):
+        if not any(matches(name, target) for name in names):
             kinds = ", ".join(sorted({name.rpartition(".")[2] for name in names})) or "none"
             raise JobError(f"model.lora: no layer is named like {target!r}; the layers of this model are: {kinds}.")
-    chosen = [layer for layer in _layers(root) if any(_matches(layer[0], target) for target in config.targets or "*")]
+    chosen = [layer for layer in _layers(root) if any(matches(layer[0], target) for target in config.targets or "*")]
     if not chosen:
         raise JobError("model.lora: this model has no linear layers in its blocks.")
     for name, module, leaf in chosen:
-        _add_adapter(module, leaf, config.rank_of(name, _matches), config.alpha_of(name, _matches))
+        _add_adapter(module, leaf, config.rank_of(name, matches), config.alpha_of(name, matches))
 
 
 def freeze(root: nn.Module) -> None:
@@ -60,13 +62,14 @@ def freeze(root: nn.Module) -> None:
         parameter.requires_grad_(is_adapter(name))
 
 
-def adapt_chain(chain: Chain, config: LoRA) -> None:
-    """Initializes adapters, which the chain has, instead of its weights, which are frozen."""
+def adapt_chain(chain: Chain, root: nn.Module, config: LoRA) -> None:
+    """Makes the adapters that the module of a chain has what is initialized and trained."""
     freeze(chain)
     plan = chain.sharding_plan
     init = ("*lora_A", InitSpec("fan_in")), ("*lora_B", InitSpec("normal", config.init_std))
     chain.sharding_plan = replace(plan, init=(*init, *plan.init))
-    chain.initial = AdaptedWeights(chain.initial, {})
+    adapters = read_adapter(Path(config.adapter), root) if config.adapter else {}
+    chain.initial = AdaptedWeights(chain.initial, adapters)
 
 
 def add_initialized(root: nn.Module, config: LoRA, chain: Chain, seed: int) -> None:
@@ -90,7 +93,7 @@ def _layers(root: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
             yield from ((f"{name}.{leaf}", module, leaf) for leaf in weights)
 
 
-def _matches(name: str, pattern: str) -> bool:
+def matches(name: str, pattern: str) -> bool:
     """Whether a layer has this name, pattern or last part of a name."""
     return fnmatchcase(name, pattern) or name.endswith(f".{pattern}")
 

@@ -91,8 +91,8 @@ class VocabLookup(ModuleRule):
 
 @dataclass(frozen=True)
 class InitSpec:
-    """How a parameter is initialized: `normal` with standard deviation `std`, `ones`, `zeros`, or `fan_in`: normal, with
-    the variance of PyTorch's linear layers, a third of 1 / input features."""
+    """How a parameter is initialized: `normal` with standard deviation `std`, `ones`, `zeros`, or `fan_in`, which is
+    normal with the variance of PyTorch's linear layers, 1 / (3 x input features)."""
 
     kind: str
     std: float = 0.0
