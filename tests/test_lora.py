@@ -64,7 +64,7 @@ def make_run(folder: Path, model: dict[str, Any], steps: int = 2, **changes: Any
     values: dict[str, Any] = {
         "steps": steps, "model": model, "batch": {"samples": 4}, "checkpoint": {"snapshot_every": 0},
         "data": {"source": "synthetic", "samples": 64}, "run": {"folder": str(folder), "device": "cpu"},
-        "validation": {"samples": 4}, "optimizer": {"lr": 0.01}, "precision": "float64",
+        "validation": {"samples": 4}, "optimizer": {"lr": 0.01, "schedule": "constant", "warmup": 0}, "precision": "float64",
     }  # fmt: skip
     return make_job({**values, **changes})
 
@@ -127,7 +127,7 @@ def test_layouts_of_a_folder(kind: str, layouts: list[str], tmp_path: Path) -> N
     ("moe", ["shard=2 expert=2 tensor=2", "tensor=2 expert=2"]),
 ])  # fmt: skip
 def test_layouts_of_our_models(name: str, layouts: list[str], tmp_path: Path) -> None:
-    sizes = GPT | {"sequence": 24, "name": name} | ({"experts": 4, "top_k": 2} if name == "moe" else {})
+    sizes = GPT | {"sequence": 24, "name": name} | ({"experts": 4, "experts_per_token": 2} if name == "moe" else {})
     job = make_run(tmp_path / "run", {**sizes, "lora": {"rank": 3, "init_std": 0.1}}, batch={"samples": 8})
     for result in verify(job, [Layout.parse(layout) for layout in layouts], steps=2):
         assert result.ok, result
