@@ -64,7 +64,8 @@ def make_run(folder: Path, model: dict[str, Any], steps: int = 2, **changes: Any
     values: dict[str, Any] = {
         "steps": steps, "model": model, "batch": {"samples": 4}, "checkpoint": {"snapshot_every": 0},
         "data": {"source": "synthetic", "samples": 64}, "run": {"folder": str(folder), "device": "cpu"},
-        "validation": {"samples": 4}, "optimizer": {"lr": 0.01, "schedule": "constant", "warmup": 0}, "precision": "float64",
+        "validation": {"samples": 4}, "optimizer": {"lr": 0.01, "schedule": "constant", "warmup": 0},
+        "precision": "float64",
     }  # fmt: skip
     return make_job({**values, **changes})
 
