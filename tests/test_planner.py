@@ -136,7 +136,7 @@ def test_the_command_for_machines(tmp_path: Path) -> None:
     assert set(found) >= {"search_seconds", "evaluated", "layouts"}
     assert set(found["layouts"][0]) == {
         "layout", "fits", "step_seconds", "tokens_per_second_per_device", "model_flops_per_device",
-        "hardware_flops_per_device", "peak_memory_gib", "bubble", "exposed", "reason", "traffic", "traffic_by_rank",
+        "hardware_flops_per_device", "peak_memory_gib", "bubble", "exposed", "reason",
     }  # fmt: skip
     seconds = [layout["step_seconds"] for layout in found["layouts"]]
     assert seconds == sorted(seconds)

@@ -101,15 +101,13 @@ class Plan:
         }  # fmt: skip
 
     def _layout_as_dict(self, prediction: Prediction, reason: str) -> dict[str, Any]:
-        axes = dict.fromkeys(axis for rank in prediction.traffic for axis in rank)
-        traffic = {axis: max(rank.get(axis, 0) for rank in prediction.traffic) for axis in axes}
         return {
             "layout": str(prediction.layout), "fits": self.fits(prediction), "step_seconds": prediction.seconds,
             "tokens_per_second_per_device": self.tokens_per_second(prediction),
             "model_flops_per_device": self.flops(prediction),
             "hardware_flops_per_device": self.hardware_flops(prediction),
             "peak_memory_gib": prediction.peak_memory / GIB, "bubble": prediction.bubble, "exposed": prediction.exposed,
-            "reason": reason, "traffic": traffic, "traffic_by_rank": prediction.traffic,
+            "reason": reason,
         }  # fmt: skip
 
 

@@ -28,17 +28,7 @@ class ParamSpec(NamedTuple):
     """One parameter on tensor rank 0."""
 
     name: str
-    rows: int
-    columns: int
-    is_sharded: bool  # whether the tensor axis splits it
-
-    @property
-    def numel(self) -> int:
-        return self.rows * self.columns
-
-    def shard_numel(self, shards: int) -> int:
-        """Returns the elements of one of `shards` shards, padded to equal size as in collectives."""
-        return ceil(self.rows / shards) * self.columns
+    numel: int
 
 
 class EngineModel:
@@ -68,25 +58,13 @@ class EngineModel:
         """Returns the parameters of `embed`, `block` and `head`; tied ones are in both `embed` and `head`."""
         params: dict[str, list[ParamSpec]] = {"embed": [], "block": [], "head": []}
         for name, weight in self._chain.named_parameters(remove_duplicate=False):
-            split = self._chain.sharding_plan.shard_dim_of(name)
-            rows, columns = weight.shape[0], weight[0].numel()
-            is_replicated = split is None or tensor == 1 or not splits_evenly(split, weight.shape, tensor)
-            if not is_replicated and split is not None:
-                rows, columns = (ceil(rows / tensor), columns) if split.dim == 0 else (rows, ceil(columns / tensor))
+            split, numel = self._chain.sharding_plan.shard_dim_of(name), weight.numel()
+            if split is not None and splits_evenly(split, weight.shape, tensor):
+                size = weight.shape[split.dim]
+                numel = numel // size * ceil(size / tensor)
             module = name.partition(".")[0].rstrip("0")  # the only block is block0
-            params[module].append(ParamSpec(name, rows, columns, not is_replicated))
+            params[module].append(ParamSpec(name, numel))
         return {module: tuple(specs) for module, specs in params.items()}
-
-    def parameters(self, layout: Layout, stage: StageLayers) -> Iterator[ParamSpec]:
-        """Yields the parameters of a stage, tied ones once."""
-        params = self.params_by_module(layout.tensor)
-        if stage.first:
-            yield from params["embed"]
-        for _ in range(stage.blocks):
-            yield from params["block"]
-        if stage.last:
-            tied = self._chain.sharding_plan.ties and stage.first
-            yield from (p for p in params["head"] if not (tied and p.name == self._chain.sharding_plan.ties[0][0]))
 
     @cached_by(lambda _, layout: (layout.tensor, layout.context, layout.micro_batch, layout.has_split_backward))
     def block_sizes(self, layout: Layout) -> "BlockSizes":
