@@ -49,7 +49,6 @@ class Plan:
     evaluated: int
     seconds: float  # duration of the search
     shape: ModelShape
-    phases: tuple[tuple[int, int, float], ...]  # of each phase: steps, tokens or samples per step, seconds per step
 
     def __str__(self) -> str:
         best, memory = self.best, f"{self.best.peak_memory / GIB:.3g} of {self.cluster.device.memory / GIB:.3g} GiB"
@@ -81,7 +80,7 @@ class Plan:
     @property
     def training_seconds(self) -> float:
         """Duration of the whole training with the best layout."""
-        return sum(steps * seconds for steps, _, seconds in self.phases)
+        return self.job.total_steps * self.best.seconds
 
     @property
     def goodput(self) -> ExpectedGoodput:
@@ -91,12 +90,11 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         hours = self.training_seconds / 3600
-        steps = sum(steps for steps, _, _ in self.phases)
         layouts = [self._layout_as_dict(*pair) for pair in zip(self.layouts, self.reasons, strict=True)]
         return {
             "search_seconds": self.seconds, "evaluated": self.evaluated, "layouts": layouts,
             "near_misses": list(self.near_misses),
-            "training": {"steps": steps, "hours": hours, "device_hours": hours * self.devices},
+            "training": {"steps": self.job.total_steps, "hours": hours, "device_hours": hours * self.devices},
             "goodput": asdict(self.goodput),
         }  # fmt: skip
 
@@ -140,7 +138,7 @@ def make_plan(
     reasons = ("", *(explain_gap(estimator, best, other) for other in result.best[1:]))
     return Plan(
         job, cluster, best.layout.world, result.best, reasons, neighbours, result.evaluated, result.seconds,
-        estimator.work.shape, tuple(_phases(job, cluster, best)),
+        estimator.work.shape,
     )  # fmt: skip
 
 
@@ -184,12 +182,6 @@ def _is_runnable(job: Job, layout: Layout) -> bool:
     except LayoutError:
         return False
     return True
-
-
-def _phases(job: Job, cluster: Cluster, best: Prediction) -> Iterator[tuple[int, int, float]]:
-    for steps, phase_job in job.phases():
-        seconds = best.seconds if phase_job is job else make_estimator(phase_job, cluster).predict(best.layout).seconds
-        yield steps, phase_job.samples * phase_job.model.sequence_length, seconds
 
 
 def make_estimator(job: Job, cluster: Cluster) -> Estimator:

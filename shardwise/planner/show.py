@@ -106,13 +106,9 @@ def _group_ranks(memories: tuple[RankMemory, ...]) -> list[tuple[int, int, RankM
 
 
 def training_summary(plan: Plan) -> str:
-    seconds, hours = plan.training_seconds, plan.training_seconds / 3600
-    steps = sum(steps for steps, _, _ in plan.phases)
-    count = sum(steps * per_step for steps, per_step, _ in plan.phases)
+    seconds, hours, job = plan.training_seconds, plan.training_seconds / 3600, plan.job
+    count = _format_count(job.total_steps * job.samples * job.model.sequence_length)
     time = f"{hours / 24:.1f} days" if hours > 48 else f"{hours:.1f} hours" if hours > 1 else f"{seconds:.0f} s"
-    unit, samples = plan.job.model.throughput_unit, plan.job.samples
-    lengths = [f"{count_of_phase} of {per_step / samples:.0f} {unit}" for count_of_phase, per_step, _ in plan.phases]
-    phase_text = f" ({', '.join(lengths)})" if len(lengths) > 1 else ""
-    line = f"{steps} steps{phase_text}, {_format_count(count)} {unit}: {time}"
+    line = f"{job.total_steps} steps, {count} {job.model.throughput_unit}: {time}"
     unless = "" if plan.fits(plan.best) else ", if it did fit"
     return f"{line}, {_format_count(hours * plan.devices)} device-hours{unless}."
