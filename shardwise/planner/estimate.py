@@ -1,7 +1,7 @@
 """Predicts step time and memory of a layout in closed form, fast enough for a search over many layouts.
 
-Pipeline time comes from the closed form of the schedule (`shardwise.schedules.closed_form`): exact for equal stages, a
-lower bound otherwise. With an `EngineModel`, `predict` simulates the schedule; the search does so for its finalists.
+`predict` simulates the pipeline schedule. The search first asks for a lower bound of its time
+(`shardwise.schedules.closed_form`), and simulates only layouts that can be among the best.
 """
 
 from collections.abc import Callable, Hashable
@@ -107,10 +107,11 @@ class Estimator:
         self.time_model = BlockTimeModel(machine, work.shape, work.kernel_profile)
         self.gathers_per_block = 1  # FSDP gathers a block's weights in one collective
         self.reduced_gradient_bytes = work.framework_profile.gradient_bytes
+        self.schedule_time: ScheduleTime = step_seconds
 
     def predict(self, layout: Layout) -> Prediction:
-        """Returns the full prediction; simulates the schedule if there is an `EngineModel`."""
-        pipeline = self.pipeline_time(layout, lower_bound if self.work.engine is None else step_seconds)
+        """Returns the full prediction."""
+        pipeline = self.pipeline_time(layout, self.schedule_time)
         bubble = 1.0 - self.micro_batches(layout) * self.slowest_rank_time(layout) / pipeline
         _, update = self.per_step_times(layout)
         memory = tuple(self.memory(layout, rank) for rank in range(layout.pipeline))
@@ -150,9 +151,13 @@ class Estimator:
         limit = self.machine.device.memory
         return all(self.memory(layout, rank).total <= limit for rank in self.stages(layout).representative_ranks)
 
-    def predict_seconds(self, layout: Layout, schedule_time: ScheduleTime = lower_bound) -> float:
-        """Returns the seconds of a step if its pipeline takes what `schedule_time` says: a bound or a simulation."""
-        return self.step_time(layout, self.pipeline_time(layout, schedule_time))
+    def predict_seconds(self, layout: Layout) -> float:
+        """Returns the seconds of a step."""
+        return self.step_time(layout, self.pipeline_time(layout, self.schedule_time))
+
+    def min_seconds(self, layout: Layout) -> float:
+        """Returns a lower bound of `predict_seconds` that takes no simulation."""
+        return self.step_time(layout, self.pipeline_time(layout, lower_bound))
 
     def pipeline_time(self, layout: Layout, schedule_time: ScheduleTime) -> float:
         """Returns the seconds of all micro-batches of a step."""

@@ -19,7 +19,7 @@ from random import Random
 from shardwise.console import pluralize
 from shardwise.errors import LayoutError
 from shardwise.layout import AUTO_SCHEDULES, V_SHAPED, Layout, micro_batch_error
-from shardwise.schedules.closed_form import InFlightCounts
+from shardwise.schedules.closed_form import InFlightCounts, lower_bound
 from shardwise.schedules.list_scheduler import ListScheduler, PriorityRules, SchedulingProblem
 from shardwise.schedules.simulate import Action, Simulation, StageCosts, build_program, named_program, simulate
 
@@ -31,7 +31,8 @@ def synthesize(problem: SchedulingProblem, effort: int = 200_000) -> Simulation:
     """Returns the fastest schedule that fits: tries many priority rules, then improves the best by local search.
     `effort`: simulated actions to spend on each phase of the search."""
     named = min(named_candidates(problem), key=lambda schedule: schedule.seconds, default=None)
-    floor = _time_lower_bound(problem) * (1 + TOLERANCE)
+    shape = "zbv" if problem.is_v_shaped else "zero-bubble", problem.ranks, problem.virtual, problem.micro_batches
+    floor = lower_bound(*shape, problem.costs) * (1 + TOLERANCE)
     if named is not None and named.seconds <= floor:
         return named
     found: list[tuple[float, int, PriorityRules, Simulation]] = []
@@ -72,20 +73,6 @@ def named_candidates(problem: SchedulingProblem) -> Iterator[Simulation]:
             if problem.fits(program):
                 # Rebuilt from `order`, which splits forward-backward pairs, so each result is sent at once.
                 yield simulate(build_program(program.order), problem.costs)
-
-
-def _time_lower_bound(problem: SchedulingProblem) -> float:
-    """Returns a lower bound for any schedule: a rank's work plus filling and draining the pipeline up to that rank."""
-    costs, owner, m = problem.costs, problem.stage_to_rank, problem.micro_batches
-    best = lead_in = lead_out = 0.0
-    for rank in range(problem.ranks):
-        stages = [stage for stage, owner_rank in enumerate(owner) if owner_rank == rank]
-        forward_and_input = m * sum(costs.forward[s] + costs.backward_input[s] for s in stages)
-        weights = m * sum(costs.backward_weight[s] for s in stages)
-        best = max(best, lead_in + forward_and_input + weights, lead_in + forward_and_input + lead_out)
-        lead_in += costs.forward[rank]
-        lead_out += costs.backward_input[rank]
-    return best
 
 
 def _evaluate_rules(problem: SchedulingProblem, rules: PriorityRules) -> Simulation | None:
