@@ -79,7 +79,7 @@ def train(
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     overrides = [*(overrides or []), *flag_overrides]
     if resume is None and (job_file is None or job_file.exists() or node is None):
-        load_job(job_file, overrides).require_trainable()  # reports a typo before the slow import of PyTorch
+        load_job(job_file, overrides)  # reports a typo before the slow import of PyTorch
 
     start_training = quick_import("shardwise.launch.start").start_training
     from shardwise.launch.cluster_environment import detect
@@ -142,7 +142,6 @@ def verify(
 ) -> None:
     """Verifies that a layout computes the same losses, gradients and weights as a single process."""
     job = load_job(job_file, overrides or [])
-    job.require_trainable()
     if against is not None:
         _verify_against(job, against, shrink, as_json)
         return
@@ -217,7 +216,7 @@ def dryrun(
     as_json: JsonFlag = False,
 ) -> None:
     """Simulates a step of selected ranks of any world size on fake tensors; prints their exact memory and traffic."""
-    load_job(job_file, overrides or []).require_trainable()
+    load_job(job_file, overrides or [])  # reports a typo before the slow import of PyTorch
 
     from shardwise.planner.dryrun.command import describe_reports, dryrun_job
 
@@ -256,7 +255,6 @@ def bench_step(
     flag_overrides = [f"model.name={model}"] * bool(model) + [f"batch.samples={batch}"] * bool(batch)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler's log
     job = load_job(job_file, [*(overrides or []), *flag_overrides])
-    job.require_trainable()
 
     import torch
 

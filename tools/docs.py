@@ -21,13 +21,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
+import support_table as support
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from typer.models import ArgumentInfo, OptionInfo
 from typer.utils import get_params_from_function
 
 import shardwise
-from shardwise import cli, errors, support
+from shardwise import cli, errors
 from shardwise.job import Job
 from shardwise.layout import SCHEDULES, Layout, micro_batch_error
 from shardwise.models.config import Count, LoRA, ModelConfig
@@ -330,9 +331,7 @@ def _cell(verdicts: dict[Any, Any], schedule: str, zero: int, recompute: str, no
     kinds: dict[str, list[str]] = {}
     for words, support_of in verdicts.items():
         if (words.schedule, words.zero, words.recompute) == (schedule, zero, recompute):
-            short = {support.EXACT: "exact", support.EXACT_AT_COST: "exact, at a cost", support.REFUSED: "refused"}[
-                support_of.verdict
-            ]
+            short = {support.EXACT: "exact", support.EXACT_AT_COST: "exact, at a cost"}[support_of.verdict]
             label = f"{short} ({notes[support_of.explanation]})" if support_of.explanation else short
             kinds.setdefault(label, []).append(words.precision)
     if len(kinds) == 1:

@@ -223,7 +223,3 @@ class ModelConfig(ConfigSection):
         start = split_step(self.weights)[0] if self.weights else None
         folders = (self.pretrained_folder, start)
         return next((folder for folder in folders if folder and (folder / "tokenizer.json").is_file()), None)
-
-    def phases(self, steps: int) -> list[tuple[int, Self]]:
-        """Returns the phases of a run of `steps` steps, as pairs (steps, model config)."""
-        return [(steps, self)]

@@ -17,7 +17,7 @@ from shardwise.console import format_count, pluralize
 from shardwise.data.make_sources import default_cache_folder
 from shardwise.errors import JobError, UserError
 from shardwise.files import write_text
-from shardwise.job import BatchConfig, Job, load_job
+from shardwise.job import BatchConfig, GradientConfig, Job, load_job
 from shardwise.layout import AXES, Layout
 from shardwise.parallel.prepare import Prepared, meta_model, prepare
 from shardwise.verify.parity import VerifyResult, verify
@@ -118,7 +118,8 @@ def prove(prepared: Prepared, say: Callable[[str], None]) -> None:
     if prepared.family.task(prepared.job.model) is None or prepared.layout.world == 1:
         return
     layout = small_layout(prepared.layout)
-    job = shrink_model(prepared.job).model_copy(update={"precision": "float64", "compile": False})
+    exact = {"precision": "float64", "compile": False, "gradient": GradientConfig()}  # without lossy compression
+    job = shrink_model(prepared.job).model_copy(update=exact)
     job = shrink_batch(job, [layout])
     path = default_cache_folder() / "proofs" / f"{_fingerprint(prepared, job, layout)}.json"
     if path.exists():
