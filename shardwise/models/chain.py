@@ -126,7 +126,8 @@ def init_slice(chain: Chain, name: str, out: Tensor, shape: torch.Size, offset: 
         out.copy_(value[tuple(slice(first, first + size) for first, size in zip(offset, out.shape, strict=True))])
         return
     init = chain.sharding_plan.init_spec_of(name)
-    if init.kind == "normal":
-        normal_(out, hash_key("init", seed, name), shape, offset, init.std)
+    std = (3 * shape[-1]) ** -0.5 if init.kind == "fan_in" else init.std
+    if std:
+        normal_(out, hash_key("init", seed, name), shape, offset, std)
     else:
         out.fill_(1.0 if init.kind == "ones" else 0.0)

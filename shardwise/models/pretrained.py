@@ -19,6 +19,7 @@ from shardwise.models.chain import Chain, InitialValues
 from shardwise.models.gpt_family import DecoderConfig
 from shardwise.models.layers import rope_frequencies
 from shardwise.models.pretrained_config import FORMATS, PretrainedFormat, find_format, make_config
+from shardwise.models.sharding import is_adapter
 
 INDEX_FILE = "model.safetensors.index.json"
 # Entries of old files that are no parameters.
@@ -141,6 +142,8 @@ def open_folder(folder: Path, prefix: str) -> dict[str, Entry]:
 def check_shapes(folder: Path, needed: Mapping[str, torch.Size], found: Mapping[str, Any], unused: set[str]) -> None:
     """Raises JobError if weights are missing, have other shapes, or if there are weights that nothing uses."""
     for name, shape in needed.items():
+        if is_adapter(name):
+            continue
         if name not in found:
             known = next(iter(found), "nothing")
             raise JobError(

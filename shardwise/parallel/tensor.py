@@ -30,8 +30,8 @@ from shardwise.errors import LayoutError
 from shardwise.models import sharding
 from shardwise.models.chain import Chain
 from shardwise.models.loss import VocabShard
+from shardwise.models.parametrize import parametrize
 from shardwise.parallel.batch_norm import AllReduceSum
-from shardwise.parallel.precision import parametrize
 
 SEQUENCE_DIM = 1  # of (batch, sequence, hidden)
 Reduction = Callable[[Tensor, Axis], Tensor]

@@ -21,13 +21,18 @@ from shardwise.console import format_count
 from shardwise.errors import CheckpointError, JobError, RunError
 from shardwise.files import write_text
 from shardwise.job import Job
+from shardwise.models.adapter_files import write_adapter
 from shardwise.models.chain import Chain, init_slice
+from shardwise.models.config import LoRA, ModelConfig
+from shardwise.models.lora import is_transposed, matches
 from shardwise.models.pretrained import INDEX_FILE, open_folder
+from shardwise.models.sharding import is_adapter
 from shardwise.train import checkpoint_folder
 from shardwise.train.checkpoint import weight_pieces
-from shardwise.train.dcp_storage import Index, Pieces, dtype_name, read_index, read_pieces
+from shardwise.train.dcp_storage import Index, Pieces, dtype_name, dtype_of, read_index, read_pieces
 from shardwise.train.local_machine import require_memory
 from shardwise.train.run_folder import RunFolder
+from shardwise.train.warm_start import run_weights
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "float64": torch.float64}
 # What travels with the weights of a folder: tokenizer, chat template, generation settings.
@@ -41,14 +46,18 @@ TOLERANCE = 1e-10
 class Export:
     """A checkpoint of a run, to be written in the format of Hugging Face."""
 
-    job: Job
+    job: Job  # without adapters, which are merged into the weights
     checkpoint: Path
     step: int
     dtype: torch.dtype
+    lora: LoRA | None = None
 
     @cached_property
     def model(self) -> Chain:
-        return self.job.family.build_on_meta(self.job.model, self.job.seed)
+        model = self.job.family.build_on_meta(self.job.model, self.job.seed)
+        if self.lora is not None:
+            model.initial = run_weights(self.job) or model.initial
+        return model
 
     @cached_property
     def index(self) -> Index:
@@ -103,7 +112,38 @@ class Export:
             else:
                 init_slice(self.model, name, tensors[name], shape, (0,) * len(shape), self.job.seed)
         read_pieces(self.checkpoint, self.index, pieces, checkpoint_folder.CheckpointGroup())
+        for name in tensors if self.lora is not None else ():
+            tensors[name] = tensors[name].double() + self._update(name)
         return {name: t.to(self.dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+
+    def _update(self, name: str) -> Tensor | float:
+        """Returns what adapters add to a weight."""
+        assert self.lora is not None
+        owner, _, leaf = name.rpartition(".")
+        prefix, layer = (f"{owner}.", owner) if leaf == "weight" else (f"{name}_", name)
+        if f"weights.{prefix}lora_A" not in self.index:
+            return 0.0
+        down, up = (self._read_adapter(f"{prefix}{matrix}").double() for matrix in ("lora_A", "lora_B"))
+        update = self.lora.alpha_of(layer, matches) / down.shape[-2] * (up @ down)
+        root: Any = getattr(self.model, "root", self.model)
+        return update.mT if is_transposed(root.get_submodule(owner)) else update
+
+    def _read_adapter(self, name: str) -> Tensor:
+        entry = self.index[f"weights.{name}"]
+        tensor = torch.empty(entry["shape"], dtype=dtype_of(entry))
+        pieces = weight_pieces({f"weights.{name}": tensor})
+        read_pieces(self.checkpoint, self.index, pieces, checkpoint_folder.CheckpointGroup())
+        return tensor
+
+    def write_adapter(self, folder: Path, config: ModelConfig) -> int:
+        """Writes the adapters, for peft; returns their bytes."""
+        chain: Any = self.job.family.build_on_meta(config, self.job.seed)
+        if not hasattr(chain, "root"):
+            raise JobError("peft knows adapters of transformers' modules only (hf:FOLDER); use `shardwise merge`.")
+        names = [name for name, _ in chain.root.named_parameters() if is_adapter(name)]
+        tensors = {name: self._read_adapter(name).to(self.dtype) for name in names}
+        write_adapter(folder, chain.root, tensors, str(config.pretrained_folder or ""))
+        return sum(tensor.nbytes for tensor in tensors.values())
 
     @torch.no_grad()
     def check(self, folder: Path) -> str:
@@ -138,9 +178,10 @@ class Export:
 
 
 def export_run(
-    run: Path, out: Path, step: int | None, dtype: str, max_file_bytes: int, check: bool = False
+    run: Path, out: Path, step: int | None, dtype: str, max_file_bytes: int, check: bool = False, merge: bool = False
 ) -> Iterator[str]:
-    """Exports the newest valid checkpoint of a run, or that of `step`. Yields what was done, in sentences."""
+    """Exports the newest valid checkpoint of a run, or that of `step`. Yields what was done, in sentences. Adapters are
+    exported by themselves, or with `merge` as part of the weights."""
     if dtype not in ("auto", *DTYPES):
         raise JobError(f"--dtype {dtype} is not one of auto, {', '.join(DTYPES)}.")
     if out.exists():
@@ -150,14 +191,24 @@ def export_run(
     if choice.path is None:
         raise CheckpointError(f"{run} has no checkpoint to export; train it first.")
     job = folder.job()
-    export = Export(job, choice.path, choice.manifest["step"], DTYPES.get(dtype) or _folder_dtype(job))
+    lora = job.model.lora
+    if lora is None and merge:
+        raise JobError(f"{run} has no adapters to merge; use `shardwise export`.")
+    if lora is not None and check and not merge:
+        raise JobError("--check compares whole models; use it with `shardwise merge`.")
+    plain = job.model_copy(update={"model": job.model.model_copy(update={"lora": None})})
+    auto = torch.float32 if lora is not None and not merge else _folder_dtype(job)
+    export = Export(plain, choice.path, choice.manifest["step"], DTYPES.get(dtype) or auto, lora)
     temporary = out.with_name(f"{out.name}.partial-{uuid.uuid4().hex[:8]}")
     try:
         temporary.mkdir()
     except OSError as error:
         raise JobError(f"{out} cannot be created: {error.strerror}.") from None
     try:
-        size = export.write(temporary, max_file_bytes)
+        if lora is not None and not merge:
+            size = export.write_adapter(temporary, job.model)
+        else:
+            size = export.write(temporary, max_file_bytes)
         if folder.tokenizer.exists() and not (temporary / "tokenizer.json").exists():
             shutil.copy(folder.tokenizer, temporary)
         checked = export.check(temporary) if check else ""

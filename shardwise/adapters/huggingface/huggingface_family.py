@@ -279,7 +279,7 @@ class HuggingFaceFamily(ModuleFamily):
         if config.weights_folder is not None:  # as transformers reads them
             model_class = model_kind(config)[1]
             read = model_class.from_pretrained(config.weights_folder, config=copy.deepcopy(config.hf), dtype=dtype)
-            module.load_state_dict(read.state_dict())
+            module.load_state_dict(read.state_dict(), strict=config.lora is None)  # without the adapters
         return module
 
     def shrink(self, config: Any) -> Any:
