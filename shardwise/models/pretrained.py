@@ -48,8 +48,6 @@ def split_parameter(
 def join_parameter(form: PretrainedFormat, config: DecoderConfig, ours: str, read: Callable[[str], Tensor]) -> Tensor:
     """Returns one parameter of ours from the entries of a file."""
     name = their_name(form, ours)
-    if ".bank." in ours:
-        return torch.stack([read(name.format(number)) for number in range(config.num_experts)])
     if ".qkv." in ours and not form.transposed:
         return join_qkv(config, *(read(name.format(part)) for part in "qkv"))
     whole = read(name)
@@ -110,6 +108,22 @@ class Entry:
 
     def __getitem__(self, index: Any) -> Tensor:
         return self.view[index] if len(self.shape) else self.read()
+
+
+class StackedExperts:
+    """Weights of experts, stored one by one, as the stacked parameter (experts, rows, columns) that a module has."""
+
+    def __init__(self, experts: list[list[Any]]):
+        self.experts = experts  # of each expert: the matrices whose rows follow each other
+
+    @property
+    def shape(self) -> torch.Size:
+        shapes = [part.shape for part in self.experts[0]]
+        return torch.Size([len(self.experts), sum(shape[0] for shape in shapes), *shapes[0][1:]])
+
+    def __getitem__(self, index: tuple[slice, slice, slice]) -> Tensor:
+        experts, rows, columns = index
+        return torch.stack([torch.cat([part[:, columns] for part in one])[rows] for one in self.experts[experts]])
 
 
 def open_folder(folder: Path, prefix: str) -> dict[str, Entry]:
@@ -182,4 +196,6 @@ class PretrainedWeights(InitialValues):
         theirs = their_name(self.form, name)
         if theirs in self.entries and ".qkv." not in name and not self.form.transposed:
             return self.entries[theirs]
+        if ".bank." in name:
+            return StackedExperts([[self.entries[theirs.format(number)]] for number in range(self.config.num_experts)])
         return join_parameter(self.form, self.config, name, lambda entry: self.entries[entry][:])
