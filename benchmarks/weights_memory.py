@@ -187,6 +187,7 @@ def main() -> None:
     parser.add_argument("--hf", action="store_true", help="as transformers' own module")
     parser.add_argument("--layout", default="shard=2 zero=3")
     parser.add_argument("--second-layout", default="tensor=2 shard=1")
+    parser.add_argument("--skip-start", action="store_true", help="do not start from the run: it takes longest")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     args = parser.parse_args()
     Path("/proc/self/oom_score_adj").write_text("1000")  # rather this than another process of the machine
@@ -199,9 +200,10 @@ def main() -> None:
         job = make_run_job(run, args.layout, model | {"sequence": 64})
         folder = RunFolder.create(job)
         show("import", args.layout, measure_ranks(job, folder.checkpoints))
-        start = {**({"name": f"hf:{base}"} if args.hf else {}), "weights": str(run)}
-        job = name_step(make_run_job(place / "second", args.second_layout, start))
-        show("start from a run", args.second_layout, measure_ranks(job, None))
+        if not args.skip_start:
+            start = {**({"name": f"hf:{base}"} if args.hf else {}), "weights": str(run)}
+            job = name_step(make_run_job(place / "second", args.second_layout, start))
+            show("start from a run", args.second_layout, measure_ranks(job, None))
         peak, seconds = measure_export(run, place / "out")
         print(f"export: peak {peak / GB:.2f} GB, {seconds:.0f} s", flush=True)
         print(f"compared: {compare(base, place / 'out')} tensors, bit by bit the same")

@@ -128,9 +128,7 @@ def init_slice(chain: Chain, name: str, out: Tensor, shape: torch.Size, offset: 
         for number, part in enumerate(out.split(rows) if out.dim() else [out]):
             start = (offset[0] + number * rows, *offset[1:]) if out.dim() else ()
             part.copy_(value[tuple(slice(first, first + size) for first, size in zip(start, part.shape, strict=True))])
-        return
-    init = chain.sharding_plan.init_spec_of(name)
-    if init.kind == "normal":
+    elif (init := chain.sharding_plan.init_spec_of(name)).kind == "normal":
         normal_(out, hash_key("init", seed, name), shape, offset, init.std)
     else:
         out.fill_(1.0 if init.kind == "ones" else 0.0)

@@ -20,7 +20,8 @@ from shardwise.models.gpt_family import DecoderConfig
 from shardwise.models.layers import rope_frequencies
 from shardwise.models.pretrained_config import FORMATS, PretrainedFormat, find_format, make_config
 
-INDEX_FILE = "model.safetensors.index.json"
+WHOLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+FLOATS = ("F64", "F32", "F16", "BF16")
 # Entries of old files that are no parameters.
 NO_WEIGHTS = ("*.attn.bias", "*.attn.masked_bias", "*.rotary_emb.inv_freq")
 
@@ -132,7 +133,9 @@ def open_folder(folder: Path, prefix: str) -> dict[str, Entry]:
     from safetensors import SafetensorError, safe_open
 
     names = sorted(file.name for file in folder.glob("*.safetensors"))
-    if (folder / INDEX_FILE).is_file():
+    if WHOLE_FILE in names:
+        names = [WHOLE_FILE]  # as transformers does; a folder may have the weights in another form beside it
+    elif (folder / INDEX_FILE).is_file():
         try:
             listed = set(parse_json((folder / INDEX_FILE).read_bytes())["weight_map"].values())
             names = sorted(Path(name).name for name in listed)  # no file of another folder is read
@@ -143,10 +146,15 @@ def open_folder(folder: Path, prefix: str) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for name in names:
         try:
+            if not (folder / name).is_file():  # opening a pipe would wait for its writer
+                raise OSError("it is no file")
             file = safe_open(folder / name, "pt")
-        except (OSError, SafetensorError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise JobError(f"{folder / name} cannot be read: {error}.") from None
-        entries |= {key: Entry(file, key) for key in file.keys()}  # noqa: SIM118 - it is no mapping
+        found = {key: Entry(file, key) for key in file.keys()}  # noqa: SIM118 - it is no mapping
+        if twice := sorted(entries.keys() & found.keys()):
+            raise JobError(f"{folder} has the weight {twice[0]!r} in two files; remove one of them.")
+        entries |= found
     if prefix and not any(name.startswith(prefix) for name in entries):
         entries = {name if name.startswith("lm_head.") else prefix + name: entry for name, entry in entries.items()}
     return entries
@@ -166,6 +174,8 @@ def check_shapes(folder: Path, needed: Mapping[str, torch.Size], found: Mapping[
                 f"{folder}: {name} has shape {tuple(found[name].shape)}, but the model needs {tuple(shape)}; check the "
                 "[model] section against its config.json."
             )
+        if isinstance(found[name], Entry) and (code := found[name].view.get_dtype()) not in FLOATS:
+            raise JobError(f"{folder}: {name} is stored as {code}; save the model in bf16 or float32.")
     if unused := {name for name in unused if not any(fnmatchcase(name, pattern) for pattern in NO_WEIGHTS)}:
         raise JobError(f"{folder} has the weight {min(unused)!r}, which the model has not; is its config.json right?")
 

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from shardwise.adapters.function_modes import KeepFloat64
-from shardwise.console import format_count
 from shardwise.errors import CheckpointError, JobError, RunError
 from shardwise.files import write_text
 from shardwise.job import Job
 from shardwise.models.chain import Chain, init_slice
 from shardwise.models.pretrained import INDEX_FILE, open_folder
-from shardwise.train import checkpoint_folder
 from shardwise.train.checkpoint import weight_pieces
+from shardwise.train.checkpoint_folder import CheckpointGroup, find_newest_valid
 from shardwise.train.dcp_storage import Index, Pieces, dtype_name, read_index, read_pieces
 from shardwise.train.local_machine import require_memory
 from shardwise.train.run_folder import RunFolder
@@ -62,7 +61,7 @@ class Export:
         config = job.family.export_config(job.model) | {"dtype": dtype_name(self.dtype)}
         write_text(folder / "config.json", json.dumps({**config, "torch_dtype": config["dtype"]}, indent=2) + "\n")
         for pattern in COPIED_FILES if source is not None else ():
-            for file in source.glob(pattern):  # type: ignore[union-attr]
+            for file in filter(Path.is_file, source.glob(pattern)):  # type: ignore[union-attr]
                 shutil.copy(file, folder)
         files = list(self._files(max_file_bytes))
         total, places = 0, dict[str, str]()
@@ -113,8 +112,7 @@ class Export:
                 pieces |= weight_pieces({key: tensors[name]})
             else:
                 init_slice(self.model, name, tensors[name], shape, (0,) * len(shape), self.job.seed)
-        index = {key: self.index[key] for key in pieces}
-        read_pieces(self.checkpoint, index, pieces, checkpoint_folder.CheckpointGroup())
+        read_pieces(self.checkpoint, {key: self.index[key] for key in pieces}, pieces, CheckpointGroup())
         return {name: t.to(self._dtype(t)) for name, t in tensors.items()}
 
     @torch.no_grad()
@@ -172,7 +170,7 @@ def export_run(
     if out.exists():
         raise JobError(f"{out} exists; give a folder that does not, so that nothing is overwritten.")
     folder = RunFolder.open(run)
-    choice = checkpoint_folder.find_newest_valid(folder.checkpoints, checkpoint_folder.CheckpointGroup(), step)
+    choice = find_newest_valid(folder.checkpoints, CheckpointGroup(), step)
     if choice.path is None:
         raise CheckpointError(f"{run} has no checkpoint to export; train it first.")
     job = folder.job()
@@ -193,7 +191,7 @@ def export_run(
         if isinstance(error, OSError):
             raise RunError(f"{out} could not be written: {error.strerror}.") from None
         raise
-    yield f"exported: step {export.step} of {run} to {out}, {format_count(size)}B in {dtype_name(export.dtype)}."
+    yield f"exported: step {export.step} of {run} to {out}, {size / 1e9:.3g} GB in {dtype_name(export.dtype)}."
     if checked:
         yield checked
 
