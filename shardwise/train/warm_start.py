@@ -106,6 +106,7 @@ def check_start(prepared: Prepared) -> str:
         raise CheckpointError(f"frozen parameters follow from the seed, which was {seed} in {start[0]}; set it again.")
     has_adapters = job.model.lora is not None
     shapes = {name: weight.shape for name, weight in weights.items() if weight.requires_grad != has_adapters}
+    shapes |= {table.name: torch.Size((table.rows, table.width)) for table in prepared.tables}
     grown = _grown_rows(job, choice.path, read_index(choice.path), shapes)
     rows = "".join(f"; {name} has {shapes[name][0] - rows} new rows" for name, rows in grown.items())
     return f"starts from the weights of {job.model.weights}{rows}"
