@@ -43,6 +43,8 @@ SETS = {"mistral": {"sliding_window": None}, "mixtral": {"sliding_window": None}
 TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma2", "gemma3_text", "olmo2", "olmo3",
          "phi3", "gpt_neox", "cohere", "cohere2", "glm4", "smollm3", "granite", "gpt_oss", "deepseek_v3", "gpt2",
          "bert", "t5", "vit")  # fmt: skip
+# Three axes that transformers' modules of these types support.
+LAYOUTS = {"t5": "replicate=2 shard=2 tensor=2", "gpt2": "pipeline=2 shard=2 context=2"}
 FILE_BYTES = 60_000  # several files per model
 HEADER = """# Weights in and out
 
@@ -121,7 +123,8 @@ def run_family(kind: str, own: bool) -> dict[str, Any]:
         model = f"model.weights={place / 'base'}" if own else f"model.name=hf:{place / 'base'}"
         sequence = [] if kind == "vit" or (own and kind == "gpt2") else ["model.sequence=16"]
         settings = [model, *sequence, "data.source=synthetic", "batch.samples=8", "validation.samples=8"]
-        layout = f"{'replicate' if kind == 't5' else 'pipeline'}=2 shard=2 tensor=2 micro_batch=1"
+        layout = LAYOUTS.get(kind, "pipeline=2 shard=2 tensor=2") if not own else "pipeline=2 shard=2 tensor=2"
+        layout += " micro_batch=1"
         job = load_job(None, [*settings, "precision=float64"])
         row: dict[str, Any] = {"layout": layout}
         for column, text in (("one", "shard=1"), ("product", layout)):

@@ -162,14 +162,14 @@ def test_tensor_parallelism_can_be_planned():
         assert job("llama", LLAMA).model.model_copy(update={"vocab": 62}).vocab_size
 
 
-def save(folder, model_type, args, dtype=None, **saving):
+def save(folder, model_type, args, noise=0.0, dtype=None, **saving):
     import transformers
 
     config = transformers.CONFIG_MAPPING[model_type](**args)
     module = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        for weight in module.parameters():  # biases and norms too
-            weight.add_(0.05 * torch.randn(weight.shape))
+        for weight in module.parameters():
+            weight.add_(noise * torch.randn(weight.shape))
     module.to(dtype).save_pretrained(folder, **saving)
 
 
@@ -266,7 +266,8 @@ def unseen_config(draw):
         "num_hidden_layers": choose(1, 2, 3), "intermediate_size": choose(20, 30), "vocab_size": choose(37, 128),
         "max_position_embeddings": choose(16, 64), "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
         "tie_word_embeddings": draw(flag), "attention_bias": draw(flag), "mlp_bias": draw(flag),
-        "use_qk_norm": draw(flag), "use_parallel_residual": draw(flag), "sliding_window": choose(4, 7), "no_rope_layer_interval": 2,
+        "use_qk_norm": draw(flag), "use_parallel_residual": draw(flag), "sliding_window": choose(4, 7),
+        "no_rope_layer_interval": 2,
         "attention_dropout": 0.0, "hidden_dropout": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "logit_scale": 0.3,
         "embedding_multiplier": 2.0, "logits_scaling": 1.7, "residual_multiplier": 0.6, "final_logit_softcapping": 5.0,
         "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
@@ -295,7 +296,7 @@ def test_folders_nobody_has_seen(tmp_path_factory, drawn, max_file_bytes):
 
     kind, args, dtype = drawn
     place = tmp_path_factory.mktemp("unseen")
-    save(place / "base", kind, args, dtype=dtype, max_shard_size=max_file_bytes)
+    save(place / "base", kind, args, 0.05, dtype, max_shard_size=max_file_bytes)  # biases and norms are random too
     run = {"folder": str(place / "run"), "device": "cpu"}
     model = {"name": f"hf:{place / 'base'}", "sequence": 12}
     case = make_job({"precision": "float64", "model": model, "batch": {"samples": 2}, "run": run})

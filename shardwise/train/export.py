@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ class Export:
         for number, units in enumerate(files, start=1):
             name = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
             entries = {key: tensor for unit in units for key, tensor in self._convert(unit).items()}
-            values = (tensor for unit in units for tensor in self._convert(self.read(unit)).values())
+            values = chain.from_iterable(self._convert(self.read(unit)).values() for unit in units)
             write_safetensors(folder / name, entries, values)
             total += sum(entry.nbytes for entry in entries.values())
             places |= dict.fromkeys(entries, name)
@@ -93,7 +94,7 @@ class Export:
         """Yields what each file holds, on the meta device: parameters, and buffers that belong to the state, in units
         that are converted together."""
         state, buffers = set(self.model.state_dict()), self.model.named_buffers()
-        found = dict(self.model.named_unique_parameters())
+        found: dict[str, Tensor] = dict(self.model.named_unique_parameters())
         found |= {name: b for name, b in buffers if name in state and f"buffers.{name}" in self.index}
         meta = {name: torch.empty(one.shape, dtype=self._dtype(one), device="meta") for name, one in found.items()}
         whole, unit, file = self._convert(meta), dict[str, Tensor](), list[dict[str, Tensor]]()
@@ -199,7 +200,8 @@ def write_safetensors(path: Path, entries: Mapping[str, Tensor], values: Iterabl
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for value in values:
-            file.write(value.contiguous().flatten().view(torch.uint8).numpy())
+            file.write(value.contiguous().flatten().view(torch.uint8).numpy().data)
+            del value  # before the next one is read
 
 
 def export_run(
@@ -244,8 +246,7 @@ def export_run(
             raise RunError(f"{out} could not be written: {error.strerror}.") from None
         raise
     yield f"exported: step {export.step} of {run} to {out}, {size / 1e9:.3g} GB in {dtype_name(export.dtype)}."
-    if checked:
-        yield checked
+    yield from [checked] if check else []
 
 
 def _folder_dtype(job: Job) -> torch.dtype:

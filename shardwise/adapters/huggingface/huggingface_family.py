@@ -187,20 +187,19 @@ def _transformers() -> Any:
     return transformers
 
 
-def _refusal(config: HuggingFaceConfig, error: Exception) -> JobError:
+def _refusal(what: str, error: Exception) -> JobError:
     """Returns, in a sentence, why transformers does not make a config or a model."""
     reason = f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')[:400]}"
-    return error if isinstance(error, JobError) else JobError(f"{config.name}: transformers refuses it: {reason}.")
+    return error if isinstance(error, JobError) else JobError(f"{what}: {reason}.")
 
 
 @lru_cache(maxsize=8)
 def load_config(config: HuggingFaceConfig) -> Any:
     """Returns the transformers config of a folder or a model type, with the job's fields."""
-    transformers = _transformers()
-    source = config.name.removeprefix("hf:")
-    settings = {"use_cache": False, **TRACEABLE, **config.args}
+    transformers, source = _transformers(), config.name.removeprefix("hf:")
+    place, settings = Path(source, "config.json"), {"use_cache": False, **TRACEABLE, **config.args}
     try:
-        if Path(source, "config.json").is_file():
+        if place.is_file():
             options = {"local_files_only": True, "trust_remote_code": False}
             found = transformers.AutoConfig.from_pretrained(source, **options, **settings)
         elif source in transformers.CONFIG_MAPPING:
@@ -213,7 +212,7 @@ def load_config(config: HuggingFaceConfig) -> Any:
         if layers > MAX_LAYERS or "NaN" in found.to_json_string(use_diff=False):
             raise ValueError(f"it has a field that is NaN, or more than {MAX_LAYERS} layers")
     except Exception as error:  # noqa: BLE001 - transformers raises what it likes
-        raise _refusal(config, error) from None
+        raise _refusal(f"{place} cannot be read" if place.is_file() else f"{config.name}, model.args", error) from None
     for key in ATTENTION_DROPOUTS:
         if key not in config.args and getattr(found, key, None):
             setattr(found, key, 0.0)
@@ -348,7 +347,7 @@ def make_task(config: Any) -> Task:
         try:
             module: nn.Module = model_class.from_config(own, dtype=torch.float32)  # else it rounds its buffers
         except Exception as error:  # noqa: BLE001 - transformers raises what it likes
-            raise _refusal(config, error) from None
+            raise _refusal(f"transformers cannot build {config.name}", error) from None
         if expert_count(module):
             for part in module.modules():
                 if hasattr(part, "_is_expert_parallel"):
