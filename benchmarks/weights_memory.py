@@ -81,7 +81,7 @@ def make_config(size: float, vocab: int, experts: int) -> dict[str, Any]:
     """Returns the config.json of a model of about this size, in GB of bf16."""
     block = WIDTH * HEAD_DIM * (2 * HEADS + 2 * KV_HEADS) + 3 * WIDTH * FFN * max(1, experts) + 2 * WIDTH
     layers = max(1, round((size * GB / 2 - 2 * vocab * WIDTH) / block))
-    kind = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    kind: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     if experts:
         kind = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
         kind |= {"num_local_experts": experts, "num_experts_per_tok": 2, "sliding_window": None}
@@ -125,7 +125,7 @@ def write_folder(folder: Path, config: dict[str, Any]) -> int:
         if sum(one.nbytes for one in files[-1].values()) + entry.nbytes > FILE_BYTES:
             files.append({})
         files[-1][name] = entry
-    places = {}
+    places: dict[str, str] = {}
     for number, entries in enumerate(files, start=1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         values = (torch.empty_like(entry, device="cpu").normal_(0, 0.02) for entry in entries.values())
