@@ -78,7 +78,7 @@ def commands() -> Iterator[tuple[str, list[str]]]:
             for part in re.split(r"^\$ ", text.replace("\\\n", " "), flags=re.MULTILINE)[1:]:
                 command, *shown = part.splitlines()
                 if command.startswith("shardwise "):
-                    yield command, shown
+                    yield " ".join(command.split()), shown
 
 
 SHOWN: dict[str, list[list[str]]] = {}
