@@ -37,13 +37,13 @@ from torch.optim import Optimizer
 
 from shardwise.errors import CheckpointError, RunError
 from shardwise.files import fsync_and_rename
+from shardwise.host_memory import in_huge_pages, pack, page_lock, unpack
 from shardwise.optim.param_shard import ParamShard
 from shardwise.optim.sharded_optimizer import ShardedOptimizer
 from shardwise.parallel.engine import Engine
 from shardwise.train import checkpoint_folder, error_feedback
 from shardwise.train.checkpoint_folder import CheckpointGroup, list_checkpoints, valid_checkpoints
 from shardwise.train.dcp_storage import CheckpointPiece, Index, Pieces, dtype_of, read_index, read_pieces, write_pieces
-from shardwise.workers.host_memory import in_huge_pages, pack, page_lock, unpack
 from shardwise.workers.snapshots import SnapshotStore
 
 __all__ = ["CheckpointManager", "valid_checkpoints", "load_weights"]
