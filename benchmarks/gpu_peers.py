@@ -216,6 +216,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, action="append")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--only", choices=["ours", "peers"])
+    parser.add_argument("--peer", choices=[*PEERS, *GPT2_PEERS], action="append", help="only these peers")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(1, "this benchmark needs a CUDA GPU.\n")
@@ -227,6 +228,8 @@ def main() -> None:
                 rows[f"shardwise, {precision}"] = attempt(lambda s, b, p=precision: ours(s, b, p), shape)
         if options.only != "ours":
             for name, (module, run) in (GPT2_PEERS if shape.startswith("gpt2") else PEERS).items():
+                if options.peer and name not in options.peer:
+                    continue
                 installed = importlib.util.find_spec(module) is not None
                 if "experts" in SHAPES[shape]:
                     rows[name] = {"problem": "this script does not run it with experts"}

@@ -365,6 +365,7 @@ def init_optimizer_state(index: Index, optimizer: Optimizer, param_shards: list[
             owner, _, key = rest.rpartition(".")
             entries.setdefault(owner, {})[key] = entry
     step_on_device = {id(p): g.get("fused") or g.get("capturable") for g in optimizer.param_groups for p in g["params"]}
+    sharded = sharded_optimizer(optimizer)
     for param_shard in param_shards:
         if param_shard.is_table:
             continue  # tables allocate their state when they are built
@@ -380,7 +381,10 @@ def init_optimizer_state(index: Index, optimizer: Optimizer, param_shards: list[
                 size, dim = list(weight.shape), collapsed_dim(optimizer, f"optimizer.{param_shard.name}.{key}")
                 if dim is not None:
                     size[dim] = 1
-                state[key] = weight.new_zeros(size, dtype=weight.dtype if has_weight_dtype else dtype_of(entry))
+                dtype = weight.dtype if has_weight_dtype else dtype_of(entry)
+                state[key] = (
+                    weight.new_zeros(size, dtype=dtype) if sharded is None else sharded.state_zeros(weight, size, dtype)
+                )
 
 
 def check_matches_model(path: Path, index: Index, needed: dict[str, torch.Size], group: CheckpointGroup) -> None:
