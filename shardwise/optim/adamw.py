@@ -15,6 +15,8 @@ from shardwise.optim.offload import StateStream, host_zeros
 from shardwise.optim.param_shard import ParamShard
 from shardwise.optim.sharded_optimizer import ParamGroup, ShardedOptimizer
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
 
 class AdamW(ShardedOptimizer):
     """AdamW with compute copies and an optional dtype for its moments. State names are PyTorch's."""
@@ -26,8 +28,14 @@ class AdamW(ShardedOptimizer):
         """`offload`: keep the moments of weights on a GPU in host memory; others are there already."""
         super().__init__(groups, defaults, shards)
         self.state_dtype = state_dtype
-        self.offload = offload and groups[0]["params"][0].is_cuda
+        weights = [weight for group in groups for weight in group["params"]]
+        self.offload = offload and weights[0].is_cuda
         self.stream: StateStream | None = None
+        self.host_moments: dict[tuple[Tensor, str], Tensor] = {}
+        if self.offload:
+            owners = [(weight, key) for weight in weights for key in MOMENTS]
+            zeros = host_zeros([weight.shape for weight, _ in owners], state_dtype or weights[0].dtype)
+            self.host_moments = dict(zip(owners, zeros))
         self.lr_tensors = [torch.zeros((), device=group["params"][0].device) for group in self.param_groups]
 
     def copy_lr_to_device(self) -> None:
@@ -43,10 +51,7 @@ class AdamW(ShardedOptimizer):
         for weight in weights:
             if not self.state[weight]:
                 dtype = self.state_dtype or weight.dtype
-                moments = {
-                    key: host_zeros(weight.shape, dtype) if self.offload else torch.zeros_like(weight, dtype=dtype)
-                    for key in ("exp_avg", "exp_avg_sq")
-                }
+                moments = {key: self.state_zeros(weight, key, weight.shape, dtype) for key in MOMENTS}
                 self.state[weight] = {"step": torch.zeros((), dtype=torch.float32, device=weight.device), **moments}
         if self.offload and weights[0].dtype == torch.float32:
             moment = self.state[weights[0]]["exp_avg"]
@@ -66,8 +71,10 @@ class AdamW(ShardedOptimizer):
         if self.stream is not None:
             self.stream.end()
 
-    def state_zeros(self, weight: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return host_zeros(size, dtype) if self.offload else super().state_zeros(weight, size, dtype)
+    def state_zeros(self, weight: Tensor, key: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+        if (weight, key) in self.host_moments and self.host_moments[weight, key].dtype == dtype:
+            return self.host_moments[weight, key]
+        return torch.zeros_like(weight, dtype=dtype)
 
     def _kernel_step(self, shard: ParamShard, state: dict[str, Tensor], group: dict[str, Any], lr: Tensor) -> None:
         from shardwise.optim.adamw_kernel import fused_adamw_

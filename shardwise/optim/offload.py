@@ -6,22 +6,22 @@ take turns, so that copies in both directions and updates overlap; all of it can
 
 import mmap
 from collections.abc import Iterator, Sequence
-from math import prod
 
 import torch
 from torch import Tensor
 
-from shardwise.host_memory import in_huge_pages, page_lock
+from shardwise.host_memory import in_huge_pages, pack, page_lock, unpack
 
 PART = 1 << 25  # elements that are copied at once
 BUFFERS = 3
 
 
-def host_zeros(size: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Returns zeros in page-locked memory of the host."""
-    buffer = in_huge_pages(mmap.mmap(-1, max(1, prod(size) * dtype.itemsize)))
+def host_zeros(shapes: Sequence[torch.Size], dtype: torch.dtype) -> list[Tensor]:
+    """Returns zeros in one page-locked buffer of the host."""
+    entries, size = pack({str(i): torch.empty(shape, dtype=dtype, device="meta") for i, shape in enumerate(shapes)})
+    buffer = in_huge_pages(mmap.mmap(-1, size))
     page_lock(buffer)
-    return buffer.view(dtype).view(*size)
+    return list(unpack(buffer, entries).values())
 
 
 class StateStream:

@@ -32,7 +32,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Returns the state of a shard in the form that checkpoints store."""
         return self.state.get(weight, {})
 
-    def state_zeros(self, weight: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def state_zeros(self, weight: Tensor, key: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Allocates a state of a shard."""
         return weight.new_zeros(size, dtype=dtype)
 

@@ -31,6 +31,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -78,7 +79,8 @@ class CheckpointManager:
         self.finish()
         pieces = replica_pieces(collect_pieces(engine, optimizer), engine.mesh["local_sgd"].index)
         metadata = json.dumps({"step": step, "layout": str(engine.mesh.layout), "state": {"step": step, **state}})
-        if not self.asynchronous:
+        self._can_stage.wait()
+        if not self.asynchronous or not self._has_room({name: piece.tensor for name, piece in pieces.items()}):
             self._write(step, pieces, metadata)
             return
         pieces, ready = self._stage_to_host(pieces, engine.mesh.device)
@@ -171,7 +173,7 @@ class CheckpointManager:
 
     def _reserve_now(self, tensors: dict[str, Tensor]) -> None:
         with suppress(OSError, RuntimeError):  # a save then allocates memory itself
-            if self.asynchronous:
+            if self.asynchronous and self._has_room(tensors):
                 self._staging = in_huge_pages(mmap.mmap(-1, pack(tensors)[1]))
                 page_lock(self._staging)
         self._can_stage.set()
@@ -179,10 +181,13 @@ class CheckpointManager:
             if self.snapshots is not None:
                 self.snapshots.reserve(tensors)
 
+    def _has_room(self, tensors: dict[str, Tensor]) -> bool:
+        """Whether the host has memory for a copy of these tensors; if not, saves write them while training waits."""
+        return self._staging is not None or pack(tensors)[1] < 0.8 * psutil.virtual_memory().available
+
     def _stage_to_host(self, pieces: Pieces, device: torch.device) -> tuple[Pieces, torch.cuda.Event | None]:
         """Copies the shards to host memory, which is reused: page faults would cost more than the copy."""
         entries, size = pack({name: piece.tensor for name, piece in pieces.items()})
-        self._can_stage.wait()
         if self._staging is None or self._staging.numel() != size:
             self._staging = in_huge_pages(mmap.mmap(-1, size))
         copies = {}
@@ -382,9 +387,10 @@ def init_optimizer_state(index: Index, optimizer: Optimizer, param_shards: list[
                 if dim is not None:
                     size[dim] = 1
                 dtype = weight.dtype if has_weight_dtype else dtype_of(entry)
-                state[key] = (
-                    weight.new_zeros(size, dtype=dtype) if sharded is None else sharded.state_zeros(weight, size, dtype)
-                )
+                if sharded is None:
+                    state[key] = weight.new_zeros(size, dtype=dtype)
+                else:
+                    state[key] = sharded.state_zeros(weight, key, size, dtype)
 
 
 def check_matches_model(path: Path, index: Index, needed: dict[str, torch.Size], group: CheckpointGroup) -> None:
