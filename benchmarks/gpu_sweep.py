@@ -30,7 +30,7 @@ import torch
 from shardwise.bench import train_step
 from shardwise.job import make_job
 
-STEPS, AT_ONCE, TIMEOUT = 10, 5, 280
+STEPS, AT_ONCE, TIMEOUT = 10, 6, 280
 
 
 def decoder(batch: int, sequence: int, width: int, heads: int, layers: int, vocab: int, **more: Any) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def make_peer(shape: dict[str, Any]) -> tuple[Callable[[], torch.Tensor], torch.
         if shape["peer"] == "t5":
             config = hf.T5Config(
                 d_model=m.width, d_kv=m.head_dim, d_ff=m.ffn, num_layers=m.layers, num_heads=m.heads,
-                vocab_size=m.vocab, dropout_rate=0.0, use_cache=False,
+                vocab_size=m.vocab, dropout_rate=0.0, use_cache=False, decoder_start_token_id=0,
             )  # fmt: skip
             model = hf.T5ForConditionalGeneration(config)
         elif shape["peer"] == "bert":
@@ -247,6 +247,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.one:
         shape, library = SHAPES[options.one[0]], options.one[1]
+        with Path(os.environ["SWEEP_FOLDER"], "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one that was being timed when this process started has not stopped it
         try:
             result: dict[str, Any] = (
                 run_peer(shape) if library == "peer" else run_ours(shape, "fp8" if "fp8" in library else "bf16")

@@ -34,7 +34,8 @@ class AdamW(ShardedOptimizer):
         self.host_moments: dict[tuple[Tensor, str], Tensor] = {}
         if self.offload:
             owners = [(weight, key) for weight in weights for key in MOMENTS]
-            zeros = host_zeros([weight.shape for weight, _ in owners], state_dtype or weights[0].dtype)
+            shapes, dtype = [weight.shape for weight, _ in owners], state_dtype or weights[0].dtype
+            zeros, self.host_buffer = host_zeros(shapes, dtype)
             self.host_moments = dict(zip(owners, zeros))
         self.lr_tensors = [torch.zeros((), device=group["params"][0].device) for group in self.param_groups]
 

@@ -16,12 +16,12 @@ PART = 1 << 25  # elements that are copied at once
 BUFFERS = 3
 
 
-def host_zeros(shapes: Sequence[torch.Size], dtype: torch.dtype) -> list[Tensor]:
-    """Returns zeros in one page-locked buffer of the host."""
+def host_zeros(shapes: Sequence[torch.Size], dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+    """Returns zeros in host memory, and their buffer, which is page-locked as long as it is kept."""
     entries, size = pack({str(i): torch.empty(shape, dtype=dtype, device="meta") for i, shape in enumerate(shapes)})
     buffer = in_huge_pages(mmap.mmap(-1, size))
     page_lock(buffer)
-    return list(unpack(buffer, entries).values())
+    return list(unpack(buffer, entries).values()), buffer
 
 
 class StateStream:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.files import parse_json, write_text
-from shardwise.host_memory import in_huge_pages, pack, page_lock, unpack
+from shardwise.host_memory import checksum, in_huge_pages, pack, page_lock, unpack
 
 SLOTS = 2
 MAX_OVERHEAD = 0.01  # share of training time that snapshots may take
@@ -242,7 +242,7 @@ class SnapshotStore:
         valid: Headers = {}
         for slot, header in self._headers(rank).items():
             with suppress(OSError, ValueError, KeyError, TypeError, RuntimeError):
-                if len(valid) < count and _checksum(self._mapped_bytes(rank, slot, header["bytes"])) == header["sum"]:
+                if len(valid) < count and checksum(self._mapped_bytes(rank, slot, header["bytes"])) == header["sum"]:
                     valid[slot] = header
         return valid
 
@@ -268,9 +268,4 @@ class SnapshotStore:
 
 
 def write_header(path: Path, header: dict[str, Any], buffer: Tensor) -> None:
-    write_text(path, json.dumps({**header, "sum": _checksum(buffer)}))
-
-
-def _checksum(buffer: Tensor) -> int:
-    """Returns the sum of all 64-bit words, which any single flipped bit changes."""
-    return int(buffer.view(torch.int64).sum())
+    write_text(path, json.dumps({**header, "sum": checksum(buffer)}))
