@@ -1,7 +1,9 @@
 """The commands `shardwise laws ...`."""
 
+import json
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
@@ -13,7 +15,14 @@ laws = typer.Typer(
     no_args_is_help=True, rich_markup_mode="markdown",
     help="Scaling laws: choose model size and token count for a compute budget.",
 )  # fmt: skip
-ParameterCount = Annotated[str, Option("--count", help="Parameters to count: all, or blocks (no embeddings or head).")]
+ParameterScope = Annotated[
+    Literal["all", "blocks"],
+    Option("--count", metavar="SCOPE", help="Parameters to count: all, or blocks (no embeddings or head)."),
+]
+
+
+def _print(values: Any, lines: Iterable[str], as_json: bool) -> None:
+    print_line(json.dumps(values) if as_json else "\n".join(lines))
 
 
 @laws.command("design")
@@ -23,12 +32,14 @@ def laws_design(
     sizes: Annotated[int, Option(min=1, help="Number of model sizes per budget.")] = 5,
     spread: Annotated[float, Option(min=1.0, help="Ratio of the largest to the middle model size.")] = 4.0,
     out: Annotated[Path, Option("--out", "-o", help="Folder for the job files and their runs.")] = Path("laws"),
-    overrides: Overrides = None, counts: ParameterCount = "all", as_json: JsonFlag = False,
+    overrides: Overrides = None, counts: ParameterScope = "all", as_json: JsonFlag = False,
 ) -> None:  # fmt: skip
     """Writes a grid of small jobs for fitting a scaling law: several compute budgets, several model sizes each."""
-    from shardwise.laws.command import design_text
+    from shardwise.laws.command import design_lines
+    from shardwise.laws.isoflop_grid import design_grid, parse_budget, write_grid
 
-    print_line(design_text(budget, budgets, sizes, spread, out, overrides or [], counts, as_json))
+    rows = write_grid(design_grid(*parse_budget(budget), budgets, sizes, spread, overrides or [], counts, out))
+    _print(rows, design_lines(rows, out), as_json)
 
 
 @laws.command("fit")
@@ -39,15 +50,25 @@ def laws_fit(
     ] = None,
     draws: Annotated[int, Option(min=20, help="Number of bootstrap fits for the confidence intervals.")] = 400,
     seed: Annotated[int, Option(min=0, help="Seed of the bootstrap weights.")] = 0,
-    counts: ParameterCount = "all",
+    counts: ParameterScope = "all",
     out: Annotated[Path | None, Option("--out", "-o", help="Write the fit to this file (JSON).")] = None,
     plot: Annotated[Path | None, Option(help="Plot the fit to this file (SVG).")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Fits L(N, D) = E + A / N^alpha + B / D^beta to runs, with confidence intervals, residuals and outliers."""
-    from shardwise.laws.command import fit_text
+    from shardwise.draw import write_svg
+    from shardwise.laws.command import draw_fit, fit_lines
+    from shardwise.laws.fit import fit_scaling_law
+    from shardwise.laws.fitted_law import fit_as_dict, write_fit
+    from shardwise.laws.runs import read_runs
 
-    print_line(fit_text(runs, drop, draws, seed, counts, out, plot, as_json))
+    fit = fit_scaling_law(read_runs(runs, counts), drop, draws, seed)
+    values = fit_as_dict(fit)
+    if out is not None:
+        write_fit(out, values)
+    if plot is not None:
+        write_svg(draw_fit(fit, f"Scaling law of {', '.join(path.name for path in runs)}"), plot)
+    _print(values, fit_lines(values), as_json)
 
 
 @laws.command("recommend")
@@ -61,9 +82,15 @@ def laws_recommend(
     overrides: Overrides = None, as_json: JsonFlag = False,
 ) -> None:  # fmt: skip
     """Recommends model size and tokens for a compute budget, and predicts its loss and that of other sizes."""
-    from shardwise.laws.command import recommend_text
+    from shardwise.files import malformed_as_data_error
+    from shardwise.laws.command import recommend_lines
+    from shardwise.laws.fitted_law import published_law, read_fitted_law
+    from shardwise.laws.recommend import recommend_with_plan
 
-    print_line(recommend_text(law, flops, days, devices, cluster, unique_tokens, overrides or [], as_json))
+    fitted_law = published_law() if law is None else read_fitted_law(law)
+    with malformed_as_data_error(law or Path("the built-in law")):
+        result = recommend_with_plan(fitted_law, flops, days, devices, cluster, unique_tokens, overrides or [])
+        _print(result, recommend_lines(result, fitted_law.law.E), as_json)
 
 
 @laws.command("noise")
@@ -73,6 +100,8 @@ def laws_noise(
     samples: Annotated[int, Option(min=1, help="Samples per batch.")] = 8, as_json: JsonFlag = False,
 ) -> None:  # fmt: skip
     """Estimates the critical batch size of runs from their gradient noise scale."""
-    from shardwise.laws.command import noise_text
+    from shardwise.laws.command import noise_line
+    from shardwise.laws.gradient_noise import measure_noise_scale
 
-    print_line(noise_text(runs, batches, samples, as_json))
+    scales = [measure_noise_scale(run, batches, samples) for run in runs]
+    _print(scales, map(noise_line, scales), as_json)

@@ -5,6 +5,9 @@ from html import escape
 from math import ceil, floor, log10
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shardwise.console import format_count
 from shardwise.errors import DataError
 from shardwise.files import write_text
@@ -21,10 +24,11 @@ STYLE = """text { font: 13px system-ui, sans-serif; fill: #1f2933 } .grid { stro
 class Panel:
     """A panel with a logarithmic x axis and a linear or logarithmic y axis."""
 
-    def __init__(self, left: float, x: tuple[float, float], y: tuple[float, float], log_y: bool):
+    def __init__(self, left: float, x: NDArray[np.float64], y: NDArray[np.float64], log_y: bool):
+        """Fits the axes to the values `x` and `y`."""
         self.left, self.log_y = left, log_y
-        self.x0, self.x1 = log10(x[0]) - 0.05, log10(x[1]) + 0.05
-        low, high = (log10(y[0]), log10(y[1])) if log_y else y
+        self.x0, self.x1 = log10(x.min()) - 0.05, log10(x.max()) + 0.05
+        low, high = (log10(value) if log_y else float(value) for value in (y.min(), y.max()))
         padding = 0.04 * (high - low) or 0.01
         self.y0, self.y1 = low - padding, high + padding
 
@@ -79,8 +83,9 @@ def _linear_ticks(low: float, high: float, log: bool) -> list[float]:
     return [round(n * step, 10) for n in range(ceil(first / step), floor(last / step) + 1)]
 
 
-def line_path(points: list[tuple[float, float]]) -> str:
-    return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points) if points else ""
+def svg_line(points: Iterable[tuple[float, float]], color: str) -> str:
+    path = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+    return f'<path d="M{path}" stroke="{color}" class="curve"/>'
 
 
 def svg_circle(x: float, y: float, color: str) -> str:

@@ -9,8 +9,8 @@ gradients.
 each is a small batch, and their mean is the large one.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,15 +24,6 @@ from shardwise.train.local_machine import pick_device
 from shardwise.train.run_folder import RunFolder
 
 
-@dataclass(frozen=True)
-class GradientNoiseScale:
-    run: str
-    critical_batch_samples: float
-    critical_batch_tokens: float
-    grad_norm_squared: float  # |G|^2
-    gradient_variance: float  # S
-
-
 def solve_noise_scale(
     small_norm: float, large_norm: float, small_batch: float, large_batch: float
 ) -> tuple[float, float]:
@@ -41,33 +32,36 @@ def solve_noise_scale(
     return grad_norm_squared, (small_norm - large_norm) / (1 / small_batch - 1 / large_batch)
 
 
-def measure_noise_scale(run: Path, batches: int = 16, samples: int = 8) -> GradientNoiseScale:
+def measure_noise_scale(run: Path, batches: int = 16, samples: int = 8) -> dict[str, Any]:
     """Measures the noise scale on `batches` batches of `samples` samples that follow the training samples."""
     folder = RunFolder.open(run)
     job = folder.job()
     eod_token_id = job.require_decoder().eod_token_id
     device = torch.device(pick_device(job))
     model = load_model(folder, job, device).requires_grad_(True)
+    parameters = list(model.parameters())
     stream = SampleStream(folder.sources(job)[0], job.seed)
     first = job.total_steps * job.samples
-    mean_gradients: dict[str, torch.Tensor] = {}
+    mean_gradients = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in parameters]
     mean_squared_norm = 0.0
-    for number in range(batches):
-        batch = stream.read(np.arange(first + number * samples, first + (number + 1) * samples)).to(device)
-        model.zero_grad()
+    for start in range(first, first + batches * samples, samples):
+        batch = stream.read(np.arange(start, start + samples)).to(device)
         logits = model(batch.tokens, **batch.with_document_ids(eod_token_id).forward_kwargs).flatten(0, 1)
-        F.cross_entropy(logits, batch.targets.flatten(), ignore_index=IGNORE_INDEX).backward()
-        gradients = {name: weight.grad.double() for name, weight in model.named_parameters() if weight.grad is not None}
+        loss = F.cross_entropy(logits, batch.targets.flatten(), ignore_index=IGNORE_INDEX)
+        gradients = [gradient.double() for gradient in torch.autograd.grad(loss, parameters, materialize_grads=True)]
         mean_squared_norm += _squared_norm(gradients) / batches
-        for name, gradient in gradients.items():
-            mean_gradients[name] = mean_gradients.get(name, 0.0) + gradient / batches
+        torch._foreach_add_(mean_gradients, gradients, alpha=1 / batches)
     total = batches * samples
     norm_squared, variance = solve_noise_scale(mean_squared_norm, _squared_norm(mean_gradients), samples, total)
     if norm_squared <= 0 or variance <= 0:
         raise DataError(f"{run}: {total} samples are too few to separate gradient from noise; increase --batches.")
     critical = variance / norm_squared
-    return GradientNoiseScale(run.name, critical, critical * job.model.sequence_length, norm_squared, variance)
+    return {
+        "run": run.name, "critical_batch_samples": critical,
+        "critical_batch_tokens": critical * job.model.sequence_length,
+        "grad_norm_squared": norm_squared, "gradient_variance": variance,  # |G|^2 and S
+    }  # fmt: skip
 
 
-def _squared_norm(gradients: dict[str, torch.Tensor]) -> float:
-    return float(sum(gradient.square().sum() for gradient in gradients.values()))
+def _squared_norm(gradients: list[torch.Tensor]) -> float:
+    return float(sum(gradient.square().sum() for gradient in gradients))
