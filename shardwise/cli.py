@@ -357,6 +357,22 @@ def export(
 
 
 @app.command()
+def merge(
+    run: Annotated[Path, Argument(help="Run folder with a checkpoint of adapters (model.lora).")],
+    out: Annotated[Path, Argument(help="Folder to write; it must not exist.")],
+    step: Annotated[int | None, Option(min=0, help="Checkpoint to merge; default: the newest.")] = None,
+    dtype: Annotated[str, Option(help="float32, bf16, fp16 or float64; auto: as the run's first weights.")] = "auto",
+    max_shard_size: Annotated[float, Option(min=0.001, help="Size of the largest weight file, in GB.")] = 5.0,
+    check: Annotated[bool, Option("--check", help="Load it with transformers and compare every logit.")] = False,
+) -> None:
+    """Adds the adapters of a run to the weights that it started from, and writes a folder that transformers loads."""
+    export_run = quick_import("shardwise.train.export").export_run
+
+    for sentence in export_run(run, out, step, dtype, int(max_shard_size * 1e9), check, merge=True):
+        print_line(sentence)
+
+
+@app.command()
 def data(
     out: Annotated[Path, Argument(help="Token file to write (.bin).")],
     job_file: Annotated[Path | None, Option("--job", help="Job file with the [data] section.")] = None,

@@ -31,7 +31,7 @@ import shardwise
 from shardwise import cli, errors
 from shardwise.job import Job
 from shardwise.layout import SCHEDULES, Layout, micro_batch_error
-from shardwise.models.config import Count, ModelConfig
+from shardwise.models.config import Count, LoRA, ModelConfig
 from shardwise.models.gpt_family import DecoderConfig
 from shardwise.models.presets import PRESETS
 from shardwise.models.registry import BUILT_IN
@@ -112,6 +112,7 @@ def job_keys() -> Iterator[tuple[str, str, FieldInfo, str]]:
                 ("model" if kind == "gpt" else f"model: {kind}", section)
                 for kind, section in ((name, family.config) for name, family in BUILT_IN.items())
             ]
+            sections.append(("model.lora", LoRA))
         elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             sections.append((name, field.annotation))
     for section, kind in sections:
@@ -166,6 +167,8 @@ def value_of(field: FieldInfo) -> str:
     options = [part for part in get_args(kind) if part is not type(None)]
     if type(None) in get_args(kind):
         kind = options[0]
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return "a table"
     words = [word for part in options if get_origin(part) is typing.Literal for word in get_args(part)]
     if get_origin(kind) is typing.Literal:
         return _words(get_args(kind))
@@ -181,6 +184,8 @@ def value_of(field: FieldInfo) -> str:
     if get_origin(kind) is dict:
         return "a table of numbers"
     if get_origin(kind) is tuple and ... in get_args(kind):
+        if get_args(kind)[0] is str:
+            return "list of texts"
         return f"list of {_words(words)}" if words else "list of integers >= 1"
     if get_origin(kind) is tuple:
         return "two numbers >= 0, < 1"

@@ -13,7 +13,7 @@ from shardwise.console import pluralize
 from shardwise.errors import LayoutError
 from shardwise.job import Job, load_job
 from shardwise.layout import Layout, solve_batch
-from shardwise.parallel.prepare import prepare
+from shardwise.parallel.prepare import meta_model, prepare
 from shardwise.parallel.torch_pipelining import PipelineOrder
 from shardwise.planner.costs.block_time import KernelProfile
 from shardwise.planner.costs.engine_memory import EngineModel
@@ -184,16 +184,26 @@ def _is_runnable(job: Job, layout: Layout) -> bool:
     return True
 
 
+def _trained_fraction(job: Job) -> float:
+    """Returns the fraction of the weights that are trained; others are frozen beside adapters, or by the user."""
+    if job.model.lora is None and not job.model.passes_batch:
+        return 1.0
+    weights = list(meta_model(job.model, job.seed).parameters())
+    return sum(weight.numel() for weight in weights if weight.requires_grad) / sum(weight.numel() for weight in weights)
+
+
 def make_estimator(job: Job, cluster: Cluster) -> Estimator:
-    machine = Machine(cluster, efficiency_of(cluster.device.family, cluster.measured))
+    trained = _trained_fraction(job)
+    machine = Machine(cluster, efficiency_of(cluster.device.family, cluster.measured), trained)
     kernel_profile = KernelProfile(job.precision)
     if cluster.device.family == "cpu":  # no fused loss: separate operators for upcast, log-softmax and gather
         kernel_profile = KernelProfile(job.precision, loss_bytes_per_logit=53.0)
     shape = shape_of(job.model, kernel_profile.itemsize)
     estimator_class = OperatorListEstimator if isinstance(shape, OperatorListModel) else Estimator
     compiled = bool(cluster.measured.get("compiled")) and job.compile is not False
-    engine = EngineModel(job.require_decoder(), job.precision, compiled) if shape.has_exact_cost_model else None
-    framework_profile = engine_profile(job.precision, job.optimizer)
+    is_exact = shape.has_exact_cost_model and job.model.lora is None
+    engine = EngineModel(job.require_decoder(), job.precision, compiled) if is_exact else None
+    framework_profile = engine_profile(job.precision, job.optimizer, trained)
     if cluster.device.family == "cpu":
         framework_profile = replace(framework_profile, fixed_bytes=CPU_PROCESS_BYTES)
     return estimator_class(machine, Workload(shape, kernel_profile, job.samples, framework_profile, engine=engine))

@@ -42,6 +42,9 @@ def verify_job(
     requested = layouts or ([job.layout] if job.layout != "auto" else [])
     default_layouts = job.family.verify_layouts or DEFAULT_LAYOUTS
     selected = [Layout.parse(text) for text in requested or default_layouts]
+    if job.model.lora is not None:  # with B at zero, most of its gradients would be zero too
+        lora = job.model.lora.model_copy(update={"init_std": job.model.lora.init_std or 0.02})
+        job = job.model_copy(update={"model": job.model.model_copy(update={"lora": lora})})
     if shrink:
         job = shrink_batch(shrink_model(job), selected)
     if not requested:

@@ -196,9 +196,8 @@ def mesh_summary(run: RunData) -> dict[str, Any] | None:
     return {
         "axes": [[axis, getattr(layout, axis)] for axis in AXES],
         "waits": {axis: round(share, 4) for axis, share in waits.items() if share > 1e-4},
-        "compute": to_json_list(compute, 3),
-        "stages": run.plan.get("stages", []),
-    }
+        "compute": to_json_list(compute, 3), "stages": run.plan.get("stages", []),
+    }  # fmt: skip
 
 
 def plan_accuracy(run: RunData) -> dict[str, Any]:
