@@ -3,21 +3,29 @@
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from typer import Argument, Option
 
 from shardwise.cli_options import JsonFlag, Overrides
 from shardwise.console import print_line
+from shardwise.errors import DataError
 
 laws = typer.Typer(
     no_args_is_help=True, rich_markup_mode="markdown",
     help="Scaling laws: choose model size and token count for a compute budget.",
 )  # fmt: skip
+
+
+def check_count(scope: str) -> str:
+    if scope not in ("all", "blocks"):
+        raise DataError(f"--count {scope!r}: use all or blocks.")
+    return scope
+
+
 ParameterScope = Annotated[
-    Literal["all", "blocks"],
-    Option("--count", metavar="SCOPE", help="Parameters to count: all, or blocks (no embeddings or head)."),
+    str, Option("--count", callback=check_count, help="Parameters to count: all, or blocks (no embeddings or head).")
 ]
 
 

@@ -43,15 +43,10 @@ def fit_lines(values: dict[str, Any]) -> Iterator[str]:
     outliers = pluralize(sum(row["outlier"] for row in values["residuals"]), "outlier")
     yield f"largest residuals: {residual_list}; {outliers}"
     exponent = values["compute_optimal"]["parameters_exponent"]
-    yield f"compute-optimal size for a budget C: N = k C^{exponent:.3f} by the law"
+    yield f"compute-optimal size for a budget C: N = k C^{exponent:.3f}"
     flops = values["fitted_ranges"]["flops"][1]
     N, D = law_from_dict(values).compute_optimal(flops)
-    for key, method in (("isoflop", "iso-FLOP"), ("envelope", "envelope")):
-        if estimate := values.get(key):
-            power_law = f"N = k C^{estimate['exponent']:.3f} through {pluralize(len(estimate['points']), 'point')}"
-            size = format_count(estimate["coefficient"] * flops ** estimate["exponent"])
-            yield f"  {method}: {power_law}; {size} at {flops:.2g} FLOPs, by the law {format_count(N)}"
-    yield f"tokens per parameter at {flops:.2g} FLOPs: {D / N:.3g}"
+    yield f"at {flops:.2g} FLOPs: {format_count(N)} parameters, {D / N:.3g} tokens per parameter"
 
 
 def recommend_lines(result: dict[str, Any], irreducible_loss: float) -> Iterator[str]:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import minimize
 from scipy.special import huber
-from scipy.stats import linregress, median_abs_deviation
+from scipy.stats import median_abs_deviation
 from threadpoolctl import threadpool_limits
 
 from shardwise.console import pluralize
@@ -48,8 +48,6 @@ COARSE_STEPS, NUM_REFINED = 25, 8  # search steps from every start; how many of 
 BOUNDS = [(-12.0, 6.0), (-16.0, 6.0), (-16.0, 6.0), (1e-4, 4.0), (1e-4, 4.0)]
 
 SAME_BUDGET_RATIO = 1.2  # runs whose FLOPs are within this factor share a budget
-MIN_PARABOLA_RUNS = 4  # minimum number of different sizes for a parabola
-MAX_LOSS_RATIO = 1.08  # ignore runs above this multiple of the lowest loss: too far from the parabola's minimum
 
 
 @dataclass(frozen=True)
@@ -248,23 +246,6 @@ def _indices_of_dropped_outliers(runs: Runs) -> NDArray[np.intp]:
     return np.setdiff1d(np.arange(len(runs)), kept)
 
 
-def estimate_compute_optimal(runs: Runs) -> dict[str, dict[str, Any]]:
-    """Returns the estimates of the compute-optimal size that need no fitted law (Hoffmann et al. 2022, section 3), if
-    there are enough runs for them: *iso-FLOP*, for each budget the minimum of a parabola fitted to loss over log N, and
-    *envelope*, the runs that no cheaper run beats.
-
-    Each gives points (C, N), to which the power law N = k C^a is fitted. The fitted law implies a = beta / (alpha +
-    beta). Only final losses count: an intermediate loss is higher than that of a shorter run with a decayed learning
-    rate."""
-    estimates = {}
-    for method, points in (("isoflop", list(_isoflop_minima(runs))), ("envelope", list(_envelope(runs)))):
-        if len(points) > 1 and max(points)[0] >= SAME_BUDGET_RATIO * min(points)[0]:
-            line = linregress(*np.log(points).T)
-            exponent, coefficient = float(line.slope), float(np.exp(line.intercept))
-            estimates[method] = {"exponent": exponent, "coefficient": coefficient, "points": points}
-    return estimates
-
-
 def group_by_budget(runs: Runs) -> list[NDArray[np.intp]]:
     """Groups the indices of runs by budget, lowest budget first."""
     groups: list[list[int]] = []
@@ -273,23 +254,3 @@ def group_by_budget(runs: Runs) -> list[NDArray[np.intp]]:
             groups.append([])
         groups[-1].append(index)
     return [np.array(group) for group in groups]
-
-
-def _isoflop_minima(runs: Runs) -> Iterator[tuple[float, float]]:
-    for group in group_by_budget(runs):
-        near_best = group[runs.loss[group] <= MAX_LOSS_RATIO * runs.loss[group].min()]
-        size = np.log(runs.parameters[near_best])
-        if len(np.unique(size)) < MIN_PARABOLA_RUNS:
-            continue
-        curvature, slope, _ = np.polyfit(size, np.log(runs.loss[near_best]), 2)
-        minimum = -slope / (2 * curvature) if curvature > 0 else np.inf
-        if size.min() <= minimum <= size.max():
-            yield float(np.exp(np.log(runs.flops[near_best]).mean())), float(np.exp(minimum))
-
-
-def _envelope(runs: Runs) -> Iterator[tuple[float, float]]:
-    lowest_loss = np.inf
-    for index in np.lexsort((runs.loss, runs.flops)):
-        if runs.loss[index] < lowest_loss:
-            lowest_loss = runs.loss[index]
-            yield float(runs.flops[index]), float(runs.parameters[index])

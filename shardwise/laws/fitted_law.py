@@ -46,7 +46,6 @@ def fit_as_dict(fit: ScalingLawFit) -> dict[str, Any]:
         "residual_std": fit.residual_std,
         "fitted_ranges": {key: [float(getattr(runs, key).min()), float(getattr(runs, key).max())] for key in RANGES},
         "compute_optimal": {"parameters_exponent": exponent, "tokens_exponent": 1 - exponent},
-        **fitting.estimate_compute_optimal(runs),
         "residuals": [dict(zip(columns, row)) for row in rows],
         "bootstrap_samples": [[float(f"{value:.9g}") for value in row] for row in fit.bootstrap_samples.as_array().T],
     }
