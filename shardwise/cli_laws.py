@@ -60,22 +60,17 @@ def laws_fit(
     seed: Annotated[int, Option(min=0, help="Seed of the bootstrap weights.")] = 0,
     counts: ParameterScope = "all",
     out: Annotated[Path | None, Option("--out", "-o", help="Write the fit to this file (JSON).")] = None,
-    plot: Annotated[Path | None, Option(help="Plot the fit to this file (SVG).")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Fits L(N, D) = E + A / N^alpha + B / D^beta to runs, with confidence intervals, residuals and outliers."""
-    from shardwise.draw import write_svg
-    from shardwise.laws.command import draw_fit, fit_lines
+    from shardwise.laws.command import fit_lines
     from shardwise.laws.fit import fit_scaling_law
     from shardwise.laws.fitted_law import fit_as_dict, write_fit
     from shardwise.laws.runs import read_runs
 
-    fit = fit_scaling_law(read_runs(runs, counts), drop, draws, seed)
-    values = fit_as_dict(fit)
+    values = fit_as_dict(fit_scaling_law(read_runs(runs, counts), drop, draws, seed))
     if out is not None:
         write_fit(out, values)
-    if plot is not None:
-        write_svg(draw_fit(fit, f"Scaling law of {', '.join(path.name for path in runs)}"), plot)
     _print(values, fit_lines(values), as_json)
 
 

@@ -16,9 +16,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from shardwise.draw import write_svg
 from shardwise.errors import DataError
-from shardwise.laws.command import draw_fit, fit_lines
+from shardwise.laws.command import fit_lines
 from shardwise.laws.fit import fit_scaling_law
 from shardwise.laws.fitted_law import fit_as_dict, parse_fitted_law, write_fit
 from shardwise.laws.isoflop_grid import design_grid, write_grid
@@ -31,6 +30,7 @@ SETTINGS = [
     "model.sequence=32", "validation.samples=2048", "layout=replicate=1", "data.source=stdlib", "run.device=cpu",
 ]  # fmt: skip
 ALLOWED = 0.03
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
 
 def train(path: Path, folder: Path) -> None:
@@ -73,7 +73,10 @@ def main() -> None:
     write_fit(folder / "law.json", values)
     print("\n".join(fit_lines(values)))
     if options.plot:
-        write_svg(draw_fit(fit, "Scaling law of tiny decoders on the standard library's text"), options.plot)
+        sys.path.append(str(TOOLS))
+        from plot_law import draw_fit
+
+        options.plot.write_text(draw_fit(fit, "Scaling law of tiny decoders on the standard library's text"))
     run = read_runs([largest])
     N, D, loss = float(run.parameters[0]), float(run.tokens[0]), float(run.loss[0])
     predicted = float(fit.law.loss(N, D))

@@ -47,8 +47,6 @@ RUNS_PER_OUTLIER = 20  # at most one run in this many is dropped as an outlier
 COARSE_STEPS, NUM_REFINED = 25, 8  # search steps from every start; how many of the best results run to convergence
 BOUNDS = [(-12.0, 6.0), (-16.0, 6.0), (-16.0, 6.0), (1e-4, 4.0), (1e-4, 4.0)]
 
-SAME_BUDGET_RATIO = 1.2  # runs whose FLOPs are within this factor share a budget
-
 
 @dataclass(frozen=True)
 class ScalingLaw:
@@ -244,13 +242,3 @@ def _indices_of_dropped_outliers(runs: Runs) -> NDArray[np.intp]:
         kept = np.delete(kept, outliers[0])
         law = _law_at(runs.select(kept), _minimize(runs.select(kept), point).x)
     return np.setdiff1d(np.arange(len(runs)), kept)
-
-
-def group_by_budget(runs: Runs) -> list[NDArray[np.intp]]:
-    """Groups the indices of runs by budget, lowest budget first."""
-    groups: list[list[int]] = []
-    for index in np.argsort(runs.flops):
-        if not groups or runs.flops[index] > SAME_BUDGET_RATIO * runs.flops[groups[-1][0]]:
-            groups.append([])
-        groups[-1].append(index)
-    return [np.array(group) for group in groups]

@@ -3,14 +3,11 @@
 from collections.abc import Iterable, Iterator
 from html import escape
 from math import ceil, floor, log10
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.console import format_count
-from shardwise.errors import DataError
-from shardwise.files import write_text
 
 PANEL_WIDTH, PANEL_HEIGHT, MARGIN, GAP = 420, 360, 60, 90  # pixels; the gap is between panels
 COLORS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#9c755f", "#76b7b2", "#e8c547", "#7f7f7f")
@@ -56,15 +53,6 @@ def svg_document(lines: Iterable[str], width: float, height: float, title: str) 
     return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
             f'aria-label="{escape(title)}">\n<title>{escape(title)}</title>\n<style>{STYLE}</style>\n'
             + "\n".join(lines) + "\n</svg>\n")  # fmt: skip
-
-
-def write_svg(drawing: str, path: Path) -> None:
-    if path.suffix != ".svg":
-        raise DataError(f"--plot {path}: plots are SVG files; use a name that ends in .svg.")
-    try:
-        write_text(path, drawing)
-    except OSError as error:
-        raise DataError(f"{path} cannot be written: {error.strerror}.") from None
 
 
 def _log_ticks(low: float, high: float) -> Iterator[float]:
