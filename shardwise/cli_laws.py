@@ -94,17 +94,3 @@ def laws_recommend(
     with malformed_as_data_error(law or Path("the built-in law")):
         result = recommend_with_plan(fitted_law, flops, days, devices, cluster, unique_tokens, overrides or [])
         _print(result, recommend_lines(result, fitted_law.law.E), as_json)
-
-
-@laws.command("noise")
-def laws_noise(
-    runs: Annotated[list[Path], Argument(help="Run folders with a checkpoint each.")],
-    batches: Annotated[int, Option(min=2, help="Number of batches to read.")] = 16,
-    samples: Annotated[int, Option(min=1, help="Samples per batch.")] = 8, as_json: JsonFlag = False,
-) -> None:  # fmt: skip
-    """Estimates the critical batch size of runs from their gradient noise scale."""
-    from shardwise.laws.command import noise_line
-    from shardwise.laws.gradient_noise import measure_noise_scale
-
-    scales = [measure_noise_scale(run, batches, samples) for run in runs]
-    _print(scales, map(noise_line, scales), as_json)

@@ -80,8 +80,3 @@ def recommend_lines(result: dict[str, Any], irreducible_loss: float) -> Iterator
         yield f"layout:   {plan['layout']} on {devices}: {100 * plan['mfu']:.3g}% MFU"
         time = f"{plan['days']:.3g} days, {plan['device_hours']:,.0f} device-hours"
         yield f"time:     {time}; {plan['planner_flops']:.3g} FLOPs including attention and head"
-
-
-def noise_line(scale: dict[str, Any]) -> str:
-    tokens = format_count(scale["critical_batch_tokens"])
-    return f"{scale['run']}: critical batch size {scale['critical_batch_samples']:.3g} samples, {tokens} tokens"

@@ -1,5 +1,7 @@
 """Estimates the critical batch size of a run from its gradient noise (McCandlish et al. 2018, arXiv 1812.06162).
 
+    python tools/gradient_noise.py grid/runs/c1e18-n22.6m
+
 The expected squared norm of the gradient of b samples is |G|^2 + S / b, where G is the true gradient and S the summed
 variance of a single sample's gradient. Measuring it at two batch sizes gives both. S / |G|^2, the paper's simple noise
 scale, is the batch size beyond which larger batches start to waste tokens. It ignores how the optimizer rescales
@@ -9,6 +11,9 @@ gradients.
 each is a small batch, and their mean is the large one.
 """
 
+from __future__ import annotations
+
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from shardwise.console import format_count
 from shardwise.data.sample_stream import SampleStream
 from shardwise.errors import DataError
 from shardwise.models.chain import IGNORE_INDEX
@@ -65,3 +71,19 @@ def measure_noise_scale(run: Path, batches: int = 16, samples: int = 8) -> dict[
 
 def _squared_norm(gradients: list[torch.Tensor]) -> float:
     return float(sum(gradient.square().sum() for gradient in gradients))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("runs", type=Path, nargs="+", help="finished run folders")
+    parser.add_argument("--batches", type=int, default=16, help="batches to measure")
+    parser.add_argument("--samples", type=int, default=8, help="samples per batch")
+    options = parser.parse_args()
+    for run in options.runs:
+        scale = measure_noise_scale(run, options.batches, options.samples)
+        tokens = format_count(scale["critical_batch_tokens"])
+        print(f"{run.name}: critical batch size {scale['critical_batch_samples']:.3g} samples, {tokens} tokens")
+
+
+if __name__ == "__main__":
+    main()
