@@ -12,7 +12,7 @@ law; outside of them each GPU fails independently.
 """
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 FAILURE_HOURS = ((1024, 7.9), (16384, 1.8))  # devices, hours between failures
 HOST_COPY_BANDWIDTH = 5e9  # bytes per second from a rank to host memory; measured on CPU processes, low for a GPU
@@ -43,8 +43,7 @@ def optimal_checkpoint_interval(save_stall: float, mtbf: float) -> float:
     return max(save_stall, math.sqrt(2 * save_stall * mtbf) * (1 + correction / 3 + correction**2 / 9) - save_stall)
 
 
-@dataclass(frozen=True)
-class ExpectedGoodput:
+class ExpectedGoodput(NamedTuple):
     """Expected goodput of a plan, in seconds and fractions unless stated otherwise."""
 
     mtbf_hours: float
@@ -57,13 +56,12 @@ class ExpectedGoodput:
 
     def describe(self, step_seconds: float) -> str:
         steps = max(1, round(self.best_interval / step_seconds))
-        sentence = (
+        yours = f"your interval gives {100 * self.goodput:.2f}%" if self.interval else "this job saves only at the end"
+        return (
             f"expect a failure every {_time(3600 * self.mtbf_hours)}. With {_time(self.recovery_seconds)} to recover "
             f"and {_time(self.save_stall)} per checkpoint, goodput is best with a checkpoint every {steps:,} steps "
-            f"({_time(self.best_interval)}): {100 * self.best_goodput:.2f}%"
+            f"({_time(self.best_interval)}): {100 * self.best_goodput:.2f}%; {yours}."
         )
-        yours = f"your interval gives {100 * self.goodput:.2f}%" if self.interval else "this job saves only at the end"
-        return f"{sentence}; {yours}."
 
 
 def expected_goodput(devices: int, step_seconds: float, every: int, bytes_per_rank: float) -> ExpectedGoodput:

@@ -183,7 +183,7 @@ class RunData:
     def status(self) -> str:
         """Returns `finished`, `stopped`, `running` or `not finished`."""
         last = self.events[-1]["event"] if self.events else ""
-        if last in ("finished", "stopped"):
+        if last in END_EVENTS:
             return str(last)
         return "running" if is_running(self.path) else "not finished"
 
