@@ -9,7 +9,7 @@ from shardwise.errors import JobError, LayoutError
 from shardwise.job import load_job
 from shardwise.layout import Layout
 from shardwise.planner.dryrun.dry_run import CollectiveTraffic, RankReport, dry_run, typical_ranks
-from shardwise.planner.dryrun.memory_comm_tracker import ROLES, CollectiveKind
+from shardwise.planner.dryrun.memory_comm_tracker import ROLES, by_axis
 
 MAX_DRYRUN_WORLD = 2**16  # PyTorch lists every rank of every group
 
@@ -41,10 +41,9 @@ def describe_reports(reports: Sequence[RankReport]) -> str:
 def _memory_rows(reports: Sequence[RankReport]) -> list[list[str]]:
     rows = [["rank", "stage", "modules", *ROLES, "total", "peak in"]]
     for report in reports:
-        sizes = [_format_gib(report.memory[role]) for role in ROLES]
+        sizes = [_format_gib(size) for size in (*(report.memory[role] for role in ROLES), report.total)]
         stages = " ".join(map(str, report.stages))
-        contents, total = _stage_contents(report), _format_gib(report.total)
-        rows.append([str(report.rank), stages, contents, *sizes, total, report.peak_phase])
+        rows.append([str(report.rank), stages, _stage_contents(report), *sizes, report.peak_phase])
     return rows
 
 
@@ -64,8 +63,8 @@ def _traffic_rows(reports: Sequence[RankReport]) -> list[list[str]]:
         ["", "", *(text for ranks in columns.values() for text in ("", _format_ranks(ranks)))],
         ["axis", "collective", *(["calls", "GiB"] * len(columns))],
     ]
-    by_kind = [{CollectiveKind(entry.axis, entry.kind): entry for entry in traffic} for traffic in columns]
-    for kind in sorted({kind for entries in by_kind for kind in entries}, key=lambda kind: kind.sort_key):
+    by_kind = [{(entry.axis, entry.kind): entry for entry in traffic} for traffic in columns]
+    for kind in sorted({kind for entries in by_kind for kind in entries}, key=by_axis):
         cells = []
         for entries in by_kind:
             entry = entries.get(kind)
