@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.chaos.faulty_worker import PHASES, Fault, inject_faults, samples_used, trigger_times
-from shardwise.console import pluralize
+from shardwise.console import align_columns, pluralize
 from shardwise.errors import JobError
 from shardwise.job import Job, load_job
 from shardwise.launch.launch import launch
@@ -58,16 +58,15 @@ class ChaosReport:
         return asdict(self) | {"ok": self.ok}
 
     def text(self) -> str:
-        rows = ["fault     rank  step  phase      detected    after"]
+        rows = [["fault", "rank", "step", "phase", "detected", "after"]]
         for outcome in self.outcomes:
             fault, after = outcome.fault, f"{outcome.seconds:.2f} s" if outcome.detected_as else ""
-            columns = f"{fault.kind:<8}  {fault.rank:>4}  {fault.step:>4}  {fault.phase:<9}"
-            rows.append(f"{columns}  {outcome.detected_as or 'NO':<10}  {after}")
+            rows.append([fault.kind, str(fault.rank), str(fault.step), fault.phase, outcome.detected_as or "NO", after])
         attributed = sorted(outcome.seconds for outcome in self.outcomes if outcome.is_attributed)
         masked = sum(outcome.detected_as == "masked" for outcome in self.outcomes)
         slowest, middle = (attributed[-1], attributed[len(attributed) // 2]) if attributed else (0.0, 0.0)
         return "\n".join([
-            *rows,
+            *align_columns(rows, left=(0, 3, 4)),
             f"layout '{self.layout}': {pluralize(len(self.outcomes), 'fault')}, "
             f"{len(attributed)} attributed correctly, {masked} masked by another fault",
             f"time to detect: median {middle:.2f} s, maximum {slowest:.2f} s",

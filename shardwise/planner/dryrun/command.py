@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
-from shardwise.console import pluralize
+from shardwise.console import align_columns, pluralize
 from shardwise.errors import JobError, LayoutError
 from shardwise.job import load_job
 from shardwise.layout import Layout
@@ -33,9 +33,9 @@ def describe_reports(reports: Sequence[RankReport]) -> str:
     """Formats two tables: peak memory with one row per rank, communication with one column per rank."""
     layout, micro_batches = Layout.parse(reports[0].layout), pluralize(reports[0].micro_batches, "micro-batch")
     lines = [f"Layout '{layout}': {pluralize(layout.world, 'process')}, {micro_batches} per step.", ""]
-    lines += ["Peak memory per rank, GiB", *_align_columns(_memory_rows(reports), left=(1, 2, len(ROLES) + 4))]
+    lines += ["Peak memory per rank, GiB", *align_columns(_memory_rows(reports), left=(1, 2, len(ROLES) + 4))]
     lines += ["copies: weights in the compute dtype. buffers: communication buffers, samples, everything else.", ""]
-    return "\n".join([*lines, "Communication per rank and step", *_align_columns(_traffic_rows(reports), left=(0, 1))])
+    return "\n".join([*lines, "Communication per rank and step", *align_columns(_traffic_rows(reports), left=(0, 1))])
 
 
 def _memory_rows(reports: Sequence[RankReport]) -> list[list[str]]:
@@ -81,11 +81,3 @@ def _format_ranks(ranks: list[int]) -> str:
 
 def _format_gib(size: int) -> str:
     return f"{size / 2**30:.2f}" if size >= 2**30 // 100 or not size else "<0.01"
-
-
-def _align_columns(rows: list[list[str]], left: Sequence[int]) -> list[str]:
-    columns = []
-    for index, cells in enumerate(zip(*rows, strict=True)):
-        width = max(map(len, cells))
-        columns.append([cell.ljust(width) if index in left else cell.rjust(width) for cell in cells])
-    return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
