@@ -81,7 +81,6 @@ def laws_recommend(
     cluster: Annotated[str | None, Option(help="Cluster preset or calibrated file; needs --devices.")] = None,
     days: Annotated[float | None, Option(help="Time budget in days; needs --devices and --cluster.")] = None,
     law: Annotated[Path | None, Option(help="Saved fit (JSON); default: the built-in law.")] = None,
-    unique_tokens: Annotated[float | None, Option("--unique-tokens", help="Number of unique tokens available.")] = None,
     overrides: Overrides = None, as_json: JsonFlag = False,
 ) -> None:  # fmt: skip
     """Recommends model size and tokens for a compute budget, and predicts its loss and that of other sizes."""
@@ -92,5 +91,5 @@ def laws_recommend(
 
     fitted_law = published_law() if law is None else read_fitted_law(law)
     with malformed_as_data_error(law or Path("the built-in law")):
-        result = recommend_with_plan(fitted_law, flops, days, devices, cluster, unique_tokens, overrides or [])
+        result = recommend_with_plan(fitted_law, flops, days, devices, cluster, overrides or [])
         _print(result, recommend_lines(result, fitted_law.law.E), as_json)

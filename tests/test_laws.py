@@ -61,7 +61,6 @@ def test_the_optimum_is_the_lowest_loss_of_its_budget() -> None:
     assert pytest.approx(1e22) == 6 * N * D
     for factor in (0.9, 0.99, 1.01, 1.1):
         assert TRUTH.loss(N * factor, D / factor) > TRUTH.loss(N, D)
-    assert TRUTH.optimal_parameters(D) == pytest.approx(N)
     assert TRUTH.tokens_to_reach(N, TRUTH.loss(N, D)) == pytest.approx(D)
     assert TRUTH.tokens_to_reach(1e6, 1.9) == math.inf
 
@@ -73,15 +72,6 @@ def test_numbers_checked_by_hand() -> None:
     assert law.loss(100.0, 100.0) == pytest.approx(2.6)
     # Half the size: 8 / 50^(1/2) = 1.1314 leaves 0.4686 for 8 / D^(1/2), so D = 291.4.
     assert law.tokens_to_reach(50.0, 2.6) == pytest.approx(291.4, rel=1e-3)
-
-
-def test_repeated_tokens_are_worth_less() -> None:
-    D = 2e10
-    N = TRUTH.optimal_parameters(D)
-    assert TRUTH.data_constrained_loss(N, D, unique_tokens=D) == pytest.approx(TRUTH.loss(N, D))
-    once, four, forty = (TRUTH.effective_parameters_and_tokens(N, times * D, D)[1] / D for times in (1, 4, 40))
-    # By hand: 1 + 15.387756 (1 - exp(-3 / 15.387756)) = 3.726; no number of repetitions is worth more than 16.39.
-    assert (once, four) == pytest.approx((1.0, 3.726), rel=1e-3) and 12 < forty < 16.39
 
 
 def test_the_rounded_constants_of_the_first_paper_ask_for_five_times_the_tokens() -> None:
@@ -303,7 +293,7 @@ def test_batches_suit_the_devices() -> None:
 
 def test_a_recommendation_in_numbers() -> None:
     law = published_law().law
-    found = recommend(published_law(), 5.9e23, unique_tokens=3e11)
+    found = recommend(published_law(), 5.9e23)
     N, loss, (low, high) = found["parameters"], found["loss"], found["loss_interval"]
     assert pytest.approx(73.1e9, rel=0.01) == N and found["tokens"] == pytest.approx(1.344e12, rel=0.01)
     assert loss == pytest.approx(1.974, abs=1e-3)
@@ -314,10 +304,6 @@ def test_a_recommendation_in_numbers() -> None:
     assert half["parameters"] == N / 2
     assert law.loss(half["parameters"], half["tokens"]) == pytest.approx(loss)
     assert half["break_even"] == pytest.approx((half["flops"] - found["flops"]) / N)
-    limited = found["data_constrained"]
-    assert loss < limited["best_loss"] < limited["loss"]
-    assert limited["parameters"] < N  # with data that repeats, smaller and longer
-    assert "data_constrained" not in recommend(published_law(), 1e20, unique_tokens=1e13)
 
 
 def test_far_extrapolation_is_flagged() -> None:
@@ -328,7 +314,7 @@ def test_far_extrapolation_is_flagged() -> None:
 
 
 def test_days_become_a_budget_through_the_planner() -> None:
-    found = recommend_with_plan(published_law(), None, 1.0, 8, "h100", None, [])
+    found = recommend_with_plan(published_law(), None, 1.0, 8, "h100", [])
     facts = found["plan"]
     assert facts["devices"] == 8 and facts["fits"]
     assert facts["days"] == pytest.approx(1.0, rel=0.03)

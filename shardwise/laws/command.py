@@ -65,11 +65,6 @@ def recommend_lines(result: dict[str, Any], irreducible_loss: float) -> Iterator
         price = f"{model['flops'] / result['flops']:.3g}x the training FLOPs"
         repaid = f"repaid after {break_even} tokens of inference"
         yield f"smaller:  {size} parameters reach the same loss with {tokens} tokens: {price}, {repaid}"
-    if limited := result.get("data_constrained"):
-        unique, size, tokens = (format_count(limited[key]) for key in ("unique_tokens", "parameters", "tokens"))
-        repeated = f"{unique} unique tokens, {result['tokens'] / limited['unique_tokens']:.3g} epochs"
-        best = f"best choice {size} parameters and {tokens} tokens: loss {limited['best_loss']:.4g}"
-        yield f"repeated: {repeated}: loss {limited['loss']:.4g}; {best}"
     if plan := result.get("plan"):
         shape = "width {width}, {layers} layers, {heads} heads, vocabulary {vocab}".format(**plan["model"])
         yield f"model:    {shape}: {format_count(plan['parameters'])} parameters"

@@ -31,11 +31,6 @@ Array = NDArray[np.float64]
 CONSTANTS = ("E", "A", "B", "alpha", "beta")
 MAX_FLOPS = 1e32  # of a budget: a million times the largest runs
 
-# Decay constants, in repetitions, of the value of repeated tokens and excess parameters: Muennighoff et al. 2023 (arXiv
-# 2305.16264), section 5 and appendix A, fitted to runs of up to 9 billion parameters and 900 billion tokens.
-REPEATED_TOKEN_DECAY = 15.387756
-EXCESS_PARAMETER_DECAY = 5.309743
-
 HUBER_DELTA = 1e-3
 BOOTSTRAP_SAMPLES = 400
 CONFIDENCE = 0.95
@@ -61,41 +56,17 @@ class ScalingLaw:
 
     def compute_optimal(self, flops: FloatOrArray) -> tuple[FloatOrArray, FloatOrArray]:
         """Returns the N and D with the lowest loss for 6 N D = `flops`."""
-        N = self._optimal_ratio * (flops / 6) ** (self.beta / (self.alpha + self.beta))
+        ratio = (self.alpha * self.A / (self.beta * self.B)) ** (1 / (self.alpha + self.beta))
+        N = ratio * (flops / 6) ** (self.beta / (self.alpha + self.beta))
         return N, flops / 6 / N
-
-    def optimal_parameters(self, D: FloatOrArray) -> FloatOrArray:
-        """Returns the N for which D tokens are compute-optimal."""
-        return self._optimal_ratio * (D * self._optimal_ratio) ** (self.beta / self.alpha)
-
-    @property
-    def _optimal_ratio(self) -> FloatOrArray:
-        return (self.alpha * self.A / (self.beta * self.B)) ** (1 / (self.alpha + self.beta))
 
     def tokens_to_reach(self, N: float, loss: float) -> float:
         """Returns the D at which N parameters reach a loss; infinite if they never do."""
         reducible = np.float64(loss - self.E - self.A / N**self.alpha)
         return float((self.B / reducible) ** (1 / self.beta)) if reducible > 0 else np.inf
 
-    def effective_parameters_and_tokens(self, N: float, D: float, unique_tokens: float) -> tuple[float, float]:
-        """Returns the N and D that would reach the same loss if all tokens were unique: repeated tokens are worth less,
-        and so are parameters beyond those that are compute-optimal for the unique tokens."""
-        distinct_tokens = min(D, unique_tokens)
-        useful_parameters = min(N, self.optimal_parameters(distinct_tokens))
-        return (_effective_amount(N, useful_parameters, EXCESS_PARAMETER_DECAY),
-                _effective_amount(D, distinct_tokens, REPEATED_TOKEN_DECAY))  # fmt: skip
-
-    def data_constrained_loss(self, N: float, D: float, unique_tokens: float) -> float:
-        """Returns the loss if only `unique_tokens` of the D tokens are unique."""
-        return float(self.loss(*self.effective_parameters_and_tokens(N, D, unique_tokens)))
-
     def as_array(self) -> Array:
         return np.array([self.E, self.A, self.B, self.alpha, self.beta])
-
-
-def _effective_amount(amount: float, distinct: float, decay: float) -> float:
-    repetitions = amount / distinct - 1
-    return distinct + distinct * decay * (1 - math.exp(-repetitions / decay))
 
 
 @dataclass(frozen=True)

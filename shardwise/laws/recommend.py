@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from scipy.optimize import brentq, minimize_scalar
+from scipy.optimize import brentq
 
 from shardwise.cluster import find_cluster
 from shardwise.errors import JobError
@@ -31,12 +31,12 @@ INITIAL_MFU = 0.4  # from which that search starts
 DEFAULT_SETTINGS = ("precision=bf16", "model.vocab=50304", "model.sequence=4096", "model.tied=false")
 
 
-def recommend(fitted_law: FittedLaw, flops: float, unique_tokens: float | None = None) -> dict[str, Any]:
+def recommend(fitted_law: FittedLaw, flops: float) -> dict[str, Any]:
     """Returns the compute-optimal size and tokens for a budget as JSON values, without a plan."""
     law = fitted_law.law
     N, D = law.compute_optimal(flops)
     loss = law.loss(N, D)
-    result = {
+    return {
         "law": fitted_law.source, "parameter_scope": fitted_law.parameter_scope,
         "flops": flops, "parameters": N, "tokens": D, "tokens_per_parameter": D / N, "loss": loss,
         "loss_interval": prediction_interval(fitted_law, N, D),
@@ -46,9 +46,6 @@ def recommend(fitted_law: FittedLaw, flops: float, unique_tokens: float | None =
         "overtrained": list(_overtrained_models(law, flops, N, loss)),
         "warnings": list(extrapolation_warnings(fitted_law, N, D)),
     }  # fmt: skip
-    if unique_tokens is not None and unique_tokens < D:
-        result["data_constrained"] = _data_constrained_optimum(law, flops, N, unique_tokens)
-    return result
 
 
 def prediction_interval(fitted_law: FittedLaw, N: float, D: float) -> tuple[float, float]:
@@ -89,39 +86,25 @@ def _near_optimal_bound(law: ScalingLaw, flops: float, optimal_N: float, directi
     return float(optimal_N * math.exp(direction * log_ratio))
 
 
-def _data_constrained_optimum(law: ScalingLaw, flops: float, N: float, unique_tokens: float) -> dict[str, float]:
-    """Returns the best size with limited data, and the loss of N parameters, which are optimal for unlimited data."""
-
-    def loss(log_size: float) -> float:
-        return float(law.data_constrained_loss(math.exp(log_size), flops / 6 / math.exp(log_size), unique_tokens))
-
-    center = math.log(N)  # sizes up to exp(7), about 1100, times smaller or larger are searched
-    best = minimize_scalar(loss, bounds=(center - 7, center + 7), method="bounded", options={"xatol": 1e-6})
-    size = math.exp(best.x)
-    return {"unique_tokens": unique_tokens, "loss": loss(center), "parameters": size, "tokens": flops / 6 / size,
-            "best_loss": float(best.fun)}  # fmt: skip
-
-
 def recommend_with_plan(
     fitted_law: FittedLaw, flops: float | None, days: float | None, devices: int | None, cluster: str | None,
-    unique_tokens: float | None, settings: Sequence[str],
+    settings: Sequence[str],
 ) -> dict[str, Any]:  # fmt: skip
     """Recommends for a budget of FLOPs, or of days on devices; adds a plan if devices are given."""
     if (flops is None) == (days is None):
         raise JobError("give the budget either as --flops, or as --days with --devices and --cluster.")
     if (devices is None) != (cluster is None) or (flops is None and devices is None):
         raise JobError("--devices and --cluster need each other, and --days needs both; add what is missing.")
-    limits = ("--flops", flops, MAX_FLOPS), ("--days", days, 1e6), ("--unique-tokens", unique_tokens, 1e24)
-    for name, value, limit in limits:
+    for name, value, limit in (("--flops", flops, MAX_FLOPS), ("--days", days, 1e6)):
         if value is not None and not 0 < value <= limit:
             raise JobError(f"{name} {value:g}: the value must be positive and at most {limit:g}.")
     if devices is None or cluster is None:
-        return recommend(fitted_law, flops, unique_tokens)  # type: ignore[arg-type]  # without devices, flops is given
+        return recommend(fitted_law, flops)  # type: ignore[arg-type]  # without devices, flops is given
     resolved_cluster = find_cluster(cluster)
     seconds = (days or 0.0) * SECONDS_PER_DAY
     flops = flops or INITIAL_MFU * resolved_cluster.device.peak_flops("bf16") * devices * seconds
     for _ in range(MAX_ITERATIONS if seconds else 1):
-        result = recommend(fitted_law, flops, unique_tokens)
+        result = recommend(fitted_law, flops)
         plan = make_plan(recommended_job(result, devices, settings), resolved_cluster, devices)
         if not seconds or abs(plan.training_seconds / seconds - 1) < DAYS_TOLERANCE:
             break
