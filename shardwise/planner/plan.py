@@ -21,7 +21,6 @@ from shardwise.planner.costs.machine import Machine, efficiency_of
 from shardwise.planner.costs.memory_model import engine_profile
 from shardwise.planner.costs.model_shape import ModelShape, OperatorListModel, shape_of
 from shardwise.planner.estimate import Estimator, Prediction, Workload
-from shardwise.planner.expected_goodput import ExpectedGoodput, expected_goodput
 from shardwise.planner.operator_list_estimate import OperatorListEstimator
 from shardwise.planner.search import SearchResult, search
 
@@ -82,12 +81,6 @@ class Plan:
         """Duration of the whole training with the best layout."""
         return self.job.total_steps * self.best.seconds
 
-    @property
-    def goodput(self) -> ExpectedGoodput:
-        """Expected goodput with the best layout under machine failures."""
-        saved = max(rank.weights + rank.optimizer for rank in self.best.memory)
-        return expected_goodput(self.devices, self.best.seconds, self.job.checkpoint.every, saved)
-
     def as_dict(self) -> dict[str, Any]:
         hours = self.training_seconds / 3600
         layouts = [self._layout_as_dict(*pair) for pair in zip(self.layouts, self.reasons, strict=True)]
@@ -95,7 +88,6 @@ class Plan:
             "search_seconds": self.seconds, "evaluated": self.evaluated, "layouts": layouts,
             "near_misses": list(self.near_misses),
             "training": {"steps": self.job.total_steps, "hours": hours, "device_hours": hours * self.devices},
-            "goodput": self.goodput._asdict(),
         }  # fmt: skip
 
     def _layout_as_dict(self, prediction: Prediction, reason: str) -> dict[str, Any]:

@@ -23,8 +23,7 @@ def show_plan(plan: Plan, console: Console) -> None:
         verdict = "It does not fit" if plan.evaluated == 1 else "No layout fits; this one needs the least memory"
         console.print(f"{verdict}: {plan.best.peak_memory / GIB:.0f} GiB of {plan.cluster.device.memory / GIB:.0f}.")
     console.print(memory_table(plan.best))
-    lines = [training_summary(plan), *(f"  {line}" for line in plan.near_misses)]
-    lines += [f"Faults: {plan.goodput.describe(plan.best.seconds)}", ACCURACY_SENTENCE]
+    lines = [training_summary(plan), *(f"  {line}" for line in plan.near_misses), ACCURACY_SENTENCE]
     if plan.evaluated > 1:
         lines.append(f"{plan.evaluated} layouts evaluated in {plan.seconds:.2f} s.")
     for line in lines:

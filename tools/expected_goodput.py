@@ -1,5 +1,7 @@
 """Expected goodput: the fraction of time that a run spends in useful steps when machines fail.
 
+    python tools/expected_goodput.py examples/llama3-70b.toml --cluster h100 --devices 1024    of the best layout
+
 Failures arrive at random with a mean time `mtbf` between them. A run works for `interval` seconds, then a checkpoint
 stalls it for `save_stall`; a failure loses the work since the last checkpoint and takes `recovery_seconds` to recover
 from. The expected time of an interval is (mtbf + recovery)(e^((interval + stall) / mtbf) - 1). The best interval is
@@ -11,8 +13,14 @@ days on 16,384 GPUs, one in 2.8 hours (Grattafiori et al. 2024). Between Kokolis
 law; outside of them each GPU fails independently.
 """
 
+from __future__ import annotations
+
+import argparse
 import math
+from pathlib import Path
 from typing import NamedTuple
+
+from shardwise.planner.plan import plan_job
 
 FAILURE_HOURS = ((1024, 7.9), (16384, 1.8))  # devices, hours between failures
 HOST_COPY_BANDWIDTH = 5e9  # bytes per second from a rank to host memory; measured on CPU processes, low for a GPU
@@ -76,3 +84,20 @@ def expected_goodput(devices: int, step_seconds: float, every: int, bytes_per_ra
 def _time(seconds: float) -> str:
     units = ((86400, "days"), (3600, "hours"), (60, "minutes"))
     return next((f"{seconds / size:.3g} {unit}" for size, unit in units if seconds >= 2 * size), f"{seconds:.2g} s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("job", type=Path)
+    parser.add_argument("--cluster", default="h100")
+    parser.add_argument("--devices", type=int)
+    parser.add_argument("--layout")
+    options = parser.parse_args()
+    plan = plan_job(options.job, [], options.cluster, options.devices, options.layout)
+    saved = max(rank.weights + rank.optimizer for rank in plan.best.memory)
+    goodput = expected_goodput(plan.devices, plan.best.seconds, plan.job.checkpoint.every, saved)
+    print(f"{plan}: {goodput.describe(plan.best.seconds)}")
+
+
+if __name__ == "__main__":
+    main()
