@@ -7,11 +7,10 @@ BatchNorm computes mean and variance over the global batch (`shardwise.parallel.
 rank runs its share of the batch as a single micro-batch. The running statistics for validation are buffers.
 
 The operator costs are written by hand: tracing ResNet-101 takes 4 s of CPU time, too slow for a search that should take
-2 s. Parameters and matmul FLOPs agree with the trace, but our BatchNorm is many operators in a trace, which then moves
-2.2 (float32) to 5.9 (bf16) times as many bytes as the fused kernels of a compiled block.
+2 s. Parameters and matmul FLOPs agree with the trace.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +22,6 @@ from shardwise.models.resnet_family import ResNetConfig
 from shardwise.models.sharding import InitSpec, ShardingPlan
 
 BLOCKS_PER_STAGE = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
-MOMENTUM = 0.1
 # A target packs the two classes of mixup into one integer: the first class below bit 24, the second from bit 24 and its
 # weight from bit 48, in units of 1/32,768. A plain class is a target whose second class has weight 0.
 SECOND_CLASS_BIT, MIX_WEIGHT_BIT, MIX_WEIGHT_SCALE = 24, 48, 1 << 15
@@ -70,45 +68,17 @@ def block_convolutions(mid_channels: int, stride: int, has_bottlenecks: bool) ->
     return [(3, stride, mid_channels), (3, 1, mid_channels)]
 
 
-class BatchNorm(nn.Module):
-    """Batch norm over `num_shards` ranks, which `all_reduce_sum` sums over; None: this rank has the whole batch."""
-
-    running_mean: Tensor
-    running_var: Tensor
-
-    def __init__(self, channels: int, eps: float = 1e-5):
-        super().__init__()
-        self.weight, self.bias = (nn.Parameter(torch.empty(channels)) for _ in range(2))
-        self.register_buffer("running_mean", torch.zeros(channels))
-        self.register_buffer("running_var", torch.ones(channels))
-        self.eps, self.num_shards = eps, 1
-        self.all_reduce_sum: Callable[[Tensor], Tensor] | None = None
+class BatchNorm(nn.BatchNorm2d):
+    def __init__(self, channels: int):
+        super().__init__(channels)
+        self.num_batches_tracked = None  # only a cumulative average would need it
 
     def reset_buffers(self) -> None:
         """Initializes the running statistics on the device of the weights."""
+        assert self.running_mean is not None
         dtype = torch.promote_types(self.running_mean.dtype, torch.float32)
         self.running_mean = torch.zeros_like(self.running_mean, dtype=dtype)
-        self.running_var = torch.ones_like(self.running_mean, dtype=dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        mean, variance = self._batch_statistics(x) if self.training else (self.running_mean, self.running_var)
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        factor = (variance + self.eps).rsqrt() * self.weight.to(dtype)
-        shift = self.bias.to(dtype) - mean * factor
-        return (x.to(dtype) * factor[:, None, None] + shift[:, None, None]).to(x.dtype)
-
-    def _batch_statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
-        count = self.num_shards * x.numel() // x.shape[1]
-        mean = self._all_reduce(x.sum((0, 2, 3))) / count
-        variance = self._all_reduce((x - mean[:, None, None]).square().sum((0, 2, 3))) / count
-        with torch.no_grad():
-            self.running_mean.lerp_(mean.to(self.running_mean.dtype), MOMENTUM)
-            self.running_var.lerp_((variance * (count / max(1, count - 1))).to(self.running_var.dtype), MOMENTUM)
-        return mean, variance
-
-    def _all_reduce(self, x: Tensor) -> Tensor:
-        return x if self.all_reduce_sum is None else self.all_reduce_sum(x)
+        self.running_var = torch.ones_like(self.running_mean)
 
 
 class ResNetStem(nn.Module):

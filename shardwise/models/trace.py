@@ -48,7 +48,7 @@ def trace_flops(chain: nn.Module, batch: Mapping[str, Tensor]) -> list[float]:
     x: Tensor = batch.pop("x")
     traced: dict[Any, tuple[float, Tensor]] = {}
     flops = []
-    for child in chain.children():
+    for child in chain.eval().children():  # in training, a batch norm refuses a single value per channel
         key = type(child), tuple(weight.shape for weight in child.parameters()), x.shape, x.dtype
         if key not in traced:
             recorder = _OpTracer()
