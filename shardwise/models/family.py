@@ -146,7 +146,7 @@ class Family:
         @lru_cache(maxsize=16)
         def trace(samples: int) -> tuple[OperatorCosts, ...]:
             model = self.build_on_meta(config).to(dtype)
-            return trace_module(model, **self.example_batch(config, samples, dtype))
+            return trace_module(model, has_equal_children=True, **self.example_batch(config, samples, dtype))
 
         return interpolate_traces(trace)
 

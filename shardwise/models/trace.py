@@ -26,9 +26,13 @@ aten = torch.ops.aten
 LOOKUPS = ("embedding", "index", "index_select", "gather")
 
 
-def trace_module(module: nn.Module, *inputs: Any, parts: Any = None, **kwargs: Any) -> tuple[OperatorCosts, ...]:
-    """Returns the costs of a module's children, or of other `parts` of it, in order of first call."""
-    recorder = _OpTracer()
+def trace_module(
+    module: nn.Module, *inputs: Any, parts: Any = None, has_equal_children: bool = False, **kwargs: Any
+) -> tuple[OperatorCosts, ...]:
+    """Returns the costs of a module's children, or of other `parts` of it, in order of first call.
+
+    `has_equal_children`: children that print the same and have the same shapes compute the same; one of them runs."""
+    recorder = _OpTracer(has_equal_children)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         inputs, kwargs = tree_map_only(Tensor, to_fake(fake), (inputs, kwargs))
         with with_fake_tensors(module, fake), _isolate_children(module, recorder, parts), recorder:
@@ -51,7 +55,7 @@ def trace_flops(chain: nn.Module, batch: Mapping[str, Tensor]) -> list[float]:
     for child in chain.eval().children():  # in training, a batch norm refuses a single value per channel
         key = type(child), tuple(weight.shape for weight in child.parameters()), x.shape, x.dtype
         if key not in traced:
-            recorder = _OpTracer()
+            recorder = _OpTracer(False)
             with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad(), with_fake_tensors(child, fake):
                 inputs, kwargs = tree_map_only(Tensor, to_fake(fake), (x, batch))
                 with recorder:
@@ -87,9 +91,10 @@ def _interpolate(at_2: Any, at_4: Any, samples: int) -> Any:
 class _OpTracer(TorchDispatchMode):
     """Records each operator's costs under the child that is running."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_equal_children: bool) -> None:
         super().__init__()
-        self.current = ""
+        self.current, self.has_equal_children = "", has_equal_children
+        self.traced: dict[Any, tuple[str, Any]] = {}  # by what makes children equal: the one that ran, and its output
         self.records: dict[str, dict[str, Any]] = {}
 
     def enter(self, name: str, parameters: Iterable[Tensor | None]) -> None:
@@ -163,21 +168,30 @@ def _traced_forward(name: str, child: nn.Module, recorder: _OpTracer) -> Callabl
     forward = child.forward
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        shapes = [(tensor.shape, tensor.dtype) for tensor in (*child.parameters(), *_tensors((args, kwargs)))]
+        key = repr(child) if recorder.has_equal_children else name, tuple(shapes)
+        if key in recorder.traced and name not in recorder.records:
+            equal_child, out = recorder.traced[key]
+            recorder.records[name] = {**recorder.records[equal_child], "name": name}
+            return out
         before, recorder.current = recorder.current, name
         recorder.enter(name, child.parameters())
         args, kwargs = tree_map_only(Tensor, _detached_leaf, (args, kwargs))
-        with _record_saved(recorder.records[name], child):
+        with _record_saved(recorder.records[name], child) as saved:
             out = forward(*args, **kwargs)
+            for tensor in _tensors(out):
+                saved.pop(_storage_key(tensor), None)  # whoever uses it next saves it
         recorder.leave(out)
         recorder.current = before
-        return tree_map_only(Tensor, _detached_leaf, out)
+        recorder.traced[key] = name, tree_map_only(Tensor, _detached_leaf, out)
+        return recorder.traced[key][1]
 
     return run
 
 
 @contextmanager
-def _record_saved(record: dict[str, Any], module: nn.Module) -> Iterator[None]:
-    """Adds the bytes that autograd saves within it, except the module's parameters and buffers."""
+def _record_saved(record: dict[str, Any], module: nn.Module) -> Iterator[dict[int, int]]:
+    """Adds the bytes that autograd saves within it, by storage, except the module's parameters and buffers."""
     own_storages = {_storage_key(tensor) for tensor in (*module.parameters(), *module.buffers())}
     saved: dict[int, int] = {}
 
@@ -187,7 +201,7 @@ def _record_saved(record: dict[str, Any], module: nn.Module) -> Iterator[None]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield
+        yield saved
     record["saved_bytes"] += sum(saved.values())
 
 
