@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -137,18 +136,16 @@ class Family:
 
     def operator_costs(self, config: Any, itemsize: int) -> Callable[..., tuple[OperatorCosts, ...]]:
         """Returns a function from micro-batch size (and tensor degree) to the costs of each module, by tracing."""
-        import torch
+        from shardwise.models.trace import trace_family
 
-        from shardwise.models.trace import interpolate_traces, trace_module
+        return trace_family(self, config, itemsize)
 
-        dtype = {8: torch.float64, 4: torch.float32, 2: torch.bfloat16}[itemsize]
+    def trace_costs(self, config: Any, samples: int, dtype: torch.dtype) -> tuple[OperatorCosts, ...]:
+        """Returns the costs of each module for a micro-batch."""
+        from shardwise.models.trace import trace_module
 
-        @lru_cache(maxsize=16)
-        def trace(samples: int) -> tuple[OperatorCosts, ...]:
-            model = self.build_on_meta(config).to(dtype)
-            return trace_module(model, has_equal_children=True, **self.example_batch(config, samples, dtype))
-
-        return interpolate_traces(trace)
+        model = self.build_on_meta(config).to(dtype)
+        return trace_module(model, has_equal_children=True, **self.example_batch(config, samples, dtype))
 
     def stage_shapes(self, config: Any, layout: Any, samples: int) -> tuple[Tensor, tuple[int, ...]]:
         """Returns the first stage's input on the meta device, and the shape of what stages exchange."""

@@ -68,6 +68,13 @@ def trace_flops(chain: nn.Module, batch: Mapping[str, Tensor]) -> list[float]:
     return flops
 
 
+@lru_cache(maxsize=8)
+def trace_family(family: Any, config: Any, itemsize: int) -> Callable[[int], tuple[OperatorCosts, ...]]:
+    """Returns a function from a micro-batch size to the costs of each module of a family's model."""
+    dtype = {8: torch.float64, 4: torch.float32, 2: torch.bfloat16}[itemsize]
+    return interpolate_traces(lru_cache(lambda samples: family.trace_costs(config, samples, dtype)))
+
+
 def interpolate_traces(trace: Callable[[int], tuple[OperatorCosts, ...]]) -> Callable[[int], tuple[OperatorCosts, ...]]:
     """Returns the costs for any micro-batch size from traces of 2 and 4 samples: all counts are affine in the size."""
 
