@@ -123,12 +123,17 @@ class Family:
         return {"input_ids": torch.randint(0, config.vocab_size, (samples, length), generator=torch.Generator())}
 
     def forward_flops(self, config: Any) -> list[float]:
-        """Returns the forward FLOPs per sample of each module of the chain, by tracing it on fake tensors."""
+        """Returns the forward FLOPs per sample of each module of the chain, by tracing it on fake tensors. A module
+        without matmuls, such as an embedding, counts 8 per output element for the memory that it moves."""
         import torch
 
-        from shardwise.models.trace import trace_flops
+        from shardwise.models.trace import trace_module
 
-        return trace_flops(self.build_on_meta(config), self.example_batch(config, 1, torch.float32))
+        batch = self.example_batch(config, 1, torch.float32)
+        batch.pop("targets", None)  # the fused loss computes gradients
+        chain = self.build_on_meta(config).eval()  # in training, a batch norm refuses a single value per channel
+        costs = trace_module(chain, has_equal_children=True, **batch)
+        return [module.flops or 2.0 * module.output_bytes for module in costs]  # of 4 bytes per element
 
     def decoder_shape(self, config: Any) -> dict[str, Any] | None:
         """Returns the sizes that the planner's closed-form decoder model needs; None: it uses `operator_costs`."""

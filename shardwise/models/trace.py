@@ -42,32 +42,6 @@ def trace_module(
     return tuple(costs for costs in recorder.operator_costs() if costs.num_ops or costs.parameters)
 
 
-def trace_flops(chain: nn.Module, batch: Mapping[str, Tensor]) -> list[float]:
-    """Returns the forward FLOPs of each child of a chain, without the loss; `batch`: arguments of its `forward`.
-
-    Equal children (type, parameter shapes, input shape) are traced once: gpt-1t takes 0.6 s of CPU time, most of it to
-    build the model. A child without matmuls, such as an embedding, counts 8 FLOPs per output element for the memory
-    that it moves."""
-    batch = {name: tensor for name, tensor in batch.items() if name != "targets"}  # the fused loss computes gradients
-    x: Tensor = batch.pop("x")
-    traced: dict[Any, tuple[float, Tensor]] = {}
-    flops = []
-    for child in chain.eval().children():  # in training, a batch norm refuses a single value per channel
-        key = type(child), tuple(weight.shape for weight in child.parameters()), x.shape, x.dtype
-        if key not in traced:
-            recorder = _OpTracer(False)
-            with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad(), with_fake_tensors(child, fake):
-                inputs, kwargs = tree_map_only(Tensor, to_fake(fake), (x, batch))
-                with recorder:
-                    recorder.enter("", ())
-                    out = child(inputs, **kwargs)
-            (costs,) = recorder.operator_costs()
-            traced[key] = costs.flops or 8.0 * out.numel(), torch.empty_like(out, device="meta")
-        child_flops, x = traced[key]
-        flops.append(child_flops)
-    return flops
-
-
 @lru_cache(maxsize=8)
 def trace_family(family: Any, config: Any, itemsize: int) -> Callable[[int], tuple[OperatorCosts, ...]]:
     """Returns a function from a micro-batch size to the costs of each module of a family's model."""
@@ -98,7 +72,7 @@ def _interpolate(at_2: Any, at_4: Any, samples: int) -> Any:
 class _OpTracer(TorchDispatchMode):
     """Records each operator's costs under the child that is running."""
 
-    def __init__(self, has_equal_children: bool) -> None:
+    def __init__(self, has_equal_children: bool):
         super().__init__()
         self.current, self.has_equal_children = "", has_equal_children
         self.traced: dict[Any, tuple[str, Any]] = {}  # by what makes children equal: the one that ran, and its output
