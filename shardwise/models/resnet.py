@@ -7,8 +7,6 @@ BatchNorm computes mean and variance over the global batch (`shardwise.parallel.
 rank runs its share of the batch as a single micro-batch. The running statistics for validation are buffers.
 """
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -25,12 +23,17 @@ SECOND_CLASS_BIT, MIX_WEIGHT_BIT, MIX_WEIGHT_SCALE = 24, 48, 1 << 15
 
 def build_resnet(config: ResNetConfig, seed: int) -> Chain:
     """Returns the chain stem, block0, block1, ..., head."""
-    modules: list[tuple[str, nn.Module]] = [("stem", ResNetStem(config))]
-    for number, shape in enumerate(block_shapes(config)):
-        modules.append((f"block{number}", ResNetBlock(*shape, has_bottlenecks=config.has_bottlenecks)))
-    out_channels = 8 * config.width * (4 if config.has_bottlenecks else 1)
-    modules.append(("head", ClassifierHead(out_channels, config.num_classes)))
-    chain = Chain(modules, ShardingPlan((), ()))
+    blocks: list[nn.Module] = []
+    channels = config.width
+    for stage, count in enumerate(BLOCKS_PER_STAGE[config.depth]):
+        mid_channels = config.width * 2**stage
+        for index in range(count):
+            stride = 2 if stage and not index else 1
+            blocks.append(ResNetBlock(channels, mid_channels, stride, config.has_bottlenecks))
+            channels = mid_channels * (4 if config.has_bottlenecks else 1)
+    head = ClassifierHead(channels, config.num_classes)
+    named_blocks = [(f"block{number}", block) for number, block in enumerate(blocks)]
+    chain = Chain([("stem", ResNetStem(config)), *named_blocks, ("head", head)], ShardingPlan((), ()))
     chain.sharding_plan = ShardingPlan(
         shard_dims=(),
         modules=(),
@@ -45,23 +48,6 @@ def build_resnet(config: ResNetConfig, seed: int) -> Chain:
         compared_modules=("stem", "block*"),
     )  # fmt: skip
     return chain
-
-
-def block_shapes(config: ResNetConfig) -> Iterator[tuple[int, int, int]]:
-    """Yields input channels, inner channels and stride of each block."""
-    in_channels = config.width
-    for stage, count in enumerate(BLOCKS_PER_STAGE[config.depth]):
-        mid_channels = config.width * 2**stage
-        for index in range(count):
-            yield in_channels, mid_channels, 2 if stage and not index else 1
-            in_channels = mid_channels * (4 if config.has_bottlenecks else 1)
-
-
-def block_convolutions(mid_channels: int, stride: int, has_bottlenecks: bool) -> list[tuple[int, int, int]]:
-    """Returns kernel size, stride and output channels of each convolution of a block."""
-    if has_bottlenecks:
-        return [(1, 1, mid_channels), (3, stride, mid_channels), (1, 1, 4 * mid_channels)]
-    return [(3, stride, mid_channels), (3, 1, mid_channels)]
 
 
 class BatchNorm(nn.BatchNorm2d):
@@ -94,8 +80,11 @@ class ResNetBlock(nn.Module):
     def __init__(self, in_channels: int, mid_channels: int, stride: int, has_bottlenecks: bool):
         super().__init__()
         self.convs, self.norms = nn.ModuleList(), nn.ModuleList()
+        convolutions = [(3, stride, mid_channels), (3, 1, mid_channels)]  # kernel size, stride, output channels
+        if has_bottlenecks:
+            convolutions = [(1, 1, mid_channels), (3, stride, mid_channels), (1, 1, 4 * mid_channels)]
         channels_before = in_channels
-        for kernel_size, conv_stride, channels in block_convolutions(mid_channels, stride, has_bottlenecks):
+        for kernel_size, conv_stride, channels in convolutions:
             padding = kernel_size // 2
             self.convs.append(nn.Conv2d(channels_before, channels, kernel_size, conv_stride, padding, bias=False))
             self.norms.append(BatchNorm(channels))
