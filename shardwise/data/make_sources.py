@@ -14,14 +14,15 @@ slower.
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, cast
 
 from shardwise.console import pluralize
-from shardwise.data import criteo
+from shardwise.data import chat, criteo
 from shardwise.data.cifar10 import IMAGE_SIZE, NUM_CLASSES, open_cifar10
 from shardwise.data.images import ImageAugmentation, SyntheticImages
 from shardwise.data.input_files import BadRecords, DataFile, DataRecord
@@ -32,6 +33,7 @@ from shardwise.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, p
 from shardwise.errors import DataError
 from shardwise.files import parse_json, write_text
 from shardwise.job import DataConfig, Job
+from shardwise.models.objectives import next_token
 
 try:
     import fcntl
@@ -74,6 +76,8 @@ def make_sources(
         return *_synthetic_sources(job), None
     if wanted == "images":
         return *_image_sources(job, job.model, bad_records, record), None
+    if source == "chat":
+        return _chat_sources(job, cache or default_cache_folder(), bad_records, record)
     if job.data.source == "mix":
         return _mixture_sources(job, job.data.mix, cache, bad_records, record)
     return _token_sources(job, cache or default_cache_folder(), bad_records, record)
@@ -264,27 +268,73 @@ def _encode_cached(
         data = data.model_copy(update={"tokenizer": str(folder / "tokenizer.json")})
     folder, tokenizer = cache / _cache_key(data, files), load_tokenizer(data.tokenizer)
     _check_vocab("the tokenizer", tokenizer.vocab, job)
+
+    def open_files() -> TokenFile:
+        return open_token_file(folder / "tokens.bin")
+
+    encode = partial(encode_files, data, files, tokenizer, folder / "tokens.bin", new_bad_records)
+    return [_open_or_encode(folder, open_files, encode, bad_records, new_bad_records)], tokenizer
+
+
+def _open_or_encode(
+    folder: Path, open_files: Callable[[], Any], encode: Callable[[], Any], bad_records: BadRecords, new: BadRecords
+) -> Any:
+    """Opens what the cache has in `folder`; encodes it first if it is missing or damaged. `new`: what `encode` fills."""
     with _file_lock(folder):
         try:
-            notes = parse_json((folder / "notes.json").read_bytes())
-            tokens = open_token_file(folder / "tokens.bin")
-        except (OSError, ValueError, DataError):  # missing, or damaged
-            encode_files(data, files, tokenizer, folder / "tokens.bin", new_bad_records)
-            notes = {"bad": list(new_bad_records.messages), "skipped": list(new_bad_records.skipped_files)}
+            notes, opened = parse_json((folder / "notes.json").read_bytes()), open_files()
+        except (OSError, ValueError, DataError):
+            encode()
+            notes = {"bad": list(new.messages), "skipped": list(new.skipped_files)}
             write_text(folder / "notes.json", json.dumps(notes))
-            tokens = open_token_file(folder / "tokens.bin")
+            opened = open_files()
     for message in notes["bad"]:
         bad_records.report(DataError(message))
     bad_records.skipped_files |= dict.fromkeys(notes["skipped"])
-    return [tokens], tokenizer
+    return opened
+
+
+# Conversations
+
+
+def _chat_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataRecord) -> Sources:
+    data, length = job.data, job.model.text_window
+    if job.family.objective(job.model, job.seed) is not next_token:
+        raise DataError(f"data.source = 'chat' is for models that predict the next token; {job.model.description} does not.")
+    if parse_bpe_size(data.tokenizer):
+        raise DataError(
+            f"data.tokenizer = {data.tokenizer!r} is trained on texts, and data.source = 'chat' has none; set it to a "
+            "folder with a tokenizer.json, or to bytes."
+        )
+    files, tokenizer = record.take(find_files("chat", data.path)), load_tokenizer(data.tokenizer)
+    if data.chat_template not in ("", "chatml"):
+        record.take([Path(data.chat_template).expanduser()])
+    _check_vocab("the tokenizer", tokenizer.vocab, job)
+    template, new_bad_records = chat.open_template(data, tokenizer, data.tokenizer), BadRecords(bad_records.skip)
+    settings = (data.train_on, data.on_bad_record, template.save())
+    folder = cache / _cache_key(data, files, settings)
+    found: chat.Conversations = _open_or_encode(
+        folder, partial(chat.Conversations, folder, length, data.truncate),
+        partial(chat.encode_chats, data, files, tokenizer, template, folder, new_bad_records), bad_records,
+        new_bad_records,
+    )  # fmt: skip
+    first_held_out = len(found.starts) - _num_held_out(len(found.starts), data.validation_fraction)
+    parts = (slice(first_held_out), slice(first_held_out, None))
+    training, held_out = (
+        chat.ChatRows(found.tokens, found.starts[part], found.stops[part], length, tokenizer.eos_id, data.pack)
+        for part in parts
+    )  # fmt: skip
+    training.tokenizer_config = template.save()
+    training.summary = f"{found.summary}; {pluralize(len(training), 'sample')} for training, {training.filled:.0%} full."
+    return training, held_out, tokenizer
 
 
 # The cache
 
 
-def _cache_key(data: DataConfig, files: Sequence[DataFile]) -> str:
+def _cache_key(data: DataConfig, files: Sequence[DataFile], chat_settings: tuple[str, ...] = ()) -> str:
     field = f"{data.text_field}{':skip' if data.on_bad_record == 'skip' else ''}" if data.source == "jsonl" else ""
-    settings = (CACHE_VERSION, data.source, field, tokenizer_fingerprint(data.tokenizer))
+    settings = (CACHE_VERSION, data.source, field, tokenizer_fingerprint(data.tokenizer), *chat_settings)
     listing = [(str(file.path.absolute()), file.size, file.mtime_ns, file.digest) for file in files]
     return f"{data.source}-{blake2b(repr((settings, listing)).encode(), digest_size=8).hexdigest()}"
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,7 +32,7 @@ from shardwise.files import require_parent_folder
 from shardwise.job import DataConfig, load_job
 
 CHUNK_CHARS = 1 << 20
-_SUFFIXES = {"text": (), "jsonl": (".jsonl", ".ndjson"), "tokens": (".bin",)}
+_SUFFIXES = {"text": (), "jsonl": (".jsonl", ".ndjson"), "chat": (".jsonl", ".ndjson"), "tokens": (".bin",)}
 """File name suffixes that a folder search accepts; an empty tuple accepts all."""
 
 _JSON_TYPES = {
@@ -143,13 +143,19 @@ def _read_jsonl_file(extent: DataFile, field: str, bad_records: BadRecords) -> I
                 yield TextChunk(text, ends_document=True)
 
 
-def _parse_record(line: bytes, field: str, where: str) -> str:
+def parse_object(line: bytes, where: str) -> dict[str, Any]:
+    """Returns the JSON object of a line; raises DataError if it is none."""
     try:
         record = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not valid JSON ({error}). Every line must be one JSON object.") from None
     if not isinstance(record, dict):
         raise DataError(f"{where}: this is a JSON {_JSON_TYPES[type(record)]}. Every line must be one JSON object.")
+    return record
+
+
+def _parse_record(line: bytes, field: str, where: str) -> str:
+    record = parse_object(line, where)
     if field not in record:
         reason = f"the record has no field {field!r} (data.text_field)"
         raise DataError(f"{where}: {reason}; {suggest(field, map(str, record))}")

@@ -44,6 +44,15 @@ class Tokenizer(Protocol):
         """Returns the text of some ids; drops special tokens and invalid ids."""
         ...
 
+    def encode_chat(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns the ids of each text, in which special tokens are recognized, and the first and last (exclusive)
+        character of each id (ids, 2)."""
+        ...
+
+    def decode_chat(self, ids: ArrayLike) -> str:
+        """Returns the text of some ids, special tokens included."""
+        ...
+
     def count_bytes(self, ids: ArrayLike) -> int:
         """Returns the UTF-8 bytes that the ids stand for; end-of-document tokens and ignored targets (-100) count 0."""
         ...
@@ -63,6 +72,18 @@ class ByteTokenizer:
     def decode(self, ids: ArrayLike) -> str:
         flat = np.asarray(ids).reshape(-1)
         return flat[(flat > 0) & (flat < self.vocab)].astype(np.uint8).tobytes().decode(errors="replace")
+
+    def encode_chat(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        encoded = []
+        for text in texts:
+            codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+            sizes = 1 + (codes > 0x7F) + (codes > 0x7FF) + (codes > 0xFFFF)
+            first = np.repeat(np.arange(len(codes)), np.where(codes == self.eos_id, 0, sizes))
+            encoded.append((self.encode(text), np.stack((first, first + 1), 1)))
+        return encoded
+
+    def decode_chat(self, ids: ArrayLike) -> str:
+        return self.decode(ids)
 
     def count_bytes(self, ids: ArrayLike) -> int:
         flat = np.asarray(ids)
@@ -95,6 +116,17 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: ArrayLike) -> str:
         return str(self._tokenizer.decode(self._valid_ids(ids).tolist(), skip_special_tokens=True))
+
+    def encode_chat(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        self._tokenizer.encode_special_tokens = False
+        try:
+            encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        finally:
+            self._tokenizer.encode_special_tokens = True
+        return [(np.array(e.ids, np.uint32), np.array(e.offsets, np.int64).reshape(-1, 2)) for e in encodings]
+
+    def decode_chat(self, ids: ArrayLike) -> str:
+        return str(self._tokenizer.decode(self._valid_ids(ids).tolist(), skip_special_tokens=False))
 
     def count_bytes(self, ids: ArrayLike) -> int:
         if self._token_bytes is None:

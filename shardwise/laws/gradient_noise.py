@@ -55,7 +55,8 @@ def measure_noise_scale(run: Path, batches: int = 16, samples: int = 8) -> Gradi
     for number in range(batches):
         batch = stream.read(np.arange(first + number * samples, first + (number + 1) * samples)).to(device)
         model.zero_grad()
-        logits = model(batch.tokens, **batch.with_document_ids(eod_token_id).forward_kwargs).flatten(0, 1)
+        batch = batch.with_packed_ids() if job.data.pack else batch.with_document_ids(eod_token_id)
+        logits = model(batch.tokens, **batch.forward_kwargs).flatten(0, 1)
         F.cross_entropy(logits, batch.targets.flatten(), ignore_index=IGNORE_INDEX).backward()
         gradients = {name: weight.grad.double() for name, weight in model.named_parameters() if weight.grad is not None}
         mean_squared_norm += _squared_norm(gradients) / batches
