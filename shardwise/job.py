@@ -37,7 +37,7 @@ class DataConfig(ConfigSection):
     """`bytes`, `bpe:SIZE` (trained on the source and saved with the run), or the path of a saved tokenizer. If it is
     not set, a model that starts from a folder or run takes the tokenizer of that."""
     chat_template: str = ""
-    """For `source = "chat"`: a Jinja file, or `chatml`; empty takes the template of the tokenizer's folder."""
+    """For `source = "chat"`: a Jinja file; empty takes the template of the tokenizer's folder, or else ChatML."""
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """For chat: what counts towards the loss: all messages of the assistant, its last one, or everything."""
     truncate: Literal["right", "left", "drop"] = "right"
@@ -55,20 +55,19 @@ class DataConfig(ConfigSection):
     augment: tuple[Literal["crop", "flip", "colour", "cutout", "mixup"], ...] = ()
     """Augmentations applied to training images on the fly."""
     on_bad_record: Literal["stop", "skip"] = "stop"
-    """What to do with a jsonl, chat, criteo or cifar10 record that cannot be read: end the run, or log it and skip it."""
+    """What to do with a jsonl, chat, criteo or cifar10 record that cannot be read: end the run, or log and skip it."""
 
     @model_validator(mode="after")
     def _check_mix(self) -> "DataConfig":
         if bool(self.mix) != (self.source == "mix"):
             raise ValueError('source = "mix" and paths below [data.mix] belong together; set both or neither')
-        chat_keys = {"chat_template", "train_on", "truncate", "pack"}
-        for key in sorted(chat_keys if self.source != "chat" else ()):
-            if getattr(self, key) != type(self).model_fields[key].default:
+        for key in ("chat_template", "train_on", "truncate", "pack"):
+            if self.source != "chat" and getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f'{key} = {getattr(self, key)!r} is for source = "chat" only; remove it')
         if self.path and "source" not in self.model_fields_set:
             raise ValueError(
-                f"path = {self.path!r} needs a source: text, jsonl, chat, tokens, criteo or cifar10; the default, stdlib, "
-                "reads Python's standard library"
+                f"path = {self.path!r} needs a source: text, jsonl, chat, tokens, criteo or cifar10; the default, "
+                "stdlib, reads Python's standard library"
             )
         return self
 
@@ -298,7 +297,7 @@ class Job(ConfigSection):
         if self.data.augment and self.model.sample_kind != "images":
             raise ValueError(f"data.augment applies to images, but {self.model.description} reads none; remove it")
         if self.data.source == "chat" and self.model.document_separator >= 0:
-            raise ValueError("model.eod_token_id splits texts; with data.source = 'chat' use data.pack and leave it out")
+            raise ValueError("model.eod_token_id is for text; with data.source = 'chat' use data.pack instead")
         if self.layout != "auto":
             try:
                 Layout.parse(self.layout)

@@ -26,7 +26,6 @@ from shardwise.layout import Layout
 from shardwise.models.chain import IGNORE_INDEX
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.prepare import prepare
-from shardwise.train.loop import TrainingLoop
 from shardwise.train.run_folder import RunFolder
 from shardwise.verify.parity import verify
 
@@ -101,7 +100,7 @@ def open_rows(job: Job, tmp_path: Path) -> Any:
 
 def counted(rows: Any, index: int, tokenizer: Any) -> str:
     targets = rows.read_row(index)[1]
-    return str(tokenizer.decode_chat(targets[targets != IGNORE_INDEX]))
+    return str(tokenizer.decode(targets[targets != IGNORE_INDEX], keep_special=True))
 
 
 # Templates
@@ -163,12 +162,12 @@ def test_what_counts(train_on: str, expected: str, tmp_path: Path) -> None:
 def test_each_message_is_a_sample_if_the_template_writes_it_differently_later(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "hm</think>One"},
                 {"role": "user", "content": "2?"}, {"role": "assistant", "content": "oh</think>Two"}]  # fmt: skip
-    first, last = ChatTemplate(FORGETS, "own").mark(messages, None, "assistant")
+    first, last = ChatTemplate(FORGETS, "own", {}).mark(messages, None, "assistant")
     for (text, ((start, stop),)), said in ((first, "hm</think>One<|eot|>"), (last, "oh</think>Two<|eot|>")):
         assert text[start:stop] == said and stop == len(text)
     assert "hm" not in last[0] and "<|sep|>One" in last[0]
     with pytest.raises(DataError, match="does not begin message 4, the assistant's, with its generation prompt"):
-        ChatTemplate(FORGETS.replace("assistant<|sep|>{% endif", "bot{% endif"), "own").mark(messages, None, "last")
+        ChatTemplate(FORGETS.replace("assistant<|sep|>{% endif", "bot{% endif"), "own", {}).mark(messages, None, "last")
 
 
 @pytest.mark.parametrize(("text", "said"), [
@@ -179,27 +178,28 @@ def test_each_message_is_a_sample_if_the_template_writes_it_differently_later(tm
     ("{% include '/etc/passwd' %}", "TypeError: no loader for this environment"),
     ("{{ 'a' * 1000000000 }}", "SecurityError: * makes too much"), ("{{ 9 ** 999999999 }}", "SecurityError"),
     ("{% for i in range(999999999) %}{% endfor %}", "OverflowError: Range too big"),
-    ("{% for m in messages %}", "line 1, is not valid"), ("{{ messages[7]['content'] }}", "has no element 7"),
+    ("{% for m in messages %}", "bad.jinja, line 1: "), ("{{ messages[7]['content'] }}", "has no element 7"),
 ])  # fmt: skip
 def test_a_template_that_fails_or_attacks_is_a_sentence(text: str, said: str) -> None:
     with pytest.raises(DataError) as told:
-        ChatTemplate(text, "bad.jinja").render([{"role": "user", "content": "Hi"}])
+        ChatTemplate(text, "bad.jinja", {}).render([{"role": "user", "content": "Hi"}])
     assert said in str(told.value) and "bad.jinja" in str(told.value)
 
 
 def test_where_the_template_comes_from(tmp_path: Path) -> None:
     folder = save_tokenizer(tmp_path / "tokenizer")
     assert load_template("", str(folder), False).text == LLAMA3
-    assert load_template("", str(folder / "tokenizer.json"), False).tokens == {"bos_token": "<|bos|>", "eos_token": "</s>"}
+    tokens = {"bos_token": "<|bos|>", "eos_token": "</s>"}
+    assert load_template("", str(folder / "tokenizer.json"), False).tokens == tokens
     (folder / "chat_template.jinja").write_text("newer")
     assert load_template("", str(folder), False).text == "newer"
     own = tmp_path / "own.jinja"
     own.write_text("own")
     assert load_template(str(own), str(folder), False).text == "own"
-    assert load_template("chatml", str(folder), False).text == CHATML
+    assert load_template("", "bytes", True).text == CHATML
     for file in (folder / "chat_template.jinja", folder / "tokenizer_config.json"):
         file.unlink()
-    with pytest.raises(DataError, match="has no chat template and not the tokens"):
+    with pytest.raises(DataError, match="has no chat template, nor the tokens"):
         load_template("", str(folder), False)
     several = [{"name": "tool_use", "template": "other"}, {"name": "default", "template": "this"}]
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
@@ -212,7 +212,8 @@ def test_where_the_template_comes_from(tmp_path: Path) -> None:
 
 
 def test_all_forms_of_a_conversation_are_the_same() -> None:
-    parsed = [chat.parse_conversation(row)[0] for row in ROWS]
+    found = [chat.parse_conversation(row)[0] for row in ROWS]
+    parsed = [[{key: message[key] for key in ("role", "content")} for message in messages] for messages in found]
     assert parsed[0] == parsed[2] == parsed[3] == parsed[4]
     assert parsed[5][0] == {"role": "system", "content": "Be kind."}
 
@@ -226,7 +227,7 @@ def test_all_forms_of_a_conversation_are_the_same() -> None:
     ({"messages": [{"role": "system", "content": "Hi"}]}, "no message is the assistant's"),
     ({"prompt": "Hi"}, "it needs messages, conversations, or prompt and completion"),
     ({"prompt": "Hi", "completion": None}, "message 2 has the content None"),
-    ({"prompt": "Hi", "completion": "\ud800"}, "not Unicode text"),
+    ({"prompt": "Hi", "completion": "\ud800"}, "surrogates not allowed"),
     ({"prompt": "Hi", "completion": "a\ufdd0b"}, "a character that Unicode reserves"),
 ])  # fmt: skip
 def test_a_bad_row_is_named_or_skipped(row: Any, said: str, tmp_path: Path) -> None:
@@ -242,8 +243,8 @@ def test_a_bad_row_is_named_or_skipped(row: Any, said: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(("rows", "data", "model", "said"), [
     ([], {}, {}, "has no conversations"), (["", " "], {}, {}, "has no conversations"),
     (None, {}, {"vocab": 200}, "the tokenizer has 256 ids, but model.vocab is 200"),
-    (None, {}, {"eod_token_id": 3}, "use data.pack and leave it out"),
-    (None, {"tokenizer": "bpe:300"}, {}, "is trained on texts"),
+    (None, {}, {"eod_token_id": 3}, "use data.pack instead"),
+    (None, {"tokenizer": "bpe:300"}, {}, "is not trained on chats"),
     (None, {"truncate": "drop"}, {"sequence": 8}, "no conversation is left of 6 conversations"),
     (None, {"source": "jsonl", "pack": True}, {}, 'pack = True is for source = "chat" only'),
     (None, {}, {"name": "bert", "kv_heads": 4}, "models that predict the next token"),
@@ -297,7 +298,9 @@ def test_packing_loses_nothing_and_fits(sizes: list[int]) -> None:
 
 def test_a_packed_row_holds_what_rows_of_one_hold(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "chats.jsonl", ROWS * 3)
-    alone, packed = (open_rows(chat_job(path, {**LLAMA, "sequence": 256}, pack=pack), tmp_path) for pack in (False, True))
+    alone, packed = (
+        open_rows(chat_job(path, {**LLAMA, "sequence": 256}, pack=pack), tmp_path) for pack in (False, True)
+    )
     assert len(alone) == 18 and len(packed) < 9 and packed.filled > alone.filled
     pieces: list[tuple[list[int], list[int]]] = []
     for index in range(len(packed)):
@@ -409,12 +412,6 @@ def test_who_cannot_keep_conversations_apart_says_so(model: dict[str, Any], said
 # Runs
 
 
-def _train(folder: Path) -> list[float]:
-    run = RunFolder.open(folder)
-    TrainingLoop(run.path, run.job(), Layout.parse(run.job().layout), resume=False).run()
-    return [row["loss"] for row in run.metrics()]
-
-
 def test_a_run_keeps_template_and_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder, path = save_tokenizer(tmp_path / "tokenizer"), write_rows(tmp_path / "chats.jsonl", ROWS * 4)
@@ -429,3 +426,19 @@ def test_a_run_keeps_template_and_tokenizer(tmp_path: Path, monkeypatch: pytest.
     assert len(again[1]) and len(again[0]) == len(sources[0])
     for index in range(len(again[0])):
         assert again[0].read_row(index)[0].tolist() == sources[0].read_row(index)[0].tolist()
+
+
+def test_the_preview_shows_what_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder, path = save_tokenizer(tmp_path / "tokenizer"), write_rows(tmp_path / "chats.jsonl", ROWS[:2])
+    settings = [f"data.tokenizer={folder}", "data.source=chat", f"data.path={path}", "data.pack=true"]
+    words = ["shardwise", "data", "preview", "--count", "1", *(word for s in settings for word in ("--set", s))]
+    monkeypatch.setattr(sys, "argv", [*words, "--set", "data.validation_fraction=0"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    shown = capsys.readouterr().out
+    assert not ended.value.code and "--- sample 0: " in shown and "of 256 tokens count" in shown
+    assert "\n<|bos|><|start|>user<|sep|>Hi<|eot|><|start|>assistant<|sep|>[[Hello!<|eot|>]]\n" in shown
+    assert "<|sep|>2?<|eot|><|start|>assistant<|sep|>[[Two, née Zwei 🙂<|eot|>]]\n" in shown

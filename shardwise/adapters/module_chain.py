@@ -20,7 +20,7 @@ from torch.utils._pytree import TreeSpec, tree_map_only, tree_unflatten
 
 from shardwise.adapters.anatomy import TRACED_SAMPLES, Anatomy
 from shardwise.adapters.function_modes import KeepFloat64
-from shardwise.adapters.split_attention import documents, split_sequence
+from shardwise.adapters.split_attention import SPLIT, split_sequence
 from shardwise.adapters.task import Task
 from shardwise.adapters.tensor_plan import scale_head_counts
 from shardwise.errors import LayoutError
@@ -320,9 +320,9 @@ class ModuleChain(Chain):
         dtype = self.compute_dtype
         leaves = [leaf.to(dtype) if dtype and leaf.is_floating_point() else leaf for leaf in leaves]
         self.state.update(ids=ids, stream=x if self.parts[0] else None)
+        SPLIT.document_ids = extra_inputs.get("document_ids")
         try:
-            documents_of = documents(extra_inputs.get("document_ids"))
-            with KeepFloat64() if dtype is torch.float64 else nullcontext(), documents_of:
+            with KeepFloat64() if dtype is torch.float64 else nullcontext():
                 measured: dict[str, float] | None = None if self.training else {}
                 loss = self.task.call(self.root, tree_unflatten(leaves, self.spec), measured)
                 for name, value in (measured or {}).items():
@@ -336,6 +336,8 @@ class ModuleChain(Chain):
                 f"tensor_plan: shapes do not fit in {self._name_of_failing(error)} ({error}); check its style and "
                 "those of the modules around it."
             ) from error
+        finally:
+            SPLIT.document_ids = None
         if self.anatomy.reads_values:
             loss = _EveryGradient.apply(loss, *(p for p in self.root.parameters() if p.requires_grad))
         if self.task.count is None:

@@ -28,7 +28,7 @@ from shardwise.adapters.context_check import context_refusal
 from shardwise.adapters.deferred_init import build_deferred
 from shardwise.adapters.function_modes import KeepFloat64
 from shardwise.adapters.module_chain import ModuleChain, find_sample_dims, replace_dropout, stream_like
-from shardwise.adapters.split_attention import SPLIT, documents
+from shardwise.adapters.split_attention import SPLIT
 from shardwise.adapters.task import DatasetSource, Task, flatten_batch, load_python_task
 from shardwise.adapters.tensor_plan import make_sharding_plan
 from shardwise.errors import JobError
@@ -298,8 +298,9 @@ class ModuleFamily(Family):
         dtype = next(module.parameters()).dtype
         leaves = [leaf.to(dtype) if leaf.is_floating_point() else leaf for leaf in leaves]
         with KeepFloat64() if dtype is torch.float64 else torch.enable_grad():
-            with documents(document_ids):
-                loss = task.call(module, tree_unflatten(leaves, spec))
+            SPLIT.document_ids = document_ids
+            loss = task.call(module, tree_unflatten(leaves, spec))
+            SPLIT.document_ids = None
         return loss if task.count is None else loss / samples.num_targets
 
     def explain_difference(self, config: Any, layout: Any, kind: str) -> str:

@@ -5,8 +5,7 @@ Each rank has the queries, keys and values of its own positions. `shardwise.atte
 process they are just that.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,16 +45,6 @@ SPLIT = SplitSequence()  # modules call plain functions, which can only look her
 def split_sequence(axis: Axis | None, all_positions: Tensor | None, attention_fn: Callable[..., Tensor] | None) -> None:
     """Makes `attention` and `positions` work on this rank's part of the sequence; an axis of None: on the whole."""
     SPLIT.axis, SPLIT.all_positions, SPLIT.attention_fn = axis, all_positions, attention_fn
-
-
-@contextmanager
-def documents(document_ids: Tensor | None) -> Iterator[None]:
-    """Within it, samples hold several documents."""
-    before, SPLIT.document_ids = SPLIT.document_ids, document_ids
-    try:
-        yield
-    finally:
-        SPLIT.document_ids = before
 
 
 def positions(length: int, device: Any = None) -> Tensor:

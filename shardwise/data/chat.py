@@ -1,4 +1,4 @@
-"""Conversations: reads them, encodes them with the tokenizer's chat template, and lays them out in rows.
+"""Conversations: reads them, encodes them with a chat template, and lays them out in rows.
 
     messages        a list of {"role": "user", "content": "..."}
     conversations   ShareGPT's form: a list of {"from": "human", "value": "..."}; `system` may stand beside it
@@ -6,9 +6,9 @@
 
 Encoded conversations lie one after another in a token file, whose values are twice the token, plus one if the token
 counts towards the loss. A sample is a row of `length` positions: the conversations in it, without their last tokens,
-which predict nothing, then padding. Which conversations share a row depends on their lengths alone, so sample order
-stays a matter of the seed, whatever the layout. In a packed row, the first token t of each conversation, and of the
-padding, is stored as -1 - t. The device makes document ids of that (`Samples.with_packed_ids`).
+which predict nothing, then padding. Which of them share a row depends on their lengths alone, so sample order stays a
+matter of the seed, whatever the layout. In a packed row, the first token t of each conversation, and of the padding, is
+stored as -1 - t; document ids are made of that on the device (`Samples.with_packed_ids`).
 """
 
 from bisect import bisect_left, insort
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from shardwise.console import pluralize
-from shardwise.data.chat_template import CHATML_TOKENS, MARKS, ChatTemplate, Messages, Span, load_template
+from shardwise.data.chat_template import MARKS, ChatTemplate, Messages, Span
 from shardwise.data.input_files import BadRecords, DataFile
 from shardwise.data.sample_stream import CountedSource, Samples
 from shardwise.data.text import parse_object
@@ -32,20 +32,18 @@ from shardwise.job import DataConfig
 from shardwise.models.chain import IGNORE_INDEX
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_ROLE_NAMES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant"}  # ShareGPT's
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant"}
 ENCODED_AT_ONCE = 1000  # texts per call of the tokenizer
-Sample = tuple[str, list[Span]]
 
 
 def parse_conversation(record: dict[str, Any]) -> tuple[Messages, Any]:
     """Returns the messages of a row, and the tools that it declares."""
-    if "messages" in record or "conversations" in record:
-        given = record.get("messages", record.get("conversations"))
-    elif "prompt" in record and "completion" in record:
+    given = record.get("messages", record.get("conversations"))
+    if given is None and "prompt" in record and "completion" in record:
         sides = (("user", record["prompt"]), ("assistant", record["completion"]))
         as_messages = (side if isinstance(side, list) else [{"role": role, "content": side}] for role, side in sides)
         given = [message for messages in as_messages for message in messages]
-    else:
+    if given is None:
         keys = shorten(", ".join(map(str, record)))
         raise DataError(f"the row has the keys {keys}; it needs messages, conversations, or prompt and completion.")
     if not isinstance(given, list) or not given or not all(isinstance(message, dict) for message in given):
@@ -56,55 +54,31 @@ def parse_conversation(record: dict[str, Any]) -> tuple[Messages, Any]:
 
 
 def _parse_message(message: dict[str, Any], number: int) -> dict[str, Any]:
-    role, content = (message.get(ours, message.get(theirs)) for ours, theirs in (("role", "from"), ("content", "value")))
-    role = _ROLE_NAMES.get(role, role) if isinstance(role, str) else role
+    role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
+    role = SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
     if role not in ROLES:
         raise DataError(f"message {number} has the role {shorten(role)}; roles are {', '.join(ROLES)}.")
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
         raise DataError(f"message {number} has the content {shorten(content)}, which is not a text; fix or drop it.")
     if content and any(mark in content for mark in MARKS):
         raise DataError(f"message {number} has a character that Unicode reserves (U+FDD0 or U+FDD1); remove it.")
-    others = {key: value for key, value in message.items() if key not in ("role", "from", "content", "value")}
-    return {"role": role, "content": content, **others}
+    return {**message, "role": role, "content": content}
 
 
 def read_samples(
     data: DataConfig, files: Sequence[DataFile], template: ChatTemplate, bad_records: BadRecords
-) -> Iterator[tuple[str, Sample]]:
+) -> Iterator[tuple[str, str, list[Span]]]:
     """Yields where each sample stands, its text, and which parts of that count towards the loss."""
     for file in files:
-        try:
-            with file.open() as lines:
-                for number, line in enumerate(lines, start=1):
+        with file.open() as lines:
+            for number, line in enumerate(lines, start=1):
+                where, samples = f"{file.path}, line {number}", list[tuple[str, list[Span]]]()
+                try:
                     if line.strip():
-                        where = f"{file.path}, line {number}"
-                        yield from ((where, sample) for sample in _read_row(data, line, where, template, bad_records))
-        except OSError as error:
-            raise DataError(f"{file.path} cannot be read: {error.strerror}.") from error
-
-
-def _read_row(
-    data: DataConfig, line: bytes, where: str, template: ChatTemplate, bad_records: BadRecords
-) -> list[Sample]:
-    try:
-        record = parse_object(line, where)
-    except DataError as error:
-        bad_records.report(error)
-        return []
-    try:
-        messages, tools = parse_conversation(record)
-        if data.train_on != "all" and not any(message["role"] == "assistant" for message in messages):
-            raise DataError('no message is the assistant\'s, so nothing counts; drop it, or set data.train_on = "all".')
-        return template.mark(messages, tools, data.train_on)
-    except DataError as error:
-        bad_records.report(DataError(f"{where}: {error}"))
-        return []
-
-
-def open_template(data: DataConfig, tokenizer: Tokenizer, folder: str) -> ChatTemplate:
-    """Returns the chat template of a job. `folder`: where the tokenizer lies."""
-    ids, _ = tokenizer.encode_chat(["".join(CHATML_TOKENS)])[0]
-    return load_template(data.chat_template, folder, folder == "bytes" or len(ids) == len(CHATML_TOKENS))
+                        samples = template.mark(*parse_conversation(parse_object(line)), data.train_on)
+                except DataError as error:
+                    bad_records.report(DataError(f"{where}: {error}"))
+                yield from ((where, text, spans) for text, spans in samples)
 
 
 def encode_chats(
@@ -117,16 +91,16 @@ def encode_chats(
     def arrays() -> Iterator[np.ndarray]:
         samples = read_samples(data, files, template, bad_records)
         while batch := list(islice(samples, ENCODED_AT_ONCE)):
-            encoded = tokenizer.encode_chat([text for _, (text, _) in batch])
-            for (where, (_, spans)), (ids, offsets) in zip(batch, encoded, strict=True):
+            encoded = tokenizer.encode_chat([text for _, text, _ in batch])
+            for (where, _, spans), (ids, first, last) in zip(batch, encoded, strict=True):
                 counts = np.zeros(len(ids), bool)
                 for start, stop in spans:
-                    counts |= (offsets[:, 0] < stop) & (offsets[:, 1] > start)
-                if not counts[1:].any():
+                    counts |= (first < stop) & (last > start)
+                if counts[1:].any():
+                    lengths.append(len(ids))
+                    yield 2 * ids.astype(np.int64) + counts
+                else:
                     bad_records.report(DataError(f"{where}: no token of the conversation counts; fix or drop it."))
-                    continue
-                lengths.append(len(ids))
-                yield 2 * ids.astype(np.int64) + counts
         if not lengths:
             raise DataError(f"data.path = {data.path!r} has no conversations; each line of a file must be one.")
 
@@ -134,31 +108,28 @@ def encode_chats(
     write_token_arrays(folder / "lengths.bin", [np.array(lengths)], max(lengths) + 1)
 
 
-class Conversations:
-    """Encoded conversations, cut to the length of a row."""
-
-    def __init__(self, folder: Path, length: int, truncate: str):
-        self.tokens = open_token_file(folder / "tokens.bin")
-        lengths = open_token_file(folder / "lengths.bin")
-        sizes = lengths.read(0, lengths.count)
-        stops = np.cumsum(sizes)
-        starts, is_long = stops - sizes, sizes > length + 1
-        if truncate == "left":
-            starts = np.maximum(starts, stops - length - 1)
-        else:
-            stops = np.minimum(stops, starts + length + 1)
-        is_kept = ~is_long if truncate == "drop" else np.ones(len(sizes), bool)
-        for number in np.flatnonzero(is_long & is_kept).tolist():  # what is left of it may be questions only
-            is_kept[number] = (self.tokens.read(starts[number] + 1, stops[number]) % 2).any()
-        self.starts, self.stops = starts[is_kept], stops[is_kept]
-        found = f"{pluralize(len(sizes), 'conversation')} of {int(sizes.sum()):,} tokens"
-        cut, dropped = int((is_long & is_kept).sum()), int((~is_kept).sum())
-        self.summary = f"{found}, {cut} cut at the {truncate}" if cut else found
-        if dropped:
-            why = "longer than" if truncate == "drop" else "with nothing that counts within"
-            self.summary += f", {dropped} dropped ({why} {length + 1} tokens)"
-        if not len(self.starts):
-            raise DataError(f"no conversation is left of {self.summary}; use a longer model.sequence.")
+def open_chats(folder: Path, length: int, truncate: str) -> tuple[TokenFile, np.ndarray, str]:
+    """Returns encoded conversations: their tokens; the first and last (exclusive) of each (conversations, 2), cut to
+    `length` + 1; and a summary."""
+    tokens, lengths = open_token_file(folder / "tokens.bin"), open_token_file(folder / "lengths.bin")
+    sizes = lengths.read(0, lengths.count)
+    stops = np.cumsum(sizes)
+    starts, is_long = stops - sizes, sizes > length + 1
+    if truncate == "left":
+        starts = np.maximum(starts, stops - length - 1)
+    else:
+        stops = np.minimum(stops, starts + length + 1)
+    is_kept = ~is_long if truncate == "drop" else np.ones(len(sizes), bool)
+    for number in np.flatnonzero(is_long & is_kept).tolist():  # what is left of it may be questions only
+        is_kept[number] = (tokens.read(starts[number] + 1, stops[number]) % 2).any()
+    cut, dropped = int((is_long & is_kept).sum()), int((~is_kept).sum())
+    why = "longer than" if truncate == "drop" else "with nothing that counts within"
+    summary = f"{pluralize(len(sizes), 'conversation')} of {int(sizes.sum()):,} tokens"
+    summary += f", {cut} cut at the {truncate}" * bool(cut)
+    summary += f", {dropped} dropped ({why} {length + 1} tokens)" * bool(dropped)
+    if not is_kept.any():
+        raise DataError(f"no conversation is left of {summary}; use a longer model.sequence.")
+    return tokens, np.stack((starts, stops), 1)[is_kept], summary
 
 
 class ChatRows(CountedSource):
@@ -167,10 +138,10 @@ class ChatRows(CountedSource):
     summary = ""
     tokenizer_config = ""  # a `tokenizer_config.json` with the chat template, which the run keeps
 
-    def __init__(self, tokens: TokenFile, starts: np.ndarray, stops: np.ndarray, length: int, pad_id: int, packed: bool):
-        self.tokens, self.starts, self.stops = tokens, starts, stops
-        self.length, self.vocab, self.pad_id, self.packed = length, tokens.vocab // 2, pad_id, packed
-        sizes = (stops - starts - 1).tolist()
+    def __init__(self, tokens: TokenFile, extents: np.ndarray, length: int, pad_id: int, packed: bool):
+        self.tokens, self.extents, self.packed = tokens, extents, packed
+        self.length, self.vocab, self.pad_id = length, tokens.vocab // 2, pad_id
+        sizes = (extents[:, 1] - extents[:, 0] - 1).tolist()
         rows = pack(sizes, length) if packed else [[number] for number in range(len(sizes))]
         self.order = np.array([number for row in rows for number in row], np.int64)
         self.ends = np.cumsum([0, *map(len, rows)])
@@ -180,12 +151,12 @@ class ChatRows(CountedSource):
         """Returns the tokens of a row, their targets, and which of the tokens are first in a conversation."""
         tokens = np.full(self.length, self.pad_id, np.int64)
         targets, is_first, place = np.full_like(tokens, IGNORE_INDEX), np.zeros(self.length, bool), 0
-        for number in self.order[self.ends[index] : self.ends[index + 1]].tolist():
-            values = self.tokens.read(self.starts[number], self.stops[number])
-            end = place + len(values) - 1
+        for start, stop in self.extents[self.order[self.ends[index] : self.ends[index + 1]]].tolist():
+            values = self.tokens.read(start, stop)
+            is_first[place], end = True, place + len(values) - 1
             tokens[place:end] = values[:-1] >> 1
             targets[place:end] = np.where(values[1:] & 1, values[1:] >> 1, IGNORE_INDEX)
-            is_first[place], place = True, end
+            place = end
         is_first[place : place + 1] = True  # of the padding
         return tokens, targets, is_first
 
@@ -194,8 +165,7 @@ class ChatRows(CountedSource):
 
     def samples(self, indices: np.ndarray, positions: np.ndarray) -> Samples:
         tokens, targets, is_first = map(np.stack, zip(*map(self.read_row, indices.tolist()), strict=True))
-        tokens = np.where(is_first, ~tokens, tokens) if self.packed else tokens
-        parts = (tokens, targets, positions.astype(np.int64))
+        parts = (np.where(is_first & self.packed, ~tokens, tokens), targets, positions.astype(np.int64))
         return Samples.from_tensors(torch.from_numpy(part) for part in parts)
 
 
@@ -214,8 +184,8 @@ def pack(sizes: Sequence[int], length: int) -> list[list[int]]:
         else:
             rows.append([])
         rows[row].append(item)
-        with_same_space = rows_by_space.setdefault(space - sizes[item], [])
-        if not with_same_space:
+        same_space = rows_by_space.setdefault(space - sizes[item], [])
+        if not same_space:
             insort(spaces, space - sizes[item])
-        with_same_space.append(row)
+        same_space.append(row)
     return sorted(sorted(row) for row in rows)

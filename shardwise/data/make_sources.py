@@ -23,6 +23,7 @@ from typing import Any, cast
 
 from shardwise.console import pluralize
 from shardwise.data import chat, criteo
+from shardwise.data.chat_template import CHATML_TOKENS, load_template
 from shardwise.data.cifar10 import IMAGE_SIZE, NUM_CLASSES, open_cifar10
 from shardwise.data.images import ImageAugmentation, SyntheticImages
 from shardwise.data.input_files import BadRecords, DataFile, DataRecord
@@ -268,10 +269,7 @@ def _encode_cached(
         data = data.model_copy(update={"tokenizer": str(folder / "tokenizer.json")})
     folder, tokenizer = cache / _cache_key(data, files), load_tokenizer(data.tokenizer)
     _check_vocab("the tokenizer", tokenizer.vocab, job)
-
-    def open_files() -> TokenFile:
-        return open_token_file(folder / "tokens.bin")
-
+    open_files = partial(open_token_file, folder / "tokens.bin")
     encode = partial(encode_files, data, files, tokenizer, folder / "tokens.bin", new_bad_records)
     return [_open_or_encode(folder, open_files, encode, bad_records, new_bad_records)], tokenizer
 
@@ -279,7 +277,7 @@ def _encode_cached(
 def _open_or_encode(
     folder: Path, open_files: Callable[[], Any], encode: Callable[[], Any], bad_records: BadRecords, new: BadRecords
 ) -> Any:
-    """Opens what the cache has in `folder`; encodes it first if it is missing or damaged. `new`: what `encode` fills."""
+    """Opens what the cache has in `folder`; encodes it first if it is missing or damaged. `encode` fills `new`."""
     with _file_lock(folder):
         try:
             notes, opened = parse_json((folder / "notes.json").read_bytes()), open_files()
@@ -294,45 +292,34 @@ def _open_or_encode(
     return opened
 
 
-# Conversations
-
-
 def _chat_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataRecord) -> Sources:
     data, length = job.data, job.model.text_window
     if job.family.objective(job.model, job.seed) is not next_token:
-        raise DataError(f"data.source = 'chat' is for models that predict the next token; {job.model.description} does not.")
+        raise DataError(f"data.source = 'chat' is for models that predict the next token, not {job.model.description}.")
     if parse_bpe_size(data.tokenizer):
-        raise DataError(
-            f"data.tokenizer = {data.tokenizer!r} is trained on texts, and data.source = 'chat' has none; set it to a "
-            "folder with a tokenizer.json, or to bytes."
-        )
+        raise DataError(f"data.tokenizer = {data.tokenizer!r} is not trained on chats; name a tokenizer.json.")
     files, tokenizer = record.take(find_files("chat", data.path)), load_tokenizer(data.tokenizer)
-    if data.chat_template not in ("", "chatml"):
-        record.take([Path(data.chat_template).expanduser()])
     _check_vocab("the tokenizer", tokenizer.vocab, job)
-    template, new_bad_records = chat.open_template(data, tokenizer, data.tokenizer), BadRecords(bad_records.skip)
-    settings = (data.train_on, data.on_bad_record, template.save())
-    folder = cache / _cache_key(data, files, settings)
-    found: chat.Conversations = _open_or_encode(
-        folder, partial(chat.Conversations, folder, length, data.truncate),
-        partial(chat.encode_chats, data, files, tokenizer, template, folder, new_bad_records), bad_records,
-        new_bad_records,
-    )  # fmt: skip
-    first_held_out = len(found.starts) - _num_held_out(len(found.starts), data.validation_fraction)
-    parts = (slice(first_held_out), slice(first_held_out, None))
-    training, held_out = (
-        chat.ChatRows(found.tokens, found.starts[part], found.stops[part], length, tokenizer.eos_id, data.pack)
-        for part in parts
-    )  # fmt: skip
-    training.tokenizer_config = template.save()
-    training.summary = f"{found.summary}; {pluralize(len(training), 'sample')} for training, {training.filled:.0%} full."
+    has_chatml_tokens = len(tokenizer.encode_chat(["".join(CHATML_TOKENS)])[0][0]) == len(CHATML_TOKENS)
+    template = load_template(data.chat_template, data.tokenizer, has_chatml_tokens or data.tokenizer == "bytes")
+    if data.chat_template:
+        record.take([Path(data.chat_template).expanduser()])
+    folder = cache / _cache_key(data, files, data.train_on, data.on_bad_record, template.as_tokenizer_config())
+    new, open_files = BadRecords(bad_records.skip), partial(chat.open_chats, folder, length, data.truncate)
+    encode = partial(chat.encode_chats, data, files, tokenizer, template, folder, new)
+    tokens, extents, summary = _open_or_encode(folder, open_files, encode, bad_records, new)
+    first_held_out = len(extents) - _num_held_out(len(extents), data.validation_fraction)
+    parts = extents[:first_held_out], extents[first_held_out:]
+    training, held_out = (chat.ChatRows(tokens, part, length, tokenizer.eos_id, data.pack) for part in parts)
+    training.tokenizer_config = template.as_tokenizer_config()
+    training.summary = f"{summary}; {pluralize(len(training), 'sample')} for training, {training.filled:.0%} full."
     return training, held_out, tokenizer
 
 
 # The cache
 
 
-def _cache_key(data: DataConfig, files: Sequence[DataFile], chat_settings: tuple[str, ...] = ()) -> str:
+def _cache_key(data: DataConfig, files: Sequence[DataFile], *chat_settings: str) -> str:
     field = f"{data.text_field}{':skip' if data.on_bad_record == 'skip' else ''}" if data.source == "jsonl" else ""
     settings = (CACHE_VERSION, data.source, field, tokenizer_fingerprint(data.tokenizer), *chat_settings)
     listing = [(str(file.path.absolute()), file.size, file.mtime_ns, file.digest) for file in files]
