@@ -62,7 +62,7 @@ class DataConfig(ConfigSection):
         if bool(self.mix) != (self.source == "mix"):
             raise ValueError('source = "mix" and paths below [data.mix] belong together; set both or neither')
         for key in ("chat_template", "train_on", "truncate", "pack"):
-            if self.source != "chat" and getattr(self, key) != type(self).model_fields[key].default:
+            if self.source not in ("chat", "synthetic") and getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f'{key} = {getattr(self, key)!r} is for source = "chat" only; remove it')
         if self.path and "source" not in self.model_fields_set:
             raise ValueError(
