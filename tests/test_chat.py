@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_train import losses, train, validation
 
 from shardwise.cli import main
 from shardwise.comm.world import run_world
@@ -20,7 +22,7 @@ from shardwise.data.chat_template import CHATML, ChatTemplate, load_template
 from shardwise.data.input_files import BadRecords
 from shardwise.data.make_sources import make_sources
 from shardwise.data.sample_stream import Samples
-from shardwise.errors import DataError, JobError, UserError
+from shardwise.errors import DataError, JobError, RunError, UserError
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.models.chain import IGNORE_INDEX
@@ -298,6 +300,8 @@ def test_packing_loses_nothing_and_fits(sizes: list[int]) -> None:
 
 def test_a_packed_row_holds_what_rows_of_one_hold(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "chats.jsonl", ROWS * 3)
+    pickled = pickle.loads(pickle.dumps(open_rows(chat_job(path, pack=True), tmp_path)))  # as data workers get it
+    assert len(pickled.read_row(0)[0]) == 96
     alone, packed = (
         open_rows(chat_job(path, {**LLAMA, "sequence": 256}, pack=pack), tmp_path) for pack in (False, True)
     )
@@ -426,6 +430,27 @@ def test_a_run_keeps_template_and_tokenizer(tmp_path: Path, monkeypatch: pytest.
     assert len(again[1]) and len(again[0]) == len(sources[0])
     for index in range(len(again[0])):
         assert again[0].read_row(index)[0].tolist() == sources[0].read_row(index)[0].tolist()
+
+
+@pytest.mark.parametrize("model", [LLAMA, {**LLAMA, "lora": {"rank": 2, "init_std": 0.02}}], ids=["full", "lora"])
+def test_a_run_is_the_same_in_any_layout_and_after_a_restart(
+    model: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    chats = Path(__file__).parent.parent / "examples" / "chats.jsonl"
+    found = {}
+    for name, layout, resumed in (("one", "pipeline=1", ""), ("two", "shard=2 zero=3", "context=2")):
+        job = chat_job(str(chats), {**model, "sequence": 192}, 8, pack=True, validation_fraction=0.1)
+        job = job.model_copy(update={
+            "steps": 4, "run": job.run.model_copy(update={"folder": str(tmp_path / name)}),
+            "checkpoint": job.checkpoint.model_copy(update={"every": 2, "asynchronous": False}),
+        })  # fmt: skip
+        if resumed:
+            with pytest.raises(RunError):
+                train(job, layout, die_after=3)
+        run = train(job, resumed or layout, resume=bool(resumed))
+        found[name] = [*losses(run), validation(run)]
+    assert found["one"] == pytest.approx(found["two"], rel=1e-10)
 
 
 def test_the_preview_shows_what_counts(
