@@ -251,11 +251,15 @@ def test_a_bad_row_is_named_or_skipped(row: Any, said: str, tmp_path: Path) -> N
     (None, {"source": "jsonl", "pack": True}, {}, 'pack = True is for source = "chat" only'),
     (None, {}, {"name": "bert", "kv_heads": 4}, "models that predict the next token"),
     (None, {"path": "nowhere.jsonl"}, {}, "no such file or folder"),
+    (None, {"chat_template": "empty.jinja"}, {}, "line 1: no token of the conversation counts"),
+    (None, {"chat_template": "none.jinja"}, {}, "the chat template none.jinja cannot be read"),
 ])  # fmt: skip
 def test_what_cannot_be_read_is_a_sentence(
-    rows: Any, data: dict[str, Any], model: dict[str, Any], said: str, tmp_path: Path
+    rows: Any, data: dict[str, Any], model: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_rows(tmp_path / "chats.jsonl", rows)
+    monkeypatch.chdir(tmp_path)
+    Path("empty.jinja").touch()
     with pytest.raises(UserError) as told:
         open_rows(chat_job(data.pop("path", path), {**LLAMA, **model}, **data), tmp_path)
     assert said in str(told.value), told.value

@@ -124,9 +124,10 @@ def open_chats(folder: Path, length: int, truncate: str) -> tuple[TokenFile, np.
         is_kept[number] = (tokens.read(starts[number] + 1, stops[number]) % 2).any()
     cut, dropped = int((is_long & is_kept).sum()), int((~is_kept).sum())
     why = "longer than" if truncate == "drop" else "with nothing that counts within"
-    summary = f"{pluralize(len(sizes), 'conversation')} of {int(sizes.sum()):,} tokens"
-    summary += f", {cut} cut at the {truncate}" * bool(cut)
-    summary += f", {dropped} dropped ({why} {length + 1} tokens)" * bool(dropped)
+    changes = f", {cut} cut at the {truncate}" * bool(cut) + f", {dropped} dropped ({why} {length + 1} tokens)" * bool(
+        dropped
+    )
+    summary = f"{pluralize(len(sizes), 'conversation')} of {int(sizes.sum()):,} tokens{changes}"
     if not is_kept.any():
         raise DataError(f"no conversation is left of {summary}; use a longer model.sequence.")
     return tokens, np.stack((starts, stops), 1)[is_kept], summary
@@ -159,9 +160,6 @@ class ChatRows(CountedSource):
             place = end
         is_first[place : place + 1] = True  # of the padding
         return tokens, targets, is_first
-
-    def read_sample(self, index: int) -> np.ndarray:
-        return self.read_row(index)[0]
 
     def samples(self, indices: np.ndarray, positions: np.ndarray) -> Samples:
         tokens, targets, is_first = map(np.stack, zip(*map(self.read_row, indices.tolist()), strict=True))

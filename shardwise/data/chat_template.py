@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,9 +36,7 @@ MARKS = _BEGIN, _END = "\ufdd0", "\ufdd1"  # Unicode's noncharacters, which no t
 MAX_REPEATED = 10**6  # characters or items that a template may make with `*`
 
 
-class _Generation(Extension):
-    """`{% generation %}`: puts marks around what the assistant says."""
-
+class _Generation(Extension):  # `{% generation %}`: puts marks around what the assistant says
     tags = {"generation"}
 
     def parse(self, parser: Any) -> nodes.Node:
@@ -73,9 +72,8 @@ class ChatTemplate:
 
     @cached_property
     def _compiled(self) -> Template:
-        environment = _Sandbox(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-        )
+        extensions = [_Generation, "jinja2.ext.loopcontrols"]
+        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         environment.filters["tojson"] = lambda value, **options: json.dumps(value, **{"ensure_ascii": False, **options})
         # A fixed date: a run that is resumed on another day reads the same tokens.
         environment.globals |= {"raise_exception": _raise, "strftime_now": datetime(2024, 7, 26).strftime}
@@ -96,15 +94,9 @@ class ChatTemplate:
             kind = "" if type(error) is TemplateError else f"{type(error).__name__}: "
             reason = " ".join(f"{kind}{error}".split()).rstrip(".")[:300]
             raise DataError(f"the chat template {self.name} does not take this conversation: {reason}.") from None
-        text, spans, start = "", list[Span](), 0
-        for part in re.split(f"([{_BEGIN}{_END}])", marked):
-            if part == _BEGIN:
-                start = len(text)
-            elif part == _END:
-                spans.append((start, len(text)))
-            else:
-                text += part
-        return text, spans
+        parts = re.split(f"[{_BEGIN}{_END}]", marked)  # by turns outside and inside of a block
+        ends = list(accumulate(map(len, parts)))
+        return "".join(parts), list(zip(ends[::2], ends[1::2]))
 
     def mark(self, messages: Messages, tools: Any, train_on: str) -> list[tuple[str, list[Span]]]:
         """Returns the samples of a conversation: texts, and which parts of each count towards the loss."""
@@ -115,21 +107,18 @@ class ChatTemplate:
         if train_on == "all" or re.search(r"\{%[-+]?\s*generation\b", self.text):
             return [(text, [(0, len(text))] if train_on == "all" else spans[chosen])]
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"][chosen]
-        parts = [self._turn(messages, number, tools) for number in turns]
+        untils = [self.render(messages[: number + 1], tools)[0] for number in turns]
+        parts = [(self.render(messages[:number], tools, True)[0], until) for number, until in zip(turns, untils)]
+        for number, (before, until) in zip(turns, parts):
+            if not until.startswith(before):
+                raise DataError(
+                    f"the chat template {self.name} does not begin message {number + 1}, the assistant's, with its "
+                    "generation prompt, so what counts cannot be told; set data.chat_template to a copy of it with "
+                    "{% generation %} blocks."
+                )
         if all(text.startswith(until) for _, until in parts):
             return [(text, [(len(before), len(until)) for before, until in parts])]
         return [(until, [(len(before), len(until))]) for before, until in parts]
-
-    def _turn(self, messages: Messages, number: int, tools: Any) -> tuple[str, str]:
-        """Returns the text before one of the assistant's messages, and that with the message."""
-        before, until = self.render(messages[:number], tools, True)[0], self.render(messages[: number + 1], tools)[0]
-        if not until.startswith(before):
-            raise DataError(
-                f"the chat template {self.name} does not begin message {number + 1}, the assistant's, with its "
-                "generation prompt, so what counts cannot be told; set data.chat_template to a copy of it with "
-                "{% generation %} blocks."
-            )
-        return before, until
 
     def as_tokenizer_config(self) -> str:
         """Returns a `tokenizer_config.json` that holds the template."""

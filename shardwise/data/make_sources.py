@@ -309,8 +309,8 @@ def _chat_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataRe
     encode = partial(chat.encode_chats, data, files, tokenizer, template, folder, new)
     tokens, extents, summary = _open_or_encode(folder, open_files, encode, bad_records, new)
     first_held_out = len(extents) - _num_held_out(len(extents), data.validation_fraction)
-    parts = extents[:first_held_out], extents[first_held_out:]
-    training, held_out = (chat.ChatRows(tokens, part, length, tokenizer.eos_id, data.pack) for part in parts)
+    rows = partial(chat.ChatRows, tokens, length=length, pad_id=tokenizer.eos_id, packed=data.pack)
+    training, held_out = rows(extents[:first_held_out]), rows(extents[first_held_out:])
     training.tokenizer_config = template.as_tokenizer_config()
     training.summary = f"{summary}; {pluralize(len(training), 'sample')} for training, {training.filled:.0%} full."
     return training, held_out, tokenizer

@@ -69,9 +69,9 @@ class ByteTokenizer:
         return flat[(flat > 0) & (flat < self.vocab)].astype(np.uint8).tobytes().decode(errors="replace")
 
     def encode_chat(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        sizes = [[len(character.encode()) if character != "\0" else 0 for character in text] for text in texts]
-        first = [np.repeat(np.arange(len(of_text)), of_text) for of_text in sizes]
-        return [(self.encode(text), place, place + 1) for text, place in zip(texts, first, strict=True)]
+        sizes = [np.array([len(letter.encode()) * (letter != "\0") for letter in text], int) for text in texts]
+        places = [np.repeat(np.arange(len(of_text)), of_text) for of_text in sizes]
+        return [(self.encode(text), place, place + 1) for text, place in zip(texts, places, strict=True)]
 
     def count_bytes(self, ids: ArrayLike) -> int:
         flat = np.asarray(ids)

@@ -280,11 +280,11 @@ def find_warnings(prepared: Prepared, training: Source, held_out: Source) -> lis
 def summarize(folder: RunFolder, job: Job, say: Callable[[str], None]) -> None:
     """Prints the summary of a run that has taken all its steps."""
     training, held_out, tokenizer = folder.sources(job)
-    is_chat = job.data.source == "chat"  # of which a part counts, and which no text continues
-    if tokenizer is not None and len(held_out) and job.model.targets_are_text and not is_chat:
+    tokenizer = None if job.data.source == "chat" else tokenizer  # a part of a chat counts, and no text continues it
+    if tokenizer is not None and len(held_out) and job.model.targets_are_text:
         bits = _frequency_table_bits(job, training, held_out, tokenizer)
         say(f"for comparison: predicting bytes by their frequency gives {bits:.3f} bits per byte")
-    if tokenizer is not None and job.model.is_causal_lm and not is_chat:
+    if tokenizer is not None and job.model.is_causal_lm:
         prompt_source = held_out if len(held_out) else training
         words = tokenizer.decode(prompt_source[0]).split()[1:4]  # not the first word, which may be cut off
         prompt = "def " if job.data.source == "stdlib" else " ".join(words)[:40]
