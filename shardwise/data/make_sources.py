@@ -13,9 +13,7 @@ slower.
 """
 
 import json
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, cast
@@ -30,21 +28,11 @@ from shardwise.data.text import describe_source, encode_files, find_files, load_
 from shardwise.data.token_file import RAW_DTYPES, TokenFile, TokenWindows, open_raw_token_file, open_token_file
 from shardwise.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, parse_bpe_size, tokenizer_fingerprint
 from shardwise.errors import DataError
-from shardwise.files import parse_json, write_text
+from shardwise.files import cache_folder, file_lock, parse_json, write_text
 from shardwise.job import DataConfig, Job
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 CACHE_VERSION = 2
 """Increment this when the same files would encode to different tokens, which invalidates old caches."""
-
-
-def default_cache_folder() -> Path:
-    """Returns the folder that keeps encoded corpora between runs."""
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "shardwise"
 
 
 Sources = tuple[Source, Source, Tokenizer | None]  # for training and for validation, and the tokenizer, if known
@@ -76,7 +64,7 @@ def make_sources(
         return *_image_sources(job, job.model, bad_records, record), None
     if job.data.source == "mix":
         return _mixture_sources(job, job.data.mix, cache, bad_records, record)
-    return _token_sources(job, cache or default_cache_folder(), bad_records, record)
+    return _token_sources(job, cache or cache_folder(), bad_records, record)
 
 
 def _mixture_sources(
@@ -92,7 +80,7 @@ def _mixture_sources(
     for name in mix:
         data = job.data.model_copy(update=dict(zip(("source", "path"), _parse_mixture_entry(name))) | {"mix": {}})
         sources.append(
-            _token_sources(job.model_copy(update={"data": data}), cache or default_cache_folder(), bad_records, record)
+            _token_sources(job.model_copy(update={"data": data}), cache or cache_folder(), bad_records, record)
         )
     training, validation, tokenizers = zip(*sources)
     tokenizer = tokenizers[0] if all(tokenizer is not None for tokenizer in tokenizers) else None
@@ -259,12 +247,12 @@ def _encode_cached(
     data, new_bad_records = job.data, BadRecords(bad_records.skip)
     if parse_bpe_size(data.tokenizer):  # tokens are cached by the content of their tokenizer
         folder = cache / _cache_key(data, files)
-        with _file_lock(folder):
+        with file_lock(folder):
             load_or_train_tokenizer(data, files, folder / "tokenizer.json", new_bad_records)
         data = data.model_copy(update={"tokenizer": str(folder / "tokenizer.json")})
     folder, tokenizer = cache / _cache_key(data, files), load_tokenizer(data.tokenizer)
     _check_vocab("the tokenizer", tokenizer.vocab, job)
-    with _file_lock(folder):
+    with file_lock(folder):
         try:
             notes = parse_json((folder / "notes.json").read_bytes())
             tokens = open_token_file(folder / "tokens.bin")
@@ -287,24 +275,6 @@ def _cache_key(data: DataConfig, files: Sequence[DataFile]) -> str:
     settings = (CACHE_VERSION, data.source, field, tokenizer_fingerprint(data.tokenizer))
     listing = [(str(file.path.absolute()), file.size, file.mtime_ns, file.digest) for file in files]
     return f"{data.source}-{blake2b(repr((settings, listing)).encode(), digest_size=8).hexdigest()}"
-
-
-@contextmanager
-def _file_lock(folder: Path) -> Iterator[None]:
-    """Holds an exclusive lock on a folder, if its file system has locks. A killed process releases it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "lock").open("w")
-    except OSError:  # a read-only cache, filled elsewhere, needs no lock
-        yield
-        return
-    with lock:
-        try:
-            if fcntl:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:
-            pass
-        yield
 
 
 def _check_vocab(owner: str, vocab: int, job: Job) -> None:

@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,6 +33,8 @@ MANIFEST_FILE = "manifest.json"
 # The second number counts repeated saves of a step: an existing folder, maybe a damaged one, is not overwritten.
 FOLDER_PATTERN = re.compile(r"step-(\d+)(?:\.(\d+))?")
 
+FILE_PATTERN = re.compile(r"(?!\.\.?$)[\w.-]+")  # a manifest may come from elsewhere: no path leads out of its folder
+
 T = TypeVar("T")
 
 
@@ -43,12 +45,32 @@ class CheckpointGroup:
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
+    sharing: tuple[int, ...] = (0,)
+    """The ranks that share this rank's run folder: all, unless the run is in an object store and has several nodes."""
 
     @classmethod
-    def create(cls) -> CheckpointGroup:
+    def create(cls, folder_id: str = "") -> CheckpointGroup:
+        """`folder_id`: differs between ranks that do not share a run folder."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls()
-        return cls(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo", group_desc="checkpoint"))
+        group = cls(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo", group_desc="checkpoint"))
+        ids = group.all_gather(folder_id)
+        return replace(group, sharing=tuple(rank for rank in range(group.size) if ids[rank] == folder_id))
+
+    @property
+    def has_one_folder(self) -> bool:
+        return len(self.sharing) == self.size
+
+    def on_leaders(self, function: Callable[[], object]) -> None:
+        """Calls `function` on the first rank of every run folder; raises the first error on every rank."""
+        problem = ""
+        if self.rank == self.sharing[0]:
+            try:
+                function()
+            except Exception as error:
+                problem = f"rank {self.rank}: {error}"
+        if problems := [found for found in self.all_gather(problem) if found]:
+            raise RuntimeError(problems[0])
 
     def all_gather(self, value: T) -> list[T]:
         """Returns the values of all ranks, on every rank."""
@@ -92,7 +114,7 @@ def valid_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     for step, path in list_checkpoints(folder):
         with suppress(DamagedCheckpoint):
             files = read_manifest(path)["files"]
-            if not any(_file_problem(path, name, info, size_only=True) for name, info in files.items()):
+            if not any(file_problem(path, name, info, size_only=True) for name, info in files.items()):
                 valid.append((step, path))
     return valid
 
@@ -143,29 +165,40 @@ def find_newest_valid(folder: Path, group: CheckpointGroup, step: int | None = N
 
 
 def verify_checkpoint_files(path: Path, group: CheckpointGroup) -> tuple[list[str], dict[str, Any]]:
-    """Returns a checkpoint's problems and its manifest; the ranks divide the files among them."""
+    """Returns a checkpoint's problems and its manifest; the ranks that share a folder divide its files among them."""
     try:
         manifest = group.on_rank_zero(lambda: read_manifest(path))
     except DamagedCheckpoint as error:
         return [str(error)], {}
     by_size = sorted(manifest["files"].items(), key=lambda item: -item[1]["bytes"])
-    own = by_size[group.rank :: group.size]
+    own = by_size[group.sharing.index(group.rank) :: len(group.sharing)]
     with ThreadPoolExecutor(num_threads(sum(info["bytes"] for _, info in own))) as pool:
-        problems = list(pool.map(lambda file: _file_problem(path, *file), own))
+        problems = list(pool.map(lambda file: file_problem(path, *file), own))
     return sorted(problem for part in group.all_gather(problems) for problem in part if problem), manifest
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
     try:
-        manifest = parse_json((path / MANIFEST_FILE).read_bytes())
+        return parse_manifest((path / MANIFEST_FILE).read_bytes())
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{MANIFEST_FILE} is missing") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise DamagedCheckpoint(f"{MANIFEST_FILE} cannot be read ({error})") from None
+
+
+def parse_manifest(content: bytes) -> dict[str, Any]:
+    try:
+        manifest = parse_json(content)
+    except ValueError as error:
         raise DamagedCheckpoint(f"{MANIFEST_FILE} cannot be read ({error})") from None
     if not isinstance(manifest, dict) or manifest.pop("sha256", None) != _digest(manifest):
         raise DamagedCheckpoint(f"{MANIFEST_FILE} has changed since it was written")
-    if manifest["format"] != FORMAT_VERSION:
-        raise DamagedCheckpoint(f"{MANIFEST_FILE} has format {manifest['format']}; this version reads {FORMAT_VERSION}")
+    if (version := manifest.get("format")) != FORMAT_VERSION:
+        raise DamagedCheckpoint(f"{MANIFEST_FILE} has format {version}; this version reads {FORMAT_VERSION}")
+    for name, info in files.items() if isinstance(files := manifest.get("files"), dict) else [("", None)]:
+        is_info = isinstance(info, dict) and type(info.get("bytes")) is int and isinstance(info.get("sha256"), str)
+        if not is_info or not FILE_PATTERN.fullmatch(name):
+            raise DamagedCheckpoint(f"{MANIFEST_FILE} names {name!r}, which is no file of a checkpoint")
     return manifest
 
 
@@ -180,7 +213,7 @@ def _digest(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def _file_problem(path: Path, name: str, file_info: dict[str, Any], size_only: bool = False) -> str | None:
+def file_problem(path: Path, name: str, file_info: dict[str, Any], size_only: bool = False) -> str | None:
     try:
         size = (path / name).stat().st_size
         if size != file_info["bytes"]:

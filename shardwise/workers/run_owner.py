@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,8 @@ Say = Callable[[str], None]
 @contextmanager
 def own_run(run: Path, say: Say, fork_server: Any = None) -> Iterator[None]:
     """Owns a run folder; raises JobError if another launcher does. The fork server touches the file, else a thread."""
-    path, pids = run / "owner.json", [os.getpid(), *([] if fork_server is None else [fork_server.pid])]
-    owner: Owner = {
-        "token": uuid.uuid4().hex, "host": socket.gethostname(), "machine": _machine(), "pid": pids[0],
-        "time": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()), "processes": [[p, _began(p)] for p in pids],
-    }  # fmt: skip
+    path = run / "owner.json"
+    owner = describe_owner([os.getpid(), *([] if fork_server is None else [fork_server.pid])])
     try:
         _acquire(path, owner, say)
     except OSError as error:
@@ -50,9 +48,19 @@ def own_run(run: Path, say: Say, fork_server: Any = None) -> Iterator[None]:
     finally:
         ended.set()
         if not keep(path, owner["token"]):
-            raise RunError(f"{run} has been taken over by {_name(_read(path))}, so this launcher has ended.") from None
+            raise RunError(
+                f"{run} has been taken over by {owner_name(_read(path))}, so this launcher has ended."
+            ) from None
         with suppress(OSError):
             path.unlink()
+
+
+def describe_owner(pids: list[int]) -> Owner:
+    """Returns what `is_dead` judges an owner by; `pids`: its launcher and what must end with it."""
+    return {
+        "token": uuid.uuid4().hex, "host": socket.gethostname(), "machine": _machine(), "pid": pids[0],
+        "time": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()), "processes": [[p, _began(p)] for p in pids],
+    }  # fmt: skip
 
 
 def keep(path: Path, token: str) -> bool:
@@ -73,14 +81,14 @@ def _keep_in_thread(path: Path, token: str, ended: threading.Event) -> None:
 def _acquire(path: Path, owner: Owner, say: Say) -> None:
     while not _create(path, owner):
         other = _read(path)
-        if not _is_dead(path, other, say):
-            raise JobError(f"{path.parent} is being trained by {_name(_read(path))}; resume when it has ended.")
+        if not is_dead(str(path.parent), other, partial(_touched, path), say):
+            raise JobError(f"{path.parent} is being trained by {owner_name(_read(path))}; resume when it has ended.")
         claim = path.with_name(f"owner.{other.get('token', 'damaged')}.claim")
         if _create(claim, owner):  # of several launchers that find the owner dead, one removes it
             if _read(path) == other:
                 path.unlink(missing_ok=True)
             claim.unlink()
-        elif _is_dead(claim, _read(claim), say):
+        elif is_dead(str(path.parent), _read(claim), partial(_touched, claim), say):
             claim.unlink(missing_ok=True)
 
 
@@ -94,27 +102,36 @@ def _create(path: Path, owner: Owner) -> bool:
 
 def _read(path: Path) -> Owner:
     """Returns the owner; empty if there is none or the file is damaged."""
-    with suppress(FileNotFoundError, ValueError, TypeError, KeyError, OverflowError):
-        owner = parse_json(path.read_bytes())
+    with suppress(FileNotFoundError):
+        return parse_owner(path.read_bytes())
+    return {}
+
+
+def parse_owner(content: bytes) -> Owner:
+    with suppress(ValueError, TypeError, KeyError, OverflowError):
+        owner = parse_json(content)
         pairs = [[int(pid), int(began)] for pid, began in owner["processes"]]
         words = {key: str(owner[key]) for key in ("token", "host", "machine", "time")}
         return {**words, "pid": int(owner["pid"]), "processes": pairs} if words["token"].isalnum() else {}
     return {}
 
 
-def _is_dead(path: Path, owner: Owner, say: Say) -> bool:
-    """Waits until the owner has ended; returns False as soon as it shows to be alive."""
-    is_here, touched = bool(owner) and owner["machine"] == _machine(), _touched(path)
-    deadline = time.monotonic() + (EXIT_SECONDS if is_here else STALE_SECONDS if owner else DAMAGED_SECONDS)
+def is_dead(
+    place: str, owner: Owner, touched: Callable[[], int], say: Say, patience: float = STALE_SECONDS
+) -> bool:  # fmt: skip
+    """Waits until the owner of a place has ended; returns False as soon as it shows to be alive. `touched` returns
+    another number after each sign of life of an owner elsewhere, and 0 once it has ended."""
+    is_here, first = bool(owner) and owner["machine"] == _machine(), touched()
+    deadline = time.monotonic() + (EXIT_SECONDS if is_here else patience if owner else DAMAGED_SECONDS)
     if owner and not is_here:
-        say(f"{path.parent} belongs to {_name(owner)}; waiting {STALE_SECONDS:g} s for a sign of life")
+        say(f"{place} belongs to {owner_name(owner)}; waiting {patience:g} s for a sign of life")
     while time.monotonic() < deadline:
         alive = [pid for pid, began in owner["processes"] if _began(pid) == began] if is_here else []
         if is_here and (not alive or owner["pid"] in alive):
             return not alive
-        if not is_here and _touched(path) != touched:
-            return not path.exists()
-        time.sleep(0.05)
+        if not is_here and (now := touched()) != first:
+            return not now
+        time.sleep(0.05 if is_here else 0.5)
     return not is_here
 
 
@@ -141,5 +158,5 @@ def _began(pid: int) -> int:
     return -1
 
 
-def _name(owner: Owner) -> str:
+def owner_name(owner: Owner) -> str:
     return f"process {owner['pid']} on {owner['host']} since {owner['time']}" if owner else "another process"

@@ -1,0 +1,227 @@
+"""Copies a run folder to its object store while the run goes on, in a thread of the launcher or of a node's agent.
+
+The newest checkpoint goes first, so that a slow store always gets one that is worth having. The files of a checkpoint
+are opened before they are copied: what retention removes meanwhile is copied to its end. When the store does not answer,
+the run goes on and the copy is tried again, at longer intervals; at the end of the run the launcher waits for it.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from shardwise.errors import RunError, ShardwiseError
+from shardwise.object_store import in_parallel
+from shardwise.train.checkpoint_folder import MANIFEST_FILE, list_checkpoints, parse_manifest
+from shardwise.train.run_store import FETCHED_FILE, RunStore, checkpoint_names, checkpoint_order, missing_files
+
+POLL_SECONDS, MAX_BACKOFF = 1.0, 60.0
+COPY_SECONDS = 10.0  # between copies of a small file; longer for files of many MiB, which are copied as a whole
+END_PATIENCE = 60.0  # for a store that does not answer at the end of a run
+PEER_PATIENCE = 600.0  # for files of other nodes at the end of a run
+Identity = tuple[tuple[str, int], ...]
+
+
+@dataclass
+class _Upload:
+    identity: Identity
+    files: dict[str, BinaryIO]  # open, and not yet copied
+    manifest: bytes
+    closing: ExitStack = field(default_factory=ExitStack)
+
+
+class RunUploader:
+    """`is_main`: on node 0, which copies the small files and manifests, and removes what the run has removed."""
+
+    def __init__(self, store: RunStore, log_event: Callable[[str, str], None], keep: int = 1, is_main: bool = True):
+        self.store, self.log_event, self.keep, self.is_main = store, log_event, keep, is_main
+        self.problem = ""  # why the store could not be written the last time
+        self._versions: dict[str, tuple[int, int]] = {}  # size and time of each small file when it was copied
+        self._due: dict[str, float] = {}
+        self._uploads: dict[str, _Upload] = {}
+        self._done: dict[str, Identity] = {}  # checkpoints that need no more copying
+        self._seen: set[str] = set()  # checkpoints that have been in the folder
+        self._stored: set[str] = set()  # checkpoints that are complete in the store
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="shardwise-uploader", daemon=True)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Copies while the block runs, and at its end the rest; raises RunError if that fails."""
+        if self.is_main:
+            self._stored = {name for name, _, _ in self.store.complete()}
+            self._remove(checkpoint_names(self.store.remote.list()) - self._stored - set(self._local()))
+            self.copy_small_files(at_once=True)  # shows that the store can be written; and other nodes read them
+        self._thread.start()
+        try:
+            yield
+        except BaseException:
+            with suppress(ShardwiseError):
+                self.finish(patience=POLL_SECONDS)
+            raise
+        self.finish()
+
+    def finish(self, patience: float = END_PATIENCE) -> None:
+        self._ended.set()
+        self._thread.join()
+        begin = time.monotonic()
+        while not (self._try(at_once=True) and self._is_complete()) and not self.store.taken_over_by:
+            if time.monotonic() - begin > (patience if self.problem else min(PEER_PATIENCE, 10 * patience)):
+                place, why = self.store.folder, self.problem or "files of other nodes have not arrived."
+                raise RunError(
+                    f"the run is in {place}, but not all of it is in {self.store.url}: {why} Once the store works, "
+                    f"`shardwise train --resume {self.store.url}` on this machine copies the rest."
+                )
+            time.sleep(POLL_SECONDS)
+        if self.store.taken_over_by:
+            raise RunError(
+                f"{self.store.url} has been taken over by {self.store.taken_over_by}, so this run has ended."
+            )
+
+    def _run(self) -> None:
+        pause = POLL_SECONDS
+        while not self._ended.wait(pause):
+            pause = POLL_SECONDS if self._try() else min(2 * pause, MAX_BACKOFF)
+
+    def _try(self, at_once: bool = False) -> bool:
+        """Copies what there is; returns False, and says so once, if the store cannot be written."""
+        try:
+            while not self.store.taken_over_by and self._advance():
+                pass
+            if not self.store.taken_over_by:
+                self.copy_small_files(at_once)
+                self._remove_old()
+        except Exception as error:  # noqa: BLE001 - nobody above this thread reports it
+            if not self.problem:
+                self.log_event("store_failed", f"{error} The run goes on; the copy is tried again.")
+            self.problem = str(error)
+            return False
+        if self.problem:
+            self.problem = ""
+            self.log_event("store_recovered", f"{self.store.url} can be written again.")
+        return True
+
+    # Checkpoints
+
+    def _local(self) -> list[str]:
+        """Returns the names of the checkpoints in the folder, newest first."""
+        return [path.name for _, path in list_checkpoints(self.store.checkpoints)]
+
+    def _is_complete(self) -> bool:
+        return all(name in self._done for name in self._local()[:1])
+
+    def _advance(self) -> bool:
+        """Copies the newest checkpoint that is not yet copied; returns whether there may be more to do."""
+        local = self._local()
+        self._seen |= set(local)
+        for name in sorted({*local, *self._uploads}, key=checkpoint_order, reverse=True):
+            if name not in local and (not local or checkpoint_order(name) > checkpoint_order(local[0])):
+                self._drop(name)  # the run has gone back behind it
+                continue
+            upload = self._open(name) if name in local else self._uploads[name]
+            if upload is None:
+                continue
+            has_work = bool(upload.files)
+            if name in self._stored and has_work:  # it had another content
+                self._stored.discard(name)
+                self.store.remote.delete([f"checkpoints/{name}/{MANIFEST_FILE}"])
+
+            def copy(file: str, name: str = name, upload: _Upload = upload) -> None:
+                self.store.remote.put(upload.files[file], f"checkpoints/{name}/{file}")
+                del upload.files[file]
+
+            in_parallel(copy, list(upload.files))
+            if self._commit(name, upload) or has_work:
+                return True
+        return False
+
+    def _open(self, name: str) -> _Upload | None:
+        """Opens the files of a checkpoint in the folder; returns None if there is nothing to copy."""
+        path, opened = self.store.checkpoints / name, ExitStack()
+        with suppress(FileNotFoundError):  # removed meanwhile
+            shards = sorted(path.glob("__*.distcp"))
+            identity = tuple((file.name, file.stat().st_mtime_ns) for file in shards)
+            if name in self._uploads and self._uploads[name].identity == identity:
+                return self._uploads[name]
+            self._drop(name)
+            if self._done.get(name) == identity:
+                return None
+            if (path / FETCHED_FILE).exists() or (self._is_known(name, path) and name not in self._done):
+                self._done[name] = identity
+                return None
+            files = {file.name: opened.enter_context(file.open("rb")) for file in path.iterdir()}
+            manifest = files.pop(MANIFEST_FILE).read() if self.is_main else b""
+            self._done.pop(name, None)
+            self._uploads[name] = _Upload(identity, files, manifest, opened)
+            return self._uploads[name]
+        opened.close()
+        return None
+
+    def _is_known(self, name: str, path: Path) -> bool:
+        """Whether the store has this checkpoint, from this folder."""
+        if name not in self._stored:
+            return False
+        return self.store.remote.read(f"checkpoints/{name}/{MANIFEST_FILE}") == (path / MANIFEST_FILE).read_bytes()
+
+    def _commit(self, name: str, upload: _Upload) -> bool:
+        """Adds the manifest once all files are there."""
+        if self.is_main:
+            if missing_files(name, parse_manifest(upload.manifest), self.store.remote.list()):
+                return False
+            self.copy_small_files(at_once=True)  # so that the metrics of the steps up to this one are there too
+            if not self.store.is_writer():
+                return False
+            self.store.remote.write(f"checkpoints/{name}/{MANIFEST_FILE}", upload.manifest)
+            self._stored.add(name)
+            self.store.note_saved(max(self._stored, key=checkpoint_order))
+        self._done[name] = upload.identity
+        upload.closing.close()
+        del self._uploads[name]
+        return True
+
+    def _drop(self, name: str) -> None:
+        if upload := self._uploads.pop(name, None):
+            upload.closing.close()
+
+    def _remove_old(self) -> None:
+        """Removes from the store what the run has gone back behind, and all but the newest `keep`."""
+        if not self.is_main or not self.store.checkpoints.is_dir():
+            return
+        local = self._local()
+        newest = checkpoint_order(local[0]) if local else (-1, 0)
+        stored = sorted(self._stored, key=checkpoint_order, reverse=True)
+        undone = {name for name in self._seen if name not in local and checkpoint_order(name) > newest}
+        old = {*stored[self.keep :]} - {*local}
+        if undone or old:
+            self._remove(undone | old)
+            self._seen -= undone
+            for name in undone:
+                self._done.pop(name, None)
+
+    def _remove(self, names: set[str]) -> None:
+        if not names:
+            return
+        entries = self.store.remote.list()
+        self.store.remote.delete(f"checkpoints/{name}/{MANIFEST_FILE}" for name in names)
+        self._stored -= names
+        self.store.remote.delete(
+            name for name in entries if name.startswith("checkpoints/") and name.split("/")[1] in names
+        )
+
+    # Small files
+
+    def copy_small_files(self, at_once: bool = False) -> None:
+        for name, path in self.store.small_files().items():
+            if not self.is_main and not name.startswith("timeline/"):
+                continue
+            with suppress(FileNotFoundError), path.open("rb") as file:
+                stat = path.stat()
+                version = stat.st_size, stat.st_mtime_ns
+                if self._versions.get(name) == version or not (at_once or time.monotonic() >= self._due.get(name, 0.0)):
+                    continue
+                self.store.remote.put(file, name)
+                self._versions[name] = version
+                self._due[name] = time.monotonic() + max(COPY_SECONDS, stat.st_size / 2**20)
