@@ -169,9 +169,7 @@ def local_copy(path: str) -> str:
     store, target = ObjectStore(base), cached_path(base)
     entries = store.list(pattern)
     if not entries:
-        raise DataError(
-            f"data.path = {path!r}: no such file or folder, or it is empty; give a file, a folder or a glob."
-        )
+        raise DataError(f"data.path = {path!r}: no such file or folder; give a file, a folder or a glob.")
     with file_lock(target.with_name(f"{target.name}.lock")):
         in_parallel(lambda item: store.get(item[0], target / item[0], item[1]), entries.items())
         for file in target.rglob("*") if target.is_dir() and not pattern else ():

@@ -31,7 +31,13 @@ from shardwise.errors import CheckpointError, JobError, StoreError
 from shardwise.files import TEMPORARY_NAME, cache_folder, parse_json, write_text
 from shardwise.object_store import Entry, ObjectStore, in_parallel, parse_url
 from shardwise.train import checkpoint_folder
-from shardwise.train.checkpoint_folder import FOLDER_PATTERN, MANIFEST_FILE, DamagedCheckpoint, parse_manifest
+from shardwise.train.checkpoint_folder import (
+    FOLDER_PATTERN,
+    MANIFEST_FILE,
+    DamagedCheckpoint,
+    file_problem,
+    parse_manifest,
+)
 from shardwise.workers.run_owner import describe_owner, is_dead, owner_name, parse_owner
 
 LINK_FILE, WRITER_FILE = "store.json", "writer.json"  # of a local copy: its URL and id; of the store: who writes there
@@ -45,10 +51,8 @@ Order = tuple[int, int]
 
 def local_folder(url: str, use: str = "") -> Path:
     """Returns the local copy of a run. Hosts that share a home have one each; so has each `use` on a host."""
-    name = f"{url} {socket.gethostname()} {use}"
-    folder = (
-        cache_folder().absolute() / "runs" / f"{url.split('/')[-1]}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
-    )
+    digest = hashlib.sha256(f"{url} {socket.gethostname()} {use}".encode()).hexdigest()[:12]
+    folder = cache_folder().absolute() / "runs" / f"{url.split('/')[-1]}-{digest}"
     if not (folder / LINK_FILE).exists():
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / LINK_FILE, json.dumps({"url": url, "id": uuid.uuid4().hex}))
@@ -119,16 +123,14 @@ class RunStore:
         this one seemed dead, calls `on_loss`."""
         other = self._read_writer()
         self.last_writer, self.saved = str(other.get("folder", "")), str(other.get("saved", ""))
-        if other and self.last_writer != self.id and not other["ended"]:
-            if not is_dead(self.url, other["owner"], self._sign_of_life, say, STALE_SECONDS):
-                name = owner_name(self._read_writer().get("owner", {}))
-                raise JobError(f"{self.url} is being trained by {name}; resume when it has ended.")
+        is_other = other and self.last_writer != self.id and not other["ended"]
+        if is_other and not is_dead(self.url, other["owner"], self._sign_of_life, say, STALE_SECONDS):
+            name = owner_name(self._read_writer().get("owner", {}))
+            raise JobError(f"{self.url} is being trained by {name}; resume when it has ended.")
         self._owner, self._lock, ended = describe_owner([os.getpid()]), threading.Lock(), threading.Event()
         self._write_writer()
         if self._read_writer().get("folder") != self.id:
-            raise JobError(
-                f"{self.url} is being trained by another launcher that started now; wait until it has ended."
-            )
+            raise JobError(f"{self.url} is being trained by a launcher that has just begun; resume when it has ended.")
 
         def beat() -> None:
             while not ended.wait(BEAT_SECONDS) and not self.taken_over_by:
@@ -230,11 +232,8 @@ class RunStore:
         for name, content, _ in self.complete():
             if step is not None and checkpoint_order(name)[0] != step:
                 continue
-            newest = max(
-                (checkpoint_order(path.name) for _, path in checkpoint_folder.valid_checkpoints(self.checkpoints)),
-                default=(-1, 0),
-            )
-            if step is None and newest >= checkpoint_order(name):
+            local = [checkpoint_order(path.name) for _, path in checkpoint_folder.valid_checkpoints(self.checkpoints)]
+            if step is None and max(local, default=(-1, 0)) >= checkpoint_order(name):
                 return True
             try:
                 self.fetch(name, content)
@@ -247,9 +246,7 @@ class RunStore:
         """Downloads what the local copy of a checkpoint lacks. `content`: its manifest. Raises DamagedCheckpoint."""
         manifest, path = parse_manifest(content), self.checkpoints / name
         files, deadline = manifest["files"], time.monotonic() + ARRIVAL_SECONDS
-        wanted = [
-            file for file, info in files.items() if checkpoint_folder.file_problem(path, file, info, size_only=True)
-        ]
+        wanted = [file for file, info in files.items() if file_problem(path, file, info, size_only=True)]
         target = path if path.is_dir() else path.with_name(f"{name}.partial-{uuid.uuid4().hex[:8]}")
         while wanted and (absent := missing_files(name, {"files": {f: files[f] for f in wanted}}, self.remote.list())):
             if time.monotonic() > deadline:
@@ -258,7 +255,7 @@ class RunStore:
 
         def fetch_file(file: str) -> None:
             self.remote.get(f"checkpoints/{name}/{file}", target / file)
-            if problem := checkpoint_folder.file_problem(target, file, files[file]):
+            if problem := file_problem(target, file, files[file]):
                 (target / file).unlink(missing_ok=True)
                 raise DamagedCheckpoint(problem)
 
@@ -272,10 +269,8 @@ class RunStore:
 
 
 def checkpoint_names(entries: dict[str, Entry]) -> set[str]:
-    parts = [name.split("/") for name in entries]
-    return {
-        part[1] for part in parts if part[0] == "checkpoints" and len(part) == 3 and FOLDER_PATTERN.fullmatch(part[1])
-    }
+    parts = [name.split("/") for name in entries if name.startswith("checkpoints/")]
+    return {part[1] for part in parts if len(part) == 3 and FOLDER_PATTERN.fullmatch(part[1])}
 
 
 def missing_files(name: str, manifest: dict[str, Any], entries: dict[str, Entry]) -> list[str]:

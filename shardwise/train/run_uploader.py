@@ -1,8 +1,8 @@
 """Copies a run folder to its object store while the run goes on, in a thread of the launcher or of a node's agent.
 
 The newest checkpoint goes first, so that a slow store always gets one that is worth having. The files of a checkpoint
-are opened before they are copied: what retention removes meanwhile is copied to its end. When the store does not answer,
-the run goes on and the copy is tried again, at longer intervals; at the end of the run the launcher waits for it.
+are opened before they are copied: what retention removes meanwhile is copied to its end. When the store does not
+answer, the run goes on and the copy is tried again, at longer intervals; the launcher waits for it at the end.
 """
 
 import threading
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 from shardwise.errors import RunError, ShardwiseError
 from shardwise.object_store import in_parallel
@@ -28,7 +28,7 @@ Identity = tuple[tuple[str, int], ...]
 @dataclass
 class _Upload:
     identity: Identity
-    files: dict[str, BinaryIO]  # open, and not yet copied
+    files: dict[str, Any]  # open, and not yet copied
     manifest: bytes
     closing: ExitStack = field(default_factory=ExitStack)
 
@@ -76,10 +76,8 @@ class RunUploader:
                     f"`shardwise train --resume {self.store.url}` on this machine copies the rest."
                 )
             time.sleep(POLL_SECONDS)
-        if self.store.taken_over_by:
-            raise RunError(
-                f"{self.store.url} has been taken over by {self.store.taken_over_by}, so this run has ended."
-            )
+        if other := self.store.taken_over_by:
+            raise RunError(f"{self.store.url} has been taken over by {other}, so this launcher has ended.")
 
     def _run(self) -> None:
         pause = POLL_SECONDS

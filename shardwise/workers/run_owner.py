@@ -48,9 +48,8 @@ def own_run(run: Path, say: Say, fork_server: Any = None) -> Iterator[None]:
     finally:
         ended.set()
         if not keep(path, owner["token"]):
-            raise RunError(
-                f"{run} has been taken over by {owner_name(_read(path))}, so this launcher has ended."
-            ) from None
+            name = owner_name(_read(path))
+            raise RunError(f"{run} has been taken over by {name}, so this launcher has ended.") from None
         with suppress(OSError):
             path.unlink()
 
