@@ -30,6 +30,7 @@ from shardwise.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, p
 from shardwise.errors import DataError
 from shardwise.files import cache_folder, file_lock, parse_json, write_text
 from shardwise.job import DataConfig, Job
+from shardwise.object_store import local_copy, parse_url
 
 CACHE_VERSION = 2
 """Increment this when the same files would encode to different tokens, which invalidates old caches."""
@@ -50,6 +51,7 @@ def make_sources(
     bad_records, record = bad_records or BadRecords(job.data.on_bad_record == "skip"), record or DataRecord()
     if own_tokenizer is not None:
         job = job.model_copy(update={"data": job.data.model_copy(update={"tokenizer": str(own_tokenizer)})})
+    job = job.model_copy(update={"data": download_data(job.data)})
     source, wanted = job.data.source, job.model.sample_kind
     if brought := job.family.sources(job.model):
         return *brought, None
@@ -65,6 +67,21 @@ def make_sources(
     if job.data.source == "mix":
         return _mixture_sources(job, job.data.mix, cache, bad_records, record)
     return _token_sources(job, cache or cache_folder(), bad_records, record)
+
+
+def download_data(data: DataConfig) -> DataConfig:
+    """Returns the section with local paths instead of URLs, once what they name has been downloaded."""
+
+    def localize(path: str) -> str:
+        suffix = next((f":{kind}" for kind in RAW_DTYPES if path.endswith(f":{kind}")), "")
+        return local_copy(path.removesuffix(suffix)) + suffix
+
+    def localize_entry(name: str) -> str:
+        kind, path = _parse_mixture_entry(name)
+        return name if kind == "stdlib" or not parse_url(path) else f"{kind}:{localize(path)}"
+
+    mix = {localize_entry(name): weight for name, weight in data.mix.items()}
+    return data.model_copy(update={"path": localize(data.path), "mix": mix})
 
 
 def _mixture_sources(

@@ -36,7 +36,7 @@ from shardwise.train import local_machine
 from shardwise.train.generate import generate, load_model
 from shardwise.train.run_folder import RunFolder, check_history, check_same_run
 from shardwise.train.run_store import RunStore, local_folder
-from shardwise.train.run_uploader import RunUploader
+from shardwise.train.run_uploader import AgentFolder, RunUploader
 from shardwise.train.validate import byte_frequency_bits
 from shardwise.train.warm_start import check_start, name_step
 from shardwise.watch.report_page import print_end_of_run
@@ -117,7 +117,9 @@ def _start(load: Callable[[], Job], say: Say, options: StartOptions) -> tuple[Ru
                 run = load().run  # node 0 alone needs the job
             except UserError:
                 run = RunConfig()
-            return None, NodeAgent(node, fork_server, run.join_timeout).run()
+            with ExitStack() as uploading:
+                folder_of = AgentFolder(f"node {node.index}", uploading)
+                return None, NodeAgent(node, fork_server, run.join_timeout, folder_of).run()
         return _start_run(load(), say, options, fork_server)
     finally:
         fork_server.close()

@@ -13,7 +13,8 @@ Guarantees
 - Loading never runs code: the pickle is not read, and shards are loaded with `weights_only`.
 - An asynchronous save blocks training only for the copy to host memory; later steps do not alter the copy.
 - Loading is bitwise exact, also into another layout.
-- Every rank reaches the same decision. All ranks must share one file system.
+- Every rank reaches the same decision. All ranks share one run folder, or the ranks of each node do: then the run is in
+  an object store (`shardwise.train.run_store`), each node keeps its own shards, and a load downloads the others.
 
 A checkpoint has `weights.<name>`, `optimizer.<name>.<key>`, `buffers.<name>`, `scale.<key>` (dynamic loss scale),
 `outer.<name>.<key>` (local SGD) and the tensors of `shardwise.train.error_feedback`. Replicas that local SGD lets
@@ -25,16 +26,18 @@ import mmap
 import shutil
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardwise.console import print_line
 from shardwise.errors import CheckpointError, RunError
 from shardwise.files import fsync_and_rename
 from shardwise.optim.param_shard import ParamShard
@@ -43,21 +46,29 @@ from shardwise.parallel.engine import Engine
 from shardwise.train import checkpoint_folder, error_feedback
 from shardwise.train.checkpoint_folder import CheckpointGroup, list_checkpoints, valid_checkpoints
 from shardwise.train.dcp_storage import CheckpointPiece, Index, Pieces, dtype_of, read_index, read_pieces, write_pieces
+from shardwise.train.run_store import RunStore
 from shardwise.workers.host_memory import in_huge_pages, pack, page_lock, unpack
 from shardwise.workers.snapshots import SnapshotStore
 
+WAIT_SECONDS = 5.0
+T = TypeVar("T")
 __all__ = ["CheckpointManager", "valid_checkpoints", "load_weights"]
 
 
 class CheckpointManager:
     """Saves and loads the checkpoints of a run. Every rank must call the same methods in the same order."""
 
-    def __init__(self, folder: Path, keep: int, asynchronous: bool, snapshots: Path | None = None, layout: str = ""):
+    def __init__(
+        self, folder: Path, keep: int, asynchronous: bool, snapshots: Path | None = None, layout: str = "",
+        on_wait: Callable[[], None] = lambda: None,
+    ):  # fmt: skip
+        """`on_wait`: called every few seconds while a checkpoint is downloaded, which may take long."""
         assert keep >= 1, "the newest valid checkpoint is never removed"
         self.folder, self.keep, self.asynchronous = folder, keep, asynchronous
         self.damaged: list[str] = []  # problems of the checkpoints that the last `load` skipped, as sentences
         self.source = ""  # where the last `load` found its state: "memory", "disk", or "" if there was none
-        self.group = CheckpointGroup.create()
+        self.store, self.on_wait = RunStore.of(folder.parent), on_wait
+        self.group = CheckpointGroup.create("" if self.store is None else self.store.id)
         # In a process group of their own, so that they need not wait for a save.
         self.snapshots = (
             None if snapshots is None else SnapshotStore(snapshots, layout, CheckpointGroup.create().all_gather)
@@ -71,6 +82,8 @@ class CheckpointManager:
         self._can_stage.set()
         self._damaged_paths: set[Path] = set()
         self.group.on_rank_zero(self._prepare_folder)
+        if not self.group.has_one_folder:
+            self.group.on_leaders(self._prepare_folder)
 
     def save(self, step: int, engine: Engine, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Saves everything that training resumes from, after the previous save, whose error it raises. `state` is a
@@ -113,6 +126,12 @@ class CheckpointManager:
 
     def load(self, engine: Engine, optimizer: Optimizer, step: int | None = None) -> dict[str, Any] | None:
         """Loads the newest valid checkpoint or snapshot, or that of `step`; returns its state, or None."""
+        state = self._load(engine, optimizer, step)
+        if self.store is not None and step is None:  # what could not be loaded here must not turn up elsewhere later
+            self.group.on_leaders(lambda: self._remove_after(-1 if state is None else int(state["step"])))
+        return state
+
+    def _load(self, engine: Engine, optimizer: Optimizer, step: int | None) -> dict[str, Any] | None:
         self._wait()
         self.damaged = []
         snapshot = self.snapshots.latest_complete() if self.snapshots is not None and step is None else None
@@ -120,7 +139,7 @@ class CheckpointManager:
             saved = checkpoint_folder.shared_list(self.folder, self.group)
             if all(number <= snapshot["step"] for number, _ in saved):
                 return self._load_snapshot(snapshot, engine, optimizer)
-        choice = checkpoint_folder.find_newest_valid(self.folder, self.group, step)
+        choice = self._find_newest_valid(step)
         self.damaged = [sentence for _, sentence in choice.damaged]
         self._damaged_paths.update(path for path, _ in choice.damaged)
         if snapshot is not None and (choice.path is None or choice.manifest["step"] < snapshot["step"]):
@@ -147,9 +166,39 @@ class CheckpointManager:
         self._wait()
         if self.snapshots is not None:
             self.snapshots.discard_after(step)
-        self.group.on_rank_zero(lambda: self._remove_after(step))
+        self.group.on_leaders(lambda: self._remove_after(step))
 
     # Internals
+
+    def _find_newest_valid(self, step: int | None) -> checkpoint_folder.CheckpointChoice:
+        """Where nodes have folders of their own, completes them from the store; the newest in the store is the last
+        resort, if what node 0 has cannot be completed."""
+        store, group = self.store, self.group
+        if store is None or group.has_one_folder:
+            return checkpoint_folder.find_newest_valid(self.folder, group, step)
+        try:
+            choice = checkpoint_folder.find_newest_valid(self.folder, group, step, self._complete_copies)
+        except CheckpointError:
+            choice = None
+        if choice is None or choice.path is None:
+            group.on_rank_zero(lambda: self._while_waiting(lambda: store.fetch_newest(print_line)))
+            choice = checkpoint_folder.find_newest_valid(self.folder, group, step, self._complete_copies)
+        return choice
+
+    def _complete_copies(self, path: Path) -> None:
+        """Downloads what the folders of the nodes lack of a checkpoint; what stays missing shows in the verification."""
+        store, file = self.store, path / checkpoint_folder.MANIFEST_FILE
+        manifest = self.group.on_rank_zero(lambda: file.read_text() if file.is_file() else "").encode()
+        if store is not None and manifest:
+            with suppress(RuntimeError):
+                self.group.on_leaders(lambda: self._while_waiting(lambda: store.fetch(path.name, manifest)))
+
+    def _while_waiting(self, function: Callable[[], T]) -> T:
+        with ThreadPoolExecutor(1) as pool:
+            future = pool.submit(function)
+            while not wait([future], WAIT_SECONDS).done:
+                self.on_wait()
+            return future.result()
 
     def _load_snapshot(self, snapshot: dict[str, Any], engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
         assert self.snapshots is not None
@@ -206,28 +255,46 @@ class CheckpointManager:
     def _write(self, step: int, pieces: Pieces, metadata: str) -> None:
         temporary: Path | None = None
         try:
-            created = self.group.on_rank_zero(lambda: str(checkpoint_folder.create_partial(self.folder, step)))
-            temporary = Path(created)
+            temporary = self.folder / self.group.on_rank_zero(
+                lambda: checkpoint_folder.create_partial(self.folder, step).name
+            )
+            if not self.group.has_one_folder:
+                self.group.on_leaders(lambda: temporary.mkdir(exist_ok=True))
             files = write_pieces(temporary, pieces, self.group)
             manifest = {**json.loads(metadata), "torch": torch.__version__, "world": self.group.size, "files": files}
-            self.group.on_rank_zero(lambda: self._commit(step, temporary, manifest))
+            name, kept = self.group.on_rank_zero(lambda: self._commit(step, temporary, manifest))
+            if not self.group.has_one_folder:
+                self.group.on_leaders(lambda: self._follow(temporary, name, kept))
         except Exception as error:
-            if temporary is not None and self.group.rank == 0:
+            if temporary is not None and self.group.rank == self.group.sharing[0]:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise RunError(
                 f"the checkpoint of step {step} could not be written to {self.folder}: {error}. "
                 "Earlier checkpoints are intact; check free space and write permission."
             ) from error
 
-    def _commit(self, step: int, temporary: Path, manifest: dict[str, Any]) -> None:
+    def _commit(self, step: int, temporary: Path, manifest: dict[str, Any]) -> tuple[str, list[str]]:
+        """Returns the name of the checkpoint, and the names of those that are kept."""
         checkpoint_folder.write_manifest(temporary, manifest)
-        fsync_and_rename(temporary, checkpoint_folder.next_free_path(self.folder, step))
+        path = checkpoint_folder.next_free_path(self.folder, step)
+        fsync_and_rename(temporary, path)
         self._remove_old()
+        return path.name, [kept.name for _, kept in list_checkpoints(self.folder)]
+
+    def _follow(self, temporary: Path, name: str, kept: list[str]) -> None:
+        """Does in the folder of another node what rank 0 did in its own."""
+        if self.group.rank == 0:
+            return
+        for _, path in list_checkpoints(self.folder):
+            if path.name not in kept or path.name == name:
+                checkpoint_folder.remove_checkpoint(path)
+        fsync_and_rename(temporary, self.folder / name)
+        checkpoint_folder.remove_partials(self.folder)
 
     def _remove_old(self) -> None:
         """Removes checkpoints older than the newest `keep` valid ones, and other saves of those same steps."""
         newest: dict[int, Path] = {}
-        for step, path in valid_checkpoints(self.folder):
+        for step, path in valid_checkpoints(self.folder, self.group.has_one_folder):
             if path not in self._damaged_paths and len(newest) < self.keep:
                 newest.setdefault(step, path)
         for step, path in list_checkpoints(self.folder):

@@ -108,13 +108,15 @@ def shared_list(folder: Path, group: CheckpointGroup) -> list[tuple[int, Path]]:
     return [(step, folder / name) for step, name in listed]
 
 
-def valid_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """Returns the checkpoints whose manifest is valid and whose files have the right sizes; does not hash them."""
+def valid_checkpoints(folder: Path, has_all: bool = True) -> list[tuple[int, Path]]:
+    """Returns the checkpoints whose manifest is valid and whose files have the right sizes; does not hash them. Unless
+    the folder `has_all` files, those of other nodes are missing."""
     valid = []
     for step, path in list_checkpoints(folder):
         with suppress(DamagedCheckpoint):
             files = read_manifest(path)["files"]
-            if not any(file_problem(path, name, info, size_only=True) for name, info in files.items()):
+            known = [name for name in files if has_all or (path / name).exists()]
+            if not any(file_problem(path, name, files[name], size_only=True) for name in known):
                 valid.append((step, path))
     return valid
 
@@ -144,8 +146,11 @@ class CheckpointChoice:
     damaged: list[tuple[Path, str]]
 
 
-def find_newest_valid(folder: Path, group: CheckpointGroup, step: int | None = None) -> CheckpointChoice:
-    """Returns the newest checkpoint, or that of `step`, whose files all match their hashes; skips damaged ones."""
+def find_newest_valid(
+    folder: Path, group: CheckpointGroup, step: int | None = None, prepare: Callable[[Path], None] = lambda path: None
+) -> CheckpointChoice:
+    """Returns the newest checkpoint, or that of `step`, whose files all match their hashes; skips damaged ones.
+    `prepare` is called, on every rank, for each one before it is verified."""
     candidates = shared_list(folder, group)
     if step is not None and step not in dict(candidates):
         available = ", ".join(str(number) for number, _ in candidates) or "none"
@@ -154,6 +159,7 @@ def find_newest_valid(folder: Path, group: CheckpointGroup, step: int | None = N
     for number, path in candidates:
         if step is not None and number != step:
             continue
+        prepare(path)
         problems, manifest = verify_checkpoint_files(path, group)
         if not problems:
             return CheckpointChoice(path, manifest, damaged)

@@ -21,7 +21,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
@@ -68,6 +68,9 @@ def fetch_run(path: Path, weights: bool = False, step: int | None = None) -> Pat
     store.download()
     if weights:
         store.fetch_newest(lambda sentence: None, step)
+    if store.is_written():  # tells whoever shows this folder that the run goes on
+        (store.folder / "heartbeats").mkdir(exist_ok=True)
+        (store.folder / "heartbeats" / "rank-0.json").touch()
     return store.folder
 
 
@@ -195,21 +198,22 @@ class RunStore:
                 "new run to train from step 0."
             )
 
-    def download(self, only_missing: bool = False) -> None:
-        """Makes the small files those of the store, or only adds those that are missing."""
+    def download(self, only_missing: bool = False, names: Sequence[str] = ()) -> None:
+        """Makes the small files, or those of these names, what they are in the store, or only adds missing ones."""
         entries = {name: entry for name, entry in self.remote.list().items() if _is_small(name)}
         if "job.toml" not in entries:
             raise JobError(f"{self.url} is not a run folder: it has no job.toml.")
-        local = self.small_files()
+        local = {} if names else self.small_files()
         wanted = [item for item in entries.items() if not (only_missing and item[0] in local)]
+        wanted = [item for item in wanted if not names or item[0] in names]
         in_parallel(lambda item: self.remote.get(item[0], self.folder / item[0], item[1]), wanted)
         for name in local if not only_missing else ():
             if name not in entries:
                 local[name].unlink(missing_ok=True)
-        with suppress(StoreError):
-            if not self._read_writer().get("ended", True):  # tells whoever shows this folder that the run goes on
-                (self.folder / "heartbeats").mkdir(exist_ok=True)
-                (self.folder / "heartbeats" / "rank-0.json").touch()
+
+    def is_written(self) -> bool:
+        """Whether a launcher writes to the store, as far as is known."""
+        return not self._read_writer().get("ended", True)
 
     def small_files(self) -> dict[str, Path]:
         files = [path for path in self.folder.rglob("*") if not path.is_dir()]

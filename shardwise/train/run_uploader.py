@@ -13,10 +13,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardwise.console import print_line
+from shardwise.data.make_sources import download_data
 from shardwise.errors import RunError, ShardwiseError
+from shardwise.job import load_job
 from shardwise.object_store import in_parallel
-from shardwise.train.checkpoint_folder import MANIFEST_FILE, list_checkpoints, parse_manifest
-from shardwise.train.run_store import FETCHED_FILE, RunStore, checkpoint_names, checkpoint_order, missing_files
+from shardwise.train.checkpoint_folder import MANIFEST_FILE, list_checkpoints, parse_manifest, remove_checkpoint
+from shardwise.train.run_store import (
+    FETCHED_FILE,
+    RunStore,
+    checkpoint_names,
+    checkpoint_order,
+    local_folder,
+    missing_files,
+)
 
 POLL_SECONDS, MAX_BACKOFF = 1.0, 60.0
 COPY_SECONDS = 10.0  # between copies of a small file; longer for files of many MiB, which are copied as a whole
@@ -223,3 +233,29 @@ class RunUploader:
                 self.store.remote.put(file, name)
                 self._versions[name] = version
                 self._due[name] = time.monotonic() + max(COPY_SECONDS, stat.st_size / 2**20)
+
+
+AGENT_FILES = ("job.toml", "plan.toml", "data.json", "tokenizer.json")
+
+
+@dataclass
+class AgentFolder:
+    """The local folder of a run on another node than node 0; called before workers are forked there."""
+
+    use: str
+    uploading: ExitStack
+    """Ends when the agent does: then the rest of the shards is copied."""
+    store: RunStore | None = None
+
+    def __call__(self, url: str) -> Path:
+        store = self.store or RunStore(local_folder(url, self.use))
+        store.download(names=AGENT_FILES)
+        download_data(load_job(store.folder / "job.toml").data)
+        if self.store is None:
+            for _, path in list_checkpoints(store.checkpoints):
+                if not (path / FETCHED_FILE).exists():
+                    remove_checkpoint(path)  # shards of an earlier agent, maybe of another run
+            self.store = store
+            uploader = RunUploader(store, lambda kind, message: print_line(f"{kind}: {message}"), is_main=False)
+            self.uploading.enter_context(uploader.running())
+        return store.folder

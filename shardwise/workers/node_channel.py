@@ -7,6 +7,7 @@ The nonces are new and the roles differ, so a proof can be neither replayed nor 
 of JSON with an HMAC over its number. Messages of the wrong form are dropped and counted.
 """
 
+import base64
 import hashlib
 import hmac
 import json
@@ -20,6 +21,7 @@ import struct
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -33,13 +35,15 @@ PATIENCE = 0.7  # default of `run.node_patience`
 AGENT_PATIENCE = 15  # times as long if the node's kernel still acknowledges our data: its agent gets no CPU time
 HANDSHAKE_TIMEOUT = 5.0
 NONCE_BYTES = PROOF_BYTES = 32
-MAX_MESSAGE_BYTES, MAX_BRACKETS = 1 << 18, 64
+MAX_MESSAGE_BYTES, MAX_BRACKETS, MAX_FILE_BYTES = 1 << 18, 64, 1 << 23
 MIN_SECRET_LENGTH = 16
 SECRET_HELP = "set SHARDWISE_SECRET to the same value on every node, or SHARDWISE_SECRET_FILE to a file that they share"
 
 # The form of every message. Of a value: its type, its choices, a pattern, [form of the items], {rank: form}.
 SIGNALS = tuple(map(int, (signal.SIGINT, signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1)))
 RANK, HEARTBEAT, SNAPSHOT_KEY = range(1 << 20), {"heartbeat": int}, re.compile("[0-9a-f]{12}-[0-9]{1,7}")
+# What a worker writes about itself, which node 0 reads: sent if the nodes share no folder.
+STATUS_FILE = re.compile(r"(heartbeats|errors)/rank-[0-9]{1,7}\.(json|stack|collectives)")
 COMMANDS: list[dict[str, Any]] = [  # from node 0
     HEARTBEAT, {"shutdown": bool}, {"rejected": str, "is_final": bool}, {"patience": float}, {"release": str},
     {"remove_snapshots": SNAPSHOT_KEY},
@@ -50,7 +54,7 @@ COMMANDS: list[dict[str, Any]] = [  # from node 0
 REPORTS: list[dict[str, Any]] = [  # from the other nodes
     HEARTBEAT, {"stop": (int(signal.SIGTERM),)}, {"shardwise": str, "torch": str, "python": str, "clock": float},
     {"group": str, "pids": {"rank": int}}, {"group": str, "rank": RANK, "stopped": bool},
-    {"group": str, "rank": RANK, "code": range(-64, 256)},
+    {"group": str, "rank": RANK, "code": range(-64, 256)}, {"file": STATUS_FILE, "content": str},
 ]  # fmt: skip
 
 
@@ -64,6 +68,18 @@ def _has_form(value: Any, form: Any) -> bool:
             re.fullmatch("[0-9]{1,7}", rank) and type(value[rank]) is int for rank in value
         )
     return type(value) is form if isinstance(form, type) else type(value) in (int, str) and value in form
+
+
+def pack_file(content: bytes) -> str:
+    return base64.b85encode(zlib.compress(content)).decode()
+
+
+def unpack_file(text: str) -> bytes:
+    """Raises ValueError if the text is not what `pack_file` returns; returns at most MAX_FILE_BYTES."""
+    try:
+        return zlib.decompressobj().decompress(base64.b85decode(text), MAX_FILE_BYTES)
+    except zlib.error as error:
+        raise ValueError(str(error)) from None
 
 
 def parse_message(line: bytes, forms: list[dict[str, Any]]) -> Message:

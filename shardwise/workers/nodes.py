@@ -6,8 +6,10 @@
 Coordinator and agents exchange heartbeats ten times a second, independent of collectives. When an agent falls silent,
 its node is lost: the coordinator names the lost ranks and restarts all ranks once the node rejoins, or without it
 (`run.elastic`). An agent that loses the coordinator kills its workers, so that no old attempt survives, and reconnects.
-All nodes share the run folder, and must run the same Shardwise and PyTorch. Losing node 0 ends the run; `--resume`
-continues it. A node that gets SIGTERM asks node 0 to stop: the run is saved, and every node ends.
+All nodes must run the same Shardwise and PyTorch, and share the run folder, unless the run is in an object store: then
+an agent gets a local folder for each run (`NodeAgent.prepare`), and sends node 0 what its workers write about
+themselves. Losing node 0 ends the run; `--resume` continues it. A node that gets SIGTERM asks node 0 to stop: the run
+is saved, and every node ends.
 """
 
 import errno
@@ -19,6 +21,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -34,6 +37,7 @@ from shardwise import __version__
 from shardwise.comm.world import interface_environment
 from shardwise.console import pluralize, print_line
 from shardwise.errors import JobError, RunError, ShardwiseError
+from shardwise.object_store import parse_url
 from shardwise.workers import node_channel
 from shardwise.workers.fork_server import ForkServer, Message, MessageChannel
 from shardwise.workers.node_channel import HEARTBEAT_INTERVAL, PATIENCE, SECRET_HELP, Handshake, NodeChannel
@@ -82,9 +86,10 @@ class NodeCoordinator(WorkerPool):
 
     def __init__(
         self, run_path: Path, fork_server: ForkServer, slots: int, node: Node, log_event: LogEvent,
-        join_timeout: float = JOIN_TIMEOUT, patience: float = PATIENCE,
+        join_timeout: float = JOIN_TIMEOUT, patience: float = PATIENCE, url: str = "",
     ):  # fmt: skip
         super().__init__(run_path.resolve(), fork_server, slots)
+        self.url = url
         self.node, self.slots_per_node, self.log_event, self.patience = node, slots, log_event, patience
         self._handshakes: list[Handshake] = []
         self._rejected, self._next_report, self._software = 0, 0.0, describe_software()
@@ -166,6 +171,11 @@ class NodeCoordinator(WorkerPool):
                     self._admit(node, message)
                 elif "stop" in message:
                     signal.raise_signal(message["stop"])  # as if this process had been asked
+                elif "file" in message and self.url:
+                    with suppress(ValueError):
+                        path = self.run_path / message["file"]
+                        path.parent.mkdir(exist_ok=True)
+                        path.write_bytes(node_channel.unpack_file(message["content"]))
             self.dispatch(messages, node.index)
 
     def wait_for_slots(self, size: int, timeout: float) -> None:
@@ -280,9 +290,16 @@ class NodeAgent:
     node: Node
     fork_server: ForkServer
     join_timeout: float = JOIN_TIMEOUT
+    prepare: Callable[[str], Path] = Path
+    """Returns the local folder for the run of a URL. It may take long, so it runs in a thread."""
     worker_groups: set[str] = field(default_factory=set)
     rejections: int = 0
     is_stopping: bool = False
+    folder: Path | None = None
+    sent: dict[str, int] = field(default_factory=dict)  # files that node 0 has, with their times
+    commands: list[Message] = field(default_factory=list)  # for the fork server
+    threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+    preparing: Future[Path] | None = None
 
     def run(self) -> bool:
         """Serves until the coordinator shuts down; returns whether the run has taken all its steps. Raises RunError if
@@ -290,6 +307,7 @@ class NodeAgent:
         previous = signal.signal(signal.SIGTERM, self._handle_stop)
         try:
             while True:
+                self.commands, self.preparing = [], None
                 channel = self._join()
                 if channel is None:
                     return False
@@ -344,8 +362,12 @@ class NodeAgent:
                 messages = self.fork_server.receive()
                 if messages is None:
                     raise RunError(FORK_SERVER_LOST)
+                self._send_files(channel)  # before node 0 learns that a worker has ended
                 for message in messages:
                     channel.send(message)
+            self._send_files(channel)
+            while self.commands and self._is_ready(self.commands[0]):
+                self.fork_server.send(self.commands.pop(0))
             if channel in ready:
                 commands = channel.receive()
                 if commands is None:
@@ -367,6 +389,38 @@ class NodeAgent:
                         self.rejections = 0
                         command["environment"] = environment
                     if "heartbeat" not in command:
-                        self.fork_server.send(command)
+                        self.commands.append(command)
             elif channel.silence_if_lost():
                 return None
+
+    def _is_ready(self, command: Message) -> bool:
+        """Whether a command can go to the fork server: before it forks, a run in an object store gets its folder."""
+        if "fork" not in command or not parse_url(command["arguments"][0]):
+            return True
+        if self.preparing is None:
+            self.preparing = self.threads.submit(self.prepare, command["arguments"][0])
+        if not self.preparing.done():
+            return False
+        if self.folder is None:
+            self.folder = self.preparing.result()
+            self.sent = self._status_files()
+        command["arguments"][0], self.preparing = str(self.folder), None
+        return True
+
+    def _status_files(self) -> dict[str, int]:
+        """Returns the files that the workers of this node wrote about themselves, with their times."""
+        found = {}
+        for path in [*self.folder.glob("heartbeats/rank-*.*"), *self.folder.glob("errors/*")] if self.folder else []:
+            with suppress(FileNotFoundError):
+                if node_channel.STATUS_FILE.fullmatch(name := f"{path.parent.name}/{path.name}"):
+                    found[name] = path.stat().st_mtime_ns
+        return found
+
+    def _send_files(self, channel: NodeChannel) -> None:
+        for name, changed in self._status_files().items():
+            if self.folder is not None and self.sent.get(name) != changed:
+                with suppress(FileNotFoundError):
+                    content = node_channel.pack_file((self.folder / name).read_bytes())
+                    if len(content) < node_channel.MAX_MESSAGE_BYTES // 2:
+                        channel.send({"file": name, "content": content})
+                    self.sent[name] = changed
