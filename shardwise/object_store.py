@@ -6,6 +6,7 @@ of its object: one with the same time and size is not downloaded again.
 """
 
 import glob
+import hashlib
 import os
 import re
 import shutil
@@ -170,7 +171,7 @@ def local_copy(path: str) -> str:
     entries = store.list(pattern)
     if not entries:
         raise DataError(f"data.path = {path!r}: no such file or folder; give a file, a folder or a glob.")
-    with file_lock(target.with_name(f"{target.name}.lock")):
+    with file_lock(cache_folder() / "locks" / hashlib.sha256(base.encode()).hexdigest()):
         in_parallel(lambda item: store.get(item[0], target / item[0], item[1]), entries.items())
         for file in target.rglob("*") if target.is_dir() and not pattern else ():
             if file.is_file() and str(file.relative_to(target)) not in entries:

@@ -186,7 +186,7 @@ class CheckpointManager:
         return choice
 
     def _complete_copies(self, path: Path) -> None:
-        """Downloads what the folders of the nodes lack of a checkpoint; what stays missing shows in the verification."""
+        """Downloads what the folders of the nodes lack of a checkpoint; the verification names what stays missing."""
         store, file = self.store, path / checkpoint_folder.MANIFEST_FILE
         manifest = self.group.on_rank_zero(lambda: file.read_text() if file.is_file() else "").encode()
         if store is not None and manifest:

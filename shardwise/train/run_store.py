@@ -125,7 +125,8 @@ class RunStore:
         """Is the one that writes to the store; raises JobError if another launcher does. If one takes over, because
         this one seemed dead, calls `on_loss`."""
         other = self._read_writer()
-        self.last_writer, self.saved = str(other.get("folder", "")), str(other.get("saved", ""))
+        self.last_writer, saved = str(other.get("folder", "")), str(other.get("saved", ""))
+        self.saved = saved if FOLDER_PATTERN.fullmatch(saved) else ""
         is_other = other and self.last_writer != self.id and not other["ended"]
         if is_other and not is_dead(self.url, other["owner"], self._sign_of_life, say, STALE_SECONDS):
             name = owner_name(self._read_writer().get("owner", {}))
