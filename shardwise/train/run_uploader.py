@@ -248,10 +248,11 @@ class AgentFolder:
     store: RunStore | None = None
 
     def __call__(self, url: str) -> Path:
-        store = self.store or RunStore(local_folder(url, self.use))
+        is_known = self.store is not None and self.store.url == url
+        store = self.store if self.store is not None and is_known else RunStore(local_folder(url, self.use))
         store.download(names=AGENT_FILES)
         download_data(load_job(store.folder / "job.toml").data)
-        if self.store is None:
+        if not is_known:
             for _, path in list_checkpoints(store.checkpoints):
                 if not (path / FETCHED_FILE).exists():
                     remove_checkpoint(path)  # shards of an earlier agent, maybe of another run

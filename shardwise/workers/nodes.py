@@ -401,9 +401,9 @@ class NodeAgent:
             self.preparing = self.threads.submit(self.prepare, command["arguments"][0])
         if not self.preparing.done():
             return False
-        if self.folder is None:
-            self.folder = self.preparing.result()
-            self.sent = self._status_files()
+        if (folder := self.preparing.result()) != self.folder:
+            self.folder = folder
+            self.sent = self._status_files()  # what is there is from before
         command["arguments"][0], self.preparing = str(self.folder), None
         return True
 
