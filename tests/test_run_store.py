@@ -243,6 +243,8 @@ def test_what_a_run_has_gone_back_behind_leaves_the_store(url: str, cache: Path,
             save(one.folder, step)
         assert one.copy() and one.stored == ["step-00000002", "step-00000001"]
         shutil.rmtree(one.store.checkpoints / "step-00000002")
+        assert one.copy() and len(one.stored) == 2  # somebody cleans up here: the store keeps it
+        one.store.mark_undone("step-00000002")
         assert one.copy() and one.stored == ["step-00000001"]
         save(one.folder, 2, b"other")  # the same name, another content
         assert one.copy() and one.stored[0] == "step-00000002"

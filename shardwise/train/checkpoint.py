@@ -305,6 +305,8 @@ class CheckpointManager:
     def _remove_after(self, step: int) -> None:
         for number, path in list_checkpoints(self.folder):
             if number > step:
+                if self.store is not None and self.group.rank == 0:
+                    self.store.mark_undone(path.name)
                 checkpoint_folder.remove_checkpoint(path)
 
 

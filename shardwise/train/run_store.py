@@ -42,6 +42,7 @@ from shardwise.workers.run_owner import describe_owner, is_dead, owner_name, par
 
 LINK_FILE, WRITER_FILE = "store.json", "writer.json"  # of a local copy: its URL and id; of the store: who writes there
 FETCHED_FILE = ".fetched"  # marks a local checkpoint that came from the store
+UNDONE_SUFFIX = ".undone"
 LOCAL_PREFIXES = ("checkpoints/", "heartbeats/", "owner.", LINK_FILE, WRITER_FILE)
 BEAT_SECONDS, STALE_SECONDS = 10.0, 60.0
 ARRIVAL_SECONDS = 10.0  # to wait for a file that another node may be copying
@@ -187,7 +188,11 @@ class RunStore:
         """Makes the folder what the run goes on from; called by the launcher that has claimed the store."""
         is_mine = self.last_writer == self.id and (self.folder / "job.toml").is_file()
         self.download(only_missing=is_mine)
-        if not is_mine:
+        if is_mine:
+            self.undo()
+        else:
+            for path in self.checkpoints.glob(f"*{UNDONE_SUFFIX}"):
+                path.unlink()
             known = {name: content for name, content, _ in self.complete()}
             for _, path in checkpoint_folder.list_checkpoints(self.checkpoints):
                 manifest = path / MANIFEST_FILE
@@ -198,6 +203,27 @@ class RunStore:
                 f"{self.url} has no complete checkpoint, although {self.saved} was saved there; restore it, or start a "
                 "new run to train from step 0."
             )
+
+    def mark_undone(self, name: str) -> None:
+        """Has a checkpoint removed from the store too: the run has gone back behind it, as it may be corrupt."""
+        (self.checkpoints / f"{name}{UNDONE_SUFFIX}").touch()
+
+    def is_undone(self, name: str) -> bool:
+        return (self.checkpoints / f"{name}{UNDONE_SUFFIX}").exists()
+
+    def undo(self) -> list[str]:
+        """Removes the checkpoints that are marked so from the store, and returns their names."""
+        marks = {path.name.removesuffix(UNDONE_SUFFIX): path for path in self.checkpoints.glob(f"*{UNDONE_SUFFIX}")}
+        self.remove(set(marks))
+        for path in marks.values():
+            path.unlink()
+        return list(marks)
+
+    def remove(self, names: set[str]) -> None:
+        """Removes checkpoints from the store, their manifests first."""
+        self.remote.delete(f"checkpoints/{name}/{MANIFEST_FILE}" for name in names)
+        files = [name.split("/") for name in (self.remote.list() if names else ()) if name.startswith("checkpoints/")]
+        self.remote.delete("/".join(parts) for parts in files if parts[1] in names)
 
     def download(self, only_missing: bool = False, names: Sequence[str] = ()) -> None:
         """Makes the small files, or those of these names, what they are in the store, or only adds missing ones."""
@@ -228,7 +254,7 @@ class RunStore:
             with suppress(DamagedCheckpoint):
                 content = self.remote.read(f"checkpoints/{name}/{MANIFEST_FILE}") or b""
                 manifest = parse_manifest(content)
-                if not missing_files(name, manifest, entries):
+                if not missing_files(name, manifest["files"], entries):
                     yield name, content, manifest
 
     def fetch_newest(self, say: Say, step: int | None = None) -> bool:
@@ -253,7 +279,7 @@ class RunStore:
         files, deadline = manifest["files"], time.monotonic() + ARRIVAL_SECONDS
         wanted = [file for file, info in files.items() if file_problem(path, file, info, size_only=True)]
         target = path if path.is_dir() else path.with_name(f"{name}.partial-{uuid.uuid4().hex[:8]}")
-        while wanted and (absent := missing_files(name, {"files": {f: files[f] for f in wanted}}, self.remote.list())):
+        while wanted and (absent := missing_files(name, {f: files[f] for f in wanted}, self.remote.list())):
             if time.monotonic() > deadline:
                 raise DamagedCheckpoint(f"{absent[0]} is not in {self.url}")
             time.sleep(0.5)
@@ -278,10 +304,10 @@ def checkpoint_names(entries: dict[str, Entry]) -> set[str]:
     return {part[1] for part in parts if len(part) == 3 and FOLDER_PATTERN.fullmatch(part[1])}
 
 
-def missing_files(name: str, manifest: dict[str, Any], entries: dict[str, Entry]) -> list[str]:
-    """Returns the files of a checkpoint that the store does not have, or not with the right size."""
-    sizes = {file: entries.get(f"checkpoints/{name}/{file}", (-1, 0.0))[0] for file in manifest["files"]}
-    return [file for file, info in manifest["files"].items() if sizes[file] != info["bytes"]]
+def missing_files(name: str, files: dict[str, Any], entries: dict[str, Entry]) -> list[str]:
+    """Returns those of a checkpoint's files, as in its manifest, that the store lacks or has with another size."""
+    sizes = {file: entries.get(f"checkpoints/{name}/{file}", (-1, 0.0))[0] for file in files}
+    return [file for file, info in files.items() if sizes[file] != info["bytes"]]
 
 
 def _is_small(name: str) -> bool:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,13 @@ from shardwise.data.make_sources import download_data
 from shardwise.errors import RunError, ShardwiseError
 from shardwise.job import load_job
 from shardwise.object_store import in_parallel
-from shardwise.train.checkpoint_folder import MANIFEST_FILE, list_checkpoints, parse_manifest, remove_checkpoint
+from shardwise.train.checkpoint_folder import (
+    MANIFEST_FILE,
+    DamagedCheckpoint,
+    list_checkpoints,
+    parse_manifest,
+    remove_checkpoint,
+)
 from shardwise.train.run_store import (
     FETCHED_FILE,
     RunStore,
@@ -40,7 +46,8 @@ class _Upload:
     identity: Identity
     files: dict[str, Any]  # open, and not yet copied
     manifest: bytes
-    closing: ExitStack = field(default_factory=ExitStack)
+    wanted: dict[str, Any]  # what the manifest says of all files
+    closing: ExitStack
 
 
 class RunUploader:
@@ -53,9 +60,8 @@ class RunUploader:
         self._due: dict[str, float] = {}
         self._uploads: dict[str, _Upload] = {}
         self._done: dict[str, Identity] = {}  # checkpoints that need no more copying
-        self._seen: set[str] = set()  # checkpoints that have been in the folder
         self._stored: set[str] = set()  # checkpoints that are complete in the store
-        self._ended = threading.Event()
+        self._ended, self._small_lock = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._run, name="shardwise-uploader", daemon=True)
 
     @contextmanager
@@ -63,9 +69,10 @@ class RunUploader:
         """Copies while the block runs, and at its end the rest; raises RunError if that fails."""
         if self.is_main:
             self._stored = {name for name, _, _ in self.store.complete()}
-            self._remove(checkpoint_names(self.store.remote.list()) - self._stored - set(self._local()))
+            self.store.remove(checkpoint_names(self.store.remote.list()) - self._stored - set(self._local()))
             self.copy_small_files(at_once=True)  # shows that the store can be written; and other nodes read them
         self._thread.start()
+        threading.Thread(target=self._keep_small_files, daemon=True).start()
         try:
             yield
         except BaseException:
@@ -123,11 +130,15 @@ class RunUploader:
 
     def _advance(self) -> bool:
         """Copies the newest checkpoint that is not yet copied; returns whether there may be more to do."""
+        for name in self.store.undo() if self.is_main else ():
+            self._drop(name)
+            self._stored.discard(name)
+            self._done.pop(name, None)
         local = self._local()
-        self._seen |= set(local)
         for name in sorted({*local, *self._uploads}, key=checkpoint_order, reverse=True):
-            if name not in local and (not local or checkpoint_order(name) > checkpoint_order(local[0])):
-                self._drop(name)  # the run has gone back behind it
+            newest = max(map(checkpoint_order, self._stored), default=(-1, 0))
+            if name not in local and newest > checkpoint_order(name):
+                self._drop(name)  # removed by retention, and of no use any more
                 continue
             upload = self._open(name) if name in local else self._uploads[name]
             if upload is None:
@@ -161,10 +172,13 @@ class RunUploader:
                 self._done[name] = identity
                 return None
             files = {file.name: opened.enter_context(file.open("rb")) for file in path.iterdir()}
-            manifest = files.pop(MANIFEST_FILE).read() if self.is_main else b""
-            self._done.pop(name, None)
-            self._uploads[name] = _Upload(identity, files, manifest, opened)
-            return self._uploads[name]
+            self._done[name] = identity  # unless it is worth copying
+            manifest = files.pop(MANIFEST_FILE).read() if MANIFEST_FILE in files else b""
+            with suppress(DamagedCheckpoint):
+                wanted = parse_manifest(manifest)["files"] if self.is_main else {}
+                del self._done[name]
+                self._uploads[name] = _Upload(identity, files, manifest, wanted, opened)
+                return self._uploads[name]
         opened.close()
         return None
 
@@ -177,7 +191,7 @@ class RunUploader:
     def _commit(self, name: str, upload: _Upload) -> bool:
         """Adds the manifest once all files are there."""
         if self.is_main:
-            if missing_files(name, parse_manifest(upload.manifest), self.store.remote.list()):
+            if missing_files(name, upload.wanted, self.store.remote.list()) or self.store.is_undone(name):
                 return False
             self.copy_small_files(at_once=True)  # so that the metrics of the steps up to this one are there too
             if not self.store.is_writer():
@@ -195,33 +209,25 @@ class RunUploader:
             upload.closing.close()
 
     def _remove_old(self) -> None:
-        """Removes from the store what the run has gone back behind, and all but the newest `keep`."""
-        if not self.is_main or not self.store.checkpoints.is_dir():
-            return
-        local = self._local()
-        newest = checkpoint_order(local[0]) if local else (-1, 0)
+        """Removes all but the newest `keep` from the store."""
         stored = sorted(self._stored, key=checkpoint_order, reverse=True)
-        undone = {name for name in self._seen if name not in local and checkpoint_order(name) > newest}
-        old = {*stored[self.keep :]} - {*local}
-        if undone or old:
-            self._remove(undone | old)
-            self._seen -= undone
-            for name in undone:
-                self._done.pop(name, None)
-
-    def _remove(self, names: set[str]) -> None:
-        if not names:
-            return
-        entries = self.store.remote.list()
-        self.store.remote.delete(f"checkpoints/{name}/{MANIFEST_FILE}" for name in names)
-        self._stored -= names
-        self.store.remote.delete(
-            name for name in entries if name.startswith("checkpoints/") and name.split("/")[1] in names
-        )
+        if old := {*stored[self.keep :]} - {*self._local()}:
+            self.store.remove(old)
+            self._stored -= old
 
     # Small files
 
     def copy_small_files(self, at_once: bool = False) -> None:
+        with self._small_lock:
+            self._copy_small_files(at_once)
+
+    def _keep_small_files(self) -> None:
+        """Copies them also while a large checkpoint is on its way."""
+        while not self._ended.wait(COPY_SECONDS) and not self.store.taken_over_by:
+            with suppress(ShardwiseError):  # the other thread reports it
+                self.copy_small_files()
+
+    def _copy_small_files(self, at_once: bool) -> None:
         for name, path in self.store.small_files().items():
             if not self.is_main and not name.startswith("timeline/"):
                 continue
