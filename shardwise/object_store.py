@@ -86,8 +86,7 @@ class ObjectStore:
         """Uploads an open file, from its beginning; it may have been removed since it was opened."""
         descriptor = f"/proc/self/fd/{source.fileno()}"
         path = descriptor if os.path.exists(descriptor) else source.name
-        source.seek(0)
-        self._write(name, lambda to: self.fs.put_file(path, to), lambda file: shutil.copyfileobj(source, file, 1 << 20))
+        self._write(name, lambda to: self.fs.put_file(path, to), lambda file: shutil.copyfile(path, file.name))
 
     def _write(self, name: str, upload: Callable[[str], Any], copy: Callable[[Any], Any]) -> None:
         path = f"{self.root}/{name}"

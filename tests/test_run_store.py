@@ -10,8 +10,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -286,6 +288,56 @@ def test_a_store_that_fails_is_tried_again(url: str, cache: Path, monkeypatch: p
         assert one.copy() and one.events == ["store_failed", "store_recovered"] and one.stored == ["step-00000001"]
 
 
+class Forwarder:
+    """Stands between a client and a server, so that the server can be unreachable for a while."""
+
+    def __init__(self, port: int):
+        self.target = port
+        with socket.create_server(("127.0.0.1", 0)) as door:
+            self.port = door.getsockname()[1]
+        self.connections: list[socket.socket] = []
+        self.open()
+
+    def open(self) -> None:
+        self.door = socket.create_server(("127.0.0.1", self.port))
+        threading.Thread(target=self._accept, args=(self.door,), daemon=True).start()
+
+    def close(self) -> None:
+        self.door.shutdown(socket.SHUT_RDWR)
+        self.door.close()
+        for one in self.connections:
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self, door: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                client, server = door.accept()[0], socket.create_connection(("127.0.0.1", self.target))
+                self.connections += [client, server]
+                for pair in ((client, server), (server, client)):
+                    threading.Thread(target=self._forward, args=pair, daemon=True).start()
+
+    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_server_goes_down_and_comes_back(s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forwarder = Forwarder(int(os.environ["AWS_ENDPOINT_URL"].rpartition(":")[2]))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{forwarder.port}")
+    with Launcher(f"{s3}/{tmp_path.name}", tmp_path / "a", monkeypatch) as one:
+        save(one.folder, 1)
+        assert one.copy()
+        forwarder.close()
+        save(one.folder, 2)
+        assert not one.copy() and one.events == ["store_failed"]
+        forwarder.open()
+        assert one.copy() and one.events == ["store_failed", "store_recovered"]
+        assert one.stored == ["step-00000002", "step-00000001"]
+
+
 def fail(*arguments: Any) -> None:
     raise StoreError("out of order.")
 
@@ -399,13 +451,14 @@ def test_data_of_a_url_is_read_as_a_local_copy(place: str, tmp_path: Path, monke
 # Runs
 
 
+@pytest.mark.timeout(600)
 def test_killed_and_resumed_on_another_machine(place: str, tmp_path: Path) -> None:
     plain = RunFolder(tmp_path / "plain")
     for name, folder in (("run", place), ("plain", str(plain.path))):
         (tmp_path / f"{name}.toml").write_text(job_of(folder).to_toml())
     undisturbed = start(tmp_path / "p", str(tmp_path / "plain.toml"))
     kills = 0
-    for number in range(3):
+    for number in range(2):
         launcher = start(tmp_path / f"machine{number}", str(tmp_path / "run.toml"), "--continue")
         manifests = lambda: [n for n in ObjectStore(place).list() if n.endswith("manifest.json")]  # noqa: E731
         before = set(manifests())
@@ -424,6 +477,7 @@ def test_killed_and_resumed_on_another_machine(place: str, tmp_path: Path) -> No
     assert (run.path / "report.html").exists() and kinds(run)[-1] == "finished"
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("snapshots", [0, 2])
 def test_two_nodes_without_a_shared_folder(url: str, tmp_path: Path, snapshots: int) -> None:
     """Node 1 is lost with its disk and comes back; then node 0 is, and a new one goes on."""
