@@ -116,7 +116,7 @@ class ObjectStore:
             os.utime(target, (entry[1], entry[1]))
 
     def delete(self, names: Iterable[str]) -> None:
-        for name in names:
+        def delete_one(name: str) -> None:
             try:
                 with suppress(FileNotFoundError):
                     self.fs.rm_file(f"{self.root}/{name}")
@@ -125,6 +125,8 @@ class ObjectStore:
                         Path(f"{self.root}/{name}").parent.rmdir()  # if it is empty now
             except Exception as error:  # noqa: BLE001
                 raise StoreError(f"{self.url}/{name} cannot be removed: {describe(error)}.") from None
+
+        in_parallel(delete_one, names)
 
 
 def is_plain(name: str) -> bool:
