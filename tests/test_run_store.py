@@ -355,7 +355,7 @@ def test_one_launcher_writes(url: str, tmp_path: Path, cache: Path, monkeypatch:
         with Launcher(url, tmp_path / "b", monkeypatch) as two:
             assert "waiting 1 s for a sign of life" in two.said[0]
             save(one.folder, 1)
-            assert not one.store.is_writer() and one.copy() and not one.stored
+            assert not one.store.is_writer() and one.copy() and not one.stored and one.lost == 1
             monkeypatch.setattr(run_uploader, "POLL_SECONDS", 0.01)
             one.uploader._thread.start()
             with pytest.raises(RunError, match="has been taken over by process"):

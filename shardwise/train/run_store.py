@@ -125,7 +125,7 @@ class RunStore:
     def claimed(self, say: Say, on_loss: Callable[[], None]) -> Iterator[None]:
         """Is the one that writes to the store; raises JobError if another launcher does. If one takes over, because
         this one seemed dead, calls `on_loss`."""
-        other = self._read_writer()
+        other, self._on_loss = self._read_writer(), on_loss
         self.last_writer, saved = str(other.get("folder", "")), str(other.get("saved", ""))
         self.saved = saved if FOLDER_PATTERN.fullmatch(saved) else ""
         is_other = other and self.last_writer != self.id and not other["ended"]
@@ -140,10 +140,8 @@ class RunStore:
         def beat() -> None:
             while not ended.wait(BEAT_SECONDS) and not self.taken_over_by:
                 with suppress(StoreError):  # whoever copies files reports it
-                    if not self.is_writer():
-                        on_loss()
-                        return
-                    self._write_writer()
+                    if self.is_writer():
+                        self._write_writer()
 
         thread = threading.Thread(target=beat, daemon=True)
         thread.start()
@@ -156,10 +154,11 @@ class RunStore:
                     self._write_writer(ended=True)
 
     def is_writer(self) -> bool:
-        """Whether no other launcher has taken over."""
+        """Whether no other launcher has taken over; if one has, the run ends."""
         writer = self._read_writer()
-        if writer and writer["folder"] != self.id:
+        if writer and writer["folder"] != self.id and not self.taken_over_by:
             self.taken_over_by = owner_name(writer["owner"])
+            self._on_loss()
         return not self.taken_over_by
 
     def note_saved(self, name: str) -> None:
