@@ -26,18 +26,16 @@ import mmap
 import shutil
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwise.console import print_line
 from shardwise.errors import CheckpointError, RunError
 from shardwise.files import fsync_and_rename
 from shardwise.optim.param_shard import ParamShard
@@ -46,12 +44,10 @@ from shardwise.parallel.engine import Engine
 from shardwise.train import checkpoint_folder, error_feedback
 from shardwise.train.checkpoint_folder import CheckpointGroup, list_checkpoints, valid_checkpoints
 from shardwise.train.dcp_storage import CheckpointPiece, Index, Pieces, dtype_of, read_index, read_pieces, write_pieces
-from shardwise.train.run_store import RunStore
+from shardwise.train.run_store import RunStore, find_newest_valid
 from shardwise.workers.host_memory import in_huge_pages, pack, page_lock, unpack
 from shardwise.workers.snapshots import SnapshotStore
 
-WAIT_SECONDS = 5.0
-T = TypeVar("T")
 __all__ = ["CheckpointManager", "valid_checkpoints", "load_weights"]
 
 
@@ -139,7 +135,7 @@ class CheckpointManager:
             saved = checkpoint_folder.shared_list(self.folder, self.group)
             if all(number <= snapshot["step"] for number, _ in saved):
                 return self._load_snapshot(snapshot, engine, optimizer)
-        choice = self._find_newest_valid(step)
+        choice = find_newest_valid(self.folder, self.group, step, self.store, self.on_wait)
         self.damaged = [sentence for _, sentence in choice.damaged]
         self._damaged_paths.update(path for path, _ in choice.damaged)
         if snapshot is not None and (choice.path is None or choice.manifest["step"] < snapshot["step"]):
@@ -169,36 +165,6 @@ class CheckpointManager:
         self.group.on_leaders(lambda: self._remove_after(step))
 
     # Internals
-
-    def _find_newest_valid(self, step: int | None) -> checkpoint_folder.CheckpointChoice:
-        """Where nodes have folders of their own, completes them from the store; the newest in the store is the last
-        resort, if what node 0 has cannot be completed."""
-        store, group = self.store, self.group
-        if store is None or group.has_one_folder:
-            return checkpoint_folder.find_newest_valid(self.folder, group, step)
-        try:
-            choice = checkpoint_folder.find_newest_valid(self.folder, group, step, self._complete_copies)
-        except CheckpointError:
-            choice = None
-        if choice is None or choice.path is None:
-            group.on_rank_zero(lambda: self._while_waiting(lambda: store.fetch_newest(print_line)))
-            choice = checkpoint_folder.find_newest_valid(self.folder, group, step, self._complete_copies)
-        return choice
-
-    def _complete_copies(self, path: Path) -> None:
-        """Downloads what the folders of the nodes lack of a checkpoint; the verification names what stays missing."""
-        store, file = self.store, path / checkpoint_folder.MANIFEST_FILE
-        manifest = self.group.on_rank_zero(lambda: file.read_text() if file.is_file() else "").encode()
-        if store is not None and manifest:
-            with suppress(RuntimeError):
-                self.group.on_leaders(lambda: self._while_waiting(lambda: store.fetch(path.name, manifest)))
-
-    def _while_waiting(self, function: Callable[[], T]) -> T:
-        with ThreadPoolExecutor(1) as pool:
-            future = pool.submit(function)
-            while not wait([future], WAIT_SECONDS).done:
-                self.on_wait()
-            return future.result()
 
     def _load_snapshot(self, snapshot: dict[str, Any], engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
         assert self.snapshots is not None

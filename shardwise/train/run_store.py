@@ -22,22 +22,18 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from shardwise.console import print_line
 from shardwise.errors import CheckpointError, JobError, StoreError
 from shardwise.files import TEMPORARY_NAME, cache_folder, parse_json, write_text
 from shardwise.object_store import Entry, ObjectStore, in_parallel, parse_url
 from shardwise.train import checkpoint_folder
-from shardwise.train.checkpoint_folder import (
-    FOLDER_PATTERN,
-    MANIFEST_FILE,
-    DamagedCheckpoint,
-    file_problem,
-    parse_manifest,
-)
+from shardwise.train.checkpoint_folder import FOLDER_PATTERN, MANIFEST_FILE, CheckpointGroup, DamagedCheckpoint
 from shardwise.workers.run_owner import describe_owner, is_dead, owner_name, parse_owner
 
 LINK_FILE, WRITER_FILE = "store.json", "writer.json"  # of a local copy: its URL and id; of the store: who writes there
@@ -46,6 +42,7 @@ UNDONE_SUFFIX = ".undone"
 LOCAL_PREFIXES = ("checkpoints/", "heartbeats/", "owner.", LINK_FILE, WRITER_FILE)
 BEAT_SECONDS, STALE_SECONDS = 10.0, 60.0
 ARRIVAL_SECONDS = 10.0  # to wait for a file that another node may be copying
+WAIT_SECONDS = 5.0
 Say = Callable[[str], None]
 Order = tuple[int, int]
 
@@ -252,7 +249,7 @@ class RunStore:
         for name in sorted(checkpoint_names(entries), key=checkpoint_order, reverse=True):
             with suppress(DamagedCheckpoint):
                 content = self.remote.read(f"checkpoints/{name}/{MANIFEST_FILE}") or b""
-                manifest = parse_manifest(content)
+                manifest = checkpoint_folder.parse_manifest(content)
                 if not missing_files(name, manifest["files"], entries):
                     yield name, content, manifest
 
@@ -274,9 +271,11 @@ class RunStore:
 
     def fetch(self, name: str, content: bytes) -> None:
         """Downloads what the local copy of a checkpoint lacks. `content`: its manifest. Raises DamagedCheckpoint."""
-        manifest, path = parse_manifest(content), self.checkpoints / name
+        manifest, path = checkpoint_folder.parse_manifest(content), self.checkpoints / name
         files, deadline = manifest["files"], time.monotonic() + ARRIVAL_SECONDS
-        wanted = [file for file, info in files.items() if file_problem(path, file, info, size_only=True)]
+        wanted = [
+            file for file, info in files.items() if checkpoint_folder.file_problem(path, file, info, size_only=True)
+        ]
         target = path if path.is_dir() else path.with_name(f"{name}.partial-{uuid.uuid4().hex[:8]}")
         while wanted and (absent := missing_files(name, {f: files[f] for f in wanted}, self.remote.list())):
             if time.monotonic() > deadline:
@@ -285,7 +284,7 @@ class RunStore:
 
         def fetch_file(file: str) -> None:
             self.remote.get(f"checkpoints/{name}/{file}", target / file)
-            if problem := file_problem(target, file, files[file]):
+            if problem := checkpoint_folder.file_problem(target, file, files[file]):
                 (target / file).unlink(missing_ok=True)
                 raise DamagedCheckpoint(problem)
 
@@ -307,6 +306,37 @@ def missing_files(name: str, files: dict[str, Any], entries: dict[str, Entry]) -
     """Returns those of a checkpoint's files, as in its manifest, that the store lacks or has with another size."""
     sizes = {file: entries.get(f"checkpoints/{name}/{file}", (-1, 0.0))[0] for file in files}
     return [file for file, info in files.items() if sizes[file] != info["bytes"]]
+
+
+def find_newest_valid(
+    folder: Path, group: CheckpointGroup, step: int | None, store: RunStore | None, on_wait: Callable[[], None]
+) -> checkpoint_folder.CheckpointChoice:
+    """Like that of `checkpoint_folder`. Where nodes have folders of their own, completes these from the store; if what
+    node 0 has cannot be completed, takes the newest in the store. Calls `on_wait` every few seconds."""
+    if store is None or group.has_one_folder:
+        return checkpoint_folder.find_newest_valid(folder, group, step)
+
+    def patiently(function: Callable[[], object]) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            future = pool.submit(function)
+            while not wait([future], WAIT_SECONDS).done:
+                on_wait()
+            future.result()
+
+    def complete_copies(path: Path) -> None:
+        file = path / MANIFEST_FILE
+        manifest = group.on_rank_zero(lambda: file.read_text() if file.is_file() else "").encode()
+        with suppress(RuntimeError):  # the verification names what stays missing
+            group.on_leaders(lambda: patiently(lambda: store.fetch(path.name, manifest)))
+
+    try:
+        choice = checkpoint_folder.find_newest_valid(folder, group, step, complete_copies)
+    except CheckpointError:
+        choice = checkpoint_folder.CheckpointChoice(None, {}, [])
+    if choice.path is None:
+        group.on_rank_zero(lambda: patiently(lambda: store.fetch_newest(print_line)))
+        choice = checkpoint_folder.find_newest_valid(folder, group, step, complete_copies)
+    return choice
 
 
 def _is_small(name: str) -> bool:

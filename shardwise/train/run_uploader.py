@@ -18,21 +18,9 @@ from shardwise.data.make_sources import download_data
 from shardwise.errors import RunError, ShardwiseError
 from shardwise.job import load_job
 from shardwise.object_store import in_parallel
-from shardwise.train.checkpoint_folder import (
-    MANIFEST_FILE,
-    DamagedCheckpoint,
-    list_checkpoints,
-    parse_manifest,
-    remove_checkpoint,
-)
-from shardwise.train.run_store import (
-    FETCHED_FILE,
-    RunStore,
-    checkpoint_names,
-    checkpoint_order,
-    local_folder,
-    missing_files,
-)
+from shardwise.train import checkpoint_folder, run_store
+from shardwise.train.checkpoint_folder import MANIFEST_FILE, DamagedCheckpoint, list_checkpoints
+from shardwise.train.run_store import FETCHED_FILE, RunStore, checkpoint_order
 
 POLL_SECONDS, MAX_BACKOFF = 1.0, 60.0
 COPY_SECONDS = 10.0  # between copies of a small file; longer for files of many MiB, which are copied as a whole
@@ -69,7 +57,7 @@ class RunUploader:
         """Copies while the block runs, and at its end the rest; raises RunError if that fails."""
         if self.is_main:
             self._stored = {name for name, _, _ in self.store.complete()}
-            self.store.remove(checkpoint_names(self.store.remote.list()) - self._stored - set(self._local()))
+            self.store.remove(run_store.checkpoint_names(self.store.remote.list()) - self._stored - set(self._local()))
             self.copy_small_files(at_once=True)  # shows that the store can be written; and other nodes read them
         self._thread.start()
         threading.Thread(target=self._keep_small_files, daemon=True).start()
@@ -175,7 +163,7 @@ class RunUploader:
             self._done[name] = identity  # unless it is worth copying
             manifest = files.pop(MANIFEST_FILE).read() if MANIFEST_FILE in files else b""
             with suppress(DamagedCheckpoint):
-                wanted = parse_manifest(manifest)["files"] if self.is_main else {}
+                wanted = checkpoint_folder.parse_manifest(manifest)["files"] if self.is_main else {}
                 del self._done[name]
                 self._uploads[name] = _Upload(identity, files, manifest, wanted, opened)
                 return self._uploads[name]
@@ -191,7 +179,7 @@ class RunUploader:
     def _commit(self, name: str, upload: _Upload) -> bool:
         """Adds the manifest once all files are there."""
         if self.is_main:
-            if missing_files(name, upload.wanted, self.store.remote.list()) or self.store.is_undone(name):
+            if run_store.missing_files(name, upload.wanted, self.store.remote.list()) or self.store.is_undone(name):
                 return False
             self.copy_small_files(at_once=True)  # so that the metrics of the steps up to this one are there too
             if not self.store.is_writer():
@@ -255,13 +243,13 @@ class AgentFolder:
 
     def __call__(self, url: str) -> Path:
         is_known = self.store is not None and self.store.url == url
-        store = self.store if self.store is not None and is_known else RunStore(local_folder(url, self.use))
+        store = self.store if self.store is not None and is_known else RunStore(run_store.local_folder(url, self.use))
         store.download(names=AGENT_FILES)
         download_data(load_job(store.folder / "job.toml").data)
         if not is_known:
             for _, path in list_checkpoints(store.checkpoints):
                 if not (path / FETCHED_FILE).exists():
-                    remove_checkpoint(path)  # shards of an earlier agent, maybe of another run
+                    checkpoint_folder.remove_checkpoint(path)  # shards of an earlier agent, maybe of another run
             self.store = store
             uploader = RunUploader(store, lambda kind, message: print_line(f"{kind}: {message}"), is_main=False)
             self.uploading.enter_context(uploader.running())
