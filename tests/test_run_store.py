@@ -103,7 +103,7 @@ def s3() -> Iterator[str]:
         for name, value in variables.items():
             patch.setenv(name, value)
         try:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 180
             while True:
                 try:
                     boto3.client("s3").create_bucket(Bucket="runs")
