@@ -211,14 +211,17 @@ class RunStore:
         """Removes the checkpoints that are marked so from the store, and returns their names."""
         marks = {path.name.removesuffix(UNDONE_SUFFIX): path for path in self.checkpoints.glob(f"*{UNDONE_SUFFIX}")}
         self.remove(set(marks))
+        self.saved = "" if self.saved in marks else self.saved
         for path in marks.values():
             path.unlink()
         return list(marks)
 
     def remove(self, names: set[str]) -> None:
         """Removes checkpoints from the store, their manifests first."""
+        if not names:
+            return
         self.remote.delete(f"checkpoints/{name}/{MANIFEST_FILE}" for name in names)
-        files = [name.split("/") for name in (self.remote.list() if names else ()) if name.startswith("checkpoints/")]
+        files = [name.split("/") for name in self.remote.list() if name.startswith("checkpoints/")]
         self.remote.delete("/".join(parts) for parts in files if parts[1] in names)
 
     def download(self, only_missing: bool = False, names: Sequence[str] = ()) -> None:

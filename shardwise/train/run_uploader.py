@@ -26,7 +26,7 @@ POLL_SECONDS, MAX_BACKOFF = 1.0, 60.0
 COPY_SECONDS = 10.0  # between copies of a small file; longer for files of many MiB, which are copied as a whole
 END_PATIENCE = 60.0  # for a store that does not answer at the end of a run
 PEER_PATIENCE = 600.0  # for files of other nodes at the end of a run
-Identity = tuple[tuple[str, int], ...]
+Identity = tuple[int, int]
 
 
 @dataclass
@@ -149,14 +149,15 @@ class RunUploader:
         """Opens the files of a checkpoint in the folder; returns None if there is nothing to copy."""
         path, opened = self.store.checkpoints / name, ExitStack()
         with suppress(FileNotFoundError):  # removed meanwhile
-            shards = sorted(path.glob("__*.distcp"))
-            identity = tuple((file.name, file.stat().st_mtime_ns) for file in shards)
+            # Of the folder and its oldest shard: a load may add shards of other nodes.
+            shards = [file.stat().st_mtime_ns for file in path.glob("__*.distcp")]
+            identity = path.stat().st_ino, min(shards, default=0)
             if name in self._uploads and self._uploads[name].identity == identity:
                 return self._uploads[name]
             self._drop(name)
             if self._done.get(name) == identity:
                 return None
-            if (path / FETCHED_FILE).exists() or (self._is_known(name, path) and name not in self._done):
+            if (path / FETCHED_FILE).exists() or self._is_known(name, path):
                 self._done[name] = identity
                 return None
             files = {file.name: opened.enter_context(file.open("rb")) for file in path.iterdir()}
@@ -171,7 +172,7 @@ class RunUploader:
         return None
 
     def _is_known(self, name: str, path: Path) -> bool:
-        """Whether the store has this checkpoint, from this folder."""
+        """Whether the store has this checkpoint: its manifest has the hashes of all files."""
         if name not in self._stored:
             return False
         return self.store.remote.read(f"checkpoints/{name}/{MANIFEST_FILE}") == (path / MANIFEST_FILE).read_bytes()
