@@ -96,7 +96,6 @@ class RunUploader:
                 pass
             if not self.store.taken_over_by:
                 self.copy_small_files(at_once)
-                self._remove_old()
         except Exception as error:  # noqa: BLE001 - nobody above this thread reports it
             if not self.problem:
                 self.log_event("store_failed", f"{error} The run goes on; the copy is tried again.")
@@ -191,6 +190,7 @@ class RunUploader:
         self._done[name] = upload.identity
         upload.closing.close()
         del self._uploads[name]
+        self._remove_old()
         return True
 
     def _drop(self, name: str) -> None:
